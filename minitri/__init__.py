@@ -1,0 +1,27 @@
+"""minitri: fast generation from long-context Llama models that does not change what the model says.
+
+`load` boots an `Engine`; `Engine.generate` gives a stream of events. Bad input raises `InputError`.
+"""
+
+from minitri.config import MODELS, GenerationConfig, ModelConfig, SamplingParams
+from minitri.engine import End, Engine, Event, Generation, PrefillProgress, Token, load
+from minitri.errors import InputError
+from minitri.stats import Stats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "MODELS",
+    "End",
+    "Engine",
+    "Event",
+    "Generation",
+    "GenerationConfig",
+    "InputError",
+    "ModelConfig",
+    "PrefillProgress",
+    "SamplingParams",
+    "Stats",
+    "Token",
+    "load",
+]

@@ -1,0 +1,153 @@
+"""Attention by prefix + block: every query sees the whole cached prefix; a T x T rule holds inside the block.
+
+A forward pass brings T new tokens per row, whose keys and values already stand in the cache right behind the row's
+prefix. So prefill, decoding, verification and trees are one call with different T and rules. The rule is causal
+(`None`) or a (T, T) boolean tensor, True where a query (row) may see a block key (column).
+
+How it is computed depends on the device and on T alone, never on the length of the prefix:
+
+- `attend_math` is the oracle: plain formulas in float32 (float64 if asked), used by tests and for odd devices;
+- on CPU a short block is two matmuls per KV head, with its G query heads and the T tokens folded into the rows of one
+  matrix, so that K and V are read once per KV head; the rule touches only the last T columns of the scores;
+- on CPU a long block runs PyTorch's flash kernel over the prefix and over the block, merged by log-sum-exp;
+- on CUDA one fused kernel takes prefix and block with bottom-right causal alignment.
+
+Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+SHORT_BLOCK = 16
+"""Longest block, in tokens, for which materialised scores beat the flash kernel on CPU."""
+
+SPLITS = 8
+"""Pieces of a prefix whose sums over values run side by side on CPU. Fixed, so that results do not depend on cores."""
+
+_flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def attend(
+    q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, prefix_lengths: list[int], rule_TT: Tensor | None = None
+) -> Tensor:
+    """Softmax attention of a block, (B, T, H, D), in the dtype of the queries.
+
+    `keys_BKSD` and `values_BKSD` are the cache of one layer; row b is valid in its first `prefix_lengths[b] + T`
+    slots, the last T of which are the block. Slots behind are never read. The scale is 1 / sqrt(D).
+    """
+    if q_BTHD.device.type == "cuda":
+        one_row = _fused_row
+    elif q_BTHD.device.type != "cpu" or q_BTHD.dtype == torch.float64:
+        one_row = _math_row
+    elif q_BTHD.shape[1] <= SHORT_BLOCK:
+        one_row = _matmul_row
+    else:
+        one_row = _flash_row
+    return _by_row(one_row, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT)
+
+
+def attend_math(
+    q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, prefix_lengths: list[int], rule_TT: Tensor | None = None
+) -> Tensor:
+    """The oracle: the same contract as `attend`, by the textbook."""
+    return _by_row(_math_row, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT)
+
+
+def _by_row(one_row, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT) -> Tensor:  # type: ignore[no-untyped-def]
+    """Rows have their own keys and lengths, so nothing is shared between them and a loop costs nothing."""
+    B, T, H, D = q_BTHD.shape
+    K = keys_BKSD.shape[1]
+    rows = []
+    for b, prefix in enumerate(prefix_lengths):
+        q_KGTD = q_BTHD[b].view(T, K, H // K, D).permute(1, 2, 0, 3)
+        end = prefix + T
+        out_KGTD = one_row(q_KGTD, keys_BKSD[b, :, :end], values_BKSD[b, :, :end], rule_TT)
+        rows.append(out_KGTD.permute(2, 0, 1, 3).reshape(T, H, D))
+    return torch.stack(rows) if B > 1 else rows[0].unsqueeze(0)
+
+
+def block_rule(T: int, rule_TT: Tensor | None, device: torch.device) -> Tensor:
+    """The rule as a boolean tensor (T, T): causal where none is given."""
+    if rule_TT is not None:
+        return rule_TT
+    return torch.ones(T, T, dtype=torch.bool, device=device).tril_()
+
+
+def _math_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, rule_TT: Tensor | None) -> Tensor:
+    T, D = q_KGTD.shape[2:]
+    exact = torch.promote_types(q_KGTD.dtype, torch.float32)
+    q, k, v = q_KGTD.to(exact), keys_KSD[:, None].to(exact), values_KSD[:, None].to(exact)
+    scores_KGTS = q @ k.transpose(-1, -2) / math.sqrt(D)
+    scores_KGTS[..., -T:].masked_fill_(~block_rule(T, rule_TT, q.device), -math.inf)
+    return (scores_KGTS.softmax(-1) @ v).to(q_KGTD.dtype)
+
+
+def _matmul_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, rule_TT: Tensor | None) -> Tensor:
+    """Per KV head, because a batched matmul over heads would first copy the prefix: its heads lie `capacity` apart."""
+    K, G, T, D = q_KGTD.shape
+    S = keys_KSD.shape[1]
+    q_KRD = (q_KGTD * (1 / math.sqrt(D))).reshape(K, G * T, D)
+    scores_KRS = q_KRD.new_empty(K, G * T, S)
+    for head in range(K):
+        torch.mm(q_KRD[head], keys_KSD[head].t(), out=scores_KRS[head])
+    if T > 1:
+        last = scores_KRS.view(K, G, T, S)[..., -T:]
+        last.masked_fill_(~block_rule(T, rule_TT, q_KGTD.device), -math.inf)
+    torch.softmax(scores_KRS, -1, out=scores_KRS)
+    out_KRD = torch.stack([_mix_values(scores_KRS[head], values_KSD[head]) for head in range(K)])
+    return out_KRD.view(K, G, T, D).to(q_KGTD.dtype)
+
+
+def _mix_values(probs_RS: Tensor, values_SD: Tensor) -> Tensor:
+    """probs @ values, (R, D) float32, with the long sum cut into pieces so that every core has work."""
+    S, D = values_SD.shape
+    piece = S // SPLITS
+    cut = piece * SPLITS
+    rest_RD = torch.mm(probs_RS[:, cut:], values_SD[cut:]).float()
+    if piece == 0:
+        return rest_RD
+    pieces = probs_RS[:, :cut].unflatten(1, (SPLITS, piece)).transpose(0, 1)  # (SPLITS, R, piece)
+    sums = torch.bmm(pieces, values_SD[:cut].view(SPLITS, piece, D))  # (SPLITS, R, D)
+    return rest_RD.add_(sums.sum(0, dtype=torch.float32))
+
+
+def _flash_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, rule_TT: Tensor | None) -> Tensor:
+    K, G, T, D = q_KGTD.shape
+    k = keys_KSD[:, None].expand(K, G, -1, D)  # a KV head serves its G query heads without being copied
+    v = values_KSD[:, None].expand(K, G, -1, D)
+    if rule_TT is None:
+        block, block_lse = _flash_cpu(q_KGTD, k[:, :, -T:], v[:, :, -T:], is_causal=True)
+    else:
+        bias = torch.zeros(T, T, dtype=q_KGTD.dtype).masked_fill_(~rule_TT, -math.inf)
+        block, block_lse = _flash_cpu(q_KGTD, k[:, :, -T:], v[:, :, -T:], attn_mask=bias)
+    if k.shape[2] == T:
+        return block
+    prefix, prefix_lse = _flash_cpu(q_KGTD, k[:, :, :-T], v[:, :, :-T])
+    return merge_by_lse(prefix, prefix_lse, block, block_lse)
+
+
+def merge_by_lse(left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Tensor) -> Tensor:
+    """Attention over the union of two disjoint key sets, from the outputs (..., T, D) and log-sum-exps (..., T)."""
+    share = torch.sigmoid(right_lse - left_lse).unsqueeze(-1).to(left.dtype)
+    return torch.lerp(left, right, share)
+
+
+def _fused_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, rule_TT: Tensor | None) -> Tensor:
+    K, G, T, D = q_KGTD.shape
+    q = q_KGTD.reshape(1, K * G, T, D)
+    k, v = keys_KSD[None], values_KSD[None]
+    S = k.shape[2]
+    mask = None
+    if rule_TT is not None:
+        mask = torch.ones(T, S, dtype=torch.bool, device=q.device)
+        mask[:, S - T :] = rule_TT
+    elif T > 1:
+        mask = causal_lower_right(T, S)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=G > 1)
+    return out.view(K, G, T, D)

@@ -1,0 +1,85 @@
+"""The full cache: every token's K and V, keys rotated at their absolute positions.
+
+Layout (L, B, K, S, D): a KV head's keys are contiguous, which is what the matmuls over a long prefix want, and a layer
+or a row is a view. Memory is reserved at once but touched only as it fills. One invariant: for each row the first
+`lengths[b]` slots hold exactly what a fresh prefill of the row's inputs would have written.
+
+Legend: L layers, B batch, S slots, K KV heads, D head dim, T new tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minitri.config import ModelConfig
+from minitri.rope import Rotary
+
+
+class FullCache:
+    """Preallocated KV cache: `keys` and `values` (L, B, K, S, D), and how many tokens each row holds."""
+
+    def __init__(self, keys: Tensor, values: Tensor, lengths: list[int]) -> None:
+        self.keys = keys
+        self.values = values
+        self._lengths = list(lengths)
+        self.device_lengths = torch.tensor(lengths, dtype=torch.int64, device=keys.device)  # (B,)
+
+    @classmethod
+    def allocate(
+        cls, config: ModelConfig, batch_size: int, capacity: int, *, dtype: torch.dtype, device: torch.device
+    ) -> FullCache:
+        """An empty cache of `batch_size` rows with room for `capacity` tokens each."""
+        shape = (config.num_layers, batch_size, config.num_kv_heads, capacity, config.head_dim)
+        keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+        return cls(keys, values, [0] * batch_size)
+
+    @property
+    def lengths(self) -> list[int]:
+        return self._lengths
+
+    @property
+    def capacity(self) -> int:
+        """Slots per row."""
+        return self.keys.shape[3]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes reserved for keys and values."""
+        return 2 * self.keys.numel() * self.keys.element_size()
+
+    def update(self, layer: int, k_BTKD: Tensor, v_BTKD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        keys, values = self.keys[layer], self.values[layer]  # (B, K, S, D)
+        k_BKTD, v_BKTD = rotary.rotate(k_BTKD).transpose(1, 2), v_BTKD.transpose(1, 2)
+        T = k_BKTD.shape[2]
+        for b, start in enumerate(self._lengths):
+            if start + T > self.capacity:
+                raise IndexError(f"row {b} holds {start} of {self.capacity} tokens; a block of {T} does not fit")
+            keys[b, :, start : start + T] = k_BKTD[b]
+            values[b, :, start : start + T] = v_BKTD[b]
+        return keys, values
+
+    def row(self, b: int) -> FullCache:
+        """A cache of one row that shares memory with row b, for prefilling rows of different lengths one by one.
+
+        Its length starts as row b's; hand it back with `advance` on this cache.
+        """
+        return FullCache(self.keys[:, b : b + 1], self.values[:, b : b + 1], [self._lengths[b]])
+
+    def advance(self, counts: list[int]) -> None:
+        """Keeps the first `counts[b]` tokens of the block that was just written."""
+        self._set_lengths([length + count for length, count in zip(self._lengths, counts, strict=True)])
+
+    def crop(self, lengths: list[int]) -> None:
+        """Forgets every token of row b from position `lengths[b]` on."""
+        assert all(new <= old for new, old in zip(lengths, self._lengths, strict=True))
+        self._set_lengths(lengths)
+
+    def reset(self) -> None:
+        """Empties every row."""
+        self._set_lengths([0] * len(self._lengths))
+
+    def _set_lengths(self, lengths: list[int]) -> None:
+        assert all(0 <= length <= self.capacity for length in lengths)
+        self._lengths = list(lengths)
+        self.device_lengths.copy_(torch.tensor(lengths, dtype=torch.int64))

@@ -1,0 +1,149 @@
+"""A GGUF file: llama.cpp's container of weights, hyper-parameters and tokenizer in one.
+
+The `gguf` package parses and dequantizes; this file translates names and conventions to those of Hugging Face, so that
+nobody else needs to know them. The one trap: GGUF pairs neighbouring dimensions in its rotary embedding, so the rows of
+q and k are stored in another order and are put back here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minitri.config import ModelConfig, RopeConfig
+from minitri.errors import InputError, shorten
+
+_GLOBAL_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_ROPE_DIVISORS = "rope_freqs.weight"
+
+
+class GgufFile:
+    """An open GGUF file. Raises `InputError` for one that is damaged or is not a Llama."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from gguf import GGUFReader
+        except ImportError:
+            raise InputError(
+                f"{path.name} is a GGUF file and the package gguf is not installed; run: pip install 'minitri[gguf]'"
+            ) from None
+        self.path = path
+        try:
+            self._reader = GGUFReader(path)
+        except (ValueError, IndexError, KeyError, OSError, OverflowError, MemoryError) as error:
+            raise InputError(f"{path} is not a whole GGUF file ({shorten(error)}); download it again") from None
+        architecture = self.get("general.architecture")
+        if architecture != "llama":
+            raise InputError(f"{path.name} is a {architecture!r} model; minitri runs the Llama architecture only")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The metadata value of a key: a number, a string, a boolean or a list of them."""
+        found = self._reader.fields.get(key)
+        return default if found is None else found.contents()
+
+    def config(self, name: str) -> ModelConfig:
+        """The model's shape, as `ModelConfig.from_hf` gives it for a folder."""
+        tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+
+        def need(key: str) -> Any:
+            value = self.get(f"llama.{key}")
+            if value is None:
+                raise InputError(f"{self.path.name} has no llama.{key}; get a GGUF file made by a current llama.cpp")
+            return value
+
+        if self.get("llama.expert_count"):
+            raise InputError(f"{self.path.name} is a mixture of experts; minitri runs dense Llama models only")
+        if "token_embd.weight" not in tensors:
+            raise InputError(f"{self.path.name} has no tensor token_embd.weight; get the complete file")
+        num_heads, hidden_size = int(need("attention.head_count")), int(need("embedding_length"))
+        head_dim = int(self.get("llama.attention.key_length") or hidden_size // num_heads)
+        eos = self.get("tokenizer.ggml.eos_token_id")
+        also_eos = self.get("tokenizer.ggml.eot_token_id")
+        return ModelConfig(
+            num_layers=int(need("block_count")),
+            hidden_size=hidden_size,
+            intermediate_size=int(need("feed_forward_length")),
+            num_heads=num_heads,
+            num_kv_heads=int(self.get("llama.attention.head_count_kv") or num_heads),
+            head_dim=head_dim,
+            vocab_size=int(tensors["token_embd.weight"].shape[1]),
+            context_length=int(need("context_length")),
+            rope=self._rope(tensors.get(_ROPE_DIVISORS), int(need("context_length"))),
+            # Stored as float32; the shortest decimal that gives the same float32 is what the author wrote.
+            rms_norm_eps=float(f"{need('attention.layer_norm_rms_epsilon'):.6g}"),
+            tie_word_embeddings="output.weight" not in tensors,
+            attention_bias="blk.0.attn_q.bias" in tensors,
+            bos_token_id=self.get("tokenizer.ggml.bos_token_id"),
+            eos_token_ids=tuple(dict.fromkeys(int(token) for token in (eos, also_eos) if token is not None)),
+            name=name,
+        )
+
+    def _rope(self, divisors: Any, context: int) -> RopeConfig:
+        kind = self.get("llama.rope.scaling.type") or "none"
+        factor = self.get("llama.rope.scaling.factor") or self.get("llama.rope.scale_linear") or 1.0
+        frequency_divisors = None
+        if divisors is not None:
+            frequency_divisors = tuple(float(value) for value in divisors.data)
+        return RopeConfig(
+            theta=float(self.get("llama.rope.freq_base") or 10000.0),
+            kind="default" if kind == "none" else kind,
+            factor=float(factor),
+            original_context=int(self.get("llama.rope.scaling.original_context_length") or context),
+            frequency_divisors=frequency_divisors,
+        )
+
+    def tensors(self, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its Hugging Face name, dequantized to float32, one at a time."""
+        from gguf import dequantize
+
+        for stored in self._reader.tensors:
+            if stored.name == _ROPE_DIVISORS:
+                continue
+            try:
+                weight = torch.from_numpy(dequantize(stored.data, stored.tensor_type).copy())
+            except (NotImplementedError, ValueError, KeyError) as error:
+                raise InputError(
+                    f"{self.path.name}: tensor {stored.name} of type {stored.tensor_type.name} cannot be dequantized "
+                    f"({shorten(error)}); use a file of another quantization"
+                ) from None
+            name = hugging_face_name(stored.name)
+            if name.endswith(("q_proj.weight", "q_proj.bias")):
+                weight = _neighbours_to_halves(weight, config.num_heads)
+            elif name.endswith(("k_proj.weight", "k_proj.bias")):
+                weight = _neighbours_to_halves(weight, config.num_kv_heads)
+            yield name, weight
+
+
+def hugging_face_name(name: str) -> str:
+    """`blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`; names that mean nothing to us stay."""
+    if name in _GLOBAL_NAMES:
+        return _GLOBAL_NAMES[name]
+    parts = name.split(".")
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _LAYER_NAMES:
+        return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{parts[3]}"
+    return name
+
+
+def _neighbours_to_halves(weight: Tensor, num_heads: int) -> Tensor:
+    """Rows of each head from pairs (0, 1), (2, 3), ... to pairs (i, i + D/2), the order `Rotary.rotate` wants."""
+    pairs = weight.view(num_heads, -1, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape)

@@ -1,0 +1,122 @@
+"""Llama, top down: the network and nothing else.
+
+The forward pass takes token ids, their positions and a cache, all explicit; the model keeps no state between calls and
+does not know which kind of cache it writes to. Parameter names are those of Hugging Face checkpoints, except that the
+q, k, v and the gate, up projections are fused into one matmul each. The LM head is a method of its own, so that it
+runs only on the rows whose logits somebody wants.
+
+Legend: B batch, T new tokens, E hidden size, K KV heads, H query heads, D head dim, V vocab.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minitri.attention import attend
+from minitri.caches.base import Cache
+from minitri.config import ModelConfig
+from minitri.linear import Linear
+from minitri.rope import Rope, Rotary
+
+
+class Llama(nn.Module):
+    """A Llama of any size, MHA or GQA, tied or untied. Weights are uninitialised until a checkpoint fills them."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        with torch.device(device):
+            self.embed_tokens = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype), False)
+            self.layers = nn.ModuleList(Layer(config, dtype) for _ in range(config.num_layers))
+            self.norm = RMSNorm(config, dtype)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens
+        self.rope = Rope(config.rope, config.head_dim, device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.device
+
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, cache: Cache, rule_TT: Tensor | None = None) -> Tensor:
+        """Final hidden states (B, T, E) of a block, whose K and V it writes into the cache behind each row's prefix.
+
+        `rule_TT` says which block tokens see which (None: causal); see `attention.py`. Lengths of the cache are left
+        as they are; call `advance` with the number of tokens to keep.
+        """
+        x_BTE = F.embedding(tokens_BT, self.embed_tokens)
+        rotary = self.rope.at(positions_BT)
+        for number, layer in enumerate(self.layers):
+            x_BTE = layer(x_BTE, rotary, number, cache, rule_TT)
+        return self.norm(x_BTE)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """LM head: (..., E) to (..., V), float32."""
+        return self.lm_head(hidden).float()
+
+
+class Layer(nn.Module):
+    """Pre-norm transformer block."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config, dtype)
+        self.self_attn = Attention(config, dtype)
+        self.post_attention_layernorm = RMSNorm(config, dtype)
+        self.mlp = MLP(config, dtype)
+
+    def forward(self, x_BTE: Tensor, rotary: Rotary, layer: int, cache: Cache, rule_TT: Tensor | None) -> Tensor:
+        x_BTE = x_BTE + self.self_attn(self.input_layernorm(x_BTE), rotary, layer, cache, rule_TT)
+        return x_BTE + self.mlp(self.post_attention_layernorm(x_BTE))
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with a fused q, k, v projection."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self.head_dim = config.head_dim
+        bias = config.attention_bias
+        self.qkv_proj = Linear(config.hidden_size, sum(self.heads) * config.head_dim, bias=bias, dtype=dtype)
+        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=bias, dtype=dtype)
+
+    def forward(self, x_BTE: Tensor, rotary: Rotary, layer: int, cache: Cache, rule_TT: Tensor | None) -> Tensor:
+        heads = self.qkv_proj(x_BTE).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
+        q_BTHD, k_BTKD, v_BTKD = heads.split(self.heads, dim=2)
+        keys_BKSD, values_BKSD = cache.update(layer, k_BTKD, v_BTKD, rotary)
+        out_BTHD = attend(rotary.rotate(q_BTHD), keys_BKSD, values_BKSD, cache.lengths, rule_TT)
+        return self.o_proj(out_BTHD.flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU with a fused gate and up projection."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=False, dtype=dtype)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False, dtype=dtype)
+
+    def forward(self, x_BTE: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x_BTE).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in float32."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.hidden_size, dtype=dtype), requires_grad=False)
+        self.eps = config.rms_norm_eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_float = x.float()
+        scale = torch.rsqrt(x_float.square().mean(-1, keepdim=True) + self.eps)
+        return (x_float * scale).to(x.dtype) * self.weight

@@ -1,0 +1,71 @@
+"""Next-token laws and draws from them. Pure functions: all randomness is an argument.
+
+`probs_from_logits` is the one place where temperature and filters act, so that every level of a cascade can apply the
+very same law. Filters compare with a cut-off value, so tokens of equal probability are kept or dropped together and a
+law never depends on the order in which a sort leaves ties.
+
+Legend: N rows, V vocab.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from minitri.config import SamplingParams
+
+TOP_P_PREFIX = 512
+"""Tokens looked at first for top-p; a row whose prefix does not reach the mass is sorted whole."""
+
+
+def probs_from_logits(logits_NV: Tensor, params: SamplingParams) -> Tensor:
+    """The next-token law of each row, (N, V), in the floating-point type of the logits.
+
+    Temperature 0 gives the exact one-hot law of `greedy_tokens`. Otherwise the order is temperature, top-k, top-p,
+    min-p, each filter on the law that the ones before it left, and the survivors are renormalised.
+    """
+    if params.temperature == 0:
+        return torch.zeros_like(logits_NV).scatter_(-1, greedy_tokens(logits_NV).unsqueeze(-1), 1.0)
+    scores = (logits_NV - logits_NV.amax(-1, keepdim=True)) / params.temperature  # the best is 0
+    if params.top_k and params.top_k < scores.shape[-1]:
+        scores = _drop_below(scores, scores.topk(params.top_k).values[..., -1:])
+    if params.top_p < 1:
+        scores = _drop_below(scores, _top_p_cutoff(scores, params.top_p))
+    if params.min_p > 0:
+        scores = scores.masked_fill(scores < math.log(params.min_p), -math.inf)
+    return scores.softmax(-1)
+
+
+def _drop_below(scores_NV: Tensor, cutoff_N1: Tensor) -> Tensor:
+    return scores_NV.masked_fill(scores_NV < cutoff_N1, -math.inf)
+
+
+def _top_p_cutoff(scores_NV: Tensor, top_p: float) -> Tensor:
+    """Per row (N, 1), the score of the least likely token of the smallest set with mass `top_p`."""
+    log_total = scores_NV.logsumexp(-1, keepdim=True)
+    V = scores_NV.shape[-1]
+    for size in (min(TOP_P_PREFIX, V), V):
+        best = scores_NV.topk(size).values  # (N, size), falling
+        probs = (best - log_total).exp()
+        before = probs.cumsum(-1) - probs  # mass of the tokens ahead of each
+        num_kept = (before < top_p).sum(-1, keepdim=True)
+        if size == V or bool((num_kept < size).all()):
+            break
+    return best.gather(-1, num_kept - 1)
+
+
+def greedy_tokens(logits_NV: Tensor) -> Tensor:
+    """The most likely token of each row, (N,); of several equal ones the lowest id, on every device."""
+    V = logits_NV.shape[-1]
+    is_best = logits_NV == logits_NV.amax(-1, keepdim=True)
+    ids = torch.arange(V, device=logits_NV.device)
+    return torch.where(is_best, ids, V - 1).amin(-1)
+
+
+def sample(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
+    """One token per row, (N,), by inverse CDF of float64 numbers in [0, 1). A token of probability 0 is never drawn."""
+    cdf_NV = probs_NV.double().cumsum(-1)
+    targets_N1 = uniforms_N.double().unsqueeze(-1) * cdf_NV[..., -1:]
+    return torch.searchsorted(cdf_NV, targets_N1, right=True).squeeze(-1)

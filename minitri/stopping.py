@@ -1,0 +1,39 @@
+"""Stop strings in a stream of text whose pieces have nothing to do with the strings' borders."""
+
+from __future__ import annotations
+
+
+class StopScanner:
+    """Lets text through until a stop string appears; the string and what follows are dropped.
+
+    Text that may turn out to be the beginning of a stop string is held back until the next pieces decide.
+    """
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self._stop = stop
+        self._held = ""
+        self.found = False
+
+    def push(self, text: str) -> str:
+        """Takes in a piece; returns what may be shown. Sets `found` at the first stop string."""
+        if self.found:
+            return ""
+        text = self._held + text
+        hits = [position for position in (text.find(stop) for stop in self._stop) if position >= 0]
+        if hits:
+            self.found, self._held = True, ""
+            return text[: min(hits)]
+        keep = max((overlap(text, stop) for stop in self._stop), default=0)
+        cut = len(text) - keep
+        self._held = text[cut:]
+        return text[:cut]
+
+    def flush(self) -> str:
+        """What was held back, once nothing can follow."""
+        held, self._held = self._held, ""
+        return held
+
+
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`."""
+    return next((n for n in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:n])), 0)
