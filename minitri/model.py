@@ -35,6 +35,7 @@ class Llama(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens
         self.rope = Rope(config.rope, config.head_dim, device)
+        self.num_bytes = sum(weight.numel() * weight.element_size() for weight in self.parameters())
 
     @property
     def dtype(self) -> torch.dtype:

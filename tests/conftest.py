@@ -1,0 +1,114 @@
+"""Tiny seeded models for the CPU, and the real weights where they can be had."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+import minitri
+from minitri.caches import FullCache
+from minitri.config import ModelConfig
+from minitri.errors import InputError
+from minitri.fetch import locate
+from minitri.model import Llama
+
+CPU = torch.device("cpu")
+
+SENTENCES = [
+    "She had been forced into prudence in her youth, she learned romance as she grew older.",
+    "The harbour wind blew, the gulls cried: 1814 was a very good year -- or so they said!",
+    "Naïve café résumé, größer, 日本語テキスト, emoji 🙂🚀 and “quotes”.",
+    "    indented code:\n\tfor i in range(10):\n\t\tprint(i)\n",
+]
+SHAPE = {
+    "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def byte_level_tokenizer() -> tokenizers.Tokenizer:
+    """A small byte-level BPE that can spell any text, with <s> and </s> as tokens 1 and 2."""
+    pipeline = tokenizers.Tokenizer(models.BPE())
+    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pipeline.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=310, special_tokens=["<unk>", "<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+    )  # fmt: skip
+    pipeline.train_from_iterator(SENTENCES, trainer)
+    return pipeline
+
+
+def write_hf_folder(folder: Path, *, seed: int = 0, **changes) -> Path:
+    """A random Llama written by `transformers` itself, with a tokenizer: what a user would download."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes}))
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
+        else:
+            torch.nn.init.normal_(parameter, std=0.15)  # large enough that the laws are far from uniform
+    model.save_pretrained(folder)
+    byte_level_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def edit_json(file: Path, **changes) -> None:
+    """Changes keys of a JSON file; None removes one."""
+    content = json.loads(file.read_text())
+    content.update(changes)
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def tiny_config(**changes) -> ModelConfig:
+    values = {
+        "num_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
+        "vocab_size": 64, "context_length": 256,
+    }  # fmt: skip
+    return ModelConfig(**{**values, **changes})
+
+
+def tiny_model(config: ModelConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Llama:
+    generator = torch.Generator().manual_seed(seed)
+    model = Llama(config, dtype=dtype, device=CPU)
+    for parameter in model.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model.eval()
+
+
+def new_cache(config: ModelConfig, batch_size: int = 1, capacity: int = 64, dtype=torch.float32) -> FullCache:
+    return FullCache.allocate(config, batch_size, capacity, dtype=dtype, device=CPU)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    return write_hf_folder(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def engine(folder) -> minitri.Engine:
+    return minitri.load(str(folder), dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def real_weights() -> Path:
+    """The embedded default model's GGUF file, fetched if need be."""
+    try:
+        return locate("smollm2-135m").path
+    except InputError as error:
+        pytest.skip(f"the real weights cannot be fetched: {error}")
+
+
+@pytest.fixture(scope="session")
+def long_text() -> str:
+    from minitri.generate import demo_text
+
+    return demo_text()

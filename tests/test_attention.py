@@ -1,0 +1,78 @@
+"""Every fast attention path against the plain formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minitri import attention
+from minitri.attention import SHORT_BLOCK, SPLITS, attend, attend_math, merge_by_lse
+
+
+def random_case(T, prefixes, H=6, K=2, D=16, S=None, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    S = S or max(prefixes) + T + 3
+    B = len(prefixes)
+    draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
+    q, k, v = draw(B, T, H, D), draw(B, K, S, D), draw(B, K, S, D)
+    for b, prefix in enumerate(prefixes):  # whoever reads behind the block, reads NaN
+        k[b, :, prefix + T :] = torch.nan
+        v[b, :, prefix + T :] = torch.nan
+    return q, k, v, list(prefixes)
+
+
+BLOCKS = (1, 2, SHORT_BLOCK, SHORT_BLOCK + 1, 40)
+PREFIXES = ((0,), (1,), (SPLITS - 1,), (100,), (0, 37, 5))
+
+
+@pytest.mark.parametrize("T", BLOCKS)
+@pytest.mark.parametrize("prefixes", PREFIXES)
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (5, 1)])
+def test_cpu_paths_equal_the_oracle(T, prefixes, heads):
+    H, K = heads
+    q, k, v, lengths = random_case(T, prefixes, H, K)
+    exact = attend_math(q.double(), k.double(), v.double(), lengths)
+    for path in (attend, attend_math):
+        assert (path(q, k, v, lengths) - exact).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("T", BLOCKS)
+def test_the_gpu_call_equals_the_oracle(T):
+    """Its CPU twin: the same call of PyTorch's fused attention, on this device."""
+    q, k, v, lengths = random_case(T, (0, 33))
+    got = attention._by_row(attention._fused_row, q, k, v, lengths, None)
+    assert (got - attend_math(q, k, v, lengths)).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("T", [3, SHORT_BLOCK + 4])
+@pytest.mark.parametrize("path", ["attend", "fused"])
+def test_a_tree_rule_replaces_causality_inside_the_block_only(T, path):
+    q, k, v, lengths = random_case(T, (20,))
+    generator = torch.Generator().manual_seed(2)
+    rule = torch.eye(T, dtype=torch.bool) | (torch.rand(T, T, generator=generator) < 0.3).tril()
+    if path == "attend":
+        got = attend(q, k, v, lengths, rule)
+    else:
+        got = attention._by_row(attention._fused_row, q, k, v, lengths, rule)
+    assert (got - attend_math(q, k, v, lengths, rule)).abs().max() < 2e-6
+    assert (got - attend_math(q, k, v, lengths)).abs().max() > 1e-3  # the rule does something
+
+
+def test_a_chain_in_two_blocks_equals_one_block():
+    q, k, v, lengths = random_case(30, (50,))
+    whole = attend(q, k, v, lengths)
+    halves = torch.cat((attend(q[:, :12], k, v, [50]), attend(q[:, 12:], k, v, [62])), 1)
+    assert (whole - halves).abs().max() < 2e-6
+
+
+def test_bfloat16_errors_stay_within_its_rounding():
+    q, k, v, lengths = random_case(4, (500,), dtype=torch.bfloat16)
+    exact = attend_math(q.double(), k.double(), v.double(), lengths)
+    assert (attend(q, k, v, lengths) - exact).abs().max() < 0.02
+
+
+def test_merging_by_lse_survives_extreme_scores():
+    left, right = torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1, 2)
+    low, high = torch.full((1, 1, 1), -1e4), torch.full((1, 1, 1), 1e4)
+    assert torch.equal(merge_by_lse(left, low, right, high), right)
+    assert torch.equal(merge_by_lse(left, high, right, low), left)

@@ -1,0 +1,77 @@
+"""The same numbers as `transformers`, the reference implementation that everybody compares with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import minitri
+from tests.conftest import new_cache, write_hf_folder
+
+TOLERANCE = 2e-5
+"""Largest allowed difference of logits of size about 5, float32."""
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+KINDS = {
+    "MHA": {"num_key_value_heads": 4},
+    "GQA": {},
+    "one KV head": {"num_key_value_heads": 1},
+    "tied": {"tie_word_embeddings": True},
+    "attention bias": {"attention_bias": True},
+    "own head dim": {"head_dim": 32},
+    "theta": {"rope_theta": 500000.0},
+    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "llama3": {"rope_scaling": LLAMA3},
+    "yarn": {"rope_scaling": YARN},
+    "yarn, own factor": {"rope_scaling": {**YARN, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0}},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_transformers_one_shot_chunked_and_incremental(kind, tmp_path, record_property):
+    from transformers import LlamaForCausalLM
+
+    path = write_hf_folder(tmp_path / "model", **KINDS[kind])
+    tokens = torch.randint(0, 320, (1, 150), generator=torch.Generator().manual_seed(1))
+    reference = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        wanted = reference(tokens).logits
+    model = minitri.load(str(path), dtype="float32", device="cpu").model
+
+    def logits_in_blocks(*sizes: int) -> torch.Tensor:
+        cache, done, parts = new_cache(model.config, capacity=150), 0, []
+        for size in sizes:
+            positions = torch.arange(done, done + size).unsqueeze(0)
+            parts.append(model.logits(model(tokens[:, done : done + size], positions, cache)))
+            cache.advance([size])
+            done += size
+        return torch.cat(parts, 1)
+
+    for name, sizes in (("one shot", [150]), ("chunked", [64, 17, 16, 53]), ("incremental", [120] + [1] * 30)):
+        difference = (logits_in_blocks(*sizes) - wanted).abs().max().item()
+        record_property(name, difference)
+        print(f"{kind}, {name}: largest difference {difference:.1e}")
+        assert difference < TOLERANCE
+
+
+def test_ragged_rows_equal_rows_alone(engine):
+    model, lengths = engine.model, [3, 40, 17]
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(0, 320, (1, n), generator=generator) for n in lengths]
+    block = torch.randint(0, 320, (3, 5), generator=generator)
+    together, alone = new_cache(model.config, 3), []
+    for b, prompt in enumerate(prompts):
+        cache = new_cache(model.config)
+        for target in (together.row(b), cache):
+            model(prompt, torch.arange(lengths[b]).unsqueeze(0), target)
+        cache.advance([lengths[b]])
+        alone.append(model(block[b : b + 1], torch.arange(lengths[b], lengths[b] + 5).unsqueeze(0), cache))
+    together.advance(lengths)
+    positions = together.device_lengths.unsqueeze(1) + torch.arange(5)
+    assert (model(block, positions, together) - torch.cat(alone)).abs().max() < TOLERANCE
+
+
