@@ -101,20 +101,19 @@ def _matmul_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, rule_TT: T
         last.masked_fill_(~block_rule(T, rule_TT, q_KGTD.device), -math.inf)
     torch.softmax(scores_KRS, -1, out=scores_KRS)
     out_KRD = torch.stack([_mix_values(scores_KRS[head], values_KSD[head]) for head in range(K)])
-    return out_KRD.view(K, G, T, D).to(q_KGTD.dtype)
+    return out_KRD.view(K, G, T, D)
 
 
 def _mix_values(probs_RS: Tensor, values_SD: Tensor) -> Tensor:
-    """probs @ values, (R, D) float32, with the long sum cut into pieces so that every core has work."""
+    """probs @ values, (R, D), with the long sum cut into pieces so that every core has work."""
     S, D = values_SD.shape
     piece = S // SPLITS
     cut = piece * SPLITS
-    rest_RD = torch.mm(probs_RS[:, cut:], values_SD[cut:]).float()
     if piece == 0:
-        return rest_RD
+        return torch.mm(probs_RS, values_SD)
     pieces = probs_RS[:, :cut].unflatten(1, (SPLITS, piece)).transpose(0, 1)  # (SPLITS, R, piece)
-    sums = torch.bmm(pieces, values_SD[:cut].view(SPLITS, piece, D))  # (SPLITS, R, D)
-    return rest_RD.add_(sums.sum(0, dtype=torch.float32))
+    sum_RD = torch.bmm(pieces, values_SD[:cut].view(SPLITS, piece, D)).sum(0)
+    return sum_RD if cut == S else torch.addmm(sum_RD, probs_RS[:, cut:], values_SD[cut:])
 
 
 def _flash_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, rule_TT: Tensor | None) -> Tensor:

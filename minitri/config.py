@@ -249,7 +249,7 @@ class GenerationConfig:
     """Texts that end the generation; they are cut off, wherever token borders fall."""
     ignore_eos: bool = False
     """Go on after an end-of-sequence token."""
-    prefill_chunk: int = 512
+    prefill_chunk: int = 1024
     """Prompt tokens per forward pass while the prompt is read; bounds the memory of activations."""
 
     def __post_init__(self) -> None:

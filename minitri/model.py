@@ -110,7 +110,7 @@ class MLP(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32."""
+    """Root-mean-square norm; PyTorch computes it in float32 or better."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -118,6 +118,4 @@ class RMSNorm(nn.Module):
         self.eps = config.rms_norm_eps
 
     def forward(self, x: Tensor) -> Tensor:
-        x_float = x.float()
-        scale = torch.rsqrt(x_float.square().mean(-1, keepdim=True) + self.eps)
-        return (x_float * scale).to(x.dtype) * self.weight
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
