@@ -4,8 +4,9 @@
 """
 
 from minitri.config import MODELS, GenerationConfig, ModelConfig, SamplingParams
-from minitri.engine import End, Engine, Event, Generation, PrefillProgress, Token, load
+from minitri.engine import Engine, load
 from minitri.errors import InputError
+from minitri.generation import End, Event, Generation, PrefillProgress, Token
 from minitri.stats import Stats
 
 __version__ = "0.1.0"

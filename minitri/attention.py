@@ -4,12 +4,12 @@ A forward pass brings T new tokens per row, whose keys and values already stand 
 prefix. So prefill, decoding, verification and trees are one call with different T and rules. The rule is causal
 (`None`) or a (T, T) boolean tensor, True where a query (row) may see a block key (column).
 
-How it is computed depends on the device and on T alone, never on the length of the prefix:
+How it is computed depends on the device and on T:
 
 - `attend_math` is the oracle: plain formulas in float32 (float64 if asked), used by tests and for odd devices;
 - on CPU a short block is two matmuls per KV head, with its G query heads and the T tokens folded into the rows of one
   matrix, so that K and V are read once per KV head; the rule touches only the last T columns of the scores;
-- on CPU a long block runs PyTorch's flash kernel over the prefix and over the block, merged by log-sum-exp;
+- on CPU a longer block runs PyTorch's flash kernel over the prefix and over the block, merged by log-sum-exp;
 - on CUDA one fused kernel takes prefix and block with bottom-right causal alignment.
 
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens.
@@ -27,8 +27,11 @@ from torch.nn.attention.bias import causal_lower_right
 SHORT_BLOCK = 16
 """Longest block, in tokens, for which materialised scores beat the flash kernel on CPU."""
 
+MANY_SLOTS = 16384
+"""From this many slots on, CPU sums over values are cut into `SPLITS` pieces that run side by side."""
+
 SPLITS = 8
-"""Pieces of a prefix whose sums over values run side by side on CPU. Fixed, so that results do not depend on cores."""
+"""A fixed number, so that results do not depend on the number of cores."""
 
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -94,26 +97,28 @@ def _matmul_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, rule_TT: T
     S = keys_KSD.shape[1]
     q_KRD = (q_KGTD * (1 / math.sqrt(D))).reshape(K, G * T, D)
     scores_KRS = q_KRD.new_empty(K, G * T, S)
-    for head in range(K):
-        torch.mm(q_KRD[head], keys_KSD[head].t(), out=scores_KRS[head])
+    for q_RD, keys_SD, scores_RS in zip(q_KRD.unbind(), keys_KSD.unbind(), scores_KRS.unbind(), strict=True):
+        torch.mm(q_RD, keys_SD.t(), out=scores_RS)
     if T > 1:
         last = scores_KRS.view(K, G, T, S)[..., -T:]
         last.masked_fill_(~block_rule(T, rule_TT, q_KGTD.device), -math.inf)
-    torch.softmax(scores_KRS, -1, out=scores_KRS)
-    out_KRD = torch.stack([_mix_values(scores_KRS[head], values_KSD[head]) for head in range(K)])
+    probs_KRS = torch.softmax(scores_KRS, -1, out=scores_KRS)
+    mix = _mix_in_pieces if S >= MANY_SLOTS else torch.mm
+    out_KRD = torch.empty_like(q_KRD)
+    for probs_RS, values_SD, out_RD in zip(probs_KRS.unbind(), values_KSD.unbind(), out_KRD.unbind(), strict=True):
+        mix(probs_RS, values_SD, out=out_RD)
     return out_KRD.view(K, G, T, D)
 
 
-def _mix_values(probs_RS: Tensor, values_SD: Tensor) -> Tensor:
+def _mix_in_pieces(probs_RS: Tensor, values_SD: Tensor, *, out: Tensor) -> None:
     """probs @ values, (R, D), with the long sum cut into pieces so that every core has work."""
     S, D = values_SD.shape
     piece = S // SPLITS
     cut = piece * SPLITS
-    if piece == 0:
-        return torch.mm(probs_RS, values_SD)
     pieces = probs_RS[:, :cut].unflatten(1, (SPLITS, piece)).transpose(0, 1)  # (SPLITS, R, piece)
-    sum_RD = torch.bmm(pieces, values_SD[:cut].view(SPLITS, piece, D)).sum(0)
-    return sum_RD if cut == S else torch.addmm(sum_RD, probs_RS[:, cut:], values_SD[cut:])
+    torch.sum(torch.bmm(pieces, values_SD[:cut].view(SPLITS, piece, D)), 0, out=out)
+    if cut < S:
+        out.addmm_(probs_RS[:, cut:], values_SD[cut:])
 
 
 def _flash_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, rule_TT: Tensor | None) -> Tensor:

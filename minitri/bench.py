@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from minitri.config import GenerationConfig
-from minitri.engine import End, Engine, PrefillProgress, load
+from minitri.engine import Engine, load
 from minitri.generate import (
     OneLineParser,
     PrefillBar,
@@ -31,6 +31,7 @@ from minitri.generate import (
     read_prompt,
     show_log,
 )
+from minitri.generation import End, PrefillProgress
 
 PARTS = {
     "linear layers": ("mkldnn::_linear_pointwise", "aten::linear", "aten::addmm"),
@@ -50,10 +51,14 @@ def build_parser() -> OneLineParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model_flags(parser)
-    parser.add_argument("--prompt-file", metavar="FILE", help="UTF-8 text; - is standard input (default: Python's help)")
+    parser.add_argument(
+        "--prompt-file", metavar="FILE", help="UTF-8 text; - is standard input (default: Python's help)"
+    )
     parser.add_argument("--prompt-tokens", type=positive, default=4000, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--new-tokens", type=positive, default=64, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--repeats", type=positive, default=3, metavar="N", help="runs to measure (default: %(default)s)")
+    parser.add_argument(
+        "--repeats", type=positive, default=3, metavar="N", help="runs to measure (default: %(default)s)"
+    )
     parser.add_argument("--profile", action="store_true", help="say where the time of a decoding step goes")
     parser.add_argument("--quiet", action="store_true", help="no progress or log on standard error")
     parser.set_defaults(prompt=None)
@@ -82,7 +87,9 @@ def synchronize(device: torch.device) -> None:
 def card(engine: Engine, num_tokens: int) -> dict[str, float]:
     """What a decoding step must read at a length of `num_tokens`, and how fast this machine reads."""
     model, config = engine.model, engine.config
-    untied_embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * model.dtype.itemsize
+    untied_embedding = (
+        0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * model.dtype.itemsize
+    )
     weight_bytes = model.num_bytes - untied_embedding  # one row of an untied table is read, not the table
     kv_bytes = config.kv_values_per_token * model.dtype.itemsize
     bandwidth = measure_bandwidth(model.device)
@@ -181,7 +188,9 @@ def describe(result: dict[str, Any]) -> str:
 
     def median(key: str, unit: str) -> str:
         values = result[key]
-        return f"{values['median']:.1f} {unit} (of {result['repeats']} runs: {values['min']:.1f} to {values['max']:.1f})"
+        return (
+            f"{values['median']:.1f} {unit} (of {result['repeats']} runs: {values['min']:.1f} to {values['max']:.1f})"
+        )
 
     floor, decode = result["floor_ms_per_token"], result["ms_per_token"]["median"]
     rate = result["num_prompt_tokens"] / result["prefill_seconds"]["median"]

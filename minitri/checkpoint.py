@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -107,7 +108,9 @@ def weight_files(path: Path) -> list[Path]:
         others = sorted(path.glob(kind))
         if len(others) == 1:
             return others
-    raise InputError(f"{path} has no weights; expected model.safetensors, pytorch_model.bin, or shards with their index")
+    raise InputError(
+        f"{path} has no weights; expected model.safetensors, pytorch_model.bin, or shards with their index"
+    )
 
 
 def _indexed_files(index: Path) -> list[Path]:
@@ -135,12 +138,14 @@ def _safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _pickled_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     try:
-        try:
-            shard = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
-            if "_use_new_zipfile_serialization" not in str(error):
-                raise
-            shard = torch.load(file, map_location="cpu", weights_only=True)  # files from before torch 1.6
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch remarks on pickle protocols; what matters comes as an error
+            try:
+                shard = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError as error:
+                if "_use_new_zipfile_serialization" not in str(error):
+                    raise
+                shard = torch.load(file, map_location="cpu", weights_only=True)  # files from before torch 1.6
     except pickle.UnpicklingError as error:
         raise InputError(
             f"{file} is a pickle with more than tensors in it, which could run code; nothing was run; "
@@ -157,7 +162,10 @@ def placements(model: Llama) -> dict[str, Tensor]:
     """Where every checkpoint tensor goes: its name, and the view of a parameter that it fills."""
     config = model.config
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    places: dict[str, Tensor] = {"model.embed_tokens.weight": model.embed_tokens, "model.norm.weight": model.norm.weight}
+    places: dict[str, Tensor] = {
+        "model.embed_tokens.weight": model.embed_tokens,
+        "model.norm.weight": model.norm.weight,
+    }
     if not config.tie_word_embeddings:
         places["lm_head.weight"] = model.lm_head.weight
     for number, layer in enumerate(model.layers):

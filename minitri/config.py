@@ -140,7 +140,9 @@ class ModelConfig:
         """From the dictionary in a Hugging Face config.json. Raises `InputError` for anything that is not a Llama."""
         kind = config.get("model_type")
         if kind != "llama":
-            raise InputError(f"{name} is a {kind!r} model; minitri runs the Llama architecture (model_type 'llama') only")
+            raise InputError(
+                f"{name} is a {kind!r} model; minitri runs the Llama architecture (model_type 'llama') only"
+            )
         for key, wanted in (("hidden_act", "silu"), ("mlp_bias", False), ("quantization_config", None)):
             if config.get(key, wanted) != wanted:
                 raise InputError(
@@ -173,7 +175,9 @@ class ModelConfig:
         except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
             if isinstance(error, InputError):
                 raise
-            raise InputError(f"{name}: config.json holds a value of the wrong kind ({error}); get the original") from None
+            raise InputError(
+                f"{name}: config.json holds a value of the wrong kind ({error}); get the original"
+            ) from None
 
     def with_context(self, context_length: int) -> ModelConfig:
         """This model with another context length, in tokens."""

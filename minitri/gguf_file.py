@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,6 +37,16 @@ _LAYER_NAMES = {
 _ROPE_DIVISORS = "rope_freqs.weight"
 
 
+class _StoredTensor(NamedTuple):
+    name: str
+    tensor_type: Any
+    """Kind of quantization, as the package gguf numbers them."""
+    data: Any
+    """The raw blocks, a view of the mapped file."""
+    shape: list[int]
+    """Sizes from the fastest dimension to the slowest: (in, out) of a matrix."""
+
+
 class GgufFile:
     """An open GGUF file. Raises `InputError` for one that is damaged or is not a Llama."""
 
@@ -48,7 +59,10 @@ class GgufFile:
             ) from None
         self.path = path
         try:
-            self._reader = GGUFReader(path)
+            reader = GGUFReader(path)
+            # The reader keeps an array for every string of the vocabulary; plain values take a tenth of that memory.
+            self._metadata = {key: stored.contents() for key, stored in reader.fields.items()}
+            self._tensors = [_StoredTensor(t.name, t.tensor_type, t.data, t.shape.tolist()) for t in reader.tensors]
         except (ValueError, IndexError, KeyError, OSError, OverflowError, MemoryError) as error:
             raise InputError(f"{path} is not a whole GGUF file ({shorten(error)}); download it again") from None
         architecture = self.get("general.architecture")
@@ -57,12 +71,11 @@ class GgufFile:
 
     def get(self, key: str, default: Any = None) -> Any:
         """The metadata value of a key: a number, a string, a boolean or a list of them."""
-        found = self._reader.fields.get(key)
-        return default if found is None else found.contents()
+        return self._metadata.get(key, default)
 
     def config(self, name: str) -> ModelConfig:
         """The model's shape, as `ModelConfig.from_hf` gives it for a folder."""
-        tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        tensors = {tensor.name: tensor for tensor in self._tensors}
 
         def need(key: str) -> Any:
             value = self.get(f"llama.{key}")
@@ -115,11 +128,12 @@ class GgufFile:
         """Every weight under its Hugging Face name, dequantized to float32, one at a time."""
         from gguf import dequantize
 
-        for stored in self._reader.tensors:
+        for stored in self._tensors:
             if stored.name == _ROPE_DIVISORS:
                 continue
             try:
-                weight = torch.from_numpy(dequantize(stored.data, stored.tensor_type).copy())
+                values = dequantize(stored.data, stored.tensor_type)
+                weight = torch.from_numpy(np.require(values, requirements="W"))  # copies what still is the file
             except (NotImplementedError, ValueError, KeyError) as error:
                 raise InputError(
                     f"{self.path.name}: tensor {stored.name} of type {stored.tensor_type.name} cannot be dequantized "

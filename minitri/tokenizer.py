@@ -19,9 +19,7 @@ from minitri.config import ModelConfig
 from minitri.errors import InputError, shorten
 from minitri.gguf_file import GgufFile
 
-_LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_LLAMA3_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 class Backend(Protocol):
@@ -138,7 +136,9 @@ def load_tokenizer(checkpoint: Folder | GgufFile, config: ModelConfig) -> Tokeni
             f"{config.vocab_size}; they belong to different models"
         )
     if add_bos and config.bos_token_id is None:
-        raise InputError(f"{checkpoint.path} asks for a BOS token but its config names none; set bos_token_id in config.json")
+        raise InputError(
+            f"{checkpoint.path} asks for a BOS token but its config names none; set bos_token_id in config.json"
+        )
     return Tokenizer(backend, config.bos_token_id if add_bos else None)
 
 
@@ -189,7 +189,9 @@ def _gguf_byte_level_bpe(file: GgufFile) -> tokenizers.Tokenizer:
     if pre not in words:
         raise InputError(f"{file.path.name} cuts words in the way {pre!r}; minitri knows {', '.join(words)}")
     vocab = {token: number for number, token in enumerate(tokens)}
-    pipeline = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in ("llama-bpe", "llama3")))
+    pipeline = tokenizers.Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in ("llama-bpe", "llama3"))
+    )
     pipeline.pre_tokenizer = pre_tokenizers.Sequence(words[pre])
     pipeline.decoder = decoders.ByteLevel()
     CONTROL, USER_DEFINED = 3, 4

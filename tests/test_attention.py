@@ -58,6 +58,13 @@ def test_a_tree_rule_replaces_causality_inside_the_block_only(T, path):
     assert (got - attend_math(q, k, v, lengths)).abs().max() > 1e-3  # the rule does something
 
 
+@pytest.mark.parametrize("extra", [0, 1, SPLITS - 1])
+def test_a_sum_over_values_in_pieces_equals_the_oracle(extra, monkeypatch):
+    monkeypatch.setattr(attention, "MANY_SLOTS", 64)
+    q, k, v, lengths = random_case(4, (124 + extra,))
+    assert (attend(q, k, v, lengths) - attend_math(q, k, v, lengths)).abs().max() < 2e-6
+
+
 def test_a_chain_in_two_blocks_equals_one_block():
     q, k, v, lengths = random_case(30, (50,))
     whole = attend(q, k, v, lengths)

@@ -73,5 +73,3 @@ def test_ragged_rows_equal_rows_alone(engine):
     together.advance(lengths)
     positions = together.device_lengths.unsqueeze(1) + torch.arange(5)
     assert (model(block, positions, together) - torch.cat(alone)).abs().max() < TOLERANCE
-
-

@@ -25,9 +25,10 @@ from safetensors.torch import save_file
 from minitri.bench import spread, synchronize
 from minitri.checkpoint import open_checkpoint
 from minitri.config import GenerationConfig
-from minitri.engine import Engine, Token, load
+from minitri.engine import Engine, load
 from minitri.fetch import locate
 from minitri.generate import add_model_flags, clean_exits, encode_prompt, positive, read_prompt
+from minitri.generation import Token
 
 Peer = Callable[[list[int], int], Iterator[int]]
 """Starts a greedy continuation of a prompt by some number of tokens, one at a time; the first follows the prefill."""
@@ -160,7 +161,9 @@ def main() -> None:
     parser.add_argument("--prompt-file", metavar="FILE", help="UTF-8 text (default: Python's help)")
     parser.add_argument("--prompt-tokens", type=positive, default=8000, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--rounds", type=positive, default=12, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--burst", type=positive, default=4, metavar="N", help="tokens per round (default: %(default)s)")
+    parser.add_argument(
+        "--burst", type=positive, default=4, metavar="N", help="tokens per round (default: %(default)s)"
+    )
     parser.add_argument("--repeats", type=positive, default=1, metavar="N", help="(default: %(default)s)")
     parser.set_defaults(prompt=None)
     args = parser.parse_args()

@@ -1,0 +1,103 @@
+"""GGUF files for tests, written the way llama.cpp's converter does: neighbouring rotary pairs, its names and keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import sentencepiece
+import tokenizers
+import torch
+
+from minitri.config import ModelConfig
+
+NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+PARTS = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+def _header(path: Path, config: ModelConfig) -> gguf.GGUFWriter:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.context_length)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope.theta)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    return writer
+
+
+def _finish(writer: gguf.GGUFWriter, config: ModelConfig, weights: dict[str, torch.Tensor] | None, kind: str) -> None:
+    if weights is None:
+        weights = {"model.embed_tokens.weight": torch.zeros(config.vocab_size, config.hidden_size)}
+    for name, tensor in weights.items():
+        values = tensor.float().numpy()
+        if name in NAMES:
+            stored = NAMES[name]
+        else:
+            _, _, number, part = name.removesuffix(".weight").split(".", 3)
+            stored = f"blk.{number}.{PARTS[part]}.weight"
+            if part.endswith(("q_proj", "k_proj")):
+                heads = config.num_heads if part.endswith("q_proj") else config.num_kv_heads
+                halves = values.reshape(heads, 2, -1, values.shape[1])
+                values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
+        quantization = gguf.GGMLQuantizationType[kind] if values.ndim == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(stored, gguf.quantize(values, quantization), raw_dtype=quantization)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_gguf(
+    path: Path,
+    config: ModelConfig,
+    pipeline: tokenizers.Tokenizer,
+    weights: dict[str, torch.Tensor] | None = None,
+    kind: str = "F32",
+) -> Path:
+    """A file with a byte-level BPE. `weights` are under Hugging Face names; without them there is only an embedding."""
+    content = json.loads(pipeline.to_str())
+    vocab = pipeline.get_vocab(with_added_tokens=True)
+    special = {token["content"] for token in content["added_tokens"]}
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    writer = _header(path, config)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in special else 1 for token in tokens])
+    writer.add_token_merges([" ".join(merge) for merge in content["model"]["merges"]])
+    writer.add_add_bos_token(False)
+    _finish(writer, config, weights, kind)
+    return path
+
+
+def write_gguf_with_sentencepiece(path: Path, config: ModelConfig, model: Path) -> Path:
+    """A file with the pieces of a sentencepiece model and no weights but an embedding."""
+    processor = sentencepiece.SentencePieceProcessor(str(model))
+    ids = range(processor.vocab_size())
+    writer = _header(path, config)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([processor.id_to_piece(i) for i in ids])
+    writer.add_token_scores([processor.get_score(i) for i in ids])
+    types = [
+        2 if processor.is_unknown(i) else 3 if processor.is_control(i) else 6 if processor.is_byte(i) else 1
+        for i in ids
+    ]
+    writer.add_token_types(types)
+    _finish(writer, config, None, "F32")
+    return path

@@ -1,0 +1,45 @@
+"""The engine on a CUDA device: the same greedy tokens as on the CPU, and no memory kept after a run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import minitri
+from minitri import End, GenerationConfig
+from minitri.attention import attend, attend_math
+from tests.test_attention import random_case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this PyTorch sees none"),
+]
+
+
+def tokens(engine, prompts):
+    events = engine.generate(prompts, generation=GenerationConfig(max_new_tokens=24, ignore_eos=True))
+    return {event.row: event.token_ids for event in events if isinstance(event, End)}
+
+
+def test_greedy_tokens_equal_those_of_the_cpu(folder, engine):
+    on_gpu = minitri.load(str(folder), dtype="float32", device="cuda")
+    prompts = [[5, 6, 7], list(range(10, 200)), [9]]
+    assert tokens(on_gpu, prompts) == tokens(engine, prompts)
+
+
+@pytest.mark.parametrize("T", [1, 2, 8, 300])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_attention_on_cuda_equals_the_oracle(T, dtype):
+    q, k, v, lengths = random_case(T, (0, 700, 33), H=8, K=2, D=64, dtype=dtype)
+    exact = attend_math(q.double(), k.double(), v.double(), lengths)
+    got = attend(q.cuda(), k.cuda(), v.cuda(), lengths).double().cpu()
+    assert (got - exact).abs().max() < 0.02
+
+
+def test_a_closed_run_frees_its_cache(folder):
+    engine = minitri.load(str(folder), dtype="bfloat16", device="cuda")
+    before = torch.cuda.memory_allocated()
+    run = engine.generate([5] * 100, generation=GenerationConfig(max_new_tokens=50))
+    next(run)
+    run.close()
+    assert torch.cuda.memory_allocated() <= before + (1 << 20)

@@ -1,0 +1,255 @@
+"""The engine's promises: the same tokens however they are asked for, and every way in which a row can end."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import minitri
+from minitri import End, GenerationConfig, InputError, PrefillProgress, SamplingParams, Token
+from minitri.sampling import probs_from_logits
+from minitri.stopping import StopScanner
+from tests.conftest import new_cache
+
+PROMPTS = [[5, 6, 7], list(range(10, 60)), [9], [4] * 20]
+NOISY = SamplingParams(temperature=0.9, top_k=50, top_p=0.95)
+
+
+def run(engine, prompts, *, n=12, sampling=SamplingParams(), seed=0, **settings):  # noqa: B008
+    """The End events of all rows, in row order."""
+    generation = GenerationConfig(max_new_tokens=n, **settings)
+    events = list(engine.generate(prompts, sampling=sampling, generation=generation, seed=seed))
+    ends = sorted((event for event in events if isinstance(event, End)), key=lambda end: end.row)
+    for end in ends:
+        tokens = [event for event in events if isinstance(event, Token) and event.row == end.row]
+        assert "".join(token.text for token in tokens) == end.text
+        assert tuple(token.token_id for token in tokens) == end.token_ids
+    return ends
+
+
+def ids(ends) -> list[tuple[int, ...]]:
+    return [end.token_ids for end in ends]
+
+
+def with_eos(engine, monkeypatch, *tokens):
+    monkeypatch.setattr(engine.model, "config", engine.config.with_eos(tokens))
+
+
+def without_eos(engine, monkeypatch):
+    with_eos(engine, monkeypatch)
+
+
+def test_greedy_tokens_equal_those_of_the_naive_loop(engine):
+    """The oracle: the whole sequence through the model again for every token, no cache kept."""
+    model, sequence = engine.model, list(PROMPTS[1])
+    for _ in range(12):
+        block = torch.tensor([sequence])
+        hidden = model(block, torch.arange(len(sequence)).unsqueeze(0), new_cache(engine.config, capacity=100))
+        sequence.append(int(model.logits(hidden[0, -1]).argmax()))
+    assert list(run(engine, PROMPTS[1], ignore_eos=True)[0].token_ids) == sequence[len(PROMPTS[1]) :]
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), NOISY])
+def test_a_ragged_batch_gives_every_row_what_it_gets_alone(engine, sampling):
+    together = run(engine, PROMPTS, sampling=sampling, seed=[7, 8, 9, 10])
+    alone = [run(engine, prompt, sampling=sampling, seed=7 + b)[0] for b, prompt in enumerate(PROMPTS)]
+    assert ids(together) == ids(alone)
+    assert [end.text for end in together] == [end.text for end in alone]
+
+
+def test_rows_that_end_early_do_not_disturb_the_others(engine, monkeypatch):
+    without_eos(engine, monkeypatch)
+    free = run(engine, PROMPTS)
+    with_eos(engine, monkeypatch, free[0].token_ids[3], free[2].token_ids[0])
+    ended = run(engine, PROMPTS)
+    assert len(ended[0].token_ids) <= 4
+    assert len(ended[2].token_ids) == 1
+    for end, whole in zip(ended, free, strict=True):
+        assert end.token_ids == whole.token_ids[: len(end.token_ids)]
+        assert end.finish_reason == ("length" if len(end.token_ids) == 12 else "eos")
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 17, 50, 1000])
+def test_the_prefill_chunk_changes_nothing(engine, chunk):
+    assert ids(run(engine, PROMPTS, prefill_chunk=chunk)) == ids(run(engine, PROMPTS))
+
+
+def test_one_engine_serves_many_runs_as_fresh_engines_do(engine, folder):
+    first, second = run(engine, PROMPTS[1]), run(engine, PROMPTS[0])
+    fresh = [run(minitri.load(str(folder), dtype="float32", device="cpu"), prompt) for prompt in PROMPTS[1::-1]]
+    assert [ids(first), ids(second)] == [ids(ends) for ends in fresh]
+
+
+@pytest.mark.parametrize("num_events", range(0, 9, 2))
+def test_a_caller_may_stop_at_any_moment(engine, num_events):
+    generation = engine.generate(PROMPTS[1], generation=GenerationConfig(max_new_tokens=12, prefill_chunk=16))
+    seen = list(itertools.islice(generation, num_events))
+    assert len(seen) == num_events
+    assert generation.stats.num_generated_tokens == sum(isinstance(event, Token) for event in seen)
+    generation.close()
+    generation.close()
+    assert list(generation) == []
+    assert ids(run(engine, PROMPTS[1])) == ids(run(engine, PROMPTS[1]))
+
+
+def test_events_come_in_order_and_count_right(engine):
+    generation = engine.generate(
+        PROMPTS, generation=GenerationConfig(max_new_tokens=3, prefill_chunk=16, ignore_eos=True)
+    )
+    events = list(generation)
+    prefill = [event for event in events if isinstance(event, PrefillProgress)]
+    assert [(event.row, event.num_done) for event in prefill] == [
+        (0, 3), (1, 16), (1, 32), (1, 48), (1, 50), (2, 1), (3, 16), (3, 20)
+    ]  # fmt: skip
+    assert all(event.eta_seconds >= 0 for event in prefill)
+    assert prefill[4].eta_seconds == 0
+    assert events[: len(prefill)] == prefill
+    stats = generation.stats
+    assert (stats.num_prompt_tokens, stats.num_prefilled_tokens) == (74, 74)
+    assert (stats.num_generated_tokens, stats.num_decoded_tokens) == (12, 8)
+    assert stats.ms_per_token > 0
+
+
+@pytest.mark.parametrize("position", range(5))
+def test_an_end_token_ends_the_row_wherever_it_comes(engine, monkeypatch, position):
+    without_eos(engine, monkeypatch)
+    free = run(engine, PROMPTS[3], sampling=NOISY, seed=4)[0]
+    eos = free.token_ids[position]
+    with_eos(engine, monkeypatch, eos)
+    end = run(engine, PROMPTS[3], sampling=NOISY, seed=4)[0]
+    first = free.token_ids.index(eos)
+    assert (end.token_ids, end.finish_reason) == (free.token_ids[: first + 1], "eos")
+    assert run(engine, PROMPTS[3], sampling=NOISY, seed=4, ignore_eos=True)[0].token_ids == free.token_ids
+
+
+def test_a_stop_string_cuts_the_text_at_every_offset(engine):
+    free = run(engine, PROMPTS[0], sampling=NOISY, n=40, seed=3, ignore_eos=True)[0]
+    for start in range(0, len(free.text) - 3):
+        stop = free.text[start : start + 3]
+        if "\ufffd" in stop:
+            continue
+        end = run(engine, PROMPTS[0], sampling=NOISY, n=40, seed=3, ignore_eos=True, stop=(stop,))[0]
+        assert end.text == free.text[: free.text.find(stop)]
+        assert end.finish_reason == "stop"
+        assert end.token_ids == free.token_ids[: len(end.token_ids)]
+
+
+def test_text_held_back_for_a_stop_string_appears_when_the_row_ends(engine):
+    free = run(engine, PROMPTS[0], ignore_eos=True)[0]
+    end = run(engine, PROMPTS[0], ignore_eos=True, stop=(free.text[-2:] + "never",))[0]
+    assert (end.text, end.finish_reason) == (free.text, "length")
+
+
+@pytest.mark.parametrize("pieces", [["abcSTOPdef"], ["abcS", "TOPdef"], ["abc", "S", "T", "O", "P", "def"]])
+def test_stop_strings_do_not_care_how_text_is_cut(pieces):
+    scanner = StopScanner(("STOP", "STAY"))
+    assert "".join(scanner.push(piece) for piece in pieces) == "abc"
+    assert scanner.found
+    assert scanner.flush() == ""
+
+
+def test_a_false_alarm_of_a_stop_string_loses_nothing():
+    scanner = StopScanner(("aab",))
+    assert [scanner.push(piece) for piece in ("xa", "a", "a", "c")] == ["x", "", "a", "aac"]
+    assert not scanner.found
+
+
+def test_seeds_decide_and_belong_to_rows(engine):
+    same = run(engine, [PROMPTS[0]] * 3, sampling=NOISY, seed=5)
+    assert len(set(ids(same))) == 3
+    assert ids(same) == ids(run(engine, [PROMPTS[0]] * 3, sampling=NOISY, seed=[5, 6, 7]))
+    assert ids(run(engine, PROMPTS[0], sampling=NOISY, seed=6)) == [same[1].token_ids]
+
+
+def test_the_engine_draws_from_the_law_of_its_model(engine, monkeypatch):
+    """First and second token of 3,000 rows, chi-square against the exact joint law, cells of at least 8 expected.
+
+    A false alarm has odds below 10^-5 (6 standard deviations of the chi-square law) and the seeds are fixed.
+    """
+    without_eos(engine, monkeypatch)
+    model, sampling, num_rows = engine.model, SamplingParams(temperature=0.7, top_k=5), 3000
+    prompt = PROMPTS[0]
+
+    def law(sequence):
+        hidden = model(torch.tensor([sequence]), torch.arange(len(sequence)).unsqueeze(0), new_cache(engine.config))
+        return probs_from_logits(model.logits(hidden[:, -1]), sampling)[0].double()
+
+    joint = {}
+    for first, p in enumerate(law(prompt).tolist()):
+        if p > 0:
+            for second, q in enumerate(law([*prompt, first]).tolist()):
+                if q > 0:
+                    joint[first, second] = p * q
+    assert sum(joint.values()) == pytest.approx(1)
+    counts = dict.fromkeys(joint, 0)
+    for end in run(engine, [prompt] * num_rows, n=2, sampling=sampling, seed=100):
+        counts[end.token_ids] += 1  # a KeyError here is a token of probability 0
+    cells = [(counts[pair], num_rows * p) for pair, p in joint.items() if num_rows * p >= 8]
+    chi_square = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells)
+    assert chi_square < len(cells) + 6 * (2 * len(cells)) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("prompts", "match"),
+    [
+        ("", "the prompt is empty"),
+        ([], "there is no prompt"),
+        ([[]], "the prompt is empty"),
+        (["fine", ""], "the prompt is empty"),
+        ([3, 320], "token id 320; .* from 0 to 319"),
+        ([[3], [-1]], "token id -1"),
+        ([7] * 501, "prompt has 501 tokens but .* holds 512 minus max_new_tokens=12; shorten the prompt"),
+    ],
+)
+def test_bad_prompts_are_refused_before_any_work(engine, prompts, match):
+    with pytest.raises(InputError, match=match):
+        engine.generate(prompts, generation=GenerationConfig(max_new_tokens=12))
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, [1], [1, 2, 3]])
+def test_bad_seeds_are_refused(engine, seed):
+    with pytest.raises(InputError, match="seed is"):
+        engine.generate(PROMPTS[:2], seed=seed)
+
+
+@pytest.mark.parametrize("bad", [{"max_new_tokens": 0}, {"prefill_chunk": 0}, {"stop": ("",)}])
+def test_bad_limits_are_refused(bad):
+    with pytest.raises(InputError, match=r"max_new_tokens is 0|prefill_chunk is 0|a stop string is empty"):
+        GenerationConfig(**bad)
+
+
+def test_weights_that_are_not_numbers_give_an_error_and_no_text(folder):
+    broken = minitri.load(str(folder), dtype="float32", device="cpu")
+    broken.model.norm.weight[3] = torch.nan
+    with pytest.raises(InputError, match="logits that are not finite"):
+        run(broken, PROMPTS[0])
+
+
+def test_a_prompt_that_fills_the_context_to_the_last_token_runs(engine):
+    assert len(run(engine, [7] * 500, n=12, ignore_eos=True)[0].token_ids) == 12
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"device": "abacus"}, "device 'abacus' is unknown"),
+        ({"device": "mps"}, "device 'mps' is not supported"),
+        ({"device": "cuda:99"}, "is not there: this PyTorch sees"),
+        ({"dtype": "int3"}, "dtype 'int3' is unknown"),
+        ({"rope_scaling": "magic:4"}, "is not KIND:FACTOR"),
+    ],
+)
+def test_bad_settings_of_load_are_refused(folder, settings, match):
+    with pytest.raises(InputError, match=match):
+        minitri.load(str(folder), **settings)
+
+
+def test_a_cache_that_does_not_fit_says_how_large_it_is(engine, monkeypatch):
+    def out_of_memory(*_, **__):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr("minitri.generation.FullCache.allocate", out_of_memory)
+    with pytest.raises(InputError, match=r"KV cache for 1 x 15 tokens needs .* GB"):
+        engine.generate([1, 2, 3], generation=GenerationConfig(max_new_tokens=12))

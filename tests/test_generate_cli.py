@@ -1,0 +1,190 @@
+"""The command line as a user meets it: what goes to which stream, exit codes, and one line for every mistake."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from minitri import generate
+from minitri.generate import main
+
+JSON_KEYS = {
+    "model", "method", "text", "token_ids", "num_prompt_tokens", "num_generated_tokens", "finish_reason", "seed",
+    "temperature", "dtype", "device", "prefill_seconds", "decode_seconds", "ms_per_token", "tokens_per_second", "levels",
+}  # fmt: skip
+
+
+@pytest.fixture
+def cli(folder, capsys):
+    """Runs the command on the tiny model; gives exit code, standard output and standard error."""
+
+    def run(*flags: str, model: str = str(folder)):
+        with pytest.raises(SystemExit) as ended:
+            main(["--model", model, "--dtype", "float32", "--max-new-tokens", "8", *flags])
+        captured = capsys.readouterr()
+        return ended.value.code, captured.out, captured.err
+
+    return run
+
+
+def test_text_goes_to_stdout_and_everything_else_to_stderr(cli):
+    code, out, err = cli("--prompt", "She had been", "--ignore-eos")
+    assert code == 0
+    assert "prefill" not in out
+    for word in ("weights: ", "prefill", "decode", "ms/token", "KV cache"):
+        assert word in err
+
+
+def test_json_is_the_only_line_and_has_every_key(cli):
+    code, out, _ = cli("--prompt", "She had been", "--json", "--seed", "3", "--temperature", "0.5", "--ignore-eos")
+    assert code == 0
+    assert out.count("\n") == 1
+    report = json.loads(out)
+    assert set(report) >= JSON_KEYS
+    assert (report["seed"], report["temperature"], report["dtype"]) == (3, 0.5, "float32")
+    assert report["num_generated_tokens"] == len(report["token_ids"]) == 8
+    assert report["finish_reason"] == "length"
+
+
+def test_streamed_text_is_the_text_of_the_report(cli):
+    flags = ("--prompt", "Naïve 日本", "--temperature", "1", "--ignore-eos", "--max-new-tokens", "40")
+    assert cli(*flags)[1] == json.loads(cli(*flags, "--json")[1])["text"] + "\n"
+
+
+def test_quiet_says_nothing_on_stderr(cli):
+    assert cli("--prompt", "x", "--quiet")[2] == ""
+
+
+def test_prompts_come_from_files_stdin_and_the_demo(cli, tmp_path, monkeypatch):
+    file = tmp_path / "prompt.txt"
+    file.write_text("She had been forced", encoding="utf-8")
+    from_file = json.loads(cli("--prompt-file", str(file), "--json")[1])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(file.read_bytes())))
+    assert json.loads(cli("--prompt-file", "-", "--json")[1])["token_ids"] == from_file["token_ids"]
+    assert json.loads(cli("--prompt", "She had been forced", "--json")[1])["token_ids"] == from_file["token_ids"]
+    monkeypatch.setattr(generate, "DEMO_PROMPT_TOKENS", 100)
+    for flags in (("--demo",), ()):
+        code, out, err = cli(*flags, "--json")
+        assert (code, json.loads(out)["num_prompt_tokens"]) == (0, 100)
+        assert "first 100 tokens of --demo" in err
+
+
+def test_max_prompt_tokens_keeps_the_first(cli):
+    whole = json.loads(cli("--prompt", "She had been forced into prudence", "--max-prompt-tokens", "3", "--json")[1])
+    assert whole["num_prompt_tokens"] == 3
+
+
+def test_stop_strings_and_rope_scaling_reach_the_engine(cli):
+    free = json.loads(cli("--prompt", "She had", "--ignore-eos", "--json")[1])
+    stop = free["text"][2:4]
+    cut = json.loads(cli("--prompt", "She had", "--ignore-eos", "--json", "--stop", "never", "--stop", stop)[1])
+    assert (cut["finish_reason"], cut["text"]) == ("stop", free["text"][: free["text"].find(stop)])
+    assert "yarn x2" in cli("--prompt", "x", "--rope-scaling", "yarn:2")[2]
+
+
+BAD_FLAGS = {
+    "unknown model": (["--prompt", "x"], "no-such-model", "unknown model 'no-such-model'"),
+    "close to a name": (["--prompt", "x"], "smollm2-135", "did you mean smollm2-135m?"),
+    "empty prompt": (["--prompt", ""], None, "the prompt is empty"),
+    "prompt beyond the context": (["--prompt", "word " * 600], None, "holds 512 minus max_new_tokens=8"),
+    "no such prompt file": (["--prompt-file", "/nowhere/x.txt"], None, "cannot read the prompt from /nowhere/x.txt"),
+    "a folder as prompt file": (["--prompt-file", "/"], None, "cannot read the prompt"),
+    "negative temperature": (["--prompt", "x", "--temperature", "-1"], None, "temperature is -1.0; it must be"),
+    "temperature nan": (["--prompt", "x", "--temperature", "nan"], None, "temperature is nan"),
+    "top-p 0": (["--prompt", "x", "--top-p", "0"], None, "top_p is 0.0"),
+    "top-k -3": (["--prompt", "x", "--top-k", "-3"], None, "top_k is -3"),
+    "min-p 7": (["--prompt", "x", "--min-p", "7"], None, "min_p is 7"),
+    "no new tokens": (["--prompt", "x", "--max-new-tokens", "0"], None, "max_new_tokens is 0"),
+    "not a number": (["--prompt", "x", "--max-new-tokens", "many"], None, "invalid int value: 'many'"),
+    "max prompt tokens 0": (["--prompt", "x", "--max-prompt-tokens", "0"], None, "'0' is not a whole number"),
+    "negative seed": (["--prompt", "x", "--seed", "-1"], None, "seed is -1"),
+    "empty stop": (["--prompt", "x", "--stop", ""], None, "a stop string is empty"),
+    "two prompts": (["--prompt", "x", "--demo"], None, "not allowed with argument"),
+    "unknown flag": (["--prompt", "x", "--warp"], None, "unrecognized arguments: --warp"),
+    "unknown method": (["--prompt", "x", "--method", "magic"], None, "invalid choice: 'magic'"),
+    "unknown dtype": (["--prompt", "x", "--dtype", "int1"], None, "invalid choice: 'int1'"),
+    "unknown device": (["--prompt", "x", "--device", "abacus"], None, "device 'abacus' is unknown"),
+    "bad scaling": (["--prompt", "x", "--rope-scaling", "yarn"], None, "is not KIND:FACTOR"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FLAGS)
+def test_bad_input_is_one_line_and_exit_code_2(cli, case):
+    flags, model, message = BAD_FLAGS[case]
+    code, out, err = cli(*flags, **({"model": model} if model else {}))
+    assert (code, out) == (2, "")
+    last = err.splitlines()[-1]
+    assert last.startswith("minitri: ")
+    assert message in last
+    assert "Traceback" not in err
+
+
+def test_a_prompt_that_is_not_utf8_names_the_byte(cli, tmp_path):
+    file = tmp_path / "latin1.txt"
+    file.write_bytes("café".encode("latin-1"))
+    code, out, err = cli("--prompt-file", str(file))
+    assert (code, out) == (2, "")
+    assert re.search(r"latin1.txt is not UTF-8 text \(byte 3\); convert it", err)
+
+
+def start(folder, *flags: str, **options) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "minitri.generate", "--model", str(folder), "--prompt", "She had", *flags]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_ctrl_c_prints_the_statistics_so_far_and_exits_130(folder, flags):
+    process = start(folder, "--max-new-tokens", "480", "--ignore-eos", "--prefill-chunk", "1", *flags)
+    assert process.stderr is not None
+    while "context" not in process.stderr.readline():  # the last line of the log before work begins
+        pass
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode in (130, 0)  # 0 if it was faster than the signal
+    assert "Traceback" not in err
+    assert "memory   weights" in err
+    if flags and process.returncode == 130:
+        assert json.loads(out)["finish_reason"] == "interrupted"
+
+
+def test_a_reader_that_leaves_is_no_error(folder):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "minitri.generate", "--model", str(folder), "--prompt", "She had"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+
+
+def test_help_shows_examples_units_and_defaults(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert ended.value.code == 0
+    for word in ("examples:", "--rope-scaling", "yarn:4", "default: 256", "llama2-7b-128k"):
+        assert word in out
+
+
+def test_the_benchmark_ends_in_one_json_line(folder, capsys):
+    from minitri import bench
+
+    with pytest.raises(SystemExit) as ended:
+        bench.main(["--model", str(folder), "--dtype", "float32", "--prompt-tokens", "40", "--new-tokens", "8",
+                    "--repeats", "2", "--profile", "--quiet"])  # fmt: skip
+    lines = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 0
+    result = json.loads(lines[-1])
+    assert result["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 4  # K and V, layers, KV heads, head dim, bytes
+    assert result["weight_bytes"] - result["weight_bytes_per_token"] == 320 * 64 * 4  # the untied embedding
+    assert result["ms_per_token"]["min"] <= result["ms_per_token"]["median"] <= result["ms_per_token"]["max"]
+    assert set(result["profile_ms"]) == {*bench.PARTS, "other"}

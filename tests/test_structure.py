@@ -1,0 +1,74 @@
+"""Imports point one way, and `transformers` is never among them."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "minitri"
+LAYERS = [
+    {"errors"},
+    {"config"},
+    {"rope", "linear", "stats", "stopping"},
+    {"attention", "caches.base"},
+    {"caches.full"},
+    {"caches"},
+    {"model", "sampling"},
+    {"gguf_file"},
+    {"checkpoint"},
+    {"fetch", "tokenizer"},
+    {"generation"},
+    {"engine"},
+    {"generate"},
+    {"bench"},
+]
+"""From the bottom up; a module imports only from layers below its own."""
+
+
+def module_name(file: Path) -> str:
+    return ".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported(file: Path) -> set[str]:
+    """Everything a file imports, at its top or inside functions."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            names.add(node.module or "")
+    return names
+
+
+FILES = sorted(file for file in PACKAGE.rglob("*.py") if file != PACKAGE / "__init__.py")
+
+
+def test_every_module_has_its_layer():
+    assert {module_name(file) for file in FILES} == set().union(*LAYERS)
+
+
+@pytest.mark.parametrize("file", FILES, ids=module_name)
+def test_imports_point_downwards(file):
+    level = {name: number for number, names in enumerate(LAYERS) for name in names}
+    ours = {name.removeprefix("minitri.") for name in imported(file) if name.startswith("minitri.")}
+    assert all(level[name] < level[module_name(file)] for name in ours), ours
+
+
+@pytest.mark.parametrize("file", FILES, ids=module_name)
+def test_no_file_is_too_long_to_read(file):
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= 320
+
+
+def test_transformers_is_never_imported(folder):
+    program = (
+        "import sys, minitri, minitri.bench, minitri.generate\n"
+        f"list(minitri.load({str(folder)!r}).generate('She had', generation=minitri.GenerationConfig(4)))\n"
+        "assert 'transformers' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert not any(name.split(".")[0] == "transformers" for file in FILES for name in imported(file))
