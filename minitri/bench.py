@@ -199,8 +199,8 @@ def describe(result: dict[str, Any]) -> str:
         f"{result['model']}, {result['dtype']}, {result['device']}, {result['num_threads']} threads, "
         f"torch {result['torch']}",
         f"prompt            {result['num_prompt_tokens']} tokens, then {result['num_new_tokens']} generated",
-        f"weights           {result['weight_bytes'] / 1e6:.0f} MB, of which {result['weight_bytes_per_token'] / 1e6:.0f} MB "
-        "are read per token",
+        f"weights           {result['weight_bytes'] / 1e6:.0f} MB, of which "
+        f"{result['weight_bytes_per_token'] / 1e6:.0f} MB are read per token",
         f"KV cache          {result['kv_bytes_per_token'] / 1e3:.1f} kB per token",
         f"memory bandwidth  {result['memory_bytes_per_second'] / 1e9:.1f} GB/s, measured",
         f"floor             {floor:.1f} ms/token",

@@ -23,7 +23,7 @@ from minitri.config import ModelConfig, as_token_ids
 from minitri.errors import InputError, shorten
 from minitri.gguf_file import GgufFile
 from minitri.linear import can_pack, pack_linears
-from minitri.model import Llama
+from minitri.model import Layer, Llama
 
 
 class Checkpoint(Protocol):
@@ -55,7 +55,7 @@ class Folder:
             config = config.with_eos(as_token_ids(eos) or config.eos_token_ids)
         return config
 
-    def tensors(self, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002 (the files say it all)
         """Shard after shard; a shard is let go before the next one is opened."""
         for file in weight_files(self.path):
             yield from _safetensors(file) if file.suffix == ".safetensors" else _pickled_tensors(file)
@@ -169,6 +169,7 @@ def placements(model: Llama) -> dict[str, Tensor]:
     if not config.tie_word_embeddings:
         places["lm_head.weight"] = model.lm_head.weight
     for number, layer in enumerate(model.layers):
+        assert isinstance(layer, Layer)
         fused = (
             (layer.self_attn.qkv_proj, (("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv))),
             (layer.self_attn.o_proj, (("self_attn.o_proj", config.hidden_size),)),

@@ -72,7 +72,7 @@ class RopeConfig:
             raise InputError(f"RoPE type {kind} has no factor, got {shorten(scaling)}; set it in config.json")
         if scaling.get("mscale") or scaling.get("mscale_all_dim"):
             raise InputError("RoPE scaling uses mscale, which Llama models do not; set attention_factor instead")
-        options = {
+        options: dict[str, Any] = {
             name: float(scaling[name])
             for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
             if scaling.get(name) is not None

@@ -28,8 +28,6 @@ from minitri.tokenizer import Tokenizer, load_tokenizer
 log = logging.getLogger("minitri")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
 Prompt = str | Sequence[int]
 
 
@@ -77,7 +75,8 @@ def choose_device(name: str) -> torch.device:
         raise InputError(f"device {name!r} is not supported; use cpu, cuda, cuda:N or auto")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(
-            f"device {name!r} is not there: this PyTorch sees {torch.cuda.device_count()} CUDA devices; use --device cpu"
+            f"device {name!r} is not there: this PyTorch sees {torch.cuda.device_count()} CUDA devices; "
+            "use --device cpu"
         )
     return device
 
@@ -142,8 +141,8 @@ class Engine:
         if len(ids) + num_new > config.context_length:
             raise InputError(
                 f"prompt has {len(ids)} tokens but {config.name} holds {config.context_length} minus "
-                f"max_new_tokens={num_new}; shorten the prompt (--max-prompt-tokens), lower --max-new-tokens, or stretch "
-                "the context (--rope-scaling yarn:4)"
+                f"max_new_tokens={num_new}; shorten the prompt (--max-prompt-tokens), lower --max-new-tokens, "
+                "or stretch the context (--rope-scaling yarn:4)"
             )
 
 

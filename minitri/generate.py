@@ -1,7 +1,8 @@
 """The command line: `python -m minitri.generate`.
 
 Text goes to standard output as it is generated, everything else to standard error. With --json the only line on
-standard output is one JSON object. Exit codes: 0 done, 2 bad usage or bad input (one line), 130 interrupted; 1 is a bug.
+standard output is one JSON object. Exit codes: 0 done, 2 bad usage or bad input (one line), 130
+interrupted; 1 is a bug.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def build_parser() -> OneLineParser:
         help="0 is greedy, 1 is the model's own law (default: %(default)s)",
     )  # fmt: skip
     law.add_argument(
-        "--top-k", type=int, metavar="K", default=sampling.top_k, help="keep the K likeliest tokens; 0 is off (default: %(default)s)"
+        "--top-k", type=int, metavar="K", default=sampling.top_k,
+        help="keep the K likeliest tokens; 0 is off (default: %(default)s)",
     )  # fmt: skip
     law.add_argument(
         "--top-p", type=float, metavar="P", default=sampling.top_p,
@@ -161,7 +163,7 @@ class PrefillBar:
     def show(self, event: PrefillProgress) -> None:
         """Moves the bar; removes it when the prompt has been read."""
         if self._bar is None:
-            layout = "reading the prompt {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} tokens, {elapsed} passed, {postfix[0]}"
+            layout = "prompt {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} tokens, {elapsed} passed, {postfix[0]}"
             self._bar = tqdm(
                 total=event.num_tokens,
                 leave=False,
@@ -208,8 +210,8 @@ def summary(engine: Engine, run: Generation) -> str:
     if stats.prefill_seconds:
         rate = stats.num_prefilled_tokens / stats.prefill_seconds
         lines.append(
-            f"prefill  {stats.num_prefilled_tokens} of {stats.num_prompt_tokens} tokens in {stats.prefill_seconds:.2f} s, "
-            f"{rate:.0f} tokens/s"
+            f"prefill  {stats.num_prefilled_tokens} of {stats.num_prompt_tokens} tokens in "
+            f"{stats.prefill_seconds:.2f} s, {rate:.0f} tokens/s"
         )
     if stats.ms_per_token is not None:
         lines.append(

@@ -144,7 +144,7 @@ class Generation(Iterator[Event]):
                 "does not have; shorten the prompt, lower max_new_tokens, or use a smaller dtype"
             ) from None
 
-    def _run(self, cache: FullCache) -> Iterator[Event]:
+    def _run(self, cache: FullCache) -> Generator[Event, None, None]:
         logits = []
         for row in self.rows:
             logits.append((yield from self._prefill(row, cache)))

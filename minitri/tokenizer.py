@@ -7,6 +7,7 @@ never without its spaces.
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +20,10 @@ from minitri.config import ModelConfig
 from minitri.errors import InputError, shorten
 from minitri.gguf_file import GgufFile
 
-_LLAMA3_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 class Backend(Protocol):
@@ -45,10 +49,10 @@ class SentencePieceBackend:
         self.num_tokens = self._processor.vocab_size()
 
     def encode(self, text: str) -> list[int]:
-        return self._processor.encode(text)
+        return list(self._processor.encode(text))
 
     def decode(self, ids: list[int]) -> str:
-        return self._processor.decode(ids)
+        return str(self._processor.decode(ids))
 
 
 class TokenizersBackend:
@@ -206,7 +210,7 @@ def _gguf_byte_level_bpe(file: GgufFile) -> tokenizers.Tokenizer:
 def _gguf_sentencepiece(file: GgufFile) -> bytes:
     """A sentencepiece model with the pieces, scores and types of the file, serialised."""
     try:
-        from sentencepiece import sentencepiece_model_pb2 as messages
+        messages: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
     except ImportError:
         raise InputError(
             f"{file.path.name} has a sentencepiece tokenizer and the package protobuf is not installed; "
@@ -226,4 +230,4 @@ def _gguf_sentencepiece(file: GgufFile) -> bytes:
     model.normalizer_spec.add_dummy_prefix = bool(file.get("tokenizer.ggml.add_space_prefix", True))
     model.normalizer_spec.remove_extra_whitespaces = False
     model.normalizer_spec.escape_whitespaces = True
-    return model.SerializeToString()
+    return bytes(model.SerializeToString())

@@ -18,7 +18,8 @@ from minitri.generate import main
 
 JSON_KEYS = {
     "model", "method", "text", "token_ids", "num_prompt_tokens", "num_generated_tokens", "finish_reason", "seed",
-    "temperature", "dtype", "device", "prefill_seconds", "decode_seconds", "ms_per_token", "tokens_per_second", "levels",
+    "temperature", "dtype", "device", "prefill_seconds", "decode_seconds", "ms_per_token", "tokens_per_second",
+    "levels",
 }  # fmt: skip
 
 

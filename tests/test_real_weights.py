@@ -1,4 +1,8 @@
-"""SmolLM2-135M's real weights and a long real text: the same tokens as `transformers`, prompt inside and beyond 8K."""
+"""SmolLM2-135M's real weights and a long real text: the same tokens as `transformers`, prompt inside and beyond 8K.
+
+`transformers` reads the same GGUF file with its own code, tokenizer included, so weights, rotary order, RoPE scaling,
+tokenization and greedy decoding are all compared at once.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +15,34 @@ from minitri.generate import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-
-@pytest.fixture(scope="module")
-def reference(real_weights):
-    """The same file, read by `transformers` on its own."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(
-        real_weights.parent, gguf_file=real_weights.name, dtype=torch.float32, **unpacked()
-    ).eval()
+YARN4 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192, "rope_theta": 100000.0}
 
 
-def unpacked():
-    """Newer versions keep GGUF weights quantized unless told not to."""
+def ours(prompt_file, capsys, num_prompt: int, *flags: str) -> dict:
+    with pytest.raises(SystemExit) as ended:
+        main([
+            "--model", "smollm2-135m", "--prompt-file", str(prompt_file), "--max-prompt-tokens", str(num_prompt),
+            "--json", "--quiet", "--max-new-tokens", "32", "--temperature", "0", "--dtype", "float32", *flags,
+        ])  # fmt: skip
+    assert ended.value.code == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def theirs(path, text: str, num_prompt: int, rope: dict | None) -> list[int]:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    config = AutoConfig.from_pretrained(**where)
+    if rope is not None:
+        config.rope_parameters, config.max_position_embeddings = rope, 32768
+    model = AutoModelForCausalLM.from_pretrained(**where, config=config, dtype=torch.float32, **dequantized()).eval()
+    tokens = torch.tensor([AutoTokenizer.from_pretrained(**where).encode(text)[:num_prompt]])
+    out = model.generate(tokens, max_new_tokens=32, do_sample=False, eos_token_id=2, pad_token_id=2)
+    return out[0, num_prompt:].tolist()
+
+
+def dequantized() -> dict:
+    """Newer versions of `transformers` keep GGUF weights quantized unless told not to."""
     try:
         from transformers import GgufConfig
     except ImportError:
@@ -31,21 +50,13 @@ def unpacked():
     return {"quantization_config": GgufConfig(dequantize=True)}
 
 
-def test_the_command_gives_the_tokens_of_transformers(real_weights, reference, long_text, tmp_path, capsys):
+@pytest.mark.parametrize(("num_prompt", "scaling", "rope"), [(3000, [], None), (8400, ["yarn:4"], YARN4)])
+def test_the_command_gives_the_tokens_of_transformers(
+    real_weights, long_text, tmp_path, capsys, num_prompt, scaling, rope
+):
     prompt = tmp_path / "prompt.txt"
     prompt.write_text(long_text, encoding="utf-8")
-    with pytest.raises(SystemExit) as ended:
-        main(["--model", "smollm2-135m", "--prompt-file", str(prompt), "--max-prompt-tokens", "3000", "--json", "--quiet",
-              "--max-new-tokens", "32", "--temperature", "0", "--dtype", "float32"])  # fmt: skip
-    assert ended.value.code == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["token_ids"] == greedy_by_transformers(reference, real_weights, long_text, 3000, 32)
-
-
-def greedy_by_transformers(reference, path, text, num_prompt, num_new):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    tokens = torch.tensor([tokenizer.encode(text)[:num_prompt]])
-    out = reference.generate(tokens, max_new_tokens=num_new, do_sample=False, eos_token_id=2, pad_token_id=2)
-    return out[0, num_prompt:].tolist()
+    flags = [flag for value in scaling for flag in ("--rope-scaling", value)]
+    report = ours(prompt, capsys, num_prompt, *flags)
+    assert report["num_prompt_tokens"] == num_prompt
+    assert report["token_ids"] == theirs(real_weights, long_text, num_prompt, rope)

@@ -83,7 +83,7 @@ def test_a_token_of_probability_zero_is_never_drawn():
 
 
 def test_draws_follow_the_law():
-    """Chi-square over 20,000 draws, 5 degrees of freedom; false alarm about once in 10^6 seeds, and the seed is fixed."""
+    """Chi-square over 20,000 draws, 5 degrees of freedom; one false alarm in 10^6 seeds; the seed is fixed."""
     law = torch.tensor([0.4, 0.25, 0.2, 0.1, 0.04, 0.01])
     uniforms = torch.rand(20000, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     counts = torch.bincount(sample(law.expand(20000, -1), uniforms), minlength=6)
