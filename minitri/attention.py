@@ -6,7 +6,7 @@ prefix. So prefill, decoding, verification and trees are one call with different
 
 How it is computed depends on the device and on T:
 
-- `attend_math` is the oracle: plain formulas in float32 (float64 if asked), used by tests and for odd devices;
+- `attend_math` is the oracle of the tests: plain formulas in float32, or float64 for float64 tensors;
 - on CPU a short block is two matmuls per KV head, with its G query heads and the T tokens folded into the rows of one
   matrix, so that K and V are read once per KV head; the rule touches only the last T columns of the scores;
 - on CPU a longer block runs PyTorch's flash kernel over the prefix and over the block, merged by log-sum-exp;
@@ -46,8 +46,6 @@ def attend(
     """
     if q_BTHD.device.type == "cuda":
         one_row = _fused_row
-    elif q_BTHD.device.type != "cpu" or q_BTHD.dtype == torch.float64:
-        one_row = _math_row
     elif q_BTHD.shape[1] <= SHORT_BLOCK:
         one_row = _matmul_row
     else:
@@ -92,7 +90,10 @@ def _math_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, rule_TT: Ten
 
 
 def _matmul_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, rule_TT: Tensor | None) -> Tensor:
-    """Per KV head, because a batched matmul over heads would first copy the prefix: its heads lie `capacity` apart."""
+    """Per KV head, because a batched matmul over heads would first copy the prefix: its heads lie `capacity` apart.
+
+    Scores and probabilities are stored in the dtype of the queries, so bfloat16 rounds them, which flash does not.
+    """
     K, G, T, D = q_KGTD.shape
     S = keys_KSD.shape[1]
     q_KRD = (q_KGTD * (1 / math.sqrt(D))).reshape(K, G * T, D)

@@ -22,6 +22,7 @@ import torch
 from minitri.config import GenerationConfig
 from minitri.engine import Engine, load
 from minitri.generate import (
+    DEMO_PROMPT_TOKENS,
     OneLineParser,
     PrefillBar,
     add_model_flags,
@@ -54,8 +55,10 @@ def build_parser() -> OneLineParser:
     parser.add_argument(
         "--prompt-file", metavar="FILE", help="UTF-8 text; - is standard input (default: Python's help)"
     )
-    parser.add_argument("--prompt-tokens", type=positive, default=4000, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--new-tokens", type=positive, default=64, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--prompt-tokens", type=positive, default=DEMO_PROMPT_TOKENS, metavar="N", help="(default: %(default)s)"
+    )
+    parser.add_argument("--new-tokens", type=at_least_four, default=64, metavar="N", help="(default: %(default)s)")
     parser.add_argument(
         "--repeats", type=positive, default=3, metavar="N", help="runs to measure (default: %(default)s)"
     )
@@ -63,6 +66,13 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--quiet", action="store_true", help="no progress or log on standard error")
     parser.set_defaults(prompt=None)
     return parser
+
+
+def at_least_four(text: str) -> int:
+    """A number of new tokens that leaves some to measure after the first and the warm-up."""
+    if positive(text) < 4:
+        raise argparse.ArgumentTypeError(f"{text} new tokens are too few to measure; ask for at least 4")
+    return int(text)
 
 
 def measure_bandwidth(device: torch.device, repeats: int = 7) -> float:
@@ -124,11 +134,12 @@ def measure_once(engine: Engine, prompt: list[int], num_new: int, *, quiet: bool
     return run.stats.prefill_seconds, run.stats.ms_per_token
 
 
-def profile_decoding(engine: Engine, prompt: list[int], num_steps: int = 16) -> dict[str, float]:
+def profile_decoding(engine: Engine, prompt: list[int], num_new: int) -> dict[str, float]:
     """Milliseconds per decoding step by part of the model; what is in no kernel counts as `other`."""
     from torch.profiler import ProfilerActivity, profile
 
-    run = engine.generate(prompt, generation=GenerationConfig(max_new_tokens=num_steps + 3, ignore_eos=True))
+    run = engine.generate(prompt, generation=GenerationConfig(max_new_tokens=num_new, ignore_eos=True))
+    num_steps = min(16, num_new - 3)
     while run.stats.num_decoded_tokens < 2:
         next(run)
     before = run.stats.decode_seconds
@@ -159,7 +170,7 @@ def run_command(args: argparse.Namespace) -> int:
         *(measure_once(engine, prompt, args.new_tokens, quiet=args.quiet) for _ in range(args.repeats)), strict=True
     )
     peak_bytes = peak_memory_bytes(device) - (0 if device.type == "cuda" else bare_bytes)
-    parts = profile_decoding(engine, prompt) if args.profile else None
+    parts = profile_decoding(engine, prompt, args.new_tokens) if args.profile else None
     facts = card(engine, len(prompt) + args.new_tokens // 2)
     kv_bytes = int(facts["kv_bytes_per_token"]) * (len(prompt) + args.new_tokens)
     result: dict[str, Any] = {

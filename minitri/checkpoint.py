@@ -63,6 +63,8 @@ class Folder:
 
 def open_checkpoint(path: Path) -> Folder | GgufFile:
     """A GGUF file or a Hugging Face folder, by the file's ending."""
+    if not (path.is_dir() or path.is_file()):
+        raise InputError(f"{path} is neither a folder nor a regular file; give the model's folder or file")
     return GgufFile(path) if path.suffix == ".gguf" else Folder(path)
 
 
@@ -73,7 +75,13 @@ def load_model(
 
     On CPU the weights end in oneDNN's packed layout (see `linear.py`).
     """
-    model = Llama(config, dtype=dtype, device=device)
+    try:
+        model = Llama(config, dtype=dtype, device=device)
+    except (RuntimeError, TypeError) as error:  # out of memory, or sizes beyond what a tensor can have
+        raise InputError(
+            f"the weights of {config.name} do not fit on {device} ({shorten(error, 90)}); "
+            "use a smaller model or dtype, or check the sizes in the config"
+        ) from None
     _fill(model, checkpoint.tensors(config), checkpoint.path, progress)
     if can_pack(dtype, device):
         pack_linears(model)
@@ -86,7 +94,7 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path.parent} has no {path.name}; give a folder in the Hugging Face layout") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} is not readable JSON ({shorten(error)}); download it again") from None
     if not isinstance(found, dict):
         raise InputError(f"{path} holds a {type(found).__name__}, not a JSON object; download it again")
@@ -153,7 +161,7 @@ def _pickled_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
         ) from None
     except (RuntimeError, EOFError, OSError, ValueError) as error:
         raise InputError(f"{file} is damaged or cut short ({shorten(error, 90)}); download it again") from None
-    if not isinstance(shard, dict) or not all(isinstance(value, Tensor) for value in shard.values()):
+    if not isinstance(shard, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in shard.items()):
         raise InputError(f"{file} is not a dictionary of tensors; give the model's weights, not a training state")
     yield from shard.items()
 
@@ -206,6 +214,11 @@ def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progr
                 raise InputError(
                     f"{path}: {name} has shape {tuple(tensor.shape)} but the config asks for "
                     f"{tuple(places[name].shape)}; weights and config.json belong to different models"
+                )
+            if not tensor.is_floating_point() or tensor.layout != torch.strided or tensor.is_meta:
+                raise InputError(
+                    f"{path}: {name} holds {tensor.dtype} values ({tensor.layout}, {tensor.device}), not plain "
+                    "floating-point weights; use a checkpoint that is not quantized"
                 )
             places[name].copy_(tensor)
             missing.pop(name, None)

@@ -52,16 +52,23 @@ class RopeConfig:
             raise InputError(f"RoPE theta must be a number above 1, got {self.theta}; check rope_theta in the config")
         if not (math.isfinite(self.factor) and self.factor > 0):
             raise InputError(f"RoPE factor must be a positive number, got {self.factor}; check the scaling factor")
-        if self.kind in ("llama3", "yarn") and not self.original_context:
+        if self.kind in ("llama3", "yarn") and (self.original_context or 0) < 1:
             raise InputError(
                 f"RoPE type {self.kind} needs the original context length, got {self.original_context}; "
                 "set original_max_position_embeddings in the config"
             )
+        for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise InputError(f"RoPE {name} must be positive, got {getattr(self, name)}; check the config")
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], default_context: int) -> RopeConfig:
         """Reads `rope_theta` and `rope_scaling` (or the newer `rope_parameters`) of a Hugging Face config.json."""
         scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        if (scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1) != 1:
+            raise InputError(
+                "RoPE turns only a part of each head (partial_rotary_factor), which no Llama does; check it"
+            )
         theta = float(scaling.get("rope_theta") or config.get("rope_theta") or cls.theta)
         kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
         if kind == "default":
@@ -89,6 +96,8 @@ class RopeConfig:
     def describe(self) -> str:
         """A few words for the log, such as `yarn x4 (theta 100000)`."""
         stretch = "plain" if self.kind == "default" else f"{self.kind} x{self.factor:g}"
+        if self.frequency_divisors is not None:
+            stretch += " with stored divisors"
         return f"{stretch} (theta {self.theta:g})"
 
 
@@ -106,7 +115,7 @@ class ModelConfig:
     context_length: int
     """Longest sequence in tokens, prompt and output together, that the positions are made for."""
     rope: RopeConfig = field(default_factory=RopeConfig)
-    rms_norm_eps: float = 1e-5
+    rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     """The LM head is the embedding table."""
     attention_bias: bool = False
@@ -152,7 +161,7 @@ class ModelConfig:
         try:
             num_heads, hidden_size = int(config["num_attention_heads"]), int(config["hidden_size"])
             context = int(config.get("max_position_embeddings", 2048))
-            eos = config.get("eos_token_id")
+            bos = as_token_ids(config.get("bos_token_id"))
             return cls(
                 num_layers=int(config["num_hidden_layers"]),
                 hidden_size=hidden_size,
@@ -163,11 +172,11 @@ class ModelConfig:
                 vocab_size=int(config["vocab_size"]),
                 context_length=context,
                 rope=RopeConfig.from_hf(config, context),
-                rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-                tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-                attention_bias=bool(config.get("attention_bias", False)),
-                bos_token_id=config.get("bos_token_id"),
-                eos_token_ids=as_token_ids(eos),
+                rms_norm_eps=float(config.get("rms_norm_eps", cls.rms_norm_eps)),
+                tie_word_embeddings=as_bool(config.get("tie_word_embeddings")),
+                attention_bias=as_bool(config.get("attention_bias")),
+                bos_token_id=bos[0] if bos else None,
+                eos_token_ids=as_token_ids(config.get("eos_token_id")),
                 name=name,
             )
         except KeyError as missing:
@@ -193,6 +202,11 @@ class ModelConfig:
         The factor counts from the context the model was trained with, so `yarn:4` on an 8K model gives 32K whatever
         scaling its config already had. `none` takes a scaling away.
         """
+        if self.rope.frequency_divisors is not None:
+            raise InputError(
+                f"{self.name} brings a stretched RoPE of its own (rope_freqs in the GGUF file), which --rope-scaling "
+                "cannot replace; use the model's Hugging Face folder, or leave the flag out"
+            )
         base = self.rope.original_context or self.context_length
         if text == "none":
             plain = RopeConfig(theta=self.rope.theta)
@@ -213,9 +227,17 @@ class ModelConfig:
 
 def as_token_ids(value: Any) -> tuple[int, ...]:
     """An `eos_token_id` of a config, which may be absent, one number, or several."""
-    if value is None:
-        return ()
-    return tuple(int(token) for token in value) if isinstance(value, list | tuple) else (int(value),)
+    tokens = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not all(type(token) is int and token >= 0 for token in tokens):
+        raise InputError(f"config has the token id {shorten(repr(value), 60)}, which is no whole number; correct it")
+    return tokens
+
+
+def as_bool(value: Any) -> bool:
+    """A switch of a config; absent means off."""
+    if value not in (None, True, False):
+        raise InputError(f"config has {shorten(repr(value), 60)} where true or false belongs; correct it")
+    return bool(value)
 
 
 @dataclass(frozen=True)
@@ -233,14 +255,22 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checks = (
-            ("temperature", 0 <= self.temperature <= 100, "between 0 (greedy) and 100"),
-            ("top_k", self.top_k >= 0, "0 (off) or a positive number of tokens"),
+            ("temperature", self.temperature == 0 or 1e-6 <= self.temperature <= 100, "0 (greedy) or from 1e-6 to 100"),
+            ("top_k", isinstance(self.top_k, int) and self.top_k >= 0, "0 (off) or a positive number of tokens"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 (off) and 1"),
         )
         for name, ok, wanted in checks:
             if not ok:
                 raise InputError(f"{name} is {getattr(self, name)}; it must be {wanted}")
+
+
+def check_unicode(text: str, what: str) -> None:
+    """Refuses text with lone surrogates, which is how bytes that are not UTF-8 arrive from a command line."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(f"{what} is not valid Unicode (character {error.start}); give it as UTF-8") from None
 
 
 @dataclass(frozen=True)
@@ -257,12 +287,16 @@ class GenerationConfig:
     """Prompt tokens per forward pass while the prompt is read; bounds the memory of activations."""
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
-        if self.prefill_chunk < 1:
-            raise InputError(f"prefill_chunk is {self.prefill_chunk}; it must be at least 1")
-        if any(not text for text in self.stop):
-            raise InputError("a stop string is empty; give at least one character, or leave --stop out")
+        for name in ("max_new_tokens", "prefill_chunk"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise InputError(f"{name} is {value}; it must be a whole number of at least 1")
+        if not isinstance(self.stop, tuple) or not all(isinstance(text, str) for text in self.stop):
+            raise InputError(f"stop is {shorten(repr(self.stop), 60)}; it must be a tuple of strings, such as ('END',)")
+        for text in self.stop:
+            if not text:
+                raise InputError("a stop string is empty; give at least one character, or leave --stop out")
+            check_unicode(text, "a stop string")
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,15 @@ next event. Several prompts of any lengths run as one ragged batch. Nothing here
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from minitri.checkpoint import load_model, open_checkpoint
-from minitri.config import DEFAULT_MODEL, GenerationConfig, ModelConfig, SamplingParams
-from minitri.errors import InputError
+from minitri.config import DEFAULT_MODEL, GenerationConfig, ModelConfig, SamplingParams, check_unicode
+from minitri.errors import InputError, shorten
 from minitri.fetch import locate
 from minitri.generation import Generation
 from minitri.linear import can_pack
@@ -29,6 +31,8 @@ log = logging.getLogger("minitri")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Prompt = str | Sequence[int]
+MAX_SEED = 2**32 - 1
+"""PyTorch's generator on the CPU looks at no more bits."""
 
 
 def load(
@@ -71,9 +75,11 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise InputError(f"device {name!r} is unknown; use cpu, cuda, cuda:N or auto") from None
-    if device.type not in ("cpu", "cuda"):
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
         raise InputError(f"device {name!r} is not supported; use cpu, cuda, cuda:N or auto")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if (device.index or 0) >= torch.cuda.device_count():
         raise InputError(
             f"device {name!r} is not there: this PyTorch sees {torch.cuda.device_count()} CUDA devices; "
             "use --device cpu"
@@ -82,10 +88,11 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of a name; `auto` is bfloat16 where the device computes in it, float32 elsewhere."""
+    """The dtype of a name; `auto` is bfloat16 where the device computes in it, else float16 on CUDA, float32 on CPU."""
     if name == "auto":
-        fast = device.type == "cuda" or can_pack(torch.bfloat16, device)
-        return torch.bfloat16 if fast else torch.float32
+        if device.type == "cuda":
+            return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+        return torch.bfloat16 if can_pack(torch.bfloat16, device) else torch.float32
     if name not in DTYPES:
         raise InputError(f"dtype {name!r} is unknown; use {', '.join(DTYPES)} or auto")
     return DTYPES[name]
@@ -116,22 +123,32 @@ class Engine:
         the last bits of the arithmetic. Raises `InputError` here, before any work, if a prompt is empty, too long, or
         has tokens outside the vocabulary.
         """
-        rows = [list(prompt) if not isinstance(prompt, str) else prompt for prompt in as_batch(prompts)]
-        ids = [self.tokenizer.encode(row) if isinstance(row, str) else row for row in rows]
-        if not rows:
+        ids = [self._encode(prompt) for prompt in as_batch(prompts)]
+        if not ids:
             raise InputError("there is no prompt; give at least one text or one list of token ids")
-        for row, tokens in zip(rows, ids, strict=True):
-            self._check_prompt(row, tokens, generation)
+        for tokens in ids:
+            self._check_prompt(tokens, generation)
         seeds = [seed + b for b in range(len(ids))] if isinstance(seed, int) else list(seed)
-        if len(seeds) != len(ids) or not all(0 <= s < 2**63 for s in seeds):
-            raise InputError(
-                f"seed is {seed}; give one number from 0 to 2^63 - 1, or one for each of {len(ids)} prompts"
-            )
+        if len(seeds) != len(ids) or not all(isinstance(s, int) and 0 <= s <= MAX_SEED for s in seeds):
+            raise InputError(f"seed is {seed}; give a number from 0 to 2^32 - 1, or one for each of {len(ids)} prompts")
         return Generation(self.model, self.tokenizer, ids, sampling, generation, seeds)
 
-    def _check_prompt(self, prompt: str | list[int], ids: list[int], generation: GenerationConfig) -> None:
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            check_unicode(prompt, "the prompt")
+            return self.tokenizer.encode(prompt) if prompt else []
+        try:
+            if isinstance(prompt, bytes):
+                raise TypeError
+            return [operator.index(token) for token in prompt]
+        except TypeError:
+            raise InputError(
+                f"a prompt is {type(prompt).__name__} {shorten(repr(prompt), 60)}; give a text or a list of token ids"
+            ) from None
+
+    def _check_prompt(self, ids: list[int], generation: GenerationConfig) -> None:
         config, num_new = self.config, generation.max_new_tokens
-        if not prompt or not ids:
+        if not ids:
             raise InputError("the prompt is empty; give at least one character or token")
         for token in ids:
             if not 0 <= token < config.vocab_size:
@@ -147,10 +164,10 @@ class Engine:
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, or several, as a list of prompts."""
-    if isinstance(prompts, str):
+    """One prompt, or several, as a list of prompts. A tensor or an array of one dimension is one prompt."""
+    if isinstance(prompts, str | bytes):
         return [prompts]
-    items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]
+    items: list[Any] = list(prompts)
+    if items and not isinstance(items[0], str | Sequence) and not getattr(items[0], "shape", ()):
+        return [items]
+    return items

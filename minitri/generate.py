@@ -8,6 +8,7 @@ interrupted; 1 is a bug.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from minitri.config import DEFAULT_MODEL, MODELS, GenerationConfig, SamplingParams
+from minitri.config import DEFAULT_MODEL, MODELS, GenerationConfig, SamplingParams, check_unicode
 from minitri.engine import DTYPES, Engine, load
 from minitri.errors import InputError
 from minitri.generation import End, Generation, PrefillProgress, Token
@@ -131,8 +132,11 @@ def read_prompt(args: argparse.Namespace) -> str:
         return demo_text()
     source = "standard input" if args.prompt_file == "-" else args.prompt_file
     try:
-        raw = sys.stdin.buffer.read() if args.prompt_file == "-" else Path(args.prompt_file).read_bytes()
-        return raw.decode("utf-8")
+        if args.prompt_file == "-":
+            if sys.stdin is None:
+                raise InputError("there is no standard input to read the prompt from; give --prompt or a file")
+            return sys.stdin.buffer.read().decode("utf-8-sig")
+        return Path(args.prompt_file).read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise InputError(f"cannot read the prompt from {source}: {error.strerror}; check --prompt-file") from None
     except UnicodeDecodeError as error:
@@ -150,6 +154,7 @@ def encode_prompt(engine: Engine, text: str, max_tokens: int | None) -> list[int
     """Token ids of the prompt, the first `max_tokens` of them."""
     if not text:
         raise InputError("the prompt is empty; give at least one character")
+    check_unicode(text, "the prompt")
     return engine.tokenizer.encode(text)[:max_tokens]
 
 
@@ -215,7 +220,7 @@ def summary(engine: Engine, run: Generation) -> str:
         )
     if stats.ms_per_token is not None:
         lines.append(
-            f"decode   {stats.num_generated_tokens} tokens in {stats.decode_seconds:.2f} s, "
+            f"decode   {stats.num_decoded_tokens} tokens after the first in {stats.decode_seconds:.2f} s, "
             f"{stats.ms_per_token:.1f} ms/token, {stats.tokens_per_second:.1f} tokens/s"
         )
     lines.append(
@@ -270,7 +275,7 @@ def run_command(args: argparse.Namespace) -> int:
 
 @contextmanager
 def clean_exits() -> Iterator[None]:
-    """Bad input, Ctrl-C and a closed pipe end the program with a code and at most one line, without a traceback."""
+    """Bad input, Ctrl-C, a full disk and a closed pipe end the program with a code and at most one line."""
     try:
         yield
     except InputError as error:
@@ -283,6 +288,12 @@ def clean_exits() -> Iterator[None]:
         # Whoever read our output has gone; keep Python from complaining when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print("minitri: no space left to write the output; free some, or send it elsewhere", file=sys.stderr)
+        sys.exit(2)
 
 
 def show_log(*, quiet: bool) -> None:

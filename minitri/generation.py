@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minitri.caches import FullCache
 from minitri.config import GenerationConfig, SamplingParams
-from minitri.errors import InputError
+from minitri.errors import InputError, shorten
 from minitri.model import Llama
 from minitri.sampling import probs_from_logits, sample
 from minitri.stats import PrefillClock, Stats
@@ -127,7 +127,13 @@ class Generation(Iterator[Event]):
         self._events = self._run(cache)  # which alone holds the cache, so that its end frees it
 
     def __next__(self) -> Event:
-        return next(self._events)
+        try:
+            return next(self._events)
+        except torch.OutOfMemoryError as error:
+            raise InputError(
+                f"{self._model.device} has run out of memory ({shorten(error, 90)}); shorten the prompt, or lower "
+                "max_new_tokens or prefill_chunk"
+            ) from None
 
     def close(self) -> None:
         """Ends the run; asking for further events raises `StopIteration`."""
@@ -170,8 +176,8 @@ class Generation(Iterator[Event]):
             self.stats.num_prefilled_tokens += len(chunk)
             eta = clock.mark(done, self.stats.prefill_seconds - start_seconds)
             yield PrefillProgress(row.number, done, len(row.prompt), eta)
-        cache.advance([done if row is other else 0 for other in self.rows])
         with torch.inference_mode():
+            cache.advance([done if row is other else 0 for other in self.rows])
             return self._model.logits(hidden[:, -1])
 
     @torch.inference_mode()
@@ -185,7 +191,7 @@ class Generation(Iterator[Event]):
 
     @torch.inference_mode()
     def _decode_step(self, tokens: list[int], cache: FullCache) -> list[int]:
-        """One forward pass for the whole batch. A finished row stays at length 0, where it costs next to nothing."""
+        """One forward pass for the whole batch. A finished row stays at length 0: no prefix to read."""
         started = time.perf_counter()
         active = [row.finish_reason is None for row in self.rows]
         cache.crop([length if on else 0 for length, on in zip(cache.lengths, active, strict=True)])

@@ -8,6 +8,7 @@ q and k are stored in another order and are put back here.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitri.config import ModelConfig, RopeConfig
+from minitri.config import ModelConfig, RopeConfig, as_token_ids
 from minitri.errors import InputError, shorten
 
 _GLOBAL_NAMES = {
@@ -75,6 +76,23 @@ class GgufFile:
 
     def config(self, name: str) -> ModelConfig:
         """The model's shape, as `ModelConfig.from_hf` gives it for a folder."""
+        with self.reading("its hyper-parameters"):
+            return self._config(name)
+
+    @contextmanager
+    def reading(self, what: str) -> Iterator[None]:
+        """Turns what goes wrong over metadata of the wrong kind into an `InputError`."""
+        try:
+            yield
+        except InputError:
+            raise
+        except Exception as error:  # metadata may hold anything
+            raise InputError(
+                f"{self.path.name}: {what} are damaged ({type(error).__name__}: {shorten(error, 90)}); "
+                "get the file again"
+            ) from None
+
+    def _config(self, name: str) -> ModelConfig:
         tensors = {tensor.name: tensor for tensor in self._tensors}
 
         def need(key: str) -> Any:
@@ -89,8 +107,10 @@ class GgufFile:
             raise InputError(f"{self.path.name} has no tensor token_embd.weight; get the complete file")
         num_heads, hidden_size = int(need("attention.head_count")), int(need("embedding_length"))
         head_dim = int(self.get("llama.attention.key_length") or hidden_size // num_heads)
-        eos = self.get("tokenizer.ggml.eos_token_id")
-        also_eos = self.get("tokenizer.ggml.eot_token_id")
+        if int(self.get("llama.rope.dimension_count") or head_dim) != head_dim:
+            raise InputError(f"{self.path.name} rotates only a part of each head, which no Llama does; check the file")
+        eos = [as_token_ids(self.get(f"tokenizer.ggml.{name}_token_id")) for name in ("eos", "eot")]
+        bos = as_token_ids(self.get("tokenizer.ggml.bos_token_id"))
         return ModelConfig(
             num_layers=int(need("block_count")),
             hidden_size=hidden_size,
@@ -100,22 +120,29 @@ class GgufFile:
             head_dim=head_dim,
             vocab_size=int(tensors["token_embd.weight"].shape[1]),
             context_length=int(need("context_length")),
-            rope=self._rope(tensors.get(_ROPE_DIVISORS), int(need("context_length"))),
+            rope=self._rope(tensors.get(_ROPE_DIVISORS), int(need("context_length")), head_dim),
             # Stored as float32; the shortest decimal that gives the same float32 is what the author wrote.
             rms_norm_eps=float(f"{need('attention.layer_norm_rms_epsilon'):.6g}"),
             tie_word_embeddings="output.weight" not in tensors,
             attention_bias="blk.0.attn_q.bias" in tensors,
-            bos_token_id=self.get("tokenizer.ggml.bos_token_id"),
-            eos_token_ids=tuple(dict.fromkeys(int(token) for token in (eos, also_eos) if token is not None)),
+            bos_token_id=bos[0] if bos else None,
+            eos_token_ids=tuple(dict.fromkeys(eos[0] + eos[1])),
             name=name,
         )
 
-    def _rope(self, divisors: Any, context: int) -> RopeConfig:
-        kind = self.get("llama.rope.scaling.type") or "none"
+    def _rope(self, divisors: _StoredTensor | None, context: int, head_dim: int) -> RopeConfig:
         factor = self.get("llama.rope.scaling.factor") or self.get("llama.rope.scale_linear") or 1.0
+        kind = self.get("llama.rope.scaling.type") or ("none" if factor == 1 else "linear")
+        if (self.get("llama.rope.scaling.attn_factor") or 1) != 1:
+            raise InputError(f"{self.path.name} sets rope.scaling.attn_factor, which minitri does not run; use another")
         frequency_divisors = None
         if divisors is not None:
             frequency_divisors = tuple(float(value) for value in divisors.data)
+            if len(frequency_divisors) != head_dim // 2:
+                raise InputError(
+                    f"{self.path.name} has {len(frequency_divisors)} RoPE divisors for a head of {head_dim}; "
+                    "get the file again"
+                )
         return RopeConfig(
             theta=float(self.get("llama.rope.freq_base") or 10000.0),
             kind="default" if kind == "none" else kind,

@@ -50,7 +50,7 @@ def _top_p_cutoff(scores_NV: Tensor, top_p: float) -> Tensor:
         best = scores_NV.topk(size).values  # (N, size), falling
         probs = (best - log_total).exp()
         before = probs.cumsum(-1) - probs  # mass of the tokens ahead of each
-        num_kept = (before < top_p).sum(-1, keepdim=True)
+        num_kept = (before < top_p).sum(-1, keepdim=True).clamp_min(1)
         if size == V or bool((num_kept < size).all()):
             break
     return best.gather(-1, num_kept - 1)

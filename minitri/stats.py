@@ -38,6 +38,8 @@ class PrefillClock:
 
     def mark(self, num_done: int, seconds: float) -> float:
         """Notes progress; returns the seconds that probably remain."""
+        if num_done == self._num_tokens:
+            return 0.0
         self._marks.append((num_done, seconds))
         n1, t1 = self._marks[(len(self._marks) - 1) // 2]
         n2, t2 = num_done, seconds

@@ -52,7 +52,8 @@ class SentencePieceBackend:
         return list(self._processor.encode(text))
 
     def decode(self, ids: list[int]) -> str:
-        return str(self._processor.decode(ids))
+        # A model's vocabulary may be padded beyond the pieces, and the library refuses such ids.
+        return str(self._processor.decode([token for token in ids if token < self.num_tokens]))
 
 
 class TokenizersBackend:
@@ -110,27 +111,27 @@ class IncrementalDecoder:
     def push(self, token: int) -> str:
         """The text that became certain with this token; may be empty."""
         self._ids.append(token)
-        text = self._unread()
-        if text.endswith("\ufffd"):
+        if self._tokenizer.decode(self._ids[self._window :]).endswith("\ufffd"):
             return ""
-        self._window, self._read = self._read, len(self._ids)
-        return text
+        return self.flush()
 
     def flush(self) -> str:
-        """What is left at the end: broken characters as U+FFFD."""
-        text = self._unread()
-        self._window = self._read = len(self._ids)
-        return text
-
-    def _unread(self) -> str:
+        """All text not given out yet, whatever may follow; broken characters as U+FFFD."""
         known = self._tokenizer.decode(self._ids[self._window : self._read])
-        return self._tokenizer.decode(self._ids[self._window :])[len(known) :]
+        text = self._tokenizer.decode(self._ids[self._window :])
+        self._window, self._read = self._read, len(self._ids)
+        # Not just text[len(known):], for a prompt cut inside a character ends in U+FFFD until its bytes are complete.
+        num_same = next(
+            (n for n, (a, b) in enumerate(zip(known, text, strict=False)) if a != b), min(len(known), len(text))
+        )
+        return text[num_same:]
 
 
 def load_tokenizer(checkpoint: Folder | GgufFile, config: ModelConfig) -> Tokenizer:
     """The tokenizer of an opened model. Raises `InputError` if there is none, or if it does not fit the model."""
     if isinstance(checkpoint, GgufFile):
-        backend = _from_gguf(checkpoint)
+        with checkpoint.reading("its tokenizer's tables"):
+            backend = _from_gguf(checkpoint)
         add_bos = bool(checkpoint.get("tokenizer.ggml.add_bos_token", isinstance(backend, SentencePieceBackend)))
     else:
         backend, add_bos = _from_folder(checkpoint.folder)
@@ -139,9 +140,10 @@ def load_tokenizer(checkpoint: Folder | GgufFile, config: ModelConfig) -> Tokeni
             f"the tokenizer of {checkpoint.path} has {backend.num_tokens} tokens but the model's vocabulary has "
             f"{config.vocab_size}; they belong to different models"
         )
-    if add_bos and config.bos_token_id is None:
+    if add_bos and (config.bos_token_id is None or config.bos_token_id >= config.vocab_size):
         raise InputError(
-            f"{checkpoint.path} asks for a BOS token but its config names none; set bos_token_id in config.json"
+            f"{checkpoint.path} asks for a BOS token but its config has bos_token_id={config.bos_token_id}; "
+            f"set it to a token below {config.vocab_size}"
         )
     return Tokenizer(backend, config.bos_token_id if add_bos else None)
 

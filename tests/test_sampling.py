@@ -51,8 +51,13 @@ def test_temperature_zero_is_exactly_one_hot():
 
 
 def test_a_tiny_temperature_does_not_overflow():
-    law = probs_from_logits(torch.tensor([[1e4, 1e4 - 1, -1e4]]), SamplingParams(1e-30))
+    law = probs_from_logits(torch.tensor([[1e4, 1e4 - 1, -1e4]]), SamplingParams(1e-6))
     assert law.tolist() == [[1.0, 0.0, 0.0]]
+
+
+def test_a_tiny_top_p_keeps_the_best_token():
+    law = probs_from_logits(torch.tensor([[1.0, 3.0, 2.0]]), SamplingParams(1.0, top_p=1e-50))
+    assert law.tolist() == [[0.0, 1.0, 0.0]]
 
 
 def test_greedy_ties_go_to_the_lowest_id():
@@ -92,7 +97,17 @@ def test_draws_follow_the_law():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"temperature": -1}, {"temperature": math.nan}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.1}, {"min_p": 2}]
+    "bad",
+    [
+        {"temperature": -1},
+        {"temperature": math.nan},
+        {"temperature": 1e-46},
+        {"top_k": -1},
+        {"top_k": 2.5},
+        {"top_p": 0},
+        {"top_p": 1.1},
+        {"min_p": 2},
+    ],
 )
 def test_nonsense_parameters_are_refused(bad):
     with pytest.raises(InputError, match=f"{next(iter(bad))} is .*; it must be"):

@@ -61,7 +61,7 @@ def test_imports_point_downwards(file):
 
 @pytest.mark.parametrize("file", FILES, ids=module_name)
 def test_no_file_is_too_long_to_read(file):
-    assert len(file.read_text(encoding="utf-8").splitlines()) <= 320
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= 350
 
 
 def test_transformers_is_never_imported(folder):

@@ -71,6 +71,20 @@ def test_half_a_character_waits_and_is_not_lost_at_the_end(tokenizer):
     assert "\ufffd" in decoder.flush()
 
 
+def test_a_prompt_cut_inside_a_character_does_not_swallow_what_follows(tokenizer):
+    ids = tokenizer.encode("x 🦥yes")
+    whole = tokenizer.decode(ids)
+    for cut in range(2, len(ids)):
+        before = tokenizer.decode(ids[:cut])
+        decoder = IncrementalDecoder(tokenizer, ids[:cut])
+        text = "".join(decoder.push(token) for token in ids[cut:]) + decoder.flush()
+        assert text == whole[len(before.rstrip("\ufffd")) :]
+
+
+def test_ids_of_a_padded_vocabulary_have_no_text(sentencepiece_folder):
+    assert load(sentencepiece_folder).decode([1, 450, 499]) == ""
+
+
 def test_the_gguf_forms_tokenize_like_their_originals(sentencepiece_folder, tmp_path):
     config = tiny_config(vocab_size=500, bos_token_id=1)
     bpe = GgufFile(write_gguf(tmp_path / "bpe.gguf", config, byte_level_tokenizer()))

@@ -39,7 +39,8 @@ def test_attention_on_cuda_equals_the_oracle(T, dtype):
 def test_a_closed_run_frees_its_cache(folder):
     engine = minitri.load(str(folder), dtype="bfloat16", device="cuda")
     before = torch.cuda.memory_allocated()
-    run = engine.generate([5] * 100, generation=GenerationConfig(max_new_tokens=50))
+    run = engine.generate([[5] * 400] * 64, generation=GenerationConfig(max_new_tokens=50))
     next(run)
+    assert run.stats.kv_cache_bytes > 4 << 20
     run.close()
     assert torch.cuda.memory_allocated() <= before + (1 << 20)
