@@ -124,17 +124,20 @@ def _mix_in_pieces(probs_RS: Tensor, values_SD: Tensor, *, out: Tensor) -> None:
 
 def _flash_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, rule_TT: Tensor | None) -> Tensor:
     K, G, T, D = q_KGTD.shape
-    k = keys_KSD[:, None].expand(K, G, -1, D)  # a KV head serves its G query heads without being copied
-    v = values_KSD[:, None].expand(K, G, -1, D)
+    # In the block a query head needs its own T x T rule; a KV head serves its G query heads without being copied.
+    k = keys_KSD[:, None, -T:].expand(K, G, T, D)
+    v = values_KSD[:, None, -T:].expand(K, G, T, D)
     if rule_TT is None:
-        block, block_lse = _flash_cpu(q_KGTD, k[:, :, -T:], v[:, :, -T:], is_causal=True)
+        block, block_lse = _flash_cpu(q_KGTD, k, v, is_causal=True)
     else:
         bias = torch.zeros(T, T, dtype=q_KGTD.dtype).masked_fill_(~rule_TT, -math.inf)
-        block, block_lse = _flash_cpu(q_KGTD, k[:, :, -T:], v[:, :, -T:], attn_mask=bias)
-    if k.shape[2] == T:
+        block, block_lse = _flash_cpu(q_KGTD, k, v, attn_mask=bias)
+    if keys_KSD.shape[1] == T:
         return block
-    prefix, prefix_lse = _flash_cpu(q_KGTD, k[:, :, :-T], v[:, :, :-T])
-    return merge_by_lse(prefix, prefix_lse, block, block_lse)
+    # The prefix has no rule, so the group folds into rows, and the kernel repacks K and V once per KV head.
+    folded = q_KGTD.reshape(1, K, G * T, D)
+    prefix, prefix_lse = _flash_cpu(folded, keys_KSD[None, :, :-T], values_KSD[None, :, :-T])
+    return merge_by_lse(prefix.view(K, G, T, D), prefix_lse.view(K, G, T), block, block_lse)
 
 
 def merge_by_lse(left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Tensor) -> Tensor:
