@@ -27,11 +27,15 @@ from torch.nn.attention.bias import causal_lower_right
 SHORT_BLOCK = 16
 """Longest block, in tokens, for which materialised scores beat the flash kernel on CPU."""
 
+STRIDE = 64
+"""Short blocks meet the prefix in multiples of this many slots. oneDNN keeps compiled code for every matmul shape and
+stride it has seen, 0.7 MB each, so shapes that grew with every token would take more memory than the cache itself."""
+
 MANY_SLOTS = 16384
 """From this many slots on, CPU sums over values are cut into `SPLITS` pieces that run side by side."""
 
 SPLITS = 8
-"""A fixed number, so that results do not depend on the number of cores."""
+"""A fixed number that divides STRIDE, so that results do not depend on the number of cores."""
 
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -42,7 +46,7 @@ def attend(
     """Softmax attention of a block, (B, T, H, D), in the dtype of the queries.
 
     `keys_BKSD` and `values_BKSD` are the cache of one layer; row b is valid in its first `prefix_lengths[b] + T`
-    slots, the last T of which are the block. Slots behind are never read. The scale is 1 / sqrt(D).
+    slots, the last T of which are the block. What stands behind them changes nothing. The scale is 1 / sqrt(D).
     """
     if q_BTHD.device.type == "cuda":
         one_row = _fused_row
@@ -67,8 +71,7 @@ def _by_row(one_row, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT) ->
     rows = []
     for b, prefix in enumerate(prefix_lengths):
         q_KGTD = q_BTHD[b].view(T, K, H // K, D).permute(1, 2, 0, 3)
-        end = prefix + T
-        out_KGTD = one_row(q_KGTD, keys_BKSD[b, :, :end], values_BKSD[b, :, :end], rule_TT)
+        out_KGTD = one_row(q_KGTD, keys_BKSD[b], values_BKSD[b], prefix + T, rule_TT)
         rows.append(out_KGTD.permute(2, 0, 1, 3).reshape(T, H, D))
     return torch.stack(rows) if B > 1 else rows[0].unsqueeze(0)
 
@@ -80,8 +83,9 @@ def block_rule(T: int, rule_TT: Tensor | None, device: torch.device) -> Tensor:
     return torch.ones(T, T, dtype=torch.bool, device=device).tril_()
 
 
-def _math_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, rule_TT: Tensor | None) -> Tensor:
+def _math_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, rule_TT: Tensor | None) -> Tensor:
     T, D = q_KGTD.shape[2:]
+    keys_KSD, values_KSD = keys_KSD[:, :end], values_KSD[:, :end]
     exact = torch.promote_types(q_KGTD.dtype, torch.float32)
     q, k, v = q_KGTD.to(exact), keys_KSD[:, None].to(exact), values_KSD[:, None].to(exact)
     scores_KGTS = q @ k.transpose(-1, -2) / math.sqrt(D)
@@ -89,41 +93,48 @@ def _math_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, rule_TT: Ten
     return (scores_KGTS.softmax(-1) @ v).to(q_KGTD.dtype)
 
 
-def _matmul_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, rule_TT: Tensor | None) -> Tensor:
+def _matmul_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, rule_TT: Tensor | None) -> Tensor:
     """Per KV head, because a batched matmul over heads would first copy the prefix: its heads lie `capacity` apart.
 
     Scores and probabilities are stored in the dtype of the queries, so bfloat16 rounds them, which flash does not.
+    Keys behind `end` may be read, but their scores are overwritten; values behind it are not touched.
     """
     K, G, T, D = q_KGTD.shape
-    S = keys_KSD.shape[1]
+    width = min(-(-end // STRIDE) * STRIDE, keys_KSD.shape[1])
     q_KRD = (q_KGTD * (1 / math.sqrt(D))).reshape(K, G * T, D)
-    scores_KRS = q_KRD.new_empty(K, G * T, S)
+    scores_KRS = q_KRD.new_empty(K, G * T, width)
     for q_RD, keys_SD, scores_RS in zip(q_KRD.unbind(), keys_KSD.unbind(), scores_KRS.unbind(), strict=True):
-        torch.mm(q_RD, keys_SD.t(), out=scores_RS)
+        torch.mm(q_RD, keys_SD[:width].t(), out=scores_RS)
+    scores_KRS[..., end:] = -math.inf
     if T > 1:
-        last = scores_KRS.view(K, G, T, S)[..., -T:]
+        last = scores_KRS.view(K, G, T, width)[..., end - T : end]
         last.masked_fill_(~block_rule(T, rule_TT, q_KGTD.device), -math.inf)
     probs_KRS = torch.softmax(scores_KRS, -1, out=scores_KRS)
-    mix = _mix_in_pieces if S >= MANY_SLOTS else torch.mm
     out_KRD = torch.empty_like(q_KRD)
     for probs_RS, values_SD, out_RD in zip(probs_KRS.unbind(), values_KSD.unbind(), out_KRD.unbind(), strict=True):
-        mix(probs_RS, values_SD, out=out_RD)
+        _mix_values(probs_RS[:, :end], values_SD[:end], out=out_RD)
     return out_KRD.view(K, G, T, D)
 
 
-def _mix_in_pieces(probs_RS: Tensor, values_SD: Tensor, *, out: Tensor) -> None:
-    """probs @ values, (R, D), with the long sum cut into pieces so that every core has work."""
+def _mix_values(probs_RS: Tensor, values_SD: Tensor, *, out: Tensor) -> None:
+    """probs @ values, (R, D): a multiple of STRIDE slots, in pieces if they are many, then the rest."""
     S, D = values_SD.shape
-    piece = S // SPLITS
-    cut = piece * SPLITS
-    pieces = probs_RS[:, :cut].unflatten(1, (SPLITS, piece)).transpose(0, 1)  # (SPLITS, R, piece)
-    torch.sum(torch.bmm(pieces, values_SD[:cut].view(SPLITS, piece, D)), 0, out=out)
+    cut = S // STRIDE * STRIDE
+    if cut == 0:
+        torch.mm(probs_RS, values_SD, out=out)
+        return
+    if cut < MANY_SLOTS:
+        torch.mm(probs_RS[:, :cut], values_SD[:cut], out=out)
+    else:
+        pieces = probs_RS[:, :cut].unflatten(1, (SPLITS, -1)).transpose(0, 1)  # (SPLITS, R, cut / SPLITS)
+        torch.sum(torch.bmm(pieces, values_SD[:cut].view(SPLITS, -1, D)), 0, out=out)
     if cut < S:
-        out.addmm_(probs_RS[:, cut:], values_SD[cut:])
+        out.addmm_(probs_RS[:, cut:].contiguous(), values_SD[cut:])  # a stride, too, makes a new shape to oneDNN
 
 
-def _flash_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, rule_TT: Tensor | None) -> Tensor:
+def _flash_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, rule_TT: Tensor | None) -> Tensor:
     K, G, T, D = q_KGTD.shape
+    keys_KSD, values_KSD = keys_KSD[:, :end], values_KSD[:, :end]
     # In the block a query head needs its own T x T rule; a KV head serves its G query heads without being copied.
     k = keys_KSD[:, None, -T:].expand(K, G, T, D)
     v = values_KSD[:, None, -T:].expand(K, G, T, D)
@@ -146,11 +157,10 @@ def merge_by_lse(left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Tenso
     return torch.lerp(left, right, share)
 
 
-def _fused_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, rule_TT: Tensor | None) -> Tensor:
+def _fused_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, rule_TT: Tensor | None) -> Tensor:
     K, G, T, D = q_KGTD.shape
     q = q_KGTD.reshape(1, K * G, T, D)
-    k, v = keys_KSD[None], values_KSD[None]
-    S = k.shape[2]
+    k, v, S = keys_KSD[None, :, :end], values_KSD[None, :, :end], end
     mask = None
     if rule_TT is not None:
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device)
