@@ -75,16 +75,16 @@ def at_least_four(text: str) -> int:
 
 
 def measure_bandwidth(device: torch.device, repeats: int = 7) -> float:
-    """Bytes per second at which a large tensor is read once, the best of several tries."""
+    """Bytes per second at which a large tensor is read once, the median of several tries."""
     data = torch.ones(1 << 26, device=device)  # 256 MiB, far beyond any cache
-    best = 0.0
+    rates = []
     for _ in range(repeats):
         synchronize(device)
         started = time.perf_counter()
         data.sum()
         synchronize(device)
-        best = max(best, data.numel() * data.element_size() / (time.perf_counter() - started))
-    return best
+        rates.append(data.numel() * data.element_size() / (time.perf_counter() - started))
+    return statistics.median(rates)
 
 
 def synchronize(device: torch.device) -> None:
