@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from minitri.checkpoint import load_model, open_checkpoint
-from minitri.config import DEFAULT_MODEL, GenerationConfig, ModelConfig, SamplingParams, check_unicode
+from minitri.config import DEFAULT_MODEL, GenerationConfig, ModelConfig, SamplingParams
 from minitri.errors import InputError, shorten
 from minitri.fetch import locate
 from minitri.generation import Generation
@@ -135,7 +135,6 @@ class Engine:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            check_unicode(prompt, "the prompt")
             return self.tokenizer.encode(prompt) if prompt else []
         try:
             if isinstance(prompt, bytes):

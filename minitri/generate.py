@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from minitri.config import DEFAULT_MODEL, MODELS, GenerationConfig, SamplingParams, check_unicode
+from minitri.config import DEFAULT_MODEL, MODELS, GenerationConfig, SamplingParams
 from minitri.engine import DTYPES, Engine, load
 from minitri.errors import InputError
 from minitri.generation import End, Generation, PrefillProgress, Token
@@ -154,7 +154,6 @@ def encode_prompt(engine: Engine, text: str, max_tokens: int | None) -> list[int
     """Token ids of the prompt, the first `max_tokens` of them."""
     if not text:
         raise InputError("the prompt is empty; give at least one character")
-    check_unicode(text, "the prompt")
     return engine.tokenizer.encode(text)[:max_tokens]
 
 

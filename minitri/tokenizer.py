@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from minitri.checkpoint import Folder, read_json
-from minitri.config import ModelConfig
+from minitri.config import ModelConfig, check_unicode
 from minitri.errors import InputError, shorten
 from minitri.gguf_file import GgufFile
 
@@ -80,7 +80,8 @@ class Tokenizer:
         self.num_tokens = backend.num_tokens
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, BOS included where the model wants it."""
+        """Token ids of a prompt, BOS included where the model wants it. Raises `InputError` for lone surrogates."""
+        check_unicode(text, "the prompt")
         ids = self._backend.encode(text)
         if self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id)
