@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from minitri.config import GenerationConfig
 from minitri.engine import Engine, load
 from minitri.generate import (
     DEMO_PROMPT_TOKENS,
@@ -33,6 +32,7 @@ from minitri.generate import (
     show_log,
 )
 from minitri.generation import End, PrefillProgress
+from minitri.settings import GenerationConfig
 
 PARTS = {
     "linear layers": ("mkldnn::_linear_pointwise", "aten::addmm"),

@@ -1,7 +1,6 @@
-"""What a model is and what a run wants: frozen dataclasses, and the table of named models.
+"""What a model is: frozen dataclasses, and the table of named models.
 
-Every default of the project is written once, in a field here; the command line reads it from there. A `ModelConfig` is
-the shape of a Llama, whatever file it came from. This module reads no files and knows no tensors.
+A `ModelConfig` is the shape of a Llama, whatever file it came from. This module reads no files and knows no tensors.
 """
 
 from __future__ import annotations
@@ -238,65 +237,6 @@ def as_bool(value: Any) -> bool:
     if value not in (None, True, False):
         raise InputError(f"config has {shorten(repr(value), 60)} where true or false belongs; correct it")
     return bool(value)
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """The filters that, with the logits, define a row's next-token law. They apply in this order."""
-
-    temperature: float = 0.0
-    """Divides the logits; 0 is greedy decoding (the exact one-hot law)."""
-    top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the smallest set of most likely tokens with at least this probability; 1 keeps all."""
-    min_p: float = 0.0
-    """Keep tokens at least this many times as likely as the most likely one; 0 keeps all."""
-
-    def __post_init__(self) -> None:
-        checks = (
-            ("temperature", self.temperature == 0 or 1e-6 <= self.temperature <= 100, "0 (greedy) or from 1e-6 to 100"),
-            ("top_k", isinstance(self.top_k, int) and self.top_k >= 0, "0 (off) or a positive number of tokens"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
-            ("min_p", 0 <= self.min_p <= 1, "between 0 (off) and 1"),
-        )
-        for name, ok, wanted in checks:
-            if not ok:
-                raise InputError(f"{name} is {getattr(self, name)}; it must be {wanted}")
-
-
-def check_unicode(text: str, what: str) -> None:
-    """Refuses text with lone surrogates, which is how bytes that are not UTF-8 arrive from a command line."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InputError(f"{what} is not valid Unicode (character {error.start}); give it as UTF-8") from None
-
-
-@dataclass(frozen=True)
-class GenerationConfig:
-    """What a run produces and when it stops."""
-
-    max_new_tokens: int = 256
-    """Tokens to generate at most, per prompt."""
-    stop: tuple[str, ...] = ()
-    """Texts that end the generation; they are cut off, wherever token borders fall."""
-    ignore_eos: bool = False
-    """Go on after an end-of-sequence token."""
-    prefill_chunk: int = 1024
-    """Prompt tokens per forward pass while the prompt is read; bounds the memory of activations."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "prefill_chunk"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise InputError(f"{name} is {value}; it must be a whole number of at least 1")
-        if not isinstance(self.stop, tuple) or not all(isinstance(text, str) for text in self.stop):
-            raise InputError(f"stop is {shorten(repr(self.stop), 60)}; it must be a tuple of strings, such as ('END',)")
-        for text in self.stop:
-            if not text:
-                raise InputError("a stop string is empty; give at least one character, or leave --stop out")
-            check_unicode(text, "a stop string")
 
 
 @dataclass(frozen=True)

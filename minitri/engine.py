@@ -19,12 +19,13 @@ from typing import Any
 import torch
 
 from minitri.checkpoint import load_model, open_checkpoint
-from minitri.config import DEFAULT_MODEL, GenerationConfig, ModelConfig, SamplingParams
+from minitri.config import DEFAULT_MODEL, ModelConfig
 from minitri.errors import InputError, shorten
 from minitri.fetch import locate
 from minitri.generation import Generation
 from minitri.linear import can_pack
 from minitri.model import Llama
+from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("minitri")
@@ -101,9 +102,11 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 class Engine:
     """A model and its tokenizer, ready to generate. One engine serves any number of runs, one after the other."""
 
-    def __init__(self, model: Llama, tokenizer: Tokenizer) -> None:
+    def __init__(self, model: Llama, tokenizer: Tokenizer, draft: Llama | None = None) -> None:
+        """`draft` is the model behind the first level of the cascade; without one, n-gram lookup takes its place."""
         self.model = model
         self.tokenizer = tokenizer
+        self.draft = draft
 
     @property
     def config(self) -> ModelConfig:
@@ -115,6 +118,7 @@ class Engine:
         *,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
+        speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008 (frozen)
         seed: int | Sequence[int] = 0,
     ) -> Generation:
         """Starts a run over one prompt or several; each is a text or a list of token ids.
@@ -131,7 +135,7 @@ class Engine:
         seeds = [seed + b for b in range(len(ids))] if isinstance(seed, int) else list(seed)
         if len(seeds) != len(ids) or not all(isinstance(s, int) and 0 <= s <= MAX_SEED for s in seeds):
             raise InputError(f"seed is {seed}; give a number from 0 to 2^32 - 1, or one for each of {len(ids)} prompts")
-        return Generation(self.model, self.tokenizer, ids, sampling, generation, seeds)
+        return Generation(self.model, self.draft, self.tokenizer, ids, seeds, sampling, generation, speculation)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -20,10 +20,11 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from minitri.config import DEFAULT_MODEL, MODELS, GenerationConfig, SamplingParams
+from minitri.config import DEFAULT_MODEL, MODELS
 from minitri.engine import DTYPES, Engine, load
 from minitri.errors import InputError
 from minitri.generation import End, Generation, PrefillProgress, Token
+from minitri.settings import GenerationConfig, SamplingParams
 
 DEMO_PROMPT_TOKENS = 4000
 """Length of the built-in prompt where nothing else is asked for: long enough to show, read in seconds on a laptop."""

@@ -1,28 +1,30 @@
 """A run in progress: a batch of prompts becomes a stream of typed events.
 
 A `Generation` works only while it is asked for the next event; stop asking, or call `close`, at any moment. Rows are
-prefilled one by one, in chunks, and decode together, one forward pass per step for the whole batch. It knows neither
-files nor flags, and nothing here prints.
+prefilled one by one, in chunks, and decode together, step by step of a cascade (`cascade.py`), whose tokens are cut
+here at the end of a text. It knows neither files nor flags, and nothing here prints.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from minitri.assembly import build_cascade
 from minitri.caches import FullCache
-from minitri.config import GenerationConfig, SamplingParams
+from minitri.caches.policies import Policy
+from minitri.cascade import Cascade, Emitted
 from minitri.errors import InputError, shorten
 from minitri.model import Llama
-from minitri.sampling import probs_from_logits, sample
+from minitri.reader import read_block
+from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.stats import PrefillClock, Stats
 from minitri.stopping import StopScanner
 from minitri.tokenizer import IncrementalDecoder, Tokenizer
+from minitri.verification import NotFiniteError
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Token:
     token_id: int
     text: str
     """Text that became certain with this token. Empty while a character or a possible stop string is incomplete."""
+    origin: str
+    """Where it came from: the stage that guessed it, `draft` or `retrieval`, or `recovered` or `bonus`, the target."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ Event = PrefillProgress | Token | End
 class Row:
     """One sequence of a batch: what it has said, and whether it is done."""
 
-    def __init__(self, number: int, prompt: list[int], tokenizer: Tokenizer, stop: tuple[str, ...], seed: int) -> None:
+    def __init__(self, number: int, prompt: list[int], tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
         self.number = number
         self.prompt = prompt
         self.token_ids: list[int] = []
@@ -77,11 +81,6 @@ class Row:
         self.finish_reason: str | None = None
         self._decoder = IncrementalDecoder(tokenizer, prompt)
         self._scanner = StopScanner(stop)
-        self._random = torch.Generator().manual_seed(seed)
-
-    def uniform(self) -> Tensor:
-        """The next number in [0, 1) of this row's own stream, (1,) float64."""
-        return torch.rand(1, dtype=torch.float64, generator=self._random)
 
     def push(self, token: int, generation: GenerationConfig, eos: tuple[int, ...]) -> str:
         """Takes in a token; returns the text that may be shown now, and sets `finish_reason` if the row is done."""
@@ -108,31 +107,37 @@ class Generation(Iterator[Event]):
     def __init__(
         self,
         model: Llama,
+        draft: Llama | None,
         tokenizer: Tokenizer,
         prompts: list[list[int]],
+        seeds: list[int],
         sampling: SamplingParams,
         generation: GenerationConfig,
-        seeds: list[int],
+        speculation: SpeculationConfig,
     ) -> None:
         self._model = model
-        self._sampling = sampling
         self._generation = generation
-        self.rows = [
-            Row(b, prompt, tokenizer, generation.stop, seed)
-            for b, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
-        ]
-        capacity = max(map(len, prompts)) + generation.max_new_tokens
-        cache = self._allocate(len(prompts), capacity)
-        self.stats = Stats(num_prompt_tokens=sum(map(len, prompts)), kv_cache_bytes=cache.num_bytes)
-        self._events = self._run(cache)  # which alone holds the cache, so that its end frees it
+        self.rows = [Row(b, prompt, tokenizer, generation.stop) for b, prompt in enumerate(prompts)]
+        self.stats = Stats(num_prompt_tokens=sum(map(len, prompts)))
+        capacity = max(map(len, prompts)) + generation.max_new_tokens + speculation.max_block - 1
+        full = self._allocate(len(prompts), capacity)
+        sequences = [list(prompt) for prompt in prompts]
+        cascade, policy = build_cascade(model, draft, full, sequences, seeds, sampling, speculation, self.stats)
+        self._events = self._run(cascade, policy, full)  # which alone holds the caches, so that its end frees them
 
     def __next__(self) -> Event:
         try:
-            return next(self._events)
+            with torch.inference_mode():
+                return next(self._events)
         except torch.OutOfMemoryError as error:
             raise InputError(
                 f"{self._model.device} has run out of memory ({shorten(error, 90)}); shorten the prompt, or lower "
                 "max_new_tokens or prefill_chunk"
+            ) from None
+        except NotFiniteError:
+            raise InputError(
+                f"{self._model.config.name} computed logits that are not finite in {self._model.dtype}; "
+                "the weights are damaged, or need --dtype float32"
             ) from None
 
     def close(self) -> None:
@@ -150,72 +155,56 @@ class Generation(Iterator[Event]):
                 "does not have; shorten the prompt, lower max_new_tokens, or use a smaller dtype"
             ) from None
 
-    def _run(self, cache: FullCache) -> Generator[Event, None, None]:
-        logits = []
+    def _run(self, cascade: Cascade, policy: Policy | None, full: FullCache) -> Generator[Event, None, None]:
         for row in self.rows:
-            logits.append((yield from self._prefill(row, cache)))
-        tokens = self._draw(torch.cat(logits))
-        while True:
-            for row, token in zip(self.rows, tokens, strict=True):
-                if row.finish_reason is None:
-                    yield from self._emit(row, token)
-            if all(row.finish_reason for row in self.rows):
-                return
-            tokens = self._decode_step(tokens, cache)
-
-    def _prefill(self, row: Row, cache: FullCache) -> Generator[Event, None, Tensor]:
-        """Reads a prompt in chunks; returns the logits (1, V) behind it."""
-        clock, done, start_seconds = PrefillClock(len(row.prompt)), 0, self.stats.prefill_seconds
-        view = cache.row(row.number)
-        while done < len(row.prompt):
-            chunk = row.prompt[done : done + self._generation.prefill_chunk]
-            started = time.perf_counter()
-            hidden = self._forward(chunk, done, view)
-            done += len(chunk)
-            self.stats.prefill_seconds += time.perf_counter() - started
-            self.stats.num_prefilled_tokens += len(chunk)
-            eta = clock.mark(done, self.stats.prefill_seconds - start_seconds)
-            yield PrefillProgress(row.number, done, len(row.prompt), eta)
-        with torch.inference_mode():
-            cache.advance([done if row is other else 0 for other in self.rows])
-            return self._model.logits(hidden[:, -1])
-
-    @torch.inference_mode()
-    def _forward(self, chunk: list[int], start: int, view: FullCache) -> Tensor:
-        device = self._model.device
-        tokens = torch.tensor([chunk], device=device)
-        positions = torch.arange(start, start + len(chunk), device=device).unsqueeze(0)
-        hidden = self._model(tokens, positions, view)
-        view.advance([len(chunk)])
-        return hidden
-
-    @torch.inference_mode()
-    def _decode_step(self, tokens: list[int], cache: FullCache) -> list[int]:
-        """One forward pass for the whole batch. A finished row stays at length 0: no prefix to read."""
+            yield from self._prefill(row, full, policy)
         started = time.perf_counter()
-        active = [row.finish_reason is None for row in self.rows]
-        cache.crop([length if on else 0 for length, on in zip(cache.lengths, active, strict=True)])
-        tokens_B1 = torch.tensor(tokens, device=self._model.device).unsqueeze(1)
-        hidden = self._model(tokens_B1, cache.device_lengths.unsqueeze(1), cache)
-        cache.advance([int(on) for on in active])
-        drawn = self._draw(self._model.logits(hidden[:, -1]))
-        self.stats.decode_seconds += time.perf_counter() - started
-        self.stats.num_decoded_tokens += sum(active)
-        return drawn
+        emitted = cascade.start()
+        self.stats.prefill_seconds += time.perf_counter() - started
+        yield from self._emit(cascade, emitted)
+        while any(cascade.active):
+            started = time.perf_counter()
+            emitted = cascade.step()
+            self.stats.decode_seconds += time.perf_counter() - started
+            yield from self._emit(cascade, emitted)
 
-    @torch.inference_mode()
-    def _draw(self, logits_BV: Tensor) -> list[int]:
-        if not math.isfinite(float(logits_BV.sum())):
-            raise InputError(
-                f"{self._model.config.name} computed logits that are not finite in {self._model.dtype}; "
-                "the weights are damaged, or need --dtype float32"
-            )
-        uniforms = torch.cat([row.uniform() for row in self.rows]).to(logits_BV.device)
-        return sample(probs_from_logits(logits_BV, self._sampling), uniforms).tolist()
+    def _prefill(self, row: Row, full: FullCache, policy: Policy | None) -> Generator[Event, None, None]:
+        """Reads a prompt in chunks. Its last token is left to the cascade's start, and reported with the last chunk."""
+        num_tokens, done, start_seconds = len(row.prompt), 0, self.stats.prefill_seconds
+        clock = PrefillClock(num_tokens)
+        while done < num_tokens:
+            started = time.perf_counter()
+            end = min(done + self._generation.prefill_chunk, num_tokens - 1)
+            if end > done:
+                self._read_chunk(row, end, full, policy)
+            read, done = done, num_tokens if end == num_tokens - 1 else end
+            self.stats.num_prefilled_tokens += done - read
+            self.stats.prefill_seconds += time.perf_counter() - started
+            eta = clock.mark(done, self.stats.prefill_seconds - start_seconds)
+            yield PrefillProgress(row.number, done, num_tokens, eta)
 
-    def _emit(self, row: Row, token: int) -> Iterator[Event]:
-        text = row.push(token, self._generation, self._model.config.eos_token_ids)
-        self.stats.num_generated_tokens += 1
-        yield Token(row.number, token, text)
-        if row.finish_reason is not None:
-            yield End(row.number, row.finish_reason, row.text, tuple(row.token_ids), self.stats)
+    def _read_chunk(self, row: Row, end: int, full: FullCache, policy: Policy | None) -> None:
+        """Brings row's cache up to `end` tokens of its prompt."""
+        model, b = self._model, row.number
+        chunk = row.prompt[full.lengths[b] : end]
+        queries_LBTHD = None
+        if policy and policy.wants_prompt:
+            shape = (model.config.num_layers, 1, len(chunk), model.config.num_heads, model.config.head_dim)
+            queries_LBTHD = torch.empty(shape, dtype=model.dtype, device=model.device)
+        read_block(model, [chunk], full.row(b), queries_LBTHD)
+        full.advance([len(chunk) if b == other else 0 for other in range(len(self.rows))])
+        if policy and queries_LBTHD is not None:
+            policy.observe(full, b, queries_LBTHD[:, 0], end)
+
+    def _emit(self, cascade: Cascade, emitted: list[Emitted]) -> Iterator[Event]:
+        """Shows the new tokens row by row, and takes the rows out that have ended."""
+        for row, new in zip(self.rows, emitted, strict=True):
+            for token, origin in zip(new.tokens, new.origins, strict=True):
+                self.stats.num_decoded_tokens += bool(row.token_ids)
+                self.stats.num_generated_tokens += 1
+                text = row.push(token, self._generation, self._model.config.eos_token_ids)
+                yield Token(row.number, token, text, origin)
+                if row.finish_reason is not None:
+                    cascade.retire(row.number)
+                    yield End(row.number, row.finish_reason, row.text, tuple(row.token_ids), self.stats)
+                    break

@@ -45,16 +45,25 @@ class Llama(nn.Module):
     def device(self) -> torch.device:
         return self.embed_tokens.device
 
-    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, cache: Cache, rule_TT: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        cache: Cache,
+        rule_TT: Tensor | None = None,
+        queries_LBTHD: Tensor | None = None,
+    ) -> Tensor:
         """Final hidden states (B, T, E) of a block, whose K and V it writes into the cache behind each row's prefix.
 
-        `rule_TT` says which block tokens see which (None: causal); see `attention.py`. Lengths of the cache are left
-        as they are; call `advance` with the number of tokens to keep.
+        `rule_TT` says which block tokens see which (None: causal); see `attention.py`. `queries_LBTHD`, if given, is
+        filled in its first T tokens with every layer's rotated queries: a retrieval cache is chosen by them. Lengths
+        of the cache are left as they are; call `advance` with the number of tokens to keep.
         """
         x_BTE = F.embedding(tokens_BT, self.embed_tokens)
         rotary = self.rope.at(positions_BT)
         for number, layer in enumerate(self.layers):
-            x_BTE = layer(x_BTE, rotary, number, cache, rule_TT)
+            queries_BTHD = None if queries_LBTHD is None else queries_LBTHD[number, :, : tokens_BT.shape[1]]
+            x_BTE = layer(x_BTE, rotary, number, cache, rule_TT, queries_BTHD)
         return self.norm(x_BTE)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -72,8 +81,16 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config, dtype)
         self.mlp = MLP(config, dtype)
 
-    def forward(self, x_BTE: Tensor, rotary: Rotary, layer: int, cache: Cache, rule_TT: Tensor | None) -> Tensor:
-        x_BTE = x_BTE + self.self_attn(self.input_layernorm(x_BTE), rotary, layer, cache, rule_TT)
+    def forward(
+        self,
+        x_BTE: Tensor,
+        rotary: Rotary,
+        layer: int,
+        cache: Cache,
+        rule_TT: Tensor | None,
+        queries_BTHD: Tensor | None,
+    ) -> Tensor:
+        x_BTE = x_BTE + self.self_attn(self.input_layernorm(x_BTE), rotary, layer, cache, rule_TT, queries_BTHD)
         return x_BTE + self.mlp(self.post_attention_layernorm(x_BTE))
 
 
@@ -88,11 +105,22 @@ class Attention(nn.Module):
         self.qkv_proj = Linear(config.hidden_size, sum(self.heads) * config.head_dim, bias=bias, dtype=dtype)
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=bias, dtype=dtype)
 
-    def forward(self, x_BTE: Tensor, rotary: Rotary, layer: int, cache: Cache, rule_TT: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x_BTE: Tensor,
+        rotary: Rotary,
+        layer: int,
+        cache: Cache,
+        rule_TT: Tensor | None,
+        queries_BTHD: Tensor | None,
+    ) -> Tensor:
         heads = self.qkv_proj(x_BTE).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
         q_BTHD, k_BTKD, v_BTKD = heads.split(self.heads, dim=2)
         keys_BKSD, values_BKSD = cache.update(layer, k_BTKD, v_BTKD, rotary)
-        out_BTHD = attend(rotary.rotate(q_BTHD), keys_BKSD, values_BKSD, cache.lengths, rule_TT)
+        q_BTHD = rotary.rotate(q_BTHD)
+        if queries_BTHD is not None:
+            queries_BTHD.copy_(q_BTHD)
+        out_BTHD = attend(q_BTHD, keys_BKSD, values_BKSD, cache.lengths, rule_TT)
         return self.o_proj(out_BTHD.flatten(2))
 
 

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from minitri.config import SamplingParams
+from minitri.settings import SamplingParams
 
 TOP_P_PREFIX = 512
 """Tokens looked at first for top-p; a row whose prefix does not reach the mass is sorted whole."""
@@ -27,7 +27,8 @@ def probs_from_logits(logits_NV: Tensor, params: SamplingParams) -> Tensor:
     min-p, each filter on the law that the ones before it left, and the survivors are renormalised.
     """
     if params.temperature == 0:
-        return torch.zeros_like(logits_NV).scatter_(-1, greedy_tokens(logits_NV).unsqueeze(-1), 1.0)
+        one = 1 + 0 * logits_NV.amax(-1, keepdim=True)  # not a number where the logits are not finite
+        return torch.zeros_like(logits_NV).scatter_(-1, greedy_tokens(logits_NV).unsqueeze(-1), one)
     scores = (logits_NV - logits_NV.amax(-1, keepdim=True)) / params.temperature  # the best is 0
     if params.top_k and params.top_k < scores.shape[-1]:
         scores = _drop_below(scores, scores.topk(params.top_k).values[..., -1:])

@@ -2,7 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class LevelStats:
+    """What one level of the cascade decided about the guesses of the stage below it, over all rows."""
+
+    name: str
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_tested_tokens: int = 0
+    """Drafted tokens that were decided about: those behind a rejection are not."""
+    num_accepted_tokens: int = 0
+    tested_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    """In this level's own forward passes and verdicts, the stages below it not included."""
+
+    def record(self, *, num_draft: int, num_accepted: int) -> None:
+        """Notes one verdict about one row."""
+        num_tested = min(num_accepted + 1, num_draft)
+        self.num_rounds += 1
+        self.num_draft_tokens += num_draft
+        self.num_tested_tokens += num_tested
+        self.num_accepted_tokens += num_accepted
+        missing = num_draft - len(self.tested_per_position)
+        self.tested_per_position += [0] * missing
+        self.accepted_per_position += [0] * missing
+        for i in range(num_tested):
+            self.tested_per_position[i] += 1
+            self.accepted_per_position[i] += i < num_accepted
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted of tested tokens, the paper's alpha; None before the first test."""
+        return self.num_accepted_tokens / self.num_tested_tokens if self.num_tested_tokens else None
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens per round, the level's own included: 1 + accepted / rounds; None before the first round."""
+        return 1 + self.num_accepted_tokens / self.num_rounds if self.num_rounds else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "name": self.name,
+            "num_rounds": self.num_rounds,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_tested_tokens": self.num_tested_tokens,
+            "num_accepted_tokens": self.num_accepted_tokens,
+            "acceptance_rate": self.acceptance_rate,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "tested_per_position": self.tested_per_position,
+            "accepted_per_position": self.accepted_per_position,
+        }
 
 
 @dataclass
@@ -16,7 +71,20 @@ class Stats:
     """Generated tokens less the first of each prompt, which comes from the prefill."""
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    rebuild_seconds: float = 0.0
+    """Of decoding, spent on choosing retrieval caches anew."""
+    commit_seconds: float = 0.0
+    """Of decoding, spent on bringing committed tokens into the small caches."""
+    num_rebuilds: int = 0
     kv_cache_bytes: int = 0
+    """Of all caches."""
+    stages: list[LevelStats] = field(default_factory=list)
+    """Every stage of the cascade, from the lowest upwards."""
+
+    @property
+    def levels(self) -> list[LevelStats]:
+        """The stages that verify something, from the lowest upwards: all but the first."""
+        return self.stages[1:]
 
     @property
     def ms_per_token(self) -> float | None:

@@ -16,9 +16,10 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from minitri.checkpoint import Folder, read_json
-from minitri.config import ModelConfig, check_unicode
+from minitri.config import ModelConfig
 from minitri.errors import InputError, shorten
 from minitri.gguf_file import GgufFile
+from minitri.settings import check_unicode
 
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -40,6 +41,10 @@ class Backend(Protocol):
         """Text; control tokens give nothing, bytes that are no UTF-8 give U+FFFD."""
         ...
 
+    def token(self, number: int) -> str | None:
+        """How the vocabulary spells a token; None for an unused id."""
+        ...
+
 
 class SentencePieceBackend:
     """A `tokenizer.model` with Llama-2's conventions (byte fallback, a space put before the text)."""
@@ -55,6 +60,9 @@ class SentencePieceBackend:
         # A model's vocabulary may be padded beyond the pieces, and the library refuses such ids.
         return str(self._processor.decode([token for token in ids if token < self.num_tokens]))
 
+    def token(self, number: int) -> str | None:
+        return str(self._processor.id_to_piece(number))
+
 
 class TokenizersBackend:
     """A pipeline of the `tokenizers` package. Control tokens written out in a text are recognised."""
@@ -68,6 +76,9 @@ class TokenizersBackend:
 
     def decode(self, ids: list[int]) -> str:
         return self._pipeline.decode(ids, skip_special_tokens=True)
+
+    def token(self, number: int) -> str | None:
+        return self._pipeline.id_to_token(number)
 
 
 class Tokenizer:
@@ -90,6 +101,10 @@ class Tokenizer:
     def decode(self, ids: list[int]) -> str:
         """Text of token ids, without control tokens."""
         return self._backend.decode(ids)
+
+    def token(self, number: int) -> str | None:
+        """How the vocabulary spells a token; None for an unused id."""
+        return self._backend.token(number)
 
 
 class IncrementalDecoder:

@@ -159,7 +159,7 @@ def test_what_waits_for_more_appears_when_an_end_token_comes(engine, monkeypatch
     half = engine.tokenizer.encode("🦥")[:2]
     begun = engine.tokenizer.encode("EN")
     for tokens, shown in ((half, "\ufffd"), (begun, "EN")):
-        row = Row(0, [5], engine.tokenizer, ("END",), 0)
+        row = Row(0, [5], engine.tokenizer, ("END",))
         generation = GenerationConfig(stop=("END",))
         text = "".join(row.push(token, generation, (2,)) for token in [*tokens, 2])
         assert (text, row.finish_reason) == (shown, "eos")

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from minitri import sampling
-from minitri.config import SamplingParams
 from minitri.errors import InputError
 from minitri.sampling import greedy_tokens, probs_from_logits, sample
+from minitri.settings import SamplingParams
 
 
 def by_definition(logits: list[float], params: SamplingParams) -> list[float]:

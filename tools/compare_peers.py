@@ -24,11 +24,11 @@ from safetensors.torch import save_file
 
 from minitri.bench import spread, synchronize
 from minitri.checkpoint import open_checkpoint
-from minitri.config import GenerationConfig
 from minitri.engine import Engine, load
 from minitri.fetch import locate
 from minitri.generate import add_model_flags, clean_exits, encode_prompt, positive, read_prompt
 from minitri.generation import Token
+from minitri.settings import GenerationConfig
 
 Peer = Callable[[list[int], int], Iterator[int]]
 """Starts a greedy continuation of a prompt by some number of tokens, one at a time; the first follows the prefill."""

@@ -1,4 +1,4 @@
-"""What the model asks of a KV cache.
+"""What the model, and whoever reads with it, ask of a KV cache.
 
 A cache holds keys and values of the tokens that were *inputs* of the model, one row per sequence. During a forward pass
 each layer hands over the K and V of its block and gets back that layer's tensors with the block standing right behind
@@ -16,11 +16,21 @@ from minitri.rope import Rotary
 
 
 class Cache(Protocol):
-    """A KV cache as `Llama.forward` sees it. B rows, T block tokens, K KV heads, S slots, D head dim."""
+    """A KV cache. B rows, T block tokens, K KV heads, S slots, D head dim."""
 
     @property
     def lengths(self) -> list[int]:
-        """Valid tokens per row, on the host."""
+        """Valid slots per row, on the host: the prefix that a block attends to."""
+        ...
+
+    @property
+    def num_tokens(self) -> list[int]:
+        """Tokens of each row's sequence that have been read; a small cache holds fewer of them than that."""
+        ...
+
+    @property
+    def next_positions(self) -> list[int]:
+        """Where the next token of each row stands for its rotary embedding."""
         ...
 
     def update(self, layer: int, k_BTKD: Tensor, v_BTKD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
@@ -28,4 +38,12 @@ class Cache(Protocol):
 
         Keys arrive unrotated, because not every cache stores them rotated at their absolute positions.
         """
+        ...
+
+    def advance(self, counts: list[int]) -> None:
+        """Keeps the first `counts[b]` tokens of the block that was just written."""
+        ...
+
+    def crop(self, num_tokens: list[int]) -> None:
+        """Forgets every token of row b from the `num_tokens[b]`-th on; 0 empties the row."""
         ...

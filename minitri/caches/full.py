@@ -39,6 +39,14 @@ class FullCache:
         return self._lengths
 
     @property
+    def num_tokens(self) -> list[int]:
+        return self._lengths
+
+    @property
+    def next_positions(self) -> list[int]:
+        return self._lengths
+
+    @property
     def capacity(self) -> int:
         """Slots per row."""
         return self.keys.shape[3]
@@ -67,13 +75,11 @@ class FullCache:
         return FullCache(self.keys[:, b : b + 1], self.values[:, b : b + 1], [self._lengths[b]])
 
     def advance(self, counts: list[int]) -> None:
-        """Keeps the first `counts[b]` tokens of the block that was just written."""
         self._set_lengths([length + count for length, count in zip(self._lengths, counts, strict=True)])
 
-    def crop(self, lengths: list[int]) -> None:
-        """Forgets every token of row b from position `lengths[b]` on."""
-        assert all(new <= old for new, old in zip(lengths, self._lengths, strict=True))
-        self._set_lengths(lengths)
+    def crop(self, num_tokens: list[int]) -> None:
+        assert all(new <= old for new, old in zip(num_tokens, self._lengths, strict=True))
+        self._set_lengths(num_tokens)
 
     def reset(self) -> None:
         """Empties every row."""

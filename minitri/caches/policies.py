@@ -1,0 +1,139 @@
+"""Which of the target's tokens the middle cache holds: one rule per class, compared in the paper's section 5.
+
+A policy scores units of the full cache, chunks or single tokens, for the query of the latest token; the best fill the
+budget. Sinks and the latest tokens are kept whatever their score, which is the cache's business, not the policy's.
+
+- `ChunkRetrieval` (TriForce, section 4.1): the mean key of each chunk stands for its tokens.
+- `TopTokens`: the exact scores of every token, as costly as attention itself; the oracle.
+- `HeavyHitters` (H2O): attention that a token has received so far, from every query.
+- `LatestTokens` (StreamingLLM): the later, the better.
+
+With grouped-query attention the G query heads of a KV head share its slots, so their attention is added up.
+
+Legend: L layers, B batch, S slots, K KV heads, G query heads per KV head, H = K G, D head dim, N units, M unit size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from minitri.caches.full import FullCache
+
+QUERIES_AT_ONCE = 64
+"""`HeavyHitters` scores this many queries of a prompt at a time, which bounds its scratch memory."""
+
+
+class Policy(Protocol):
+    """A rule for what to keep."""
+
+    unit: int
+    """Tokens that are kept or dropped together, M."""
+    wants_prompt: bool
+    """Whether `observe` must see every query of the prompt."""
+
+    def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
+        """Learns that row b's sequence now reaches to `end`; the queries are those of its last T tokens."""
+        ...
+
+    def scores(self, full: FullCache, layer: int, b: int, q_KGD: Tensor, end: int) -> Tensor:
+        """Importance (K, N) of the N = end // M whole units before `end` to a query."""
+        ...
+
+
+def make_policy(name: str, full: FullCache, chunk_size: int) -> Policy:
+    """The policy of a name in `config.POLICIES`, for the rows of a full cache."""
+    if name == "retrieval":
+        return ChunkRetrieval(full, chunk_size)
+    if name == "topk":
+        return TopTokens()
+    if name == "h2o":
+        return HeavyHitters(full)
+    assert name == "streaming"
+    return LatestTokens()
+
+
+class ChunkRetrieval:
+    """Attention to the mean key of each chunk. Means are made once, when a chunk is whole."""
+
+    wants_prompt = False
+
+    def __init__(self, full: FullCache, chunk_size: int) -> None:
+        L, B, K, S, D = full.keys.shape
+        self.unit = chunk_size
+        self._means = torch.empty(L, B, K, S // chunk_size, D, dtype=full.keys.dtype, device=full.keys.device)
+        self._num_means = [0] * B
+
+    def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:  # noqa: ARG002 (means need keys alone)
+        M, done, whole = self.unit, self._num_means[b], end // self.unit
+        if whole > done:
+            chunks = full.keys[:, b, :, done * M : whole * M].unflatten(2, (whole - done, M))
+            self._means[:, b, :, done:whole] = chunks.mean(3)
+            self._num_means[b] = whole
+
+    def scores(self, full: FullCache, layer: int, b: int, q_KGD: Tensor, end: int) -> Tensor:  # noqa: ARG002 (scored by means)
+        return attention_received(q_KGD, self._means[layer, b, :, : end // self.unit])
+
+
+class TopTokens:
+    """Attention to every single token."""
+
+    unit = 1
+    wants_prompt = False
+
+    def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
+        pass
+
+    def scores(self, full: FullCache, layer: int, b: int, q_KGD: Tensor, end: int) -> Tensor:
+        return attention_received(q_KGD, full.keys[layer, b, :, :end])
+
+
+class LatestTokens:
+    """Position."""
+
+    unit = 1
+    wants_prompt = False
+
+    def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
+        pass
+
+    def scores(self, full: FullCache, layer: int, b: int, q_KGD: Tensor, end: int) -> Tensor:  # noqa: ARG002 (content does not matter)
+        return torch.arange(end, device=q_KGD.device).float().expand(q_KGD.shape[0], end)
+
+
+class HeavyHitters:
+    """Accumulated attention. It costs a second attention pass over the prompt, and is here for comparison."""
+
+    unit = 1
+    wants_prompt = True
+
+    def __init__(self, full: FullCache) -> None:
+        L, B, K, S, _ = full.keys.shape
+        self._received = torch.zeros(L, B, K, S, dtype=torch.float32, device=full.keys.device)
+
+    def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
+        L, T, H, D = queries_LTHD.shape
+        K = full.keys.shape[2]
+        for first in range(0, T, QUERIES_AT_ONCE):
+            last = min(first + QUERIES_AT_ONCE, T)
+            seen = end - T + last  # keys up to the last of these queries
+            future = torch.ones(last - first, last - first, dtype=torch.bool, device=full.keys.device).triu_(1)
+            for layer in range(L):
+                q_KGTD = queries_LTHD[layer, first:last].unflatten(1, (K, H // K)).permute(1, 2, 0, 3)
+                keys_KSD = full.keys[layer, b, :, :seen]
+                scores_KRS = q_KGTD.reshape(K, -1, D) @ keys_KSD.transpose(1, 2) / math.sqrt(D)
+                scores_KGTS = scores_KRS.float().view(K, H // K, last - first, seen)
+                scores_KGTS[..., first - last :].masked_fill_(future, -math.inf)
+                self._received[layer, b, :, :seen] += scores_KGTS.softmax(-1).sum((1, 2))
+
+    def scores(self, full: FullCache, layer: int, b: int, q_KGD: Tensor, end: int) -> Tensor:  # noqa: ARG002 (the past decides)
+        return self._received[layer, b, :, :end]
+
+
+def attention_received(q_KGD: Tensor, keys_KND: Tensor) -> Tensor:
+    """Softmax attention of G queries over N keys, added up over the group: (K, N) float32."""
+    scores_KGN = q_KGD @ keys_KND.transpose(1, 2)
+    return (scores_KGN.float() / math.sqrt(q_KGD.shape[-1])).softmax(-1).sum(1)

@@ -1,0 +1,155 @@
+"""The retrieval cache: the part of the target's KV cache that matters now (TriForce, section 4.1).
+
+Per layer and KV head it holds `budget` tokens of the full cache, chosen by a policy, and behind them the block that is
+being guessed. Slots are ordered from the least important to the most, so the exact K and V of tokens that have been
+committed overwrite the least important ones, one slot after the other, and the prefix never changes its length. The
+cache is chosen anew when half of it has been overwritten, at a stride, or when the target rejects too much; the query
+is that of the last token the target has verified, so it costs no forward pass. Output can be of any length.
+
+While a text is no longer than the budget the cache simply holds all of it, and equals the full cache.
+
+Keys are rotated at absolute positions, hence the order of slots means nothing to attention.
+
+Legend: L layers, B batch, S slots, K KV heads, G query heads per KV head, D head dim, M unit size, C units kept.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+from torch import Tensor
+
+from minitri.caches.full import FullCache
+from minitri.caches.policies import Policy
+from minitri.rope import Rotary
+from minitri.settings import SpeculationConfig
+
+MEMORY = 0.9
+"""Weight of the past in the moving acceptance rate that `rebuild_threshold` is compared with."""
+
+
+class RetrievalCache:
+    """A small copy of a full cache: `budget` committed tokens per row, and room for a block behind them."""
+
+    def __init__(self, full: FullCache, policy: Policy, speculation: SpeculationConfig, *, budget: int) -> None:
+        """Empty; `commit` fills it."""
+        L, B, K, _, D = full.keys.shape
+        self.budget = budget
+        self.num_rebuilds = 0
+        self.rebuild_seconds = 0.0
+        self._full = full
+        self._policy = policy
+        self._settings = speculation
+        self.keys, self.values = (
+            torch.empty(L, B, K, budget + speculation.room, D, dtype=full.keys.dtype, device=full.keys.device)
+            for _ in range(2)
+        )
+        self._num_committed = [0] * B
+        self._num_held = [0] * B  # committed tokens in slots; the budget, once the text is longer
+        self._num_guessed = [0] * B  # block tokens behind them
+        self._num_overwritten = [0] * B  # since the cache was last chosen
+        self._num_since_build = [0] * B
+        self._moving_rate = [1.0] * B
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes reserved for keys and values."""
+        return 2 * self.keys.numel() * self.keys.element_size()
+
+    @property
+    def lengths(self) -> list[int]:
+        return [held + guessed for held, guessed in zip(self._num_held, self._num_guessed, strict=True)]
+
+    @property
+    def num_tokens(self) -> list[int]:
+        return [sum(pair) for pair in zip(self._num_committed, self._num_guessed, strict=True)]
+
+    @property
+    def next_positions(self) -> list[int]:
+        return self.num_tokens
+
+    def update(self, layer: int, k_BTKD: Tensor, v_BTKD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        keys, values = self.keys[layer], self.values[layer]
+        k_BKTD, v_BKTD = rotary.rotate(k_BTKD).transpose(1, 2), v_BTKD.transpose(1, 2)
+        T = k_BKTD.shape[2]
+        for b, start in enumerate(self.lengths):
+            keys[b, :, start : start + T] = k_BKTD[b]
+            values[b, :, start : start + T] = v_BKTD[b]
+        return keys, values
+
+    def advance(self, counts: list[int]) -> None:
+        self._num_guessed = [guessed + count for guessed, count in zip(self._num_guessed, counts, strict=True)]
+
+    def crop(self, num_tokens: list[int]) -> None:
+        for b, wanted in enumerate(num_tokens):
+            if wanted == 0:
+                self._num_committed[b] = self._num_held[b] = 0
+            self._num_guessed[b] = wanted - self._num_committed[b]
+            assert self._num_guessed[b] >= 0
+
+    def commit(self, b: int, queries_LTHD: Tensor, *, was_rejected: bool) -> None:
+        """Takes over what the full cache now holds of row b, and drops the block.
+
+        The queries are those of the T latest tokens of the full cache, T at least 1; `was_rejected` says whether the
+        target has just rejected a guess.
+        """
+        start, end = self._num_committed[b], self._full.lengths[b]
+        fresh = end - start
+        rate = self._moving_rate[b]
+        num_tested = fresh - 1 + was_rejected
+        if num_tested:
+            rate = MEMORY * rate + (1 - MEMORY) * (fresh - 1) / num_tested
+        self._moving_rate[b] = rate
+        self._num_since_build[b] += fresh
+        self._num_guessed[b] = 0
+        self._policy.observe(self._full, b, queries_LTHD, end)
+        if end <= self.budget:
+            self._copy(b, start, end, slot=start)
+            self._num_held[b] = end
+        elif self._is_due(b, fresh):
+            started = time.perf_counter()
+            self._build(b, queries_LTHD[:, -1], end)
+            self.rebuild_seconds += time.perf_counter() - started
+        else:
+            self._overwrite(b, start, end)
+        self._num_committed[b] = end
+
+    def _is_due(self, b: int, fresh: int) -> bool:
+        return (
+            self._num_held[b] < self.budget
+            or self._num_overwritten[b] + fresh > self.budget // 2
+            or self._num_since_build[b] >= self._settings.rebuild_stride
+            or self._moving_rate[b] < self._settings.rebuild_threshold
+        )
+
+    def _build(self, b: int, query_LHD: Tensor, end: int) -> None:
+        M, K = self._policy.unit, self.keys.shape[2]
+        C = self.budget // M
+        num_units = end // M
+        sinks = min(-(-self._settings.num_sink_tokens // M), C)
+        recent = min(-(-self._settings.num_recent_tokens // M), max(1, C // 4))
+        for layer in range(self.keys.shape[0]):
+            q_KGD = query_LHD[layer].unflatten(0, (K, -1))
+            scores_KN = self._policy.scores(self._full, layer, b, q_KGD, end).clone()
+            scores_KN[:, :sinks] = scores_KN[:, num_units - recent :] = math.inf
+            chosen_KC = scores_KN.topk(C).indices.flip(1)
+            heads_K1 = torch.arange(K, device=chosen_KC.device).unsqueeze(1)
+            for small, large in ((self.keys, self._full.keys), (self.values, self._full.values)):
+                units = large[layer, b, :, : num_units * M].unflatten(1, (num_units, M))  # (K, N, M, D)
+                small[layer, b, :, : self.budget] = units[heads_K1, chosen_KC].flatten(1, 2)
+        self._num_held[b] = self.budget
+        self._num_overwritten[b] = self._num_since_build[b] = 0
+        self._moving_rate[b] = 1.0
+        self.num_rebuilds += 1
+        self._overwrite(b, num_units * M, end)
+
+    def _overwrite(self, b: int, start: int, end: int) -> None:
+        self._copy(b, start, end, slot=self._num_overwritten[b])
+        self._num_overwritten[b] += end - start
+
+    def _copy(self, b: int, start: int, end: int, *, slot: int) -> None:
+        """Exact K and V of the full cache's tokens from `start` to `end`, into consecutive slots."""
+        for small, large in ((self.keys, self._full.keys), (self.values, self._full.values)):
+            small[:, b, :, slot : slot + end - start] = large[:, b, :, start:end]

@@ -1,0 +1,76 @@
+"""A small Llama as drafter: a `Reader` with a streaming cache, and the check that it speaks the target's language.
+
+What it adds to a reader is how it gets to the end of a long text: it reads the sinks and the recent tokens only, in the
+slots in which they will stand, so that a prompt of any length costs it one short forward pass.
+"""
+
+from __future__ import annotations
+
+from minitri.caches.streaming import SLIDE, StreamingCache
+from minitri.errors import InputError
+from minitri.model import Llama
+from minitri.reader import Reader, read_block
+from minitri.settings import SamplingParams, SpeculationConfig
+from minitri.tokenizer import Tokenizer
+
+
+class DraftReader(Reader):
+    """A draft model over a streaming cache of B rows."""
+
+    def __init__(
+        self,
+        model: Llama,
+        batch_size: int,
+        sampling: SamplingParams,
+        speculation: SpeculationConfig,
+        *,
+        vocab_size: int,
+    ) -> None:
+        num_slots = speculation.num_sink_tokens + speculation.num_recent_tokens + SLIDE + speculation.room
+        if num_slots > model.config.context_length:
+            raise InputError(
+                f"the drafter {model.config.name} holds {model.config.context_length} tokens but its window needs "
+                f"{num_slots} (num_recent_tokens={speculation.num_recent_tokens}); lower --num-recent-tokens"
+            )
+        self.window = StreamingCache(
+            model.config,
+            model.rope,
+            batch_size,
+            num_sink_tokens=speculation.num_sink_tokens,
+            num_recent_tokens=speculation.num_recent_tokens,
+            room=speculation.room,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        super().__init__(model, self.window, sampling, vocab_size=vocab_size)
+
+    def commit(self, sequences: list[list[int]], active: list[bool]) -> None:
+        """Makes the cache ready for the next guesses after sequences that are certain, all but their last tokens."""
+        cache = self.window
+        for b, sequence in enumerate(sequences):
+            if active[b] and len(sequence) - 1 - cache.num_tokens[b] > cache.num_recent_tokens:
+                self._read_window(b, sequence[:-1])
+        cache.slide()
+
+    def _read_window(self, b: int, tokens: list[int]) -> None:
+        """Fills row b's cache with the sinks and the latest of these tokens, whatever was in it."""
+        cache = self.window
+        num_sinks = cache.num_sink_tokens
+        window = tokens[:num_sinks] + tokens[num_sinks:][-cache.num_recent_tokens :]
+        read_block(self.model, [window], cache.empty_row(b))
+        cache.hold(b, num_slots=len(window), num_tokens=len(tokens))
+
+
+def check_vocabularies(draft: Tokenizer, target: Tokenizer) -> None:
+    """Raises `InputError` unless the two tokenizers agree on every token that both have.
+
+    One may have more tokens at its end, or its model padding: a token that the drafter lacks is one it never guesses,
+    and one that the target lacks has no place in its law.
+    """
+    for token in range(min(draft.num_tokens, target.num_tokens)):
+        ours, theirs = draft.token(token), target.token(token)
+        if ours != theirs:
+            raise InputError(
+                f"the drafter's vocabulary differs from the target's: token {token} is {ours!r} there and {theirs!r} "
+                "here; use a drafter of the same family, or --draft ngram"
+            )

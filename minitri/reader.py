@@ -1,0 +1,73 @@
+"""A model with a cache, read block by block: from token lists to next-token laws.
+
+`read` feeds whatever the cache has not seen of each row, in one forward pass for the whole batch. Rows may have
+different amounts to read; shorter ones are padded behind, where nothing looks. This is the one place where logits
+become laws, so every level applies the same filters.
+
+Legend: B rows, T tokens read at once, N proposed tokens, E hidden size, V vocab, L layers, H query heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minitri.caches.base import Cache
+from minitri.model import Llama
+from minitri.sampling import probs_from_logits
+from minitri.settings import SamplingParams
+
+
+class Reader:
+    """A model, its cache, and the filters that make its logits a law."""
+
+    def __init__(
+        self,
+        model: Llama,
+        cache: Cache,
+        sampling: SamplingParams,
+        *,
+        vocab_size: int,
+        queries_LBTHD: Tensor | None = None,
+    ) -> None:
+        """`vocab_size` is that of the laws: the target's, whatever the model's. `queries_LBTHD` takes the rotated
+        queries of every block."""
+        self.model = model
+        self.cache = cache
+        self.queries_LBTHD = queries_LBTHD
+        self.sampling = sampling
+        self.vocab_size = vocab_size
+
+    def read(self, sequences: list[list[int]], counts: list[int], active: list[bool]) -> Tensor:
+        """Laws (B, max(counts) + 1, V) behind the last `counts[b] + 1` tokens of each row; see `cascade.Reader`."""
+        fresh = [
+            sequence[seen:] if on else sequence[-1:]
+            for sequence, seen, on in zip(sequences, self.cache.num_tokens, active, strict=True)
+        ]
+        hidden_BTE = read_block(self.model, fresh, self.cache, self.queries_LBTHD)
+        self.cache.advance([len(row) if on else 0 for row, on in zip(fresh, active, strict=True)])
+        N, T = max(counts) + 1, hidden_BTE.shape[1]
+        first_B1 = torch.tensor([[len(row) - 1 - count] for row, count in zip(fresh, counts, strict=True)])
+        index_BN = (first_B1 + torch.arange(N)).clamp_(0, T - 1).to(hidden_BTE.device)
+        hidden_BNE = hidden_BTE.gather(1, index_BN.unsqueeze(2).expand(-1, -1, hidden_BTE.shape[2]))
+        logits_BNV = self.model.logits(hidden_BNE)[..., : self.vocab_size]
+        laws_BNV = probs_from_logits(logits_BNV.flatten(0, 1), self.sampling).unflatten(0, (-1, N))
+        return F.pad(laws_BNV, (0, self.vocab_size - laws_BNV.shape[-1]))
+
+    def forget(self, lengths: list[int]) -> None:
+        """Keeps at most the first `lengths[b]` tokens of row b."""
+        self.cache.crop([min(seen, length) for seen, length in zip(self.cache.num_tokens, lengths, strict=True)])
+
+
+def read_block(model: Llama, blocks: list[list[int]], cache: Cache, queries_LBTHD: Tensor | None = None) -> Tensor:
+    """Final hidden states (B, T, E) of one block per row behind what the cache holds, T the length of the longest.
+
+    The cache's lengths stay as they are.
+    """
+    T = max(map(len, blocks))
+    tokens_BT = torch.tensor([row + [0] * (T - len(row)) for row in blocks], device=model.device)
+    tokens_BT.clamp_(max=model.config.vocab_size - 1)  # a drafter may lack the last tokens of the target's vocabulary
+    starts_B1 = torch.tensor(cache.next_positions, device=model.device).unsqueeze(1)
+    positions_BT = starts_B1 + torch.arange(T, device=model.device)
+    return model(tokens_BT, positions_BT, cache, queries_LBTHD=queries_LBTHD)

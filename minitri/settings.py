@@ -1,0 +1,150 @@
+"""What a run wants: how to draw, when to stop, how to speculate. Frozen dataclasses, checked when they are made.
+
+Every default is written once, in a field here; the command line reads it from there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minitri.errors import InputError, shorten
+
+METHODS = ("autoregressive", "naive", "retrieval", "triforce")
+POLICIES = ("retrieval", "streaming", "topk", "h2o")
+MAX_GAMMA = 64
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """The filters that, with the logits, define a row's next-token law. They apply in this order."""
+
+    temperature: float = 0.0
+    """Divides the logits; 0 is greedy decoding (the exact one-hot law)."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens with at least this probability; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this many times as likely as the most likely one; 0 keeps all."""
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("temperature", self.temperature == 0 or 1e-6 <= self.temperature <= 100, "0 (greedy) or from 1e-6 to 100"),
+            ("top_k", isinstance(self.top_k, int) and self.top_k >= 0, "0 (off) or a positive number of tokens"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 (off) and 1"),
+        )
+        for name, ok, wanted in checks:
+            if not ok:
+                raise InputError(f"{name} is {getattr(self, name)}; it must be {wanted}")
+
+
+def check_unicode(text: str, what: str) -> None:
+    """Refuses text with lone surrogates, which is how bytes that are not UTF-8 arrive from a command line."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(f"{what} is not valid Unicode (character {error.start}); give it as UTF-8") from None
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """What a run produces and when it stops."""
+
+    max_new_tokens: int = 256
+    """Tokens to generate at most, per prompt."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the generation; they are cut off, wherever token borders fall."""
+    ignore_eos: bool = False
+    """Go on after an end-of-sequence token."""
+    prefill_chunk: int = 1024
+    """Prompt tokens per forward pass while the prompt is read; bounds the memory of activations."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "prefill_chunk"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise InputError(f"{name} is {value}; it must be a whole number of at least 1")
+        if not isinstance(self.stop, tuple) or not all(isinstance(text, str) for text in self.stop):
+            raise InputError(f"stop is {shorten(repr(self.stop), 60)}; it must be a tuple of strings, such as ('END',)")
+        for text in self.stop:
+            if not text:
+                raise InputError("a stop string is empty; give at least one character, or leave --stop out")
+            check_unicode(text, "a stop string")
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """How the cascade is stacked and how far each level runs ahead. Nothing here changes the law of the output."""
+
+    method: str = "autoregressive"
+    """`autoregressive` (target alone), `naive` (drafter, target), `retrieval` (retrieval cache, target), `triforce`."""
+    policy: str = "retrieval"
+    """Which of the target's tokens the middle cache holds; see `caches/policies.py`."""
+    gamma1: int = 2
+    """Tokens the drafter guesses per round."""
+    gamma2: int = 6
+    """Tokens the retrieval level collects before the full cache verifies them."""
+    budget: int | None = None
+    """Tokens in the retrieval cache. None: an eighth of the prompt, from 256 to the paper's 4096."""
+    chunk_size: int = 8
+    """Tokens that are retrieved together."""
+    num_sink_tokens: int = 4
+    """First tokens, which every small cache keeps."""
+    num_recent_tokens: int = 252
+    """Latest tokens that the drafter's cache keeps; the retrieval cache keeps up to a quarter of its budget of them."""
+    rebuild_stride: int = 256
+    """New tokens after which the retrieval cache is chosen anew; it always is when half of it has been overwritten."""
+    rebuild_threshold: float = 0.0
+    """Choose it anew, too, when the moving acceptance rate of its tokens falls below this; 0 is off."""
+    coupled: bool = False
+    """Seed-coupled sampling: a seed gives the same text whatever the method."""
+
+    def __post_init__(self) -> None:
+        for name, choices in (("method", METHODS), ("policy", POLICIES)):
+            if getattr(self, name) not in choices:
+                raise InputError(f"{name} {getattr(self, name)!r} is unknown; use one of {', '.join(choices)}")
+        for name in ("gamma1", "gamma2", "chunk_size", "num_recent_tokens", "rebuild_stride"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise InputError(f"{name} is {value}; it must be a whole number of at least 1")
+        if not isinstance(self.num_sink_tokens, int) or self.num_sink_tokens < 0:
+            raise InputError(f"num_sink_tokens is {self.num_sink_tokens}; it must be 0 or a positive number of tokens")
+        if max(self.gamma1, self.gamma2) > MAX_GAMMA:
+            raise InputError(
+                f"gamma1, gamma2 are {self.gamma1}, {self.gamma2}; guessing more than {MAX_GAMMA} tokens ahead never "
+                "pays, lower them"
+            )
+        if not 0 <= self.rebuild_threshold <= 1:
+            raise InputError(f"rebuild_threshold is {self.rebuild_threshold}; it must be between 0 (off) and 1")
+        if self.budget is not None and (
+            not isinstance(self.budget, int) or self.budget < 1 or self.budget % self.chunk_size
+        ):
+            raise InputError(
+                f"budget is {self.budget} tokens; it must be a multiple of the chunk size, {self.chunk_size}, such as "
+                f"{max(1, round((self.budget or 0) / self.chunk_size)) * self.chunk_size}"
+            )
+
+    def budget_for(self, num_prompt_tokens: int) -> int:
+        """Tokens in the retrieval cache of a prompt of this length."""
+        if self.budget is not None:
+            return self.budget
+        wanted = min(max(num_prompt_tokens // 8, 256), 4096)
+        return -(-wanted // self.chunk_size) * self.chunk_size
+
+    @property
+    def max_block(self) -> int:
+        """Most tokens the target reads at once while decoding: the last certain one and the longest block."""
+        guesses = {
+            "autoregressive": 0,
+            "naive": self.gamma1,
+            "retrieval": self.gamma2,
+            "triforce": self.gamma2
+            + self.gamma1,  # the last inner round begins one short of gamma2, and adds gamma1 + 1
+        }
+        return 1 + guesses[self.method]
+
+    @property
+    def room(self) -> int:
+        """Slots a small cache needs behind its certain tokens: a block, and padding beside another row's block."""
+        return 2 * self.max_block
