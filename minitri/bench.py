@@ -20,17 +20,8 @@ from typing import Any
 import torch
 
 from minitri.engine import Engine, load
-from minitri.generate import (
-    DEMO_PROMPT_TOKENS,
-    OneLineParser,
-    PrefillBar,
-    add_model_flags,
-    clean_exits,
-    encode_prompt,
-    positive,
-    read_prompt,
-    show_log,
-)
+from minitri.flags import DEMO_PROMPT_TOKENS, OneLineParser, add_model_flags, positive
+from minitri.generate import PrefillBar, clean_exits, encode_prompt, read_prompt, show_log
 from minitri.generation import End, PrefillProgress
 from minitri.settings import GenerationConfig
 

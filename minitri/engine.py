@@ -20,6 +20,7 @@ import torch
 
 from minitri.checkpoint import load_model, open_checkpoint
 from minitri.config import DEFAULT_MODEL, ModelConfig
+from minitri.drafters.model import check_vocabularies
 from minitri.errors import InputError, shorten
 from minitri.fetch import locate
 from minitri.generation import Generation
@@ -39,6 +40,7 @@ MAX_SEED = 2**32 - 1
 def load(
     model: str = DEFAULT_MODEL,
     *,
+    draft: str = "ngram",
     dtype: str = "auto",
     device: str = "auto",
     rope_scaling: str | None = None,
@@ -46,13 +48,25 @@ def load(
 ) -> Engine:
     """Boots an engine: finds or fetches the files, reads config, tokenizer and weights.
 
-    `model` is a name from `minitri.MODELS`, a folder or file, or a hub repository ORG/NAME. `dtype` is float32,
+    `model` is a name from `minitri.MODELS`, a folder or file, or a hub repository ORG/NAME; so is `draft`, the drafter
+    for the methods that use one, or `ngram`, which looks the last words up in the text. `dtype` is float32,
     bfloat16, float16 or auto (bfloat16 where the device is fast at it). `device` is cpu, cuda, cuda:N or auto.
     `rope_scaling` such as `yarn:4` stretches the context. `progress` draws bars on standard error. Raises `InputError`.
     """
-    target = choose_device(device)
-    number_type = choose_dtype(dtype, target)
-    located = locate(model, progress=progress)
+    target_device = choose_device(device)
+    number_type = choose_dtype(dtype, target_device)
+    network, tokenizer = _load_one(model, rope_scaling, number_type, target_device, progress=progress)
+    if draft == "ngram":
+        return Engine(network, tokenizer)
+    drafter, its_tokenizer = _load_one(draft, None, number_type, target_device, progress=progress)
+    check_vocabularies(its_tokenizer, tokenizer, drafter.config.name)
+    return Engine(network, tokenizer, drafter)
+
+
+def _load_one(
+    name: str, rope_scaling: str | None, dtype: torch.dtype, device: torch.device, *, progress: bool
+) -> tuple[Llama, Tokenizer]:
+    located = locate(name, progress=progress)
     checkpoint = open_checkpoint(located.path)
     config = checkpoint.config(located.name)
     if located.context:
@@ -60,12 +74,12 @@ def load(
     if rope_scaling is not None:
         config = config.with_rope_scaling(rope_scaling)
     tokenizer = load_tokenizer(checkpoint, config)
-    network = load_model(checkpoint, config, dtype=number_type, device=target, progress=progress)
+    network = load_model(checkpoint, config, dtype=dtype, device=device, progress=progress)
     log.info(
         "%s on %s, %s, context %d tokens, RoPE %s",
-        config.name, target, str(number_type).removeprefix("torch."), config.context_length, config.rope.describe(),
+        config.name, device, str(dtype).removeprefix("torch."), config.context_length, config.rope.describe(),
     )  # fmt: skip
-    return Engine(network, tokenizer)
+    return network, tokenizer
 
 
 def choose_device(name: str) -> torch.device:

@@ -16,113 +16,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from tqdm import tqdm
 
-from minitri.config import DEFAULT_MODEL, MODELS
-from minitri.engine import DTYPES, Engine, load
+from minitri.engine import Engine, load
 from minitri.errors import InputError
+from minitri.flags import DEMO_PROMPT_TOKENS, build_parser, draft_of, ignored_flags, settings_of
 from minitri.generation import End, Generation, PrefillProgress, Token
-from minitri.settings import GenerationConfig, SamplingParams
+from minitri.report import colored, legend, report, summary
 
-DEMO_PROMPT_TOKENS = 4000
-"""Length of the built-in prompt where nothing else is asked for: long enough to show, read in seconds on a laptop."""
-
-METHODS = ("autoregressive",)
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong with the flags in one line, without the usage text in front."""
-
-    def error(self, message: str) -> NoReturn:
-        """Prints the line and exits with code 2."""
-        raise InputError(f"{message}; see --help")
-
-
-def build_parser() -> OneLineParser:
-    """All flags. Defaults come from the fields of the config classes."""
-    sampling, generation = SamplingParams(), GenerationConfig()
-    parser = OneLineParser(
-        prog="python -m minitri.generate",
-        description="Generates text from a Llama model, streaming, after a prompt as long as its context.",
-        epilog="examples:\n"
-        "  python -m minitri.generate --prompt 'The sea was' --max-new-tokens 40\n"
-        "  python -m minitri.generate --prompt-file novel.txt --max-prompt-tokens 8000 --temperature 0.6 --top-p 0.9\n"
-        "  cat novel.txt | python -m minitri.generate --prompt-file - --rope-scaling yarn:4 --json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_model_flags(parser)
-    parser.add_argument("--method", choices=METHODS, default=METHODS[0], help="how to decode (default: %(default)s)")
-    prompt = parser.add_argument_group("prompt (default: --demo)").add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt itself")
-    prompt.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a UTF-8 file; - is standard input")
-    prompt.add_argument("--demo", action="store_true", help="take Python's own help texts, 700 KB, as the prompt")
-    parser.add_argument(
-        "--max-prompt-tokens", type=positive, metavar="N",
-        help=f"keep the first N tokens of the prompt (default: all; {DEMO_PROMPT_TOKENS} of the demo)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-new-tokens", type=int, metavar="N", default=generation.max_new_tokens,
-        help="generate at most N tokens (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--prefill-chunk", type=int, metavar="N", default=generation.prefill_chunk,
-        help="read the prompt N tokens at a time (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT",
-        help="end before this text; may be given several times; $'\\n' is a line break in most shells",
-    )  # fmt: skip
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
-    law = parser.add_argument_group("sampling")
-    law.add_argument(
-        "--temperature", type=float, metavar="T", default=sampling.temperature,
-        help="0 is greedy, 1 is the model's own law (default: %(default)s)",
-    )  # fmt: skip
-    law.add_argument(
-        "--top-k", type=int, metavar="K", default=sampling.top_k,
-        help="keep the K likeliest tokens; 0 is off (default: %(default)s)",
-    )  # fmt: skip
-    law.add_argument(
-        "--top-p", type=float, metavar="P", default=sampling.top_p,
-        help="keep the likeliest tokens up to this mass; 1 is off (default: %(default)s)",
-    )  # fmt: skip
-    law.add_argument(
-        "--min-p", type=float, metavar="P", default=sampling.min_p,
-        help="keep tokens at least P times as likely as the likeliest; 0 is off (default: %(default)s)",
-    )  # fmt: skip
-    law.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
-    parser.add_argument("--quiet", action="store_true", help="no progress, log or statistics on standard error")
-    return parser
-
-
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that say which model runs and how, shared with the benchmark."""
-    parser.add_argument(
-        "--model", default=DEFAULT_MODEL, metavar="NAME|PATH|ORG/REPO",
-        help="a named model, a folder or file, or a hub repository (default: %(default)s); names: " + ", ".join(MODELS),
-    )  # fmt: skip
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        choices=("auto", *DTYPES),
-        help="of weights and KV cache (default: what is fast here)",
-    )
-    parser.add_argument("--device", default="auto", metavar="cpu|cuda|cuda:N", help="(default: cuda if it is there)")
-    parser.add_argument(
-        "--rope-scaling",
-        metavar="KIND:FACTOR",
-        help="stretch the context, e.g. yarn:4 makes 8K 32K (default: as trained)",
-    )
-
-
-def positive(text: str) -> int:
-    """A flag's value that must be a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+log = logging.getLogger("minitri")
 
 
 def read_prompt(args: argparse.Namespace) -> str:
@@ -188,7 +92,7 @@ class PrefillBar:
             self._bar = None
 
 
-def stream(run: Generation, *, as_json: bool, quiet: bool) -> str:
+def stream(run: Generation, *, as_json: bool, quiet: bool, color: bool) -> str:
     """Shows a run of one prompt as it goes; returns how it finished, `interrupted` after Ctrl-C."""
     bar = PrefillBar(quiet=quiet)
     try:
@@ -196,7 +100,7 @@ def stream(run: Generation, *, as_json: bool, quiet: bool) -> str:
             if isinstance(event, PrefillProgress):
                 bar.show(event)
             elif isinstance(event, Token) and not as_json:
-                print(event.text, end="", flush=True)
+                print(colored(event.text, event.origin) if color else event.text, end="", flush=True)
             elif isinstance(event, End):
                 return event.finish_reason
     except KeyboardInterrupt:
@@ -208,64 +112,28 @@ def stream(run: Generation, *, as_json: bool, quiet: bool) -> str:
     raise AssertionError("a run ended without an End event")
 
 
-def summary(engine: Engine, run: Generation) -> str:
-    """The statistics for people."""
-    stats = run.stats
-    lines = []
-    if stats.prefill_seconds:
-        rate = stats.num_prefilled_tokens / stats.prefill_seconds
-        lines.append(
-            f"prefill  {stats.num_prefilled_tokens} of {stats.num_prompt_tokens} tokens in "
-            f"{stats.prefill_seconds:.2f} s, {rate:.0f} tokens/s"
-        )
-    if stats.ms_per_token is not None:
-        lines.append(
-            f"decode   {stats.num_decoded_tokens} tokens after the first in {stats.decode_seconds:.2f} s, "
-            f"{stats.ms_per_token:.1f} ms/token, {stats.tokens_per_second:.1f} tokens/s"
-        )
-    lines.append(
-        f"memory   weights {engine.model.num_bytes / 1e6:.0f} MB, KV cache {stats.kv_cache_bytes / 1e6:.0f} MB"
-    )
-    return "\n".join(lines)
-
-
-def report(engine: Engine, run: Generation, args: argparse.Namespace, finish_reason: str) -> dict[str, Any]:
-    """The statistics for programs: the object that --json prints."""
-    row, stats = run.rows[0], run.stats
-    return {
-        "model": args.model,
-        "method": args.method,
-        "text": row.text,
-        "token_ids": row.token_ids,
-        "num_prompt_tokens": stats.num_prompt_tokens,
-        "num_generated_tokens": stats.num_generated_tokens,
-        "finish_reason": finish_reason,
-        "seed": args.seed,
-        "temperature": args.temperature,
-        "dtype": str(engine.model.dtype).removeprefix("torch."),
-        "device": str(engine.model.device),
-        "prefill_seconds": stats.prefill_seconds,
-        "decode_seconds": stats.decode_seconds,
-        "ms_per_token": stats.ms_per_token,
-        "tokens_per_second": stats.tokens_per_second,
-        "levels": [],  # verification levels; autoregressive decoding has none
-    }
-
-
 def run_command(args: argparse.Namespace) -> int:
     """Does what the flags say; returns the exit code."""
-    sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p)
-    generation = GenerationConfig(args.max_new_tokens, tuple(args.stop), args.ignore_eos, args.prefill_chunk)
+    settings, draft = settings_of(args), draft_of(args)
+    for flag in ignored_flags(args):
+        log.warning("%s is ignored: --method %s has no use for it", flag, args.method)
     text = read_prompt(args)
     limit = args.max_prompt_tokens
     if args.prompt is None and args.prompt_file is None and limit is None:
         limit = DEMO_PROMPT_TOKENS
-        logging.getLogger("minitri").info("prompt: the first %d tokens of --demo", limit)
+        log.info("prompt: the first %d tokens of --demo", limit)
     engine = load(
-        args.model, dtype=args.dtype, device=args.device, rope_scaling=args.rope_scaling, progress=not args.quiet
+        args.model,
+        draft=draft,
+        dtype=args.dtype,
+        device=args.device,
+        rope_scaling=args.rope_scaling,
+        progress=not args.quiet,
     )
-    run = engine.generate(encode_prompt(engine, text, limit), sampling=sampling, generation=generation, seed=args.seed)
-    finish_reason = stream(run, as_json=args.json, quiet=args.quiet)
+    run = engine.generate(encode_prompt(engine, text, limit), **settings)
+    if args.color and not args.quiet:
+        print(legend(), file=sys.stderr)
+    finish_reason = stream(run, as_json=args.json, quiet=args.quiet, color=args.color)
     if args.json:
         print(json.dumps(report(engine, run, args, finish_reason)), flush=True)
     if not args.quiet:

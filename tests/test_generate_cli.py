@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from minitri import GenerationConfig, SamplingParams, generate
+from minitri import GenerationConfig, SamplingParams, SpeculationConfig, generate
 from minitri.generate import main
 
 JSON_KEYS = {
@@ -101,10 +101,14 @@ def test_every_flag_reaches_the_engine(cli, monkeypatch):
 
     monkeypatch.setattr(generate.Engine, "generate", spy)
     cli("--prompt", "x", "--temperature", "0.5", "--top-k", "9", "--top-p", "0.8", "--min-p", "0.1", "--seed", "4",
-        "--max-new-tokens", "7", "--prefill-chunk", "3", "--stop", "a", "--stop", "b", "--ignore-eos")  # fmt: skip
+        "--max-new-tokens", "7", "--prefill-chunk", "3", "--stop", "a", "--stop", "b", "--ignore-eos",
+        "--method", "triforce", "--draft", "ngram", "--policy", "topk", "--gamma1", "3", "--gamma2", "5",
+        "--budget", "32", "--chunk-size", "4", "--num-sink-tokens", "2", "--num-recent-tokens", "9",
+        "--rebuild-stride", "11", "--rebuild-threshold", "0.5", "--coupled")  # fmt: skip
     assert seen == {
         "sampling": SamplingParams(0.5, 9, 0.8, 0.1),
         "generation": GenerationConfig(7, ("a", "b"), True, 3),
+        "speculation": SpeculationConfig("triforce", "topk", 3, 5, 32, 4, 2, 9, 11, 0.5, True),
         "seed": 4,
     }
 

@@ -31,6 +31,7 @@ LAYERS = [
     {"assembly"},
     {"generation"},
     {"engine"},
+    {"flags", "report"},
     {"generate"},
     {"bench"},
 ]

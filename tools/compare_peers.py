@@ -26,7 +26,8 @@ from minitri.bench import spread, synchronize
 from minitri.checkpoint import open_checkpoint
 from minitri.engine import Engine, load
 from minitri.fetch import locate
-from minitri.generate import add_model_flags, clean_exits, encode_prompt, positive, read_prompt
+from minitri.flags import add_model_flags, positive
+from minitri.generate import clean_exits, encode_prompt, read_prompt
 from minitri.generation import Token
 from minitri.settings import GenerationConfig
 

@@ -61,16 +61,16 @@ class DraftReader(Reader):
         cache.hold(b, num_slots=len(window), num_tokens=len(tokens))
 
 
-def check_vocabularies(draft: Tokenizer, target: Tokenizer) -> None:
+def check_vocabularies(draft: Tokenizer, target: Tokenizer, draft_name: str) -> None:
     """Raises `InputError` unless the two tokenizers agree on every token that both have.
 
-    One may have more tokens at its end, or its model padding: a token that the drafter lacks is one it never guesses,
-    and one that the target lacks has no place in its law.
+    Either may have more tokens at its end, or a padded model: what the drafter lacks it never guesses, and what the
+    target lacks has no place in a law.
     """
     for token in range(min(draft.num_tokens, target.num_tokens)):
-        ours, theirs = draft.token(token), target.token(token)
-        if ours != theirs:
+        theirs, ours = draft.token(token), target.token(token)
+        if theirs != ours:
             raise InputError(
-                f"the drafter's vocabulary differs from the target's: token {token} is {ours!r} there and {theirs!r} "
-                "here; use a drafter of the same family, or --draft ngram"
+                f"the drafter {draft_name} has another vocabulary: its token {token} is {theirs!r}, the target's is "
+                f"{ours!r}; use a drafter of the target's family, or --draft ngram"
             )
