@@ -1,0 +1,69 @@
+"""The output law of the real cascade, computed exactly by summing over every coin of every level."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minitri.verification import Proposal, verify
+from tests.exactness import Laws, cells, law_of_steps, outcomes, target_law, toy_cascade
+
+HORIZON = 3
+
+
+def largest_error(V, gamma1, gamma2, *, with_middle=True, with_draft=True, seed=0, num_steps=1):
+    target = Laws(V, seed)
+    middle = Laws(V, seed + 1, near=target) if with_middle else None
+    draft = Laws(V, seed + 2, near=target) if with_draft else None
+
+    def build(coins, batch_size):
+        return toy_cascade(coins, batch_size, target, middle, draft, gamma1, gamma2)
+
+    law = law_of_steps(build, HORIZON, target, num_steps=num_steps)
+    return float((law - target_law(target, HORIZON)).abs().max())
+
+
+@pytest.mark.parametrize("gamma2", [1, 2])
+@pytest.mark.parametrize("gamma1", [1, 2])
+@pytest.mark.parametrize("V", [3, 4])
+def test_both_levels_together_give_the_target_law(V, gamma1, gamma2, capsys):
+    error = largest_error(V, gamma1, gamma2)
+    with capsys.disabled():
+        print(f"\n  triforce, V={V}, gamma1={gamma1}, gamma2={gamma2}: largest error {error:.1e}")
+    assert error < 1e-12
+
+
+def test_nothing_leaks_from_one_step_into_the_next():
+    """Two whole steps: what the stages remember of the first must be just what the target let stand."""
+    assert largest_error(3, 1, 1, num_steps=2) < 1e-12
+
+
+@pytest.mark.parametrize(("with_middle", "with_draft"), [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("seed", [10, 20])
+def test_fewer_stages_give_the_target_law_too(with_middle, with_draft, seed):
+    assert largest_error(4, 2, 2, with_middle=with_middle, with_draft=with_draft, seed=seed) < 1e-12
+
+
+def test_a_single_decision_gives_the_law_whatever_the_guesses():
+    """Laws with disjoint supports, equal laws, one-hot laws: the first emitted token follows p."""
+    rows = [[1.0, 0, 0], [0, 0, 1.0], [0.2, 0.3, 0.5], [0.5, 0.5, 0], [0, 0.1, 0.9]]
+    for p_row in rows:
+        for q_row in rows:
+            p, q = torch.tensor([p_row, p_row], dtype=torch.float64), torch.tensor([q_row], dtype=torch.float64)
+            law = torch.zeros(3, dtype=torch.float64)
+            for share, coin in cells(q[0]):
+                guess = int((q[0].cumsum(0) <= coin).sum())
+                proposal = Proposal([[guess]], q.unsqueeze(0), [["draft"]])
+                for weight, coins in outcomes(proposal, p.unsqueeze(0), 0):
+                    verdict = verify(proposal, p.unsqueeze(0), torch.tensor([coins], dtype=torch.float64))
+                    law[guess if verdict.num_accepted[0] else verdict.next_tokens[0]] += share * weight
+            assert (law - p[0]).abs().max() < 1e-15
+
+
+def test_a_residual_that_vanishes_falls_back_to_the_law():
+    """In float32 u q(x) < p(x) may fail by rounding although p = q; then nothing is left of p - q."""
+    law = torch.full((1, 2, 4), 0.25)
+    proposal = Proposal([[2]], law[:, :1] + 1e-8, [["draft"]])
+    verdict = verify(proposal, law, torch.tensor([[1.0, 0.6]], dtype=torch.float64))
+    assert verdict.num_accepted == [0]
+    assert verdict.next_tokens == [2]
