@@ -4,12 +4,13 @@ A forward pass brings T new tokens per row, whose keys and values already stand 
 prefix. So prefill, decoding, verification and trees are one call with different T and rules. The rule is causal
 (`None`) or a (T, T) boolean tensor, True where a query (row) may see a block key (column).
 
-How it is computed depends on the device and on T:
+How it is computed depends on the device, on T and on the length of the prefix:
 
 - `attend_math` is the oracle of the tests: plain formulas in float32, or float64 for float64 tensors;
-- on CPU a short block is two matmuls per KV head, with its G query heads and the T tokens folded into the rows of one
-  matrix, so that K and V are read once per KV head; the rule touches only the last T columns of the scores;
-- on CPU a longer block runs PyTorch's flash kernel over the prefix and over the block, merged by log-sum-exp;
+- on CPU a short block behind a long prefix materialises its scores by one matmul per KV head, with its G query heads
+  and the T tokens folded into the rows of one matrix, so that K is read once per KV head; the rule touches only the
+  last T columns. Values are summed by another matmul or, for few rows, as weighted bags, which read them in place;
+- on CPU any other block runs PyTorch's flash kernel over the prefix and over the block, merged by log-sum-exp;
 - on CUDA one fused kernel takes prefix and block with bottom-right causal alignment.
 
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens.
@@ -17,6 +18,7 @@ Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T ne
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -25,19 +27,25 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 SHORT_BLOCK = 16
-"""Longest block, in tokens, for which materialised scores beat the flash kernel on CPU."""
+"""Longest block, in tokens, for which materialised scores beat the flash kernel on CPU, behind a long prefix."""
+
+SHORT_PREFIX = 1280
+"""Up to this many slots (prefix + block) flash is the faster one for short blocks, too: it costs fewer calls."""
 
 STRIDE = 64
 """Short blocks meet the prefix in multiples of this many slots. oneDNN keeps compiled code for every matmul shape and
 stride it has seen, 0.7 MB each, so shapes that grew with every token would take more memory than the cache itself."""
 
+FEW_ROWS = 4
+"""Up to this many rows (G T) of materialised scores, values are summed as bags: read in place, but once per row."""
+
 MANY_SLOTS = 16384
-"""From this many slots on, CPU sums over values are cut into `SPLITS` pieces that run side by side."""
+"""From this many slots on, CPU sums over values are matmuls cut into `SPLITS` pieces that run side by side."""
 
 SPLITS = 8
 """A fixed number that divides STRIDE, so that results do not depend on the number of cores."""
 
-_flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def attend(
@@ -48,12 +56,7 @@ def attend(
     `keys_BKSD` and `values_BKSD` are the cache of one layer; row b is valid in its first `prefix_lengths[b] + T`
     slots, the last T of which are the block. What stands behind them changes nothing. The scale is 1 / sqrt(D).
     """
-    if q_BTHD.device.type == "cuda":
-        one_row = _fused_row
-    elif q_BTHD.shape[1] <= SHORT_BLOCK:
-        one_row = _matmul_row
-    else:
-        one_row = _flash_row
+    one_row = _fused_row if q_BTHD.device.type == "cuda" else _cpu_row
     return _by_row(one_row, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT)
 
 
@@ -93,11 +96,16 @@ def _math_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, ru
     return (scores_KGTS.softmax(-1) @ v).to(q_KGTD.dtype)
 
 
+def _cpu_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, rule_TT: Tensor | None) -> Tensor:
+    fast = _matmul_row if q_KGTD.shape[2] <= SHORT_BLOCK and end > SHORT_PREFIX else _flash_row
+    return fast(q_KGTD, keys_KSD, values_KSD, end, rule_TT)
+
+
 def _matmul_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, rule_TT: Tensor | None) -> Tensor:
     """Per KV head, because a batched matmul over heads would first copy the prefix: its heads lie `capacity` apart.
 
     Scores and probabilities are stored in the dtype of the queries, so bfloat16 rounds them, which flash does not.
-    Keys behind `end` may be read, but their scores are overwritten; values behind it are not touched.
+    Keys behind `end` may be read, but their scores are overwritten; values behind it do not enter.
     """
     K, G, T, D = q_KGTD.shape
     width = min(-(-end // STRIDE) * STRIDE, keys_KSD.shape[1])
@@ -110,10 +118,33 @@ def _matmul_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, 
         last = scores_KRS.view(K, G, T, width)[..., end - T : end]
         last.masked_fill_(~block_rule(T, rule_TT, q_KGTD.device), -math.inf)
     probs_KRS = torch.softmax(scores_KRS, -1, out=scores_KRS)
-    out_KRD = torch.empty_like(q_KRD)
-    for probs_RS, values_SD, out_RD in zip(probs_KRS.unbind(), values_KSD.unbind(), out_KRD.unbind(), strict=True):
-        _mix_values(probs_RS[:, :end], values_SD[:end], out=out_RD)
+    if G * T <= FEW_ROWS and width < MANY_SLOTS:
+        out_KRD = _bag_values(probs_KRS, values_KSD, end)
+    else:
+        out_KRD = torch.empty_like(q_KRD)
+        for probs_RS, values_SD, out_RD in zip(probs_KRS.unbind(), values_KSD.unbind(), out_KRD.unbind(), strict=True):
+            _mix_values(probs_RS[:, :end], values_SD[:end], out=out_RD)
     return out_KRD.view(K, G, T, D)
+
+
+def _bag_values(probs_KRS: Tensor, values_KSD: Tensor, end: int) -> Tensor:
+    """probs @ values, (K, R, D), as weighted bags of slots: one call, in which nothing is repacked."""
+    K, R, width = probs_KRS.shape
+    slots, starts = _bags(K, R, width, end, values_KSD.shape[1])
+    bags = F.embedding_bag(slots, values_KSD.flatten(0, 1), starts, mode="sum", per_sample_weights=probs_KRS.view(-1))
+    return bags[::2].view(K, R, -1)
+
+
+@functools.lru_cache(maxsize=4)
+def _bags(K: int, R: int, width: int, end: int, capacity: int) -> tuple[Tensor, Tensor]:
+    """Slots of every bag, in a table of all heads' slots, and where bags start; the same for all layers of a pass.
+
+    Bags adjoin, so behind the bag of each row follows one of the slots from `end` to `width`, which is to be dropped.
+    """
+    heads = torch.arange(0, K * capacity, capacity, dtype=torch.int32)
+    slots = heads[:, None, None] + torch.arange(width, dtype=torch.int32)  # (K, 1, width)
+    starts = torch.arange(0, K * R * width, width, dtype=torch.int32)
+    return slots.expand(K, R, width).flatten(), torch.stack((starts, starts + end), -1).flatten()
 
 
 def _mix_values(probs_RS: Tensor, values_SD: Tensor, *, out: Tensor) -> None:

@@ -31,8 +31,8 @@ class Rotary:
         Checkpoints in the Hugging Face layout pair dimension i with i + D/2, so swapping the halves and a sine that is
         negative in the first half give x cos + (-x2, x1) sin.
         """
-        swapped = x_BTHD.roll(x_BTHD.shape[-1] // 2, -1)
-        return torch.addcmul(x_BTHD * self.cos, swapped, self.signed_sin).to(x_BTHD.dtype)
+        x = x_BTHD.float()
+        return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.signed_sin).to(x_BTHD.dtype)
 
 
 class Rope:

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitri import attention
-from minitri.attention import SHORT_BLOCK, SPLITS, STRIDE, attend, attend_math, merge_by_lse
+from minitri.attention import SHORT_BLOCK, SHORT_PREFIX, SPLITS, STRIDE, attend, attend_math, merge_by_lse
 
 
 def random_case(T, prefixes, H=6, K=2, D=16, S=None, seed=0, dtype=torch.float32):
@@ -29,7 +29,9 @@ PREFIXES = ((0,), (1,), (SPLITS - 1,), (STRIDE - 1,), (STRIDE,), (100,), (0, 37,
 @pytest.mark.parametrize("T", BLOCKS)
 @pytest.mark.parametrize("prefixes", PREFIXES)
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (5, 1)])
-def test_cpu_paths_equal_the_oracle(T, prefixes, heads):
+@pytest.mark.parametrize("short_prefix", [0, SHORT_PREFIX])
+def test_cpu_paths_equal_the_oracle(T, prefixes, heads, short_prefix, monkeypatch):
+    monkeypatch.setattr(attention, "SHORT_PREFIX", short_prefix)
     H, K = heads
     q, k, v, lengths = random_case(T, prefixes, H, K)
     exact = attend_math(q.double(), k.double(), v.double(), lengths)
@@ -46,12 +48,13 @@ def test_the_gpu_call_equals_the_oracle(T):
 
 
 @pytest.mark.parametrize("T", [3, SHORT_BLOCK + 4])
-@pytest.mark.parametrize("path", ["attend", "fused"])
-def test_a_tree_rule_replaces_causality_inside_the_block_only(T, path):
+@pytest.mark.parametrize("path", ["attend", "attend behind a long prefix", "fused"])
+def test_a_tree_rule_replaces_causality_inside_the_block_only(T, path, monkeypatch):
     q, k, v, lengths = random_case(T, (20,))
     generator = torch.Generator().manual_seed(2)
     rule = torch.eye(T, dtype=torch.bool) | (torch.rand(T, T, generator=generator) < 0.3).tril()
-    if path == "attend":
+    if path != "fused":
+        monkeypatch.setattr(attention, "SHORT_PREFIX", 0 if "long" in path else SHORT_PREFIX)
         got = attend(q, k, v, lengths, rule)
     else:
         got = attention._by_row(attention._fused_row, q, k, v, lengths, rule)
@@ -61,6 +64,7 @@ def test_a_tree_rule_replaces_causality_inside_the_block_only(T, path):
 
 @pytest.mark.parametrize("extra", [0, 1, STRIDE - 1])
 def test_a_sum_over_values_in_pieces_equals_the_oracle(extra, monkeypatch):
+    monkeypatch.setattr(attention, "SHORT_PREFIX", 0)
     q, k, v, lengths = random_case(4, (124 + extra,))
     whole = attend(q, k, v, lengths)
     monkeypatch.setattr(attention, "MANY_SLOTS", STRIDE)
@@ -85,9 +89,11 @@ class Shapes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_decoding_meets_few_matmul_shapes():
+@pytest.mark.parametrize("T", [1, 5])
+def test_decoding_meets_few_matmul_shapes(T, monkeypatch):
     """oneDNN compiles and keeps code per shape: shapes that grew with every token leaked 1.3 MB a token."""
-    q, k, v, _ = random_case(1, (700,))
+    monkeypatch.setattr(attention, "SHORT_PREFIX", 0)
+    q, k, v, _ = random_case(T, (700,))
     with Shapes() as first:
         for prefix in range(STRIDE, 5 * STRIDE):
             attend(q, k, v, [prefix])
@@ -97,15 +103,18 @@ def test_decoding_meets_few_matmul_shapes():
     assert len(later.matmuls - first.matmuls) <= 3 * 5  # three per STRIDE tokens, in place of two per token
 
 
-def test_a_chain_in_two_blocks_equals_one_block():
+def test_a_chain_in_two_blocks_equals_one_block(monkeypatch):
     q, k, v, lengths = random_case(30, (50,))
     whole = attend(q, k, v, lengths)
+    monkeypatch.setattr(attention, "SHORT_PREFIX", 0)
     halves = torch.cat((attend(q[:, :12], k, v, [50]), attend(q[:, 12:], k, v, [62])), 1)
     assert (whole - halves).abs().max() < 2e-6
 
 
-def test_bfloat16_errors_stay_within_its_rounding():
-    q, k, v, lengths = random_case(4, (500,), dtype=torch.bfloat16)
+@pytest.mark.parametrize("T", [1, 4])
+@pytest.mark.parametrize("prefix", [500, SHORT_PREFIX])
+def test_bfloat16_errors_stay_within_its_rounding(T, prefix):
+    q, k, v, lengths = random_case(T, (prefix,), dtype=torch.bfloat16)
     exact = attend_math(q.double(), k.double(), v.double(), lengths)
     assert (attend(q, k, v, lengths) - exact).abs().max() < 0.02
 
