@@ -1,9 +1,11 @@
-"""A linear layer whose weight can be repacked for the CPU.
+"""Linear layers whose weights can be repacked for the CPU.
 
 Decoding reads every weight once per token, so the speed of a small matmul is the speed at which weights stream from
 memory. oneDNN streams them up to twice as fast from its own blocked layout, for any number of rows. `pack` converts a
-layer in place; the ordinary weight is freed, so memory holds one copy (an LM head tied to the embedding table keeps
-the table, from which rows are gathered, beside the packed copy).
+layer in place; the ordinary weight is freed, so memory holds one copy. Nothing can be read back from that layout, so an
+LM head tied to the embedding table has a plain blocked one, equally fast for one row, from which rows are gathered.
+
+Legend: T rows of input, E in_features, V out_features, N blocks of R rows of W.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ class Linear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
+        self.out_features = out_features
         self.weight: Tensor = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
         self.packed = False
@@ -32,6 +35,33 @@ class Linear(nn.Module):
         packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
         del self.weight
         self.weight = packed
+        self.packed = True
+
+
+class TiedHead(Linear):
+    """An LM head that is the embedding table, too: y = x W^T, and rows of W by their numbers."""
+
+    BLOCK = 64
+    """Rows of W in a block; of the powers of two the fastest at T = 1."""
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Rows of W, (..., E), for integers of any shape."""
+        if self.packed:
+            return self.weight[numbers // self.BLOCK, :, numbers % self.BLOCK]
+        return F.embedding(numbers, self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.packed:
+            return super().forward(x)
+        x_TE = x.reshape(-1, x.shape[-1])
+        y_NTR = torch.bmm(x_TE.expand(len(self.weight), -1, -1), self.weight)
+        return y_NTR.transpose(0, 1).reshape(*x.shape[:-1], -1)[..., : self.out_features]
+
+    def pack(self) -> None:
+        """Moves W into the layout (N, E, R), each block transposed; the last one is filled up with zeros."""
+        w_VE = F.pad(self.weight.detach(), (0, 0, 0, -self.out_features % self.BLOCK))
+        del self.weight
+        self.weight = w_VE.unflatten(0, (-1, self.BLOCK)).transpose(1, 2).contiguous()
         self.packed = True
 
 
