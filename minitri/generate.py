@@ -154,7 +154,7 @@ def encode_prompt(engine: Engine, text: str, max_tokens: int | None) -> list[int
     """Token ids of the prompt, the first `max_tokens` of them."""
     if not text:
         raise InputError("the prompt is empty; give at least one character")
-    return engine.tokenizer.encode(text)[:max_tokens]
+    return engine.tokenizer.encode(text, max_tokens)
 
 
 class PrefillBar:
