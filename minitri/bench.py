@@ -17,22 +17,24 @@ import sys
 import time
 from typing import Any
 
-import torch
-
 from minitri.config import GenerationConfig
-from minitri.engine import Engine, load
-from minitri.generate import (
-    DEMO_PROMPT_TOKENS,
-    OneLineParser,
-    PrefillBar,
-    add_model_flags,
-    clean_exits,
-    encode_prompt,
-    positive,
-    read_prompt,
-    show_log,
-)
-from minitri.generation import End, PrefillProgress
+from minitri.exits import clean_exits
+
+with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
+    import torch
+
+    from minitri.engine import Engine, load
+    from minitri.generate import (
+        DEMO_PROMPT_TOKENS,
+        OneLineParser,
+        PrefillBar,
+        add_model_flags,
+        encode_prompt,
+        positive,
+        read_prompt,
+        show_log,
+    )
+    from minitri.generation import End, PrefillProgress
 
 PARTS = {
     "linear layers": ("mkldnn::_linear_pointwise", "aten::addmm"),

@@ -8,22 +8,21 @@ interrupted; 1 is a bug.
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import logging
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tqdm import tqdm
 
 from minitri.config import DEFAULT_MODEL, MODELS, GenerationConfig, SamplingParams
-from minitri.engine import DTYPES, Engine, load
 from minitri.errors import InputError
-from minitri.generation import End, Generation, PrefillProgress, Token
+from minitri.exits import clean_exits
+
+with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
+    from minitri.engine import DTYPES, Engine, load
+    from minitri.generation import End, Generation, PrefillProgress, Token
 
 DEMO_PROMPT_TOKENS = 4000
 """Length of the built-in prompt where nothing else is asked for: long enough to show, read in seconds on a laptop."""
@@ -270,29 +269,6 @@ def run_command(args: argparse.Namespace) -> int:
     if not args.quiet:
         print(summary(engine, run), file=sys.stderr)
     return 130 if finish_reason == "interrupted" else 0
-
-
-@contextmanager
-def clean_exits() -> Iterator[None]:
-    """Bad input, Ctrl-C, a full disk and a closed pipe end the program with a code and at most one line."""
-    try:
-        yield
-    except InputError as error:
-        print(f"minitri: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("minitri: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        # Whoever read our output has gone; keep Python from complaining when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print("minitri: no space left to write the output; free some, or send it elsewhere", file=sys.stderr)
-        sys.exit(2)
 
 
 def show_log(*, quiet: bool) -> None:

@@ -26,8 +26,9 @@ from minitri.bench import spread, synchronize
 from minitri.checkpoint import open_checkpoint
 from minitri.config import GenerationConfig
 from minitri.engine import Engine, load
+from minitri.exits import clean_exits
 from minitri.fetch import locate
-from minitri.generate import add_model_flags, clean_exits, encode_prompt, positive, read_prompt
+from minitri.generate import add_model_flags, encode_prompt, positive, read_prompt
 from minitri.generation import Token
 
 Peer = Callable[[list[int], int], Iterator[int]]
