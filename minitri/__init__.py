@@ -1,14 +1,20 @@
 """minitri: fast generation from long-context Llama models that does not change what the model says.
 
 `load` boots an `Engine`; `Engine.generate` gives a stream of events. Bad input raises `InputError`.
+Names are imported when they are first asked for, so that the command line stands before PyTorch is imported, and can
+answer Ctrl-C with one line.
 """
 
-from minitri.config import MODELS, ModelConfig
-from minitri.engine import Engine, load
-from minitri.errors import InputError
-from minitri.generation import End, Event, Generation, PrefillProgress, Token
-from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
-from minitri.stats import Stats
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from minitri.config import MODELS, ModelConfig
+    from minitri.engine import Engine, load
+    from minitri.errors import InputError
+    from minitri.generation import End, Event, Generation, PrefillProgress, Token
+    from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
+    from minitri.stats import Stats
 
 __version__ = "0.1.0"
 
@@ -28,3 +34,19 @@ __all__ = [
     "Token",
     "load",
 ]
+
+_HOMES = {
+    "minitri.config": ("MODELS", "ModelConfig"),
+    "minitri.settings": ("GenerationConfig", "SamplingParams", "SpeculationConfig"),
+    "minitri.engine": ("Engine", "load"),
+    "minitri.errors": ("InputError",),
+    "minitri.generation": ("End", "Event", "Generation", "PrefillProgress", "Token"),
+    "minitri.stats": ("Stats",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

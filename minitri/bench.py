@@ -17,13 +17,16 @@ import sys
 import time
 from typing import Any
 
-import torch
+from minitri.exits import clean_exits
 
-from minitri.engine import Engine, load
-from minitri.flags import DEMO_PROMPT_TOKENS, OneLineParser, add_model_flags, positive
-from minitri.generate import PrefillBar, clean_exits, encode_prompt, read_prompt, show_log
-from minitri.generation import End, PrefillProgress
-from minitri.settings import GenerationConfig
+with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
+    import torch
+
+    from minitri.engine import Engine, load
+    from minitri.flags import DEMO_PROMPT_TOKENS, OneLineParser, add_model_flags, positive
+    from minitri.generate import PrefillBar, encode_prompt, read_prompt, show_log
+    from minitri.generation import End, PrefillProgress
+    from minitri.settings import GenerationConfig
 
 PARTS = {
     "linear layers": ("mkldnn::_linear_pointwise", "aten::addmm"),

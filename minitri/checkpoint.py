@@ -170,11 +170,11 @@ def placements(model: Llama) -> dict[str, Tensor]:
     """Where every checkpoint tensor goes: its name, and the view of a parameter that it fills."""
     config = model.config
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    places: dict[str, Tensor] = {
-        "model.embed_tokens.weight": model.embed_tokens,
-        "model.norm.weight": model.norm.weight,
-    }
-    if not config.tie_word_embeddings:
+    places: dict[str, Tensor] = {"model.norm.weight": model.norm.weight}
+    if config.tie_word_embeddings:
+        places["model.embed_tokens.weight"] = model.lm_head.weight
+    else:
+        places["model.embed_tokens.weight"] = model.embed_tokens
         places["lm_head.weight"] = model.lm_head.weight
     for number, layer in enumerate(model.layers):
         assert isinstance(layer, Layer)

@@ -8,23 +8,22 @@ interrupted; 1 is a bug.
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import logging
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from minitri.engine import Engine, load
 from minitri.errors import InputError
-from minitri.flags import DEMO_PROMPT_TOKENS, build_parser, draft_of, ignored_flags, settings_of
-from minitri.generation import End, Generation, PrefillProgress, Token
-from minitri.report import colored, legend, report, summary
+from minitri.exits import clean_exits
+
+with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
+    from minitri.engine import Engine, load
+    from minitri.flags import DEMO_PROMPT_TOKENS, build_parser, draft_of, ignored_flags, settings_of
+    from minitri.generation import End, Generation, PrefillProgress, Token
+    from minitri.report import colored, legend, report, summary
 
 log = logging.getLogger("minitri")
 
@@ -59,7 +58,7 @@ def encode_prompt(engine: Engine, text: str, max_tokens: int | None) -> list[int
     """Token ids of the prompt, the first `max_tokens` of them."""
     if not text:
         raise InputError("the prompt is empty; give at least one character")
-    return engine.tokenizer.encode(text)[:max_tokens]
+    return engine.tokenizer.encode(text, max_tokens)
 
 
 class PrefillBar:
@@ -139,29 +138,6 @@ def run_command(args: argparse.Namespace) -> int:
     if not args.quiet:
         print(summary(engine, run), file=sys.stderr)
     return 130 if finish_reason == "interrupted" else 0
-
-
-@contextmanager
-def clean_exits() -> Iterator[None]:
-    """Bad input, Ctrl-C, a full disk and a closed pipe end the program with a code and at most one line."""
-    try:
-        yield
-    except InputError as error:
-        print(f"minitri: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("minitri: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        # Whoever read our output has gone; keep Python from complaining when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print("minitri: no space left to write the output; free some, or send it elsewhere", file=sys.stderr)
-        sys.exit(2)
 
 
 def show_log(*, quiet: bool) -> None:

@@ -1,12 +1,16 @@
-"""A linear layer whose weight can be repacked for the CPU.
+"""Linear layers whose weights can be repacked for the CPU.
 
 Decoding reads every weight once per token, so the speed of a small matmul is the speed at which weights stream from
 memory. oneDNN streams them up to twice as fast from its own blocked layout, for any number of rows. `pack` converts a
-layer in place; the ordinary weight is freed, so memory holds one copy (an LM head tied to the embedding table keeps
-the table, from which rows are gathered, beside the packed copy).
+layer in place; the ordinary weight is freed, so memory holds one copy. Nothing can be read back from that layout, so an
+LM head tied to the embedding table has a plain blocked one, equally fast for one row, from which rows are gathered.
+
+Legend: T rows of input, E in_features, V out_features, N blocks of R rows of W.
 """
 
 from __future__ import annotations
+
+import mmap
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +22,8 @@ class Linear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight: Tensor = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype), requires_grad=False)
+        self.out_features = out_features
+        self.weight: Tensor = nn.Parameter(empty_weight(out_features, in_features, dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
         self.packed = False
 
@@ -33,6 +38,49 @@ class Linear(nn.Module):
         del self.weight
         self.weight = packed
         self.packed = True
+
+
+class TiedHead(Linear):
+    """An LM head that is the embedding table, too: y = x W^T, and rows of W by their numbers."""
+
+    BLOCK = 64
+    """Rows of W in a block; of the powers of two the fastest at T = 1."""
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Rows of W, (..., E), for integers of any shape."""
+        if self.packed:
+            return self.weight[numbers // self.BLOCK, :, numbers % self.BLOCK]
+        return F.embedding(numbers, self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.packed:
+            return super().forward(x)
+        x_TE = x.reshape(-1, x.shape[-1])
+        y_NTR = torch.bmm(x_TE.expand(len(self.weight), -1, -1), self.weight)
+        return y_NTR.transpose(0, 1).reshape(*x.shape[:-1], -1)[..., : self.out_features]
+
+    def pack(self) -> None:
+        """Moves W into the layout (N, E, R), each block transposed; the last one is filled up with zeros."""
+        w_VE = F.pad(self.weight.detach(), (0, 0, 0, -self.out_features % self.BLOCK))
+        del self.weight
+        self.weight = w_VE.unflatten(0, (-1, self.BLOCK)).transpose(1, 2).contiguous()
+        self.packed = True
+
+
+def empty_weight(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """An uninitialised weight on the default device; where it will be packed, in pages of its own.
+
+    Packing frees such pages for good. An ordinary tensor of a small model leaves a hole in the C library's heap, a
+    little too small for the next packed weight because that is aligned to 4096 bytes: 40 MB in all for SmolLM2-135M.
+    Raises `RuntimeError` where there is no room, like PyTorch.
+    """
+    if not can_pack(dtype, torch.get_default_device()):
+        return torch.empty(rows, columns, dtype=dtype)
+    try:
+        pages = mmap.mmap(-1, rows * columns * dtype.itemsize)
+    except (OSError, ValueError, OverflowError) as error:
+        raise RuntimeError(f"cannot allocate a weight of shape ({rows}, {columns}): {error}") from None
+    return torch.frombuffer(pages, dtype=dtype).view(rows, columns)
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from minitri.attention import attend
 from minitri.caches.base import Cache
 from minitri.config import ModelConfig
-from minitri.linear import Linear
+from minitri.linear import Linear, TiedHead
 from minitri.rope import Rope, Rotary
 
 
@@ -28,22 +28,22 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         with torch.device(device):
-            self.embed_tokens = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype), False)
             self.layers = nn.ModuleList(Layer(config, dtype) for _ in range(config.num_layers))
             self.norm = RMSNorm(config, dtype)
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens
+            head = TiedHead if config.tie_word_embeddings else Linear
+            self.lm_head = head(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+            if not config.tie_word_embeddings:
+                self.embed_tokens = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype), False)
         self.rope = Rope(config.rope, config.head_dim, device)
         self.num_bytes = sum(weight.numel() * weight.element_size() for weight in self.parameters())
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embed_tokens.dtype
+        return self.norm.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.embed_tokens.device
+        return self.norm.weight.device
 
     def forward(
         self,
@@ -59,12 +59,18 @@ class Llama(nn.Module):
         filled in its first T tokens with every layer's rotated queries: a retrieval cache is chosen by them. Lengths
         of the cache are left as they are; call `advance` with the number of tokens to keep.
         """
-        x_BTE = F.embedding(tokens_BT, self.embed_tokens)
+        x_BTE = self.embed(tokens_BT)
         rotary = self.rope.at(positions_BT)
         for number, layer in enumerate(self.layers):
             queries_BTHD = None if queries_LBTHD is None else queries_LBTHD[number, :, : tokens_BT.shape[1]]
             x_BTE = layer(x_BTE, rotary, number, cache, rule_TT, queries_BTHD)
         return self.norm(x_BTE)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Rows of the embedding table: (...) integers to (..., E)."""
+        if isinstance(self.lm_head, TiedHead):
+            return self.lm_head.rows(tokens)
+        return F.embedding(tokens, self.embed_tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """LM head: (..., E) to (..., V), float32."""

@@ -8,6 +8,7 @@ never without its spaces.
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,8 +34,8 @@ class Backend(Protocol):
     num_tokens: int
     """One more than the largest token id."""
 
-    def encode(self, text: str) -> list[int]:
-        """Ids without BOS or EOS."""
+    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """Ids without BOS or EOS: all of them, or at least the first `max_tokens`."""
         ...
 
     def decode(self, ids: list[int]) -> str:
@@ -53,7 +54,7 @@ class SentencePieceBackend:
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.num_tokens = self._processor.vocab_size()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:  # noqa: ARG002 (no cut is safe)
         return list(self._processor.encode(text))
 
     def decode(self, ids: list[int]) -> str:
@@ -71,7 +72,7 @@ class TokenizersBackend:
         self._pipeline = pipeline
         self.num_tokens = 1 + max(pipeline.get_vocab(with_added_tokens=True).values(), default=-1)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:  # noqa: ARG002 (a normalizer may do much)
         return self._pipeline.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
@@ -79,6 +80,32 @@ class TokenizersBackend:
 
     def token(self, number: int) -> str | None:
         return self._pipeline.id_to_token(number)
+
+
+class GgufBackend(TokenizersBackend):
+    """A byte-level BPE built here. It reads no more of a long text than the tokens asked for take.
+
+    Text may be cut between a letter and a space: no pattern that cuts words here continues after a letter with a space,
+    or looks ahead from a letter, so words and their tokens before the cut are those of the whole text. Only an added
+    token could span the cut, so where one has such a place in it, nothing is cut.
+    """
+
+    _CUT = re.compile("[A-Za-z](?= )")
+
+    def __init__(self, pipeline: tokenizers.Tokenizer) -> None:
+        super().__init__(pipeline)
+        added = pipeline.get_added_tokens_decoder().values()
+        self._can_cut = not any(self._CUT.search(token.content) for token in added)
+
+    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
+        if max_tokens is not None and self._can_cut:
+            num_chars = 6 * max_tokens
+            while cut := self._CUT.search(text, num_chars):
+                ids = super().encode(text[: cut.end()])
+                if len(ids) >= max_tokens:
+                    return ids
+                num_chars = 2 * cut.end()
+        return super().encode(text)
 
 
 class Tokenizer:
@@ -90,13 +117,16 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         self.num_tokens = backend.num_tokens
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, BOS included where the model wants it. Raises `InputError` for lone surrogates."""
+    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """Token ids of a prompt, the first `max_tokens` of them, BOS included where the model wants it.
+
+        Raises `InputError` for lone surrogates.
+        """
         check_unicode(text, "the prompt")
-        ids = self._backend.encode(text)
+        ids = self._backend.encode(text, max_tokens)
         if self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id)
-        return ids
+        return ids[:max_tokens]
 
     def decode(self, ids: list[int]) -> str:
         """Text of token ids, without control tokens."""
@@ -188,7 +218,7 @@ def _from_folder(folder: Path) -> tuple[Backend, bool]:
 def _from_gguf(file: GgufFile) -> Backend:
     kind = file.get("tokenizer.ggml.model")
     if kind == "gpt2":
-        return TokenizersBackend(_gguf_byte_level_bpe(file))
+        return GgufBackend(_gguf_byte_level_bpe(file))
     if kind == "llama":
         return SentencePieceBackend(_gguf_sentencepiece(file))
     raise InputError(f"{file.path.name} has a tokenizer of type {kind!r}; minitri reads gpt2 and llama ones")

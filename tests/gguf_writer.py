@@ -71,8 +71,9 @@ def write_gguf(
     weights: dict[str, torch.Tensor] | None = None,
     kind: str = "F32",
     add: Callable[[gguf.GGUFWriter], object] | None = None,
+    pre: str = "gpt-2",
 ) -> Path:
-    """A file with a byte-level BPE, and what `add` puts into the writer.
+    """A file with a byte-level BPE that cuts words in the way `pre`, and what `add` puts into the writer.
 
     `weights` are under Hugging Face names; without them there is only an embedding.
     """
@@ -82,7 +83,7 @@ def write_gguf(
     tokens = sorted(vocab, key=vocab.__getitem__)
     writer = _header(path, config)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in special else 1 for token in tokens])
     writer.add_token_merges([" ".join(merge) for merge in content["model"]["merges"]])

@@ -189,6 +189,17 @@ def test_ctrl_c_prints_the_statistics_so_far_and_exits_130(folder, as_json):
         assert len(first + out) > 10
 
 
+@pytest.mark.parametrize("module", ["minitri.generate", "minitri.bench"])
+def test_ctrl_c_while_pytorch_is_imported_is_one_line(tmp_path, module):
+    (tmp_path / "torch.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
+    search = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=False,
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": search},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "minitri: interrupted\n")
+
+
 def test_a_reader_that_leaves_is_no_error(folder):
     reading, writing = os.pipe()
     os.close(reading)

@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "minitri"
 LAYERS = [
     {"errors"},
-    {"config", "settings"},
+    {"config", "settings", "exits"},
     {"rope", "linear", "stats", "stopping"},
     {"attention", "caches.base"},
     {"caches.full", "caches.streaming"},

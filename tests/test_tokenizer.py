@@ -10,7 +10,7 @@ import sentencepiece
 from minitri.checkpoint import Folder
 from minitri.errors import InputError
 from minitri.gguf_file import GgufFile
-from minitri.tokenizer import IncrementalDecoder, Tokenizer, load_tokenizer
+from minitri.tokenizer import IncrementalDecoder, Tokenizer, TokenizersBackend, load_tokenizer
 from tests.conftest import SENTENCES, byte_level_tokenizer, edit_json, tiny_config
 from tests.gguf_writer import write_gguf, write_gguf_with_sentencepiece
 
@@ -51,6 +51,28 @@ def tokenizer(request, sentencepiece_folder, tmp_path) -> Tokenizer:
 @pytest.mark.parametrize("text", [*SENTENCES, HARD])
 def test_text_round_trips(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_the_first_tokens_are_those_of_the_whole_text(tokenizer):
+    text = "".join(f"{sentence}{HARD[number:]} {HARD} a  b c's" for number, sentence in enumerate(SENTENCES * 6))
+    whole = tokenizer.encode(text)
+    for number in range(1, len(whole) + 2):
+        assert tokenizer.encode(text, number) == whole[:number], number
+
+
+@pytest.mark.parametrize("pre", ["default", "smollm", "llama-bpe"])
+def test_a_gguf_tokenizer_reads_no_more_text_than_it_needs(tmp_path, monkeypatch, pre):
+    config = tiny_config(vocab_size=500, bos_token_id=1)
+    path = write_gguf(tmp_path / "tiny.gguf", config, byte_level_tokenizer(), pre=pre)
+    tokenizer = load_tokenizer(GgufFile(path), config)
+    text = (SENTENCES[0] + SENTENCES[3] + HARD + "... 1814\n\n ") * 40
+    whole = tokenizer.encode(text)
+    read = []
+    encode = TokenizersBackend.encode
+    monkeypatch.setattr(TokenizersBackend, "encode", lambda self, text: read.append(len(text)) or encode(self, text))
+    for number in range(1, 300):
+        assert tokenizer.encode(text, number) == whole[:number], number
+    assert max(read) < len(text) / 2
 
 
 @pytest.mark.parametrize("text", [*SENTENCES, HARD])

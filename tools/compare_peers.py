@@ -25,9 +25,10 @@ from safetensors.torch import save_file
 from minitri.bench import spread, synchronize
 from minitri.checkpoint import open_checkpoint
 from minitri.engine import Engine, load
+from minitri.exits import clean_exits
 from minitri.fetch import locate
 from minitri.flags import add_model_flags, positive
-from minitri.generate import clean_exits, encode_prompt, read_prompt
+from minitri.generate import encode_prompt, read_prompt
 from minitri.generation import Token
 from minitri.settings import GenerationConfig
 

@@ -1,0 +1,41 @@
+"""Packed weights give what plain weights give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minitri.linear import Linear, TiedHead, can_pack
+
+CPU = torch.device("cpu")
+NUM_ROWS = 200  # no multiple of the block
+
+
+def filled(layer: Linear) -> Linear:
+    torch.manual_seed(0)
+    torch.nn.init.normal_(layer.weight)
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [Linear, TiedHead])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (3, 1), (2, 70)])
+def test_a_packed_layer_computes_what_the_plain_one_does(kind, dtype, shape):
+    if not can_pack(dtype, CPU):
+        pytest.skip(f"no packed kernel for {dtype} on this CPU")
+    layer = filled(kind(48, NUM_ROWS, bias=False, dtype=dtype))
+    x = torch.randn(*shape, 48).to(dtype)
+    plain = layer(x)
+    layer.pack()
+    assert layer(x).shape == (*shape, NUM_ROWS)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(layer(x), plain, rtol=tolerance, atol=tolerance)
+
+
+def test_a_packed_tied_head_still_gives_the_rows_of_the_embedding_table():
+    head = filled(TiedHead(48, NUM_ROWS, bias=False, dtype=torch.bfloat16))
+    table, numbers = head.weight.clone(), torch.arange(NUM_ROWS).view(2, -1)
+    assert torch.equal(head.rows(numbers), table[numbers])
+    head.pack()
+    assert torch.equal(head.rows(numbers), table[numbers])
+    assert head.weight.numel() == 256 * 48  # the only copy, the last block filled up
