@@ -29,8 +29,8 @@ with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
     from minitri.settings import GenerationConfig
 
 PARTS = {
-    "linear layers": ("mkldnn::_linear_pointwise", "aten::addmm"),
-    "attention, matmuls": ("aten::mm", "aten::bmm"),
+    "linear layers": ("mkldnn::_linear_pointwise", "aten::addmm", "aten::bmm"),
+    "attention, matmuls": ("aten::mm", "aten::_embedding_bag_forward_only"),
     "attention, softmax": ("aten::_softmax",),
 }
 """Kernels of a decoding step on CPU by what they are for; the rest, the profiler's own cost included, is `other`."""
