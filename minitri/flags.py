@@ -208,7 +208,10 @@ def ignored_flags(args: argparse.Namespace) -> list[str]:
     if args.method in ("autoregressive", "retrieval"):
         ignored += ["--draft"] * (args.draft not in ("auto", "none"))
         ignored += ["--gamma1"] * (args.gamma1 != default.gamma1)
+    names: list[str] = []
     if args.method in ("autoregressive", "naive"):
-        names = ("policy", "gamma2", "budget", "chunk_size", "rebuild_stride", "rebuild_threshold")
-        ignored += [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) != getattr(default, name)]
+        names += ["policy", "gamma2", "budget", "chunk_size", "rebuild_stride", "rebuild_threshold"]
+    if args.method == "autoregressive" or (args.method == "naive" and draft_of(args) == "ngram"):
+        names += ["num_sink_tokens", "num_recent_tokens"]
+    ignored += [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) != getattr(default, name)]
     return ignored

@@ -6,10 +6,12 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -138,7 +140,25 @@ BAD_FLAGS = {
     "unknown dtype": (["--prompt", "x", "--dtype", "int1"], None, "invalid choice: 'int1'"),
     "unknown device": (["--prompt", "x", "--device", "abacus"], None, "device 'abacus' is unknown"),
     "bad scaling": (["--prompt", "x", "--rope-scaling", "yarn"], None, "is not KIND:FACTOR"),
-}
+    "budget that is no multiple": (
+        ["--prompt", "x", "--method", "retrieval", "--budget", "30"], None,
+        "budget is 30 tokens; it must be a multiple of the chunk size, 8, such as 32",
+    ),
+    "budget 0": (["--prompt", "x", "--method", "retrieval", "--budget", "0"], None, "budget is 0 tokens"),
+    "gamma1 0": (["--prompt", "x", "--method", "triforce", "--gamma1", "0"], None, "gamma1 is 0; it must be"),
+    "gamma2 0": (["--prompt", "x", "--method", "triforce", "--gamma2", "0"], None, "gamma2 is 0; it must be"),
+    "gamma2 100": (["--prompt", "x", "--method", "triforce", "--gamma2", "100"], None, "gamma1, gamma2 are 2, 100"),
+    "chunk size 0": (["--prompt", "x", "--method", "retrieval", "--chunk-size", "0"], None, "chunk_size is 0"),
+    "negative sinks": (["--prompt", "x", "--method", "naive", "--num-sink-tokens", "-1"], None, "num_sink_tokens is"),
+    "threshold 2": (["--prompt", "x", "--method", "triforce", "--rebuild-threshold", "2"], None, "rebuild_threshold"),
+    "triforce without drafter": (
+        ["--prompt", "x", "--method", "triforce", "--draft", "none"], None,
+        "--method triforce needs a drafter, got --draft none; use --method retrieval",
+    ),
+    "naive without drafter": (["--prompt", "x", "--method", "naive", "--draft", "none"], None, "needs a drafter"),
+    "unknown drafter": (["--prompt", "x", "--method", "naive", "--draft", "no-such"], None, "unknown model 'no-such'"),
+    "unknown policy": (["--prompt", "x", "--method", "retrieval", "--policy", "magic"], None, "choice: 'magic'"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD_FLAGS)
@@ -158,6 +178,76 @@ def test_a_prompt_that_is_not_utf8_names_the_byte(cli, tmp_path):
     code, out, err = cli("--prompt-file", str(file))
     assert (code, out) == (2, "")
     assert re.search(r"latin1.txt is not UTF-8 text \(byte 3\); convert it", err)
+
+
+SPECULATION = ("--prompt", "She had been forced into prudence in her youth", "--ignore-eos", "--max-new-tokens", "24")
+
+
+def test_a_drafter_of_another_vocabulary_is_refused_in_one_line(cli, folder, tmp_path):
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    pipeline = json.loads((other / "tokenizer.json").read_text())
+    vocab = pipeline["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (other / "tokenizer.json").write_text(json.dumps(pipeline))
+    code, out, err = cli(*SPECULATION, "--method", "triforce", "--draft", str(other))
+    assert (code, out) == (2, "")
+    last = err.splitlines()[-1]
+    assert last.startswith("minitri: the drafter ")
+    assert re.search(r" has another vocabulary: its token \d+ is 'b', the target's is 'a'; use a drafter ", last)
+    assert cli(*SPECULATION, "--method", "triforce", "--draft", str(folder), "--num-recent-tokens", "50")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "ignored"),
+    [
+        (["--method", "autoregressive", "--gamma1", "3"], ["--gamma1"]),
+        (["--method", "retrieval", "--draft", "ngram", "--gamma1", "3"], ["--draft", "--gamma1"]),
+        (["--method", "naive", "--draft", "ngram", "--budget", "64", "--gamma2", "3"], ["--gamma2", "--budget"]),
+        (["--policy", "h2o", "--chunk-size", "4"], ["--policy", "--chunk-size"]),
+        (["--method", "naive", "--rebuild-stride", "9", "--rebuild-threshold", "0.5"],
+         ["--rebuild-stride", "--rebuild-threshold"]),
+        (["--num-sink-tokens", "9", "--num-recent-tokens", "9"], ["--num-sink-tokens", "--num-recent-tokens"]),
+        (["--method", "naive", "--draft", "ngram", "--num-recent-tokens", "9"], ["--num-recent-tokens"]),
+        (["--method", "triforce", "--draft", "ngram", "--gamma1", "3", "--gamma2", "3", "--budget", "64", "--policy",
+          "topk", "--num-sink-tokens", "9", "--num-recent-tokens", "9"], []),
+        (["--method", "retrieval", "--draft", "none", "--num-sink-tokens", "9"], []),
+    ],
+)  # fmt: skip
+def test_flags_that_the_method_has_no_use_for_warn_and_run(cli, flags, ignored):
+    code, out, err = cli(*SPECULATION, *flags)
+    assert (code, out) == (0, cli(*SPECULATION)[1])
+    warnings = [line for line in err.splitlines() if "is ignored" in line]
+    assert [line.split()[0] for line in warnings] == ignored
+    assert all("has no use for it" in line for line in warnings)
+
+
+@pytest.mark.parametrize("method", ["retrieval", "triforce"])
+def test_a_budget_larger_than_the_text_works(cli, method):
+    plain = json.loads(cli(*SPECULATION, "--json")[1])
+    report = json.loads(cli(*SPECULATION, "--json", "--method", method, "--draft", "auto", "--budget", "4096")[1])
+    assert report["token_ids"] == plain["token_ids"]
+    assert report["levels"][-1]["acceptance_rate"] == 1
+
+
+def test_coupled_draws_give_one_text_per_seed_whatever_the_method(cli):
+    flags = (*SPECULATION, "--temperature", "0.8", "--coupled")
+    plain = cli(*flags, "--seed", "5")[1]
+    assert cli(*flags, "--seed", "6")[1] != plain
+    for method in ("naive", "retrieval", "triforce"):
+        assert cli(*flags, "--seed", "5", "--method", method, "--budget", "8")[1] == plain
+    assert cli(*flags, "--seed", "5", "--method", "triforce", "--draft", "ngram")[1] == plain
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "triforce"])
+def test_colored_text_is_the_plain_text_in_color(cli, method):
+    flags = (*SPECULATION, "--method", method, "--budget", "8")
+    _, plain, plain_err = cli(*flags)
+    _, colored, err = cli(*flags, "--color")
+    assert "\x1b" not in plain + plain_err
+    assert "\x1b" in colored
+    assert re.sub(r"\x1b\[\d*m", "", colored) == plain
+    assert "guessed by the drafter" in err
+    assert "\x1b" not in cli(*flags, "--color", "--quiet")[2]
 
 
 def start(folder, *flags: str, **options) -> subprocess.Popen[str]:

@@ -118,7 +118,7 @@ class RetrievalCache:
 
     def _is_due(self, b: int, fresh: int) -> bool:
         return (
-            self._num_held[b] < self.budget
+            self._num_committed[b] <= self.budget  # so far it held all, in the order of the text: the sinks come first
             or self._num_overwritten[b] + fresh > self.budget // 2
             or self._num_since_build[b] >= self._settings.rebuild_stride
             or self._moving_rate[b] < self._settings.rebuild_threshold

@@ -42,13 +42,18 @@ class DraftReader(Reader):
             dtype=model.dtype,
             device=model.device,
         )
+        self._max_block = speculation.max_block
         super().__init__(model, self.window, sampling, vocab_size=vocab_size)
 
     def commit(self, sequences: list[list[int]], active: list[bool]) -> None:
-        """Makes the cache ready for the next guesses after sequences that are certain, all but their last tokens."""
+        """Makes the cache ready for the next guesses after sequences that are certain, all but their last tokens.
+
+        A row that is more than a block behind, as every prompt is, catches up by itself: read with the batch it would
+        pad the other rows beyond their room.
+        """
         cache = self.window
         for b, sequence in enumerate(sequences):
-            if active[b] and len(sequence) - 1 - cache.num_tokens[b] > cache.num_recent_tokens:
+            if active[b] and len(sequence) - 1 - cache.num_tokens[b] > self._max_block:
                 self._read_window(b, sequence[:-1])
         cache.slide()
 

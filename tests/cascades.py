@@ -1,0 +1,136 @@
+"""A cascade over tiny models with every part in reach: what a `Generation` does, less text, stops and events."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minitri.assembly import build_cascade
+from minitri.caches.full import FullCache
+from minitri.caches.retrieval import RetrievalCache
+from minitri.caches.streaming import StreamingCache
+from minitri.cascade import Emitted, Level
+from minitri.config import ModelConfig
+from minitri.engine import Engine
+from minitri.model import Llama
+from minitri.reader import read_block
+from minitri.settings import SamplingParams, SpeculationConfig
+from minitri.stats import Stats
+from minitri.tokenizer import Tokenizer, TokenizersBackend
+from tests.conftest import CPU, byte_level_tokenizer, new_cache, tiny_config, tiny_model
+
+GREEDY = SamplingParams()
+WARM = SamplingParams(temperature=0.9, top_k=20, top_p=0.95)
+
+
+class Rig:
+    """One run: prompts are read at once, then `step` by `step`; a row that has `num_new` tokens is retired."""
+
+    def __init__(
+        self,
+        target: Llama,
+        prompts: list[list[int]],
+        *,
+        draft: Llama | None = None,
+        num_new: int = 40,
+        sampling: SamplingParams = GREEDY,
+        seed: int = 0,
+        prefill_chunk: int = 16,
+        **speculation,
+    ) -> None:
+        self.prompts, self.num_new, self.stats = prompts, num_new, Stats()
+        self.speculation = SpeculationConfig(**speculation)
+        capacity = max(map(len, prompts)) + num_new + self.speculation.max_block - 1
+        self.full = new_cache(target.config, len(prompts), capacity)
+        self.sequences = [list(prompt) for prompt in prompts]
+        seeds = [seed + b for b in range(len(prompts))]
+        self.cascade, self.policy = build_cascade(
+            target, draft, self.full, self.sequences, seeds, sampling, self.speculation, self.stats
+        )
+        self.readers = {}  # by the name of the level
+        stage = self.cascade._top
+        while isinstance(stage, Level):
+            self.readers[stage.stats.name] = stage.reader
+            stage = stage.below
+        self._prefill(target, prefill_chunk)
+
+    @property
+    def retrieval(self) -> RetrievalCache:
+        return self.readers["retrieval"].cache
+
+    @property
+    def window(self) -> StreamingCache:
+        return self.readers["draft"].cache
+
+    def start(self) -> list[Emitted]:
+        return self._retire_finished(self.cascade.start())
+
+    def step(self) -> list[Emitted]:
+        return self._retire_finished(self.cascade.step())
+
+    @torch.inference_mode()
+    def run(self, after_step=lambda rig: None) -> list[list[int]]:
+        """The new tokens of all rows, `num_new` each; calls `after_step` whenever a step is over."""
+        self.start()
+        after_step(self)
+        while any(self.cascade.active):
+            self.step()
+            after_step(self)
+        return self.new_tokens()
+
+    def new_tokens(self) -> list[list[int]]:
+        return [
+            sequence[len(prompt) :][: self.num_new]
+            for sequence, prompt in zip(self.sequences, self.prompts, strict=True)
+        ]
+
+    def _prefill(self, target: Llama, chunk: int) -> None:
+        L, H, D = target.config.num_layers, target.config.num_heads, target.config.head_dim
+        for b, prompt in enumerate(self.prompts):
+            for first in range(0, len(prompt) - 1, chunk):
+                block = prompt[first : min(first + chunk, len(prompt) - 1)]
+                queries_LBTHD = torch.empty(L, 1, len(block), H, D)
+                read_block(target, [block], self.full.row(b), queries_LBTHD)
+                self.full.advance([len(block) if b == other else 0 for other in range(len(self.prompts))])
+                if self.policy and self.policy.wants_prompt:
+                    self.policy.observe(self.full, b, queries_LBTHD[:, 0], first + len(block))
+
+    def _retire_finished(self, emitted: list[Emitted]) -> list[Emitted]:
+        for b, new in enumerate(self.new_tokens()):
+            if self.cascade.active[b] and len(new) >= self.num_new:
+                self.cascade.retire(b)
+        return emitted
+
+
+def plain_tokens(target: Llama, prompts: list[list[int]], **settings) -> list[list[int]]:
+    """What the target says alone."""
+    return Rig(target, prompts, method="autoregressive", **settings).run()
+
+
+def near_copy(model: Llama, noise: float, *, seed: int = 1) -> Llama:
+    """A drafter that says nearly what the model says."""
+    generator = torch.Generator().manual_seed(seed)
+    copy = Llama(model.config, dtype=torch.float32, device=CPU).eval()
+    for ours, theirs in zip(copy.parameters(), model.parameters(), strict=True):
+        ours.copy_(theirs + noise * torch.randn(theirs.shape, generator=generator))
+    return copy
+
+
+def fresh_read(model: Llama, tokens: list[int]) -> tuple[FullCache, Tensor]:
+    """A new full cache that has read these tokens in one pass, and the logits (T, V) behind each of them."""
+    cache = new_cache(model.config, capacity=len(tokens) + 1)
+    hidden_BTE = read_block(model, [tokens], cache)
+    cache.advance([len(tokens)])
+    return cache, model.logits(hidden_BTE[0])
+
+
+def random_prompt(config: ModelConfig, length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(config.vocab_size, (length,), generator=generator).tolist()
+
+
+def tiny_engine(*, noise: float | None = 0.02) -> Engine:
+    """An engine that speaks, without files: a tiny model, a tokenizer, and a drafter near to it (None: n-grams)."""
+    model = tiny_model(tiny_config(vocab_size=320, context_length=512))
+    draft = None if noise is None else near_copy(model, noise)
+    return Engine(model, Tokenizer(TokenizersBackend(byte_level_tokenizer()), None), draft)

@@ -1,0 +1,123 @@
+"""After every step of a cascade: the full cache is that of a fresh prefill, and nothing behind a length matters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.cascades import GREEDY, WARM, Rig, fresh_read, near_copy, plain_tokens, random_prompt
+from tests.conftest import tiny_config, tiny_model
+
+CONFIG = tiny_config()
+PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (50, 1, 23)]
+STACKS = [
+    ("autoregressive", None), ("naive", None), ("naive", 0.02), ("retrieval", None), ("triforce", None),
+    ("triforce", 0.02), ("triforce", 0.0),
+]  # fmt: skip
+"""Methods, and how much noise makes the drafter differ from the target; None is the n-gram drafter."""
+SMALL = {"budget": 16, "chunk_size": 4, "num_sink_tokens": 2, "num_recent_tokens": 6, "gamma2": 4, "rebuild_stride": 9}
+
+
+def new_rig(method, noise, **settings) -> Rig:
+    target = tiny_model(CONFIG)
+    draft = None if noise is None else near_copy(target, noise)
+    return Rig(target, PROMPTS, draft=draft, method=method, **{"num_new": 20, **SMALL, **settings})
+
+
+@pytest.mark.parametrize(("sampling", "coupled"), [(GREEDY, False), (WARM, False), (WARM, True)])
+@pytest.mark.parametrize(("method", "noise"), STACKS)
+def test_the_full_cache_equals_a_fresh_prefill_of_the_accepted_tokens(method, noise, sampling, coupled):
+    target, num_checked = tiny_model(CONFIG), 0
+
+    def compare(rig):
+        nonlocal num_checked
+        for b, sequence in enumerate(rig.sequences):
+            if not rig.cascade.active[b]:
+                assert rig.full.lengths[b] == 0
+                continue
+            length = len(sequence) - 1
+            assert rig.full.lengths[b] == rig.full.device_lengths[b] == length
+            if length:
+                fresh, _ = fresh_read(target, sequence[:-1])
+                for ours, theirs in ((rig.full.keys, fresh.keys), (rig.full.values, fresh.values)):
+                    assert torch.allclose(ours[:, b, :, :length], theirs[:, 0, :, :length], atol=1e-5)
+                num_checked += 1
+
+    rig = new_rig(method, noise, sampling=sampling, coupled=coupled)
+    rig.run(compare)
+    assert num_checked >= 9
+    if sampling is GREEDY and method != "autoregressive":
+        assert rig.stats.levels[-1].num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize(("method", "noise"), STACKS)
+def test_every_small_cache_knows_only_certain_tokens_after_a_step(method, noise):
+    """What has been read of a row is a beginning of its certain tokens, and at most a block is missing."""
+
+    def compare(rig):
+        for name, reader in rig.readers.items():
+            for b, sequence in enumerate(rig.sequences):
+                missing = len(sequence) - 1 - reader.cache.num_tokens[b]
+                if rig.cascade.active[b]:
+                    assert 0 <= missing <= (rig.speculation.max_block if name == "draft" else 0)
+                else:
+                    assert reader.cache.num_tokens[b] == reader.cache.lengths[b] == 0
+
+    new_rig(method, noise).run(compare)
+
+
+def poison(rig: Rig) -> None:
+    """Fills everything behind the valid slots of every cache with NaN, and the memory of queries too."""
+    for reader in rig.readers.values():
+        cache = reader.cache
+        names = [name for name in ("raw_keys", "keys", "values") if hasattr(cache, name)]
+        for b, length in enumerate(cache.lengths):
+            for name in names:
+                getattr(cache, name)[:, b, :, length:] = torch.nan
+        if reader.queries_LBTHD is not None:
+            reader.queries_LBTHD.fill_(torch.nan)
+
+
+@pytest.mark.parametrize(("sampling", "coupled"), [(GREEDY, False), (WARM, True)])
+@pytest.mark.parametrize(
+    ("method", "noise", "policy"),
+    [(*stack, "retrieval") for stack in STACKS] + [("triforce", 0.02, name) for name in ("streaming", "topk", "h2o")],
+)
+def test_poisoned_slots_change_nothing(method, noise, policy, sampling, coupled):
+    """A cache of NaN from the start and after every step: the same tokens, and the same guesses on the way."""
+    settings = {"sampling": sampling, "coupled": coupled, "policy": policy, "num_new": 14}
+    clean, poisoned = new_rig(method, noise, **settings), new_rig(method, noise, **settings)
+    poison(poisoned)
+    tokens = poisoned.run(poison)
+    assert tokens == clean.run()
+    assert tokens == plain_tokens(tiny_model(CONFIG), PROMPTS, num_new=14, sampling=sampling, coupled=coupled)
+    ours, theirs = ([level.as_dict() for level in rig.stats.levels] for rig in (poisoned, clean))
+    assert ours == theirs
+    assert torch.isnan(poisoned.full.keys).any()
+
+
+@pytest.mark.parametrize(("method", "noise"), STACKS[1:])
+def test_slots_of_rejected_guesses_may_be_poisoned_within_a_step(method, noise, monkeypatch):
+    """NaN behind the lengths of a cache whenever a level has taken guesses back, not only between steps."""
+    rig = new_rig(method, noise, sampling=WARM, coupled=True)
+    num_poisoned = 0
+
+    def poisoning(reader):
+        forget = reader.forget
+
+        def forget_and_poison(lengths):
+            nonlocal num_poisoned
+            forget(lengths)
+            for b, length in enumerate(reader.cache.lengths):
+                for name in ("raw_keys", "keys", "values"):
+                    if hasattr(reader.cache, name):
+                        getattr(reader.cache, name)[:, b, :, length:] = torch.nan
+            num_poisoned += 1
+
+        return forget_and_poison
+
+    for reader in rig.readers.values():
+        monkeypatch.setattr(reader, "forget", poisoning(reader))
+    wanted = plain_tokens(tiny_model(CONFIG), PROMPTS, num_new=20, sampling=WARM, coupled=True)
+    assert rig.run() == wanted
+    assert num_poisoned > 20

@@ -1,0 +1,328 @@
+"""The retrieval cache holds what its policy chose, exactly, and every token that has been committed since."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from minitri.caches.policies import make_policy
+from minitri.caches.retrieval import MEMORY, RetrievalCache
+from minitri.settings import POLICIES, SpeculationConfig
+from tests.cascades import GREEDY, WARM, Rig, near_copy, plain_tokens, random_prompt
+from tests.conftest import new_cache, tiny_config, tiny_model
+
+CONFIG = tiny_config()
+L, K, H, D = CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.num_heads, CONFIG.head_dim
+G = H // K
+NEVER = 10**6
+
+
+class Bench:
+    """A retrieval cache over a full cache of random K and V, with a random query for every token: no model."""
+
+    def __init__(self, policy="retrieval", *, budget, capacity=400, batch_size=1, seed=0, **speculation) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.full = new_cache(CONFIG, batch_size, capacity)
+        for slots in (self.full.keys, self.full.values):
+            slots.copy_(torch.randn(slots.shape, generator=generator))
+        self.queries = torch.randn(batch_size, L, capacity, H, D, generator=generator) * 3
+        self.policy = make_policy(policy, self.full, speculation.get("chunk_size", 8))
+        settings = {"rebuild_stride": NEVER, "num_recent_tokens": 8, **speculation}
+        self.cache = RetrievalCache(self.full, self.policy, SpeculationConfig("retrieval", **settings), budget=budget)
+
+    def read(self, count: int, b: int = 0) -> None:
+        """The full cache reads on, and whoever wants to see the prompt sees it."""
+        self.full.advance([count if b == other else 0 for other in range(len(self.full.lengths))])
+        end = self.full.lengths[b]
+        if self.policy.wants_prompt:
+            self.policy.observe(self.full, b, self.queries[b, :, end - count : end], end)
+
+    def commit(self, count: int = 1, b: int = 0, *, was_rejected: bool = False) -> int:
+        """The full cache reads on and the retrieval cache follows; returns how often that made it choose anew."""
+        before = self.cache.num_rebuilds
+        self.full.advance([count if b == other else 0 for other in range(len(self.full.lengths))])
+        end = self.full.lengths[b]
+        self.cache.commit(b, self.queries[b, :, end - count : end], was_rejected=was_rejected)
+        return self.cache.num_rebuilds - before
+
+    def held(self, b: int = 0) -> list[list[list[int]]]:
+        """By layer and KV head, which token stands in each slot: K and V must be exactly its own."""
+        return [[self._held_by(layer, b, k) for k in range(K)] for layer in range(L)]
+
+    def _held_by(self, layer: int, b: int, k: int) -> list[int]:
+        length, end = self.cache.lengths[b], self.full.lengths[b]
+        keys_SD, values_SD = self.cache.keys[layer, b, k, :length], self.cache.values[layer, b, k, :length]
+        distances_SN = (keys_SD[:, None] - self.full.keys[layer, b, k, None, :end]).abs().sum(2)
+        tokens = distances_SN.argmin(1)
+        assert torch.equal(keys_SD, self.full.keys[layer, b, k, tokens])
+        assert torch.equal(values_SD, self.full.values[layer, b, k, tokens])
+        return tokens.tolist()
+
+
+def unit_scores(bench: Bench, name: str, layer: int, k: int, end: int, M: int) -> list[float]:
+    """Importance of every whole unit by the book: a plain loop for each policy."""
+    keys_SD = bench.full.keys[layer, 0, k, :end]
+    group = range(k * G, k * G + G)
+    latest = bench.queries[0, layer, end - 1]
+    if name == "retrieval":
+        means = torch.stack([keys_SD[n * M : (n + 1) * M].mean(0) for n in range(end // M)])
+        return sum((means @ latest[h] / math.sqrt(D)).softmax(0) for h in group).tolist()
+    if name == "topk":
+        return sum((keys_SD @ latest[h] / math.sqrt(D)).softmax(0) for h in group).tolist()
+    if name == "h2o":
+        received = torch.zeros(end)
+        for t in range(end):
+            for h in group:
+                received[: t + 1] += (keys_SD[: t + 1] @ bench.queries[0, layer, t, h] / math.sqrt(D)).softmax(0)
+        return received.tolist()
+    return [float(t) for t in range(end)]
+
+
+def check_build(bench: Bench, name: str, *, budget: int, M: int, sinks: int, recent: int) -> None:
+    """Slots just after a build: the whole units from the least important to the most, the first of them overwritten by
+    the tokens behind the last whole unit."""
+    end = bench.full.lengths[0]
+    C, num_units = budget // M, end // M
+    always = {*range(sinks), *range(num_units - recent, num_units)}
+    tail = list(range(num_units * M, end))
+    for layer, heads in enumerate(bench.held()):
+        for k, slots in enumerate(heads):
+            scores = unit_scores(bench, name, layer, k, end, M)
+            others = sorted(set(range(num_units)) - always, key=lambda n: scores[n])
+            chosen = others[len(others) - (C - len(always)) :]
+            wanted = [t for n in chosen for t in range(n * M, (n + 1) * M)]
+            assert slots[: len(tail)] == tail
+            assert slots[len(tail) : len(wanted)] == wanted[len(tail) :], (layer, k)
+            assert set(slots[len(wanted) :]) == {t for n in always for t in range(n * M, (n + 1) * M)}
+            assert len(slots) == len(set(slots)) == budget
+
+
+@pytest.mark.parametrize("length", [150, 151, 152, 157, 159])
+@pytest.mark.parametrize(("name", "M"), [("retrieval", 8), ("retrieval", 1), ("topk", 1), ("streaming", 1), ("h2o", 1)])
+def test_a_build_holds_exactly_what_the_policy_chooses(name, M, length):
+    """Every layer and KV head, sinks and recent always in it, whatever is left of the last chunk in it too."""
+    bench = Bench(name, budget=48, chunk_size=M, num_sink_tokens=4, num_recent_tokens=8)
+    for count in (100, length - 103, 2):  # 100 is more than the queries that H2O scores at once
+        bench.read(count)
+    assert bench.commit(1) == 1
+    check_build(bench, name, budget=48, M=M, sinks=-(-4 // M), recent=8 // M)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_build_after_several_rounds_asks_the_latest_query(name):
+    """Blocks of several tokens: the policy sees all of their queries, chooses by the last, and knows the new chunks."""
+    M = 4 if name == "retrieval" else 1
+    bench = Bench(name, budget=32, chunk_size=M, num_sink_tokens=3, num_recent_tokens=4, rebuild_stride=15)
+    bench.read(69)
+    assert [bench.commit(count) for count in (1, 5, 2, 7, 1, 6, 3, 5)] == [1, 0, 0, 0, 1, 0, 0, 0]
+    while not bench.commit(3):
+        pass
+    check_build(bench, name, budget=32, M=M, sinks=-(-3 // M), recent=4 // M)
+
+
+def test_the_streaming_policy_holds_sinks_and_the_latest():
+    bench = Bench("streaming", budget=32, num_sink_tokens=4)
+    bench.read(199)
+    bench.commit(1)
+    assert all(set(slots) == {0, 1, 2, 3, *range(172, 200)} for heads in bench.held() for slots in heads)
+
+
+def test_layers_and_heads_choose_for_themselves():
+    bench = Bench(budget=32)
+    bench.read(299)
+    bench.commit(1)
+    chosen = {frozenset(slots) for heads in bench.held() for slots in heads}
+    assert len(chosen) == L * K
+
+
+@pytest.mark.parametrize("chunk_size", [1, 8])
+def test_committed_tokens_overwrite_the_least_important_slots_first(chunk_size):
+    bench = Bench(budget=48, chunk_size=chunk_size)
+    bench.read(155)
+    bench.commit(1)
+    num_fresh, built = 156 % chunk_size, bench.held()
+    for count in (1, 3, 2, 1, 5):
+        before = bench.full.lengths[0]
+        assert bench.commit(count) == 0
+        fresh = list(range(before - num_fresh, before + count))
+        num_fresh += count
+        for layer in range(L):
+            for k in range(K):
+                assert bench.held()[layer][k] == fresh + built[layer][k][num_fresh:]
+    assert num_fresh >= 12
+
+
+@pytest.mark.parametrize("guesses", [1, 5])
+def test_a_commit_drops_the_block_that_was_guessed(guesses):
+    bench = Bench(budget=32)
+    bench.read(99)
+    bench.commit(1)
+    bench.cache.advance([guesses])
+    assert (bench.cache.lengths, bench.cache.num_tokens) == ([32 + guesses], [100 + guesses])
+    bench.commit(2)
+    assert (bench.cache.lengths, bench.cache.num_tokens) == ([32], [102])
+
+
+@pytest.mark.parametrize("budget", [16, 32])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_text_that_ends_just_at_the_budget_keeps_its_sinks(budget, count):
+    """A full cache of exactly the budget is in the order of the text: its first slots are the sinks, not the least
+    important tokens, so the next commit must choose."""
+    bench = Bench(budget=budget, chunk_size=4, num_sink_tokens=4, num_recent_tokens=4)
+    bench.read(budget - 1)
+    assert bench.commit(1) == 0
+    assert bench.held() == [[list(range(budget))] * K] * L
+    assert bench.commit(count) == 1
+    for heads in bench.held():
+        for slots in heads:
+            assert set(slots) >= {0, 1, 2, 3, budget + count - 1}
+
+
+def committed_sizes(seed: int, num: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 8, (num,), generator=generator).tolist()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    ("budget", "chunk_size", "prompt"),
+    [(8, 8, 50), (8, 8, 3), (1, 1, 5), (4, 1, 30), (24, 8, 5), (24, 8, 24), (16, 4, 33), (32, 16, 7), (40, 8, 39)],
+)
+def test_every_token_since_the_last_build_is_held_once(name, budget, chunk_size, prompt):
+    """Budgets of one chunk, chunks of one token, prompts shorter than a chunk or no multiple of it: every slot is some
+    committed token, none is there twice, and what came since the build is there."""
+    bench = Bench(name, budget=budget, chunk_size=chunk_size, num_sink_tokens=2, num_recent_tokens=3)
+    bench.read(prompt - 1)
+    built_at = 0
+    for count in [1, *committed_sizes(prompt, 30)]:
+        was_built, end = bench.commit(count), bench.full.lengths[0]
+        assert bench.cache.num_tokens == [end]
+        assert bench.cache.lengths == [min(end, budget)]
+        M = bench.policy.unit
+        built_at = end // M * M if was_built else built_at
+        for heads in bench.held():
+            for slots in heads:
+                assert len(set(slots)) == len(slots) == min(end, budget)
+                assert set(slots) >= set(range(built_at, end)) or end <= budget
+                assert end > budget or slots == list(range(end))
+
+
+def test_it_is_chosen_anew_at_a_stride():
+    bench = Bench(budget=200, chunk_size=1, rebuild_stride=5)
+    bench.read(249)
+    assert [bench.commit() for _ in range(16)] == [1, *[0, 0, 0, 0, 1] * 3]
+    assert [bench.commit(3) for _ in range(4)] == [0, 1, 0, 1]
+
+
+def test_it_is_chosen_anew_when_half_of_it_would_be_overwritten():
+    bench = Bench(budget=16, chunk_size=1)
+    bench.read(99)
+    assert [bench.commit() for _ in range(19)] == [1, *[0] * 8, 1, *[0] * 8, 1]
+    assert [bench.commit(3) for _ in range(6)] == [0, 0, 1, 0, 0, 1]
+
+
+def test_what_is_left_of_a_chunk_counts_as_overwritten():
+    bench = Bench(budget=16, chunk_size=8)
+    bench.read(94)
+    assert bench.commit() == 1  # 95 tokens: 7 slots are taken by the last 7
+    assert [bench.commit() for _ in range(2)] == [0, 1]
+
+
+def test_it_is_chosen_anew_when_too_much_is_rejected():
+    rejections = next(n for n in range(1, 100) if MEMORY**n < 0.5)
+    bench = Bench(budget=200, chunk_size=1, rebuild_threshold=0.5)
+    bench.read(249)
+    bench.commit()
+    for _ in range(2):  # building resets the rate
+        assert [bench.commit(was_rejected=True) for _ in range(rejections)] == [*[0] * (rejections - 1), 1]
+
+
+def test_it_is_not_chosen_anew_without_a_reason():
+    """Many rejections without a threshold, many accepted tokens with one, and steps that tested nothing."""
+    for threshold, count, was_rejected in ((0.0, 1, True), (0.99, 4, False), (0.99, 1, False), (0.6, 4, True)):
+        bench = Bench(budget=300, chunk_size=1, rebuild_threshold=threshold)
+        bench.read(309)
+        assert bench.commit() == 1
+        assert sum(bench.commit(count, was_rejected=was_rejected) for _ in range(20)) == 0
+
+
+def test_rows_are_chosen_one_by_one():
+    """A batch of a short, a long and a longer text: a commit of one row leaves the others as they were."""
+    bench = Bench(budget=16, chunk_size=4, batch_size=3)
+    for b, length in enumerate((5, 60, 121)):
+        bench.read(length - 1, b)
+        bench.commit(1, b)
+    others = (bench.cache.keys[:, [0, 2]].clone(), bench.cache.values[:, [0, 2]].clone())
+    assert [bench.commit(2, 1) for _ in range(12)].count(1) >= 2
+    assert torch.equal(bench.cache.keys[:, [0, 2]], others[0])
+    assert torch.equal(bench.cache.values[:, [0, 2]], others[1])
+    assert bench.cache.num_tokens == [5, 84, 121]
+    assert bench.held(0) == [[list(range(5))] * K] * L
+    assert max(max(slots) for heads in bench.held(2) for slots in heads) == 120
+
+
+PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (60, 3, 21)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("method", ["retrieval", "triforce"])
+def test_a_budget_for_the_whole_text_gives_the_full_cache(method, policy):
+    """K and V are the same bits after every step, nothing is ever chosen, and no guess of this level is rejected."""
+    target = tiny_model(CONFIG)
+
+    def compare(rig):
+        for b, length in enumerate(rig.full.lengths):
+            if rig.cascade.active[b]:
+                assert rig.retrieval.lengths[b] == length
+                for small, large in ((rig.retrieval.keys, rig.full.keys), (rig.retrieval.values, rig.full.values)):
+                    assert torch.equal(small[:, b, :, :length], large[:, b, :, :length])
+
+    rig = Rig(target, PROMPTS, method=method, policy=policy, budget=112)
+    assert rig.run(compare) == plain_tokens(target, PROMPTS)
+    top = rig.stats.levels[-1]
+    assert rig.stats.num_rebuilds == 0
+    assert top.num_accepted_tokens == top.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("budget", "chunk_size"), [(1, 1), (8, 8), (24, 8)])
+def test_no_budget_and_no_chunk_size_changes_a_token(policy, budget, chunk_size):
+    """A budget of one chunk too, beside prompts shorter than a chunk and no multiple of it."""
+    target = tiny_model(CONFIG)
+    rig = Rig(target, PROMPTS, num_new=24, method="triforce", policy=policy, budget=budget, chunk_size=chunk_size)
+    assert rig.run() == plain_tokens(target, PROMPTS, num_new=24)
+    assert rig.stats.num_rebuilds >= 3
+
+
+def test_the_default_budget_is_an_eighth_of_the_prompt_within_limits():
+    budgets = [SpeculationConfig(chunk_size=8).budget_for(n) for n in (1, 2048, 4100, 32768, 10**6)]
+    assert budgets == [256, 256, 512, 4096, 4096]
+    assert SpeculationConfig(chunk_size=100).budget_for(1) == 300
+    assert SpeculationConfig(budget=16).budget_for(10**6) == 16
+
+
+@pytest.mark.parametrize(
+    ("drafter", "num_new", "sampling"), [("ngram", 4096, WARM), ("model", 1200, WARM), ("model", 1200, GREEDY)]
+)
+def test_output_far_beyond_the_budget_is_still_the_targets(drafter, num_new, sampling):
+    """4,096 new tokens through a cache of 512, which is chosen anew again and again and never grows; fewer of them
+    with a model as drafter, which takes longer."""
+    config = tiny_config(num_layers=1, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1)
+    target, prompt = tiny_model(config, seed=2), random_prompt(config, 700)
+    settings = {"num_new": num_new, "sampling": sampling, "coupled": True, "prefill_chunk": 512}
+    rig = Rig(
+        target, [prompt], draft=near_copy(target, 0.005) if drafter == "model" else None, method="triforce",
+        budget=512, num_recent_tokens=32, gamma1=3, gamma2=10, **settings,
+    )  # fmt: skip
+    tensors = (rig.retrieval.keys, rig.retrieval.values, rig.full.keys, rig.full.values)
+    places = [(tensor.data_ptr(), tensor.shape) for tensor in tensors]
+    held = set()
+    tokens = rig.run(lambda rig: held.add((rig.cascade.active[0], rig.retrieval.lengths[0])))
+    assert tokens == plain_tokens(target, [prompt], **settings)
+    assert held == {(True, 512), (False, 0)}
+    assert rig.stats.num_rebuilds > num_new // 512
+    now = (rig.retrieval.keys, rig.retrieval.values, rig.full.keys, rig.full.values)
+    assert all(a is b for a, b in zip(now, tensors, strict=True))
+    assert [(tensor.data_ptr(), tensor.shape) for tensor in now] == places
