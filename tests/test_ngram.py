@@ -23,11 +23,13 @@ def guess(history, suffix=(), **settings) -> list[int]:
 
 
 def reference(history: list[int], sequence: list[int], num_guesses: int) -> list[int]:
-    """Longest suffix first, then from the back: the loop that the tensors stand for."""
+    """Longest suffix first, then from the back, whole guesses first: the loop that the tensors stand for."""
     for n in range(LONGEST, SHORTEST - 1, -1):
-        for start in range(len(history) - n - 1, -1, -1):
-            if len(sequence) >= n and history[start : start + n] == sequence[-n:]:
-                return history[start + n : start + n + num_guesses]
+        starts = [start for start in range(len(history) - n) if history[start : start + n] == sequence[-n:]]
+        whole = [start for start in starts if start + n + num_guesses <= len(history)]
+        if starts and len(sequence) >= n:
+            best = (whole or starts)[-1]
+            return history[best + n : best + n + num_guesses]
     return []
 
 
@@ -43,6 +45,13 @@ def test_the_longest_match_wins_over_a_later_one():
 
 def test_the_latest_of_equal_matches_wins():
     assert guess([3, 4, 10, 11, 12, 3, 4, 20, 21, 22, 3, 4]) == [20, 21, 22]
+
+
+def test_a_place_with_enough_tokens_behind_it_wins_over_a_later_one():
+    """A loop matches itself right at the end of the text, where next to nothing follows."""
+    assert guess([6] * 12) == [6, 6, 6]
+    assert guess([1, 2, 7, 8, 9, 1, 2, 5, 1, 2]) == [5, 1, 2]
+    assert guess([1, 2, 7, 8, 9, 1, 2, 5, 2, 1, 2], num_guesses=5) == [7, 8, 9, 1, 2]
 
 
 def test_more_than_the_longest_match_counts_for_nothing():

@@ -1,7 +1,8 @@
 """The drafter that needs no model: what followed the last words when they stood in the text before?
 
-It looks for the latest earlier occurrence of the last few tokens, in prompt and output, and proposes what followed
-there. Its law is one-hot, hence exact: q(x) = 1 for the token it says. Where nothing matches it proposes nothing.
+It looks for the latest earlier occurrence of the last few tokens, in prompt and output, that has enough tokens behind
+it, and proposes those. Its law is one-hot, hence exact: q(x) = 1 for the token it says. Where nothing matches it
+proposes nothing.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ class NgramDrafter:
             matches = torch.ones(num_starts, dtype=torch.bool)
             for offset, token in enumerate(sequence[-n:]):
                 matches &= history[offset : offset + num_starts] == token
-            found = matches.nonzero()
-            if len(found):
-                follows = int(found[-1]) + n
-                return history[follows : follows + self._num_guesses].tolist()
+            follows = matches.nonzero().flatten() + n
+            if len(follows):
+                complete = follows[follows + self._num_guesses <= len(history)]
+                best = int(complete[-1] if len(complete) else follows[-1])
+                return history[best : best + self._num_guesses].tolist()
         return []
