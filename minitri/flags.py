@@ -40,18 +40,7 @@ def build_parser() -> OneLineParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model_flags(parser)
-    prompt = parser.add_argument_group("prompt (default: --demo)").add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt itself")
-    prompt.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a UTF-8 file; - is standard input")
-    prompt.add_argument("--demo", action="store_true", help="take Python's own help texts, 700 KB, as the prompt")
-    parser.add_argument(
-        "--max-prompt-tokens", type=positive, metavar="N",
-        help=f"keep the first N tokens of the prompt (default: all; {DEMO_PROMPT_TOKENS} of the demo)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-new-tokens", type=int, metavar="N", default=generation.max_new_tokens,
-        help="generate at most N tokens (default: %(default)s)",
-    )  # fmt: skip
+    add_prompt_flags(parser)
     parser.add_argument(
         "--prefill-chunk", type=int, metavar="N", default=generation.prefill_chunk,
         help="read the prompt N tokens at a time (default: %(default)s)",
@@ -67,6 +56,23 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     parser.add_argument("--quiet", action="store_true", help="no progress, log or statistics on standard error")
     return parser
+
+
+def add_prompt_flags(parser: argparse.ArgumentParser, *, max_prompt_tokens: int | None = None) -> None:
+    """What the model reads, and how much it writes."""
+    prompt = parser.add_argument_group("prompt (default: --demo)").add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt itself")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a UTF-8 file; - is standard input")
+    prompt.add_argument("--demo", action="store_true", help="take Python's own help texts, 700 KB, as the prompt")
+    kept = max_prompt_tokens or f"all; {DEMO_PROMPT_TOKENS} of the demo"
+    parser.add_argument(
+        "--max-prompt-tokens", type=positive, metavar="N", default=max_prompt_tokens,
+        help=f"keep the first N tokens of the prompt (default: {kept})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-new-tokens", type=int, metavar="N", default=GenerationConfig().max_new_tokens,
+        help="generate at most N tokens (default: %(default)s)",
+    )  # fmt: skip
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -118,15 +124,29 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
         help="autoregressive: the model alone; naive: a drafter guesses; retrieval: the model guesses with a small "
         "part of its KV cache; triforce: the drafter guesses for that one (default: %(default)s)",
     )  # fmt: skip
-    group.add_argument(
-        "--draft", default="auto", metavar="NAME|DIR|ngram|none",
-        help="drafter for naive and triforce: a model of the same vocabulary, or lookup of the last words in the "
-        "text (default: the one that belongs to the model, else ngram)",
-    )  # fmt: skip
+    add_draft_flag(group)
     group.add_argument(
         "--policy", choices=POLICIES, default=default.policy,
         help="what the small KV cache holds (default: %(default)s; the others are for comparison)",
     )  # fmt: skip
+    add_size_flags(group)
+    group.add_argument(
+        "--coupled", action="store_true", help="tie the draws to seed and position: one text per seed for all methods"
+    )
+
+
+def add_draft_flag(parser: argparse._ActionsContainer) -> None:
+    """Who guesses first."""
+    parser.add_argument(
+        "--draft", default="auto", metavar="NAME|DIR|ngram|none",
+        help="drafter for naive and triforce: a model of the same vocabulary, or lookup of the last words in the "
+        "text (default: the one that belongs to the model, else ngram)",
+    )  # fmt: skip
+
+
+def add_size_flags(parser: argparse._ActionsContainer) -> None:
+    """How far each level runs ahead, and how much the small caches hold."""
+    default = SpeculationConfig()
     whole_numbers = (
         ("gamma1", "tokens the drafter guesses at a time"),
         ("gamma2", "tokens guessed with the small KV cache before the full one verifies them"),
@@ -136,23 +156,20 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
         ("rebuild_stride", "new tokens after which the small KV cache is chosen anew"),
     )
     for name, help_text in whole_numbers:
-        group.add_argument(
+        parser.add_argument(
             f"--{name.replace('_', '-')}", type=int, metavar="N", default=getattr(default, name),
             help=f"{help_text} (default: %(default)s)",
         )  # fmt: skip
-    group.add_argument(
+    parser.add_argument(
         "--budget", type=int, metavar="N", default=default.budget,
         help="tokens in the small KV cache, a multiple of the chunk size (default: an eighth of the prompt, from 256 "
         "to 4096)",
     )  # fmt: skip
-    group.add_argument(
+    parser.add_argument(
         "--rebuild-threshold", type=float, metavar="RATE", default=default.rebuild_threshold,
         help="choose the small KV cache anew, too, when its acceptance rate falls below this (default: %(default)s, "
         "off)",
     )  # fmt: skip
-    group.add_argument(
-        "--coupled", action="store_true", help="tie the draws to seed and position: one text per seed for all methods"
-    )
 
 
 def positive(text: str) -> int:

@@ -111,6 +111,21 @@ def stream(run: Generation, *, as_json: bool, quiet: bool, color: bool) -> str:
     raise AssertionError("a run ended without an End event")
 
 
+def finish(run: Generation, *, quiet: bool) -> End:
+    """Runs one prompt to its end behind a progress bar, shows nothing else, and frees the caches."""
+    bar = PrefillBar(quiet=quiet)
+    try:
+        for event in run:
+            if isinstance(event, PrefillProgress):
+                bar.show(event)
+            elif isinstance(event, End):
+                return event
+    finally:
+        bar.close()
+        run.close()
+    raise AssertionError("a run ended without an End event")
+
+
 def run_command(args: argparse.Namespace) -> int:
     """Does what the flags say; returns the exit code."""
     settings, draft = settings_of(args), draft_of(args)

@@ -1,0 +1,84 @@
+"""The measuring tools run on a tiny model, print a table, and end in one JSON line of plausible figures."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from minitri.errors import InputError
+from minitri.settings import POLICIES
+
+TOOLS = Path(__file__).parent.parent / "tools"
+
+
+def tool(name: str):
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory, long_text) -> list[str]:
+    folder = tmp_path_factory.mktemp("texts")
+    for name in ("one", "two"):
+        (folder / f"{name}.txt").write_text(long_text[1000 * len(name) :][:8000], encoding="utf-8")
+    return [str(folder / "one.txt"), str(folder / "two.txt")]
+
+
+def test_acceptance_of_every_policy_over_several_texts(folder, texts, capsys):
+    files = [flag for file in texts for flag in ("--prompt-file", file)]
+    tool("acceptance").main(["--model", str(folder), "--dtype", "float32", *files, "--prompt-tokens", "200",
+                             "--new-tokens", "24", "--budget", "64", "--gamma2", "4"])  # fmt: skip
+    *table, last = capsys.readouterr().out.splitlines()
+    result = json.loads(last)
+    assert [line.split()[0] for line in table[2:]] == list(POLICIES)
+    assert table[1].split() == ["policy", "mean", "one", "two"]
+    assert set(result["acceptance"]) == set(result["mean"]) == set(POLICIES)
+    for name, rates in result["acceptance"].items():
+        assert len(rates) == 2
+        assert all(0 <= rate <= 1 for rate in rates)
+        assert result["mean"][name] == pytest.approx(sum(rates) / 2)
+
+
+def test_a_budget_that_holds_everything_is_always_accepted(folder, texts, capsys):
+    tool("acceptance").main(["--model", str(folder), "--dtype", "float32", "--prompt-file", texts[0], "--budget", "256",
+                             "--prompt-tokens", "200", "--new-tokens", "24", "--policy", "retrieval"])  # fmt: skip
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["mean"] == {"retrieval": 1.0}
+
+
+def test_needle_tables_every_length_depth_and_policy(folder, texts, capsys):
+    tool("needle").main(["--model", str(folder), "--dtype", "float32", "--prompt-file", texts[0], "--budget", "64",
+                         "--prompt-tokens", "300", "--prompt-tokens", "360", "--depth", "0", "--depth", "0.7",
+                         "--new-tokens", "12"])  # fmt: skip
+    *table, last = capsys.readouterr().out.splitlines()
+    result = json.loads(last)
+    assert [line.split()[:2] for line in table[2:-1]] == [[n, name] for n in ("300", "360") for name in POLICIES]
+    assert table[-1].startswith("mean ")
+    assert len(result["runs"]) == 2 * 2 * len(POLICIES)
+    assert all(0 <= run["agreement"] <= 1 for run in result["runs"])
+    assert all(0 <= mean <= 1 for mean in result["mean"].values())
+    answers = {(run["prompt_tokens"], run["depth"], run["answer"]) for run in result["runs"]}
+    assert len(answers) == 4  # lossless: one answer for all policies
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.2, 0.5, 1.0])
+def test_the_needle_is_hidden_in_a_prompt_of_just_the_length_asked_for(engine, long_text, depth):
+    needle = tool("needle")
+    tokenizer = engine.tokenizer
+    text_ids = tokenizer.encode(long_text[:9000])
+    prompt = needle.hide(tokenizer, text_ids, 1000, depth, 1234567)
+    sentence = needle.NEEDLE.format(number=1234567)
+    text = tokenizer.decode(prompt)
+    assert len(prompt) == 1000
+    assert text.count(sentence) == 1
+    assert text.index(sentence) / len(text) == pytest.approx(depth, abs=0.35)
+    assert text.rstrip().endswith("assistant")
+
+
+def test_a_needle_without_enough_hay_is_refused(engine):
+    with pytest.raises(InputError, match="a prompt of 1000 tokens needs .* tokens of text"):
+        tool("needle").hide(engine.tokenizer, [5] * 100, 1000, 0.5, 1234567)

@@ -1,0 +1,92 @@
+"""How many guesses of the small KV cache the target accepts, for each rule of what that cache holds.
+
+    python tools/acceptance.py --prompt-file A --prompt-file B --prompt-tokens 8000 --budget 1024 --policy all
+
+Runs the method `retrieval` (the target with a small cache guesses, the target with the full cache verifies) behind the
+first tokens of every text, and prints the acceptance rate, accepted / tested, per text and policy with the mean over
+the texts. The last line is JSON. The text that comes out follows the target's law whatever the policy; at a temperature
+above 0 it is another draw for every policy, so the rates carry that noise, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+from pathlib import Path
+
+from minitri.engine import Engine, load
+from minitri.errors import InputError
+from minitri.flags import OneLineParser, add_model_flags, add_sampling_flags, add_size_flags, positive, speculation_of
+from minitri.generate import clean_exits, encode_prompt, finish, read_prompt
+from minitri.settings import POLICIES, GenerationConfig, SamplingParams, SpeculationConfig
+
+
+def build_parser() -> OneLineParser:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_flags(parser)
+    parser.add_argument(
+        "--prompt-file", action="append", metavar="FILE", help="UTF-8 text; may be given several times (default: "
+        "Python's help)",
+    )  # fmt: skip
+    parser.add_argument("--prompt-tokens", type=positive, default=8000, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--new-tokens", type=positive, default=128, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--policy", action="append", choices=(*POLICIES, "all"), help="may be given several times (default: all)"
+    )
+    add_sampling_flags(parser)
+    add_size_flags(parser.add_argument_group("speculation"))
+    parser.set_defaults(temperature=0.6, top_p=0.9, budget=1024, prompt=None, method="retrieval", coupled=False)
+    return parser
+
+
+def measure(engine: Engine, prompt: list[int], args: argparse.Namespace, speculation: SpeculationConfig) -> float:
+    """The acceptance rate of the last level over one run."""
+    run = engine.generate(
+        prompt,
+        sampling=SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p),
+        generation=GenerationConfig(args.new_tokens, ignore_eos=True),
+        speculation=speculation,
+        seed=args.seed,
+    )
+    rate = finish(run, quiet=False).stats.levels[-1].acceptance_rate
+    if rate is None:
+        raise InputError("no guess was tested; raise --new-tokens")
+    print(f"  {speculation.policy} {rate:.3f}, prefill {run.stats.prefill_seconds:.0f} s", file=sys.stderr, flush=True)
+    return rate
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = build_parser().parse_args(argv)
+    names = list(POLICIES) if not args.policy or "all" in args.policy else list(dict.fromkeys(args.policy))
+    args.policy = names[0]
+    speculation = speculation_of(args)
+    files = args.prompt_file or [None]
+    texts = [read_prompt(argparse.Namespace(prompt=None, prompt_file=file)) for file in files]
+    engine = load(args.model, dtype=args.dtype, device=args.device, rope_scaling=args.rope_scaling)
+    titles = [Path(file).stem if file else "demo" for file in files]
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    for title, text in zip(titles, texts, strict=True):
+        prompt = encode_prompt(engine, text, args.prompt_tokens)
+        print(f"{title}: {len(prompt)} tokens", file=sys.stderr, flush=True)
+        for name in names:
+            rates[name].append(measure(engine, prompt, args, dataclasses.replace(speculation, policy=name)))
+    print(
+        f"{args.prompt_tokens} prompt tokens, {args.new_tokens} new, budget {args.budget}, gamma2 {args.gamma2}, "
+        f"temperature {args.temperature}, top-p {args.top_p}, {engine.model.dtype}; accepted / tested"
+    )
+    print(f"{'policy':10s} {'mean':>6s}  " + "  ".join(titles))
+    for name, row in rates.items():
+        cells = [f"{rate:{max(len(title), 5)}.3f}" for title, rate in zip(titles, row, strict=True)]
+        print(f"{name:10s} {statistics.mean(row):6.3f}  " + "  ".join(cells))
+    keys = ("prompt_tokens", "new_tokens", "budget", "gamma2", "temperature", "top_p", "seed", "rope_scaling")
+    result = {key: getattr(args, key) for key in keys}
+    result |= {"dtype": str(engine.model.dtype).removeprefix("torch."), "texts": titles, "acceptance": rates}
+    print(json.dumps({**result, "mean": {name: statistics.mean(row) for name, row in rates.items()}}))
+
+
+if __name__ == "__main__":
+    with clean_exits():
+        main()
