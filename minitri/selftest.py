@@ -29,6 +29,7 @@ from torch import Tensor
 from minitri.caches import FullCache
 from minitri.engine import Engine, load
 from minitri.errors import shorten
+from minitri.exits import clean_exits
 from minitri.flags import (
     OneLineParser,
     add_draft_flag,
@@ -38,7 +39,7 @@ from minitri.flags import (
     draft_of,
     speculation_of,
 )
-from minitri.generate import clean_exits, encode_prompt, finish, read_prompt, show_log
+from minitri.generate import encode_prompt, finish, read_prompt, show_log
 from minitri.model import Llama
 from minitri.reader import read_block
 from minitri.settings import METHODS, GenerationConfig, SamplingParams, SpeculationConfig

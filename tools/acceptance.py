@@ -19,8 +19,9 @@ from pathlib import Path
 
 from minitri.engine import Engine, load
 from minitri.errors import InputError
+from minitri.exits import clean_exits
 from minitri.flags import OneLineParser, add_model_flags, add_sampling_flags, add_size_flags, positive, speculation_of
-from minitri.generate import clean_exits, encode_prompt, finish, read_prompt
+from minitri.generate import encode_prompt, finish, read_prompt
 from minitri.settings import POLICIES, GenerationConfig, SamplingParams, SpeculationConfig
 
 

@@ -22,8 +22,9 @@ from typing import Any
 
 from minitri.engine import Engine, load
 from minitri.errors import InputError
+from minitri.exits import clean_exits
 from minitri.flags import OneLineParser, add_model_flags, add_size_flags, positive, speculation_of
-from minitri.generate import clean_exits, read_prompt
+from minitri.generate import read_prompt
 from minitri.generation import Token
 from minitri.settings import POLICIES, GenerationConfig, SpeculationConfig
 from minitri.tokenizer import Tokenizer
