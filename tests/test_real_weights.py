@@ -1,4 +1,4 @@
-"""SmolLM2-135M's real weights and a long real text: the same tokens as `transformers`, prompt inside and beyond 8K.
+"""SmolLM2-135M's real weights and a long real text: the same tokens as `transformers`, and the same with every method.
 
 `transformers` reads the same GGUF file with its own code, tokenizer included, so weights, rotary order, RoPE scaling,
 tokenization and greedy decoding are all compared at once.
@@ -11,6 +11,7 @@ import json
 import pytest
 import torch
 
+from minitri import selftest
 from minitri.generate import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -60,3 +61,14 @@ def test_the_command_gives_the_tokens_of_transformers(
     report = ours(prompt, capsys, num_prompt, *flags)
     assert report["num_prompt_tokens"] == num_prompt
     assert report["token_ids"] == theirs(real_weights, long_text, num_prompt, rope)
+
+
+def test_every_method_gives_the_autoregressive_tokens(real_weights, capsys):
+    """Greedy and seed-coupled, with a budget far below the prompt, so that every level accepts and rejects."""
+    with pytest.raises(SystemExit) as ended:
+        selftest.main([
+            "--model", "smollm2-135m", "--max-prompt-tokens", "1500", "--max-new-tokens", "48", "--dtype", "float32",
+            "--draft", "ngram", "--budget", "256", "--rebuild-stride", "16", "--quiet",
+        ])  # fmt: skip
+    assert ended.value.code == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["num_equal"] == 6

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from minitri.errors import InputError
-from minitri.settings import POLICIES
+from minitri.settings import POLICIES, GenerationConfig, SamplingParams, SpeculationConfig
 
 TOOLS = Path(__file__).parent.parent / "tools"
 
 
 def tool(name: str):
-    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(TOOLS))  # as `python tools/NAME.py` has it
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(TOOLS))
 
 
 @pytest.fixture(scope="session")
@@ -35,11 +37,11 @@ def test_acceptance_of_every_policy_over_several_texts(folder, texts, capsys):
                              "--new-tokens", "24", "--budget", "64", "--gamma2", "4"])  # fmt: skip
     *table, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
-    assert [line.split()[0] for line in table[2:]] == list(POLICIES)
-    assert table[1].split() == ["policy", "mean", "one", "two"]
-    assert set(result["acceptance"]) == set(result["mean"]) == set(POLICIES)
+    assert [line.split()[0] for line in table[2:]] == ["none", *POLICIES]
+    assert table[1].split() == ["policy", "mean", "ms", "one", "two"]
+    assert set(result["acceptance"]) == set(result["mean"]) == set(result["ms_per_token"]) == {"none", *POLICIES}
     for name, rates in result["acceptance"].items():
-        assert len(rates) == 2
+        assert len(rates) == len(result["ms_per_token"][name]) == 2
         assert all(0 <= rate <= 1 for rate in rates)
         assert result["mean"][name] == pytest.approx(sum(rates) / 2)
 
@@ -47,7 +49,18 @@ def test_acceptance_of_every_policy_over_several_texts(folder, texts, capsys):
 def test_a_budget_that_holds_everything_is_always_accepted(folder, texts, capsys):
     tool("acceptance").main(["--model", str(folder), "--dtype", "float32", "--prompt-file", texts[0], "--budget", "256",
                              "--prompt-tokens", "200", "--new-tokens", "24", "--policy", "retrieval"])  # fmt: skip
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["mean"] == {"retrieval": 1.0}
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["mean"] == {"none": 1.0, "retrieval": 1.0}
+
+
+def test_turns_give_the_rates_of_runs_of_their_own(engine):
+    """Sharing the prompt's full cache changes nothing, for h2o neither, which watches the prompt being read."""
+    prompt, sampling = list(range(3, 120)), SamplingParams()
+    settings = [SpeculationConfig("retrieval", name, budget=32, num_recent_tokens=8) for name in (*POLICIES, *POLICIES)]
+    for stats, speculation in zip(
+        tool("turns").take_turns(engine, prompt, settings, sampling=sampling, num_new=40), settings, strict=True
+    ):
+        run = engine.generate(prompt, generation=GenerationConfig(40, ignore_eos=True), speculation=speculation)
+        assert list(run)[-1].stats.levels[-1].acceptance_rate == stats.levels[-1].acceptance_rate
 
 
 def test_needle_tables_every_length_depth_and_policy(folder, texts, capsys):

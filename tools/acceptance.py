@@ -2,10 +2,11 @@
 
     python tools/acceptance.py --prompt-file A --prompt-file B --prompt-tokens 8000 --budget 1024 --policy all
 
-Runs the method `retrieval` (the target with a small cache guesses, the target with the full cache verifies) behind the
-first tokens of every text, and prints the acceptance rate, accepted / tested, per text and policy with the mean over
-the texts. The last line is JSON. The text that comes out follows the target's law whatever the policy; at a temperature
-above 0 it is another draw for every policy, so the rates carry that noise, too.
+Reads the first tokens of every text once; behind them runs autoregressive decoding and then, for each policy, the
+method `retrieval` (the target with a small cache guesses, the target with the full cache verifies). Prints the
+acceptance rate, accepted / tested, per text and policy with the mean over the texts, and ms/token. The last line is
+JSON. The text that comes out follows the target's law whatever the policy; at a temperature above 0 it is another draw
+for every policy, so the rates carry that noise, too.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import statistics
 import sys
 from pathlib import Path
 
+from turns import take_turns
+
 from minitri.engine import Engine, load
 from minitri.errors import InputError
 from minitri.exits import clean_exits
 from minitri.flags import OneLineParser, add_model_flags, add_sampling_flags, add_size_flags, positive, speculation_of
-from minitri.generate import encode_prompt, finish, read_prompt
-from minitri.settings import POLICIES, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.generate import encode_prompt, read_prompt
+from minitri.settings import POLICIES, SamplingParams, SpeculationConfig
 
 
 def build_parser() -> OneLineParser:
@@ -43,20 +46,19 @@ def build_parser() -> OneLineParser:
     return parser
 
 
-def measure(engine: Engine, prompt: list[int], args: argparse.Namespace, speculation: SpeculationConfig) -> float:
-    """The acceptance rate of the last level over one run."""
-    run = engine.generate(
-        prompt,
-        sampling=SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p),
-        generation=GenerationConfig(args.new_tokens, ignore_eos=True),
-        speculation=speculation,
-        seed=args.seed,
+def measure(
+    engine: Engine, prompt: list[int], args: argparse.Namespace, speculations: list[SpeculationConfig]
+) -> tuple[list[float], list[float]]:
+    """Acceptance rates of the last level, and ms per token; those of autoregressive decoding, the first turn, are 1."""
+    sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p)
+    alone = dataclasses.replace(speculations[0], method="autoregressive")
+    turns = take_turns(
+        engine, prompt, [alone, *speculations], sampling=sampling, num_new=args.new_tokens, seed=args.seed
     )
-    rate = finish(run, quiet=False).stats.levels[-1].acceptance_rate
-    if rate is None:
+    rates = [stats.levels[-1].acceptance_rate for stats in turns[1:]]
+    if None in rates:
         raise InputError("no guess was tested; raise --new-tokens")
-    print(f"  {speculation.policy} {rate:.3f}, prefill {run.stats.prefill_seconds:.0f} s", file=sys.stderr, flush=True)
-    return rate
+    return [1.0, *(rate for rate in rates if rate is not None)], [stats.ms_per_token or 0.0 for stats in turns]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -68,24 +70,30 @@ def main(argv: list[str] | None = None) -> None:
     texts = [read_prompt(argparse.Namespace(prompt=None, prompt_file=file)) for file in files]
     engine = load(args.model, dtype=args.dtype, device=args.device, rope_scaling=args.rope_scaling)
     titles = [Path(file).stem if file else "demo" for file in files]
-    rates: dict[str, list[float]] = {name: [] for name in names}
+    rates: dict[str, list[float]] = {name: [] for name in ("none", *names)}
+    times: dict[str, list[float]] = {name: [] for name in rates}
     for title, text in zip(titles, texts, strict=True):
         prompt = encode_prompt(engine, text, args.prompt_tokens)
         print(f"{title}: {len(prompt)} tokens", file=sys.stderr, flush=True)
-        for name in names:
-            rates[name].append(measure(engine, prompt, args, dataclasses.replace(speculation, policy=name)))
+        found = measure(engine, prompt, args, [dataclasses.replace(speculation, policy=name) for name in names])
+        for name, rate, ms in zip(rates, *found, strict=True):
+            rates[name].append(rate)
+            times[name].append(ms)
+            print(f"  {name} {rate:.3f}, {ms:.1f} ms/token", file=sys.stderr, flush=True)
     print(
         f"{args.prompt_tokens} prompt tokens, {args.new_tokens} new, budget {args.budget}, gamma2 {args.gamma2}, "
-        f"temperature {args.temperature}, top-p {args.top_p}, {engine.model.dtype}; accepted / tested"
+        f"temperature {args.temperature}, top-p {args.top_p}, {engine.model.dtype}; accepted / tested, and the median "
+        "over the texts of ms/token; policy none is autoregressive decoding"
     )
-    print(f"{'policy':10s} {'mean':>6s}  " + "  ".join(titles))
+    print(f"{'policy':10s} {'mean':>6s}  {'ms':>6s}  " + "  ".join(titles))
     for name, row in rates.items():
         cells = [f"{rate:{max(len(title), 5)}.3f}" for title, rate in zip(titles, row, strict=True)]
-        print(f"{name:10s} {statistics.mean(row):6.3f}  " + "  ".join(cells))
+        print(f"{name:10s} {statistics.mean(row):6.3f}  {statistics.median(times[name]):6.1f}  " + "  ".join(cells))
     keys = ("prompt_tokens", "new_tokens", "budget", "gamma2", "temperature", "top_p", "seed", "rope_scaling")
     result = {key: getattr(args, key) for key in keys}
     result |= {"dtype": str(engine.model.dtype).removeprefix("torch."), "texts": titles, "acceptance": rates}
-    print(json.dumps({**result, "mean": {name: statistics.mean(row) for name, row in rates.items()}}))
+    result |= {"mean": {name: statistics.mean(row) for name, row in rates.items()}, "ms_per_token": times}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

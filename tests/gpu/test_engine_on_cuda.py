@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import minitri
-from minitri import End, GenerationConfig
+from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.attention import attend, attend_math
+from minitri.settings import METHODS, POLICIES
 from tests.test_attention import random_case
 
 pytestmark = [
@@ -16,8 +17,9 @@ pytestmark = [
 ]
 
 
-def tokens(engine, prompts):
-    events = engine.generate(prompts, generation=GenerationConfig(max_new_tokens=24, ignore_eos=True))
+def tokens(engine, prompts, speculation=SpeculationConfig(), sampling=SamplingParams()):  # noqa: B008 (frozen)
+    generation = GenerationConfig(max_new_tokens=24, ignore_eos=True)
+    events = engine.generate(prompts, generation=generation, speculation=speculation, sampling=sampling, seed=5)
     return {event.row: event.token_ids for event in events if isinstance(event, End)}
 
 
@@ -25,6 +27,19 @@ def test_greedy_tokens_equal_those_of_the_cpu(folder, engine):
     on_gpu = minitri.load(str(folder), dtype="float32", device="cuda")
     prompts = [[5, 6, 7], list(range(10, 200)), [9]]
     assert tokens(on_gpu, prompts) == tokens(engine, prompts)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("coupled", [False, True])
+def test_every_method_gives_the_tokens_of_the_cpu(folder, engine, method, policy, coupled):
+    """Greedy and coupled, with the target as its own drafter, in float32."""
+    on_gpu = minitri.load(str(folder), draft=str(folder), dtype="float32", device="cuda")
+    prompts = [[5, 6, 7], list(range(10, 200)), [9]]
+    speculation = SpeculationConfig(method, policy, budget=32, num_recent_tokens=12, coupled=coupled)
+    sampling = SamplingParams(0.8, top_p=0.9) if coupled else SamplingParams()
+    alone = SpeculationConfig(coupled=coupled)
+    assert tokens(on_gpu, prompts, speculation, sampling) == tokens(engine, prompts, alone, sampling)
 
 
 @pytest.mark.parametrize("T", [1, 2, 8, 300])
