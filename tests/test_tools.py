@@ -89,7 +89,9 @@ def test_the_needle_is_hidden_in_a_prompt_of_just_the_length_asked_for(engine, l
     assert len(prompt) == 1000
     assert text.count(sentence) == 1
     assert text.index(sentence) / len(text) == pytest.approx(depth, abs=0.35)
-    assert text.rstrip().endswith("assistant")
+    assert text.endswith("assistant\n" + needle.BEGINNING)
+    whole = tokenizer.decode(needle.hide(tokenizer, text_ids, 1000, depth, 1234567, ""))
+    assert whole.endswith("assistant\n")
 
 
 def test_a_needle_without_enough_hay_is_refused(engine):
