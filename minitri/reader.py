@@ -53,7 +53,8 @@ class Reader:
         hidden_BNE = hidden_BTE.gather(1, index_BN.unsqueeze(2).expand(-1, -1, hidden_BTE.shape[2]))
         logits_BNV = self.model.logits(hidden_BNE)[..., : self.vocab_size]
         laws_BNV = probs_from_logits(logits_BNV.flatten(0, 1), self.sampling).unflatten(0, (-1, N))
-        return F.pad(laws_BNV, (0, self.vocab_size - laws_BNV.shape[-1]))
+        missing = self.vocab_size - laws_BNV.shape[-1]  # tokens that a drafter does not know: q = 0
+        return F.pad(laws_BNV, (0, missing)) if missing else laws_BNV
 
     def forget(self, lengths: list[int]) -> None:
         """Keeps at most the first `lengths[b]` tokens of row b."""
