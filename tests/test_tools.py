@@ -52,11 +52,11 @@ def test_a_budget_that_holds_everything_is_always_accepted(folder, texts, capsys
 
 def test_needle_tables_every_length_depth_and_policy(folder, texts, capsys):
     tool("needle").main(["--model", str(folder), "--dtype", "float32", "--prompt-file", texts[0], "--budget", "64",
-                         "--prompt-tokens", "300", "--prompt-tokens", "360", "--depth", "0", "--depth", "0.7",
-                         "--new-tokens", "12"])  # fmt: skip
+                         "--prompt-tokens", "700", "--prompt-tokens", "800", "--depth", "0", "--depth", "0.7",
+                         "--new-tokens", "12", "--rope-scaling", "linear:2"])  # fmt: skip
     *table, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
-    assert [line.split()[:2] for line in table[2:-1]] == [[n, name] for n in ("300", "360") for name in POLICIES]
+    assert [line.split()[:2] for line in table[2:-1]] == [[n, name] for n in ("700", "800") for name in POLICIES]
     assert table[-1].startswith("mean ")
     assert len(result["runs"]) == 2 * 2 * len(POLICIES)
     assert all(0 <= run["agreement"] <= 1 for run in result["runs"])
@@ -76,7 +76,9 @@ def test_the_needle_is_hidden_in_a_prompt_of_just_the_length_asked_for(engine, l
     assert len(prompt) == 1000
     assert text.count(sentence) == 1
     assert text.index(sentence) / len(text) == pytest.approx(depth, abs=0.35)
-    assert text.rstrip().endswith("assistant")
+    assert text.endswith("assistant\n" + needle.BEGINNING)
+    whole = tokenizer.decode(needle.hide(tokenizer, text_ids, 1000, depth, 1234567, ""))
+    assert whole.endswith("assistant\n")
 
 
 def test_a_needle_without_enough_hay_is_refused(engine):

@@ -3,9 +3,13 @@
     python tools/needle.py --prompt-file novel.txt --prompt-tokens 2000 --prompt-tokens 8000 --budget 1024
 
 One sentence with a seven-digit number stands at some depth of a text, and the question behind the text asks for it, in
-the chat format of SmolLM2. Decoding is greedy and speculation is lossless, so by construction the answer is the same
-for every policy, that of the full cache, right or wrong (in bfloat16 up to near-ties). What differs is how many of the
-small cache's guesses the target accepts on the way: accepted / tested over the answer's tokens, up to its end.
+the chat format of SmolLM2 and the words of the RULER benchmark. As there, the answer has been begun for the model, up
+to the space before the number, so that what is tested is the number and no polite preamble, which any cache foretells,
+and so that the query by which the small cache is chosen is the one that looks for the number.
+
+Decoding is greedy and speculation is lossless, so by construction the answer is the same for every policy, that of the
+full cache, right or wrong (in bfloat16 up to near-ties). What differs is how many of the small cache's guesses the
+target accepts on the way: accepted / tested over the answer's tokens, up to its end.
 
 A cell says that rate, with a `*` where the full cache's answer holds the number. The last line is JSON.
 """
@@ -28,10 +32,16 @@ from minitri.generation import Token
 from minitri.settings import POLICIES, GenerationConfig, SpeculationConfig
 from minitri.tokenizer import Tokenizer
 
-HEAD = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
-NEEDLE = "One of the special magic numbers for the town is: {number}.\n"
-QUESTION = "What is the special magic number mentioned in the text? Answer with the number only."
-TAIL = f"\n\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+HEAD = (
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nA special magic number is hidden "
+    "within the following text. Make sure to memorize it. I will quiz you about the number afterwards.\n\n"
+)
+NEEDLE = "One of the special magic numbers for purple-lemon is: {number}.\n"
+TAIL = (
+    "\n\nWhat is the special magic number for purple-lemon mentioned in the provided text?<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+BEGINNING = "The special magic number for purple-lemon mentioned in the provided text is "
 
 
 def build_parser() -> OneLineParser:
@@ -51,18 +61,26 @@ def build_parser() -> OneLineParser:
     parser.add_argument(
         "--policy", action="append", choices=(*POLICIES, "all"), help="may be given several times (default: all)"
     )
+    parser.add_argument(
+        "--whole-answer", action="store_true", help=f"do not begin the answer with {BEGINNING!r} for the model"
+    )
     add_size_flags(parser.add_argument_group("speculation"))
     parser.set_defaults(budget=1024, prompt=None, method="retrieval", coupled=False)
     return parser
 
 
-def hide(tokenizer: Tokenizer, text_ids: list[int], length: int, depth: float, number: int) -> list[int]:
-    """A prompt of exactly `length` tokens with the number at a depth of the text, behind the end of a line."""
+def hide(
+    tokenizer: Tokenizer, text_ids: list[int], length: int, depth: float, number: int, beginning: str = BEGINNING
+) -> list[int]:
+    """A prompt of exactly `length` tokens with the number at a depth of the text, behind the end of a line.
+
+    It ends in the beginning of the answer.
+    """
 
     def encode(text: str) -> list[int]:
         return [token for token in tokenizer.encode(text) if token != tokenizer.bos_token_id]
 
-    needle, tail = encode(NEEDLE.format(number=number)), encode(TAIL)
+    needle, tail = encode(NEEDLE.format(number=number)), encode(TAIL) + encode(beginning)
     head = tokenizer.encode(HEAD)
     room = length - len(head) - len(needle) - len(tail)
     if not 0 < room <= len(text_ids):
@@ -106,7 +124,7 @@ def main(argv: list[str] | None = None) -> None:
     for length in lengths:
         for depth in depths:
             number = numbers.randint(1_000_000, 9_999_999)
-            prompt = hide(engine.tokenizer, text_ids, length, depth, number)
+            prompt = hide(engine.tokenizer, text_ids, length, depth, number, "" if args.whole_answer else BEGINNING)
             for policy in policies:
                 print(f"{length} tokens, depth {depth}, {policy} ...", file=sys.stderr, flush=True)
                 result = ask(engine, prompt, args.new_tokens, number, dataclasses.replace(speculation, policy=policy))
