@@ -65,11 +65,11 @@ def test_turns_give_the_rates_of_runs_of_their_own(engine):
 
 def test_needle_tables_every_length_depth_and_policy(folder, texts, capsys):
     tool("needle").main(["--model", str(folder), "--dtype", "float32", "--prompt-file", texts[0], "--budget", "64",
-                         "--prompt-tokens", "300", "--prompt-tokens", "360", "--depth", "0", "--depth", "0.7",
-                         "--new-tokens", "12"])  # fmt: skip
+                         "--prompt-tokens", "700", "--prompt-tokens", "800", "--depth", "0", "--depth", "0.7",
+                         "--new-tokens", "12", "--rope-scaling", "linear:2"])  # fmt: skip
     *table, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
-    assert [line.split()[:2] for line in table[2:-1]] == [[n, name] for n in ("300", "360") for name in POLICIES]
+    assert [line.split()[:2] for line in table[2:-1]] == [[n, name] for n in ("700", "800") for name in POLICIES]
     assert table[-1].startswith("mean ")
     assert len(result["runs"]) == 2 * 2 * len(POLICIES)
     assert all(0 <= run["agreement"] <= 1 for run in result["runs"])

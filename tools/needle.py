@@ -34,8 +34,8 @@ from minitri.settings import POLICIES, GenerationConfig, SpeculationConfig
 from minitri.tokenizer import Tokenizer
 
 HEAD = (
-    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nA special magic number is hidden within "
-    "the following text. Make sure to memorize it. I will quiz you about the number afterwards.\n\n"
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nA special magic number is hidden "
+    "within the following text. Make sure to memorize it. I will quiz you about the number afterwards.\n\n"
 )
 NEEDLE = "One of the special magic numbers for purple-lemon is: {number}.\n"
 TAIL = (

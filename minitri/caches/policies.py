@@ -3,7 +3,8 @@
 A policy scores units of the full cache, chunks or single tokens, for the query of the latest token; the best fill the
 budget. Sinks and the latest tokens are kept whatever their score, which is the cache's business, not the policy's.
 
-- `ChunkRetrieval` (TriForce, section 4.1): the mean key of each chunk stands for its tokens.
+- `ChunkRetrieval` (TriForce, section 4.1): the mean key of each chunk stands for its tokens, and brings the next chunk
+  along.
 - `TopTokens`: the exact scores of every token, as costly as attention itself; the oracle.
 - `HeavyHitters` (H2O): attention that a token has received so far, from every query.
 - `LatestTokens` (StreamingLLM): the later, the better.
@@ -57,7 +58,12 @@ def make_policy(name: str, full: FullCache, chunk_size: int) -> Policy:
 
 
 class ChunkRetrieval:
-    """Attention to the mean key of each chunk. Means are made once, when a chunk is whole."""
+    """Attention to the mean key of each chunk. Means are made once, when a chunk is whole.
+
+    A chunk counts at least as much as the one before it: what the query looks for often begins in one and ends in the
+    next, which the query does not look for yet but the queries after it will. In the needle test a number that lay
+    across a border was lost without this.
+    """
 
     wants_prompt = False
 
@@ -75,7 +81,9 @@ class ChunkRetrieval:
             self._num_means[b] = whole
 
     def scores(self, full: FullCache, layer: int, b: int, q_KGD: Tensor, end: int) -> Tensor:  # noqa: ARG002 (scored by means)
-        return attention_received(q_KGD, self._means[layer, b, :, : end // self.unit])
+        scores_KN = attention_received(q_KGD, self._means[layer, b, :, : end // self.unit])
+        scores_KN[:, 1:] = torch.maximum(scores_KN[:, 1:], scores_KN[:, :-1])
+        return scores_KN
 
 
 class TopTokens:
