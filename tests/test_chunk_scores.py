@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minitri.caches.policies import attention_received, make_policy
+from minitri.caches.policies import NEIGHBOR, attention_received, make_policy
 from tests.conftest import new_cache, tiny_config
 
 
@@ -23,4 +23,4 @@ def test_a_chunk_that_is_looked_for_brings_the_next_one_along():
     assert plain_KN.argmax(1).tolist() == [3, 3]
     assert all(set(best) == {3, 4} for best in scores_KN.topk(2).indices.tolist())
     assert torch.equal(scores_KN[:, 0], plain_KN[:, 0])
-    assert torch.equal(scores_KN[:, 1:], torch.maximum(plain_KN[:, 1:], plain_KN[:, :-1]))
+    assert torch.equal(scores_KN[:, 1:], torch.maximum(plain_KN[:, 1:], NEIGHBOR * plain_KN[:, :-1]))

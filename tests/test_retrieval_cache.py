@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
 
-from minitri.caches.policies import make_policy
+from minitri.caches.policies import NEIGHBOR, make_policy
 from minitri.caches.retrieval import MEMORY, RetrievalCache
 from minitri.settings import POLICIES, SpeculationConfig
 from tests.cascades import GREEDY, WARM, Rig, near_copy, plain_tokens, random_prompt
@@ -68,7 +69,8 @@ def unit_scores(bench: Bench, name: str, layer: int, k: int, end: int, M: int) -
     latest = bench.queries[0, layer, end - 1]
     if name == "retrieval":
         means = torch.stack([keys_SD[n * M : (n + 1) * M].mean(0) for n in range(end // M)])
-        return sum((means @ latest[h] / math.sqrt(D)).softmax(0) for h in group).tolist()
+        plain = [0, *sum((means @ latest[h] / math.sqrt(D)).softmax(0) for h in group).tolist()]
+        return [max(own, NEIGHBOR * before) for before, own in itertools.pairwise(plain)]
     if name == "topk":
         return sum((keys_SD @ latest[h] / math.sqrt(D)).softmax(0) for h in group).tolist()
     if name == "h2o":
