@@ -59,10 +59,18 @@ class TableReader:
             del row[length:]
 
 
-def outcomes(proposal: Proposal, laws_BNV: torch.Tensor, b: int) -> list[tuple[float, list[float]]]:
+EDGE = 1e-9
+"""How close to the edge of its cell a coin is put, relative to the cell: a biased coin would fall into the next one."""
+UPPER, BOTH = (EDGE,), (EDGE, 1 - EDGE)
+
+
+def outcomes(
+    proposal: Proposal, laws_BNV: torch.Tensor, b: int, edges: tuple[float, ...] = UPPER
+) -> list[tuple[float, list[float]]]:
     """Every outcome of a decision about row b, written out by the textbook: its probability, and coins that lead there.
 
-    The coins are those of `verify`: one per test, one for the recovered or bonus token.
+    The coins are those of `verify`: one per test, one for the recovered or bonus token. A test is passed or failed by a
+    hair; a token is drawn just within the upper edge of its cell, or, if asked for, once at each edge.
     """
     tokens, found, reached, coins = proposal.tokens[b], [], 1.0, []
     for i, token in enumerate(tokens):
@@ -70,20 +78,20 @@ def outcomes(proposal: Proposal, laws_BNV: torch.Tensor, b: int) -> list[tuple[f
         accept = min(1.0, float(p[token] / q[token]))
         residual = (p - q).clamp_min(0)
         if accept < 1:
-            for share, coin in cells(residual / residual.sum()):
-                rest = [0.5] * (len(tokens) - i - 1)
-                found.append((reached * (1 - accept) * share, [*coins, (1 + accept) / 2, *rest, coin]))
-        coins.append(accept / 2)
+            failed = [*coins, accept + (1 - accept) * EDGE, *[0.5] * (len(tokens) - i - 1)]
+            for share, coin in cells(residual / residual.sum(), edges):
+                found.append((reached * (1 - accept) * share, [*failed, coin]))
+        coins.append(accept * (1 - EDGE))
         reached *= accept
         if reached == 0:
             return found
-    return found + [(reached * share, [*coins, coin]) for share, coin in cells(laws_BNV[b, len(tokens)])]
+    return found + [(reached * share, [*coins, coin]) for share, coin in cells(laws_BNV[b, len(tokens)], edges)]
 
 
-def cells(law: torch.Tensor) -> list[tuple[float, float]]:
-    """The probability of each possible token, and the middle of its cell of the CDF."""
-    ends = law.cumsum(0)
-    return [(float(share), float(end - share / 2)) for share, end in zip(law, ends, strict=True) if share > 0]
+def cells(law: torch.Tensor, edges: tuple[float, ...] = UPPER) -> list[tuple[float, float]]:
+    """The probability of each possible token, and a number in its cell of the CDF, or its share at each of `edges`."""
+    found = [(float(share), float(end)) for share, end in zip(law, law.cumsum(0), strict=True) if share > 0]
+    return [(share / len(edges), end - share * edge) for share, end in found for edge in edges]
 
 
 @dataclass
@@ -105,7 +113,8 @@ class Scripted:
                 self.frontier[b] = outcomes(proposal, laws_BNV, b)
             if self.step[b] < len(script):
                 coins = script[self.step[b]]
-                uniforms_BN[b, : len(coins) - 1], uniforms_BN[b, -1] = torch.tensor(coins[:-1]), coins[-1]
+                uniforms_BN[b, : len(coins) - 1] = torch.tensor(coins[:-1], dtype=torch.float64)
+                uniforms_BN[b, -1] = coins[-1]
             self.step[b] += 1
         return self.verify(proposal, laws_BNV, uniforms_BN)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minitri.verification import Proposal, verify
-from tests.exactness import Laws, cells, law_of_steps, outcomes, target_law, toy_cascade
+from tests.exactness import BOTH, Laws, cells, law_of_steps, outcomes, target_law, toy_cascade
 
 HORIZON = 3
 
@@ -54,7 +54,7 @@ def test_a_single_decision_gives_the_law_whatever_the_guesses():
             for share, coin in cells(q[0]):
                 guess = int((q[0].cumsum(0) <= coin).sum())
                 proposal = Proposal([[guess]], q.unsqueeze(0), [["draft"]])
-                for weight, coins in outcomes(proposal, p.unsqueeze(0), 0):
+                for weight, coins in outcomes(proposal, p.unsqueeze(0), 0, BOTH):
                     verdict = verify(proposal, p.unsqueeze(0), torch.tensor([coins], dtype=torch.float64))
                     law[guess if verdict.num_accepted[0] else verdict.next_tokens[0]] += share * weight
             assert (law - p[0]).abs().max() < 1e-15

@@ -147,6 +147,13 @@ def bonus_from_wrong_row(proposal, laws_BNV, uniforms_BN):
     )
 
 
+def biased_coins(proposal, laws_BNV, uniforms_BN):
+    """Tests with coins that are a little too small: every guess is accepted a little too often."""
+    uniforms_BN = uniforms_BN.clone()
+    uniforms_BN[:, :-1] **= 1.001
+    return verify(proposal, laws_BNV, uniforms_BN)
+
+
 class DraftWithoutTopP(Level):
     """Tokens are drawn from a filtered law, but the proposal says they come from the law before the filter."""
 
@@ -252,6 +259,7 @@ class Mutant:
 MUTANTS = {
     "resample from p-hat": Mutant(law_error, 1e-12, arguments={"verify_function": resample_from_p}),
     "bonus from the wrong row": Mutant(law_error, 1e-12, arguments={"verify_function": bonus_from_wrong_row}),
+    "biased coins": Mutant(law_error, 1e-12, arguments={"verify_function": biased_coins}),
     "q without top-p": Mutant(law_error, 1e-12, arguments={"level": DraftWithoutTopP}),
     "greedy draft scored with soft q": Mutant(law_error, 1e-12, arguments={"level": GreedyDraftWithSoftLaw}),
     "reused noise": Mutant(joint_error, 0.04, arguments={"coins": ReusedNoise}),
