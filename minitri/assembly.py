@@ -45,7 +45,7 @@ class Commit:
 
     def __call__(self, emitted: list[Emitted], active: list[bool]) -> None:
         started = time.perf_counter()
-        before = self._stats.rebuild_seconds
+        before = self._retrieval.rebuild_seconds if self._retrieval else 0.0
         if self._retrieval:
             for b, row in enumerate(emitted):
                 if active[b]:
@@ -53,10 +53,11 @@ class Commit:
                     queries_LTHD = self._queries_LBTHD[:, b, : len(row.tokens)]
                     self._retrieval.commit(b, queries_LTHD, was_rejected=row.origins[-1] == "recovered")
             self._stats.num_rebuilds = self._retrieval.num_rebuilds
-            self._stats.rebuild_seconds = self._retrieval.rebuild_seconds
         if self._drafter:
             self._drafter.commit(self._sequences, active)
-        self._stats.commit_seconds += time.perf_counter() - started - (self._stats.rebuild_seconds - before)
+        rebuild_seconds = self._retrieval.rebuild_seconds - before if self._retrieval else 0.0
+        self._stats.rebuild_seconds += rebuild_seconds
+        self._stats.commit_seconds += time.perf_counter() - started - rebuild_seconds
 
 
 def build_cascade(
@@ -93,7 +94,8 @@ def build_cascade(
             stats.kv_cache_bytes += drafter.window.num_bytes
     if method in ("retrieval", "triforce"):
         policy = make_policy(speculation.policy, full, speculation.chunk_size)
-        retrieval = RetrievalCache(full, policy, speculation, budget=speculation.budget_for(max(map(len, sequences))))
+        budgets = [speculation.budget_for(len(sequence)) for sequence in sequences]
+        retrieval = RetrievalCache(full, policy, speculation, budgets=budgets)
         reader = Reader(target, retrieval, sampling, vocab_size=config.vocab_size)
         stats.stages.append(LevelStats("retrieval"))
         stage = Level(reader, stage, coins, stats.stages[-1], block=speculation.gamma2)

@@ -103,7 +103,7 @@ class Level:
 
     def round(self, sequences: list[list[int]], active: list[bool]) -> tuple[list[Emitted], Tensor]:
         """Has the stage below guess and decides; returns what `decide` does."""
-        proposal = self.below.propose(sequences, active) if self.below else Proposal.nothing(len(sequences))
+        proposal = self.below.propose(sequences, active) if self.below is not None else Proposal.nothing(len(sequences))
         started = time.perf_counter()
         emitted, laws_BNV = self.decide(sequences, active, proposal)
         self.stats.seconds += time.perf_counter() - started
@@ -136,7 +136,7 @@ class Level:
     def forget(self, lengths: list[int]) -> None:
         """Keeps at most the first `lengths[b]` tokens of row b, here and below."""
         self.reader.forget(lengths)
-        if self.below:
+        if self.below is not None:
             self.below.forget(lengths)
 
     @staticmethod

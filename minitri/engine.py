@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -146,9 +146,7 @@ class Engine:
             raise InputError("there is no prompt; give at least one text or one list of token ids")
         for tokens in ids:
             self._check_prompt(tokens, generation)
-        seeds = [seed + b for b in range(len(ids))] if isinstance(seed, int) else list(seed)
-        if len(seeds) != len(ids) or not all(isinstance(s, int) and 0 <= s <= MAX_SEED for s in seeds):
-            raise InputError(f"seed is {seed}; give a number from 0 to 2^32 - 1, or one for each of {len(ids)} prompts")
+        seeds = as_seeds(seed, len(ids))
         return Generation(self.model, self.draft, self.tokenizer, ids, seeds, sampling, generation, speculation)
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -188,3 +186,18 @@ def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if items and not isinstance(items[0], str | Sequence) and not getattr(items[0], "shape", ()):
         return [items]
     return items
+
+
+def as_seeds(seed: int | Sequence[int], num_rows: int) -> list[int]:
+    """One seed per row. Raises `InputError` unless they are whole numbers that a generator can take."""
+    try:
+        seeds = [operator.index(s) for s in seed] if isinstance(seed, Iterable) else []
+        seeds = seeds or [operator.index(seed) + b for b in range(num_rows)]  # type: ignore[arg-type]
+    except TypeError:
+        seeds = []
+    if len(seeds) != num_rows or not all(0 <= s <= MAX_SEED for s in seeds):
+        raise InputError(
+            f"seed is {shorten(seed, 60)}; give a whole number from 0 to 2^32 - {num_rows}, or one for each of "
+            f"{num_rows} prompts"
+        )
+    return seeds

@@ -122,7 +122,13 @@ class Generation(Iterator[Event]):
         capacity = max(map(len, prompts)) + generation.max_new_tokens + speculation.max_block - 1
         full = self._allocate(len(prompts), capacity)
         sequences = [list(prompt) for prompt in prompts]
-        cascade, policy = build_cascade(model, draft, full, sequences, seeds, sampling, speculation, self.stats)
+        try:
+            cascade, policy = build_cascade(model, draft, full, sequences, seeds, sampling, speculation, self.stats)
+        except RuntimeError as error:  # out of memory, on CUDA too
+            raise InputError(
+                f"the small KV caches do not fit on {model.device} beside the full one ({shorten(error, 90)}); lower "
+                "budget or num_recent_tokens, or shorten the prompt"
+            ) from None
         self._events = self._run(cascade, policy, full)  # which alone holds the caches, so that its end frees them
 
     def __next__(self) -> Event:
@@ -136,7 +142,7 @@ class Generation(Iterator[Event]):
             ) from None
         except NotFiniteError:
             raise InputError(
-                f"{self._model.config.name} computed logits that are not finite in {self._model.dtype}; "
+                f"{self._model.config.name} or its drafter computed logits that are not finite in {self._model.dtype}; "
                 "the weights are damaged, or need --dtype float32"
             ) from None
 
@@ -161,6 +167,7 @@ class Generation(Iterator[Event]):
         started = time.perf_counter()
         emitted = cascade.start()
         self.stats.prefill_seconds += time.perf_counter() - started
+        self.stats.rebuild_seconds = self.stats.commit_seconds = 0.0  # so far they were part of the prefill
         yield from self._emit(cascade, emitted)
         while any(cascade.active):
             started = time.perf_counter()

@@ -66,7 +66,10 @@ def greedy_tokens(logits_NV: Tensor) -> Tensor:
 
 
 def sample(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
-    """One token per row, (N,), by inverse CDF of float64 numbers in [0, 1). A token of probability 0 is never drawn."""
+    """One token per row, (N,), by inverse CDF of float64 numbers in [0, 1).
+
+    On a CPU a token of probability 0 is never drawn; on CUDA sums may be rounded in another order, at odds of 1e-11.
+    """
     cdf_NV = probs_NV.double().cumsum(-1)
     targets_N1 = uniforms_N.double().unsqueeze(-1) * cdf_NV[..., -1:]
     return torch.searchsorted(cdf_NV, targets_N1, right=True).squeeze(-1)

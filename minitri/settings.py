@@ -12,6 +12,7 @@ from minitri.errors import InputError, shorten
 METHODS = ("autoregressive", "naive", "retrieval", "triforce")
 POLICIES = ("retrieval", "streaming", "topk", "h2o")
 MAX_GAMMA = 64
+MAX_CHUNK_SIZE = 1024
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,10 @@ class SpeculationConfig:
             raise InputError(
                 f"gamma1, gamma2 are {self.gamma1}, {self.gamma2}; guessing more than {MAX_GAMMA} tokens ahead never "
                 "pays, lower them"
+            )
+        if self.chunk_size > MAX_CHUNK_SIZE:
+            raise InputError(
+                f"chunk_size is {self.chunk_size} tokens; at most {MAX_CHUNK_SIZE} make sense, the paper has 8"
             )
         if not 0 <= self.rebuild_threshold <= 1:
             raise InputError(f"rebuild_threshold is {self.rebuild_threshold}; it must be between 0 (off) and 1")

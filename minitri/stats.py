@@ -8,7 +8,10 @@ from typing import Any
 
 @dataclass
 class LevelStats:
-    """What one level of the cascade decided about the guesses of the stage below it, over all rows."""
+    """What one level of the cascade decided about the guesses of the stage below it, over all rows.
+
+    Whole rounds are counted, the tokens of the last one that an end of the text cuts away included.
+    """
 
     name: str
     num_rounds: int = 0
@@ -76,6 +79,7 @@ class Stats:
     commit_seconds: float = 0.0
     """Of decoding, spent on bringing committed tokens into the small caches."""
     num_rebuilds: int = 0
+    """How often a retrieval cache was chosen, the first time, behind the prompt, included."""
     kv_cache_bytes: int = 0
     """Of all caches."""
     stages: list[LevelStats] = field(default_factory=list)

@@ -65,7 +65,7 @@ def verify(proposal: Proposal, laws_BNV: Tensor, uniforms_BN: Tensor) -> Verdict
 
     `laws_BNV`, (B, N + 1, V), are the verifier's laws p_1 .. p_{N+1}, `uniforms_BN` (B, N + 1) independent numbers in
     [0, 1): one per test, the last one for the recovered or bonus token. If the residual vanishes in floating point, the
-    token comes from p_i. One host synchronisation. Raises `NotFiniteError`.
+    token comes from p_i. The verdict takes one host synchronisation. Raises `NotFiniteError`.
     """
     B, device = len(proposal.tokens), laws_BNV.device
     rows = torch.arange(B, device=device)
@@ -136,7 +136,7 @@ def hashed_uniforms(keys: Tensor, numbers: Tensor) -> Tensor:
     x = (x ^ _shift(x, 30)) * _MIX1
     x = (x ^ _shift(x, 27)) * _MIX2
     x = x ^ _shift(x, 31)
-    return (_shift(x, 11).double() + 0.5) * 2.0**-53
+    return (_shift(x, 12).double() + 0.5) * 2.0**-52
 
 
 def noise_key(seed: int, position: int) -> int:

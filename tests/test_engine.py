@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -250,10 +251,27 @@ def test_prompts_of_the_wrong_kind_are_refused(engine, prompt):
         engine.generate(prompt)
 
 
-@pytest.mark.parametrize("seed", [-1, 2**32, [1], [1, 2, 3], [0, None]])
+@pytest.mark.parametrize("seed", [-1, 2**32, [1], [1, 2, 3], [0, None], 1.5, None])
 def test_bad_seeds_are_refused(engine, seed):
     with pytest.raises(InputError, match="seed is"):
         engine.generate(PROMPTS[:2], seed=seed)
+
+
+def test_integers_of_other_libraries_are_seeds(engine):
+    assert ids(run(engine, PROMPTS[0], sampling=NOISY, seed=np.int64(3))) == ids(
+        run(engine, PROMPTS[0], sampling=NOISY, seed=[3])
+    )
+
+
+@pytest.mark.parametrize(
+    "settings", [{"budget": 8 * 10**18}, {"budget": 10**20, "chunk_size": 1}, {"chunk_size": 1024}, {"budget": 4096}]
+)
+def test_a_budget_beyond_all_measure_is_clipped(engine, settings):
+    """Clipped to what the texts can fill; no more memory is reserved than for them."""
+    speculation, generation = minitri.SpeculationConfig("retrieval", **settings), GenerationConfig(4, ignore_eos=True)
+    end = list(engine.generate(PROMPTS[0], generation=generation, speculation=speculation))[-1]
+    assert end.token_ids == run(engine, PROMPTS[0], n=4, ignore_eos=True)[0].token_ids
+    assert end.stats.kv_cache_bytes < 1 << 20
 
 
 @pytest.mark.parametrize(

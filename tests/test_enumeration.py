@@ -60,6 +60,20 @@ def test_a_single_decision_gives_the_law_whatever_the_guesses():
             assert (law - p[0]).abs().max() < 1e-15
 
 
+def test_a_biased_last_coin_is_noticed():
+    """The textbook's coins stand at both edges of each cell, so a last coin a thousandth too small tells."""
+    laws = Laws(3, 0)
+    p, q = laws.row((0,)), laws.row((1,))
+    proposal = Proposal([[int(q.argmax())]], q.view(1, 1, 3), [["draft"]])
+    rows = torch.stack((p, laws.row((0, 1)))).unsqueeze(0)
+    tokens = []
+    for scale in (1, 0.999):
+        coins = torch.tensor([coins for _, coins in outcomes(proposal, rows, 0, BOTH)], dtype=torch.float64)
+        coins[:, -1] *= scale
+        tokens.append([verify(proposal, rows, coin.unsqueeze(0)).next_tokens for coin in coins])
+    assert tokens[0] != tokens[1]
+
+
 def test_a_residual_that_vanishes_falls_back_to_the_law():
     """In float32 u q(x) < p(x) may fail by rounding although p = q; then nothing is left of p - q."""
     law = torch.full((1, 2, 4), 0.25)

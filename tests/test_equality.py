@@ -75,10 +75,12 @@ def test_every_setting_gives_the_autoregressive_text(engine, other_engine, draft
     assert min(accepted, rejected, rebuilds) > 50  # so the grid went through acceptance, rejection and rebuilding
 
 
-def test_a_row_of_a_batch_gives_what_it_gives_alone_at_any_temperature(engine, other_engine):
-    """Without coupling, too: a row draws from its own stream, and only when it takes part."""
+@pytest.mark.parametrize("budget", [24, None])
+def test_a_row_of_a_batch_gives_what_it_gives_alone_at_any_temperature(engine, other_engine, budget, monkeypatch):
+    """Without coupling, too: a row draws from its own stream, only when it takes part, and has its own budget."""
+    monkeypatch.setattr(SpeculationConfig, "budget_for", lambda self, n: self.budget or 8 + n // 16 * 8)
     law = (SamplingParams(0.9, top_k=50), False)
-    settings = {"method": "triforce", "gamma1": 2, "gamma2": 4, "budget": 24}
+    settings = {"method": "triforce", "gamma1": 2, "gamma2": 4, "budget": budget}
     together, _ = texts(engine, other_engine.model, law, seed=[7, 8, 9, 10], **settings)
     for b, prompt in enumerate(PROMPTS):
         alone, _ = texts(engine, other_engine.model, law, prompts=[prompt], seed=7 + b, **settings)

@@ -31,7 +31,9 @@ class Bench:
         self.queries = torch.randn(batch_size, L, capacity, H, D, generator=generator) * 3
         self.policy = make_policy(policy, self.full, speculation.get("chunk_size", 8))
         settings = {"rebuild_stride": NEVER, "num_recent_tokens": 8, **speculation}
-        self.cache = RetrievalCache(self.full, self.policy, SpeculationConfig("retrieval", **settings), budget=budget)
+        self.cache = RetrievalCache(
+            self.full, self.policy, SpeculationConfig("retrieval", **settings), budgets=[budget] * batch_size
+        )
 
     def read(self, count: int, b: int = 0) -> None:
         """The full cache reads on, and whoever wants to see the prompt sees it."""

@@ -49,7 +49,7 @@ class Policy(Protocol):
 
 
 def make_policy(name: str, full: FullCache, chunk_size: int) -> Policy:
-    """The policy of a name in `config.POLICIES`, for the rows of a full cache."""
+    """The policy of a name in `settings.POLICIES`, for the rows of a full cache."""
     if name == "retrieval":
         return ChunkRetrieval(full, chunk_size)
     if name == "topk":
@@ -135,7 +135,7 @@ class HeavyHitters:
             for layer in range(L):
                 q_KGTD = queries_LTHD[layer, first:last].unflatten(1, (K, H // K)).permute(1, 2, 0, 3)
                 keys_KSD = full.keys[layer, b, :, :seen]
-                scores_KRS = q_KGTD.reshape(K, -1, D) @ keys_KSD.transpose(1, 2) / math.sqrt(D)
+                scores_KRS = (q_KGTD / math.sqrt(D)).reshape(K, -1, D) @ keys_KSD.transpose(1, 2)
                 scores_KGTS = scores_KRS.float().view(K, H // K, last - first, seen)
                 scores_KGTS[..., first - last :].masked_fill_(future, -math.inf)
                 self._received[layer, b, :, :seen] += scores_KGTS.softmax(-1).sum((1, 2))
@@ -146,5 +146,5 @@ class HeavyHitters:
 
 def attention_received(q_KGD: Tensor, keys_KND: Tensor) -> Tensor:
     """Softmax attention of G queries over N keys, added up over the group: (K, N) float32."""
-    scores_KGN = q_KGD @ keys_KND.transpose(1, 2)
-    return (scores_KGN.float() / math.sqrt(q_KGD.shape[-1])).softmax(-1).sum(1)
+    scores_KGN = (q_KGD / math.sqrt(q_KGD.shape[-1])) @ keys_KND.transpose(1, 2)
+    return scores_KGN.float().softmax(-1).sum(1)

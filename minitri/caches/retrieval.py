@@ -33,17 +33,20 @@ MEMORY = 0.9
 class RetrievalCache:
     """A small copy of a full cache: `budget` committed tokens per row, and room for a block behind them."""
 
-    def __init__(self, full: FullCache, policy: Policy, speculation: SpeculationConfig, *, budget: int) -> None:
+    def __init__(self, full: FullCache, policy: Policy, speculation: SpeculationConfig, *, budgets: list[int]) -> None:
         """Empty; `commit` fills it."""
         L, B, K, _, D = full.keys.shape
-        self.budget = budget
+        whole = -(-full.capacity // policy.unit) * policy.unit  # no row can ever fill more
+        self.budgets = [min(budget, whole) for budget in budgets]
         self.num_rebuilds = 0
         self.rebuild_seconds = 0.0
         self._full = full
         self._policy = policy
         self._settings = speculation
         self.keys, self.values = (
-            torch.empty(L, B, K, budget + speculation.room, D, dtype=full.keys.dtype, device=full.keys.device)
+            torch.empty(
+                L, B, K, max(self.budgets) + speculation.room, D, dtype=full.keys.dtype, device=full.keys.device
+            )
             for _ in range(2)
         )
         self._num_committed = [0] * B
@@ -105,7 +108,7 @@ class RetrievalCache:
         self._num_since_build[b] += fresh
         self._num_guessed[b] = 0
         self._policy.observe(self._full, b, queries_LTHD, end)
-        if end <= self.budget:
+        if end <= self.budgets[b]:
             self._copy(b, start, end, slot=start)
             self._num_held[b] = end
         elif self._is_due(b, fresh):
@@ -118,18 +121,19 @@ class RetrievalCache:
 
     def _is_due(self, b: int, fresh: int) -> bool:
         return (
-            self._num_committed[b] <= self.budget  # so far it held all, in the order of the text: the sinks come first
-            or self._num_overwritten[b] + fresh > self.budget // 2
+            self._num_committed[b]
+            <= self.budgets[b]  # so far it held all, in the order of the text: the sinks come first
+            or self._num_overwritten[b] + fresh > self.budgets[b] // 2
             or self._num_since_build[b] >= self._settings.rebuild_stride
             or self._moving_rate[b] < self._settings.rebuild_threshold
         )
 
     def _build(self, b: int, query_LHD: Tensor, end: int) -> None:
         M, K = self._policy.unit, self.keys.shape[2]
-        C = self.budget // M
+        C = self.budgets[b] // M
         num_units = end // M
-        sinks = min(-(-self._settings.num_sink_tokens // M), C)
         recent = min(-(-self._settings.num_recent_tokens // M), max(1, C // 4))
+        sinks = min(-(-self._settings.num_sink_tokens // M), C - recent)
         for layer in range(self.keys.shape[0]):
             q_KGD = query_LHD[layer].unflatten(0, (K, -1))
             scores_KN = self._policy.scores(self._full, layer, b, q_KGD, end).clone()
@@ -138,8 +142,8 @@ class RetrievalCache:
             heads_K1 = torch.arange(K, device=chosen_KC.device).unsqueeze(1)
             for small, large in ((self.keys, self._full.keys), (self.values, self._full.values)):
                 units = large[layer, b, :, : num_units * M].unflatten(1, (num_units, M))  # (K, N, M, D)
-                small[layer, b, :, : self.budget] = units[heads_K1, chosen_KC].flatten(1, 2)
-        self._num_held[b] = self.budget
+                small[layer, b, :, : self.budgets[b]] = units[heads_K1, chosen_KC].flatten(1, 2)
+        self._num_held[b] = self.budgets[b]
         self._num_overwritten[b] = self._num_since_build[b] = 0
         self._moving_rate[b] = 1.0
         self.num_rebuilds += 1

@@ -30,7 +30,8 @@ class DraftReader(Reader):
         if num_slots > model.config.context_length:
             raise InputError(
                 f"the drafter {model.config.name} holds {model.config.context_length} tokens but its window needs "
-                f"{num_slots} (num_recent_tokens={speculation.num_recent_tokens}); lower --num-recent-tokens"
+                f"{num_slots} (num_recent_tokens={speculation.num_recent_tokens} and room for guesses); lower "
+                "--num-recent-tokens, --num-sink-tokens or the gammas"
             )
         self.window = StreamingCache(
             model.config,
