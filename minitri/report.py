@@ -73,6 +73,13 @@ def phase_ms(stats: Stats) -> dict[str, float]:
     return {name: 1e3 * value / max(stats.num_decoded_tokens, 1) for name, value in seconds.items()}
 
 
+def drafter_name(engine: Engine, method: str) -> str | None:
+    """Who guessed first: a model, `ngram`, or nobody."""
+    if method not in ("naive", "triforce"):
+        return None
+    return engine.draft.config.name if engine.draft else "ngram"
+
+
 def report(engine: Engine, run: Generation, args: argparse.Namespace, finish_reason: str) -> dict[str, Any]:
     """The statistics for programs: the object that --json prints."""
     row, stats = run.rows[0], run.stats
@@ -93,7 +100,7 @@ def report(engine: Engine, run: Generation, args: argparse.Namespace, finish_rea
         "ms_per_token": stats.ms_per_token,
         "tokens_per_second": stats.tokens_per_second,
         "levels": [level.as_dict() for level in stats.levels],
-        "draft": args.draft,
+        "draft": drafter_name(engine, args.method),
         "policy": args.policy,
         "coupled": args.coupled,
         "phase_ms_per_token": phase_ms(stats),
