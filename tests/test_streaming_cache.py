@@ -216,7 +216,7 @@ def test_a_window_that_the_drafter_cannot_hold_is_refused_in_one_line():
     with pytest.raises(InputError) as refused:
         new_reader(tiny_config(context_length=64), num_recent_tokens=60)
     message = str(refused.value)
-    assert "holds 64 tokens but its window needs 101 (num_recent_tokens=60); lower --num-recent-tokens" in message
+    assert "holds 64 tokens but its window needs 101 (num_recent_tokens=60 and room for guesses); lower" in message
     assert "\n" not in message
     new_reader(tiny_config(context_length=101), num_recent_tokens=60)
 
