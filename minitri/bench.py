@@ -24,8 +24,7 @@ with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
 
     from minitri.engine import Engine, load
     from minitri.flags import DEMO_PROMPT_TOKENS, OneLineParser, add_model_flags, positive
-    from minitri.generate import PrefillBar, encode_prompt, read_prompt, show_log
-    from minitri.generation import End, PrefillProgress
+    from minitri.generate import encode_prompt, finish, read_prompt, show_log
     from minitri.settings import GenerationConfig
 
 PARTS = {
@@ -115,16 +114,10 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def measure_once(engine: Engine, prompt: list[int], num_new: int, *, quiet: bool) -> tuple[float, float]:
     """Prefill seconds, and ms per decoded token, of one greedy run."""
-    bar = PrefillBar(quiet=quiet)
     run = engine.generate(prompt, generation=GenerationConfig(max_new_tokens=num_new, ignore_eos=True))
-    for event in run:
-        if isinstance(event, PrefillProgress):
-            bar.show(event)
-        elif isinstance(event, End):
-            break
-    run.close()
-    assert run.stats.ms_per_token is not None
-    return run.stats.prefill_seconds, run.stats.ms_per_token
+    stats = finish(run, quiet=quiet).stats
+    assert stats.ms_per_token is not None
+    return stats.prefill_seconds, stats.ms_per_token
 
 
 def profile_decoding(engine: Engine, prompt: list[int], num_new: int) -> dict[str, float]:

@@ -11,6 +11,7 @@ import argparse
 import json
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -164,15 +165,22 @@ def show_log(*, quiet: bool) -> None:
     logger.setLevel(logging.WARNING if quiet else logging.INFO)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Entry point of `python -m minitri.generate`."""
+def run_program(
+    parser: argparse.ArgumentParser, command: Callable[[argparse.Namespace], int], argv: list[str] | None
+) -> None:
+    """Parses the flags, sets up the log and UTF-8 output, runs the command and exits with its code."""
     with clean_exits():
-        args = build_parser().parse_args(argv)
+        args = parser.parse_args(argv)
         show_log(quiet=args.quiet)
         for output in (sys.stdout, sys.stderr):
             if hasattr(output, "reconfigure"):
                 output.reconfigure(encoding="utf-8", errors="replace")
-        sys.exit(run_command(args))
+        sys.exit(command(args))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of `python -m minitri.generate`."""
+    run_program(build_parser(), run_command, argv)
 
 
 if __name__ == "__main__":

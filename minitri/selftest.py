@@ -20,7 +20,6 @@ import argparse
 import dataclasses
 import json
 import logging
-import sys
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from torch import Tensor
 from minitri.caches import FullCache
 from minitri.engine import Engine, load
 from minitri.errors import shorten
-from minitri.exits import clean_exits
 from minitri.flags import (
     OneLineParser,
     add_draft_flag,
@@ -39,7 +37,7 @@ from minitri.flags import (
     draft_of,
     speculation_of,
 )
-from minitri.generate import encode_prompt, finish, read_prompt, show_log
+from minitri.generate import encode_prompt, finish, read_prompt, run_program
 from minitri.model import Llama
 from minitri.reader import read_block
 from minitri.settings import METHODS, GenerationConfig, SamplingParams, SpeculationConfig
@@ -264,13 +262,7 @@ def run_command(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `python -m minitri.selftest`."""
-    with clean_exits():
-        args = build_parser().parse_args(argv)
-        show_log(quiet=args.quiet)
-        for output in (sys.stdout, sys.stderr):
-            if hasattr(output, "reconfigure"):
-                output.reconfigure(encoding="utf-8", errors="replace")
-        sys.exit(run_command(args))
+    run_program(build_parser(), run_command, argv)
 
 
 if __name__ == "__main__":

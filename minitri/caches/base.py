@@ -47,3 +47,10 @@ class Cache(Protocol):
     def crop(self, num_tokens: list[int]) -> None:
         """Forgets every token of row b from the `num_tokens[b]`-th on; 0 empties the row."""
         ...
+
+
+def write_behind(slots_BKSD: Tensor, block_BTKD: Tensor, starts: list[int]) -> None:
+    """Writes a block into the slots of one layer, row b's from slot `starts[b]` on."""
+    T = block_BTKD.shape[1]
+    for b, start in enumerate(starts):
+        slots_BKSD[b, :, start : start + T] = block_BTKD[b].transpose(0, 1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minitri.caches.base import write_behind
 from minitri.config import ModelConfig
 from minitri.rope import Rotary
 
@@ -57,15 +58,13 @@ class FullCache:
         return 2 * self.keys.numel() * self.keys.element_size()
 
     def update(self, layer: int, k_BTKD: Tensor, v_BTKD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        keys, values = self.keys[layer], self.values[layer]  # (B, K, S, D)
-        k_BKTD, v_BKTD = rotary.rotate(k_BTKD).transpose(1, 2), v_BTKD.transpose(1, 2)
-        T = k_BKTD.shape[2]
+        T = k_BTKD.shape[1]
         for b, start in enumerate(self._lengths):
             if start + T > self.capacity:
                 raise IndexError(f"row {b} holds {start} of {self.capacity} tokens; a block of {T} does not fit")
-            keys[b, :, start : start + T] = k_BKTD[b]
-            values[b, :, start : start + T] = v_BKTD[b]
-        return keys, values
+        write_behind(self.keys[layer], rotary.rotate(k_BTKD), self._lengths)
+        write_behind(self.values[layer], v_BTKD, self._lengths)
+        return self.keys[layer], self.values[layer]
 
     def row(self, b: int) -> FullCache:
         """A cache of one row that shares memory with row b, for prefilling rows of different lengths one by one.

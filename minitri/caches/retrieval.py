@@ -21,6 +21,7 @@ import time
 import torch
 from torch import Tensor
 
+from minitri.caches.base import write_behind
 from minitri.caches.full import FullCache
 from minitri.caches.policies import Policy
 from minitri.rope import Rotary
@@ -74,13 +75,9 @@ class RetrievalCache:
         return self.num_tokens
 
     def update(self, layer: int, k_BTKD: Tensor, v_BTKD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        keys, values = self.keys[layer], self.values[layer]
-        k_BKTD, v_BKTD = rotary.rotate(k_BTKD).transpose(1, 2), v_BTKD.transpose(1, 2)
-        T = k_BKTD.shape[2]
-        for b, start in enumerate(self.lengths):
-            keys[b, :, start : start + T] = k_BKTD[b]
-            values[b, :, start : start + T] = v_BKTD[b]
-        return keys, values
+        write_behind(self.keys[layer], rotary.rotate(k_BTKD), self.lengths)
+        write_behind(self.values[layer], v_BTKD, self.lengths)
+        return self.keys[layer], self.values[layer]
 
     def advance(self, counts: list[int]) -> None:
         self._num_guessed = [guessed + count for guessed, count in zip(self._num_guessed, counts, strict=True)]

@@ -17,6 +17,7 @@ import copy
 import torch
 from torch import Tensor
 
+from minitri.caches.base import write_behind
 from minitri.config import ModelConfig
 from minitri.rope import Rope, Rotary
 
@@ -68,15 +69,9 @@ class StreamingCache:
         return self._lengths
 
     def update(self, layer: int, k_BTKD: Tensor, v_BTKD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        T = k_BTKD.shape[1]
-        rotated_BTKD = rotary.rotate(k_BTKD)
-        for b, start in enumerate(self._lengths):
-            for slots, fresh in (
-                (self.raw_keys, k_BTKD),
-                (self.keys, rotated_BTKD),
-                (self.values, v_BTKD),
-            ):
-                slots[layer, b, :, start : start + T] = fresh[b].transpose(0, 1)
+        write_behind(self.raw_keys[layer], k_BTKD, self._lengths)
+        write_behind(self.keys[layer], rotary.rotate(k_BTKD), self._lengths)
+        write_behind(self.values[layer], v_BTKD, self._lengths)
         return self.keys[layer], self.values[layer]
 
     def advance(self, counts: list[int]) -> None:
