@@ -1,7 +1,7 @@
 """From settings to a working cascade: which stages there are, with which model and cache.
 
-Knows every part and decides nothing while tokens are made, but for one thing: `Commit`, the one place in which all
-caches take over what a step has made certain.
+`build_cascade` knows every part. While tokens are made, `Stages` stacks them as the tuner says, and is the one place in
+which all caches take over what a step has made certain.
 
 Legend: L layers, B batch, T tokens of a block, H query heads, D head dim.
 """
@@ -22,42 +22,81 @@ from minitri.drafters.model import DraftReader
 from minitri.drafters.ngram import NgramDrafter
 from minitri.model import Llama
 from minitri.reader import Reader
-from minitri.settings import SamplingParams, SpeculationConfig
+from minitri.settings import Plan, SamplingParams, SpeculationConfig
 from minitri.stats import LevelStats, Stats
+from minitri.tuning import Tuner, nominal_costs
 
 
-class Commit:
-    """After every step: the small caches take over the exact K and V of the tokens that the last level let stand."""
+class Stages:
+    """The stages there are, and how they are stacked for the next step; a `Cascade` calls `steer` before every step.
+
+    Also the place in which all caches take over what a step has made certain: a `Cascade` calls `commit` after it.
+    """
 
     def __init__(
         self,
         sequences: list[list[int]],
         queries_LBTHD: Tensor,
         stats: Stats,
-        retrieval: RetrievalCache | None,
-        drafter: DraftReader | NgramDrafter | None,
+        tuner: Tuner,
+        *,
+        target: Level,
+        retrieval: Level | None,
+        drafter: Level | NgramDrafter | None,
+        retrieval_cache: RetrievalCache | None,
+        draft_reader: DraftReader | NgramDrafter | None,
     ) -> None:
         self._sequences = sequences
         self._queries_LBTHD = queries_LBTHD
         self._stats = stats
+        self._tuner = tuner
+        self._target = target
         self._retrieval = retrieval
         self._drafter = drafter
+        self._retrieval_cache = retrieval_cache
+        self._draft_reader = draft_reader
+        self._stack(tuner.plan)
 
-    def __call__(self, emitted: list[Emitted], active: list[bool]) -> None:
+    def steer(self, active: list[bool]) -> None:
+        """Stacks the stages as the tuner says."""
+        had_drafter = self._uses_drafter
+        plan = self._tuner.choose()
+        self._stats.steps_per_plan[str(plan)] = self._stats.steps_per_plan.get(str(plan), 0) + 1
+        self._stats.break_even = self._tuner.break_even()
+        self._stack(plan)
+        if self._uses_drafter and not had_drafter and self._draft_reader is not None:
+            self._draft_reader.commit(self._sequences, active)  # it has not followed the steps without it
+
+    def commit(self, emitted: list[Emitted], active: list[bool]) -> None:
+        """The small caches take over the exact K and V of the tokens that the last level let stand."""
         started = time.perf_counter()
-        before = self._retrieval.rebuild_seconds if self._retrieval else 0.0
-        if self._retrieval:
+        cache = self._retrieval_cache
+        before = cache.rebuild_seconds if cache else 0.0
+        if cache:
             for b, row in enumerate(emitted):
                 if active[b]:
                     # The block was the token before, and the guesses; its first len(row.tokens) inputs stay.
                     queries_LTHD = self._queries_LBTHD[:, b, : len(row.tokens)]
-                    self._retrieval.commit(b, queries_LTHD, was_rejected=row.origins[-1] == "recovered")
-            self._stats.num_rebuilds = self._retrieval.num_rebuilds
-        if self._drafter:
-            self._drafter.commit(self._sequences, active)
-        rebuild_seconds = self._retrieval.rebuild_seconds - before if self._retrieval else 0.0
+                    cache.commit(b, queries_LTHD, was_rejected=row.origins[-1] == "recovered")
+            self._stats.num_rebuilds = cache.num_rebuilds
+        if self._uses_drafter and self._draft_reader is not None:
+            self._draft_reader.commit(self._sequences, active)
+        rebuild_seconds = cache.rebuild_seconds - before if cache else 0.0
         self._stats.rebuild_seconds += rebuild_seconds
         self._stats.commit_seconds += time.perf_counter() - started - rebuild_seconds
+
+    def _stack(self, plan: Plan) -> None:
+        self._uses_drafter = plan.method in ("naive", "triforce")
+        below: Stage | None = None
+        if self._uses_drafter:
+            assert self._drafter is not None
+            below = self._drafter
+            below.block = plan.gamma1
+        if plan.method in ("retrieval", "triforce"):
+            assert self._retrieval is not None
+            self._retrieval.below, self._retrieval.block = below, plan.gamma2
+            below = self._retrieval
+        self._target.below = below
 
 
 def build_cascade(
@@ -75,36 +114,44 @@ def build_cascade(
     `sequences` are the prompts, which the cascade extends in place. The policy is that of the retrieval cache, if there
     is one; it may want to see the prompt.
     """
-    B, method, config = len(sequences), speculation.method, target.config
+    B, config, plans = len(sequences), target.config, speculation.plans
+    methods = {plan.method for plan in plans}
     coins = CoupledCoins(seeds) if speculation.coupled else IndependentCoins(seeds)
-    stage: Stage | None = None
-    drafter: DraftReader | NgramDrafter | None = None
-    retrieval: RetrievalCache | None = None
+    drafter: Level | NgramDrafter | None = None
+    draft_reader: DraftReader | NgramDrafter | None = None
+    retrieval: Level | None = None
+    cache: RetrievalCache | None = None
     policy: Policy | None = None
     stats.kv_cache_bytes = full.num_bytes
-    if method in ("naive", "triforce"):
+    if methods & {"naive", "triforce"}:
         stats.stages.append(LevelStats("draft"))
         if draft is None:
-            stage = drafter = NgramDrafter(
-                B, speculation.gamma1, stats.stages[-1], vocab_size=config.vocab_size, device=target.device
+            drafter = draft_reader = NgramDrafter(
+                B, 1, stats.stages[-1], vocab_size=config.vocab_size, device=target.device
             )
         else:
-            drafter = DraftReader(draft, B, sampling, speculation, vocab_size=config.vocab_size)
-            stage = Level(drafter, None, coins, stats.stages[-1], block=speculation.gamma1)
-            stats.kv_cache_bytes += drafter.window.num_bytes
-    if method in ("retrieval", "triforce"):
+            draft_reader = DraftReader(draft, B, sampling, speculation, vocab_size=config.vocab_size)
+            drafter = Level(draft_reader, None, coins, stats.stages[-1], block=1)
+            stats.kv_cache_bytes += draft_reader.window.num_bytes
+    if methods & {"retrieval", "triforce"}:
         policy = make_policy(speculation.policy, full, speculation.chunk_size)
         budgets = [speculation.budget_for(len(sequence)) for sequence in sequences]
-        retrieval = RetrievalCache(full, policy, speculation, budgets=budgets)
-        reader = Reader(target, retrieval, sampling, vocab_size=config.vocab_size)
+        cache = RetrievalCache(full, policy, speculation, budgets=budgets)
+        reader = Reader(target, cache, sampling, vocab_size=config.vocab_size)
         stats.stages.append(LevelStats("retrieval"))
-        stage = Level(reader, stage, coins, stats.stages[-1], block=speculation.gamma2)
-        stats.kv_cache_bytes += retrieval.num_bytes
+        retrieval = Level(reader, None, coins, stats.stages[-1], block=1)
+        stats.kv_cache_bytes += cache.num_bytes
     queries_LBTHD = torch.empty(
         config.num_layers, B, speculation.max_block, config.num_heads, config.head_dim,
         dtype=target.dtype, device=target.device,
     )  # fmt: skip
     stats.stages.append(LevelStats("target"))
     reader = Reader(target, full, sampling, vocab_size=config.vocab_size, queries_LBTHD=queries_LBTHD)
-    top = Level(reader, stage, coins, stats.stages[-1], block=1)
-    return Cascade(top, sequences, Commit(sequences, queries_LBTHD, stats, retrieval, drafter)), policy
+    top = Level(reader, None, coins, stats.stages[-1], block=1)
+    may_watch_clock = speculation.timed or speculation.coupled or sampling.temperature == 0
+    nominal = None if may_watch_clock else nominal_costs(target, draft, max(map(len, sequences)), cache)
+    stages = Stages(
+        sequences, queries_LBTHD, stats, Tuner(stats.stages, plans, nominal),
+        target=top, retrieval=retrieval, drafter=drafter, retrieval_cache=cache, draft_reader=draft_reader,
+    )  # fmt: skip
+    return Cascade(top, sequences, stages.commit, stages.steer), policy

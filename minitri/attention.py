@@ -8,17 +8,16 @@ How it is computed depends on the device, on T and on the length of the prefix:
 
 - `attend_math` is the oracle of the tests: plain formulas in float32, or float64 for float64 tensors;
 - on CPU a short block behind a long prefix materialises its scores by one matmul per KV head, with its G query heads
-  and the T tokens folded into the rows of one matrix, so that K is read once per KV head; the rule touches only the
-  last T columns. Values are summed by another matmul or, for few rows, as weighted bags, which read them in place;
+  and the T tokens folded into the columns of one matrix, so that K and V are read once per KV head, as they lie; the
+  rule touches only the last T slots;
 - on CPU any other block runs PyTorch's flash kernel over the prefix and over the block, merged by log-sum-exp;
 - on CUDA one fused kernel takes prefix and block with bottom-right causal alignment.
 
-Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens.
+Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T, P = PIECES.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -29,21 +28,16 @@ from torch.nn.attention.bias import causal_lower_right
 SHORT_BLOCK = 16
 """Longest block, in tokens, for which materialised scores beat the flash kernel on CPU, behind a long prefix."""
 
-SHORT_PREFIX = 1280
-"""Up to this many slots (prefix + block) flash is the faster one for short blocks, too: it costs fewer calls."""
+SHORT_PREFIX = 10240 if getattr(torch.cpu, "_is_amx_tile_supported", bool)() else 1280
+"""Up to this many slots (prefix + block) flash is the faster one for short blocks, too: it costs fewer calls, and a
+processor with matrix tiles (AMX) has no trouble with its arithmetic."""
 
 STRIDE = 64
 """Short blocks meet the prefix in multiples of this many slots. oneDNN keeps compiled code for every matmul shape and
 stride it has seen, 0.7 MB each, so shapes that grew with every token would take more memory than the cache itself."""
 
-FEW_ROWS = 4
-"""Up to this many rows (G T) of materialised scores, values are summed as bags: read in place, but once per row."""
-
-MANY_SLOTS = 16384
-"""From this many slots on, CPU sums over values are matmuls cut into `SPLITS` pieces that run side by side."""
-
-SPLITS = 8
-"""A fixed number that divides STRIDE, so that results do not depend on the number of cores."""
+PIECES = 4
+"""Parts of a prefix that are multiplied side by side; fixed, so that results do not depend on the number of cores."""
 
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -68,15 +62,18 @@ def attend_math(
 
 
 def _by_row(one_row, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT) -> Tensor:  # type: ignore[no-untyped-def]
-    """Rows have their own keys and lengths, so nothing is shared between them and a loop costs nothing."""
+    """Rows of equal length are one row with B times as many KV heads; others have their turn one after the other."""
     B, T, H, D = q_BTHD.shape
     K = keys_BKSD.shape[1]
-    rows = []
-    for b, prefix in enumerate(prefix_lengths):
-        q_KGTD = q_BTHD[b].view(T, K, H // K, D).permute(1, 2, 0, 3)
-        out_KGTD = one_row(q_KGTD, keys_BKSD[b], values_BKSD[b], prefix + T, rule_TT)
-        rows.append(out_KGTD.permute(2, 0, 1, 3).reshape(T, H, D))
-    return torch.stack(rows) if B > 1 else rows[0].unsqueeze(0)
+    if min(prefix_lengths) < max(prefix_lengths):
+        rows = (
+            _by_row(one_row, q_BTHD[b : b + 1], keys_BKSD[b : b + 1], values_BKSD[b : b + 1], [prefix], rule_TT)
+            for b, prefix in enumerate(prefix_lengths)
+        )
+        return torch.cat(list(rows))
+    q_KGTD = q_BTHD.view(B, T, K, H // K, D).permute(0, 2, 3, 1, 4).flatten(0, 1)
+    out_KGTD = one_row(q_KGTD, keys_BKSD.flatten(0, 1), values_BKSD.flatten(0, 1), prefix_lengths[0] + T, rule_TT)
+    return out_KGTD.view(B, K, H // K, T, D).permute(0, 3, 1, 2, 4).reshape(B, T, H, D)
 
 
 def block_rule(T: int, rule_TT: Tensor | None, device: torch.device) -> Tensor:
@@ -97,70 +94,48 @@ def _math_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, ru
 
 
 def _cpu_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, rule_TT: Tensor | None) -> Tensor:
-    fast = _matmul_row if q_KGTD.shape[2] <= SHORT_BLOCK and end > SHORT_PREFIX else _flash_row
+    is_short = q_KGTD.shape[2] <= SHORT_BLOCK and end > SHORT_PREFIX
+    fast = _matmul_row if is_short and whole_strides(end) <= keys_KSD.shape[1] else _flash_row
     return fast(q_KGTD, keys_KSD, values_KSD, end, rule_TT)
+
+
+def whole_strides(num_slots: int) -> int:
+    """The next multiple of STRIDE; caches that have so many slots can always be read in whole strides."""
+    return -(-num_slots // STRIDE) * STRIDE
 
 
 def _matmul_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, rule_TT: Tensor | None) -> Tensor:
     """Per KV head, because a batched matmul over heads would first copy the prefix: its heads lie `capacity` apart.
 
+    Scores are K q^T, slots first, so that the matmul reads keys as they lie instead of repacking them; PIECES of the
+    slots run side by side. For the softmax, STRIDE slots lie side by side, so that its reductions are long vectors.
     Scores and probabilities are stored in the dtype of the queries, so bfloat16 rounds them, which flash does not.
-    Keys behind `end` may be read, but their scores are overwritten; values behind it do not enter.
+    Slots behind `end` may be read, but their probabilities are 0.
     """
     K, G, T, D = q_KGTD.shape
-    width = min(-(-end // STRIDE) * STRIDE, keys_KSD.shape[1])
-    q_KRD = (q_KGTD * (1 / math.sqrt(D))).reshape(K, G * T, D)
-    scores_KRS = q_KRD.new_empty(K, G * T, width)
-    for q_RD, keys_SD, scores_RS in zip(q_KRD.unbind(), keys_KSD.unbind(), scores_KRS.unbind(), strict=True):
-        torch.mm(q_RD, keys_SD[:width].t(), out=scores_RS)
-    scores_KRS[..., end:] = -math.inf
-    if T > 1:
-        last = scores_KRS.view(K, G, T, width)[..., end - T : end]
-        last.masked_fill_(~block_rule(T, rule_TT, q_KGTD.device), -math.inf)
-    probs_KRS = torch.softmax(scores_KRS, -1, out=scores_KRS)
-    if G * T <= FEW_ROWS and width < MANY_SLOTS:
-        out_KRD = _bag_values(probs_KRS, values_KSD, end)
-    else:
-        out_KRD = torch.empty_like(q_KRD)
-        for probs_RS, values_SD, out_RD in zip(probs_KRS.unbind(), values_KSD.unbind(), out_KRD.unbind(), strict=True):
-            _mix_values(probs_RS[:, :end], values_SD[:end], out=out_RD)
-    return out_KRD.view(K, G, T, D)
-
-
-def _bag_values(probs_KRS: Tensor, values_KSD: Tensor, end: int) -> Tensor:
-    """probs @ values, (K, R, D), as weighted bags of slots: one call, in which nothing is repacked."""
-    K, R, width = probs_KRS.shape
-    slots, starts = _bags(K, R, width, end, values_KSD.shape[1])
-    bags = F.embedding_bag(slots, values_KSD.flatten(0, 1), starts, mode="sum", per_sample_weights=probs_KRS.view(-1))
-    return bags[::2].view(K, R, -1)
-
-
-@functools.lru_cache(maxsize=4)
-def _bags(K: int, R: int, width: int, end: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """Slots of every bag, in a table of all heads' slots, and where bags start; the same for all layers of a pass.
-
-    Bags adjoin, so behind the bag of each row follows one of the slots from `end` to `width`, which is to be dropped.
-    """
-    heads = torch.arange(0, K * capacity, capacity, dtype=torch.int32)
-    slots = heads[:, None, None] + torch.arange(width, dtype=torch.int32)  # (K, 1, width)
-    starts = torch.arange(0, K * R * width, width, dtype=torch.int32)
-    return slots.expand(K, R, width).flatten(), torch.stack((starts, starts + end), -1).flatten()
-
-
-def _mix_values(probs_RS: Tensor, values_SD: Tensor, *, out: Tensor) -> None:
-    """probs @ values, (R, D): a multiple of STRIDE slots, in pieces if they are many, then the rest."""
-    S, D = values_SD.shape
-    cut = S // STRIDE * STRIDE
-    if cut == 0:
-        torch.mm(probs_RS, values_SD, out=out)
-        return
-    if cut < MANY_SLOTS:
-        torch.mm(probs_RS[:, :cut], values_SD[:cut], out=out)
-    else:
-        pieces = probs_RS[:, :cut].unflatten(1, (SPLITS, -1)).transpose(0, 1)  # (SPLITS, R, cut / SPLITS)
-        torch.sum(torch.bmm(pieces, values_SD[:cut].view(SPLITS, -1, D)), 0, out=out)
-    if cut < S:
-        out.addmm_(probs_RS[:, cut:].contiguous(), values_SD[cut:])  # a stride, too, makes a new shape to oneDNN
+    R, width, cut = G * T, whole_strides(end), end // STRIDE * STRIDE
+    exact = torch.promote_types(q_KGTD.dtype, torch.float32)
+    q_KDR = (q_KGTD * (1 / math.sqrt(D))).reshape(K, R, D).transpose(1, 2)
+    out_KRD = q_KDR.new_empty(K, R, D, dtype=exact)
+    scores_SR = q_KDR.new_empty(width, R)  # of one head at a time, so that it stays in the processor's cache
+    scores_PSR = scores_SR.view(PIECES, -1, R)
+    strides = scores_SR.view(-1, STRIDE * R)
+    hidden_TGT = ~block_rule(T, rule_TT, q_KDR.device).t()[:, None].expand(T, G, T)  # keys before queries
+    for q_DR, keys_SD, values_SD, out_RD in zip(q_KDR, keys_KSD, values_KSD, out_KRD, strict=True):
+        torch.bmm(keys_SD[:width].view(PIECES, -1, D), q_DR.expand(PIECES, D, R), out=scores_PSR)
+        scores_SR[end:] = -math.inf
+        if T > 1:
+            scores_SR[end - T : end].view(T, G, T).masked_fill_(hidden_TGT, -math.inf)
+        best_R = strides.amax(0).view(STRIDE, R).amax(0)
+        strides.sub_(best_R.repeat(STRIDE)).exp_()
+        total_R = strides.sum(0, dtype=exact).view(STRIDE, R).sum(0)
+        probs_PRS = scores_SR[:cut].view(PIECES, -1, R).transpose(1, 2)
+        torch.sum(torch.bmm(probs_PRS, values_SD[:cut].view(PIECES, -1, D)), 0, dtype=exact, out=out_RD)
+        if cut < end:  # the last stride by itself, as far as it is valid: behind it values may be anything, NaN too
+            rest_SD = F.pad(values_SD[cut:end], (0, 0, 0, width - end))
+            out_RD += scores_SR[cut:].t() @ rest_SD
+        out_RD /= total_R.unsqueeze(1)
+    return out_KRD.to(q_KGTD.dtype).view(K, G, T, D)
 
 
 def _flash_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, rule_TT: Tensor | None) -> Tensor:

@@ -39,6 +39,10 @@ from minitri.verification import Proposal, Verdict
 class Stage(Protocol):
     """What a level sees of the stage below it."""
 
+    stats: LevelStats
+    block: int
+    """Tokens to collect before the level above verifies them; a last round may overshoot it."""
+
     def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
         """Guesses the next tokens of the active rows, and leaves `sequences` as they were."""
         ...
@@ -76,12 +80,12 @@ class Level:
     """One level of the cascade: a reader, the stage below it (or None), and how long its own blocks are."""
 
     def __init__(self, reader: Reader, below: Stage | None, coins: Coins, stats: LevelStats, *, block: int) -> None:
-        """`block`: tokens to collect before the level above verifies them; a last round may overshoot it."""
+        """`below` and `block` may be changed between steps: see `Cascade`."""
         self.reader = reader
         self.below = below
         self.stats = stats
         self._coins = coins
-        self._block = block
+        self.block = block
 
     def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
         """Runs rounds until every active row has a block of guesses."""
@@ -94,7 +98,7 @@ class Level:
             for b, row in enumerate(emitted):
                 laws[b].append(laws_BNV[b, : len(row.tokens)])
                 origins[b] += [*row.origins[:-1], self.stats.name] if row.tokens else []
-            busy = [on and len(row) < self._block for on, row in zip(active, origins, strict=True)]
+            busy = [on and len(row) < self.block for on, row in zip(active, origins, strict=True)]
         tokens = [sequence[start:] for sequence, start in zip(sequences, starts, strict=True)]
         for sequence, start in zip(sequences, starts, strict=True):
             del sequence[start:]
@@ -106,10 +110,13 @@ class Level:
         proposal = self.below.propose(sequences, active) if self.below is not None else Proposal.nothing(len(sequences))
         started = time.perf_counter()
         emitted, laws_BNV = self.decide(sequences, active, proposal)
-        self.stats.seconds += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self.stats.seconds += seconds
+        self.stats.recent.note_time(max(proposal.counts), seconds)
+        proposer = self.below.stats.name if self.below is not None else None
         for row, count in zip(emitted, proposal.counts, strict=True):
             if row.tokens:
-                self.stats.record(num_draft=count, num_accepted=len(row.tokens) - 1)
+                self.stats.record(num_draft=count, num_accepted=len(row.tokens) - 1, proposer=proposer)
         return emitted, laws_BNV
 
     def decide(
@@ -150,14 +157,21 @@ class Cascade:
     """The last level together with the texts it extends: every `step` commits tokens that follow the target's law."""
 
     def __init__(
-        self, top: Level, sequences: list[list[int]], commit: Callable[[list[Emitted], list[bool]], None]
+        self,
+        top: Level,
+        sequences: list[list[int]],
+        commit: Callable[[list[Emitted], list[bool]], None],
+        steer: Callable[[list[bool]], None] | None = None,
     ) -> None:
         """`sequences` are the prompts, one list per row, which the cascade extends in place. `commit` is called after
-        every step with what it added and the active rows: the small caches take over what is now certain."""
+        every step with what it added and the active rows: the small caches take over what is now certain. `steer` is
+        called before every step and may stack the stages anew and change their blocks; what it does may depend on how
+        many tokens were accepted and how long that took, never on which tokens they were."""
         self.sequences = sequences
         self.active = [True] * len(sequences)
         self._top = top
         self._commit = commit
+        self._steer = steer
 
     def start(self) -> list[Emitted]:
         """The first token of every row, from the target alone; its cache has read the prompts but for one token."""
@@ -167,6 +181,8 @@ class Cascade:
 
     def step(self) -> list[Emitted]:
         """Adds at least one token to every active row."""
+        if self._steer is not None:
+            self._steer(self.active)
         emitted, _ = self._top.round(self.sequences, self.active)
         self._commit(emitted, self.active)
         return emitted

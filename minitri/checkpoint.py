@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
@@ -22,8 +23,11 @@ from tqdm import tqdm
 from minitri.config import ModelConfig, as_token_ids
 from minitri.errors import InputError, shorten
 from minitri.gguf_file import GgufFile
-from minitri.linear import can_pack, pack_linears
-from minitri.model import Layer, Llama
+from minitri.linear import TrimmedHead, can_pack, pack_linears
+from minitri.model import Layer, Llama, sample_of_vocabulary
+
+MIN_LIKENESS = 0.9
+"""Median cosine between the embeddings a drafter was made with and those of a target it may be used with."""
 
 
 class Checkpoint(Protocol):
@@ -69,23 +73,72 @@ def open_checkpoint(path: Path) -> Folder | GgufFile:
 
 
 def load_model(
-    checkpoint: Checkpoint, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, progress: bool = False
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    target: Llama | None = None,
+    progress: bool = False,
 ) -> Llama:
     """A ready model. Raises `InputError` for files that are missing, damaged or do not fit the config.
 
-    On CPU the weights end in oneDNN's packed layout (see `linear.py`).
+    A drafter without embeddings needs its `target`, in the same dtype and on the same device. On CPU the weights
+    end in oneDNN's packed layout (see `linear.py`).
     """
+    lender = target if config.draft_of is not None else None
+    if config.draft_of is not None:
+        check_lender(config, target)
     try:
-        model = Llama(config, dtype=dtype, device=device)
+        model = Llama(config, dtype=dtype, device=device, target=lender)
     except (RuntimeError, TypeError) as error:  # out of memory, or sizes beyond what a tensor can have
         raise InputError(
             f"the weights of {config.name} do not fit on {device} ({shorten(error, 90)}); "
             "use a smaller model or dtype, or check the sizes in the config"
         ) from None
     _fill(model, checkpoint.tensors(config), checkpoint.path, progress)
+    if lender is not None:
+        _check_trimmed(model, lender, checkpoint.path)
     if can_pack(dtype, device):
         pack_linears(model)
     return model.eval()
+
+
+def check_lender(config: ModelConfig, target: Llama | None) -> None:
+    """Raises `InputError` unless the target is there and has the shape of the one that the drafter was made for."""
+    if target is None:
+        raise InputError(
+            f"{config.name} is a drafter for {config.draft_of} without an embedding table of its own, not a model; "
+            f"give it as --draft, and {config.draft_of} as --model"
+        )
+    ours, theirs = (config.vocab_size, config.hidden_size), (target.config.vocab_size, target.config.hidden_size)
+    if ours != theirs:
+        raise InputError(
+            f"the drafter {config.name} was made for {config.draft_of}, whose embedding table is {ours}; that of "
+            f"{target.config.name} is {theirs}; use another drafter, or --draft ngram"
+        )
+
+
+def _check_trimmed(model: Llama, target: Llama, path: Path) -> None:
+    """Raises `InputError` if the id map is not one, or the target has other embeddings than the drafter was made for.
+
+    Copies of one model differ a little, by quantization; different models have nothing in common.
+    """
+    head, config = model.lm_head, model.config
+    assert isinstance(head, TrimmedHead)
+    ids = head.token_ids
+    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(ids.unique()) < len(ids):
+        raise InputError(
+            f"{path}: lm_head.token_ids are not {len(ids)} different tokens of {config.vocab_size}; the drafter is "
+            "damaged, make or download it again"
+        )
+    theirs = target.embed(sample_of_vocabulary(config)).float()
+    likeness = F.cosine_similarity(theirs, model.embedding_sample.float(), dim=-1).median()
+    if not likeness > MIN_LIKENESS:
+        raise InputError(
+            f"the drafter {config.name} was made for {config.draft_of}, whose embeddings are not those of "
+            f"{target.config.name} (cosine {likeness:.2f}); use another drafter, or --draft ngram"
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -171,7 +224,11 @@ def placements(model: Llama) -> dict[str, Tensor]:
     config = model.config
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     places: dict[str, Tensor] = {"model.norm.weight": model.norm.weight}
-    if config.tie_word_embeddings:
+    if isinstance(model.lm_head, TrimmedHead):
+        places["lm_head.weight"] = model.lm_head.weight
+        places["lm_head.token_ids"] = model.lm_head.token_ids
+        places["target.embedding_sample"] = model.embedding_sample
+    elif config.tie_word_embeddings:
         places["model.embed_tokens.weight"] = model.lm_head.weight
     else:
         places["model.embed_tokens.weight"] = model.embed_tokens
@@ -215,10 +272,15 @@ def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progr
                     f"{path}: {name} has shape {tuple(tensor.shape)} but the config asks for "
                     f"{tuple(places[name].shape)}; weights and config.json belong to different models"
                 )
-            if not tensor.is_floating_point() or tensor.layout != torch.strided or tensor.is_meta:
+            if (
+                tensor.is_floating_point() != places[name].is_floating_point()
+                or tensor.layout != torch.strided
+                or tensor.is_meta
+            ):
+                wanted = "floating-point weights" if places[name].is_floating_point() else "integers"
                 raise InputError(
                     f"{path}: {name} holds {tensor.dtype} values ({tensor.layout}, {tensor.device}), not plain "
-                    "floating-point weights; use a checkpoint that is not quantized"
+                    f"{wanted}; use a checkpoint that is not quantized"
                 )
             places[name].copy_(tensor)
             missing.pop(name, None)

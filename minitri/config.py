@@ -122,6 +122,10 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     name: str = "llama"
+    draft_of: str | None = None
+    """A drafter without an embedding table: it reads tokens from that of the target of this name."""
+    head_size: int | None = None
+    """Tokens that the LM head of such a drafter can say, the frequent ones."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -130,6 +134,10 @@ class ModelConfig:
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise InputError(f"model config has {name}={getattr(self, name)}; it must be at least 1")
+        if self.draft_of is not None and not 1 <= (self.head_size or 0) <= self.vocab_size:
+            raise InputError(
+                f"{self.name} is a drafter with head_size={self.head_size}; it must be from 1 to {self.vocab_size}"
+            )
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"model config has {self.num_heads} query heads and {self.num_kv_heads} KV heads; "
@@ -161,6 +169,7 @@ class ModelConfig:
             num_heads, hidden_size = int(config["num_attention_heads"]), int(config["hidden_size"])
             context = int(config.get("max_position_embeddings", 2048))
             bos = as_token_ids(config.get("bos_token_id"))
+            draft_of = config.get("draft_of")
             return cls(
                 num_layers=int(config["num_hidden_layers"]),
                 hidden_size=hidden_size,
@@ -177,6 +186,8 @@ class ModelConfig:
                 bos_token_id=bos[0] if bos else None,
                 eos_token_ids=as_token_ids(config.get("eos_token_id")),
                 name=name,
+                draft_of=None if draft_of is None else str(draft_of),
+                head_size=None if draft_of is None else int(config["head_size"]),
             )
         except KeyError as missing:
             raise InputError(f"{name}: config.json has no {missing}; get the complete config of the model") from None
@@ -264,7 +275,7 @@ MODELS: dict[str, NamedModel] = {
     "llama3.2-1b": NamedModel("meta-llama/Llama-3.2-1B", 131072, "ngram"),
     "llama3.2-3b": NamedModel("meta-llama/Llama-3.2-3B", 131072, "llama3.2-1b"),
     "tinyllama-1.1b": NamedModel("TinyLlama/TinyLlama-1.1B-Chat-v1.0", 2048, "llama-68m"),
-    "smollm2-135m": NamedModel("HuggingFaceTB/SmolLM2-135M-Instruct", 8192, "ngram"),
+    "smollm2-135m": NamedModel("HuggingFaceTB/SmolLM2-135M-Instruct", 8192, "smollm2-135m-draft"),
     "smollm2-360m": NamedModel("HuggingFaceTB/SmolLM2-360M-Instruct", 8192, "smollm2-135m"),
     "smollm2-1.7b": NamedModel("HuggingFaceTB/SmolLM2-1.7B-Instruct", 8192, "smollm2-135m"),
 }

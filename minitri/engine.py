@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from minitri.checkpoint import load_model, open_checkpoint
+from minitri.checkpoint import check_lender, load_model, open_checkpoint
 from minitri.config import DEFAULT_MODEL, ModelConfig
 from minitri.drafters.model import check_vocabularies
 from minitri.errors import InputError, shorten
@@ -56,16 +56,24 @@ def load(
     target_device = choose_device(device)
     number_type = choose_dtype(dtype, target_device)
     network, tokenizer = _load_one(model, rope_scaling, number_type, target_device, progress=progress)
+    assert tokenizer is not None  # a model that is no drafter has one
     if draft == "ngram":
         return Engine(network, tokenizer)
-    drafter, its_tokenizer = _load_one(draft, None, number_type, target_device, progress=progress)
-    check_vocabularies(its_tokenizer, tokenizer, drafter.config.name)
+    drafter, its_tokenizer = _load_one(draft, None, number_type, target_device, target=network, progress=progress)
+    if its_tokenizer is not None:  # else it reads tokens from the target's own table
+        check_vocabularies(its_tokenizer, tokenizer, drafter.config.name)
     return Engine(network, tokenizer, drafter)
 
 
 def _load_one(
-    name: str, rope_scaling: str | None, dtype: torch.dtype, device: torch.device, *, progress: bool
-) -> tuple[Llama, Tokenizer]:
+    name: str,
+    rope_scaling: str | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    target: Llama | None = None,
+    progress: bool,
+) -> tuple[Llama, Tokenizer | None]:
     located = locate(name, progress=progress)
     checkpoint = open_checkpoint(located.path)
     config = checkpoint.config(located.name)
@@ -73,8 +81,10 @@ def _load_one(
         config = config.with_context(located.context)
     if rope_scaling is not None:
         config = config.with_rope_scaling(rope_scaling)
-    tokenizer = load_tokenizer(checkpoint, config)
-    network = load_model(checkpoint, config, dtype=dtype, device=device, progress=progress)
+    if config.draft_of is not None:
+        check_lender(config, target)
+    tokenizer = load_tokenizer(checkpoint, config) if config.draft_of is None else None
+    network = load_model(checkpoint, config, dtype=dtype, device=device, target=target, progress=progress)
     log.info(
         "%s on %s, %s, context %d tokens, RoPE %s",
         config.name, device, str(dtype).removeprefix("torch."), config.context_length, config.rope.describe(),
@@ -138,7 +148,8 @@ class Engine:
         """Starts a run over one prompt or several; each is a text or a list of token ids.
 
         A single `seed` gives row b the seed `seed + b`. A row's tokens depend on its own prompt and seed alone, up to
-        the last bits of the arithmetic. Raises `InputError` here, before any work, if a prompt is empty, too long, or
+        the last bits of the arithmetic; only where method `auto` chooses at a temperature above 0, uncoupled, they also
+        depend on the rows beside it, because all rows share the choice. Raises `InputError` here, before any work, if a prompt is empty, too long, or
         has tokens outside the vocabulary.
         """
         ids = [self._encode(prompt) for prompt in as_batch(prompts)]

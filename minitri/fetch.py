@@ -60,6 +60,9 @@ WHEELS = {
     )
 }
 
+COMMITTED = ("smollm2-135m-draft",)
+"""Drafters that come with the source code, under weights/."""
+
 _HUB_SMALL_FILES = ["*.json", "tokenizer.model"]
 _HUB_IGNORED = ["original/*", "consolidated*", "training_args.bin", "optimizer.bin", "*/*"]
 
@@ -69,6 +72,15 @@ def locate(model: str, *, progress: bool = False) -> Located:
 
     Raises `InputError` with one line for anything that cannot be had.
     """
+    if model in COMMITTED:
+        folder = _committed_path(model)
+        if folder is None:
+            raise InputError(
+                f"the drafter {model} is part of minitri's source checkout, and this is not one; give --draft its "
+                "folder, or ngram"
+            )
+        log.info("weights: %s", folder)
+        return Located(model, folder)
     if model in MODELS:
         named = MODELS[model]
         return Located(model, _named_path(model, named.repo, progress), named.context)
@@ -82,6 +94,20 @@ def locate(model: str, *, progress: bool = False) -> Located:
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model) and path.suffix not in (".gguf", ".safetensors", ".bin"):
         return Located(model, _from_hub(model, progress))
     raise unknown_model(model)
+
+
+def default_draft(model: str) -> str:
+    """The drafter that belongs to a named model, if it is there or can be fetched; else `ngram`."""
+    draft = MODELS[model].draft if model in MODELS else "ngram"
+    return "ngram" if draft in COMMITTED and _committed_path(draft) is None else draft
+
+
+def _committed_path(name: str) -> Path | None:
+    """A model that is part of a source checkout."""
+    for parent in (weights_folder(), Path(__file__).resolve().parent.parent / "weights"):
+        if (parent / name / "config.json").exists():
+            return parent / name
+    return None
 
 
 def weights_folder() -> Path:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from minitri.config import DEFAULT_MODEL, MODELS
 from minitri.engine import DTYPES
 from minitri.errors import InputError
+from minitri.fetch import default_draft
 from minitri.settings import METHODS, POLICIES, GenerationConfig, SamplingParams, SpeculationConfig
 
 DEMO_PROMPT_TOKENS = 4000
@@ -112,7 +113,11 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         "--min-p", type=float, metavar="P", default=sampling.min_p,
         help="keep tokens at least P times as likely as the likeliest; 0 is off (default: %(default)s)",
     )  # fmt: skip
-    law.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: %(default)s)")
+    law.add_argument(
+        "--seed", type=int, metavar="N",
+        help="makes the text repeatable: the same command with the same seed gives the same text (default: draws are "
+        "those of seed 0, but --method auto may follow the clock, and then so do they)",
+    )  # fmt: skip
 
 
 def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
@@ -121,8 +126,9 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("speculation (lossless: none of this changes the law of the text)")
     group.add_argument(
         "--method", choices=METHODS, default=default.method,
-        help="autoregressive: the model alone; naive: a drafter guesses; retrieval: the model guesses with a small "
-        "part of its KV cache; triforce: the drafter guesses for that one (default: %(default)s)",
+        help="auto: before every step, what pays; autoregressive: the model alone; naive: a drafter guesses; "
+        "retrieval: the model guesses with a small part of its KV cache; triforce: the drafter guesses for that one "
+        "(default: %(default)s)",
     )  # fmt: skip
     add_draft_flag(group)
     group.add_argument(
@@ -147,9 +153,15 @@ def add_draft_flag(parser: argparse._ActionsContainer) -> None:
 def add_size_flags(parser: argparse._ActionsContainer) -> None:
     """How far each level runs ahead, and how much the small caches hold."""
     default = SpeculationConfig()
-    whole_numbers = (
+    for name, help_text in (
         ("gamma1", "tokens the drafter guesses at a time"),
         ("gamma2", "tokens guessed with the small KV cache before the full one verifies them"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=auto_or_int, metavar="N|auto", default=getattr(default, name),
+            help=f"{help_text} (default: auto, before every step what pays)",
+        )  # fmt: skip
+    whole_numbers = (
         ("chunk_size", "tokens that are retrieved together"),
         ("num_sink_tokens", "first tokens of the text, which every small cache keeps"),
         ("num_recent_tokens", "latest tokens, which the drafter's cache keeps"),
@@ -179,13 +191,21 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def auto_or_int(text: str) -> int | None:
+    """A flag's value that is a whole number, or `auto`, which is None."""
+    try:
+        return None if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto") from None
+
+
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of `Engine.generate` that the flags stand for. Raises `InputError`."""
     return {
         "sampling": SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p),
         "generation": GenerationConfig(args.max_new_tokens, tuple(args.stop), args.ignore_eos, args.prefill_chunk),
         "speculation": speculation_of(args),
-        "seed": args.seed,
+        "seed": 0 if args.seed is None else args.seed,
     }
 
 
@@ -203,25 +223,29 @@ def speculation_of(args: argparse.Namespace) -> SpeculationConfig:
         rebuild_stride=args.rebuild_stride,
         rebuild_threshold=args.rebuild_threshold,
         coupled=args.coupled,
+        timed=args.seed is None,
     )
 
 
 def draft_of(args: argparse.Namespace) -> str:
     """The drafter that the flags ask for: a name, a path, or `ngram`. Raises `InputError` if one is missing."""
     needs_drafter = args.method in ("naive", "triforce")
+    may_draft = needs_drafter or args.method == "auto"
     if args.draft == "none" and needs_drafter:
         raise InputError(f"--method {args.method} needs a drafter, got --draft none; use --method retrieval")
-    if not needs_drafter or args.draft == "none":
-        return "ngram"  # which costs nothing and is not used
+    if not may_draft or args.draft == "none":
+        return "ngram"  # which costs nothing, and is not used unless by --method auto
     if args.draft == "auto":
-        return MODELS[args.model].draft if args.model in MODELS else "ngram"
+        return default_draft(args.model)
     return str(args.draft)
 
 
 def ignored_flags(args: argparse.Namespace) -> list[str]:
     """Flags that were set although the method has no use for them."""
     default = SpeculationConfig()
-    ignored = []
+    ignored: list[str] = []
+    if args.method == "auto":
+        return ignored
     if args.method in ("autoregressive", "retrieval"):
         ignored += ["--draft"] * (args.draft not in ("auto", "none"))
         ignored += ["--gamma1"] * (args.gamma1 != default.gamma1)

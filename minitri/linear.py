@@ -10,6 +10,7 @@ Legend: T rows of input, E in_features, V out_features, N blocks of R rows of W.
 
 from __future__ import annotations
 
+import math
 import mmap
 
 import torch
@@ -56,6 +57,8 @@ class TiedHead(Linear):
         if not self.packed:
             return super().forward(x)
         x_TE = x.reshape(-1, x.shape[-1])
+        if len(x_TE) > self.BLOCK:  # of many rows the arithmetic counts, for which the plain layout is better
+            return F.linear(x, self.weight.transpose(1, 2).flatten(0, 1)[: self.out_features])
         y_NTR = torch.bmm(x_TE.expand(len(self.weight), -1, -1), self.weight)
         return y_NTR.transpose(0, 1).reshape(*x.shape[:-1], -1)[..., : self.out_features]
 
@@ -65,6 +68,23 @@ class TiedHead(Linear):
         del self.weight
         self.weight = w_VE.unflatten(0, (-1, self.BLOCK)).transpose(1, 2).contiguous()
         self.packed = True
+
+
+class TrimmedHead(Linear):
+    """An LM head over a part of the vocabulary; every other token has a logit of -inf, hence probability 0."""
+
+    token_ids: Tensor
+    """Which token each row stands for."""
+
+    def __init__(self, in_features: int, num_tokens: int, vocab_size: int, *, dtype: torch.dtype) -> None:
+        super().__init__(in_features, num_tokens, bias=False, dtype=dtype)
+        self.vocab_size = vocab_size
+        self.register_buffer("token_ids", torch.zeros(num_tokens, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        known = super().forward(x)
+        logits = known.new_full((*known.shape[:-1], self.vocab_size), -math.inf)
+        return logits.index_copy_(-1, self.token_ids, known)
 
 
 def empty_weight(rows: int, columns: int, dtype: torch.dtype) -> Tensor:

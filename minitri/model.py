@@ -17,23 +17,35 @@ from torch import Tensor, nn
 from minitri.attention import attend
 from minitri.caches.base import Cache
 from minitri.config import ModelConfig
-from minitri.linear import Linear, TiedHead
+from minitri.linear import Linear, TiedHead, TrimmedHead
 from minitri.rope import Rope, Rotary
+
+EMBEDDING_SAMPLE = 64
+"""Rows of the target's embedding table that a drafter without one keeps, to know its target again."""
 
 
 class Llama(nn.Module):
     """A Llama of any size, MHA or GQA, tied or untied. Weights are uninitialised until a checkpoint fills them."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    embedding_sample: Tensor
+    """Of a drafter without embeddings: some rows of its target's, see `sample_of_vocabulary`."""
+
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, target: Llama | None = None
+    ) -> None:
+        """`target` lends its embedding table to a drafter that has none (`config.draft_of`)."""
         super().__init__()
         self.config = config
         with torch.device(device):
             self.layers = nn.ModuleList(Layer(config, dtype) for _ in range(config.num_layers))
             self.norm = RMSNorm(config, dtype)
-            head = TiedHead if config.tie_word_embeddings else Linear
-            self.lm_head = head(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
-            if not config.tie_word_embeddings:
+            self.lm_head = make_head(config, dtype)
+            if target is None and not config.tie_word_embeddings:
                 self.embed_tokens = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype), False)
+            if config.head_size is not None:
+                sample = torch.empty(EMBEDDING_SAMPLE, config.hidden_size, dtype=dtype)
+                self.register_buffer("embedding_sample", sample)
+        self._lent_embedding = target.embed if target is not None else None
         self.rope = Rope(config.rope, config.head_dim, device)
         self.num_bytes = sum(weight.numel() * weight.element_size() for weight in self.parameters())
 
@@ -68,6 +80,8 @@ class Llama(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Rows of the embedding table: (...) integers to (..., E)."""
+        if self._lent_embedding is not None:
+            return self._lent_embedding(tokens).to(self.dtype)
         if isinstance(self.lm_head, TiedHead):
             return self.lm_head.rows(tokens)
         return F.embedding(tokens, self.embed_tokens)
@@ -75,6 +89,19 @@ class Llama(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """LM head: (..., E) to (..., V), float32."""
         return self.lm_head(hidden).float()
+
+
+def sample_of_vocabulary(config: ModelConfig) -> Tensor:
+    """Tokens, spread over the vocabulary, by whose embeddings a drafter knows its target again."""
+    return torch.linspace(0, config.vocab_size - 1, EMBEDDING_SAMPLE).long()
+
+
+def make_head(config: ModelConfig, dtype: torch.dtype) -> Linear:
+    """The LM head: over the whole vocabulary, tied to the embeddings or not, or trimmed to its frequent part."""
+    if config.head_size is not None:
+        return TrimmedHead(config.hidden_size, config.head_size, config.vocab_size, dtype=dtype)
+    head = TiedHead if config.tie_word_embeddings else Linear
+    return head(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
 
 
 class Layer(nn.Module):

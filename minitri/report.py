@@ -48,9 +48,23 @@ def summary(engine: Engine, run: Generation) -> str:
     if stats.levels and stats.num_decoded_tokens:
         phases = ", ".join(f"{name} {ms:.1f}" for name, ms in phase_ms(stats).items())
         lines.append(f"ms/token {phases}; the retrieval cache was chosen {stats.num_rebuilds} times")
+    lines += plan_lines(stats)
     weights = engine.model.num_bytes + (engine.draft.num_bytes if engine.draft else 0)
     lines.append(f"memory   weights {weights / 1e6:.0f} MB, KV caches {stats.kv_cache_bytes / 1e6:.0f} MB")
     return "\n".join(lines)
+
+
+def plan_lines(stats: Stats) -> list[str]:
+    """What was chosen, if there was a choice, and what it takes to be worth it."""
+    if len(stats.steps_per_plan) < 2 and stats.break_even is None:
+        return []
+    most_used = sorted(stats.steps_per_plan.items(), key=lambda item: -item[1])
+    lines = ["chose    " + ", ".join(f"{plan}: {steps} steps" for plan, steps in most_used)]
+    if stats.break_even is not None:
+        lines.append(
+            f"         as fast as the model alone if {stats.break_even:.2f} of the last plan's guesses are accepted"
+        )
+    return lines
 
 
 def level_line(level: LevelStats) -> str:
@@ -75,7 +89,7 @@ def phase_ms(stats: Stats) -> dict[str, float]:
 
 def drafter_name(engine: Engine, method: str) -> str | None:
     """Who guessed first: a model, `ngram`, or nobody."""
-    if method not in ("naive", "triforce"):
+    if method not in ("auto", "naive", "triforce"):
         return None
     return engine.draft.config.name if engine.draft else "ngram"
 
@@ -91,7 +105,7 @@ def report(engine: Engine, run: Generation, args: argparse.Namespace, finish_rea
         "num_prompt_tokens": stats.num_prompt_tokens,
         "num_generated_tokens": stats.num_generated_tokens,
         "finish_reason": finish_reason,
-        "seed": args.seed,
+        "seed": args.seed or 0,
         "temperature": args.temperature,
         "dtype": str(engine.model.dtype).removeprefix("torch."),
         "device": str(engine.model.device),
@@ -105,5 +119,7 @@ def report(engine: Engine, run: Generation, args: argparse.Namespace, finish_rea
         "coupled": args.coupled,
         "phase_ms_per_token": phase_ms(stats),
         "num_rebuilds": stats.num_rebuilds,
+        "steps_per_plan": stats.steps_per_plan,
+        "break_even_acceptance": stats.break_even,
         "kv_cache_bytes": stats.kv_cache_bytes,
     }

@@ -227,8 +227,8 @@ class SelfTest:
 
 def run_command(args: argparse.Namespace) -> int:
     """Does what the flags say; returns the exit code."""
-    methods = list(dict.fromkeys(args.method or METHODS[1:]))
-    args.method = "triforce" if {"naive", "triforce"} & set(methods) else methods[0]
+    methods = list(dict.fromkeys(args.method or METHODS[2:]))
+    args.method = "triforce" if {"auto", "naive", "triforce"} & set(methods) else methods[0]
     speculation, draft = speculation_of(args), draft_of(args)
     all_modes = modes(args.temperature)
     GenerationConfig(args.max_new_tokens)

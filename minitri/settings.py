@@ -9,9 +9,12 @@ from dataclasses import dataclass
 
 from minitri.errors import InputError, shorten
 
-METHODS = ("autoregressive", "naive", "retrieval", "triforce")
+METHODS = ("auto", "autoregressive", "naive", "retrieval", "triforce")
 POLICIES = ("retrieval", "streaming", "topk", "h2o")
 MAX_GAMMA = 64
+AUTO_GAMMA1 = (1, 2, 3, 4)
+AUTO_GAMMA2 = (1, 2, 3, 4, 6, 8)
+"""What is chosen from where a gamma is left open."""
 MAX_CHUNK_SIZE = 1024
 
 
@@ -75,17 +78,38 @@ class GenerationConfig:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """How a step is made."""
+
+    method: str
+    gamma1: int = 0
+    """Tokens the drafter guesses per round; 0 where there is no drafter."""
+    gamma2: int = 0
+    """Tokens the retrieval level collects; 0 where there is no such level."""
+
+    def __str__(self) -> str:
+        gammas = (("gamma1", self.gamma1), ("gamma2", self.gamma2))
+        return " ".join([self.method, *(f"{name} {gamma}" for name, gamma in gammas if gamma)])
+
+    @property
+    def max_guesses(self) -> int:
+        """Longest block that the last level verifies: an inner round begins one short of gamma2 and adds gamma1 + 1."""
+        return self.gamma1 + self.gamma2
+
+
+@dataclass(frozen=True)
 class SpeculationConfig:
     """How the cascade is stacked and how far each level runs ahead. Nothing here changes the law of the output."""
 
-    method: str = "autoregressive"
-    """`autoregressive` (target alone), `naive` (drafter, target), `retrieval` (retrieval cache, target), `triforce`."""
+    method: str = "auto"
+    """`autoregressive` (target alone), `naive` (drafter, target), `retrieval` (retrieval cache, target), `triforce`
+    (all three); `auto` takes before every step the one that pays, see `tuning.py`."""
     policy: str = "retrieval"
     """Which of the target's tokens the middle cache holds; see `caches/policies.py`."""
-    gamma1: int = 2
-    """Tokens the drafter guesses per round."""
-    gamma2: int = 6
-    """Tokens the retrieval level collects before the full cache verifies them."""
+    gamma1: int | None = None
+    """Tokens the drafter guesses per round. None: what pays, chosen before every step."""
+    gamma2: int | None = None
+    """Tokens the retrieval level collects before the full cache verifies them. None: what pays."""
     budget: int | None = None
     """Tokens in the retrieval cache. None: an eighth of the prompt, from 256 to the paper's 4096."""
     chunk_size: int = 8
@@ -100,6 +124,9 @@ class SpeculationConfig:
     """Choose it anew, too, when the moving acceptance rate of its tokens falls below this; 0 is off."""
     coupled: bool = False
     """Seed-coupled sampling: a seed gives the same text whatever the method."""
+    timed: bool = False
+    """Let choices follow the clock at a temperature above 0, too, where a seed then no longer gives the same text twice
+    unless it is coupled. Otherwise they follow nominal costs there."""
 
     def __post_init__(self) -> None:
         for name, choices in (("method", METHODS), ("policy", POLICIES)):
@@ -107,11 +134,12 @@ class SpeculationConfig:
                 raise InputError(f"{name} {getattr(self, name)!r} is unknown; use one of {', '.join(choices)}")
         for name in ("gamma1", "gamma2", "chunk_size", "num_recent_tokens", "rebuild_stride"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            is_open = value is None and name in ("gamma1", "gamma2")
+            if not is_open and (not isinstance(value, int) or value < 1):
                 raise InputError(f"{name} is {value}; it must be a whole number of at least 1")
         if not isinstance(self.num_sink_tokens, int) or self.num_sink_tokens < 0:
             raise InputError(f"num_sink_tokens is {self.num_sink_tokens}; it must be 0 or a positive number of tokens")
-        if max(self.gamma1, self.gamma2) > MAX_GAMMA:
+        if max(self.gamma1 or 1, self.gamma2 or 1) > MAX_GAMMA:
             raise InputError(
                 f"gamma1, gamma2 are {self.gamma1}, {self.gamma2}; guessing more than {MAX_GAMMA} tokens ahead never "
                 "pays, lower them"
@@ -138,16 +166,22 @@ class SpeculationConfig:
         return -(-wanted // self.chunk_size) * self.chunk_size
 
     @property
+    def plans(self) -> list[Plan]:
+        """All ways to make a step that these settings allow."""
+        gammas1 = AUTO_GAMMA1 if self.gamma1 is None else (self.gamma1,)
+        gammas2 = AUTO_GAMMA2 if self.gamma2 is None else (self.gamma2,)
+        plans = {
+            "autoregressive": [Plan("autoregressive")],
+            "naive": [Plan("naive", gamma1) for gamma1 in gammas1],
+            "retrieval": [Plan("retrieval", 0, gamma2) for gamma2 in gammas2],
+            "triforce": [Plan("triforce", gamma1, gamma2) for gamma1 in gammas1 for gamma2 in gammas2],
+        }
+        return [plan for method in plans if self.method in ("auto", method) for plan in plans[method]]
+
+    @property
     def max_block(self) -> int:
         """Most tokens the target reads at once while decoding: the last certain one and the longest block."""
-        guesses = {
-            "autoregressive": 0,
-            "naive": self.gamma1,
-            "retrieval": self.gamma2,
-            "triforce": self.gamma2
-            + self.gamma1,  # the last inner round begins one short of gamma2, and adds gamma1 + 1
-        }
-        return 1 + guesses[self.method]
+        return 1 + max(plan.max_guesses for plan in self.plans)
 
     @property
     def room(self) -> int:

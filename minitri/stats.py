@@ -5,6 +5,55 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+FORGETTING = 0.95
+"""What is left, after each round, of what the rounds before it said about acceptance."""
+SMOOTHING = 0.8
+"""Weight of the past in the moving average of a round's time."""
+SLOPE = 0.04
+"""By how much one more guess makes a round slower, as long as rounds of one length only have been measured."""
+
+
+class Recent:
+    """What a level did lately: whose guesses it accepted, and what its rounds cost."""
+
+    def __init__(self) -> None:
+        self.num_rounds = 0
+        self.guesses: dict[str, tuple[float, float]] = {}
+        """Per stage that guessed: tested and accepted guesses, older ones counting less."""
+        self._seconds: dict[int, float] = {}  # of a round, by the number of guesses in it
+        self._num_timed: dict[int, int] = {}
+
+    def note(self, proposer: str | None, *, num_tested: int, num_accepted: int) -> None:
+        """Notes a verdict about one row. No guess at all counts as one that was rejected."""
+        if proposer is not None:
+            tested, accepted = self.guesses.get(proposer, (0.0, 0.0))
+            self.guesses[proposer] = (
+                FORGETTING * tested + max(num_tested, 1), FORGETTING * accepted + num_accepted
+            )  # fmt: skip
+
+    def note_time(self, num_guesses: int, seconds: float) -> None:
+        """Notes the time of a round."""
+        self.num_rounds += 1
+        times = self._num_timed[num_guesses] = self._num_timed.get(num_guesses, 0) + 1
+        known = self._seconds.get(num_guesses, seconds)
+        smoothed = min(known, seconds) if times <= 3 else SMOOTHING * known + (1 - SMOOTHING) * seconds
+        self._seconds[num_guesses] = smoothed
+
+    def seconds_of_round(self, num_guesses: float) -> float:
+        """Of a round with so many guesses, between and beyond those that were measured on a straight line.
+
+        Next to nothing before the first, so that a stage gets its try.
+        """
+        known = sorted(self._seconds)
+        if not known:
+            return 1e-9
+        if len(known) == 1:
+            return self._seconds[known[0]] * max(0.5, 1 + SLOPE * (num_guesses - known[0]))
+        after = next((i for i, n in enumerate(known) if n >= num_guesses), len(known) - 1)
+        left, right = known[max(after, 1) - 1], known[max(after, 1)]
+        slope = (self._seconds[right] - self._seconds[left]) / (right - left)
+        return max(self._seconds[left] + slope * (num_guesses - left), min(self._seconds.values()))
+
 
 @dataclass
 class LevelStats:
@@ -23,10 +72,12 @@ class LevelStats:
     accepted_per_position: list[int] = field(default_factory=list)
     seconds: float = 0.0
     """In this level's own forward passes and verdicts, the stages below it not included."""
+    recent: Recent = field(default_factory=Recent)
 
-    def record(self, *, num_draft: int, num_accepted: int) -> None:
-        """Notes one verdict about one row."""
+    def record(self, *, num_draft: int, num_accepted: int, proposer: str | None) -> None:
+        """Notes one verdict about one row, on guesses of the stage named `proposer`."""
         num_tested = min(num_accepted + 1, num_draft)
+        self.recent.note(proposer, num_tested=num_tested, num_accepted=num_accepted)
         self.num_rounds += 1
         self.num_draft_tokens += num_draft
         self.num_tested_tokens += num_tested
@@ -84,6 +135,10 @@ class Stats:
     """Of all caches."""
     stages: list[LevelStats] = field(default_factory=list)
     """Every stage of the cascade, from the lowest upwards."""
+    steps_per_plan: dict[str, int] = field(default_factory=dict)
+    """What was chosen where something was left to choose, and how often."""
+    break_even: float | None = None
+    """Acceptance rate at which the last plan would be as fast as the target alone; None if that was not asked."""
 
     @property
     def levels(self) -> list[LevelStats]:

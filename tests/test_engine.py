@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import minitri
-from minitri import End, GenerationConfig, InputError, PrefillProgress, SamplingParams, Token
+from minitri import End, GenerationConfig, InputError, PrefillProgress, SamplingParams, SpeculationConfig, Token
 from minitri.generation import Row
 from minitri.sampling import probs_from_logits
 from minitri.stopping import StopScanner
@@ -20,9 +20,11 @@ NOISY = SamplingParams(temperature=0.9, top_k=50, top_p=0.95)
 
 
 def run(engine, prompts, *, n=12, sampling=SamplingParams(), seed=0, **settings):  # noqa: B008
-    """The End events of all rows, in row order."""
+    """The End events of all rows, in row order, of the model alone."""
     generation = GenerationConfig(max_new_tokens=n, **settings)
-    events = list(engine.generate(prompts, sampling=sampling, generation=generation, seed=seed))
+    speculation = SpeculationConfig("autoregressive")
+    run = engine.generate(prompts, sampling=sampling, generation=generation, speculation=speculation, seed=seed)
+    events = list(run)
     ends = sorted((event for event in events if isinstance(event, End)), key=lambda end: end.row)
     for end in ends:
         tokens = [event for event in events if isinstance(event, Token) and event.row == end.row]

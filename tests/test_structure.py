@@ -28,6 +28,7 @@ LAYERS = [
     {"fetch", "tokenizer"},
     {"drafters.model", "drafters.ngram"},
     {"drafters"},
+    {"tuning"},
     {"assembly"},
     {"generation"},
     {"engine"},

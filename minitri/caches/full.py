@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minitri.attention import whole_strides
 from minitri.caches.base import write_behind
 from minitri.config import ModelConfig
 from minitri.rope import Rotary
@@ -30,8 +31,8 @@ class FullCache:
     def allocate(
         cls, config: ModelConfig, batch_size: int, capacity: int, *, dtype: torch.dtype, device: torch.device
     ) -> FullCache:
-        """An empty cache of `batch_size` rows with room for `capacity` tokens each."""
-        shape = (config.num_layers, batch_size, config.num_kv_heads, capacity, config.head_dim)
+        """An empty cache of `batch_size` rows with room for at least `capacity` tokens each."""
+        shape = (config.num_layers, batch_size, config.num_kv_heads, whole_strides(capacity), config.head_dim)
         keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
         return cls(keys, values, [0] * batch_size)
 

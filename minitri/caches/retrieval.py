@@ -21,6 +21,7 @@ import time
 import torch
 from torch import Tensor
 
+from minitri.attention import whole_strides
 from minitri.caches.base import write_behind
 from minitri.caches.full import FullCache
 from minitri.caches.policies import Policy
@@ -44,12 +45,8 @@ class RetrievalCache:
         self._full = full
         self._policy = policy
         self._settings = speculation
-        self.keys, self.values = (
-            torch.empty(
-                L, B, K, max(self.budgets) + speculation.room, D, dtype=full.keys.dtype, device=full.keys.device
-            )
-            for _ in range(2)
-        )
+        shape = (L, B, K, whole_strides(max(self.budgets) + speculation.room), D)
+        self.keys, self.values = (torch.empty(shape, dtype=full.keys.dtype, device=full.keys.device) for _ in range(2))
         self._num_committed = [0] * B
         self._num_held = [0] * B  # committed tokens in slots; the budget, once the text is longer
         self._num_guessed = [0] * B  # block tokens behind them

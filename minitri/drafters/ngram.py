@@ -25,7 +25,7 @@ class NgramDrafter:
         self, batch_size: int, num_guesses: int, stats: LevelStats, *, vocab_size: int, device: torch.device
     ) -> None:
         self.stats = stats
-        self._num_guesses = num_guesses
+        self.block = num_guesses
         self._vocab_size = vocab_size
         self._device = device
         self._history = [torch.empty(0, dtype=torch.int64) for _ in range(batch_size)]  # the tokens that are certain
@@ -37,7 +37,9 @@ class NgramDrafter:
         laws_BNV = torch.zeros(len(tokens), max(map(len, tokens)), self._vocab_size, device=self._device)
         for b, row in enumerate(tokens):
             laws_BNV[b, range(len(row)), row] = 1
-        self.stats.seconds += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self.stats.seconds += seconds
+        self.stats.recent.note_time(0, seconds / self.block)
         return Proposal(tokens, laws_BNV, [[self.stats.name] * len(row) for row in tokens])
 
     def forget(self, lengths: list[int]) -> None:
@@ -60,7 +62,7 @@ class NgramDrafter:
                 matches &= history[offset : offset + num_starts] == token
             follows = matches.nonzero().flatten() + n
             if len(follows):
-                complete = follows[follows + self._num_guesses <= len(history)]
+                complete = follows[follows + self.block <= len(history)]
                 best = int(complete[-1] if len(complete) else follows[-1])
-                return history[best : best + self._num_guesses].tolist()
+                return history[best : best + self.block].tolist()
         return []

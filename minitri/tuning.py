@@ -1,0 +1,149 @@
+"""Which stages take part in the next step, and how far they run ahead: what pays, by costs and acceptance so far.
+
+A `Plan` is a method with its gammas. `Tuner.choose` predicts the tokens per second of every plan that is allowed, from
+what a round of each stage costs and from how many of its guesses were accepted lately, and takes the best; the current
+plan keeps its place against small advantages. Autoregressive decoding is one of the plans, so speculation that does
+not pay is switched off. Stages never tried are thought of well until they have been tried; those not used for long are
+thought of a little better with every step, so that they get another chance when the text has changed.
+
+Choices depend on counts and times of the past alone, never on which tokens were drawn, so every step's tokens follow
+the target's law whatever is chosen. If not even times may matter, because a seed is to give the same text twice, the
+costs are nominal ones, computed from bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from minitri.caches.retrieval import RetrievalCache
+from minitri.model import Llama
+from minitri.settings import Plan
+from minitri.stats import LevelStats
+
+OPTIMISM = {"draft": 0.6, "retrieval": 0.9}
+"""Acceptance rates expected of a stage's guesses before there are any."""
+EVIDENCE = 6.0
+"""Tested guesses that this expectation weighs as much as."""
+FADING = 0.995
+"""What is left, after each step, of the evidence about a pair of stages that the step did not use."""
+HYSTERESIS = 1.05
+"""A plan must be predicted to be so many times as fast as the current one to replace it."""
+NUM_PROBES = 2
+"""Rounds after which a stage's cost is known: the first one may be slow for reasons of its own."""
+
+AUTOREGRESSIVE = Plan("autoregressive")
+
+
+class Tuner:
+    """Chooses among plans."""
+
+    def __init__(
+        self, stages: list[LevelStats], plans: list[Plan], nominal: Callable[[str, int], float] | None = None
+    ) -> None:
+        """`nominal(stage, n)`: seconds of a round of a stage that verifies n guesses, in place of measured ones."""
+        assert plans
+        self._stages = {stage.name: stage for stage in stages}
+        self._plans = plans
+        self._nominal = nominal
+        self._probes = [] if nominal else self._stages_to_measure()
+        self.plan = plans[0]
+
+    def choose(self) -> Plan:
+        """The plan of the next step."""
+        probe = next((plan for name, plan in self._probes if self._stages[name].recent.num_rounds < NUM_PROBES), None)
+        if probe is not None:
+            self.plan = probe
+            return probe
+        best = max(self._plans, key=self.tokens_per_second)
+        if self.tokens_per_second(best) > HYSTERESIS * self.tokens_per_second(self.plan):
+            self.plan = best
+        self._fade()
+        return self.plan
+
+    def tokens_per_second(self, plan: Plan, rate: float | None = None) -> float:
+        """What a plan is expected to do; `rate` replaces the acceptance rate of the last level's guesses."""
+        if plan.method == "autoregressive":
+            return 1 / self._cost("target", 0)
+        proposer = "draft" if plan.method == "naive" else "retrieval"
+        length, seconds = self._block(plan)
+        rate = self.rate("target", proposer) if rate is None else rate
+        return expected_tokens(rate, length) / (seconds + self._cost("target", length))
+
+    def break_even(self) -> float | None:
+        """The acceptance rate of the last level at which the current plan is as fast as the target alone; 1 if it never
+        is; None if there is no choice."""
+        if self.plan.method == "autoregressive" or AUTOREGRESSIVE not in self._plans:
+            return None
+        alone = self.tokens_per_second(AUTOREGRESSIVE)
+        low, high = 0.0, 1.0
+        for _ in range(10):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.tokens_per_second(self.plan, middle) > alone else (middle, high)
+        return high
+
+    def rate(self, verifier: str, proposer: str) -> float:
+        """The acceptance rate to be expected, from recent guesses and, while they are few, optimism."""
+        tested, accepted = self._stages[verifier].recent.guesses.get(proposer, (0.0, 0.0))
+        return (accepted + EVIDENCE * OPTIMISM[proposer]) / (tested + EVIDENCE)
+
+    def _block(self, plan: Plan) -> tuple[float, float]:
+        """Expected guesses that reach the last level in a step, and the seconds that making them takes."""
+        if plan.method == "naive":
+            return plan.gamma1, self._draft_seconds(plan.gamma1)
+        if plan.method == "retrieval":
+            return plan.gamma2, plan.gamma2 * self._cost("retrieval", 0)
+        per_round = expected_tokens(self.rate("retrieval", "draft"), plan.gamma1)
+        length = plan.gamma2 + (per_round - 1) / 2  # the last round overshoots
+        round_seconds = self._draft_seconds(plan.gamma1) + self._cost("retrieval", plan.gamma1)
+        return length, length / per_round * round_seconds
+
+    def _draft_seconds(self, gamma1: int) -> float:
+        return gamma1 * self._cost("draft", 0)
+
+    def _cost(self, stage: str, num_guesses: float) -> float:
+        if self._nominal is not None:
+            return self._nominal(stage, round(num_guesses))
+        return self._stages[stage].recent.seconds_of_round(num_guesses)
+
+    def _fade(self) -> None:
+        used = {"naive": {("target", "draft")}, "retrieval": {("target", "retrieval")}}
+        used["triforce"] = {("target", "retrieval"), ("retrieval", "draft")}
+        for name, stage in self._stages.items():
+            for proposer, (tested, accepted) in stage.recent.guesses.items():
+                if (name, proposer) not in used.get(self.plan.method, ()):
+                    stage.recent.guesses[proposer] = (tested * FADING, accepted * FADING)
+
+    def _stages_to_measure(self) -> list[tuple[str, Plan]]:
+        """For every stage, a plan that measures its cost; for the target, also alone if that is allowed."""
+        probes = []
+        for stage, method in (("target", "autoregressive"), ("draft", "naive"), ("retrieval", "retrieval")):
+            allowed = [plan for plan in self._plans if plan.method == method]
+            allowed = allowed or [plan for plan in self._plans if plan.method == "triforce"]
+            if stage in self._stages and allowed:
+                probes.append((stage, allowed[len(allowed) // 2]))
+        return probes
+
+
+def expected_tokens(rate: float, num_guesses: float) -> float:
+    """Tokens per round, the verifier's own included, if guesses are accepted independently at this rate."""
+    return num_guesses + 1 if rate >= 1 else (1 - rate ** (num_guesses + 1)) / (1 - rate)
+
+
+CPU_COSTS = (0.7e-3, 14e9, 0.05)
+CUDA_COSTS = (0.3e-3, 2e12, 0.01)
+"""Nominal seconds per layer whatever is in it, bytes per second, and what one more guess adds to a round."""
+
+
+def nominal_costs(
+    target: Llama, draft: Llama | None, num_tokens: int, retrieval: RetrievalCache | None
+) -> Callable[[str, int], float]:
+    """Seconds of a round by stage and guesses, the same in every run: from the bytes that must be read."""
+    per_layer, bandwidth, slope = CUDA_COSTS if target.device.type == "cuda" else CPU_COSTS
+
+    def of(model: Llama, num_slots: int) -> float:
+        kv_bytes = model.config.kv_values_per_token * model.dtype.itemsize * num_slots
+        return model.config.num_layers * per_layer + (model.num_bytes + kv_bytes) / bandwidth
+
+    seconds = {"target": of(target, num_tokens), "draft": of(draft, 0) if draft else 0.0}
+    seconds["retrieval"] = of(target, max(retrieval.budgets)) if retrieval else 0.0
+    return lambda stage, num_guesses: seconds[stage] * (1 + slope * num_guesses)

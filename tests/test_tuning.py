@@ -1,0 +1,216 @@
+"""Method auto: the choice between plans pays, keeps the law, and leaves every cache in order."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+
+import pytest
+import torch
+
+from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.settings import Plan
+from minitri.stats import LevelStats
+from minitri.tuning import Tuner, expected_tokens
+from tests.cascades import Rig, near_copy, plain_tokens, random_prompt, tiny_engine
+from tests.conftest import tiny_config, tiny_model
+from tests.exactness import Laws, law_of_steps, target_law, toy_cascade
+
+AR, NAIVE = Plan("autoregressive"), Plan("naive", 2)
+RETRIEVAL, TRIFORCE = Plan("retrieval", 0, 2), Plan("triforce", 1, 2)
+ALL = [AR, NAIVE, RETRIEVAL, TRIFORCE]
+
+
+def stack(top, middle, drafter, plan: Plan) -> None:
+    """What `assembly.Stages` does, for the toy cascade."""
+    below = drafter if plan.gamma1 else None
+    if below is not None:
+        below.block = plan.gamma1
+    if plan.gamma2:
+        middle.below, middle.block = below, plan.gamma2
+        below = middle
+    top.below = below
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([AR, Plan("naive", 1), Plan("triforce", 1, 1)])))
+def test_a_schedule_of_switches_gives_the_target_law(order):
+    """Summed over all coins of two steps, with the stages stacked anew before each."""
+    target = Laws(3, 0)
+    middle, draft = Laws(3, 1, near=target), Laws(3, 2, near=target)
+
+    def build(coins, batch_size):
+        cascade = toy_cascade(coins, batch_size, target, middle, draft, 1, 1)
+        top = cascade._top
+        levels = (top, top.below, top.below.below)
+        plans = iter(order)
+        cascade._steer = lambda active: stack(*levels, next(plans))
+        return cascade
+
+    law = law_of_steps(build, 3, target, num_steps=2)
+    assert (law - target_law(target, 3)).abs().max() < 1e-12
+
+
+def measured(seconds: dict[str, float], rates: dict[tuple[str, str], float]) -> list[LevelStats]:
+    """Stages that have run for a while, at these costs per round and with these acceptance rates."""
+    stages = {name: LevelStats(name) for name in seconds}
+    for name, cost in seconds.items():
+        for guesses in (0, 0, 4, 4):
+            stages[name].recent.note_time(guesses, cost)
+    for (verifier, proposer), rate in rates.items():
+        for _ in range(40):
+            stages[verifier].recent.note(proposer, num_tested=10, num_accepted=round(10 * rate))
+    return list(stages.values())
+
+
+COSTS = {"draft": 0.004, "retrieval": 0.030, "target": 0.100}
+
+
+@pytest.mark.parametrize(
+    ("costs", "rates", "best"),
+    [
+        (COSTS, (0.9, 0.9, 0.1), "triforce"),
+        (COSTS, (0.9, 0.2, 0.9), "naive"),
+        (COSTS, (0.1, 0.95, 0.1), "retrieval"),
+        (COSTS, (0.05, 0.05, 0.05), "autoregressive"),
+        ({**COSTS, "draft": 0.09, "retrieval": 0.09}, (0.9, 0.9, 0.6), "autoregressive"),
+    ],
+)
+def test_what_pays_is_chosen(costs, rates, best):
+    pairs = (("retrieval", "draft"), ("target", "retrieval"), ("target", "draft"))
+    stages = measured(costs, dict(zip(pairs, rates, strict=True)))
+    tuner = Tuner(stages, SpeculationConfig().plans)
+    for _ in range(3):
+        plan = tuner.choose()
+    assert plan.method == best
+    assert tuner.tokens_per_second(plan) == max(map(tuner.tokens_per_second, SpeculationConfig().plans))
+
+
+def test_the_current_plan_is_kept_against_a_small_advantage():
+    stages = measured(COSTS, {("target", "draft"): 0.6})
+    tuner = Tuner(stages, [Plan("naive", 1), Plan("naive", 2)], nominal=lambda stage, n: COSTS[stage])
+    tuner.plan = min([Plan("naive", 1), Plan("naive", 2)], key=tuner.tokens_per_second)
+    slow, fast = sorted(map(tuner.tokens_per_second, [Plan("naive", 1), Plan("naive", 2)]))
+    kept = tuner.plan
+    changed = tuner.choose() != kept
+    assert changed == (fast > 1.05 * slow)
+
+
+def test_break_even_is_where_speculation_is_as_fast_as_the_model_alone():
+    stages = measured(COSTS, {("target", "draft"): 0.7})
+    tuner = Tuner(stages, [AR, NAIVE])
+    tuner.plan = NAIVE
+    rate = tuner.break_even()
+    assert tuner.tokens_per_second(NAIVE, rate) == pytest.approx(tuner.tokens_per_second(AR), rel=0.01)
+    tuner.plan = AR
+    assert tuner.break_even() is None
+
+
+def test_expected_tokens_are_those_of_independent_guesses():
+    generator = random.Random(0)
+    for rate, num in ((0.3, 2), (0.8, 5), (1.0, 3), (0.0, 4)):
+        total = 0
+        for _ in range(20_000):
+            total += 1 + next((i for i in range(num) if generator.random() >= rate), num)
+        assert expected_tokens(rate, num) == pytest.approx(total / 20_000, abs=0.05)  # about 5 standard errors
+
+
+def forced(monkeypatch, plans) -> None:
+    schedule = itertools.cycle(plans)
+
+    def choose(tuner):
+        tuner.plan = next(schedule)
+        return tuner.plan
+
+    monkeypatch.setattr(Tuner, "choose", choose)
+
+
+SCHEDULES = [ALL, [AR] * 7 + [NAIVE] * 2, [TRIFORCE, AR, AR, AR, AR, RETRIEVAL], [Plan("triforce", 4, 8), AR]]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("with_model", [True, False])
+@pytest.mark.parametrize("coupled", [False, True])
+def test_any_schedule_gives_the_text_of_the_model_alone(schedule, with_model, coupled, monkeypatch):
+    """Ragged rows, retrieval caches that are eaten up, a drafter's window that slides."""
+    target = tiny_model(tiny_config())
+    draft = near_copy(target, 0.05) if with_model else None
+    prompts = [random_prompt(target.config, n, seed=n) for n in (3, 40, 90)]
+    settings = {"num_new": 70, "seed": 5, "coupled": coupled}
+    settings["sampling"] = SamplingParams(0.9, top_p=0.95) if coupled else SamplingParams()
+    expected = plain_tokens(target, prompts, **settings)
+    forced(monkeypatch, schedule)
+    rig = Rig(target, prompts, draft=draft, budget=32, num_recent_tokens=20, num_sink_tokens=2, **settings)
+    assert rig.run() == expected
+
+
+def test_a_drafter_that_was_left_out_for_long_knows_the_text_again(monkeypatch):
+    """A drafter that is the target, with a window that holds everything, is always right."""
+    target = tiny_model(tiny_config())
+    forced(monkeypatch, [AR] * 30 + [NAIVE] * 10)
+    rig = Rig(target, [random_prompt(target.config, 20)], draft=near_copy(target, 0.0), num_new=55,
+              num_recent_tokens=120)  # fmt: skip
+    rig.run()
+    level = rig.stats.stages[-1]
+    assert level.num_tested_tokens >= 15
+    assert level.acceptance_rate == 1
+
+
+@pytest.mark.parametrize("noise", [0.02, None])
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(1.0, top_p=0.9)])
+def test_auto_is_the_default_and_repeats_itself_whatever_the_clock_says(noise, sampling, monkeypatch):
+    engine, generation = tiny_engine(noise=noise), GenerationConfig(90, ignore_eos=True)
+    prompt = random_prompt(engine.config, 150)
+
+    def text(**settings) -> tuple[int, ...]:
+        *_, end = engine.generate(prompt, sampling=sampling, generation=generation, seed=4, **settings)
+        assert isinstance(end, End)
+        assert sum(end.stats.steps_per_plan.values()) > 0
+        return end.token_ids
+
+    first = text()
+    clock, now = random.Random(3), [0.0]
+
+    def erratic() -> float:
+        now[0] += clock.random()
+        return now[0]
+
+    monkeypatch.setattr(time, "perf_counter", erratic)
+    assert text() == first
+    if sampling.temperature == 0:
+        assert text(speculation=SpeculationConfig("autoregressive")) == first
+
+
+def test_coupled_auto_gives_the_text_of_the_model_alone():
+    engine, generation = tiny_engine(), GenerationConfig(60, ignore_eos=True)
+    texts = []
+    for method in ("auto", "autoregressive"):
+        speculation = SpeculationConfig(method, coupled=True)
+        *_, end = engine.generate(
+            random_prompt(engine.config, 100), sampling=SamplingParams(1.0), generation=generation,
+            speculation=speculation, seed=9,
+        )  # fmt: skip
+        texts.append(end.token_ids)
+    assert texts[0] == texts[1]
+
+
+def test_a_gamma_that_was_given_is_kept():
+    plans = SpeculationConfig(gamma1=3, gamma2=5).plans
+    assert {plan.gamma1 for plan in plans} == {0, 3}
+    assert {plan.gamma2 for plan in plans} == {0, 5}
+    assert SpeculationConfig("naive", gamma1=3).plans == [Plan("naive", 3)]
+    assert len(SpeculationConfig("naive").plans) > 1
+
+
+def test_costs_between_and_beyond_what_was_measured_lie_on_a_line():
+    recent = LevelStats("target").recent
+    assert recent.seconds_of_round(3) < 1e-6
+    recent.note_time(0, 1.0)
+    assert 1.0 < recent.seconds_of_round(4) < 1.5
+    recent.note_time(4, 2.0)
+    assert recent.seconds_of_round(2) == pytest.approx(1.5)
+    assert recent.seconds_of_round(8) == pytest.approx(3.0)
+    for _ in range(20):
+        recent.note_time(4, 3.0)
+    assert recent.seconds_of_round(4) == pytest.approx(3.0, abs=0.1)
+    assert torch.isfinite(torch.tensor(recent.seconds_of_round(100)))

@@ -1,0 +1,170 @@
+"""What a drafter learns from: tokens with the target's next-token laws, stored on disk and used again every epoch.
+
+The target's forward pass is the expensive part of distillation, so it is done once. A law is kept as its `TOP` most
+likely tokens with their log-probabilities, 192 bytes per token. Sequences have a fixed length, so a folder that was
+left behind by an interrupted run is simply as long as its files, and goes on from there.
+
+Texts are cut into sequences, and the target writes sequences of its own: a beginning from the texts, continued at one
+of several temperatures, because what a drafter guesses later is what the target says, not what books say.
+
+Legend: N sequences, W tokens of each, B sequences at once, T tokens at once, V vocab.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minitri.caches import FullCache
+from minitri.engine import Engine
+from minitri.errors import InputError
+from minitri.model import Llama
+from minitri.reader import read_block
+from minitri.sampling import probs_from_logits, sample
+from minitri.settings import SamplingParams
+
+Array = np.ndarray[Any, Any]
+W = 1024
+"""Tokens of a sequence."""
+TOP = 32
+"""Tokens of a law that are kept."""
+BEGINNING = 256
+"""Tokens of a text that the target continues to a sequence of its own."""
+BATCH = 32
+"""Sequences that the target continues together."""
+TEMPERATURES = (0.0, 0.6, 0.6, 1.0)
+"""At which they are continued, in turn."""
+
+
+class LabelStore:
+    """Sequences and their laws, in three flat files: tokens, ids of the likeliest next tokens, log-probabilities."""
+
+    def __init__(self, folder: Path, meta: dict[str, object]) -> None:
+        """Opens or makes a folder. Raises `InputError` if it holds something else than what `meta` says."""
+        folder.mkdir(parents=True, exist_ok=True)
+        meta = {**meta, "W": W, "TOP": TOP}
+        if (folder / "meta.json").exists():
+            found = json.loads((folder / "meta.json").read_text())
+            if found != meta:
+                raise InputError(
+                    f"{folder} was made with other settings ({found}); delete it, or repeat those settings"
+                )
+        (folder / "meta.json").write_text(json.dumps(meta))
+        self._files: list[tuple[Path, np.dtype[Any], tuple[int, ...]]] = [
+            (folder / "tokens.bin", np.dtype(np.int32), (W,)),
+            (folder / "ids.bin", np.dtype(np.int32), (W, TOP)),
+            (folder / "logprobs.bin", np.dtype(np.float16), (W, TOP)),
+        ]
+        for file, _, _ in self._files:
+            file.touch()
+        self._cut()
+
+    def __len__(self) -> int:
+        file, dtype, shape = self._files[0]
+        return file.stat().st_size // (dtype.itemsize * int(np.prod(shape)))
+
+    def append(self, tokens_W: Tensor, ids: Tensor, logprobs: Tensor) -> None:
+        """Adds a sequence: its tokens (W,), and of the law behind each token the likeliest (W, TOP)."""
+        laws = zip(self._files[1:], (ids, logprobs), strict=True)
+        for (file, dtype, _), values in (*laws, (self._files[0], tokens_W)):  # the tokens last: they say how many
+            with file.open("ab") as sink:
+                sink.write(values.numpy().astype(dtype).tobytes())
+
+    def arrays(self) -> tuple[Array, Array, Array]:
+        """Tokens (N, W), ids (N, W, TOP) and log-probabilities (N, W, TOP), on disk."""
+        N = len(self)
+        if N == 0:
+            raise InputError(f"{self._files[0][0].parent} has no sequence to learn from; ask for more tokens")
+        tokens, ids, logprobs = (
+            np.memmap(file, dtype=dtype, mode="r", shape=(N, *shape)) for file, dtype, shape in self._files
+        )
+        return tokens, ids, logprobs
+
+    def _cut(self) -> None:
+        """Drops what an interrupted `append` has written of a sequence."""
+        N = len(self)
+        for file, dtype, shape in self._files:
+            with file.open("r+b") as opened:
+                opened.truncate(N * dtype.itemsize * int(np.prod(shape)))
+
+
+def read_texts(engine: Engine, files: list[Path]) -> list[list[int]]:
+    """Token ids of every text. Raises `InputError` if one cannot be read, or all are too short for one sequence."""
+    texts = []
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"cannot read {file} as UTF-8 text ({error}); check --text and --held-out") from None
+        texts.append(engine.tokenizer.encode(text) if text else [])
+    longest = max(map(len, texts))
+    if longest < W:
+        raise InputError(f"the longest text has {longest} tokens; training needs at least {W} in one text, give more")
+    return texts
+
+
+def sequences_of(texts: list[list[int]], seed: int) -> list[list[int]]:
+    """All whole sequences of the texts, shuffled."""
+    sequences = [text[i : i + W] for text in texts for i in range(0, len(text) - W + 1, W)]
+    random.Random(seed).shuffle(sequences)
+    return sequences
+
+
+@torch.inference_mode()
+def label(model: Llama, sequences: list[list[int]], store: LabelStore, done: Callable[[int], None]) -> None:
+    """Adds the laws of these sequences to a store; `done` is told how many tokens each step made."""
+    cache = FullCache.allocate(model.config, 1, W, dtype=model.dtype, device=model.device)
+    for tokens in sequences:
+        cache.reset()
+        ids, logprobs = _laws(model, read_block(model, [tokens], cache))
+        store.append(torch.tensor(tokens), ids[0], logprobs[0])
+        done(W)
+
+
+@torch.inference_mode()
+def continue_texts(
+    model: Llama, beginnings: Iterator[list[int]], num_batches: int, store: LabelStore, seed: int,
+    done: Callable[[int], None],
+) -> None:  # fmt: skip
+    """Adds batches of sequences that the target has written itself, end-of-sequence tokens included."""
+    cache = FullCache.allocate(model.config, BATCH, W, dtype=model.dtype, device=model.device)
+    rows_at = {t: [b for b in range(BATCH) if TEMPERATURES[b % len(TEMPERATURES)] == t] for t in TEMPERATURES}
+    for _ in range(num_batches):
+        generator = torch.Generator().manual_seed(seed + len(store))
+        sequences = [next(beginnings)[:BEGINNING] for _ in range(BATCH)]
+        laws = []
+        cache.reset()
+        while cache.lengths[0] < W:
+            fresh = [tokens[cache.lengths[0] :] for tokens in sequences]
+            hidden_BTE = read_block(model, fresh, cache)
+            cache.advance([len(row) for row in fresh])
+            laws.append(_laws(model, hidden_BTE))
+            done(BATCH * len(fresh[0]))
+            logits_BV = model.logits(hidden_BTE[:, -1])
+            uniforms_B = torch.rand(BATCH, dtype=torch.float64, generator=generator)
+            for temperature, rows in rows_at.items():
+                probs = probs_from_logits(logits_BV[rows].cpu(), SamplingParams(temperature))
+                for b, token in zip(rows, sample(probs, uniforms_B[rows]).tolist(), strict=True):
+                    sequences[b].append(token)
+        ids, logprobs = (torch.cat(parts, 1) for parts in zip(*laws, strict=True))
+        for b, tokens in enumerate(sequences):
+            store.append(torch.tensor(tokens[:W]), ids[b], logprobs[b])
+
+
+def _laws(model: Llama, hidden_BTE: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and log-probabilities, (B, T, TOP) each, of the likeliest tokens."""
+    ids, logprobs = [], []
+    for part in hidden_BTE.flatten(0, 1).split(W):
+        logits = model.logits(part)
+        best = logits.topk(TOP)
+        ids.append(best.indices.cpu())
+        logprobs.append((best.values - logits.logsumexp(-1, keepdim=True)).cpu())
+    B, T, _ = hidden_BTE.shape
+    return torch.cat(ids).view(B, T, TOP), torch.cat(logprobs).view(B, T, TOP)
