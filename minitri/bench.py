@@ -10,22 +10,40 @@ time of a decoding step goes. The last line of standard output is the same as on
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import resource
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
+from minitri.errors import InputError
 from minitri.exits import clean_exits
 
 with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
     import torch
 
+    from minitri.compare import compare, plot, summarise, table
     from minitri.engine import Engine, load
-    from minitri.flags import DEMO_PROMPT_TOKENS, OneLineParser, add_model_flags, positive
+    from minitri.fetch import locate
+    from minitri.flags import (
+        DEMO_PROMPT_TOKENS,
+        OneLineParser,
+        add_draft_flag,
+        add_model_flags,
+        add_sampling_flags,
+        add_size_flags,
+        draft_of,
+        positive,
+        speculation_of,
+    )
     from minitri.generate import encode_prompt, finish, read_prompt, show_log
-    from minitri.settings import GenerationConfig
+    from minitri.generation import Generation
+    from minitri.peers import find_peers
+    from minitri.settings import METHODS, GenerationConfig, SamplingParams, SpeculationConfig
+    from minitri.stats import spread
 
 PARTS = {
     "linear layers": ("mkldnn::_linear_pointwise", "aten::addmm", "aten::bmm"),
@@ -39,14 +57,17 @@ def build_parser() -> OneLineParser:
     """The flags of the benchmark."""
     parser = OneLineParser(
         prog="python -m minitri.bench",
-        description="Measures prefill and decoding speed against the floor that memory bandwidth sets.",
-        epilog="example:\n  python -m minitri.bench --prompt-tokens 8000 --new-tokens 64 --repeats 3 --profile",
+        description="Measures prefill and decoding speed against the floor that memory bandwidth sets, or, with "
+        "--compare,\nthe methods against one another.",
+        epilog="examples:\n  python -m minitri.bench --prompt-tokens 8000 --new-tokens 64 --repeats 3 --profile\n"
+        "  python -m minitri.bench --compare --prompt-file a.txt --prompt-file b.txt --temperature 0.6 --top-p 0.9",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model_flags(parser)
     parser.add_argument(
-        "--prompt-file", metavar="FILE", help="UTF-8 text; - is standard input (default: Python's help)"
-    )
+        "--prompt-file", action="append", metavar="FILE", help="UTF-8 text; - is standard input (default: Python's "
+        "help); with --compare it may be given several times",
+    )  # fmt: skip
     parser.add_argument(
         "--prompt-tokens", type=positive, default=DEMO_PROMPT_TOKENS, metavar="N", help="(default: %(default)s)"
     )
@@ -55,8 +76,21 @@ def build_parser() -> OneLineParser:
         "--repeats", type=positive, default=3, metavar="N", help="runs to measure (default: %(default)s)"
     )
     parser.add_argument("--profile", action="store_true", help="say where the time of a decoding step goes")
+    group = parser.add_argument_group("--compare: every method, taking turns behind the same prompts")
+    group.add_argument("--compare", action="store_true", help="measure the methods against one another instead")
+    group.add_argument(
+        "--peers", action="store_true", help="let transformers and llama.cpp take part, as far as they are installed"
+    )
+    group.add_argument("--seeds", type=positive, default=2, metavar="N", help="runs per prompt (default: %(default)s)")
+    group.add_argument(
+        "--method", action="append", choices=METHODS, help="may be given several times (default: all of them)"
+    )
+    group.add_argument("--plot", metavar="FILE", help="draw the speedups as a PNG")
+    add_draft_flag(group)
+    add_size_flags(group)
+    add_sampling_flags(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress or log on standard error")
-    parser.set_defaults(prompt=None)
+    parser.set_defaults(prompt=None, policy="retrieval", coupled=False)
     return parser
 
 
@@ -112,10 +146,15 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def plain_decoding(engine: Engine, prompt: list[int], num_new: int) -> Generation:
+    """A greedy run of the model alone."""
+    generation = GenerationConfig(max_new_tokens=num_new, ignore_eos=True)
+    return engine.generate(prompt, generation=generation, speculation=SpeculationConfig("autoregressive"))
+
+
 def measure_once(engine: Engine, prompt: list[int], num_new: int, *, quiet: bool) -> tuple[float, float]:
     """Prefill seconds, and ms per decoded token, of one greedy run."""
-    run = engine.generate(prompt, generation=GenerationConfig(max_new_tokens=num_new, ignore_eos=True))
-    stats = finish(run, quiet=quiet).stats
+    stats = finish(plain_decoding(engine, prompt, num_new), quiet=quiet).stats
     assert stats.ms_per_token is not None
     return stats.prefill_seconds, stats.ms_per_token
 
@@ -124,7 +163,7 @@ def profile_decoding(engine: Engine, prompt: list[int], num_new: int) -> dict[st
     """Milliseconds per decoding step by part of the model; what is in no kernel counts as `other`."""
     from torch.profiler import ProfilerActivity, profile
 
-    run = engine.generate(prompt, generation=GenerationConfig(max_new_tokens=num_new, ignore_eos=True))
+    run = plain_decoding(engine, prompt, num_new)
     num_steps = min(16, num_new - 3)
     while run.stats.num_decoded_tokens < 2:
         next(run)
@@ -139,13 +178,46 @@ def profile_decoding(engine: Engine, prompt: list[int], num_new: int) -> dict[st
     return {**parts, "other": total - sum(parts.values())}
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    """Median and range."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+def compare_methods(args: argparse.Namespace) -> int:
+    """Measures the methods against one another, prints, returns the exit code."""
+    methods = list(dict.fromkeys(["autoregressive", *(args.method or METHODS)]))
+    files, args.method = args.prompt_file or [None], "auto"
+    texts = [read_prompt(argparse.Namespace(prompt=None, prompt_file=file)) for file in files]
+    speculation = speculation_of(args)
+    sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p)
+    engine = load(
+        args.model, draft=draft_of(args), dtype=args.dtype, device=args.device, rope_scaling=args.rope_scaling,
+        progress=not args.quiet,
+    )  # fmt: skip
+    prompts = [encode_prompt(engine, text, args.prompt_tokens) for text in texts]
+    first = args.seed or 0
+    scores = compare(
+        engine, prompts, {name: dataclasses.replace(speculation, method=name, timed=True) for name in methods},
+        sampling=sampling, seeds=range(first, first + args.seeds), num_new=args.new_tokens,
+        peers=find_peers(locate(args.model).path, engine) if args.peers else None,
+    )  # fmt: skip
+    result = summarise(scores, args.new_tokens)
+    title = (
+        f"{args.model}, {str(engine.model.dtype).removeprefix('torch.')}, {engine.model.device}, "
+        f"{max(map(len, prompts))} prompt tokens, {args.new_tokens} new, T={args.temperature:g}, top-p {args.top_p:g}"
+    )
+    print(f"{title}; {len(prompts)} prompts x {args.seeds} seeds: median (range)\n{table(result)}")
+    if args.plot:
+        plot(result, title, Path(args.plot))
+    settings = {"model": args.model, "draft": engine.draft.config.name if engine.draft else "ngram"}
+    settings |= {"dtype": str(engine.model.dtype).removeprefix("torch."), "num_prompt_tokens": list(map(len, prompts))}
+    settings |= {"num_new_tokens": args.new_tokens, "temperature": args.temperature, "top_p": args.top_p}
+    print(json.dumps({**settings, "seeds": args.seeds, "torch": torch.__version__, "contestants": result}))
+    return 0
 
 
 def run_command(args: argparse.Namespace) -> int:
     """Measures, prints, returns the exit code."""
+    if args.compare:
+        return compare_methods(args)
+    if len(args.prompt_file or []) > 1:
+        raise InputError("several --prompt-file need --compare; give one")
+    args.prompt_file = args.prompt_file[0] if args.prompt_file else None
     bare_bytes = peak_memory_bytes(torch.device("cpu"))
     engine = load(
         args.model, dtype=args.dtype, device=args.device, rope_scaling=args.rope_scaling, progress=not args.quiet

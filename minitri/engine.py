@@ -149,8 +149,8 @@ class Engine:
 
         A single `seed` gives row b the seed `seed + b`. A row's tokens depend on its own prompt and seed alone, up to
         the last bits of the arithmetic; only where method `auto` chooses at a temperature above 0, uncoupled, they also
-        depend on the rows beside it, because all rows share the choice. Raises `InputError` here, before any work, if a prompt is empty, too long, or
-        has tokens outside the vocabulary.
+        depend on the rows beside it, because all rows share the choice. Raises `InputError` here, before any work, if
+        a prompt is empty, too long, or has tokens outside the vocabulary.
         """
         ids = [self._encode(prompt) for prompt in as_batch(prompts)]
         if not ids:

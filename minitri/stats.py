@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,6 +155,11 @@ class Stats:
     def tokens_per_second(self) -> float | None:
         """Decoded tokens of the whole batch per second of decoding; None before the first."""
         return self.num_decoded_tokens / self.decode_seconds if self.num_decoded_tokens else None
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and range, for tables of measurements."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 class PrefillClock:

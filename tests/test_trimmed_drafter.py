@@ -97,10 +97,14 @@ def test_the_head_says_its_tokens_and_no_others(target, drafter):
 
 
 def test_training_makes_held_out_acceptance_better(target, books, tmp_path, capsys):
-    """From a random start, one layer: there is something to learn, and it is learned."""
-    distill(target, books, tmp_path / "a", "--layers", "1", "--train-tokens", "120000", "--learning-rate", "0.003")
-    rates = [float(line.split(":")[1].split()[0]) for line in capsys.readouterr().err.splitlines() if "texts:" in line]
-    assert rates[-1] > rates[0] + 0.05
+    """One layer of the three, and random laws: little can be learned, and that is learned."""
+    distill(target, books, tmp_path / "a", "--layers", "1", "--train-tokens", "100000", "--learning-rate", "0.003")
+    lines = [line for line in capsys.readouterr().err.splitlines() if "accepted of held-out texts:" in line]
+    rates = [
+        [float(part.split(" at ")[0].split()[-1]) for part in line.split(", ") if " at " in part] for line in lines
+    ]
+    assert len(rates[0]) == 3
+    assert all(last > 1.5 * first for first, last in zip(rates[0], rates[-1], strict=True)), rates
 
 
 def test_an_interrupted_distillation_goes_on_where_it_was(target, books, tmp_path, monkeypatch):

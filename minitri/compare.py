@@ -1,0 +1,235 @@
+"""Every method on the same prompts in one run: `python -m minitri.bench --compare`.
+
+A prompt is read once; every method gets a copy of the cache. Then the methods take turns, a burst of tokens each, round
+after round, so that a machine whose speed drifts is as slow for one as for the other. A speedup is autoregressive
+milliseconds per token over those of the method, of one prompt and one seed; medians and ranges are taken over these.
+End to end means prefill and decoding together. With `--peers` other programs take their turns, too (`peers.py`).
+
+Nothing here knows how a method works.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minitri.assembly import build_cascade
+from minitri.caches import FullCache
+from minitri.engine import Engine
+from minitri.errors import InputError
+from minitri.reader import read_block
+from minitri.settings import SamplingParams, SpeculationConfig
+from minitri.stats import Stats, spread
+
+log = logging.getLogger("minitri")
+
+BASELINE = "autoregressive"
+
+
+class Method:
+    """One of our methods behind a prompt that has been read."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        full: FullCache,
+        prompt: list[int],
+        speculation: SpeculationConfig,
+        sampling: SamplingParams,
+        seed: int,
+        num_new: int,
+    ) -> None:
+        """`full` holds the prompt but for its last token, and is copied."""
+        model = engine.model
+        capacity = len(prompt) + num_new + speculation.max_block
+        self.stats = Stats(num_prompt_tokens=len(prompt))
+        own = FullCache.allocate(model.config, 1, capacity, dtype=model.dtype, device=model.device)
+        end = full.lengths[0]
+        own.keys[..., :end, :] = full.keys[..., :end, :]
+        own.values[..., :end, :] = full.values[..., :end, :]
+        own.advance([end])
+        self._num_prompt = len(prompt)
+        self._cascade, policy = build_cascade(
+            model, engine.draft, own, [list(prompt)], [seed], sampling, speculation, self.stats
+        )
+        if policy is not None and policy.wants_prompt:
+            raise InputError(f"--policy {speculation.policy} must watch the prompt being read; compare another one")
+        self._cascade.start()
+
+    def burst(self, num_tokens: int) -> int:
+        """Decodes at least so many tokens; returns how many."""
+        before = len(self._cascade.sequences[0])
+        while len(self._cascade.sequences[0]) - before < num_tokens:
+            self._cascade.step()
+        return len(self._cascade.sequences[0]) - before
+
+
+class Peer:
+    """Another program, as an iterator over the tokens it makes; the first one follows its prefill."""
+
+    def __init__(self, tokens: Iterator[int]) -> None:
+        self._tokens = tokens
+        next(tokens)
+
+    def burst(self, num_tokens: int) -> int:
+        """Decodes so many tokens."""
+        for _ in range(num_tokens):
+            next(self._tokens)
+        return num_tokens
+
+
+@dataclass
+class Score:
+    """What one contestant did, an entry per prompt and seed."""
+
+    ms_per_token: list[float] = field(default_factory=list)
+    prefill_seconds: list[float] = field(default_factory=list)
+    acceptance: list[float] = field(default_factory=list)
+    """Of the last level's guesses."""
+    plans: dict[str, int] = field(default_factory=dict)
+    """Steps per plan, where there was a choice."""
+
+
+@torch.inference_mode()
+def read_prompt_once(engine: Engine, prompt: list[int], chunk: int = 1024) -> tuple[FullCache, float]:
+    """A full cache that holds the prompt but for its last token, and the seconds it took."""
+    model = engine.model
+    full = FullCache.allocate(model.config, 1, len(prompt), dtype=model.dtype, device=model.device)
+    started = time.perf_counter()
+    for first in range(0, len(prompt) - 1, chunk):
+        piece = prompt[first : min(first + chunk, len(prompt) - 1)]
+        read_block(model, [piece], full)
+        full.advance([len(piece)])
+    return full, time.perf_counter() - started
+
+
+@torch.inference_mode()
+def compare(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    speculations: dict[str, SpeculationConfig],
+    *,
+    sampling: SamplingParams,
+    seeds: Sequence[int],
+    num_new: int,
+    burst: int = 8,
+    peers: dict[str, Callable[[list[int], int], Iterator[int]]] | None = None,
+) -> dict[str, Score]:
+    """Lets every method decode `num_new` tokens behind every prompt, for every seed; peers beside the first seed only.
+
+    Progress goes to the log.
+    """
+    peers = peers or {}
+    scores = {name: Score() for name in (*speculations, *peers)}
+    for number, prompt in enumerate(prompts):
+        full, prefill_seconds = read_prompt_once(engine, prompt)
+        log.info("prompt %d of %d: %d tokens read in %.1f s", number + 1, len(prompts), len(prompt), prefill_seconds)
+        started_peers = {}
+        for name, peer in peers.items():
+            tokens = peer(prompt, num_new + 2 * burst)
+            started = time.perf_counter()
+            started_peers[name] = Peer(tokens)
+            scores[name].prefill_seconds.append(time.perf_counter() - started)
+            log.info("  %s has read it in %.1f s", name, scores[name].prefill_seconds[-1])
+        for seed in seeds:
+            ours = {
+                name: Method(engine, full, prompt, speculation, sampling, seed, num_new + 2 * burst)
+                for name, speculation in speculations.items()
+            }
+            contestants = {**ours, **(started_peers if seed == seeds[0] else {})}
+            for name, ms in take_turns(contestants, num_new, burst).items():
+                scores[name].ms_per_token.append(ms)
+            for name, method in ours.items():
+                scores[name].prefill_seconds.append(prefill_seconds)
+                rate = method.stats.stages[-1].acceptance_rate
+                scores[name].acceptance += [] if rate is None else [rate]
+                for plan, steps in method.stats.steps_per_plan.items():
+                    scores[name].plans[plan] = scores[name].plans.get(plan, 0) + steps
+            line = ", ".join(f"{name} {scores[name].ms_per_token[-1]:.1f}" for name in contestants)
+            log.info("  seed %d, ms/token: %s", seed, line)
+    return scores
+
+
+def take_turns(contestants: dict[str, Any], num_new: int, burst: int) -> dict[str, float]:
+    """Milliseconds per token of each; the order of the turns changes from round to round."""
+    tokens, seconds = dict.fromkeys(contestants, 0), dict.fromkeys(contestants, 0.0)
+    order = list(contestants)
+    while any(count < num_new for count in tokens.values()):
+        for name in order:
+            if tokens[name] < num_new:
+                started = time.perf_counter()
+                tokens[name] += contestants[name].burst(min(burst, num_new - tokens[name]))
+                seconds[name] += time.perf_counter() - started
+        order.append(order.pop(0))
+    return {name: 1e3 * seconds[name] / tokens[name] for name in contestants}
+
+
+def summarise(scores: dict[str, Score], num_new: int) -> dict[str, dict[str, Any]]:
+    """Medians and ranges, with speedups over the baseline prompt by prompt and seed by seed."""
+    baseline = scores[BASELINE]
+    totals = [s + 1e-3 * num_new * ms for s, ms in zip(baseline.prefill_seconds, baseline.ms_per_token, strict=True)]
+    result = {}
+    for name, score in scores.items():
+        # Peers run once per prompt, beside the first seed.
+        every = len(baseline.ms_per_token) // len(score.ms_per_token)
+        alone, alone_total = baseline.ms_per_token[::every], totals[::every]
+        own_totals = [s + 1e-3 * num_new * ms for s, ms in zip(score.prefill_seconds, score.ms_per_token, strict=True)]
+        result[name] = {
+            "ms_per_token": spread(score.ms_per_token),
+            "speedup": spread([a / b for a, b in zip(alone, score.ms_per_token, strict=True)]),
+            "end_to_end_seconds": spread(own_totals),
+            "end_to_end_speedup": spread([a / b for a, b in zip(alone_total, own_totals, strict=True)]),
+            "acceptance": sum(score.acceptance) / len(score.acceptance) if score.acceptance else None,
+            "steps_per_plan": score.plans,
+        }
+    return result
+
+
+def table(result: dict[str, dict[str, Any]]) -> str:
+    """The result for people."""
+    lines = [f"{'':24s} {'ms/token':>22s} {'speedup':>22s} {'accepted':>9s} {'end to end, s':>14s} {'speedup':>8s}"]
+    for name, row in result.items():
+        ms, speedup = (
+            f"{row[key]['median']:.{digits}f} ({row[key]['min']:.{digits}f} to {row[key]['max']:.{digits}f})"
+            for key, digits in (("ms_per_token", 1), ("speedup", 2))
+        )
+        accepted = "" if row["acceptance"] is None else f"{row['acceptance']:.3f}"
+        lines.append(
+            f"{name:24s} {ms:>22s} {speedup:>22s} {accepted:>9s} {row['end_to_end_seconds']['median']:14.1f} "
+            f"{row['end_to_end_speedup']['median']:8.2f}"
+        )
+        if len(row["steps_per_plan"]) > 1:
+            used = sorted(row["steps_per_plan"].items(), key=lambda item: -item[1])
+            lines.append(f"{'':24s} chose " + ", ".join(f"{plan}: {steps}" for plan, steps in used[:4]))
+    return "\n".join(lines)
+
+
+def plot(result: dict[str, dict[str, Any]], title: str, file: Path) -> None:
+    """Bars of the speedups as a PNG. Raises `InputError` without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise InputError("--plot needs matplotlib; install it with: pip install matplotlib") from None
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    names = list(result)
+    medians = [result[name]["speedup"]["median"] for name in names]
+    below = [median - result[name]["speedup"]["min"] for name, median in zip(names, medians, strict=True)]
+    above = [result[name]["speedup"]["max"] - median for name, median in zip(names, medians, strict=True)]
+    figure, axes = pyplot.subplots(figsize=(1.6 + len(names), 4))
+    bars = axes.bar(names, medians, yerr=(below, above), capsize=4)
+    axes.bar_label(bars, fmt="%.2f", label_type="center")
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_ylabel(f"decoding speed, {BASELINE} = 1")
+    axes.set_title(title, fontsize=10)
+    axes.tick_params(axis="x", labelrotation=20)
+    figure.tight_layout()
+    figure.savefig(file)
+    pyplot.close(figure)

@@ -1,0 +1,96 @@
+"""`bench --compare`: every method behind the same prompts, in turns, with figures that fit together."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from minitri import SamplingParams, SpeculationConfig, bench
+from minitri.compare import Method, Score, read_prompt_once, summarise, take_turns
+from minitri.settings import METHODS
+from tests.cascades import random_prompt, tiny_engine
+from tests.test_tools import texts  # noqa: F401 (a fixture)
+
+FLAGS = ("--compare", "--dtype", "float32", "--device", "cpu", "--prompt-tokens", "150", "--new-tokens", "24", "--quiet",
+         "--budget", "64", "--num-recent-tokens", "40")  # fmt: skip
+
+
+def run(capsys, *flags: str) -> tuple[list[str], dict]:
+    with pytest.raises(SystemExit) as exit_:
+        bench.main([*FLAGS, *flags])
+    *table, last = capsys.readouterr().out.splitlines()
+    assert exit_.value.code == 0
+    return table, json.loads(last)
+
+
+def test_all_methods_take_turns_on_several_prompts_and_seeds(folder, texts, capsys, tmp_path):  # noqa: F811
+    plot = tmp_path / "speedups.png"
+    files = [flag for file in texts for flag in ("--prompt-file", file)]
+    table, result = run(capsys, "--model", str(folder), *files, "--temperature", "0.8", "--plot", str(plot))
+    rows = result["contestants"]
+    assert set(rows) == set(METHODS)
+    assert [line.split()[0] for line in table[2:] if not line.startswith(" ")] == list(rows)
+    for row in rows.values():
+        for key in ("ms_per_token", "speedup", "end_to_end_seconds", "end_to_end_speedup"):
+            assert 0 < row[key]["min"] <= row[key]["median"] <= row[key]["max"]
+    assert rows["autoregressive"]["speedup"] == {"median": 1, "min": 1, "max": 1}
+    assert rows["autoregressive"]["acceptance"] is None
+    assert 0 <= rows["triforce"]["acceptance"] <= 1
+    assert sum(rows["auto"]["steps_per_plan"].values()) > 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_peers_take_part(folder, capsys):
+    rows = run(capsys, "--model", str(folder), "--peers", "--seeds", "1", "--method", "naive")[1]["contestants"]
+    assert {"autoregressive", "naive", "transformers", "transformers, lookup"} <= set(rows)
+    assert all(row["ms_per_token"]["median"] > 0 for row in rows.values())
+
+
+@torch.inference_mode()
+def test_taking_turns_changes_no_text():
+    engine = tiny_engine()
+    prompt = random_prompt(engine.config, 90)
+    full, _ = read_prompt_once(engine, prompt, chunk=32)
+    contestants = {
+        name: Method(engine, full, prompt, SpeculationConfig(name, budget=64, num_recent_tokens=40), SamplingParams(),
+                     0, 80) for name in METHODS
+    }  # fmt: skip
+    take_turns(contestants, 50, 8)
+    sequences = [method._cascade.sequences[0][: len(prompt) + 50] for method in contestants.values()]
+    assert all(sequence == sequences[0] for sequence in sequences)
+    assert len(sequences[0]) == len(prompt) + 50
+
+
+def test_speedups_are_taken_prompt_by_prompt():
+    """Of two prompts, of which one is four times as slow for everybody; the peer ran once per prompt, of two seeds."""
+    ours = {
+        "autoregressive": Score([10.0, 10.0, 40.0, 40.0], [1.0, 1.0, 4.0, 4.0]),
+        "naive": Score([5.0, 4.0, 20.0, 20.0], [1.0, 1.0, 4.0, 4.0], [0.5, 0.7]),
+        "peer": Score([20.0, 160.0], [1.0, 8.0]),
+    }
+    result = summarise(ours, 100)
+    assert result["naive"]["speedup"] == {"median": 2.0, "min": 2.0, "max": 2.5}
+    assert result["naive"]["acceptance"] == pytest.approx(0.6)
+    assert result["peer"]["speedup"] == {"median": pytest.approx(0.375), "min": 0.25, "max": 0.5}
+    assert result["peer"]["end_to_end_seconds"]["max"] == pytest.approx(8 + 16)
+    assert result["peer"]["end_to_end_speedup"]["min"] == pytest.approx((4 + 4) / (8 + 16))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt-file", "a", "--prompt-file", "b"], "several --prompt-file need --compare; give one"),
+        (["--compare", "--seeds", "0"], "not a whole number of at least 1"),
+        (["--compare", "--prompt-file", "no-such-file"], "cannot read the prompt from no-such-file"),
+    ],
+)
+def test_bad_flags_are_one_line(flags, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        bench.main(flags)
+    assert exit_.value.code == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
