@@ -62,7 +62,7 @@ def build_parser() -> OneLineParser:
     add_model_flags(parser)
     add_prompt_flags(parser, max_prompt_tokens=2000)
     parser.add_argument(
-        "--method", action="append", choices=METHODS[1:],
+        "--method", action="append", choices=("auto", *METHODS[2:]),
         help="method to compare; may be given several times (default: all of them)",
     )  # fmt: skip
     parser.add_argument(

@@ -141,8 +141,8 @@ class SpeculationConfig:
             raise InputError(f"num_sink_tokens is {self.num_sink_tokens}; it must be 0 or a positive number of tokens")
         if max(self.gamma1 or 1, self.gamma2 or 1) > MAX_GAMMA:
             raise InputError(
-                f"gamma1, gamma2 are {self.gamma1}, {self.gamma2}; guessing more than {MAX_GAMMA} tokens ahead never "
-                "pays, lower them"
+                f"gamma1, gamma2 are {self.gamma1 or 'auto'}, {self.gamma2 or 'auto'}; "
+                f"guessing more than {MAX_GAMMA} tokens ahead never pays, lower them"
             )
         if self.chunk_size > MAX_CHUNK_SIZE:
             raise InputError(

@@ -13,8 +13,8 @@ from minitri.settings import METHODS
 from tests.cascades import random_prompt, tiny_engine
 from tests.test_tools import texts  # noqa: F401 (a fixture)
 
-FLAGS = ("--compare", "--dtype", "float32", "--device", "cpu", "--prompt-tokens", "150", "--new-tokens", "24", "--quiet",
-         "--budget", "64", "--num-recent-tokens", "40")  # fmt: skip
+FLAGS = ("--compare", "--dtype", "float32", "--device", "cpu", "--prompt-tokens", "150", "--new-tokens", "24",
+         "--quiet", "--budget", "64", "--num-recent-tokens", "40")  # fmt: skip
 
 
 def run(capsys, *flags: str) -> tuple[list[str], dict]:
