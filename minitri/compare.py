@@ -90,8 +90,8 @@ class Score:
 
     ms_per_token: list[float] = field(default_factory=list)
     prefill_seconds: list[float] = field(default_factory=list)
-    acceptance: list[float] = field(default_factory=list)
-    """Of the last level's guesses."""
+    guesses: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Per level, from the lowest upwards: accepted and tested guesses of the stage below it, all runs together."""
     plans: dict[str, int] = field(default_factory=dict)
     """Steps per plan, where there was a choice."""
 
@@ -147,8 +147,10 @@ def compare(
                 scores[name].ms_per_token.append(ms)
             for name, method in ours.items():
                 scores[name].prefill_seconds.append(prefill_seconds)
-                rate = method.stats.stages[-1].acceptance_rate
-                scores[name].acceptance += [] if rate is None else [rate]
+                for level in method.stats.levels:
+                    accepted, tested = scores[name].guesses.get(level.name, (0, 0))
+                    accepted, tested = accepted + level.num_accepted_tokens, tested + level.num_tested_tokens
+                    scores[name].guesses[level.name] = accepted, tested
                 for plan, steps in method.stats.steps_per_plan.items():
                     scores[name].plans[plan] = scores[name].plans.get(plan, 0) + steps
             line = ", ".join(f"{name} {scores[name].ms_per_token[-1]:.1f}" for name in contestants)
@@ -185,7 +187,7 @@ def summarise(scores: dict[str, Score], num_new: int) -> dict[str, dict[str, Any
             "speedup": spread([a / b for a, b in zip(alone, score.ms_per_token, strict=True)]),
             "end_to_end_seconds": spread(own_totals),
             "end_to_end_speedup": spread([a / b for a, b in zip(alone_total, own_totals, strict=True)]),
-            "acceptance": sum(score.acceptance) / len(score.acceptance) if score.acceptance else None,
+            "acceptance": {level: a / tested for level, (a, tested) in score.guesses.items() if tested},
             "steps_per_plan": score.plans,
         }
     return result
@@ -193,15 +195,15 @@ def summarise(scores: dict[str, Score], num_new: int) -> dict[str, dict[str, Any
 
 def table(result: dict[str, dict[str, Any]]) -> str:
     """The result for people."""
-    lines = [f"{'':24s} {'ms/token':>22s} {'speedup':>22s} {'accepted':>9s} {'end to end, s':>14s} {'speedup':>8s}"]
+    lines = [f"{'':24s} {'ms/token':>22s} {'speedup':>22s} {'accepted':>11s} {'end to end, s':>14s} {'speedup':>8s}"]
     for name, row in result.items():
         ms, speedup = (
             f"{row[key]['median']:.{digits}f} ({row[key]['min']:.{digits}f} to {row[key]['max']:.{digits}f})"
             for key, digits in (("ms_per_token", 1), ("speedup", 2))
         )
-        accepted = "" if row["acceptance"] is None else f"{row['acceptance']:.3f}"
+        accepted = " ".join(f"{rate:.3f}" for rate in row["acceptance"].values())
         lines.append(
-            f"{name:24s} {ms:>22s} {speedup:>22s} {accepted:>9s} {row['end_to_end_seconds']['median']:14.1f} "
+            f"{name:24s} {ms:>22s} {speedup:>22s} {accepted:>11s} {row['end_to_end_seconds']['median']:14.1f} "
             f"{row['end_to_end_speedup']['median']:8.2f}"
         )
         if len(row["steps_per_plan"]) > 1:

@@ -36,8 +36,9 @@ def test_all_methods_take_turns_on_several_prompts_and_seeds(folder, texts, caps
         for key in ("ms_per_token", "speedup", "end_to_end_seconds", "end_to_end_speedup"):
             assert 0 < row[key]["min"] <= row[key]["median"] <= row[key]["max"]
     assert rows["autoregressive"]["speedup"] == {"median": 1, "min": 1, "max": 1}
-    assert rows["autoregressive"]["acceptance"] is None
-    assert 0 <= rows["triforce"]["acceptance"] <= 1
+    assert rows["autoregressive"]["acceptance"] == {}
+    assert list(rows["triforce"]["acceptance"])[-1] == "target"
+    assert all(0 <= rate <= 1 for row in rows.values() for rate in row["acceptance"].values())
     assert sum(rows["auto"]["steps_per_plan"].values()) > 0
     assert plot.read_bytes().startswith(b"\x89PNG")
 
@@ -68,12 +69,12 @@ def test_speedups_are_taken_prompt_by_prompt():
     """Of two prompts, of which one is four times as slow for everybody; the peer ran once per prompt, of two seeds."""
     ours = {
         "autoregressive": Score([10.0, 10.0, 40.0, 40.0], [1.0, 1.0, 4.0, 4.0]),
-        "naive": Score([5.0, 4.0, 20.0, 20.0], [1.0, 1.0, 4.0, 4.0], [0.5, 0.7]),
+        "naive": Score([5.0, 4.0, 20.0, 20.0], [1.0, 1.0, 4.0, 4.0], {"target": (60, 100)}),
         "peer": Score([20.0, 160.0], [1.0, 8.0]),
     }
     result = summarise(ours, 100)
     assert result["naive"]["speedup"] == {"median": 2.0, "min": 2.0, "max": 2.5}
-    assert result["naive"]["acceptance"] == pytest.approx(0.6)
+    assert result["naive"]["acceptance"] == {"target": 0.6}
     assert result["peer"]["speedup"] == {"median": pytest.approx(0.375), "min": 0.25, "max": 0.5}
     assert result["peer"]["end_to_end_seconds"]["max"] == pytest.approx(8 + 16)
     assert result["peer"]["end_to_end_speedup"]["min"] == pytest.approx((4 + 4) / (8 + 16))

@@ -55,7 +55,10 @@ def test_a_budget_that_holds_everything_is_always_accepted(folder, texts, capsys
 def test_turns_give_the_rates_of_runs_of_their_own(engine):
     """Sharing the prompt's full cache changes nothing, for h2o neither, which watches the prompt being read."""
     prompt, sampling = list(range(3, 120)), SamplingParams()
-    settings = [SpeculationConfig("retrieval", name, budget=32, num_recent_tokens=8) for name in (*POLICIES, *POLICIES)]
+    settings = [
+        SpeculationConfig("retrieval", name, gamma2=6, budget=32, num_recent_tokens=8)
+        for name in (*POLICIES, *POLICIES)
+    ]
     for stats, speculation in zip(
         tool("turns").take_turns(engine, prompt, settings, sampling=sampling, num_new=40), settings, strict=True
     ):

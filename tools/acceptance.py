@@ -42,7 +42,17 @@ def build_parser() -> OneLineParser:
     )
     add_sampling_flags(parser)
     add_size_flags(parser.add_argument_group("speculation"))
-    parser.set_defaults(temperature=0.6, top_p=0.9, budget=1024, prompt=None, method="retrieval", coupled=False)
+    parser.set_defaults(
+        gamma1=2,
+        gamma2=6,
+        seed=0,
+        temperature=0.6,
+        top_p=0.9,
+        budget=1024,
+        prompt=None,
+        method="retrieval",
+        coupled=False,
+    )
     return parser
 
 

@@ -66,7 +66,7 @@ def build_parser() -> OneLineParser:
         "--whole-answer", action="store_true", help=f"do not begin the answer with {BEGINNING!r} for the model"
     )
     add_size_flags(parser.add_argument_group("speculation"))
-    parser.set_defaults(budget=1024, prompt=None, method="retrieval", coupled=False)
+    parser.set_defaults(gamma1=2, gamma2=6, budget=1024, prompt=None, method="retrieval", coupled=False)
     return parser
 
 
