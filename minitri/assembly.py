@@ -59,6 +59,11 @@ class Stages:
 
     def steer(self, active: list[bool]) -> None:
         """Stacks the stages as the tuner says."""
+        if not all(active):  # a stage that takes part again may not know yet that a row has ended
+            lengths = [len(sequence) if on else 0 for sequence, on in zip(self._sequences, active, strict=True)]
+            for stage in (self._retrieval, self._drafter):
+                if stage is not None:
+                    stage.forget(lengths)
         had_drafter = self._uses_drafter
         plan = self._tuner.choose()
         self._stats.steps_per_plan[str(plan)] = self._stats.steps_per_plan.get(str(plan), 0) + 1
@@ -77,7 +82,9 @@ class Stages:
                 if active[b]:
                     # The block was the token before, and the guesses; its first len(row.tokens) inputs stay.
                     queries_LTHD = self._queries_LBTHD[:, b, : len(row.tokens)]
-                    cache.commit(b, queries_LTHD, was_rejected=row.origins[-1] == "recovered")
+                    was_rejected = row.origins[-1] == "recovered"
+                    by_cache = self._target.below is self._retrieval
+                    cache.commit(b, queries_LTHD, was_rejected=was_rejected, has_guessed=by_cache)
             self._stats.num_rebuilds = cache.num_rebuilds
         if self._uses_drafter and self._draft_reader is not None:
             self._draft_reader.commit(self._sequences, active)
@@ -148,7 +155,8 @@ def build_cascade(
     stats.stages.append(LevelStats("target"))
     reader = Reader(target, full, sampling, vocab_size=config.vocab_size, queries_LBTHD=queries_LBTHD)
     top = Level(reader, None, coins, stats.stages[-1], block=1)
-    may_watch_clock = speculation.timed or speculation.coupled or sampling.temperature == 0
+    one_text = (speculation.coupled or sampling.temperature == 0) and target.dtype == torch.float32
+    may_watch_clock = speculation.timed or one_text  # in fewer bits a block's length may decide a near-tie
     nominal = None if may_watch_clock else nominal_costs(target, draft, max(map(len, sequences)), cache)
     stages = Stages(
         sequences, queries_LBTHD, stats, Tuner(stats.stages, plans, nominal),

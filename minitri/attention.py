@@ -141,6 +141,8 @@ def _matmul_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, 
 def _flash_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, rule_TT: Tensor | None) -> Tensor:
     K, G, T, D = q_KGTD.shape
     keys_KSD, values_KSD = keys_KSD[:, :end], values_KSD[:, :end]
+    if T == 1:  # a block of one token has no inside: all it sees is prefix
+        return _flash_cpu(q_KGTD.reshape(1, K, G, D), keys_KSD[None], values_KSD[None])[0].view(K, G, 1, D)
     # In the block a query head needs its own T x T rule; a KV head serves its G query heads without being copied.
     k = keys_KSD[:, None, -T:].expand(K, G, T, D)
     v = values_KSD[:, None, -T:].expand(K, G, T, D)

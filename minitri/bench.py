@@ -25,7 +25,7 @@ from minitri.exits import clean_exits
 with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
     import torch
 
-    from minitri.compare import compare, plot, summarise, table
+    from minitri.compare import compare, plotter, summarise, table
     from minitri.engine import Engine, load
     from minitri.fetch import locate
     from minitri.flags import (
@@ -40,7 +40,7 @@ with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
         speculation_of,
     )
     from minitri.generate import encode_prompt, finish, read_prompt, show_log
-    from minitri.generation import Generation
+    from minitri.generation import Generation, one_line_errors
     from minitri.peers import find_peers
     from minitri.settings import METHODS, GenerationConfig, SamplingParams, SpeculationConfig
     from minitri.stats import spread
@@ -182,6 +182,7 @@ def compare_methods(args: argparse.Namespace) -> int:
     """Measures the methods against one another, prints, returns the exit code."""
     methods = list(dict.fromkeys(["autoregressive", *(args.method or METHODS)]))
     files, args.method = args.prompt_file or [None], "auto"
+    draw = plotter(Path(args.plot)) if args.plot else None
     texts = [read_prompt(argparse.Namespace(prompt=None, prompt_file=file)) for file in files]
     speculation = speculation_of(args)
     sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p)
@@ -191,23 +192,24 @@ def compare_methods(args: argparse.Namespace) -> int:
     )  # fmt: skip
     prompts = [encode_prompt(engine, text, args.prompt_tokens) for text in texts]
     first = args.seed or 0
-    scores = compare(
-        engine, prompts, {name: dataclasses.replace(speculation, method=name, timed=True) for name in methods},
-        sampling=sampling, seeds=range(first, first + args.seeds), num_new=args.new_tokens,
-        peers=find_peers(locate(args.model).path, engine) if args.peers else None,
-    )  # fmt: skip
+    with one_line_errors(engine.model):
+        scores = compare(
+            engine, prompts, {name: dataclasses.replace(speculation, method=name, timed=True) for name in methods},
+            sampling=sampling, seeds=range(first, first + args.seeds), num_new=args.new_tokens,
+            peers=find_peers(locate(args.model).path, engine) if args.peers else None,
+        )  # fmt: skip
     result = summarise(scores, args.new_tokens)
     title = (
         f"{args.model}, {str(engine.model.dtype).removeprefix('torch.')}, {engine.model.device}, "
         f"{max(map(len, prompts))} prompt tokens, {args.new_tokens} new, T={args.temperature:g}, top-p {args.top_p:g}"
     )
     print(f"{title}; {len(prompts)} prompts x {args.seeds} seeds: median (range)\n{table(result)}")
-    if args.plot:
-        plot(result, title, Path(args.plot))
     settings = {"model": args.model, "draft": engine.draft.config.name if engine.draft else "ngram"}
     settings |= {"dtype": str(engine.model.dtype).removeprefix("torch."), "num_prompt_tokens": list(map(len, prompts))}
     settings |= {"num_new_tokens": args.new_tokens, "temperature": args.temperature, "top_p": args.top_p}
-    print(json.dumps({**settings, "seeds": args.seeds, "torch": torch.__version__, "contestants": result}))
+    print(json.dumps({**settings, "seeds": args.seeds, "torch": torch.__version__, "contestants": result}), flush=True)
+    if draw:
+        draw(result, title)
     return 0
 
 
@@ -217,6 +219,8 @@ def run_command(args: argparse.Namespace) -> int:
         return compare_methods(args)
     if len(args.prompt_file or []) > 1:
         raise InputError("several --prompt-file need --compare; give one")
+    if args.peers or args.plot or args.method:
+        raise InputError("--peers, --plot and --method need --compare; add it")
     args.prompt_file = args.prompt_file[0] if args.prompt_file else None
     bare_bytes = peak_memory_bytes(torch.device("cpu"))
     engine = load(

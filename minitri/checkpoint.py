@@ -132,7 +132,7 @@ def _check_trimmed(model: Llama, target: Llama, path: Path) -> None:
             f"{path}: lm_head.token_ids are not {len(ids)} different tokens of {config.vocab_size}; the drafter is "
             "damaged, make or download it again"
         )
-    theirs = target.embed(sample_of_vocabulary(config)).float()
+    theirs = target.embed(sample_of_vocabulary(config).to(target.device)).float()
     likeness = F.cosine_similarity(theirs, model.embedding_sample.float(), dim=-1).median()
     if not likeness > MIN_LIKENESS:
         raise InputError(

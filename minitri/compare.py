@@ -10,6 +10,7 @@ Nothing here knows how a method works.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -60,7 +61,9 @@ class Method:
         )
         if policy is not None and policy.wants_prompt:
             raise InputError(f"--policy {speculation.policy} must watch the prompt being read; compare another one")
+        started = time.perf_counter()
         self._cascade.start()
+        self.start_seconds = time.perf_counter() - started
 
     def burst(self, num_tokens: int) -> int:
         """Decodes at least so many tokens; returns how many."""
@@ -127,6 +130,8 @@ def compare(
     """
     peers = peers or {}
     scores = {name: Score() for name in (*speculations, *peers)}
+    for prompt in prompts:
+        engine.check_prompt(prompt, num_new + 2 * burst)
     for number, prompt in enumerate(prompts):
         full, prefill_seconds = read_prompt_once(engine, prompt)
         log.info("prompt %d of %d: %d tokens read in %.1f s", number + 1, len(prompts), len(prompt), prefill_seconds)
@@ -146,7 +151,7 @@ def compare(
             for name, ms in take_turns(contestants, num_new, burst).items():
                 scores[name].ms_per_token.append(ms)
             for name, method in ours.items():
-                scores[name].prefill_seconds.append(prefill_seconds)
+                scores[name].prefill_seconds.append(prefill_seconds + method.start_seconds)
                 for level in method.stats.levels:
                     accepted, tested = scores[name].guesses.get(level.name, (0, 0))
                     accepted, tested = accepted + level.num_accepted_tokens, tested + level.num_tested_tokens
@@ -212,13 +217,19 @@ def table(result: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def plot(result: dict[str, dict[str, Any]], title: str, file: Path) -> None:
-    """Bars of the speedups as a PNG. Raises `InputError` without matplotlib."""
+def plotter(file: Path) -> Callable[[dict[str, dict[str, Any]], str], None]:
+    """A function that draws the speedups of a result as a PNG. Raises `InputError` if that will not work, at once."""
     try:
         import matplotlib
     except ImportError:
         raise InputError("--plot needs matplotlib; install it with: pip install matplotlib") from None
+    if file.suffix != ".png" or not file.parent.is_dir():
+        raise InputError(f"--plot {file} is not a .png file in a folder that is there; write for example speed.png")
     matplotlib.use("agg")
+    return functools.partial(_plot, file)
+
+
+def _plot(file: Path, result: dict[str, dict[str, Any]], title: str) -> None:
     from matplotlib import pyplot
 
     names = list(result)

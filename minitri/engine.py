@@ -148,15 +148,15 @@ class Engine:
         """Starts a run over one prompt or several; each is a text or a list of token ids.
 
         A single `seed` gives row b the seed `seed + b`. A row's tokens depend on its own prompt and seed alone, up to
-        the last bits of the arithmetic; only where method `auto` chooses at a temperature above 0, uncoupled, they also
-        depend on the rows beside it, because all rows share the choice. Raises `InputError` here, before any work, if
-        a prompt is empty, too long, or has tokens outside the vocabulary.
+        the last bits of the arithmetic; only where method or gammas are left to be chosen, at a temperature above 0 and
+        uncoupled, they also depend on the rows beside it, because all rows share the choice. Raises `InputError` here,
+        before any work, if a prompt is empty, too long, or has tokens outside the vocabulary.
         """
         ids = [self._encode(prompt) for prompt in as_batch(prompts)]
         if not ids:
             raise InputError("there is no prompt; give at least one text or one list of token ids")
         for tokens in ids:
-            self._check_prompt(tokens, generation)
+            self.check_prompt(tokens, generation.max_new_tokens)
         seeds = as_seeds(seed, len(ids))
         return Generation(self.model, self.draft, self.tokenizer, ids, seeds, sampling, generation, speculation)
 
@@ -172,8 +172,9 @@ class Engine:
                 f"a prompt is {type(prompt).__name__} {shorten(repr(prompt), 60)}; give a text or a list of token ids"
             ) from None
 
-    def _check_prompt(self, ids: list[int], generation: GenerationConfig) -> None:
-        config, num_new = self.config, generation.max_new_tokens
+    def check_prompt(self, ids: list[int], num_new: int) -> None:
+        """Raises `InputError` unless a prompt is made of tokens and leaves room for `num_new` more in the context."""
+        config = self.config
         if not ids:
             raise InputError("the prompt is empty; give at least one character or token")
         for token in ids:

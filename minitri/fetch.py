@@ -97,7 +97,7 @@ def locate(model: str, *, progress: bool = False) -> Located:
 
 
 def default_draft(model: str) -> str:
-    """The drafter that belongs to a named model, if it is there or can be fetched; else `ngram`."""
+    """The drafter of a named model; `ngram` if it has none, or one that only a source checkout brings."""
     draft = MODELS[model].draft if model in MODELS else "ngram"
     return "ngram" if draft in COMMITTED and _committed_path(draft) is None else draft
 

@@ -115,8 +115,8 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     law.add_argument(
         "--seed", type=int, metavar="N",
-        help="makes the text repeatable: the same command with the same seed gives the same text (default: draws are "
-        "those of seed 0, but --method auto may follow the clock, and then so do they)",
+        help="makes the text repeatable: the same command with the same seed gives the same text (default: seed 0, but "
+        "what is left to be chosen, method or gammas, follows the clock, and then so do the draws)",
     )  # fmt: skip
 
 
@@ -229,12 +229,11 @@ def speculation_of(args: argparse.Namespace) -> SpeculationConfig:
 
 def draft_of(args: argparse.Namespace) -> str:
     """The drafter that the flags ask for: a name, a path, or `ngram`. Raises `InputError` if one is missing."""
-    needs_drafter = args.method in ("naive", "triforce")
-    may_draft = needs_drafter or args.method == "auto"
+    needs_drafter = args.method in ("auto", "naive", "triforce")
     if args.draft == "none" and needs_drafter:
         raise InputError(f"--method {args.method} needs a drafter, got --draft none; use --method retrieval")
-    if not may_draft or args.draft == "none":
-        return "ngram"  # which costs nothing, and is not used unless by --method auto
+    if not needs_drafter or args.draft == "none":
+        return "ngram"  # which costs nothing and is not used
     if args.draft == "auto":
         return default_draft(args.model)
     return str(args.draft)

@@ -7,6 +7,7 @@ here at the end of a text. It knows neither files nor flags, and nothing here pr
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -68,6 +69,23 @@ class End:
 
 
 Event = PrefillProgress | Token | End
+
+
+@contextlib.contextmanager
+def one_line_errors(model: Llama) -> Iterator[None]:
+    """Turns what may go wrong while a model runs into an `InputError`."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise InputError(
+            f"{model.device} has run out of memory ({shorten(error, 90)}); shorten the prompt, or lower "
+            "max_new_tokens or prefill_chunk"
+        ) from None
+    except NotFiniteError:
+        raise InputError(
+            f"{model.config.name} or its drafter computed logits that are not finite in {model.dtype}; "
+            "the weights are damaged, or need --dtype float32"
+        ) from None
 
 
 class Row:
@@ -132,19 +150,8 @@ class Generation(Iterator[Event]):
         self._events = self._run(cascade, policy, full)  # which alone holds the caches, so that its end frees them
 
     def __next__(self) -> Event:
-        try:
-            with torch.inference_mode():
-                return next(self._events)
-        except torch.OutOfMemoryError as error:
-            raise InputError(
-                f"{self._model.device} has run out of memory ({shorten(error, 90)}); shorten the prompt, or lower "
-                "max_new_tokens or prefill_chunk"
-            ) from None
-        except NotFiniteError:
-            raise InputError(
-                f"{self._model.config.name} or its drafter computed logits that are not finite in {self._model.dtype}; "
-                "the weights are damaged, or need --dtype float32"
-            ) from None
+        with torch.inference_mode(), one_line_errors(self._model):
+            return next(self._events)
 
     def close(self) -> None:
         """Ends the run; asking for further events raises `StopIteration`."""

@@ -148,9 +148,9 @@ class Attention(nn.Module):
         queries_BTHD: Tensor | None,
     ) -> Tensor:
         heads = self.qkv_proj(x_BTE).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
-        q_BTHD, k_BTKD, v_BTKD = heads.split(self.heads, dim=2)
-        keys_BKSD, values_BKSD = cache.update(layer, k_BTKD, v_BTKD, rotary)
-        q_BTHD = rotary.rotate(q_BTHD)
+        _, raw_BTKD, v_BTKD = heads.split(self.heads, dim=2)
+        q_BTHD, k_BTKD = rotary.rotate(heads[:, :, : sum(self.heads[:2])]).split(self.heads[:2], dim=2)
+        keys_BKSD, values_BKSD = cache.update(layer, raw_BTKD, k_BTKD, v_BTKD)
         if queries_BTHD is not None:
             queries_BTHD.copy_(q_BTHD)
         out_BTHD = attend(q_BTHD, keys_BKSD, values_BKSD, cache.lengths, rule_TT)

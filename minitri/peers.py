@@ -32,7 +32,8 @@ LOOKUP_GUESSES = 3
 def find_peers(path: Path, engine: Engine) -> dict[str, Peer]:
     """All peers that are installed and can run these weights."""
     peers: dict[str, Peer] = {}
-    if importlib.util.find_spec("transformers") is not None:
+    can_export = engine.config.rope.frequency_divisors is None  # which its configs have no word for
+    if can_export and importlib.util.find_spec("transformers") is not None:
         model = transformers_model(path, engine)
         peers["transformers"] = transformers_peer(model)
         peers["transformers, lookup"] = lookup_peer(model)
@@ -92,6 +93,11 @@ def export(path: Path, engine: Engine, folder: Path) -> Path:
     """The engine's model as a folder that `transformers` reads, RoPE scaling included."""
     config, rope = engine.config, engine.config.rope
     scaling = {"rope_type": rope.kind, "factor": rope.factor, "original_max_position_embeddings": rope.original_context}
+    if rope.kind == "llama3":
+        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.kind == "yarn":
+        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+        scaling |= {} if rope.attention_factor is None else {"attention_factor": rope.attention_factor}
     content = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size, "head_dim": config.head_dim,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FORGETTING = 0.95
-"""What is left, after each round, of what the rounds before it said about acceptance."""
+"""What is left, after each verdict about a row, of what the verdicts before it said about acceptance."""
 SMOOTHING = 0.8
 """Weight of the past in the moving average of a round's time."""
 SLOPE = 0.04
@@ -45,7 +45,8 @@ class Recent:
 
         Next to nothing before the first, so that a stage gets its try.
         """
-        known = sorted(self._seconds)
+        twice = [n for n, times in self._num_timed.items() if times > 1]  # the first of a length may have been slow
+        known = sorted(twice or self._seconds)
         if not known:
             return 1e-9
         if len(known) == 1:
@@ -53,7 +54,7 @@ class Recent:
         after = next((i for i, n in enumerate(known) if n >= num_guesses), len(known) - 1)
         left, right = known[max(after, 1) - 1], known[max(after, 1)]
         slope = (self._seconds[right] - self._seconds[left]) / (right - left)
-        return max(self._seconds[left] + slope * (num_guesses - left), min(self._seconds.values()))
+        return max(self._seconds[left] + slope * (num_guesses - left), min(self._seconds[n] for n in known))
 
 
 @dataclass

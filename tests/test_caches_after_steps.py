@@ -15,7 +15,15 @@ STACKS = [
     ("triforce", 0.02), ("triforce", 0.0),
 ]  # fmt: skip
 """Methods, and how much noise makes the drafter differ from the target; None is the n-gram drafter."""
-SMALL = {"budget": 16, "chunk_size": 4, "num_sink_tokens": 2, "num_recent_tokens": 6, "gamma2": 4, "rebuild_stride": 9}
+SMALL = {
+    "budget": 16,
+    "chunk_size": 4,
+    "num_sink_tokens": 2,
+    "num_recent_tokens": 6,
+    "gamma1": 2,
+    "gamma2": 4,
+    "rebuild_stride": 9,
+}
 
 
 def new_rig(method, noise, **settings) -> Rig:

@@ -225,7 +225,9 @@ def test_a_second_prompt_meets_a_fresh_cache():
     """The same tokens, guesses and verdicts as in a new engine: no length, no sink is left from the first prompt."""
     settings = {
         "generation": GenerationConfig(max_new_tokens=20, ignore_eos=True),
-        "speculation": SpeculationConfig("triforce", budget=16, num_sink_tokens=SINKS, num_recent_tokens=RECENT),
+        "speculation": SpeculationConfig(
+            "triforce", gamma1=2, gamma2=6, budget=16, num_sink_tokens=SINKS, num_recent_tokens=RECENT
+        ),
     }
 
     def trace(used, prompt):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from minitri.caches import FullCache
+from minitri.checkpoint import read_json
 from minitri.engine import Engine
 from minitri.errors import InputError
 from minitri.model import Llama
@@ -51,12 +52,14 @@ class LabelStore:
         folder.mkdir(parents=True, exist_ok=True)
         meta = {**meta, "W": W, "TOP": TOP}
         if (folder / "meta.json").exists():
-            found = json.loads((folder / "meta.json").read_text())
+            found = read_json(folder / "meta.json")
             if found != meta:
                 raise InputError(
                     f"{folder} was made with other settings ({found}); delete it, or repeat those settings"
                 )
-        (folder / "meta.json").write_text(json.dumps(meta))
+        else:
+            (folder / "meta.part").write_text(json.dumps(meta))
+            (folder / "meta.part").replace(folder / "meta.json")
         self._files: list[tuple[Path, np.dtype[Any], tuple[int, ...]]] = [
             (folder / "tokens.bin", np.dtype(np.int32), (W,)),
             (folder / "ids.bin", np.dtype(np.int32), (W, TOP)),
@@ -64,11 +67,10 @@ class LabelStore:
         ]
         for file, _, _ in self._files:
             file.touch()
-        self._cut()
+        self.cut(len(self))  # an interrupted `append` may have left a part of a sequence
 
     def __len__(self) -> int:
-        file, dtype, shape = self._files[0]
-        return file.stat().st_size // (dtype.itemsize * int(np.prod(shape)))
+        return min(file.stat().st_size // (dtype.itemsize * int(np.prod(shape))) for file, dtype, shape in self._files)
 
     def append(self, tokens_W: Tensor, ids: Tensor, logprobs: Tensor) -> None:
         """Adds a sequence: its tokens (W,), and of the law behind each token the likeliest (W, TOP)."""
@@ -87,9 +89,8 @@ class LabelStore:
         )
         return tokens, ids, logprobs
 
-    def _cut(self) -> None:
-        """Drops what an interrupted `append` has written of a sequence."""
-        N = len(self)
+    def cut(self, N: int) -> None:
+        """Keeps the first N sequences."""
         for file, dtype, shape in self._files:
             with file.open("r+b") as opened:
                 opened.truncate(N * dtype.itemsize * int(np.prod(shape)))
@@ -104,15 +105,22 @@ def read_texts(engine: Engine, files: list[Path]) -> list[list[int]]:
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"cannot read {file} as UTF-8 text ({error}); check --text and --held-out") from None
         texts.append(engine.tokenizer.encode(text) if text else [])
+    if engine.config.context_length < W:
+        raise InputError(
+            f"{engine.config.name} holds {engine.config.context_length} tokens but training needs {W}; give a model "
+            "with a longer context"
+        )
     longest = max(map(len, texts))
     if longest < W:
         raise InputError(f"the longest text has {longest} tokens; training needs at least {W} in one text, give more")
     return texts
 
 
-def sequences_of(texts: list[list[int]], seed: int) -> list[list[int]]:
-    """All whole sequences of the texts, shuffled."""
-    sequences = [text[i : i + W] for text in texts for i in range(0, len(text) - W + 1, W)]
+def sequences_of(texts: list[list[int]], bos: int | None, seed: int) -> list[list[int]]:
+    """All whole sequences of the texts, shuffled; each begins as a prompt does, with BOS where the model has one."""
+    begin = [] if bos is None or any(text[:1] != [bos] for text in texts if text) else [bos]
+    size = W - len(begin)
+    sequences = [begin + text[i : i + size] for text in texts for i in range(len(begin), len(text) - size + 1, size)]
     random.Random(seed).shuffle(sequences)
     return sequences
 

@@ -9,7 +9,8 @@ is trained by KL divergence against the target's laws on texts and on what the t
 streaming cache will show them: sinks, then recent tokens, at positions from 0 on.
 
 Everything stands in the output folder while it is made; run the same command again after an interruption. Held-out
-acceptance is the share of guesses that speculative sampling would accept, sum of min(p, q), on texts never trained on.
+acceptance is the share of guesses that speculative sampling would accept, sum of min(p, q) over the tokens whose p was
+stored, on texts never trained on.
 
 Legend: B sequences at once, T tokens of a window, E hidden size, V vocab, C tokens of the trimmed head.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import itertools
 import json
 import random
@@ -43,7 +45,6 @@ from minitri.flags import OneLineParser, add_model_flags, positive
 from minitri.generate import show_log
 from minitri.linear import Linear
 from minitri.model import Llama, sample_of_vocabulary
-from minitri.rope import Rotary
 from minitri.sampling import probs_from_logits
 from minitri.settings import SamplingParams, SpeculationConfig
 
@@ -54,7 +55,7 @@ LAWS = {
 }
 """For which held-out acceptance is printed."""
 JUDGED = 128
-"""Last tokens of a held-out window that count: there the window is as full as it is later on average."""
+"""Last tokens of a held-out window that count, of 256: in use the window is full nearly always."""
 SAVE_SECONDS = 120
 
 
@@ -64,8 +65,8 @@ class NoCache:
     def __init__(self, batch_size: int) -> None:
         self.lengths = self.num_tokens = self.next_positions = [0] * batch_size
 
-    def update(self, layer: int, k_BTKD: Tensor, v_BTKD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        return rotary.rotate(k_BTKD).transpose(1, 2).contiguous(), v_BTKD.transpose(1, 2).contiguous()
+    def update(self, layer: int, raw_BTKD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        return k_BTKD.transpose(1, 2).contiguous(), v_BTKD.transpose(1, 2).contiguous()
 
     def advance(self, counts: list[int]) -> None:  # noqa: ARG002
         raise AssertionError("nothing is kept")
@@ -101,7 +102,7 @@ def build_parser() -> OneLineParser:
     for name, default, text in numbers:
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=positive, default=default, metavar="N", help=f"{text} (default: %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, metavar="R", help="(default: %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=4e-3, metavar="R", help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
     return parser
@@ -114,10 +115,16 @@ def make_labels(engine: Engine, args: argparse.Namespace) -> tuple[LabelStore, l
     names = [file.name for file in args.text], [file.name for file in args.held_out]
 
     def fill(name: str, files: list[str], texts: list[list[int]], num_text: int, num_own: int) -> LabelStore:
-        meta = {"model": engine.config.name, "files": files, "seed": args.seed, "num_text": num_text}
+        meta = {
+            "model": engine.config.name, "dtype": str(engine.model.dtype), "rope": engine.config.rope.describe(),
+            "files": files, "texts": hashlib.sha256(repr(texts).encode()).hexdigest(), "seed": args.seed,
+            "num_text": num_text,
+        }  # fmt: skip
         store = LabelStore(args.out / "labels" / name, meta)
-        sequences = sequences_of(texts, args.seed)
+        sequences = sequences_of(texts, engine.tokenizer.bos_token_id, args.seed)
         chosen = sequences[: num_text // W]
+        if len(store) > len(chosen):  # batches of the target's own words count as a whole
+            store.cut(len(store) - (len(store) - len(chosen)) % BATCH)
         num_batches = -(-num_own // (BATCH * W)) if num_own else 0
         num_missing = max(0, num_batches - max(0, len(store) - len(chosen)) // BATCH)
         total = max(0, len(chosen) - len(store)) * W + num_missing * BATCH * W
@@ -297,8 +304,15 @@ def train(draft: Llama, windows: Windows, held_out: dict[str, Windows], args: ar
     tokens_per_step = args.batch * windows.num_recent
     num_steps = max(1, args.train_tokens // tokens_per_step)
     state_file, step = args.out / "training.pt", 0
+    names = ("layers", "head_tokens", "text_tokens", "own_tokens", "train_tokens", "batch", "learning_rate", "seed")
+    settings = {name: getattr(args, name) for name in names}
     if state_file.exists():
         state: dict[str, Any] = torch.load(state_file, weights_only=True)
+        if state["settings"] != settings:
+            raise InputError(
+                f"{state_file} was begun with other settings ({state['settings']}); delete it to begin anew, or repeat "
+                "those settings"
+            )
         step = state["step"]
         draft.load_state_dict(state["draft"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
@@ -306,7 +320,8 @@ def train(draft: Llama, windows: Windows, held_out: dict[str, Windows], args: ar
 
     def save() -> None:
         saved = [optimizer.state_dict() for optimizer in optimizers]
-        torch.save({"step": step, "draft": draft.state_dict(), "optimizers": saved}, state_file.with_suffix(".part"))
+        state = {"settings": settings, "step": step, "draft": draft.state_dict(), "optimizers": saved}
+        torch.save(state, state_file.with_suffix(".part"))
         state_file.with_suffix(".part").replace(state_file)
 
     def show(losses: list[float]) -> None:
@@ -354,6 +369,8 @@ def train(draft: Llama, windows: Windows, held_out: dict[str, Windows], args: ar
 def main(argv: list[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     show_log(quiet=args.quiet)
+    if min(args.text_tokens, args.held_out_tokens) < W:
+        raise InputError(f"--text-tokens and --held-out-tokens must be at least {W}, the length of a sequence")
     both = {file.resolve() for file in args.text} & {file.resolve() for file in args.held_out}
     if both:
         raise InputError(f"{min(both)} is given as --text and as --held-out; a text can only be one of them")

@@ -12,8 +12,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from minitri.rope import Rotary
-
 
 class Cache(Protocol):
     """A KV cache. B rows, T block tokens, K KV heads, S slots, D head dim."""
@@ -33,10 +31,10 @@ class Cache(Protocol):
         """Where the next token of each row stands for its rotary embedding."""
         ...
 
-    def update(self, layer: int, k_BTKD: Tensor, v_BTKD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+    def update(self, layer: int, raw_BTKD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor]:
         """Writes the block behind every row's prefix; returns keys and values (B, K, S, D) to attend to.
 
-        Keys arrive unrotated, because not every cache stores them rotated at their absolute positions.
+        Keys arrive as they come from their projection and rotated by the positions that the cache named.
         """
         ...
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from minitri.attention import whole_strides
 from minitri.caches.base import write_behind
 from minitri.config import ModelConfig
-from minitri.rope import Rotary
 
 
 class FullCache:
@@ -58,12 +57,12 @@ class FullCache:
         """Bytes reserved for keys and values."""
         return 2 * self.keys.numel() * self.keys.element_size()
 
-    def update(self, layer: int, k_BTKD: Tensor, v_BTKD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+    def update(self, layer: int, raw_BTKD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         T = k_BTKD.shape[1]
         for b, start in enumerate(self._lengths):
             if start + T > self.capacity:
                 raise IndexError(f"row {b} holds {start} of {self.capacity} tokens; a block of {T} does not fit")
-        write_behind(self.keys[layer], rotary.rotate(k_BTKD), self._lengths)
+        write_behind(self.keys[layer], k_BTKD, self._lengths)
         write_behind(self.values[layer], v_BTKD, self._lengths)
         return self.keys[layer], self.values[layer]
 

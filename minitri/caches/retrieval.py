@@ -25,7 +25,6 @@ from minitri.attention import whole_strides
 from minitri.caches.base import write_behind
 from minitri.caches.full import FullCache
 from minitri.caches.policies import Policy
-from minitri.rope import Rotary
 from minitri.settings import SpeculationConfig
 
 MEMORY = 0.9
@@ -71,8 +70,8 @@ class RetrievalCache:
     def next_positions(self) -> list[int]:
         return self.num_tokens
 
-    def update(self, layer: int, k_BTKD: Tensor, v_BTKD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        write_behind(self.keys[layer], rotary.rotate(k_BTKD), self.lengths)
+    def update(self, layer: int, raw_BTKD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        write_behind(self.keys[layer], k_BTKD, self.lengths)
         write_behind(self.values[layer], v_BTKD, self.lengths)
         return self.keys[layer], self.values[layer]
 
@@ -86,17 +85,17 @@ class RetrievalCache:
             self._num_guessed[b] = wanted - self._num_committed[b]
             assert self._num_guessed[b] >= 0
 
-    def commit(self, b: int, queries_LTHD: Tensor, *, was_rejected: bool) -> None:
+    def commit(self, b: int, queries_LTHD: Tensor, *, was_rejected: bool, has_guessed: bool = True) -> None:
         """Takes over what the full cache now holds of row b, and drops the block.
 
         The queries are those of the T latest tokens of the full cache, T at least 1; `was_rejected` says whether the
-        target has just rejected a guess.
+        target has just rejected a guess, `has_guessed` whether guesses were made with this cache.
         """
         start, end = self._num_committed[b], self._full.lengths[b]
         fresh = end - start
         rate = self._moving_rate[b]
         num_tested = fresh - 1 + was_rejected
-        if num_tested:
+        if num_tested and has_guessed:
             rate = MEMORY * rate + (1 - MEMORY) * (fresh - 1) / num_tested
         self._moving_rate[b] = rate
         self._num_since_build[b] += fresh

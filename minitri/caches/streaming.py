@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minitri.caches.base import write_behind
 from minitri.config import ModelConfig
-from minitri.rope import Rope, Rotary
+from minitri.rope import Rope
 
 SLIDE = 32
 """Tokens by which the window may outgrow `num_recent_tokens` before it slides."""
@@ -68,9 +68,9 @@ class StreamingCache:
     def next_positions(self) -> list[int]:
         return self._lengths
 
-    def update(self, layer: int, k_BTKD: Tensor, v_BTKD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        write_behind(self.raw_keys[layer], k_BTKD, self._lengths)
-        write_behind(self.keys[layer], rotary.rotate(k_BTKD), self._lengths)
+    def update(self, layer: int, raw_BTKD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor]:
+        write_behind(self.raw_keys[layer], raw_BTKD, self._lengths)
+        write_behind(self.keys[layer], k_BTKD, self._lengths)
         write_behind(self.values[layer], v_BTKD, self._lengths)
         return self.keys[layer], self.values[layer]
 

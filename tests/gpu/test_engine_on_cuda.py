@@ -38,7 +38,7 @@ def test_every_method_gives_the_tokens_of_the_cpu(folder, engine, method, policy
     prompts = [[5, 6, 7], list(range(10, 200)), [9]]
     speculation = SpeculationConfig(method, policy, budget=32, num_recent_tokens=12, coupled=coupled)
     sampling = SamplingParams(0.8, top_p=0.9) if coupled else SamplingParams()
-    alone = SpeculationConfig(coupled=coupled)
+    alone = SpeculationConfig("autoregressive", coupled=coupled)
     assert tokens(on_gpu, prompts, speculation, sampling) == tokens(engine, prompts, alone, sampling)
 
 
