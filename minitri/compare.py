@@ -190,6 +190,7 @@ def summarise(scores: dict[str, Score], num_new: int) -> dict[str, dict[str, Any
         result[name] = {
             "ms_per_token": spread(score.ms_per_token),
             "speedup": spread([a / b for a, b in zip(alone, score.ms_per_token, strict=True)]),
+            "prefill_seconds": spread(score.prefill_seconds),
             "end_to_end_seconds": spread(own_totals),
             "end_to_end_speedup": spread([a / b for a, b in zip(alone_total, own_totals, strict=True)]),
             "acceptance": {level: a / tested for level, (a, tested) in score.guesses.items() if tested},
@@ -200,7 +201,10 @@ def summarise(scores: dict[str, Score], num_new: int) -> dict[str, dict[str, Any
 
 def table(result: dict[str, dict[str, Any]]) -> str:
     """The result for people."""
-    lines = [f"{'':24s} {'ms/token':>22s} {'speedup':>22s} {'accepted':>11s} {'end to end, s':>14s} {'speedup':>8s}"]
+    lines = [
+        f"{'':24s} {'ms/token':>22s} {'speedup':>22s} {'accepted':>11s} {'prefill, s':>10s} {'end to end, s':>14s} "
+        f"{'speedup':>8s}"
+    ]
     for name, row in result.items():
         ms, speedup = (
             f"{row[key]['median']:.{digits}f} ({row[key]['min']:.{digits}f} to {row[key]['max']:.{digits}f})"
@@ -208,7 +212,8 @@ def table(result: dict[str, dict[str, Any]]) -> str:
         )
         accepted = " ".join(f"{rate:.3f}" for rate in row["acceptance"].values())
         lines.append(
-            f"{name:24s} {ms:>22s} {speedup:>22s} {accepted:>11s} {row['end_to_end_seconds']['median']:14.1f} "
+            f"{name:24s} {ms:>22s} {speedup:>22s} {accepted:>11s} "
+            f"{row['prefill_seconds']['median']:10.1f} {row['end_to_end_seconds']['median']:14.1f} "
             f"{row['end_to_end_speedup']['median']:8.2f}"
         )
         if len(row["steps_per_plan"]) > 1:

@@ -7,6 +7,7 @@ tokenization and greedy decoding are all compared at once.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,12 +64,26 @@ def test_the_command_gives_the_tokens_of_transformers(
     assert report["token_ids"] == theirs(real_weights, long_text, num_prompt, rope)
 
 
-def test_every_method_gives_the_autoregressive_tokens(real_weights, capsys):
+@pytest.mark.parametrize("draft", ["ngram", "auto"])
+def test_every_method_gives_the_autoregressive_tokens(real_weights, capsys, draft):
     """Greedy and seed-coupled, with a budget far below the prompt, so that every level accepts and rejects."""
     with pytest.raises(SystemExit) as ended:
         selftest.main([
             "--model", "smollm2-135m", "--max-prompt-tokens", "1500", "--max-new-tokens", "48", "--dtype", "float32",
-            "--draft", "ngram", "--budget", "256", "--rebuild-stride", "16", "--quiet",
+            "--draft", draft, "--method", "auto", "--method", "naive", "--method", "retrieval", "--method", "triforce",
+            "--budget", "256", "--rebuild-stride", "16", "--quiet",
         ])  # fmt: skip
     assert ended.value.code == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["num_equal"] == 6
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["num_equal"] == 8
+
+
+def test_the_drafter_that_comes_with_the_default_model_is_used_and_often_right(
+    real_weights, long_text, tmp_path, capsys
+):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text(long_text, encoding="utf-8")
+    report = ours(prompt, capsys, 1000, "--method", "naive", "--gamma1", "2", "--max-new-tokens", "64")
+    assert report["draft"] == "smollm2-135m-draft"
+    assert report["levels"][0]["acceptance_rate"] > 0.3
+    folder = Path(__file__).parent.parent / "weights" / "smollm2-135m-draft"
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 32e6
