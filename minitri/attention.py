@@ -25,12 +25,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-SHORT_BLOCK = 16
+HAS_TILES: bool = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
+"""Whether the processor multiplies tiles of matrices (AMX), of which the flash kernel makes more than other matmuls."""
+
+SHORT_BLOCK = 1 if HAS_TILES else 16
 """Longest block, in tokens, for which materialised scores beat the flash kernel on CPU, behind a long prefix."""
 
-SHORT_PREFIX = 10240 if getattr(torch.cpu, "_is_amx_tile_supported", bool)() else 1280
-"""Up to this many slots (prefix + block) flash is the faster one for short blocks, too: it costs fewer calls, and a
-processor with matrix tiles (AMX) has no trouble with its arithmetic."""
+SHORT_PREFIX = 10240 if HAS_TILES else 1280
+"""Up to this many slots (prefix + block) flash is the faster one for short blocks, too: it costs fewer calls."""
 
 STRIDE = 64
 """Short blocks meet the prefix in multiples of this many slots. oneDNN keeps compiled code for every matmul shape and
@@ -116,26 +118,26 @@ def _matmul_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, 
     R, width, cut = G * T, whole_strides(end), end // STRIDE * STRIDE
     exact = torch.promote_types(q_KGTD.dtype, torch.float32)
     q_KDR = (q_KGTD * (1 / math.sqrt(D))).reshape(K, R, D).transpose(1, 2)
+    scores_KSR = q_KDR.new_empty(K, width, R)
+    for q_DR, keys_SD, scores_SR in zip(q_KDR, keys_KSD, scores_KSR, strict=True):
+        pieces_PSD = keys_SD[:width].view(PIECES, -1, D)
+        torch.bmm(pieces_PSD, q_DR.expand(PIECES, D, R), out=scores_SR.view(PIECES, -1, R))
+    scores_KSR[:, end:] = -math.inf
+    if T > 1:
+        unseen_TGT = ~block_rule(T, rule_TT, q_KDR.device).t()[:, None]  # keys before queries, the same for all G
+        scores_KSR[:, end - T : end].view(K, T, G, T).masked_fill_(unseen_TGT, -math.inf)
+    strides = scores_KSR.view(K, -1, STRIDE * R)
+    best_KR = strides.amax(1).view(K, STRIDE, R).amax(1)
+    strides.sub_(best_KR.repeat(1, STRIDE).unsqueeze(1)).exp_()
+    total_KR = strides.sum(1, dtype=exact).view(K, STRIDE, R).sum(1)
     out_KRD = q_KDR.new_empty(K, R, D, dtype=exact)
-    scores_SR = q_KDR.new_empty(width, R)  # of one head at a time, so that it stays in the processor's cache
-    scores_PSR = scores_SR.view(PIECES, -1, R)
-    strides = scores_SR.view(-1, STRIDE * R)
-    hidden_TGT = ~block_rule(T, rule_TT, q_KDR.device).t()[:, None].expand(T, G, T)  # keys before queries
-    for q_DR, keys_SD, values_SD, out_RD in zip(q_KDR, keys_KSD, values_KSD, out_KRD, strict=True):
-        torch.bmm(keys_SD[:width].view(PIECES, -1, D), q_DR.expand(PIECES, D, R), out=scores_PSR)
-        scores_SR[end:] = -math.inf
-        if T > 1:
-            scores_SR[end - T : end].view(T, G, T).masked_fill_(hidden_TGT, -math.inf)
-        best_R = strides.amax(0).view(STRIDE, R).amax(0)
-        strides.sub_(best_R.repeat(STRIDE)).exp_()
-        total_R = strides.sum(0, dtype=exact).view(STRIDE, R).sum(0)
-        probs_PRS = scores_SR[:cut].view(PIECES, -1, R).transpose(1, 2)
+    for probs_SR, values_SD, out_RD in zip(scores_KSR, values_KSD, out_KRD, strict=True):
+        probs_PRS = probs_SR[:cut].view(PIECES, -1, R).transpose(1, 2)
         torch.sum(torch.bmm(probs_PRS, values_SD[:cut].view(PIECES, -1, D)), 0, dtype=exact, out=out_RD)
-        if cut < end:  # the last stride by itself, as far as it is valid: behind it values may be anything, NaN too
-            rest_SD = F.pad(values_SD[cut:end], (0, 0, 0, width - end))
-            out_RD += scores_SR[cut:].t() @ rest_SD
-        out_RD /= total_R.unsqueeze(1)
-    return out_KRD.to(q_KGTD.dtype).view(K, G, T, D)
+    if cut < end:  # the last stride by itself, as far as it is valid: behind it values may be anything, NaN too
+        rest_KSD = F.pad(values_KSD[:, cut:end], (0, 0, 0, width - end))
+        out_KRD += scores_KSR[:, cut:].transpose(1, 2) @ rest_KSD
+    return (out_KRD / total_KR.unsqueeze(2)).to(q_KGTD.dtype).view(K, G, T, D)
 
 
 def _flash_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, rule_TT: Tensor | None) -> Tensor:

@@ -1,8 +1,8 @@
 """Other programs on the same weights and the same prompt, for `python -m minitri.bench --compare --peers`.
 
-`transformers`, alone and with its prompt lookup, and llama.cpp through `llama-cpp-python` for a GGUF model on a CPU
-(weights and KV cache as f16), as far as they are installed. All of them decode greedily, which costs them nothing. The
-only file of the package that knows them; they are imported when they are asked for.
+`transformers`, and llama.cpp through `llama-cpp-python` for a GGUF model on a CPU (weights and KV cache as f16), as far
+as they are installed. Both decode greedily, which costs them nothing. No other file of the package knows them, and they
+are imported only when they are asked for.
 """
 
 from __future__ import annotations
@@ -23,20 +23,13 @@ from minitri.engine import Engine
 Peer = Callable[[list[int], int], Iterator[int]]
 """Starts a continuation of a prompt by some number of tokens, one at a time; the first follows the prefill."""
 
-LOOKUP_BURST = 8
-"""Tokens that prompt lookup is asked for at a time."""
-LOOKUP_GUESSES = 3
-"""Tokens that it guesses, as many as pay on a CPU."""
-
 
 def find_peers(path: Path, engine: Engine) -> dict[str, Peer]:
     """All peers that are installed and can run these weights."""
     peers: dict[str, Peer] = {}
     can_export = engine.config.rope.frequency_divisors is None  # which its configs have no word for
     if can_export and importlib.util.find_spec("transformers") is not None:
-        model = transformers_model(path, engine)
-        peers["transformers"] = transformers_peer(model)
-        peers["transformers, lookup"] = lookup_peer(model)
+        peers["transformers"] = transformers_peer(transformers_model(path, engine))
     if (llama_cpp := llama_cpp_peer(path, engine)) is not None:
         peers["llama.cpp f16"] = llama_cpp
     return peers
@@ -63,28 +56,6 @@ def transformers_peer(model: Any) -> Peer:
                 logits = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
             block = [int(logits[0, -1].argmax())]
             yield block[0]
-
-    return run
-
-
-def lookup_peer(model: Any) -> Peer:
-    """Its prompt lookup, a burst of tokens at a time behind one cache."""
-    from transformers import DynamicCache
-
-    def run(prompt: list[int], num_new: int) -> Iterator[int]:
-        cache, sequence = DynamicCache(config=model.config), list(prompt)
-        while len(sequence) < len(prompt) + num_new:
-            tokens = torch.tensor([sequence], device=model.device)
-            wanted = 1 if len(sequence) == len(prompt) else LOOKUP_BURST
-            with torch.inference_mode():
-                longer = model.generate(
-                    tokens, attention_mask=torch.ones_like(tokens), past_key_values=cache, do_sample=False,
-                    prompt_lookup_num_tokens=LOOKUP_GUESSES, min_new_tokens=wanted, max_new_tokens=wanted,
-                    pad_token_id=0,
-                )  # fmt: skip
-            fresh = longer[0, len(sequence) :].tolist()
-            sequence += fresh
-            yield from fresh
 
     return run
 

@@ -7,7 +7,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitri import attention
-from minitri.attention import PIECES, SHORT_BLOCK, SHORT_PREFIX, STRIDE, attend, attend_math, merge_by_lse
+from minitri.attention import PIECES, SHORT_PREFIX, STRIDE, attend, attend_math, merge_by_lse
+
+SHORT_BLOCK = 16
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch):
+    """Both paths on every processor."""
+    monkeypatch.setattr(attention, "SHORT_BLOCK", SHORT_BLOCK)
 
 
 def random_case(T, prefixes, H=6, K=2, D=16, S=None, seed=0, dtype=torch.float32):
