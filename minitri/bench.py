@@ -224,8 +224,9 @@ def run_command(args: argparse.Namespace) -> int:
     args.prompt_file = args.prompt_file[0] if args.prompt_file else None
     bare_bytes = peak_memory_bytes(torch.device("cpu"))
     engine = load(
-        args.model, dtype=args.dtype, device=args.device, rope_scaling=args.rope_scaling, progress=not args.quiet
-    )
+        args.model, draft="ngram", dtype=args.dtype, device=args.device, rope_scaling=args.rope_scaling,
+        progress=not args.quiet,
+    )  # fmt: skip
     prompt = encode_prompt(engine, read_prompt(args), args.prompt_tokens)
     device = engine.model.device
     prefill, decode = zip(

@@ -22,7 +22,7 @@ from minitri.checkpoint import check_lender, load_model, open_checkpoint
 from minitri.config import DEFAULT_MODEL, ModelConfig
 from minitri.drafters.model import check_vocabularies
 from minitri.errors import InputError, shorten
-from minitri.fetch import locate
+from minitri.fetch import default_draft, locate
 from minitri.generation import Generation
 from minitri.linear import can_pack
 from minitri.model import Llama
@@ -40,7 +40,7 @@ MAX_SEED = 2**32 - 1
 def load(
     model: str = DEFAULT_MODEL,
     *,
-    draft: str = "ngram",
+    draft: str = "auto",
     dtype: str = "auto",
     device: str = "auto",
     rope_scaling: str | None = None,
@@ -49,7 +49,8 @@ def load(
     """Boots an engine: finds or fetches the files, reads config, tokenizer and weights.
 
     `model` is a name from `minitri.MODELS`, a folder or file, or a hub repository ORG/NAME; so is `draft`, the drafter
-    for the methods that use one, or `ngram`, which looks the last words up in the text. `dtype` is float32,
+    for the methods that use one, or `ngram`, which looks the last words up in the text, or `auto`, the drafter that
+    belongs to a named model, and n-grams where there is none or it cannot be had. `dtype` is float32,
     bfloat16, float16 or auto (bfloat16 where the device is fast at it). `device` is cpu, cuda, cuda:N or auto.
     `rope_scaling` such as `yarn:4` stretches the context. `progress` draws bars on standard error. Raises `InputError`.
     """
@@ -57,9 +58,16 @@ def load(
     number_type = choose_dtype(dtype, target_device)
     network, tokenizer = _load_one(model, rope_scaling, number_type, target_device, progress=progress)
     assert tokenizer is not None  # a model that is no drafter has one
-    if draft == "ngram":
+    name = default_draft(model) if draft == "auto" else draft
+    if name == "ngram":
         return Engine(network, tokenizer)
-    drafter, its_tokenizer = _load_one(draft, None, number_type, target_device, target=network, progress=progress)
+    try:
+        drafter, its_tokenizer = _load_one(name, None, number_type, target_device, target=network, progress=progress)
+    except InputError as error:
+        if draft != "auto":
+            raise
+        log.warning("%s; n-grams take its place", error)
+        return Engine(network, tokenizer)
     if its_tokenizer is not None:  # else it reads tokens from the target's own table
         check_vocabularies(its_tokenizer, tokenizer, drafter.config.name)
     return Engine(network, tokenizer, drafter)

@@ -234,8 +234,8 @@ def draft_of(args: argparse.Namespace) -> str:
         raise InputError(f"--method {args.method} needs a drafter, got --draft none; use --method retrieval")
     if not needs_drafter or args.draft == "none":
         return "ngram"  # which costs nothing and is not used
-    if args.draft == "auto":
-        return default_draft(args.model)
+    if args.draft == "auto" and args.method != "auto":
+        return default_draft(args.model)  # which must be had; with --method auto `load` finds a way without it
     return str(args.draft)
 
 

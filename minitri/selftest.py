@@ -216,8 +216,9 @@ class SelfTest:
             args = self._args
             log.info("a difference: loading the model in float32 to look at it ...")
             self._exact = load(
-                args.model, dtype="float32", device=str(self.engine.model.device), rope_scaling=args.rope_scaling
-            ).model
+                args.model, draft="ngram", dtype="float32", device=str(self.engine.model.device),
+                rope_scaling=args.rope_scaling,
+            ).model  # fmt: skip
         return self._exact
 
     def spell(self, token: int) -> str:

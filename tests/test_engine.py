@@ -312,6 +312,15 @@ def test_bad_settings_of_load_are_refused(folder, settings, match):
         minitri.load(str(folder), **settings)
 
 
+def test_a_default_drafter_that_cannot_be_had_gives_way_to_ngrams(folder, monkeypatch, caplog):
+    monkeypatch.setattr("minitri.engine.default_draft", lambda model: "no-such-drafter")
+    engine = minitri.load(str(folder), dtype="float32", device="cpu")
+    assert engine.draft is None
+    assert "n-grams take its place" in caplog.text
+    with pytest.raises(InputError, match="no-such-drafter"):
+        minitri.load(str(folder), draft="no-such-drafter", dtype="float32", device="cpu")
+
+
 def test_a_cache_that_does_not_fit_says_how_large_it_is(engine, monkeypatch):
     def out_of_memory(*_, **__):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")

@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
     speculation = speculation_of(args)
     files = args.prompt_file or [None]
     texts = [read_prompt(argparse.Namespace(prompt=None, prompt_file=file)) for file in files]
-    engine = load(args.model, dtype=args.dtype, device=args.device, rope_scaling=args.rope_scaling)
+    engine = load(args.model, draft="ngram", dtype=args.dtype, device=args.device, rope_scaling=args.rope_scaling)
     titles = [Path(file).stem if file else "demo" for file in files]
     rates: dict[str, list[float]] = {name: [] for name in ("none", *names)}
     times: dict[str, list[float]] = {name: [] for name in rates}

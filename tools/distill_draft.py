@@ -378,7 +378,7 @@ def main(argv: list[str] | None = None) -> None:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot make the folder {args.out} ({error.strerror}); choose another --out") from None
-    engine = load(args.model, dtype=args.dtype, device=args.device, progress=not args.quiet)
+    engine = load(args.model, draft="ngram", dtype=args.dtype, device=args.device, progress=not args.quiet)
     store, held_out_stores = make_labels(engine, args)
     head_ids = frequent_tokens(store, engine.config.vocab_size, args.head_tokens)
     draft = start_from(engine, args, head_ids)
