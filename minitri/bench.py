@@ -46,9 +46,9 @@ with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
     from minitri.stats import spread
 
 PARTS = {
-    "linear layers": ("mkldnn::_linear_pointwise", "aten::addmm", "aten::bmm"),
-    "attention, matmuls": ("aten::mm", "aten::_embedding_bag_forward_only"),
-    "attention, softmax": ("aten::_softmax",),
+    "linear layers": ("mkldnn::_linear_pointwise", "aten::addmm"),
+    "attention, LM head": ("aten::bmm", "aten::mm", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+    "attention, softmax": ("aten::amax", "aten::exp_", "aten::sub_"),
 }
 """Kernels of a decoding step on CPU by what they are for; the rest, the profiler's own cost included, is `other`."""
 

@@ -86,9 +86,7 @@ def load_model(
     A drafter without embeddings needs its `target`, in the same dtype and on the same device. On CPU the weights
     end in oneDNN's packed layout (see `linear.py`).
     """
-    lender = target if config.draft_of is not None else None
-    if config.draft_of is not None:
-        check_lender(config, target)
+    lender = lender_of(config, target)
     try:
         model = Llama(config, dtype=dtype, device=device, target=lender)
     except (RuntimeError, TypeError) as error:  # out of memory, or sizes beyond what a tensor can have
@@ -104,8 +102,13 @@ def load_model(
     return model.eval()
 
 
-def check_lender(config: ModelConfig, target: Llama | None) -> None:
-    """Raises `InputError` unless the target is there and has the shape of the one that the drafter was made for."""
+def lender_of(config: ModelConfig, target: Llama | None) -> Llama | None:
+    """The target if this is a drafter that reads tokens from its table, else None.
+
+    Raises `InputError` unless the target is there and has the shape of the one that the drafter was made for.
+    """
+    if config.draft_of is None:
+        return None
     if target is None:
         raise InputError(
             f"{config.name} is a drafter for {config.draft_of} without an embedding table of its own, not a model; "
@@ -117,6 +120,7 @@ def check_lender(config: ModelConfig, target: Llama | None) -> None:
             f"the drafter {config.name} was made for {config.draft_of}, whose embedding table is {ours}; that of "
             f"{target.config.name} is {theirs}; use another drafter, or --draft ngram"
         )
+    return target
 
 
 def _check_trimmed(model: Llama, target: Llama, path: Path) -> None:

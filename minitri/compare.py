@@ -55,7 +55,6 @@ class Method:
         own.keys[..., :end, :] = full.keys[..., :end, :]
         own.values[..., :end, :] = full.values[..., :end, :]
         own.advance([end])
-        self._num_prompt = len(prompt)
         self._cascade, policy = build_cascade(
             model, engine.draft, own, [list(prompt)], [seed], sampling, speculation, self.stats
         )

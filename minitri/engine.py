@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from minitri.checkpoint import check_lender, load_model, open_checkpoint
+from minitri.checkpoint import load_model, open_checkpoint
 from minitri.config import DEFAULT_MODEL, ModelConfig
 from minitri.drafters.model import check_vocabularies
 from minitri.errors import InputError, shorten
@@ -89,8 +89,6 @@ def _load_one(
         config = config.with_context(located.context)
     if rope_scaling is not None:
         config = config.with_rope_scaling(rope_scaling)
-    if config.draft_of is not None:
-        check_lender(config, target)
     tokenizer = load_tokenizer(checkpoint, config) if config.draft_of is None else None
     network = load_model(checkpoint, config, dtype=dtype, device=device, target=target, progress=progress)
     log.info(

@@ -138,7 +138,7 @@ class Stats:
     stages: list[LevelStats] = field(default_factory=list)
     """Every stage of the cascade, from the lowest upwards."""
     steps_per_plan: dict[str, int] = field(default_factory=dict)
-    """What was chosen where something was left to choose, and how often."""
+    """How many steps were made in each way; more than one where something was left to choose."""
     break_even: float | None = None
     """Acceptance rate at which the last plan would be as fast as the target alone; None if that was not asked."""
 
