@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache
-from minitri.caches.policies import Policy, make_policy
+from minitri.caches.policies import make_policy
 from minitri.caches.retrieval import RetrievalCache
 from minitri.cascade import Cascade, Emitted, Level, Stage
 from minitri.coins import CoupledCoins, IndependentCoins
@@ -115,11 +115,11 @@ def build_cascade(
     sampling: SamplingParams,
     speculation: SpeculationConfig,
     stats: Stats,
-) -> tuple[Cascade, Policy | None]:
+) -> tuple[Cascade, RetrievalCache | None]:
     """The stages of `speculation.method` over an empty full cache; without a `draft` model n-grams are the drafter.
 
-    `sequences` are the prompts, which the cascade extends in place. The policy is that of the retrieval cache, if there
-    is one; it may want to see the prompt.
+    `sequences` are the prompts, which the cascade extends in place. The retrieval cache, if there is one, is to observe
+    the prompt while it is read.
     """
     B, config, plans = len(sequences), target.config, speculation.plans
     methods = {plan.method for plan in plans}
@@ -128,7 +128,6 @@ def build_cascade(
     draft_reader: DraftReader | NgramDrafter | None = None
     retrieval: Level | None = None
     cache: RetrievalCache | None = None
-    policy: Policy | None = None
     stats.kv_cache_bytes = full.num_bytes
     if methods & {"naive", "triforce"}:
         stats.stages.append(LevelStats("draft"))
@@ -143,7 +142,7 @@ def build_cascade(
     if methods & {"retrieval", "triforce"}:
         policy = make_policy(speculation.policy, full, speculation.chunk_size)
         budgets = [speculation.budget_for(len(sequence)) for sequence in sequences]
-        cache = RetrievalCache(full, policy, speculation, budgets=budgets)
+        cache = RetrievalCache(full, policy, speculation, budgets=budgets, num_heads=config.num_heads)
         reader = Reader(target, cache, sampling, vocab_size=config.vocab_size)
         stats.stages.append(LevelStats("retrieval"))
         retrieval = Level(reader, None, coins, stats.stages[-1], block=1)
@@ -162,4 +161,4 @@ def build_cascade(
         sequences, queries_LBTHD, stats, Tuner(stats.stages, plans, nominal),
         target=top, retrieval=retrieval, drafter=drafter, retrieval_cache=cache, draft_reader=draft_reader,
     )  # fmt: skip
-    return Cascade(top, sequences, stages.commit, stages.steer), policy
+    return Cascade(top, sequences, stages.commit, stages.steer), cache

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from minitri.assembly import build_cascade
 from minitri.caches import FullCache
 from minitri.engine import Engine
 from minitri.errors import InputError
-from minitri.reader import read_block
+from minitri.reader import read_prompt
 from minitri.settings import SamplingParams, SpeculationConfig
 from minitri.stats import Stats, spread
 
@@ -45,8 +46,9 @@ class Method:
         sampling: SamplingParams,
         seed: int,
         num_new: int,
+        queries_LTHD: Tensor,
     ) -> None:
-        """`full` holds the prompt but for its last token, and is copied."""
+        """`full` holds the prompt but for its last token, and is copied; the queries are those of its last tokens."""
         model = engine.model
         capacity = len(prompt) + num_new + speculation.max_block
         self.stats = Stats(num_prompt_tokens=len(prompt))
@@ -55,11 +57,13 @@ class Method:
         own.keys[..., :end, :] = full.keys[..., :end, :]
         own.values[..., :end, :] = full.values[..., :end, :]
         own.advance([end])
-        self._cascade, policy = build_cascade(
+        self._cascade, small = build_cascade(
             model, engine.draft, own, [list(prompt)], [seed], sampling, speculation, self.stats
         )
-        if policy is not None and policy.wants_prompt:
-            raise InputError(f"--policy {speculation.policy} must watch the prompt being read; compare another one")
+        if small is not None:
+            if small.max_prompt_queries is None:
+                raise InputError(f"--policy {speculation.policy} must watch the prompt being read; compare another one")
+            small.observe(0, queries_LTHD)
         started = time.perf_counter()
         self._cascade.start()
         self.start_seconds = time.perf_counter() - started
@@ -99,16 +103,23 @@ class Score:
 
 
 @torch.inference_mode()
-def read_prompt_once(engine: Engine, prompt: list[int], chunk: int = 1024) -> tuple[FullCache, float]:
-    """A full cache that holds the prompt but for its last token, and the seconds it took."""
+def read_prompt_once(
+    engine: Engine, prompt: list[int], max_queries: int, chunk: int = 1024
+) -> tuple[FullCache, Tensor, float]:
+    """A full cache that holds the prompt but for its last token, the queries (L, T, H, D) of the last tokens in it, at
+    most `max_queries`, and the seconds it took."""
     model = engine.model
     full = FullCache.allocate(model.config, 1, len(prompt), dtype=model.dtype, device=model.device)
+    shape = (model.config.num_layers, 0, model.config.num_heads, model.config.head_dim)
+    latest = [torch.empty(shape, dtype=model.dtype, device=model.device)]
+
+    def watch(queries_LTHD: Tensor) -> None:
+        latest[0] = torch.cat((latest[0], queries_LTHD), 1)[:, -max_queries:]
+
     started = time.perf_counter()
-    for first in range(0, len(prompt) - 1, chunk):
-        piece = prompt[first : min(first + chunk, len(prompt) - 1)]
-        read_block(model, [piece], full)
-        full.advance([len(piece)])
-    return full, time.perf_counter() - started
+    for _ in read_prompt(model, prompt, full, 0, chunk=chunk, watch=watch, max_queries=max_queries):
+        pass
+    return full, latest[0], time.perf_counter() - started
 
 
 @torch.inference_mode()
@@ -129,10 +140,11 @@ def compare(
     """
     peers = peers or {}
     scores = {name: Score() for name in (*speculations, *peers)}
+    window = max(speculation.observation_window for speculation in speculations.values())
     for prompt in prompts:
         engine.check_prompt(prompt, num_new + 2 * burst)
     for number, prompt in enumerate(prompts):
-        full, prefill_seconds = read_prompt_once(engine, prompt)
+        full, queries_LTHD, prefill_seconds = read_prompt_once(engine, prompt, window)
         log.info("prompt %d of %d: %d tokens read in %.1f s", number + 1, len(prompts), len(prompt), prefill_seconds)
         started_peers = {}
         for name, peer in peers.items():
@@ -143,7 +155,7 @@ def compare(
             log.info("  %s has read it in %.1f s", name, scores[name].prefill_seconds[-1])
         for seed in seeds:
             ours = {
-                name: Method(engine, full, prompt, speculation, sampling, seed, num_new + 2 * burst)
+                name: Method(engine, full, prompt, speculation, sampling, seed, num_new + 2 * burst, queries_LTHD)
                 for name, speculation in speculations.items()
             }
             contestants = {**ours, **(started_peers if seed == seeds[0] else {})}

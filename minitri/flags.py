@@ -165,6 +165,7 @@ def add_size_flags(parser: argparse._ActionsContainer) -> None:
         ("chunk_size", "tokens that are retrieved together"),
         ("num_sink_tokens", "first tokens of the text, which every small cache keeps"),
         ("num_recent_tokens", "latest tokens, which the drafter's cache keeps"),
+        ("observation_window", "latest tokens whose queries choose what the small KV cache holds"),
         ("rebuild_stride", "new tokens after which the small KV cache is chosen anew"),
     )
     for name, help_text in whole_numbers:
@@ -220,6 +221,7 @@ def speculation_of(args: argparse.Namespace) -> SpeculationConfig:
         chunk_size=args.chunk_size,
         num_sink_tokens=args.num_sink_tokens,
         num_recent_tokens=args.num_recent_tokens,
+        observation_window=args.observation_window,
         rebuild_stride=args.rebuild_stride,
         rebuild_threshold=args.rebuild_threshold,
         coupled=args.coupled,
@@ -250,7 +252,8 @@ def ignored_flags(args: argparse.Namespace) -> list[str]:
         ignored += ["--gamma1"] * (args.gamma1 != default.gamma1)
     names: list[str] = []
     if args.method in ("autoregressive", "naive"):
-        names += ["policy", "gamma2", "budget", "chunk_size", "rebuild_stride", "rebuild_threshold"]
+        names += ["policy", "gamma2", "budget", "chunk_size", "observation_window", "rebuild_stride"]
+        names += ["rebuild_threshold"]
     if args.method == "autoregressive" or (args.method == "naive" and draft_of(args) == "ngram"):
         names += ["num_sink_tokens", "num_recent_tokens"]
     ignored += [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) != getattr(default, name)]

@@ -8,6 +8,7 @@ here at the end of a text. It knows neither files nor flags, and nothing here pr
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -16,11 +17,11 @@ import torch
 
 from minitri.assembly import build_cascade
 from minitri.caches import FullCache
-from minitri.caches.policies import Policy
+from minitri.caches.retrieval import RetrievalCache
 from minitri.cascade import Cascade, Emitted
 from minitri.errors import InputError, shorten
 from minitri.model import Llama
-from minitri.reader import read_block
+from minitri.reader import read_prompt
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.stats import PrefillClock, Stats
 from minitri.stopping import StopScanner
@@ -141,13 +142,13 @@ class Generation(Iterator[Event]):
         full = self._allocate(len(prompts), capacity)
         sequences = [list(prompt) for prompt in prompts]
         try:
-            cascade, policy = build_cascade(model, draft, full, sequences, seeds, sampling, speculation, self.stats)
+            cascade, small = build_cascade(model, draft, full, sequences, seeds, sampling, speculation, self.stats)
         except RuntimeError as error:  # out of memory, on CUDA too
             raise InputError(
                 f"the small KV caches do not fit on {model.device} beside the full one ({shorten(error, 90)}); lower "
                 "budget or num_recent_tokens, or shorten the prompt"
             ) from None
-        self._events = self._run(cascade, policy, full)  # which alone holds the caches, so that its end frees them
+        self._events = self._run(cascade, small, full)  # which alone holds the caches, so that its end frees them
 
     def __next__(self) -> Event:
         with torch.inference_mode(), one_line_errors(self._model):
@@ -168,9 +169,9 @@ class Generation(Iterator[Event]):
                 "does not have; shorten the prompt, lower max_new_tokens, or use a smaller dtype"
             ) from None
 
-    def _run(self, cascade: Cascade, policy: Policy | None, full: FullCache) -> Generator[Event, None, None]:
+    def _run(self, cascade: Cascade, small: RetrievalCache | None, full: FullCache) -> Generator[Event, None, None]:
         for row in self.rows:
-            yield from self._prefill(row, full, policy)
+            yield from self._prefill(row, full, small)
         started = time.perf_counter()
         emitted = cascade.start()
         self.stats.prefill_seconds += time.perf_counter() - started
@@ -182,33 +183,24 @@ class Generation(Iterator[Event]):
             self.stats.decode_seconds += time.perf_counter() - started
             yield from self._emit(cascade, emitted)
 
-    def _prefill(self, row: Row, full: FullCache, policy: Policy | None) -> Generator[Event, None, None]:
+    def _prefill(self, row: Row, full: FullCache, small: RetrievalCache | None) -> Generator[Event, None, None]:
         """Reads a prompt in chunks. Its last token is left to the cascade's start, and reported with the last chunk."""
-        num_tokens, done, start_seconds = len(row.prompt), 0, self.stats.prefill_seconds
+        b, num_tokens, start_seconds = row.number, len(row.prompt), self.stats.prefill_seconds
         clock = PrefillClock(num_tokens)
+        chunks = read_prompt(
+            self._model, row.prompt, full, b, chunk=self._generation.prefill_chunk,
+            watch=functools.partial(small.observe, b) if small else None,
+            max_queries=small.max_prompt_queries if small else None,
+        )  # fmt: skip
+        done = 0
         while done < num_tokens:
             started = time.perf_counter()
-            end = min(done + self._generation.prefill_chunk, num_tokens - 1)
-            if end > done:
-                self._read_chunk(row, end, full, policy)
+            end = next(chunks, num_tokens - 1)
             read, done = done, num_tokens if end == num_tokens - 1 else end
             self.stats.num_prefilled_tokens += done - read
             self.stats.prefill_seconds += time.perf_counter() - started
             eta = clock.mark(done, self.stats.prefill_seconds - start_seconds)
-            yield PrefillProgress(row.number, done, num_tokens, eta)
-
-    def _read_chunk(self, row: Row, end: int, full: FullCache, policy: Policy | None) -> None:
-        """Brings row's cache up to `end` tokens of its prompt."""
-        model, b = self._model, row.number
-        chunk = row.prompt[full.lengths[b] : end]
-        queries_LBTHD = None
-        if policy and policy.wants_prompt:
-            shape = (model.config.num_layers, 1, len(chunk), model.config.num_heads, model.config.head_dim)
-            queries_LBTHD = torch.empty(shape, dtype=model.dtype, device=model.device)
-        read_block(model, [chunk], full.row(b), queries_LBTHD)
-        full.advance([len(chunk) if b == other else 0 for other in range(len(self.rows))])
-        if policy and queries_LBTHD is not None:
-            policy.observe(full, b, queries_LBTHD[:, 0], end)
+            yield PrefillProgress(b, done, num_tokens, eta)
 
     def _emit(self, cascade: Cascade, emitted: list[Emitted]) -> Iterator[Event]:
         """Shows the new tokens row by row, and takes the rows out that have ended."""

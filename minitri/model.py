@@ -67,9 +67,10 @@ class Llama(nn.Module):
     ) -> Tensor:
         """Final hidden states (B, T, E) of a block, whose K and V it writes into the cache behind each row's prefix.
 
-        `rule_TT` says which block tokens see which (None: causal); see `attention.py`. `queries_LBTHD`, if given, is
-        filled in its first T tokens with every layer's rotated queries: a retrieval cache is chosen by them. Lengths
-        of the cache are left as they are; call `advance` with the number of tokens to keep.
+        `rule_TT` says which block tokens see which (None: causal); see `attention.py`. `queries_LBTHD`, if given, takes
+        every layer's rotated queries, by which a retrieval cache is chosen: in its first T tokens, or, if it has room
+        for fewer, those of the last tokens of the block. Lengths of the cache are left as they are; call `advance`
+        with the number of tokens to keep.
         """
         x_BTE = self.embed(tokens_BT)
         rotary = self.rope.at(positions_BT)
@@ -152,7 +153,7 @@ class Attention(nn.Module):
         q_BTHD, k_BTKD = rotary.rotate(heads[:, :, : sum(self.heads[:2])]).split(self.heads[:2], dim=2)
         keys_BKSD, values_BKSD = cache.update(layer, raw_BTKD, k_BTKD, v_BTKD)
         if queries_BTHD is not None:
-            queries_BTHD.copy_(q_BTHD)
+            queries_BTHD.copy_(q_BTHD[:, -queries_BTHD.shape[1] :])
         out_BTHD = attend(q_BTHD, keys_BKSD, values_BKSD, cache.lengths, rule_TT)
         return self.o_proj(out_BTHD.flatten(2))
 

@@ -1,19 +1,24 @@
 """A model with a cache, read block by block: from token lists to next-token laws.
 
-`read` feeds whatever the cache has not seen of each row, in one forward pass for the whole batch. Rows may have
+`Reader.read` feeds whatever the cache has not seen of each row, in one forward pass for the whole batch. Rows may have
 different amounts to read; shorter ones are padded behind, where nothing looks. This is the one place where logits
 become laws, so every level applies the same filters.
+
+`read_prompt` fills a row of a full cache beforehand, chunk by chunk.
 
 Legend: B rows, T tokens read at once, N proposed tokens, E hidden size, V vocab, L layers, H query heads, D head dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minitri.caches.base import Cache
+from minitri.caches.full import FullCache
 from minitri.model import Llama
 from minitri.sampling import probs_from_logits
 from minitri.settings import SamplingParams
@@ -72,3 +77,33 @@ def read_block(model: Llama, blocks: list[list[int]], cache: Cache, queries_LBTH
     starts_B1 = torch.tensor(cache.next_positions, device=model.device).unsqueeze(1)
     positions_BT = starts_B1 + torch.arange(T, device=model.device)
     return model(tokens_BT, positions_BT, cache, queries_LBTHD=queries_LBTHD)
+
+
+def read_prompt(
+    model: Llama,
+    prompt: list[int],
+    full: FullCache,
+    b: int,
+    *,
+    chunk: int,
+    watch: Callable[[Tensor], None] | None = None,
+    max_queries: int | None = None,
+) -> Iterator[int]:
+    """Reads a prompt but for its last token into row b, `chunk` tokens at a time; yields how many have been read.
+
+    After every chunk `watch` is given the rotated queries (L, T, H, D) of its last tokens, at most `max_queries`.
+    """
+    config = model.config
+    while full.lengths[b] < len(prompt) - 1:
+        start = full.lengths[b]
+        piece = prompt[start : min(start + chunk, len(prompt) - 1)]
+        queries_LBTHD = None
+        if watch is not None:
+            T = len(piece) if max_queries is None else min(max_queries, len(piece))
+            shape = (config.num_layers, 1, T, config.num_heads, config.head_dim)
+            queries_LBTHD = torch.empty(shape, dtype=model.dtype, device=model.device)
+        read_block(model, [piece], full.row(b), queries_LBTHD)
+        full.advance([len(piece) if b == other else 0 for other in range(len(full.lengths))])
+        if watch is not None and queries_LBTHD is not None:
+            watch(queries_LBTHD[:, 0])
+        yield full.lengths[b]

@@ -118,6 +118,8 @@ class SpeculationConfig:
     """First tokens, which every small cache keeps."""
     num_recent_tokens: int = 252
     """Latest tokens that the drafter's cache keeps; the retrieval cache keeps up to a quarter of its budget of them."""
+    observation_window: int = 16
+    """Latest tokens whose queries choose what the retrieval cache holds."""
     rebuild_stride: int = 256
     """New tokens after which the retrieval cache is chosen anew; it always is when half of it has been overwritten."""
     rebuild_threshold: float = 0.0
@@ -132,7 +134,7 @@ class SpeculationConfig:
         for name, choices in (("method", METHODS), ("policy", POLICIES)):
             if getattr(self, name) not in choices:
                 raise InputError(f"{name} {getattr(self, name)!r} is unknown; use one of {', '.join(choices)}")
-        for name in ("gamma1", "gamma2", "chunk_size", "num_recent_tokens", "rebuild_stride"):
+        for name in ("gamma1", "gamma2", "chunk_size", "num_recent_tokens", "observation_window", "rebuild_stride"):
             value = getattr(self, name)
             is_open = value is None and name in ("gamma1", "gamma2")
             if not is_open and (not isinstance(value, int) or value < 1):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from minitri.cascade import Emitted, Level
 from minitri.config import ModelConfig
 from minitri.engine import Engine
 from minitri.model import Llama
-from minitri.reader import read_block
+from minitri.reader import read_block, read_prompt
 from minitri.settings import SamplingParams, SpeculationConfig
 from minitri.stats import Stats
 from minitri.tokenizer import Tokenizer, TokenizersBackend
@@ -44,7 +46,7 @@ class Rig:
         self.full = new_cache(target.config, len(prompts), capacity)
         self.sequences = [list(prompt) for prompt in prompts]
         seeds = [seed + b for b in range(len(prompts))]
-        self.cascade, self.policy = build_cascade(
+        self.cascade, self.small = build_cascade(
             target, draft, self.full, self.sequences, seeds, sampling, self.speculation, self.stats
         )
         self.readers = {}  # by the name of the level
@@ -85,15 +87,11 @@ class Rig:
         ]
 
     def _prefill(self, target: Llama, chunk: int) -> None:
-        L, H, D = target.config.num_layers, target.config.num_heads, target.config.head_dim
         for b, prompt in enumerate(self.prompts):
-            for first in range(0, len(prompt) - 1, chunk):
-                block = prompt[first : min(first + chunk, len(prompt) - 1)]
-                queries_LBTHD = torch.empty(L, 1, len(block), H, D)
-                read_block(target, [block], self.full.row(b), queries_LBTHD)
-                self.full.advance([len(block) if b == other else 0 for other in range(len(self.prompts))])
-                if self.policy and self.policy.wants_prompt:
-                    self.policy.observe(self.full, b, queries_LBTHD[:, 0], first + len(block))
+            watch = functools.partial(self.small.observe, b) if self.small else None
+            queries = self.small.max_prompt_queries if self.small else None
+            for _ in read_prompt(target, prompt, self.full, b, chunk=chunk, watch=watch, max_queries=queries):
+                pass
 
     def _retire_finished(self, emitted: list[Emitted]) -> list[Emitted]:
         for b, new in enumerate(self.new_tokens()):

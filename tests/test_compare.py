@@ -54,10 +54,10 @@ def test_peers_take_part(folder, capsys):
 def test_taking_turns_changes_no_text():
     engine = tiny_engine()
     prompt = random_prompt(engine.config, 90)
-    full, _ = read_prompt_once(engine, prompt, chunk=32)
+    full, queries_LTHD, _ = read_prompt_once(engine, prompt, 16, chunk=32)
     contestants = {
         name: Method(engine, full, prompt, SpeculationConfig(name, budget=64, num_recent_tokens=40), SamplingParams(),
-                     0, 80) for name in METHODS
+                     0, 80, queries_LTHD) for name in METHODS
     }  # fmt: skip
     take_turns(contestants, 50, 8)
     sequences = [method._cascade.sequences[0][: len(prompt) + 50] for method in contestants.values()]

@@ -31,16 +31,17 @@ class Bench:
         self.queries = torch.randn(batch_size, L, capacity, H, D, generator=generator) * 3
         self.policy = make_policy(policy, self.full, speculation.get("chunk_size", 8))
         settings = {"rebuild_stride": NEVER, "num_recent_tokens": 8, **speculation}
+        self.speculation = SpeculationConfig("retrieval", **settings)
         self.cache = RetrievalCache(
-            self.full, self.policy, SpeculationConfig("retrieval", **settings), budgets=[budget] * batch_size
+            self.full, self.policy, self.speculation, budgets=[budget] * batch_size, num_heads=H
         )
 
     def read(self, count: int, b: int = 0) -> None:
-        """The full cache reads on, and whoever wants to see the prompt sees it."""
+        """The full cache reads on, and the retrieval cache observes as much of it as it asks for."""
         self.full.advance([count if b == other else 0 for other in range(len(self.full.lengths))])
-        end = self.full.lengths[b]
-        if self.policy.wants_prompt:
-            self.policy.observe(self.full, b, self.queries[b, :, end - count : end], end)
+        end, wanted = self.full.lengths[b], self.cache.max_prompt_queries
+        first = end - count if wanted is None else max(end - count, end - wanted)
+        self.cache.observe(b, self.queries[b, :, first:end])
 
     def commit(self, count: int = 1, b: int = 0, *, was_rejected: bool = False) -> int:
         """The full cache reads on and the retrieval cache follows; returns how often that made it choose anew."""
@@ -68,13 +69,14 @@ def unit_scores(bench: Bench, name: str, layer: int, k: int, end: int, M: int) -
     """Importance of every whole unit by the book: a plain loop for each policy."""
     keys_SD = bench.full.keys[layer, 0, k, :end]
     group = range(k * G, k * G + G)
-    latest = bench.queries[0, layer, end - 1]
+    window = bench.queries[0, layer, max(0, end - bench.speculation.observation_window) : end]
+    asking = [query_HD[h] for query_HD in window for h in group]
     if name == "retrieval":
         means = torch.stack([keys_SD[n * M : (n + 1) * M].mean(0) for n in range(end // M)])
-        plain = [0, *sum((means @ latest[h] / math.sqrt(D)).softmax(0) for h in group).tolist()]
+        plain = [0, *sum((means @ query_D / math.sqrt(D)).softmax(0) for query_D in asking).tolist()]
         return [max(own, NEIGHBOR * before) for before, own in itertools.pairwise(plain)]
     if name == "topk":
-        return sum((keys_SD @ latest[h] / math.sqrt(D)).softmax(0) for h in group).tolist()
+        return sum((keys_SD @ query_D / math.sqrt(D)).softmax(0) for query_D in asking).tolist()
     if name == "h2o":
         received = torch.zeros(end)
         for t in range(end):
@@ -105,9 +107,11 @@ def check_build(bench: Bench, name: str, *, budget: int, M: int, sinks: int, rec
 
 @pytest.mark.parametrize("length", [150, 151, 152, 157, 159])
 @pytest.mark.parametrize(("name", "M"), [("retrieval", 8), ("retrieval", 1), ("topk", 1), ("streaming", 1), ("h2o", 1)])
-def test_a_build_holds_exactly_what_the_policy_chooses(name, M, length):
-    """Every layer and KV head, sinks and recent always in it, whatever is left of the last chunk in it too."""
-    bench = Bench(name, budget=48, chunk_size=M, num_sink_tokens=4, num_recent_tokens=8)
+@pytest.mark.parametrize("window", [1, 16, 200])
+def test_a_build_holds_exactly_what_the_policy_chooses(name, M, length, window):
+    """Every layer and KV head, sinks and recent always in it, whatever is left of the last chunk in it too; asked by
+    one query, by those of the last two reads, or by more than there are."""
+    bench = Bench(name, budget=48, chunk_size=M, num_sink_tokens=4, num_recent_tokens=8, observation_window=window)
     for count in (100, length - 103, 2):  # 100 is more than the queries that H2O scores at once
         bench.read(count)
     assert bench.commit(1) == 1
@@ -115,10 +119,15 @@ def test_a_build_holds_exactly_what_the_policy_chooses(name, M, length):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_build_after_several_rounds_asks_the_latest_query(name):
-    """Blocks of several tokens: the policy sees all of their queries, chooses by the last, and knows the new chunks."""
+@pytest.mark.parametrize("window", [1, 4, 9])
+def test_a_build_after_several_rounds_asks_the_latest_queries(name, window):
+    """Blocks of several tokens, longer and shorter than the window: the policy sees all of their queries, chooses by
+    the last ones, and knows the new chunks."""
     M = 4 if name == "retrieval" else 1
-    bench = Bench(name, budget=32, chunk_size=M, num_sink_tokens=3, num_recent_tokens=4, rebuild_stride=15)
+    bench = Bench(
+        name, budget=32, chunk_size=M, num_sink_tokens=3, num_recent_tokens=4, rebuild_stride=15,
+        observation_window=window,
+    )  # fmt: skip
     bench.read(69)
     assert [bench.commit(count) for count in (1, 5, 2, 7, 1, 6, 3, 5)] == [1, 0, 0, 0, 1, 0, 0, 0]
     while not bench.commit(3):

@@ -2,11 +2,12 @@
 
     python tools/acceptance.py --prompt-file A --prompt-file B --prompt-tokens 8000 --budget 1024 --policy all
 
-Reads the first tokens of every text once; behind them runs autoregressive decoding and then, for each policy, the
-method `retrieval` (the target with a small cache guesses, the target with the full cache verifies). Prints the
-acceptance rate, accepted / tested, per text and policy with the mean over the texts, and ms/token. The last line is
-JSON. The text that comes out follows the target's law whatever the policy; at a temperature above 0 it is another draw
-for every policy, so the rates carry that noise, too.
+Reads the first tokens of every text once and lets the target continue it, remembering the law of every token. Then the
+same continuation is put through a retrieval cache of each policy, `gamma2` tokens between two commits as the method
+`retrieval` would, and what is printed is the expected acceptance rate: a guess drawn from the small cache's law q is
+accepted by the target's law p with probability sum(min(p, q)), and tested if all before it in its block were accepted.
+So no draw adds its noise, and every policy meets the same tokens: differences are much better known than the rates, of
+which the standard error is given. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -14,17 +15,25 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import statistics
 import sys
+import time
 from pathlib import Path
 
-from turns import take_turns
+import torch
+from torch import Tensor
 
+from minitri.caches import FullCache
+from minitri.caches.policies import make_policy
+from minitri.caches.retrieval import RetrievalCache
 from minitri.engine import Engine, load
-from minitri.errors import InputError
 from minitri.exits import clean_exits
 from minitri.flags import OneLineParser, add_model_flags, add_sampling_flags, add_size_flags, positive, speculation_of
 from minitri.generate import encode_prompt, read_prompt
+from minitri.reader import Reader
+from minitri.reader import read_prompt as read_tokens
+from minitri.sampling import sample
 from minitri.settings import POLICIES, SamplingParams, SpeculationConfig
 
 
@@ -36,7 +45,7 @@ def build_parser() -> OneLineParser:
         "Python's help)",
     )  # fmt: skip
     parser.add_argument("--prompt-tokens", type=positive, default=8000, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--new-tokens", type=positive, default=128, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--new-tokens", type=positive, default=256, metavar="N", help="(default: %(default)s)")
     parser.add_argument(
         "--policy", action="append", choices=(*POLICIES, "all"), help="may be given several times (default: all)"
     )
@@ -44,7 +53,7 @@ def build_parser() -> OneLineParser:
     add_size_flags(parser.add_argument_group("speculation"))
     parser.set_defaults(
         gamma1=2,
-        gamma2=6,
+        gamma2=3,
         seed=0,
         temperature=0.6,
         top_p=0.9,
@@ -56,21 +65,78 @@ def build_parser() -> OneLineParser:
     return parser
 
 
-def measure(
-    engine: Engine, prompt: list[int], args: argparse.Namespace, speculations: list[SpeculationConfig]
-) -> tuple[list[float], list[float]]:
-    """Acceptance rates of the last level, and ms per token; those of autoregressive decoding, the first turn, are 1."""
-    sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p)
-    alone = dataclasses.replace(speculations[0], method="autoregressive")
-    turns = take_turns(
-        engine, prompt, [alone, *speculations], sampling=sampling, num_new=args.new_tokens, seed=args.seed
-    )
-    rates = [stats.levels[-1].acceptance_rate for stats in turns[1:]]
-    if None in rates:
-        raise InputError("no guess was tested; raise --new-tokens")
-    return [1.0, *(rate for rate in rates if rate is not None)], [stats.ms_per_token or 0.0 for stats in turns]
+class Continuation:
+    """A prompt, what the target said behind it, and the full cache, laws and queries of every token of that."""
+
+    def __init__(
+        self, engine: Engine, prompt: list[int], args: argparse.Namespace, speculations: list[SpeculationConfig]
+    ) -> None:
+        """Has the retrieval caches of all settings observe the prompt."""
+        model, config, num_new = engine.model, engine.config, args.new_tokens
+        self.model, self.num_prompt = model, len(prompt)
+        self.sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p)
+        room = speculations[0].max_block
+        self.full = FullCache.allocate(config, 1, len(prompt) + num_new + room, dtype=model.dtype, device=model.device)
+        self.caches = [
+            RetrievalCache(
+                self.full, make_policy(speculation.policy, self.full, speculation.chunk_size), speculation,
+                budgets=[speculation.budget_for(len(prompt))], num_heads=config.num_heads,
+            )
+            for speculation in speculations
+        ]  # fmt: skip
+
+        def watch(queries_LTHD: Tensor) -> None:
+            for cache in self.caches:
+                cache.observe(0, queries_LTHD)
+
+        started = time.perf_counter()
+        for done in read_tokens(model, prompt, self.full, 0, chunk=1024, watch=watch):
+            print(f"\r  read {done + 1} of {len(prompt)} tokens", end="", file=sys.stderr, flush=True)
+        print(f", {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+        self.tokens = list(prompt)
+        shape = (config.num_layers, 1, 1, config.num_heads, config.head_dim)
+        query = torch.empty(shape, dtype=model.dtype, device=model.device)
+        reader = Reader(model, self.full, self.sampling, vocab_size=config.vocab_size, queries_LBTHD=query)
+        generator = torch.Generator().manual_seed(args.seed)
+        laws, queries = [], []
+        for _ in range(num_new):
+            laws.append(reader.read([self.tokens], [0], [True])[0, -1])
+            queries.append(query[:, 0].clone())
+            uniform = torch.rand(1, generator=generator, dtype=torch.float64).to(model.device)
+            self.tokens.append(int(sample(laws[-1][None], uniform)))
+        self.laws_NV = torch.stack(laws)
+        """Row i: the law of the i-th new token."""
+        self.queries_LNHD = torch.cat(queries, 1)
+        """Those of the last prompt token and of every new token but the last."""
+
+    def expected_acceptance(self, cache: RetrievalCache, gamma2: int) -> tuple[float, float]:
+        """The acceptance rate of a retrieval cache's guesses, and its standard error."""
+        reader = Reader(self.model, cache, self.sampling, vocab_size=self.laws_NV.shape[1])
+        self.full.crop([self.num_prompt - 1])
+        self._commit(cache, 0, 1)
+        accepted, tested = [], []
+        # One token is certain but not read yet, the i-th new one; the next gamma2 are guessed.
+        for i in range(0, len(self.laws_NV) - gamma2, gamma2 + 1):
+            known = self.tokens[: self.num_prompt + i + gamma2]  # a guess is drawn before it is read
+            laws_NV = reader.read([known], [gamma2 - 1], [True])[0]
+            targets_NV = self.laws_NV[i + 1 : i + 1 + gamma2]
+            survival = torch.minimum(laws_NV, targets_NV).sum(1).clamp(max=1).cumprod(0).tolist()
+            accepted.append(sum(survival))
+            tested.append(1 + sum(survival[:-1]))
+            self._commit(cache, i + 1, gamma2 + 1)
+        rate = sum(accepted) / sum(tested)
+        misses = [a - rate * t for a, t in zip(accepted, tested, strict=True)]
+        return rate, math.sqrt(sum(miss * miss for miss in misses)) / sum(tested)
+
+    def _commit(self, cache: RetrievalCache, first: int, count: int) -> None:
+        """Makes certain what `count` more inputs, from the first-th query on, have written to the full cache."""
+        queries_LTHD = self.queries_LNHD[:, first : first + count]
+        self.full.advance([queries_LTHD.shape[1]])
+        if queries_LTHD.shape[1]:
+            cache.commit(0, queries_LTHD, was_rejected=False)
 
 
+@torch.inference_mode()
 def main(argv: list[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     names = list(POLICIES) if not args.policy or "all" in args.policy else list(dict.fromkeys(args.policy))
@@ -80,29 +146,34 @@ def main(argv: list[str] | None = None) -> None:
     texts = [read_prompt(argparse.Namespace(prompt=None, prompt_file=file)) for file in files]
     engine = load(args.model, draft="ngram", dtype=args.dtype, device=args.device, rope_scaling=args.rope_scaling)
     titles = [Path(file).stem if file else "demo" for file in files]
-    rates: dict[str, list[float]] = {name: [] for name in ("none", *names)}
-    times: dict[str, list[float]] = {name: [] for name in rates}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    speculations = [dataclasses.replace(speculation, policy=name) for name in names]
     for title, text in zip(titles, texts, strict=True):
         prompt = encode_prompt(engine, text, args.prompt_tokens)
+        engine.check_prompt(prompt, args.new_tokens)
         print(f"{title}: {len(prompt)} tokens", file=sys.stderr, flush=True)
-        found = measure(engine, prompt, args, [dataclasses.replace(speculation, policy=name) for name in names])
-        for name, rate, ms in zip(rates, *found, strict=True):
-            rates[name].append(rate)
-            times[name].append(ms)
-            print(f"  {name} {rate:.3f}, {ms:.1f} ms/token", file=sys.stderr, flush=True)
+        continuation = Continuation(engine, prompt, args, speculations)
+        for name, cache in zip(names, continuation.caches, strict=True):
+            found[name].append(continuation.expected_acceptance(cache, args.gamma2))
+            print(f"  {name} {found[name][-1][0]:.3f}", file=sys.stderr, flush=True)
     print(
         f"{args.prompt_tokens} prompt tokens, {args.new_tokens} new, budget {args.budget}, gamma2 {args.gamma2}, "
-        f"temperature {args.temperature}, top-p {args.top_p}, {engine.model.dtype}; accepted / tested, and the median "
-        "over the texts of ms/token; policy none is autoregressive decoding"
+        f"temperature {args.temperature}, top-p {args.top_p}, {engine.model.dtype}; expected accepted / tested, with "
+        "its standard error"
     )
-    print(f"{'policy':10s} {'mean':>6s}  {'ms':>6s}  " + "  ".join(titles))
-    for name, row in rates.items():
-        cells = [f"{rate:{max(len(title), 5)}.3f}" for title, rate in zip(titles, row, strict=True)]
-        print(f"{name:10s} {statistics.mean(row):6.3f}  {statistics.median(times[name]):6.1f}  " + "  ".join(cells))
+    print(f"{'policy':10s} {'mean':>6s}  " + "  ".join(f"{title:>14s}" for title in titles))
+    for name, row in found.items():
+        cells = [
+            f"{rate:6.3f} +- {error:.3f}".rjust(max(len(title), 14))
+            for title, (rate, error) in zip(titles, row, strict=True)
+        ]
+        print(f"{name:10s} {statistics.mean(rate for rate, _ in row):6.3f}  " + "  ".join(cells))
     keys = ("prompt_tokens", "new_tokens", "budget", "gamma2", "temperature", "top_p", "seed", "rope_scaling")
     result = {key: getattr(args, key) for key in keys}
-    result |= {"dtype": str(engine.model.dtype).removeprefix("torch."), "texts": titles, "acceptance": rates}
-    result |= {"mean": {name: statistics.mean(row) for name, row in rates.items()}, "ms_per_token": times}
+    result |= {"dtype": str(engine.model.dtype).removeprefix("torch."), "texts": titles}
+    result |= {"acceptance": {name: [rate for rate, _ in row] for name, row in found.items()}}
+    result |= {"standard_error": {name: [error for _, error in row] for name, row in found.items()}}
+    result |= {"mean": {name: statistics.mean(rate for rate, _ in row) for name, row in found.items()}}
     print(json.dumps(result))
 
 

@@ -1,7 +1,7 @@
 """Which of the target's tokens the middle cache holds: one rule per class, compared in the paper's section 5.
 
-A policy scores units of the full cache, chunks or single tokens, for the query of the latest token; the best fill the
-budget. Sinks and the latest tokens are kept whatever their score, which is the cache's business, not the policy's.
+A policy scores units of the full cache, chunks or single tokens, for the queries of the latest tokens; the best fill
+the budget. Sinks and the latest tokens are kept whatever their score: that is the cache's business, not the policy's.
 
 - `ChunkRetrieval` (TriForce, section 4.1): the mean key of each chunk stands for its tokens, and brings the next chunk
   along.
@@ -9,9 +9,11 @@ budget. Sinks and the latest tokens are kept whatever their score, which is the 
 - `HeavyHitters` (H2O): attention that a token has received so far, from every query.
 - `LatestTokens` (StreamingLLM): the later, the better.
 
-With grouped-query attention the G query heads of a KV head share its slots, so their attention is added up.
+With grouped-query attention the G query heads of a KV head share its slots, so their attention is added up, and so is
+that of the tokens in the observation window: what the last token looks for is not all that the next ones will.
 
-Legend: L layers, B batch, S slots, K KV heads, G query heads per KV head, H = K G, D head dim, N units, M unit size.
+Legend: L layers, B batch, S slots, K KV heads, G query heads per KV head, H = K G, D head dim, N units, M unit size,
+R = G times latest tokens.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ class Policy(Protocol):
         """Learns that row b's sequence now reaches to `end`; the queries are those of its last T tokens."""
         ...
 
-    def scores(self, full: FullCache, layer: int, b: int, q_KGD: Tensor, end: int) -> Tensor:
-        """Importance (K, N) of the N = end // M whole units before `end` to a query."""
+    def scores(self, full: FullCache, layer: int, b: int, q_KRD: Tensor, end: int) -> Tensor:
+        """Importance (K, N) of the N = end // M whole units before `end` to the latest queries, of every group."""
         ...
 
 
@@ -83,8 +85,8 @@ class ChunkRetrieval:
             self._means[:, b, :, done:whole] = chunks.mean(3)
             self._num_means[b] = whole
 
-    def scores(self, full: FullCache, layer: int, b: int, q_KGD: Tensor, end: int) -> Tensor:  # noqa: ARG002 (scored by means)
-        scores_KN = attention_received(q_KGD, self._means[layer, b, :, : end // self.unit])
+    def scores(self, full: FullCache, layer: int, b: int, q_KRD: Tensor, end: int) -> Tensor:  # noqa: ARG002 (scored by means)
+        scores_KN = attention_received(q_KRD, self._means[layer, b, :, : end // self.unit])
         scores_KN[:, 1:] = torch.maximum(scores_KN[:, 1:], NEIGHBOR * scores_KN[:, :-1])
         return scores_KN
 
@@ -98,8 +100,8 @@ class TopTokens:
     def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
         pass
 
-    def scores(self, full: FullCache, layer: int, b: int, q_KGD: Tensor, end: int) -> Tensor:
-        return attention_received(q_KGD, full.keys[layer, b, :, :end])
+    def scores(self, full: FullCache, layer: int, b: int, q_KRD: Tensor, end: int) -> Tensor:
+        return attention_received(q_KRD, full.keys[layer, b, :, :end])
 
 
 class LatestTokens:
@@ -111,8 +113,8 @@ class LatestTokens:
     def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
         pass
 
-    def scores(self, full: FullCache, layer: int, b: int, q_KGD: Tensor, end: int) -> Tensor:  # noqa: ARG002 (content does not matter)
-        return torch.arange(end, device=q_KGD.device).float().expand(q_KGD.shape[0], end)
+    def scores(self, full: FullCache, layer: int, b: int, q_KRD: Tensor, end: int) -> Tensor:  # noqa: ARG002 (content does not matter)
+        return torch.arange(end, device=q_KRD.device).float().expand(q_KRD.shape[0], end)
 
 
 class HeavyHitters:
@@ -140,11 +142,11 @@ class HeavyHitters:
                 scores_KGTS[..., first - last :].masked_fill_(future, -math.inf)
                 self._received[layer, b, :, :seen] += scores_KGTS.softmax(-1).sum((1, 2))
 
-    def scores(self, full: FullCache, layer: int, b: int, q_KGD: Tensor, end: int) -> Tensor:  # noqa: ARG002 (the past decides)
+    def scores(self, full: FullCache, layer: int, b: int, q_KRD: Tensor, end: int) -> Tensor:  # noqa: ARG002 (the past decides)
         return self._received[layer, b, :, :end]
 
 
-def attention_received(q_KGD: Tensor, keys_KND: Tensor) -> Tensor:
-    """Softmax attention of G queries over N keys, added up over the group: (K, N) float32."""
-    scores_KGN = (q_KGD / math.sqrt(q_KGD.shape[-1])) @ keys_KND.transpose(1, 2)
-    return scores_KGN.float().softmax(-1).sum(1)
+def attention_received(q_KRD: Tensor, keys_KND: Tensor) -> Tensor:
+    """Softmax attention of R queries over N keys, added up: (K, N) float32."""
+    scores_KRN = (q_KRD / math.sqrt(q_KRD.shape[-1])) @ keys_KND.transpose(1, 2)
+    return scores_KRN.float().softmax(-1).sum(1)

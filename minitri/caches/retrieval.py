@@ -3,14 +3,16 @@
 Per layer and KV head it holds `budget` tokens of the full cache, chosen by a policy, and behind them the block that is
 being guessed. Slots are ordered from the least important to the most, so the exact K and V of tokens that have been
 committed overwrite the least important ones, one slot after the other, and the prefix never changes its length. The
-cache is chosen anew when half of it has been overwritten, at a stride, or when the target rejects too much; the query
-is that of the last token the target has verified, so it costs no forward pass. Output can be of any length.
+cache is chosen anew when half of it has been overwritten, at a stride, or when the target rejects too much; the queries
+are those of the last tokens the target has read (an observation window, as in SnapKV), kept from the passes in which it
+read them, so this costs no forward pass. Output can be of any length.
 
 While a text is no longer than the budget the cache simply holds all of it, and equals the full cache.
 
 Keys are rotated at absolute positions, hence the order of slots means nothing to attention.
 
-Legend: L layers, B batch, S slots, K KV heads, G query heads per KV head, D head dim, M unit size, C units kept.
+Legend: L layers, B batch, T tokens, S slots, K KV heads, H query heads, D head dim, M unit size, C units kept,
+W = observation window, R = H / K times the tokens in it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ MEMORY = 0.9
 class RetrievalCache:
     """A small copy of a full cache: `budget` committed tokens per row, and room for a block behind them."""
 
-    def __init__(self, full: FullCache, policy: Policy, speculation: SpeculationConfig, *, budgets: list[int]) -> None:
+    def __init__(
+        self, full: FullCache, policy: Policy, speculation: SpeculationConfig, *, budgets: list[int], num_heads: int
+    ) -> None:
         """Empty; `commit` fills it."""
         L, B, K, _, D = full.keys.shape
         whole = -(-full.capacity // policy.unit) * policy.unit  # no row can ever fill more
@@ -46,6 +50,9 @@ class RetrievalCache:
         self._settings = speculation
         shape = (L, B, K, whole_strides(max(self.budgets) + speculation.room), D)
         self.keys, self.values = (torch.empty(shape, dtype=full.keys.dtype, device=full.keys.device) for _ in range(2))
+        window = (L, B, speculation.observation_window, num_heads, D)
+        self._queries = torch.empty(window, dtype=full.keys.dtype, device=full.keys.device)  # in turns, the oldest goes
+        self._num_queries = [0] * B  # that have been seen
         self._num_committed = [0] * B
         self._num_held = [0] * B  # committed tokens in slots; the budget, once the text is longer
         self._num_guessed = [0] * B  # block tokens behind them
@@ -57,6 +64,11 @@ class RetrievalCache:
     def num_bytes(self) -> int:
         """Bytes reserved for keys and values."""
         return 2 * self.keys.numel() * self.keys.element_size()
+
+    @property
+    def max_prompt_queries(self) -> int | None:
+        """Of how many of its last tokens `observe` needs the queries when a prompt is read; None: of all."""
+        return None if self._policy.wants_prompt else self._queries.shape[2]
 
     @property
     def lengths(self) -> list[int]:
@@ -85,11 +97,21 @@ class RetrievalCache:
             self._num_guessed[b] = wanted - self._num_committed[b]
             assert self._num_guessed[b] >= 0
 
+    def observe(self, b: int, queries_LTHD: Tensor) -> None:
+        """Learns that the full cache of row b has grown; the queries are those of its last T tokens."""
+        T, W = queries_LTHD.shape[1], self._queries.shape[2]
+        seen = self._num_queries[b]
+        places = torch.arange(seen + max(T - W, 0), seen + T, device=self._queries.device) % W
+        self._queries[:, b, places] = queries_LTHD[:, -W:]
+        self._num_queries[b] = seen + T
+        self._policy.observe(self._full, b, queries_LTHD, self._full.lengths[b])
+
     def commit(self, b: int, queries_LTHD: Tensor, *, was_rejected: bool, has_guessed: bool = True) -> None:
         """Takes over what the full cache now holds of row b, and drops the block.
 
-        The queries are those of the T latest tokens of the full cache, T at least 1; `was_rejected` says whether the
-        target has just rejected a guess, `has_guessed` whether guesses were made with this cache.
+        The queries are those of the T latest tokens of the full cache, T at least 1, which `observe` has not seen;
+        `was_rejected` says whether the target has just rejected a guess, `has_guessed` whether guesses were made with
+        this cache.
         """
         start, end = self._num_committed[b], self._full.lengths[b]
         fresh = end - start
@@ -100,13 +122,13 @@ class RetrievalCache:
         self._moving_rate[b] = rate
         self._num_since_build[b] += fresh
         self._num_guessed[b] = 0
-        self._policy.observe(self._full, b, queries_LTHD, end)
+        self.observe(b, queries_LTHD)
         if end <= self.budgets[b]:
             self._copy(b, start, end, slot=start)
             self._num_held[b] = end
         elif self._is_due(b, fresh):
             started = time.perf_counter()
-            self._build(b, queries_LTHD[:, -1], end)
+            self._build(b, end)
             self.rebuild_seconds += time.perf_counter() - started
         else:
             self._overwrite(b, start, end)
@@ -121,15 +143,15 @@ class RetrievalCache:
             or self._moving_rate[b] < self._settings.rebuild_threshold
         )
 
-    def _build(self, b: int, query_LHD: Tensor, end: int) -> None:
+    def _build(self, b: int, end: int) -> None:
         M, K = self._policy.unit, self.keys.shape[2]
         C = self.budgets[b] // M
         num_units = end // M
         recent = min(-(-self._settings.num_recent_tokens // M), max(1, C // 4))
         sinks = min(-(-self._settings.num_sink_tokens // M), C - recent)
-        for layer in range(self.keys.shape[0]):
-            q_KGD = query_LHD[layer].unflatten(0, (K, -1))
-            scores_KN = self._policy.scores(self._full, layer, b, q_KGD, end).clone()
+        for layer, queries_WHD in enumerate(self._queries[:, b, : self._num_queries[b]]):
+            q_KRD = queries_WHD.unflatten(1, (K, -1)).transpose(0, 1).flatten(1, 2)
+            scores_KN = self._policy.scores(self._full, layer, b, q_KRD, end).clone()
             scores_KN[:, :sinks] = scores_KN[:, num_units - recent :] = math.inf
             chosen_KC = scores_KN.topk(C).indices.flip(1)
             heads_K1 = torch.arange(K, device=chosen_KC.device).unsqueeze(1)
