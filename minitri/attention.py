@@ -10,7 +10,8 @@ How it is computed depends on the device, on T and on the length of the prefix:
 - on CPU a short block behind a long prefix materialises its scores by one matmul per KV head, with its G query heads
   and the T tokens folded into the columns of one matrix, so that K and V are read once per KV head, as they lie; the
   rule touches only the last T slots;
-- on CPU any other block runs PyTorch's flash kernel over the prefix and over the block, merged by log-sum-exp;
+- on CPU any other block runs PyTorch's flash kernel over the prefix, a long one in pieces, and over the block, merged
+  by log-sum-exp;
 - on CUDA one fused kernel takes prefix and block with bottom-right causal alignment.
 
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T, P = PIECES.
@@ -37,6 +38,10 @@ SHORT_PREFIX = 10240 if HAS_TILES else 1280
 STRIDE = 64
 """Short blocks meet the prefix in multiples of this many slots. oneDNN keeps compiled code for every matmul shape and
 stride it has seen, 0.7 MB each, so shapes that grew with every token would take more memory than the cache itself."""
+
+SPLIT_BLOCK, SPLIT_PREFIX = 16, 4096
+"""Blocks up to so many tokens behind more slots than that leave the flash kernel too few rows of queries to share out
+among cores, so the prefix is cut in PIECES."""
 
 PIECES = 4
 """Parts of a prefix that are multiplied side by side; fixed, so that results do not depend on the number of cores."""
@@ -145,20 +150,27 @@ def _flash_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, r
     keys_KSD, values_KSD = keys_KSD[:, :end], values_KSD[:, :end]
     if T == 1:  # a block of one token has no inside: all it sees is prefix
         return _flash_cpu(q_KGTD.reshape(1, K, G, D), keys_KSD[None], values_KSD[None])[0].view(K, G, 1, D)
+    pieces = PIECES if T <= SPLIT_BLOCK and end > SPLIT_PREFIX else 1
+    last = T + (end - T) % pieces  # slots of the block's own call; what is before them parts into equal pieces
     # In the block a query head needs its own T x T rule; a KV head serves its G query heads without being copied.
-    k = keys_KSD[:, None, -T:].expand(K, G, T, D)
-    v = values_KSD[:, None, -T:].expand(K, G, T, D)
-    if rule_TT is None:
+    k = keys_KSD[:, None, -last:].expand(K, G, last, D)
+    v = values_KSD[:, None, -last:].expand(K, G, last, D)
+    if rule_TT is None and last == T:
         block, block_lse = _flash_cpu(q_KGTD, k, v, is_causal=True)
     else:
-        bias = torch.zeros(T, T, dtype=q_KGTD.dtype).masked_fill_(~rule_TT, -math.inf)
+        bias = torch.zeros(T, last, dtype=q_KGTD.dtype)
+        bias[:, last - T :].masked_fill_(~block_rule(T, rule_TT, bias.device), -math.inf)
         block, block_lse = _flash_cpu(q_KGTD, k, v, attn_mask=bias)
-    if keys_KSD.shape[1] == T:
+    if last == end:
         return block
     # The prefix has no rule, so the group folds into rows, and the kernel repacks K and V once per KV head.
-    folded = q_KGTD.reshape(1, K, G * T, D)
-    prefix, prefix_lse = _flash_cpu(folded, keys_KSD[None, :, :-T], values_KSD[None, :, :-T])
-    return merge_by_lse(prefix.view(K, G, T, D), prefix_lse.view(K, G, T), block, block_lse)
+    k, v = (slots_KSD[:, :-last].unflatten(1, (pieces, -1)) for slots_KSD in (keys_KSD, values_KSD))
+    prefix_KPRD, lse_KPR = _flash_cpu(q_KGTD.reshape(K, 1, G * T, D).expand(K, pieces, G * T, D), k, v)
+    if pieces > 1:
+        share_KPR = lse_KPR.softmax(1)
+        prefix_KPRD = (prefix_KPRD * share_KPR.unsqueeze(3)).sum(1).to(q_KGTD.dtype)
+        lse_KPR = lse_KPR.logsumexp(1)
+    return merge_by_lse(prefix_KPRD.view(K, G, T, D), lse_KPR.view(K, G, T), block, block_lse)
 
 
 def merge_by_lse(left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Tensor) -> Tensor:

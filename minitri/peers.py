@@ -1,15 +1,18 @@
 """Other programs on the same weights and the same prompt, for `python -m minitri.bench --compare --peers`.
 
-`transformers`, and llama.cpp through `llama-cpp-python` for a GGUF model on a CPU (weights and KV cache as f16), as far
-as they are installed. Both decode greedily, which costs them nothing. No other file of the package knows them, and they
-are imported only when they are asked for.
+`transformers`, plain and with its prompt lookup, and llama.cpp through `llama-cpp-python` for a GGUF model on a CPU
+(weights and KV cache as f16), as far as they are installed. All decode greedily, which costs them nothing, and favours
+prompt lookup. No other file of the package knows them, and they are imported only when they are asked for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import queue
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,9 @@ def find_peers(path: Path, engine: Engine) -> dict[str, Peer]:
     peers: dict[str, Peer] = {}
     can_export = engine.config.rope.frequency_divisors is None  # which its configs have no word for
     if can_export and importlib.util.find_spec("transformers") is not None:
-        peers["transformers"] = transformers_peer(transformers_model(path, engine))
+        model = transformers_model(path, engine)
+        peers["transformers"] = transformers_peer(model)
+        peers["transformers lookup"] = prompt_lookup_peer(model)
     if (llama_cpp := llama_cpp_peer(path, engine)) is not None:
         peers["llama.cpp f16"] = llama_cpp
     return peers
@@ -56,6 +61,58 @@ def transformers_peer(model: Any) -> Peer:
                 logits = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
             block = [int(logits[0, -1].argmax())]
             yield block[0]
+
+    return run
+
+
+class Valve:
+    """Lets the `generate` of `transformers`, in a thread of its own, make its next tokens only when they are wanted."""
+
+    def __init__(self) -> None:
+        self.made: queue.Queue[list[int] | Exception] = queue.Queue()
+        self.wanted = threading.Semaphore(0)
+        self.is_closed = False
+
+    def put(self, tokens: torch.Tensor) -> None:
+        """Called by `generate` with the prompt, and then with what every forward pass has added."""
+        self.made.put(tokens.flatten().tolist())
+        self.wanted.acquire()
+        if self.is_closed:
+            raise GeneratorExit
+
+    def end(self) -> None:
+        """Called by `generate` when it is done."""
+
+
+def prompt_lookup_peer(model: Any) -> Peer:
+    """Speculation without a drafter by its `generate`: what followed the last words elsewhere in the text."""
+
+    def run(prompt: list[int], num_new: int) -> Iterator[int]:
+        valve = Valve()
+
+        def generate() -> None:
+            tokens = torch.tensor([prompt], device=model.device)
+            with contextlib.suppress(GeneratorExit):
+                try:
+                    model.generate(
+                        tokens, attention_mask=torch.ones_like(tokens), streamer=valve, max_new_tokens=num_new,
+                        min_new_tokens=num_new, do_sample=False, prompt_lookup_num_tokens=10, pad_token_id=0,
+                    )  # fmt: skip
+                except Exception as error:  # which would otherwise end a thread unseen, and leave the caller waiting
+                    valve.made.put(error)
+
+        threading.Thread(target=generate, name="prompt lookup", daemon=True).start()
+        valve.made.get()  # the prompt
+        try:
+            while True:
+                valve.wanted.release()
+                tokens = valve.made.get()
+                if isinstance(tokens, Exception):
+                    raise tokens
+                yield from tokens
+        finally:
+            valve.is_closed = True
+            valve.wanted.release()
 
     return run
 

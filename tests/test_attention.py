@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitri import attention
-from minitri.attention import PIECES, SHORT_PREFIX, STRIDE, attend, attend_math, merge_by_lse
+from minitri.attention import PIECES, SHORT_PREFIX, SPLIT_PREFIX, STRIDE, attend, attend_math, merge_by_lse
 
 SHORT_BLOCK = 16
 
@@ -37,9 +37,13 @@ PREFIXES = ((0,), (1,), (PIECES - 1,), (STRIDE - 1,), (STRIDE,), (100,), (0, 37,
 @pytest.mark.parametrize("T", BLOCKS)
 @pytest.mark.parametrize("prefixes", PREFIXES)
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (5, 1)])
-@pytest.mark.parametrize("short_prefix", [0, SHORT_PREFIX])
-def test_cpu_paths_equal_the_oracle(T, prefixes, heads, short_prefix, monkeypatch):
+@pytest.mark.parametrize(
+    ("short_prefix", "split_prefix"), [(0, SPLIT_PREFIX), (SHORT_PREFIX, SPLIT_PREFIX), (SHORT_PREFIX, 0)]
+)
+def test_cpu_paths_equal_the_oracle(T, prefixes, heads, short_prefix, split_prefix, monkeypatch):
+    """Materialised scores, flash over the prefix as a whole, and flash over pieces of it."""
     monkeypatch.setattr(attention, "SHORT_PREFIX", short_prefix)
+    monkeypatch.setattr(attention, "SPLIT_PREFIX", split_prefix)
     H, K = heads
     q, k, v, lengths = random_case(T, prefixes, H, K)
     exact = attend_math(q.double(), k.double(), v.double(), lengths)
@@ -56,13 +60,14 @@ def test_the_gpu_call_equals_the_oracle(T):
 
 
 @pytest.mark.parametrize("T", [3, SHORT_BLOCK + 4])
-@pytest.mark.parametrize("path", ["attend", "attend behind a long prefix", "fused"])
+@pytest.mark.parametrize("path", ["attend", "attend behind a long prefix", "attend in pieces", "fused"])
 def test_a_tree_rule_replaces_causality_inside_the_block_only(T, path, monkeypatch):
     q, k, v, lengths = random_case(T, (20,))
     generator = torch.Generator().manual_seed(2)
     rule = torch.eye(T, dtype=torch.bool) | (torch.rand(T, T, generator=generator) < 0.3).tril()
     if path != "fused":
         monkeypatch.setattr(attention, "SHORT_PREFIX", 0 if "long" in path else SHORT_PREFIX)
+        monkeypatch.setattr(attention, "SPLIT_PREFIX", 0 if "pieces" in path else SPLIT_PREFIX)
         got = attend(q, k, v, lengths, rule)
     else:
         got = attention._by_row(attention._fused_row, q, k, v, lengths, rule)

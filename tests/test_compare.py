@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import threading
 
 import pytest
 import torch
 
-from minitri import SamplingParams, SpeculationConfig, bench
+from minitri import SamplingParams, SpeculationConfig, bench, load
 from minitri.compare import Method, Score, read_prompt_once, summarise, take_turns
+from minitri.peers import prompt_lookup_peer, transformers_model, transformers_peer
 from minitri.settings import METHODS
 from tests.cascades import random_prompt, tiny_engine
 from tests.test_tools import texts  # noqa: F401 (a fixture)
@@ -95,3 +98,20 @@ def test_bad_flags_are_one_line(flags, message, capsys):
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_prompt_lookup_says_what_plain_transformers_says(folder):
+    """Both are greedy. Ended early, it leaves no thread behind that computes."""
+    pytest.importorskip("transformers")
+    engine = load(str(folder), dtype="float32")
+    model = transformers_model(folder, engine)
+    prompt = random_prompt(engine.config, 40) * 3
+    plain = list(transformers_peer(model)(prompt, 30))
+    assert list(itertools.islice(prompt_lookup_peer(model)(prompt, 40), 30)) == plain
+    tokens = prompt_lookup_peer(model)(prompt, 40)
+    assert [next(tokens), next(tokens)] == plain[:2]
+    tokens.close()
+    workers = [thread for thread in threading.enumerate() if thread.name == "prompt lookup"]
+    for thread in workers:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in workers)
