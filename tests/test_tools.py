@@ -52,6 +52,18 @@ def test_a_budget_that_holds_everything_is_always_accepted(folder, texts, capsys
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["mean"]["retrieval"] == pytest.approx(1, abs=1e-4)
 
 
+def test_a_drafter_that_is_the_target_is_always_accepted_by_it(folder, texts, capsys):
+    """Its window holds the whole text; by a small retrieval cache it is accepted as that is by the target, nearly."""
+    tool("acceptance").main(["--model", str(folder), "--draft", str(folder), "--dtype", "float32", "--prompt-file",
+                             texts[0], "--budget", "64", "--prompt-tokens", "200", "--new-tokens", "24",
+                             "--num-recent-tokens", "230", "--policy", "streaming"])  # fmt: skip
+    last = capsys.readouterr().out.splitlines()[-1]
+    mean = json.loads(last)["mean"]
+    assert list(mean) == ["streaming", "draft", "draft streaming"]
+    assert mean["draft"] == pytest.approx(1, abs=1e-4)
+    assert mean["draft streaming"] == pytest.approx(mean["streaming"], abs=0.1)
+
+
 def test_a_rate_does_not_depend_on_the_policies_beside_it(folder, texts, capsys):
     """They share the prompt's full cache; h2o watches the prompt being read, the others its last tokens."""
     rates = []

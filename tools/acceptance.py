@@ -1,13 +1,17 @@
-"""How many guesses of the small KV cache the target accepts, for each rule of what that cache holds.
+"""How many guesses of the small KV cache the target accepts, for each rule of what that cache holds, and how many of a
+drafter.
 
     python tools/acceptance.py --prompt-file A --prompt-file B --prompt-tokens 8000 --budget 1024 --policy all
 
 Reads the first tokens of every text once and lets the target continue it, remembering the law of every token. Then the
 same continuation is put through a retrieval cache of each policy, `gamma2` tokens between two commits as the method
-`retrieval` would, and what is printed is the expected acceptance rate: a guess drawn from the small cache's law q is
-accepted by the target's law p with probability sum(min(p, q)), and tested if all before it in its block were accepted.
-So no draw adds its noise, and every policy meets the same tokens: differences are much better known than the rates, of
-which the standard error is given. The last line is JSON.
+`retrieval` would, and through the drafter, `gamma1` tokens between two commits. What is printed is the expected
+acceptance rate: a guess drawn from a law q is accepted by the law p with probability sum(min(p, q)), and tested if all
+before it in its block were accepted. So no draw adds its noise, and every policy meets the same tokens: differences are
+much better known than the rates, of which the standard error is given. The last line is JSON.
+
+Rows: a policy's name (guesses of the small cache, accepted by the full one), `draft` (the drafter's, by the full cache,
+as in the method naive) and `draft POLICY` (the drafter's, by the small cache, as in triforce).
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,10 +32,13 @@ from torch import Tensor
 from minitri.caches import FullCache
 from minitri.caches.policies import make_policy
 from minitri.caches.retrieval import RetrievalCache
+from minitri.drafters.model import DraftReader
 from minitri.engine import Engine, load
+from minitri.errors import InputError
 from minitri.exits import clean_exits
 from minitri.flags import OneLineParser, add_model_flags, add_sampling_flags, add_size_flags, positive, speculation_of
 from minitri.generate import encode_prompt, read_prompt
+from minitri.model import Llama
 from minitri.reader import Reader
 from minitri.reader import read_prompt as read_tokens
 from minitri.sampling import sample
@@ -49,10 +57,14 @@ def build_parser() -> OneLineParser:
     parser.add_argument(
         "--policy", action="append", choices=(*POLICIES, "all"), help="may be given several times (default: all)"
     )
+    parser.add_argument(
+        "--draft", default="none", metavar="auto|NAME|DIR|none", help="also measure this drafter; auto is the one that "
+        "belongs to the model (default: %(default)s)",
+    )  # fmt: skip
     add_sampling_flags(parser)
     add_size_flags(parser.add_argument_group("speculation"))
     parser.set_defaults(
-        gamma1=2,
+        gamma1=3,
         gamma2=3,
         seed=0,
         temperature=0.6,
@@ -63,6 +75,10 @@ def build_parser() -> OneLineParser:
         coupled=False,
     )
     return parser
+
+
+Rate = tuple[float, float]
+"""An acceptance rate and its standard error."""
 
 
 class Continuation:
@@ -93,6 +109,7 @@ class Continuation:
         for done in read_tokens(model, prompt, self.full, 0, chunk=1024, watch=watch):
             print(f"\r  read {done + 1} of {len(prompt)} tokens", end="", file=sys.stderr, flush=True)
         print(f", {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+        self.num_recent = args.num_recent_tokens
         self.tokens = list(prompt)
         shape = (config.num_layers, 1, 1, config.num_heads, config.head_dim)
         query = torch.empty(shape, dtype=model.dtype, device=model.device)
@@ -109,31 +126,48 @@ class Continuation:
         self.queries_LNHD = torch.cat(queries, 1)
         """Those of the last prompt token and of every new token but the last."""
 
-    def expected_acceptance(self, cache: RetrievalCache, gamma2: int) -> tuple[float, float]:
-        """The acceptance rate of a retrieval cache's guesses, and its standard error."""
+    def by_cache(self, cache: RetrievalCache, gamma2: int) -> tuple[Rate, Tensor]:
+        """How many of a retrieval cache's guesses the target accepts, and the cache's laws (N, V) of the new tokens."""
         reader = Reader(self.model, cache, self.sampling, vocab_size=self.laws_NV.shape[1])
         self.full.crop([self.num_prompt - 1])
-        self._commit(cache, 0, 1)
-        accepted, tested = [], []
-        # One token is certain but not read yet, the i-th new one; the next gamma2 are guessed.
-        for i in range(0, len(self.laws_NV) - gamma2, gamma2 + 1):
-            known = self.tokens[: self.num_prompt + i + gamma2]  # a guess is drawn before it is read
-            laws_NV = reader.read([known], [gamma2 - 1], [True])[0]
-            targets_NV = self.laws_NV[i + 1 : i + 1 + gamma2]
-            survival = torch.minimum(laws_NV, targets_NV).sum(1).clamp(max=1).cumprod(0).tolist()
-            accepted.append(sum(survival))
-            tested.append(1 + sum(survival[:-1]))
-            self._commit(cache, i + 1, gamma2 + 1)
-        rate = sum(accepted) / sum(tested)
-        misses = [a - rate * t for a, t in zip(accepted, tested, strict=True)]
-        return rate, math.sqrt(sum(miss * miss for miss in misses)) / sum(tested)
 
-    def _commit(self, cache: RetrievalCache, first: int, count: int) -> None:
-        """Makes certain what `count` more inputs, from the first-th query on, have written to the full cache."""
-        queries_LTHD = self.queries_LNHD[:, first : first + count]
-        self.full.advance([queries_LTHD.shape[1]])
-        if queries_LTHD.shape[1]:
+        def commit(num_tokens: int) -> None:
+            first = self.full.lengths[0] - (self.num_prompt - 1)
+            queries_LTHD = self.queries_LNHD[:, first : num_tokens - self.num_prompt]
+            self.full.advance([queries_LTHD.shape[1]])
             cache.commit(0, queries_LTHD, was_rejected=False)
+
+        laws_NV = self._laws(reader, commit, gamma2)
+        return expected_rate(laws_NV, self.laws_NV, gamma2), laws_NV
+
+    def by_drafter(self, drafter: Llama, gamma1: int) -> Tensor:
+        """The drafter's laws (N, V) of the new tokens."""
+        naive = SpeculationConfig("naive", gamma1=gamma1, num_recent_tokens=self.num_recent)
+        reader = DraftReader(drafter, 1, self.sampling, naive, vocab_size=self.laws_NV.shape[1])
+        return self._laws(reader, lambda num_tokens: reader.commit([self.tokens[:num_tokens]], [True]), gamma1)
+
+    def _laws(self, reader: Reader, commit: Callable[[int], None], gamma: int) -> Tensor:
+        """A stage's laws of the new tokens, as far as whole blocks go: its cache learns of gamma + 1 tokens at once."""
+        laws = [self.laws_NV[:1]]
+        while sum(map(len, laws)) + gamma < len(self.laws_NV):
+            num_known = self.num_prompt + sum(map(len, laws))
+            commit(num_known)
+            laws.append(reader.read([self.tokens[: num_known + gamma]], [gamma], [True])[0])
+        return torch.cat(laws)
+
+
+def expected_rate(laws_NV: Tensor, verifier_NV: Tensor, gamma: int) -> Rate:
+    """Expected accepted over expected tested guesses, gamma at a time, of which the verifier adds one, and the standard
+    error of that."""
+    accepted, tested = [], []
+    for i in range(1, min(len(laws_NV), len(verifier_NV)) - gamma, gamma + 1):
+        overlap_N = torch.minimum(laws_NV[i : i + gamma], verifier_NV[i : i + gamma]).sum(1)
+        survival = overlap_N.clamp(max=1).cumprod(0).tolist()
+        accepted.append(sum(survival))
+        tested.append(1 + sum(survival[:-1]))
+    rate = sum(accepted) / sum(tested)
+    misses = [a - rate * t for a, t in zip(accepted, tested, strict=True)]
+    return rate, math.sqrt(sum(miss * miss for miss in misses)) / sum(tested)
 
 
 @torch.inference_mode()
@@ -144,31 +178,45 @@ def main(argv: list[str] | None = None) -> None:
     speculation = speculation_of(args)
     files = args.prompt_file or [None]
     texts = [read_prompt(argparse.Namespace(prompt=None, prompt_file=file)) for file in files]
-    engine = load(args.model, draft="ngram", dtype=args.dtype, device=args.device, rope_scaling=args.rope_scaling)
+    engine = load(
+        args.model, draft="ngram" if args.draft == "none" else args.draft, dtype=args.dtype, device=args.device,
+        rope_scaling=args.rope_scaling,
+    )  # fmt: skip
+    if args.draft != "none" and engine.draft is None:
+        raise InputError(f"--draft {args.draft} is no model; only a drafter with laws of its own can be measured")
     titles = [Path(file).stem if file else "demo" for file in files]
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    found: dict[str, list[Rate]] = {name: [] for name in names}
+    if engine.draft is not None:
+        found |= {"draft": [], **{f"draft {name}": [] for name in names}}
     speculations = [dataclasses.replace(speculation, policy=name) for name in names]
     for title, text in zip(titles, texts, strict=True):
         prompt = encode_prompt(engine, text, args.prompt_tokens)
         engine.check_prompt(prompt, args.new_tokens)
         print(f"{title}: {len(prompt)} tokens", file=sys.stderr, flush=True)
         continuation = Continuation(engine, prompt, args, speculations)
+        draft_NV = None
+        if engine.draft is not None:
+            draft_NV = continuation.by_drafter(engine.draft, args.gamma1)
+            found["draft"].append(expected_rate(draft_NV, continuation.laws_NV, args.gamma1))
         for name, cache in zip(names, continuation.caches, strict=True):
-            found[name].append(continuation.expected_acceptance(cache, args.gamma2))
-            print(f"  {name} {found[name][-1][0]:.3f}", file=sys.stderr, flush=True)
+            rate, laws_NV = continuation.by_cache(cache, args.gamma2)
+            found[name].append(rate)
+            if draft_NV is not None:
+                found[f"draft {name}"].append(expected_rate(draft_NV, laws_NV, args.gamma1))
+            print(f"  {name} {rate[0]:.3f}", file=sys.stderr, flush=True)
     print(
-        f"{args.prompt_tokens} prompt tokens, {args.new_tokens} new, budget {args.budget}, gamma2 {args.gamma2}, "
-        f"temperature {args.temperature}, top-p {args.top_p}, {engine.model.dtype}; expected accepted / tested, with "
+        f"{args.prompt_tokens} prompt tokens, {args.new_tokens} new, budget {args.budget}, gammas {args.gamma1}, "
+        f"{args.gamma2}, temperature {args.temperature}, top-p {args.top_p}, {engine.model.dtype}; expected accepted / tested, with "
         "its standard error"
     )
-    print(f"{'policy':10s} {'mean':>6s}  " + "  ".join(f"{title:>14s}" for title in titles))
+    print(f"{'policy':15s} {'mean':>6s}  " + "  ".join(f"{title:>14s}" for title in titles))
     for name, row in found.items():
         cells = [
             f"{rate:6.3f} +- {error:.3f}".rjust(max(len(title), 14))
             for title, (rate, error) in zip(titles, row, strict=True)
         ]
-        print(f"{name:10s} {statistics.mean(rate for rate, _ in row):6.3f}  " + "  ".join(cells))
-    keys = ("prompt_tokens", "new_tokens", "budget", "gamma2", "temperature", "top_p", "seed", "rope_scaling")
+        print(f"{name:15s} {statistics.mean(rate for rate, _ in row):6.3f}  " + "  ".join(cells))
+    keys = ("prompt_tokens", "new_tokens", "budget", "gamma1", "gamma2", "temperature", "top_p", "seed", "rope_scaling")
     result = {key: getattr(args, key) for key in keys}
     result |= {"dtype": str(engine.model.dtype).removeprefix("torch."), "texts": titles}
     result |= {"acceptance": {name: [rate for rate, _ in row] for name, row in found.items()}}
