@@ -206,8 +206,8 @@ def main(argv: list[str] | None = None) -> None:
             print(f"  {name} {rate[0]:.3f}", file=sys.stderr, flush=True)
     print(
         f"{args.prompt_tokens} prompt tokens, {args.new_tokens} new, budget {args.budget}, gammas {args.gamma1}, "
-        f"{args.gamma2}, temperature {args.temperature}, top-p {args.top_p}, {engine.model.dtype}; expected accepted / tested, with "
-        "its standard error"
+        f"{args.gamma2}, temperature {args.temperature}, top-p {args.top_p}, {engine.model.dtype}; "
+        "expected accepted / tested, with its standard error"
     )
     print(f"{'policy':15s} {'mean':>6s}  " + "  ".join(f"{title:>14s}" for title in titles))
     for name, row in found.items():
