@@ -38,12 +38,13 @@ class Rig:
         sampling: SamplingParams = GREEDY,
         seed: int = 0,
         prefill_chunk: int = 16,
+        full: FullCache | None = None,
         **speculation,
     ) -> None:
         self.prompts, self.num_new, self.stats = prompts, num_new, Stats()
         self.speculation = SpeculationConfig(**speculation)
         capacity = max(map(len, prompts)) + num_new + self.speculation.max_block - 1
-        self.full = new_cache(target.config, len(prompts), capacity)
+        self.full = full or new_cache(target.config, len(prompts), capacity)
         self.sequences = [list(prompt) for prompt in prompts]
         seeds = [seed + b for b in range(len(prompts))]
         self.cascade, self.small = build_cascade(

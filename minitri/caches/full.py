@@ -9,6 +9,8 @@ Legend: L layers, B batch, S slots, K KV heads, D head dim, T new tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -48,9 +50,24 @@ class FullCache:
         return self._lengths
 
     @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """(L, B, K, S, D) of keys and of values, wherever they are."""
+        L, B, K, S, D = self.keys.shape
+        return L, B, K, S, D
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.keys.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.keys.device
+
+    @property
     def capacity(self) -> int:
         """Slots per row."""
-        return self.keys.shape[3]
+        return self.shape[3]
 
     @property
     def num_bytes(self) -> int:
@@ -58,13 +75,23 @@ class FullCache:
         return 2 * self.keys.numel() * self.keys.element_size()
 
     def update(self, layer: int, raw_BTKD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        T = k_BTKD.shape[1]
-        for b, start in enumerate(self._lengths):
-            if start + T > self.capacity:
-                raise IndexError(f"row {b} holds {start} of {self.capacity} tokens; a block of {T} does not fit")
+        self._check_room(k_BTKD.shape[1])
         write_behind(self.keys[layer], k_BTKD, self._lengths)
         write_behind(self.values[layer], v_BTKD, self._lengths)
         return self.keys[layer], self.values[layer]
+
+    def _check_room(self, T: int) -> None:
+        for b, start in enumerate(self._lengths):
+            if start + T > self.capacity:
+                raise IndexError(f"row {b} holds {start} of {self.capacity} tokens; a block of {T} does not fit")
+
+    def layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values (K, S, D) of row b, layer by layer; on the device, and good until the next is asked for."""
+        yield from zip(self.keys[:, b], self.values[:, b], strict=True)
+
+    def tokens(self, b: int, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (L, K, T, D) of row b's tokens from `start` to `end`, on the device."""
+        return self.keys[:, b, :, start:end], self.values[:, b, :, start:end]
 
     def row(self, b: int) -> FullCache:
         """A cache of one row that shares memory with row b, for prefilling rows of different lengths one by one.

@@ -45,8 +45,8 @@ class Policy(Protocol):
         """Learns that row b's sequence now reaches to `end`; the queries are those of its last T tokens."""
         ...
 
-    def scores(self, full: FullCache, layer: int, b: int, q_KRD: Tensor, end: int) -> Tensor:
-        """Importance (K, N) of the N = end // M whole units before `end` to the latest queries, of every group."""
+    def scores(self, layer: int, b: int, q_KRD: Tensor, keys_KSD: Tensor) -> Tensor:
+        """Importance (K, N) to the latest queries of the N = S // M whole units of one layer's keys."""
         ...
 
 
@@ -73,20 +73,20 @@ class ChunkRetrieval:
     wants_prompt = False
 
     def __init__(self, full: FullCache, chunk_size: int) -> None:
-        L, B, K, S, D = full.keys.shape
+        L, B, K, S, D = full.shape
         self.unit = chunk_size
-        self._means = torch.empty(L, B, K, S // chunk_size, D, dtype=full.keys.dtype, device=full.keys.device)
+        self._means = torch.empty(L, B, K, S // chunk_size, D, dtype=full.dtype, device=full.device)
         self._num_means = [0] * B
 
     def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:  # noqa: ARG002 (means need keys alone)
         M, done, whole = self.unit, self._num_means[b], end // self.unit
         if whole > done:
-            chunks = full.keys[:, b, :, done * M : whole * M].unflatten(2, (whole - done, M))
-            self._means[:, b, :, done:whole] = chunks.mean(3)
+            keys_LKTD, _ = full.tokens(b, done * M, whole * M)
+            self._means[:, b, :, done:whole] = keys_LKTD.unflatten(2, (whole - done, M)).mean(3)
             self._num_means[b] = whole
 
-    def scores(self, full: FullCache, layer: int, b: int, q_KRD: Tensor, end: int) -> Tensor:  # noqa: ARG002 (scored by means)
-        scores_KN = attention_received(q_KRD, self._means[layer, b, :, : end // self.unit])
+    def scores(self, layer: int, b: int, q_KRD: Tensor, keys_KSD: Tensor) -> Tensor:
+        scores_KN = attention_received(q_KRD, self._means[layer, b, :, : keys_KSD.shape[1] // self.unit])
         scores_KN[:, 1:] = torch.maximum(scores_KN[:, 1:], NEIGHBOR * scores_KN[:, :-1])
         return scores_KN
 
@@ -100,8 +100,8 @@ class TopTokens:
     def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
         pass
 
-    def scores(self, full: FullCache, layer: int, b: int, q_KRD: Tensor, end: int) -> Tensor:
-        return attention_received(q_KRD, full.keys[layer, b, :, :end])
+    def scores(self, layer: int, b: int, q_KRD: Tensor, keys_KSD: Tensor) -> Tensor:  # noqa: ARG002 (the keys say it all)
+        return attention_received(q_KRD, keys_KSD)
 
 
 class LatestTokens:
@@ -113,8 +113,9 @@ class LatestTokens:
     def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
         pass
 
-    def scores(self, full: FullCache, layer: int, b: int, q_KRD: Tensor, end: int) -> Tensor:  # noqa: ARG002 (content does not matter)
-        return torch.arange(end, device=q_KRD.device).float().expand(q_KRD.shape[0], end)
+    def scores(self, layer: int, b: int, q_KRD: Tensor, keys_KSD: Tensor) -> Tensor:  # noqa: ARG002 (content does not matter)
+        K, S, _ = keys_KSD.shape
+        return torch.arange(S, device=q_KRD.device).float().expand(K, S)
 
 
 class HeavyHitters:
@@ -124,26 +125,25 @@ class HeavyHitters:
     wants_prompt = True
 
     def __init__(self, full: FullCache) -> None:
-        L, B, K, S, _ = full.keys.shape
-        self._received = torch.zeros(L, B, K, S, dtype=torch.float32, device=full.keys.device)
+        L, B, K, S, _ = full.shape
+        self._received = torch.zeros(L, B, K, S, dtype=torch.float32, device=full.device)
 
     def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
-        L, T, H, D = queries_LTHD.shape
-        K = full.keys.shape[2]
-        for first in range(0, T, QUERIES_AT_ONCE):
-            last = min(first + QUERIES_AT_ONCE, T)
-            seen = end - T + last  # keys up to the last of these queries
-            future = torch.ones(last - first, last - first, dtype=torch.bool, device=full.keys.device).triu_(1)
-            for layer in range(L):
+        _, T, H, D = queries_LTHD.shape
+        for layer, (keys_KSD, _) in enumerate(full.layers(b)):
+            K = keys_KSD.shape[0]
+            for first in range(0, T, QUERIES_AT_ONCE):
+                last = min(first + QUERIES_AT_ONCE, T)
+                seen = end - T + last  # keys up to the last of these queries
                 q_KGTD = queries_LTHD[layer, first:last].unflatten(1, (K, H // K)).permute(1, 2, 0, 3)
-                keys_KSD = full.keys[layer, b, :, :seen]
-                scores_KRS = (q_KGTD / math.sqrt(D)).reshape(K, -1, D) @ keys_KSD.transpose(1, 2)
+                scores_KRS = (q_KGTD / math.sqrt(D)).reshape(K, -1, D) @ keys_KSD[:, :seen].transpose(1, 2)
                 scores_KGTS = scores_KRS.float().view(K, H // K, last - first, seen)
+                future = torch.ones(last - first, last - first, dtype=torch.bool, device=full.device).triu_(1)
                 scores_KGTS[..., first - last :].masked_fill_(future, -math.inf)
                 self._received[layer, b, :, :seen] += scores_KGTS.softmax(-1).sum((1, 2))
 
-    def scores(self, full: FullCache, layer: int, b: int, q_KRD: Tensor, end: int) -> Tensor:  # noqa: ARG002 (the past decides)
-        return self._received[layer, b, :, :end]
+    def scores(self, layer: int, b: int, q_KRD: Tensor, keys_KSD: Tensor) -> Tensor:  # noqa: ARG002 (the past decides)
+        return self._received[layer, b, :, : keys_KSD.shape[1]]
 
 
 def attention_received(q_KRD: Tensor, keys_KND: Tensor) -> Tensor:

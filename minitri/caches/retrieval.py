@@ -40,7 +40,7 @@ class RetrievalCache:
         self, full: FullCache, policy: Policy, speculation: SpeculationConfig, *, budgets: list[int], num_heads: int
     ) -> None:
         """Empty; `commit` fills it."""
-        L, B, K, _, D = full.keys.shape
+        L, B, K, _, D = full.shape
         whole = -(-full.capacity // policy.unit) * policy.unit  # no row can ever fill more
         self.budgets = [min(budget, whole) for budget in budgets]
         self.num_rebuilds = 0
@@ -49,9 +49,9 @@ class RetrievalCache:
         self._policy = policy
         self._settings = speculation
         shape = (L, B, K, whole_strides(max(self.budgets) + speculation.room), D)
-        self.keys, self.values = (torch.empty(shape, dtype=full.keys.dtype, device=full.keys.device) for _ in range(2))
+        self.keys, self.values = (torch.empty(shape, dtype=full.dtype, device=full.device) for _ in range(2))
         window = (L, B, speculation.observation_window, num_heads, D)
-        self._queries = torch.empty(window, dtype=full.keys.dtype, device=full.keys.device)  # in turns, the oldest goes
+        self._queries = torch.empty(window, dtype=full.dtype, device=full.device)  # in turns, the oldest goes
         self._num_queries = [0] * B  # that have been seen
         self._num_committed = [0] * B
         self._num_held = [0] * B  # committed tokens in slots; the budget, once the text is longer
@@ -149,14 +149,15 @@ class RetrievalCache:
         num_units = end // M
         recent = min(-(-self._settings.num_recent_tokens // M), max(1, C // 4))
         sinks = min(-(-self._settings.num_sink_tokens // M), C - recent)
-        for layer, queries_WHD in enumerate(self._queries[:, b, : self._num_queries[b]]):
+        for layer, (keys_KSD, values_KSD) in enumerate(self._full.layers(b)):
+            queries_WHD = self._queries[layer, b, : self._num_queries[b]]
             q_KRD = queries_WHD.unflatten(1, (K, -1)).transpose(0, 1).flatten(1, 2)
-            scores_KN = self._policy.scores(self._full, layer, b, q_KRD, end).clone()
+            scores_KN = self._policy.scores(layer, b, q_KRD, keys_KSD[:, :end]).clone()
             scores_KN[:, :sinks] = scores_KN[:, num_units - recent :] = math.inf
             chosen_KC = scores_KN.topk(C).indices.flip(1)
             heads_K1 = torch.arange(K, device=chosen_KC.device).unsqueeze(1)
-            for small, large in ((self.keys, self._full.keys), (self.values, self._full.values)):
-                units = large[layer, b, :, : num_units * M].unflatten(1, (num_units, M))  # (K, N, M, D)
+            for small, large_KSD in ((self.keys, keys_KSD), (self.values, values_KSD)):
+                units = large_KSD[:, : num_units * M].unflatten(1, (num_units, M))  # (K, N, M, D)
                 small[layer, b, :, : self.budgets[b]] = units[heads_K1, chosen_KC].flatten(1, 2)
         self._num_held[b] = self.budgets[b]
         self._num_overwritten[b] = self._num_since_build[b] = 0
@@ -170,5 +171,5 @@ class RetrievalCache:
 
     def _copy(self, b: int, start: int, end: int, *, slot: int) -> None:
         """Exact K and V of the full cache's tokens from `start` to `end`, into consecutive slots."""
-        for small, large in ((self.keys, self._full.keys), (self.values, self._full.values)):
-            small[:, b, :, slot : slot + end - start] = large[:, b, :, start:end]
+        for small, exact in zip((self.keys, self.values), self._full.tokens(b, start, end), strict=True):
+            small[:, b, :, slot : slot + end - start] = exact

@@ -1,0 +1,259 @@
+"""The offloaded cache holds what the full cache holds, to the bit, and nothing but its events keeps it so.
+
+On a CPU copies happen at once, so a missing wait would never show. The twin here, `Recorder`, runs everything in order,
+too, but keeps a vector clock for the computation and for the copy stream, notes which bytes every PyTorch operation
+reads and writes, and reports two operations on the same bytes, one of them a write, that no chain of events puts in
+order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minitri.caches.full import FullCache
+from minitri.caches.offloaded import RING, NoStreams, OffloadedFullCache, host_memory
+from minitri.settings import METHODS, POLICIES
+from tests.cascades import WARM, Rig, near_copy, plain_tokens, random_prompt
+from tests.conftest import CPU, new_cache, tiny_config, tiny_model
+
+CONFIG = tiny_config(num_layers=5)
+PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (60, 3, 21)]
+NEVER = 10**6
+
+
+def offloaded(
+    on_chip: int, batch_size: int = 3, capacity: int = 512, streams=None, config=CONFIG
+) -> OffloadedFullCache:
+    return OffloadedFullCache.allocate_offloaded(
+        config, batch_size, capacity, on_chip=on_chip, dtype=torch.float32, device=CPU, streams=streams or NoStreams()
+    )
+
+
+class RaceError(AssertionError):
+    """Two operations that nothing puts in order use the same bytes."""
+
+
+class RecordedEvent:
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self._clock = recorder, {}
+
+    def record(self) -> None:
+        self._clock = dict(self._recorder.clocks[self._recorder.current])
+
+    def wait(self) -> None:
+        clock = self._recorder.clocks[self._recorder.current]
+        for stream, time in self._clock.items():
+            clock[stream] = max(clock[stream], time)
+
+
+class Recorder(TorchDispatchMode):
+    """Streams, and a record of who touched which bytes when."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clocks = {name: {"compute": 0, "copy": 0} for name in ("compute", "copy")}
+        self.current = "compute"
+        self.watched: list[tuple[int, int]] = []
+        self.history: list[tuple[int, int, bool, str, int]] = []
+        self.num_ordered = 0
+        """Pairs of operations of different streams on the same bytes that events put in order."""
+
+    @contextlib.contextmanager
+    def copying(self):
+        self.current = "copy"
+        yield
+        self.current = "compute"
+
+    def event(self) -> RecordedEvent:
+        return RecordedEvent(self)
+
+    def share(self, tensor) -> None:
+        pass
+
+    def watch(self, cache: OffloadedFullCache) -> None:
+        staging = cache._staging
+        tensors = [cache.host_keys, cache.host_values, staging.ring_keys, staging.ring_values]
+        tensors += [slots for buffer in staging.buffers for slots in (buffer.keys, buffer.values)]
+        self.watched = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        touched = [
+            (argument, schema.alias_info is not None and schema.alias_info.is_write)
+            for argument, schema in zip(args, func._schema.arguments, strict=False)
+            if isinstance(argument, torch.Tensor) and not func.is_view
+        ]
+        clock = self.clocks[self.current]
+        clock[self.current] += 1
+        for tensor, is_write in touched:
+            self._touch(tensor, is_write, clock)
+        return func(*args, **(kwargs or {}))
+
+    def _touch(self, tensor, is_write: bool, clock: dict[str, int]) -> None:
+        start = tensor.data_ptr()
+        if not any(low <= start < high for low, high in self.watched) or not tensor.numel():
+            return
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        end = start + reach * tensor.element_size()
+        for low, high, was_write, stream, time in self.history:
+            if stream != self.current and (is_write or was_write) and low < end and start < high:
+                if clock[stream] < time:
+                    raise RaceError(f"{self.current} and {stream} use the same bytes")
+                self.num_ordered += 1
+        self.history.append((start, end, is_write, self.current, clock[self.current]))
+
+
+def record_run(break_event=lambda cache: None, *, on_chip: int = 1, **settings) -> Recorder:
+    """A run through an offloaded cache, with events broken on purpose or not."""
+    target, recorder = tiny_model(CONFIG), Recorder()
+    with recorder:
+        full = offloaded(on_chip, streams=recorder)
+        recorder.watch(full)
+        break_event(full)
+        prompts = [*PROMPTS[:2], random_prompt(CONFIG, 2 * RING)]  # of which some are no longer in the ring
+        rig = Rig(target, prompts, full=full, num_new=12, prefill_chunk=RING + 20, budget=24, **settings)
+        rig.run()
+    return recorder
+
+
+@pytest.mark.parametrize("on_chip", [0, 1, 4])
+@pytest.mark.parametrize("method", ["autoregressive", "retrieval"])
+def test_every_conflict_is_put_in_order_by_events(method, on_chip):
+    recorder = record_run(method=method, on_chip=on_chip)
+    assert recorder.num_ordered > 1000
+
+
+@pytest.mark.parametrize("name", ["free", "ready", "written", "stored"])
+def test_a_dependency_that_is_missing_is_noticed(name):
+    def break_event(cache: OffloadedFullCache) -> None:
+        owners = [cache._staging] if name == "stored" else cache._staging.buffers
+        for owner in owners:
+            getattr(owner, name).wait = lambda: None
+
+    with pytest.raises(RaceError):
+        record_run(break_event, method="retrieval")
+
+
+def test_the_next_layer_is_on_its_way_before_this_one_is_waited_for():
+    """The point of two buffers: when the computation waits for layer l, the copy of layer l + 1 has been queued."""
+    cache = offloaded(1, batch_size=1)
+    queued, seen = [], []
+    fetch = cache._fetch
+    cache._fetch = lambda layer: (queued.append(layer), fetch(layer))[1]
+    for layer, buffer in ((1, 0), (2, 1), (3, 0), (4, 1)):
+        cache._staging.buffers[buffer].ready.wait = lambda: seen.append(set(queued))
+        block = torch.zeros(1, 2, CONFIG.num_kv_heads, CONFIG.head_dim)
+        cache.update(layer, block, block, block)
+        assert {layer, min(layer + 1, 4)} <= seen[-1]
+    queued.clear()
+    cache.advance([2])
+    assert queued == [1, 2]
+
+
+def assert_same(ours: OffloadedFullCache, theirs: FullCache) -> None:
+    assert ours.lengths == theirs.lengths
+    for b, length in enumerate(theirs.lengths):
+        for name, exact, on_chip, host in (
+            ("keys", theirs.keys, ours.keys, ours.host_keys), ("values", theirs.values, ours.values, ours.host_values)
+        ):  # fmt: skip
+            got = torch.cat((on_chip[:, b, :, :length], host[:, b, :, :length]))
+            assert torch.equal(got, exact[:, b, :, :length]), name
+        for start, end in ((0, length), (max(0, length - 9), length), (length // 2, length)):
+            for got, exact in zip(ours.tokens(b, start, end), theirs.tokens(b, start, end), strict=True):
+                assert torch.equal(got, exact), (start, end)
+        for got, exact in zip(ours.layers(b), theirs.layers(b), strict=True):
+            assert all(torch.equal(a[:, :length], z[:, :length]) for a, z in zip(got, exact, strict=True))
+
+
+@pytest.mark.parametrize("on_chip", [0, 1, 3, 4])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_offload_equals_the_full_cache_bitwise(method, policy, on_chip):
+    """Tokens, acceptance, and after every step all that is held, ragged rows that end at different times included."""
+    target = tiny_model(CONFIG)
+    draft = near_copy(target, 0.02)
+    settings = {"draft": draft, "method": method, "policy": policy, "budget": 24, "num_new": 24, "sampling": WARM,
+                "gamma1": 2, "gamma2": 3, "prefill_chunk": 20, "num_recent_tokens": 60}  # fmt: skip
+    theirs = Rig(target, PROMPTS, **settings)
+    ours = Rig(target, PROMPTS, full=offloaded(on_chip), **settings)
+    assert ours.start() == theirs.start()
+    while any(theirs.cascade.active):
+        assert_same(ours.full, theirs.full)
+        assert ours.step() == theirs.step()
+    assert ours.new_tokens() == theirs.new_tokens()
+    counts = [[(s.num_tested_tokens, s.num_accepted_tokens) for s in rig.stats.stages] for rig in (ours, theirs)]
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3])
+def test_buffers_that_keep_their_layer_stay_true(num_layers):
+    """With one or two hosted layers a buffer never changes its layer, and only what is new is copied."""
+    config = tiny_config(num_layers=num_layers)
+    target = tiny_model(config)
+    full = offloaded(0, config=config)
+    rig = Rig(
+        target,
+        PROMPTS,
+        draft=near_copy(target, 0.05),
+        full=full,
+        method="naive",
+        gamma1=3,
+        num_new=30,
+        num_recent_tokens=60,
+    )
+    assert rig.run() == plain_tokens(target, PROMPTS, num_new=30)
+    buffers = full._staging.buffers
+    assert len(buffers) == min(num_layers, 2)
+
+
+def test_only_what_is_missing_travels():
+    cache = offloaded(0, batch_size=1)
+    block = torch.randn(1, 40, CONFIG.num_kv_heads, CONFIG.head_dim)
+    for layer in range(5):
+        cache.update(layer, block, block, block)
+    copied = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.copy_.default and args[0].dim() == 2:  # a head
+                copied.append(args[0].shape[0])
+            return func(*args, **(kwargs or {}))
+
+    with Sizes():
+        cache.advance([30])
+        assert copied == [30] * (2 * 2 * CONFIG.num_kv_heads)
+        copied.clear()
+        cache.crop([12])
+        cache.advance([0])
+        assert copied == []
+
+
+def test_the_ring_holds_the_latest_tokens_of_blocks_of_any_size():
+    cache, exact = offloaded(2, batch_size=2, capacity=900), new_cache(CONFIG, 2, 900)
+    generator = torch.Generator().manual_seed(3)
+    sizes = itertools.cycle([1, 5, RING - 1, 2, RING, 7, RING + 30, 1])
+    for size in itertools.islice(sizes, 11):
+        for layer in range(5):
+            k, v = (torch.randn(2, size, CONFIG.num_kv_heads, CONFIG.head_dim, generator=generator) for _ in range(2))
+            for full in (cache, exact):
+                full.update(layer, k, k, v)
+        keep = [int(torch.randint(1, size + 1, (1,), generator=generator)) for _ in range(2)]
+        for full in (cache, exact):
+            full.advance([size, size])
+            full.crop([length - size + kept for length, kept in zip(full.lengths, keep, strict=True)])
+        assert_same(cache, exact)
+
+
+def test_more_than_it_holds_is_refused():
+    cache = offloaded(0, batch_size=1, capacity=64)
+    block = torch.zeros(1, 65, CONFIG.num_kv_heads, CONFIG.head_dim)
+    with pytest.raises(IndexError, match="a block of 65 does not fit"):
+        cache.update(0, block, block, block)
+
+
+def test_host_memory_on_a_machine_without_a_gpu_is_ordinary_memory():
+    assert host_memory((2, 3), torch.float16, CPU).shape == (2, 3)
