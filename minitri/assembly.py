@@ -8,23 +8,30 @@ Legend: L layers, B batch, T tokens of a block, H query heads, D head dim.
 
 from __future__ import annotations
 
+import logging
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache
+from minitri.caches.offloaded import OffloadedFullCache
 from minitri.caches.policies import make_policy
 from minitri.caches.retrieval import RetrievalCache
 from minitri.cascade import Cascade, Emitted, Level, Stage
 from minitri.coins import CoupledCoins, IndependentCoins
 from minitri.drafters.model import DraftReader
 from minitri.drafters.ngram import NgramDrafter
+from minitri.errors import InputError
 from minitri.model import Llama
+from minitri.placement import choose_on_chip, demand, free_device_bytes, free_host_bytes
 from minitri.reader import Reader
-from minitri.settings import Plan, SamplingParams, SpeculationConfig
+from minitri.settings import GenerationConfig, Plan, SamplingParams, SpeculationConfig
 from minitri.stats import LevelStats, Stats
 from minitri.tuning import Tuner, nominal_costs
+
+log = logging.getLogger("minitri")
 
 
 class Stages:
@@ -104,6 +111,44 @@ class Stages:
             self._retrieval.below, self._retrieval.block = below, plan.gamma2
             below = self._retrieval
         self._target.below = below
+
+
+def allocate_full_cache(
+    target: Llama,
+    draft: Llama | None,
+    prompt_lengths: list[int],
+    capacity: int,
+    generation: GenerationConfig,
+    speculation: SpeculationConfig,
+) -> FullCache:
+    """An empty full cache for rows of up to `capacity` tokens, on the device or partly in host memory.
+
+    Raises `InputError` if there is no room for it and what else a run needs.
+    """
+    B, config, device = len(prompt_lengths), target.config, target.device
+    settings: dict[str, Any] = {"dtype": target.dtype, "device": device}
+    try:
+        if device.type != "cuda":
+            return FullCache.allocate(config, B, capacity, **settings)
+        needs = demand(
+            config, draft.config if draft else None, speculation, num_tokens=capacity, batch_size=B,
+            num_prompt_tokens=max(prompt_lengths), prefill_chunk=generation.prefill_chunk,
+            itemsize=target.dtype.itemsize,
+        )  # fmt: skip
+        on_chip = choose_on_chip(
+            needs, offload=generation.offload, on_chip=generation.on_chip, host_bytes=free_host_bytes(),
+            device_bytes=free_device_bytes(device) + needs.weights + needs.draft_weights, name=config.name,
+        )  # fmt: skip
+        if on_chip == config.num_layers:
+            return FullCache.allocate(config, B, capacity, **settings)
+        log.info("KV cache: %d of %d layers on %s, the others in host memory", on_chip, config.num_layers, device)
+        return OffloadedFullCache.allocate_offloaded(config, B, capacity, on_chip=on_chip, **settings)
+    except RuntimeError:  # out of memory, on CUDA too
+        needed = B * capacity * config.kv_values_per_token * target.dtype.itemsize
+        raise InputError(
+            f"the KV cache for {B} x {capacity} tokens needs {needed / 1e9:.1f} GB, which {device} does not have; "
+            "shorten the prompt, lower max_new_tokens, or use a smaller dtype"
+        ) from None
 
 
 def build_cascade(

@@ -73,7 +73,7 @@ def locate(model: str, *, progress: bool = False) -> Located:
     Raises `InputError` with one line for anything that cannot be had.
     """
     if model in COMMITTED:
-        folder = _committed_path(model)
+        folder = committed_path(model)
         if folder is None:
             raise InputError(
                 f"the drafter {model} is part of minitri's source checkout, and this is not one; give --draft its "
@@ -99,10 +99,10 @@ def locate(model: str, *, progress: bool = False) -> Located:
 def default_draft(model: str) -> str:
     """The drafter of a named model; `ngram` if it has none, or one that only a source checkout brings."""
     draft = MODELS[model].draft if model in MODELS else "ngram"
-    return "ngram" if draft in COMMITTED and _committed_path(draft) is None else draft
+    return "ngram" if draft in COMMITTED and committed_path(draft) is None else draft
 
 
-def _committed_path(name: str) -> Path | None:
+def committed_path(name: str) -> Path | None:
     """A model that is part of a source checkout."""
     for parent in (weights_folder(), Path(__file__).resolve().parent.parent / "weights"):
         if (parent / name / "config.json").exists():

@@ -46,6 +46,7 @@ def build_parser() -> OneLineParser:
         "--prefill-chunk", type=int, metavar="N", default=generation.prefill_chunk,
         help="read the prompt N tokens at a time (default: %(default)s)",
     )  # fmt: skip
+    add_offload_flags(parser)
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT",
         help="end before this text; may be given several times; $'\\n' is a line break in most shells",
@@ -90,6 +91,19 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rope-scaling", metavar="KIND:FACTOR",
         help="stretch the context, e.g. yarn:4 makes 8K 32K (default: as trained)",
+    )  # fmt: skip
+
+
+def add_offload_flags(parser: argparse.ArgumentParser) -> None:
+    """Where the KV cache is."""
+    parser.add_argument(
+        "--offload", action="store_true",
+        help="on a GPU, keep the KV cache of layers for which there is no room in host memory; python -m minitri.plan "
+        "says what fits",
+    )  # fmt: skip
+    parser.add_argument(
+        "--on-chip", type=int, metavar="N",
+        help="with --offload: layers whose KV cache stays on the GPU (default: as many as fit)",
     )  # fmt: skip
 
 
@@ -204,7 +218,9 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of `Engine.generate` that the flags stand for. Raises `InputError`."""
     return {
         "sampling": SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p),
-        "generation": GenerationConfig(args.max_new_tokens, tuple(args.stop), args.ignore_eos, args.prefill_chunk),
+        "generation": GenerationConfig(
+            args.max_new_tokens, tuple(args.stop), args.ignore_eos, args.prefill_chunk, args.offload, args.on_chip
+        ),
         "speculation": speculation_of(args),
         "seed": 0 if args.seed is None else args.seed,
     }

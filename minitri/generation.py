@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from minitri.assembly import build_cascade
-from minitri.caches import FullCache
+from minitri.assembly import allocate_full_cache, build_cascade
+from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.cascade import Cascade, Emitted
 from minitri.errors import InputError, shorten
@@ -139,7 +139,7 @@ class Generation(Iterator[Event]):
         self.rows = [Row(b, prompt, tokenizer, generation.stop) for b, prompt in enumerate(prompts)]
         self.stats = Stats(num_prompt_tokens=sum(map(len, prompts)))
         capacity = max(map(len, prompts)) + generation.max_new_tokens + speculation.max_block - 1
-        full = self._allocate(len(prompts), capacity)
+        full = allocate_full_cache(model, draft, list(map(len, prompts)), capacity, generation, speculation)
         sequences = [list(prompt) for prompt in prompts]
         try:
             cascade, small = build_cascade(model, draft, full, sequences, seeds, sampling, speculation, self.stats)
@@ -157,17 +157,6 @@ class Generation(Iterator[Event]):
     def close(self) -> None:
         """Ends the run; asking for further events raises `StopIteration`."""
         self._events.close()
-
-    def _allocate(self, batch_size: int, capacity: int) -> FullCache:
-        model = self._model
-        try:
-            return FullCache.allocate(model.config, batch_size, capacity, dtype=model.dtype, device=model.device)
-        except RuntimeError:  # out of memory, on CUDA too
-            needed = batch_size * capacity * model.config.kv_values_per_token * model.dtype.itemsize
-            raise InputError(
-                f"the KV cache for {batch_size} x {capacity} tokens needs {needed / 1e9:.1f} GB, which {model.device} "
-                "does not have; shorten the prompt, lower max_new_tokens, or use a smaller dtype"
-            ) from None
 
     def _run(self, cascade: Cascade, small: RetrievalCache | None, full: FullCache) -> Generator[Event, None, None]:
         for row in self.rows:

@@ -63,12 +63,20 @@ class GenerationConfig:
     """Go on after an end-of-sequence token."""
     prefill_chunk: int = 1024
     """Prompt tokens per forward pass while the prompt is read; bounds the memory of activations."""
+    offload: bool = False
+    """On a GPU, keep the KV cache of layers for which there is no room in host memory."""
+    on_chip: int | None = None
+    """With `offload`, the layers whose KV cache stays on the GPU. None: as many as fit."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "prefill_chunk"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise InputError(f"{name} is {value}; it must be a whole number of at least 1")
+        if self.on_chip is not None and (not isinstance(self.on_chip, int) or self.on_chip < 0):
+            raise InputError(f"on_chip is {self.on_chip}; it must be 0 or a positive number of layers")
+        if self.on_chip is not None and not self.offload:
+            raise InputError(f"on_chip is {self.on_chip}, which means nothing without offload; add --offload")
         if not isinstance(self.stop, tuple) or not all(isinstance(text, str) for text in self.stop):
             raise InputError(f"stop is {shorten(repr(self.stop), 60)}; it must be a tuple of strings, such as ('END',)")
         for text in self.stop:

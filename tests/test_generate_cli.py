@@ -107,11 +107,11 @@ def test_every_flag_reaches_the_engine(cli, monkeypatch):
         "--max-new-tokens", "7", "--prefill-chunk", "3", "--stop", "a", "--stop", "b", "--ignore-eos",
         "--method", "triforce", "--draft", "ngram", "--policy", "topk", "--gamma1", "3", "--gamma2", "5",
         "--budget", "32", "--chunk-size", "4", "--num-sink-tokens", "2", "--num-recent-tokens", "9",
-        "--rebuild-stride", "11", "--rebuild-threshold", "0.5", "--coupled")  # fmt: skip
+        "--observation-window", "6", "--rebuild-stride", "11", "--rebuild-threshold", "0.5", "--coupled")  # fmt: skip
     assert seen == {
         "sampling": SamplingParams(0.5, 9, 0.8, 0.1),
         "generation": GenerationConfig(7, ("a", "b"), True, 3),
-        "speculation": SpeculationConfig("triforce", "topk", 3, 5, 32, 4, 2, 9, 11, 0.5, True),
+        "speculation": SpeculationConfig("triforce", "topk", 3, 5, 32, 4, 2, 9, 6, 11, 0.5, True),
         "seed": 4,
     }
 
@@ -135,6 +135,8 @@ BAD_FLAGS = {
     "empty stop": (["--prompt", "x", "--stop", ""], None, "a stop string is empty"),
     "prompt that is not UTF-8": (["--prompt", "a\udcff"], None, "the prompt is not valid Unicode (character 1)"),
     "stop that is not UTF-8": (["--prompt", "x", "--stop", "\udcff"], None, "a stop string is not valid Unicode"),
+    "offload without a GPU": (["--prompt", "x", "--device", "cpu", "--offload"], None, "offload is for GPUs"),
+    "on-chip alone": (["--prompt", "x", "--on-chip", "2"], None, "on_chip is 2, which means nothing without offload"),
     "two prompts": (["--prompt", "x", "--demo"], None, "not allowed with argument"),
     "unknown flag": (["--prompt", "x", "--warp"], None, "unrecognized arguments: --warp"),
     "unknown method": (["--prompt", "x", "--method", "magic"], None, "invalid choice: 'magic'"),

@@ -13,10 +13,10 @@ PACKAGE = Path(__file__).parent.parent / "minitri"
 LAYERS = [
     {"errors"},
     {"config", "settings", "exits"},
-    {"rope", "linear", "stats", "stopping"},
+    {"rope", "linear", "stats", "stopping", "shapes"},
     {"attention", "caches.base"},
     {"caches.full", "caches.streaming"},
-    {"caches.policies"},
+    {"caches.policies", "caches.offloaded"},
     {"caches.retrieval"},
     {"caches"},
     {"model", "sampling"},
@@ -29,12 +29,13 @@ LAYERS = [
     {"drafters.model", "drafters.ngram"},
     {"drafters"},
     {"tuning"},
+    {"placement"},
     {"assembly"},
     {"generation"},
     {"engine"},
     {"flags", "report", "compare", "peers"},
     {"generate"},
-    {"bench", "selftest"},
+    {"bench", "selftest", "plan"},
 ]
 """From the bottom up; a module imports only from layers below its own."""
 

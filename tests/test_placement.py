@@ -1,0 +1,204 @@
+"""Bytes are those that would be allocated, placements fit, and a plan can be checked by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from minitri import GenerationConfig, SpeculationConfig, plan
+from minitri.assembly import build_cascade
+from minitri.caches.offloaded import RING, OffloadedFullCache
+from minitri.config import MODELS
+from minitri.errors import InputError
+from minitri.placement import (
+    GIB,
+    RESERVE,
+    Machine,
+    choose_on_chip,
+    demand,
+    free_host_bytes,
+    num_weights,
+    predict,
+    read_per_token,
+)
+from minitri.settings import Plan
+from minitri.shapes import shape_of
+from minitri.stats import Stats
+from tests.cascades import GREEDY
+from tests.conftest import CPU, new_cache, tiny_config, tiny_model
+
+TRIFORCE = SpeculationConfig("triforce", gamma1=2, gamma2=6)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}, {"num_kv_heads": 4, "num_layers": 3}]
+)
+def test_weights_are_counted_as_the_model_has_them(changes):
+    model = tiny_model(tiny_config(**changes))
+    assert num_weights(model.config) == sum(weight.numel() for weight in model.parameters())
+    untied = not model.config.tie_word_embeddings
+    table = model.config.vocab_size * model.config.hidden_size
+    assert read_per_token(model.config) == num_weights(model.config) - untied * table
+
+
+def test_llama2_7b_has_the_weights_and_the_kv_that_everybody_knows():
+    config = shape_of("llama2-7b-128k")
+    assert num_weights(config) == 6_738_415_616
+    assert config.kv_values_per_token * 2 == 512 * 1024
+
+
+def test_every_named_model_has_a_shape_or_comes_with_the_checkout():
+    assert all(shape_of(name) or plan.committed_path(name) for name in MODELS)
+    assert all(shape_of(name).context_length == MODELS[name].context for name in MODELS)
+    assert shape_of("nobody") is None
+
+
+def test_caches_are_counted_as_they_are_allocated():
+    config = tiny_config(num_layers=3)
+    target = tiny_model(config)
+    speculation = SpeculationConfig("triforce", gamma1=2, gamma2=6, budget=64, num_recent_tokens=100)
+    num_tokens, B = 500, 2
+    needs = demand(
+        config, config, speculation, num_tokens=num_tokens, num_prompt_tokens=400, batch_size=B, itemsize=4
+    )  # fmt: skip
+    full = new_cache(config, B, num_tokens + speculation.max_block)
+    assert needs.kv_layer * 3 == full.num_bytes
+    stats = Stats()
+    _, small = build_cascade(target, target, full, [[1] * 400] * B, [0, 1], GREEDY, speculation, stats)
+    means = small._policy._means
+    held = stats.kv_cache_bytes - full.num_bytes + means.nbytes + small._queries.nbytes
+    verified = 3 * B * speculation.max_block * config.num_heads * config.head_dim * 4
+    assert needs.small_caches == held + verified
+    offloaded = OffloadedFullCache.allocate_offloaded(
+        config, B, num_tokens + speculation.max_block, on_chip=1, dtype=torch.float32, device=CPU
+    )
+    staging = offloaded._staging
+    on_device = offloaded.keys.nbytes + offloaded.values.nbytes + staging.ring_keys.nbytes + staging.ring_values.nbytes
+    on_device += sum(buffer.keys.nbytes + buffer.values.nbytes for buffer in staging.buffers)
+    parts = needs.parts(1)
+    assert parts["full KV cache"] + parts["staging buffers"] == on_device
+    assert needs.on_host(1) == offloaded.host_keys.nbytes + offloaded.host_values.nbytes
+    assert needs.ring_layer == 2 * B * config.num_kv_heads * RING * config.head_dim * 4
+
+
+def seven_b(context: int = 124928):
+    config, draft = shape_of("llama2-7b-128k"), shape_of("llama-68m")
+    return demand(config, draft, TRIFORCE, num_tokens=context, num_prompt_tokens=context)
+
+
+def test_the_most_layers_that_fit_do_fit_and_one_more_does_not():
+    needs = seven_b()
+    for gib in (24, 40, 48, 80):
+        best = needs.most_on_chip(gib * GIB)
+        assert best is not None
+        assert needs.on_device(best) <= gib * GIB < needs.on_device(best + 1)
+    assert needs.most_on_chip(16 * GIB) is None
+    assert needs.most_on_chip(141 * GIB) == 32
+
+
+def test_an_engine_places_layers_by_the_same_numbers():
+    needs = seven_b()
+    there = {"host_bytes": 256 * GIB, "name": "m"}
+    assert choose_on_chip(needs, offload=False, on_chip=None, device_bytes=141 * GIB, **there) == 32
+    assert choose_on_chip(needs, offload=True, on_chip=None, device_bytes=80 * GIB, **there) == needs.most_on_chip(
+        80 * GIB
+    )
+    assert choose_on_chip(needs, offload=True, on_chip=0, device_bytes=80 * GIB, **there) == 0
+    exact = needs.on_device(32) - RESERVE
+    assert choose_on_chip(needs, offload=False, on_chip=None, device_bytes=exact, **there) == 32
+    with pytest.raises(InputError, match=r"^m needs \d+\.\d GiB on the device .* use --offload"):
+        choose_on_chip(needs, offload=False, on_chip=None, device_bytes=exact - 1, **there)
+    with pytest.raises(InputError, match="--on-chip is 33 layers, but m has 32"):
+        choose_on_chip(needs, offload=True, on_chip=33, device_bytes=80 * GIB, **there)
+    with pytest.raises(InputError, match=r"--on-chip 31 needs .* 2\d layers fit"):
+        choose_on_chip(needs, offload=True, on_chip=31, device_bytes=80 * GIB, **there)
+    with pytest.raises(InputError, match="even with its whole KV cache in host memory, got 12.0"):
+        choose_on_chip(needs, offload=True, on_chip=None, device_bytes=12 * GIB, **there)
+    with pytest.raises(InputError, match="of host memory beside .* got 1.0"):
+        choose_on_chip(needs, offload=True, on_chip=None, device_bytes=30 * GIB, host_bytes=GIB, name="m")
+    with pytest.raises(InputError, match="--on-chip 0 needs"):
+        choose_on_chip(needs, offload=True, on_chip=0, device_bytes=80 * GIB, host_bytes=20 * GIB, name="m")
+
+
+def test_predictions_are_bytes_over_bandwidth():
+    """7B at 100,000 tokens: 13.2 GB of weights read, 52.4 GB of KV, 2.1 GB of it within the budget."""
+    config, draft = shape_of("llama2-7b-128k"), shape_of("llama-68m")
+    settings = {"num_tokens": 100_000, "budget": 4096, "plan": Plan("triforce", 2, 6), "acceptance": (0.0, 1.0)}
+    here = predict(config, draft, Machine(2e12, 50e9), on_chip=32, **settings)
+    assert here.target == pytest.approx(1e3 * (13.215e9 + 52.43e9) / 2e12, rel=1e-3)
+    assert here.retrieval == pytest.approx(1e3 * (13.215e9 + 2.147e9) / 2e12, rel=1e-3)
+    # No guess of the drafter is accepted: a round of two draft steps and one verification for each of six tokens.
+    assert here.cascade == pytest.approx((6 * (2 * here.draft + here.retrieval) + here.target) / 7)
+    half = predict(config, draft, Machine(2e12, 50e9), on_chip=16, **settings)
+    assert half.target == pytest.approx(1e3 * 52.43e9 / 2 / 50e9, rel=1e-3)
+    assert half.speedup == pytest.approx(half.target / half.cascade)
+
+
+def run(capsys, *flags: str) -> tuple[int, list[str], str]:
+    with pytest.raises(SystemExit) as exit_:
+        plan.main(list(flags))
+    captured = capsys.readouterr()
+    return exit_.value.code, captured.out.splitlines(), captured.err
+
+
+@pytest.mark.parametrize(("gib", "best"), [("24", 0), ("80", 29), ("141", 32)])
+def test_a_plan_for_seven_billion_weights_behind_122k_tokens(capsys, gib, best):
+    """By hand: 12.55 GiB of weights, 61 GiB of KV in 32 layers of 1.91, twice that to stage, 5.9 of small caches (2 for
+    the budget, 3.8 for chunk means), 1 in reserve."""
+    code, lines, _ = run(capsys, "--context", "124928", "--gpu-memory", gib, "--budget", "4096")
+    result = json.loads(lines[-1])
+    assert (code, result["on_chip"]) == (0, best)
+    rows = {row["on_chip"]: row for row in result["placements"]}
+    assert set(rows) == {0, best, 32}
+    assert rows[best]["fits"]
+    assert rows[32]["parts"]["full KV cache"] == 32 * 2 * 32 * 124992 * 128 * 2
+    assert rows[0]["device_bytes"] / GIB == pytest.approx(12.55 + 0.13 + 3.88 + 5.85 + 0.23 + 1, abs=0.03)
+    assert rows[0]["host_bytes"] / GIB == pytest.approx(61.03, abs=0.01)
+
+
+def test_a_plan_says_what_does_not_fit(capsys):
+    code, lines, error = run(capsys, "--model", "lwm-text-512k", "--gpu-memory", "24", "--host-memory", "512")
+    assert code == 2
+    assert next(line for line in lines if line.startswith("fits")).split() == ["fits", "no", "no"]
+    assert error.startswith("minitri: lwm-text-512k needs ")
+    assert error.count("\n") == 1
+
+
+def test_a_plan_of_a_folder_reads_its_config_only(folder, capsys):
+    code, lines, _ = run(capsys, "--model", str(folder), "--draft", "ngram")
+    assert code == 0
+    assert json.loads(lines[-1])["on_chip"] == json.loads(lines[-1])["placements"][0]["on_chip"]
+    assert run(capsys, "--model", "smollm2-135m")[0] == 0  # with the drafter of the checkout
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--model", "lama"), "unknown model 'lama'"),
+        (("--gpu-memory", "-1"), "'-1' is not a number above 0"),
+        (("--acceptance", "0.5"), "'0.5' is not two rates"),
+        (("--acceptance", "0.5,2"), "is not two rates"),
+        (("--gamma1", "auto"), "a plan needs numbers"),
+        (("--context", "0"), "'0' is not a whole number"),
+    ],
+)
+def test_nonsense_is_refused_in_one_line(capsys, flags, message):
+    code, _, error = run(capsys, *flags)
+    assert code == 2
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_offload_needs_a_gpu_and_on_chip_needs_offload(engine):
+    with pytest.raises(InputError, match="offload is for GPUs: .* leave --offload out"):
+        engine.generate([5, 6], generation=GenerationConfig(4, offload=True))
+    with pytest.raises(InputError, match="on_chip is 3, which means nothing without offload"):
+        GenerationConfig(on_chip=3)
+    with pytest.raises(InputError, match="on_chip is -1"):
+        GenerationConfig(offload=True, on_chip=-1)
+
+
+def test_free_host_memory_is_what_the_system_says():
+    assert free_host_bytes() > 1 << 20
