@@ -50,12 +50,18 @@ _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def attend(
-    q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, prefix_lengths: list[int], rule_TT: Tensor | None = None
+    q_BTHD: Tensor,
+    keys_BKSD: Tensor,
+    values_BKSD: Tensor,
+    prefix_lengths: list[int],
+    rule_TT: Tensor | None = None,
+    lengths_B: Tensor | None = None,  # noqa: ARG001 (for `attention_cuda.py`, which has the same signature)
 ) -> Tensor:
     """Softmax attention of a block, (B, T, H, D), in the dtype of the queries.
 
     `keys_BKSD` and `values_BKSD` are the cache of one layer; row b is valid in its first `prefix_lengths[b] + T`
     slots, the last T of which are the block. What stands behind them changes nothing. The scale is 1 / sqrt(D).
+    `lengths_B` are the prefix lengths as kernels see them, which this function has no need of.
     """
     one_row = _fused_row if q_BTHD.device.type == "cuda" else _cpu_row
     return _by_row(one_row, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT)

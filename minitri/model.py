@@ -10,6 +10,9 @@ Legend: B batch, T new tokens, E hidden size, K KV heads, H query heads, D head 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,6 +22,9 @@ from minitri.caches.base import Cache
 from minitri.config import ModelConfig
 from minitri.linear import Linear, TiedHead, TrimmedHead
 from minitri.rope import Rope, Rotary
+
+Attend = Callable[[Tensor, Tensor, Tensor, list[int], Tensor | None, Tensor | None], Tensor]
+"""The signature of `attention.attend`."""
 
 EMBEDDING_SAMPLE = 64
 """Rows of the target's embedding table that a drafter without one keeps, to know its target again."""
@@ -47,6 +53,8 @@ class Llama(nn.Module):
                 self.register_buffer("embedding_sample", sample)
         self._lent_embedding = target.embed if target is not None else None
         self.rope = Rope(config.rope, config.head_dim, device)
+        self.attend: Attend = attend
+        """How it attends; an engine on a GPU puts another function in its place."""
         self.num_bytes = sum(weight.numel() * weight.element_size() for weight in self.parameters())
 
     @property
@@ -73,10 +81,9 @@ class Llama(nn.Module):
         with the number of tokens to keep.
         """
         x_BTE = self.embed(tokens_BT)
-        rotary = self.rope.at(positions_BT)
+        shared = Pass(self.rope.at(positions_BT), cache, rule_TT, queries_LBTHD, self.attend)
         for number, layer in enumerate(self.layers):
-            queries_BTHD = None if queries_LBTHD is None else queries_LBTHD[number, :, : tokens_BT.shape[1]]
-            x_BTE = layer(x_BTE, rotary, number, cache, rule_TT, queries_BTHD)
+            x_BTE = layer(x_BTE, number, shared)
         return self.norm(x_BTE)
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -105,6 +112,17 @@ def make_head(config: ModelConfig, dtype: torch.dtype) -> Linear:
     return head(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
 
 
+@dataclass(frozen=True)
+class Pass:
+    """What all layers of one forward pass share."""
+
+    rotary: Rotary
+    cache: Cache
+    rule_TT: Tensor | None
+    queries_LBTHD: Tensor | None
+    attend: Attend
+
+
 class Layer(nn.Module):
     """Pre-norm transformer block."""
 
@@ -115,16 +133,8 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config, dtype)
         self.mlp = MLP(config, dtype)
 
-    def forward(
-        self,
-        x_BTE: Tensor,
-        rotary: Rotary,
-        layer: int,
-        cache: Cache,
-        rule_TT: Tensor | None,
-        queries_BTHD: Tensor | None,
-    ) -> Tensor:
-        x_BTE = x_BTE + self.self_attn(self.input_layernorm(x_BTE), rotary, layer, cache, rule_TT, queries_BTHD)
+    def forward(self, x_BTE: Tensor, layer: int, shared: Pass) -> Tensor:
+        x_BTE = x_BTE + self.self_attn(self.input_layernorm(x_BTE), layer, shared)
         return x_BTE + self.mlp(self.post_attention_layernorm(x_BTE))
 
 
@@ -139,22 +149,16 @@ class Attention(nn.Module):
         self.qkv_proj = Linear(config.hidden_size, sum(self.heads) * config.head_dim, bias=bias, dtype=dtype)
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=bias, dtype=dtype)
 
-    def forward(
-        self,
-        x_BTE: Tensor,
-        rotary: Rotary,
-        layer: int,
-        cache: Cache,
-        rule_TT: Tensor | None,
-        queries_BTHD: Tensor | None,
-    ) -> Tensor:
+    def forward(self, x_BTE: Tensor, layer: int, shared: Pass) -> Tensor:
         heads = self.qkv_proj(x_BTE).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
         _, raw_BTKD, v_BTKD = heads.split(self.heads, dim=2)
-        q_BTHD, k_BTKD = rotary.rotate(heads[:, :, : sum(self.heads[:2])]).split(self.heads[:2], dim=2)
+        q_BTHD, k_BTKD = shared.rotary.rotate(heads[:, :, : sum(self.heads[:2])]).split(self.heads[:2], dim=2)
+        cache = shared.cache
         keys_BKSD, values_BKSD = cache.update(layer, raw_BTKD, k_BTKD, v_BTKD)
-        if queries_BTHD is not None:
-            queries_BTHD.copy_(q_BTHD[:, -queries_BTHD.shape[1] :])
-        out_BTHD = attend(q_BTHD, keys_BKSD, values_BKSD, cache.lengths, rule_TT)
+        if shared.queries_LBTHD is not None:
+            latest_BTHD = q_BTHD[:, -shared.queries_LBTHD.shape[2] :]
+            shared.queries_LBTHD[layer, :, : latest_BTHD.shape[1]] = latest_BTHD
+        out_BTHD = shared.attend(q_BTHD, keys_BKSD, values_BKSD, cache.lengths, shared.rule_TT, cache.lengths_B)
         return self.o_proj(out_BTHD.flatten(2))
 
 

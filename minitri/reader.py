@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitri.caches.base import Cache
+from minitri.caches.base import Cache, publish_lengths
 from minitri.caches.full import FullCache
 from minitri.model import Llama
 from minitri.sampling import probs_from_logits
@@ -74,6 +74,7 @@ def read_block(model: Llama, blocks: list[list[int]], cache: Cache, queries_LBTH
     T = max(map(len, blocks))
     tokens_BT = torch.tensor([row + [0] * (T - len(row)) for row in blocks], device=model.device)
     tokens_BT.clamp_(max=model.config.vocab_size - 1)  # a drafter may lack the last tokens of the target's vocabulary
+    publish_lengths(cache)
     starts_B1 = torch.tensor(cache.next_positions, device=model.device).unsqueeze(1)
     positions_BT = starts_B1 + torch.arange(T, device=model.device)
     return model(tokens_BT, positions_BT, cache, queries_LBTHD=queries_LBTHD)

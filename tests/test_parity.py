@@ -71,5 +71,5 @@ def test_ragged_rows_equal_rows_alone(engine):
         cache.advance([lengths[b]])
         alone.append(model(block[b : b + 1], torch.arange(lengths[b], lengths[b] + 5).unsqueeze(0), cache))
     together.advance(lengths)
-    positions = together.device_lengths.unsqueeze(1) + torch.arange(5)
+    positions = torch.tensor(together.lengths).unsqueeze(1) + torch.arange(5)
     assert (model(block, positions, together) - torch.cat(alone)).abs().max() < TOLERANCE

@@ -15,6 +15,7 @@ LAYERS = [
     {"config", "settings", "exits"},
     {"rope", "linear", "stats", "stopping", "shapes"},
     {"attention", "caches.base"},
+    {"attention_cuda"},
     {"caches.full", "caches.streaming"},
     {"caches.policies", "caches.offloaded"},
     {"caches.retrieval"},

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
 class Cache(Protocol):
     """A KV cache. B rows, T block tokens, K KV heads, S slots, D head dim."""
+
+    lengths_B: Tensor | None
+    """On a GPU `lengths` as kernels see them, always the same memory; `publish_lengths` brings it up to date."""
 
     @property
     def lengths(self) -> list[int]:
@@ -47,8 +51,25 @@ class Cache(Protocol):
         ...
 
 
-def write_behind(slots_BKSD: Tensor, block_BTKD: Tensor, starts: list[int]) -> None:
-    """Writes a block into the slots of one layer, row b's from slot `starts[b]` on."""
+def write_behind(slots_BKSD: Tensor, block_BTKD: Tensor, starts: list[int], starts_B: Tensor | None = None) -> None:
+    """Writes a block into the slots of one layer, row b's from slot `starts[b]` on; where `starts_B` says the same on
+    the device, without asking the host."""
     T = block_BTKD.shape[1]
+    if starts_B is not None:
+        places_BT = starts_B.unsqueeze(1) + torch.arange(T, device=starts_B.device)
+        rows_B1 = torch.arange(len(starts_B), device=starts_B.device).unsqueeze(1)
+        slots_BKSD[rows_B1, :, places_BT] = block_BTKD
+        return
     for b, start in enumerate(starts):
         slots_BKSD[b, :, start : start + T] = block_BTKD[b].transpose(0, 1)
+
+
+def device_lengths(batch_size: int, device: torch.device) -> Tensor | None:
+    """Room for the lengths of a new cache where kernels see them; None on a CPU, which has no need of it."""
+    return torch.zeros(batch_size, dtype=torch.int64, device=device) if device.type == "cuda" else None
+
+
+def publish_lengths(cache: Cache) -> None:
+    """Shows the kernels how long the rows of a cache are now; to be called before a forward pass."""
+    if cache.lengths_B is not None:
+        cache.lengths_B.copy_(torch.tensor(cache.lengths), non_blocking=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minitri.attention import whole_strides
-from minitri.caches.base import write_behind
+from minitri.caches.base import device_lengths, write_behind
 from minitri.config import ModelConfig
 
 
@@ -26,7 +26,7 @@ class FullCache:
         self.keys = keys
         self.values = values
         self._lengths = list(lengths)
-        self.device_lengths = torch.tensor(lengths, dtype=torch.int64, device=keys.device)  # (B,)
+        self.lengths_B = device_lengths(len(lengths), keys.device)
 
     @classmethod
     def allocate(
@@ -76,8 +76,8 @@ class FullCache:
 
     def update(self, layer: int, raw_BTKD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         self._check_room(k_BTKD.shape[1])
-        write_behind(self.keys[layer], k_BTKD, self._lengths)
-        write_behind(self.values[layer], v_BTKD, self._lengths)
+        write_behind(self.keys[layer], k_BTKD, self._lengths, self.lengths_B)
+        write_behind(self.values[layer], v_BTKD, self._lengths, self.lengths_B)
         return self.keys[layer], self.values[layer]
 
     def _check_room(self, T: int) -> None:
@@ -114,4 +114,3 @@ class FullCache:
     def _set_lengths(self, lengths: list[int]) -> None:
         assert all(0 <= length <= self.capacity for length in lengths)
         self._lengths = list(lengths)
-        self.device_lengths.copy_(torch.tensor(lengths, dtype=torch.int64))

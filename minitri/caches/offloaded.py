@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from minitri.attention import whole_strides
-from minitri.caches.base import write_behind
+from minitri.caches.base import device_lengths, write_behind
 from minitri.caches.full import FullCache
 from minitri.config import ModelConfig
 
@@ -205,8 +205,8 @@ class OffloadedFullCache(FullCache):
         self._check_room(k_BTKD.shape[1])
         buffer, hosted = self._stage(layer), layer - self.on_chip
         keys_BKSD, values_BKSD = buffer.keys[self._rows], buffer.values[self._rows]
-        write_behind(keys_BKSD, k_BTKD, self._lengths)
-        write_behind(values_BKSD, v_BTKD, self._lengths)
+        write_behind(keys_BKSD, k_BTKD, self._lengths, self.lengths_B)
+        write_behind(values_BKSD, v_BTKD, self._lengths, self.lengths_B)
         self._note_latest(hosted, k_BTKD, v_BTKD)
         buffer.written.record()
         with self._staging.streams.copying():
@@ -249,7 +249,7 @@ class OffloadedFullCache(FullCache):
         row = copy.copy(self)
         row._rows = slice(self._rows.start + b, self._rows.start + b + 1)
         row.keys, row.values = self.keys[:, b : b + 1], self.values[:, b : b + 1]
-        row._lengths, row.device_lengths = [self._lengths[b]], self.device_lengths[b : b + 1].clone()
+        row._lengths, row.lengths_B = [self._lengths[b]], device_lengths(1, self.device)
         return row
 
     def advance(self, counts: list[int]) -> None:
