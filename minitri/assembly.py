@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from minitri.caches.offloaded import OffloadedFullCache
 from minitri.caches.policies import make_policy
 from minitri.caches.retrieval import RetrievalCache
 from minitri.cascade import Cascade, Emitted, Level, Stage
-from minitri.coins import CoupledCoins, IndependentCoins
+from minitri.coins import Coins, CoupledCoins, IndependentCoins
 from minitri.drafters.model import DraftReader
 from minitri.drafters.ngram import NgramDrafter
 from minitri.errors import InputError
+from minitri.graphs import GraphPool
 from minitri.model import Llama
 from minitri.placement import choose_on_chip, demand, free_device_bytes, free_host_bytes
 from minitri.reader import Reader
@@ -160,20 +162,27 @@ def build_cascade(
     sampling: SamplingParams,
     speculation: SpeculationConfig,
     stats: Stats,
+    graphs: GraphPool | None = None,
+    coins_of: Mapping[str, Coins] | None = None,
 ) -> tuple[Cascade, RetrievalCache | None]:
     """The stages of `speculation.method` over an empty full cache; without a `draft` model n-grams are the drafter.
+
+    With `graphs`, forward passes are captured in blocks of a few sizes, but for those that stream KV from host memory.
+    `coins_of`, by the name of a stage, is for benchmarks with made-up verdicts (`dummy.py`).
 
     `sequences` are the prompts, which the cascade extends in place. The retrieval cache, if there is one, is to observe
     the prompt while it is read.
     """
     B, config, plans = len(sequences), target.config, speculation.plans
     methods = {plan.method for plan in plans}
-    coins = CoupledCoins(seeds) if speculation.coupled else IndependentCoins(seeds)
+    coins: Coins = CoupledCoins(seeds) if speculation.coupled else IndependentCoins(seeds)
+    coins_of = coins_of or dict.fromkeys(("draft", "retrieval", "target"), coins)
     drafter: Level | NgramDrafter | None = None
     draft_reader: DraftReader | NgramDrafter | None = None
     retrieval: Level | None = None
     cache: RetrievalCache | None = None
     stats.kv_cache_bytes = full.num_bytes
+    stats.graphs = graphs
     if methods & {"naive", "triforce"}:
         stats.stages.append(LevelStats("draft"))
         if draft is None:
@@ -181,24 +190,30 @@ def build_cascade(
                 B, 1, stats.stages[-1], vocab_size=config.vocab_size, device=target.device
             )
         else:
-            draft_reader = DraftReader(draft, B, sampling, speculation, vocab_size=config.vocab_size)
-            drafter = Level(draft_reader, None, coins, stats.stages[-1], block=1)
+            draft_reader = DraftReader(draft, B, sampling, speculation, vocab_size=config.vocab_size, graphs=graphs)
+            drafter = Level(draft_reader, None, coins_of["draft"], stats.stages[-1], block=1)
             stats.kv_cache_bytes += draft_reader.window.num_bytes
     if methods & {"retrieval", "triforce"}:
         policy = make_policy(speculation.policy, full, speculation.chunk_size)
         budgets = [speculation.budget_for(len(sequence)) for sequence in sequences]
         cache = RetrievalCache(full, policy, speculation, budgets=budgets, num_heads=config.num_heads)
-        reader = Reader(target, cache, sampling, vocab_size=config.vocab_size)
+        sizes = {1, 1 + max(plan.gamma1 for plan in plans)}
+        reader = Reader(
+            target, cache, sampling, vocab_size=config.vocab_size, graphs=graphs, block_sizes=sizes
+        )  # fmt: skip
         stats.stages.append(LevelStats("retrieval"))
-        retrieval = Level(reader, None, coins, stats.stages[-1], block=1)
+        retrieval = Level(reader, None, coins_of["retrieval"], stats.stages[-1], block=1)
         stats.kv_cache_bytes += cache.num_bytes
     queries_LBTHD = torch.empty(
         config.num_layers, B, speculation.max_block, config.num_heads, config.head_dim,
         dtype=target.dtype, device=target.device,
     )  # fmt: skip
     stats.stages.append(LevelStats("target"))
-    reader = Reader(target, full, sampling, vocab_size=config.vocab_size, queries_LBTHD=queries_LBTHD)
-    top = Level(reader, None, coins, stats.stages[-1], block=1)
+    reader = Reader(
+        target, full, sampling, vocab_size=config.vocab_size, queries_LBTHD=queries_LBTHD,
+        graphs=None if isinstance(full, OffloadedFullCache) else graphs, block_sizes={1, speculation.max_block},
+    )  # fmt: skip
+    top = Level(reader, None, coins_of["target"], stats.stages[-1], block=1)
     one_text = (speculation.coupled or sampling.temperature == 0) and target.dtype == torch.float32
     may_watch_clock = speculation.timed or one_text  # in fewer bits a block's length may decide a near-tie
     nominal = None if may_watch_clock else nominal_costs(target, draft, max(map(len, sequences)), cache)

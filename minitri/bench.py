@@ -25,13 +25,15 @@ from minitri.exits import clean_exits
 with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
     import torch
 
-    from minitri.compare import compare, plotter, summarise, table
+    from minitri.compare import compare, draw_speedups, plotter, summarise, table
+    from minitri.dummy import add_dummy_flags, generation_of, measure_shape, synchronize
     from minitri.engine import Engine, load
     from minitri.fetch import locate
     from minitri.flags import (
         DEMO_PROMPT_TOKENS,
         OneLineParser,
         add_draft_flag,
+        add_gpu_flags,
         add_model_flags,
         add_sampling_flags,
         add_size_flags,
@@ -89,6 +91,8 @@ def build_parser() -> OneLineParser:
     add_draft_flag(group)
     add_size_flags(group)
     add_sampling_flags(parser)
+    add_dummy_flags(parser)
+    add_gpu_flags(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress or log on standard error")
     parser.set_defaults(prompt=None, policy="retrieval", coupled=False)
     return parser
@@ -112,12 +116,6 @@ def measure_bandwidth(device: torch.device, repeats: int = 7) -> float:
         synchronize(device)
         rates.append(data.numel() * data.element_size() / (time.perf_counter() - started))
     return statistics.median(rates)
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits until the device has done everything it was asked to."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def card(engine: Engine, num_tokens: int) -> dict[str, float]:
@@ -146,25 +144,26 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def plain_decoding(engine: Engine, prompt: list[int], num_new: int) -> Generation:
+def plain_decoding(engine: Engine, prompt: list[int], generation: GenerationConfig) -> Generation:
     """A greedy run of the model alone."""
-    generation = GenerationConfig(max_new_tokens=num_new, ignore_eos=True)
     return engine.generate(prompt, generation=generation, speculation=SpeculationConfig("autoregressive"))
 
 
-def measure_once(engine: Engine, prompt: list[int], num_new: int, *, quiet: bool) -> tuple[float, float]:
+def measure_once(
+    engine: Engine, prompt: list[int], generation: GenerationConfig, *, quiet: bool
+) -> tuple[float, float]:
     """Prefill seconds, and ms per decoded token, of one greedy run."""
-    stats = finish(plain_decoding(engine, prompt, num_new), quiet=quiet).stats
+    stats = finish(plain_decoding(engine, prompt, generation), quiet=quiet).stats
     assert stats.ms_per_token is not None
     return stats.prefill_seconds, stats.ms_per_token
 
 
-def profile_decoding(engine: Engine, prompt: list[int], num_new: int) -> dict[str, float]:
+def profile_decoding(engine: Engine, prompt: list[int], generation: GenerationConfig) -> dict[str, float]:
     """Milliseconds per decoding step by part of the model; what is in no kernel counts as `other`."""
     from torch.profiler import ProfilerActivity, profile
 
-    run = plain_decoding(engine, prompt, num_new)
-    num_steps = min(16, num_new - 3)
+    run = plain_decoding(engine, prompt, generation)
+    num_steps = min(16, generation.max_new_tokens - 3)
     while run.stats.num_decoded_tokens < 2:
         next(run)
     before = run.stats.decode_seconds
@@ -182,13 +181,13 @@ def compare_methods(args: argparse.Namespace) -> int:
     """Measures the methods against one another, prints, returns the exit code."""
     methods = list(dict.fromkeys(["autoregressive", *(args.method or METHODS)]))
     files, args.method = args.prompt_file or [None], "auto"
-    draw = plotter(Path(args.plot)) if args.plot else None
+    draw = plotter(Path(args.plot), draw_speedups) if args.plot else None
     texts = [read_prompt(argparse.Namespace(prompt=None, prompt_file=file)) for file in files]
     speculation = speculation_of(args)
     sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p)
     engine = load(
-        args.model, draft=draft_of(args), dtype=args.dtype, device=args.device, rope_scaling=args.rope_scaling,
-        progress=not args.quiet,
+        args.model, draft=draft_of(args), dtype=args.dtype, device=args.device, attention=args.attention,
+        rope_scaling=args.rope_scaling, progress=not args.quiet,
     )  # fmt: skip
     prompts = [encode_prompt(engine, text, args.prompt_tokens) for text in texts]
     first = args.seed or 0
@@ -215,6 +214,8 @@ def compare_methods(args: argparse.Namespace) -> int:
 
 def run_command(args: argparse.Namespace) -> int:
     """Measures, prints, returns the exit code."""
+    if args.load == "dummy":
+        return measure_shape(args)
     if args.compare:
         return compare_methods(args)
     if len(args.prompt_file or []) > 1:
@@ -224,16 +225,17 @@ def run_command(args: argparse.Namespace) -> int:
     args.prompt_file = args.prompt_file[0] if args.prompt_file else None
     bare_bytes = peak_memory_bytes(torch.device("cpu"))
     engine = load(
-        args.model, draft="ngram", dtype=args.dtype, device=args.device, rope_scaling=args.rope_scaling,
-        progress=not args.quiet,
+        args.model, draft="ngram", dtype=args.dtype, device=args.device, attention=args.attention,
+        rope_scaling=args.rope_scaling, progress=not args.quiet,
     )  # fmt: skip
     prompt = encode_prompt(engine, read_prompt(args), args.prompt_tokens)
     device = engine.model.device
+    generation = generation_of(args)
     prefill, decode = zip(
-        *(measure_once(engine, prompt, args.new_tokens, quiet=args.quiet) for _ in range(args.repeats)), strict=True
+        *(measure_once(engine, prompt, generation, quiet=args.quiet) for _ in range(args.repeats)), strict=True
     )
     peak_bytes = peak_memory_bytes(device) - (0 if device.type == "cuda" else bare_bytes)
-    parts = profile_decoding(engine, prompt, args.new_tokens) if args.profile else None
+    parts = profile_decoding(engine, prompt, generation) if args.profile else None
     facts = card(engine, len(prompt) + args.new_tokens // 2)
     kv_bytes = int(facts["kv_bytes_per_token"]) * (len(prompt) + args.new_tokens)
     result: dict[str, Any] = {

@@ -233,8 +233,8 @@ def table(result: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def plotter(file: Path) -> Callable[[dict[str, dict[str, Any]], str], None]:
-    """A function that draws the speedups of a result as a PNG. Raises `InputError` if that will not work, at once."""
+def plotter(file: Path, draw: Callable[..., None]) -> Callable[..., None]:
+    """`draw` for a PNG of this name. Raises `InputError` if that will not work, at once."""
     try:
         import matplotlib
     except ImportError:
@@ -242,10 +242,11 @@ def plotter(file: Path) -> Callable[[dict[str, dict[str, Any]], str], None]:
     if file.suffix != ".png" or not file.parent.is_dir():
         raise InputError(f"--plot {file} is not a .png file in a folder that is there; write for example speed.png")
     matplotlib.use("agg")
-    return functools.partial(_plot, file)
+    return functools.partial(draw, file)
 
 
-def _plot(file: Path, result: dict[str, dict[str, Any]], title: str) -> None:
+def draw_speedups(file: Path, result: dict[str, dict[str, Any]], title: str) -> None:
+    """The speedups as bars."""
     from matplotlib import pyplot
 
     names = list(result)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from minitri.attention_cuda import GpuAttention, choose_backend
 from minitri.checkpoint import load_model, open_checkpoint
 from minitri.config import DEFAULT_MODEL, ModelConfig
 from minitri.drafters.model import check_vocabularies
@@ -43,6 +44,7 @@ def load(
     draft: str = "auto",
     dtype: str = "auto",
     device: str = "auto",
+    attention: str = "auto",
     rope_scaling: str | None = None,
     progress: bool = False,
 ) -> Engine:
@@ -52,17 +54,20 @@ def load(
     for the methods that use one, or `ngram`, which looks the last words up in the text, or `auto`, the drafter that
     belongs to a named model, and n-grams where there is none or it cannot be had. `dtype` is float32,
     bfloat16, float16 or auto (bfloat16 where the device is fast at it). `device` is cpu, cuda, cuda:N or auto.
+    `attention` is the kernel for short blocks on a GPU, see `attention_cuda.py`.
     `rope_scaling` such as `yarn:4` stretches the context. `progress` draws bars on standard error. Raises `InputError`.
     """
     target_device = choose_device(device)
     number_type = choose_dtype(dtype, target_device)
-    network, tokenizer = _load_one(model, rope_scaling, number_type, target_device, progress=progress)
+    network, tokenizer = _load_one(model, rope_scaling, number_type, target_device, attention, progress=progress)
     assert tokenizer is not None  # a model that is no drafter has one
     name = default_draft(model) if draft == "auto" else draft
     if name == "ngram":
         return Engine(network, tokenizer)
     try:
-        drafter, its_tokenizer = _load_one(name, None, number_type, target_device, target=network, progress=progress)
+        drafter, its_tokenizer = _load_one(
+            name, None, number_type, target_device, attention, target=network, progress=progress
+        )
     except InputError as error:
         if draft != "auto":
             raise
@@ -78,6 +83,7 @@ def _load_one(
     rope_scaling: str | None,
     dtype: torch.dtype,
     device: torch.device,
+    attention: str,
     *,
     target: Llama | None = None,
     progress: bool,
@@ -91,11 +97,31 @@ def _load_one(
         config = config.with_rope_scaling(rope_scaling)
     tokenizer = load_tokenizer(checkpoint, config) if config.draft_of is None else None
     network = load_model(checkpoint, config, dtype=dtype, device=device, target=target, progress=progress)
+    attend_on_device(network, attention)
     log.info(
-        "%s on %s, %s, context %d tokens, RoPE %s",
-        config.name, device, str(dtype).removeprefix("torch."), config.context_length, config.rope.describe(),
+        "%s on %s, %s, attention %s, context %d tokens, RoPE %s",
+        config.name, device, str(dtype).removeprefix("torch."), attention_name(network), config.context_length,
+        config.rope.describe(),
     )  # fmt: skip
     return network, tokenizer
+
+
+def attend_on_device(model: Llama, wanted: str) -> None:
+    """On a GPU, gives a model the attention for it. Raises `InputError` if that does not work there."""
+    if model.device.type == "cuda":
+        config = model.config
+        backend = choose_backend(
+            model.device, model.dtype, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim, wanted=wanted,
+        )  # fmt: skip
+        model.attend = GpuAttention(backend)
+    elif wanted != "auto":
+        raise InputError(f"--attention {wanted} is for GPUs; leave it out on the {model.device.type}")
+
+
+def attention_name(model: Llama) -> str:
+    """The name of a model's attention, for the log and the statistics."""
+    return model.attend.backend.name if isinstance(model.attend, GpuAttention) else "cpu"
 
 
 def choose_device(name: str) -> torch.device:

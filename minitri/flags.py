@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, NoReturn
 
+from minitri.attention_cuda import BACKENDS
 from minitri.config import DEFAULT_MODEL, MODELS
 from minitri.engine import DTYPES
 from minitri.errors import InputError
@@ -46,7 +47,7 @@ def build_parser() -> OneLineParser:
         "--prefill-chunk", type=int, metavar="N", default=generation.prefill_chunk,
         help="read the prompt N tokens at a time (default: %(default)s)",
     )  # fmt: skip
-    add_offload_flags(parser)
+    add_gpu_flags(parser)
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT",
         help="end before this text; may be given several times; $'\\n' is a line break in most shells",
@@ -89,13 +90,17 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--device", default="auto", metavar="cpu|cuda|cuda:N", help="(default: cuda if it is there)")
     parser.add_argument(
+        "--attention", default="auto", choices=("auto", *BACKENDS),
+        help="kernel for short blocks on a GPU (default: the first that works there)",
+    )  # fmt: skip
+    parser.add_argument(
         "--rope-scaling", metavar="KIND:FACTOR",
         help="stretch the context, e.g. yarn:4 makes 8K 32K (default: as trained)",
     )  # fmt: skip
 
 
-def add_offload_flags(parser: argparse.ArgumentParser) -> None:
-    """Where the KV cache is."""
+def add_gpu_flags(parser: argparse.ArgumentParser) -> None:
+    """Where the KV cache is, and how a GPU computes."""
     parser.add_argument(
         "--offload", action="store_true",
         help="on a GPU, keep the KV cache of layers for which there is no room in host memory; python -m minitri.plan "
@@ -105,6 +110,7 @@ def add_offload_flags(parser: argparse.ArgumentParser) -> None:
         "--on-chip", type=int, metavar="N",
         help="with --offload: layers whose KV cache stays on the GPU (default: as many as fit)",
     )  # fmt: skip
+    parser.add_argument("--no-cuda-graphs", action="store_true", help="on a GPU, launch every kernel by itself")
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -206,6 +212,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def two_rates(text: str) -> tuple[float, float]:
+    """A flag's value such as 0.46,0.92."""
+    try:
+        first, second = (float(part) for part in text.split(","))
+    except ValueError:
+        first = second = -1.0
+    if not (0 <= first <= 1 and 0 <= second <= 1):
+        raise argparse.ArgumentTypeError(f"{text!r} is not two rates from 0 to 1, such as 0.46,0.92")
+    return first, second
+
+
 def auto_or_int(text: str) -> int | None:
     """A flag's value that is a whole number, or `auto`, which is None."""
     try:
@@ -219,7 +236,13 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "sampling": SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p),
         "generation": GenerationConfig(
-            args.max_new_tokens, tuple(args.stop), args.ignore_eos, args.prefill_chunk, args.offload, args.on_chip
+            args.max_new_tokens,
+            tuple(args.stop),
+            args.ignore_eos,
+            args.prefill_chunk,
+            args.offload,
+            args.on_chip,
+            not args.no_cuda_graphs,
         ),
         "speculation": speculation_of(args),
         "seed": 0 if args.seed is None else args.seed,

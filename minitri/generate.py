@@ -142,6 +142,7 @@ def run_command(args: argparse.Namespace) -> int:
         draft=draft,
         dtype=args.dtype,
         device=args.device,
+        attention=args.attention,
         rope_scaling=args.rope_scaling,
         progress=not args.quiet,
     )

@@ -20,6 +20,7 @@ from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.cascade import Cascade, Emitted
 from minitri.errors import InputError, shorten
+from minitri.graphs import GraphPool
 from minitri.model import Llama
 from minitri.reader import read_prompt
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
@@ -142,7 +143,10 @@ class Generation(Iterator[Event]):
         full = allocate_full_cache(model, draft, list(map(len, prompts)), capacity, generation, speculation)
         sequences = [list(prompt) for prompt in prompts]
         try:
-            cascade, small = build_cascade(model, draft, full, sequences, seeds, sampling, speculation, self.stats)
+            graphs = GraphPool() if model.device.type == "cuda" and generation.cuda_graphs else None
+            cascade, small = build_cascade(
+                model, draft, full, sequences, seeds, sampling, speculation, self.stats, graphs
+            )  # fmt: skip
         except RuntimeError as error:  # out of memory, on CUDA too
             raise InputError(
                 f"the small KV caches do not fit on {model.device} beside the full one ({shorten(error, 90)}); lower "

@@ -24,7 +24,7 @@ from minitri.exits import clean_exits
 with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
     from minitri.checkpoint import open_checkpoint
     from minitri.fetch import committed_path, default_draft
-    from minitri.flags import OneLineParser, add_draft_flag, add_size_flags, positive
+    from minitri.flags import OneLineParser, add_draft_flag, add_size_flags, positive, two_rates
     from minitri.generate import run_program
     from minitri.placement import GIB, Demand, Machine, Prediction, demand, predict, shortage
     from minitri.settings import SpeculationConfig
@@ -87,17 +87,6 @@ def positive_number(text: str) -> float:
     if not 0 < value < 1e9:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
-
-
-def two_rates(text: str) -> tuple[float, float]:
-    """A flag's value such as 0.46,0.92."""
-    try:
-        first, second = (float(part) for part in text.split(","))
-    except ValueError:
-        first = second = -1.0
-    if not (0 <= first <= 1 and 0 <= second <= 1):
-        raise argparse.ArgumentTypeError(f"{text!r} is not two rates from 0 to 1, such as 0.46,0.92")
-    return first, second
 
 
 def config_of(name: str) -> ModelConfig:

@@ -11,7 +11,8 @@ Legend: B rows, T tokens read at once, N proposed tokens, E hidden size, V vocab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +20,18 @@ from torch import Tensor
 
 from minitri.caches.base import Cache, publish_lengths
 from minitri.caches.full import FullCache
+from minitri.graphs import GraphedStep, GraphPool
 from minitri.model import Llama
 from minitri.sampling import probs_from_logits
 from minitri.settings import SamplingParams
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a forward pass reads: one block of tokens per row, and where they stand."""
+
+    tokens_BT: Tensor
+    positions_BT: Tensor
 
 
 class Reader:
@@ -35,14 +45,20 @@ class Reader:
         *,
         vocab_size: int,
         queries_LBTHD: Tensor | None = None,
+        graphs: GraphPool | None = None,
+        block_sizes: Collection[int] = (),
     ) -> None:
         """`vocab_size` is that of the laws: the target's, whatever the model's. `queries_LBTHD` takes the rotated
-        queries of every block."""
+        queries of every block. With `graphs`, a block is padded to the next of the `block_sizes`, for which the forward
+        pass has been captured; a longer one runs as it is."""
         self.model = model
         self.cache = cache
         self.queries_LBTHD = queries_LBTHD
         self.sampling = sampling
         self.vocab_size = vocab_size
+        self._graphs = graphs
+        self._block_sizes = sorted(block_sizes) if graphs is not None else []
+        self._steps: dict[int, GraphedStep[Block]] = {}
 
     def read(self, sequences: list[list[int]], counts: list[int], active: list[bool]) -> Tensor:
         """Laws (B, max(counts) + 1, V) behind the last `counts[b] + 1` tokens of each row; see `cascade.Reader`."""
@@ -50,7 +66,7 @@ class Reader:
             sequence[seen:] if on else sequence[-1:]
             for sequence, seen, on in zip(sequences, self.cache.num_tokens, active, strict=True)
         ]
-        hidden_BTE = read_block(self.model, fresh, self.cache, self.queries_LBTHD)
+        hidden_BTE = self._read_block(fresh)
         self.cache.advance([len(row) if on else 0 for row, on in zip(fresh, active, strict=True)])
         N, T = max(counts) + 1, hidden_BTE.shape[1]
         first_B1 = torch.tensor([[len(row) - 1 - count] for row, count in zip(fresh, counts, strict=True)])
@@ -60,6 +76,19 @@ class Reader:
         laws_BNV = probs_from_logits(logits_BNV.flatten(0, 1), self.sampling).unflatten(0, (-1, N))
         missing = self.vocab_size - laws_BNV.shape[-1]  # tokens that a drafter does not know: q = 0
         return F.pad(laws_BNV, (0, missing)) if missing else laws_BNV
+
+    def _read_block(self, blocks: list[list[int]]) -> Tensor:
+        T = max(map(len, blocks))
+        size = next((size for size in self._block_sizes if size >= T), None)
+        if size is None or self._graphs is None:
+            return read_block(self.model, blocks, self.cache, self.queries_LBTHD)
+        inputs = make_block(self.model, blocks, self.cache, size)
+        if size not in self._steps:
+            self._steps[size] = self._graphs.capture(self._forward, inputs)
+        return self._steps[size](inputs)
+
+    def _forward(self, block: Block) -> Tensor:
+        return self.model(block.tokens_BT, block.positions_BT, self.cache, queries_LBTHD=self.queries_LBTHD)
 
     def forget(self, lengths: list[int]) -> None:
         """Keeps at most the first `lengths[b]` tokens of row b."""
@@ -71,13 +100,17 @@ def read_block(model: Llama, blocks: list[list[int]], cache: Cache, queries_LBTH
 
     The cache's lengths stay as they are.
     """
-    T = max(map(len, blocks))
-    tokens_BT = torch.tensor([row + [0] * (T - len(row)) for row in blocks], device=model.device)
+    block = make_block(model, blocks, cache, max(map(len, blocks)))
+    return model(block.tokens_BT, block.positions_BT, cache, queries_LBTHD=queries_LBTHD)
+
+
+def make_block(model: Llama, blocks: list[list[int]], cache: Cache, size: int) -> Block:
+    """The blocks, padded to `size` tokens, behind what the cache holds, whose lengths the kernels are shown."""
+    tokens_BT = torch.tensor([row + [0] * (size - len(row)) for row in blocks])
     tokens_BT.clamp_(max=model.config.vocab_size - 1)  # a drafter may lack the last tokens of the target's vocabulary
     publish_lengths(cache)
-    starts_B1 = torch.tensor(cache.next_positions, device=model.device).unsqueeze(1)
-    positions_BT = starts_B1 + torch.arange(T, device=model.device)
-    return model(tokens_BT, positions_BT, cache, queries_LBTHD=queries_LBTHD)
+    positions_BT = torch.tensor(cache.next_positions).unsqueeze(1) + torch.arange(size)
+    return Block(*(tensor.to(model.device, non_blocking=True) for tensor in (tokens_BT, positions_BT)))
 
 
 def read_prompt(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from minitri.engine import Engine
+from minitri.engine import Engine, attention_name
 from minitri.generation import Generation
 from minitri.stats import LevelStats, Stats
 
@@ -49,6 +49,11 @@ def summary(engine: Engine, run: Generation) -> str:
         phases = ", ".join(f"{name} {ms:.1f}" for name, ms in phase_ms(stats).items())
         lines.append(f"ms/token {phases}; the retrieval cache was chosen {stats.num_rebuilds} times")
     lines += plan_lines(stats)
+    if stats.graphs is not None:
+        lines.append(
+            f"graphs   {stats.graphs.num_graphs} captured in {stats.graphs.capture_seconds:.2f} s, "
+            f"{stats.graphs.num_bytes / 1e6:.0f} MB; attention {attention_name(engine.model)}"
+        )
     weights = engine.model.num_bytes + (engine.draft.num_bytes if engine.draft else 0)
     lines.append(f"memory   weights {weights / 1e6:.0f} MB, KV caches {stats.kv_cache_bytes / 1e6:.0f} MB")
     return "\n".join(lines)
@@ -109,6 +114,8 @@ def report(engine: Engine, run: Generation, args: argparse.Namespace, finish_rea
         "temperature": args.temperature,
         "dtype": str(engine.model.dtype).removeprefix("torch."),
         "device": str(engine.model.device),
+        "attention": attention_name(engine.model),
+        "num_cuda_graphs": stats.graphs.num_graphs if stats.graphs else 0,
         "prefill_seconds": stats.prefill_seconds,
         "decode_seconds": stats.decode_seconds,
         "ms_per_token": stats.ms_per_token,

@@ -235,8 +235,8 @@ def run_command(args: argparse.Namespace) -> int:
     GenerationConfig(args.max_new_tokens)
     text = read_prompt(args)
     engine = load(
-        args.model, draft=draft, dtype=args.dtype, device=args.device, rope_scaling=args.rope_scaling,
-        progress=not args.quiet,
+        args.model, draft=draft, dtype=args.dtype, device=args.device, attention=args.attention,
+        rope_scaling=args.rope_scaling, progress=not args.quiet,
     )  # fmt: skip
     test = SelfTest(engine, encode_prompt(engine, text, args.max_prompt_tokens), args)
     results = []

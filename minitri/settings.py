@@ -67,6 +67,8 @@ class GenerationConfig:
     """On a GPU, keep the KV cache of layers for which there is no room in host memory."""
     on_chip: int | None = None
     """With `offload`, the layers whose KV cache stays on the GPU. None: as many as fit."""
+    cuda_graphs: bool = True
+    """On a GPU, capture every phase of decoding once and replay it."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "prefill_chunk"):

@@ -6,6 +6,8 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
+from minitri.graphs import GraphPool
+
 FORGETTING = 0.95
 """What is left, after each verdict about a row, of what the verdicts before it said about acceptance."""
 SMOOTHING = 0.8
@@ -139,6 +141,8 @@ class Stats:
     """Every stage of the cascade, from the lowest upwards."""
     steps_per_plan: dict[str, int] = field(default_factory=dict)
     """How many steps were made in each way; more than one where something was left to choose."""
+    graphs: GraphPool | None = None
+    """What was captured as CUDA graphs, on a GPU."""
     break_even: float | None = None
     """Acceptance rate at which the last plan would be as fast as the target alone; None if that was not asked."""
 

@@ -14,6 +14,7 @@ from minitri.caches.streaming import StreamingCache
 from minitri.cascade import Emitted, Level
 from minitri.config import ModelConfig
 from minitri.engine import Engine
+from minitri.graphs import GraphPool
 from minitri.model import Llama
 from minitri.reader import read_block, read_prompt
 from minitri.settings import SamplingParams, SpeculationConfig
@@ -39,6 +40,7 @@ class Rig:
         seed: int = 0,
         prefill_chunk: int = 16,
         full: FullCache | None = None,
+        graphs: GraphPool | None = None,
         **speculation,
     ) -> None:
         self.prompts, self.num_new, self.stats = prompts, num_new, Stats()
@@ -48,7 +50,7 @@ class Rig:
         self.sequences = [list(prompt) for prompt in prompts]
         seeds = [seed + b for b in range(len(prompts))]
         self.cascade, self.small = build_cascade(
-            target, draft, self.full, self.sequences, seeds, sampling, self.speculation, self.stats
+            target, draft, self.full, self.sequences, seeds, sampling, self.speculation, self.stats, graphs
         )
         self.readers = {}  # by the name of the level
         stage = self.cascade._top

@@ -104,13 +104,13 @@ def test_every_flag_reaches_the_engine(cli, monkeypatch):
 
     monkeypatch.setattr(generate.Engine, "generate", spy)
     cli("--prompt", "x", "--temperature", "0.5", "--top-k", "9", "--top-p", "0.8", "--min-p", "0.1", "--seed", "4",
-        "--max-new-tokens", "7", "--prefill-chunk", "3", "--stop", "a", "--stop", "b", "--ignore-eos",
-        "--method", "triforce", "--draft", "ngram", "--policy", "topk", "--gamma1", "3", "--gamma2", "5",
-        "--budget", "32", "--chunk-size", "4", "--num-sink-tokens", "2", "--num-recent-tokens", "9",
+        "--max-new-tokens", "7", "--prefill-chunk", "3", "--no-cuda-graphs", "--stop", "a", "--stop", "b",
+        "--ignore-eos", "--method", "triforce", "--draft", "ngram", "--policy", "topk", "--gamma1", "3",
+        "--gamma2", "5", "--budget", "32", "--chunk-size", "4", "--num-sink-tokens", "2", "--num-recent-tokens", "9",
         "--observation-window", "6", "--rebuild-stride", "11", "--rebuild-threshold", "0.5", "--coupled")  # fmt: skip
     assert seen == {
         "sampling": SamplingParams(0.5, 9, 0.8, 0.1),
-        "generation": GenerationConfig(7, ("a", "b"), True, 3),
+        "generation": GenerationConfig(7, ("a", "b"), True, 3, cuda_graphs=False),
         "speculation": SpeculationConfig("triforce", "topk", 3, 5, 32, 4, 2, 9, 6, 11, 0.5, True),
         "seed": 4,
     }
@@ -136,6 +136,7 @@ BAD_FLAGS = {
     "prompt that is not UTF-8": (["--prompt", "a\udcff"], None, "the prompt is not valid Unicode (character 1)"),
     "stop that is not UTF-8": (["--prompt", "x", "--stop", "\udcff"], None, "a stop string is not valid Unicode"),
     "offload without a GPU": (["--prompt", "x", "--device", "cpu", "--offload"], None, "offload is for GPUs"),
+    "a GPU's attention": (["--prompt", "x", "--device", "cpu", "--attention", "math"], None, "math is for GPUs"),
     "on-chip alone": (["--prompt", "x", "--on-chip", "2"], None, "on_chip is 2, which means nothing without offload"),
     "two prompts": (["--prompt", "x", "--demo"], None, "not allowed with argument"),
     "unknown flag": (["--prompt", "x", "--warp"], None, "unrecognized arguments: --warp"),

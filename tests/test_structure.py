@@ -13,7 +13,8 @@ PACKAGE = Path(__file__).parent.parent / "minitri"
 LAYERS = [
     {"errors"},
     {"config", "settings", "exits"},
-    {"rope", "linear", "stats", "stopping", "shapes"},
+    {"rope", "linear", "graphs", "stopping", "shapes"},
+    {"stats"},
     {"attention", "caches.base"},
     {"attention_cuda"},
     {"caches.full", "caches.streaming"},
@@ -35,7 +36,7 @@ LAYERS = [
     {"generation"},
     {"engine"},
     {"flags", "report", "compare", "peers"},
-    {"generate"},
+    {"generate", "dummy"},
     {"bench", "selftest", "plan"},
 ]
 """From the bottom up; a module imports only from layers below its own."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from minitri.caches.streaming import SLIDE, StreamingCache
 from minitri.errors import InputError
+from minitri.graphs import GraphPool
 from minitri.model import Llama
 from minitri.reader import Reader, read_block
 from minitri.settings import SamplingParams, SpeculationConfig
@@ -25,6 +26,7 @@ class DraftReader(Reader):
         speculation: SpeculationConfig,
         *,
         vocab_size: int,
+        graphs: GraphPool | None = None,
     ) -> None:
         num_slots = speculation.num_sink_tokens + speculation.num_recent_tokens + SLIDE + speculation.room
         if num_slots > model.config.context_length:
@@ -44,7 +46,9 @@ class DraftReader(Reader):
             device=model.device,
         )
         self._max_block = speculation.max_block
-        super().__init__(model, self.window, sampling, vocab_size=vocab_size)
+        super().__init__(
+            model, self.window, sampling, vocab_size=vocab_size, graphs=graphs, block_sizes={1, 2, self._max_block}
+        )  # fmt: skip
 
     def commit(self, sequences: list[list[int]], active: list[bool]) -> None:
         """Makes the cache ready for the next guesses after sequences that are certain, all but their last tokens.

@@ -1,0 +1,134 @@
+"""Steps over static buffers give what eager ones give. On a CPU no graph is captured; all around it is the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from minitri.attention_cuda import GpuAttention, Math, TorchFlash
+from minitri.caches import full as full_module
+from minitri.caches import offloaded, retrieval, streaming
+from minitri.caches.full import FullCache
+from minitri.caches.retrieval import RetrievalCache
+from minitri.caches.streaming import StreamingCache
+from minitri.graphs import GraphedStep, GraphPool
+from minitri.reader import Reader
+from minitri.settings import METHODS, SamplingParams
+from tests.cascades import GREEDY, WARM, Rig, near_copy, random_prompt
+from tests.conftest import tiny_config, tiny_model
+from tests.test_attention_cuda import varlen_twin
+from tests.test_offloaded_cache import offloaded as offloaded_cache
+
+CONFIG = tiny_config(num_layers=3)
+PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (60, 3, 21)]
+UNREADABLE = -(10**9)
+
+
+@dataclass(frozen=True)
+class Pair:
+    left: Tensor
+    right: Tensor
+
+
+def test_a_step_has_the_signature_of_what_it_wraps():
+    """Its inputs are copied; its output is overwritten by the next call."""
+    step = GraphedStep(lambda pair: pair.left + pair.right, Pair(torch.zeros(3), torch.zeros(3)))
+    left = torch.ones(3)
+    first = step(Pair(left, torch.full((3,), 2.0)))
+    assert first.tolist() == [3, 3, 3]
+    left.fill_(50)
+    second = step(Pair(torch.zeros(3), torch.ones(3)))
+    assert second.data_ptr() == first.data_ptr()
+    assert first.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (torch.zeros(4), "right has shape .*4.*, but the step was captured with .*3"),
+        (torch.zeros(3, dtype=torch.float64), "right has dtype torch.float64, but"),
+        (torch.zeros(3, device="meta"), "right has device meta, but"),
+    ],
+)
+def test_inputs_unlike_those_at_capture_are_refused(wrong, message):
+    step = GraphedStep(lambda pair: pair.left + pair.right, Pair(torch.zeros(3), torch.zeros(3)))
+    with pytest.raises(ValueError, match=message):
+        step(Pair(torch.zeros(3), wrong))
+
+
+def test_a_pool_counts_what_it_has_captured():
+    pool = GraphPool()
+    for size in (1, 2):
+        pool.capture(lambda pair: pair.left, Pair(torch.zeros(size), torch.zeros(size)))
+    assert (pool.num_graphs, pool.capture_seconds, pool.num_bytes) == (2, 0, 0)
+
+
+@pytest.fixture
+def lengths_on_the_device(monkeypatch):
+    """Caches as on a GPU. While a step over static buffers runs, what the host knows of lengths is nonsense: a graph
+    would have it as it was at capture."""
+    in_step = []
+    for module in (full_module, offloaded, retrieval, streaming):
+        monkeypatch.setattr(module, "device_lengths", lambda size, device: torch.zeros(size, dtype=torch.int64))
+    for cls in (FullCache, RetrievalCache, StreamingCache):
+        honest = cls.lengths.fget
+
+        def lengths(self, honest=honest):
+            return [UNREADABLE] * len(honest(self)) if in_step else honest(self)
+
+        monkeypatch.setattr(cls, "lengths", property(lengths))
+    forward = Reader._forward
+
+    def step(self, block):
+        in_step.append(True)
+        try:
+            return forward(self, block)
+        finally:
+            in_step.pop()
+
+    monkeypatch.setattr(Reader, "_forward", step)
+
+
+def as_on_a_gpu(model, backend):
+    model.attend = GpuAttention(backend)
+    return model
+
+
+@pytest.mark.parametrize("backend", [Math(), TorchFlash(varlen_twin, num_processors=4)], ids=lambda it: it.name)
+@pytest.mark.parametrize("sampling", [GREEDY, WARM, SamplingParams(0.7, top_p=0.8)])
+@pytest.mark.parametrize("method", METHODS)
+def test_static_steps_give_the_tokens_of_eager_ones(method, sampling, backend, lengths_on_the_device):
+    """Ragged rows that end at different times, every method, the same tokens and the same acceptance."""
+    target = tiny_model(CONFIG)
+    draft = near_copy(target, 0.02)
+    gammas = {} if method == "auto" else {"gamma1": 2, "gamma2": 3}  # what is chosen follows the clock
+    coupled = {"coupled": True} if method == "auto" else {}
+    settings = {"method": method, "sampling": sampling, "budget": 24, "num_recent_tokens": 60, **gammas, **coupled}
+    plain = Rig(target, PROMPTS, draft=draft, num_new=24, **settings)
+    tokens = plain.run()
+    pool = GraphPool()
+    for model in (target, draft):
+        as_on_a_gpu(model, backend)
+    static = Rig(target, PROMPTS, draft=draft, num_new=24, graphs=pool, **settings)
+    assert static.run() == tokens
+    assert pool.num_graphs >= 1
+    if gammas:
+        counts = [[(s.num_tested_tokens, s.num_accepted_tokens) for s in rig.stats.stages] for rig in (plain, static)]
+        assert counts[0] == counts[1]
+
+
+def test_kv_from_host_memory_is_streamed_by_eager_steps(lengths_on_the_device):
+    """The draft and the small cache of the target are captured, the pass over the full cache is not."""
+    target = tiny_model(CONFIG)
+    settings = {"method": "triforce", "budget": 24, "gamma1": 2, "gamma2": 3, "num_new": 24, "num_recent_tokens": 60}
+    tokens = Rig(target, PROMPTS, draft=near_copy(target, 0.02), **settings).run()
+    draft = as_on_a_gpu(near_copy(target, 0.02), Math())
+    pool = GraphPool()
+    full = offloaded_cache(1, config=CONFIG)
+    rig = Rig(as_on_a_gpu(target, Math()), PROMPTS, draft=draft, graphs=pool, full=full, **settings)
+    assert rig.run() == tokens
+    assert rig.readers["target"]._steps == {}
+    assert pool.num_graphs == len(rig.readers["retrieval"]._steps) + len(rig.readers["draft"]._steps) > 0
