@@ -1,0 +1,108 @@
+"""Captured steps on a CUDA device: the bits of eager ones, no allocation, no waiting; and every attention backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from minitri.attention import attend_math
+from minitri.attention_cuda import BACKENDS, GpuAttention, choose_backend, make_backend, tolerance
+from minitri.caches.full import FullCache
+from minitri.errors import InputError
+from minitri.graphs import GraphPool
+from minitri.model import Llama
+from minitri.reader import Reader, make_block
+from minitri.settings import SamplingParams
+from tests.conftest import tiny_config
+from tests.test_attention import random_case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this PyTorch sees none"),
+]
+
+SHAPE = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64}
+CONFIG = tiny_config(num_layers=3, hidden_size=512, num_heads=8, num_kv_heads=4, head_dim=64, context_length=4096)
+
+
+@dataclass(frozen=True)
+class One:
+    tensor: Tensor
+
+
+def backend_or_skip(name: str, dtype: torch.dtype):
+    try:
+        return choose_backend(torch.device("cuda"), dtype, **SHAPE, wanted=name)
+    except InputError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (9, 3)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_backend_agrees_with_the_oracle(name, heads, dtype):
+    backend_or_skip(name, dtype)
+    backend = make_backend(name, torch.device("cuda"))
+    for T in range(1, 17):
+        q, k, v, lengths = random_case(T, (0, 1, 700, 2047), *heads, D=64, S=2304, seed=T, dtype=dtype)
+        got = backend(q.cuda(), k.cuda(), v.cuda(), torch.tensor(lengths).cuda(), None).double().cpu()
+        exact = attend_math(q.double(), k.double(), v.double(), lengths)
+        assert (got - exact).abs().max() < 2 * tolerance(dtype), T
+
+
+def gpu_model(dtype: torch.dtype, backend) -> Llama:
+    model = Llama(CONFIG, dtype=dtype, device=torch.device("cuda")).eval()
+    generator = torch.Generator("cuda").manual_seed(0)
+    for name, weight in model.named_parameters():
+        weight.fill_(1) if name.endswith("norm.weight") else weight.normal_(0, 0.05, generator=generator)
+    model.attend = GpuAttention(backend)
+    return model
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@torch.inference_mode()
+def test_a_replay_has_the_bits_of_an_eager_pass(name):
+    """The same block behind a prefix that grows and shrinks: hidden states, and K and V, by both."""
+    model = gpu_model(torch.bfloat16, backend_or_skip(name, torch.bfloat16))
+    cache = FullCache.allocate(CONFIG, 2, 1024, dtype=model.dtype, device=model.device)
+    pool = GraphPool()
+    reader = Reader(model, cache, SamplingParams(), vocab_size=CONFIG.vocab_size, graphs=pool, block_sizes={1, 4})
+    for size, kept, cropped in ((4, 4, 0), (1, 1, 0), (4, 2, 0), (4, 4, 3), (1, 1, 0), (4, 3, 2)):
+        blocks = [[(row * 31 + size * 7 + i) % CONFIG.vocab_size for i in range(size)] for row in range(2)]
+        inputs = make_block(model, blocks, cache, size)
+        eager = reader._forward(inputs).clone()
+        places = [slots[:, :, :, : cache.lengths[0] + size].clone() for slots in (cache.keys, cache.values)]
+        replayed = reader._read_block(blocks)
+        assert torch.equal(replayed, eager)
+        for before, slots in zip(places, (cache.keys, cache.values), strict=True):
+            assert torch.equal(before, slots[:, :, :, : cache.lengths[0] + size])
+        cache.advance([kept, kept])
+        cache.crop([length - cropped for length in cache.lengths])
+    assert pool.num_graphs == 2
+    assert pool.capture_seconds > 0
+
+
+@torch.inference_mode()
+def test_a_replay_allocates_nothing_and_waits_for_nothing():
+    model = gpu_model(torch.bfloat16, choose_backend(torch.device("cuda"), torch.bfloat16, **SHAPE))
+    cache = FullCache.allocate(CONFIG, 1, 1024, dtype=model.dtype, device=model.device)
+    cache.advance([700])
+    cache.lengths_B.fill_(700)
+
+    def step(one: One) -> Tensor:
+        return model(one.tensor, one.tensor + 700, cache)
+
+    inputs = One(torch.arange(4, device="cuda").unsqueeze(0))
+    graphed = GraphPool().capture(step, inputs)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            graphed(inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
