@@ -179,6 +179,11 @@ def profile_decoding(engine: Engine, prompt: list[int], generation: GenerationCo
 
 def compare_methods(args: argparse.Namespace) -> int:
     """Measures the methods against one another, prints, returns the exit code."""
+    if args.offload:
+        raise InputError(
+            "--compare keeps several KV caches on the device; leave --offload out, and compare runs of "
+            "python -m minitri.generate --offload --json instead"
+        )
     methods = list(dict.fromkeys(["autoregressive", *(args.method or METHODS)]))
     files, args.method = args.prompt_file or [None], "auto"
     draw = plotter(Path(args.plot), draw_speedups) if args.plot else None

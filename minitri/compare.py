@@ -25,6 +25,7 @@ from minitri.assembly import build_cascade
 from minitri.caches import FullCache
 from minitri.engine import Engine
 from minitri.errors import InputError
+from minitri.graphs import GraphPool
 from minitri.reader import read_prompt
 from minitri.settings import SamplingParams, SpeculationConfig
 from minitri.stats import Stats, spread
@@ -57,8 +58,9 @@ class Method:
         own.keys[..., :end, :] = full.keys[..., :end, :]
         own.values[..., :end, :] = full.values[..., :end, :]
         own.advance([end])
+        graphs = GraphPool() if model.device.type == "cuda" else None
         self._cascade, small = build_cascade(
-            model, engine.draft, own, [list(prompt)], [seed], sampling, speculation, self.stats
+            model, engine.draft, own, [list(prompt)], [seed], sampling, speculation, self.stats, graphs
         )
         if small is not None:
             if small.max_prompt_queries is None:
