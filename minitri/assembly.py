@@ -216,7 +216,8 @@ def build_cascade(
     top = Level(reader, None, coins_of["target"], stats.stages[-1], block=1)
     one_text = (speculation.coupled or sampling.temperature == 0) and target.dtype == torch.float32
     may_watch_clock = speculation.timed or one_text  # in fewer bits a block's length may decide a near-tie
-    nominal = None if may_watch_clock else nominal_costs(target, draft, max(map(len, sequences)), cache)
+    hosted = 1 - full.on_chip / config.num_layers if isinstance(full, OffloadedFullCache) else 0.0
+    nominal = None if may_watch_clock else nominal_costs(target, draft, max(map(len, sequences)), cache, hosted)
     stages = Stages(
         sequences, queries_LBTHD, stats, Tuner(stats.stages, plans, nominal),
         target=top, retrieval=retrieval, drafter=drafter, retrieval_cache=cache, draft_reader=draft_reader,

@@ -26,10 +26,11 @@ from torch import Tensor
 
 from minitri.attention import attend, attend_math, block_rule
 from minitri.errors import InputError, shorten
+from minitri.settings import MAX_GAMMA
 
 log = logging.getLogger("minitri")
 
-LONGEST_BLOCK = 64
+LONGEST_BLOCK = 1 + 2 * MAX_GAMMA
 """Longest block, in tokens, that comes with lengths on the device."""
 SHORTEST_PIECE = 256
 """Slots below which cutting a prefix further does not pay."""
@@ -224,6 +225,8 @@ def choose_backend(
         try:
             backend = make_backend(name, device)
             error = largest_error(backend, device, dtype, num_heads, num_kv_heads, head_dim)
+        except torch.OutOfMemoryError:
+            raise InputError(f"{device} has no memory left to try attention kernels; free some of it") from None
         except (ImportError, RuntimeError, TypeError, AttributeError) as failure:
             reason = shorten(failure, 80)
         else:

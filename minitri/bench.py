@@ -26,7 +26,7 @@ with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
     import torch
 
     from minitri.compare import compare, draw_speedups, plotter, summarise, table
-    from minitri.dummy import add_dummy_flags, generation_of, measure_shape, synchronize
+    from minitri.dummy import add_dummy_flags, measure_shape
     from minitri.engine import Engine, load
     from minitri.fetch import locate
     from minitri.flags import (
@@ -38,12 +38,14 @@ with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
         add_sampling_flags,
         add_size_flags,
         draft_of,
+        generation_of,
         positive,
         speculation_of,
     )
     from minitri.generate import encode_prompt, finish, read_prompt, show_log
-    from minitri.generation import Generation, one_line_errors
+    from minitri.generation import Generation, at_work
     from minitri.peers import find_peers
+    from minitri.reader import synchronize
     from minitri.settings import METHODS, GenerationConfig, SamplingParams, SpeculationConfig
     from minitri.stats import spread
 
@@ -196,10 +198,11 @@ def compare_methods(args: argparse.Namespace) -> int:
     )  # fmt: skip
     prompts = [encode_prompt(engine, text, args.prompt_tokens) for text in texts]
     first = args.seed or 0
-    with one_line_errors(engine.model):
+    with at_work(engine.model):
         scores = compare(
             engine, prompts, {name: dataclasses.replace(speculation, method=name, timed=True) for name in methods},
             sampling=sampling, seeds=range(first, first + args.seeds), num_new=args.new_tokens,
+            use_graphs=not args.no_cuda_graphs,
             peers=find_peers(locate(args.model).path, engine) if args.peers else None,
         )  # fmt: skip
     result = summarise(scores, args.new_tokens)
@@ -235,7 +238,7 @@ def run_command(args: argparse.Namespace) -> int:
     )  # fmt: skip
     prompt = encode_prompt(engine, read_prompt(args), args.prompt_tokens)
     device = engine.model.device
-    generation = generation_of(args)
+    generation = generation_of(args, args.new_tokens)
     prefill, decode = zip(
         *(measure_once(engine, prompt, generation, quiet=args.quiet) for _ in range(args.repeats)), strict=True
     )

@@ -48,6 +48,8 @@ class Method:
         seed: int,
         num_new: int,
         queries_LTHD: Tensor,
+        *,
+        use_graphs: bool = True,
     ) -> None:
         """`full` holds the prompt but for its last token, and is copied; the queries are those of its last tokens."""
         model = engine.model
@@ -58,7 +60,7 @@ class Method:
         own.keys[..., :end, :] = full.keys[..., :end, :]
         own.values[..., :end, :] = full.values[..., :end, :]
         own.advance([end])
-        graphs = GraphPool() if model.device.type == "cuda" else None
+        graphs = GraphPool(model.device) if model.device.type == "cuda" and use_graphs else None
         self._cascade, small = build_cascade(
             model, engine.draft, own, [list(prompt)], [seed], sampling, speculation, self.stats, graphs
         )
@@ -134,6 +136,7 @@ def compare(
     seeds: Sequence[int],
     num_new: int,
     burst: int = 8,
+    use_graphs: bool = True,
     peers: dict[str, Callable[[list[int], int], Iterator[int]]] | None = None,
 ) -> dict[str, Score]:
     """Lets every method decode `num_new` tokens behind every prompt, for every seed; peers beside the first seed only.
@@ -157,7 +160,17 @@ def compare(
             log.info("  %s has read it in %.1f s", name, scores[name].prefill_seconds[-1])
         for seed in seeds:
             ours = {
-                name: Method(engine, full, prompt, speculation, sampling, seed, num_new + 2 * burst, queries_LTHD)
+                name: Method(
+                    engine,
+                    full,
+                    prompt,
+                    speculation,
+                    sampling,
+                    seed,
+                    num_new + 2 * burst,
+                    queries_LTHD,
+                    use_graphs=use_graphs,
+                )
                 for name, speculation in speculations.items()
             }
             contestants = {**ours, **(started_peers if seed == seeds[0] else {})}

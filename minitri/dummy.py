@@ -27,11 +27,12 @@ from minitri.compare import plotter
 from minitri.config import ModelConfig, unknown_model
 from minitri.engine import attend_on_device, attention_name, choose_device, choose_dtype
 from minitri.errors import InputError
-from minitri.flags import draft_of, positive, speculation_of, two_rates
+from minitri.flags import draft_of, generation_of, positive, speculation_of, two_rates
 from minitri.graphs import GraphPool
 from minitri.linear import can_pack, pack_linears
 from minitri.model import Llama
 from minitri.placement import read_per_token
+from minitri.reader import synchronize
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.shapes import shape_of
 from minitri.stats import Stats, spread
@@ -82,10 +83,11 @@ def measure_shape(args: argparse.Namespace) -> int:
         draft,
         contexts,
         speculation_of(args),
-        generation_of(args),
+        generation_of(args, args.new_tokens),
         args.synthetic_acceptance,
         dtype=dtype,
         device=device,
+        attention=args.attention,
     )
     memory, link = result["copy_bytes_per_second"], result["host_copy_bytes_per_second"]
     print(
@@ -99,14 +101,6 @@ def measure_shape(args: argparse.Namespace) -> int:
     if draw:
         draw(result)
     return 0
-
-
-def generation_of(args: argparse.Namespace) -> GenerationConfig:
-    """Runs that no token ends, placed as the flags say."""
-    return GenerationConfig(
-        args.new_tokens, ignore_eos=True, offload=args.offload, on_chip=args.on_chip,
-        cuda_graphs=not args.no_cuda_graphs,
-    )  # fmt: skip
 
 
 def fill(tensor: Tensor, scale: float, seed: int = 0) -> None:
@@ -154,7 +148,8 @@ def fill_cache(full: FullCache) -> None:
     """Random K and V in every slot."""
     tensors = [full.keys, full.values]
     if isinstance(full, OffloadedFullCache):
-        tensors += [full.host_keys, full.host_values]
+        staging = full._staging
+        tensors += [full.host_keys, full.host_values, staging.ring_keys, staging.ring_values]
     for tensor in tensors:
         if tensor.numel():
             fill(tensor, 1.0)
@@ -185,7 +180,7 @@ def decode(
         "target": SyntheticCoins(acceptance[0] if speculation.method == "naive" else acceptance[1], [seed + 1]),
     }
     stats = Stats(num_prompt_tokens=context)
-    graphs = GraphPool() if target.device.type == "cuda" and generation.cuda_graphs else None
+    graphs = GraphPool(target.device) if target.device.type == "cuda" and generation.cuda_graphs else None
     sampling = SamplingParams(0.6, top_p=0.9)
     cascade, small = build_cascade(
         target, draft, full, sequences, [seed], sampling, speculation, stats, graphs, coins
@@ -246,12 +241,6 @@ def copy_bandwidth(device: torch.device, *, from_host: bool, num_bytes: int = 1 
     return spread(rates)["median"]
 
 
-def synchronize(device: torch.device) -> None:
-    """Waits until the device has done everything it was asked to."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def compare_dummies(
     config: ModelConfig,
     draft_config: ModelConfig | None,
@@ -262,6 +251,7 @@ def compare_dummies(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    attention: str = "auto",
 ) -> dict[str, Any]:
     """Autoregressive decoding and the cascade behind each of several contexts, against measured copies."""
     log.info("SYNTHETIC: random weights in the shape of %s, verdicts drawn at rates of %s", config.name, acceptance)
@@ -269,7 +259,7 @@ def compare_dummies(
     draft = dummy_model(draft_config, dtype=dtype, device=device) if draft_config else None
     for model in (target, draft):
         if model is not None:
-            attend_on_device(model, "auto")
+            attend_on_device(model, attention)
     memory, link = copy_bandwidth(device, from_host=False), copy_bandwidth(device, from_host=True)
     rows = []
     for context in contexts:

@@ -249,6 +249,13 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def generation_of(args: argparse.Namespace, num_new: int) -> GenerationConfig:
+    """Runs for measurements: no token ends them, and their KV cache is where the flags say. Raises `InputError`."""
+    return GenerationConfig(
+        num_new, ignore_eos=True, offload=args.offload, on_chip=args.on_chip, cuda_graphs=not args.no_cuda_graphs
+    )  # fmt: skip
+
+
 def speculation_of(args: argparse.Namespace) -> SpeculationConfig:
     """The flags of `add_speculation_flags` as settings. Raises `InputError`."""
     return SpeculationConfig(

@@ -22,7 +22,7 @@ from minitri.cascade import Cascade, Emitted
 from minitri.errors import InputError, shorten
 from minitri.graphs import GraphPool
 from minitri.model import Llama
-from minitri.reader import read_prompt
+from minitri.reader import read_prompt, synchronize
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.stats import PrefillClock, Stats
 from minitri.stopping import StopScanner
@@ -74,10 +74,13 @@ Event = PrefillProgress | Token | End
 
 
 @contextlib.contextmanager
-def one_line_errors(model: Llama) -> Iterator[None]:
-    """Turns what may go wrong while a model runs into an `InputError`."""
+def at_work(model: Llama) -> Iterator[None]:
+    """Makes a model's device the current one, whose streams it means, and turns what may go wrong while it runs into an
+    `InputError`."""
+    on_device = torch.cuda.device(model.device) if model.device.type == "cuda" else contextlib.nullcontext()
     try:
-        yield
+        with on_device:
+            yield
     except torch.OutOfMemoryError as error:
         raise InputError(
             f"{model.device} has run out of memory ({shorten(error, 90)}); shorten the prompt, or lower "
@@ -137,25 +140,26 @@ class Generation(Iterator[Event]):
     ) -> None:
         self._model = model
         self._generation = generation
-        self.rows = [Row(b, prompt, tokenizer, generation.stop) for b, prompt in enumerate(prompts)]
-        self.stats = Stats(num_prompt_tokens=sum(map(len, prompts)))
-        capacity = max(map(len, prompts)) + generation.max_new_tokens + speculation.max_block - 1
-        full = allocate_full_cache(model, draft, list(map(len, prompts)), capacity, generation, speculation)
-        sequences = [list(prompt) for prompt in prompts]
-        try:
-            graphs = GraphPool() if model.device.type == "cuda" and generation.cuda_graphs else None
-            cascade, small = build_cascade(
-                model, draft, full, sequences, seeds, sampling, speculation, self.stats, graphs
-            )  # fmt: skip
-        except RuntimeError as error:  # out of memory, on CUDA too
-            raise InputError(
-                f"the small KV caches do not fit on {model.device} beside the full one ({shorten(error, 90)}); lower "
-                "budget or num_recent_tokens, or shorten the prompt"
-            ) from None
-        self._events = self._run(cascade, small, full)  # which alone holds the caches, so that its end frees them
+        with at_work(model):
+            self.rows = [Row(b, prompt, tokenizer, generation.stop) for b, prompt in enumerate(prompts)]
+            self.stats = Stats(num_prompt_tokens=sum(map(len, prompts)))
+            capacity = max(map(len, prompts)) + generation.max_new_tokens + speculation.max_block - 1
+            full = allocate_full_cache(model, draft, list(map(len, prompts)), capacity, generation, speculation)
+            sequences = [list(prompt) for prompt in prompts]
+            try:
+                graphs = GraphPool(model.device) if model.device.type == "cuda" and generation.cuda_graphs else None
+                cascade, small = build_cascade(
+                    model, draft, full, sequences, seeds, sampling, speculation, self.stats, graphs
+                )  # fmt: skip
+            except RuntimeError as error:  # out of memory, on CUDA too
+                raise InputError(
+                    f"the small KV caches do not fit on {model.device} beside the full one ({shorten(error, 90)}); "
+                    "lower budget or num_recent_tokens, or shorten the prompt"
+                ) from None
+            self._events = self._run(cascade, small, full)  # which alone holds the caches, so that its end frees them
 
     def __next__(self) -> Event:
-        with torch.inference_mode(), one_line_errors(self._model):
+        with torch.inference_mode(), at_work(self._model):
             return next(self._events)
 
     def close(self) -> None:
@@ -189,6 +193,7 @@ class Generation(Iterator[Event]):
         while done < num_tokens:
             started = time.perf_counter()
             end = next(chunks, num_tokens - 1)
+            synchronize(self._model.device)
             read, done = done, num_tokens if end == num_tokens - 1 else end
             self.stats.num_prefilled_tokens += done - read
             self.stats.prefill_seconds += time.perf_counter() - started

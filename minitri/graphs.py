@@ -2,8 +2,9 @@
 per kernel.
 
 `GraphedStep` wraps a function from a dataclass of tensors to a tensor and has its signature. Its inputs are copied into
-static buffers, the graph runs over these, and **what it returns is overwritten by the next call**: use it, or clone it.
-Whatever else the function reads or writes, weights and caches, must stay where it was at capture.
+static buffers, the graph runs over these, and **what it returns is overwritten by the next call** of any step in the
+same pool: use it, or clone it. Whatever else the function reads or writes, weights and caches, must stay where it was
+at capture.
 
 On a CPU the same static buffers run eagerly: the twin, with which tests prove all but the graph itself. This file knows
 nothing of language models.
@@ -18,6 +19,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+from minitri.errors import InputError, shorten
 
 NUM_WARMUPS = 2
 """Runs before the capture, in which libraries choose kernels and take their workspaces."""
@@ -42,9 +45,16 @@ def copy_from(static: Any, fresh: Any) -> None:
 class GraphedStep(Generic[Inputs]):
     """One phase, captured for inputs of one shape."""
 
-    def __init__(self, step: Callable[[Inputs], Tensor], example: Inputs, pool: Any = None) -> None:
-        """Runs `step` on a copy of `example` to warm up, and captures it. Graphs that share a `pool`
-        (`torch.cuda.graph_pool_handle()`) share memory, and must not run at the same time."""
+    def __init__(
+        self,
+        step: Callable[[Inputs], Tensor],
+        example: Inputs,
+        *,
+        pool: Any = None,
+        side: torch.cuda.Stream | None = None,
+    ) -> None:
+        """Runs `step` on a copy of `example` to warm up, and captures it, on the stream `side`. Graphs that share a
+        `pool` (`torch.cuda.graph_pool_handle()`) share memory, and must not run at the same time."""
         copies = {field.name: getattr(example, field.name).clone() for field in dataclasses.fields(example)}  # type: ignore[arg-type]
         self._static: Inputs = dataclasses.replace(example, **copies)  # type: ignore[type-var]
         self._step = step
@@ -54,7 +64,8 @@ class GraphedStep(Generic[Inputs]):
         self._graph: torch.cuda.CUDAGraph | None = None
         device = next(iter(copies.values())).device
         if device.type == "cuda":
-            self._output = self._capture(device, pool)
+            assert side is not None
+            self._output = self._capture(device, pool, side)
         else:
             self._output = step(self._static).clone()
 
@@ -67,16 +78,17 @@ class GraphedStep(Generic[Inputs]):
             self._output.copy_(self._step(self._static))
         return self._output
 
-    def _capture(self, device: torch.device, pool: Any) -> Tensor:
+    def _capture(self, device: torch.device, pool: Any, side: torch.cuda.Stream) -> Tensor:
+        torch.cuda.empty_cache()  # as the capture does, so that only its own memory is counted
         started, reserved = time.perf_counter(), torch.cuda.memory_reserved(device)
-        current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        current = torch.cuda.current_stream(device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
             for _ in range(NUM_WARMUPS):
                 self._step(self._static)
         current.wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
+        with torch.cuda.graph(self._graph, pool=pool, stream=side):
             output = self._step(self._static)
         self.capture_seconds = time.perf_counter() - started
         self.num_bytes = torch.cuda.memory_reserved(device) - reserved
@@ -84,19 +96,26 @@ class GraphedStep(Generic[Inputs]):
 
 
 class GraphPool:
-    """Steps that are captured into one pool of memory, and what that cost."""
+    """Steps that are captured on one stream into one pool of memory, and what that cost."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.num_graphs = 0
         self.capture_seconds = 0.0
         self.num_bytes = 0
-        self._pool: Any = None
+        on_gpu = device.type == "cuda"
+        self._pool: Any = torch.cuda.graph_pool_handle() if on_gpu else None
+        self._side = torch.cuda.Stream(device) if on_gpu else None
 
     def capture(self, step: Callable[[Inputs], Tensor], example: Inputs) -> GraphedStep[Inputs]:
-        """A step captured for inputs like `example`."""
-        if self._pool is None and torch.cuda.is_available():
-            self._pool = torch.cuda.graph_pool_handle()
-        graphed = GraphedStep(step, example, self._pool)
+        """A step captured for inputs like `example`. Raises `InputError` if it cannot be."""
+        try:
+            graphed = GraphedStep(step, example, pool=self._pool, side=self._side)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise InputError(
+                f"a CUDA graph could not be captured ({shorten(error, 90)}); use --no-cuda-graphs"
+            ) from None
         self.num_graphs += 1
         self.capture_seconds += graphed.capture_seconds
         self.num_bytes += graphed.num_bytes

@@ -7,7 +7,6 @@ prompt lookup. No other file of the package knows them, and they are imported on
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import queue
@@ -83,6 +82,13 @@ class Valve:
     def end(self) -> None:
         """Called by `generate` when it is done."""
 
+    def take(self) -> list[int]:
+        """The next tokens. Raises what `generate` has raised, `StopIteration` if it has returned."""
+        made = self.made.get()
+        if isinstance(made, Exception):
+            raise made
+        return made
+
 
 def prompt_lookup_peer(model: Any) -> Peer:
     """Speculation without a drafter by its `generate`: what followed the last words elsewhere in the text."""
@@ -92,24 +98,25 @@ def prompt_lookup_peer(model: Any) -> Peer:
 
         def generate() -> None:
             tokens = torch.tensor([prompt], device=model.device)
-            with contextlib.suppress(GeneratorExit):
-                try:
-                    model.generate(
-                        tokens, attention_mask=torch.ones_like(tokens), streamer=valve, max_new_tokens=num_new,
-                        min_new_tokens=num_new, do_sample=False, prompt_lookup_num_tokens=10, pad_token_id=0,
-                    )  # fmt: skip
-                except Exception as error:  # which would otherwise end a thread unseen, and leave the caller waiting
-                    valve.made.put(error)
+            try:
+                model.generate(
+                    tokens, attention_mask=torch.ones_like(tokens), streamer=valve, max_new_tokens=num_new,
+                    min_new_tokens=num_new, do_sample=False, prompt_lookup_num_tokens=10, pad_token_id=0,
+                )  # fmt: skip
+                valve.made.put(StopIteration())
+            except GeneratorExit:
+                pass
+            except Exception as error:  # which would otherwise end a thread unseen, and leave the caller waiting
+                valve.made.put(error)
 
         threading.Thread(target=generate, name="prompt lookup", daemon=True).start()
-        valve.made.get()  # the prompt
         try:
+            valve.take()  # the prompt
             while True:
                 valve.wanted.release()
-                tokens = valve.made.get()
-                if isinstance(tokens, Exception):
-                    raise tokens
-                yield from tokens
+                yield from valve.take()
+        except StopIteration:
+            return
         finally:
             valve.is_closed = True
             valve.wanted.release()

@@ -9,6 +9,7 @@ Legend: L layers, B batch, S slots, K KV heads, H query heads, D head dim, E hid
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,12 +175,15 @@ def choose_on_chip(
 
 
 def free_host_bytes() -> float:
-    """Host memory that can be taken; unlimited where the system does not say."""
-    try:
+    """Host memory that can be taken, by the system and by the limit of a container; unlimited where nothing says so."""
+    free = [math.inf]
+    with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return math.inf
+        free.append(next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")))
+    with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
+        limits = Path("/sys/fs/cgroup")
+        free.append(float(int((limits / "memory.max").read_text()) - int((limits / "memory.current").read_text())))
+    return min(free)
 
 
 def free_device_bytes(device: torch.device) -> float:

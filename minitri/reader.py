@@ -11,6 +11,7 @@ Legend: B rows, T tokens read at once, N proposed tokens, E hidden size, V vocab
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minitri.attention_cuda import LONGEST_BLOCK
 from minitri.caches.base import Cache, publish_lengths
 from minitri.caches.full import FullCache
 from minitri.graphs import GraphedStep, GraphPool
@@ -56,9 +58,9 @@ class Reader:
         self.queries_LBTHD = queries_LBTHD
         self.sampling = sampling
         self.vocab_size = vocab_size
-        self._graphs = graphs
-        self._block_sizes = sorted(block_sizes) if graphs is not None else []
         self._steps: dict[int, GraphedStep[Block]] = {}
+        if graphs is not None:
+            self._capture(graphs, block_sizes)
 
     def read(self, sequences: list[list[int]], counts: list[int], active: list[bool]) -> Tensor:
         """Laws (B, max(counts) + 1, V) behind the last `counts[b] + 1` tokens of each row; see `cascade.Reader`."""
@@ -66,11 +68,11 @@ class Reader:
             sequence[seen:] if on else sequence[-1:]
             for sequence, seen, on in zip(sequences, self.cache.num_tokens, active, strict=True)
         ]
+        N, T = max(counts) + 1, max(map(len, fresh))
+        first_B1 = torch.tensor([[len(row) - 1 - count] for row, count in zip(fresh, counts, strict=True)])
+        index_BN = (first_B1 + torch.arange(N)).clamp_(0, T - 1).to(self.model.device, non_blocking=True)
         hidden_BTE = self._read_block(fresh)
         self.cache.advance([len(row) if on else 0 for row, on in zip(fresh, active, strict=True)])
-        N, T = max(counts) + 1, hidden_BTE.shape[1]
-        first_B1 = torch.tensor([[len(row) - 1 - count] for row, count in zip(fresh, counts, strict=True)])
-        index_BN = (first_B1 + torch.arange(N)).clamp_(0, T - 1).to(hidden_BTE.device)
         hidden_BNE = hidden_BTE.gather(1, index_BN.unsqueeze(2).expand(-1, -1, hidden_BTE.shape[2]))
         logits_BNV = self.model.logits(hidden_BNE)[..., : self.vocab_size]
         laws_BNV = probs_from_logits(logits_BNV.flatten(0, 1), self.sampling).unflatten(0, (-1, N))
@@ -79,16 +81,21 @@ class Reader:
 
     def _read_block(self, blocks: list[list[int]]) -> Tensor:
         T = max(map(len, blocks))
-        size = next((size for size in self._block_sizes if size >= T), None)
-        if size is None or self._graphs is None:
+        size = min((size for size in self._steps if size >= T), default=None)
+        if size is None:
             return read_block(self.model, blocks, self.cache, self.queries_LBTHD)
-        inputs = make_block(self.model, blocks, self.cache, size)
-        if size not in self._steps:
-            self._steps[size] = self._graphs.capture(self._forward, inputs)
-        return self._steps[size](inputs)
+        return self._steps[size](make_block(self.model, blocks, self.cache, size))
 
-    def _forward(self, block: Block) -> Tensor:
-        return self.model(block.tokens_BT, block.positions_BT, self.cache, queries_LBTHD=self.queries_LBTHD)
+    @torch.no_grad()
+    def _capture(self, graphs: GraphPool, block_sizes: Collection[int]) -> None:
+        """Captures the forward pass, now, so that it costs no decoding time. What it writes stands behind the prefixes.
+
+        Longer blocks than `LONGEST_BLOCK` attend by lengths on the host, which a graph would keep as they are now.
+        """
+        step = functools.partial(forward, self.model, self.cache, self.queries_LBTHD)
+        for size in sorted(size for size in block_sizes if size <= LONGEST_BLOCK):
+            blocks = [[0] * size for _ in self.cache.lengths]
+            self._steps[size] = graphs.capture(step, make_block(self.model, blocks, self.cache, size))
 
     def forget(self, lengths: list[int]) -> None:
         """Keeps at most the first `lengths[b]` tokens of row b."""
@@ -100,7 +107,11 @@ def read_block(model: Llama, blocks: list[list[int]], cache: Cache, queries_LBTH
 
     The cache's lengths stay as they are.
     """
-    block = make_block(model, blocks, cache, max(map(len, blocks)))
+    return forward(model, cache, queries_LBTHD, make_block(model, blocks, cache, max(map(len, blocks))))
+
+
+def forward(model: Llama, cache: Cache, queries_LBTHD: Tensor | None, block: Block) -> Tensor:
+    """Final hidden states (B, T, E) of a block."""
     return model(block.tokens_BT, block.positions_BT, cache, queries_LBTHD=queries_LBTHD)
 
 
@@ -141,3 +152,9 @@ def read_prompt(
         if watch is not None and queries_LBTHD is not None:
             watch(queries_LBTHD[:, 0])
         yield full.lengths[b]
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done everything it was asked to."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -31,16 +31,18 @@ from minitri.errors import shorten
 from minitri.flags import (
     OneLineParser,
     add_draft_flag,
+    add_gpu_flags,
     add_model_flags,
     add_prompt_flags,
     add_size_flags,
     draft_of,
+    generation_of,
     speculation_of,
 )
 from minitri.generate import encode_prompt, finish, read_prompt, run_program
 from minitri.model import Llama
 from minitri.reader import read_block
-from minitri.settings import METHODS, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.settings import METHODS, SamplingParams, SpeculationConfig
 from minitri.verification import hashed_uniforms, noise_key
 
 log = logging.getLogger("minitri")
@@ -70,6 +72,7 @@ def build_parser() -> OneLineParser:
     )
     parser.add_argument("--seed", type=int, metavar="N", default=7, help="of those draws (default: %(default)s)")
     add_draft_flag(parser)
+    add_gpu_flags(parser)
     add_size_flags(parser.add_argument_group("speculation"))
     parser.add_argument("--quiet", action="store_true", help="no progress or log on standard error")
     parser.set_defaults(max_new_tokens=128, policy="retrieval", coupled=False)
@@ -200,7 +203,7 @@ class SelfTest:
         run = self.engine.generate(
             self.prompt,
             sampling=mode.sampling,
-            generation=GenerationConfig(args.max_new_tokens, ignore_eos=True),
+            generation=generation_of(args, args.max_new_tokens),
             speculation=speculation,
             seed=args.seed,
         )
@@ -232,7 +235,7 @@ def run_command(args: argparse.Namespace) -> int:
     args.method = "triforce" if {"auto", "naive", "triforce"} & set(methods) else methods[0]
     speculation, draft = speculation_of(args), draft_of(args)
     all_modes = modes(args.temperature)
-    GenerationConfig(args.max_new_tokens)
+    generation_of(args, args.max_new_tokens)
     text = read_prompt(args)
     engine = load(
         args.model, draft=draft, dtype=args.dtype, device=args.device, attention=args.attention,

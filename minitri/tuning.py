@@ -130,14 +130,17 @@ def expected_tokens(rate: float, num_guesses: float) -> float:
 
 
 CPU_COSTS = (0.7e-3, 14e9, 0.05)
-CUDA_COSTS = (0.3e-3, 2e12, 0.01)
+CUDA_COSTS = (0.05e-3, 2e12, 0.01)
 """Nominal seconds per layer whatever is in it, bytes per second, and what one more guess adds to a round."""
+LINK = 25e9
+"""Nominal bytes per second from host memory to a device."""
 
 
 def nominal_costs(
-    target: Llama, draft: Llama | None, num_tokens: int, retrieval: RetrievalCache | None
+    target: Llama, draft: Llama | None, num_tokens: int, retrieval: RetrievalCache | None, hosted_share: float = 0.0
 ) -> Callable[[str, int], float]:
-    """Seconds of a round by stage and guesses, the same in every run: from the bytes that must be read."""
+    """Seconds of a round by stage and guesses, the same in every run: from the bytes that must be read, of the full
+    cache a share from host memory."""
     per_layer, bandwidth, slope = CUDA_COSTS if target.device.type == "cuda" else CPU_COSTS
 
     def of(model: Llama, num_slots: int) -> float:
@@ -145,5 +148,7 @@ def nominal_costs(
         return model.config.num_layers * per_layer + (model.num_bytes + kv_bytes) / bandwidth
 
     seconds = {"target": of(target, num_tokens), "draft": of(draft, 0) if draft else 0.0}
+    hosted_bytes = hosted_share * target.config.kv_values_per_token * target.dtype.itemsize * num_tokens
+    seconds["target"] = max(seconds["target"], hosted_bytes / LINK)
     seconds["retrieval"] = of(target, max(retrieval.budgets)) if retrieval else 0.0
     return lambda stage, num_guesses: seconds[stage] * (1 + slope * num_guesses)

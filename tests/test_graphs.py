@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
+from minitri import reader
 from minitri.attention_cuda import GpuAttention, Math, TorchFlash
 from minitri.caches import full as full_module
 from minitri.caches import offloaded, retrieval, streaming
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
+from minitri.errors import InputError
 from minitri.graphs import GraphedStep, GraphPool
 from minitri.reader import Reader
-from minitri.settings import METHODS, SamplingParams
+from minitri.settings import MAX_GAMMA, METHODS, SamplingParams
 from tests.cascades import GREEDY, WARM, Rig, near_copy, random_prompt
-from tests.conftest import tiny_config, tiny_model
+from tests.conftest import CPU, new_cache, tiny_config, tiny_model
 from tests.test_attention_cuda import varlen_twin
 from tests.test_offloaded_cache import offloaded as offloaded_cache
 
@@ -60,7 +64,7 @@ def test_inputs_unlike_those_at_capture_are_refused(wrong, message):
 
 
 def test_a_pool_counts_what_it_has_captured():
-    pool = GraphPool()
+    pool = GraphPool(CPU)
     for size in (1, 2):
         pool.capture(lambda pair: pair.left, Pair(torch.zeros(size), torch.zeros(size)))
     assert (pool.num_graphs, pool.capture_seconds, pool.num_bytes) == (2, 0, 0)
@@ -80,16 +84,26 @@ def lengths_on_the_device(monkeypatch):
             return [UNREADABLE] * len(honest(self)) if in_step else honest(self)
 
         monkeypatch.setattr(cls, "lengths", property(lengths))
-    forward = Reader._forward
+    forward = reader.forward
 
-    def step(self, block):
+    def step(*inputs):
         in_step.append(True)
         try:
-            return forward(self, block)
+            return forward(*inputs)
         finally:
             in_step.pop()
 
-    monkeypatch.setattr(Reader, "_forward", step)
+    monkeypatch.setattr(Reader, "_capture", functools.partialmethod(capture_by, step=step))
+
+
+def capture_by(self, graphs, block_sizes, *, step):
+    """`Reader._capture` of another forward pass."""
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(reader, "forward", step)
+        capture(self, graphs, block_sizes)
+
+
+capture = Reader._capture
 
 
 def as_on_a_gpu(model, backend):
@@ -109,7 +123,7 @@ def test_static_steps_give_the_tokens_of_eager_ones(method, sampling, backend, l
     settings = {"method": method, "sampling": sampling, "budget": 24, "num_recent_tokens": 60, **gammas, **coupled}
     plain = Rig(target, PROMPTS, draft=draft, num_new=24, **settings)
     tokens = plain.run()
-    pool = GraphPool()
+    pool = GraphPool(CPU)
     for model in (target, draft):
         as_on_a_gpu(model, backend)
     static = Rig(target, PROMPTS, draft=draft, num_new=24, graphs=pool, **settings)
@@ -126,9 +140,41 @@ def test_kv_from_host_memory_is_streamed_by_eager_steps(lengths_on_the_device):
     settings = {"method": "triforce", "budget": 24, "gamma1": 2, "gamma2": 3, "num_new": 24, "num_recent_tokens": 60}
     tokens = Rig(target, PROMPTS, draft=near_copy(target, 0.02), **settings).run()
     draft = as_on_a_gpu(near_copy(target, 0.02), Math())
-    pool = GraphPool()
+    pool = GraphPool(CPU)
     full = offloaded_cache(1, config=CONFIG)
     rig = Rig(as_on_a_gpu(target, Math()), PROMPTS, draft=draft, graphs=pool, full=full, **settings)
     assert rig.run() == tokens
     assert rig.readers["target"]._steps == {}
     assert pool.num_graphs == len(rig.readers["retrieval"]._steps) + len(rig.readers["draft"]._steps) > 0
+
+
+def test_blocks_of_the_largest_gammas_do_not_read_lengths_from_the_host(lengths_on_the_device):
+    """Beyond `LONGEST_BLOCK` attention goes by the host's lengths, which a graph would keep as they were."""
+    target = tiny_model(CONFIG)
+    draft = near_copy(target, 0.01)
+    settings = {"num_new": 80, "budget": 24, "num_recent_tokens": 12}
+    plain = Rig(target, PROMPTS[:1], method="autoregressive", num_new=80).run()
+    for model in (target, draft):
+        as_on_a_gpu(model, Math())
+    for gammas in ({"method": "retrieval", "gamma2": MAX_GAMMA}, {"method": "naive", "gamma1": MAX_GAMMA}):
+        rig = Rig(target, PROMPTS[:1], draft=draft, graphs=GraphPool(CPU), **settings, **gammas)
+        assert rig.run() == plain
+        assert max(rig.readers["target"]._steps) == MAX_GAMMA + 1
+
+
+def test_a_run_that_is_over_frees_its_cache():
+    target = tiny_model(CONFIG)
+    full = new_cache(CONFIG, 3, 256)
+    rig = Rig(target, PROMPTS, method="retrieval", budget=24, gamma2=3, full=full, graphs=GraphPool(CPU))
+    rig.run()
+    gone = weakref.ref(full)
+    del full, rig
+    assert gone() is None
+
+
+def test_a_capture_that_fails_says_how_to_go_without():
+    def step(pair):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(InputError, match="could not be captured .operation not permitted .* --no-cuda-graphs"):
+        GraphPool(CPU).capture(step, Pair(torch.zeros(1), torch.zeros(1)))

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from minitri.caches import offloaded as offloaded_module
 from minitri.caches.full import FullCache
 from minitri.caches.offloaded import RING, NoStreams, OffloadedFullCache, host_memory
 from minitri.settings import METHODS, POLICIES
@@ -230,6 +231,25 @@ def test_only_what_is_missing_travels():
         cache.crop([12])
         cache.advance([0])
         assert copied == []
+
+
+def test_of_a_row_that_is_read_layer_by_layer_only_its_own_tokens_travel():
+    cache = offloaded(0)
+    block = torch.randn(3, 40, CONFIG.num_kv_heads, CONFIG.head_dim)
+    for layer in range(5):
+        cache.update(layer, block, block, block)
+    cache.advance([40, 40, 40])
+    fetched = []
+    copy_heads = offloaded_module.copy_heads
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(
+            offloaded_module, "copy_heads", lambda to, source: (fetched.append(to.shape[1]), copy_heads(to, source))
+        )
+        layers = iter(cache.layers(1))
+        for _ in range(5):
+            keys_KSD, _ = next(layers)
+            assert torch.equal(keys_KSD[:, :40], block[1].transpose(0, 1))
+    assert sum(fetched) == 3 * 2 * 40  # the first two layers were there
 
 
 def test_the_ring_holds_the_latest_tokens_of_blocks_of_any_size():

@@ -109,7 +109,7 @@ class Continuation:
         for done in read_tokens(model, prompt, self.full, 0, chunk=1024, watch=watch):
             print(f"\r  read {done + 1} of {len(prompt)} tokens", end="", file=sys.stderr, flush=True)
         print(f", {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
-        self.num_recent = args.num_recent_tokens
+        self.speculation = speculations[0]
         self.tokens = list(prompt)
         shape = (config.num_layers, 1, 1, config.num_heads, config.head_dim)
         query = torch.empty(shape, dtype=model.dtype, device=model.device)
@@ -142,7 +142,7 @@ class Continuation:
 
     def by_drafter(self, drafter: Llama, gamma1: int) -> Tensor:
         """The drafter's laws (N, V) of the new tokens."""
-        naive = SpeculationConfig("naive", gamma1=gamma1, num_recent_tokens=self.num_recent)
+        naive = dataclasses.replace(self.speculation, method="naive", gamma1=gamma1)
         reader = DraftReader(drafter, 1, self.sampling, naive, vocab_size=self.laws_NV.shape[1])
         return self._laws(reader, lambda num_tokens: reader.commit([self.tokens[:num_tokens]], [True]), gamma1)
 
@@ -175,12 +175,14 @@ def main(argv: list[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     names = list(POLICIES) if not args.policy or "all" in args.policy else list(dict.fromkeys(args.policy))
     args.policy = names[0]
+    if args.gamma1 is None or args.gamma2 is None:
+        raise InputError("gamma1 or gamma2 is auto; give numbers, such as --gamma1 3 --gamma2 3")
     speculation = speculation_of(args)
     files = args.prompt_file or [None]
     texts = [read_prompt(argparse.Namespace(prompt=None, prompt_file=file)) for file in files]
     engine = load(
         args.model, draft="ngram" if args.draft == "none" else args.draft, dtype=args.dtype, device=args.device,
-        rope_scaling=args.rope_scaling,
+        attention=args.attention, rope_scaling=args.rope_scaling,
     )  # fmt: skip
     if args.draft != "none" and engine.draft is None:
         raise InputError(f"--draft {args.draft} is no model; only a drafter with laws of its own can be measured")

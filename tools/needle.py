@@ -118,7 +118,14 @@ def main(argv: list[str] | None = None) -> None:
     args.policy = policies[0]
     speculation = speculation_of(args)
     text = read_prompt(args)
-    engine = load(args.model, draft="ngram", dtype=args.dtype, device=args.device, rope_scaling=args.rope_scaling)
+    engine = load(
+        args.model,
+        draft="ngram",
+        dtype=args.dtype,
+        device=args.device,
+        attention=args.attention,
+        rope_scaling=args.rope_scaling,
+    )
     text_ids = engine.tokenizer.encode(text)
     numbers = random.Random(args.seed)
     runs = []

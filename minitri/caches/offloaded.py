@@ -219,12 +219,12 @@ class OffloadedFullCache(FullCache):
         return keys_BKSD, values_BKSD
 
     def layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
-        b += self._rows.start
         yield from zip(self.keys[:, b], self.values[:, b], strict=True)
+        row = self.row(b)  # so that no other row's KV travels
         for layer in range(self.on_chip, self.shape[0]):
             self._staging.release()
-            buffer = self._stage(layer)
-            yield buffer.keys[b], buffer.values[b]
+            buffer = row._stage(layer)
+            yield buffer.keys[row._rows.start], buffer.values[row._rows.start]
         self._set_out()
 
     def tokens(self, b: int, start: int, end: int) -> tuple[Tensor, Tensor]:
@@ -325,6 +325,8 @@ def host_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
         if int(error) == 0:
             weakref.finalize(tensor, unregister, tensor.data_ptr(), device)
         else:
+            with contextlib.suppress(RuntimeError):  # CUDA reports the error once more, to whoever comes next
+                torch.zeros(1, device=device)
             log.warning(
                 "%.1f GB of host memory could not be page-locked (CUDA error %d), so the KV cache travels at a part "
                 "of the link's speed, while nothing computes; raise the limit on locked memory (ulimit -l)",

@@ -94,7 +94,8 @@ class RetrievalCache:
     def crop(self, num_tokens: list[int]) -> None:
         for b, wanted in enumerate(num_tokens):
             if wanted == 0:
-                self._num_committed[b] = self._num_held[b] = 0
+                self._num_committed[b] = self._num_held[b] = self._num_queries[b] = self._num_since_build[b] = 0
+                self._moving_rate[b] = 1.0
             self._num_guessed[b] = wanted - self._num_committed[b]
             assert self._num_guessed[b] >= 0
 

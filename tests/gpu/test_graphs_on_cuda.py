@@ -14,7 +14,7 @@ from minitri.caches.full import FullCache
 from minitri.errors import InputError
 from minitri.graphs import GraphPool
 from minitri.model import Llama
-from minitri.reader import Reader, make_block
+from minitri.reader import Reader, forward, make_block
 from minitri.settings import SamplingParams
 from tests.conftest import tiny_config
 from tests.test_attention import random_case
@@ -68,12 +68,12 @@ def test_a_replay_has_the_bits_of_an_eager_pass(name):
     """The same block behind a prefix that grows and shrinks: hidden states, and K and V, by both."""
     model = gpu_model(torch.bfloat16, backend_or_skip(name, torch.bfloat16))
     cache = FullCache.allocate(CONFIG, 2, 1024, dtype=model.dtype, device=model.device)
-    pool = GraphPool()
+    pool = GraphPool(torch.device("cuda"))
     reader = Reader(model, cache, SamplingParams(), vocab_size=CONFIG.vocab_size, graphs=pool, block_sizes={1, 4})
     for size, kept, cropped in ((4, 4, 0), (1, 1, 0), (4, 2, 0), (4, 4, 3), (1, 1, 0), (4, 3, 2)):
         blocks = [[(row * 31 + size * 7 + i) % CONFIG.vocab_size for i in range(size)] for row in range(2)]
         inputs = make_block(model, blocks, cache, size)
-        eager = reader._forward(inputs).clone()
+        eager = forward(model, cache, None, inputs).clone()
         places = [slots[:, :, :, : cache.lengths[0] + size].clone() for slots in (cache.keys, cache.values)]
         replayed = reader._read_block(blocks)
         assert torch.equal(replayed, eager)
@@ -96,7 +96,7 @@ def test_a_replay_allocates_nothing_and_waits_for_nothing():
         return model(one.tensor, one.tensor + 700, cache)
 
     inputs = One(torch.arange(4, device="cuda").unsqueeze(0))
-    graphed = GraphPool().capture(step, inputs)
+    graphed = GraphPool(torch.device("cuda")).capture(step, inputs)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
