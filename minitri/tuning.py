@@ -20,14 +20,15 @@ from minitri.model import Llama
 from minitri.settings import Plan
 from minitri.stats import LevelStats
 
-OPTIMISM = {"draft": 0.6, "retrieval": 0.9}
+OPTIMISM = {"draft": 0.55, "retrieval": 0.85}
 """Acceptance rates expected of a stage's guesses before there are any."""
 EVIDENCE = 6.0
 """Tested guesses that this expectation weighs as much as."""
 FADING = 0.995
 """What is left, after each step, of the evidence about a pair of stages that the step did not use."""
-HYSTERESIS = 1.05
-"""A plan must be predicted to be so many times as fast as the current one to replace it."""
+HYSTERESIS = {"gammas": 1.05, "method": 1.1}
+"""A plan must be predicted to be so many times as fast as the current one to replace it: with other gammas, or with
+other stages, of which less is known."""
 NUM_PROBES = 2
 """Rounds after which a stage's cost is known: the first one may be slow for reasons of its own."""
 
@@ -55,7 +56,8 @@ class Tuner:
             self.plan = probe
             return probe
         best = max(self._plans, key=self.tokens_per_second)
-        if self.tokens_per_second(best) > HYSTERESIS * self.tokens_per_second(self.plan):
+        needed = HYSTERESIS["gammas" if best.method == self.plan.method else "method"]
+        if self.tokens_per_second(best) > needed * self.tokens_per_second(self.plan):
             self.plan = best
         self._fade()
         return self.plan
