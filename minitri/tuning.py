@@ -48,17 +48,19 @@ class Tuner:
         self._nominal = nominal
         self._probes = [] if nominal else self._stages_to_measure()
         self.plan = plans[0]
+        self._is_chosen = False  # by comparison, not only to be measured
 
     def choose(self) -> Plan:
         """The plan of the next step."""
         probe = next((plan for name, plan in self._probes if self._stages[name].recent.num_rounds < NUM_PROBES), None)
         if probe is not None:
-            self.plan = probe
+            self.plan, self._is_chosen = probe, False
             return probe
         best = max(self._plans, key=self.tokens_per_second)
-        needed = HYSTERESIS["gammas" if best.method == self.plan.method else "method"]
+        needed = HYSTERESIS["gammas" if best.method == self.plan.method else "method"] if self._is_chosen else 1.0
         if self.tokens_per_second(best) > needed * self.tokens_per_second(self.plan):
             self.plan = best
+        self._is_chosen = True
         self._fade()
         return self.plan
 
