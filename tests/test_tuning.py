@@ -91,9 +91,20 @@ def test_the_current_plan_is_kept_against_a_small_advantage(advantage, changes):
     stages = measured(COSTS, {("target", "draft"): 0.5, ("target", "retrieval"): 0.5})
     naive, retrieval = Plan("naive", 1), Plan("retrieval", 0, 1)
     tuner = Tuner(stages, [naive, retrieval], nominal=lambda stage, n: {"draft": 0.01, "retrieval": 0.01}.get(stage, 1))
+    tuner.tokens_per_second = lambda plan, rate=None: 1.0
+    assert tuner.choose() == naive
     tuner.tokens_per_second = lambda plan, rate=None: advantage if plan == retrieval else 1.0
-    assert tuner.plan == naive
     assert (tuner.choose() == retrieval) == changes
+
+
+def test_the_first_choice_is_free():
+    """No plan is current by merit yet: neither the first of the list nor the last one that was only to be measured."""
+    for nominal in (lambda stage, n: 1.0, None):
+        plans = [Plan("autoregressive"), Plan("naive", 1), Plan("retrieval", 0, 1)]
+        stages = measured(COSTS, {("target", "draft"): 0.5, ("target", "retrieval"): 0.5})
+        tuner = Tuner(stages, plans, nominal)
+        tuner.tokens_per_second = lambda plan, rate=None: 1.01 if plan.method == "naive" else 1.0
+        assert tuner.choose().method == "naive"
 
 
 def test_break_even_is_where_speculation_is_as_fast_as_the_model_alone():
