@@ -44,7 +44,7 @@ def test_the_full_cache_equals_a_fresh_prefill_of_the_accepted_tokens(method, no
                 assert rig.full.lengths[b] == 0
                 continue
             length = len(sequence) - 1
-            assert rig.full.lengths[b] == rig.full.device_lengths[b] == length
+            assert rig.full.lengths[b] == length
             if length:
                 fresh, _ = fresh_read(target, sequence[:-1])
                 for ours, theirs in ((rig.full.keys, fresh.keys), (rig.full.values, fresh.values)):
