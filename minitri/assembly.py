@@ -131,6 +131,11 @@ def allocate_full_cache(
     settings: dict[str, Any] = {"dtype": target.dtype, "device": device}
     try:
         if device.type != "cuda":
+            if generation.offload:
+                raise InputError(
+                    f"offload is for GPUs: {config.name} runs on the {device.type}, whose KV cache is in host memory "
+                    "already; leave --offload out"
+                )
             return FullCache.allocate(config, B, capacity, **settings)
         needs = demand(
             config, draft.config if draft else None, speculation, num_tokens=capacity, batch_size=B,
@@ -211,12 +216,12 @@ def build_cascade(
     stats.stages.append(LevelStats("target"))
     reader = Reader(
         target, full, sampling, vocab_size=config.vocab_size, queries_LBTHD=queries_LBTHD,
-        graphs=None if isinstance(full, OffloadedFullCache) else graphs, block_sizes={1, speculation.max_block},
+        graphs=graphs if full.on_chip == config.num_layers else None, block_sizes={1, speculation.max_block},
     )  # fmt: skip
     top = Level(reader, None, coins_of["target"], stats.stages[-1], block=1)
     one_text = (speculation.coupled or sampling.temperature == 0) and target.dtype == torch.float32
     may_watch_clock = speculation.timed or one_text  # in fewer bits a block's length may decide a near-tie
-    hosted = 1 - full.on_chip / config.num_layers if isinstance(full, OffloadedFullCache) else 0.0
+    hosted = 1 - full.on_chip / config.num_layers
     nominal = None if may_watch_clock else nominal_costs(target, draft, max(map(len, sequences)), cache, hosted)
     stages = Stages(
         sequences, queries_LBTHD, stats, Tuner(stats.stages, plans, nominal),

@@ -12,7 +12,8 @@ How it is computed depends on the device, on T and on the length of the prefix:
   rule touches only the last T slots;
 - on CPU any other block runs PyTorch's flash kernel over the prefix, a long one in pieces, and over the block, merged
   by log-sum-exp;
-- on CUDA one fused kernel takes prefix and block with bottom-right causal alignment.
+- on CUDA one fused kernel takes prefix and block with bottom-right causal alignment; short blocks of a model on a GPU
+  go by `attention_cuda.py` instead.
 
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T, P = PIECES.
 """

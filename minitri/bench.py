@@ -65,7 +65,6 @@ def build_parser() -> OneLineParser:
         "--compare,\nthe methods against one another.",
         epilog="examples:\n  python -m minitri.bench --prompt-tokens 8000 --new-tokens 64 --repeats 3 --profile\n"
         "  python -m minitri.bench --compare --prompt-file a.txt --prompt-file b.txt --temperature 0.6 --top-p 0.9",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model_flags(parser)
     parser.add_argument(

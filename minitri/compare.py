@@ -25,8 +25,8 @@ from minitri.assembly import build_cascade
 from minitri.caches import FullCache
 from minitri.engine import Engine
 from minitri.errors import InputError
-from minitri.graphs import GraphPool
-from minitri.reader import read_prompt
+from minitri.graphs import graph_pool
+from minitri.reader import prefill
 from minitri.settings import SamplingParams, SpeculationConfig
 from minitri.stats import Stats, spread
 
@@ -60,7 +60,7 @@ class Method:
         own.keys[..., :end, :] = full.keys[..., :end, :]
         own.values[..., :end, :] = full.values[..., :end, :]
         own.advance([end])
-        graphs = GraphPool(model.device) if model.device.type == "cuda" and use_graphs else None
+        graphs = graph_pool(model.device, wanted=use_graphs)
         self._cascade, small = build_cascade(
             model, engine.draft, own, [list(prompt)], [seed], sampling, speculation, self.stats, graphs
         )
@@ -121,7 +121,7 @@ def read_prompt_once(
         latest[0] = torch.cat((latest[0], queries_LTHD), 1)[:, -max_queries:]
 
     started = time.perf_counter()
-    for _ in read_prompt(model, prompt, full, 0, chunk=chunk, watch=watch, max_queries=max_queries):
+    for _ in prefill(model, prompt, full, 0, chunk=chunk, watch=watch, max_queries=max_queries):
         pass
     return full, latest[0], time.perf_counter() - started
 

@@ -28,11 +28,13 @@ from minitri.config import ModelConfig, unknown_model
 from minitri.engine import attend_on_device, attention_name, choose_device, choose_dtype
 from minitri.errors import InputError
 from minitri.flags import draft_of, generation_of, positive, speculation_of, two_rates
-from minitri.graphs import GraphPool
+from minitri.generation import at_work
+from minitri.graphs import graph_pool
 from minitri.linear import can_pack, pack_linears
 from minitri.model import Llama
 from minitri.placement import read_per_token
 from minitri.reader import synchronize
+from minitri.report import phase_ms
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.shapes import shape_of
 from minitri.stats import Stats, spread
@@ -180,7 +182,7 @@ def decode(
         "target": SyntheticCoins(acceptance[0] if speculation.method == "naive" else acceptance[1], [seed + 1]),
     }
     stats = Stats(num_prompt_tokens=context)
-    graphs = GraphPool(target.device) if target.device.type == "cuda" and generation.cuda_graphs else None
+    graphs = graph_pool(target.device, wanted=generation.cuda_graphs)
     sampling = SamplingParams(0.6, top_p=0.9)
     cascade, small = build_cascade(
         target, draft, full, sequences, [seed], sampling, speculation, stats, graphs, coins
@@ -198,15 +200,11 @@ def decode(
     stats.commit_seconds = stats.rebuild_seconds = 0.0
     before = len(sequences[0])
     times: list[float] = []
-    tokens: list[int] = []
-    while sum(tokens) < num_new:
-        started, length = time.perf_counter(), len(sequences[0])
+    while (num_tokens := len(sequences[0]) - before) < num_new:
+        started = time.perf_counter()
         cascade.step()
         times.append(1e3 * (time.perf_counter() - started))
-        tokens.append(len(sequences[0]) - length)
-    num_tokens = len(sequences[0]) - before
-    phases = {stage.name: 1e3 * stage.seconds / num_tokens for stage in stats.stages}
-    phases |= {"commit": 1e3 * stats.commit_seconds / num_tokens, "rebuild": 1e3 * stats.rebuild_seconds / num_tokens}
+    stats.num_decoded_tokens = num_tokens
     return {
         "synthetic": True,
         "method": speculation.method,
@@ -214,8 +212,8 @@ def decode(
         "ms_per_token": sum(times) / num_tokens,
         "ms_per_step": spread(times),
         "tokens_per_step": num_tokens / len(times),
-        "phase_ms_per_token": phases,
-        "on_chip": full.on_chip if isinstance(full, OffloadedFullCache) else target.config.num_layers,
+        "phase_ms_per_token": phase_ms(stats),
+        "on_chip": full.on_chip,
         "num_graphs": graphs.num_graphs if graphs else 0,
         "capture_seconds": graphs.capture_seconds if graphs else 0.0,
     }
@@ -263,10 +261,11 @@ def compare_dummies(
     memory, link = copy_bandwidth(device, from_host=False), copy_bandwidth(device, from_host=True)
     rows = []
     for context in contexts:
-        alone, together = (
-            decode(target, draft, context, dataclasses.replace(speculation, method=method), generation, acceptance)
-            for method in ("autoregressive", speculation.method)
-        )
+        with at_work(target):
+            alone, together = (
+                decode(target, draft, context, dataclasses.replace(speculation, method=method), generation, acceptance)
+                for method in ("autoregressive", speculation.method)
+            )
         weights, kv = bytes_per_step(config, context, dtype)
         hosted = 1 - alone["on_chip"] / config.num_layers
         seconds = 1e-3 * alone["ms_per_step"]["median"]

@@ -184,11 +184,6 @@ class Engine:
         uncoupled, they also depend on the rows beside it, because all rows share the choice. Raises `InputError` here,
         before any work, if a prompt is empty, too long, or has tokens outside the vocabulary.
         """
-        if generation.offload and self.model.device.type != "cuda":
-            raise InputError(
-                f"offload is for GPUs: {self.config.name} runs on the {self.model.device.type}, whose KV cache is in "
-                "host memory already; leave --offload out"
-            )
         ids = [self._encode(prompt) for prompt in as_batch(prompts)]
         if not ids:
             raise InputError("there is no prompt; give at least one text or one list of token ids")

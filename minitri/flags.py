@@ -21,7 +21,11 @@ DEMO_PROMPT_TOKENS = 4000
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong with the flags in one line, without the usage text in front."""
+    """Says what is wrong with the flags in one line, without the usage text in front, and keeps the line breaks of its
+    description and epilog."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
 
     def error(self, message: str) -> NoReturn:
         """Raises the line, for exit code 2."""
@@ -39,7 +43,6 @@ def build_parser() -> OneLineParser:
         "  python -m minitri.generate --prompt-file novel.txt --max-prompt-tokens 8000 --temperature 0.6 --top-p 0.9\n"
         "  python -m minitri.generate --demo --method triforce --draft ngram --budget 1024 --color\n"
         "  cat novel.txt | python -m minitri.generate --prompt-file - --rope-scaling yarn:4 --json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model_flags(parser)
     add_prompt_flags(parser)

@@ -20,9 +20,9 @@ from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.cascade import Cascade, Emitted
 from minitri.errors import InputError, shorten
-from minitri.graphs import GraphPool
+from minitri.graphs import graph_pool
 from minitri.model import Llama
-from minitri.reader import read_prompt, synchronize
+from minitri.reader import prefill, synchronize
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.stats import PrefillClock, Stats
 from minitri.stopping import StopScanner
@@ -147,7 +147,7 @@ class Generation(Iterator[Event]):
             full = allocate_full_cache(model, draft, list(map(len, prompts)), capacity, generation, speculation)
             sequences = [list(prompt) for prompt in prompts]
             try:
-                graphs = GraphPool(model.device) if model.device.type == "cuda" and generation.cuda_graphs else None
+                graphs = graph_pool(model.device, wanted=generation.cuda_graphs)
                 cascade, small = build_cascade(
                     model, draft, full, sequences, seeds, sampling, speculation, self.stats, graphs
                 )  # fmt: skip
@@ -184,7 +184,7 @@ class Generation(Iterator[Event]):
         """Reads a prompt in chunks. Its last token is left to the cascade's start, and reported with the last chunk."""
         b, num_tokens, start_seconds = row.number, len(row.prompt), self.stats.prefill_seconds
         clock = PrefillClock(num_tokens)
-        chunks = read_prompt(
+        chunks = prefill(
             self._model, row.prompt, full, b, chunk=self._generation.prefill_chunk,
             watch=functools.partial(small.observe, b) if small else None,
             max_queries=small.max_prompt_queries if small else None,

@@ -29,6 +29,11 @@ Inputs = TypeVar("Inputs")
 """A dataclass of which every field is a tensor."""
 
 
+def graph_pool(device: torch.device, *, wanted: bool) -> GraphPool | None:
+    """A pool for the graphs of a run, on a GPU where they are wanted; None: every step runs eagerly."""
+    return GraphPool(device) if wanted and device.type == "cuda" else None
+
+
 def copy_from(static: Any, fresh: Any) -> None:
     """Copies every tensor of a dataclass into those of another. Raises `ValueError` unless they are alike."""
     for field in dataclasses.fields(static):

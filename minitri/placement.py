@@ -22,7 +22,7 @@ from minitri.caches.streaming import SLIDE
 from minitri.config import ModelConfig
 from minitri.errors import InputError
 from minitri.settings import Plan, SpeculationConfig
-from minitri.tuning import expected_tokens
+from minitri.tuning import expected_block, expected_tokens
 
 GIB = 1 << 30
 RESERVE = GIB
@@ -109,15 +109,15 @@ def demand(
         held = whole_strides(speculation.budget_for(num_prompt_tokens) + speculation.room)
         small += B * L * K * D * (2 * held + slots // speculation.chunk_size)
         small += B * L * config.num_heads * D * (speculation.observation_window + speculation.max_block)
-    drafts = draft is not None and methods & {"naive", "triforce"}
-    if draft is not None and drafts:
+    draft = draft if methods & {"naive", "triforce"} else None
+    if draft is not None:
         window = speculation.num_sink_tokens + speculation.num_recent_tokens + SLIDE + speculation.room
         small += 3 * B * draft.num_layers * draft.num_kv_heads * draft.head_dim * window
     row = 8 * config.hidden_size + 3 * config.intermediate_size + 4 * (config.num_heads + 2 * K) * D
     laws = 6 * B * speculation.max_block * config.vocab_size * 4
     return Demand(
         weights=num_weights(config) * itemsize,
-        draft_weights=num_weights(draft) * itemsize if draft is not None and drafts else 0,
+        draft_weights=num_weights(draft) * itemsize if draft is not None else 0,
         kv_layer=2 * B * K * slots * D * itemsize,
         ring_layer=2 * B * K * RING * D * itemsize,
         small_caches=small * itemsize,
@@ -240,8 +240,7 @@ def predict(
     target = max(from_memory, hosted * kv * num_tokens / machine.link_bytes_per_second)
     retrieval = (read + kv * budget) / machine.device_bytes_per_second
     draft_seconds = itemsize * read_per_token(draft) / machine.device_bytes_per_second if draft is not None else 0.0
-    per_round = expected_tokens(acceptance[0], plan.gamma1)
-    length = plan.gamma2 + (per_round - 1) / 2
-    guessing = length / per_round * (plan.gamma1 * draft_seconds + retrieval)
+    length, num_rounds = expected_block(acceptance[0], plan)
+    guessing = num_rounds * (plan.gamma1 * draft_seconds + retrieval)
     cascade = (guessing + target) / expected_tokens(acceptance[1], length)
     return Prediction(1e3 * draft_seconds, 1e3 * retrieval, 1e3 * target, 1e3 * cascade)

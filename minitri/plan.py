@@ -17,17 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minitri.config import MODELS, ModelConfig, unknown_model
+from minitri.config import ModelConfig, unknown_model
 from minitri.errors import InputError
 from minitri.exits import clean_exits
 
 with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
     from minitri.checkpoint import open_checkpoint
     from minitri.fetch import committed_path, default_draft
-    from minitri.flags import OneLineParser, add_draft_flag, add_size_flags, positive, two_rates
+    from minitri.flags import OneLineParser, add_draft_flag, add_size_flags, positive, speculation_of, two_rates
     from minitri.generate import run_program
     from minitri.placement import GIB, Demand, Machine, Prediction, demand, predict, shortage
-    from minitri.settings import SpeculationConfig
     from minitri.shapes import shape_of
 
 
@@ -39,7 +38,6 @@ def build_parser() -> OneLineParser:
         "that can be.",
         epilog="examples:\n  python -m minitri.plan --model llama2-7b-128k --context 124928 --gpu-memory 24\n"
         "  python -m minitri.plan --model lwm-text-512k --context 524288 --gpu-memory 80 --link-gb-s 50",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--model", default="llama2-7b-128k", metavar="NAME|PATH",
@@ -74,7 +72,7 @@ def build_parser() -> OneLineParser:
         help="acceptance rates to reckon with (default: 0.46,0.92, about the paper's)",
     )  # fmt: skip
     add_size_flags(group)
-    parser.set_defaults(gamma1=2, gamma2=6, quiet=False)
+    parser.set_defaults(method="triforce", policy="retrieval", coupled=False, seed=0, gamma1=2, gamma2=6, quiet=False)
     return parser
 
 
@@ -102,9 +100,7 @@ def config_of(name: str) -> ModelConfig:
 
 def draft_config(args: argparse.Namespace) -> ModelConfig | None:
     """The drafter's shape, or None for n-grams or none."""
-    name = args.draft
-    if name == "auto":
-        name = default_draft(args.model) if args.model in MODELS else "ngram"
+    name = default_draft(args.model) if args.draft == "auto" else args.draft
     return None if name in ("ngram", "none") else config_of(name)
 
 
@@ -135,11 +131,7 @@ def run_command(args: argparse.Namespace) -> int:
     context = args.context or config.context_length
     if args.gamma1 is None or args.gamma2 is None:
         raise InputError("gamma1 or gamma2 is auto; a plan needs numbers, such as --gamma1 2 --gamma2 6")
-    speculation = SpeculationConfig(
-        "triforce", gamma1=args.gamma1, gamma2=args.gamma2, budget=args.budget, chunk_size=args.chunk_size,
-        num_sink_tokens=args.num_sink_tokens, num_recent_tokens=args.num_recent_tokens,
-        observation_window=args.observation_window,
-    )  # fmt: skip
+    speculation = speculation_of(args)
     size = {"batch_size": args.batch, "num_tokens": context, "itemsize": 4 if args.dtype == "float32" else 2}
     needs = demand(config, draft, speculation, num_prompt_tokens=context, prefill_chunk=args.prefill_chunk, **size)
     gpu_bytes, host_bytes = args.gpu_memory * GIB, args.host_memory * GIB

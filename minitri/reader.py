@@ -4,7 +4,7 @@
 different amounts to read; shorter ones are padded behind, where nothing looks. This is the one place where logits
 become laws, so every level applies the same filters.
 
-`read_prompt` fills a row of a full cache beforehand, chunk by chunk.
+`prefill` fills a row of a full cache beforehand, chunk by chunk.
 
 Legend: B rows, T tokens read at once, N proposed tokens, E hidden size, V vocab, L layers, H query heads, D head dim.
 """
@@ -124,7 +124,7 @@ def make_block(model: Llama, blocks: list[list[int]], cache: Cache, size: int) -
     return Block(*(tensor.to(model.device, non_blocking=True) for tensor in (tokens_BT, positions_BT)))
 
 
-def read_prompt(
+def prefill(
     model: Llama,
     prompt: list[int],
     full: FullCache,

@@ -41,7 +41,7 @@ from minitri.flags import (
 )
 from minitri.generate import encode_prompt, finish, read_prompt, run_program
 from minitri.model import Llama
-from minitri.reader import read_block
+from minitri.reader import prefill, read_block
 from minitri.settings import METHODS, SamplingParams, SpeculationConfig
 from minitri.verification import hashed_uniforms, noise_key
 
@@ -59,7 +59,6 @@ def build_parser() -> OneLineParser:
         epilog="examples:\n"
         "  python -m minitri.selftest --model smollm2-135m --dtype float32\n"
         "  python -m minitri.selftest --model llama2-7b-128k --method triforce --max-prompt-tokens 32000",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model_flags(parser)
     add_prompt_flags(parser, max_prompt_tokens=2000)
@@ -155,10 +154,8 @@ def last_logits(model: Llama, sequence: list[int], width: int) -> Tensor:
     """Logits (V,) behind a sequence, through a fresh full cache: the last `width` tokens at once."""
     cache = FullCache.allocate(model.config, 1, len(sequence), dtype=model.dtype, device=model.device)
     start = len(sequence) - width
-    for first in range(0, start, READ_AT_ONCE):
-        piece = sequence[first : min(first + READ_AT_ONCE, start)]
-        read_block(model, [piece], cache)
-        cache.advance([len(piece)])
+    for _ in prefill(model, sequence[: start + 1], cache, 0, chunk=READ_AT_ONCE):
+        pass
     return model.logits(read_block(model, [sequence[start:]], cache)[0, -1])
 
 

@@ -96,10 +96,8 @@ class Tuner:
             return plan.gamma1, self._draft_seconds(plan.gamma1)
         if plan.method == "retrieval":
             return plan.gamma2, plan.gamma2 * self._cost("retrieval", 0)
-        per_round = expected_tokens(self.rate("retrieval", "draft"), plan.gamma1)
-        length = plan.gamma2 + (per_round - 1) / 2  # the last round overshoots
-        round_seconds = self._draft_seconds(plan.gamma1) + self._cost("retrieval", plan.gamma1)
-        return length, length / per_round * round_seconds
+        length, num_rounds = expected_block(self.rate("retrieval", "draft"), plan)
+        return length, num_rounds * (self._draft_seconds(plan.gamma1) + self._cost("retrieval", plan.gamma1))
 
     def _draft_seconds(self, gamma1: int) -> float:
         return gamma1 * self._cost("draft", 0)
@@ -131,6 +129,14 @@ class Tuner:
 def expected_tokens(rate: float, num_guesses: float) -> float:
     """Tokens per round, the verifier's own included, if guesses are accepted independently at this rate."""
     return num_guesses + 1 if rate >= 1 else (1 - rate ** (num_guesses + 1)) / (1 - rate)
+
+
+def expected_block(rate: float, plan: Plan) -> tuple[float, float]:
+    """Guesses that the retrieval level of triforce collects for the last level, and the rounds that this takes, if it
+    accepts the drafter's at this rate."""
+    per_round = expected_tokens(rate, plan.gamma1)
+    length = plan.gamma2 + (per_round - 1) / 2  # the last round overshoots
+    return length, length / per_round
 
 
 CPU_COSTS = (0.7e-3, 14e9, 0.05)

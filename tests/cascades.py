@@ -16,7 +16,7 @@ from minitri.config import ModelConfig
 from minitri.engine import Engine
 from minitri.graphs import GraphPool
 from minitri.model import Llama
-from minitri.reader import read_block, read_prompt
+from minitri.reader import prefill, read_block
 from minitri.settings import SamplingParams, SpeculationConfig
 from minitri.stats import Stats
 from minitri.tokenizer import Tokenizer, TokenizersBackend
@@ -93,7 +93,7 @@ class Rig:
         for b, prompt in enumerate(self.prompts):
             watch = functools.partial(self.small.observe, b) if self.small else None
             queries = self.small.max_prompt_queries if self.small else None
-            for _ in read_prompt(target, prompt, self.full, b, chunk=chunk, watch=watch, max_queries=queries):
+            for _ in prefill(target, prompt, self.full, b, chunk=chunk, watch=watch, max_queries=queries):
                 pass
 
     def _retire_finished(self, emitted: list[Emitted]) -> list[Emitted]:

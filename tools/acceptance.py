@@ -39,14 +39,13 @@ from minitri.exits import clean_exits
 from minitri.flags import OneLineParser, add_model_flags, add_sampling_flags, add_size_flags, positive, speculation_of
 from minitri.generate import encode_prompt, read_prompt
 from minitri.model import Llama
-from minitri.reader import Reader
-from minitri.reader import read_prompt as read_tokens
+from minitri.reader import Reader, prefill
 from minitri.sampling import sample
 from minitri.settings import POLICIES, SamplingParams, SpeculationConfig
 
 
 def build_parser() -> OneLineParser:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__)
     add_model_flags(parser)
     parser.add_argument(
         "--prompt-file", action="append", metavar="FILE", help="UTF-8 text; may be given several times (default: "
@@ -106,7 +105,7 @@ class Continuation:
                 cache.observe(0, queries_LTHD)
 
         started = time.perf_counter()
-        for done in read_tokens(model, prompt, self.full, 0, chunk=1024, watch=watch):
+        for done in prefill(model, prompt, self.full, 0, chunk=1024, watch=watch):
             print(f"\r  read {done + 1} of {len(prompt)} tokens", end="", file=sys.stderr, flush=True)
         print(f", {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
         self.speculation = speculations[0]

@@ -77,7 +77,7 @@ class NoCache:
 
 
 def build_parser() -> OneLineParser:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__)
     add_model_flags(parser)
     parser.add_argument(
         "--text", action="append", required=True, type=Path, metavar="FILE", help="UTF-8 text to learn from; may be "

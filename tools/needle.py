@@ -16,7 +16,6 @@ A cell says that rate, with a `*` where the full cache's answer holds the number
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import random
@@ -46,7 +45,7 @@ BEGINNING = "The special magic number for purple-lemon mentioned in the provided
 
 
 def build_parser() -> OneLineParser:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__)
     add_model_flags(parser)
     parser.add_argument("--prompt-file", metavar="FILE", help="UTF-8 text to hide in (default: Python's help)")
     parser.add_argument(

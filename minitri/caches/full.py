@@ -65,6 +65,11 @@ class FullCache:
         return self.keys.device
 
     @property
+    def on_chip(self) -> int:
+        """Layers whose keys and values stay on the device."""
+        return self.keys.shape[0]
+
+    @property
     def capacity(self) -> int:
         """Slots per row."""
         return self.shape[3]

@@ -184,11 +184,6 @@ class OffloadedFullCache(FullCache):
         return cls(keys, values, [0] * batch_size, host_keys, host_values, staging)
 
     @property
-    def on_chip(self) -> int:
-        """Layers that stay on the device."""
-        return self.keys.shape[0]
-
-    @property
     def shape(self) -> tuple[int, int, int, int, int]:
         _, B, K, S, D = self.keys.shape
         return self.on_chip + self.host_keys.shape[0], B, K, S, D
