@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -213,6 +214,9 @@ def build_cascade(
         config.num_layers, B, speculation.max_block, config.num_heads, config.head_dim,
         dtype=target.dtype, device=target.device,
     )  # fmt: skip
+    if cache is not None and isinstance(full, OffloadedFullCache):
+        small = weakref.proxy(cache)  # which holds the full cache: nothing is to keep both alive when their run is over
+        full.visitor = lambda layer, keys_BKSD, values_BKSD: small.visit(queries_LBTHD, layer, keys_BKSD, values_BKSD)
     stats.stages.append(LevelStats("target"))
     reader = Reader(
         target, full, sampling, vocab_size=config.vocab_size, queries_LBTHD=queries_LBTHD,

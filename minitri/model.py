@@ -153,11 +153,13 @@ class Attention(nn.Module):
         heads = self.qkv_proj(x_BTE).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
         _, raw_BTKD, v_BTKD = heads.split(self.heads, dim=2)
         q_BTHD, k_BTKD = shared.rotary.rotate(heads[:, :, : sum(self.heads[:2])]).split(self.heads[:2], dim=2)
-        cache = shared.cache
-        keys_BKSD, values_BKSD = cache.update(layer, raw_BTKD, k_BTKD, v_BTKD)
-        if shared.queries_LBTHD is not None:
+        if (
+            shared.queries_LBTHD is not None
+        ):  # before the cache is asked for the layer, which may be the time to use them
             latest_BTHD = q_BTHD[:, -shared.queries_LBTHD.shape[2] :]
             shared.queries_LBTHD[layer, :, : latest_BTHD.shape[1]] = latest_BTHD
+        cache = shared.cache
+        keys_BKSD, values_BKSD = cache.update(layer, raw_BTKD, k_BTKD, v_BTKD)
         out_BTHD = shared.attend(q_BTHD, keys_BKSD, values_BKSD, cache.lengths, shared.rule_TT, cache.lengths_B)
         return self.o_proj(out_BTHD.flatten(2))
 

@@ -252,6 +252,38 @@ def test_of_a_row_that_is_read_layer_by_layer_only_its_own_tokens_travel():
     assert sum(fetched) == 3 * 2 * 40  # the first two layers were there
 
 
+@pytest.mark.parametrize("on_chip", [0, 2])
+@pytest.mark.parametrize("policy", ["retrieval", "streaming", "topk"])
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_choosing_the_retrieval_cache_anew_moves_nothing_over_the_link(policy, on_chip, is_shown, monkeypatch):
+    """In every step here; each layer travels once, because the choice is made while the pass of the target has it on
+    the device. Without that, every step would need a second pass."""
+    full, travelled = offloaded(on_chip, batch_size=1), [0]
+    rig = Rig(tiny_model(CONFIG), [random_prompt(CONFIG, 90)], full=full, method="retrieval", policy=policy, budget=24,
+              rebuild_stride=1, gamma2=2, num_new=20)  # fmt: skip
+    if not is_shown:
+        full.visitor = None
+    host = [(slots.data_ptr(), slots.data_ptr() + slots.nbytes) for slots in (full.host_keys, full.host_values)]
+
+    def count(target_KTD, source_KTD):
+        if any(start <= source_KTD.data_ptr() < end for start, end in host):
+            travelled[0] += source_KTD.shape[1]
+        return copy_heads(target_KTD, source_KTD)
+
+    copy_heads = offloaded_module.copy_heads
+    monkeypatch.setattr(offloaded_module, "copy_heads", count)
+    num_steps = 0
+    with torch.inference_mode():
+        rig.start()
+        while any(rig.cascade.active):
+            travelled[0], longest = 0, full.lengths[0] + rig.speculation.max_block
+            rig.step()
+            num_steps += 1
+            assert 0 < travelled[0] <= 2 * (5 - on_chip) * longest or not is_shown
+            assert travelled[0] > 2 * (5 - on_chip) * longest or is_shown
+    assert rig.stats.num_rebuilds == num_steps + 1
+
+
 def test_the_ring_holds_the_latest_tokens_of_blocks_of_any_size():
     cache, exact = offloaded(2, batch_size=2, capacity=900), new_cache(CONFIG, 2, 900)
     generator = torch.Generator().manual_seed(3)

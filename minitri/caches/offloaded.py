@@ -23,7 +23,7 @@ import contextlib
 import copy
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +36,8 @@ from minitri.config import ModelConfig
 
 log = logging.getLogger("minitri")
 
+Visitor = Callable[[int, Tensor, Tensor], None]
+"""Takes a layer's number, and its keys and values (B, K, S, D)."""
 RING = 128
 """Latest tokens of every row whose K and V stay on the device."""
 
@@ -157,6 +159,8 @@ class OffloadedFullCache(FullCache):
         """`keys` and `values` are the layers on the device, perhaps none, the host's are the others."""
         super().__init__(keys, values, lengths)
         self.host_keys, self.host_values = host_keys, host_values
+        self.visitor: Visitor | None = None
+        """Is shown every layer while it is on the device in a pass, before anything attends to it."""
         self._staging = staging
         self._rows = slice(0, len(lengths))
 
@@ -195,8 +199,13 @@ class OffloadedFullCache(FullCache):
 
     def update(self, layer: int, raw_BTKD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor]:
         self._staging.release()
-        if layer < self.on_chip:
-            return super().update(layer, raw_BTKD, k_BTKD, v_BTKD)
+        on_chip = layer < self.on_chip
+        shown = (super().update if on_chip else self._update_hosted)(layer, raw_BTKD, k_BTKD, v_BTKD)
+        if self.visitor is not None:
+            self.visitor(layer, *shown)
+        return shown
+
+    def _update_hosted(self, layer: int, raw_BTKD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         self._check_room(k_BTKD.shape[1])
         buffer, hosted = self._stage(layer), layer - self.on_chip
         keys_BKSD, values_BKSD = buffer.keys[self._rows], buffer.values[self._rows]
@@ -242,6 +251,7 @@ class OffloadedFullCache(FullCache):
 
     def row(self, b: int) -> OffloadedFullCache:
         row = copy.copy(self)
+        row.visitor = None
         row._rows = slice(self._rows.start + b, self._rows.start + b + 1)
         row.keys, row.values = self.keys[:, b : b + 1], self.values[:, b : b + 1]
         row._lengths, row.lengths_B = [self._lengths[b]], device_lengths(1, self.device)

@@ -2,10 +2,13 @@
 
 Per layer and KV head it holds `budget` tokens of the full cache, chosen by a policy, and behind them the block that is
 being guessed. Slots are ordered from the least important to the most, so the exact K and V of tokens that have been
-committed overwrite the least important ones, one slot after the other, and the prefix never changes its length. The
-cache is chosen anew when half of it has been overwritten, at a stride, or when the target rejects too much; the queries
-are those of the last tokens the target has read (an observation window, as in SnapKV), kept from the passes in which it
-read them, so this costs no forward pass. Output can be of any length.
+committed overwrite the least important ones, one slot after the other, and the prefix never changes its length.
+
+The cache is chosen anew when half of it has been overwritten, at a stride, or when the target rejects too much. This
+belongs to a pass in which the target verifies: it is due or not before that pass, chooses among the tokens committed by
+then, and asks with the queries of the latest of them (an observation window, as in SnapKV), that with which the pass
+begins included. So it costs no pass of its own: where the full cache is in host memory, `visit` chooses of every layer
+while it is on the device, and `commit` finds it done; else `commit` does it. Output can be of any length.
 
 While a text is no longer than the budget the cache simply holds all of it, and equals the full cache.
 
@@ -57,9 +60,13 @@ class RetrievalCache:
         self._num_committed = [0] * B
         self._num_held = [0] * B  # committed tokens in slots; the budget, once the text is longer
         self._num_guessed = [0] * B  # block tokens behind them
-        self._num_overwritten = [0] * B  # since the cache was last chosen
+        self._num_overwritten = [0] * B  # slots, since the cache was last chosen
         self._num_since_build = [0] * B
         self._moving_rate = [1.0] * B
+        self._is_chosen = [False] * B  # else the text so far is here, in its order
+        self._num_visited = [0] * B  # tokens among which the last visit chose
+        for b in range(B):
+            self._start_over(b)
 
     @property
     def num_bytes(self) -> int:
@@ -94,8 +101,7 @@ class RetrievalCache:
     def crop(self, num_tokens: list[int]) -> None:
         for b, wanted in enumerate(num_tokens):
             if wanted == 0:
-                self._num_committed[b] = self._num_held[b] = self._num_queries[b] = self._num_since_build[b] = 0
-                self._moving_rate[b] = 1.0
+                self._start_over(b)
             self._num_guessed[b] = wanted - self._num_committed[b]
             assert self._num_guessed[b] >= 0
 
@@ -108,70 +114,90 @@ class RetrievalCache:
         self._num_queries[b] = seen + T
         self._policy.observe(self._full, b, queries_LTHD, self._full.lengths[b])
 
+    def visit(self, queries_LBTHD: Tensor, layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
+        """Chooses what is due of a layer, in a pass of the target. The queries are those of its block; K and V stand
+        where they do in the full cache."""
+        for b, end in enumerate(self._full.lengths):
+            if self._is_due(b, end):
+                self._choose(layer, b, queries_LBTHD[layer, b, 0], keys_BKSD[b, :, :end], values_BKSD[b, :, :end])
+                self._num_visited[b] = end
+
     def commit(self, b: int, queries_LTHD: Tensor, *, was_rejected: bool, has_guessed: bool = True) -> None:
         """Takes over what the full cache now holds of row b, and drops the block.
 
-        The queries are those of the T latest tokens of the full cache, T at least 1, which `observe` has not seen;
-        `was_rejected` says whether the target has just rejected a guess, `has_guessed` whether guesses were made with
-        this cache.
+        The queries are those of the T latest tokens of the full cache, T at least 1, which `observe` has not seen and
+        a pass of the target has just read; `was_rejected` says whether it has rejected a guess, `has_guessed` whether
+        guesses were made with this cache.
         """
-        start, end = self._num_committed[b], self._full.lengths[b]
-        fresh = end - start
-        rate = self._moving_rate[b]
-        num_tested = fresh - 1 + was_rejected
-        if num_tested and has_guessed:
-            rate = MEMORY * rate + (1 - MEMORY) * (fresh - 1) / num_tested
-        self._moving_rate[b] = rate
-        self._num_since_build[b] += fresh
+        end = self._full.lengths[b]
+        known = end - queries_LTHD.shape[1]  # before that pass
+        num_tested = end - known - 1 + was_rejected
+        if self._is_due(b, known):
+            if self._num_visited[b] != known:
+                started = time.perf_counter()
+                for layer, (keys_KSD, values_KSD) in enumerate(self._full.layers(b)):
+                    self._choose(layer, b, queries_LTHD[layer, 0], keys_KSD[:, :known], values_KSD[:, :known])
+                self.rebuild_seconds += time.perf_counter() - started
+            self.num_rebuilds += 1
+            self._is_chosen[b] = True
+            self._num_held[b], self._num_overwritten[b] = self.budgets[b], 0
+            self._num_since_build[b], self._moving_rate[b] = 0, 1.0
+            self._num_committed[b] = known // self._policy.unit * self._policy.unit  # what is left of the last unit
+        elif num_tested and has_guessed:
+            rate = (end - known - 1) / num_tested
+            self._moving_rate[b] = MEMORY * self._moving_rate[b] + (1 - MEMORY) * rate
+        self._num_since_build[b] += end - known
         self._num_guessed[b] = 0
-        self.observe(b, queries_LTHD)
-        if end <= self.budgets[b]:
-            self._copy(b, start, end, slot=start)
-            self._num_held[b] = end
-        elif self._is_due(b, fresh):
-            started = time.perf_counter()
-            self._build(b, end)
-            self.rebuild_seconds += time.perf_counter() - started
-        else:
-            self._overwrite(b, start, end)
+        self._take(b, self._num_committed[b], end)
         self._num_committed[b] = end
+        self.observe(b, queries_LTHD)
 
-    def _is_due(self, b: int, fresh: int) -> bool:
-        return (
-            self._num_committed[b]
-            <= self.budgets[b]  # so far it held all, in the order of the text: the sinks come first
-            or self._num_overwritten[b] + fresh > self.budgets[b] // 2
+    def _is_due(self, b: int, num_tokens: int) -> bool:
+        """Whether a pass that begins behind so many tokens is the time to choose."""
+        return num_tokens > self.budgets[b] and (
+            not self._is_chosen[b]
+            or self._num_overwritten[b] >= self.budgets[b] / 2
             or self._num_since_build[b] >= self._settings.rebuild_stride
             or self._moving_rate[b] < self._settings.rebuild_threshold
         )
 
-    def _build(self, b: int, end: int) -> None:
-        M, K = self._policy.unit, self.keys.shape[2]
+    def _choose(self, layer: int, b: int, query_HD: Tensor, keys_KSD: Tensor, values_KSD: Tensor) -> None:
+        """Fills the slots of a layer for a new query and those that have been observed, which it joins."""
+        M, K, W = self._policy.unit, self.keys.shape[2], self._queries.shape[2]
         C = self.budgets[b] // M
-        num_units = end // M
+        num_units = keys_KSD.shape[1] // M
         recent = min(-(-self._settings.num_recent_tokens // M), max(1, C // 4))
         sinks = min(-(-self._settings.num_sink_tokens // M), C - recent)
-        for layer, (keys_KSD, values_KSD) in enumerate(self._full.layers(b)):
-            queries_WHD = self._queries[layer, b, : self._num_queries[b]]
-            q_KRD = queries_WHD.unflatten(1, (K, -1)).transpose(0, 1).flatten(1, 2)
-            scores_KN = self._policy.scores(layer, b, q_KRD, keys_KSD[:, :end]).clone()
-            scores_KN[:, :sinks] = scores_KN[:, num_units - recent :] = math.inf
-            chosen_KC = scores_KN.topk(C).indices.flip(1)
-            heads_K1 = torch.arange(K, device=chosen_KC.device).unsqueeze(1)
-            for small, large_KSD in ((self.keys, keys_KSD), (self.values, values_KSD)):
-                units = large_KSD[:, : num_units * M].unflatten(1, (num_units, M))  # (K, N, M, D)
-                small[layer, b, :, : self.budgets[b]] = units[heads_K1, chosen_KC].flatten(1, 2)
-        self._num_held[b] = self.budgets[b]
-        self._num_overwritten[b] = self._num_since_build[b] = 0
+        self._queries[layer, b, self._num_queries[b] % W] = query_HD
+        queries_WHD = self._queries[layer, b, : self._num_queries[b] + 1]
+        q_KRD = queries_WHD.unflatten(1, (K, -1)).transpose(0, 1).flatten(1, 2)
+        scores_KN = self._policy.scores(layer, b, q_KRD, keys_KSD).clone()
+        scores_KN[:, :sinks] = scores_KN[:, num_units - recent :] = math.inf
+        chosen_KC = scores_KN.topk(C).indices.flip(1)
+        heads_K1 = torch.arange(K, device=chosen_KC.device).unsqueeze(1)
+        for small, large_KSD in ((self.keys, keys_KSD), (self.values, values_KSD)):
+            units = large_KSD[:, : num_units * M].unflatten(1, (num_units, M))  # (K, N, M, D)
+            small[layer, b, :, : self.budgets[b]] = units[heads_K1, chosen_KC].flatten(1, 2)
+
+    def _take(self, b: int, start: int, end: int) -> None:
+        """Exact K and V of the full cache's tokens from `start` to `end`: into free slots, then over the least
+        important ones."""
+        budget = self.budgets[b]
+        while start < end:
+            is_free = self._num_held[b] < budget
+            slot = self._num_held[b] if is_free else self._num_overwritten[b] % budget
+            stop = min(end, start + budget - slot)
+            for small, exact in zip((self.keys, self.values), self._full.tokens(b, start, stop), strict=True):
+                small[:, b, :, slot : slot + stop - start] = exact
+            if is_free:
+                self._num_held[b] += stop - start
+            else:
+                self._num_overwritten[b] += stop - start
+            start = stop
+
+    def _start_over(self, b: int) -> None:
+        self._num_committed[b] = self._num_held[b] = self._num_queries[b] = self._num_since_build[b] = 0
+        self._num_overwritten[b] = self._settings.num_sink_tokens  # these first ones stay until it is chosen
         self._moving_rate[b] = 1.0
-        self.num_rebuilds += 1
-        self._overwrite(b, num_units * M, end)
-
-    def _overwrite(self, b: int, start: int, end: int) -> None:
-        self._copy(b, start, end, slot=self._num_overwritten[b])
-        self._num_overwritten[b] += end - start
-
-    def _copy(self, b: int, start: int, end: int, *, slot: int) -> None:
-        """Exact K and V of the full cache's tokens from `start` to `end`, into consecutive slots."""
-        for small, exact in zip((self.keys, self.values), self._full.tokens(b, start, end), strict=True):
-            small[:, b, :, slot : slot + end - start] = exact
+        self._is_chosen[b] = False
+        self._num_visited[b] = 0
