@@ -7,11 +7,11 @@ prefix. So prefill, decoding, verification and trees are one call with different
 How it is computed depends on the device, on T and on the length of the prefix:
 
 - `attend_math` is the oracle of the tests: plain formulas in float32, or float64 for float64 tensors;
-- on CPU a short block behind a long prefix materialises its scores by one matmul per KV head, with its G query heads
-  and the T tokens folded into the columns of one matrix, so that K and V are read once per KV head, as they lie; the
-  rule touches only the last T slots;
-- on CPU any other block runs PyTorch's flash kernel over the prefix, a long one in pieces, and over the block, merged
-  by log-sum-exp;
+- on CPU a short block folds the G query heads of a KV head and its T tokens into the rows of one matrix, so that K and
+  V are read once per KV head, as they lie; the rule touches only the last T slots. One call of PyTorch's flash kernel
+  takes prefix and block, cut in pieces so that all cores have work; behind a very long prefix two matmuls are faster,
+  which materialise the scores;
+- on CPU a long block, of a prefill, runs the flash kernel over the prefix and over the block, merged by log-sum-exp;
 - on CUDA one fused kernel takes prefix and block with bottom-right causal alignment; short blocks of a model on a GPU
   go by `attention_cuda.py` instead.
 
@@ -20,6 +20,7 @@ Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T ne
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -30,22 +31,26 @@ from torch.nn.attention.bias import causal_lower_right
 HAS_TILES: bool = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
 """Whether the processor multiplies tiles of matrices (AMX), of which the flash kernel makes more than other matmuls."""
 
-SHORT_BLOCK = 1 if HAS_TILES else 16
-"""Longest block, in tokens, for which materialised scores beat the flash kernel on CPU, behind a long prefix."""
+SHORT_BLOCK = 16
+"""Longest block, in tokens, whose queries are folded: those of a decoder, not of a prefill."""
 
-SHORT_PREFIX = 10240 if HAS_TILES else 1280
-"""Up to this many slots (prefix + block) flash is the faster one for short blocks, too: it costs fewer calls."""
+MATMUL_BLOCK = 4 if HAS_TILES else SHORT_BLOCK
+MATMUL_PREFIX = 24576 if HAS_TILES else 1280
+"""Blocks up to so many tokens behind more slots than that (prefix + block) materialise their scores on CPU."""
 
 STRIDE = 64
-"""Short blocks meet the prefix in multiples of this many slots. oneDNN keeps compiled code for every matmul shape and
-stride it has seen, 0.7 MB each, so shapes that grew with every token would take more memory than the cache itself."""
+"""Materialised scores meet the prefix in multiples of this many slots. oneDNN compiles every matmul shape and stride it
+sees and keeps the code, 0.7 MB each, so shapes that grew with every token would take more memory than the cache."""
 
-SPLIT_BLOCK, SPLIT_PREFIX = 16, 4096
-"""Blocks up to so many tokens behind more slots than that leave the flash kernel too few rows of queries to share out
-among cores, so the prefix is cut in PIECES."""
+SPLIT_PREFIX = 1536
+"""Behind more slots than that, short blocks leave the flash kernel too few rows of queries to share out among cores."""
 
 PIECES = 4
-"""Parts of a prefix that are multiplied side by side; fixed, so that results do not depend on the number of cores."""
+"""Parts of a long prefix that are read side by side; fixed, so that results do not depend on the number of cores."""
+
+SAFE_TOTAL = 1e30
+"""The sum of the exponentials of all scores, and its inverse, must be smaller: then none has overflowed, and those that
+vanished do not count."""
 
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -108,9 +113,12 @@ def _math_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, ru
 
 
 def _cpu_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, rule_TT: Tensor | None) -> Tensor:
-    is_short = q_KGTD.shape[2] <= SHORT_BLOCK and end > SHORT_PREFIX
-    fast = _matmul_row if is_short and whole_strides(end) <= keys_KSD.shape[1] else _flash_row
-    return fast(q_KGTD, keys_KSD, values_KSD, end, rule_TT)
+    T = q_KGTD.shape[2]
+    if T > SHORT_BLOCK:
+        return _long_row(q_KGTD, keys_KSD, values_KSD, end, rule_TT)
+    if T <= MATMUL_BLOCK and end > MATMUL_PREFIX and whole_strides(end) <= keys_KSD.shape[1]:
+        return _matmul_row(q_KGTD, keys_KSD, values_KSD, end, rule_TT)
+    return _short_row(q_KGTD, keys_KSD, values_KSD, end, rule_TT)
 
 
 def whole_strides(num_slots: int) -> int:
@@ -122,9 +130,10 @@ def _matmul_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, 
     """Per KV head, because a batched matmul over heads would first copy the prefix: its heads lie `capacity` apart.
 
     Scores are K q^T, slots first, so that the matmul reads keys as they lie instead of repacking them; PIECES of the
-    slots run side by side. For the softmax, STRIDE slots lie side by side, so that its reductions are long vectors.
-    Scores and probabilities are stored in the dtype of the queries, so bfloat16 rounds them, which flash does not.
-    Slots behind `end` may be read, but their probabilities are 0.
+    slots run side by side. For the softmax, STRIDE slots lie side by side, so that its reductions are long vectors; it
+    leaves the largest score where it is, which saves two of four passes, and gives way to flash should that overflow.
+    Scores, their exponentials and sums over every STRIDE-th slot are stored in the dtype of the queries, so bfloat16
+    rounds them, which flash does not. Slots behind `end` may be read, but their probabilities are 0.
     """
     K, G, T, D = q_KGTD.shape
     R, width, cut = G * T, whole_strides(end), end // STRIDE * STRIDE
@@ -138,10 +147,9 @@ def _matmul_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, 
     if T > 1:
         unseen_TGT = ~block_rule(T, rule_TT, q_KDR.device).t()[:, None]  # keys before queries, the same for all G
         scores_KSR[:, end - T : end].view(K, T, G, T).masked_fill_(unseen_TGT, -math.inf)
-    strides = scores_KSR.view(K, -1, STRIDE * R)
-    best_KR = strides.amax(1).view(K, STRIDE, R).amax(1)
-    strides.sub_(best_KR.repeat(1, STRIDE).unsqueeze(1)).exp_()
-    total_KR = strides.sum(1, dtype=exact).view(K, STRIDE, R).sum(1)
+    total_KR = scores_KSR.exp_().view(K, -1, STRIDE * R).sum(1).view(K, STRIDE, R).sum(1, dtype=exact)
+    if not 1 / SAFE_TOTAL < total_KR.min() <= total_KR.max() < SAFE_TOTAL:
+        return _short_row(q_KGTD, keys_KSD, values_KSD, end, rule_TT)
     out_KRD = q_KDR.new_empty(K, R, D, dtype=exact)
     for probs_SR, values_SD, out_RD in zip(scores_KSR, values_KSD, out_KRD, strict=True):
         probs_PRS = probs_SR[:cut].view(PIECES, -1, R).transpose(1, 2)
@@ -152,32 +160,54 @@ def _matmul_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, 
     return (out_KRD / total_KR.unsqueeze(2)).to(q_KGTD.dtype).view(K, G, T, D)
 
 
-def _flash_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, rule_TT: Tensor | None) -> Tensor:
+def _short_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, rule_TT: Tensor | None) -> Tensor:
+    """One flash call over windows of the prefix, of which the last ends with the block. Windows are equally long and
+    begin equally far apart, so where the number of slots cannot be divided they overlap, and the bias hides that."""
+    K, G, T, D = q_KGTD.shape
+    pieces = PIECES if end > max(SPLIT_PREFIX, PIECES * T) else 1
+    apart = end // pieces
+    width = end - (pieces - 1) * apart
+    k, v = (x[:, :end].unfold(1, width, apart).transpose(2, 3) for x in (keys_KSD, values_KSD))  # (K, P, width, D)
+    make_bias = _causal_bias if rule_TT is None else functools.partial(_bias, rule_TT=rule_TT)
+    bias = make_bias(T, G, pieces, width, apart, q_KGTD.dtype)
+    out_KPRD, lse_KPR = _flash_cpu(q_KGTD.reshape(K, 1, G * T, D).expand(K, pieces, G * T, D), k, v, attn_mask=bias)
+    if pieces > 1:
+        out_KPRD = (out_KPRD * lse_KPR.softmax(1).unsqueeze(3)).sum(1).to(q_KGTD.dtype)
+    return out_KPRD.view(K, G, T, D)
+
+
+def _bias(
+    T: int, G: int, pieces: int, width: int, apart: int, dtype: torch.dtype, rule_TT: Tensor | None = None
+) -> Tensor | None:
+    """What `_short_row` adds to the scores of every KV head, (1, P, R, width): minus infinity in the last window where
+    the rule forbids, in the others where the next one begins. None if that is nowhere."""
+    if T == 1 and width == apart:
+        return None
+    bias_PTW = torch.zeros(pieces, T, width, dtype=dtype)
+    bias_PTW[:-1, :, apart:] = -math.inf
+    bias_PTW[-1, :, width - T :].masked_fill_(~block_rule(T, rule_TT, bias_PTW.device), -math.inf)
+    return bias_PTW.repeat(1, G, 1).unsqueeze(0)
+
+
+_causal_bias = functools.lru_cache(maxsize=16)(_bias)  # every layer of a pass adds the same
+
+
+def _long_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, rule_TT: Tensor | None) -> Tensor:
     K, G, T, D = q_KGTD.shape
     keys_KSD, values_KSD = keys_KSD[:, :end], values_KSD[:, :end]
-    if T == 1:  # a block of one token has no inside: all it sees is prefix
-        return _flash_cpu(q_KGTD.reshape(1, K, G, D), keys_KSD[None], values_KSD[None])[0].view(K, G, 1, D)
-    pieces = PIECES if T <= SPLIT_BLOCK and end > SPLIT_PREFIX else 1
-    last = T + (end - T) % pieces  # slots of the block's own call; what is before them parts into equal pieces
     # In the block a query head needs its own T x T rule; a KV head serves its G query heads without being copied.
-    k = keys_KSD[:, None, -last:].expand(K, G, last, D)
-    v = values_KSD[:, None, -last:].expand(K, G, last, D)
-    if rule_TT is None and last == T:
+    k = keys_KSD[:, None, -T:].expand(K, G, T, D)
+    v = values_KSD[:, None, -T:].expand(K, G, T, D)
+    if rule_TT is None:
         block, block_lse = _flash_cpu(q_KGTD, k, v, is_causal=True)
     else:
-        bias = torch.zeros(T, last, dtype=q_KGTD.dtype)
-        bias[:, last - T :].masked_fill_(~block_rule(T, rule_TT, bias.device), -math.inf)
-        block, block_lse = _flash_cpu(q_KGTD, k, v, attn_mask=bias)
-    if last == end:
+        bias_TT = torch.zeros(T, T, dtype=q_KGTD.dtype).masked_fill_(~rule_TT, -math.inf)
+        block, block_lse = _flash_cpu(q_KGTD, k, v, attn_mask=bias_TT)
+    if end == T:
         return block
     # The prefix has no rule, so the group folds into rows, and the kernel repacks K and V once per KV head.
-    k, v = (slots_KSD[:, :-last].unflatten(1, (pieces, -1)) for slots_KSD in (keys_KSD, values_KSD))
-    prefix_KPRD, lse_KPR = _flash_cpu(q_KGTD.reshape(K, 1, G * T, D).expand(K, pieces, G * T, D), k, v)
-    if pieces > 1:
-        share_KPR = lse_KPR.softmax(1)
-        prefix_KPRD = (prefix_KPRD * share_KPR.unsqueeze(3)).sum(1).to(q_KGTD.dtype)
-        lse_KPR = lse_KPR.logsumexp(1)
-    return merge_by_lse(prefix_KPRD.view(K, G, T, D), lse_KPR.view(K, G, T), block, block_lse)
+    prefix_RD, lse_R = _flash_cpu(q_KGTD.reshape(1, K, G * T, D), keys_KSD[None, :, :-T], values_KSD[None, :, :-T])
+    return merge_by_lse(prefix_RD.view(K, G, T, D), lse_R.view(K, G, T), block, block_lse)
 
 
 def merge_by_lse(left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Tensor) -> Tensor:

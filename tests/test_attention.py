@@ -7,15 +7,22 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitri import attention
-from minitri.attention import PIECES, SHORT_PREFIX, SPLIT_PREFIX, STRIDE, attend, attend_math, merge_by_lse
-
-SHORT_BLOCK = 16
+from minitri.attention import (
+    MATMUL_PREFIX,
+    PIECES,
+    SHORT_BLOCK,
+    SPLIT_PREFIX,
+    STRIDE,
+    attend,
+    attend_math,
+    merge_by_lse,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
-def short_blocks(monkeypatch):
-    """Both paths on every processor."""
-    monkeypatch.setattr(attention, "SHORT_BLOCK", SHORT_BLOCK)
+def matmul_blocks(monkeypatch):
+    """All paths on every processor."""
+    monkeypatch.setattr(attention, "MATMUL_BLOCK", SHORT_BLOCK)
 
 
 def random_case(T, prefixes, H=6, K=2, D=16, S=None, seed=0, dtype=torch.float32):
@@ -38,11 +45,11 @@ PREFIXES = ((0,), (1,), (PIECES - 1,), (STRIDE - 1,), (STRIDE,), (100,), (0, 37,
 @pytest.mark.parametrize("prefixes", PREFIXES)
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (5, 1)])
 @pytest.mark.parametrize(
-    ("short_prefix", "split_prefix"), [(0, SPLIT_PREFIX), (SHORT_PREFIX, SPLIT_PREFIX), (SHORT_PREFIX, 0)]
+    ("matmul_prefix", "split_prefix"), [(0, SPLIT_PREFIX), (MATMUL_PREFIX, SPLIT_PREFIX), (MATMUL_PREFIX, 0)]
 )
-def test_cpu_paths_equal_the_oracle(T, prefixes, heads, short_prefix, split_prefix, monkeypatch):
+def test_cpu_paths_equal_the_oracle(T, prefixes, heads, matmul_prefix, split_prefix, monkeypatch):
     """Materialised scores, flash over the prefix as a whole, and flash over pieces of it."""
-    monkeypatch.setattr(attention, "SHORT_PREFIX", short_prefix)
+    monkeypatch.setattr(attention, "MATMUL_PREFIX", matmul_prefix)
     monkeypatch.setattr(attention, "SPLIT_PREFIX", split_prefix)
     H, K = heads
     q, k, v, lengths = random_case(T, prefixes, H, K)
@@ -66,7 +73,7 @@ def test_a_tree_rule_replaces_causality_inside_the_block_only(T, path, monkeypat
     generator = torch.Generator().manual_seed(2)
     rule = torch.eye(T, dtype=torch.bool) | (torch.rand(T, T, generator=generator) < 0.3).tril()
     if path != "fused":
-        monkeypatch.setattr(attention, "SHORT_PREFIX", 0 if "long" in path else SHORT_PREFIX)
+        monkeypatch.setattr(attention, "MATMUL_PREFIX", 0 if "long" in path else MATMUL_PREFIX)
         monkeypatch.setattr(attention, "SPLIT_PREFIX", 0 if "pieces" in path else SPLIT_PREFIX)
         got = attend(q, k, v, lengths, rule)
     else:
@@ -76,19 +83,22 @@ def test_a_tree_rule_replaces_causality_inside_the_block_only(T, path, monkeypat
 
 
 def test_rows_of_equal_length_are_read_together_and_give_what_they_give_alone(monkeypatch):
-    for short_prefix in (0, SHORT_PREFIX):
-        monkeypatch.setattr(attention, "SHORT_PREFIX", short_prefix)
+    for matmul_prefix in (0, MATMUL_PREFIX):
+        monkeypatch.setattr(attention, "MATMUL_PREFIX", matmul_prefix)
         for T in (1, 5, SHORT_BLOCK + 1):
             q, k, v, lengths = random_case(T, (90, 90, 90))
             alone = [attend(q[b : b + 1], k[b : b + 1], v[b : b + 1], lengths[b : b + 1]) for b in range(3)]
             assert (attend(q, k, v, lengths) - torch.cat(alone)).abs().max() < 1e-6
 
 
-def test_scores_far_from_zero_neither_overflow_nor_vanish(monkeypatch):
-    monkeypatch.setattr(attention, "SHORT_PREFIX", 0)
+@pytest.mark.parametrize("where", ["around", "above", "below"])
+def test_scores_far_from_zero_neither_overflow_nor_vanish(where, monkeypatch):
+    monkeypatch.setattr(attention, "MATMUL_PREFIX", 0)
     for dtype, bound in ((torch.float32, 2e-5), (torch.bfloat16, 0.03)):
         q, k, v, lengths = random_case(4, (150,), dtype=dtype)
         q *= 100
+        if where != "around":  # every score of a query is some hundreds from 0 on the same side
+            q, k = q.abs(), k.abs() if where == "above" else -k.abs()
         got = attend(q, k, v, lengths).double()
         assert (got - attend_math(q.double(), k.double(), v.double(), lengths)).abs().mean() < bound
 
@@ -110,7 +120,7 @@ class Shapes(TorchDispatchMode):
 @pytest.mark.parametrize("T", [1, 5])
 def test_decoding_meets_few_matmul_shapes(T, monkeypatch):
     """oneDNN compiles and keeps code per shape: shapes that grew with every token leaked 1.3 MB a token."""
-    monkeypatch.setattr(attention, "SHORT_PREFIX", 0)
+    monkeypatch.setattr(attention, "MATMUL_PREFIX", 0)
     q, k, v, _ = random_case(T, (700,))
     with Shapes() as first:
         for prefix in range(STRIDE, 5 * STRIDE):
@@ -124,13 +134,13 @@ def test_decoding_meets_few_matmul_shapes(T, monkeypatch):
 def test_a_chain_in_two_blocks_equals_one_block(monkeypatch):
     q, k, v, lengths = random_case(30, (50,))
     whole = attend(q, k, v, lengths)
-    monkeypatch.setattr(attention, "SHORT_PREFIX", 0)
+    monkeypatch.setattr(attention, "MATMUL_PREFIX", 0)
     halves = torch.cat((attend(q[:, :12], k, v, [50]), attend(q[:, 12:], k, v, [62])), 1)
     assert (whole - halves).abs().max() < 2e-6
 
 
 @pytest.mark.parametrize("T", [1, 4])
-@pytest.mark.parametrize("prefix", [500, SHORT_PREFIX])
+@pytest.mark.parametrize("prefix", [500, MATMUL_PREFIX])
 def test_bfloat16_errors_stay_within_its_rounding(T, prefix):
     q, k, v, lengths = random_case(T, (prefix,), dtype=torch.bfloat16)
     exact = attend_math(q.double(), k.double(), v.double(), lengths)
