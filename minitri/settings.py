@@ -121,7 +121,7 @@ class SpeculationConfig:
     gamma2: int | None = None
     """Tokens the retrieval level collects before the full cache verifies them. None: what pays."""
     budget: int | None = None
-    """Tokens in the retrieval cache. None: an eighth of the prompt, from 256 to the paper's 4096."""
+    """Tokens in the retrieval cache. None: a quarter of the prompt, from 256 to the paper's 4096."""
     chunk_size: int = 8
     """Tokens that are retrieved together."""
     num_sink_tokens: int = 4
@@ -174,7 +174,7 @@ class SpeculationConfig:
         """Tokens in the retrieval cache of a prompt of this length."""
         if self.budget is not None:
             return self.budget
-        wanted = min(max(num_prompt_tokens // 8, 256), 4096)
+        wanted = min(max(num_prompt_tokens // 4, 256), 4096)
         return -(-wanted // self.chunk_size) * self.chunk_size
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 
 from minitri.graphs import GraphPool
 
-FORGETTING = 0.95
+FORGETTING = 0.97
 """What is left, after each verdict about a row, of what the verdicts before it said about acceptance."""
 SMOOTHING = 0.8
 """Weight of the past in the moving average of a round's time."""
@@ -42,15 +42,13 @@ class Recent:
         smoothed = min(known, seconds) if times <= 3 else SMOOTHING * known + (1 - SMOOTHING) * seconds
         self._seconds[num_guesses] = smoothed
 
-    def seconds_of_round(self, num_guesses: float) -> float:
-        """Of a round with so many guesses, between and beyond those that were measured on a straight line.
-
-        Next to nothing before the first, so that a stage gets its try.
-        """
+    def seconds_of_round(self, num_guesses: float) -> float | None:
+        """Of a round with so many guesses, between and beyond those that were measured on a straight line; None before
+        the first."""
         twice = [n for n, times in self._num_timed.items() if times > 1]  # the first of a length may have been slow
         known = sorted(twice or self._seconds)
         if not known:
-            return 1e-9
+            return None
         if len(known) == 1:
             return self._seconds[known[0]] * max(0.5, 1 + SLOPE * (num_guesses - known[0]))
         after = next((i for i, n in enumerate(known) if n >= num_guesses), len(known) - 1)

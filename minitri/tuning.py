@@ -3,8 +3,9 @@
 A `Plan` is a method with its gammas. `Tuner.choose` predicts the tokens per second of every plan that is allowed, from
 what a round of each stage costs and from how many of its guesses were accepted lately, and takes the best; the current
 plan keeps its place against small advantages. Autoregressive decoding is one of the plans, so speculation that does
-not pay is switched off. Stages never tried are thought of well until they have been tried; those not used for long are
-thought of a little better with every step, so that they get another chance when the text has changed.
+not pay is switched off. No step is spent on measuring alone: what has not been measured is expected to cost what bytes
+suggest, next to what has been, and guesses never tried are thought of well until they have been tried. Those not used
+for long are thought of a little better with every step, so that they get another chance when the text has changed.
 
 Choices depend on counts and times of the past alone, never on which tokens were drawn, so every step's tokens follow
 the target's law whatever is chosen. If not even times may matter, because a seed is to give the same text twice, the
@@ -24,13 +25,12 @@ OPTIMISM = {"draft": 0.55, "retrieval": 0.85}
 """Acceptance rates expected of a stage's guesses before there are any."""
 EVIDENCE = 6.0
 """Tested guesses that this expectation weighs as much as."""
-FADING = 0.995
+FADING = 0.98
 """What is left, after each step, of the evidence about a pair of stages that the step did not use."""
-HYSTERESIS = {"gammas": 1.05, "method": 1.1}
-"""A plan must be predicted to be so many times as fast as the current one to replace it: with other gammas, or with
-other stages, of which less is known."""
-NUM_PROBES = 2
-"""Rounds after which a stage's cost is known: the first one may be slow for reasons of its own."""
+HYSTERESIS = 1.05
+"""A plan must be predicted to be so many times as fast as the current one to replace it."""
+NUM_WARM_UP = 2
+"""Rounds of a stage that may be slow for reasons of their own, so its cost is not taken to be higher than expected."""
 
 AUTOREGRESSIVE = Plan("autoregressive")
 
@@ -39,28 +39,25 @@ class Tuner:
     """Chooses among plans."""
 
     def __init__(
-        self, stages: list[LevelStats], plans: list[Plan], nominal: Callable[[str, int], float] | None = None
+        self, stages: list[LevelStats], plans: list[Plan], nominal: Callable[[str, float], float], *, timed: bool
     ) -> None:
-        """`nominal(stage, n)`: seconds of a round of a stage that verifies n guesses, in place of measured ones."""
+        """`nominal(stage, n)`: seconds of a round of a stage that verifies n guesses, as bytes suggest. With `timed`
+        they only say what to expect of a round that has not been measured, in proportion to those that have."""
         assert plans
         self._stages = {stage.name: stage for stage in stages}
         self._plans = plans
         self._nominal = nominal
-        self._probes = [] if nominal else self._stages_to_measure()
+        self._timed = timed
         self.plan = plans[0]
-        self._is_chosen = False  # by comparison, not only to be measured
+        self._num_chosen = 0
 
     def choose(self) -> Plan:
         """The plan of the next step."""
-        probe = next((plan for name, plan in self._probes if self._stages[name].recent.num_rounds < NUM_PROBES), None)
-        if probe is not None:
-            self.plan, self._is_chosen = probe, False
-            return probe
-        best = max(self._plans, key=self.tokens_per_second)
-        needed = HYSTERESIS["gammas" if best.method == self.plan.method else "method"] if self._is_chosen else 1.0
-        if self.tokens_per_second(best) > needed * self.tokens_per_second(self.plan):
+        speeds = {plan: self.tokens_per_second(plan) for plan in self._plans}
+        best = max(speeds, key=speeds.__getitem__)
+        if speeds[best] > HYSTERESIS * speeds[self.plan] or self._num_chosen < NUM_WARM_UP:
             self.plan = best
-        self._is_chosen = True
+        self._num_chosen += 1
         self._fade()
         return self.plan
 
@@ -86,9 +83,14 @@ class Tuner:
         return high
 
     def rate(self, verifier: str, proposer: str) -> float:
-        """The acceptance rate to be expected, from recent guesses and, while they are few, optimism."""
-        tested, accepted = self._stages[verifier].recent.guesses.get(proposer, (0.0, 0.0))
-        return (accepted + EVIDENCE * OPTIMISM[proposer]) / (tested + EVIDENCE)
+        """The acceptance rate to be expected, from recent guesses and, while they are few, from those that the other
+        verifier of this proposer tested, which follows nearly the same law, and from optimism."""
+        rate, evidence = OPTIMISM[proposer], EVIDENCE
+        for name in sorted(self._stages, key=lambda name: name == verifier):  # the verifier itself has the last word
+            tested, accepted = self._stages[name].recent.guesses.get(proposer, (0.0, 0.0))
+            if tested:
+                rate = (accepted + evidence * rate) / (tested + evidence)
+        return rate
 
     def _block(self, plan: Plan) -> tuple[float, float]:
         """Expected guesses that reach the last level in a step, and the seconds that making them takes."""
@@ -103,9 +105,14 @@ class Tuner:
         return gamma1 * self._cost("draft", 0)
 
     def _cost(self, stage: str, num_guesses: float) -> float:
-        if self._nominal is not None:
-            return self._nominal(stage, round(num_guesses))
-        return self._stages[stage].recent.seconds_of_round(num_guesses)
+        if not self._timed:
+            return self._nominal(stage, num_guesses)
+        target = self._stages["target"].recent.seconds_of_round(0)
+        expected = self._nominal(stage, num_guesses) * (target / self._nominal("target", 0) if target else 1)
+        measured = self._stages[stage].recent.seconds_of_round(num_guesses)
+        if measured is None or self._stages[stage].recent.num_rounds >= NUM_WARM_UP:
+            return measured or expected
+        return min(measured, expected)
 
     def _fade(self) -> None:
         used = {"naive": {("target", "draft")}, "retrieval": {("target", "retrieval")}}
@@ -114,16 +121,6 @@ class Tuner:
             for proposer, (tested, accepted) in stage.recent.guesses.items():
                 if (name, proposer) not in used.get(self.plan.method, ()):
                     stage.recent.guesses[proposer] = (tested * FADING, accepted * FADING)
-
-    def _stages_to_measure(self) -> list[tuple[str, Plan]]:
-        """For every stage, a plan that measures its cost; for the target, also alone if that is allowed."""
-        probes = []
-        for stage, method in (("target", "autoregressive"), ("draft", "naive"), ("retrieval", "retrieval")):
-            allowed = [plan for plan in self._plans if plan.method == method]
-            allowed = allowed or [plan for plan in self._plans if plan.method == "triforce"]
-            if stage in self._stages and allowed:
-                probes.append((stage, allowed[len(allowed) // 2]))
-        return probes
 
 
 def expected_tokens(rate: float, num_guesses: float) -> float:
@@ -139,7 +136,7 @@ def expected_block(rate: float, plan: Plan) -> tuple[float, float]:
     return length, length / per_round
 
 
-CPU_COSTS = (0.7e-3, 14e9, 0.05)
+CPU_COSTS = (0.3e-3, 9e9, 0.04)
 CUDA_COSTS = (0.05e-3, 2e12, 0.01)
 """Nominal seconds per layer whatever is in it, bytes per second, and what one more guess adds to a round."""
 LINK = 25e9
@@ -148,7 +145,7 @@ LINK = 25e9
 
 def nominal_costs(
     target: Llama, draft: Llama | None, num_tokens: int, retrieval: RetrievalCache | None, hosted_share: float = 0.0
-) -> Callable[[str, int], float]:
+) -> Callable[[str, float], float]:
     """Seconds of a round by stage and guesses, the same in every run: from the bytes that must be read, of the full
     cache a share from host memory."""
     per_layer, bandwidth, slope = CUDA_COSTS if target.device.type == "cuda" else CPU_COSTS
