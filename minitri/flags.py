@@ -198,7 +198,7 @@ def add_size_flags(parser: argparse._ActionsContainer) -> None:
         )  # fmt: skip
     parser.add_argument(
         "--budget", type=int, metavar="N", default=default.budget,
-        help="tokens in the small KV cache, a multiple of the chunk size (default: an eighth of the prompt, from 256 "
+        help="tokens in the small KV cache, a multiple of the chunk size (default: a quarter of the prompt, from 256 "
         "to 4096)",
     )  # fmt: skip
     parser.add_argument(
