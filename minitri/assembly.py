@@ -132,11 +132,7 @@ def allocate_full_cache(
     settings: dict[str, Any] = {"dtype": target.dtype, "device": device}
     try:
         if device.type != "cuda":
-            if generation.offload:
-                raise InputError(
-                    f"offload is for GPUs: {config.name} runs on the {device.type}, whose KV cache is in host memory "
-                    "already; leave --offload out"
-                )
+            check_offload(target, generation)
             return FullCache.allocate(config, B, capacity, **settings)
         needs = demand(
             config, draft.config if draft else None, speculation, num_tokens=capacity, batch_size=B,
@@ -157,6 +153,15 @@ def allocate_full_cache(
             f"the KV cache for {B} x {capacity} tokens needs {needed / 1e9:.1f} GB, which {device} does not have; "
             "shorten the prompt, lower max_new_tokens, or use a smaller dtype"
         ) from None
+
+
+def check_offload(target: Llama, generation: GenerationConfig) -> None:
+    """Raises `InputError` if the KV cache is wanted in host memory for a model that runs there."""
+    if generation.offload and target.device.type != "cuda":
+        raise InputError(
+            f"offload is for GPUs: {target.config.name} runs on the {target.device.type}, whose KV cache is in host "
+            "memory already; leave --offload out"
+        )
 
 
 def build_cascade(

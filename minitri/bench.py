@@ -180,11 +180,6 @@ def profile_decoding(engine: Engine, prompt: list[int], generation: GenerationCo
 
 def compare_methods(args: argparse.Namespace) -> int:
     """Measures the methods against one another, prints, returns the exit code."""
-    if args.offload:
-        raise InputError(
-            "--compare keeps several KV caches on the device; leave --offload out, and compare runs of "
-            "python -m minitri.generate --offload --json instead"
-        )
     methods = list(dict.fromkeys(["autoregressive", *(args.method or METHODS)]))
     files, args.method = args.prompt_file or [None], "auto"
     draw = plotter(Path(args.plot), draw_speedups) if args.plot else None
@@ -200,8 +195,8 @@ def compare_methods(args: argparse.Namespace) -> int:
     with at_work(engine.model):
         scores = compare(
             engine, prompts, {name: dataclasses.replace(speculation, method=name, timed=True) for name in methods},
-            sampling=sampling, seeds=range(first, first + args.seeds), num_new=args.new_tokens,
-            use_graphs=not args.no_cuda_graphs,
+            sampling=sampling, seeds=range(first, first + args.seeds),
+            generation=generation_of(args, args.new_tokens),
             peers=find_peers(locate(args.model).path, engine) if args.peers else None,
         )  # fmt: skip
     result = summarise(scores, args.new_tokens)

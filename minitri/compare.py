@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitri.assembly import build_cascade
+from minitri.assembly import allocate_full_cache, build_cascade, check_offload
 from minitri.caches import FullCache
 from minitri.engine import Engine
 from minitri.errors import InputError
 from minitri.graphs import graph_pool
 from minitri.reader import prefill
-from minitri.settings import SamplingParams, SpeculationConfig
+from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.stats import Stats, spread
 
 log = logging.getLogger("minitri")
@@ -48,19 +48,16 @@ class Method:
         seed: int,
         num_new: int,
         queries_LTHD: Tensor,
-        *,
-        use_graphs: bool = True,
+        generation: GenerationConfig,
     ) -> None:
-        """`full` holds the prompt but for its last token, and is copied; the queries are those of its last tokens."""
+        """`full` holds the prompt but for its last token, and is copied; the queries are those of its last tokens.
+        `generation` says where the copy is to be."""
         model = engine.model
         capacity = len(prompt) + num_new + speculation.max_block
         self.stats = Stats(num_prompt_tokens=len(prompt))
-        own = FullCache.allocate(model.config, 1, capacity, dtype=model.dtype, device=model.device)
-        end = full.lengths[0]
-        own.keys[..., :end, :] = full.keys[..., :end, :]
-        own.values[..., :end, :] = full.values[..., :end, :]
-        own.advance([end])
-        graphs = graph_pool(model.device, wanted=use_graphs)
+        own = allocate_full_cache(model, engine.draft, [len(prompt)], capacity, generation, speculation)
+        own.adopt(full)
+        graphs = graph_pool(model.device, wanted=generation.cuda_graphs)
         self._cascade, small = build_cascade(
             model, engine.draft, own, [list(prompt)], [seed], sampling, speculation, self.stats, graphs
         )
@@ -134,16 +131,17 @@ def compare(
     *,
     sampling: SamplingParams,
     seeds: Sequence[int],
-    num_new: int,
+    generation: GenerationConfig,
     burst: int = 8,
-    use_graphs: bool = True,
     peers: dict[str, Callable[[list[int], int], Iterator[int]]] | None = None,
 ) -> dict[str, Score]:
-    """Lets every method decode `num_new` tokens behind every prompt, for every seed; peers beside the first seed only.
+    """Lets every method decode `generation.max_new_tokens` behind every prompt, for every seed; peers beside the first
+    seed only. With `generation.offload` the prompt is read on the device all the same.
 
     Progress goes to the log.
     """
-    peers = peers or {}
+    peers, num_new = peers or {}, generation.max_new_tokens
+    check_offload(engine.model, generation)
     scores = {name: Score() for name in (*speculations, *peers)}
     window = max(speculation.observation_window for speculation in speculations.values())
     for prompt in prompts:
@@ -161,15 +159,7 @@ def compare(
         for seed in seeds:
             ours = {
                 name: Method(
-                    engine,
-                    full,
-                    prompt,
-                    speculation,
-                    sampling,
-                    seed,
-                    num_new + 2 * burst,
-                    queries_LTHD,
-                    use_graphs=use_graphs,
+                    engine, full, prompt, speculation, sampling, seed, num_new + 2 * burst, queries_LTHD, generation
                 )
                 for name, speculation in speculations.items()
             }

@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor
 from minitri.assembly import allocate_full_cache, build_cascade
 from minitri.caches.full import FullCache
 from minitri.caches.offloaded import OffloadedFullCache, host_memory
+from minitri.cascade import Cascade
 from minitri.coins import Coins, IndependentCoins
 from minitri.compare import plotter
 from minitri.config import ModelConfig, unknown_model
@@ -45,6 +47,8 @@ log = logging.getLogger("minitri")
 WARMUP_STEPS = 3
 BLOCK = 1 << 22
 """Random numbers that are made; larger tensors repeat them."""
+PROFILED_STEPS = 4
+"""Steps, behind those that are timed, of which a GPU's work is recorded."""
 CHUNK = 4096
 """Tokens of a made-up prompt that the retrieval cache observes at a time."""
 
@@ -170,7 +174,7 @@ def decode(
 ) -> dict[str, Any]:
     """Decodes behind `context` made-up tokens with made-up verdicts; milliseconds per token and per phase."""
     num_new = generation.max_new_tokens
-    capacity = context + num_new + 2 * speculation.max_block * (WARMUP_STEPS + 2)
+    capacity = context + num_new + 2 * speculation.max_block * (WARMUP_STEPS + PROFILED_STEPS + 2)
     full = allocate_full_cache(target, draft, [context], capacity, generation, speculation)
     fill_cache(full)
     generator = torch.Generator().manual_seed(seed)
@@ -213,10 +217,36 @@ def decode(
         "ms_per_step": spread(times),
         "tokens_per_step": num_tokens / len(times),
         "phase_ms_per_token": phase_ms(stats),
+        "idle_share": idle_share(cascade) if target.device.type == "cuda" else None,
         "on_chip": full.on_chip,
         "num_graphs": graphs.num_graphs if graphs else 0,
         "capture_seconds": graphs.capture_seconds if graphs else 0.0,
     }
+
+
+def idle_share(cascade: Cascade) -> float:
+    """Share of the time of some more steps in which a GPU neither computes nor copies. Recording slows the host down a
+    little, so it is rather too high."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        started = time.perf_counter()
+        for _ in range(PROFILED_STEPS):
+            cascade.step()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+    work = [event.time_range for event in recorded.events() or () if event.device_type.name == "CUDA"]
+    return 1 - 1e-6 * covered([(span.start, span.end) for span in work]) / seconds
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals, which may overlap."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def bytes_per_step(config: ModelConfig, context: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -292,6 +322,8 @@ def line(row: dict[str, Any], memory: float, link: float) -> str:
     """One context, for people."""
     alone, together = row["autoregressive"], row["cascade"]
     phases = ", ".join(f"{name} {ms:.2f}" for name, ms in together["phase_ms_per_token"].items())
+    if together["idle_share"] is not None:
+        phases += f"; the GPU is idle for {together['idle_share']:.0%}"
     return (
         f"{row['context']:8d} tokens: autoregressive {alone['ms_per_step']['median']:.2f} ms/token at "
         f"{row['bytes_per_second'] / 1e9:.1f} GB/s of memory ({row['bytes_per_second'] / memory:.0%} of a copy) and "

@@ -9,11 +9,13 @@ import threading
 import pytest
 import torch
 
-from minitri import SamplingParams, SpeculationConfig, bench, load
+from minitri import GenerationConfig, SamplingParams, SpeculationConfig, bench, compare, load
+from minitri.caches.offloaded import RING
 from minitri.compare import Method, Score, read_prompt_once, summarise, take_turns
 from minitri.peers import prompt_lookup_peer, transformers_model, transformers_peer
 from minitri.settings import METHODS
 from tests.cascades import random_prompt, tiny_engine
+from tests.test_offloaded_cache import offloaded
 from tests.test_tools import texts  # noqa: F401 (a fixture)
 
 FLAGS = ("--compare", "--dtype", "float32", "--device", "cpu", "--prompt-tokens", "150", "--new-tokens", "24",
@@ -60,12 +62,34 @@ def test_taking_turns_changes_no_text():
     full, queries_LTHD, _ = read_prompt_once(engine, prompt, 16, chunk=32)
     contestants = {
         name: Method(engine, full, prompt, SpeculationConfig(name, budget=64, num_recent_tokens=40), SamplingParams(),
-                     0, 80, queries_LTHD) for name in METHODS
+                     0, 80, queries_LTHD, GenerationConfig()) for name in METHODS
     }  # fmt: skip
     take_turns(contestants, 50, 8)
     sequences = [method._cascade.sequences[0][: len(prompt) + 50] for method in contestants.values()]
     assert all(sequence == sequences[0] for sequence in sequences)
     assert len(sequences[0]) == len(prompt) + 50
+
+
+@torch.inference_mode()
+def test_methods_over_kv_in_host_memory_say_the_same(monkeypatch):
+    """As they would on a GPU: each method's copy of the cache that has read the prompt is an offloaded one."""
+    engine = tiny_engine()
+    prompt = random_prompt(engine.config, 2 * RING)
+    full, queries_LTHD, _ = read_prompt_once(engine, prompt, 16)
+    said = []
+    for name in METHODS:
+        for on_chip in (None, 0, 1):
+            with monkeypatch.context() as patching:
+                if on_chip is not None:
+                    hosted = offloaded(on_chip, batch_size=1, config=engine.config)
+                    patching.setattr(compare, "allocate_full_cache", lambda *settings, hosted=hosted: hosted)
+                speculation = SpeculationConfig(name, budget=64, chunk_size=4, num_recent_tokens=40, rebuild_stride=6)
+                method = Method(engine, full, prompt, speculation, SamplingParams(), 0, 80, queries_LTHD,
+                                GenerationConfig())  # fmt: skip
+                take_turns({name: method}, 50, 8)
+                said.append(method._cascade.sequences[0][: len(prompt) + 50])
+    assert len(said[0]) == len(prompt) + 50
+    assert all(text == said[0] for text in said)
 
 
 def test_speedups_are_taken_prompt_by_prompt():

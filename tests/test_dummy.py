@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from minitri import bench, generate
-from minitri.dummy import SyntheticCoins, bytes_per_step, compare_dummies, decode, dummy_model, fill, fill_cache
+from minitri.dummy import (
+    SyntheticCoins,
+    bytes_per_step,
+    compare_dummies,
+    covered,
+    decode,
+    dummy_model,
+    fill,
+    fill_cache,
+)  # fmt: skip
 from minitri.settings import GenerationConfig, SpeculationConfig
 from minitri.verification import Proposal
 from tests.conftest import CPU, new_cache, tiny_config
@@ -54,6 +63,11 @@ def test_a_shape_decodes_by_every_method(method):
     assert result["tokens_per_step"] == wanted
     assert result["synthetic"] is True
     assert result["ms_per_token"] > 0
+
+
+def test_time_at_work_counts_what_overlaps_once():
+    assert covered([]) == 0
+    assert covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.75), (6.0, 7.5)]) == 3 + 2.5
 
 
 def test_bytes_are_weights_and_kv():

@@ -300,6 +300,34 @@ def test_the_ring_holds_the_latest_tokens_of_blocks_of_any_size():
         assert_same(cache, exact)
 
 
+@pytest.mark.parametrize("on_chip", [0, 2])
+def test_what_another_cache_holds_is_adopted_to_the_bit_and_goes_on(on_chip):
+    generator = torch.Generator().manual_seed(5)
+    read, exact, cache = new_cache(CONFIG, 2, 300), new_cache(CONFIG, 2, 400), offloaded(on_chip, batch_size=2)
+
+    def block(size):
+        return torch.randn(2, size, CONFIG.num_kv_heads, CONFIG.head_dim, generator=generator)
+
+    for layer in range(5):
+        k, v = block(280), block(280)
+        read.update(layer, k, k, v)
+    read.advance([280, 131])
+    for ours in (exact, cache):
+        ours.adopt(read)
+    for size in (1, 3, 40):
+        assert_same(cache, exact)
+        for layer in range(5):
+            k, v = block(size), block(size)
+            got, wanted = cache.update(layer, k, k, v), exact.update(layer, k, k, v)
+            for a, z in zip(got, wanted, strict=True):
+                for b, length in enumerate(exact.lengths):
+                    assert torch.equal(a[b, :, : length + size], z[b, :, : length + size])
+        for ours in (exact, cache):
+            ours.advance([size, size])
+            ours.crop([length - size // 2 for length in ours.lengths])
+    assert_same(cache, exact)
+
+
 def test_more_than_it_holds_is_refused():
     cache = offloaded(0, batch_size=1, capacity=64)
     block = torch.zeros(1, 65, CONFIG.num_kv_heads, CONFIG.head_dim)

@@ -98,6 +98,13 @@ class FullCache:
         """Keys and values (L, K, T, D) of row b's tokens from `start` to `end`, on the device."""
         return self.keys[:, b, :, start:end], self.values[:, b, :, start:end]
 
+    def adopt(self, whole: FullCache) -> None:
+        """Takes over, empty as it is, all that another cache holds, which is on the device as a whole."""
+        end = max(whole.lengths)
+        self.keys[..., :end, :] = whole.keys[..., :end, :]
+        self.values[..., :end, :] = whole.values[..., :end, :]
+        self.advance(whole.lengths)
+
     def row(self, b: int) -> FullCache:
         """A cache of one row that shares memory with row b, for prefilling rows of different lengths one by one.
 

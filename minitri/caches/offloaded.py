@@ -249,6 +249,16 @@ class OffloadedFullCache(FullCache):
             copy_heads(target_KTD, source_KTD)
         return read_LKTD
 
+    def adopt(self, whole: FullCache) -> None:
+        end = max(whole.lengths)
+        for near, far, source in (
+            (self.keys, self.host_keys, whole.keys), (self.values, self.host_values, whole.values)
+        ):  # fmt: skip
+            near[..., :end, :] = source[: self.on_chip, ..., :end, :]
+            far[..., :end, :] = source[self.on_chip :, ..., :end, :]
+        self._staging.ring_starts = list(whole.lengths)  # none of these tokens is in the ring
+        self.advance(whole.lengths)
+
     def row(self, b: int) -> OffloadedFullCache:
         row = copy.copy(self)
         row.visitor = None

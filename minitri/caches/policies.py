@@ -29,6 +29,9 @@ from minitri.caches.full import FullCache
 QUERIES_AT_ONCE = 64
 """`HeavyHitters` scores this many queries of a prompt at a time, which bounds its scratch memory."""
 
+MEANS_AT_ONCE = 512
+"""`ChunkRetrieval` makes so many means at a time: what they are made of may have to come from host memory."""
+
 NEIGHBOR = 0.99
 """Share of a chunk's score that the next chunk gets at least. Just below 1, so that the two are never tied."""
 
@@ -79,11 +82,11 @@ class ChunkRetrieval:
         self._num_means = [0] * B
 
     def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:  # noqa: ARG002 (means need keys alone)
-        M, done, whole = self.unit, self._num_means[b], end // self.unit
-        if whole > done:
-            keys_LKTD, _ = full.tokens(b, done * M, whole * M)
-            self._means[:, b, :, done:whole] = keys_LKTD.unflatten(2, (whole - done, M)).mean(3)
-            self._num_means[b] = whole
+        M, whole = self.unit, end // self.unit
+        while (done := self._num_means[b]) < whole:
+            upto = self._num_means[b] = min(whole, done + MEANS_AT_ONCE)
+            keys_LKTD, _ = full.tokens(b, done * M, upto * M)
+            self._means[:, b, :, done:upto] = keys_LKTD.unflatten(2, (upto - done, M)).mean(3)
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, keys_KSD: Tensor) -> Tensor:
         scores_KN = attention_received(q_KRD, self._means[layer, b, :, : keys_KSD.shape[1] // self.unit])

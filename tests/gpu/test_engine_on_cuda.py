@@ -11,11 +11,6 @@ from minitri.attention import attend, attend_math
 from minitri.settings import METHODS, POLICIES
 from tests.test_attention import random_case
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this PyTorch sees none"),
-]
-
 
 def tokens(engine, prompts, speculation=SpeculationConfig(), sampling=SamplingParams()):  # noqa: B008 (frozen)
     generation = GenerationConfig(max_new_tokens=24, ignore_eos=True)

@@ -19,11 +19,6 @@ from minitri.settings import SamplingParams
 from tests.conftest import tiny_config
 from tests.test_attention import random_case
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this PyTorch sees none"),
-]
-
 SHAPE = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64}
 CONFIG = tiny_config(num_layers=3, hidden_size=512, num_heads=8, num_kv_heads=4, head_dim=64, context_length=4096)
 

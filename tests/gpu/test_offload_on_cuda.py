@@ -10,14 +10,15 @@ from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.caches.full import FullCache
 from minitri.caches.offloaded import OffloadedFullCache
 from minitri.errors import InputError
-from tests.conftest import tiny_config
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this PyTorch sees none"),
-]
+from tests.conftest import tiny_config, write_hf_folder
 
 PROMPTS = [[5, 6, 7], list(range(10, 200)), [9]]
+
+
+@pytest.fixture(scope="module")
+def deep_folder(tmp_path_factory):
+    """Five layers, so that staging buffers change their layer in every pass."""
+    return write_hf_folder(tmp_path_factory.mktemp("models") / "deep", num_hidden_layers=5)
 
 
 def tokens(engine, speculation, sampling, **placement):
@@ -26,12 +27,15 @@ def tokens(engine, speculation, sampling, **placement):
     return {event.row: event.token_ids for event in events if isinstance(event, End)}
 
 
-@pytest.mark.parametrize("on_chip", [0, 1])
+@pytest.mark.parametrize("on_chip", [0, 2])
 @pytest.mark.parametrize("method", ["autoregressive", "naive", "retrieval", "triforce"])
 @pytest.mark.parametrize("cuda_graphs", [False, True])
-def test_offload_gives_the_tokens_of_the_full_cache(folder, method, on_chip, cuda_graphs):
-    engine = minitri.load(str(folder), draft=str(folder), dtype="float32", device="cuda")
-    speculation = SpeculationConfig(method, gamma1=2, gamma2=3, budget=32, num_recent_tokens=12, coupled=True)
+def test_offload_gives_the_tokens_of_the_full_cache(folder, deep_folder, method, on_chip, cuda_graphs):
+    """The retrieval cache is chosen anew every few tokens, of layers that visit the device."""
+    engine = minitri.load(str(deep_folder), draft=str(folder), dtype="float32", device="cuda")
+    speculation = SpeculationConfig(
+        method, gamma1=2, gamma2=3, budget=32, num_recent_tokens=12, rebuild_stride=4, coupled=True
+    )
     sampling = SamplingParams(0.8, top_p=0.9)
     whole = tokens(engine, speculation, sampling)
     assert tokens(engine, speculation, sampling, offload=True, on_chip=on_chip, cuda_graphs=cuda_graphs) == whole
