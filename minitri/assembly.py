@@ -231,7 +231,7 @@ def build_cascade(
     one_text = (speculation.coupled or sampling.temperature == 0) and target.dtype == torch.float32
     may_watch_clock = speculation.timed or one_text  # in fewer bits a block's length may decide a near-tie
     hosted = 1 - full.on_chip / config.num_layers
-    nominal = nominal_costs(target, draft, max(map(len, sequences)), cache, hosted)
+    nominal = nominal_costs(target, draft, sum(map(len, sequences)), cache, hosted)
     stages = Stages(
         sequences, queries_LBTHD, stats, Tuner(stats.stages, plans, nominal, timed=may_watch_clock),
         target=top, retrieval=retrieval, drafter=drafter, retrieval_cache=cache, draft_reader=draft_reader,

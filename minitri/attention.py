@@ -32,7 +32,7 @@ HAS_TILES: bool = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
 """Whether the processor multiplies tiles of matrices (AMX), of which the flash kernel makes more than other matmuls."""
 
 SHORT_BLOCK = 16
-"""Longest block, in tokens, whose queries are folded: those of a decoder, not of a prefill."""
+"""Longest block, in tokens, whose queries are folded: those of decoding with ordinary gammas, not of a prefill."""
 
 MATMUL_BLOCK = 4 if HAS_TILES else SHORT_BLOCK
 MATMUL_PREFIX = 24576 if HAS_TILES else 1280
@@ -116,7 +116,8 @@ def _cpu_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, rul
     T = q_KGTD.shape[2]
     if T > SHORT_BLOCK:
         return _long_row(q_KGTD, keys_KSD, values_KSD, end, rule_TT)
-    if T <= MATMUL_BLOCK and end > MATMUL_PREFIX and whole_strides(end) <= keys_KSD.shape[1]:
+    has_range = q_KGTD.dtype != torch.float16  # for the exponentials of all scores
+    if T <= MATMUL_BLOCK and end > MATMUL_PREFIX and whole_strides(end) <= keys_KSD.shape[1] and has_range:
         return _matmul_row(q_KGTD, keys_KSD, values_KSD, end, rule_TT)
     return _short_row(q_KGTD, keys_KSD, values_KSD, end, rule_TT)
 
@@ -183,13 +184,14 @@ def _bias(
     the rule forbids, in the others where the next one begins. None if that is nowhere."""
     if T == 1 and width == apart:
         return None
-    bias_PTW = torch.zeros(pieces, T, width, dtype=dtype)
-    bias_PTW[:-1, :, apart:] = -math.inf
-    bias_PTW[-1, :, width - T :].masked_fill_(~block_rule(T, rule_TT, bias_PTW.device), -math.inf)
-    return bias_PTW.repeat(1, G, 1).unsqueeze(0)
+    with torch.inference_mode(False):  # the next pass may be one with gradients
+        bias_PTW = torch.zeros(pieces, T, width, dtype=dtype)
+        bias_PTW[:-1, :, apart:] = -math.inf
+        bias_PTW[-1, :, width - T :].masked_fill_(~block_rule(T, rule_TT, bias_PTW.device), -math.inf)
+        return bias_PTW.repeat(1, G, 1).unsqueeze(0)
 
 
-_causal_bias = functools.lru_cache(maxsize=16)(_bias)  # every layer of a pass adds the same
+_causal_bias = functools.lru_cache(maxsize=8)(_bias)  # every layer of a pass adds the same
 
 
 def _long_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, rule_TT: Tensor | None) -> Tensor:

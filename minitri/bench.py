@@ -52,7 +52,7 @@ with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
 PARTS = {
     "linear layers": ("mkldnn::_linear_pointwise", "aten::addmm"),
     "attention, LM head": ("aten::bmm", "aten::mm", "aten::_scaled_dot_product_flash_attention_for_cpu"),
-    "attention, softmax": ("aten::amax", "aten::exp_", "aten::sub_"),
+    "attention, softmax": ("aten::exp_", "aten::sum"),
 }
 """Kernels of a decoding step on CPU by what they are for; the rest, the profiler's own cost included, is `other`."""
 

@@ -153,9 +153,8 @@ class Attention(nn.Module):
         heads = self.qkv_proj(x_BTE).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
         _, raw_BTKD, v_BTKD = heads.split(self.heads, dim=2)
         q_BTHD, k_BTKD = shared.rotary.rotate(heads[:, :, : sum(self.heads[:2])]).split(self.heads[:2], dim=2)
-        if (
-            shared.queries_LBTHD is not None
-        ):  # before the cache is asked for the layer, which may be the time to use them
+        # Before the cache is asked for the layer, which may be the time to use them.
+        if shared.queries_LBTHD is not None:
             latest_BTHD = q_BTHD[:, -shared.queries_LBTHD.shape[2] :]
             shared.queries_LBTHD[layer, :, : latest_BTHD.shape[1]] = latest_BTHD
         cache = shared.cache

@@ -128,7 +128,7 @@ class Stats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     rebuild_seconds: float = 0.0
-    """Of decoding, spent on choosing retrieval caches anew."""
+    """Of decoding, spent on choosing retrieval caches anew, unless that is a part of verification: see `visit`."""
     commit_seconds: float = 0.0
     """Of decoding, spent on bringing committed tokens into the small caches."""
     num_rebuilds: int = 0

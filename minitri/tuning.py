@@ -25,12 +25,15 @@ OPTIMISM = {"draft": 0.55, "retrieval": 0.85}
 """Acceptance rates expected of a stage's guesses before there are any."""
 EVIDENCE = 6.0
 """Tested guesses that this expectation weighs as much as."""
-FADING = 0.98
+FADING = 0.995
 """What is left, after each step, of the evidence about a pair of stages that the step did not use."""
 HYSTERESIS = 1.05
 """A plan must be predicted to be so many times as fast as the current one to replace it."""
 NUM_WARM_UP = 2
-"""Rounds of a stage that may be slow for reasons of their own, so its cost is not taken to be higher than expected."""
+"""First rounds of a stage, which may be slow for reasons of their own, so its cost is not taken to be higher than
+expected; and first steps, whose plans have no right to stay."""
+PATIENCE = 0.99
+"""How much less a stage that was never run is expected to cost with every step, lest it never be."""
 
 AUTOREGRESSIVE = Plan("autoregressive")
 
@@ -110,9 +113,9 @@ class Tuner:
         target = self._stages["target"].recent.seconds_of_round(0)
         expected = self._nominal(stage, num_guesses) * (target / self._nominal("target", 0) if target else 1)
         measured = self._stages[stage].recent.seconds_of_round(num_guesses)
-        if measured is None or self._stages[stage].recent.num_rounds >= NUM_WARM_UP:
-            return measured or expected
-        return min(measured, expected)
+        if measured is None:
+            return expected * PATIENCE**self._num_chosen
+        return measured if self._stages[stage].recent.num_rounds >= NUM_WARM_UP else min(measured, expected)
 
     def _fade(self) -> None:
         used = {"naive": {("target", "draft")}, "retrieval": {("target", "retrieval")}}
@@ -146,8 +149,8 @@ LINK = 25e9
 def nominal_costs(
     target: Llama, draft: Llama | None, num_tokens: int, retrieval: RetrievalCache | None, hosted_share: float = 0.0
 ) -> Callable[[str, float], float]:
-    """Seconds of a round by stage and guesses, the same in every run: from the bytes that must be read, of the full
-    cache a share from host memory."""
+    """Seconds of a round by stage and guesses, the same in every run: from the bytes that must be read. The full cache
+    holds `num_tokens` in all its rows, of which a share comes from host memory."""
     per_layer, bandwidth, slope = CUDA_COSTS if target.device.type == "cuda" else CPU_COSTS
 
     def of(model: Llama, num_slots: int) -> float:
@@ -157,5 +160,5 @@ def nominal_costs(
     seconds = {"target": of(target, num_tokens), "draft": of(draft, 0) if draft else 0.0}
     hosted_bytes = hosted_share * target.config.kv_values_per_token * target.dtype.itemsize * num_tokens
     seconds["target"] = max(seconds["target"], hosted_bytes / LINK)
-    seconds["retrieval"] = of(target, max(retrieval.budgets)) if retrieval else 0.0
+    seconds["retrieval"] = of(target, sum(retrieval.budgets)) if retrieval else 0.0
     return lambda stage, num_guesses: seconds[stage] * (1 + slope * num_guesses)

@@ -58,6 +58,18 @@ def test_cpu_paths_equal_the_oracle(T, prefixes, heads, matmul_prefix, split_pre
         assert (path(q, k, v, lengths) - exact).abs().max() < 2e-6
 
 
+@pytest.mark.parametrize("T", [1, 5, SHORT_BLOCK])
+@pytest.mark.parametrize("end", [SPLIT_PREFIX + 1, 2048, 2049, 2050, 2051, 2052, 4099])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_windows_of_many_kernel_blocks_equal_the_oracle(T, end, dtype):
+    """At the sizes where they are used: windows that overlap by 0 to 3 slots, of which the kernel's last block may hold
+    nothing else, for rows alone and beside others of the same length and of another one."""
+    for ends in ((end,), (end, end), (end, 1700)):
+        q, k, v, lengths = random_case(T, [end - T for end in ends], dtype=dtype)
+        exact = attend_math(q.double(), k.double(), v.double(), lengths)
+        assert (attend(q, k, v, lengths) - exact).abs().max() < (2e-6 if dtype == torch.float32 else 0.01)
+
+
 @pytest.mark.parametrize("T", BLOCKS)
 def test_the_gpu_call_equals_the_oracle(T):
     """Its CPU twin: the same call of PyTorch's fused attention, on this device."""
@@ -94,9 +106,11 @@ def test_rows_of_equal_length_are_read_together_and_give_what_they_give_alone(mo
 @pytest.mark.parametrize("where", ["around", "above", "below"])
 def test_scores_far_from_zero_neither_overflow_nor_vanish(where, monkeypatch):
     monkeypatch.setattr(attention, "MATMUL_PREFIX", 0)
-    for dtype, bound in ((torch.float32, 2e-5), (torch.bfloat16, 0.03)):
+    for dtype, factor, bound in (
+        (torch.float32, 100, 2e-5), (torch.bfloat16, 100, 0.03), (torch.float16, 100, 0.01), (torch.float16, 5, 0.01),
+    ):  # fmt: skip
         q, k, v, lengths = random_case(4, (150,), dtype=dtype)
-        q *= 100
+        q *= factor
         if where != "around":  # every score of a query is some hundreds from 0 on the same side
             q, k = q.abs(), k.abs() if where == "above" else -k.abs()
         got = attend(q, k, v, lengths).double()

@@ -221,13 +221,15 @@ def last_accepted_token_dropped(self, lengths):
 forget = Reader.forget
 
 
-def tail_not_refreshed(self, b, start, end, *, slot):
+def tail_not_refreshed(self, b, start, end):
     """Accepted tokens keep the K/V that the small cache made for them, or none: the exact ones are not copied in."""
     if start == 0:
-        copy(self, b, start, end, slot=slot)
+        take(self, b, start, end)
+    else:
+        self._num_held[b] += end - start
 
 
-copy = RetrievalCache._copy
+take = RetrievalCache._take
 
 
 def eos_as_bonus_ignored(self, cascade, emitted):
@@ -267,7 +269,7 @@ MUTANTS = {
     "last accepted token dropped from the drafter": Mutant(
         drafter_error, 1e-9, patch=(Reader, "forget", last_accepted_token_dropped)
     ),
-    "retrieval tail not refreshed": Mutant(retrieval_error, 1e-9, patch=(RetrievalCache, "_copy", tail_not_refreshed)),
+    "retrieval tail not refreshed": Mutant(retrieval_error, 1e-9, patch=(RetrievalCache, "_take", tail_not_refreshed)),
     "EOS as bonus ignored": Mutant(eos_error, 0.5, patch=(Generation, "_emit", eos_as_bonus_ignored)),
 }
 

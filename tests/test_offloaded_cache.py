@@ -275,6 +275,7 @@ def test_choosing_the_retrieval_cache_anew_moves_nothing_over_the_link(policy, o
     num_steps = 0
     with torch.inference_mode():
         rig.start()
+        assert (travelled[0] <= 2 * (5 - on_chip) * 91) == is_shown
         while any(rig.cascade.active):
             travelled[0], longest = 0, full.lengths[0] + rig.speculation.max_block
             rig.step()

@@ -282,6 +282,22 @@ def test_rows_are_chosen_one_by_one():
     assert max(max(slots) for heads in bench.held(2) for slots in heads) == 120
 
 
+@pytest.mark.parametrize("method", ["retrieval", "triforce"])
+def test_behind_a_prompt_it_is_chosen_by_the_window_whatever_is_stacked_at_the_start(method):
+    """The level below the target is told to forget what was rejected before it has begun; it once forgot the queries of
+    the prompt then, all but the last. With `auto` nothing stands below at the start."""
+    target, held = tiny_model(CONFIG), []
+    for name, window in ((method, 16), ("auto", 16), (method, 1)):
+        rig = Rig(target, [random_prompt(CONFIG, 200)], method=name, budget=32, observation_window=window)
+        with torch.inference_mode():
+            rig.start()
+        assert rig.small.lengths == [32]
+        held.append((rig.small.keys[..., :32, :].clone(), rig.small.values[..., :32, :].clone()))
+    for of_method, of_auto, of_one in zip(*held, strict=True):
+        assert torch.equal(of_method, of_auto)
+        assert not torch.equal(of_method, of_one)  # the window does something here
+
+
 PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (60, 3, 21)]
 
 

@@ -250,12 +250,13 @@ class OffloadedFullCache(FullCache):
         return read_LKTD
 
     def adopt(self, whole: FullCache) -> None:
-        end = max(whole.lengths)
-        for near, far, source in (
-            (self.keys, self.host_keys, whole.keys), (self.values, self.host_values, whole.values)
+        for mine, theirs in (
+            ((*self.keys, *self.host_keys), whole.keys), ((*self.values, *self.host_values), whole.values)
         ):  # fmt: skip
-            near[..., :end, :] = source[: self.on_chip, ..., :end, :]
-            far[..., :end, :] = source[self.on_chip :, ..., :end, :]
+            for mine_BKSD, theirs_BKSD in zip(mine, theirs, strict=True):
+                for b, length in enumerate(whole.lengths):  # head by head, see `copy_heads`, and waiting for each
+                    for mine_SD, theirs_SD in zip(mine_BKSD[b], theirs_BKSD[b], strict=True):
+                        mine_SD[:length].copy_(theirs_SD[:length])
         self._staging.ring_starts = list(whole.lengths)  # none of these tokens is in the ring
         self.advance(whole.lengths)
 

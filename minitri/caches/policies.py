@@ -29,8 +29,8 @@ from minitri.caches.full import FullCache
 QUERIES_AT_ONCE = 64
 """`HeavyHitters` scores this many queries of a prompt at a time, which bounds its scratch memory."""
 
-MEANS_AT_ONCE = 512
-"""`ChunkRetrieval` makes so many means at a time: what they are made of may have to come from host memory."""
+TOKENS_AT_ONCE = 4096
+"""`ChunkRetrieval` makes means of about so many tokens at a time, whose keys may have to come from host memory."""
 
 NEIGHBOR = 0.99
 """Share of a chunk's score that the next chunk gets at least. Just below 1, so that the two are never tied."""
@@ -84,7 +84,7 @@ class ChunkRetrieval:
     def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:  # noqa: ARG002 (means need keys alone)
         M, whole = self.unit, end // self.unit
         while (done := self._num_means[b]) < whole:
-            upto = self._num_means[b] = min(whole, done + MEANS_AT_ONCE)
+            upto = self._num_means[b] = min(whole, done + -(-TOKENS_AT_ONCE // M))
             keys_LKTD, _ = full.tokens(b, done * M, upto * M)
             self._means[:, b, :, done:upto] = keys_LKTD.unflatten(2, (upto - done, M)).mean(3)
 

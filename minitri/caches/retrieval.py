@@ -63,7 +63,7 @@ class RetrievalCache:
         self._num_overwritten = [0] * B  # slots, since the cache was last chosen
         self._num_since_build = [0] * B
         self._moving_rate = [1.0] * B
-        self._is_chosen = [False] * B  # else the text so far is here, in its order
+        self._is_chosen = [False] * B  # else the text is here in its order, but for where it has outgrown the budget
         self._num_visited = [0] * B  # tokens among which the last visit chose
         for b in range(B):
             self._start_over(b)
@@ -100,7 +100,7 @@ class RetrievalCache:
 
     def crop(self, num_tokens: list[int]) -> None:
         for b, wanted in enumerate(num_tokens):
-            if wanted == 0:
+            if wanted == 0 and self._num_committed[b]:  # else it only observes so far, and is to keep that
                 self._start_over(b)
             self._num_guessed[b] = wanted - self._num_committed[b]
             assert self._num_guessed[b] >= 0
@@ -197,7 +197,7 @@ class RetrievalCache:
 
     def _start_over(self, b: int) -> None:
         self._num_committed[b] = self._num_held[b] = self._num_queries[b] = self._num_since_build[b] = 0
-        self._num_overwritten[b] = self._settings.num_sink_tokens  # these first ones stay until it is chosen
+        self._num_overwritten[b] = self._settings.num_sink_tokens  # the sinks stay until it is chosen
         self._moving_rate[b] = 1.0
         self._is_chosen[b] = False
         self._num_visited[b] = 0
