@@ -13,9 +13,7 @@ import argparse
 import dataclasses
 import json
 import resource
-import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from minitri.exits import clean_exits
 with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
     import torch
 
+    from minitri.bandwidth import read_bandwidth
     from minitri.compare import compare, draw_speedups, plotter, summarise, table
     from minitri.dummy import add_dummy_flags, measure_shape
     from minitri.engine import Engine, load
@@ -45,7 +44,6 @@ with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
     from minitri.generate import encode_prompt, finish, read_prompt, show_log
     from minitri.generation import Generation, at_work
     from minitri.peers import find_peers
-    from minitri.reader import synchronize
     from minitri.settings import METHODS, GenerationConfig, SamplingParams, SpeculationConfig
     from minitri.stats import spread
 
@@ -106,19 +104,6 @@ def at_least_four(text: str) -> int:
     return int(text)
 
 
-def measure_bandwidth(device: torch.device, repeats: int = 7) -> float:
-    """Bytes per second at which a large tensor is read once, the median of several tries."""
-    data = torch.ones(1 << 26, device=device)  # 256 MiB, far beyond any cache
-    rates = []
-    for _ in range(repeats):
-        synchronize(device)
-        started = time.perf_counter()
-        data.sum()
-        synchronize(device)
-        rates.append(data.numel() * data.element_size() / (time.perf_counter() - started))
-    return statistics.median(rates)
-
-
 def card(engine: Engine, num_tokens: int) -> dict[str, float]:
     """What a decoding step must read at a length of `num_tokens`, and how fast this machine reads."""
     model, config = engine.model, engine.config
@@ -127,7 +112,7 @@ def card(engine: Engine, num_tokens: int) -> dict[str, float]:
     )
     weight_bytes = model.num_bytes - untied_embedding  # one row of an untied table is read, not the table
     kv_bytes = config.kv_values_per_token * model.dtype.itemsize
-    bandwidth = measure_bandwidth(model.device)
+    bandwidth = read_bandwidth(model.device)
     return {
         "weight_bytes": model.num_bytes,
         "weight_bytes_per_token": weight_bytes,

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from minitri.assembly import allocate_full_cache, build_cascade
+from minitri.bandwidth import copy_bandwidth
 from minitri.caches.full import FullCache
-from minitri.caches.offloaded import OffloadedFullCache, host_memory
+from minitri.caches.offloaded import OffloadedFullCache
 from minitri.cascade import Cascade
 from minitri.coins import Coins, IndependentCoins
 from minitri.compare import plotter
@@ -35,7 +36,6 @@ from minitri.graphs import graph_pool
 from minitri.linear import can_pack, pack_linears
 from minitri.model import Llama
 from minitri.placement import read_per_token
-from minitri.reader import synchronize
 from minitri.report import phase_ms
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.shapes import shape_of
@@ -252,21 +252,6 @@ def covered(spans: list[tuple[float, float]]) -> float:
 def bytes_per_step(config: ModelConfig, context: int, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes of weights and of KV that a pass over the full cache reads."""
     return read_per_token(config) * dtype.itemsize, config.kv_values_per_token * dtype.itemsize * context
-
-
-def copy_bandwidth(device: torch.device, *, from_host: bool, num_bytes: int = 1 << 28, repeats: int = 7) -> float:
-    """Bytes per second, the median of several copies: read and written on the device, or sent to it from the host."""
-    target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    source = host_memory((num_bytes,), torch.uint8, device) if from_host else torch.empty_like(target)
-    source.zero_()
-    rates = []
-    for _ in range(repeats):
-        synchronize(device)
-        started = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        synchronize(device)
-        rates.append((1 if from_host else 2) * num_bytes / (time.perf_counter() - started))
-    return spread(rates)["median"]
 
 
 def compare_dummies(

@@ -24,7 +24,6 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +31,7 @@ from torch import Tensor
 from minitri.attention import whole_strides
 from minitri.caches.base import device_lengths, write_behind
 from minitri.caches.full import FullCache
+from minitri.caches.streams import CudaStreams, NoStreams, Streams
 from minitri.config import ModelConfig
 
 log = logging.getLogger("minitri")
@@ -40,70 +40,6 @@ Visitor = Callable[[int, Tensor, Tensor], None]
 """Takes a layer's number, and its keys and values (B, K, S, D)."""
 RING = 128
 """Latest tokens of every row whose K and V stay on the device."""
-
-
-class Event(Protocol):
-    """A mark in a stream's work, which another stream can wait for. `torch.cuda.Event` is one."""
-
-    def record(self) -> None:
-        """Marks where the current stream is."""
-        ...
-
-    def wait(self) -> None:
-        """Has the current stream wait for the mark; none was made: for nothing."""
-        ...
-
-
-class Streams(Protocol):
-    """A second stream of work beside the current one."""
-
-    def copying(self) -> contextlib.AbstractContextManager[Any]:
-        """What is queued inside runs on the copy stream."""
-        ...
-
-    def event(self) -> Event:
-        """A new mark."""
-        ...
-
-    def share(self, tensor: Tensor) -> None:
-        """Says that the copy stream uses a tensor, whose memory must not be given to others before that is done."""
-        ...
-
-
-class CudaStreams:
-    """A copy stream on a CUDA device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._copies = torch.cuda.Stream(device)
-
-    def copying(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.cuda.stream(self._copies)
-
-    def event(self) -> Event:
-        return torch.cuda.Event()
-
-    def share(self, tensor: Tensor) -> None:
-        tensor.record_stream(self._copies)
-
-
-class NoEvent:
-    """What is told later happens later."""
-
-    def record(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-
-class NoStreams:
-    """A CPU does everything in the order in which it is told to."""
-
-    def copying(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
-    def event(self) -> Event:
-        return NoEvent()
-
-    def share(self, tensor: Tensor) -> None: ...
 
 
 class StagingBuffer:

@@ -1,0 +1,42 @@
+"""How fast this machine moves bytes: what benchmarks hold decoding against."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from minitri.caches.offloaded import host_memory
+from minitri.reader import synchronize
+
+NUM_BYTES = 1 << 28
+"""Far beyond most caches."""
+REPEATS = 7
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes per second at which a large tensor is read."""
+    data = torch.ones(NUM_BYTES // 4, device=device)
+    return _median_rate(data.sum, NUM_BYTES, device)
+
+
+def copy_bandwidth(device: torch.device, *, from_host: bool) -> float:
+    """Bytes per second of a copy: read and written on the device, or sent to it from the host."""
+    target = torch.empty(NUM_BYTES, dtype=torch.uint8, device=device)
+    source = host_memory((NUM_BYTES,), torch.uint8, device) if from_host else torch.empty_like(target)
+    source.zero_()
+    moved = NUM_BYTES if from_host else 2 * NUM_BYTES
+    return _median_rate(lambda: target.copy_(source, non_blocking=True), moved, device)
+
+
+def _median_rate(move: Callable[[], object], num_bytes: int, device: torch.device) -> float:
+    rates = []
+    for _ in range(REPEATS):
+        synchronize(device)
+        started = time.perf_counter()
+        move()
+        synchronize(device)
+        rates.append(num_bytes / (time.perf_counter() - started))
+    return statistics.median(rates)
