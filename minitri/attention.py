@@ -4,7 +4,8 @@ A forward pass brings T new tokens per row, whose keys and values already stand 
 prefix. So prefill, decoding, verification and trees are one call with different T and rules. The rule is causal
 (`None`) or a (T, T) boolean tensor, True where a query (row) may see a block key (column).
 
-How it is computed depends on the device, on T and on the length of the prefix:
+It is made for inference: behind a prefix gradients are wrong. How it is computed depends on the device, on T and on the
+length of the prefix:
 
 - `attend_math` is the oracle of the tests: plain formulas in float32, or float64 for float64 tensors;
 - on CPU a short block folds the G query heads of a KV head and its T tokens into the rows of one matrix, so that K and
@@ -36,7 +37,8 @@ SHORT_BLOCK = 16
 
 MATMUL_BLOCK = 4 if HAS_TILES else SHORT_BLOCK
 MATMUL_PREFIX = 24576 if HAS_TILES else 1280
-"""Blocks up to so many tokens behind more slots than that (prefix + block) materialise their scores on CPU."""
+"""Blocks up to so many tokens behind more slots than that (prefix + block) materialise their scores on CPU, but for
+float16."""
 
 STRIDE = 64
 """Materialised scores meet the prefix in multiples of this many slots. oneDNN compiles every matmul shape and stride it

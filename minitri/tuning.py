@@ -2,10 +2,11 @@
 
 A `Plan` is a method with its gammas. `Tuner.choose` predicts the tokens per second of every plan that is allowed, from
 what a round of each stage costs and from how many of its guesses were accepted lately, and takes the best; the current
-plan keeps its place against small advantages. Autoregressive decoding is one of the plans, so speculation that does
-not pay is switched off. No step is spent on measuring alone: what has not been measured is expected to cost what bytes
-suggest, next to what has been, and guesses never tried are thought of well until they have been tried. Those not used
-for long are thought of a little better with every step, so that they get another chance when the text has changed.
+plan keeps its place against small advantages. Autoregressive decoding is one of the plans, so speculation that does not
+pay is switched off. No step is spent on measuring alone: what has not been measured is expected to cost what bytes
+suggest, next to what has been, and a little less with every step, and guesses never tried are thought of well until
+they have been tried. Those not used for long are thought of a little better with every step, so that they get another
+chance when the text has changed.
 
 Choices depend on counts and times of the past alone, never on which tokens were drawn, so every step's tokens follow
 the target's law whatever is chosen. If not even times may matter, because a seed is to give the same text twice, the
@@ -33,7 +34,7 @@ NUM_WARM_UP = 2
 """First rounds of a stage, which may be slow for reasons of their own, so its cost is not taken to be higher than
 expected; and first steps, whose plans have no right to stay."""
 PATIENCE = 0.99
-"""How much less a stage that was never run is expected to cost with every step, lest it never be."""
+"""With every step, a stage that has hardly been run is expected to cost so much less, lest it never be."""
 
 AUTOREGRESSIVE = Plan("autoregressive")
 
@@ -113,9 +114,10 @@ class Tuner:
         target = self._stages["target"].recent.seconds_of_round(0)
         expected = self._nominal(stage, num_guesses) * (target / self._nominal("target", 0) if target else 1)
         measured = self._stages[stage].recent.seconds_of_round(num_guesses)
-        if measured is None:
-            return expected * PATIENCE**self._num_chosen
-        return measured if self._stages[stage].recent.num_rounds >= NUM_WARM_UP else min(measured, expected)
+        if measured is not None and self._stages[stage].recent.num_rounds >= NUM_WARM_UP:
+            return measured
+        patient = expected * PATIENCE**self._num_chosen
+        return patient if measured is None else min(measured, patient)
 
     def _fade(self) -> None:
         used = {"naive": {("target", "draft")}, "retrieval": {("target", "retrieval")}}

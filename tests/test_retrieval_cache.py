@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from minitri.caches import policies
 from minitri.caches.policies import NEIGHBOR, make_policy
 from minitri.caches.retrieval import MEMORY, RetrievalCache
 from minitri.settings import POLICIES, SpeculationConfig
@@ -280,6 +281,18 @@ def test_rows_are_chosen_one_by_one():
     assert bench.cache.num_tokens == [5, 84, 121]
     assert bench.held(0) == [[list(range(5))] * K] * L
     assert max(max(slots) for heads in bench.held(2) for slots in heads) == 120
+
+
+@pytest.mark.parametrize("M", [4, 16])
+def test_means_made_piece_by_piece_are_those_made_at_once(M, monkeypatch):
+    means = []
+    for at_once in (10**6, 10):
+        monkeypatch.setattr(policies, "TOKENS_AT_ONCE", at_once)
+        bench = Bench(budget=32, chunk_size=M)
+        bench.read(177)
+        bench.read(50)
+        means.append(bench.policy._means[..., : 227 // M, :].clone())
+    assert torch.equal(*means)
 
 
 @pytest.mark.parametrize("method", ["retrieval", "triforce"])

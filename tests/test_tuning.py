@@ -9,10 +9,10 @@ import time
 import pytest
 import torch
 
-from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig, assembly
 from minitri.settings import Plan
 from minitri.stats import LevelStats
-from minitri.tuning import NUM_WARM_UP, OPTIMISM, Tuner, expected_tokens
+from minitri.tuning import CPU_COSTS, NUM_WARM_UP, OPTIMISM, Tuner, expected_tokens, nominal_costs
 from tests.cascades import Rig, near_copy, plain_tokens, random_prompt, tiny_engine
 from tests.conftest import tiny_config, tiny_model
 from tests.exactness import Laws, law_of_steps, target_law, toy_cascade
@@ -125,6 +125,31 @@ def test_what_was_not_measured_costs_what_bytes_suggest_beside_what_was():
     assert tuner._cost("draft", 0) == pytest.approx(5 * COSTS["draft"])
     stages["draft"].recent.note_time(0, 2 * COSTS["draft"])
     assert tuner._cost("draft", 0) == pytest.approx(2 * COSTS["draft"])
+
+
+def test_a_stage_whose_first_round_was_slow_gets_another_chance():
+    stages = measured(COSTS, {("target", "draft"): 0.5})
+    slow = LevelStats("retrieval")
+    tuner = Tuner([stage for stage in stages if stage.name != "retrieval"] + [slow], ALL, NOMINAL, timed=True)
+    slow.recent.note_time(0, 9.0)
+    before = tuner._cost("retrieval", 0)
+    for _ in range(100):
+        tuner.choose()
+    assert tuner._cost("retrieval", 0) < 0.5 * before
+    slow.recent.note_time(0, 9.0)
+    assert tuner._cost("retrieval", 0) == 9.0
+
+
+def test_nominal_costs_count_the_cache_of_every_row():
+    target = tiny_model(tiny_config())
+    one, two = (nominal_costs(target, None, tokens, None)("target", 0) for tokens in (10**6, 2 * 10**6))
+    kv_bytes = target.config.kv_values_per_token * 4 * 10**6
+    assert two - one == pytest.approx(kv_bytes / CPU_COSTS[1])
+    seen = []
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(assembly, "nominal_costs", lambda target, draft, tokens, *rest: seen.append(tokens) or NOMINAL)
+        Rig(target, [random_prompt(target.config, n) for n in (30, 45)], method="autoregressive")
+    assert seen == [75]
 
 
 def test_a_drafter_is_expected_to_be_as_good_for_one_verifier_as_for_the_other():
