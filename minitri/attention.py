@@ -171,8 +171,8 @@ def _short_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, r
     apart = end // pieces
     width = end - (pieces - 1) * apart
     k, v = (x[:, :end].unfold(1, width, apart).transpose(2, 3) for x in (keys_KSD, values_KSD))  # (K, P, width, D)
-    make_bias = _causal_bias if rule_TT is None else functools.partial(_bias, rule_TT=rule_TT)
-    bias = make_bias(T, G, pieces, width, apart, q_KGTD.dtype)
+    shape = (T, G, pieces, width, apart, q_KGTD.dtype)
+    bias = _causal_bias(*shape) if rule_TT is None else _bias(*shape, rule_TT)
     out_KPRD, lse_KPR = _flash_cpu(q_KGTD.reshape(K, 1, G * T, D).expand(K, pieces, G * T, D), k, v, attn_mask=bias)
     if pieces > 1:
         out_KPRD = (out_KPRD * lse_KPR.softmax(1).unsqueeze(3)).sum(1).to(q_KGTD.dtype)

@@ -49,8 +49,6 @@ BLOCK = 1 << 22
 """Random numbers that are made; larger tensors repeat them."""
 PROFILED_STEPS = 4
 """Steps, behind those that are timed, of which a GPU's work is recorded."""
-CHUNK = 4096
-"""Tokens of a made-up prompt that the retrieval cache observes at a time."""
 
 
 def add_dummy_flags(parser: argparse.ArgumentParser) -> None:
@@ -192,10 +190,9 @@ def decode(
         target, draft, full, sequences, [seed], sampling, speculation, stats, graphs, coins
     )  # fmt: skip
     query = torch.zeros(target.config.num_layers, 1, target.config.num_heads, target.config.head_dim).to(full.keys)
-    while full.lengths[0] < context - 1:
-        full.advance([min(CHUNK, context - 1 - full.lengths[0])])
-        if small is not None:
-            small.observe(0, query)
+    full.advance([context - 1])
+    if small is not None:
+        small.observe(0, query)
     cascade.start()
     for _ in range(WARMUP_STEPS):
         cascade.step()

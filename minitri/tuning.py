@@ -111,11 +111,12 @@ class Tuner:
     def _cost(self, stage: str, num_guesses: float) -> float:
         if not self._timed:
             return self._nominal(stage, num_guesses)
+        recent = self._stages[stage].recent
+        measured = recent.seconds_of_round(num_guesses)
+        if measured is not None and recent.num_rounds >= NUM_WARM_UP:
+            return measured
         target = self._stages["target"].recent.seconds_of_round(0)
         expected = self._nominal(stage, num_guesses) * (target / self._nominal("target", 0) if target else 1)
-        measured = self._stages[stage].recent.seconds_of_round(num_guesses)
-        if measured is not None and self._stages[stage].recent.num_rounds >= NUM_WARM_UP:
-            return measured
         patient = expected * PATIENCE**self._num_chosen
         return patient if measured is None else min(measured, patient)
 
