@@ -49,6 +49,7 @@ class Stages:
         queries_LBTHD: Tensor,
         stats: Stats,
         tuner: Tuner,
+        budgets: dict[int, list[int]],
         *,
         target: Level,
         retrieval: Level | None,
@@ -60,6 +61,7 @@ class Stages:
         self._queries_LBTHD = queries_LBTHD
         self._stats = stats
         self._tuner = tuner
+        self._budgets = budgets  # of the rows, by their sum, of which the tuner speaks
         self._target = target
         self._retrieval = retrieval
         self._drafter = drafter
@@ -78,6 +80,8 @@ class Stages:
         plan = self._tuner.choose()
         self._stats.steps_per_plan[str(plan)] = self._stats.steps_per_plan.get(str(plan), 0) + 1
         self._stats.break_even = self._tuner.break_even()
+        if self._retrieval_cache is not None:
+            self._retrieval_cache.resize(self._budgets[self._tuner.budget])
         self._stack(plan)
         if self._uses_drafter and not had_drafter and self._draft_reader is not None:
             self._draft_reader.commit(self._sequences, active)  # it has not followed the steps without it
@@ -95,7 +99,7 @@ class Stages:
                     was_rejected = row.origins[-1] == "recovered"
                     by_cache = self._target.below is self._retrieval
                     cache.commit(b, queries_LTHD, was_rejected=was_rejected, has_guessed=by_cache)
-            self._stats.num_rebuilds = cache.num_rebuilds
+            self._stats.num_rebuilds, self._stats.budgets = cache.num_rebuilds, cache.budgets
         if self._uses_drafter and self._draft_reader is not None:
             self._draft_reader.commit(self._sequences, active)
         rebuild_seconds = cache.rebuild_seconds - before if cache else 0.0
@@ -192,6 +196,8 @@ def build_cascade(
     draft_reader: DraftReader | NgramDrafter | None = None
     retrieval: Level | None = None
     cache: RetrievalCache | None = None
+    lengths = list(map(len, sequences))
+    budgets, choice = [speculation.budget_for(length) for length in lengths], speculation.budgets_for(lengths)
     stats.kv_cache_bytes = full.num_bytes
     stats.graphs = graphs
     if methods & {"naive", "triforce"}:
@@ -206,11 +212,13 @@ def build_cascade(
             stats.kv_cache_bytes += draft_reader.window.num_bytes
     if methods & {"retrieval", "triforce"}:
         policy = make_policy(speculation.policy, full, speculation.chunk_size)
-        budgets = [speculation.budget_for(len(sequence)) for sequence in sequences]
-        cache = RetrievalCache(full, policy, speculation, budgets=budgets, num_heads=config.num_heads)
-        sizes = {1, 1 + max(plan.gamma1 for plan in plans)}
+        most = max(max(rows) for rows in choice.values())
+        cache = RetrievalCache(
+            full, policy, speculation, budgets=budgets, num_heads=config.num_heads, max_budget=most
+        )  # fmt: skip
+        block_sizes = {1, 1 + max(plan.gamma1 for plan in plans)}
         reader = Reader(
-            target, cache, sampling, vocab_size=config.vocab_size, graphs=graphs, block_sizes=sizes
+            target, cache, sampling, vocab_size=config.vocab_size, graphs=graphs, block_sizes=block_sizes
         )  # fmt: skip
         stats.stages.append(LevelStats("retrieval"))
         retrieval = Level(reader, None, coins_of["retrieval"], stats.stages[-1], block=1)
@@ -231,9 +239,12 @@ def build_cascade(
     one_text = (speculation.coupled or sampling.temperature == 0) and target.dtype == torch.float32
     may_watch_clock = speculation.timed or one_text  # in fewer bits a block's length may decide a near-tie
     hosted = 1 - full.on_chip / config.num_layers
-    nominal = nominal_costs(target, draft, sum(map(len, sequences)), cache, hosted)
+    nominal = nominal_costs(target, draft, sum(lengths), hosted)
+    tuner = Tuner(
+        stats.stages, plans, nominal, timed=may_watch_clock, budgets=list(choice), budget=sum(budgets)
+    )  # fmt: skip
     stages = Stages(
-        sequences, queries_LBTHD, stats, Tuner(stats.stages, plans, nominal, timed=may_watch_clock),
+        sequences, queries_LBTHD, stats, tuner, choice,
         target=top, retrieval=retrieval, drafter=drafter, retrieval_cache=cache, draft_reader=draft_reader,
     )  # fmt: skip
     return Cascade(top, sequences, stages.commit, stages.steer), cache

@@ -36,7 +36,7 @@ SHORT_BLOCK = 16
 """Longest block, in tokens, whose queries are folded: those of decoding with ordinary gammas, not of a prefill."""
 
 MATMUL_BLOCK = 4 if HAS_TILES else SHORT_BLOCK
-MATMUL_PREFIX = 24576 if HAS_TILES else 1280
+MATMUL_PREFIX = 24576 if HAS_TILES else 5120
 """Blocks up to so many tokens behind more slots than that (prefix + block) materialise their scores on CPU, but for
 float16."""
 

@@ -197,9 +197,9 @@ def add_size_flags(parser: argparse._ActionsContainer) -> None:
             help=f"{help_text} (default: %(default)s)",
         )  # fmt: skip
     parser.add_argument(
-        "--budget", type=int, metavar="N", default=default.budget,
-        help="tokens in the small KV cache, a multiple of the chunk size (default: a quarter of the prompt, from 256 "
-        "to 4096)",
+        "--budget", type=auto_or_int, metavar="N|auto", default=default.budget,
+        help="tokens in the small KV cache, a multiple of the chunk size (default: what pays, from 256 to 4096; a "
+        "quarter of the prompt to begin with)",
     )  # fmt: skip
     parser.add_argument(
         "--rebuild-threshold", type=float, metavar="RATE", default=default.rebuild_threshold,

@@ -21,7 +21,7 @@ from minitri.caches.offloaded import RING
 from minitri.caches.streaming import SLIDE
 from minitri.config import ModelConfig
 from minitri.errors import InputError
-from minitri.settings import Plan, SpeculationConfig
+from minitri.settings import BUDGET_SHARES, Plan, SpeculationConfig
 from minitri.tuning import expected_block, expected_tokens
 
 GIB = 1 << 30
@@ -106,7 +106,7 @@ def demand(
     methods = {plan.method for plan in speculation.plans}
     small = 0
     if methods & {"retrieval", "triforce"}:
-        held = whole_strides(speculation.budget_for(num_prompt_tokens) + speculation.room)
+        held = whole_strides(speculation.budget_for(num_prompt_tokens, max(BUDGET_SHARES)) + speculation.room)
         small += B * L * K * D * (2 * held + slots // speculation.chunk_size)
         small += B * L * config.num_heads * D * (speculation.observation_window + speculation.max_block)
     draft = draft if methods & {"naive", "triforce"} else None

@@ -65,6 +65,8 @@ def plan_lines(stats: Stats) -> list[str]:
         return []
     most_used = sorted(stats.steps_per_plan.items(), key=lambda item: -item[1])
     lines = ["chose    " + ", ".join(f"{plan}: {steps} steps" for plan, steps in most_used)]
+    if stats.budgets:
+        lines[0] += "; budget " + ", ".join(map(str, stats.budgets))
     if stats.break_even is not None:
         lines.append(
             f"         as fast as the model alone if {stats.break_even:.2f} of the last plan's guesses are accepted"
@@ -127,6 +129,7 @@ def report(engine: Engine, run: Generation, args: argparse.Namespace, finish_rea
         "phase_ms_per_token": phase_ms(stats),
         "num_rebuilds": stats.num_rebuilds,
         "steps_per_plan": stats.steps_per_plan,
+        "budgets": stats.budgets,
         "break_even_acceptance": stats.break_even,
         "kv_cache_bytes": stats.kv_cache_bytes,
     }

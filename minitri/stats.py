@@ -42,6 +42,10 @@ class Recent:
         smoothed = min(known, seconds) if times <= 3 else SMOOTHING * known + (1 - SMOOTHING) * seconds
         self._seconds[num_guesses] = smoothed
 
+    def is_different(self, seconds: float) -> None:
+        """Learns that rounds will take so much longer from now on, or shorter, but by half at most."""
+        self._seconds = {n: max(known + seconds, known / 2) for n, known in self._seconds.items()}
+
     def seconds_of_round(self, num_guesses: float) -> float | None:
         """Of a round with so many guesses, between and beyond those that were measured on a straight line; None before
         the first."""
@@ -141,6 +145,8 @@ class Stats:
     """How many steps were made in each way; more than one where something was left to choose."""
     graphs: GraphPool | None = None
     """What was captured as CUDA graphs, on a GPU."""
+    budgets: list[int] = field(default_factory=list)
+    """Tokens in the retrieval cache of each row, as last chosen; none where there is no such cache."""
     break_even: float | None = None
     """Acceptance rate at which the last plan would be as fast as the target alone; None if that was not asked."""
 

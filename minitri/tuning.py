@@ -2,11 +2,12 @@
 
 A `Plan` is a method with its gammas. `Tuner.choose` predicts the tokens per second of every plan that is allowed, from
 what a round of each stage costs and from how many of its guesses were accepted lately, and takes the best; the current
-plan keeps its place against small advantages. Autoregressive decoding is one of the plans, so speculation that does not
-pay is switched off. No step is spent on measuring alone: what has not been measured is expected to cost what bytes
-suggest, next to what has been, and a little less with every step, and guesses never tried are thought of well until
-they have been tried. Those not used for long are thought of a little better with every step, so that they get another
-chance when the text has changed.
+plan keeps its place against small advantages. Now and then it asks the same of the next smaller and the next larger
+budget of the retrieval cache, since it knows how bytes and rejections change with it. Autoregressive decoding is one of
+the plans, so speculation that does not pay is switched off. No step is spent on measuring alone: what has not been
+measured is expected to cost what bytes suggest, next to what has been, and a little less with every step, and guesses
+never tried are thought of well until they have been tried. Those not used for long are thought of a little better with
+every step, so that they get another chance when the text has changed.
 
 Choices depend on counts and times of the past alone, never on which tokens were drawn, so every step's tokens follow
 the target's law whatever is chosen. If not even times may matter, because a seed is to give the same text twice, the
@@ -15,48 +16,72 @@ costs are nominal ones, computed from bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from minitri.caches.retrieval import RetrievalCache
 from minitri.model import Llama
 from minitri.settings import Plan
 from minitri.stats import LevelStats
 
 OPTIMISM = {"draft": 0.55, "retrieval": 0.85}
 """Acceptance rates expected of a stage's guesses before there are any."""
-EVIDENCE = 6.0
+EVIDENCE = 5.0
 """Tested guesses that this expectation weighs as much as."""
 FADING = 0.995
 """What is left, after each step, of the evidence about a pair of stages that the step did not use."""
-HYSTERESIS = 1.05
+HYSTERESIS = 1.02
 """A plan must be predicted to be so many times as fast as the current one to replace it."""
 NUM_WARM_UP = 2
 """First rounds of a stage, which may be slow for reasons of their own, so its cost is not taken to be higher than
 expected; and first steps, whose plans have no right to stay."""
 PATIENCE = 0.99
 """With every step, a stage that has hardly been run is expected to cost so much less, lest it never be."""
+BUDGET_POWER = -0.6
+"""Guesses of the retrieval level are rejected in proportion to its budget to the power of this (see README)."""
+BUDGET_PERIOD = 16
+"""Steps after which other budgets are considered."""
+BUDGET_EVIDENCE = 24.0
+"""Guesses of the retrieval level that must have been tested lately for that."""
+BUDGET_HYSTERESIS = 1.03
+"""Another budget must be predicted to be so many times as fast: the cache has to be chosen anew."""
 
 AUTOREGRESSIVE = Plan("autoregressive")
 
+Nominal = Callable[[str, float, int], float]
+"""Seconds of a round of a stage that verifies so many guesses, with so many tokens in the retrieval caches, as bytes
+suggest."""
+
 
 class Tuner:
-    """Chooses among plans."""
+    """Chooses among plans and budgets."""
 
     def __init__(
-        self, stages: list[LevelStats], plans: list[Plan], nominal: Callable[[str, float], float], *, timed: bool
+        self,
+        stages: list[LevelStats],
+        plans: list[Plan],
+        nominal: Nominal,
+        *,
+        timed: bool,
+        budgets: Sequence[int] = (0,),
+        budget: int = 0,
     ) -> None:
-        """`nominal(stage, n)`: seconds of a round of a stage that verifies n guesses, as bytes suggest. With `timed`
-        they only say what to expect of a round that has not been measured, in proportion to those that have."""
+        """With `timed` nominal costs only say what to expect of a round that has not been measured, in proportion to
+        those that have. `budgets` are those to choose from, from the smallest up, `budget` is that of the beginning."""
         assert plans
+        assert budget in budgets
         self._stages = {stage.name: stage for stage in stages}
         self._plans = plans
         self._nominal = nominal
         self._timed = timed
         self.plan = plans[0]
+        self.budget = budget
+        """Tokens that the retrieval caches of all rows should hold together."""
+        self._budgets = list(budgets)
         self._num_chosen = 0
 
     def choose(self) -> Plan:
-        """The plan of the next step."""
+        """The plan of the next step; it may change the budget, too."""
+        if self._num_chosen % BUDGET_PERIOD == 0 and self._num_chosen:
+            self._choose_budget()
         speeds = {plan: self.tokens_per_second(plan) for plan in self._plans}
         best = max(speeds, key=speeds.__getitem__)
         if speeds[best] > HYSTERESIS * speeds[self.plan] or self._num_chosen < NUM_WARM_UP:
@@ -65,13 +90,16 @@ class Tuner:
         self._fade()
         return self.plan
 
-    def tokens_per_second(self, plan: Plan, rate: float | None = None) -> float:
+    def tokens_per_second(self, plan: Plan, rate: float | None = None, budget: int | None = None) -> float:
         """What a plan is expected to do; `rate` replaces the acceptance rate of the last level's guesses."""
         if plan.method == "autoregressive":
             return 1 / self._cost("target", 0)
+        budget = self.budget if budget is None else budget
         proposer = "draft" if plan.method == "naive" else "retrieval"
-        length, seconds = self._block(plan)
-        rate = self.rate("target", proposer) if rate is None else rate
+        length, seconds = self._block(plan, budget)
+        if rate is None:
+            rate = self.rate("target", proposer)
+            rate = self._rate_with(budget, rate) if proposer == "retrieval" else rate
         return expected_tokens(rate, length) / (seconds + self._cost("target", length))
 
     def break_even(self) -> float | None:
@@ -96,29 +124,62 @@ class Tuner:
                 rate = (accepted + evidence * rate) / (tested + evidence)
         return rate
 
-    def _block(self, plan: Plan) -> tuple[float, float]:
+    def _block(self, plan: Plan, budget: int) -> tuple[float, float]:
         """Expected guesses that reach the last level in a step, and the seconds that making them takes."""
         if plan.method == "naive":
             return plan.gamma1, self._draft_seconds(plan.gamma1)
         if plan.method == "retrieval":
-            return plan.gamma2, plan.gamma2 * self._cost("retrieval", 0)
+            return plan.gamma2, plan.gamma2 * self._cost("retrieval", 0, budget)
         length, num_rounds = expected_block(self.rate("retrieval", "draft"), plan)
-        return length, num_rounds * (self._draft_seconds(plan.gamma1) + self._cost("retrieval", plan.gamma1))
+        round_seconds = self._draft_seconds(plan.gamma1) + self._cost("retrieval", plan.gamma1, budget)
+        return length, num_rounds * round_seconds
 
     def _draft_seconds(self, gamma1: int) -> float:
         return gamma1 * self._cost("draft", 0)
 
-    def _cost(self, stage: str, num_guesses: float) -> float:
+    def _cost(self, stage: str, num_guesses: float, budget: int | None = None) -> float:
+        budget = self.budget if budget is None else budget
         if not self._timed:
-            return self._nominal(stage, num_guesses)
+            return self._nominal(stage, num_guesses, budget)
         recent = self._stages[stage].recent
         measured = recent.seconds_of_round(num_guesses)
+        if measured is not None and budget != self.budget:
+            measured = max(measured + self._difference(num_guesses, budget), measured / 2)
         if measured is not None and recent.num_rounds >= NUM_WARM_UP:
             return measured
-        target = self._stages["target"].recent.seconds_of_round(0)
-        expected = self._nominal(stage, num_guesses) * (target / self._nominal("target", 0) if target else 1)
-        patient = expected * PATIENCE**self._num_chosen
+        patient = self._nominal(stage, num_guesses, budget) * self._slowness() * PATIENCE**self._num_chosen
         return patient if measured is None else min(measured, patient)
+
+    def _slowness(self) -> float:
+        """Seconds here in a nominal one."""
+        target = self._stages["target"].recent.seconds_of_round(0)
+        return target / self._nominal("target", 0, self.budget) if target else 1.0
+
+    def _difference(self, num_guesses: float, budget: int) -> float:
+        """Seconds by which a round of the retrieval level takes longer with another budget."""
+        nominal = (self._nominal("retrieval", num_guesses, size) for size in (budget, self.budget))
+        return (next(nominal) - next(nominal)) * self._slowness()
+
+    def _rate_with(self, budget: int, rate: float) -> float:
+        """What an acceptance rate of the retrieval level's guesses becomes with another budget."""
+        return max(0.0, 1 - (1 - rate) * (budget / self.budget) ** BUDGET_POWER) if budget != self.budget else rate
+
+    def _choose_budget(self) -> None:
+        """Moves to the next smaller or larger budget if that is predicted to pay, and takes what is known along."""
+        if len(self._budgets) < 2:
+            return
+        tested, accepted = self._stages["target"].recent.guesses.get("retrieval", (0.0, 0.0))
+        if tested < BUDGET_EVIDENCE:
+            return
+        here = self._budgets.index(self.budget)
+        near = self._budgets[max(here - 1, 0) : here + 2]
+        speeds = {budget: max(self.tokens_per_second(plan, None, budget) for plan in self._plans) for budget in near}
+        best = max(speeds, key=speeds.__getitem__)
+        if speeds[best] > BUDGET_HYSTERESIS * speeds[self.budget]:
+            rate = self._rate_with(best, accepted / tested)
+            self._stages["target"].recent.guesses["retrieval"] = (tested, rate * tested)
+            self._stages["retrieval"].recent.is_different(self._difference(0, best))
+            self.budget = best
 
     def _fade(self) -> None:
         used = {"naive": {("target", "draft")}, "retrieval": {("target", "retrieval")}}
@@ -149,19 +210,22 @@ LINK = 25e9
 """Nominal bytes per second from host memory to a device."""
 
 
-def nominal_costs(
-    target: Llama, draft: Llama | None, num_tokens: int, retrieval: RetrievalCache | None, hosted_share: float = 0.0
-) -> Callable[[str, float], float]:
-    """Seconds of a round by stage and guesses, the same in every run: from the bytes that must be read. The full cache
-    holds `num_tokens` in all its rows, of which a share comes from host memory."""
+def nominal_costs(target: Llama, draft: Llama | None, num_tokens: int, hosted_share: float = 0.0) -> Nominal:
+    """The same in every run: from the bytes that must be read. The full cache holds `num_tokens` in all its rows, of
+    which a share comes from host memory."""
     per_layer, bandwidth, slope = CUDA_COSTS if target.device.type == "cuda" else CPU_COSTS
 
-    def of(model: Llama, num_slots: int) -> float:
-        kv_bytes = model.config.kv_values_per_token * model.dtype.itemsize * num_slots
-        return model.config.num_layers * per_layer + (model.num_bytes + kv_bytes) / bandwidth
+    def alone(model: Llama) -> float:
+        return model.config.num_layers * per_layer + model.num_bytes / bandwidth
 
-    seconds = {"target": of(target, num_tokens), "draft": of(draft, 0) if draft else 0.0}
-    hosted_bytes = hosted_share * target.config.kv_values_per_token * target.dtype.itemsize * num_tokens
-    seconds["target"] = max(seconds["target"], hosted_bytes / LINK)
-    seconds["retrieval"] = of(target, sum(retrieval.budgets)) if retrieval else 0.0
-    return lambda stage, num_guesses: seconds[stage] * (1 + slope * num_guesses)
+    slot_bytes = target.config.kv_values_per_token * target.dtype.itemsize
+    base = {"target": alone(target), "retrieval": alone(target), "draft": alone(draft) if draft else 0.0}
+    base["target"] = max(
+        base["target"] + num_tokens * slot_bytes / bandwidth, hosted_share * num_tokens * slot_bytes / LINK
+    )
+
+    def seconds(stage: str, num_guesses: float, budget: int) -> float:
+        small = budget * slot_bytes / bandwidth if stage == "retrieval" else 0.0
+        return (base[stage] + small) * (1 + slope * num_guesses)
+
+    return seconds

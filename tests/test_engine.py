@@ -326,5 +326,6 @@ def test_a_cache_that_does_not_fit_says_how_large_it_is(engine, monkeypatch):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr("minitri.generation.FullCache.allocate", out_of_memory)
-    with pytest.raises(InputError, match=r"KV cache for 1 x 27 tokens needs .* GB"):
+    capacity = 3 + 12 + SpeculationConfig().max_block - 1
+    with pytest.raises(InputError, match=rf"KV cache for 1 x {capacity} tokens needs .* GB"):
         engine.generate([1, 2, 3], generation=GenerationConfig(max_new_tokens=12))

@@ -24,7 +24,9 @@ NEVER = 10**6
 class Bench:
     """A retrieval cache over a full cache of random K and V, with a random query for every token: no model."""
 
-    def __init__(self, policy="retrieval", *, budget, capacity=400, batch_size=1, seed=0, **speculation) -> None:
+    def __init__(
+        self, policy="retrieval", *, budget, most=0, capacity=400, batch_size=1, seed=0, **speculation
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.full = new_cache(CONFIG, batch_size, capacity)
         for slots in (self.full.keys, self.full.values):
@@ -34,7 +36,7 @@ class Bench:
         settings = {"rebuild_stride": NEVER, "num_recent_tokens": 8, **speculation}
         self.speculation = SpeculationConfig("retrieval", **settings)
         self.cache = RetrievalCache(
-            self.full, self.policy, self.speculation, budgets=[budget] * batch_size, num_heads=H
+            self.full, self.policy, self.speculation, budgets=[budget] * batch_size, num_heads=H, max_budget=most
         )
 
     def read(self, count: int, b: int = 0) -> None:

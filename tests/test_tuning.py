@@ -12,7 +12,15 @@ import torch
 from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig, assembly
 from minitri.settings import Plan
 from minitri.stats import LevelStats
-from minitri.tuning import CPU_COSTS, NUM_WARM_UP, OPTIMISM, Tuner, expected_tokens, nominal_costs
+from minitri.tuning import (
+    BUDGET_POWER,
+    CPU_COSTS,
+    NUM_WARM_UP,
+    OPTIMISM,
+    Tuner,
+    expected_tokens,
+    nominal_costs,
+)
 from tests.cascades import Rig, near_copy, plain_tokens, random_prompt, tiny_engine
 from tests.conftest import tiny_config, tiny_model
 from tests.exactness import Laws, law_of_steps, target_law, toy_cascade
@@ -66,7 +74,7 @@ def measured(seconds: dict[str, float], rates: dict[tuple[str, str], float]) -> 
 COSTS = {"draft": 0.004, "retrieval": 0.030, "target": 0.100}
 
 
-def NOMINAL(stage: str, num_guesses: float) -> float:
+def NOMINAL(stage: str, num_guesses: float, budget: int = 0) -> float:
     """Bytes suggest the same."""
     return COSTS[stage] * (1 + 0.04 * num_guesses)
 
@@ -91,14 +99,14 @@ def test_what_pays_is_chosen(costs, rates, best):
     assert tuner.tokens_per_second(plan) == max(map(tuner.tokens_per_second, SpeculationConfig().plans))
 
 
-@pytest.mark.parametrize(("advantage", "changes"), [(1.03, False), (1.2, True)])
+@pytest.mark.parametrize(("advantage", "changes"), [(1.01, False), (1.2, True)])
 def test_the_current_plan_is_kept_against_a_small_advantage(advantage, changes):
     stages = measured(COSTS, {("target", "draft"): 0.5, ("target", "retrieval"): 0.5})
     naive, retrieval = Plan("naive", 1), Plan("retrieval", 0, 1)
     tuner = Tuner(stages, [naive, retrieval], NOMINAL, timed=False)
-    tuner.tokens_per_second = lambda plan, rate=None: 1.0
+    tuner.tokens_per_second = lambda plan, rate=None, budget=None: 1.0
     assert [tuner.choose() for _ in range(NUM_WARM_UP)] == [naive] * NUM_WARM_UP
-    tuner.tokens_per_second = lambda plan, rate=None: advantage if plan == retrieval else 1.0
+    tuner.tokens_per_second = lambda plan, rate=None, budget=None: advantage if plan == retrieval else 1.0
     assert (tuner.choose() == retrieval) == changes
 
 
@@ -142,7 +150,7 @@ def test_a_stage_whose_first_round_was_slow_gets_another_chance():
 
 def test_nominal_costs_count_the_cache_of_every_row():
     target = tiny_model(tiny_config())
-    one, two = (nominal_costs(target, None, tokens, None)("target", 0) for tokens in (10**6, 2 * 10**6))
+    one, two = (nominal_costs(target, None, tokens)("target", 0, 0) for tokens in (10**6, 2 * 10**6))
     kv_bytes = target.config.kv_values_per_token * 4 * 10**6
     assert two - one == pytest.approx(kv_bytes / CPU_COSTS[1])
     seen = []
@@ -159,30 +167,46 @@ def test_a_drafter_is_expected_to_be_as_good_for_one_verifier_as_for_the_other()
     assert tuner.rate("target", "retrieval") == OPTIMISM["retrieval"]
 
 
-def simulated_ms_per_token(method: str, costs, rates, seed: int, *, num_tokens: int = 128, wrong=("", 1.0)) -> float:
+def simulated_ms_per_token(
+    method: str, costs, rates, seed: int, *, num_tokens=128, wrong=("", 1.0), budgets=(1024,), slot=0.0
+) -> float:
     """Decoding on a machine whose rounds have these seconds and some noise, twice as long for the first of a stage,
-    with guesses accepted at these rates, which wander. The bytes of one stage may suggest something wrong."""
+    with guesses accepted at these rates, which wander. A drafter that takes part again has to read what it missed. The
+    bytes of one stage may suggest something wrong. Costs and rates are those of a budget of 1024; a slot more costs a
+    round of the retrieval level so many seconds, and it begins with the middle one of the budgets."""
     generator = random.Random(seed)
     stages = {name: LevelStats(name) for name in costs}
-    nominal = lambda stage, n: costs[stage] * (1 + 0.04 * n)  # noqa: E731
-    suggested = lambda stage, n: nominal(stage, n) * (wrong[1] if stage == wrong[0] else 1)  # noqa: E731
-    tuner = Tuner(list(stages.values()), SpeculationConfig(method).plans, suggested, timed=True)
+
+    def nominal(stage: str, num_guesses: float, budget: int) -> float:
+        return (costs[stage] + (slot * (budget - 1024) if stage == "retrieval" else 0)) * (1 + 0.04 * num_guesses)
+
+    def suggested(stage: str, num_guesses: float, budget: int) -> float:
+        return nominal(stage, num_guesses, budget) * (wrong[1] if stage == wrong[0] else 1)
+
+    tuner = Tuner(
+        list(stages.values()), SpeculationConfig(method).plans, suggested, timed=True, budgets=budgets,
+        budget=budgets[len(budgets) // 2],
+    )  # fmt: skip
     tokens, seconds, luck = 0, 0.0, 0.0
 
     def run_round(name: str, num_guesses: int, proposer: str | None = None) -> int:
         nonlocal seconds
         first = 1 if stages[name].recent.num_rounds else 2
-        cost = nominal(name, num_guesses) * generator.lognormvariate(0, 0.12) * first
+        cost = nominal(name, num_guesses, tuner.budget) * generator.lognormvariate(0, 0.12) * first
         seconds += cost
         stages[name].recent.note_time(num_guesses, cost)
         rate = rates.get((name, proposer), 0)
+        if proposer == "retrieval":
+            rate = 1 - (1 - rate) * (tuner.budget / 1024) ** BUDGET_POWER
         accepted = next((i for i in range(num_guesses) if generator.random() >= rate + luck * (1 - rate)), num_guesses)
         stages[name].record(num_draft=num_guesses, num_accepted=accepted, proposer=proposer)
         return accepted + 1
 
     while tokens < num_tokens:
         luck = 0.97 * luck + generator.gauss(0, 0.03)
+        had_drafter = tuner.plan.gamma1 > 0
         plan, length, proposer = tuner.choose(), 0, None
+        seconds += 3 * costs["draft"] if plan.gamma1 and not had_drafter else 0
         while plan.gamma2 and length < plan.gamma2:
             proposer = "retrieval"
             for _ in range(plan.gamma1):

@@ -4,11 +4,12 @@ Per layer and KV head it holds `budget` tokens of the full cache, chosen by a po
 being guessed. Slots are ordered from the least important to the most, so the exact K and V of tokens that have been
 committed overwrite the least important ones, one slot after the other, and the prefix never changes its length.
 
-The cache is chosen anew when half of it has been overwritten, at a stride, or when the target rejects too much. This
-belongs to a pass in which the target verifies: it is due or not before that pass, chooses among the tokens committed by
-then, and asks with the queries of the latest of them (an observation window, as in SnapKV), that with which the pass
-begins included. So it costs no pass of its own: where the full cache is in host memory, `visit` chooses of every layer
-while it is on the device, and `commit` finds it done; else `commit` does it. Output can be of any length.
+The cache is chosen anew when half of it has been overwritten, at a stride, when the target rejects too much, or when
+another budget is wanted. This belongs to a pass in which the target verifies: it is due or not before that pass,
+chooses among the tokens committed by then, and asks with the queries of the latest of them (an observation window, as
+in SnapKV), that with which the pass begins included. So it costs no pass of its own: where the full cache is in host
+memory, `visit` chooses of every layer while it is on the device, and `commit` finds it done; else `commit` does it.
+Output can be of any length.
 
 While a text is no longer than the budget the cache simply holds all of it, and equals the full cache.
 
@@ -40,18 +41,27 @@ class RetrievalCache:
     """A small copy of a full cache: `budget` committed tokens per row, and room for a block behind them."""
 
     def __init__(
-        self, full: FullCache, policy: Policy, speculation: SpeculationConfig, *, budgets: list[int], num_heads: int
+        self,
+        full: FullCache,
+        policy: Policy,
+        speculation: SpeculationConfig,
+        *,
+        budgets: list[int],
+        num_heads: int,
+        max_budget: int = 0,
     ) -> None:
-        """Empty; `commit` fills it."""
+        """Empty; `commit` fills it. There is room for the larger of `budgets` and `max_budget`."""
         L, B, K, _, D = full.shape
-        whole = -(-full.capacity // policy.unit) * policy.unit  # no row can ever fill more
-        self.budgets = [min(budget, whole) for budget in budgets]
+        self._whole = -(-full.capacity // policy.unit) * policy.unit  # no row can ever fill more
+        self.budgets = [min(budget, self._whole) for budget in budgets]
+        self._wanted = list(self.budgets)  # when it is chosen next
         self.num_rebuilds = 0
         self.rebuild_seconds = 0.0
         self._full = full
         self._policy = policy
         self._settings = speculation
-        shape = (L, B, K, whole_strides(max(self.budgets) + speculation.room), D)
+        most = max(*self.budgets, min(max_budget, self._whole))
+        shape = (L, B, K, whole_strides(most + speculation.room), D)
         self.keys, self.values = (torch.empty(shape, dtype=full.dtype, device=full.device) for _ in range(2))
         window = (L, B, speculation.observation_window, num_heads, D)
         self._queries = torch.empty(window, dtype=full.dtype, device=full.device)  # in turns, the oldest goes
@@ -105,6 +115,11 @@ class RetrievalCache:
             self._num_guessed[b] = wanted - self._num_committed[b]
             assert self._num_guessed[b] >= 0
 
+    def resize(self, budgets: list[int]) -> None:
+        """Wants other budgets, each shorter than the row's text or what it is; they hold from the next choice on, which
+        belongs to the next pass of the target."""
+        self._wanted = [min(budget, self._whole) for budget in budgets]
+
     def observe(self, b: int, queries_LTHD: Tensor) -> None:
         """Learns that the full cache of row b has grown; the queries are those of its last T tokens."""
         T, W = queries_LTHD.shape[1], self._queries.shape[2]
@@ -140,6 +155,7 @@ class RetrievalCache:
                 self.rebuild_seconds += time.perf_counter() - started
             self.num_rebuilds += 1
             self._is_chosen[b] = True
+            self.budgets[b] = self._wanted[b]
             self._num_held[b], self._num_overwritten[b] = self.budgets[b], 0
             self._num_since_build[b], self._moving_rate[b] = 0, 1.0
             self._num_committed[b] = known // self._policy.unit * self._policy.unit  # what is left of the last unit
@@ -154,8 +170,9 @@ class RetrievalCache:
 
     def _is_due(self, b: int, num_tokens: int) -> bool:
         """Whether a pass that begins behind so many tokens is the time to choose."""
-        return num_tokens > self.budgets[b] and (
+        return num_tokens > max(self.budgets[b], self._wanted[b]) and (
             not self._is_chosen[b]
+            or self._wanted[b] != self.budgets[b]
             or self._num_overwritten[b] >= self.budgets[b] / 2
             or self._num_since_build[b] >= self._settings.rebuild_stride
             or self._moving_rate[b] < self._settings.rebuild_threshold
@@ -164,7 +181,7 @@ class RetrievalCache:
     def _choose(self, layer: int, b: int, query_HD: Tensor, keys_KSD: Tensor, values_KSD: Tensor) -> None:
         """Fills the slots of a layer for a new query and those that have been observed, which it joins."""
         M, K, W = self._policy.unit, self.keys.shape[2], self._queries.shape[2]
-        C = self.budgets[b] // M
+        C = self._wanted[b] // M
         num_units = keys_KSD.shape[1] // M
         recent = min(-(-self._settings.num_recent_tokens // M), max(1, C // 4))
         sinks = min(-(-self._settings.num_sink_tokens // M), C - recent)
@@ -177,7 +194,7 @@ class RetrievalCache:
         heads_K1 = torch.arange(K, device=chosen_KC.device).unsqueeze(1)
         for small, large_KSD in ((self.keys, keys_KSD), (self.values, values_KSD)):
             units = large_KSD[:, : num_units * M].unflatten(1, (num_units, M))  # (K, N, M, D)
-            small[layer, b, :, : self.budgets[b]] = units[heads_K1, chosen_KC].flatten(1, 2)
+            small[layer, b, :, : C * M] = units[heads_K1, chosen_KC].flatten(1, 2)
 
     def _take(self, b: int, start: int, end: int) -> None:
         """Exact K and V of the full cache's tokens from `start` to `end`: into free slots, then over the least
