@@ -36,6 +36,9 @@ from minitri.tuning import Tuner, nominal_costs
 
 log = logging.getLogger("minitri")
 
+PADDED_BLOCKS = (5, 9)
+"""Sizes between the smallest and the largest for which verification is captured, too, where gammas are open."""
+
 
 class Stages:
     """The stages there are, and how they are stacked for the next step; a `Cascade` calls `steer` before every step.
@@ -49,7 +52,7 @@ class Stages:
         queries_LBTHD: Tensor,
         stats: Stats,
         tuner: Tuner,
-        budgets: dict[int, list[int]],
+        budgets: list[list[int]],
         *,
         target: Level,
         retrieval: Level | None,
@@ -61,7 +64,7 @@ class Stages:
         self._queries_LBTHD = queries_LBTHD
         self._stats = stats
         self._tuner = tuner
-        self._budgets = budgets  # of the rows, by their sum, of which the tuner speaks
+        self._budgets = {sum(rows): rows for rows in budgets}  # the tuner speaks of sums
         self._target = target
         self._retrieval = retrieval
         self._drafter = drafter
@@ -99,7 +102,8 @@ class Stages:
                     was_rejected = row.origins[-1] == "recovered"
                     by_cache = self._target.below is self._retrieval
                     cache.commit(b, queries_LTHD, was_rejected=was_rejected, has_guessed=by_cache)
-            self._stats.num_rebuilds, self._stats.budgets = cache.num_rebuilds, cache.budgets
+            self._stats.num_rebuilds = cache.num_rebuilds
+            self._stats.budgets = list(cache.budgets) if len(self._budgets) > 1 else []
         if self._uses_drafter and self._draft_reader is not None:
             self._draft_reader.commit(self._sequences, active)
         rebuild_seconds = cache.rebuild_seconds - before if cache else 0.0
@@ -196,8 +200,10 @@ def build_cascade(
     draft_reader: DraftReader | NgramDrafter | None = None
     retrieval: Level | None = None
     cache: RetrievalCache | None = None
-    lengths = list(map(len, sequences))
-    budgets, choice = [speculation.budget_for(length) for length in lengths], speculation.budgets_for(lengths)
+    lengths, chunk = list(map(len, sequences)), speculation.chunk_size
+    most = -(-full.capacity // chunk) * chunk  # no row can fill more
+    choice = [[min(budget, most) for budget in rows] for rows in speculation.budgets_for(lengths)]
+    budgets = [min(speculation.budget_for(length), most) for length in lengths]
     stats.kv_cache_bytes = full.num_bytes
     stats.graphs = graphs
     if methods & {"naive", "triforce"}:
@@ -212,9 +218,8 @@ def build_cascade(
             stats.kv_cache_bytes += draft_reader.window.num_bytes
     if methods & {"retrieval", "triforce"}:
         policy = make_policy(speculation.policy, full, speculation.chunk_size)
-        most = max(max(rows) for rows in choice.values())
         cache = RetrievalCache(
-            full, policy, speculation, budgets=budgets, num_heads=config.num_heads, max_budget=most
+            full, policy, speculation, budgets=budgets, num_heads=config.num_heads, max_budget=max(map(max, choice))
         )  # fmt: skip
         block_sizes = {1, 1 + max(plan.gamma1 for plan in plans)}
         reader = Reader(
@@ -231,9 +236,12 @@ def build_cascade(
         small = weakref.proxy(cache)  # which holds the full cache: nothing is to keep both alive when their run is over
         full.visitor = lambda layer, keys_BKSD, values_BKSD: small.visit(queries_LBTHD, layer, keys_BKSD, values_BKSD)
     stats.stages.append(LevelStats("target"))
+    target_blocks = {1, speculation.max_block}
+    if len(plans) > 1:  # short blocks are not padded to the longest of all plans
+        target_blocks |= {size for size in PADDED_BLOCKS if size < speculation.max_block}
     reader = Reader(
         target, full, sampling, vocab_size=config.vocab_size, queries_LBTHD=queries_LBTHD,
-        graphs=graphs if full.on_chip == config.num_layers else None, block_sizes={1, speculation.max_block},
+        graphs=graphs if full.on_chip == config.num_layers else None, block_sizes=target_blocks,
     )  # fmt: skip
     top = Level(reader, None, coins_of["target"], stats.stages[-1], block=1)
     one_text = (speculation.coupled or sampling.temperature == 0) and target.dtype == torch.float32
@@ -241,7 +249,7 @@ def build_cascade(
     hosted = 1 - full.on_chip / config.num_layers
     nominal = nominal_costs(target, draft, sum(lengths), hosted)
     tuner = Tuner(
-        stats.stages, plans, nominal, timed=may_watch_clock, budgets=list(choice), budget=sum(budgets)
+        stats.stages, plans, nominal, timed=may_watch_clock, budgets=list(map(sum, choice)), budget=sum(budgets)
     )  # fmt: skip
     stages = Stages(
         sequences, queries_LBTHD, stats, tuner, choice,

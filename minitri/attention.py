@@ -32,7 +32,7 @@ from torch.nn.attention.bias import causal_lower_right
 HAS_TILES: bool = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
 """Whether the processor multiplies tiles of matrices (AMX), of which the flash kernel makes more than other matmuls."""
 
-SHORT_BLOCK = 16
+SHORT_BLOCK = 24
 """Longest block, in tokens, whose queries are folded: those of decoding with ordinary gammas, not of a prefill."""
 
 MATMUL_BLOCK = 4 if HAS_TILES else SHORT_BLOCK

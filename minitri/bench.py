@@ -169,7 +169,9 @@ def compare_methods(args: argparse.Namespace) -> int:
     files, args.method = args.prompt_file or [None], "auto"
     draw = plotter(Path(args.plot), draw_speedups) if args.plot else None
     texts = [read_prompt(argparse.Namespace(prompt=None, prompt_file=file)) for file in files]
-    speculation = speculation_of(args)
+    speculation, generation = speculation_of(args), generation_of(args, args.new_tokens)
+    if generation.offload and generation.on_chip is None:
+        raise InputError("--compare --offload needs --on-chip N, so that all methods keep as many layers on the GPU")
     sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p)
     engine = load(
         args.model, draft=draft_of(args), dtype=args.dtype, device=args.device, attention=args.attention,
@@ -180,8 +182,7 @@ def compare_methods(args: argparse.Namespace) -> int:
     with at_work(engine.model):
         scores = compare(
             engine, prompts, {name: dataclasses.replace(speculation, method=name, timed=True) for name in methods},
-            sampling=sampling, seeds=range(first, first + args.seeds),
-            generation=generation_of(args, args.new_tokens),
+            sampling=sampling, seeds=range(first, first + args.seeds), generation=generation,
             peers=find_peers(locate(args.model).path, engine) if args.peers else None,
         )  # fmt: skip
     result = summarise(scores, args.new_tokens)

@@ -142,8 +142,6 @@ def compare(
     """
     peers, num_new = peers or {}, generation.max_new_tokens
     check_offload(engine.model, generation)
-    if generation.offload and generation.on_chip is None:
-        raise InputError("--compare --offload needs --on-chip N, so that all methods keep as many layers on the GPU")
     scores = {name: Score() for name in (*speculations, *peers)}
     window = max(speculation.observation_window for speculation in speculations.values())
     for prompt in prompts:

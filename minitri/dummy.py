@@ -171,8 +171,6 @@ def decode(
     seed: int = 0,
 ) -> dict[str, Any]:
     """Decodes behind `context` made-up tokens with made-up verdicts; milliseconds per token and per phase."""
-    if speculation.budget is None:  # made-up verdicts would not answer to another
-        speculation = dataclasses.replace(speculation, budget=speculation.budget_for(context))
     num_new = generation.max_new_tokens
     capacity = context + num_new + 2 * speculation.max_block * (WARMUP_STEPS + PROFILED_STEPS + 2)
     full = allocate_full_cache(target, draft, [context], capacity, generation, speculation)

@@ -139,7 +139,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     law.add_argument(
         "--seed", type=int, metavar="N",
         help="makes the text repeatable: the same command with the same seed gives the same text (default: seed 0, but "
-        "what is left to be chosen, method or gammas, follows the clock, and then so do the draws)",
+        "what is left to be chosen, method, gammas or budget, follows the clock, and then so do the draws)",
     )  # fmt: skip
 
 
@@ -198,8 +198,8 @@ def add_size_flags(parser: argparse._ActionsContainer) -> None:
         )  # fmt: skip
     parser.add_argument(
         "--budget", type=auto_or_int, metavar="N|auto", default=default.budget,
-        help="tokens in the small KV cache, a multiple of the chunk size (default: what pays, from 256 to 4096; a "
-        "quarter of the prompt to begin with)",
+        help="tokens in the small KV cache, a multiple of the chunk size (default: a quarter of the prompt, from "
+        "256 to 4096; where method or gammas are auto, it then follows what pays)",
     )  # fmt: skip
     parser.add_argument(
         "--rebuild-threshold", type=float, metavar="RATE", default=default.rebuild_threshold,

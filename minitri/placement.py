@@ -21,7 +21,7 @@ from minitri.caches.offloaded import RING
 from minitri.caches.streaming import SLIDE
 from minitri.config import ModelConfig
 from minitri.errors import InputError
-from minitri.settings import BUDGET_SHARES, Plan, SpeculationConfig
+from minitri.settings import Plan, SpeculationConfig
 from minitri.tuning import expected_block, expected_tokens
 
 GIB = 1 << 30
@@ -103,11 +103,12 @@ def demand(
     """What `batch_size` sequences of up to `num_tokens` need; without a `draft` n-grams are the drafter."""
     B, L, K, D = batch_size, config.num_layers, config.num_kv_heads, config.head_dim
     slots = whole_strides(num_tokens + speculation.max_block)
-    methods = {plan.method for plan in speculation.plans}
+    methods, chunk = {plan.method for plan in speculation.plans}, speculation.chunk_size
     small = 0
     if methods & {"retrieval", "triforce"}:
-        held = whole_strides(speculation.budget_for(num_prompt_tokens, max(BUDGET_SHARES)) + speculation.room)
-        small += B * L * K * D * (2 * held + slots // speculation.chunk_size)
+        budget = min(speculation.budgets_for([num_prompt_tokens])[-1][0], -(-slots // chunk) * chunk)
+        held = whole_strides(budget + speculation.room)
+        small += B * L * K * D * (2 * held + slots // chunk)
         small += B * L * config.num_heads * D * (speculation.observation_window + speculation.max_block)
     draft = draft if methods & {"naive", "triforce"} else None
     if draft is not None:

@@ -15,9 +15,9 @@ MAX_GAMMA = 64
 AUTO_GAMMA1 = (1, 2, 3, 4)
 AUTO_GAMMA2 = (1, 2, 3, 4, 6, 8, 12, 16)
 """What is chosen from where a gamma is left open."""
-BUDGET_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
-"""Shares of the prompt, one of which the retrieval cache holds where the budget is left open; first DEFAULT_SHARE."""
-DEFAULT_SHARE = 1 / 4
+MIN_BUDGET, MAX_BUDGET = 256, 4096
+BUDGET_SCALES = (1 / 4, 1 / 2, 1, 2)
+"""An open budget begins as a quarter of the prompt, within these limits, and may become so many times as large."""
 MAX_CHUNK_SIZE = 1024
 
 
@@ -124,8 +124,8 @@ class SpeculationConfig:
     gamma2: int | None = None
     """Tokens the retrieval level collects before the full cache verifies them. None: what pays."""
     budget: int | None = None
-    """Tokens in the retrieval cache. None: what pays, from 256 to the paper's 4096; a quarter of the prompt to begin
-    with."""
+    """Tokens in the retrieval cache. None: a quarter of the prompt, from 256 to the paper's 4096; where method or
+    gammas are open, too, it then follows what pays, see `tuning.py`."""
     chunk_size: int = 8
     """Tokens that are retrieved together."""
     num_sink_tokens: int = 4
@@ -174,17 +174,22 @@ class SpeculationConfig:
                 f"{max(1, round((self.budget or 0) / self.chunk_size)) * self.chunk_size}"
             )
 
-    def budget_for(self, num_prompt_tokens: int, share: float = DEFAULT_SHARE) -> int:
-        """Tokens in the retrieval cache of a prompt of this length: a share of it, within limits."""
+    def budget_for(self, num_prompt_tokens: int, scale: float = 1) -> int:
+        """Tokens in the retrieval cache of a prompt of this length; if scaled, still within limits, and no more than
+        half the prompt."""
         if self.budget is not None:
             return self.budget
-        wanted = min(max(int(num_prompt_tokens * share), 256), 4096)
-        return -(-wanted // self.chunk_size) * self.chunk_size
+        budget = min(max(num_prompt_tokens // 4, MIN_BUDGET), MAX_BUDGET)
+        scaled = int(budget * scale)
+        if MIN_BUDGET <= scaled <= min(MAX_BUDGET, num_prompt_tokens // 2):
+            budget = scaled
+        return -(-budget // self.chunk_size) * self.chunk_size
 
-    def budgets_for(self, prompt_lengths: list[int]) -> dict[int, list[int]]:
-        """What there is to choose from for a batch: a budget for each row, by their sum, from the smallest up."""
-        rows = ([self.budget_for(length, share) for length in prompt_lengths] for share in BUDGET_SHARES)
-        return {sum(budgets): budgets for budgets in rows}
+    def budgets_for(self, prompt_lengths: list[int]) -> list[list[int]]:
+        """The budgets of the rows of a batch to choose from, from the smallest up."""
+        scales = BUDGET_SCALES if len(self.plans) > 1 else (1,)
+        rows = ([self.budget_for(length, scale) for length in prompt_lengths] for scale in scales)
+        return sorted({sum(budgets): budgets for budgets in rows}.values(), key=sum)
 
     @property
     def plans(self) -> list[Plan]:

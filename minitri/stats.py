@@ -42,9 +42,9 @@ class Recent:
         smoothed = min(known, seconds) if times <= 3 else SMOOTHING * known + (1 - SMOOTHING) * seconds
         self._seconds[num_guesses] = smoothed
 
-    def is_different(self, seconds: float) -> None:
-        """Learns that rounds will take so much longer from now on, or shorter, but by half at most."""
-        self._seconds = {n: max(known + seconds, known / 2) for n, known in self._seconds.items()}
+    def scale_seconds(self, factor: float) -> None:
+        """Expects rounds to take so many times as long from now on."""
+        self._seconds = {num_guesses: factor * seconds for num_guesses, seconds in self._seconds.items()}
 
     def seconds_of_round(self, num_guesses: float) -> float | None:
         """Of a round with so many guesses, between and beyond those that were measured on a straight line; None before
@@ -146,7 +146,7 @@ class Stats:
     graphs: GraphPool | None = None
     """What was captured as CUDA graphs, on a GPU."""
     budgets: list[int] = field(default_factory=list)
-    """Tokens in the retrieval cache of each row, as last chosen; none where there is no such cache."""
+    """Tokens in the retrieval cache of each row at last, where there was something to choose."""
     break_even: float | None = None
     """Acceptance rate at which the last plan would be as fast as the target alone; None if that was not asked."""
 

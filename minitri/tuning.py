@@ -1,4 +1,4 @@
-"""Which stages take part in the next step, and how far they run ahead: what pays, by costs and acceptance so far.
+"""Which stages take part in the next step, how far they run ahead, and how much the retrieval cache holds: what pays.
 
 A `Plan` is a method with its gammas. `Tuner.choose` predicts the tokens per second of every plan that is allowed, from
 what a round of each stage costs and from how many of its guesses were accepted lately, and takes the best; the current
@@ -40,7 +40,7 @@ BUDGET_POWER = -0.6
 BUDGET_PERIOD = 16
 """Steps after which other budgets are considered."""
 BUDGET_EVIDENCE = 24.0
-"""Guesses of the retrieval level that must have been tested lately for that."""
+"""Guesses of the retrieval level that must have been tested for that, lately and with the current budget."""
 BUDGET_HYSTERESIS = 1.03
 """Another budget must be predicted to be so many times as fast: the cache has to be chosen anew."""
 
@@ -80,7 +80,7 @@ class Tuner:
 
     def choose(self) -> Plan:
         """The plan of the next step; it may change the budget, too."""
-        if self._num_chosen % BUDGET_PERIOD == 0 and self._num_chosen:
+        if len(self._budgets) > 1 and self._num_chosen % BUDGET_PERIOD == BUDGET_PERIOD - 1:
             self._choose_budget()
         speeds = {plan: self.tokens_per_second(plan) for plan in self._plans}
         best = max(speeds, key=speeds.__getitem__)
@@ -90,7 +90,7 @@ class Tuner:
         self._fade()
         return self.plan
 
-    def tokens_per_second(self, plan: Plan, rate: float | None = None, budget: int | None = None) -> float:
+    def tokens_per_second(self, plan: Plan, rate: float | None = None, *, budget: int | None = None) -> float:
         """What a plan is expected to do; `rate` replaces the acceptance rate of the last level's guesses."""
         if plan.method == "autoregressive":
             return 1 / self._cost("target", 0)
@@ -139,47 +139,40 @@ class Tuner:
 
     def _cost(self, stage: str, num_guesses: float, budget: int | None = None) -> float:
         budget = self.budget if budget is None else budget
+        nominal = self._nominal(stage, num_guesses, budget)
         if not self._timed:
-            return self._nominal(stage, num_guesses, budget)
+            return nominal
         recent = self._stages[stage].recent
         measured = recent.seconds_of_round(num_guesses)
         if measured is not None and budget != self.budget:
-            measured = max(measured + self._difference(num_guesses, budget), measured / 2)
+            measured *= nominal / self._nominal(stage, num_guesses, self.budget)
         if measured is not None and recent.num_rounds >= NUM_WARM_UP:
             return measured
-        patient = self._nominal(stage, num_guesses, budget) * self._slowness() * PATIENCE**self._num_chosen
+        target = self._stages["target"].recent.seconds_of_round(0)
+        expected = nominal * (target / self._nominal("target", 0, budget) if target else 1)
+        patient = expected * PATIENCE**self._num_chosen
         return patient if measured is None else min(measured, patient)
 
-    def _slowness(self) -> float:
-        """Seconds here in a nominal one."""
-        target = self._stages["target"].recent.seconds_of_round(0)
-        return target / self._nominal("target", 0, self.budget) if target else 1.0
-
-    def _difference(self, num_guesses: float, budget: int) -> float:
-        """Seconds by which a round of the retrieval level takes longer with another budget."""
-        nominal = (self._nominal("retrieval", num_guesses, size) for size in (budget, self.budget))
-        return (next(nominal) - next(nominal)) * self._slowness()
-
-    def _rate_with(self, budget: int, rate: float) -> float:
-        """What an acceptance rate of the retrieval level's guesses becomes with another budget."""
-        return max(0.0, 1 - (1 - rate) * (budget / self.budget) ** BUDGET_POWER) if budget != self.budget else rate
-
     def _choose_budget(self) -> None:
-        """Moves to the next smaller or larger budget if that is predicted to pay, and takes what is known along."""
-        if len(self._budgets) < 2:
-            return
+        """Moves to the next smaller or larger budget if that is predicted to pay."""
         tested, accepted = self._stages["target"].recent.guesses.get("retrieval", (0.0, 0.0))
         if tested < BUDGET_EVIDENCE:
             return
         here = self._budgets.index(self.budget)
         near = self._budgets[max(here - 1, 0) : here + 2]
-        speeds = {budget: max(self.tokens_per_second(plan, None, budget) for plan in self._plans) for budget in near}
+        speeds = {budget: max(self.tokens_per_second(plan, budget=budget) for plan in self._plans) for budget in near}
         best = max(speeds, key=speeds.__getitem__)
         if speeds[best] > BUDGET_HYSTERESIS * speeds[self.budget]:
             rate = self._rate_with(best, accepted / tested)
-            self._stages["target"].recent.guesses["retrieval"] = (tested, rate * tested)
-            self._stages["retrieval"].recent.is_different(self._difference(0, best))
+            factor = self._nominal("retrieval", 0, best) / self._nominal("retrieval", 0, self.budget)
+            self._stages["retrieval"].recent.scale_seconds(factor)
+            # A prediction is no evidence: it weighs as much as the expectations of the beginning.
+            self._stages["target"].recent.guesses["retrieval"] = (EVIDENCE, EVIDENCE * rate)
             self.budget = best
+
+    def _rate_with(self, budget: int, rate: float) -> float:
+        """What an acceptance rate of the retrieval level's guesses becomes with another budget."""
+        return rate if budget == self.budget else max(0.0, 1 - (1 - rate) * (budget / self.budget) ** BUDGET_POWER)
 
     def _fade(self) -> None:
         used = {"naive": {("target", "draft")}, "retrieval": {("target", "retrieval")}}

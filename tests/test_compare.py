@@ -113,6 +113,7 @@ def test_speedups_are_taken_prompt_by_prompt():
         (["--prompt-file", "a", "--prompt-file", "b"], "several --prompt-file need --compare; give one"),
         (["--compare", "--seeds", "0"], "not a whole number of at least 1"),
         (["--compare", "--prompt-file", "no-such-file"], "cannot read the prompt from no-such-file"),
+        (["--compare", "--offload", "--model", "no-such-model"], "needs --on-chip N"),
     ],
 )
 def test_bad_flags_are_one_line(flags, message, capsys):

@@ -20,10 +20,11 @@ from minitri.caches.streaming import StreamingCache
 from minitri.errors import InputError
 from minitri.graphs import GraphedStep, GraphPool
 from minitri.reader import Reader
-from minitri.settings import MAX_GAMMA, METHODS, SamplingParams
+from minitri.settings import MAX_GAMMA, METHODS, SamplingParams, SpeculationConfig
 from tests.cascades import GREEDY, WARM, Rig, near_copy, random_prompt
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
 from tests.test_attention_cuda import varlen_twin
+from tests.test_budget import resize_now_and_then
 from tests.test_offloaded_cache import offloaded as offloaded_cache
 
 CONFIG = tiny_config(num_layers=3)
@@ -132,6 +133,26 @@ def test_static_steps_give_the_tokens_of_eager_ones(method, sampling, backend, l
     if gammas:
         counts = [[(s.num_tested_tokens, s.num_accepted_tokens) for s in rig.stats.stages] for rig in (plain, static)]
         assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("backend", [Math(), TorchFlash(varlen_twin, num_processors=4)], ids=lambda it: it.name)
+def test_static_steps_follow_another_budget(backend, lengths_on_the_device, monkeypatch):
+    """What is captured does not know how many slots are valid, and the acceptance is that of eager steps."""
+    choice = [[size] * len(PROMPTS) for size in (16, 24, 48)]
+    monkeypatch.setattr(SpeculationConfig, "budgets_for", lambda self, lengths: choice)
+    target, counts, tokens = tiny_model(CONFIG), [], []
+    settings = {"method": "retrieval", "sampling": WARM, "budget": 24, "gamma2": 3, "num_new": 24}
+    for graphs in (None, GraphPool(CPU)):
+        if graphs is not None:
+            as_on_a_gpu(target, backend)
+        with pytest.MonkeyPatch.context() as patching:
+            seen = resize_now_and_then(patching, (0, 2, 1))
+            rig = Rig(target, PROMPTS, graphs=graphs, **settings)
+            tokens.append(rig.run())
+            assert set(seen) == {sum(rows) for rows in choice}
+        counts.append([(stage.num_tested_tokens, stage.num_accepted_tokens) for stage in rig.stats.stages])
+    assert tokens[0] == tokens[1]
+    assert counts[0] == counts[1]
 
 
 def test_kv_from_host_memory_is_streamed_by_eager_steps(lengths_on_the_device):

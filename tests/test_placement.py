@@ -55,18 +55,25 @@ def test_every_named_model_has_a_shape_or_comes_with_the_checkout():
     assert shape_of("nobody") is None
 
 
-def test_caches_are_counted_as_they_are_allocated():
-    config = tiny_config(num_layers=3)
+@pytest.mark.parametrize(
+    ("speculation", "num_prompt"),
+    [
+        (SpeculationConfig("triforce", gamma1=2, gamma2=6, budget=64, num_recent_tokens=100), 400),
+        (SpeculationConfig(num_recent_tokens=100), 2400),  # with room for a larger budget
+        (SpeculationConfig(num_recent_tokens=100, budget=10**6), 400),  # of which no text fills more than there is
+    ],
+)
+def test_caches_are_counted_as_they_are_allocated(speculation, num_prompt):
+    config = tiny_config(num_layers=3, context_length=4096)
     target = tiny_model(config)
-    speculation = SpeculationConfig("triforce", gamma1=2, gamma2=6, budget=64, num_recent_tokens=100)
-    num_tokens, B = 500, 2
+    num_tokens, B = num_prompt + 100, 2
     needs = demand(
-        config, config, speculation, num_tokens=num_tokens, num_prompt_tokens=400, batch_size=B, itemsize=4
+        config, config, speculation, num_tokens=num_tokens, num_prompt_tokens=num_prompt, batch_size=B, itemsize=4
     )  # fmt: skip
     full = new_cache(config, B, num_tokens + speculation.max_block)
     assert needs.kv_layer * 3 == full.num_bytes
     stats = Stats()
-    _, small = build_cascade(target, target, full, [[1] * 400] * B, [0, 1], GREEDY, speculation, stats)
+    _, small = build_cascade(target, target, full, [[1] * num_prompt] * B, [0, 1], GREEDY, speculation, stats)
     means = small._policy._means
     held = stats.kv_cache_bytes - full.num_bytes + means.nbytes + small._queries.nbytes
     verified = 3 * B * speculation.max_block * config.num_heads * config.head_dim * 4

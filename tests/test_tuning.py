@@ -168,12 +168,22 @@ def test_a_drafter_is_expected_to_be_as_good_for_one_verifier_as_for_the_other()
 
 
 def simulated_ms_per_token(
-    method: str, costs, rates, seed: int, *, num_tokens=128, wrong=("", 1.0), budgets=(1024,), slot=0.0
+    method: str,
+    costs,
+    rates,
+    seed: int,
+    *,
+    num_tokens=128,
+    wrong=("", 1.0),
+    budgets=(1024,),
+    budget=1024,
+    slot=0.0,
+    power=BUDGET_POWER,
 ) -> float:
     """Decoding on a machine whose rounds have these seconds and some noise, twice as long for the first of a stage,
     with guesses accepted at these rates, which wander. A drafter that takes part again has to read what it missed. The
     bytes of one stage may suggest something wrong. Costs and rates are those of a budget of 1024; a slot more costs a
-    round of the retrieval level so many seconds, and it begins with the middle one of the budgets."""
+    round of the retrieval level so many seconds, and rejections fall as the budget to this power."""
     generator = random.Random(seed)
     stages = {name: LevelStats(name) for name in costs}
 
@@ -185,7 +195,7 @@ def simulated_ms_per_token(
 
     tuner = Tuner(
         list(stages.values()), SpeculationConfig(method).plans, suggested, timed=True, budgets=budgets,
-        budget=budgets[len(budgets) // 2],
+        budget=budget,
     )  # fmt: skip
     tokens, seconds, luck = 0, 0.0, 0.0
 
@@ -197,7 +207,7 @@ def simulated_ms_per_token(
         stages[name].recent.note_time(num_guesses, cost)
         rate = rates.get((name, proposer), 0)
         if proposer == "retrieval":
-            rate = 1 - (1 - rate) * (tuner.budget / 1024) ** BUDGET_POWER
+            rate = 1 - (1 - rate) * (tuner.budget / 1024) ** power
         accepted = next((i for i in range(num_guesses) if generator.random() >= rate + luck * (1 - rate)), num_guesses)
         stages[name].record(num_draft=num_guesses, num_accepted=accepted, proposer=proposer)
         return accepted + 1

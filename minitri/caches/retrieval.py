@@ -2,7 +2,8 @@
 
 Per layer and KV head it holds `budget` tokens of the full cache, chosen by a policy, and behind them the block that is
 being guessed. Slots are ordered from the least important to the most, so the exact K and V of tokens that have been
-committed overwrite the least important ones, one slot after the other, and the prefix never changes its length.
+committed overwrite the least important ones, one slot after the other, and from one choice to the next the prefix has
+the same length.
 
 The cache is chosen anew when half of it has been overwritten, at a stride, when the target rejects too much, or when
 another budget is wanted. This belongs to a pass in which the target verifies: it is due or not before that pass,
@@ -116,8 +117,8 @@ class RetrievalCache:
             assert self._num_guessed[b] >= 0
 
     def resize(self, budgets: list[int]) -> None:
-        """Wants other budgets, each shorter than the row's text or what it is; they hold from the next choice on, which
-        belongs to the next pass of the target."""
+        """Wants other budgets. A row has its own when it is chosen anew, in the next pass of the target, or as soon as
+        its text is longer than both."""
         self._wanted = [min(budget, self._whole) for budget in budgets]
 
     def observe(self, b: int, queries_LTHD: Tensor) -> None:
@@ -155,7 +156,7 @@ class RetrievalCache:
                 self.rebuild_seconds += time.perf_counter() - started
             self.num_rebuilds += 1
             self._is_chosen[b] = True
-            self.budgets[b] = self._wanted[b]
+            self.budgets[b] = self._next_budget(b, known)
             self._num_held[b], self._num_overwritten[b] = self.budgets[b], 0
             self._num_since_build[b], self._moving_rate[b] = 0, 1.0
             self._num_committed[b] = known // self._policy.unit * self._policy.unit  # what is left of the last unit
@@ -170,19 +171,21 @@ class RetrievalCache:
 
     def _is_due(self, b: int, num_tokens: int) -> bool:
         """Whether a pass that begins behind so many tokens is the time to choose."""
-        return num_tokens > max(self.budgets[b], self._wanted[b]) and (
+        return num_tokens > self.budgets[b] and (
             not self._is_chosen[b]
-            or self._wanted[b] != self.budgets[b]
+            or self._next_budget(b, num_tokens) != self.budgets[b]
             or self._num_overwritten[b] >= self.budgets[b] / 2
             or self._num_since_build[b] >= self._settings.rebuild_stride
             or self._moving_rate[b] < self._settings.rebuild_threshold
         )
 
+    def _next_budget(self, b: int, num_tokens: int) -> int:
+        return self._wanted[b] if num_tokens > self._wanted[b] else self.budgets[b]
+
     def _choose(self, layer: int, b: int, query_HD: Tensor, keys_KSD: Tensor, values_KSD: Tensor) -> None:
         """Fills the slots of a layer for a new query and those that have been observed, which it joins."""
         M, K, W = self._policy.unit, self.keys.shape[2], self._queries.shape[2]
-        C = self._wanted[b] // M
-        num_units = keys_KSD.shape[1] // M
+        num_units, C = keys_KSD.shape[1] // M, self._next_budget(b, keys_KSD.shape[1]) // M
         recent = min(-(-self._settings.num_recent_tokens // M), max(1, C // 4))
         sinks = min(-(-self._settings.num_sink_tokens // M), C - recent)
         self._queries[layer, b, self._num_queries[b] % W] = query_HD

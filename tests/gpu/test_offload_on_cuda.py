@@ -63,6 +63,24 @@ def test_offload_holds_the_bits_of_the_full_cache():
             cache.crop([length - size // 3 for length in cache.lengths])
 
 
+@torch.inference_mode()
+def test_what_the_device_holds_is_adopted_to_the_bit():
+    config = tiny_config(num_layers=5, num_heads=8, num_kv_heads=8, head_dim=64)
+    settings = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
+    whole = FullCache.allocate(config, 2, 2000, **settings)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for slots in (whole.keys, whole.values):
+        slots.normal_(generator=generator)
+    whole.advance([1900, 3])
+    ours = OffloadedFullCache.allocate_offloaded(config, 2, 2000, on_chip=2, **settings)
+    ours.adopt(whole)
+    for b, length in enumerate(whole.lengths):
+        for got, exact in zip(ours.layers(b), whole.layers(b), strict=True):
+            assert all(torch.equal(a[:, :length], z[:, :length]) for a, z in zip(got, exact, strict=True))
+        for got, exact in zip(ours.tokens(b, 1, length), whole.tokens(b, 1, length), strict=True):
+            assert torch.equal(got, exact)
+
+
 def test_two_engines_in_one_process_do_not_disturb_each_other(folder):
     engines = [minitri.load(str(folder), dtype="float32", device="cuda") for _ in range(2)]
     settings = SpeculationConfig("retrieval", gamma2=3, budget=32), SamplingParams()
