@@ -231,6 +231,8 @@ def choose_backend(
             reason = shorten(failure, 80)
         else:
             if error <= tolerance(dtype):
+                if name == "math" != wanted and dtype != torch.float32:
+                    log.warning("attention falls back to plain formulas on %s, which read KV many times slower", device)
                 return backend
             reason = f"it is off by {error:.2g}"
         if wanted != "auto":

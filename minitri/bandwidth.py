@@ -11,23 +11,23 @@ import torch
 from minitri.caches.offloaded import host_memory
 from minitri.reader import synchronize
 
-NUM_BYTES = 1 << 28
-"""Far beyond most caches."""
+NUM_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
+"""Far beyond most caches, and long enough that starting a copy does not count."""
 REPEATS = 7
 
 
 def read_bandwidth(device: torch.device) -> float:
     """Bytes per second at which a large tensor is read."""
-    data = torch.ones(NUM_BYTES // 4, device=device)
-    return _median_rate(data.sum, NUM_BYTES, device)
+    data = torch.ones(NUM_BYTES[device.type] // 4, device=device)
+    return _median_rate(data.sum, data.nbytes, device)
 
 
 def copy_bandwidth(device: torch.device, *, from_host: bool) -> float:
     """Bytes per second of a copy: read and written on the device, or sent to it from the host."""
-    target = torch.empty(NUM_BYTES, dtype=torch.uint8, device=device)
-    source = host_memory((NUM_BYTES,), torch.uint8, device) if from_host else torch.empty_like(target)
+    target = torch.empty(NUM_BYTES[device.type], dtype=torch.uint8, device=device)
+    source = host_memory(tuple(target.shape), torch.uint8, device) if from_host else torch.empty_like(target)
     source.zero_()
-    moved = NUM_BYTES if from_host else 2 * NUM_BYTES
+    moved = target.nbytes if from_host else 2 * target.nbytes
     return _median_rate(lambda: target.copy_(source, non_blocking=True), moved, device)
 
 

@@ -38,7 +38,7 @@ class IndependentCoins:
             if active[b]:
                 drawn = torch.rand(count + 1, dtype=torch.float64, generator=self._generators[b])
                 uniforms_BN[b, :count], uniforms_BN[b, N] = drawn[:count], drawn[count]
-        return verify(proposal, laws_BNV, uniforms_BN.to(laws_BNV.device))
+        return verify(proposal, laws_BNV, uniforms_BN.to(laws_BNV.device, non_blocking=True))
 
 
 class CoupledCoins:

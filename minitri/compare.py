@@ -26,7 +26,7 @@ from minitri.caches import FullCache
 from minitri.engine import Engine
 from minitri.errors import InputError
 from minitri.graphs import graph_pool
-from minitri.reader import prefill
+from minitri.reader import prefill, synchronize
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.stats import Stats, spread
 
@@ -117,9 +117,11 @@ def read_prompt_once(
     def watch(queries_LTHD: Tensor) -> None:
         latest[0] = torch.cat((latest[0], queries_LTHD), 1)[:, -max_queries:]
 
+    synchronize(model.device)
     started = time.perf_counter()
     for _ in prefill(model, prompt, full, 0, chunk=chunk, watch=watch, max_queries=max_queries):
         pass
+    synchronize(model.device)
     return full, latest[0], time.perf_counter() - started
 
 

@@ -92,12 +92,20 @@ class GraphedStep(Generic[Inputs]):
             for _ in range(NUM_WARMUPS):
                 self._step(self._static)
         current.wait_stream(side)
+        clear_workspaces()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool, stream=side):
             output = self._step(self._static)
+        clear_workspaces()
         self.capture_seconds = time.perf_counter() - started
         self.num_bytes = torch.cuda.memory_reserved(device) - reserved
         return output
+
+
+def clear_workspaces() -> None:
+    """Has cuBLAS take its workspace anew. It keeps one per stream, for good: that of a capture is to lie in the graph's
+    own memory, and none is to stay behind for every stream that ever captured."""
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
 
 
 class GraphPool:

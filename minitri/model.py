@@ -180,7 +180,8 @@ class RMSNorm(nn.Module):
     """Root-mean-square norm, computed in float32 or better.
 
     The values x and -x together have mean 0 and variance mean(x^2), so it is the layer norm of both, of which PyTorch
-    has a fused kernel. On a block of few tokens, where every call counts, that is nearly twice as fast as `F.rms_norm`.
+    has a fused kernel. On a block of few tokens, where every call counts, that is nearly twice as fast as `F.rms_norm`
+    on a CPU; on a GPU that is one kernel.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -190,4 +191,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         E = x.shape[-1]
+        if x.is_cuda:
+            return F.rms_norm(x, (E,), self.weight, self.eps)
         return F.layer_norm(torch.cat((x, -x), -1), (2 * E,), eps=self.eps)[..., :E] * self.weight

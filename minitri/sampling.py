@@ -47,7 +47,8 @@ def _top_p_cutoff(scores_NV: Tensor, top_p: float) -> Tensor:
     """Per row (N, 1), the score of the least likely token of the smallest set with mass `top_p`."""
     log_total = scores_NV.logsumexp(-1, keepdim=True)
     V = scores_NV.shape[-1]
-    for size in (min(TOP_P_PREFIX, V), V):
+    # A GPU sorts all at once: whether a prefix is enough the host would have to wait for.
+    for size in (min(TOP_P_PREFIX, V), V) if scores_NV.device.type == "cpu" else (V,):
         best = scores_NV.topk(size).values  # (N, size), falling
         probs = (best - log_total).exp()
         before = probs.cumsum(-1) - probs  # mass of the tokens ahead of each
@@ -72,4 +73,4 @@ def sample(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
     """
     cdf_NV = probs_NV.double().cumsum(-1)
     targets_N1 = uniforms_N.double().unsqueeze(-1) * cdf_NV[..., -1:]
-    return torch.searchsorted(cdf_NV, targets_N1, right=True).squeeze(-1)
+    return torch.searchsorted(cdf_NV, targets_N1, right=True).squeeze(-1).clamp_max(probs_NV.shape[-1] - 1)

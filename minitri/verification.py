@@ -48,7 +48,7 @@ class Proposal:
     def tokens_BN(self, device: torch.device) -> Tensor:
         """The tokens as one tensor, padded with 0 to the longest row."""
         N = max(self.counts)
-        return torch.tensor([row + [0] * (N - len(row)) for row in self.tokens], dtype=torch.int64, device=device)
+        return integers([row + [0] * (N - len(row)) for row in self.tokens], device)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def verify(proposal: Proposal, laws_BNV: Tensor, uniforms_BN: Tensor) -> Verdict
     if any(proposal.counts):
         tokens_BN = proposal.tokens_BN(device)
         N = tokens_BN.shape[1]
-        counts_B = torch.tensor(proposal.counts, device=device)
+        counts_B = integers(proposal.counts, device)
         p_BN = laws_BNV[:, :N].gather(2, tokens_BN.unsqueeze(2)).squeeze(2)
         q_BN = proposal.laws_BNV[:, :N].gather(2, tokens_BN.unsqueeze(2)).squeeze(2)
         survives = uniforms_BN[:, :N] * q_BN < p_BN
@@ -96,13 +96,18 @@ def verify_coupled(proposal: Proposal, laws_BNV: Tensor, keys: list[list[int]]) 
     """
     B, device = len(proposal.tokens), laws_BNV.device
     N = max(proposal.counts)
-    choices_BN = coupled_argmax(laws_BNV[:, : N + 1], torch.tensor(keys, dtype=torch.int64, device=device))
+    choices_BN = coupled_argmax(laws_BNV[:, : N + 1], integers(keys, device))
     num_accepted = torch.zeros(B, dtype=torch.int64, device=device)
     if N:
         survives = choices_BN[:, :N] == proposal.tokens_BN(device)
-        survives &= torch.arange(N, device=device) < torch.tensor(proposal.counts, device=device).unsqueeze(1)
+        survives &= torch.arange(N, device=device) < integers(proposal.counts, device).unsqueeze(1)
         num_accepted = survives.cumprod(1).sum(1)
     return _on_host(laws_BNV, num_accepted, choices_BN.gather(1, num_accepted.unsqueeze(1)).squeeze(1))
+
+
+def integers(values: list[int] | list[list[int]], device: torch.device) -> Tensor:
+    """Whole numbers as a tensor, int64; the host does not wait until they are on the device."""
+    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 
 
 def _on_host(laws_BNV: Tensor, num_accepted_B: Tensor, next_tokens_B: Tensor) -> Verdict:

@@ -35,12 +35,12 @@ class NgramDrafter:
         started = time.perf_counter()
         tokens = [self._lookup(b, row) if on else [] for b, (row, on) in enumerate(zip(sequences, active, strict=True))]
         laws_BNV = torch.zeros(len(tokens), max(map(len, tokens)), self._vocab_size, device=self._device)
-        for b, row in enumerate(tokens):
-            laws_BNV[b, range(len(row)), row] = 1
+        proposal = Proposal(tokens, laws_BNV, [[self.stats.name] * len(row) for row in tokens])
+        laws_BNV.scatter_(2, proposal.tokens_BN(self._device).unsqueeze(2), 1.0)
         seconds = time.perf_counter() - started
         self.stats.seconds += seconds
         self.stats.recent.note_time(0, seconds / self.block)
-        return Proposal(tokens, laws_BNV, [[self.stats.name] * len(row) for row in tokens])
+        return proposal
 
     def forget(self, lengths: list[int]) -> None:
         """Nothing to do: only tokens that are certain are remembered."""

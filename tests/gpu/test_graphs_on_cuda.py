@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -11,11 +12,14 @@ from torch import Tensor
 from minitri.attention import attend_math
 from minitri.attention_cuda import BACKENDS, GpuAttention, choose_backend, make_backend, tolerance
 from minitri.caches.full import FullCache
+from minitri.coins import IndependentCoins
 from minitri.errors import InputError
 from minitri.graphs import GraphPool
 from minitri.model import Llama
 from minitri.reader import Reader, forward, make_block
+from minitri.sampling import probs_from_logits
 from minitri.settings import SamplingParams
+from minitri.verification import Proposal
 from tests.conftest import tiny_config
 from tests.test_attention import random_case
 
@@ -80,6 +84,25 @@ def test_a_replay_has_the_bits_of_an_eager_pass(name):
     assert pool.capture_seconds > 0
 
 
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.6, top_k=50, top_p=0.9, min_p=0.01)])
+@torch.inference_mode()
+def test_laws_and_a_verdict_wait_for_the_device_once(sampling):
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits_BNV = torch.randn(2, 4, 32000, generator=generator, device="cuda") * 3
+    tokens = [[5, 6, 7], [8]]
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings(record=True, action="always") as seen:
+            torch.cuda.set_sync_debug_mode("warn")
+            laws_BNV = probs_from_logits(logits_BNV.flatten(0, 1), sampling).unflatten(0, (2, 4))
+            proposal = Proposal(tokens, laws_BNV[:, :3], [["draft"] * len(row) for row in tokens])
+            IndependentCoins([0, 1]).judge(proposal, laws_BNV, [5, 5], [True, True])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.set_warn_always(False)
+    assert sum("called a synchronizing CUDA operation" in str(warning.message) for warning in seen) == 1
+
+
 @torch.inference_mode()
 def test_a_replay_allocates_nothing_and_waits_for_nothing():
     model = gpu_model(torch.bfloat16, choose_backend(torch.device("cuda"), torch.bfloat16, **SHAPE))
@@ -94,8 +117,9 @@ def test_a_replay_allocates_nothing_and_waits_for_nothing():
     graphed = GraphPool(torch.device("cuda")).capture(step, inputs)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings(action="ignore"):  # that this is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         for _ in range(3):
             graphed(inputs)
     finally:
