@@ -143,9 +143,8 @@ def allocate_full_cache(
             check_offload(target, generation)
             return FullCache.allocate(config, B, capacity, **settings)
         needs = demand(
-            config, draft.config if draft else None, speculation, num_tokens=capacity, batch_size=B,
-            num_prompt_tokens=max(prompt_lengths), prefill_chunk=generation.prefill_chunk,
-            itemsize=target.dtype.itemsize,
+            config, draft.config if draft else None, speculation, num_tokens=capacity,
+            prompt_lengths=prompt_lengths, prefill_chunk=generation.prefill_chunk, itemsize=target.dtype.itemsize,
         )  # fmt: skip
         on_chip = choose_on_chip(
             needs, offload=generation.offload, on_chip=generation.on_chip, host_bytes=free_host_bytes(),

@@ -12,23 +12,28 @@ from minitri.caches.offloaded import host_memory
 from minitri.reader import synchronize
 
 NUM_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
-"""Far beyond most caches, and long enough that starting a copy does not count."""
+"""Far beyond most caches, and long enough that starting a copy does not count; less where that much is not free."""
 REPEATS = 7
 
 
 def read_bandwidth(device: torch.device) -> float:
     """Bytes per second at which a large tensor is read."""
-    data = torch.ones(NUM_BYTES[device.type] // 4, device=device)
+    data = torch.ones(_num_bytes(device) // 4, device=device)
     return _median_rate(data.sum, data.nbytes, device)
 
 
 def copy_bandwidth(device: torch.device, *, from_host: bool) -> float:
     """Bytes per second of a copy: read and written on the device, or sent to it from the host."""
-    target = torch.empty(NUM_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty(_num_bytes(device), dtype=torch.uint8, device=device)
     source = host_memory(tuple(target.shape), torch.uint8, device) if from_host else torch.empty_like(target)
     source.zero_()
     moved = target.nbytes if from_host else 2 * target.nbytes
     return _median_rate(lambda: target.copy_(source, non_blocking=True), moved, device)
+
+
+def _num_bytes(device: torch.device) -> int:
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else NUM_BYTES["cpu"] * 4
+    return min(NUM_BYTES[device.type], free // 4)
 
 
 def _median_rate(move: Callable[[], object], num_bytes: int, device: torch.device) -> float:

@@ -24,7 +24,7 @@ with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
     import torch
 
     from minitri.bandwidth import read_bandwidth
-    from minitri.compare import compare, draw_speedups, plotter, summarise, table
+    from minitri.compare import check_on_chip, compare, draw_speedups, plotter, summarise, table
     from minitri.dummy import add_dummy_flags, measure_shape
     from minitri.engine import Engine, load
     from minitri.fetch import locate
@@ -170,8 +170,7 @@ def compare_methods(args: argparse.Namespace) -> int:
     draw = plotter(Path(args.plot), draw_speedups) if args.plot else None
     texts = [read_prompt(argparse.Namespace(prompt=None, prompt_file=file)) for file in files]
     speculation, generation = speculation_of(args), generation_of(args, args.new_tokens)
-    if generation.offload and generation.on_chip is None:
-        raise InputError("--compare --offload needs --on-chip N, so that all methods keep as many layers on the GPU")
+    check_on_chip(generation)
     sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p)
     engine = load(
         args.model, draft=draft_of(args), dtype=args.dtype, device=args.device, attention=args.attention,

@@ -35,6 +35,12 @@ log = logging.getLogger("minitri")
 BASELINE = "autoregressive"
 
 
+def check_on_chip(generation: GenerationConfig) -> None:
+    """Raises `InputError` if the methods could end up with different numbers of layers on the GPU."""
+    if generation.offload and generation.on_chip is None:
+        raise InputError("--compare --offload needs --on-chip N, so that all methods keep as many layers on the GPU")
+
+
 class Method:
     """One of our methods behind a prompt that has been read."""
 
@@ -144,6 +150,7 @@ def compare(
     """
     peers, num_new = peers or {}, generation.max_new_tokens
     check_offload(engine.model, generation)
+    check_on_chip(generation)
     scores = {name: Score() for name in (*speculations, *peers)}
     window = max(speculation.observation_window for speculation in speculations.values())
     for prompt in prompts:

@@ -84,6 +84,7 @@ class GraphedStep(Generic[Inputs]):
         return self._output
 
     def _capture(self, device: torch.device, pool: Any, side: torch.cuda.Stream) -> Tensor:
+        clear_workspaces()
         torch.cuda.empty_cache()  # as the capture does, so that only its own memory is counted
         started, reserved = time.perf_counter(), torch.cuda.memory_reserved(device)
         current = torch.cuda.current_stream(device)

@@ -95,18 +95,18 @@ def demand(
     speculation: SpeculationConfig,
     *,
     num_tokens: int,
-    num_prompt_tokens: int,
-    batch_size: int = 1,
+    prompt_lengths: list[int],
     prefill_chunk: int = 1024,
     itemsize: int = 2,
 ) -> Demand:
-    """What `batch_size` sequences of up to `num_tokens` need; without a `draft` n-grams are the drafter."""
-    B, L, K, D = batch_size, config.num_layers, config.num_kv_heads, config.head_dim
+    """What sequences of up to `num_tokens` need, prompts of these lengths included; without a `draft` n-grams are the
+    drafter."""
+    B, L, K, D = len(prompt_lengths), config.num_layers, config.num_kv_heads, config.head_dim
     slots = whole_strides(num_tokens + speculation.max_block)
     methods, chunk = {plan.method for plan in speculation.plans}, speculation.chunk_size
     small = 0
     if methods & {"retrieval", "triforce"}:
-        budget = min(speculation.budgets_for([num_prompt_tokens])[-1][0], -(-slots // chunk) * chunk)
+        budget = min(max(speculation.budgets_for(prompt_lengths)[-1]), -(-slots // chunk) * chunk)
         held = whole_strides(budget + speculation.room)
         small += B * L * K * D * (2 * held + slots // chunk)
         small += B * L * config.num_heads * D * (speculation.observation_window + speculation.max_block)

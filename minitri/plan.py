@@ -133,7 +133,10 @@ def run_command(args: argparse.Namespace) -> int:
         raise InputError("gamma1 or gamma2 is auto; a plan needs numbers, such as --gamma1 2 --gamma2 6")
     speculation = speculation_of(args)
     size = {"batch_size": args.batch, "num_tokens": context, "itemsize": 4 if args.dtype == "float32" else 2}
-    needs = demand(config, draft, speculation, num_prompt_tokens=context, prefill_chunk=args.prefill_chunk, **size)
+    needs = demand(
+        config, draft, speculation, num_tokens=context, prompt_lengths=[context] * args.batch,
+        prefill_chunk=args.prefill_chunk, itemsize=size["itemsize"],
+    )  # fmt: skip
     gpu_bytes, host_bytes = args.gpu_memory * GIB, args.host_memory * GIB
     gpu_gb_s = args.gpu_gb_s or (1000 if args.gpu_memory <= 48 else 2000 if args.gpu_memory <= 80 else 4000)
     machine = Machine(gpu_gb_s * 1e9, args.link_gb_s * 1e9)

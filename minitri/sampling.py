@@ -51,7 +51,7 @@ def _top_p_cutoff(scores_NV: Tensor, top_p: float) -> Tensor:
     for size in (min(TOP_P_PREFIX, V), V) if scores_NV.device.type == "cpu" else (V,):
         best = scores_NV.topk(size).values  # (N, size), falling
         probs = (best - log_total).exp()
-        before = probs.cumsum(-1) - probs  # mass of the tokens ahead of each
+        before = probs.cumsum(-1, dtype=torch.float64) - probs  # mass of the tokens ahead of each
         num_kept = (before < top_p).sum(-1, keepdim=True).clamp_min(1)
         if size == V or bool((num_kept < size).all()):
             break

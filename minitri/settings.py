@@ -16,8 +16,9 @@ AUTO_GAMMA1 = (1, 2, 3, 4)
 AUTO_GAMMA2 = (1, 2, 3, 4, 6, 8, 12, 16)
 """What is chosen from where a gamma is left open."""
 MIN_BUDGET, MAX_BUDGET = 256, 4096
-BUDGET_SCALES = (1 / 4, 1 / 2, 1, 2)
-"""An open budget begins as a quarter of the prompt, within these limits, and may become so many times as large."""
+BUDGET_DOUBLINGS = (-2, -1, 0, 1)
+"""An open budget begins as a quarter of the prompt, within these limits; it may be halved twice or doubled once, as far
+as it stays within them and does not exceed half the prompt."""
 MAX_CHUNK_SIZE = 1024
 
 
@@ -174,22 +175,22 @@ class SpeculationConfig:
                 f"{max(1, round((self.budget or 0) / self.chunk_size)) * self.chunk_size}"
             )
 
-    def budget_for(self, num_prompt_tokens: int, scale: float = 1) -> int:
-        """Tokens in the retrieval cache of a prompt of this length; if scaled, still within limits, and no more than
-        half the prompt."""
+    def budget_for(self, num_prompt_tokens: int, doublings: int = 0) -> int:
+        """Tokens in the retrieval cache of a prompt of this length; doubled, below 0 halved, as often as it may be."""
         if self.budget is not None:
             return self.budget
         budget = min(max(num_prompt_tokens // 4, MIN_BUDGET), MAX_BUDGET)
-        scaled = int(budget * scale)
-        if MIN_BUDGET <= scaled <= min(MAX_BUDGET, num_prompt_tokens // 2):
-            budget = scaled
+        for _ in range(abs(doublings)):
+            other = 2 * budget if doublings > 0 else budget // 2
+            if MIN_BUDGET <= other <= min(MAX_BUDGET, num_prompt_tokens // 2):
+                budget = other
         return -(-budget // self.chunk_size) * self.chunk_size
 
     def budgets_for(self, prompt_lengths: list[int]) -> list[list[int]]:
-        """The budgets of the rows of a batch to choose from, from the smallest up."""
-        scales = BUDGET_SCALES if len(self.plans) > 1 else (1,)
-        rows = ([self.budget_for(length, scale) for length in prompt_lengths] for scale in scales)
-        return sorted({sum(budgets): budgets for budgets in rows}.values(), key=sum)
+        """The budgets of the rows of a batch to choose from, from the smallest up: no row's becomes smaller."""
+        doublings = BUDGET_DOUBLINGS if len(self.plans) > 1 else (0,)
+        rows = ([self.budget_for(length, number) for length in prompt_lengths] for number in doublings)
+        return list({sum(budgets): budgets for budgets in rows}.values())
 
     @property
     def plans(self) -> list[Plan]:

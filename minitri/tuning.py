@@ -23,7 +23,7 @@ from minitri.settings import Plan
 from minitri.stats import LevelStats
 
 OPTIMISM = {"draft": 0.55, "retrieval": 0.85}
-"""Acceptance rates expected of a stage's guesses before there are any."""
+"""Acceptance rates expected of a stage's guesses before there are any; with another budget, what is predicted."""
 EVIDENCE = 5.0
 """Tested guesses that this expectation weighs as much as."""
 FADING = 0.995
@@ -76,6 +76,7 @@ class Tuner:
         self.budget = budget
         """Tokens that the retrieval caches of all rows should hold together."""
         self._budgets = list(budgets)
+        self._expected = dict(OPTIMISM)
         self._num_chosen = 0
 
     def choose(self) -> Plan:
@@ -117,7 +118,7 @@ class Tuner:
     def rate(self, verifier: str, proposer: str) -> float:
         """The acceptance rate to be expected, from recent guesses and, while they are few, from those that the other
         verifier of this proposer tested, which follows nearly the same law, and from optimism."""
-        rate, evidence = OPTIMISM[proposer], EVIDENCE
+        rate, evidence = self._expected[proposer], EVIDENCE
         for name in sorted(self._stages, key=lambda name: name == verifier):  # the verifier itself has the last word
             tested, accepted = self._stages[name].recent.guesses.get(proposer, (0.0, 0.0))
             if tested:
@@ -155,7 +156,7 @@ class Tuner:
 
     def _choose_budget(self) -> None:
         """Moves to the next smaller or larger budget if that is predicted to pay."""
-        tested, accepted = self._stages["target"].recent.guesses.get("retrieval", (0.0, 0.0))
+        tested, _ = self._stages["target"].recent.guesses.get("retrieval", (0.0, 0.0))
         if tested < BUDGET_EVIDENCE:
             return
         here = self._budgets.index(self.budget)
@@ -163,11 +164,10 @@ class Tuner:
         speeds = {budget: max(self.tokens_per_second(plan, budget=budget) for plan in self._plans) for budget in near}
         best = max(speeds, key=speeds.__getitem__)
         if speeds[best] > BUDGET_HYSTERESIS * speeds[self.budget]:
-            rate = self._rate_with(best, accepted / tested)
             factor = self._nominal("retrieval", 0, best) / self._nominal("retrieval", 0, self.budget)
             self._stages["retrieval"].recent.scale_seconds(factor)
-            # A prediction is no evidence: it weighs as much as the expectations of the beginning.
-            self._stages["target"].recent.guesses["retrieval"] = (EVIDENCE, EVIDENCE * rate)
+            self._expected["retrieval"] = self._rate_with(best, self.rate("target", "retrieval"))
+            del self._stages["target"].recent.guesses["retrieval"]  # which were tested with another budget
             self.budget = best
 
     def _rate_with(self, budget: int, rate: float) -> float:

@@ -221,7 +221,7 @@ def test_no_budget_is_changed_without_evidence():
 
 
 def test_what_is_known_is_taken_along_to_another_budget():
-    """Costs are at once what they were predicted to become, and the rate, which must be shown before the next move."""
+    """Costs and the rate are at once what they were predicted to become; the next move waits until they are shown."""
     tuner = tuner_after(0.7, 5e-6)
     rate, costs = tuner._rate_with(2048, 0.7), [tuner._cost("retrieval", n, 2048) for n in (0, 3)]
     assert rate == pytest.approx(1 - 0.3 * 2**BUDGET_POWER)
@@ -230,12 +230,11 @@ def test_what_is_known_is_taken_along_to_another_budget():
         tuner.choose()
     assert tuner.budget == 2048
     assert [tuner._cost("retrieval", n) for n in (0, 3)] == pytest.approx(costs)
-    tested, accepted = tuner._stages["target"].recent.guesses["retrieval"]
-    assert accepted / tested == pytest.approx(rate, abs=0.01)
-    assert tested < BUDGET_EVIDENCE / 2
+    assert tuner.rate("target", "retrieval") == pytest.approx(rate, abs=0.02)
     for _ in range(3 * BUDGET_PERIOD):
         tuner.choose()
     assert tuner.budget == 2048
+    assert tuner.rate("target", "retrieval") == pytest.approx(rate, abs=0.02)
 
 
 def test_there_is_something_to_choose_from_and_it_is_never_too_near_nor_longer_than_half_the_prompt():
@@ -249,14 +248,19 @@ def test_there_is_something_to_choose_from_and_it_is_never_too_near_nor_longer_t
             assert all(1.4 * less < more for less, more in itertools.pairwise(budgets))
             assert all(budget <= max(start, length / 2 + chunk_size) for budget in budgets)
             assert all(256 <= budget < 4096 + chunk_size for budget in budgets)
-    assert SpeculationConfig(chunk_size=8).budgets_for([32_000]) == [[1024], [2048], [4096]]
-    assert SpeculationConfig(chunk_size=8).budgets_for([5000, 700]) == [
-        [312, 256],
-        [632, 256],
-        [1256, 256],
-        [2504, 256],
-    ]
+    assert SpeculationConfig().budgets_for([32_000]) == [[1024], [2048], [4096]]
+    assert SpeculationConfig().budgets_for([5000]) == [[312], [632], [1256], [2504]]
     assert SpeculationConfig(budget=64).budgets_for([100, 10**5]) == [[64, 64]]
+
+
+def test_rows_of_a_batch_grow_and_shrink_together():
+    for lengths in ([5000, 700], [3000, 8000], [2400, 4800], [8192, 9000], [3, 125_000, 1500]):
+        choice = SpeculationConfig().budgets_for(lengths)
+        assert len(choice) > 1
+        assert list(map(SpeculationConfig().budget_for, lengths)) in choice
+        for less, more in itertools.pairwise(choice):
+            assert all(a <= b for a, b in zip(less, more, strict=True))
+            assert sum(less) < sum(more)
 
 
 def test_a_budget_that_no_text_can_fill_costs_what_can_be_filled(monkeypatch):
@@ -277,23 +281,29 @@ def spy(method, seen: list):
     return noting
 
 
-@pytest.mark.parametrize("start", [0, 4])
+@pytest.mark.parametrize(("method", "start"), [("triforce", 0), ("auto", 2)])
 @pytest.mark.parametrize("power", [-0.3, -0.9])
 @pytest.mark.parametrize(
     ("costs", "rates", "slot"),
     [((3.7, 40, 62), (0.51, 0.93), 2.5e-3), ((1.5, 9, 33), (0.47, 0.85), 2e-4), ((1.5, 9, 2500), (0.47, 0.85), 2e-4)],
     ids=["a CPU", "a GPU", "KV in host memory"],
 )
-def test_tuned_budgets_come_near_the_best_fixed_one(costs, rates, slot, power, start):
-    """Simulated as in `test_tuning.py`, from the worst end, where rejections fall with another power than the tuner
-    believes. At least half of what the best would gain is gained, over 1,024 tokens, finding out included."""
+def test_tuned_budgets_come_near_the_best_fixed_one(costs, rates, slot, power, method, start):
+    """Simulated as in `test_tuning.py`, where rejections fall with another power than the tuner believes, over 1,024
+    tokens. From a small one, at least half of what the best gains is gained; from the largest, little is lost. (`auto`
+    starts higher: where the small cache is hardly used, nothing is learned of it.)"""
     budgets = (256, 512, 1024, 2048, 4096)
 
     def ms(budgets: tuple[int, ...], budget: int) -> float:
         settings = {"num_seeds": 4, "num_tokens": 1024, "budgets": budgets, "budget": budget, "power": power}
-        return simulated_means(costs, rates, ("triforce",), slot=slot, **settings)["triforce"]
+        return simulated_means(costs, rates, (method,), slot=slot, **settings)[method]
 
-    fixed, tuned = [ms((budget,), budget) for budget in budgets], ms(budgets, budgets[start])
-    print(f"{', '.join(f'{mean / min(fixed):.3f}' for mean in fixed)}; tuned from {budgets[start]}: "
-          f"{tuned / min(fixed):.3f}")  # fmt: skip
-    assert tuned - min(fixed) < 0.5 * (fixed[start] - min(fixed)) + 0.05 * min(fixed)
+    fixed, (grown, shrunk) = (
+        [ms((budget,), budget) for budget in budgets],
+        [ms(budgets, budgets[i]) for i in (start, 4)],
+    )
+    best = min(fixed)
+    print(f"{method}: {', '.join(f'{mean / best:.3f}' for mean in fixed)}; tuned from {budgets[start]} "
+          f"{grown / best:.3f}, from 4096 {shrunk / best:.3f}")  # fmt: skip
+    assert grown - best < 0.5 * (fixed[start] - best) + 0.05 * best
+    assert shrunk < 1.07 * best

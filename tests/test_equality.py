@@ -78,7 +78,7 @@ def test_every_setting_gives_the_autoregressive_text(engine, other_engine, draft
 @pytest.mark.parametrize("budget", [24, None])
 def test_a_row_of_a_batch_gives_what_it_gives_alone_at_any_temperature(engine, other_engine, budget, monkeypatch):
     """Without coupling, too: a row draws from its own stream, only when it takes part, and has its own budget."""
-    monkeypatch.setattr(SpeculationConfig, "budget_for", lambda self, n, scale=1: self.budget or 8 + n // 16 * 8)
+    monkeypatch.setattr(SpeculationConfig, "budget_for", lambda self, n, doublings=0: self.budget or 8 + n // 16 * 8)
     law = (SamplingParams(0.9, top_k=50), False)
     settings = {"method": "triforce", "gamma1": 2, "gamma2": 4, "budget": budget}
     together, _ = texts(engine, other_engine.model, law, seed=[7, 8, 9, 10], **settings)

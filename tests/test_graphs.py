@@ -147,8 +147,9 @@ def test_static_steps_follow_another_budget(backend, lengths_on_the_device, monk
             as_on_a_gpu(target, backend)
         with pytest.MonkeyPatch.context() as patching:
             seen = resize_now_and_then(patching, (0, 2, 1))
-            rig = Rig(target, PROMPTS, graphs=graphs, **settings)
-            tokens.append(rig.run())
+            rig, sizes = Rig(target, PROMPTS, graphs=graphs, **settings), set()
+            tokens.append(rig.run(lambda rig, sizes=sizes: sizes.add(rig.small.budgets[0])))
+            assert sizes == {16, 24, 48}
             assert set(seen) == {sum(rows) for rows in choice}
         counts.append([(stage.num_tested_tokens, stage.num_accepted_tokens) for stage in rig.stats.stages])
     assert tokens[0] == tokens[1]

@@ -56,24 +56,25 @@ def test_every_named_model_has_a_shape_or_comes_with_the_checkout():
 
 
 @pytest.mark.parametrize(
-    ("speculation", "num_prompt"),
+    ("speculation", "lengths"),
     [
-        (SpeculationConfig("triforce", gamma1=2, gamma2=6, budget=64, num_recent_tokens=100), 400),
-        (SpeculationConfig(num_recent_tokens=100), 2400),  # with room for a larger budget
-        (SpeculationConfig(num_recent_tokens=100, budget=10**6), 400),  # of which no text fills more than there is
+        (SpeculationConfig("triforce", gamma1=2, gamma2=6, budget=64, num_recent_tokens=100), [400, 400]),
+        (SpeculationConfig(num_recent_tokens=100), [2400, 3]),  # with room for a larger budget
+        (SpeculationConfig(num_recent_tokens=100), [8192, 9000]),  # of which the shorter may have the larger one
+        (SpeculationConfig(num_recent_tokens=100, budget=10**6), [400, 1]),  # no text fills more than there is
     ],
 )
-def test_caches_are_counted_as_they_are_allocated(speculation, num_prompt):
-    config = tiny_config(num_layers=3, context_length=4096)
+def test_caches_are_counted_as_they_are_allocated(speculation, lengths):
+    config = tiny_config(num_layers=3, context_length=16384)
     target = tiny_model(config)
-    num_tokens, B = num_prompt + 100, 2
-    needs = demand(
-        config, config, speculation, num_tokens=num_tokens, num_prompt_tokens=num_prompt, batch_size=B, itemsize=4
-    )  # fmt: skip
+    num_tokens, B = max(lengths) + 100, 2
+    needs = demand(config, config, speculation, num_tokens=num_tokens, prompt_lengths=lengths, itemsize=4)
     full = new_cache(config, B, num_tokens + speculation.max_block)
     assert needs.kv_layer * 3 == full.num_bytes
     stats = Stats()
-    _, small = build_cascade(target, target, full, [[1] * num_prompt] * B, [0, 1], GREEDY, speculation, stats)
+    _, small = build_cascade(
+        target, target, full, [[1] * length for length in lengths], [0, 1], GREEDY, speculation, stats
+    )
     means = small._policy._means
     held = stats.kv_cache_bytes - full.num_bytes + means.nbytes + small._queries.nbytes
     verified = 3 * B * speculation.max_block * config.num_heads * config.head_dim * 4
@@ -92,7 +93,7 @@ def test_caches_are_counted_as_they_are_allocated(speculation, num_prompt):
 
 def seven_b(context: int = 124928):
     config, draft = shape_of("llama2-7b-128k"), shape_of("llama-68m")
-    return demand(config, draft, TRIFORCE, num_tokens=context, num_prompt_tokens=context)
+    return demand(config, draft, TRIFORCE, num_tokens=context, prompt_lengths=[context])
 
 
 def test_the_most_layers_that_fit_do_fit_and_one_more_does_not():
