@@ -73,7 +73,7 @@ class Stages:
         self._stack(tuner.plan)
 
     def steer(self, active: list[bool]) -> None:
-        """Stacks the stages as the tuner says."""
+        """Stacks the stages, and sizes the retrieval cache, as the tuner says."""
         if not all(active):  # a stage that takes part again may not know yet that a row has ended
             lengths = [len(sequence) if on else 0 for sequence, on in zip(self._sequences, active, strict=True)]
             for stage in (self._retrieval, self._drafter):
