@@ -11,8 +11,6 @@ import torch
 from minitri.caches.offloaded import host_memory
 from minitri.reader import synchronize
 
-NUM_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
-"""Far beyond most caches, and long enough that starting a copy does not count; less where that much is not free."""
 REPEATS = 7
 
 
@@ -32,8 +30,11 @@ def copy_bandwidth(device: torch.device, *, from_host: bool) -> float:
 
 
 def _num_bytes(device: torch.device) -> int:
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else NUM_BYTES["cpu"] * 4
-    return min(NUM_BYTES[device.type], free // 4)
+    """Far beyond most caches, and on a GPU so many that starting a copy does not count, as far as there is room."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return min(1 << 31, free // 4)
+    return 1 << 28
 
 
 def _median_rate(move: Callable[[], object], num_bytes: int, device: torch.device) -> float:
