@@ -27,7 +27,6 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 HAS_TILES: bool = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
 """Whether the processor multiplies tiles of matrices (AMX), of which the flash kernel makes more than other matmuls."""
@@ -229,6 +228,8 @@ def _fused_row(q_KGTD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, r
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device)
         mask[:, S - T :] = rule_TT
     elif T > 1:
+        from torch.nn.attention.bias import causal_lower_right  # here, because it takes seconds
+
         mask = causal_lower_right(T, S)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=G > 1)
     return out.view(K, G, T, D)

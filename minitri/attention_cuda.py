@@ -1,9 +1,10 @@
 """Attention of short blocks on a GPU: how long each row is stands in a tensor that only kernels read, so that the host
 never waits, shapes never change, and a CUDA graph can replay it.
 
-There are three backends; `choose_backend` takes the first that is there and agrees with the oracle on this very device:
+There are four backends; `choose_backend` takes the first that is there and agrees with the oracle on this very device:
 
 - `flash-attn`: `flash_attn_with_kvcache`, one kernel over prefix and block, for chains (causal blocks);
+- `triton`: our own kernel of that kind, see `attention_triton.py`;
 - `torch-flash`: PyTorch's own FlashAttention-2 for packed sequences. It does not cut a sequence, and a few query rows
   of a few KV heads would leave most of a GPU idle, so the prefix is presented as several sequences of the same row;
   the block comes apart, and all is merged by log-sum-exp;
@@ -45,6 +46,8 @@ class Backend(Protocol):
     """A way to compute it. The contract is `attention.attend`'s, with lengths (B,) of the prefixes on the device."""
 
     name: str
+    only_chains: bool
+    """Whether it takes no rule but the causal one."""
 
     def __call__(
         self, q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, lengths_B: Tensor, rule_TT: Tensor | None
@@ -66,15 +69,17 @@ class GpuAttention:
         rule_TT: Tensor | None = None,
         lengths_B: Tensor | None = None,
     ) -> Tensor:
-        if lengths_B is None or q_BTHD.shape[1] > LONGEST_BLOCK:
+        if lengths_B is None:
             return attend(q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT)
-        return self.backend(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
+        backend = Math() if rule_TT is not None and self.backend.only_chains else self.backend
+        return backend(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
 
 
 class Math:
     """All slots, masked, in float32 or better."""
 
     name = "math"
+    only_chains = False
 
     def __call__(
         self, q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, lengths_B: Tensor, rule_TT: Tensor | None
@@ -100,6 +105,7 @@ class TorchFlash:
     """The prefix in pieces, each a sequence of its own to a kernel for packed sequences; the block apart."""
 
     name = "torch-flash"
+    only_chains = False
 
     def __init__(self, kernel: Varlen, *, num_processors: int) -> None:
         self._kernel = kernel
@@ -166,6 +172,7 @@ class FlashAttn:
     """The flash-attn package."""
 
     name = "flash-attn"
+    only_chains = True
 
     def __init__(self) -> None:
         from flash_attn import flash_attn_with_kvcache
@@ -175,8 +182,7 @@ class FlashAttn:
     def __call__(
         self, q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, lengths_B: Tensor, rule_TT: Tensor | None
     ) -> Tensor:
-        if rule_TT is not None:
-            return Math()(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
+        assert rule_TT is None
         ends_B = (lengths_B + q_BTHD.shape[1]).int()
         keys_BSKD, values_BSKD = keys_BKSD.transpose(1, 2), values_BKSD.transpose(1, 2)
         out: Tensor = self._kernel(q_BTHD, keys_BSKD, values_BSKD, cache_seqlens=ends_B, causal=True)
@@ -204,17 +210,21 @@ def torch_varlen(
     return out, lse
 
 
-BACKENDS = ("flash-attn", "torch-flash", "math")
+BACKENDS = ("flash-attn", "triton", "torch-flash", "math")
 
 
 def make_backend(name: str, device: torch.device) -> Backend:
     """A backend by its name. Raises whatever importing it does."""
     if name == "flash-attn":
         return FlashAttn()
-    if name == "torch-flash":
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        return TorchFlash(torch_varlen, num_processors=processors)
-    return Math()
+    if name == "math":
+        return Math()
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    if name == "triton":
+        from minitri.attention_triton import TritonAttention
+
+        return TritonAttention(num_processors=processors)
+    return TorchFlash(torch_varlen, num_processors=processors)
 
 
 def choose_backend(

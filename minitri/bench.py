@@ -86,6 +86,9 @@ def build_parser() -> OneLineParser:
     group.add_argument(
         "--method", action="append", choices=METHODS, help="may be given several times (default: all of them)"
     )
+    group.add_argument(
+        "--coupled", action="store_true", help="let all methods write the same text, so that none has better luck"
+    )
     group.add_argument("--plot", metavar="FILE", help="draw the speedups as a PNG")
     add_draft_flag(group)
     add_size_flags(group)
@@ -93,7 +96,7 @@ def build_parser() -> OneLineParser:
     add_dummy_flags(parser)
     add_gpu_flags(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress or log on standard error")
-    parser.set_defaults(prompt=None, policy="retrieval", coupled=False)
+    parser.set_defaults(prompt=None, policy="retrieval")
     return parser
 
 
@@ -189,10 +192,11 @@ def compare_methods(args: argparse.Namespace) -> int:
         f"{args.model}, {str(engine.model.dtype).removeprefix('torch.')}, {engine.model.device}, "
         f"{max(map(len, prompts))} prompt tokens, {args.new_tokens} new, T={args.temperature:g}, top-p {args.top_p:g}"
     )
-    print(f"{title}; {len(prompts)} prompts x {args.seeds} seeds: median (range)\n{table(result)}")
+    print(f"{title}; {len(prompts)} prompts x {args.seeds} seeds: median (range)\n{table(result, args.new_tokens)}")
     settings = {"model": args.model, "draft": engine.draft.config.name if engine.draft else "ngram"}
     settings |= {"dtype": str(engine.model.dtype).removeprefix("torch."), "num_prompt_tokens": list(map(len, prompts))}
     settings |= {"num_new_tokens": args.new_tokens, "temperature": args.temperature, "top_p": args.top_p}
+    settings |= {"coupled": args.coupled}
     print(json.dumps({**settings, "seeds": args.seeds, "torch": torch.__version__, "contestants": result}), flush=True)
     if draw:
         draw(result, title)
@@ -207,8 +211,8 @@ def run_command(args: argparse.Namespace) -> int:
         return compare_methods(args)
     if len(args.prompt_file or []) > 1:
         raise InputError("several --prompt-file need --compare; give one")
-    if args.peers or args.plot or args.method:
-        raise InputError("--peers, --plot and --method need --compare; add it")
+    if args.peers or args.plot or args.method or args.coupled:
+        raise InputError("--peers, --plot, --method and --coupled need --compare; add it")
     args.prompt_file = args.prompt_file[0] if args.prompt_file else None
     bare_bytes = peak_memory_bytes(torch.device("cpu"))
     engine = load(

@@ -3,7 +3,9 @@
 A prompt is read once; every method gets a copy of the cache. Then the methods take turns, a burst of tokens each, round
 after round, so that a machine whose speed drifts is as slow for one as for the other. A speedup is autoregressive
 milliseconds per token over those of the method, of one prompt and one seed; medians and ranges are taken over these.
-End to end means prefill and decoding together. With `--peers` other programs take their turns, too (`peers.py`).
+End to end means prefill and decoding together. At temperature 0, or coupled, all methods should write the same text, so
+that none has better luck; then it is counted how much of it is the same. With `--peers` other programs take their
+turns, too (`peers.py`).
 
 Nothing here knows how a method works.
 """
@@ -61,6 +63,7 @@ class Method:
         model = engine.model
         capacity = len(prompt) + num_new + speculation.max_block
         self.stats = Stats(num_prompt_tokens=len(prompt))
+        self._num_prompt_tokens = len(prompt)
         own = allocate_full_cache(model, engine.draft, [len(prompt)], capacity, generation, speculation)
         own.adopt(full)
         graphs = graph_pool(model.device, wanted=generation.cuda_graphs)
@@ -81,6 +84,11 @@ class Method:
         while len(self._cascade.sequences[0]) - before < num_tokens:
             self._cascade.step()
         return len(self._cascade.sequences[0]) - before
+
+    @property
+    def text(self) -> list[int]:
+        """All tokens it has written."""
+        return self._cascade.sequences[0][self._num_prompt_tokens :]
 
 
 class Peer:
@@ -105,6 +113,8 @@ class Score:
     prefill_seconds: list[float] = field(default_factory=list)
     guesses: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Per level, from the lowest upwards: accepted and tested guesses of the stage below it, all runs together."""
+    num_same: list[int] = field(default_factory=list)
+    """Tokens before the first that differs from the baseline's, where all methods should write the same text."""
     plans: dict[str, int] = field(default_factory=dict)
     """Steps per plan, where there was a choice."""
 
@@ -176,6 +186,8 @@ def compare(
             for name, ms in take_turns(contestants, num_new, burst).items():
                 scores[name].ms_per_token.append(ms)
             for name, method in ours.items():
+                if sampling.temperature == 0 or speculations[name].coupled:
+                    scores[name].num_same.append(num_same(method.text, ours[BASELINE].text, num_new))
                 scores[name].prefill_seconds.append(prefill_seconds + method.start_seconds)
                 for level in method.stats.levels:
                     accepted, tested = scores[name].guesses.get(level.name, (0, 0))
@@ -186,6 +198,12 @@ def compare(
             line = ", ".join(f"{name} {scores[name].ms_per_token[-1]:.1f}" for name in contestants)
             log.info("  seed %d, ms/token: %s", seed, line)
     return scores
+
+
+def num_same(tokens: list[int], others: list[int], num_tokens: int) -> int:
+    """Tokens that two texts have in common, from the first on, of the first `num_tokens`."""
+    pairs = zip(tokens[:num_tokens], others[:num_tokens], strict=True)
+    return next((i for i, (one, other) in enumerate(pairs) if one != other), num_tokens)
 
 
 def take_turns(contestants: dict[str, Any], num_new: int, burst: int) -> dict[str, float]:
@@ -219,13 +237,14 @@ def summarise(scores: dict[str, Score], num_new: int) -> dict[str, dict[str, Any
             "end_to_end_seconds": spread(own_totals),
             "end_to_end_speedup": spread([a / b for a, b in zip(alone_total, own_totals, strict=True)]),
             "acceptance": {level: a / tested for level, (a, tested) in score.guesses.items() if tested},
+            "same_tokens": score.num_same,
             "steps_per_plan": score.plans,
         }
     return result
 
 
-def table(result: dict[str, dict[str, Any]]) -> str:
-    """The result for people."""
+def table(result: dict[str, dict[str, Any]], num_new: int) -> str:
+    """The result for people; `num_new` tokens were asked for."""
     lines = [
         f"{'':24s} {'ms/token':>22s} {'speedup':>22s} {'accepted':>11s} {'prefill, s':>10s} {'end to end, s':>14s} "
         f"{'speedup':>8s}"
@@ -241,6 +260,9 @@ def table(result: dict[str, dict[str, Any]]) -> str:
             f"{row['prefill_seconds']['median']:10.1f} {row['end_to_end_seconds']['median']:14.1f} "
             f"{row['end_to_end_speedup']['median']:8.2f}"
         )
+        if row["same_tokens"] and name != BASELINE:
+            counts = ", ".join(map(str, row["same_tokens"]))
+            lines.append(f"{'':24s} as {BASELINE} in the first {counts} of {num_new} tokens")
         if len(row["steps_per_plan"]) > 1:
             used = sorted(row["steps_per_plan"].items(), key=lambda item: -item[1])
             lines.append(f"{'':24s} chose " + ", ".join(f"{plan}: {steps}" for plan, steps in used[:4]))

@@ -73,17 +73,20 @@ class Llama(nn.Module):
         positions_BT: Tensor,
         cache: Cache,
         rule_TT: Tensor | None = None,
+        slots_BT: Tensor | None = None,
         queries_LBTHD: Tensor | None = None,
     ) -> Tensor:
         """Final hidden states (B, T, E) of a block, whose K and V it writes into the cache behind each row's prefix.
 
-        `rule_TT` says which block tokens see which (None: causal); see `attention.py`. `queries_LBTHD`, if given, takes
-        every layer's rotated queries, by which a retrieval cache is chosen: in its first T tokens, or, if it has room
-        for fewer, those of the last tokens of the block. Lengths of the cache are left as they are; call `advance`
-        with the number of tokens to keep.
+        `rule_TT` says which block tokens see which (None: causal); see `attention.py`. `slots_BT` are the slots right
+        behind the prefixes, so that lengths are read on the device; without them they are read on the host.
+        `queries_LBTHD`, if given, takes every layer's rotated queries, by which a retrieval cache is chosen: in its
+        first T tokens, or, if it has room for fewer, those of the last tokens of the block. Lengths of the cache are
+        left as they are; call `advance` with the number of tokens to keep.
         """
         x_BTE = self.embed(tokens_BT)
-        shared = Pass(self.rope.at(positions_BT), cache, rule_TT, queries_LBTHD, self.attend)
+        lengths_B = None if slots_BT is None else slots_BT[:, 0].contiguous()
+        shared = Pass(self.rope.at(positions_BT), cache, rule_TT, slots_BT, lengths_B, queries_LBTHD, self.attend)
         for number, layer in enumerate(self.layers):
             x_BTE = layer(x_BTE, number, shared)
         return self.norm(x_BTE)
@@ -121,6 +124,8 @@ class Pass:
     rotary: Rotary
     cache: Cache
     rule_TT: Tensor | None
+    slots_BT: Tensor | None
+    lengths_B: Tensor | None
     queries_LBTHD: Tensor | None
     attend: Attend
 
@@ -160,8 +165,8 @@ class Attention(nn.Module):
             latest_BTHD = q_BTHD[:, -shared.queries_LBTHD.shape[2] :]
             shared.queries_LBTHD[layer, :, : latest_BTHD.shape[1]] = latest_BTHD
         cache = shared.cache
-        keys_BKSD, values_BKSD = cache.update(layer, raw_BTKD, k_BTKD, v_BTKD)
-        out_BTHD = shared.attend(q_BTHD, keys_BKSD, values_BKSD, cache.lengths, shared.rule_TT, cache.lengths_B)
+        keys_BKSD, values_BKSD = cache.update(layer, raw_BTKD, k_BTKD, v_BTKD, shared.slots_BT)
+        out_BTHD = shared.attend(q_BTHD, keys_BKSD, values_BKSD, cache.lengths, shared.rule_TT, shared.lengths_B)
         return self.o_proj(out_BTHD.flatten(2))
 
 

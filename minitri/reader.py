@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minitri.attention_cuda import LONGEST_BLOCK
-from minitri.caches.base import Cache, publish_lengths
+from minitri.caches.base import Cache
 from minitri.caches.full import FullCache
 from minitri.graphs import GraphedStep, GraphPool
 from minitri.model import Llama
@@ -30,10 +30,12 @@ from minitri.settings import SamplingParams
 
 @dataclass(frozen=True)
 class Block:
-    """What a forward pass reads: one block of tokens per row, and where they stand."""
+    """What a forward pass reads: one block of tokens per row, where they stand in the text, and in the cache."""
 
     tokens_BT: Tensor
     positions_BT: Tensor
+    slots_BT: Tensor | None
+    """None where the pass goes by the cache's lengths on the host."""
 
 
 class Reader:
@@ -90,7 +92,7 @@ class Reader:
     def _capture(self, graphs: GraphPool, block_sizes: Collection[int]) -> None:
         """Captures the forward pass, now, so that it costs no decoding time. What it writes stands behind the prefixes.
 
-        Longer blocks than `LONGEST_BLOCK` attend by lengths on the host, which a graph would keep as they are now.
+        Blocks of more than `LONGEST_BLOCK` tokens go by lengths on the host, which a graph would keep as they are now.
         """
         step = functools.partial(forward, self.model, self.cache, self.queries_LBTHD)
         for size in sorted(size for size in block_sizes if size <= LONGEST_BLOCK):
@@ -112,16 +114,26 @@ def read_block(model: Llama, blocks: list[list[int]], cache: Cache, queries_LBTH
 
 def forward(model: Llama, cache: Cache, queries_LBTHD: Tensor | None, block: Block) -> Tensor:
     """Final hidden states (B, T, E) of a block."""
-    return model(block.tokens_BT, block.positions_BT, cache, queries_LBTHD=queries_LBTHD)
+    return model(
+        block.tokens_BT, block.positions_BT, cache, slots_BT=block.slots_BT, queries_LBTHD=queries_LBTHD
+    )  # fmt: skip
 
 
 def make_block(model: Llama, blocks: list[list[int]], cache: Cache, size: int) -> Block:
-    """The blocks, padded to `size` tokens, behind what the cache holds, whose lengths the kernels are shown."""
+    """The blocks, padded to `size` tokens, behind what the cache holds; sent to the device in one piece."""
     tokens_BT = torch.tensor([row + [0] * (size - len(row)) for row in blocks])
     tokens_BT.clamp_(max=model.config.vocab_size - 1)  # a drafter may lack the last tokens of the target's vocabulary
-    publish_lengths(cache)
-    positions_BT = torch.tensor(cache.next_positions).unsqueeze(1) + torch.arange(size)
-    return Block(*(tensor.to(model.device, non_blocking=True) for tensor in (tokens_BT, positions_BT)))
+    ahead_T = torch.arange(size)
+    positions_BT, slots_BT = (
+        torch.tensor(starts).unsqueeze(1) + ahead_T for starts in (cache.next_positions, cache.lengths)
+    )
+    sent = torch.stack((tokens_BT, positions_BT, slots_BT)).to(model.device, non_blocking=True)
+    return Block(sent[0], sent[1], sent[2] if by_lengths_on_device(model.device, size) else None)
+
+
+def by_lengths_on_device(device: torch.device, size: int) -> bool:
+    """Whether a pass over blocks of so many tokens reads the cache's lengths on the device."""
+    return device.type == "cuda" and size <= LONGEST_BLOCK
 
 
 def prefill(

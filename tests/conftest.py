@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ from minitri.config import ModelConfig
 from minitri.errors import InputError
 from minitri.fetch import locate
 from minitri.model import Llama
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, whose kernels then run on the CPU
 
 CPU = torch.device("cpu")
 

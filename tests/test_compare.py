@@ -11,7 +11,7 @@ import torch
 
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig, bench, compare, load
 from minitri.caches.offloaded import RING
-from minitri.compare import Method, Score, read_prompt_once, summarise, take_turns
+from minitri.compare import Method, Score, num_same, read_prompt_once, summarise, take_turns
 from minitri.peers import prompt_lookup_peer, transformers_model, transformers_peer
 from minitri.settings import METHODS
 from tests.cascades import random_prompt, tiny_engine
@@ -42,10 +42,24 @@ def test_all_methods_take_turns_on_several_prompts_and_seeds(folder, texts, caps
             assert 0 < row[key]["min"] <= row[key]["median"] <= row[key]["max"]
     assert rows["autoregressive"]["speedup"] == {"median": 1, "min": 1, "max": 1}
     assert rows["autoregressive"]["acceptance"] == {}
+    assert rows["naive"]["same_tokens"] == []  # drawn independently
     assert list(rows["triforce"]["acceptance"])[-1] == "target"
     assert all(0 <= rate <= 1 for row in rows.values() for rate in row["acceptance"].values())
     assert sum(rows["auto"]["steps_per_plan"].values()) > 0
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("draw", [("--temperature", "0"), ("--temperature", "0.9", "--coupled")])
+def test_where_all_write_the_same_text_it_says_so(folder, capsys, draw):
+    table, result = run(capsys, "--model", str(folder), "--seeds", "2", "--method", "triforce", *draw)
+    assert result["contestants"]["triforce"]["same_tokens"] == [24, 24]
+    assert any("as autoregressive in the first 24, 24 of 24 tokens" in line for line in table)
+
+
+def test_texts_are_the_same_up_to_the_first_difference():
+    assert num_same([1, 2, 3, 4, 9], [1, 2, 3, 5], 4) == 3
+    assert num_same([1, 2, 3, 4, 9], [1, 2, 3, 4], 4) == 4
+    assert num_same([7, 2, 3, 4], [1, 2, 3, 4], 4) == 0
 
 
 @pytest.mark.slow
@@ -111,6 +125,7 @@ def test_speedups_are_taken_prompt_by_prompt():
     ("flags", "message"),
     [
         (["--prompt-file", "a", "--prompt-file", "b"], "several --prompt-file need --compare; give one"),
+        (["--coupled"], "need --compare; add it"),
         (["--compare", "--seeds", "0"], "not a whole number of at least 1"),
         (["--compare", "--prompt-file", "no-such-file"], "cannot read the prompt from no-such-file"),
         (["--compare", "--offload", "--model", "no-such-model"], "needs --on-chip N"),

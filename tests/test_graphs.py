@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from minitri import reader
-from minitri.attention_cuda import GpuAttention, Math, TorchFlash
-from minitri.caches import full as full_module
-from minitri.caches import offloaded, retrieval, streaming
+from minitri.attention_cuda import LONGEST_BLOCK, GpuAttention, Math, TorchFlash
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
@@ -73,11 +71,10 @@ def test_a_pool_counts_what_it_has_captured():
 
 @pytest.fixture
 def lengths_on_the_device(monkeypatch):
-    """Caches as on a GPU. While a step over static buffers runs, what the host knows of lengths is nonsense: a graph
+    """Passes as on a GPU. While a step over static buffers runs, what the host knows of lengths is nonsense: a graph
     would have it as it was at capture."""
     in_step = []
-    for module in (full_module, offloaded, retrieval, streaming):
-        monkeypatch.setattr(module, "device_lengths", lambda size, device: torch.zeros(size, dtype=torch.int64))
+    monkeypatch.setattr(reader, "by_lengths_on_device", lambda device, size: size <= LONGEST_BLOCK)
     for cls in (FullCache, RetrievalCache, StreamingCache):
         honest = cls.lengths.fget
 
@@ -184,8 +181,8 @@ def test_blocks_of_the_largest_gammas_do_not_read_lengths_from_the_host(lengths_
         assert max(rig.readers["target"]._steps) == MAX_GAMMA + 1
 
 
-def test_a_run_that_is_over_frees_its_cache():
-    target = tiny_model(CONFIG)
+def test_a_run_that_is_over_frees_its_cache(lengths_on_the_device):
+    target = as_on_a_gpu(tiny_model(CONFIG), Math())
     full = new_cache(CONFIG, 3, 256)
     rig = Rig(target, PROMPTS, method="retrieval", budget=24, gamma2=3, full=full, graphs=GraphPool(CPU))
     rig.run()

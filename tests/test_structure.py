@@ -16,6 +16,7 @@ LAYERS = [
     {"rope", "linear", "graphs", "stopping", "shapes"},
     {"stats"},
     {"attention", "caches.base", "caches.streams"},
+    {"attention_triton"},
     {"attention_cuda"},
     {"caches.full", "caches.streaming"},
     {"caches.policies", "caches.offloaded"},

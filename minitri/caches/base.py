@@ -10,15 +10,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 
 class Cache(Protocol):
     """A KV cache. B rows, T block tokens, K KV heads, S slots, D head dim."""
-
-    lengths_B: Tensor | None
-    """On a GPU `lengths` as kernels see them, always the same memory; `publish_lengths` brings it up to date."""
 
     @property
     def lengths(self) -> list[int]:
@@ -35,10 +31,13 @@ class Cache(Protocol):
         """Where the next token of each row stands for its rotary embedding."""
         ...
 
-    def update(self, layer: int, raw_BTKD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor]:
+    def update(
+        self, layer: int, raw_BTKD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, slots_BT: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Writes the block behind every row's prefix; returns keys and values (B, K, S, D) to attend to.
 
-        Keys arrive as they come from their projection and rotated by the positions that the cache named.
+        Keys arrive as they come from their projection and rotated by the positions that the cache named. `slots_BT`
+        says on the device where the block belongs; without it the cache goes by its lengths on the host.
         """
         ...
 
@@ -51,25 +50,12 @@ class Cache(Protocol):
         ...
 
 
-def write_behind(slots_BKSD: Tensor, block_BTKD: Tensor, starts: list[int], starts_B: Tensor | None = None) -> None:
-    """Writes a block into the slots of one layer, row b's from slot `starts[b]` on; where `starts_B` says the same on
-    the device, without asking the host."""
-    T = block_BTKD.shape[1]
-    if starts_B is not None:
-        places_BT = starts_B.unsqueeze(1) + torch.arange(T, device=starts_B.device)
-        rows_B1 = torch.arange(len(starts_B), device=starts_B.device).unsqueeze(1)
-        slots_BKSD[rows_B1, :, places_BT] = block_BTKD
+def write_behind(layer_BKSD: Tensor, block_BTKD: Tensor, starts: list[int], slots_BT: Tensor | None = None) -> None:
+    """Writes a block into one layer: into the slots named, without asking the host, else row b's from slot `starts[b]`
+    on."""
+    block_BKTD = block_BTKD.transpose(1, 2)
+    if slots_BT is not None:
+        layer_BKSD.scatter_(2, slots_BT[:, None, :, None].expand_as(block_BKTD), block_BKTD)
         return
     for b, start in enumerate(starts):
-        slots_BKSD[b, :, start : start + T] = block_BTKD[b].transpose(0, 1)
-
-
-def device_lengths(batch_size: int, device: torch.device) -> Tensor | None:
-    """Room for the lengths of a new cache where kernels see them; None on a CPU, which has no need of it."""
-    return torch.zeros(batch_size, dtype=torch.int64, device=device) if device.type == "cuda" else None
-
-
-def publish_lengths(cache: Cache) -> None:
-    """Shows the kernels how long the rows of a cache are now; to be called before a forward pass."""
-    if cache.lengths_B is not None:
-        cache.lengths_B.copy_(torch.tensor(cache.lengths), non_blocking=True)
+        layer_BKSD[b, :, start : start + block_BKTD.shape[2]] = block_BKTD[b]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minitri.attention import whole_strides
-from minitri.caches.base import device_lengths, write_behind
+from minitri.caches.base import write_behind
 from minitri.config import ModelConfig
 
 
@@ -26,7 +26,6 @@ class FullCache:
         self.keys = keys
         self.values = values
         self._lengths = list(lengths)
-        self.lengths_B = device_lengths(len(lengths), keys.device)
 
     @classmethod
     def allocate(
@@ -79,10 +78,17 @@ class FullCache:
         """Bytes reserved for keys and values."""
         return 2 * self.keys.numel() * self.keys.element_size()
 
-    def update(self, layer: int, raw_BTKD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+    def update(
+        self,
+        layer: int,
+        raw_BTKD: Tensor,  # noqa: ARG002
+        k_BTKD: Tensor,
+        v_BTKD: Tensor,
+        slots_BT: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         self._check_room(k_BTKD.shape[1])
-        write_behind(self.keys[layer], k_BTKD, self._lengths, self.lengths_B)
-        write_behind(self.values[layer], v_BTKD, self._lengths, self.lengths_B)
+        write_behind(self.keys[layer], k_BTKD, self._lengths, slots_BT)
+        write_behind(self.values[layer], v_BTKD, self._lengths, slots_BT)
         return self.keys[layer], self.values[layer]
 
     def _check_room(self, T: int) -> None:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from minitri.attention import whole_strides
-from minitri.caches.base import device_lengths, write_behind
+from minitri.caches.base import write_behind
 from minitri.caches.full import FullCache
 from minitri.caches.streams import CudaStreams, NoStreams, Streams
 from minitri.config import ModelConfig
@@ -133,20 +133,24 @@ class OffloadedFullCache(FullCache):
         """Bytes reserved for keys and values, on the device and in host memory; not those of the staging buffers."""
         return 2 * (self.keys.numel() + self.host_keys.numel()) * self.keys.element_size()
 
-    def update(self, layer: int, raw_BTKD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor]:
+    def update(
+        self, layer: int, raw_BTKD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, slots_BT: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         self._staging.release()
         on_chip = layer < self.on_chip
-        shown = (super().update if on_chip else self._update_hosted)(layer, raw_BTKD, k_BTKD, v_BTKD)
+        shown = (super().update if on_chip else self._update_hosted)(layer, raw_BTKD, k_BTKD, v_BTKD, slots_BT)
         if self.visitor is not None:
             self.visitor(layer, *shown)
         return shown
 
-    def _update_hosted(self, layer: int, raw_BTKD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+    def _update_hosted(
+        self, layer: int, raw_BTKD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, slots_BT: Tensor | None  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         self._check_room(k_BTKD.shape[1])
         buffer, hosted = self._stage(layer), layer - self.on_chip
         keys_BKSD, values_BKSD = buffer.keys[self._rows], buffer.values[self._rows]
-        write_behind(keys_BKSD, k_BTKD, self._lengths, self.lengths_B)
-        write_behind(values_BKSD, v_BTKD, self._lengths, self.lengths_B)
+        write_behind(keys_BKSD, k_BTKD, self._lengths, slots_BT)
+        write_behind(values_BKSD, v_BTKD, self._lengths, slots_BT)
         self._note_latest(hosted, k_BTKD, v_BTKD)
         buffer.written.record()
         with self._staging.streams.copying():
@@ -201,7 +205,7 @@ class OffloadedFullCache(FullCache):
         row.visitor = None
         row._rows = slice(self._rows.start + b, self._rows.start + b + 1)
         row.keys, row.values = self.keys[:, b : b + 1], self.values[:, b : b + 1]
-        row._lengths, row.lengths_B = [self._lengths[b]], device_lengths(1, self.device)
+        row._lengths = [self._lengths[b]]
         return row
 
     def advance(self, counts: list[int]) -> None:

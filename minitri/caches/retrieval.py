@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from minitri.attention import whole_strides
-from minitri.caches.base import device_lengths, write_behind
+from minitri.caches.base import write_behind
 from minitri.caches.full import FullCache
 from minitri.caches.policies import Policy
 from minitri.settings import SpeculationConfig
@@ -67,7 +67,6 @@ class RetrievalCache:
         window = (L, B, speculation.observation_window, num_heads, D)
         self._queries = torch.empty(window, dtype=full.dtype, device=full.device)  # in turns, the oldest goes
         self._num_queries = [0] * B  # that have been seen
-        self.lengths_B = device_lengths(B, full.device)
         self._num_committed = [0] * B
         self._num_held = [0] * B  # committed tokens in slots; the budget, once the text is longer
         self._num_guessed = [0] * B  # block tokens behind them
@@ -101,9 +100,16 @@ class RetrievalCache:
     def next_positions(self) -> list[int]:
         return self.num_tokens
 
-    def update(self, layer: int, raw_BTKD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        write_behind(self.keys[layer], k_BTKD, self.lengths, self.lengths_B)
-        write_behind(self.values[layer], v_BTKD, self.lengths, self.lengths_B)
+    def update(
+        self,
+        layer: int,
+        raw_BTKD: Tensor,  # noqa: ARG002
+        k_BTKD: Tensor,
+        v_BTKD: Tensor,
+        slots_BT: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        write_behind(self.keys[layer], k_BTKD, self.lengths, slots_BT)
+        write_behind(self.values[layer], v_BTKD, self.lengths, slots_BT)
         return self.keys[layer], self.values[layer]
 
     def advance(self, counts: list[int]) -> None:

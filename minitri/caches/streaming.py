@@ -17,7 +17,7 @@ import copy
 import torch
 from torch import Tensor
 
-from minitri.caches.base import device_lengths, write_behind
+from minitri.caches.base import write_behind
 from minitri.config import ModelConfig
 from minitri.rope import Rope
 
@@ -48,7 +48,6 @@ class StreamingCache:
         capacity = num_sink_tokens + num_recent_tokens + SLIDE + room
         shape = (config.num_layers, batch_size, config.num_kv_heads, capacity, config.head_dim)
         self.raw_keys, self.keys, self.values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(3))
-        self.lengths_B = device_lengths(batch_size, device)
         self._lengths = [0] * batch_size
         self._num_tokens = [0] * batch_size
 
@@ -69,9 +68,11 @@ class StreamingCache:
     def next_positions(self) -> list[int]:
         return self._lengths
 
-    def update(self, layer: int, raw_BTKD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor]:
+    def update(
+        self, layer: int, raw_BTKD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, slots_BT: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         for slots, block in ((self.raw_keys, raw_BTKD), (self.keys, k_BTKD), (self.values, v_BTKD)):
-            write_behind(slots[layer], block, self._lengths, self.lengths_B)
+            write_behind(slots[layer], block, self._lengths, slots_BT)
         return self.keys[layer], self.values[layer]
 
     def advance(self, counts: list[int]) -> None:
@@ -89,7 +90,6 @@ class StreamingCache:
         row = copy.copy(self)
         row.raw_keys, row.keys, row.values = (slots[:, b : b + 1] for slots in (self.raw_keys, self.keys, self.values))
         row._lengths, row._num_tokens = [0], [0]
-        row.lengths_B = device_lengths(1, self.keys.device)
         return row
 
     def hold(self, b: int, *, num_slots: int, num_tokens: int) -> None:

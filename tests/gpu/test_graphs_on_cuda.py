@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor
 
 from minitri.attention import attend_math
 from minitri.attention_cuda import BACKENDS, GpuAttention, choose_backend, make_backend, tolerance
@@ -25,11 +24,6 @@ from tests.test_attention import random_case
 
 SHAPE = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64}
 CONFIG = tiny_config(num_layers=3, hidden_size=512, num_heads=8, num_kv_heads=4, head_dim=64, context_length=4096)
-
-
-@dataclass(frozen=True)
-class One:
-    tensor: Tensor
 
 
 def backend_or_skip(name: str, dtype: torch.dtype):
@@ -108,13 +102,8 @@ def test_a_replay_allocates_nothing_and_waits_for_nothing():
     model = gpu_model(torch.bfloat16, choose_backend(torch.device("cuda"), torch.bfloat16, **SHAPE))
     cache = FullCache.allocate(CONFIG, 1, 1024, dtype=model.dtype, device=model.device)
     cache.advance([700])
-    cache.lengths_B.fill_(700)
-
-    def step(one: One) -> Tensor:
-        return model(one.tensor, one.tensor + 700, cache)
-
-    inputs = One(torch.arange(4, device="cuda").unsqueeze(0))
-    graphed = GraphPool(torch.device("cuda")).capture(step, inputs)
+    inputs = make_block(model, [[0, 1, 2, 3]], cache, 4)
+    graphed = GraphPool(torch.device("cuda")).capture(functools.partial(forward, model, cache, None), inputs)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     try:
