@@ -234,10 +234,12 @@ def choose_backend(
     for name in BACKENDS if wanted == "auto" else (wanted,):
         try:
             backend = make_backend(name, device)
-            error = largest_error(backend, device, dtype, num_heads, num_kv_heads, head_dim)
+            error = max(
+                largest_error(backend, device, dtype, num_heads, num_kv_heads, head_dim, T) for T in (3, LONGEST_BLOCK)
+            )
         except torch.OutOfMemoryError:
             raise InputError(f"{device} has no memory left to try attention kernels; free some of it") from None
-        except (ImportError, RuntimeError, TypeError, AttributeError) as failure:
+        except Exception as failure:  # a compiler of kernels may raise anything
             reason = shorten(failure, 80)
         else:
             if error <= tolerance(dtype):
@@ -257,11 +259,17 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def largest_error(
-    backend: Backend, device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
+    backend: Backend,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    T: int,
 ) -> float:
     """On a ragged random case with long, short and empty prefixes, by the oracle."""
     generator = torch.Generator().manual_seed(0)
-    T, S, lengths = 3, 2048, [2000, 0, 700]
+    S, lengths = 2048, [1900, 0, 700]
     q = torch.randn(3, T, num_heads, head_dim, generator=generator).to(device, dtype)
     keys, values = (torch.randn(3, num_kv_heads, S, head_dim, generator=generator).to(device, dtype) for _ in range(2))
     got = backend(q, keys, values, torch.tensor(lengths, device=device), None)

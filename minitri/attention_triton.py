@@ -9,7 +9,7 @@ room there is.
 Triton is the compiler for kernels that comes with PyTorch for GPUs. With `TRITON_INTERPRET=1` it runs the same code on
 a CPU, which is how the tests prove it.
 
-Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T, P pieces.
+Legend: B batch, S keys at a time, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T, P pieces.
 """
 
 from __future__ import annotations
@@ -26,23 +26,26 @@ NUM_KEYS = 64
 """Keys that a program reads at a time."""
 MAX_ROWS = 64
 """Rows of queries that a program takes; for further ones K and V are read again."""
-MAX_PIECES = 64
+MAX_PIECES = 128
+PROGRAMS_PER_PROCESSOR = 2
+"""That run at the same time on a multiprocessor, by the shared memory that their reading ahead takes."""
 
-RUNTIME = ["T", "G", "num_heads", "num_pieces"]
+RUNTIME = ["T", "G", "num_kv_heads", "num_pieces"]
 """Numbers that vary from call to call: no kernel of its own is compiled for those that are 1 or a multiple of 16."""
 
 
 @triton.jit(do_not_specialize=RUNTIME)  # type: ignore[untyped-decorator]
 def attend_piece(  # type: ignore[no-untyped-def]
-    q, keys, values, lengths, outs, lses, scale, T, G, num_heads, num_pieces, q_b, q_t, q_h, kv_b, kv_h, kv_s,
+    q, keys, values, lengths, outs, lses, scale, T, G, num_kv_heads, num_pieces, q_b, q_t, q_h, kv_b, kv_h, kv_s,
     ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, D: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The output (R, D) and the log-sum-exp (R,), to base 2, of one KV head over one piece of its keys.
+    """The output (R, D) and the log-sum-exp (R,), to base 2, of one KV head of one row of the batch over one piece of
+    its keys, by a running softmax: what has been summed up fades whenever a larger score turns up.
 
-    `num_heads` are KV heads, `scale` has a factor of log2(e), and `q_b` and the like are strides.
+    `scale` has a factor of log2(e), and `q_b` and the like are strides. Programs that share keys run side by side.
     """
-    piece, head, tile = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    b, k = head // num_heads, head % num_heads
+    tile, piece, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    b, k = head // num_kv_heads, head % num_kv_heads
     length = tl.load(lengths + b).to(tl.int32)
     end = length + T
     share = tl.cdiv(tl.cdiv(end, NUM_KEYS), num_pieces) * NUM_KEYS
@@ -84,12 +87,12 @@ def attend_piece(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=RUNTIME)  # type: ignore[untyped-decorator]
 def merge_pieces(  # type: ignore[no-untyped-def]
-    outs, lses, out, T, G, num_heads, num_pieces, PIECES: tl.constexpr, D: tl.constexpr
+    outs, lses, out, T, G, num_kv_heads, num_pieces, PIECES: tl.constexpr, D: tl.constexpr
 ) -> None:  # fmt: skip
     """One row of one KV head: pieces weigh by their log-sum-exps. The row's own token has been seen, so one of them has
     keys. `PIECES` is a power of two and at least `num_pieces`."""
     head, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    b, k = head // num_heads, head % num_heads
+    b, k = head // num_kv_heads, head % num_kv_heads
     pieces, dims = tl.arange(0, PIECES), tl.arange(0, D)
     is_piece = pieces < num_pieces
     places = (head * num_pieces + pieces) * G * T + row
@@ -97,7 +100,7 @@ def merge_pieces(  # type: ignore[no-untyped-def]
     shares = tl.exp2(lse - tl.max(lse, 0))
     pieces_PD = tl.load(outs + places[:, None] * D + dims[None, :], mask=is_piece[:, None], other=0.0)
     merged_D = tl.sum(pieces_PD * shares[:, None], 0) / tl.sum(shares, 0)
-    place = (b * T + row % T) * num_heads * G + k * G + row // T
+    place = (b * T + row % T) * num_kv_heads * G + k * G + row // T
     tl.store(out + place * D + dims, merged_D)
 
 
@@ -115,19 +118,22 @@ class TritonAttention:
     ) -> Tensor:
         assert rule_TT is None
         B, T, H, D = q_BTHD.shape
-        K, S = keys_BKSD.shape[1:3]
+        K = keys_BKSD.shape[1]
         G = H // K
+        if D < 16 or D & (D - 1):
+            raise RuntimeError(f"it takes heads of 16, 32, 64, ... numbers, not of {D}")
         assert keys_BKSD.stride() == values_BKSD.stride()
         assert keys_BKSD.stride(3) == q_BTHD.stride(3) == 1
         rows = min(MAX_ROWS, max(16, triton.next_power_of_2(G * T)))
         num_tiles = triton.cdiv(G * T, rows)
-        P = min(MAX_PIECES, triton.cdiv(S, NUM_KEYS), triton.cdiv(2 * self._num_processors, B * K * num_tiles))
+        P = min(MAX_PIECES, max(1, PROGRAMS_PER_PROCESSOR * self._num_processors // (B * K * num_tiles)))
         settings: dict[str, Any] = {"dtype": torch.float32, "device": q_BTHD.device}
         outs, lses = torch.empty(B, K, P, G * T, D, **settings), torch.empty(B, K, P, G * T, **settings)
-        attend_piece[P, B * K, num_tiles](
-            q_BTHD, keys_BKSD, values_BKSD, lengths_B, outs, lses, math.log2(math.e) / math.sqrt(D), T, G, K, P,
-            *q_BTHD.stride()[:3], *keys_BKSD.stride()[:3], ROWS=rows, NUM_KEYS=NUM_KEYS, D=D,
-        )  # fmt: skip
         out_BTHD = torch.empty_like(q_BTHD, memory_format=torch.contiguous_format)
-        merge_pieces[B * K, G * T](outs, lses, out_BTHD, T, G, K, P, PIECES=triton.next_power_of_2(P), D=D)
+        with torch.cuda.device_of(q_BTHD):  # else Triton would launch on the current one
+            attend_piece[num_tiles, P, B * K](
+                q_BTHD, keys_BKSD, values_BKSD, lengths_B, outs, lses, math.log2(math.e) / math.sqrt(D), T, G, K, P,
+                *q_BTHD.stride()[:3], *keys_BKSD.stride()[:3], ROWS=rows, NUM_KEYS=NUM_KEYS, D=D,
+            )  # fmt: skip
+            merge_pieces[B * K, G * T](outs, lses, out_BTHD, T, G, K, P, PIECES=triton.next_power_of_2(P), D=D)
         return out_BTHD

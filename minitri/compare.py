@@ -23,12 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitri.assembly import allocate_full_cache, build_cascade, check_offload
+from minitri.assembly import build_cascade
 from minitri.caches import FullCache
 from minitri.engine import Engine
 from minitri.errors import InputError
 from minitri.graphs import graph_pool
 from minitri.reader import prefill, synchronize
+from minitri.readers import Readers, allocate_full_cache, check_offload
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.stats import Stats, spread
 
@@ -67,10 +68,9 @@ class Method:
         own = allocate_full_cache(model, engine.draft, [len(prompt)], capacity, generation, speculation)
         own.adopt(full)
         graphs = graph_pool(model.device, wanted=generation.cuda_graphs)
-        self._cascade, small = build_cascade(
-            model, engine.draft, own, [list(prompt)], [seed], sampling, speculation, self.stats, graphs
-        )
-        if small is not None:
+        readers = Readers(model, engine.draft, own, [len(prompt)], sampling, speculation, graphs)
+        self._cascade = build_cascade(readers, [list(prompt)], [seed], self.stats)
+        if (small := readers.small) is not None:
             if small.max_prompt_queries is None:
                 raise InputError(f"--policy {speculation.policy} must watch the prompt being read; compare another one")
             small.observe(0, queries_LTHD)

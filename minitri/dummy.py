@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitri.assembly import allocate_full_cache, build_cascade
+from minitri.assembly import build_cascade
 from minitri.bandwidth import copy_bandwidth
 from minitri.caches.full import FullCache
 from minitri.caches.offloaded import OffloadedFullCache
@@ -36,6 +36,7 @@ from minitri.graphs import graph_pool
 from minitri.linear import can_pack, pack_linears
 from minitri.model import Llama
 from minitri.placement import read_per_token
+from minitri.readers import Readers, allocate_full_cache
 from minitri.report import phase_ms
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.shapes import shape_of
@@ -67,8 +68,8 @@ def add_dummy_flags(parser: argparse.ArgumentParser) -> None:
 
 def measure_shape(args: argparse.Namespace) -> int:
     """Measures a shape with made-up weights and verdicts, prints, returns the exit code."""
-    if args.compare or args.peers or args.profile:
-        raise InputError("--load dummy goes with none of --compare, --peers and --profile; leave them out")
+    if args.compare or args.peers or args.profile or args.coupled:
+        raise InputError("--load dummy goes with none of --compare, --peers, --profile and --coupled; leave them out")
     config = shape_of(args.shape)
     if config is None:
         raise unknown_model(args.shape)
@@ -185,14 +186,12 @@ def decode(
     }
     stats = Stats(num_prompt_tokens=context)
     graphs = graph_pool(target.device, wanted=generation.cuda_graphs)
-    sampling = SamplingParams(0.6, top_p=0.9)
-    cascade, small = build_cascade(
-        target, draft, full, sequences, [seed], sampling, speculation, stats, graphs, coins
-    )  # fmt: skip
+    readers = Readers(target, draft, full, [context], SamplingParams(0.6, top_p=0.9), speculation, graphs)
+    cascade = build_cascade(readers, sequences, [seed], stats, coins)
     query = torch.zeros(target.config.num_layers, 1, target.config.num_heads, target.config.head_dim).to(full.keys)
     full.advance([context - 1])
-    if small is not None:
-        small.observe(0, query)
+    if readers.small is not None:
+        readers.small.observe(0, query)
     cascade.start()
     for _ in range(WARMUP_STEPS):
         cascade.step()

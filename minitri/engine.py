@@ -27,6 +27,7 @@ from minitri.fetch import default_draft, locate
 from minitri.generation import Generation
 from minitri.linear import can_pack
 from minitri.model import Llama
+from minitri.readers import Shelf
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.tokenizer import Tokenizer, load_tokenizer
 
@@ -156,13 +157,18 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 class Engine:
-    """A model and its tokenizer, ready to generate. One engine serves any number of runs, one after the other."""
+    """A model and its tokenizer, ready to generate. One engine serves any number of runs, one after the other.
+
+    On a GPU it keeps caches and captured graphs of the last run, so that the next one of the same settings, whose texts
+    are no longer, starts at once; see `release`.
+    """
 
     def __init__(self, model: Llama, tokenizer: Tokenizer, draft: Llama | None = None) -> None:
         """`draft` is the model behind the first level of the cascade; without one, n-gram lookup takes its place."""
         self.model = model
         self.tokenizer = tokenizer
         self.draft = draft
+        self._shelf = Shelf()
 
     @property
     def config(self) -> ModelConfig:
@@ -190,7 +196,13 @@ class Engine:
         for tokens in ids:
             self.check_prompt(tokens, generation.max_new_tokens)
         seeds = as_seeds(seed, len(ids))
-        return Generation(self.model, self.draft, self.tokenizer, ids, seeds, sampling, generation, speculation)
+        return Generation(
+            self.model, self.draft, self.tokenizer, ids, seeds, sampling, generation, speculation, self._shelf
+        )  # fmt: skip
+
+    def release(self) -> None:
+        """Frees the caches and graphs that are kept on a GPU from one run to the next."""
+        self._shelf.clear()
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -15,14 +15,13 @@ from dataclasses import dataclass
 
 import torch
 
-from minitri.assembly import allocate_full_cache, build_cascade
-from minitri.caches.full import FullCache
-from minitri.caches.retrieval import RetrievalCache
+from minitri.assembly import build_cascade
 from minitri.cascade import Cascade, Emitted
 from minitri.errors import InputError, shorten
 from minitri.graphs import graph_pool
 from minitri.model import Llama
 from minitri.reader import prefill, synchronize
+from minitri.readers import Readers, Shelf, allocate_full_cache
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.stats import PrefillClock, Stats
 from minitri.stopping import StopScanner
@@ -125,7 +124,7 @@ class Row:
 
 
 class Generation(Iterator[Event]):
-    """A run in progress: iterate for its events, read `stats` at any time, `close` to end it and free its cache."""
+    """A run in progress: iterate for its events, read `stats` at any time, `close` to end it and give up its cache."""
 
     def __init__(
         self,
@@ -137,26 +136,30 @@ class Generation(Iterator[Event]):
         sampling: SamplingParams,
         generation: GenerationConfig,
         speculation: SpeculationConfig,
+        shelf: Shelf,
     ) -> None:
+        """What is on the `shelf` is used if it suits, and what is used is put there in the end."""
         self._model = model
         self._generation = generation
+        self._shelf = shelf
         with at_work(model):
             self.rows = [Row(b, prompt, tokenizer, generation.stop) for b, prompt in enumerate(prompts)]
             self.stats = Stats(num_prompt_tokens=sum(map(len, prompts)))
-            capacity = max(map(len, prompts)) + generation.max_new_tokens + speculation.max_block - 1
-            full = allocate_full_cache(model, draft, list(map(len, prompts)), capacity, generation, speculation)
-            sequences = [list(prompt) for prompt in prompts]
+            lengths = list(map(len, prompts))
+            capacity = max(lengths) + generation.max_new_tokens + speculation.max_block - 1
+            readers = shelf.take(model, draft, lengths, capacity, generation, sampling, speculation)
             try:
-                graphs = graph_pool(model.device, wanted=generation.cuda_graphs)
-                cascade, small = build_cascade(
-                    model, draft, full, sequences, seeds, sampling, speculation, self.stats, graphs
-                )  # fmt: skip
+                if readers is None:
+                    full = allocate_full_cache(model, draft, lengths, capacity, generation, speculation)
+                    graphs = graph_pool(model.device, wanted=generation.cuda_graphs)
+                    readers = Readers(model, draft, full, lengths, sampling, speculation, graphs)
             except RuntimeError as error:  # out of memory, on CUDA too
                 raise InputError(
                     f"the small KV caches do not fit on {model.device} beside the full one ({shorten(error, 90)}); "
                     "lower budget or num_recent_tokens, or shorten the prompt"
                 ) from None
-            self._events = self._run(cascade, small, full)  # which alone holds the caches, so that its end frees them
+            cascade = build_cascade(readers, [list(prompt) for prompt in prompts], seeds, self.stats)
+            self._events = self._run(cascade, readers)  # which alone holds the caches, so that its end gives them up
 
     def __next__(self) -> Event:
         with torch.inference_mode(), at_work(self._model):
@@ -166,9 +169,17 @@ class Generation(Iterator[Event]):
         """Ends the run; asking for further events raises `StopIteration`."""
         self._events.close()
 
-    def _run(self, cascade: Cascade, small: RetrievalCache | None, full: FullCache) -> Generator[Event, None, None]:
+    def _run(self, cascade: Cascade, readers: Readers) -> Generator[Event, None, None]:
+        try:
+            yield from self._work(cascade, readers)
+        except GeneratorExit:
+            self._shelf.put(readers, self._generation)
+            raise
+        self._shelf.put(readers, self._generation)
+
+    def _work(self, cascade: Cascade, readers: Readers) -> Generator[Event, None, None]:
         for row in self.rows:
-            yield from self._prefill(row, full, small)
+            yield from self._prefill(row, readers)
         started = time.perf_counter()
         emitted = cascade.start()
         self.stats.prefill_seconds += time.perf_counter() - started
@@ -180,12 +191,13 @@ class Generation(Iterator[Event]):
             self.stats.decode_seconds += time.perf_counter() - started
             yield from self._emit(cascade, emitted)
 
-    def _prefill(self, row: Row, full: FullCache, small: RetrievalCache | None) -> Generator[Event, None, None]:
+    def _prefill(self, row: Row, readers: Readers) -> Generator[Event, None, None]:
         """Reads a prompt in chunks. Its last token is left to the cascade's start, and reported with the last chunk."""
+        small = readers.small
         b, num_tokens, start_seconds = row.number, len(row.prompt), self.stats.prefill_seconds
         clock = PrefillClock(num_tokens)
         chunks = prefill(
-            self._model, row.prompt, full, b, chunk=self._generation.prefill_chunk,
+            self._model, row.prompt, readers.full, b, chunk=self._generation.prefill_chunk,
             watch=functools.partial(small.observe, b) if small else None,
             max_queries=small.max_prompt_queries if small else None,
         )  # fmt: skip

@@ -26,7 +26,7 @@ NUM_WARMUPS = 2
 """Runs before the capture, in which libraries choose kernels and take their workspaces."""
 
 Inputs = TypeVar("Inputs")
-"""A dataclass of which every field is a tensor."""
+"""A dataclass of which every field is a tensor, at capture and later."""
 
 
 def graph_pool(device: torch.device, *, wanted: bool) -> GraphPool | None:
@@ -115,6 +115,7 @@ class GraphPool:
     def __init__(self, device: torch.device) -> None:
         self.num_graphs = 0
         self.capture_seconds = 0.0
+        """In this run."""
         self.num_bytes = 0
         on_gpu = device.type == "cuda"
         self._pool: Any = torch.cuda.graph_pool_handle() if on_gpu else None

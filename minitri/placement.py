@@ -106,7 +106,7 @@ def demand(
     methods, chunk = {plan.method for plan in speculation.plans}, speculation.chunk_size
     small = 0
     if methods & {"retrieval", "triforce"}:
-        budget = min(max(speculation.budgets_for(prompt_lengths)[-1]), -(-slots // chunk) * chunk)
+        budget = min(speculation.max_budget_for(prompt_lengths), -(-slots // chunk) * chunk)
         held = whole_strides(budget + speculation.room)
         small += B * L * K * D * (2 * held + slots // chunk)
         small += B * L * config.num_heads * D * (speculation.observation_window + speculation.max_block)
@@ -115,7 +115,7 @@ def demand(
         window = speculation.num_sink_tokens + speculation.num_recent_tokens + SLIDE + speculation.room
         small += 3 * B * draft.num_layers * draft.num_kv_heads * draft.head_dim * window
     row = 8 * config.hidden_size + 3 * config.intermediate_size + 4 * (config.num_heads + 2 * K) * D
-    laws = 6 * B * speculation.max_block * config.vocab_size * 4
+    laws = 64 * B * speculation.max_block * config.vocab_size  # scores, sorted and with their places, running sums
     return Demand(
         weights=num_weights(config) * itemsize,
         draft_weights=num_weights(draft) * itemsize if draft is not None else 0,

@@ -24,7 +24,7 @@ from minitri.caches.base import Cache
 from minitri.caches.full import FullCache
 from minitri.graphs import GraphedStep, GraphPool
 from minitri.model import Llama
-from minitri.sampling import probs_from_logits
+from minitri.sampling import numbers_of, probs_from_logits
 from minitri.settings import SamplingParams
 
 
@@ -53,13 +53,14 @@ class Reader:
         block_sizes: Collection[int] = (),
     ) -> None:
         """`vocab_size` is that of the laws: the target's, whatever the model's. `queries_LBTHD` takes the rotated
-        queries of every block. With `graphs`, a block is padded to the next of the `block_sizes`, for which the forward
-        pass has been captured; a longer one runs as it is."""
+        queries of every block. With `graphs`, a block is padded to the next of the `block_sizes`, for which the way
+        from tokens to laws has been captured; a longer one runs as it is."""
         self.model = model
         self.cache = cache
         self.queries_LBTHD = queries_LBTHD
         self.sampling = sampling
         self.vocab_size = vocab_size
+        self._numbers_4 = torch.tensor(numbers_of(sampling), dtype=torch.float64, device=model.device)
         self._steps: dict[int, GraphedStep[Block]] = {}
         if graphs is not None:
             self._capture(graphs, block_sizes)
@@ -73,28 +74,31 @@ class Reader:
         N, T = max(counts) + 1, max(map(len, fresh))
         first_B1 = torch.tensor([[len(row) - 1 - count] for row, count in zip(fresh, counts, strict=True)])
         index_BN = (first_B1 + torch.arange(N)).clamp_(0, T - 1).to(self.model.device, non_blocking=True)
-        hidden_BTE = self._read_block(fresh)
-        self.cache.advance([len(row) if on else 0 for row, on in zip(fresh, active, strict=True)])
-        hidden_BNE = hidden_BTE.gather(1, index_BN.unsqueeze(2).expand(-1, -1, hidden_BTE.shape[2]))
-        logits_BNV = self.model.logits(hidden_BNE)[..., : self.vocab_size]
-        laws_BNV = probs_from_logits(logits_BNV.flatten(0, 1), self.sampling).unflatten(0, (-1, N))
-        missing = self.vocab_size - laws_BNV.shape[-1]  # tokens that a drafter does not know: q = 0
-        return F.pad(laws_BNV, (0, missing)) if missing else laws_BNV
-
-    def _read_block(self, blocks: list[list[int]]) -> Tensor:
-        T = max(map(len, blocks))
         size = min((size for size in self._steps if size >= T), default=None)
-        if size is None:
-            return read_block(self.model, blocks, self.cache, self.queries_LBTHD)
-        return self._steps[size](make_block(self.model, blocks, self.cache, size))
+        if size is not None:
+            laws_BNV = pick(self._steps[size](make_block(self.model, fresh, self.cache, size)), index_BN)
+        else:
+            hidden_BNE = pick(read_block(self.model, fresh, self.cache, self.queries_LBTHD), index_BN)
+            laws_BNV = laws_behind(self.model, hidden_BNE, self.sampling, self.vocab_size)
+        self.cache.advance([len(row) if on else 0 for row, on in zip(fresh, active, strict=True)])
+        return laws_BNV
+
+    def sample_by(self, sampling: SamplingParams) -> None:
+        """Goes over to another law, which takes the same steps as the one before."""
+        assert sampling.steps == self.sampling.steps
+        self.sampling = sampling
+        self._numbers_4.copy_(torch.tensor(numbers_of(sampling), dtype=torch.float64))
 
     @torch.no_grad()
     def _capture(self, graphs: GraphPool, block_sizes: Collection[int]) -> None:
-        """Captures the forward pass, now, so that it costs no decoding time. What it writes stands behind the prefixes.
+        """Captures the way from tokens to laws, now, so that it costs no decoding time. What it writes stands behind
+        the prefixes.
 
         Blocks of more than `LONGEST_BLOCK` tokens go by lengths on the host, which a graph would keep as they are now.
         """
-        step = functools.partial(forward, self.model, self.cache, self.queries_LBTHD)
+        step = functools.partial(
+            laws_of_block, self.model, self.cache, self.queries_LBTHD, self.sampling, self.vocab_size, self._numbers_4
+        )
         for size in sorted(size for size in block_sizes if size <= LONGEST_BLOCK):
             blocks = [[0] * size for _ in self.cache.lengths]
             self._steps[size] = graphs.capture(step, make_block(self.model, blocks, self.cache, size))
@@ -102,6 +106,34 @@ class Reader:
     def forget(self, lengths: list[int]) -> None:
         """Keeps at most the first `lengths[b]` tokens of row b."""
         self.cache.crop([min(seen, length) for seen, length in zip(self.cache.num_tokens, lengths, strict=True)])
+
+
+def laws_of_block(
+    model: Llama,
+    cache: Cache,
+    queries_LBTHD: Tensor | None,
+    sampling: SamplingParams,
+    vocab_size: int,
+    numbers_4: Tensor,
+    block: Block,
+) -> Tensor:
+    """Laws (B, T, V) behind every token of a block, by the sampling parameters in a tensor."""
+    return laws_behind(model, forward(model, cache, queries_LBTHD, block), sampling, vocab_size, numbers_4)
+
+
+def laws_behind(
+    model: Llama, hidden_BNE: Tensor, sampling: SamplingParams, vocab_size: int, numbers_4: Tensor | None = None
+) -> Tensor:
+    """Final hidden states to laws (B, N, V) over so many tokens; see `probs_from_logits`."""
+    logits_BNV = model.logits(hidden_BNE)[..., :vocab_size]
+    laws_BNV = probs_from_logits(logits_BNV.flatten(0, 1), sampling, numbers_4).unflatten(0, logits_BNV.shape[:2])
+    missing = vocab_size - laws_BNV.shape[-1]  # tokens that a drafter does not know: q = 0
+    return F.pad(laws_BNV, (0, missing)) if missing else laws_BNV
+
+
+def pick(rows_BTX: Tensor, index_BN: Tensor) -> Tensor:
+    """Of each row of a batch the vectors (B, N, X) at these places, copied."""
+    return rows_BTX.gather(1, index_BN.unsqueeze(2).expand(-1, -1, rows_BTX.shape[2]))
 
 
 def read_block(model: Llama, blocks: list[list[int]], cache: Cache, queries_LBTHD: Tensor | None = None) -> Tensor:
@@ -128,11 +160,11 @@ def make_block(model: Llama, blocks: list[list[int]], cache: Cache, size: int) -
         torch.tensor(starts).unsqueeze(1) + ahead_T for starts in (cache.next_positions, cache.lengths)
     )
     sent = torch.stack((tokens_BT, positions_BT, slots_BT)).to(model.device, non_blocking=True)
-    return Block(sent[0], sent[1], sent[2] if by_lengths_on_device(model.device, size) else None)
+    return Block(sent[0], sent[1], sent[2] if reads_slots(model.device, size) else None)
 
 
-def by_lengths_on_device(device: torch.device, size: int) -> bool:
-    """Whether a pass over blocks of so many tokens reads the cache's lengths on the device."""
+def reads_slots(device: torch.device, size: int) -> bool:
+    """Whether a pass over blocks of so many tokens learns on the device where they belong in the cache."""
     return device.type == "cuda" and size <= LONGEST_BLOCK
 
 

@@ -20,35 +20,48 @@ TOP_P_PREFIX = 512
 """Tokens looked at first for top-p; a row whose prefix does not reach the mass is sorted whole."""
 
 
-def probs_from_logits(logits_NV: Tensor, params: SamplingParams) -> Tensor:
+def probs_from_logits(logits_NV: Tensor, params: SamplingParams, numbers_4: Tensor | None = None) -> Tensor:
     """The next-token law of each row, (N, V), in the floating-point type of the logits.
 
     Temperature 0 gives the exact one-hot law of `greedy_tokens`. Otherwise the order is temperature, top-k, top-p,
     min-p, each filter on the law that the ones before it left, and the survivors are renormalised.
+
+    `numbers_4`, see `numbers_of`, replace those of `params`, which then only say what steps to take; nothing is asked
+    of the host. So a captured step follows other numbers when the tensor is given others.
     """
     if params.temperature == 0:
         one = 1 + 0 * logits_NV.amax(-1, keepdim=True)  # not a number where the logits are not finite
         return torch.zeros_like(logits_NV).scatter_(-1, greedy_tokens(logits_NV).unsqueeze(-1), one)
-    scores = (logits_NV - logits_NV.amax(-1, keepdim=True)) / params.temperature  # the best is 0
-    if params.top_k and params.top_k < scores.shape[-1]:
+    V, on_device = logits_NV.shape[-1], numbers_4 is not None
+    temperature, top_k, top_p, log_min_p = numbers_of(params) if numbers_4 is None else numbers_4
+    scores = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature  # the best is 0
+    if params.top_k and on_device:
+        kth = (top_k.long() - 1).clamp_max(V - 1).expand(*scores.shape[:-1], 1)  # type: ignore[union-attr]
+        scores = _drop_below(scores, scores.topk(V).values.gather(-1, kth))
+    elif 0 < params.top_k < V:
         scores = _drop_below(scores, scores.topk(params.top_k).values[..., -1:])
     if params.top_p < 1:
-        scores = _drop_below(scores, _top_p_cutoff(scores, params.top_p))
+        scores = _drop_below(scores, _top_p_cutoff(scores, top_p, at_once=on_device or scores.is_cuda))
     if params.min_p > 0:
-        scores = scores.masked_fill(scores < math.log(params.min_p), -math.inf)
+        scores = scores.masked_fill(scores < log_min_p, -math.inf)
     return scores.softmax(-1)
+
+
+def numbers_of(params: SamplingParams) -> tuple[float, float, float, float]:
+    """Temperature, top-k, top-p, and the logarithm of min-p."""
+    return params.temperature, params.top_k, params.top_p, math.log(params.min_p) if params.min_p else -math.inf
 
 
 def _drop_below(scores_NV: Tensor, cutoff_N1: Tensor) -> Tensor:
     return scores_NV.masked_fill(scores_NV < cutoff_N1, -math.inf)
 
 
-def _top_p_cutoff(scores_NV: Tensor, top_p: float) -> Tensor:
+def _top_p_cutoff(scores_NV: Tensor, top_p: float | Tensor, *, at_once: bool) -> Tensor:
     """Per row (N, 1), the score of the least likely token of the smallest set with mass `top_p`."""
     log_total = scores_NV.logsumexp(-1, keepdim=True)
     V = scores_NV.shape[-1]
     # A GPU sorts all at once: whether a prefix is enough the host would have to wait for.
-    for size in (min(TOP_P_PREFIX, V), V) if scores_NV.device.type == "cpu" else (V,):
+    for size in (V,) if at_once else (min(TOP_P_PREFIX, V), V):
         best = scores_NV.topk(size).values  # (N, size), falling
         probs = (best - log_total).exp()
         before = probs.cumsum(-1, dtype=torch.float64) - probs  # mass of the tokens ahead of each

@@ -176,6 +176,7 @@ class SelfTest:
         if num_equal == len(got):
             print(f"{mode.name:8s} {method:10s} equal: {num_equal} of {len(got)} tokens", flush=True)
             return {**result, "verdict": "equal"}
+        self.engine.release()  # room for the model in float32
         found = inspect(
             self.engine.model, self.exact_model(), self.prompt + got[:num_equal], expected[num_equal], got[num_equal],
             mode, self._args.seed, speculation.max_block,

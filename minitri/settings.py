@@ -5,6 +5,7 @@ Every default is written once, in a field here; the command line reads it from t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minitri.errors import InputError, shorten
@@ -45,6 +46,11 @@ class SamplingParams:
         for name, ok, wanted in checks:
             if not ok:
                 raise InputError(f"{name} is {getattr(self, name)}; it must be {wanted}")
+
+    @property
+    def steps(self) -> tuple[bool, bool, bool, bool]:
+        """Which steps from logits to a law are taken: temperature, top-k, top-p, min-p."""
+        return self.temperature > 0, self.top_k > 0, self.top_p < 1, self.min_p > 0
 
 
 def check_unicode(text: str, what: str) -> None:
@@ -186,11 +192,15 @@ class SpeculationConfig:
                 budget = other
         return -(-budget // self.chunk_size) * self.chunk_size
 
-    def budgets_for(self, prompt_lengths: list[int]) -> list[list[int]]:
+    def budgets_for(self, prompt_lengths: Sequence[int]) -> list[list[int]]:
         """The budgets of the rows of a batch to choose from, from the smallest up: no row's becomes smaller."""
         doublings = BUDGET_DOUBLINGS if len(self.plans) > 1 else (0,)
         rows = ([self.budget_for(length, number) for length in prompt_lengths] for number in doublings)
         return list({sum(budgets): budgets for budgets in rows}.values())
+
+    def max_budget_for(self, prompt_lengths: Sequence[int]) -> int:
+        """The largest budget that a row of a batch may be given."""
+        return max(map(max, self.budgets_for(prompt_lengths)))
 
     @property
     def plans(self) -> list[Plan]:

@@ -69,19 +69,18 @@ def verify(proposal: Proposal, laws_BNV: Tensor, uniforms_BN: Tensor) -> Verdict
     """
     B, device = len(proposal.tokens), laws_BNV.device
     rows = torch.arange(B, device=device)
-    num_accepted = torch.zeros(B, dtype=torch.int64, device=device)
-    q_BV: Tensor | float = 0.0
-    if any(proposal.counts):
-        tokens_BN = proposal.tokens_BN(device)
-        N = tokens_BN.shape[1]
-        counts_B = integers(proposal.counts, device)
-        p_BN = laws_BNV[:, :N].gather(2, tokens_BN.unsqueeze(2)).squeeze(2)
-        q_BN = proposal.laws_BNV[:, :N].gather(2, tokens_BN.unsqueeze(2)).squeeze(2)
-        survives = uniforms_BN[:, :N] * q_BN < p_BN
-        survives &= torch.arange(N, device=device) < counts_B.unsqueeze(1)
-        num_accepted = survives.cumprod(1).sum(1)
-        is_rejected = (num_accepted < counts_B).unsqueeze(1)
-        q_BV = proposal.laws_BNV[rows, num_accepted.clamp_max(N - 1)].where(is_rejected, 0.0)
+    if not any(proposal.counts):
+        return _on_host(laws_BNV, torch.zeros_like(rows), sample(laws_BNV[:, 0], uniforms_BN[:, -1]))
+    tokens_BN = proposal.tokens_BN(device)
+    N = tokens_BN.shape[1]
+    counts_B = integers(proposal.counts, device)
+    p_BN = laws_BNV[:, :N].gather(2, tokens_BN.unsqueeze(2)).squeeze(2)
+    q_BN = proposal.laws_BNV[:, :N].gather(2, tokens_BN.unsqueeze(2)).squeeze(2)
+    survives = uniforms_BN[:, :N] * q_BN < p_BN
+    survives &= torch.arange(N, device=device) < counts_B.unsqueeze(1)
+    num_accepted = survives.cumprod(1).sum(1)
+    is_rejected = (num_accepted < counts_B).unsqueeze(1)
+    q_BV = proposal.laws_BNV[rows, num_accepted.clamp_max(N - 1)].where(is_rejected, 0.0)
     p_BV = laws_BNV[rows, num_accepted]
     residual_BV = (p_BV - q_BV).clamp_min(0)
     residual_BV = residual_BV.where(residual_BV.sum(1, keepdim=True) > 0, p_BV)

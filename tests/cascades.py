@@ -17,6 +17,7 @@ from minitri.engine import Engine
 from minitri.graphs import GraphPool
 from minitri.model import Llama
 from minitri.reader import prefill, read_block
+from minitri.readers import Readers
 from minitri.settings import SamplingParams, SpeculationConfig
 from minitri.stats import Stats
 from minitri.tokenizer import Tokenizer, TokenizersBackend
@@ -49,9 +50,10 @@ class Rig:
         self.full = full or new_cache(target.config, len(prompts), capacity)
         self.sequences = [list(prompt) for prompt in prompts]
         seeds = [seed + b for b in range(len(prompts))]
-        self.cascade, self.small = build_cascade(
-            target, draft, self.full, self.sequences, seeds, sampling, self.speculation, self.stats, graphs
-        )
+        lengths = list(map(len, prompts))
+        readers = Readers(target, draft, self.full, lengths, sampling, self.speculation, graphs)
+        self.cascade = build_cascade(readers, self.sequences, seeds, self.stats)
+        self.small = readers.small
         self.readers = {}  # by the name of the level
         stage = self.cascade._top
         while isinstance(stage, Level):

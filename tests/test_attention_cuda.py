@@ -100,17 +100,24 @@ def test_lengths_on_the_host_go_to_the_other_path():
 
 
 def test_the_first_backend_that_is_right_is_chosen(monkeypatch, caplog):
-    """One cannot be imported, one computes nonsense, the last one works."""
+    """One cannot be imported, one cannot be compiled, one computes nonsense, the last one works."""
+
+    class CompilationError(Exception):
+        pass
+
+    def uncompiled():
+        raise CompilationError("range must be a power of 2")
 
     def nonsense(q, *rest):
         return q, torch.zeros(q.shape[1], q.shape[0])
 
-    monkeypatch.setattr(attention_cuda, "BACKENDS", ("flash-attn", "torch-flash", "math"))
-    made = {"flash-attn": FlashAttn, "torch-flash": lambda: TorchFlash(nonsense, num_processors=4), "math": Math}
+    made = {"flash-attn": FlashAttn, "triton": uncompiled, "math": Math}
+    made["torch-flash"] = lambda: TorchFlash(nonsense, num_processors=4)
     monkeypatch.setattr(attention_cuda, "make_backend", lambda name, device: made[name]())
     caplog.set_level("INFO", "minitri")
     assert choose_backend(CPU, torch.float32, **SETTINGS).name == "math"
     assert "flash-attn is not used" in caplog.text
+    assert "triton is not used: range must be a power of 2" in caplog.text
     assert "torch-flash is not used: it is off by" in caplog.text
     with pytest.raises(InputError, match="--attention torch-flash fails on cpu in torch.float32 .it is off by"):
         choose_backend(CPU, torch.float32, **SETTINGS, wanted="torch-flash")
@@ -123,4 +130,4 @@ def test_the_first_backend_that_is_right_is_chosen(monkeypatch, caplog):
 def test_a_right_backend_passes_its_check_in_every_dtype(dtype, monkeypatch):
     monkeypatch.setattr(attention_cuda, "make_backend", lambda name, device: Math())
     assert choose_backend(CPU, dtype, **SETTINGS, wanted="math").name == "math"
-    assert largest_error(Math(), CPU, torch.float32, 6, 2, 16) < 1e-5
+    assert largest_error(Math(), CPU, torch.float32, 6, 2, 16, 3) < 1e-5

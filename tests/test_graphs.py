@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from dataclasses import dataclass
 
@@ -17,7 +16,6 @@ from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.errors import InputError
 from minitri.graphs import GraphedStep, GraphPool
-from minitri.reader import Reader
 from minitri.settings import MAX_GAMMA, METHODS, SamplingParams, SpeculationConfig
 from tests.cascades import GREEDY, WARM, Rig, near_copy, random_prompt
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
@@ -74,7 +72,7 @@ def lengths_on_the_device(monkeypatch):
     """Passes as on a GPU. While a step over static buffers runs, what the host knows of lengths is nonsense: a graph
     would have it as it was at capture."""
     in_step = []
-    monkeypatch.setattr(reader, "by_lengths_on_device", lambda device, size: size <= LONGEST_BLOCK)
+    monkeypatch.setattr(reader, "reads_slots", lambda device, size: size <= LONGEST_BLOCK)
     for cls in (FullCache, RetrievalCache, StreamingCache):
         honest = cls.lengths.fget
 
@@ -82,26 +80,16 @@ def lengths_on_the_device(monkeypatch):
             return [UNREADABLE] * len(honest(self)) if in_step else honest(self)
 
         monkeypatch.setattr(cls, "lengths", property(lengths))
-    forward = reader.forward
+    laws_of_block = reader.laws_of_block
 
     def step(*inputs):
         in_step.append(True)
         try:
-            return forward(*inputs)
+            return laws_of_block(*inputs)
         finally:
             in_step.pop()
 
-    monkeypatch.setattr(Reader, "_capture", functools.partialmethod(capture_by, step=step))
-
-
-def capture_by(self, graphs, block_sizes, *, step):
-    """`Reader._capture` of another forward pass."""
-    with pytest.MonkeyPatch.context() as patching:
-        patching.setattr(reader, "forward", step)
-        capture(self, graphs, block_sizes)
-
-
-capture = Reader._capture
+    monkeypatch.setattr(reader, "laws_of_block", step)
 
 
 def as_on_a_gpu(model, backend):

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from minitri import GenerationConfig, SpeculationConfig, plan
-from minitri.assembly import build_cascade
 from minitri.caches.offloaded import RING, OffloadedFullCache
 from minitri.config import MODELS
 from minitri.errors import InputError
@@ -23,9 +22,9 @@ from minitri.placement import (
     predict,
     read_per_token,
 )
+from minitri.readers import Readers
 from minitri.settings import Plan
 from minitri.shapes import shape_of
-from minitri.stats import Stats
 from tests.cascades import GREEDY
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
 
@@ -71,12 +70,10 @@ def test_caches_are_counted_as_they_are_allocated(speculation, lengths):
     needs = demand(config, config, speculation, num_tokens=num_tokens, prompt_lengths=lengths, itemsize=4)
     full = new_cache(config, B, num_tokens + speculation.max_block)
     assert needs.kv_layer * 3 == full.num_bytes
-    stats = Stats()
-    _, small = build_cascade(
-        target, target, full, [[1] * length for length in lengths], [0, 1], GREEDY, speculation, stats
-    )
+    readers = Readers(target, target, full, lengths, GREEDY, speculation)
+    small = readers.small
     means = small._policy._means
-    held = stats.kv_cache_bytes - full.num_bytes + means.nbytes + small._queries.nbytes
+    held = readers.num_cache_bytes - full.num_bytes + means.nbytes + small._queries.nbytes
     verified = 3 * B * speculation.max_block * config.num_heads * config.head_dim * 4
     assert needs.small_caches == held + verified
     offloaded = OffloadedFullCache.allocate_offloaded(

@@ -33,6 +33,7 @@ LAYERS = [
     {"drafters"},
     {"tuning"},
     {"placement"},
+    {"readers"},
     {"assembly"},
     {"generation"},
     {"engine"},

@@ -52,6 +52,10 @@ class Policy(Protocol):
         """Importance (K, N) to the latest queries of the N = S // M whole units of one layer's keys."""
         ...
 
+    def forget(self) -> None:
+        """Forgets all that it has observed."""
+        ...
+
 
 def make_policy(name: str, full: FullCache, chunk_size: int) -> Policy:
     """The policy of a name in `settings.POLICIES`, for the rows of a full cache."""
@@ -93,6 +97,9 @@ class ChunkRetrieval:
         scores_KN[:, 1:] = torch.maximum(scores_KN[:, 1:], NEIGHBOR * scores_KN[:, :-1])
         return scores_KN
 
+    def forget(self) -> None:
+        self._num_means = [0] * len(self._num_means)
+
 
 class TopTokens:
     """Attention to every single token."""
@@ -105,6 +112,9 @@ class TopTokens:
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, keys_KSD: Tensor) -> Tensor:  # noqa: ARG002 (the keys say it all)
         return attention_received(q_KRD, keys_KSD)
+
+    def forget(self) -> None:
+        pass
 
 
 class LatestTokens:
@@ -119,6 +129,9 @@ class LatestTokens:
     def scores(self, layer: int, b: int, q_KRD: Tensor, keys_KSD: Tensor) -> Tensor:  # noqa: ARG002 (content does not matter)
         K, S, _ = keys_KSD.shape
         return torch.arange(S, device=q_KRD.device).float().expand(K, S)
+
+    def forget(self) -> None:
+        pass
 
 
 class HeavyHitters:
@@ -147,6 +160,9 @@ class HeavyHitters:
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, keys_KSD: Tensor) -> Tensor:  # noqa: ARG002 (the past decides)
         return self._received[layer, b, :, : keys_KSD.shape[1]]
+
+    def forget(self) -> None:
+        self._received.zero_()
 
 
 def attention_received(q_KRD: Tensor, keys_KND: Tensor) -> Tensor:

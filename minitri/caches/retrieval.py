@@ -54,18 +54,23 @@ class RetrievalCache:
         """Empty; `commit` fills it. There is room for the larger of `budgets` and `max_budget`."""
         L, B, K, _, D = full.shape
         self._whole = -(-full.capacity // policy.unit) * policy.unit  # no row can ever fill more
+        self._full = full
+        self._policy = policy
+        self._settings = speculation
+        self._most = min(max(*budgets, max_budget), self._whole)
+        shape = (L, B, K, whole_strides(self._most + speculation.room), D)
+        self.keys, self.values = (torch.empty(shape, dtype=full.dtype, device=full.device) for _ in range(2))
+        window = (L, B, speculation.observation_window, num_heads, D)
+        self._queries = torch.empty(window, dtype=full.dtype, device=full.device)  # in turns, the oldest goes
+        self.restart(budgets)
+
+    def restart(self, budgets: list[int]) -> None:
+        """Empties it for other texts."""
+        B = len(budgets)
         self.budgets = [min(budget, self._whole) for budget in budgets]
         self._wanted = list(self.budgets)  # when it is chosen next
         self.num_rebuilds = 0
         self.rebuild_seconds = 0.0
-        self._full = full
-        self._policy = policy
-        self._settings = speculation
-        most = max(*self.budgets, min(max_budget, self._whole))
-        shape = (L, B, K, whole_strides(most + speculation.room), D)
-        self.keys, self.values = (torch.empty(shape, dtype=full.dtype, device=full.device) for _ in range(2))
-        window = (L, B, speculation.observation_window, num_heads, D)
-        self._queries = torch.empty(window, dtype=full.dtype, device=full.device)  # in turns, the oldest goes
         self._num_queries = [0] * B  # that have been seen
         self._num_committed = [0] * B
         self._num_held = [0] * B  # committed tokens in slots; the budget, once the text is longer
@@ -77,11 +82,16 @@ class RetrievalCache:
         self._num_visited = [0] * B  # tokens among which the last visit chose
         for b in range(B):
             self._start_over(b)
+        self._policy.forget()
 
     @property
     def num_bytes(self) -> int:
         """Bytes reserved for keys and values."""
         return 2 * self.keys.numel() * self.keys.element_size()
+
+    def holds(self, budget: int) -> bool:
+        """Whether there is room for such a budget."""
+        return min(budget, self._whole) <= self._most
 
     @property
     def max_prompt_queries(self) -> int | None:

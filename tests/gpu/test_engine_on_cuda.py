@@ -46,13 +46,27 @@ def test_attention_on_cuda_equals_the_oracle(T, dtype):
     assert (got - exact).abs().max() < 0.02
 
 
-def test_a_closed_run_frees_its_cache(folder):
+@pytest.mark.parametrize("method", METHODS)
+def test_the_next_run_captures_nothing_and_says_what_it_would_have_said_first(folder, method):
+    engine, fresh = (minitri.load(str(folder), draft=str(folder), dtype="float32", device="cuda") for _ in range(2))
+    speculation = SpeculationConfig(method, budget=32, num_recent_tokens=12, coupled=True)
+    tokens(engine, [list(range(10, 200))], speculation, SamplingParams(1.5, top_p=0.9))
+    kept = engine._shelf._kept
+    again = tokens(engine, [list(range(50, 150))], speculation, SamplingParams(0.7, top_p=0.8))
+    assert engine._shelf._kept is kept
+    assert kept.graphs.capture_seconds == 0
+    assert again == tokens(fresh, [list(range(50, 150))], speculation, SamplingParams(0.7, top_p=0.8))
+
+
+def test_a_closed_run_frees_its_cache_when_the_engine_is_told_to(folder):
     engine = minitri.load(str(folder), dtype="bfloat16", device="cuda")
     for _ in engine.generate([5], generation=GenerationConfig(max_new_tokens=3)):  # libraries take what they keep
         pass
+    engine.release()
     before = torch.cuda.memory_allocated()
     run = engine.generate([[5] * 400] * 64, generation=GenerationConfig(max_new_tokens=50))
     next(run)
     assert run.stats.kv_cache_bytes > 4 << 20
     run.close()
+    engine.release()
     assert torch.cuda.memory_allocated() <= before + (1 << 20)

@@ -15,7 +15,7 @@ from minitri.coins import IndependentCoins
 from minitri.errors import InputError
 from minitri.graphs import GraphPool
 from minitri.model import Llama
-from minitri.reader import Reader, forward, make_block
+from minitri.reader import Reader, forward, laws_of_block, make_block
 from minitri.sampling import probs_from_logits
 from minitri.settings import SamplingParams
 from minitri.verification import Proposal
@@ -23,6 +23,7 @@ from tests.conftest import tiny_config
 from tests.test_attention import random_case
 
 SHAPE = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64}
+WARM = SamplingParams(0.6, top_p=0.9)
 CONFIG = tiny_config(num_layers=3, hidden_size=512, num_heads=8, num_kv_heads=4, head_dim=64, context_length=4096)
 
 
@@ -58,17 +59,19 @@ def gpu_model(dtype: torch.dtype, backend) -> Llama:
 @pytest.mark.parametrize("name", BACKENDS)
 @torch.inference_mode()
 def test_a_replay_has_the_bits_of_an_eager_pass(name):
-    """The same block behind a prefix that grows and shrinks: hidden states, and K and V, by both."""
+    """The same block behind a prefix that grows and shrinks, at one temperature and another: laws, K and V, by both."""
     model = gpu_model(torch.bfloat16, backend_or_skip(name, torch.bfloat16))
     cache = FullCache.allocate(CONFIG, 2, 1024, dtype=model.dtype, device=model.device)
     pool = GraphPool(torch.device("cuda"))
-    reader = Reader(model, cache, SamplingParams(), vocab_size=CONFIG.vocab_size, graphs=pool, block_sizes={1, 4})
+    reader = Reader(model, cache, WARM, vocab_size=CONFIG.vocab_size, graphs=pool, block_sizes={1, 4})
+    law = WARM, CONFIG.vocab_size, reader._numbers_4
     for size, kept, cropped in ((4, 4, 0), (1, 1, 0), (4, 2, 0), (4, 4, 3), (1, 1, 0), (4, 3, 2)):
         blocks = [[(row * 31 + size * 7 + i) % CONFIG.vocab_size for i in range(size)] for row in range(2)]
+        reader.sample_by(SamplingParams(0.3 + 0.1 * cache.lengths[0], top_p=0.7 + 0.02 * cache.lengths[0]))
         inputs = make_block(model, blocks, cache, size)
-        eager = forward(model, cache, None, inputs).clone()
+        eager = laws_of_block(model, cache, None, *law, inputs).clone()
         places = [slots[:, :, :, : cache.lengths[0] + size].clone() for slots in (cache.keys, cache.values)]
-        replayed = reader._read_block(blocks)
+        replayed = reader._steps[size](inputs)
         assert torch.equal(replayed, eager)
         for before, slots in zip(places, (cache.keys, cache.values), strict=True):
             assert torch.equal(before, slots[:, :, :, : cache.lengths[0] + size])
