@@ -151,10 +151,11 @@ def build_cascade(
     may_watch_clock = speculation.timed or one_text  # in fewer bits a block's length may decide a near-tie
     hosted = 1 - full.on_chip / target.config.num_layers
     nominal = nominal_costs(target, readers.draft.model if readers.draft else None, sum(lengths), hosted)
-    choice = speculation.budgets_for(lengths)
+    most = -(-full.capacity // speculation.chunk_size) * speculation.chunk_size  # no row can fill more
+    choice = [[min(budget, most) for budget in rows] for rows in speculation.budgets_for(lengths)]
     tuner = Tuner(
         stats.stages, plans, nominal, timed=may_watch_clock, budgets=list(map(sum, choice)),
-        budget=sum(map(speculation.budget_for, lengths)),
+        budget=sum(min(speculation.budget_for(length), most) for length in lengths),
     )  # fmt: skip
     stages = Stages(
         sequences, readers.queries_LBTHD, stats, tuner, choice,

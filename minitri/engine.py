@@ -153,6 +153,8 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if can_pack(torch.bfloat16, device) else torch.float32
     if name not in DTYPES:
         raise InputError(f"dtype {name!r} is unknown; use {', '.join(DTYPES)} or auto")
+    if device.type == "cpu" and not can_pack(DTYPES[name], device):
+        log.warning("this CPU has no instructions for %s and is many times as fast in float32; leave --dtype out", name)
     return DTYPES[name]
 
 

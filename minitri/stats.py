@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,17 +49,17 @@ class Recent:
 
     def seconds_of_round(self, num_guesses: float) -> float | None:
         """Of a round with so many guesses, between and beyond those that were measured on a straight line; None before
-        the first."""
+        the first. Fewer guesses never cost more: what suggests it was measured while the machine was slower."""
         twice = [n for n, times in self._num_timed.items() if times > 1]  # the first of a length may have been slow
         known = sorted(twice or self._seconds)
         if not known:
             return None
         if len(known) == 1:
             return self._seconds[known[0]] * max(0.5, 1 + SLOPE * (num_guesses - known[0]))
-        after = next((i for i, n in enumerate(known) if n >= num_guesses), len(known) - 1)
-        left, right = known[max(after, 1) - 1], known[max(after, 1)]
-        slope = (self._seconds[right] - self._seconds[left]) / (right - left)
-        return max(self._seconds[left] + slope * (num_guesses - left), min(self._seconds[n] for n in known))
+        seconds = list(itertools.accumulate((self._seconds[n] for n in reversed(known)), min))[::-1]
+        after = max(next((i for i, n in enumerate(known) if n >= num_guesses), len(known) - 1), 1)
+        slope = (seconds[after] - seconds[after - 1]) / (known[after] - known[after - 1])
+        return max(seconds[after - 1] + slope * (num_guesses - known[after - 1]), seconds[0])
 
 
 @dataclass

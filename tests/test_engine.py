@@ -10,10 +10,11 @@ import torch
 
 import minitri
 from minitri import End, GenerationConfig, InputError, PrefillProgress, SamplingParams, SpeculationConfig, Token
+from minitri.engine import choose_dtype
 from minitri.generation import Row
 from minitri.sampling import probs_from_logits
 from minitri.stopping import StopScanner
-from tests.conftest import new_cache
+from tests.conftest import CPU, new_cache
 
 PROMPTS = [[5, 6, 7], list(range(10, 60)), [9], [4] * 20]
 NOISY = SamplingParams(temperature=0.9, top_k=50, top_p=0.95)
@@ -310,6 +311,13 @@ def test_a_prompt_that_fills_the_context_to_the_last_token_runs(engine):
 def test_bad_settings_of_load_are_refused(folder, settings, match):
     with pytest.raises(InputError, match=match):
         minitri.load(str(folder), **settings)
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_a_dtype_without_instructions_is_warned_of(has_it, monkeypatch, caplog):
+    monkeypatch.setattr("minitri.engine.can_pack", lambda dtype, device: has_it)
+    assert choose_dtype("bfloat16", CPU) == torch.bfloat16
+    assert ("no instructions for bfloat16" in caplog.text) == (not has_it)
 
 
 def test_a_default_drafter_that_cannot_be_had_gives_way_to_ngrams(folder, monkeypatch, caplog):

@@ -179,11 +179,12 @@ def simulated_ms_per_token(
     budget=1024,
     slot=0.0,
     power=BUDGET_POWER,
+    drift=0.0,
 ) -> float:
-    """Decoding on a machine whose rounds have these seconds and some noise, twice as long for the first of a stage,
-    with guesses accepted at these rates, which wander. A drafter that takes part again has to read what it missed. The
-    bytes of one stage may suggest something wrong. Costs and rates are those of a budget of 1024; a slot more costs a
-    round of the retrieval level so many seconds, and rejections fall as the budget to this power."""
+    """Decoding on a machine whose rounds have these seconds and some noise, twice as long for the first of a stage, and
+    whose speed drifts, with guesses accepted at these rates, which wander. A drafter that takes part again has to read
+    what it missed. The bytes of one stage may suggest something wrong. Costs and rates are those of a budget of 1024; a
+    slot more costs a round of the retrieval level so many seconds, and rejections fall as the budget to this power."""
     generator = random.Random(seed)
     stages = {name: LevelStats(name) for name in costs}
 
@@ -197,12 +198,13 @@ def simulated_ms_per_token(
         list(stages.values()), SpeculationConfig(method).plans, suggested, timed=True, budgets=budgets,
         budget=budget,
     )  # fmt: skip
-    tokens, seconds, luck = 0, 0.0, 0.0
+    tokens, seconds, luck, slowness = 0, 0.0, 0.0, 0.0
 
     def run_round(name: str, num_guesses: int, proposer: str | None = None) -> int:
-        nonlocal seconds
+        nonlocal seconds, slowness
+        slowness = 0.98 * slowness + generator.gauss(0, drift)
         first = 1 if stages[name].recent.num_rounds else 2
-        cost = nominal(name, num_guesses, tuner.budget) * generator.lognormvariate(0, 0.12) * first
+        cost = nominal(name, num_guesses, tuner.budget) * generator.lognormvariate(slowness, 0.12) * first
         seconds += cost
         stages[name].recent.note_time(num_guesses, cost)
         rate = rates.get((name, proposer), 0)
@@ -244,13 +246,14 @@ MACHINES = pytest.mark.parametrize(
 
 
 @MACHINES
-def test_auto_is_nearly_as_fast_as_the_best_method_of_which_nobody_told_it(costs, rates, best):
-    """Within 10 % over 128 tokens, what it tries on the way included."""
-    mean = simulated_means(costs, rates, ("auto", "autoregressive", "naive", "retrieval", "triforce"))
+@pytest.mark.parametrize("drift", [0.0, 0.04])
+def test_auto_is_nearly_as_fast_as_the_best_method_of_which_nobody_told_it(costs, rates, best, drift):
+    """Within 10 % over 128 tokens, what it tries on the way included, on a machine that is shared with others, too."""
+    mean = simulated_means(costs, rates, ("auto", "autoregressive", "naive", "retrieval", "triforce"), drift=drift)
     auto = mean.pop("auto")
-    print(f"{best}: {auto / min(mean.values()):.3f}")
-    assert min(mean, key=mean.__getitem__) == best
-    assert auto < 1.1 * mean[best]
+    print(f"{best}, drift {drift}: {auto / min(mean.values()):.3f}")
+    assert drift or mean[best] < 1.01 * min(mean.values())
+    assert auto < 1.1 * min(mean.values())
 
 
 @MACHINES
@@ -413,3 +416,13 @@ def test_costs_between_and_beyond_what_was_measured_lie_on_a_line():
         recent.note_time(4, 3.0)
     assert recent.seconds_of_round(4) == pytest.approx(3.0, abs=0.1)
     assert torch.isfinite(torch.tensor(recent.seconds_of_round(100)))
+
+
+def test_fewer_guesses_are_never_expected_to_cost_more():
+    """A machine that was slow when one guess was verified, and is not while three are."""
+    recent = LevelStats("target").recent
+    for guesses, seconds in ((1, 1.6), (3, 1.3), (5, 1.4)):
+        recent.note_time(guesses, seconds)
+        recent.note_time(guesses, seconds)
+    assert [recent.seconds_of_round(n) for n in (0, 1, 2, 3)] == [1.3] * 4
+    assert recent.seconds_of_round(7) == pytest.approx(1.5)
