@@ -14,7 +14,7 @@ FORGETTING = 0.97
 SMOOTHING = 0.8
 """Weight of the past in the moving average of a round's time."""
 SLOPE = 0.04
-"""By how much one more guess makes a round slower, as long as rounds of one length only have been measured."""
+"""By how much one more guess makes a round slower, where no two lengths that were measured say it."""
 
 
 class Recent:
@@ -54,12 +54,12 @@ class Recent:
         known = sorted(twice or self._seconds)
         if not known:
             return None
-        if len(known) == 1:
-            return self._seconds[known[0]] * max(0.5, 1 + SLOPE * (num_guesses - known[0]))
         seconds = list(itertools.accumulate((self._seconds[n] for n in reversed(known)), min))[::-1]
+        if len(known) == 1 or num_guesses < known[0]:
+            return seconds[0] * max(0.5, 1 + SLOPE * (num_guesses - known[0]))
         after = max(next((i for i, n in enumerate(known) if n >= num_guesses), len(known) - 1), 1)
         slope = (seconds[after] - seconds[after - 1]) / (known[after] - known[after - 1])
-        return max(seconds[after - 1] + slope * (num_guesses - known[after - 1]), seconds[0])
+        return seconds[after - 1] + slope * (num_guesses - known[after - 1])
 
 
 @dataclass

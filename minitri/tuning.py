@@ -33,7 +33,7 @@ HYSTERESIS = 1.02
 NUM_WARM_UP = 2
 """First rounds of a stage, which may be slow for reasons of their own, so its cost is not taken to be higher than
 expected; and first steps, whose plans have no right to stay."""
-PATIENCE = 0.99
+PATIENCE = 0.97
 """With every step, a stage that has hardly been run is expected to cost so much less, lest it never be."""
 BUDGET_POWER = -0.6
 """Guesses of the retrieval level are rejected in proportion to its budget to the power of this (see README)."""

@@ -252,7 +252,7 @@ def test_auto_is_nearly_as_fast_as_the_best_method_of_which_nobody_told_it(costs
     mean = simulated_means(costs, rates, ("auto", "autoregressive", "naive", "retrieval", "triforce"), drift=drift)
     auto = mean.pop("auto")
     print(f"{best}, drift {drift}: {auto / min(mean.values()):.3f}")
-    assert drift or mean[best] < 1.01 * min(mean.values())
+    assert drift or mean[best] < 1.03 * min(mean.values())
     assert auto < 1.1 * min(mean.values())
 
 
@@ -424,5 +424,6 @@ def test_fewer_guesses_are_never_expected_to_cost_more():
     for guesses, seconds in ((1, 1.6), (3, 1.3), (5, 1.4)):
         recent.note_time(guesses, seconds)
         recent.note_time(guesses, seconds)
-    assert [recent.seconds_of_round(n) for n in (0, 1, 2, 3)] == [1.3] * 4
+    assert [recent.seconds_of_round(n) for n in (1, 2, 3)] == [1.3] * 3
+    assert recent.seconds_of_round(0) == pytest.approx(1.3 * 0.96)
     assert recent.seconds_of_round(7) == pytest.approx(1.5)
