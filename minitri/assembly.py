@@ -151,7 +151,7 @@ def build_cascade(
     may_watch_clock = speculation.timed or one_text  # in fewer bits a block's length may decide a near-tie
     hosted = 1 - full.on_chip / target.config.num_layers
     nominal = nominal_costs(target, readers.draft.model if readers.draft else None, sum(lengths), hosted)
-    most = -(-full.capacity // speculation.chunk_size) * speculation.chunk_size  # no row can fill more
+    most = -(-readers.capacity // speculation.chunk_size) * speculation.chunk_size  # no row can fill more
     choice = [[min(budget, most) for budget in rows] for rows in speculation.budgets_for(lengths)]
     tuner = Tuner(
         stats.stages, plans, nominal, timed=may_watch_clock, budgets=list(map(sum, choice)),

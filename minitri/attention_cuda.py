@@ -235,7 +235,8 @@ def choose_backend(
         try:
             backend = make_backend(name, device)
             error = max(
-                largest_error(backend, device, dtype, num_heads, num_kv_heads, head_dim, T) for T in (3, LONGEST_BLOCK)
+                largest_error(backend, device, dtype, num_heads, num_kv_heads, head_dim, T)
+                for T in (1, 3, 9, LONGEST_BLOCK)
             )
         except torch.OutOfMemoryError:
             raise InputError(f"{device} has no memory left to try attention kernels; free some of it") from None

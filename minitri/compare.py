@@ -262,7 +262,7 @@ def table(result: dict[str, dict[str, Any]], num_new: int) -> str:
         )
         if row["same_tokens"] and name != BASELINE:
             counts = ", ".join(map(str, row["same_tokens"]))
-            lines.append(f"{'':24s} as {BASELINE} in the first {counts} of {num_new} tokens")
+            lines.append(f"{'':24s} the text of {BASELINE} for {counts} of {num_new} tokens")
         if len(row["steps_per_plan"]) > 1:
             used = sorted(row["steps_per_plan"].items(), key=lambda item: -item[1])
             lines.append(f"{'':24s} chose " + ", ".join(f"{plan}: {steps}" for plan, steps in used[:4]))

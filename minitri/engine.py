@@ -153,7 +153,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if can_pack(torch.bfloat16, device) else torch.float32
     if name not in DTYPES:
         raise InputError(f"dtype {name!r} is unknown; use {', '.join(DTYPES)} or auto")
-    if device.type == "cpu" and not can_pack(DTYPES[name], device):
+    if device.type == "cpu" and name != "float32" and not can_pack(DTYPES[name], device):
         log.warning("this CPU has no instructions for %s and is many times as fast in float32; leave --dtype out", name)
     return DTYPES[name]
 
@@ -162,7 +162,7 @@ class Engine:
     """A model and its tokenizer, ready to generate. One engine serves any number of runs, one after the other.
 
     On a GPU it keeps caches and captured graphs of the last run, so that the next one of the same settings, whose texts
-    are no longer, starts at once; see `release`.
+    are not longer, starts at once; see `release`.
     """
 
     def __init__(self, model: Llama, tokenizer: Tokenizer, draft: Llama | None = None) -> None:

@@ -113,7 +113,7 @@ def stream(run: Generation, *, as_json: bool, quiet: bool, color: bool) -> str:
 
 
 def finish(run: Generation, *, quiet: bool) -> End:
-    """Runs one prompt to its end behind a progress bar, shows nothing else, and frees the caches."""
+    """Runs one prompt to its end behind a progress bar, shows nothing else."""
     bar = PrefillBar(quiet=quiet)
     try:
         for event in run:

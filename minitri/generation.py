@@ -141,8 +141,7 @@ class Generation(Iterator[Event]):
         """What is on the `shelf` is used if it suits, and what is used is put there in the end."""
         self._model = model
         self._generation = generation
-        self._shelf = shelf
-        with at_work(model):
+        with torch.inference_mode(), at_work(model):
             self.rows = [Row(b, prompt, tokenizer, generation.stop) for b, prompt in enumerate(prompts)]
             self.stats = Stats(num_prompt_tokens=sum(map(len, prompts)))
             lengths = list(map(len, prompts))
@@ -158,8 +157,11 @@ class Generation(Iterator[Event]):
                     f"the small KV caches do not fit on {model.device} beside the full one ({shorten(error, 90)}); "
                     "lower budget or num_recent_tokens, or shorten the prompt"
                 ) from None
+            ticket = shelf.ticket
             cascade = build_cascade(readers, [list(prompt) for prompt in prompts], seeds, self.stats)
-            self._events = self._run(cascade, readers)  # which alone holds the caches, so that its end gives them up
+            self._events = self._run(
+                cascade, readers, shelf, ticket
+            )  # which alone holds the caches, so that its end gives them up
 
     def __next__(self) -> Event:
         with torch.inference_mode(), at_work(self._model):
@@ -169,13 +171,13 @@ class Generation(Iterator[Event]):
         """Ends the run; asking for further events raises `StopIteration`."""
         self._events.close()
 
-    def _run(self, cascade: Cascade, readers: Readers) -> Generator[Event, None, None]:
+    def _run(self, cascade: Cascade, readers: Readers, shelf: Shelf, ticket: int) -> Generator[Event, None, None]:
         try:
             yield from self._work(cascade, readers)
         except GeneratorExit:
-            self._shelf.put(readers, self._generation)
+            shelf.put(readers, self._generation, ticket)
             raise
-        self._shelf.put(readers, self._generation)
+        shelf.put(readers, self._generation, ticket)
 
     def _work(self, cascade: Cascade, readers: Readers) -> Generator[Event, None, None]:
         for row in self.rows:

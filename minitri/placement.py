@@ -115,7 +115,7 @@ def demand(
         window = speculation.num_sink_tokens + speculation.num_recent_tokens + SLIDE + speculation.room
         small += 3 * B * draft.num_layers * draft.num_kv_heads * draft.head_dim * window
     row = 8 * config.hidden_size + 3 * config.intermediate_size + 4 * (config.num_heads + 2 * K) * D
-    laws = 64 * B * speculation.max_block * config.vocab_size  # scores, sorted and with their places, running sums
+    laws = 40 * B * speculation.max_block * config.vocab_size  # scores, sorted and with their places, running sums
     return Demand(
         weights=num_weights(config) * itemsize,
         draft_weights=num_weights(draft) * itemsize if draft is not None else 0,

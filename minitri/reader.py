@@ -60,7 +60,7 @@ class Reader:
         self.queries_LBTHD = queries_LBTHD
         self.sampling = sampling
         self.vocab_size = vocab_size
-        self._numbers_4 = torch.tensor(numbers_of(sampling), dtype=torch.float64, device=model.device)
+        self._numbers_3 = torch.tensor(numbers_of(sampling), dtype=torch.float64, device=model.device)
         self._steps: dict[int, GraphedStep[Block]] = {}
         if graphs is not None:
             self._capture(graphs, block_sizes)
@@ -84,10 +84,10 @@ class Reader:
         return laws_BNV
 
     def sample_by(self, sampling: SamplingParams) -> None:
-        """Goes over to another law, which takes the same steps as the one before."""
-        assert sampling.steps == self.sampling.steps
+        """Goes over to another law, of the same form as the one before."""
+        assert sampling.form == self.sampling.form
         self.sampling = sampling
-        self._numbers_4.copy_(torch.tensor(numbers_of(sampling), dtype=torch.float64))
+        self._numbers_3.copy_(torch.tensor(numbers_of(sampling), dtype=torch.float64))
 
     @torch.no_grad()
     def _capture(self, graphs: GraphPool, block_sizes: Collection[int]) -> None:
@@ -97,7 +97,7 @@ class Reader:
         Blocks of more than `LONGEST_BLOCK` tokens go by lengths on the host, which a graph would keep as they are now.
         """
         step = functools.partial(
-            laws_of_block, self.model, self.cache, self.queries_LBTHD, self.sampling, self.vocab_size, self._numbers_4
+            laws_of_block, self.model, self.cache, self.queries_LBTHD, self.sampling, self.vocab_size, self._numbers_3
         )
         for size in sorted(size for size in block_sizes if size <= LONGEST_BLOCK):
             blocks = [[0] * size for _ in self.cache.lengths]
@@ -114,19 +114,19 @@ def laws_of_block(
     queries_LBTHD: Tensor | None,
     sampling: SamplingParams,
     vocab_size: int,
-    numbers_4: Tensor,
+    numbers_3: Tensor,
     block: Block,
 ) -> Tensor:
     """Laws (B, T, V) behind every token of a block, by the sampling parameters in a tensor."""
-    return laws_behind(model, forward(model, cache, queries_LBTHD, block), sampling, vocab_size, numbers_4)
+    return laws_behind(model, forward(model, cache, queries_LBTHD, block), sampling, vocab_size, numbers_3)
 
 
 def laws_behind(
-    model: Llama, hidden_BNE: Tensor, sampling: SamplingParams, vocab_size: int, numbers_4: Tensor | None = None
+    model: Llama, hidden_BNE: Tensor, sampling: SamplingParams, vocab_size: int, numbers_3: Tensor | None = None
 ) -> Tensor:
     """Final hidden states to laws (B, N, V) over so many tokens; see `probs_from_logits`."""
     logits_BNV = model.logits(hidden_BNE)[..., :vocab_size]
-    laws_BNV = probs_from_logits(logits_BNV.flatten(0, 1), sampling, numbers_4).unflatten(0, logits_BNV.shape[:2])
+    laws_BNV = probs_from_logits(logits_BNV.flatten(0, 1), sampling, numbers_3).unflatten(0, logits_BNV.shape[:2])
     missing = vocab_size - laws_BNV.shape[-1]  # tokens that a drafter does not know: q = 0
     return F.pad(laws_BNV, (0, missing)) if missing else laws_BNV
 

@@ -1,8 +1,9 @@
 """What a run reads with: the models and their caches, and on a GPU the passes captured over them.
 
-All of it is memory of fixed shapes, in which nothing need stay of a run's texts, so on a GPU an engine puts it on a
-`Shelf` when a run is over, and the next run that it suits captures nothing. Another prompt or seed is no reason to, nor
-is another temperature; only at temperature 0, or with other filters than before, laws are made in other steps.
+All of it is memory of fixed shapes, in which nothing need stay of a run's texts. So on a GPU an engine puts it on a
+`Shelf` when a run is over, and a later run for which it is large enough uses it again and captures nothing, whatever
+its texts, seeds, temperature or top-p. What makes it capture anew is temperature 0 after another one, or another top-k,
+or a filter that was off before: then logits become laws in other ways.
 
 Legend: L layers, B batch, T tokens of a block, H query heads, D head dim.
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from minitri.attention import whole_strides
 from minitri.caches.full import FullCache
 from minitri.caches.offloaded import OffloadedFullCache
 from minitri.caches.policies import make_policy
@@ -55,6 +57,8 @@ class Readers:
         self._models = target, draft
         methods = {plan.method for plan in plans}
         self.full = full
+        self.capacity = full.capacity
+        """Slots that this run has asked for; there may be more."""
         self.graphs = graphs
         self.speculation = speculation
         self.queries_LBTHD = torch.empty(
@@ -111,16 +115,19 @@ class Readers:
         return (
             target is self._models[0]
             and draft is self._models[1]
-            and sampling.steps == self.target.sampling.steps
+            and sampling.form == self.target.sampling.form
             and len(prompt_lengths) == self.full.shape[1]
             and capacity <= self.full.capacity
             and shapes_of(speculation) == shapes_of(self.speculation)
             and (self.small is None or self.small.holds(speculation.max_budget_for(prompt_lengths)))
         )
 
-    def restart(self, prompt_lengths: Sequence[int], sampling: SamplingParams, speculation: SpeculationConfig) -> None:
+    def restart(
+        self, prompt_lengths: Sequence[int], capacity: int, sampling: SamplingParams, speculation: SpeculationConfig
+    ) -> None:
         """Empties all caches for another run, which they suit."""
         self.full.reset()
+        self.capacity = whole_strides(capacity)
         self.speculation = speculation
         if self.graphs is not None:
             self.graphs = copy.copy(self.graphs)  # the last run's statistics hold the other one
@@ -145,15 +152,20 @@ class Shelf:
     def __init__(self) -> None:
         self._kept: Readers | None = None
         self._generation = GenerationConfig()
+        self.ticket = 0
+        """Of whoever has taken last, who alone may put something here: an older run may end at any time, or when it is
+        collected."""
 
-    def put(self, readers: Readers, generation: GenerationConfig) -> None:
-        """Keeps them, in the place of those before."""
-        if readers.graphs is not None:
+    def put(self, readers: Readers, generation: GenerationConfig, ticket: int) -> None:
+        """Keeps them for the next run. How many layers fit on the device is for every run to find out."""
+        is_fitted = isinstance(readers.full, OffloadedFullCache) and generation.on_chip is None
+        if ticket == self.ticket and readers.graphs is not None and not is_fitted:
             self._kept, self._generation = readers, generation
 
     def clear(self) -> None:
-        """Gives up what is kept."""
+        """Gives up what is kept, and what is still in use will not be."""
         self._kept = None
+        self.ticket += 1
 
     def take(
         self,
@@ -166,18 +178,20 @@ class Shelf:
         speculation: SpeculationConfig,
     ) -> Readers | None:
         """Empty readers for a run, if those kept suit it. If not they are given up, so that others find room."""
-        kept, self._kept = self._kept, None
+        kept = self._kept
+        self.clear()
         same_place = all(
             getattr(generation, name) == getattr(self._generation, name)
             for name in ("offload", "on_chip", "cuda_graphs")
         )
+        same_place &= generation.prefill_chunk <= self._generation.prefill_chunk
         if (
             kept is None
             or not same_place
             or not kept.suit(target, draft, prompt_lengths, capacity, sampling, speculation)
         ):
             return None
-        kept.restart(prompt_lengths, sampling, speculation)
+        kept.restart(prompt_lengths, capacity, sampling, speculation)
         return kept
 
 

@@ -20,36 +20,32 @@ TOP_P_PREFIX = 512
 """Tokens looked at first for top-p; a row whose prefix does not reach the mass is sorted whole."""
 
 
-def probs_from_logits(logits_NV: Tensor, params: SamplingParams, numbers_4: Tensor | None = None) -> Tensor:
+def probs_from_logits(logits_NV: Tensor, params: SamplingParams, numbers_3: Tensor | None = None) -> Tensor:
     """The next-token law of each row, (N, V), in the floating-point type of the logits.
 
     Temperature 0 gives the exact one-hot law of `greedy_tokens`. Otherwise the order is temperature, top-k, top-p,
     min-p, each filter on the law that the ones before it left, and the survivors are renormalised.
 
-    `numbers_4`, see `numbers_of`, replace those of `params`, which then only say what steps to take; nothing is asked
+    `numbers_3`, see `numbers_of`, replace those of `params`, of which then only the form counts, and nothing is asked
     of the host. So a captured step follows other numbers when the tensor is given others.
     """
     if params.temperature == 0:
         one = 1 + 0 * logits_NV.amax(-1, keepdim=True)  # not a number where the logits are not finite
         return torch.zeros_like(logits_NV).scatter_(-1, greedy_tokens(logits_NV).unsqueeze(-1), one)
-    V, on_device = logits_NV.shape[-1], numbers_4 is not None
-    temperature, top_k, top_p, log_min_p = numbers_of(params) if numbers_4 is None else numbers_4
+    temperature, top_p, log_min_p = numbers_of(params) if numbers_3 is None else numbers_3
     scores = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature  # the best is 0
-    if params.top_k and on_device:
-        kth = (top_k.long() - 1).clamp_max(V - 1).expand(*scores.shape[:-1], 1)  # type: ignore[union-attr]
-        scores = _drop_below(scores, scores.topk(V).values.gather(-1, kth))
-    elif 0 < params.top_k < V:
+    if 0 < params.top_k < scores.shape[-1]:
         scores = _drop_below(scores, scores.topk(params.top_k).values[..., -1:])
     if params.top_p < 1:
-        scores = _drop_below(scores, _top_p_cutoff(scores, top_p, at_once=on_device or scores.is_cuda))
+        scores = _drop_below(scores, _top_p_cutoff(scores, top_p, at_once=numbers_3 is not None or scores.is_cuda))
     if params.min_p > 0:
         scores = scores.masked_fill(scores < log_min_p, -math.inf)
     return scores.softmax(-1)
 
 
-def numbers_of(params: SamplingParams) -> tuple[float, float, float, float]:
-    """Temperature, top-k, top-p, and the logarithm of min-p."""
-    return params.temperature, params.top_k, params.top_p, math.log(params.min_p) if params.min_p else -math.inf
+def numbers_of(params: SamplingParams) -> tuple[float, float, float]:
+    """Temperature, top-p, and the logarithm of min-p."""
+    return params.temperature, params.top_p, math.log(params.min_p) if params.min_p else -math.inf
 
 
 def _drop_below(scores_NV: Tensor, cutoff_N1: Tensor) -> Tensor:

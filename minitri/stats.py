@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 import statistics
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,8 @@ class Recent:
         """Per stage that guessed: tested and accepted guesses, older ones counting less."""
         self._seconds: dict[int, float] = {}  # of a round, by the number of guesses in it
         self._num_timed: dict[int, int] = {}
+        self._last_timed: dict[int, int] = {}
+        self._line: list[tuple[int, float]] = []  # what that comes to, rising
 
     def note(self, proposer: str | None, *, num_tested: int, num_accepted: int) -> None:
         """Notes a verdict about one row. No guess at all counts as one that was rejected."""
@@ -42,24 +44,36 @@ class Recent:
         known = self._seconds.get(num_guesses, seconds)
         smoothed = min(known, seconds) if times <= 3 else SMOOTHING * known + (1 - SMOOTHING) * seconds
         self._seconds[num_guesses] = smoothed
+        self._last_timed[num_guesses] = self.num_rounds
+        self._fit()
 
     def scale_seconds(self, factor: float) -> None:
         """Expects rounds to take so many times as long from now on."""
         self._seconds = {num_guesses: factor * seconds for num_guesses, seconds in self._seconds.items()}
+        self._fit()
+
+    def _fit(self) -> None:
+        """Fewer guesses never cost more: what says so was measured when the machine was slower, or faster, and what was
+        measured later is right."""
+        twice = [n for n, times in self._num_timed.items() if times > 1]  # the first of a length may have been slow
+        fitted: dict[int, float] = {}
+        for n in sorted(twice or self._seconds, key=self._last_timed.__getitem__, reverse=True):
+            least = max((seconds for other, seconds in fitted.items() if other < n), default=0.0)
+            most = min((seconds for other, seconds in fitted.items() if other > n), default=math.inf)
+            fitted[n] = min(max(self._seconds[n], least), most)
+        self._line = sorted(fitted.items())
 
     def seconds_of_round(self, num_guesses: float) -> float | None:
         """Of a round with so many guesses, between and beyond those that were measured on a straight line; None before
-        the first. Fewer guesses never cost more: what suggests it was measured while the machine was slower."""
-        twice = [n for n, times in self._num_timed.items() if times > 1]  # the first of a length may have been slow
-        known = sorted(twice or self._seconds)
-        if not known:
+        the first."""
+        if not self._line:
             return None
-        seconds = list(itertools.accumulate((self._seconds[n] for n in reversed(known)), min))[::-1]
-        if len(known) == 1 or num_guesses < known[0]:
-            return seconds[0] * max(0.5, 1 + SLOPE * (num_guesses - known[0]))
-        after = max(next((i for i, n in enumerate(known) if n >= num_guesses), len(known) - 1), 1)
-        slope = (seconds[after] - seconds[after - 1]) / (known[after] - known[after - 1])
-        return seconds[after - 1] + slope * (num_guesses - known[after - 1])
+        (fewest, seconds), *more = self._line
+        if not more or num_guesses < fewest:
+            return seconds * max(0.5, 1 + SLOPE * (num_guesses - fewest))
+        after = max(next((i for i, (n, _) in enumerate(self._line) if n >= num_guesses), len(more)), 1)
+        (left, low), (right, high) = self._line[after - 1 : after + 1]
+        return low + (high - low) / (right - left) * (num_guesses - left)
 
 
 @dataclass

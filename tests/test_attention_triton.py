@@ -27,8 +27,8 @@ def count(out, n):
 
 try:
     count[(1,)](torch.zeros(3, device=DEVICE), 3)
-except Exception as error:
-    pytest.skip(f"this Triton runs no loops here: {error}", allow_module_level=True)
+except triton.runtime.errors.InterpreterError as error:  # of older versions beside a newer NumPy
+    pytest.skip(f"this Triton's interpreter runs no loops: {error}", allow_module_level=True)
 
 
 def backends():

@@ -9,6 +9,7 @@ import torch
 
 from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig, generation
 from minitri.attention_cuda import Math
+from minitri.caches.offloaded import OffloadedFullCache
 from minitri.graphs import GraphPool
 from minitri.settings import METHODS, POLICIES
 from tests.cascades import random_prompt, tiny_engine
@@ -53,9 +54,12 @@ def say(engine, lengths, speculation, sampling=WARM, seed=0, num_new=24, **setti
     return [end.token_ids for end in ends], stages, run.stats.num_rebuilds
 
 
+@torch.inference_mode()
 def spoil(readers) -> None:
     """NaN wherever a number of the last text may have stayed."""
     holders = [readers.full]
+    if isinstance(readers.full, OffloadedFullCache):
+        holders += [readers.full._staging, *readers.full._staging.buffers]
     holders += [readers.small, readers.small._policy] if readers.small else []
     holders += [readers.draft.window] if readers.draft else []
     tensors = [readers.queries_LBTHD]
@@ -78,9 +82,9 @@ def test_the_next_run_captures_nothing_and_says_what_it_would_have_said_first(me
     say(engine, (90, 33), speculation, WARM)
     num_graphs = pools[0].num_graphs
     for lengths, sampling, coupled in (
-        ((70, 5), SamplingParams(0.5, 10, top_p=0.8, min_p=0.1), False),
+        ((70, 5), SamplingParams(0.5, 30, top_p=0.8, min_p=0.1), False),
         ((90, 33), WARM, method != "auto"),  # which would follow the clock
-        ((20, 41), SamplingParams(3.0, 200, top_p=0.9, min_p=0.001), False),
+        ((20, 41), SamplingParams(3.0, 30, top_p=0.9, min_p=0.001), False),
     ):
         spoil(engine._shelf._kept)
         wanted = SpeculationConfig(coupled=coupled, **settings)
@@ -99,16 +103,11 @@ def test_kv_in_host_memory_is_kept_too(on_chip, pools, monkeypatch):
         generation, "allocate_full_cache",
         lambda *settings: offloaded(on_chip, batch_size=2, config=engine.config),
     )  # fmt: skip
-    say(engine, (300, 33), speculation)  # more than the ring holds
-    kept = engine._shelf._kept
-    spoil(kept)
-    for holder in (kept.full._staging, *kept.full._staging.buffers):
-        for slots in vars(holder).values():
-            if isinstance(slots, torch.Tensor):
-                slots.fill_(math.nan)
-    again = say(engine, (200, 150), speculation, seed=5)
+    say(engine, (300, 33), speculation, offload=True, on_chip=on_chip)  # more than the ring holds
+    spoil(engine._shelf._kept)
+    again = say(engine, (200, 150), speculation, seed=5, offload=True, on_chip=on_chip)
     assert len(pools) == 1
-    assert again == say(fresh, (200, 150), speculation, seed=5)
+    assert again == say(fresh, (200, 150), speculation, seed=5, offload=True, on_chip=on_chip)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +119,8 @@ def test_kv_in_host_memory_is_kept_too(on_chip, pools, monkeypatch):
         ((90, 33), {"method": "naive"}, {}),
         ((90, 33), {"chunk_size": 4}, {}),
         ((90, 33), {}, {"sampling": SamplingParams()}),
+        ((90, 33), {}, {"sampling": SamplingParams(0.9, 20, top_p=0.95, min_p=0.01)}),
+        ((90, 33), {}, {"prefill_chunk": 2048}),
         ((90, 33), {}, {"sampling": SamplingParams(0.9, top_p=0.95)}),
         ((90, 33), {}, {"cuda_graphs": False}),
     ],
@@ -159,6 +160,40 @@ def test_a_run_that_is_left_is_kept_and_one_that_fails_is_not(pools):
     engine.model.norm.weight.fill_(math.nan)
     with pytest.raises(InputError, match="not finite"):
         say(engine, (40,), speculation, num_new=50)
+    assert engine._shelf._kept is None
+
+
+def test_an_older_run_puts_nothing_in_the_place_of_a_newer_one(pools):
+    speculation = SpeculationConfig("naive", gamma1=2, **SETTINGS)
+    engine = gpu_engine()
+    older = engine.generate(random_prompt(engine.config, 60), sampling=WARM, speculation=speculation)
+    next(older)
+    say(engine, (40,), speculation)
+    kept = engine._shelf._kept
+    older.close()
+    assert engine._shelf._kept is kept is not None
+    left = engine.generate(random_prompt(engine.config, 20), sampling=WARM, speculation=speculation)
+    next(left)
+    engine.release()
+    left.close()
+    assert engine._shelf._kept is None
+
+
+def test_a_run_inside_inference_mode_leaves_what_one_outside_can_use(pools):
+    speculation = SpeculationConfig("retrieval", "h2o", gamma2=3, **SETTINGS)
+    engine = gpu_engine()
+    with torch.inference_mode():
+        say(engine, (90, 33), speculation)
+    say(engine, (90, 33), speculation, SamplingParams(0.5, 30, top_p=0.9, min_p=0.02))
+    assert len(pools) == 1
+
+
+def test_layers_that_were_fitted_to_one_run_are_not_kept(pools, monkeypatch):
+    """With KV in host memory and no `on_chip` given; a shorter text may have room for all of them."""
+    engine = gpu_engine()
+    hosted = offloaded(1, batch_size=1, config=engine.config)
+    monkeypatch.setattr(generation, "allocate_full_cache", lambda *settings: hosted)
+    say(engine, (90,), SpeculationConfig("naive", gamma1=2, **SETTINGS), offload=True)
     assert engine._shelf._kept is None
 
 

@@ -43,8 +43,8 @@ def test_every_combination_of_filters_is_the_law_by_definition(temperature, top_
     got = probs_from_logits(logits, params)
     wanted = torch.tensor([by_definition(row, params) for row in logits.tolist()], dtype=torch.float64)
     assert (got - wanted).abs().max() < 1e-12
-    others = SamplingParams(0.7, 3 * bool(top_k), 0.8 if top_p < 1 else 1.0, 0.3 * bool(min_p))
-    assert others.steps == params.steps
+    others = SamplingParams(0.7, top_k, 0.8 if top_p < 1 else 1.0, 0.3 * bool(min_p))
+    assert others.form == params.form
     numbers = torch.tensor(numbers_of(params), dtype=torch.float64)
     assert torch.equal(probs_from_logits(logits, others, numbers), got)
     assert torch.equal(probs_from_logits(logits.float(), others, numbers), probs_from_logits(logits.float(), params))

@@ -427,3 +427,6 @@ def test_fewer_guesses_are_never_expected_to_cost_more():
     assert [recent.seconds_of_round(n) for n in (1, 2, 3)] == [1.3] * 3
     assert recent.seconds_of_round(0) == pytest.approx(1.3 * 0.96)
     assert recent.seconds_of_round(7) == pytest.approx(1.5)
+    for _ in range(20):
+        recent.note_time(1, 2.0)  # now it is slow again
+    assert [round(recent.seconds_of_round(n), 1) for n in (1, 3, 5, 7)] == [2.0] * 4

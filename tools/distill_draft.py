@@ -64,9 +64,10 @@ class NoCache:
 
     def __init__(self, batch_size: int) -> None:
         self.lengths = self.num_tokens = self.next_positions = [0] * batch_size
-        self.lengths_B = None
 
-    def update(self, layer: int, raw_BTKD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+    def update(
+        self, layer: int, raw_BTKD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, slots_BT: Tensor | None = None  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         return k_BTKD.transpose(1, 2).contiguous(), v_BTKD.transpose(1, 2).contiguous()
 
     def advance(self, counts: list[int]) -> None:  # noqa: ARG002

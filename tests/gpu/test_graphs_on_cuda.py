@@ -64,7 +64,7 @@ def test_a_replay_has_the_bits_of_an_eager_pass(name):
     cache = FullCache.allocate(CONFIG, 2, 1024, dtype=model.dtype, device=model.device)
     pool = GraphPool(torch.device("cuda"))
     reader = Reader(model, cache, WARM, vocab_size=CONFIG.vocab_size, graphs=pool, block_sizes={1, 4})
-    law = WARM, CONFIG.vocab_size, reader._numbers_4
+    law = WARM, CONFIG.vocab_size, reader._numbers_3
     for size, kept, cropped in ((4, 4, 0), (1, 1, 0), (4, 2, 0), (4, 4, 3), (1, 1, 0), (4, 3, 2)):
         blocks = [[(row * 31 + size * 7 + i) % CONFIG.vocab_size for i in range(size)] for row in range(2)]
         reader.sample_by(SamplingParams(0.3 + 0.1 * cache.lengths[0], top_p=0.7 + 0.02 * cache.lengths[0]))
