@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig, Token, assembly
+from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig, Token, readers
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.cascade import Level
@@ -82,7 +82,7 @@ class PoisonedRetrievalCache(RetrievalCache):
 def retrieval_error(engine) -> float:
     """The same through a retrieval cache that holds NaN wherever nobody has written."""
     with pytest.MonkeyPatch.context() as patching:
-        patching.setattr(assembly, "RetrievalCache", PoisonedRetrievalCache)
+        patching.setattr(readers, "RetrievalCache", PoisonedRetrievalCache)
         try:
             return rejections_of_itself(engine, method="retrieval", with_draft=False, budget=64)
         except InputError:  # the laws are not finite
