@@ -30,12 +30,12 @@ def check(folder, capsys):
 def swap_top_two(monkeypatch, low: float, high: float):
     """Where several positions are read at once, the two best logits change places if their gap is in this range."""
 
-    def broken(logits_NV, params):
+    def broken(logits_NV, params, *numbers_3):
         best = logits_NV.topk(2)
         gap_N1 = best.values[:, :1] - best.values[:, 1:]
         is_swapped_N1 = (gap_N1 >= low) & (gap_N1 < high) & torch.tensor(len(logits_NV) > 1)
         swapped_NV = logits_NV.scatter(1, best.indices, best.values.flip(1))
-        return probs_from_logits(swapped_NV.where(is_swapped_N1, logits_NV), params)
+        return probs_from_logits(swapped_NV.where(is_swapped_N1, logits_NV), params, *numbers_3)
 
     monkeypatch.setattr(reader, "probs_from_logits", broken)
 
