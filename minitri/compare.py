@@ -64,7 +64,6 @@ class Method:
         model = engine.model
         capacity = len(prompt) + num_new + speculation.max_block
         self.stats = Stats(num_prompt_tokens=len(prompt))
-        self._num_prompt_tokens = len(prompt)
         own = allocate_full_cache(model, engine.draft, [len(prompt)], capacity, generation, speculation)
         own.adopt(full)
         graphs = graph_pool(model.device, wanted=generation.cuda_graphs)
@@ -88,7 +87,7 @@ class Method:
     @property
     def text(self) -> list[int]:
         """All tokens it has written."""
-        return self._cascade.sequences[0][self._num_prompt_tokens :]
+        return self._cascade.sequences[0][self.stats.num_prompt_tokens :]
 
 
 class Peer:

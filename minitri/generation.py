@@ -157,11 +157,9 @@ class Generation(Iterator[Event]):
                     f"the small KV caches do not fit on {model.device} beside the full one ({shorten(error, 90)}); "
                     "lower budget or num_recent_tokens, or shorten the prompt"
                 ) from None
-            ticket = shelf.ticket
             cascade = build_cascade(readers, [list(prompt) for prompt in prompts], seeds, self.stats)
-            self._events = self._run(
-                cascade, readers, shelf, ticket
-            )  # which alone holds the caches, so that its end gives them up
+            # This alone holds the caches, so that its end gives them up.
+            self._events = self._run(cascade, readers, shelf, shelf.ticket)
 
     def __next__(self) -> Event:
         with torch.inference_mode(), at_work(self._model):

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from minitri.caches import FullCache
+from minitri.compare import num_same
 from minitri.engine import Engine, load
 from minitri.errors import shorten
 from minitri.flags import (
@@ -171,7 +172,7 @@ class SelfTest:
     def compare(self, mode: Mode, method: str, speculation: SpeculationConfig, expected: list[int]) -> dict[str, Any]:
         """One line on standard output, and the same as an object."""
         got = self.decode(mode, speculation)
-        num_equal = next((i for i, pair in enumerate(zip(expected, got, strict=True)) if pair[0] != pair[1]), len(got))
+        num_equal = num_same(expected, got, len(got))
         result = {"mode": mode.name, "method": method, "num_tokens": len(got), "num_equal_tokens": num_equal}
         if num_equal == len(got):
             print(f"{mode.name:8s} {method:10s} equal: {num_equal} of {len(got)} tokens", flush=True)

@@ -50,7 +50,16 @@ class Cache(Protocol):
         ...
 
 
-def write_behind(layer_BKSD: Tensor, block_BTKD: Tensor, starts: list[int], slots_BT: Tensor | None = None) -> None:
+def write_block(
+    keys_BKSD: Tensor, values_BKSD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, starts: list[int], slots_BT: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Writes a block's K and V into those of one layer, see `write_behind`, and returns the latter."""
+    write_behind(keys_BKSD, k_BTKD, starts, slots_BT)
+    write_behind(values_BKSD, v_BTKD, starts, slots_BT)
+    return keys_BKSD, values_BKSD
+
+
+def write_behind(layer_BKSD: Tensor, block_BTKD: Tensor, starts: list[int], slots_BT: Tensor | None) -> None:
     """Writes a block into one layer: into the slots named, without asking the host, else row b's from slot `starts[b]`
     on."""
     block_BKTD = block_BTKD.transpose(1, 2)

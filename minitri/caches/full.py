@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minitri.attention import whole_strides
-from minitri.caches.base import write_behind
+from minitri.caches.base import write_block
 from minitri.config import ModelConfig
 
 
@@ -87,9 +87,7 @@ class FullCache:
         slots_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         self._check_room(k_BTKD.shape[1])
-        write_behind(self.keys[layer], k_BTKD, self._lengths, slots_BT)
-        write_behind(self.values[layer], v_BTKD, self._lengths, slots_BT)
-        return self.keys[layer], self.values[layer]
+        return write_block(self.keys[layer], self.values[layer], k_BTKD, v_BTKD, self._lengths, slots_BT)
 
     def _check_room(self, T: int) -> None:
         for b, start in enumerate(self._lengths):

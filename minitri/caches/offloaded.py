@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from minitri.attention import whole_strides
-from minitri.caches.base import write_behind
+from minitri.caches.base import write_block
 from minitri.caches.full import FullCache
 from minitri.caches.streams import CudaStreams, NoStreams, Streams
 from minitri.config import ModelConfig
@@ -148,9 +148,8 @@ class OffloadedFullCache(FullCache):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         self._check_room(k_BTKD.shape[1])
         buffer, hosted = self._stage(layer), layer - self.on_chip
-        keys_BKSD, values_BKSD = buffer.keys[self._rows], buffer.values[self._rows]
-        write_behind(keys_BKSD, k_BTKD, self._lengths, slots_BT)
-        write_behind(values_BKSD, v_BTKD, self._lengths, slots_BT)
+        rows = self._rows
+        shown = write_block(buffer.keys[rows], buffer.values[rows], k_BTKD, v_BTKD, self._lengths, slots_BT)
         self._note_latest(hosted, k_BTKD, v_BTKD)
         buffer.written.record()
         with self._staging.streams.copying():
@@ -160,7 +159,7 @@ class OffloadedFullCache(FullCache):
                 copy_heads(self.host_keys[hosted, b, :, new], buffer.keys[b, :, new])
                 copy_heads(self.host_values[hosted, b, :, new], buffer.values[b, :, new])
             self._staging.stored.record()
-        return keys_BKSD, values_BKSD
+        return shown
 
     def layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield from zip(self.keys[:, b], self.values[:, b], strict=True)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from minitri.attention import whole_strides
-from minitri.caches.base import write_behind
+from minitri.caches.base import write_block
 from minitri.caches.full import FullCache
 from minitri.caches.policies import Policy
 from minitri.settings import SpeculationConfig
@@ -118,9 +118,7 @@ class RetrievalCache:
         v_BTKD: Tensor,
         slots_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        write_behind(self.keys[layer], k_BTKD, self.lengths, slots_BT)
-        write_behind(self.values[layer], v_BTKD, self.lengths, slots_BT)
-        return self.keys[layer], self.values[layer]
+        return write_block(self.keys[layer], self.values[layer], k_BTKD, v_BTKD, self.lengths, slots_BT)
 
     def advance(self, counts: list[int]) -> None:
         self._num_guessed = [guessed + count for guessed, count in zip(self._num_guessed, counts, strict=True)]
