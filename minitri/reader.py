@@ -60,6 +60,7 @@ class Reader:
         self.queries_LBTHD = queries_LBTHD
         self.sampling = sampling
         self.vocab_size = vocab_size
+        self._form = sampling.form
         self._numbers_3 = torch.tensor(numbers_of(sampling), dtype=torch.float64, device=model.device)
         self._steps: dict[int, GraphedStep[Block]] = {}
         if graphs is not None:
@@ -83,9 +84,13 @@ class Reader:
         self.cache.advance([len(row) if on else 0 for row, on in zip(fresh, active, strict=True)])
         return laws_BNV
 
+    def can_sample_by(self, sampling: SamplingParams) -> bool:
+        """Whether what has been captured leads to this law, too."""
+        return sampling.temperature == 0 or sampling.form == self._form
+
     def sample_by(self, sampling: SamplingParams) -> None:
-        """Goes over to another law, of the same form as the one before."""
-        assert sampling.form == self.sampling.form
+        """Goes over to another law."""
+        assert self.can_sample_by(sampling)
         self.sampling = sampling
         self._numbers_3.copy_(torch.tensor(numbers_of(sampling), dtype=torch.float64))
 

@@ -2,8 +2,8 @@
 
 All of it is memory of fixed shapes, in which nothing need stay of a run's texts. So on a GPU an engine puts it on a
 `Shelf` when a run is over, and a later run for which it is large enough uses it again and captures nothing, whatever
-its texts, seeds, temperature or top-p. What makes it capture anew is temperature 0 after another one, or another top-k,
-or a filter that was off before: then logits become laws in other ways.
+its texts, seeds, temperature, top-p or min-p. What makes it capture anew is another top-k, or a filter that was off, or
+on, when it was captured: then logits become laws in other ways.
 
 Legend: L layers, B batch, T tokens of a block, H query heads, D head dim.
 """
@@ -115,7 +115,7 @@ class Readers:
         return (
             target is self._models[0]
             and draft is self._models[1]
-            and sampling.form == self.target.sampling.form
+            and self.target.can_sample_by(sampling)
             and len(prompt_lengths) == self.full.shape[1]
             and capacity <= self.full.capacity
             and shapes_of(speculation) == shapes_of(self.speculation)

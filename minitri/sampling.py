@@ -29,9 +29,18 @@ def probs_from_logits(logits_NV: Tensor, params: SamplingParams, numbers_3: Tens
     `numbers_3`, see `numbers_of`, replace those of `params`, of which then only the form counts, and nothing is asked
     of the host. So a captured step follows other numbers when the tensor is given others.
     """
-    if params.temperature == 0:
-        one = 1 + 0 * logits_NV.amax(-1, keepdim=True)  # not a number where the logits are not finite
-        return torch.zeros_like(logits_NV).scatter_(-1, greedy_tokens(logits_NV).unsqueeze(-1), one)
+    if numbers_3 is not None:
+        warm = _warm_law(logits_NV, params, numbers_3)  # means nothing at temperature 0
+        return torch.where(numbers_3[0] == 0, _greedy_law(logits_NV), warm)
+    return _warm_law(logits_NV, params) if params.temperature else _greedy_law(logits_NV)
+
+
+def _greedy_law(logits_NV: Tensor) -> Tensor:
+    one = 1 + 0 * logits_NV.amax(-1, keepdim=True)  # not a number where the logits are not finite
+    return torch.zeros_like(logits_NV).scatter_(-1, greedy_tokens(logits_NV).unsqueeze(-1), one)
+
+
+def _warm_law(logits_NV: Tensor, params: SamplingParams, numbers_3: Tensor | None = None) -> Tensor:
     temperature, top_p, log_min_p = numbers_of(params) if numbers_3 is None else numbers_3
     scores = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature  # the best is 0
     if 0 < params.top_k < scores.shape[-1]:

@@ -48,9 +48,10 @@ class SamplingParams:
                 raise InputError(f"{name} is {getattr(self, name)}; it must be {wanted}")
 
     @property
-    def form(self) -> tuple[bool, int, bool, bool]:
-        """What the way from logits to a law looks like, but for numbers: whether it is greedy, top-k, which filters."""
-        return self.temperature > 0, self.top_k, self.top_p < 1, self.min_p > 0
+    def form(self) -> tuple[int, bool, bool]:
+        """What the way from logits to a law looks like, but for numbers: top-k, and which filters there are. A greedy
+        law has none, so the way of any form leads to it."""
+        return self.top_k, self.top_p < 1, self.min_p > 0
 
 
 def check_unicode(text: str, what: str) -> None:

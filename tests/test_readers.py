@@ -84,6 +84,7 @@ def test_the_next_run_captures_nothing_and_says_what_it_would_have_said_first(me
     for lengths, sampling, coupled in (
         ((70, 5), SamplingParams(0.5, 30, top_p=0.8, min_p=0.1), False),
         ((90, 33), WARM, method != "auto"),  # which would follow the clock
+        ((20, 41), SamplingParams(), False),
         ((20, 41), SamplingParams(3.0, 30, top_p=0.9, min_p=0.001), False),
     ):
         spoil(engine._shelf._kept)
@@ -118,7 +119,7 @@ def test_kv_in_host_memory_is_kept_too(on_chip, pools, monkeypatch):
         ((90, 33), {"gamma1": 3}, {}),
         ((90, 33), {"method": "naive"}, {}),
         ((90, 33), {"chunk_size": 4}, {}),
-        ((90, 33), {}, {"sampling": SamplingParams()}),
+        ((90, 33), {}, {"sampling": SamplingParams(0.9)}),
         ((90, 33), {}, {"sampling": SamplingParams(0.9, 20, top_p=0.95, min_p=0.01)}),
         ((90, 33), {}, {"prefill_chunk": 2048}),
         ((90, 33), {}, {"sampling": SamplingParams(0.9, top_p=0.95)}),

@@ -45,9 +45,10 @@ def test_every_combination_of_filters_is_the_law_by_definition(temperature, top_
     assert (got - wanted).abs().max() < 1e-12
     others = SamplingParams(0.7, top_k, 0.8 if top_p < 1 else 1.0, 0.3 * bool(min_p))
     assert others.form == params.form
-    numbers = torch.tensor(numbers_of(params), dtype=torch.float64)
-    assert torch.equal(probs_from_logits(logits, others, numbers), got)
-    assert torch.equal(probs_from_logits(logits.float(), others, numbers), probs_from_logits(logits.float(), params))
+    for wanted in (params, SamplingParams(), SamplingParams(0, top_p=0.4)):
+        numbers = torch.tensor(numbers_of(wanted), dtype=torch.float64)
+        for row in (logits, logits.float()):
+            assert torch.equal(probs_from_logits(row, others, numbers), probs_from_logits(row, wanted))
 
 
 def test_temperature_zero_is_exactly_one_hot():
