@@ -22,7 +22,7 @@ from minitri.model import Llama
 from minitri.settings import Plan
 from minitri.stats import LevelStats
 
-OPTIMISM = {"draft": 0.55, "retrieval": 0.85}
+OPTIMISM = {"draft": 0.55, "retrieval": 0.9}
 """Acceptance rates expected of a stage's guesses before there are any; with another budget, what is predicted."""
 EVIDENCE = 5.0
 """Tested guesses that this expectation weighs as much as."""
@@ -196,9 +196,10 @@ def expected_block(rate: float, plan: Plan) -> tuple[float, float]:
     return length, length / per_round
 
 
-CPU_COSTS = (0.3e-3, 9e9, 0.04)
-CUDA_COSTS = (0.05e-3, 2e12, 0.01)
-"""Nominal seconds per layer whatever is in it, bytes per second, and what one more guess adds to a round."""
+CPU_COSTS = (0.3e-3, 15e9, 6.5e9, 0.04)
+CUDA_COSTS = (0.05e-3, 2e12, 2e12, 0.01)
+"""Nominal seconds per layer whatever is in it, bytes per second of weights and of KV, and what one more guess adds to a
+round."""
 LINK = 25e9
 """Nominal bytes per second from host memory to a device."""
 
@@ -206,19 +207,20 @@ LINK = 25e9
 def nominal_costs(target: Llama, draft: Llama | None, num_tokens: int, hosted_share: float = 0.0) -> Nominal:
     """The same in every run: from the bytes that must be read. The full cache holds `num_tokens` in all its rows, of
     which a share comes from host memory."""
-    per_layer, bandwidth, slope = CUDA_COSTS if target.device.type == "cuda" else CPU_COSTS
+    costs = CUDA_COSTS if target.device.type == "cuda" else CPU_COSTS
+    per_layer, weights_bandwidth, kv_bandwidth, slope = costs
 
     def alone(model: Llama) -> float:
-        return model.config.num_layers * per_layer + model.num_bytes / bandwidth
+        return model.config.num_layers * per_layer + model.num_bytes / weights_bandwidth
 
     slot_bytes = target.config.kv_values_per_token * target.dtype.itemsize
     base = {"target": alone(target), "retrieval": alone(target), "draft": alone(draft) if draft else 0.0}
     base["target"] = max(
-        base["target"] + num_tokens * slot_bytes / bandwidth, hosted_share * num_tokens * slot_bytes / LINK
+        base["target"] + num_tokens * slot_bytes / kv_bandwidth, hosted_share * num_tokens * slot_bytes / LINK
     )
 
     def seconds(stage: str, num_guesses: float, budget: int) -> float:
-        small = budget * slot_bytes / bandwidth if stage == "retrieval" else 0.0
+        small = budget * slot_bytes / kv_bandwidth if stage == "retrieval" else 0.0
         return (base[stage] + small) * (1 + slope * num_guesses)
 
     return seconds
