@@ -82,12 +82,13 @@ def measure_shape(args: argparse.Namespace) -> int:
     dtype = choose_dtype(args.dtype, device)
     name = draft_of(argparse.Namespace(**{**vars(args), "model": args.shape}))
     draft = shape_of(name)
-    args.gamma1, args.gamma2 = args.gamma1 or 2, args.gamma2 or 6
+    args.gamma1, args.gamma2 = args.gamma1 or 2, args.gamma2 or (16 if args.offload else 6)
+    speculation = speculation_of(args)
     result = compare_dummies(
         config,
         draft,
         contexts,
-        speculation_of(args),
+        speculation,
         generation_of(args, args.new_tokens),
         args.synthetic_acceptance,
         dtype=dtype,
@@ -97,7 +98,8 @@ def measure_shape(args: argparse.Namespace) -> int:
     memory, link = result["copy_bytes_per_second"], result["host_copy_bytes_per_second"]
     print(
         f"SYNTHETIC: random weights in the shape of {args.shape}, drafter {draft.name if draft else 'ngram'}, {dtype}, "
-        f"{device}, attention {result['attention']}, verdicts drawn at {args.synthetic_acceptance}; copies: "
+        f"{device}, attention {result['attention']}, {speculation.plans[0]}, verdicts drawn at "
+        f"{args.synthetic_acceptance}; copies: "
         f"{memory / 1e9:.1f} GB/s on the device, {link / 1e9:.1f} GB/s from the host"
     )
     for row in result["rows"]:
@@ -293,7 +295,8 @@ def compare_dummies(
         log.info("%s", line(rows[-1], memory, link))
     return {
         "synthetic": True, "shape": config.name, "draft": draft_config.name if draft_config else "ngram",
-        "acceptance": acceptance, "method": speculation.method, "dtype": str(dtype).removeprefix("torch."),
+        "acceptance": acceptance, "method": speculation.method, "plan": str(speculation.plans[0]),
+        "dtype": str(dtype).removeprefix("torch."),
         "device": str(device), "attention": attention_name(target), "copy_bytes_per_second": memory,
         "host_copy_bytes_per_second": link, "rows": rows,
     }  # fmt: skip

@@ -206,6 +206,8 @@ class Machine:
 class Prediction:
     """Milliseconds of each phase and per token."""
 
+    plan: Plan
+    """How the cascade goes about it."""
     draft: float
     retrieval: float
     target: float
@@ -244,4 +246,4 @@ def predict(
     length, num_rounds = expected_block(acceptance[0], plan)
     guessing = num_rounds * (plan.gamma1 * draft_seconds + retrieval)
     cascade = (guessing + target) / expected_tokens(acceptance[1], length)
-    return Prediction(1e3 * draft_seconds, 1e3 * retrieval, 1e3 * target, 1e3 * cascade)
+    return Prediction(plan, 1e3 * draft_seconds, 1e3 * retrieval, 1e3 * target, 1e3 * cascade)

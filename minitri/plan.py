@@ -4,7 +4,8 @@
 
 prints the bytes of weights, caches and activations on the device and in host memory for several placements, which of
 them fit, how many layers may keep their KV on the device, and the milliseconds per token to be expected, autoregressive
-and with the cascade. It is the arithmetic (`placement.py`) that an engine boots with. The last line is JSON.
+and with the cascade; gammas that are not given are those with the fewest, if a pass over more tokens takes no longer.
+It is the arithmetic (`placement.py`) that an engine boots with. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def build_parser() -> OneLineParser:
         help="acceptance rates to reckon with (default: 0.46,0.92, about the paper's)",
     )  # fmt: skip
     add_size_flags(group)
-    parser.set_defaults(method="triforce", policy="retrieval", coupled=False, seed=0, gamma1=2, gamma2=6, quiet=False)
+    parser.set_defaults(method="triforce", policy="retrieval", coupled=False, seed=0, quiet=False)
     return parser
 
 
@@ -129,8 +130,6 @@ def run_command(args: argparse.Namespace) -> int:
     """Prints the plan. Raises `InputError` with what is missing if no placement fits."""
     config, draft = config_of(args.model), draft_config(args)
     context = args.context or config.context_length
-    if args.gamma1 is None or args.gamma2 is None:
-        raise InputError("gamma1 or gamma2 is auto; a plan needs numbers, such as --gamma1 2 --gamma2 6")
     speculation = speculation_of(args)
     size = {"batch_size": args.batch, "num_tokens": context, "itemsize": 4 if args.dtype == "float32" else 2}
     needs = demand(
@@ -141,18 +140,18 @@ def run_command(args: argparse.Namespace) -> int:
     gpu_gb_s = args.gpu_gb_s or (1000 if args.gpu_memory <= 48 else 2000 if args.gpu_memory <= 80 else 4000)
     machine = Machine(gpu_gb_s * 1e9, args.link_gb_s * 1e9)
     best, budget = needs.most_on_chip(gpu_bytes), speculation.budget_for(context)
-    placements = [
-        Placement(
-            on_chip,
-            needs.on_device(on_chip) <= gpu_bytes and needs.on_host(on_chip) <= host_bytes,
-            needs,
+
+    def place(on_chip: int) -> Placement:
+        fits = needs.on_device(on_chip) <= gpu_bytes and needs.on_host(on_chip) <= host_bytes
+        predictions = (
             predict(
-                config, draft, machine, on_chip=on_chip, budget=budget, plan=speculation.plans[0],
-                acceptance=args.acceptance, **size,
-            ),
+                config, draft, machine, on_chip=on_chip, budget=budget, plan=plan, acceptance=args.acceptance, **size
+            )
+            for plan in speculation.plans
         )
-        for on_chip in sorted({config.num_layers, 0, *([] if best is None else [best])}, reverse=True)
-    ]  # fmt: skip
+        return Placement(on_chip, fits, needs, min(predictions, key=lambda predicted: predicted.cascade))
+
+    placements = [place(n) for n in sorted({config.num_layers, 0, *([] if best is None else [best])}, reverse=True)]
     print(
         f"{config.name}, {context} tokens, batch {args.batch}, {args.dtype}, drafter "
         f"{draft.name if draft else 'ngram'}, budget {budget}; a GPU of {args.gpu_memory:g} GiB at {gpu_gb_s:g} GB/s, "
@@ -193,6 +192,9 @@ def table(placements: list[Placement]) -> str:
             numbers("retrieval verification, ms", lambda placement: placement.predicted.retrieval),
             numbers("full verification, ms", lambda placement: placement.predicted.target),
             numbers("autoregressive, ms/token", lambda placement: placement.predicted.target),
+            line(
+                "gamma1, gamma2", (f"{plan.gamma1}, {plan.gamma2}" for plan in (p.predicted.plan for p in placements))
+            ),
             numbers("cascade, ms/token", lambda placement: placement.predicted.cascade),
             numbers("speedup", lambda placement: placement.predicted.speedup),
         ]
