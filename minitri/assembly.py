@@ -147,8 +147,9 @@ def build_cascade(
     retrieval = level("retrieval", readers.retrieval) if readers.retrieval is not None else None
     top = level("target", readers.target)
     lengths = list(map(len, sequences))
-    one_text = (speculation.coupled or readers.target.sampling.temperature == 0) and target.dtype == torch.float32
-    may_watch_clock = speculation.timed or one_text  # in fewer bits a block's length may decide a near-tie
+    one_text = speculation.coupled or readers.target.sampling.temperature == 0
+    is_exact = target.dtype == torch.float32 and target.device.type == "cpu"  # else a block's length may decide a tie
+    may_watch_clock = speculation.timed or (one_text and is_exact)
     hosted = 1 - full.on_chip / target.config.num_layers
     nominal = nominal_costs(target, readers.draft.model if readers.draft else None, sum(lengths), hosted)
     most = -(-readers.capacity // speculation.chunk_size) * speculation.chunk_size  # no row can fill more

@@ -9,7 +9,7 @@ room there is.
 Triton is the compiler for kernels that comes with PyTorch for GPUs. With `TRITON_INTERPRET=1` it runs the same code on
 a CPU, which is how the tests prove it.
 
-Legend: B batch, S keys at a time, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T, P pieces.
+Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T, P pieces.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ NUM_KEYS = 64
 MAX_ROWS = 64
 """Rows of queries that a program takes; for further ones K and V are read again."""
 MAX_PIECES = 128
+"""Into which a prefix is cut at most."""
 PROGRAMS_PER_PROCESSOR = 2
 """That run at the same time on a multiprocessor, by the shared memory that their reading ahead takes."""
 

@@ -161,8 +161,9 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 class Engine:
     """A model and its tokenizer, ready to generate. One engine serves any number of runs, one after the other.
 
-    On a GPU it keeps caches and captured graphs of the last run, so that the next one of the same settings, whose texts
-    are not longer, starts at once; see `release`.
+    On a GPU it keeps caches and captured graphs of the last run, so that the next one of the same settings, with as
+    many texts that are not longer, starts at once; see `release`. Some attention backends cut a cache by its size, so
+    that there, in the last bits, a text may depend on how long the texts before it were.
     """
 
     def __init__(self, model: Llama, tokenizer: Tokenizer, draft: Llama | None = None) -> None:

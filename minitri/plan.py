@@ -4,8 +4,8 @@
 
 prints the bytes of weights, caches and activations on the device and in host memory for several placements, which of
 them fit, how many layers may keep their KV on the device, and the milliseconds per token to be expected, autoregressive
-and with the cascade; gammas that are not given are those with the fewest, if a pass over more tokens takes no longer.
-It is the arithmetic (`placement.py`) that an engine boots with. The last line is JSON.
+and with the cascade; gammas that are not given are those that make them fewest, if a pass over more tokens takes no
+longer. It is the arithmetic (`placement.py`) that an engine boots with. The last line is JSON.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """What a run reads with: the models and their caches, and on a GPU the passes captured over them.
 
 All of it is memory of fixed shapes, in which nothing need stay of a run's texts. So on a GPU an engine puts it on a
-`Shelf` when a run is over, and a later run for which it is large enough uses it again and captures nothing, whatever
-its texts, seeds, temperature, top-p or min-p. What makes it capture anew is another top-k, or a filter that was off, or
-on, when it was captured: then logits become laws in other ways.
+`Shelf` when a run is over, and a later run of as many texts, of the same settings and not longer, uses it again and
+captures nothing, whatever its texts, seeds, temperature, top-p or min-p. What makes it capture anew is another top-k,
+or a filter that was off, or on, when it was captured: then logits become laws in other ways. (A greedy run may use what
+was captured with filters, which work in vain then.)
 
 Legend: L layers, B batch, T tokens of a block, H query heads, D head dim.
 """
@@ -142,7 +143,7 @@ class Readers:
 
 
 def shapes_of(speculation: SpeculationConfig) -> SpeculationConfig:
-    """The settings, less those that no memory depends on."""
+    """The settings, less those that readers take anew for every run."""
     return dataclasses.replace(speculation, coupled=False, timed=False)
 
 
@@ -163,7 +164,7 @@ class Shelf:
             self._kept, self._generation = readers, generation
 
     def clear(self) -> None:
-        """Gives up what is kept, and what is still in use will not be."""
+        """Gives up what is kept; what is still in use will not be kept either."""
         self._kept = None
         self.ticket += 1
 

@@ -27,7 +27,8 @@ def probs_from_logits(logits_NV: Tensor, params: SamplingParams, numbers_3: Tens
     min-p, each filter on the law that the ones before it left, and the survivors are renormalised.
 
     `numbers_3`, see `numbers_of`, replace those of `params`, of which then only the form counts, and nothing is asked
-    of the host. So a captured step follows other numbers when the tensor is given others.
+    of the host. So a captured step follows other numbers when the tensor is given others. The logits must then be
+    float32 or better: a GPU would round the temperature to what they are.
     """
     if numbers_3 is not None:
         warm = _warm_law(logits_NV, params, numbers_3)  # means nothing at temperature 0

@@ -149,8 +149,9 @@ class SpeculationConfig:
     coupled: bool = False
     """Seed-coupled sampling: a seed gives the same text whatever the method."""
     timed: bool = False
-    """Let choices follow the clock at a temperature above 0, too, where a seed then no longer gives the same text twice
-    unless it is coupled. Otherwise they follow nominal costs there."""
+    """Let choices follow the clock even where a seed then no longer gives the same text twice: at a temperature above
+    0, unless coupled, and wherever a text may depend on the last bits, in any dtype but float32 or on a GPU. Otherwise
+    they follow nominal costs there."""
 
     def __post_init__(self) -> None:
         for name, choices in (("method", METHODS), ("policy", POLICIES)):

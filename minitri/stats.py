@@ -64,8 +64,8 @@ class Recent:
         self._line = sorted(fitted.items())
 
     def seconds_of_round(self, num_guesses: float) -> float | None:
-        """Of a round with so many guesses, between and beyond those that were measured on a straight line; None before
-        the first."""
+        """Of a round with so many guesses: on straight lines between those that were measured and beyond the most, by
+        the usual slope below the fewest; None before the first."""
         if not self._line:
             return None
         (fewest, seconds), *more = self._line

@@ -6,8 +6,9 @@ plan keeps its place against small advantages. Now and then it asks the same of 
 budget of the retrieval cache, since it knows how bytes and rejections change with it. Autoregressive decoding is one of
 the plans, so speculation that does not pay is switched off. No step is spent on measuring alone: what has not been
 measured is expected to cost what bytes suggest, next to what has been, and a little less with every step, and guesses
-never tried are thought of well until they have been tried. Those not used for long are thought of a little better with
-every step, so that they get another chance when the text has changed.
+never tried are thought of well until they have been tried. What is known of a stage that is not used grows old: its
+guesses are thought of more and more as if never tried, and its rounds expected to cost less, so that it gets another
+chance when the text, or the machine, has changed.
 
 Choices depend on counts and times of the past alone, never on which tokens were drawn, so every step's tokens follow
 the target's law whatever is chosen. If not even times may matter, because a seed is to give the same text twice, the
@@ -35,6 +36,8 @@ NUM_WARM_UP = 2
 expected; and first steps, whose plans have no right to stay."""
 PATIENCE = 0.97
 """With every step, a stage that has hardly been run is expected to cost so much less, lest it never be."""
+AGEING = 0.998
+"""With every step, a stage that has been run, but is not used now, is expected to cost so much less."""
 BUDGET_POWER = -0.6
 """Guesses of the retrieval level are rejected in proportion to its budget to the power of this (see README)."""
 BUDGET_PERIOD = 16
@@ -78,6 +81,7 @@ class Tuner:
         self._budgets = list(budgets)
         self._expected = dict(OPTIMISM)
         self._num_chosen = 0
+        self._num_unused = dict.fromkeys(self._stages, 0)  # steps since the last with this stage
 
     def choose(self) -> Plan:
         """The plan of the next step; it may change the budget, too."""
@@ -88,6 +92,9 @@ class Tuner:
         if speeds[best] > HYSTERESIS * speeds[self.plan] or self._num_chosen < NUM_WARM_UP:
             self.plan = best
         self._num_chosen += 1
+        used = {"target", *(["draft"] if self.plan.gamma1 else []), *(["retrieval"] if self.plan.gamma2 else [])}
+        for stage in self._num_unused:
+            self._num_unused[stage] = 0 if stage in used else self._num_unused[stage] + 1
         self._fade()
         return self.plan
 
@@ -148,7 +155,7 @@ class Tuner:
         if measured is not None and budget != self.budget:
             measured *= nominal / self._nominal(stage, num_guesses, self.budget)
         if measured is not None and recent.num_rounds >= NUM_WARM_UP:
-            return measured
+            return measured * AGEING ** self._num_unused[stage]
         target = self._stages["target"].recent.seconds_of_round(0)
         expected = nominal * (target / self._nominal("target", 0, budget) if target else 1)
         patient = expected * PATIENCE**self._num_chosen
@@ -207,8 +214,8 @@ LINK = 25e9
 def nominal_costs(target: Llama, draft: Llama | None, num_tokens: int, hosted_share: float = 0.0) -> Nominal:
     """The same in every run: from the bytes that must be read. The full cache holds `num_tokens` in all its rows, of
     which a share comes from host memory."""
-    costs = CUDA_COSTS if target.device.type == "cuda" else CPU_COSTS
-    per_layer, weights_bandwidth, kv_bandwidth, slope = costs
+    on_gpu = target.device.type == "cuda"
+    per_layer, weights_bandwidth, kv_bandwidth, slope = CUDA_COSTS if on_gpu else CPU_COSTS
 
     def alone(model: Llama) -> float:
         return model.config.num_layers * per_layer + model.num_bytes / weights_bandwidth

@@ -51,6 +51,17 @@ def test_every_combination_of_filters_is_the_law_by_definition(temperature, top_
             assert torch.equal(probs_from_logits(row, others, numbers), probs_from_logits(row, wanted))
 
 
+@pytest.mark.parametrize("wanted", [SamplingParams(), SamplingParams(0.8, 5, top_p=0.9, min_p=0.1)])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_not_finite_give_no_law_by_numbers_either(bad, wanted):
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(1))
+    logits[0, 7] = bad
+    form, numbers = SamplingParams(0.7, 5, top_p=0.8, min_p=0.3), torch.tensor(numbers_of(wanted), dtype=torch.float64)
+    law = probs_from_logits(logits, form, numbers)
+    assert not law[0].sum().isfinite()
+    assert law[1].sum() == pytest.approx(1)
+
+
 def test_temperature_zero_is_exactly_one_hot():
     law = probs_from_logits(torch.tensor([[0.1, 5.0, 4.999], [7.0, -1.0, 2.0]]), SamplingParams(0.0))
     assert law.tolist() == [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]

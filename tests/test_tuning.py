@@ -86,7 +86,7 @@ def NOMINAL(stage: str, num_guesses: float, budget: int = 0) -> float:
         (COSTS, (0.9, 0.2, 0.9), "naive"),
         (COSTS, (0.1, 0.95, 0.1), "retrieval"),
         (COSTS, (0.05, 0.05, 0.05), "autoregressive"),
-        ({**COSTS, "draft": 0.09, "retrieval": 0.09}, (0.9, 0.9, 0.6), "autoregressive"),
+        ({**COSTS, "draft": 0.1, "retrieval": 0.1}, (0.9, 0.9, 0.6), "autoregressive"),
     ],
 )
 def test_what_pays_is_chosen(costs, rates, best):
@@ -146,6 +146,36 @@ def test_a_stage_whose_first_round_was_slow_gets_another_chance():
     assert tuner._cost("retrieval", 0) < 0.5 * before
     slow.recent.note_time(0, 9.0)
     assert tuner._cost("retrieval", 0) == 9.0
+
+
+def test_a_stage_that_was_tried_in_a_slow_moment_gets_another_chance():
+    """On a machine on which triforce is best, but whose first two rounds of the retrieval level took twice as long."""
+    costs, rates = {"draft": 0.0045, "retrieval": 0.033, "target": 0.056}, {"draft": 0.52, "retrieval": 0.96}
+    stages = {name: LevelStats(name) for name in costs}
+    tuner = Tuner(
+        list(stages.values()), SpeculationConfig().plans, lambda name, n, _: costs[name] * (1 + 0.04 * n), timed=True
+    )
+
+    def run_round(name: str, num_guesses: int, proposer: str | None = None) -> int:
+        slowness = 2 if name == "retrieval" and stages[name].recent.num_rounds < 2 else 1
+        stages[name].recent.note_time(num_guesses, slowness * costs[name] * (1 + 0.04 * num_guesses))
+        rate = rates.get(proposer, 0)
+        if proposer:
+            accepted = expected_tokens(rate, num_guesses) - 1
+            stages[name].recent.note(proposer, num_tested=accepted / rate, num_accepted=accepted)
+        return num_guesses + 1
+
+    used = []
+    for _ in range(1000):
+        plan = tuner.choose()
+        used.append(plan.method)
+        for _ in range(plan.gamma1):
+            run_round("draft", 0)
+        if plan.gamma2:
+            run_round("retrieval", plan.gamma1, "draft" if plan.gamma1 else None)
+        proposer = {"naive": "draft", "autoregressive": None}.get(plan.method, "retrieval")
+        run_round("target", plan.gamma2 or plan.gamma1, proposer)
+    assert used[-50:] == ["triforce"] * 50
 
 
 def test_nominal_costs_count_the_cache_of_every_row():

@@ -1,4 +1,4 @@
-"""KV caches: preallocated tensors whose lengths change only by `advance`, `crop` and `reset`."""
+"""KV caches: preallocated tensors whose lengths change only between passes, never inside one."""
 
 from minitri.caches.base import Cache
 from minitri.caches.full import FullCache
