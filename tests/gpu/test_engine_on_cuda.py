@@ -52,10 +52,12 @@ def test_the_next_run_captures_nothing_and_says_what_it_would_have_said_first(fo
     speculation = SpeculationConfig(method, budget=32, num_recent_tokens=12, coupled=True)
     tokens(engine, [list(range(10, 200))], speculation, SamplingParams(1.5, top_p=0.9))
     kept, steps = engine._shelf._kept, dict(engine._shelf._kept.target._steps)
-    again = tokens(engine, [list(range(50, 150))], speculation, SamplingParams(0.7, top_p=0.8))
-    assert engine._shelf._kept is kept
-    assert kept.target._steps == steps
-    assert again == tokens(fresh, [list(range(50, 150))], speculation, SamplingParams(0.7, top_p=0.8))
+    for sampling in (SamplingParams(), SamplingParams(0.7, top_p=0.8)):
+        again = tokens(engine, [list(range(50, 150))], speculation, sampling)
+        assert engine._shelf._kept is kept
+        assert kept.target._steps == steps
+        assert again == tokens(fresh, [list(range(50, 150))], speculation, sampling)
+        fresh.release()
 
 
 def test_a_closed_run_frees_its_cache_when_the_engine_is_told_to(folder):
