@@ -132,14 +132,14 @@ def shortage(needs: Demand, device_bytes: float, host_bytes: float, name: str) -
     best = needs.most_on_chip(device_bytes)
     if best is None:
         return (
-            f"{name} needs {needs.on_device(0) / GIB:.1f} GiB on the device even with its whole KV cache in host "
-            f"memory, got {device_bytes / GIB:.1f}; shorten the context, lower --prefill-chunk, or use a smaller model "
+            f"{name} needs {needs.on_device(0) / GIB:.2f} GiB on the device even with its whole KV cache in host "
+            f"memory, got {device_bytes / GIB:.2f}; shorten the context, lower --prefill-chunk, or use a smaller model "
             "or dtype"
         )
     if needs.on_host(best) > host_bytes:
         return (
-            f"the KV cache of {name} needs {needs.on_host(best) / GIB:.1f} GiB of host memory beside {best} layers on "
-            f"the device, got {host_bytes / GIB:.1f}; shorten the context, or use a smaller batch or dtype"
+            f"the KV cache of {name} needs {needs.on_host(best) / GIB:.2f} GiB of host memory beside {best} layers on "
+            f"the device, got {host_bytes / GIB:.2f}; shorten the context, or use a smaller batch or dtype"
         )
     return None
 
