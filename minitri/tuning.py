@@ -92,9 +92,6 @@ class Tuner:
         if speeds[best] > HYSTERESIS * speeds[self.plan] or self._num_chosen < NUM_WARM_UP:
             self.plan = best
         self._num_chosen += 1
-        used = {"target", *(["draft"] if self.plan.gamma1 else []), *(["retrieval"] if self.plan.gamma2 else [])}
-        for stage in self._num_unused:
-            self._num_unused[stage] = 0 if stage in used else self._num_unused[stage] + 1
         self._fade()
         return self.plan
 
@@ -184,9 +181,12 @@ class Tuner:
     def _fade(self) -> None:
         used = {"naive": {("target", "draft")}, "retrieval": {("target", "retrieval")}}
         used["triforce"] = {("target", "retrieval"), ("retrieval", "draft")}
+        pairs = used.get(self.plan.method, set())
+        stages = {"target"}.union(*pairs)
         for name, stage in self._stages.items():
+            self._num_unused[name] = 0 if name in stages else self._num_unused[name] + 1
             for proposer, (tested, accepted) in stage.recent.guesses.items():
-                if (name, proposer) not in used.get(self.plan.method, ()):
+                if (name, proposer) not in pairs:
                     stage.recent.guesses[proposer] = (tested * FADING, accepted * FADING)
 
 

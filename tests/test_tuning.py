@@ -156,14 +156,13 @@ def test_a_stage_that_was_tried_in_a_slow_moment_gets_another_chance():
         list(stages.values()), SpeculationConfig().plans, lambda name, n, _: costs[name] * (1 + 0.04 * n), timed=True
     )
 
-    def run_round(name: str, num_guesses: int, proposer: str | None = None) -> int:
+    def run_round(name: str, num_guesses: int, proposer: str | None = None) -> None:
         slowness = 2 if name == "retrieval" and stages[name].recent.num_rounds < 2 else 1
         stages[name].recent.note_time(num_guesses, slowness * costs[name] * (1 + 0.04 * num_guesses))
         rate = rates.get(proposer, 0)
         if proposer:
             accepted = expected_tokens(rate, num_guesses) - 1
             stages[name].recent.note(proposer, num_tested=accepted / rate, num_accepted=accepted)
-        return num_guesses + 1
 
     used = []
     for _ in range(1000):
