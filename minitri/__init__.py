@@ -9,12 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from minitri.config import MODELS, ModelConfig
+    from minitri.model.config import MODELS, ModelConfig
     from minitri.engine import Engine, load
     from minitri.errors import InputError
     from minitri.generation import End, Event, Generation, PrefillProgress, Token
     from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
-    from minitri.stats import Stats
+    from minitri.decoding.stats import Stats
 
 __version__ = "0.1.0"
 
@@ -36,12 +36,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "minitri.config": ("MODELS", "ModelConfig"),
+    "minitri.model.config": ("MODELS", "ModelConfig"),
     "minitri.settings": ("GenerationConfig", "SamplingParams", "SpeculationConfig"),
     "minitri.engine": ("Engine", "load"),
     "minitri.errors": ("InputError",),
     "minitri.generation": ("End", "Event", "Generation", "PrefillProgress", "Token"),
-    "minitri.stats": ("Stats",),
+    "minitri.decoding.stats": ("Stats",),
 }
 
 

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from minitri.caches.retrieval import RetrievalCache
-from minitri.cascade import Cascade, Emitted, Level, Stage
-from minitri.coins import Coins, CoupledCoins, IndependentCoins
-from minitri.drafters.model import DraftReader
-from minitri.drafters.ngram import NgramDrafter
-from minitri.reader import Reader
+from minitri.decoding.cascade import Cascade, Emitted, Level, Stage
+from minitri.decoding.random_source import Coins, CoupledCoins, IndependentCoins
+from minitri.draft_runner import DraftReader
+from minitri.decoding.drafters.ngram import NgramDrafter
+from minitri.runner import Reader
 from minitri.readers import Readers
 from minitri.settings import Plan
-from minitri.stats import LevelStats, Stats
-from minitri.tuning import Tuner, nominal_costs
+from minitri.decoding.stats import LevelStats, Stats
+from minitri.decoding.autotuner import Tuner, nominal_costs
 
 
 class Stages:
@@ -61,7 +61,10 @@ class Stages:
     def steer(self, active: list[bool]) -> None:
         """Stacks the stages, and sizes the retrieval cache, as the tuner says."""
         if not all(active):  # a stage that takes part again may not know yet that a row has ended
-            lengths = [len(sequence) if on else 0 for sequence, on in zip(self._sequences, active, strict=True)]
+            lengths = [
+                len(sequence) if on else 0
+                for sequence, on in zip(self._sequences, active, strict=True)
+            ]
             for stage in (self._retrieval, self._drafter):
                 if stage is not None:
                     stage.forget(lengths)
@@ -73,7 +76,9 @@ class Stages:
             self._retrieval_cache.resize(self._budgets[self._tuner.budget])
         self._stack(plan)
         if self._uses_drafter and not had_drafter and self._draft_reader is not None:
-            self._draft_reader.commit(self._sequences, active)  # it has not followed the steps without it
+            self._draft_reader.commit(
+                self._sequences, active
+            )  # it has not followed the steps without it
 
     def commit(self, emitted: list[Emitted], active: list[bool]) -> None:
         """The small caches take over the exact K and V of the tokens that the last level let stand."""
@@ -142,17 +147,27 @@ def build_cascade(
     elif any(plan.gamma1 for plan in plans):
         stats.stages.append(LevelStats("draft"))
         drafter = draft_reader = NgramDrafter(
-            len(sequences), 1, stats.stages[-1], vocab_size=target.config.vocab_size, device=target.device
+            len(sequences),
+            1,
+            stats.stages[-1],
+            vocab_size=target.config.vocab_size,
+            device=target.device,
         )
     retrieval = level("retrieval", readers.retrieval) if readers.retrieval is not None else None
     top = level("target", readers.target)
     lengths = list(map(len, sequences))
     one_text = speculation.coupled or readers.target.sampling.temperature == 0
-    is_exact = target.dtype == torch.float32 and target.device.type == "cpu"  # else a block's length may decide a tie
+    is_exact = (
+        target.dtype == torch.float32 and target.device.type == "cpu"
+    )  # else a block's length may decide a tie
     may_watch_clock = speculation.timed or (one_text and is_exact)
     hosted = 1 - full.on_chip / target.config.num_layers
-    nominal = nominal_costs(target, readers.draft.model if readers.draft else None, sum(lengths), hosted)
-    most = -(-readers.capacity // speculation.chunk_size) * speculation.chunk_size  # no row can fill more
+    nominal = nominal_costs(
+        target, readers.draft.model if readers.draft else None, sum(lengths), hosted
+    )
+    most = (
+        -(-readers.capacity // speculation.chunk_size) * speculation.chunk_size
+    )  # no row can fill more
     choice = [[min(budget, most) for budget in rows] for rows in speculation.budgets_for(lengths)]
     tuner = Tuner(
         stats.stages, plans, nominal, timed=may_watch_clock, budgets=list(map(sum, choice)),

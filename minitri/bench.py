@@ -18,17 +18,24 @@ from pathlib import Path
 from typing import Any
 
 from minitri.errors import InputError
-from minitri.exits import clean_exits
+from minitri.cli.exits import clean_exits
 
 with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
     import torch
 
-    from minitri.bandwidth import read_bandwidth
-    from minitri.compare import check_on_chip, compare, draw_speedups, plotter, summarise, table
-    from minitri.dummy import add_dummy_flags, measure_shape
+    from minitri.benchmarks.bandwidth import read_bandwidth
+    from minitri.benchmarks.compare import (
+        check_on_chip,
+        compare,
+        draw_speedups,
+        plotter,
+        summarise,
+        table,
+    )
+    from minitri.benchmarks.synthetic import add_dummy_flags, measure_shape
     from minitri.engine import Engine, load
-    from minitri.fetch import locate
-    from minitri.flags import (
+    from minitri.loading.fetch import locate
+    from minitri.cli.arguments import (
         DEMO_PROMPT_TOKENS,
         OneLineParser,
         add_draft_flag,
@@ -43,13 +50,17 @@ with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
     )
     from minitri.generate import encode_prompt, finish, read_prompt, show_log
     from minitri.generation import Generation, at_work
-    from minitri.peers import find_peers
+    from minitri.benchmarks.baselines import find_peers
     from minitri.settings import METHODS, GenerationConfig, SamplingParams, SpeculationConfig
-    from minitri.stats import spread
+    from minitri.decoding.stats import spread
 
 PARTS = {
     "linear layers": ("mkldnn::_linear_pointwise", "aten::addmm"),
-    "attention, LM head": ("aten::bmm", "aten::mm", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+    "attention, LM head": (
+        "aten::bmm",
+        "aten::mm",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+    ),
     "attention, softmax": ("aten::exp_", "aten::sum"),
 }
 """Kernels of a decoding step on CPU by what they are for; the rest, the profiler's own cost included, is `other`."""
@@ -70,24 +81,53 @@ def build_parser() -> OneLineParser:
         "help); with --compare it may be given several times",
     )  # fmt: skip
     parser.add_argument(
-        "--prompt-tokens", type=positive, default=DEMO_PROMPT_TOKENS, metavar="N", help="(default: %(default)s)"
+        "--prompt-tokens",
+        type=positive,
+        default=DEMO_PROMPT_TOKENS,
+        metavar="N",
+        help="(default: %(default)s)",
     )
-    parser.add_argument("--new-tokens", type=at_least_four, default=64, metavar="N", help="(default: %(default)s)")
     parser.add_argument(
-        "--repeats", type=positive, default=3, metavar="N", help="runs to measure (default: %(default)s)"
+        "--new-tokens", type=at_least_four, default=64, metavar="N", help="(default: %(default)s)"
     )
-    parser.add_argument("--profile", action="store_true", help="say where the time of a decoding step goes")
-    group = parser.add_argument_group("--compare: every method, taking turns behind the same prompts")
-    group.add_argument("--compare", action="store_true", help="measure the methods against one another instead")
-    group.add_argument(
-        "--peers", action="store_true", help="let transformers and llama.cpp take part, as far as they are installed"
+    parser.add_argument(
+        "--repeats",
+        type=positive,
+        default=3,
+        metavar="N",
+        help="runs to measure (default: %(default)s)",
     )
-    group.add_argument("--seeds", type=positive, default=2, metavar="N", help="runs per prompt (default: %(default)s)")
-    group.add_argument(
-        "--method", action="append", choices=METHODS, help="may be given several times (default: all of them)"
+    parser.add_argument(
+        "--profile", action="store_true", help="say where the time of a decoding step goes"
+    )
+    group = parser.add_argument_group(
+        "--compare: every method, taking turns behind the same prompts"
     )
     group.add_argument(
-        "--coupled", action="store_true", help="let all methods write the same text, so that none has better luck"
+        "--compare", action="store_true", help="measure the methods against one another instead"
+    )
+    group.add_argument(
+        "--peers",
+        action="store_true",
+        help="let transformers and llama.cpp take part, as far as they are installed",
+    )
+    group.add_argument(
+        "--seeds",
+        type=positive,
+        default=2,
+        metavar="N",
+        help="runs per prompt (default: %(default)s)",
+    )
+    group.add_argument(
+        "--method",
+        action="append",
+        choices=METHODS,
+        help="may be given several times (default: all of them)",
+    )
+    group.add_argument(
+        "--coupled",
+        action="store_true",
+        help="let all methods write the same text, so that none has better luck",
     )
     group.add_argument("--plot", metavar="FILE", help="draw the speedups as a PNG")
     add_draft_flag(group)
@@ -103,7 +143,9 @@ def build_parser() -> OneLineParser:
 def at_least_four(text: str) -> int:
     """A number of new tokens that leaves some to measure after the first and the warm-up."""
     if positive(text) < 4:
-        raise argparse.ArgumentTypeError(f"{text} new tokens are too few to measure; ask for at least 4")
+        raise argparse.ArgumentTypeError(
+            f"{text} new tokens are too few to measure; ask for at least 4"
+        )
     return int(text)
 
 
@@ -111,9 +153,13 @@ def card(engine: Engine, num_tokens: int) -> dict[str, float]:
     """What a decoding step must read at a length of `num_tokens`, and how fast this machine reads."""
     model, config = engine.model, engine.config
     untied_embedding = (
-        0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * model.dtype.itemsize
+        0
+        if config.tie_word_embeddings
+        else config.vocab_size * config.hidden_size * model.dtype.itemsize
     )
-    weight_bytes = model.num_bytes - untied_embedding  # one row of an untied table is read, not the table
+    weight_bytes = (
+        model.num_bytes - untied_embedding
+    )  # one row of an untied table is read, not the table
     kv_bytes = config.kv_values_per_token * model.dtype.itemsize
     bandwidth = read_bandwidth(model.device)
     return {
@@ -135,7 +181,9 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def plain_decoding(engine: Engine, prompt: list[int], generation: GenerationConfig) -> Generation:
     """A greedy run of the model alone."""
-    return engine.generate(prompt, generation=generation, speculation=SpeculationConfig("autoregressive"))
+    return engine.generate(
+        prompt, generation=generation, speculation=SpeculationConfig("autoregressive")
+    )
 
 
 def measure_once(
@@ -147,7 +195,9 @@ def measure_once(
     return stats.prefill_seconds, stats.ms_per_token
 
 
-def profile_decoding(engine: Engine, prompt: list[int], generation: GenerationConfig) -> dict[str, float]:
+def profile_decoding(
+    engine: Engine, prompt: list[int], generation: GenerationConfig
+) -> dict[str, float]:
     """Milliseconds per decoding step by part of the model; what is in no kernel counts as `other`."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -161,7 +211,9 @@ def profile_decoding(engine: Engine, prompt: list[int], generation: GenerationCo
             next(run)
     total = 1e3 * (run.stats.decode_seconds - before) / num_steps
     run.close()
-    kernels = {row.key: row.self_cpu_time_total / 1e3 / num_steps for row in recorded.key_averages()}
+    kernels = {
+        row.key: row.self_cpu_time_total / 1e3 / num_steps for row in recorded.key_averages()
+    }
     parts = {part: sum(kernels.get(name, 0.0) for name in names) for part, names in PARTS.items()}
     return {**parts, "other": total - sum(parts.values())}
 
@@ -192,12 +244,26 @@ def compare_methods(args: argparse.Namespace) -> int:
         f"{args.model}, {str(engine.model.dtype).removeprefix('torch.')}, {engine.model.device}, "
         f"{max(map(len, prompts))} prompt tokens, {args.new_tokens} new, T={args.temperature:g}, top-p {args.top_p:g}"
     )
-    print(f"{title}; {len(prompts)} prompts x {args.seeds} seeds: median (range)\n{table(result, args.new_tokens)}")
+    print(
+        f"{title}; {len(prompts)} prompts x {args.seeds} seeds: median (range)\n{table(result, args.new_tokens)}"
+    )
     settings = {"model": args.model, "draft": engine.draft.config.name if engine.draft else "ngram"}
-    settings |= {"dtype": str(engine.model.dtype).removeprefix("torch."), "num_prompt_tokens": list(map(len, prompts))}
-    settings |= {"num_new_tokens": args.new_tokens, "temperature": args.temperature, "top_p": args.top_p}
+    settings |= {
+        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "num_prompt_tokens": list(map(len, prompts)),
+    }
+    settings |= {
+        "num_new_tokens": args.new_tokens,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+    }
     settings |= {"coupled": args.coupled}
-    print(json.dumps({**settings, "seeds": args.seeds, "torch": torch.__version__, "contestants": result}), flush=True)
+    print(
+        json.dumps(
+            {**settings, "seeds": args.seeds, "torch": torch.__version__, "contestants": result}
+        ),
+        flush=True,
+    )
     if draw:
         draw(result, title)
     return 0
@@ -223,7 +289,8 @@ def run_command(args: argparse.Namespace) -> int:
     device = engine.model.device
     generation = generation_of(args, args.new_tokens)
     prefill, decode = zip(
-        *(measure_once(engine, prompt, generation, quiet=args.quiet) for _ in range(args.repeats)), strict=True
+        *(measure_once(engine, prompt, generation, quiet=args.quiet) for _ in range(args.repeats)),
+        strict=True,
     )
     peak_bytes = peak_memory_bytes(device) - (0 if device.type == "cuda" else bare_bytes)
     parts = profile_decoding(engine, prompt, generation) if args.profile else None
@@ -255,9 +322,7 @@ def describe(result: dict[str, Any]) -> str:
 
     def median(key: str, unit: str) -> str:
         values = result[key]
-        return (
-            f"{values['median']:.1f} {unit} (of {result['repeats']} runs: {values['min']:.1f} to {values['max']:.1f})"
-        )
+        return f"{values['median']:.1f} {unit} (of {result['repeats']} runs: {values['min']:.1f} to {values['max']:.1f})"
 
     floor, decode = result["floor_ms_per_token"], result["ms_per_token"]["median"]
     rate = result["num_prompt_tokens"] / result["prefill_seconds"]["median"]

@@ -18,18 +18,18 @@ from typing import Any
 
 import torch
 
-from minitri.attention_cuda import GpuAttention, choose_backend
-from minitri.checkpoint import load_model, open_checkpoint
-from minitri.config import DEFAULT_MODEL, ModelConfig
-from minitri.drafters.model import check_vocabularies
+from minitri.gpu.attention import GpuAttention, choose_backend
+from minitri.loading.checkpoint import load_model, open_checkpoint
+from minitri.model.config import DEFAULT_MODEL, ModelConfig
+from minitri.draft_runner import check_vocabularies
 from minitri.errors import InputError, shorten
-from minitri.fetch import default_draft, locate
+from minitri.loading.fetch import default_draft, locate
 from minitri.generation import Generation
-from minitri.linear import can_pack
-from minitri.model import Llama
+from minitri.model.linear import can_pack
+from minitri.model.llama import Llama
 from minitri.readers import Shelf
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
-from minitri.tokenizer import Tokenizer, load_tokenizer
+from minitri.loading.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("minitri")
 
@@ -60,7 +60,9 @@ def load(
     """
     target_device = choose_device(device)
     number_type = choose_dtype(dtype, target_device)
-    network, tokenizer = _load_one(model, rope_scaling, number_type, target_device, attention, progress=progress)
+    network, tokenizer = _load_one(
+        model, rope_scaling, number_type, target_device, attention, progress=progress
+    )
     assert tokenizer is not None  # a model that is no drafter has one
     name = default_draft(model) if draft == "auto" else draft
     if name == "ngram":
@@ -97,7 +99,9 @@ def _load_one(
     if rope_scaling is not None:
         config = config.with_rope_scaling(rope_scaling)
     tokenizer = load_tokenizer(checkpoint, config) if config.draft_of is None else None
-    network = load_model(checkpoint, config, dtype=dtype, device=device, target=target, progress=progress)
+    network = load_model(
+        checkpoint, config, dtype=dtype, device=device, target=target, progress=progress
+    )
     attend_on_device(network, attention)
     log.info(
         "%s on %s, %s, attention %s, context %d tokens, RoPE %s",
@@ -117,7 +121,9 @@ def attend_on_device(model: Llama, wanted: str) -> None:
         )  # fmt: skip
         model.attend = GpuAttention(backend)
     elif wanted != "auto":
-        raise InputError(f"--attention {wanted} is for GPUs; leave it out on the {model.device.type}")
+        raise InputError(
+            f"--attention {wanted} is for GPUs; leave it out on the {model.device.type}"
+        )
 
 
 def attention_name(model: Llama) -> str:
@@ -149,12 +155,19 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype of a name; `auto` is bfloat16 where the device computes in it, else float16 on CUDA, float32 on CPU."""
     if name == "auto":
         if device.type == "cuda":
-            return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+            return (
+                torch.bfloat16
+                if torch.cuda.get_device_capability(device) >= (8, 0)
+                else torch.float16
+            )
         return torch.bfloat16 if can_pack(torch.bfloat16, device) else torch.float32
     if name not in DTYPES:
         raise InputError(f"dtype {name!r} is unknown; use {', '.join(DTYPES)} or auto")
     if device.type == "cpu" and name != "float32" and not can_pack(DTYPES[name], device):
-        log.warning("this CPU has no instructions for %s and is many times as fast in float32; leave --dtype out", name)
+        log.warning(
+            "this CPU has no instructions for %s and is many times as fast in float32; leave --dtype out",
+            name,
+        )
     return DTYPES[name]
 
 

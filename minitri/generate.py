@@ -18,13 +18,19 @@ from typing import Any
 from tqdm import tqdm
 
 from minitri.errors import InputError
-from minitri.exits import clean_exits
+from minitri.cli.exits import clean_exits
 
 with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
     from minitri.engine import Engine, load
-    from minitri.flags import DEMO_PROMPT_TOKENS, build_parser, draft_of, ignored_flags, settings_of
+    from minitri.cli.arguments import (
+        DEMO_PROMPT_TOKENS,
+        build_parser,
+        draft_of,
+        ignored_flags,
+        settings_of,
+    )
     from minitri.generation import End, Generation, PrefillProgress, Token
-    from minitri.report import colored, legend, report, summary
+    from minitri.cli.report import colored, legend, report, summary
 
 log = logging.getLogger("minitri")
 
@@ -39,13 +45,19 @@ def read_prompt(args: argparse.Namespace) -> str:
     try:
         if args.prompt_file == "-":
             if sys.stdin is None:
-                raise InputError("there is no standard input to read the prompt from; give --prompt or a file")
+                raise InputError(
+                    "there is no standard input to read the prompt from; give --prompt or a file"
+                )
             return sys.stdin.buffer.read().decode("utf-8-sig")
         return Path(args.prompt_file).read_bytes().decode("utf-8-sig")
     except OSError as error:
-        raise InputError(f"cannot read the prompt from {source}: {error.strerror}; check --prompt-file") from None
+        raise InputError(
+            f"cannot read the prompt from {source}: {error.strerror}; check --prompt-file"
+        ) from None
     except UnicodeDecodeError as error:
-        raise InputError(f"{source} is not UTF-8 text (byte {error.start}); convert it, or give another file") from None
+        raise InputError(
+            f"{source} is not UTF-8 text (byte {error.start}); convert it, or give another file"
+        ) from None
 
 
 def demo_text() -> str:
@@ -100,7 +112,9 @@ def stream(run: Generation, *, as_json: bool, quiet: bool, color: bool) -> str:
             if isinstance(event, PrefillProgress):
                 bar.show(event)
             elif isinstance(event, Token) and not as_json:
-                print(colored(event.text, event.origin) if color else event.text, end="", flush=True)
+                print(
+                    colored(event.text, event.origin) if color else event.text, end="", flush=True
+                )
             elif isinstance(event, End):
                 return event.finish_reason
     except KeyboardInterrupt:
@@ -167,7 +181,9 @@ def show_log(*, quiet: bool) -> None:
 
 
 def run_program(
-    parser: argparse.ArgumentParser, command: Callable[[argparse.Namespace], int], argv: list[str] | None
+    parser: argparse.ArgumentParser,
+    command: Callable[[argparse.Namespace], int],
+    argv: list[str] | None,
 ) -> None:
     """Parses the flags, sets up the log and UTF-8 output, runs the command and exits with its code."""
     with clean_exits():

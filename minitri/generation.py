@@ -16,17 +16,17 @@ from dataclasses import dataclass
 import torch
 
 from minitri.assembly import build_cascade
-from minitri.cascade import Cascade, Emitted
+from minitri.decoding.cascade import Cascade, Emitted
 from minitri.errors import InputError, shorten
-from minitri.graphs import graph_pool
-from minitri.model import Llama
-from minitri.reader import prefill, synchronize
+from minitri.gpu.graphs import graph_pool
+from minitri.model.llama import Llama
+from minitri.runner import prefill, synchronize
 from minitri.readers import Readers, Shelf, allocate_full_cache
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
-from minitri.stats import PrefillClock, Stats
-from minitri.stopping import StopScanner
-from minitri.tokenizer import IncrementalDecoder, Tokenizer
-from minitri.verification import NotFiniteError
+from minitri.decoding.stats import PrefillClock, Stats
+from minitri.decoding.stopping import StopScanner
+from minitri.loading.tokenizer import IncrementalDecoder, Tokenizer
+from minitri.decoding.verification import NotFiniteError
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,9 @@ Event = PrefillProgress | Token | End
 def at_work(model: Llama) -> Iterator[None]:
     """Makes a model's device the current one, whose streams it means, and turns what may go wrong while it runs into an
     `InputError`."""
-    on_device = torch.cuda.device(model.device) if model.device.type == "cuda" else contextlib.nullcontext()
+    on_device = (
+        torch.cuda.device(model.device) if model.device.type == "cuda" else contextlib.nullcontext()
+    )
     try:
         with on_device:
             yield
@@ -95,7 +97,9 @@ def at_work(model: Llama) -> Iterator[None]:
 class Row:
     """One sequence of a batch: what it has said, and whether it is done."""
 
-    def __init__(self, number: int, prompt: list[int], tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+    def __init__(
+        self, number: int, prompt: list[int], tokenizer: Tokenizer, stop: tuple[str, ...]
+    ) -> None:
         self.number = number
         self.prompt = prompt
         self.token_ids: list[int] = []
@@ -142,14 +146,18 @@ class Generation(Iterator[Event]):
         self._model = model
         self._generation = generation
         with torch.inference_mode(), at_work(model):
-            self.rows = [Row(b, prompt, tokenizer, generation.stop) for b, prompt in enumerate(prompts)]
+            self.rows = [
+                Row(b, prompt, tokenizer, generation.stop) for b, prompt in enumerate(prompts)
+            ]
             self.stats = Stats(num_prompt_tokens=sum(map(len, prompts)))
             lengths = list(map(len, prompts))
             capacity = max(lengths) + generation.max_new_tokens + speculation.max_block - 1
             readers = shelf.take(model, draft, lengths, capacity, generation, sampling, speculation)
             try:
                 if readers is None:
-                    full = allocate_full_cache(model, draft, lengths, capacity, generation, speculation)
+                    full = allocate_full_cache(
+                        model, draft, lengths, capacity, generation, speculation
+                    )
                     graphs = graph_pool(model.device, wanted=generation.cuda_graphs)
                     readers = Readers(model, draft, full, lengths, sampling, speculation, graphs)
             except RuntimeError as error:  # out of memory, on CUDA too
@@ -157,7 +165,9 @@ class Generation(Iterator[Event]):
                     f"the small KV caches do not fit on {model.device} beside the full one ({shorten(error, 90)}); "
                     "lower budget or num_recent_tokens, or shorten the prompt"
                 ) from None
-            cascade = build_cascade(readers, [list(prompt) for prompt in prompts], seeds, self.stats)
+            cascade = build_cascade(
+                readers, [list(prompt) for prompt in prompts], seeds, self.stats
+            )
             # This alone holds the caches, so that its end gives them up.
             self._events = self._run(cascade, readers, shelf, shelf.ticket)
 
@@ -169,7 +179,9 @@ class Generation(Iterator[Event]):
         """Ends the run; asking for further events raises `StopIteration`."""
         self._events.close()
 
-    def _run(self, cascade: Cascade, readers: Readers, shelf: Shelf, ticket: int) -> Generator[Event, None, None]:
+    def _run(
+        self, cascade: Cascade, readers: Readers, shelf: Shelf, ticket: int
+    ) -> Generator[Event, None, None]:
         try:
             yield from self._work(cascade, readers)
         except GeneratorExit:
@@ -183,7 +195,9 @@ class Generation(Iterator[Event]):
         started = time.perf_counter()
         emitted = cascade.start()
         self.stats.prefill_seconds += time.perf_counter() - started
-        self.stats.rebuild_seconds = self.stats.commit_seconds = 0.0  # so far they were part of the prefill
+        self.stats.rebuild_seconds = self.stats.commit_seconds = (
+            0.0  # so far they were part of the prefill
+        )
         yield from self._emit(cascade, emitted)
         while any(cascade.active):
             started = time.perf_counter()
@@ -222,5 +236,7 @@ class Generation(Iterator[Event]):
                 yield Token(row.number, token, text, origin)
                 if row.finish_reason is not None:
                     cascade.retire(row.number)
-                    yield End(row.number, row.finish_reason, row.text, tuple(row.token_ids), self.stats)
+                    yield End(
+                        row.number, row.finish_reason, row.text, tuple(row.token_ids), self.stats
+                    )
                     break

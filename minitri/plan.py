@@ -18,17 +18,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minitri.config import ModelConfig, unknown_model
+from minitri.model.config import ModelConfig, unknown_model
 from minitri.errors import InputError
-from minitri.exits import clean_exits
+from minitri.cli.exits import clean_exits
 
 with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
-    from minitri.checkpoint import open_checkpoint
-    from minitri.fetch import committed_path, default_draft
-    from minitri.flags import OneLineParser, add_draft_flag, add_size_flags, positive, speculation_of, two_rates
+    from minitri.loading.checkpoint import open_checkpoint
+    from minitri.loading.fetch import committed_path, default_draft
+    from minitri.cli.arguments import (
+        OneLineParser,
+        add_draft_flag,
+        add_size_flags,
+        positive,
+        speculation_of,
+        two_rates,
+    )
     from minitri.generate import run_program
-    from minitri.placement import GIB, Demand, Machine, Prediction, demand, predict, shortage
-    from minitri.shapes import shape_of
+    from minitri.gpu.placement import GIB, Demand, Machine, Prediction, demand, predict, shortage
+    from minitri.loading.shapes import shape_of
 
 
 def build_parser() -> OneLineParser:
@@ -45,14 +52,21 @@ def build_parser() -> OneLineParser:
         help="a named model, or a folder or file whose config is read (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--context", type=positive, metavar="N", help="tokens, prompt and output (default: all it holds)"
+        "--context",
+        type=positive,
+        metavar="N",
+        help="tokens, prompt and output (default: all it holds)",
     )
-    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences (default: %(default)s)")
+    parser.add_argument(
+        "--batch", type=positive, default=1, metavar="N", help="sequences (default: %(default)s)"
+    )
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
         help="of weights and KV cache (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--prefill-chunk", type=positive, default=1024, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--prefill-chunk", type=positive, default=1024, metavar="N", help="(default: %(default)s)"
+    )
     machine = parser.add_argument_group("machine")
     for name, default, text in (
         ("gpu-memory", 24.0, "memory of the GPU in GiB"),
@@ -65,7 +79,9 @@ def build_parser() -> OneLineParser:
         ("link-gb-s", 25.0, "GB/s from host memory to the GPU: 25 for PCIe 4.0 x16, 50 for 5.0"),
     ):
         shown = "" if default is None else " (default: %(default)g)"
-        machine.add_argument(f"--{name}", type=positive_number, default=default, metavar="X", help=text + shown)
+        machine.add_argument(
+            f"--{name}", type=positive_number, default=default, metavar="X", help=text + shown
+        )
     group = parser.add_argument_group("speculation")
     add_draft_flag(group)
     group.add_argument(
@@ -122,7 +138,10 @@ class Placement:
             "device_bytes": self.needs.on_device(self.on_chip),
             "host_bytes": self.needs.on_host(self.on_chip),
             "parts": self.needs.parts(self.on_chip),
-            "predicted_ms": {**dataclasses.asdict(self.predicted), "speedup": self.predicted.speedup},
+            "predicted_ms": {
+                **dataclasses.asdict(self.predicted),
+                "speedup": self.predicted.speedup,
+            },
         }
 
 
@@ -131,13 +150,19 @@ def run_command(args: argparse.Namespace) -> int:
     config, draft = config_of(args.model), draft_config(args)
     context = args.context or config.context_length
     speculation = speculation_of(args)
-    size = {"batch_size": args.batch, "num_tokens": context, "itemsize": 4 if args.dtype == "float32" else 2}
+    size = {
+        "batch_size": args.batch,
+        "num_tokens": context,
+        "itemsize": 4 if args.dtype == "float32" else 2,
+    }
     needs = demand(
         config, draft, speculation, num_tokens=context, prompt_lengths=[context] * args.batch,
         prefill_chunk=args.prefill_chunk, itemsize=size["itemsize"],
     )  # fmt: skip
     gpu_bytes, host_bytes = args.gpu_memory * GIB, args.host_memory * GIB
-    gpu_gb_s = args.gpu_gb_s or (1000 if args.gpu_memory <= 48 else 2000 if args.gpu_memory <= 80 else 4000)
+    gpu_gb_s = args.gpu_gb_s or (
+        1000 if args.gpu_memory <= 48 else 2000 if args.gpu_memory <= 80 else 4000
+    )
     machine = Machine(gpu_gb_s * 1e9, args.link_gb_s * 1e9)
     best, budget = needs.most_on_chip(gpu_bytes), speculation.budget_for(context)
 
@@ -145,13 +170,25 @@ def run_command(args: argparse.Namespace) -> int:
         fits = needs.on_device(on_chip) <= gpu_bytes and needs.on_host(on_chip) <= host_bytes
         predictions = (
             predict(
-                config, draft, machine, on_chip=on_chip, budget=budget, plan=plan, acceptance=args.acceptance, **size
+                config,
+                draft,
+                machine,
+                on_chip=on_chip,
+                budget=budget,
+                plan=plan,
+                acceptance=args.acceptance,
+                **size,
             )
             for plan in speculation.plans
         )
-        return Placement(on_chip, fits, needs, min(predictions, key=lambda predicted: predicted.cascade))
+        return Placement(
+            on_chip, fits, needs, min(predictions, key=lambda predicted: predicted.cascade)
+        )
 
-    placements = [place(n) for n in sorted({config.num_layers, 0, *([] if best is None else [best])}, reverse=True)]
+    placements = [
+        place(n)
+        for n in sorted({config.num_layers, 0, *([] if best is None else [best])}, reverse=True)
+    ]
     print(
         f"{config.name}, {context} tokens, batch {args.batch}, {args.dtype}, drafter "
         f"{draft.name if draft else 'ngram'}, budget {budget}; a GPU of {args.gpu_memory:g} GiB at {gpu_gb_s:g} GB/s, "
@@ -159,7 +196,9 @@ def run_command(args: argparse.Namespace) -> int:
     )
     print(table(placements))
     rows = [placement.as_dict() for placement in placements]
-    print(json.dumps({"model": config.name, "context": context, "on_chip": best, "placements": rows}))
+    print(
+        json.dumps({"model": config.name, "context": context, "on_chip": best, "placements": rows})
+    )
     if (missing := shortage(needs, gpu_bytes, host_bytes, config.name)) is not None:
         raise InputError(missing)
     return 0
@@ -176,9 +215,15 @@ def table(placements: list[Placement]) -> str:
 
     needs = placements[0].needs
     L = needs.num_layers
-    heads = ["all" if placement.on_chip == L else f"{placement.on_chip} of {L} layers" for placement in placements]
+    heads = [
+        "all" if placement.on_chip == L else f"{placement.on_chip} of {L} layers"
+        for placement in placements
+    ]
     parts = [
-        line(f"  {name}, GiB", (f"{needs.parts(placement.on_chip)[name] / GIB:.2f}" for placement in placements))
+        line(
+            f"  {name}, GiB",
+            (f"{needs.parts(placement.on_chip)[name] / GIB:.2f}" for placement in placements),
+        )
         for name in needs.parts(0)
     ]
     return "\n".join(
@@ -186,14 +231,20 @@ def table(placements: list[Placement]) -> str:
             line("KV cache on the GPU", heads),
             *parts,
             numbers("on the GPU, GiB", lambda placement: needs.on_device(placement.on_chip) / GIB),
-            numbers("in host memory, GiB", lambda placement: needs.on_host(placement.on_chip) / GIB),
+            numbers(
+                "in host memory, GiB", lambda placement: needs.on_host(placement.on_chip) / GIB
+            ),
             line("fits", ("yes" if placement.fits else "no" for placement in placements)),
             numbers("draft step, ms", lambda placement: placement.predicted.draft),
             numbers("retrieval verification, ms", lambda placement: placement.predicted.retrieval),
             numbers("full verification, ms", lambda placement: placement.predicted.target),
             numbers("autoregressive, ms/token", lambda placement: placement.predicted.target),
             line(
-                "gamma1, gamma2", (f"{plan.gamma1}, {plan.gamma2}" for plan in (p.predicted.plan for p in placements))
+                "gamma1, gamma2",
+                (
+                    f"{plan.gamma1}, {plan.gamma2}"
+                    for plan in (p.predicted.plan for p in placements)
+                ),
             ),
             numbers("cascade, ms/token", lambda placement: placement.predicted.cascade),
             numbers("speedup", lambda placement: placement.predicted.speedup),

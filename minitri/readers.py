@@ -20,17 +20,17 @@ from typing import Any
 
 import torch
 
-from minitri.attention import whole_strides
+from minitri.model.attention import whole_strides
 from minitri.caches.full import FullCache
-from minitri.caches.offloaded import OffloadedFullCache
+from minitri.gpu.offloaded_cache import OffloadedFullCache
 from minitri.caches.policies import make_policy
 from minitri.caches.retrieval import RetrievalCache
-from minitri.drafters.model import DraftReader
+from minitri.draft_runner import DraftReader
 from minitri.errors import InputError
-from minitri.graphs import GraphPool
-from minitri.model import Llama
-from minitri.placement import choose_on_chip, demand, free_device_bytes, free_host_bytes
-from minitri.reader import Reader
+from minitri.gpu.graphs import GraphPool
+from minitri.model.llama import Llama
+from minitri.gpu.placement import choose_on_chip, demand, free_device_bytes, free_host_bytes
+from minitri.runner import Reader
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 log = logging.getLogger("minitri")
@@ -71,7 +71,9 @@ class Readers:
         self.small: RetrievalCache | None = None
         self.retrieval: Reader | None = None
         if draft is not None and methods & {"naive", "triforce"}:
-            self.draft = DraftReader(draft, B, sampling, speculation, vocab_size=config.vocab_size, graphs=graphs)
+            self.draft = DraftReader(
+                draft, B, sampling, speculation, vocab_size=config.vocab_size, graphs=graphs
+            )
         if methods & {"retrieval", "triforce"}:
             self.small = RetrievalCache(
                 full, make_policy(speculation.policy, full, speculation.chunk_size), speculation,
@@ -95,13 +97,19 @@ class Readers:
     def _choose_while_staged(self, full: OffloadedFullCache, small: RetrievalCache) -> None:
         """The small cache holds the full one: nothing is to keep both alive when their run is over."""
         weak, queries_LBTHD = weakref.proxy(small), self.queries_LBTHD
-        full.visitor = lambda layer, keys_BKSD, values_BKSD: weak.visit(queries_LBTHD, layer, keys_BKSD, values_BKSD)
+        full.visitor = lambda layer, keys_BKSD, values_BKSD: weak.visit(
+            queries_LBTHD, layer, keys_BKSD, values_BKSD
+        )
 
     @property
     def num_cache_bytes(self) -> int:
         """Bytes of all caches."""
         small = self.small.num_bytes if self.small is not None else 0
-        return self.full.num_bytes + small + (self.draft.window.num_bytes if self.draft is not None else 0)
+        return (
+            self.full.num_bytes
+            + small
+            + (self.draft.window.num_bytes if self.draft is not None else 0)
+        )
 
     def suit(
         self,
@@ -124,7 +132,11 @@ class Readers:
         )
 
     def restart(
-        self, prompt_lengths: Sequence[int], capacity: int, sampling: SamplingParams, speculation: SpeculationConfig
+        self,
+        prompt_lengths: Sequence[int],
+        capacity: int,
+        sampling: SamplingParams,
+        speculation: SpeculationConfig,
     ) -> None:
         """Empties all caches for another run, which they suit."""
         self.full.reset()
@@ -224,8 +236,15 @@ def allocate_full_cache(
         )  # fmt: skip
         if on_chip == config.num_layers:
             return FullCache.allocate(config, B, capacity, **settings)
-        log.info("KV cache: %d of %d layers on %s, the others in host memory", on_chip, config.num_layers, device)
-        return OffloadedFullCache.allocate_offloaded(config, B, capacity, on_chip=on_chip, **settings)
+        log.info(
+            "KV cache: %d of %d layers on %s, the others in host memory",
+            on_chip,
+            config.num_layers,
+            device,
+        )
+        return OffloadedFullCache.allocate_offloaded(
+            config, B, capacity, on_chip=on_chip, **settings
+        )
     except RuntimeError:  # out of memory, on CUDA too
         needed = B * capacity * config.kv_values_per_token * target.dtype.itemsize
         raise InputError(

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from minitri.caches import FullCache
-from minitri.compare import num_same
+from minitri.benchmarks.compare import num_same
 from minitri.engine import Engine, load
 from minitri.errors import shorten
-from minitri.flags import (
+from minitri.cli.arguments import (
     OneLineParser,
     add_draft_flag,
     add_gpu_flags,
@@ -41,10 +41,10 @@ from minitri.flags import (
     speculation_of,
 )
 from minitri.generate import encode_prompt, finish, read_prompt, run_program
-from minitri.model import Llama
-from minitri.reader import prefill, read_block
+from minitri.model.llama import Llama
+from minitri.runner import prefill, read_block
 from minitri.settings import METHODS, SamplingParams, SpeculationConfig
-from minitri.verification import hashed_uniforms, noise_key
+from minitri.decoding.verification import hashed_uniforms, noise_key
 
 log = logging.getLogger("minitri")
 
@@ -68,9 +68,15 @@ def build_parser() -> OneLineParser:
         help="method to compare; may be given several times (default: all of them)",
     )  # fmt: skip
     parser.add_argument(
-        "--temperature", type=float, metavar="T", default=0.8, help="of the seed-coupled draws (default: %(default)s)"
+        "--temperature",
+        type=float,
+        metavar="T",
+        default=0.8,
+        help="of the seed-coupled draws (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, metavar="N", default=7, help="of those draws (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, metavar="N", default=7, help="of those draws (default: %(default)s)"
+    )
     add_draft_flag(parser)
     add_gpu_flags(parser)
     add_size_flags(parser.add_argument_group("speculation"))
@@ -127,7 +133,14 @@ class Departure:
 
 
 def inspect(
-    model: Llama, exact: Llama, sequence: list[int], expected: int, got: int, mode: Mode, seed: int, block: int
+    model: Llama,
+    exact: Llama,
+    sequence: list[int],
+    expected: int,
+    got: int,
+    mode: Mode,
+    seed: int,
+    block: int,
 ) -> Departure:
     """Computes the logits behind `sequence` once more, in float32 by `exact` and in the dtype in use by `model`.
 
@@ -135,7 +148,9 @@ def inspect(
     least the spacing of the dtype's numbers at the largest logit.
     """
     exact_V = last_logits(exact, sequence, min(READ_AT_ONCE, len(sequence)))
-    used_NV = torch.stack([last_logits(model, sequence, width) for width in (1, min(block, len(sequence)))])
+    used_NV = torch.stack(
+        [last_logits(model, sequence, width) for width in (1, min(block, len(sequence)))]
+    )
     spacing = torch.finfo(model.dtype).eps * float(exact_V.abs().max())
     error = max(float((used_NV - exact_V).abs().max()), spacing)
     best_two = used_NV[0].topk(2).values
@@ -153,7 +168,9 @@ def inspect(
 @torch.inference_mode()
 def last_logits(model: Llama, sequence: list[int], width: int) -> Tensor:
     """Logits (V,) behind a sequence, through a fresh full cache: the last `width` tokens at once."""
-    cache = FullCache.allocate(model.config, 1, len(sequence), dtype=model.dtype, device=model.device)
+    cache = FullCache.allocate(
+        model.config, 1, len(sequence), dtype=model.dtype, device=model.device
+    )
     start = len(sequence) - width
     for _ in prefill(model, sequence[: start + 1], cache, 0, chunk=READ_AT_ONCE):
         pass
@@ -169,13 +186,22 @@ class SelfTest:
         self._args = args
         self._exact: Llama | None = None
 
-    def compare(self, mode: Mode, method: str, speculation: SpeculationConfig, expected: list[int]) -> dict[str, Any]:
+    def compare(
+        self, mode: Mode, method: str, speculation: SpeculationConfig, expected: list[int]
+    ) -> dict[str, Any]:
         """One line on standard output, and the same as an object."""
         got = self.decode(mode, speculation)
         num_equal = num_same(expected, got, len(got))
-        result = {"mode": mode.name, "method": method, "num_tokens": len(got), "num_equal_tokens": num_equal}
+        result = {
+            "mode": mode.name,
+            "method": method,
+            "num_tokens": len(got),
+            "num_equal_tokens": num_equal,
+        }
         if num_equal == len(got):
-            print(f"{mode.name:8s} {method:10s} equal: {num_equal} of {len(got)} tokens", flush=True)
+            print(
+                f"{mode.name:8s} {method:10s} equal: {num_equal} of {len(got)} tokens", flush=True
+            )
             return {**result, "verdict": "equal"}
         self.engine.release()  # room for the model in float32
         found = inspect(
@@ -197,7 +223,11 @@ class SelfTest:
         """The tokens of one run, which goes on behind the end of a text so that all have the same length."""
         args = self._args
         log.info(
-            "%s, %s: %d tokens behind %d ...", mode.name, speculation.method, args.max_new_tokens, len(self.prompt)
+            "%s, %s: %d tokens behind %d ...",
+            mode.name,
+            speculation.method,
+            args.max_new_tokens,
+            len(self.prompt),
         )
         run = self.engine.generate(
             self.prompt,
@@ -207,7 +237,11 @@ class SelfTest:
             seed=args.seed,
         )
         end = finish(run, quiet=args.quiet)
-        log.info("  prefill %.1f s, %.1f ms/token", end.stats.prefill_seconds, end.stats.ms_per_token or 0.0)
+        log.info(
+            "  prefill %.1f s, %.1f ms/token",
+            end.stats.prefill_seconds,
+            end.stats.ms_per_token or 0.0,
+        )
         return list(end.token_ids)
 
     def exact_model(self) -> Llama:
@@ -246,12 +280,16 @@ def run_command(args: argparse.Namespace) -> int:
         settings = dataclasses.replace(speculation, coupled=mode.coupled)
         expected = test.decode(mode, dataclasses.replace(settings, method="autoregressive"))
         results += [
-            test.compare(mode, method, dataclasses.replace(settings, method=method), expected) for method in methods
+            test.compare(mode, method, dataclasses.replace(settings, method=method), expected)
+            for method in methods
         ]
     verdicts = [result["verdict"] for result in results]
     counts = {name: verdicts.count(name) for name in ("equal", "numeric tie", "BUG")}
     summary = f"{len(results)} comparisons: {counts['equal']} equal, {counts['numeric tie']} numeric ties, "
-    print(f"{summary}{counts['BUG']} bugs" + ("; please report the lines that say BUG" if counts["BUG"] else ""))
+    print(
+        f"{summary}{counts['BUG']} bugs"
+        + ("; please report the lines that say BUG" if counts["BUG"] else "")
+    )
     report = {
         "model": args.model, "draft": draft, "dtype": str(engine.model.dtype).removeprefix("torch."),
         "device": str(engine.model.device), "torch": torch.__version__, "num_prompt_tokens": len(test.prompt),

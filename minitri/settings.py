@@ -38,8 +38,16 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checks = (
-            ("temperature", self.temperature == 0 or 1e-6 <= self.temperature <= 100, "0 (greedy) or from 1e-6 to 100"),
-            ("top_k", isinstance(self.top_k, int) and self.top_k >= 0, "0 (off) or a positive number of tokens"),
+            (
+                "temperature",
+                self.temperature == 0 or 1e-6 <= self.temperature <= 100,
+                "0 (greedy) or from 1e-6 to 100",
+            ),
+            (
+                "top_k",
+                isinstance(self.top_k, int) and self.top_k >= 0,
+                "0 (off) or a positive number of tokens",
+            ),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 (off) and 1"),
         )
@@ -59,7 +67,9 @@ def check_unicode(text: str, what: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise InputError(f"{what} is not valid Unicode (character {error.start}); give it as UTF-8") from None
+        raise InputError(
+            f"{what} is not valid Unicode (character {error.start}); give it as UTF-8"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -87,14 +97,22 @@ class GenerationConfig:
             if not isinstance(value, int) or value < 1:
                 raise InputError(f"{name} is {value}; it must be a whole number of at least 1")
         if self.on_chip is not None and (not isinstance(self.on_chip, int) or self.on_chip < 0):
-            raise InputError(f"on_chip is {self.on_chip}; it must be 0 or a positive number of layers")
+            raise InputError(
+                f"on_chip is {self.on_chip}; it must be 0 or a positive number of layers"
+            )
         if self.on_chip is not None and not self.offload:
-            raise InputError(f"on_chip is {self.on_chip}, which means nothing without offload; add --offload")
+            raise InputError(
+                f"on_chip is {self.on_chip}, which means nothing without offload; add --offload"
+            )
         if not isinstance(self.stop, tuple) or not all(isinstance(text, str) for text in self.stop):
-            raise InputError(f"stop is {shorten(repr(self.stop), 60)}; it must be a tuple of strings, such as ('END',)")
+            raise InputError(
+                f"stop is {shorten(repr(self.stop), 60)}; it must be a tuple of strings, such as ('END',)"
+            )
         for text in self.stop:
             if not text:
-                raise InputError("a stop string is empty; give at least one character, or leave --stop out")
+                raise InputError(
+                    "a stop string is empty; give at least one character, or leave --stop out"
+                )
             check_unicode(text, "a stop string")
 
 
@@ -156,14 +174,25 @@ class SpeculationConfig:
     def __post_init__(self) -> None:
         for name, choices in (("method", METHODS), ("policy", POLICIES)):
             if getattr(self, name) not in choices:
-                raise InputError(f"{name} {getattr(self, name)!r} is unknown; use one of {', '.join(choices)}")
-        for name in ("gamma1", "gamma2", "chunk_size", "num_recent_tokens", "observation_window", "rebuild_stride"):
+                raise InputError(
+                    f"{name} {getattr(self, name)!r} is unknown; use one of {', '.join(choices)}"
+                )
+        for name in (
+            "gamma1",
+            "gamma2",
+            "chunk_size",
+            "num_recent_tokens",
+            "observation_window",
+            "rebuild_stride",
+        ):
             value = getattr(self, name)
             is_open = value is None and name in ("gamma1", "gamma2")
             if not is_open and (not isinstance(value, int) or value < 1):
                 raise InputError(f"{name} is {value}; it must be a whole number of at least 1")
         if not isinstance(self.num_sink_tokens, int) or self.num_sink_tokens < 0:
-            raise InputError(f"num_sink_tokens is {self.num_sink_tokens}; it must be 0 or a positive number of tokens")
+            raise InputError(
+                f"num_sink_tokens is {self.num_sink_tokens}; it must be 0 or a positive number of tokens"
+            )
         if max(self.gamma1 or 1, self.gamma2 or 1) > MAX_GAMMA:
             raise InputError(
                 f"gamma1, gamma2 are {self.gamma1 or 'auto'}, {self.gamma2 or 'auto'}; "
@@ -174,7 +203,9 @@ class SpeculationConfig:
                 f"chunk_size is {self.chunk_size} tokens; at most {MAX_CHUNK_SIZE} make sense, the paper has 8"
             )
         if not 0 <= self.rebuild_threshold <= 1:
-            raise InputError(f"rebuild_threshold is {self.rebuild_threshold}; it must be between 0 (off) and 1")
+            raise InputError(
+                f"rebuild_threshold is {self.rebuild_threshold}; it must be between 0 (off) and 1"
+            )
         if self.budget is not None and (
             not isinstance(self.budget, int) or self.budget < 1 or self.budget % self.chunk_size
         ):
@@ -197,7 +228,9 @@ class SpeculationConfig:
     def budgets_for(self, prompt_lengths: Sequence[int]) -> list[list[int]]:
         """The budgets of the rows of a batch to choose from, from the smallest up: no row's becomes smaller."""
         doublings = BUDGET_DOUBLINGS if len(self.plans) > 1 else (0,)
-        rows = ([self.budget_for(length, number) for length in prompt_lengths] for number in doublings)
+        rows = (
+            [self.budget_for(length, number) for length in prompt_lengths] for number in doublings
+        )
         return list({sum(budgets): budgets for budgets in rows}.values())
 
     def max_budget_for(self, prompt_lengths: Sequence[int]) -> int:
@@ -213,9 +246,13 @@ class SpeculationConfig:
             "autoregressive": [Plan("autoregressive")],
             "naive": [Plan("naive", gamma1) for gamma1 in gammas1],
             "retrieval": [Plan("retrieval", 0, gamma2) for gamma2 in gammas2],
-            "triforce": [Plan("triforce", gamma1, gamma2) for gamma1 in gammas1 for gamma2 in gammas2],
+            "triforce": [
+                Plan("triforce", gamma1, gamma2) for gamma1 in gammas1 for gamma2 in gammas2
+            ],
         }
-        return [plan for method in plans if self.method in ("auto", method) for plan in plans[method]]
+        return [
+            plan for method in plans if self.method in ("auto", method) for plan in plans[method]
+        ]
 
     @property
     def max_block(self) -> int:

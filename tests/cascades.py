@@ -11,16 +11,16 @@ from minitri.assembly import build_cascade
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
-from minitri.cascade import Emitted, Level
-from minitri.config import ModelConfig
+from minitri.decoding.cascade import Emitted, Level
+from minitri.model.config import ModelConfig
 from minitri.engine import Engine
-from minitri.graphs import GraphPool
-from minitri.model import Llama
-from minitri.reader import prefill, read_block
+from minitri.gpu.graphs import GraphPool
+from minitri.model.llama import Llama
+from minitri.runner import prefill, read_block
 from minitri.readers import Readers
 from minitri.settings import SamplingParams, SpeculationConfig
-from minitri.stats import Stats
-from minitri.tokenizer import Tokenizer, TokenizersBackend
+from minitri.decoding.stats import Stats
+from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
 from tests.conftest import CPU, byte_level_tokenizer, new_cache, tiny_config, tiny_model
 
 GREEDY = SamplingParams()

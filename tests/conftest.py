@@ -13,10 +13,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import minitri
 from minitri.caches import FullCache
-from minitri.config import ModelConfig
+from minitri.model.config import ModelConfig
 from minitri.errors import InputError
-from minitri.fetch import locate
-from minitri.model import Llama
+from minitri.loading.fetch import locate
+from minitri.model.llama import Llama
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, whose kernels then run on the CPU

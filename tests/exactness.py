@@ -14,9 +14,9 @@ from functools import cache
 
 import torch
 
-from minitri.cascade import Cascade, Level
-from minitri.stats import LevelStats
-from minitri.verification import Proposal, verify
+from minitri.decoding.cascade import Cascade, Level
+from minitri.decoding.stats import LevelStats
+from minitri.decoding.verification import Proposal, verify
 
 
 class Laws:

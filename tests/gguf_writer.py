@@ -12,7 +12,7 @@ import sentencepiece
 import tokenizers
 import torch
 
-from minitri.config import ModelConfig
+from minitri.model.config import ModelConfig
 
 NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitri import attention
-from minitri.attention import (
+from minitri.model.attention import (
     MATMUL_PREFIX,
     PIECES,
     SHORT_BLOCK,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from minitri import attention_cuda
-from minitri.attention import attend_math
-from minitri.attention_cuda import (
+from minitri.model.attention import attend_math
+from minitri.gpu.attention import (
     LONGEST_BLOCK,
     SHORTEST_PIECE,
     FlashAttn,

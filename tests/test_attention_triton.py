@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minitri.attention import attend_math
-from minitri.attention_cuda import LONGEST_BLOCK, GpuAttention, largest_error, tolerance
+from minitri.model.attention import attend_math
+from minitri.gpu.attention import LONGEST_BLOCK, GpuAttention, largest_error, tolerance
 from tests.test_attention import random_case
 
 triton = pytest.importorskip("triton", reason="needs triton, which is made for Linux")
 
-from minitri.attention_triton import MAX_ROWS, NUM_KEYS, TritonAttention  # noqa: E402
+from minitri.gpu.triton_attention import MAX_ROWS, NUM_KEYS, TritonAttention  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

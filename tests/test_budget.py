@@ -12,7 +12,7 @@ import torch
 from minitri import SpeculationConfig
 from minitri.caches.full import FullCache
 from minitri.settings import POLICIES
-from minitri.tuning import BUDGET_EVIDENCE, BUDGET_PERIOD, BUDGET_POWER, Tuner
+from minitri.decoding.autotuner import BUDGET_EVIDENCE, BUDGET_PERIOD, BUDGET_POWER, Tuner
 from tests.cascades import GREEDY, WARM, Rig, near_copy, plain_tokens, random_prompt
 from tests.conftest import CPU, tiny_config, tiny_model
 from tests.test_offloaded_cache import offloaded
@@ -146,9 +146,9 @@ def test_changing_budgets_over_hosted_kv_leave_the_same_cache(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_seed_repeats_the_text_though_the_budget_changes_whatever_the_clock_says(dtype, monkeypatch):
-    monkeypatch.setattr("minitri.tuning.BUDGET_PERIOD", 4)
-    monkeypatch.setattr("minitri.tuning.BUDGET_EVIDENCE", 2.0)
-    monkeypatch.setattr("minitri.tuning.BUDGET_HYSTERESIS", 0.5)
+    monkeypatch.setattr("minitri.decoding.autotuner.BUDGET_PERIOD", 4)
+    monkeypatch.setattr("minitri.decoding.autotuner.BUDGET_EVIDENCE", 2.0)
+    monkeypatch.setattr("minitri.decoding.autotuner.BUDGET_HYSTERESIS", 0.5)
     target = tiny_model(CONFIG).to(dtype)
     prompt, clock, now = random_prompt(CONFIG, 2100), random.Random(3), [0.0]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minitri.attention import STRIDE
+from minitri.model.attention import STRIDE
 from tests.conftest import new_cache, tiny_config, tiny_model
 
 CONFIG = tiny_config()

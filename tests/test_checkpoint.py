@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import minitri
-from minitri.checkpoint import Folder, open_checkpoint, read_json, weight_files
-from minitri.config import ModelConfig, RopeConfig
+from minitri.loading.checkpoint import Folder, open_checkpoint, read_json, weight_files
+from minitri.model.config import ModelConfig, RopeConfig
 from minitri.errors import InputError
-from minitri.fetch import Located
-from minitri.gguf_file import GgufFile, hugging_face_name
-from minitri.rope import rope_frequencies
+from minitri.loading.fetch import Located
+from minitri.loading.gguf_file import GgufFile, hugging_face_name
+from minitri.model.rope import rope_frequencies
 from tests.conftest import byte_level_tokenizer, edit_json, new_cache
 from tests.gguf_writer import PARTS, write_gguf
 

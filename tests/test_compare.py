@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig, bench, compare, load
-from minitri.caches.offloaded import RING
-from minitri.compare import Method, Score, num_same, read_prompt_once, summarise, take_turns
-from minitri.peers import prompt_lookup_peer, transformers_model, transformers_peer
+from minitri.gpu.offloaded_cache import RING
+from minitri.benchmarks.compare import Method, Score, num_same, read_prompt_once, summarise, take_turns
+from minitri.benchmarks.baselines import prompt_lookup_peer, transformers_model, transformers_peer
 from minitri.settings import METHODS
 from tests.cascades import random_prompt, tiny_engine
 from tests.test_offloaded_cache import offloaded

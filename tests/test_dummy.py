@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minitri import bench, generate
-from minitri.dummy import (
+from minitri.benchmarks.synthetic import (
     SyntheticCoins,
     bytes_per_step,
     compare_dummies,
@@ -19,7 +19,7 @@ from minitri.dummy import (
     fill_cache,
 )  # fmt: skip
 from minitri.settings import GenerationConfig, SpeculationConfig
-from minitri.verification import Proposal
+from minitri.decoding.verification import Proposal
 from tests.conftest import CPU, new_cache, tiny_config
 from tests.test_offloaded_cache import offloaded
 

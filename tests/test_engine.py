@@ -12,8 +12,8 @@ import minitri
 from minitri import End, GenerationConfig, InputError, PrefillProgress, SamplingParams, SpeculationConfig, Token
 from minitri.engine import choose_dtype
 from minitri.generation import Row
-from minitri.sampling import probs_from_logits
-from minitri.stopping import StopScanner
+from minitri.decoding.sampling import probs_from_logits
+from minitri.decoding.stopping import StopScanner
 from tests.conftest import CPU, new_cache
 
 PROMPTS = [[5, 6, 7], list(range(10, 60)), [9], [4] * 20]

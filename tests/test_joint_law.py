@@ -13,8 +13,8 @@ import torch
 
 import minitri
 from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
-from minitri.sampling import probs_from_logits
-from minitri.tokenizer import Tokenizer, TokenizersBackend
+from minitri.decoding.sampling import probs_from_logits
+from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
 from tests.conftest import byte_level_tokenizer, new_cache, tiny_config, tiny_model
 
 V, PROMPT, NUM_TOKENS, NUM_SEEDS, ROWS = 5, [1, 3, 2, 0, 4, 1, 2], 3, 2000, 500

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minitri.linear import Linear, TiedHead, can_pack
+from minitri.model.linear import Linear, TiedHead, can_pack
 
 CPU = torch.device("cpu")
 NUM_ROWS = 200  # no multiple of the block

@@ -16,13 +16,13 @@ import torch
 from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig, Token, readers
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
-from minitri.cascade import Level
-from minitri.coins import IndependentCoins
-from minitri.drafters.model import DraftReader
+from minitri.decoding.cascade import Level
+from minitri.decoding.random_source import IndependentCoins
+from minitri.draft_runner import DraftReader
 from minitri.generation import Generation
-from minitri.reader import Reader
-from minitri.sampling import sample
-from minitri.verification import Verdict, verify
+from minitri.runner import Reader
+from minitri.decoding.sampling import sample
+from minitri.decoding.verification import Verdict, verify
 from tests.conftest import tiny_config, tiny_model
 from tests.exactness import PROMPT, Laws, law_of_steps, target_law, toy_cascade
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minitri.drafters.ngram import LONGEST, SHORTEST, NgramDrafter
-from minitri.stats import LevelStats
+from minitri.decoding.drafters.ngram import LONGEST, SHORTEST, NgramDrafter
+from minitri.decoding.stats import LevelStats
 from tests.conftest import CPU
 
 V = 30

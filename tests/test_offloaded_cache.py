@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitri.caches import offloaded as offloaded_module
 from minitri.caches.full import FullCache
-from minitri.caches.offloaded import RING, OffloadedFullCache, host_memory
-from minitri.caches.streams import NoStreams
+from minitri.gpu.offloaded_cache import RING, OffloadedFullCache, host_memory
+from minitri.gpu.streams import NoStreams
 from minitri.settings import METHODS, POLICIES
 from tests.cascades import WARM, Rig, near_copy, plain_tokens, random_prompt
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model

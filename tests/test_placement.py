@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from minitri import GenerationConfig, SpeculationConfig, plan
-from minitri.caches.offloaded import RING, OffloadedFullCache
-from minitri.config import MODELS
+from minitri.gpu.offloaded_cache import RING, OffloadedFullCache
+from minitri.model.config import MODELS
 from minitri.errors import InputError
-from minitri.placement import (
+from minitri.gpu.placement import (
     GIB,
     RESERVE,
     Machine,
@@ -24,7 +24,7 @@ from minitri.placement import (
 )
 from minitri.readers import Readers
 from minitri.settings import Plan
-from minitri.shapes import shape_of
+from minitri.loading.shapes import shape_of
 from tests.cascades import GREEDY
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig, generation
-from minitri.attention_cuda import Math
-from minitri.caches.offloaded import OffloadedFullCache
-from minitri.graphs import GraphPool
+from minitri.gpu.attention import Math
+from minitri.gpu.offloaded_cache import OffloadedFullCache
+from minitri.gpu.graphs import GraphPool
 from minitri.settings import METHODS, POLICIES
 from tests.cascades import random_prompt, tiny_engine
 from tests.conftest import CPU

@@ -9,7 +9,7 @@ import torch
 
 from minitri import sampling
 from minitri.errors import InputError
-from minitri.sampling import greedy_tokens, numbers_of, probs_from_logits, sample
+from minitri.decoding.sampling import greedy_tokens, numbers_of, probs_from_logits, sample
 from minitri.settings import SamplingParams
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from minitri import coins, reader, selftest
-from minitri.sampling import probs_from_logits
+from minitri.decoding.sampling import probs_from_logits
 from minitri.settings import SamplingParams
-from minitri.verification import Verdict, coupled_argmax, noise_key, verify
+from minitri.decoding.verification import Verdict, coupled_argmax, noise_key, verify
 
 
 @pytest.fixture

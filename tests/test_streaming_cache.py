@@ -9,7 +9,7 @@ import torch
 
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig, Token
 from minitri.caches.streaming import SLIDE
-from minitri.drafters.model import DraftReader
+from minitri.draft_runner import DraftReader
 from tests.cascades import Rig, fresh_read, near_copy, plain_tokens, random_prompt, tiny_engine
 from tests.conftest import tiny_config, tiny_model
 

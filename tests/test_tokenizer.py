@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
-from minitri.checkpoint import Folder
+from minitri.loading.checkpoint import Folder
 from minitri.errors import InputError
-from minitri.gguf_file import GgufFile
-from minitri.tokenizer import IncrementalDecoder, Tokenizer, TokenizersBackend, load_tokenizer
+from minitri.loading.gguf_file import GgufFile
+from minitri.loading.tokenizer import IncrementalDecoder, Tokenizer, TokenizersBackend, load_tokenizer
 from tests.conftest import SENTENCES, byte_level_tokenizer, edit_json, tiny_config
 from tests.gguf_writer import write_gguf, write_gguf_with_sentencepiece
 

@@ -11,8 +11,8 @@ import torch
 
 from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig, assembly
 from minitri.settings import Plan
-from minitri.stats import LevelStats
-from minitri.tuning import (
+from minitri.decoding.stats import LevelStats
+from minitri.decoding.autotuner import (
     BUDGET_POWER,
     CPU_COSTS,
     NUM_WARM_UP,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from minitri import InputError
-from minitri.drafters.model import check_vocabularies
-from minitri.tokenizer import Tokenizer
+from minitri.draft_runner import check_vocabularies
+from minitri.loading.tokenizer import Tokenizer
 
 
 class Spelling:

@@ -32,15 +32,15 @@ from torch import Tensor
 from minitri.caches import FullCache
 from minitri.caches.policies import make_policy
 from minitri.caches.retrieval import RetrievalCache
-from minitri.drafters.model import DraftReader
+from minitri.draft_runner import DraftReader
 from minitri.engine import Engine, load
 from minitri.errors import InputError
-from minitri.exits import clean_exits
-from minitri.flags import OneLineParser, add_model_flags, add_sampling_flags, add_size_flags, positive, speculation_of
+from minitri.cli.exits import clean_exits
+from minitri.cli.arguments import OneLineParser, add_model_flags, add_sampling_flags, add_size_flags, positive, speculation_of
 from minitri.generate import encode_prompt, read_prompt
-from minitri.model import Llama
-from minitri.reader import Reader, prefill
-from minitri.sampling import sample
+from minitri.model.llama import Llama
+from minitri.runner import Reader, prefill
+from minitri.decoding.sampling import sample
 from minitri.settings import POLICIES, SamplingParams, SpeculationConfig
 
 

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from minitri.caches import FullCache
-from minitri.checkpoint import read_json
+from minitri.loading.checkpoint import read_json
 from minitri.engine import Engine
 from minitri.errors import InputError
-from minitri.model import Llama
-from minitri.reader import read_block
-from minitri.sampling import probs_from_logits, sample
+from minitri.model.llama import Llama
+from minitri.runner import read_block
+from minitri.decoding.sampling import probs_from_logits, sample
 from minitri.settings import SamplingParams
 
 Array = np.ndarray[Any, Any]

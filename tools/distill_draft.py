@@ -35,17 +35,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from minitri.checkpoint import open_checkpoint, placements
-from minitri.config import ModelConfig, RopeConfig
+from minitri.loading.checkpoint import open_checkpoint, placements
+from minitri.model.config import ModelConfig, RopeConfig
 from minitri.engine import Engine, load
 from minitri.errors import InputError
-from minitri.exits import clean_exits
-from minitri.fetch import locate
-from minitri.flags import OneLineParser, add_model_flags, positive
+from minitri.cli.exits import clean_exits
+from minitri.loading.fetch import locate
+from minitri.cli.arguments import OneLineParser, add_model_flags, positive
 from minitri.generate import show_log
-from minitri.linear import Linear
-from minitri.model import Llama, sample_of_vocabulary
-from minitri.sampling import probs_from_logits
+from minitri.model.linear import Linear
+from minitri.model.llama import Llama, sample_of_vocabulary
+from minitri.decoding.sampling import probs_from_logits
 from minitri.settings import SamplingParams, SpeculationConfig
 
 LAWS = {

@@ -25,12 +25,12 @@ from typing import Any
 
 from minitri.engine import Engine, load
 from minitri.errors import InputError
-from minitri.exits import clean_exits
-from minitri.flags import OneLineParser, add_model_flags, add_size_flags, positive, speculation_of
+from minitri.cli.exits import clean_exits
+from minitri.cli.arguments import OneLineParser, add_model_flags, add_size_flags, positive, speculation_of
 from minitri.generate import read_prompt
 from minitri.generation import Token
 from minitri.settings import POLICIES, GenerationConfig, SpeculationConfig
-from minitri.tokenizer import Tokenizer
+from minitri.loading.tokenizer import Tokenizer
 
 HEAD = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nA special magic number is hidden "

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from minitri.attention import whole_strides
-from minitri.caches.base import write_block
-from minitri.config import ModelConfig
+from minitri.model.attention import whole_strides
+from minitri.model.cache import write_block
+from minitri.model.config import ModelConfig
 
 
 class FullCache:
@@ -29,10 +29,22 @@ class FullCache:
 
     @classmethod
     def allocate(
-        cls, config: ModelConfig, batch_size: int, capacity: int, *, dtype: torch.dtype, device: torch.device
+        cls,
+        config: ModelConfig,
+        batch_size: int,
+        capacity: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> FullCache:
         """An empty cache of `batch_size` rows with room for at least `capacity` tokens each."""
-        shape = (config.num_layers, batch_size, config.num_kv_heads, whole_strides(capacity), config.head_dim)
+        shape = (
+            config.num_layers,
+            batch_size,
+            config.num_kv_heads,
+            whole_strides(capacity),
+            config.head_dim,
+        )
         keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
         return cls(keys, values, [0] * batch_size)
 
@@ -87,12 +99,16 @@ class FullCache:
         slots_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         self._check_room(k_BTKD.shape[1])
-        return write_block(self.keys[layer], self.values[layer], k_BTKD, v_BTKD, self._lengths, slots_BT)
+        return write_block(
+            self.keys[layer], self.values[layer], k_BTKD, v_BTKD, self._lengths, slots_BT
+        )
 
     def _check_room(self, T: int) -> None:
         for b, start in enumerate(self._lengths):
             if start + T > self.capacity:
-                raise IndexError(f"row {b} holds {start} of {self.capacity} tokens; a block of {T} does not fit")
+                raise IndexError(
+                    f"row {b} holds {start} of {self.capacity} tokens; a block of {T} does not fit"
+                )
 
     def layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values (K, S, D) of row b, layer by layer; on the device, and good until the next is asked for."""
@@ -117,7 +133,9 @@ class FullCache:
         return FullCache(self.keys[:, b : b + 1], self.values[:, b : b + 1], [self._lengths[b]])
 
     def advance(self, counts: list[int]) -> None:
-        self._set_lengths([length + count for length, count in zip(self._lengths, counts, strict=True)])
+        self._set_lengths(
+            [length + count for length, count in zip(self._lengths, counts, strict=True)]
+        )
 
     def crop(self, num_tokens: list[int]) -> None:
         assert all(new <= old for new, old in zip(num_tokens, self._lengths, strict=True))

@@ -93,7 +93,9 @@ class ChunkRetrieval:
             self._means[:, b, :, done:upto] = keys_LKTD.unflatten(2, (upto - done, M)).mean(3)
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, keys_KSD: Tensor) -> Tensor:
-        scores_KN = attention_received(q_KRD, self._means[layer, b, :, : keys_KSD.shape[1] // self.unit])
+        scores_KN = attention_received(
+            q_KRD, self._means[layer, b, :, : keys_KSD.shape[1] // self.unit]
+        )
         scores_KN[:, 1:] = torch.maximum(scores_KN[:, 1:], NEIGHBOR * scores_KN[:, :-1])
         return scores_KN
 
@@ -151,10 +153,16 @@ class HeavyHitters:
             for first in range(0, T, QUERIES_AT_ONCE):
                 last = min(first + QUERIES_AT_ONCE, T)
                 seen = end - T + last  # keys up to the last of these queries
-                q_KGTD = queries_LTHD[layer, first:last].unflatten(1, (K, H // K)).permute(1, 2, 0, 3)
-                scores_KRS = (q_KGTD / math.sqrt(D)).reshape(K, -1, D) @ keys_KSD[:, :seen].transpose(1, 2)
+                q_KGTD = (
+                    queries_LTHD[layer, first:last].unflatten(1, (K, H // K)).permute(1, 2, 0, 3)
+                )
+                scores_KRS = (q_KGTD / math.sqrt(D)).reshape(K, -1, D) @ keys_KSD[
+                    :, :seen
+                ].transpose(1, 2)
                 scores_KGTS = scores_KRS.float().view(K, H // K, last - first, seen)
-                future = torch.ones(last - first, last - first, dtype=torch.bool, device=full.device).triu_(1)
+                future = torch.ones(
+                    last - first, last - first, dtype=torch.bool, device=full.device
+                ).triu_(1)
                 scores_KGTS[..., first - last :].masked_fill_(future, -math.inf)
                 self._received[layer, b, :, :seen] += scores_KGTS.softmax(-1).sum((1, 2))
 

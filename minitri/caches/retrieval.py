@@ -28,8 +28,8 @@ import time
 import torch
 from torch import Tensor
 
-from minitri.attention import whole_strides
-from minitri.caches.base import write_block
+from minitri.model.attention import whole_strides
+from minitri.model.cache import write_block
 from minitri.caches.full import FullCache
 from minitri.caches.policies import Policy
 from minitri.settings import SpeculationConfig
@@ -59,9 +59,13 @@ class RetrievalCache:
         self._settings = speculation
         self._most = min(max(*budgets, max_budget), self._whole)
         shape = (L, B, K, whole_strides(self._most + speculation.room), D)
-        self.keys, self.values = (torch.empty(shape, dtype=full.dtype, device=full.device) for _ in range(2))
+        self.keys, self.values = (
+            torch.empty(shape, dtype=full.dtype, device=full.device) for _ in range(2)
+        )
         window = (L, B, speculation.observation_window, num_heads, D)
-        self._queries = torch.empty(window, dtype=full.dtype, device=full.device)  # in turns, the oldest goes
+        self._queries = torch.empty(
+            window, dtype=full.dtype, device=full.device
+        )  # in turns, the oldest goes
         self.restart(budgets)
 
     def restart(self, budgets: list[int]) -> None:
@@ -78,7 +82,9 @@ class RetrievalCache:
         self._num_overwritten = [0] * B  # slots, since the cache was last chosen
         self._num_since_build = [0] * B
         self._moving_rate = [1.0] * B
-        self._is_chosen = [False] * B  # else the text is here in its order, but for where it has outgrown the budget
+        self._is_chosen = [
+            False
+        ] * B  # else the text is here in its order, but for where it has outgrown the budget
         self._num_visited = [0] * B  # tokens among which the last visit chose
         for b in range(B):
             self._start_over(b)
@@ -100,7 +106,9 @@ class RetrievalCache:
 
     @property
     def lengths(self) -> list[int]:
-        return [held + guessed for held, guessed in zip(self._num_held, self._num_guessed, strict=True)]
+        return [
+            held + guessed for held, guessed in zip(self._num_held, self._num_guessed, strict=True)
+        ]
 
     @property
     def num_tokens(self) -> list[int]:
@@ -118,14 +126,20 @@ class RetrievalCache:
         v_BTKD: Tensor,
         slots_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return write_block(self.keys[layer], self.values[layer], k_BTKD, v_BTKD, self.lengths, slots_BT)
+        return write_block(
+            self.keys[layer], self.values[layer], k_BTKD, v_BTKD, self.lengths, slots_BT
+        )
 
     def advance(self, counts: list[int]) -> None:
-        self._num_guessed = [guessed + count for guessed, count in zip(self._num_guessed, counts, strict=True)]
+        self._num_guessed = [
+            guessed + count for guessed, count in zip(self._num_guessed, counts, strict=True)
+        ]
 
     def crop(self, num_tokens: list[int]) -> None:
         for b, wanted in enumerate(num_tokens):
-            if wanted == 0 and self._num_committed[b]:  # else it only observes so far, and is to keep that
+            if (
+                wanted == 0 and self._num_committed[b]
+            ):  # else it only observes so far, and is to keep that
                 self._start_over(b)
             self._num_guessed[b] = wanted - self._num_committed[b]
             assert self._num_guessed[b] >= 0
@@ -144,15 +158,25 @@ class RetrievalCache:
         self._num_queries[b] = seen + T
         self._policy.observe(self._full, b, queries_LTHD, self._full.lengths[b])
 
-    def visit(self, queries_LBTHD: Tensor, layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
+    def visit(
+        self, queries_LBTHD: Tensor, layer: int, keys_BKSD: Tensor, values_BKSD: Tensor
+    ) -> None:
         """Chooses what is due of a layer, in a pass of the target. The queries are those of its block; K and V stand
         where they do in the full cache."""
         for b, end in enumerate(self._full.lengths):
             if self._is_due(b, end):
-                self._choose(layer, b, queries_LBTHD[layer, b, 0], keys_BKSD[b, :, :end], values_BKSD[b, :, :end])
+                self._choose(
+                    layer,
+                    b,
+                    queries_LBTHD[layer, b, 0],
+                    keys_BKSD[b, :, :end],
+                    values_BKSD[b, :, :end],
+                )
                 self._num_visited[b] = end
 
-    def commit(self, b: int, queries_LTHD: Tensor, *, was_rejected: bool, has_guessed: bool = True) -> None:
+    def commit(
+        self, b: int, queries_LTHD: Tensor, *, was_rejected: bool, has_guessed: bool = True
+    ) -> None:
         """Takes over what the full cache now holds of row b, and drops the block.
 
         The queries are those of the T latest tokens of the full cache, T at least 1, which `observe` has not seen and
@@ -166,14 +190,18 @@ class RetrievalCache:
             if self._num_visited[b] != known:
                 started = time.perf_counter()
                 for layer, (keys_KSD, values_KSD) in enumerate(self._full.layers(b)):
-                    self._choose(layer, b, queries_LTHD[layer, 0], keys_KSD[:, :known], values_KSD[:, :known])
+                    self._choose(
+                        layer, b, queries_LTHD[layer, 0], keys_KSD[:, :known], values_KSD[:, :known]
+                    )
                 self.rebuild_seconds += time.perf_counter() - started
             self.num_rebuilds += 1
             self._is_chosen[b] = True
             self.budgets[b] = self._next_budget(b, known)
             self._num_held[b], self._num_overwritten[b] = self.budgets[b], 0
             self._num_since_build[b], self._moving_rate[b] = 0, 1.0
-            self._num_committed[b] = known // self._policy.unit * self._policy.unit  # what is left of the last unit
+            self._num_committed[b] = (
+                known // self._policy.unit * self._policy.unit
+            )  # what is left of the last unit
         elif num_tested and has_guessed:
             rate = (end - known - 1) / num_tested
             self._moving_rate[b] = MEMORY * self._moving_rate[b] + (1 - MEMORY) * rate
@@ -196,7 +224,9 @@ class RetrievalCache:
     def _next_budget(self, b: int, num_tokens: int) -> int:
         return self._wanted[b] if num_tokens > self._wanted[b] else self.budgets[b]
 
-    def _choose(self, layer: int, b: int, query_HD: Tensor, keys_KSD: Tensor, values_KSD: Tensor) -> None:
+    def _choose(
+        self, layer: int, b: int, query_HD: Tensor, keys_KSD: Tensor, values_KSD: Tensor
+    ) -> None:
         """Fills the slots of a layer for a new query and those that have been observed, which it joins."""
         M, K, W = self._policy.unit, self.keys.shape[2], self._queries.shape[2]
         num_units, C = keys_KSD.shape[1] // M, self._next_budget(b, keys_KSD.shape[1]) // M
@@ -221,7 +251,9 @@ class RetrievalCache:
             is_free = self._num_held[b] < budget
             slot = self._num_held[b] if is_free else self._num_overwritten[b] % budget
             stop = min(end, start + budget - slot)
-            for small, exact in zip((self.keys, self.values), self._full.tokens(b, start, stop), strict=True):
+            for small, exact in zip(
+                (self.keys, self.values), self._full.tokens(b, start, stop), strict=True
+            ):
                 small[:, b, :, slot : slot + stop - start] = exact
             if is_free:
                 self._num_held[b] += stop - start
@@ -230,8 +262,12 @@ class RetrievalCache:
             start = stop
 
     def _start_over(self, b: int) -> None:
-        self._num_committed[b] = self._num_held[b] = self._num_queries[b] = self._num_since_build[b] = 0
-        self._num_overwritten[b] = self._settings.num_sink_tokens  # the sinks stay until it is chosen
+        self._num_committed[b] = self._num_held[b] = self._num_queries[b] = self._num_since_build[
+            b
+        ] = 0
+        self._num_overwritten[b] = (
+            self._settings.num_sink_tokens
+        )  # the sinks stay until it is chosen
         self._moving_rate[b] = 1.0
         self._is_chosen[b] = False
         self._num_visited[b] = 0

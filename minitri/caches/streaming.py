@@ -17,9 +17,9 @@ import copy
 import torch
 from torch import Tensor
 
-from minitri.caches.base import write_behind
-from minitri.config import ModelConfig
-from minitri.rope import Rope
+from minitri.model.cache import write_behind
+from minitri.model.config import ModelConfig
+from minitri.model.rope import Rope
 
 SLIDE = 32
 """Tokens by which the window may outgrow `num_recent_tokens` before it slides."""
@@ -47,7 +47,9 @@ class StreamingCache:
         self._room = room
         capacity = num_sink_tokens + num_recent_tokens + SLIDE + room
         shape = (config.num_layers, batch_size, config.num_kv_heads, capacity, config.head_dim)
-        self.raw_keys, self.keys, self.values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(3))
+        self.raw_keys, self.keys, self.values = (
+            torch.empty(shape, dtype=dtype, device=device) for _ in range(3)
+        )
         self._lengths = [0] * batch_size
         self._num_tokens = [0] * batch_size
 
@@ -69,15 +71,24 @@ class StreamingCache:
         return self._lengths
 
     def update(
-        self, layer: int, raw_BTKD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, slots_BT: Tensor | None = None
+        self,
+        layer: int,
+        raw_BTKD: Tensor,
+        k_BTKD: Tensor,
+        v_BTKD: Tensor,
+        slots_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         for slots, block in ((self.raw_keys, raw_BTKD), (self.keys, k_BTKD), (self.values, v_BTKD)):
             write_behind(slots[layer], block, self._lengths, slots_BT)
         return self.keys[layer], self.values[layer]
 
     def advance(self, counts: list[int]) -> None:
-        self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
-        self._num_tokens = [seen + count for seen, count in zip(self._num_tokens, counts, strict=True)]
+        self._lengths = [
+            length + count for length, count in zip(self._lengths, counts, strict=True)
+        ]
+        self._num_tokens = [
+            seen + count for seen, count in zip(self._num_tokens, counts, strict=True)
+        ]
 
     def crop(self, num_tokens: list[int]) -> None:
         for b, (seen, wanted) in enumerate(zip(self._num_tokens, num_tokens, strict=True)):
@@ -88,7 +99,9 @@ class StreamingCache:
     def empty_row(self, b: int) -> StreamingCache:
         """An empty cache of one row that shares memory with row b; hand back what was read with `hold`."""
         row = copy.copy(self)
-        row.raw_keys, row.keys, row.values = (slots[:, b : b + 1] for slots in (self.raw_keys, self.keys, self.values))
+        row.raw_keys, row.keys, row.values = (
+            slots[:, b : b + 1] for slots in (self.raw_keys, self.keys, self.values)
+        )
         row._lengths, row._num_tokens = [0], [0]
         return row
 
@@ -104,8 +117,12 @@ class StreamingCache:
                 continue
             sinks, kept = self.num_sink_tokens, self.num_sink_tokens + self.num_recent_tokens
             for slots in (self.raw_keys, self.values):
-                slots[:, b, :, sinks:kept] = slots[:, b, :, length - self.num_recent_tokens : length].clone()
+                slots[:, b, :, sinks:kept] = slots[
+                    :, b, :, length - self.num_recent_tokens : length
+                ].clone()
             positions = torch.arange(sinks, kept, device=self.keys.device).unsqueeze(0)
             moved_LTKD = self.raw_keys[:, b, :, sinks:kept].transpose(1, 2)
-            self.keys[:, b, :, sinks:kept] = self._rope.at(positions).rotate(moved_LTKD).transpose(1, 2)
+            self.keys[:, b, :, sinks:kept] = (
+                self._rope.at(positions).rotate(moved_LTKD).transpose(1, 2)
+            )
             self._lengths[b] = kept

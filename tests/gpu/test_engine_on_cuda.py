@@ -7,7 +7,7 @@ import torch
 
 import minitri
 from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
-from minitri.attention import attend, attend_math
+from minitri.model.attention import attend, attend_math
 from minitri.settings import METHODS, POLICIES
 from tests.test_attention import random_case
 

@@ -8,17 +8,17 @@ import warnings
 import pytest
 import torch
 
-from minitri.attention import attend_math
-from minitri.attention_cuda import BACKENDS, GpuAttention, choose_backend, make_backend, tolerance
+from minitri.model.attention import attend_math
+from minitri.gpu.attention import BACKENDS, GpuAttention, choose_backend, make_backend, tolerance
 from minitri.caches.full import FullCache
-from minitri.coins import IndependentCoins
+from minitri.decoding.random_source import IndependentCoins
 from minitri.errors import InputError
-from minitri.graphs import GraphPool
-from minitri.model import Llama
-from minitri.reader import Reader, forward, laws_of_block, make_block
-from minitri.sampling import probs_from_logits
+from minitri.gpu.graphs import GraphPool
+from minitri.model.llama import Llama
+from minitri.runner import Reader, forward, laws_of_block, make_block
+from minitri.decoding.sampling import probs_from_logits
 from minitri.settings import SamplingParams
-from minitri.verification import Proposal
+from minitri.decoding.verification import Proposal
 from tests.conftest import tiny_config
 from tests.test_attention import random_case
 

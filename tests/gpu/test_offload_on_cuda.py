@@ -8,7 +8,7 @@ import torch
 import minitri
 from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.caches.full import FullCache
-from minitri.caches.offloaded import OffloadedFullCache
+from minitri.gpu.offloaded_cache import OffloadedFullCache
 from minitri.errors import InputError
 from tests.conftest import tiny_config, write_hf_folder
 

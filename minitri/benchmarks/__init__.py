@@ -1,0 +1,1 @@
+"""What measures: methods against one another, other programs, made-up weights."""

@@ -1,0 +1,52 @@
+"""How fast this machine moves bytes: what benchmarks hold decoding against."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from minitri.gpu.offloaded_cache import host_memory
+from minitri.runner import synchronize
+
+REPEATS = 7
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes per second at which a large tensor is read."""
+    data = torch.ones(_num_bytes(device) // 4, device=device)
+    return _median_rate(data.sum, data.nbytes, device)
+
+
+def copy_bandwidth(device: torch.device, *, from_host: bool) -> float:
+    """Bytes per second of a copy: read and written on the device, or sent to it from the host."""
+    target = torch.empty(_num_bytes(device), dtype=torch.uint8, device=device)
+    source = (
+        host_memory(tuple(target.shape), torch.uint8, device)
+        if from_host
+        else torch.empty_like(target)
+    )
+    source.zero_()
+    moved = target.nbytes if from_host else 2 * target.nbytes
+    return _median_rate(lambda: target.copy_(source, non_blocking=True), moved, device)
+
+
+def _num_bytes(device: torch.device) -> int:
+    """Far beyond most caches, and on a GPU so many that starting a copy does not count, as far as there is room."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return min(1 << 31, free // 4)
+    return 1 << 28
+
+
+def _median_rate(move: Callable[[], object], num_bytes: int, device: torch.device) -> float:
+    rates = []
+    for _ in range(REPEATS):
+        synchronize(device)
+        started = time.perf_counter()
+        move()
+        synchronize(device)
+        rates.append(num_bytes / (time.perf_counter() - started))
+    return statistics.median(rates)

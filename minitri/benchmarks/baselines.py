@@ -1,0 +1,222 @@
+"""Other programs on the same weights and the same prompt, for `python -m minitri.bench --compare --peers`.
+
+`transformers`, plain and with its prompt lookup, and llama.cpp through `llama-cpp-python` for a GGUF model on a CPU
+(weights and KV cache as f16), as far as they are installed. All decode greedily, which costs them nothing, and favours
+prompt lookup. No other file of the package knows them, and they are imported only when they are asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import queue
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from minitri.loading.checkpoint import open_checkpoint
+from minitri.engine import Engine
+
+Peer = Callable[[list[int], int], Iterator[int]]
+"""Starts a continuation of a prompt by some number of tokens, one at a time; the first follows the prefill."""
+
+
+def find_peers(path: Path, engine: Engine) -> dict[str, Peer]:
+    """All peers that are installed and can run these weights."""
+    peers: dict[str, Peer] = {}
+    can_export = engine.config.rope.frequency_divisors is None  # which its configs have no word for
+    if can_export and importlib.util.find_spec("transformers") is not None:
+        model = transformers_model(path, engine)
+        peers["transformers"] = transformers_peer(model)
+        peers["transformers lookup"] = prompt_lookup_peer(model)
+    if (llama_cpp := llama_cpp_peer(path, engine)) is not None:
+        peers["llama.cpp f16"] = llama_cpp
+    return peers
+
+
+def transformers_model(path: Path, engine: Engine) -> Any:
+    """The engine's weights in `transformers`."""
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = AutoModelForCausalLM.from_pretrained(
+            export(path, engine, Path(folder)), dtype=engine.model.dtype
+        )
+    return model.to(engine.model.device).eval()
+
+
+def transformers_peer(model: Any) -> Peer:
+    """Plain decoding by its forward pass and its cache, without the overhead of its `generate`."""
+    from transformers import DynamicCache
+
+    def run(prompt: list[int], num_new: int) -> Iterator[int]:
+        cache, block = DynamicCache(config=model.config), prompt
+        for _ in range(num_new):
+            tokens = torch.tensor([block], device=model.device)
+            with torch.inference_mode():
+                logits = model(
+                    tokens, past_key_values=cache, use_cache=True, logits_to_keep=1
+                ).logits
+            block = [int(logits[0, -1].argmax())]
+            yield block[0]
+
+    return run
+
+
+class Valve:
+    """Lets the `generate` of `transformers`, in a thread of its own, make its next tokens only when they are wanted."""
+
+    def __init__(self) -> None:
+        self.made: queue.Queue[list[int] | Exception] = queue.Queue()
+        self.wanted = threading.Semaphore(0)
+        self.is_closed = False
+
+    def put(self, tokens: torch.Tensor) -> None:
+        """Called by `generate` with the prompt, and then with what every forward pass has added."""
+        self.made.put(tokens.flatten().tolist())
+        self.wanted.acquire()
+        if self.is_closed:
+            raise GeneratorExit
+
+    def end(self) -> None:
+        """Called by `generate` when it is done."""
+
+    def take(self) -> list[int]:
+        """The next tokens. Raises what `generate` has raised, `StopIteration` if it has returned."""
+        made = self.made.get()
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+
+def prompt_lookup_peer(model: Any) -> Peer:
+    """Speculation without a drafter by its `generate`: what followed the last words elsewhere in the text."""
+
+    def run(prompt: list[int], num_new: int) -> Iterator[int]:
+        valve = Valve()
+
+        def generate() -> None:
+            tokens = torch.tensor([prompt], device=model.device)
+            try:
+                model.generate(
+                    tokens, attention_mask=torch.ones_like(tokens), streamer=valve, max_new_tokens=num_new,
+                    min_new_tokens=num_new, do_sample=False, prompt_lookup_num_tokens=10, pad_token_id=0,
+                )  # fmt: skip
+                valve.made.put(StopIteration())
+            except GeneratorExit:
+                pass
+            except (
+                Exception
+            ) as error:  # which would otherwise end a thread unseen, and leave the caller waiting
+                valve.made.put(error)
+
+        threading.Thread(target=generate, name="prompt lookup", daemon=True).start()
+        try:
+            valve.take()  # the prompt
+            while True:
+                valve.wanted.release()
+                yield from valve.take()
+        except StopIteration:
+            return
+        finally:
+            valve.is_closed = True
+            valve.wanted.release()
+
+    return run
+
+
+def export(path: Path, engine: Engine, folder: Path) -> Path:
+    """The engine's model as a folder that `transformers` reads, RoPE scaling included."""
+    config, rope = engine.config, engine.config.rope
+    scaling = {
+        "rope_type": rope.kind,
+        "factor": rope.factor,
+        "original_max_position_embeddings": rope.original_context,
+    }
+    if rope.kind == "llama3":
+        scaling |= {
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+        }
+    if rope.kind == "yarn":
+        scaling |= {
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "truncate": rope.truncate,
+        }
+        scaling |= (
+            {} if rope.attention_factor is None else {"attention_factor": rope.attention_factor}
+        )
+    content = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size, "head_dim": config.head_dim,
+        "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
+        "vocab_size": config.vocab_size, "max_position_embeddings": config.context_length,
+        "rms_norm_eps": config.rms_norm_eps, "tie_word_embeddings": config.tie_word_embeddings,
+        "attention_bias": config.attention_bias, "rope_theta": rope.theta,
+        "rope_scaling": None if rope.kind == "default" else scaling,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(content))
+    weights = {
+        name: tensor.to(engine.model.dtype)
+        for name, tensor in open_checkpoint(path).tensors(config)
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def llama_cpp_peer(path: Path, engine: Engine) -> Peer | None:
+    """llama.cpp's own loop, or None where it is not installed or cannot run these weights."""
+    if path.suffix != ".gguf" or engine.model.device.type != "cpu":
+        return None
+    try:
+        import llama_cpp
+    except ImportError:
+        return None
+    rope, threads, options = engine.config.rope, torch.get_num_threads(), {}
+    if rope.kind == "yarn":
+        options = {
+            "rope_scaling_type": llama_cpp.LLAMA_ROPE_SCALING_TYPE_YARN,
+            "rope_freq_scale": 1 / rope.factor, "yarn_orig_ctx": rope.original_context,
+        }  # fmt: skip
+    weights = as_float16(path)
+
+    def run(prompt: list[int], num_new: int) -> Iterator[int]:
+        model = llama_cpp.Llama(
+            str(weights), n_ctx=len(prompt) + num_new, n_threads=threads, n_threads_batch=threads, n_batch=512,
+            verbose=False, type_k=llama_cpp.GGML_TYPE_F16, type_v=llama_cpp.GGML_TYPE_F16, **options,
+        )  # fmt: skip
+        yield from model.generate(prompt, temp=0.0, top_k=1, repeat_penalty=1.0)
+
+    return run
+
+
+def as_float16(path: Path) -> Path:
+    """The GGUF file with its matrices as f16, written once beside it."""
+    target = path.with_suffix(".f16.gguf")
+    if target.exists():
+        return target
+    import numpy as np
+    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, dequantize
+
+    reader, partial = GGUFReader(path), target.with_suffix(".partial")
+    writer = GGUFWriter(partial, "llama")
+    for key, stored in reader.fields.items():
+        if key.startswith("GGUF.") or key in ("general.architecture", "general.file_type"):
+            continue
+        element = stored.types[-1] if stored.types[0] == GGUFValueType.ARRAY else None
+        writer.add_key_value(key, stored.contents(), stored.types[0], sub_type=element)
+    for tensor in reader.tensors:
+        values = dequantize(tensor.data, tensor.tensor_type)
+        matrix = tensor.tensor_type != GGMLQuantizationType.F32
+        writer.add_tensor(tensor.name, values.astype(np.float16 if matrix else np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return partial.replace(target)

@@ -1,0 +1,1 @@
+"""What a CPU adds: attention kernels and packed weights."""

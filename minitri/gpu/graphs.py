@@ -1,0 +1,140 @@
+"""A computation of fixed shapes that is captured once as a CUDA graph and replayed: no launch, no allocation, no Python
+per kernel.
+
+`GraphedStep` wraps a function from a dataclass of tensors to a tensor and has its signature. Its inputs are copied into
+static buffers, the graph runs over these, and **what it returns is overwritten by the next call** of any step in the
+same pool: use it, or clone it. Whatever else the function reads or writes, weights and caches, must stay where it was
+at capture.
+
+On a CPU the same static buffers run eagerly: the twin, with which tests prove all but the graph itself. This file knows
+nothing of language models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from minitri.errors import InputError, shorten
+
+NUM_WARMUPS = 2
+"""Runs before the capture, in which libraries choose kernels and take their workspaces."""
+
+Inputs = TypeVar("Inputs")
+"""A dataclass of which every field is a tensor, at capture and later."""
+
+
+def graph_pool(device: torch.device, *, wanted: bool) -> GraphPool | None:
+    """A pool for the graphs of a run, on a GPU where they are wanted; None: every step runs eagerly."""
+    return GraphPool(device) if wanted and device.type == "cuda" else None
+
+
+def copy_from(static: Any, fresh: Any) -> None:
+    """Copies every tensor of a dataclass into those of another. Raises `ValueError` unless they are alike."""
+    for field in dataclasses.fields(static):
+        ours, theirs = getattr(static, field.name), getattr(fresh, field.name)
+        for what in ("shape", "dtype", "device"):
+            if getattr(ours, what) != getattr(theirs, what):
+                raise ValueError(
+                    f"{field.name} has {what} {getattr(theirs, what)}, but the step was captured with "
+                    f"{getattr(ours, what)}; capture another one for it"
+                )
+        ours.copy_(theirs, non_blocking=True)
+
+
+class GraphedStep(Generic[Inputs]):
+    """One phase, captured for inputs of one shape."""
+
+    def __init__(
+        self,
+        step: Callable[[Inputs], Tensor],
+        example: Inputs,
+        *,
+        pool: Any = None,
+        side: torch.cuda.Stream | None = None,
+    ) -> None:
+        """Runs `step` on a copy of `example` to warm up, and captures it, on the stream `side`. Graphs that share a
+        `pool` (`torch.cuda.graph_pool_handle()`) share memory, and must not run at the same time."""
+        copies = {
+            field.name: getattr(example, field.name).clone()
+            for field in dataclasses.fields(example)
+        }  # type: ignore[arg-type]
+        self._static: Inputs = dataclasses.replace(example, **copies)  # type: ignore[type-var]
+        self._step = step
+        self.capture_seconds = 0.0
+        self.num_bytes = 0
+        """Device memory that the capture took."""
+        self._graph: torch.cuda.CUDAGraph | None = None
+        device = next(iter(copies.values())).device
+        if device.type == "cuda":
+            assert side is not None
+            self._output = self._capture(device, pool, side)
+        else:
+            self._output = step(self._static).clone()
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        """What the step returns for these inputs, until the next call."""
+        copy_from(self._static, inputs)
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._output.copy_(self._step(self._static))
+        return self._output
+
+    def _capture(self, device: torch.device, pool: Any, side: torch.cuda.Stream) -> Tensor:
+        clear_workspaces()
+        torch.cuda.empty_cache()  # as the capture does, so that only its own memory is counted
+        started, reserved = time.perf_counter(), torch.cuda.memory_reserved(device)
+        current = torch.cuda.current_stream(device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for _ in range(NUM_WARMUPS):
+                self._step(self._static)
+        current.wait_stream(side)
+        clear_workspaces()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool, stream=side):
+            output = self._step(self._static)
+        clear_workspaces()
+        self.capture_seconds = time.perf_counter() - started
+        self.num_bytes = torch.cuda.memory_reserved(device) - reserved
+        return output
+
+
+def clear_workspaces() -> None:
+    """Has cuBLAS take its workspace anew. It keeps one per stream, for good: that of a capture is to lie in the graph's
+    own memory, and none is to stay behind for every stream that ever captured."""
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
+
+
+class GraphPool:
+    """Steps that are captured on one stream into one pool of memory, and what that cost."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.num_graphs = 0
+        self.capture_seconds = 0.0
+        """In this run."""
+        self.num_bytes = 0
+        on_gpu = device.type == "cuda"
+        self._pool: Any = torch.cuda.graph_pool_handle() if on_gpu else None
+        self._side = torch.cuda.Stream(device) if on_gpu else None
+
+    def capture(self, step: Callable[[Inputs], Tensor], example: Inputs) -> GraphedStep[Inputs]:
+        """A step captured for inputs like `example`. Raises `InputError` if it cannot be."""
+        try:
+            graphed = GraphedStep(step, example, pool=self._pool, side=self._side)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise InputError(
+                f"a CUDA graph could not be captured ({shorten(error, 90)}); use --no-cuda-graphs"
+            ) from None
+        self.num_graphs += 1
+        self.capture_seconds += graphed.capture_seconds
+        self.num_bytes += graphed.num_bytes
+        return graphed

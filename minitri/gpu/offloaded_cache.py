@@ -1,0 +1,332 @@
+"""The full cache in host memory, for texts whose KV does not fit on the device (TriForce, section 5.2).
+
+K and V of the first `on_chip` layers stay on the device. Those of the others live in page-locked host memory, and each
+visits one of two staging buffers for as long as it is attended to: while layer l computes, layer l + 1 is on its way,
+and once a pass is over, the first two set out for the next one. Only the tokens there are travel; what a pass adds is
+written back behind the computation. A ring of the latest tokens stays on the device for the small cache.
+
+Copies run on a stream of their own. Nothing ever waits for the whole device: order is kept by these events alone.
+
+    free     attention over a staging buffer has been queued       its next copy waits
+    ready    a layer has arrived in it                             the computation waits
+    written  the block's K and V stand behind the prefix           the write-back waits
+    stored   the write-back is done                                whoever reads host memory without staging waits
+
+It holds what `FullCache` holds, to the bit.
+
+Legend: L layers, B batch, S slots, K KV heads, D head dim, T new tokens, R ring.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from minitri.model.attention import whole_strides
+from minitri.model.cache import write_block
+from minitri.caches.full import FullCache
+from minitri.gpu.streams import CudaStreams, NoStreams, Streams
+from minitri.model.config import ModelConfig
+
+log = logging.getLogger("minitri")
+
+Visitor = Callable[[int, Tensor, Tensor], None]
+"""Takes a layer's number, and its keys and values (B, K, S, D)."""
+RING = 128
+"""Latest tokens of every row whose K and V stay on the device."""
+
+
+class StagingBuffer:
+    """A place on the device for K and V of one layer, (B, K, S, D) each."""
+
+    def __init__(
+        self, shape: tuple[int, ...], streams: Streams, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.keys, self.values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+        self.layer = -1
+        self.held = [0] * shape[0]
+        """Tokens of each row that are here."""
+        self.free, self.ready, self.written = (streams.event() for _ in range(3))
+        self.free.record()  # whatever used this memory before has been queued
+        for slots in (self.keys, self.values):
+            streams.share(slots)
+
+
+class Staging:
+    """What the rows of a cache share: two buffers, the copy stream, and the ring of the latest tokens."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int, int],
+        streams: Streams,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        L, B, K, S, D = shape
+        self.streams = streams
+        self.stored = streams.event()
+        self.buffers = [
+            StagingBuffer((B, K, S, D), streams, dtype=dtype, device=device)
+            for _ in range(min(L, 2))
+        ]
+        self.in_use: StagingBuffer | None = None
+        """The buffer that attention is reading or about to read."""
+        ring = (L, B, K, RING, D)
+        self.ring_keys, self.ring_values = (
+            torch.empty(ring, dtype=dtype, device=device) for _ in range(2)
+        )
+        self.ring_starts = [0] * B
+        """First token of each row that is in the ring."""
+
+    def release(self) -> None:
+        """Says that all attention over the buffer in use has been queued."""
+        if self.in_use is not None:
+            self.in_use.free.record()
+            self.in_use = None
+
+
+class OffloadedFullCache(FullCache):
+    """A full cache of which all but the first layers are in host memory; see `FullCache` for what it does."""
+
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        lengths: list[int],
+        host_keys: Tensor,
+        host_values: Tensor,
+        staging: Staging,
+    ) -> None:
+        """`keys` and `values` are the layers on the device, perhaps none, the host's are the others."""
+        super().__init__(keys, values, lengths)
+        self.host_keys, self.host_values = host_keys, host_values
+        self.visitor: Visitor | None = None
+        """Is shown every layer while it is on the device in a pass, before anything attends to it."""
+        self._staging = staging
+        self._rows = slice(0, len(lengths))
+
+    @classmethod
+    def allocate_offloaded(
+        cls,
+        config: ModelConfig,
+        batch_size: int,
+        capacity: int,
+        *,
+        on_chip: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        streams: Streams | None = None,
+    ) -> OffloadedFullCache:
+        """An empty cache that keeps `on_chip` layers on the device, fewer than there are."""
+        num_hosted = config.num_layers - on_chip
+        assert 0 < num_hosted <= config.num_layers
+        shape = (batch_size, config.num_kv_heads, whole_strides(capacity), config.head_dim)
+        if streams is None:
+            streams = CudaStreams(device) if device.type == "cuda" else NoStreams()
+        staging = Staging((num_hosted, *shape), streams, dtype=dtype, device=device)
+        keys, values = (torch.empty(on_chip, *shape, dtype=dtype, device=device) for _ in range(2))
+        host_keys, host_values = (
+            host_memory((num_hosted, *shape), dtype, device) for _ in range(2)
+        )
+        return cls(keys, values, [0] * batch_size, host_keys, host_values, staging)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        _, B, K, S, D = self.keys.shape
+        return self.on_chip + self.host_keys.shape[0], B, K, S, D
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes reserved for keys and values, on the device and in host memory; not those of the staging buffers."""
+        return 2 * (self.keys.numel() + self.host_keys.numel()) * self.keys.element_size()
+
+    def update(
+        self,
+        layer: int,
+        raw_BTKD: Tensor,
+        k_BTKD: Tensor,
+        v_BTKD: Tensor,
+        slots_BT: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        self._staging.release()
+        on_chip = layer < self.on_chip
+        shown = (super().update if on_chip else self._update_hosted)(
+            layer, raw_BTKD, k_BTKD, v_BTKD, slots_BT
+        )
+        if self.visitor is not None:
+            self.visitor(layer, *shown)
+        return shown
+
+    def _update_hosted(
+        self, layer: int, raw_BTKD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, slots_BT: Tensor | None  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self._check_room(k_BTKD.shape[1])
+        buffer, hosted = self._stage(layer), layer - self.on_chip
+        rows = self._rows
+        shown = write_block(
+            buffer.keys[rows], buffer.values[rows], k_BTKD, v_BTKD, self._lengths, slots_BT
+        )
+        self._note_latest(hosted, k_BTKD, v_BTKD)
+        buffer.written.record()
+        with self._staging.streams.copying():
+            buffer.written.wait()
+            for b, start in zip(
+                range(self._rows.start, self._rows.stop), self._lengths, strict=True
+            ):
+                new = slice(start, start + k_BTKD.shape[1])
+                copy_heads(self.host_keys[hosted, b, :, new], buffer.keys[b, :, new])
+                copy_heads(self.host_values[hosted, b, :, new], buffer.values[b, :, new])
+            self._staging.stored.record()
+        return shown
+
+    def layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(self.keys[:, b], self.values[:, b], strict=True)
+        row = self.row(b)  # so that no other row's KV travels
+        for layer in range(self.on_chip, self.shape[0]):
+            self._staging.release()
+            buffer = row._stage(layer)
+            yield buffer.keys[row._rows.start], buffer.values[row._rows.start]
+        self._set_out()
+
+    def tokens(self, b: int, start: int, end: int) -> tuple[Tensor, Tensor]:
+        near = super().tokens(b, start, end)
+        b += self._rows.start
+        if start >= self._staging.ring_starts[b]:
+            places = torch.arange(start, end, device=self.device) % RING
+            far = [
+                ring[:, b, :, places]
+                for ring in (self._staging.ring_keys, self._staging.ring_values)
+            ]
+        else:
+            self._staging.stored.wait()
+            far = [
+                self._read(host[:, b, :, start:end]) for host in (self.host_keys, self.host_values)
+            ]
+        keys, values = (torch.cat(pair) for pair in zip(near, far, strict=True))
+        return keys, values
+
+    def _read(self, host_LKTD: Tensor) -> Tensor:
+        read_LKTD = torch.empty(host_LKTD.shape, dtype=self.dtype, device=self.device)
+        for target_KTD, source_KTD in zip(read_LKTD, host_LKTD, strict=True):
+            copy_heads(target_KTD, source_KTD)
+        return read_LKTD
+
+    def adopt(self, whole: FullCache) -> None:
+        for mine, theirs in (
+            ((*self.keys, *self.host_keys), whole.keys), ((*self.values, *self.host_values), whole.values)
+        ):  # fmt: skip
+            for mine_BKSD, theirs_BKSD in zip(mine, theirs, strict=True):
+                for b, length in enumerate(
+                    whole.lengths
+                ):  # head by head, see `copy_heads`, and waiting for each
+                    for mine_SD, theirs_SD in zip(mine_BKSD[b], theirs_BKSD[b], strict=True):
+                        mine_SD[:length].copy_(theirs_SD[:length])
+        self._staging.ring_starts = list(whole.lengths)  # none of these tokens is in the ring
+        self.advance(whole.lengths)
+
+    def row(self, b: int) -> OffloadedFullCache:
+        row = copy.copy(self)
+        row.visitor = None
+        row._rows = slice(self._rows.start + b, self._rows.start + b + 1)
+        row.keys, row.values = self.keys[:, b : b + 1], self.values[:, b : b + 1]
+        row._lengths = [self._lengths[b]]
+        return row
+
+    def advance(self, counts: list[int]) -> None:
+        super().advance(counts)
+        self._set_out()
+
+    def _set_lengths(self, lengths: list[int]) -> None:
+        super()._set_lengths(lengths)
+        for b, length in zip(range(self._rows.start, self._rows.stop), lengths, strict=True):
+            for buffer in self._staging.buffers:
+                buffer.held[b] = min(buffer.held[b], length)
+
+    def _stage(self, layer: int) -> StagingBuffer:
+        """Has the computation wait for a layer, and the next one set out."""
+        buffer = self._fetch(layer)
+        if layer + 1 < self.shape[0]:
+            self._fetch(layer + 1)
+        buffer.ready.wait()
+        self._staging.in_use = buffer
+        return buffer
+
+    def _set_out(self) -> None:
+        """Sends the first layers on their way, for the next pass."""
+        self._staging.release()
+        for layer in range(self.on_chip, min(self.on_chip + 2, self.shape[0])):
+            self._fetch(layer)
+
+    def _fetch(self, layer: int) -> StagingBuffer:
+        """Queues the copy of what is missing of a layer in its staging buffer."""
+        hosted = layer - self.on_chip
+        buffer = self._staging.buffers[hosted % 2]
+        if buffer.layer != layer:
+            buffer.layer, buffer.held = layer, [0] * len(buffer.held)
+        with self._staging.streams.copying():
+            buffer.free.wait()
+            for b, length in zip(
+                range(self._rows.start, self._rows.stop), self._lengths, strict=True
+            ):
+                missing = slice(buffer.held[b], length)
+                copy_heads(buffer.keys[b, :, missing], self.host_keys[hosted, b, :, missing])
+                copy_heads(buffer.values[b, :, missing], self.host_values[hosted, b, :, missing])
+                buffer.held[b] = max(buffer.held[b], length)
+            buffer.ready.record()
+        return buffer
+
+    def _note_latest(self, hosted: int, k_BTKD: Tensor, v_BTKD: Tensor) -> None:
+        """Writes the block into the ring, at its positions modulo RING."""
+        staging, T = self._staging, k_BTKD.shape[1]
+        for row, start in enumerate(self._lengths):
+            b, first = self._rows.start + row, max(0, T - RING)
+            places = torch.arange(start + first, start + T, device=self.device) % RING
+            staging.ring_keys[hosted, b, :, places] = k_BTKD[row, first:].transpose(0, 1)
+            staging.ring_values[hosted, b, :, places] = v_BTKD[row, first:].transpose(0, 1)
+            if hosted == 0:
+                staging.ring_starts[b] = max(min(staging.ring_starts[b], start), start + T - RING)
+
+
+def copy_heads(target_KTD: Tensor, source_KTD: Tensor) -> None:
+    """Copies without waiting, head by head: a copy between host and device of what is not contiguous goes through a
+    contiguous clone."""
+    if target_KTD.shape[1]:
+        for target_TD, source_TD in zip(target_KTD, source_KTD, strict=True):
+            target_TD.copy_(source_TD, non_blocking=True)
+
+
+def host_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised host memory, page-locked if `device` is a GPU, so that copies run beside the computation.
+
+    It is registered rather than taken from PyTorch's pinned allocator, which rounds up to powers of two.
+    """
+    tensor = torch.empty(shape, dtype=dtype)
+    if device.type == "cuda":
+        runtime = torch.cuda.cudart()
+        error = runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+        if int(error) == 0:
+            weakref.finalize(tensor, unregister, tensor.data_ptr(), device)
+        else:
+            with contextlib.suppress(
+                RuntimeError
+            ):  # CUDA reports the error once more, to whoever comes next
+                torch.zeros(1, device=device)
+            log.warning(
+                "%.1f GB of host memory could not be page-locked (CUDA error %d), so the KV cache travels at a part "
+                "of the link's speed, while nothing computes; raise the limit on locked memory (ulimit -l)",
+                tensor.nbytes / 1e9, int(error),
+            )  # fmt: skip
+    return tensor
+
+
+def unregister(address: int, device: torch.device) -> None:
+    """Unlocks host memory that is about to be freed, once no copy can be under way any more."""
+    torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaHostUnregister(address)

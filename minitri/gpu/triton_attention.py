@@ -1,0 +1,158 @@
+"""Attention of a short block in one pass over K and V: the `triton` backend of `attention_cuda.py`.
+
+Decoding reads the whole KV cache for a few rows of queries, so what counts is that every byte is read once, by all
+multiprocessors, as fast as memory gives it (FlashDecoding). The query heads of a KV head and the tokens of the block
+are the rows of one small tile. Prefix and block are cut in pieces, each for a program of its own; a second kernel
+merges what they found. How long a row of the batch is, is read on the device, and pieces are shares of that, not of the
+room there is.
+
+Triton is the compiler for kernels that comes with PyTorch for GPUs. With `TRITON_INTERPRET=1` it runs the same code on
+a CPU, which is how the tests prove it.
+
+Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T, P pieces.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NUM_KEYS = 64
+"""Keys that a program reads at a time."""
+MAX_ROWS = 64
+"""Rows of queries that a program takes; for further ones K and V are read again."""
+MAX_PIECES = 128
+"""Into which a prefix is cut at most."""
+PROGRAMS_PER_PROCESSOR = 2
+"""That run at the same time on a multiprocessor, by the shared memory that their reading ahead takes."""
+
+RUNTIME = ["T", "G", "num_kv_heads", "num_pieces"]
+"""Numbers that vary from call to call: no kernel of its own is compiled for those that are 1 or a multiple of 16."""
+
+
+@triton.jit(do_not_specialize=RUNTIME)  # type: ignore[untyped-decorator]
+def attend_piece(  # type: ignore[no-untyped-def]
+    q, keys, values, lengths, outs, lses, scale, T, G, num_kv_heads, num_pieces, q_b, q_t, q_h, kv_b, kv_h, kv_s,
+    ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, D: tl.constexpr,
+) -> None:  # fmt: skip
+    """The output (R, D) and the log-sum-exp (R,), to base 2, of one KV head of one row of the batch over one piece of
+    its keys, by a running softmax: what has been summed up fades whenever a larger score turns up.
+
+    `scale` has a factor of log2(e), and `q_b` and the like are strides. Programs that share keys run side by side.
+    """
+    tile, piece, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    b, k = head // num_kv_heads, head % num_kv_heads
+    length = tl.load(lengths + b).to(tl.int32)
+    end = length + T
+    share = tl.cdiv(tl.cdiv(end, NUM_KEYS), num_pieces) * NUM_KEYS
+    first = piece * share
+    last = tl.minimum(first + share, end)
+
+    rows, dims = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
+    t = rows % T
+    is_row = rows < G * T
+    from_q = q + b * q_b + t * q_t + (k * G + rows // T) * q_h
+    tile_RD = tl.load(from_q[:, None] + dims[None, :], mask=is_row[:, None], other=0.0)
+    most = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out_RD = tl.zeros([ROWS, D], tl.float32)
+    from_kv = b * kv_b + k * kv_h
+    for start in range(first, last, NUM_KEYS):
+        slots = start + tl.arange(0, NUM_KEYS)
+        places = from_kv + slots[:, None] * kv_s + dims[None, :]
+        is_there = (slots < last)[:, None]
+        keys_SD = tl.load(keys + places, mask=is_there, other=0.0)
+        scores_RS = tl.dot(tile_RD, tl.trans(keys_SD), input_precision="ieee") * scale
+        sees = (slots[None, :] <= length + t[:, None]) & (slots[None, :] < last)
+        scores_RS = tl.where(sees, scores_RS, -float("inf"))
+        new_most = tl.maximum(most, tl.max(scores_RS, 1))
+        base = tl.where(
+            new_most == -float("inf"), 0.0, new_most
+        )  # of rows that have not seen a key yet
+        probs_RS = tl.exp2(scores_RS - base[:, None])
+        fading = tl.exp2(most - base)
+        total = total * fading + tl.sum(probs_RS, 1)
+        values_SD = tl.load(values + places, mask=is_there, other=0.0)
+        out_RD = out_RD * fading[:, None] + tl.dot(
+            probs_RS.to(values_SD.dtype), values_SD, input_precision="ieee"
+        )
+        most = new_most
+    saw_any = total > 0.0
+    out_RD = out_RD / tl.where(saw_any, total, 1.0)[:, None]
+    lse = tl.where(saw_any, most + tl.log2(tl.where(saw_any, total, 1.0)), -float("inf"))
+    place = (head * num_pieces + piece) * G * T + rows
+    tl.store(outs + place[:, None] * D + dims[None, :], out_RD, mask=is_row[:, None])
+    tl.store(lses + place, lse, mask=is_row)
+
+
+@triton.jit(do_not_specialize=RUNTIME)  # type: ignore[untyped-decorator]
+def merge_pieces(  # type: ignore[no-untyped-def]
+    outs, lses, out, T, G, num_kv_heads, num_pieces, PIECES: tl.constexpr, D: tl.constexpr
+) -> None:  # fmt: skip
+    """One row of one KV head: pieces weigh by their log-sum-exps. The row's own token has been seen, so one of them has
+    keys. `PIECES` is a power of two and at least `num_pieces`."""
+    head, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, k = head // num_kv_heads, head % num_kv_heads
+    pieces, dims = tl.arange(0, PIECES), tl.arange(0, D)
+    is_piece = pieces < num_pieces
+    places = (head * num_pieces + pieces) * G * T + row
+    lse = tl.load(lses + places, mask=is_piece, other=-float("inf"))
+    shares = tl.exp2(lse - tl.max(lse, 0))
+    pieces_PD = tl.load(
+        outs + places[:, None] * D + dims[None, :], mask=is_piece[:, None], other=0.0
+    )
+    merged_D = tl.sum(pieces_PD * shares[:, None], 0) / tl.sum(shares, 0)
+    place = (b * T + row % T) * num_kv_heads * G + k * G + row // T
+    tl.store(out + place * D + dims, merged_D)
+
+
+class TritonAttention:
+    """Prefix and block in one pass, for chains (causal blocks)."""
+
+    name = "triton"
+    only_chains = True
+
+    def __init__(self, *, num_processors: int) -> None:
+        self._num_processors = num_processors
+
+    def __call__(
+        self,
+        q_BTHD: Tensor,
+        keys_BKSD: Tensor,
+        values_BKSD: Tensor,
+        lengths_B: Tensor,
+        rule_TT: Tensor | None,
+    ) -> Tensor:
+        assert rule_TT is None
+        B, T, H, D = q_BTHD.shape
+        K = keys_BKSD.shape[1]
+        G = H // K
+        if D < 16 or D & (D - 1):
+            raise RuntimeError(f"it takes heads of 16, 32, 64, ... numbers, not of {D}")
+        assert keys_BKSD.stride() == values_BKSD.stride()
+        assert keys_BKSD.stride(3) == q_BTHD.stride(3) == 1
+        rows = min(MAX_ROWS, max(16, triton.next_power_of_2(G * T)))
+        num_tiles = triton.cdiv(G * T, rows)
+        P = min(
+            MAX_PIECES, max(1, PROGRAMS_PER_PROCESSOR * self._num_processors // (B * K * num_tiles))
+        )
+        settings: dict[str, Any] = {"dtype": torch.float32, "device": q_BTHD.device}
+        outs, lses = (
+            torch.empty(B, K, P, G * T, D, **settings),
+            torch.empty(B, K, P, G * T, **settings),
+        )
+        out_BTHD = torch.empty_like(q_BTHD, memory_format=torch.contiguous_format)
+        with torch.cuda.device_of(q_BTHD):  # else Triton would launch on the current one
+            attend_piece[num_tiles, P, B * K](
+                q_BTHD, keys_BKSD, values_BKSD, lengths_B, outs, lses, math.log2(math.e) / math.sqrt(D), T, G, K, P,
+                *q_BTHD.stride()[:3], *keys_BKSD.stride()[:3], ROWS=rows, NUM_KEYS=NUM_KEYS, D=D,
+            )  # fmt: skip
+            merge_pieces[B * K, G * T](
+                outs, lses, out_BTHD, T, G, K, P, PIECES=triton.next_power_of_2(P), D=D
+            )
+        return out_BTHD

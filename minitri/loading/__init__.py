@@ -1,0 +1,1 @@
+"""From files on disk or on the hub to a model and its tokenizer."""

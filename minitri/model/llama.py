@@ -1,0 +1,232 @@
+"""Llama, top down: the network and nothing else.
+
+The forward pass takes token ids, their positions and a cache, all explicit; the model keeps no state between calls and
+does not know which kind of cache it writes to. Parameter names are those of Hugging Face checkpoints, except that the
+q, k, v and the gate, up projections are fused into one matmul each. The LM head is a method of its own, so that it
+runs only on the rows whose logits somebody wants.
+
+Legend: B batch, T new tokens, E hidden size, K KV heads, H query heads, D head dim, V vocab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minitri.model.attention import attend
+from minitri.model.cache import Cache
+from minitri.model.config import ModelConfig
+from minitri.model.linear import Linear, TiedHead, TrimmedHead
+from minitri.model.rope import Rope, Rotary
+
+Attend = Callable[[Tensor, Tensor, Tensor, list[int], Tensor | None, Tensor | None], Tensor]
+"""The signature of `attention.attend`."""
+
+HAS_FUSED_NORM = hasattr(torch.ops.aten, "_fused_rms_norm")
+
+EMBEDDING_SAMPLE = 64
+"""Rows of the target's embedding table that a drafter without one keeps, to know its target again."""
+
+
+class Llama(nn.Module):
+    """A Llama of any size, MHA or GQA, tied or untied. Weights are uninitialised until a checkpoint fills them."""
+
+    embedding_sample: Tensor
+    """Of a drafter without embeddings: some rows of its target's, see `sample_of_vocabulary`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        target: Llama | None = None,
+    ) -> None:
+        """`target` lends its embedding table to a drafter that has none (`config.draft_of`)."""
+        super().__init__()
+        self.config = config
+        with torch.device(device):
+            self.layers = nn.ModuleList(Layer(config, dtype) for _ in range(config.num_layers))
+            self.norm = RMSNorm(config, dtype)
+            self.lm_head = make_head(config, dtype)
+            if target is None and not config.tie_word_embeddings:
+                self.embed_tokens = nn.Parameter(
+                    torch.empty(config.vocab_size, config.hidden_size, dtype=dtype), False
+                )
+            if config.head_size is not None:
+                sample = torch.empty(EMBEDDING_SAMPLE, config.hidden_size, dtype=dtype)
+                self.register_buffer("embedding_sample", sample)
+        self._lent_embedding = target.embed if target is not None else None
+        self.rope = Rope(config.rope, config.head_dim, device)
+        self.attend: Attend = attend
+        """How it attends; an engine on a GPU puts another function in its place."""
+        self.num_bytes = sum(weight.numel() * weight.element_size() for weight in self.parameters())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.weight.device
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        cache: Cache,
+        rule_TT: Tensor | None = None,
+        slots_BT: Tensor | None = None,
+        queries_LBTHD: Tensor | None = None,
+    ) -> Tensor:
+        """Final hidden states (B, T, E) of a block, whose K and V it writes into the cache behind each row's prefix.
+
+        `rule_TT` says which block tokens see which (None: causal); see `attention.py`. `slots_BT` are the slots right
+        behind the prefixes, so that lengths are read on the device; without them they are read on the host.
+        `queries_LBTHD`, if given, takes every layer's rotated queries, by which a retrieval cache is chosen: in its
+        first T tokens, or, if it has room for fewer, those of the last tokens of the block. Lengths of the cache are
+        left as they are; call `advance` with the number of tokens to keep.
+        """
+        x_BTE = self.embed(tokens_BT)
+        lengths_B = None if slots_BT is None else slots_BT[:, 0].contiguous()
+        shared = Pass(
+            self.rope.at(positions_BT),
+            cache,
+            rule_TT,
+            slots_BT,
+            lengths_B,
+            queries_LBTHD,
+            self.attend,
+        )
+        for number, layer in enumerate(self.layers):
+            x_BTE = layer(x_BTE, number, shared)
+        return self.norm(x_BTE)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Rows of the embedding table: (...) integers to (..., E)."""
+        if self._lent_embedding is not None:
+            return self._lent_embedding(tokens).to(self.dtype)
+        if isinstance(self.lm_head, TiedHead):
+            return self.lm_head.rows(tokens)
+        return F.embedding(tokens, self.embed_tokens)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """LM head: (..., E) to (..., V), float32."""
+        return self.lm_head(hidden).float()
+
+
+def sample_of_vocabulary(config: ModelConfig) -> Tensor:
+    """Tokens, spread over the vocabulary, by whose embeddings a drafter knows its target again."""
+    return torch.linspace(0, config.vocab_size - 1, EMBEDDING_SAMPLE).long()
+
+
+def make_head(config: ModelConfig, dtype: torch.dtype) -> Linear:
+    """The LM head: over the whole vocabulary, tied to the embeddings or not, or trimmed to its frequent part."""
+    if config.head_size is not None:
+        return TrimmedHead(config.hidden_size, config.head_size, config.vocab_size, dtype=dtype)
+    head = TiedHead if config.tie_word_embeddings else Linear
+    return head(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What all layers of one forward pass share."""
+
+    rotary: Rotary
+    cache: Cache
+    rule_TT: Tensor | None
+    slots_BT: Tensor | None
+    lengths_B: Tensor | None
+    queries_LBTHD: Tensor | None
+    attend: Attend
+
+
+class Layer(nn.Module):
+    """Pre-norm transformer block."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config, dtype)
+        self.self_attn = Attention(config, dtype)
+        self.post_attention_layernorm = RMSNorm(config, dtype)
+        self.mlp = MLP(config, dtype)
+
+    def forward(self, x_BTE: Tensor, layer: int, shared: Pass) -> Tensor:
+        x_BTE = x_BTE + self.self_attn(self.input_layernorm(x_BTE), layer, shared)
+        return x_BTE + self.mlp(self.post_attention_layernorm(x_BTE))
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with a fused q, k, v projection."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self.head_dim = config.head_dim
+        bias = config.attention_bias
+        self.qkv_proj = Linear(
+            config.hidden_size, sum(self.heads) * config.head_dim, bias=bias, dtype=dtype
+        )
+        self.o_proj = Linear(
+            config.num_heads * config.head_dim, config.hidden_size, bias=bias, dtype=dtype
+        )
+
+    def forward(self, x_BTE: Tensor, layer: int, shared: Pass) -> Tensor:
+        heads = self.qkv_proj(x_BTE).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
+        _, raw_BTKD, v_BTKD = heads.split(self.heads, dim=2)
+        q_BTHD, k_BTKD = shared.rotary.rotate(heads[:, :, : sum(self.heads[:2])]).split(
+            self.heads[:2], dim=2
+        )
+        # Before the cache is asked for the layer, which may be the time to use them.
+        if shared.queries_LBTHD is not None:
+            latest_BTHD = q_BTHD[:, -shared.queries_LBTHD.shape[2] :]
+            shared.queries_LBTHD[layer, :, : latest_BTHD.shape[1]] = latest_BTHD
+        cache = shared.cache
+        keys_BKSD, values_BKSD = cache.update(layer, raw_BTKD, k_BTKD, v_BTKD, shared.slots_BT)
+        out_BTHD = shared.attend(
+            q_BTHD, keys_BKSD, values_BKSD, cache.lengths, shared.rule_TT, shared.lengths_B
+        )
+        return self.o_proj(out_BTHD.flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU with a fused gate and up projection."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_up_proj = Linear(
+            config.hidden_size, 2 * config.intermediate_size, bias=False, dtype=dtype
+        )
+        self.down_proj = Linear(
+            config.intermediate_size, config.hidden_size, bias=False, dtype=dtype
+        )
+
+    def forward(self, x_BTE: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x_BTE).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in float32 or better.
+
+    The values x and -x together have mean 0 and variance mean(x^2), so it is the layer norm of both, of which PyTorch
+    has a fused kernel. On a block of few tokens, where every call counts, that is nearly twice as fast as `F.rms_norm`
+    on a CPU; on a GPU that is one kernel in newer versions of PyTorch.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(
+            torch.empty(config.hidden_size, dtype=dtype), requires_grad=False
+        )
+        self.eps = config.rms_norm_eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        E = x.shape[-1]
+        if x.is_cuda and HAS_FUSED_NORM:
+            return F.rms_norm(x, (E,), self.weight, self.eps)
+        return F.layer_norm(torch.cat((x, -x), -1), (2 * E,), eps=self.eps)[..., :E] * self.weight

@@ -1,0 +1,103 @@
+"""Rotary position embeddings: plain, linear, llama3 and YaRN.
+
+`Rope` turns positions into the cosines and sines of one block (`Rotary`), computed once per forward pass and shared by
+all layers: no table of the whole context is kept, which at a million tokens would cost half a gigabyte. Angles and
+rotation are float32 whatever the model's dtype. This file knows nothing of caches or attention.
+
+Legend: B batch, T new tokens, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minitri.model.config import RopeConfig
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Cosines and signed sines of one block of positions, each (B, T, 1, D) float32."""
+
+    cos: Tensor
+    signed_sin: Tensor
+
+    def rotate(self, x_BTHD: Tensor) -> Tensor:
+        """Rotates every head; same shape and dtype as the input.
+
+        Checkpoints in the Hugging Face layout pair dimension i with i + D/2, so swapping the halves and a sine that is
+        negative in the first half give x cos + (-x2, x1) sin.
+        """
+        x = x_BTHD.float()
+        return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.signed_sin).to(
+            x_BTHD.dtype
+        )
+
+
+class Rope:
+    """The rotary embedding of one model: its D/2 inverse frequencies and the scale of cos and sin."""
+
+    def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
+        frequencies, scale = rope_frequencies(config, head_dim)
+        self.frequencies = frequencies.to(device)  # (D/2,) float32
+        self.scale = scale
+
+    def at(self, positions_BT: Tensor) -> Rotary:
+        """The rotation of a block whose tokens stand at these absolute positions, (B, T) integers."""
+        angles = positions_BT[..., None, None].float() * self.frequencies  # (B, T, 1, D/2)
+        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
+        return Rotary(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+
+
+def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """Inverse frequencies (D/2,) in float32, radians per token, and the factor for cos and sin.
+
+    Sources: RoFormer (plain), kaiokendev's position interpolation (linear), Meta's Llama 3.1 release (llama3),
+    "YaRN: Efficient Context Window Extension" section 3 (yarn).
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    plain = 1.0 / (config.theta**exponents)
+    scale = 1.0
+    if config.kind == "linear":
+        plain = plain / config.factor
+    elif config.kind == "llama3":
+        plain = _llama3(plain, config)
+    elif config.kind == "yarn":
+        keep = _yarn_kept_share(config, head_dim)
+        plain = plain / config.factor * (1 - keep) + plain * keep
+        scale = config.attention_factor or (
+            0.1 * math.log(config.factor) + 1 if config.factor > 1 else 1.0
+        )
+    if config.frequency_divisors is not None:
+        plain = plain / torch.tensor(config.frequency_divisors, dtype=torch.float32)
+    return plain, scale
+
+
+def _llama3(plain: Tensor, config: RopeConfig) -> Tensor:
+    """Long waves are interpolated, short ones kept, those between blended by how often they turn in the context."""
+    assert config.original_context is not None
+    turns = config.original_context * plain / (2 * math.pi)
+    keep = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    keep = keep.clamp(0, 1)
+    return plain / config.factor * (1 - keep) + plain * keep
+
+
+def _yarn_kept_share(config: RopeConfig, head_dim: int) -> Tensor:
+    """Per frequency (D/2,): 1 where it is left alone, 0 where it is interpolated, a linear ramp between."""
+    assert config.original_context is not None
+
+    def dimension_turning(times: float) -> float:
+        ratio = config.original_context / (times * 2 * math.pi)  # type: ignore[operator]
+        return head_dim * math.log(ratio) / (2 * math.log(config.theta))
+
+    low, high = dimension_turning(config.beta_fast), dimension_turning(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)
+    return 1 - ramp.clamp(0, 1)
