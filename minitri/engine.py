@@ -18,14 +18,13 @@ from typing import Any
 
 import torch
 
-from minitri.gpu.attention import GpuAttention, choose_backend
 from minitri.loading.checkpoint import load_model, open_checkpoint
 from minitri.model.config import DEFAULT_MODEL, ModelConfig
+from minitri.devices import attention_for, attention_name, choose_device, choose_dtype
 from minitri.draft_runner import check_vocabularies
 from minitri.errors import InputError, shorten
 from minitri.loading.fetch import default_draft, locate
 from minitri.generation import Generation
-from minitri.model.linear import can_pack
 from minitri.model.llama import Llama
 from minitri.readers import Shelf
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
@@ -33,7 +32,6 @@ from minitri.loading.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("minitri")
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Prompt = str | Sequence[int]
 MAX_SEED = 2**32 - 1
 """PyTorch's generator on the CPU looks at no more bits."""
@@ -55,7 +53,7 @@ def load(
     for the methods that use one, or `ngram`, which looks the last words up in the text, or `auto`, the drafter that
     belongs to a named model, and n-grams where there is none or it cannot be had. `dtype` is float32,
     bfloat16, float16 or auto (bfloat16 where the device is fast at it). `device` is cpu, cuda, cuda:N or auto.
-    `attention` is the kernel for short blocks on a GPU, see `attention_cuda.py`.
+    `attention` is the kernel for short blocks on a GPU, see `gpu/attention.py`.
     `rope_scaling` such as `yarn:4` stretches the context. `progress` draws bars on standard error. Raises `InputError`.
     """
     target_device = choose_device(device)
@@ -99,76 +97,22 @@ def _load_one(
     if rope_scaling is not None:
         config = config.with_rope_scaling(rope_scaling)
     tokenizer = load_tokenizer(checkpoint, config) if config.draft_of is None else None
+    attend = attention_for(device, dtype, config, attention)
     network = load_model(
-        checkpoint, config, dtype=dtype, device=device, target=target, progress=progress
+        checkpoint,
+        config,
+        dtype=dtype,
+        device=device,
+        attend=attend,
+        target=target,
+        progress=progress,
     )
-    attend_on_device(network, attention)
     log.info(
         "%s on %s, %s, attention %s, context %d tokens, RoPE %s",
-        config.name, device, str(dtype).removeprefix("torch."), attention_name(network), config.context_length,
+        config.name, device, str(dtype).removeprefix("torch."), attention_name(attend), config.context_length,
         config.rope.describe(),
     )  # fmt: skip
     return network, tokenizer
-
-
-def attend_on_device(model: Llama, wanted: str) -> None:
-    """On a GPU, gives a model the attention for it. Raises `InputError` if that does not work there."""
-    if model.device.type == "cuda":
-        config = model.config
-        backend = choose_backend(
-            model.device, model.dtype, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim, wanted=wanted,
-        )  # fmt: skip
-        model.attend = GpuAttention(backend)
-    elif wanted != "auto":
-        raise InputError(
-            f"--attention {wanted} is for GPUs; leave it out on the {model.device.type}"
-        )
-
-
-def attention_name(model: Llama) -> str:
-    """The name of a model's attention, for the log and the statistics."""
-    return model.attend.backend.name if isinstance(model.attend, GpuAttention) else "cpu"
-
-
-def choose_device(name: str) -> torch.device:
-    """A device that is there, or an `InputError`."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InputError(f"device {name!r} is unknown; use cpu, cuda, cuda:N or auto") from None
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.type != "cuda":
-        raise InputError(f"device {name!r} is not supported; use cpu, cuda, cuda:N or auto")
-    if (device.index or 0) >= torch.cuda.device_count():
-        raise InputError(
-            f"device {name!r} is not there: this PyTorch sees {torch.cuda.device_count()} CUDA devices; "
-            "use --device cpu"
-        )
-    return device
-
-
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of a name; `auto` is bfloat16 where the device computes in it, else float16 on CUDA, float32 on CPU."""
-    if name == "auto":
-        if device.type == "cuda":
-            return (
-                torch.bfloat16
-                if torch.cuda.get_device_capability(device) >= (8, 0)
-                else torch.float16
-            )
-        return torch.bfloat16 if can_pack(torch.bfloat16, device) else torch.float32
-    if name not in DTYPES:
-        raise InputError(f"dtype {name!r} is unknown; use {', '.join(DTYPES)} or auto")
-    if device.type == "cpu" and name != "float32" and not can_pack(DTYPES[name], device):
-        log.warning(
-            "this CPU has no instructions for %s and is many times as fast in float32; leave --dtype out",
-            name,
-        )
-    return DTYPES[name]
 
 
 class Engine:

@@ -113,7 +113,7 @@ def plain_tokens(target: Llama, prompts: list[list[int]], **settings) -> list[li
 def near_copy(model: Llama, noise: float, *, seed: int = 1) -> Llama:
     """A drafter that says nearly what the model says."""
     generator = torch.Generator().manual_seed(seed)
-    copy = Llama(model.config, dtype=torch.float32, device=CPU).eval()
+    copy = Llama(model.config, dtype=torch.float32, device=CPU, attend=model.attend).eval()
     for ours, theirs in zip(copy.parameters(), model.parameters(), strict=True):
         ours.copy_(theirs + noise * torch.randn(theirs.shape, generator=generator))
     return copy

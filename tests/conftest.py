@@ -12,10 +12,11 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import minitri
-from minitri.caches import FullCache
+from minitri.caches.full import FullCache
 from minitri.model.config import ModelConfig
 from minitri.errors import InputError
 from minitri.loading.fetch import locate
+from minitri.cpu.attention import attend_cpu
 from minitri.model.llama import Llama
 
 if not torch.cuda.is_available():
@@ -82,7 +83,7 @@ def tiny_config(**changes) -> ModelConfig:
 
 def tiny_model(config: ModelConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Llama:
     generator = torch.Generator().manual_seed(seed)
-    model = Llama(config, dtype=dtype, device=CPU)
+    model = Llama(config, dtype=dtype, device=CPU, attend=attend_cpu)
     for parameter in model.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
     return model.eval()

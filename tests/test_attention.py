@@ -6,17 +6,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minitri import attention
-from minitri.model.attention import (
-    MATMUL_PREFIX,
-    PIECES,
-    SHORT_BLOCK,
-    SPLIT_PREFIX,
-    STRIDE,
-    attend,
-    attend_math,
-    merge_by_lse,
-)  # fmt: skip
+from minitri.cpu import attention
+from minitri.cpu.attention import MATMUL_PREFIX, PIECES, SHORT_BLOCK, SPLIT_PREFIX, attend_cpu
+from minitri.gpu.attention import attend_fused
+from minitri.model.attention import attend_math, merge_by_lse
+from minitri.model.cache import STRIDE
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +48,7 @@ def test_cpu_paths_equal_the_oracle(T, prefixes, heads, matmul_prefix, split_pre
     H, K = heads
     q, k, v, lengths = random_case(T, prefixes, H, K)
     exact = attend_math(q.double(), k.double(), v.double(), lengths)
-    for path in (attend, attend_math):
+    for path in (attend_cpu, attend_math):
         assert (path(q, k, v, lengths) - exact).abs().max() < 2e-6
 
 
@@ -68,14 +62,14 @@ def test_windows_of_many_kernel_blocks_equal_the_oracle(T, end, dtype, monkeypat
     for ends in ((end,), (end, end), (end, 1700)):
         q, k, v, lengths = random_case(T, [end - T for end in ends], dtype=dtype)
         exact = attend_math(q.double(), k.double(), v.double(), lengths)
-        assert (attend(q, k, v, lengths) - exact).abs().max() < (2e-6 if dtype == torch.float32 else 0.01)
+        assert (attend_cpu(q, k, v, lengths) - exact).abs().max() < (2e-6 if dtype == torch.float32 else 0.01)
 
 
 @pytest.mark.parametrize("T", BLOCKS)
 def test_the_gpu_call_equals_the_oracle(T):
     """Its CPU twin: the same call of PyTorch's fused attention, on this device."""
     q, k, v, lengths = random_case(T, (0, 33))
-    got = attention._by_row(attention._fused_row, q, k, v, lengths, None)
+    got = attend_fused(q, k, v, lengths)
     assert (got - attend_math(q, k, v, lengths)).abs().max() < 2e-6
 
 
@@ -88,9 +82,9 @@ def test_a_tree_rule_replaces_causality_inside_the_block_only(T, path, monkeypat
     if path != "fused":
         monkeypatch.setattr(attention, "MATMUL_PREFIX", 0 if "long" in path else MATMUL_PREFIX)
         monkeypatch.setattr(attention, "SPLIT_PREFIX", 0 if "pieces" in path else SPLIT_PREFIX)
-        got = attend(q, k, v, lengths, rule)
+        got = attend_cpu(q, k, v, lengths, rule)
     else:
-        got = attention._by_row(attention._fused_row, q, k, v, lengths, rule)
+        got = attend_fused(q, k, v, lengths, rule)
     assert (got - attend_math(q, k, v, lengths, rule)).abs().max() < 2e-6
     assert (got - attend_math(q, k, v, lengths)).abs().max() > 1e-3  # the rule does something
 
@@ -100,8 +94,8 @@ def test_rows_of_equal_length_are_read_together_and_give_what_they_give_alone(mo
         monkeypatch.setattr(attention, "MATMUL_PREFIX", matmul_prefix)
         for T in (1, 5, SHORT_BLOCK + 1):
             q, k, v, lengths = random_case(T, (90, 90, 90))
-            alone = [attend(q[b : b + 1], k[b : b + 1], v[b : b + 1], lengths[b : b + 1]) for b in range(3)]
-            assert (attend(q, k, v, lengths) - torch.cat(alone)).abs().max() < 1e-6
+            alone = [attend_cpu(q[b : b + 1], k[b : b + 1], v[b : b + 1], lengths[b : b + 1]) for b in range(3)]
+            assert (attend_cpu(q, k, v, lengths) - torch.cat(alone)).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("where", ["around", "above", "below"])
@@ -112,7 +106,7 @@ def test_scores_far_from_zero_neither_overflow_nor_vanish(where, monkeypatch):
         q *= 100
         if where != "around":  # every score of a query is some hundreds from 0 on the same side
             q, k = q.abs(), k.abs() if where == "above" else -k.abs()
-        got = attend(q, k, v, lengths).double()
+        got = attend_cpu(q, k, v, lengths).double()
         assert (got - attend_math(q.double(), k.double(), v.double(), lengths)).abs().mean() < bound
 
 
@@ -121,10 +115,10 @@ def test_float16_scores_are_never_materialised(monkeypatch):
     monkeypatch.setattr(attention, "MATMUL_PREFIX", 0)
     q, k, v, lengths = random_case(1, (150,), H=2, K=2, D=16, dtype=torch.float16)
     q[..., 0], k[..., 0] = 8, -8
-    got = attend(q, k, v, lengths).double()
+    got = attend_cpu(q, k, v, lengths).double()
     assert (got - attend_math(q.double(), k.double(), v.double(), lengths)).abs().max() < 2e-3
-    monkeypatch.setattr(attention, "_matmul_row", None)
-    attend(q, k, v, lengths)
+    monkeypatch.setattr(attention, "materialised_scores", None)
+    attend_cpu(q, k, v, lengths)
 
 
 class Shapes(TorchDispatchMode):
@@ -148,18 +142,18 @@ def test_decoding_meets_few_matmul_shapes(T, monkeypatch):
     q, k, v, _ = random_case(T, (700,))
     with Shapes() as first:
         for prefix in range(STRIDE, 5 * STRIDE):
-            attend(q, k, v, [prefix])
+            attend_cpu(q, k, v, [prefix])
     with Shapes() as later:
         for prefix in range(5 * STRIDE, 9 * STRIDE):
-            attend(q, k, v, [prefix])
+            attend_cpu(q, k, v, [prefix])
     assert len(later.matmuls - first.matmuls) <= 3 * 5  # three per STRIDE tokens, in place of two per token
 
 
 def test_a_chain_in_two_blocks_equals_one_block(monkeypatch):
     q, k, v, lengths = random_case(30, (50,))
-    whole = attend(q, k, v, lengths)
+    whole = attend_cpu(q, k, v, lengths)
     monkeypatch.setattr(attention, "MATMUL_PREFIX", 0)
-    halves = torch.cat((attend(q[:, :12], k, v, [50]), attend(q[:, 12:], k, v, [62])), 1)
+    halves = torch.cat((attend_cpu(q[:, :12], k, v, [50]), attend_cpu(q[:, 12:], k, v, [62])), 1)
     assert (whole - halves).abs().max() < 2e-6
 
 
@@ -168,7 +162,7 @@ def test_a_chain_in_two_blocks_equals_one_block(monkeypatch):
 def test_bfloat16_errors_stay_within_its_rounding(T, prefix):
     q, k, v, lengths = random_case(T, (prefix,), dtype=torch.bfloat16)
     exact = attend_math(q.double(), k.double(), v.double(), lengths)
-    assert (attend(q, k, v, lengths) - exact).abs().max() < 0.02
+    assert (attend_cpu(q, k, v, lengths) - exact).abs().max() < 0.02
 
 
 def test_merging_by_lse_survives_extreme_scores():

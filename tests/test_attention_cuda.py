@@ -5,25 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minitri import attention_cuda
-from minitri.model.attention import attend_math
+from minitri.gpu import attention as gpu_attention
+from minitri.model.attention import attend_math, fold, unfold
 from minitri.gpu.attention import (
-    LONGEST_BLOCK,
     SHORTEST_PIECE,
     FlashAttn,
     GpuAttention,
     Math,
     TorchFlash,
     choose_backend,
-    fold,
     largest_error,
-    unfold,
 )
 from minitri.errors import InputError
-from tests.conftest import CPU
+from minitri.settings import LONGEST_BLOCK
+from tests.conftest import CPU, tiny_config
 from tests.test_attention import random_case
 
-SETTINGS = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 16}
+CONFIG = tiny_config(num_heads=6, num_kv_heads=2, head_dim=16)
 
 
 def varlen_twin(q, k, v, begins_q, begins_k, counts_k, max_q, max_k, scale):
@@ -113,21 +111,21 @@ def test_the_first_backend_that_is_right_is_chosen(monkeypatch, caplog):
 
     made = {"flash-attn": FlashAttn, "triton": uncompiled, "math": Math}
     made["torch-flash"] = lambda: TorchFlash(nonsense, num_processors=4)
-    monkeypatch.setattr(attention_cuda, "make_backend", lambda name, device: made[name]())
+    monkeypatch.setattr(gpu_attention, "make_backend", lambda name, device: made[name]())
     caplog.set_level("INFO", "minitri")
-    assert choose_backend(CPU, torch.float32, **SETTINGS).name == "math"
+    assert choose_backend(CPU, torch.float32, CONFIG).name == "math"
     assert "flash-attn is not used" in caplog.text
     assert "triton is not used: range must be a power of 2" in caplog.text
     assert "torch-flash is not used: it is off by" in caplog.text
     with pytest.raises(InputError, match="--attention torch-flash fails on cpu in torch.float32 .it is off by"):
-        choose_backend(CPU, torch.float32, **SETTINGS, wanted="torch-flash")
+        choose_backend(CPU, torch.float32, CONFIG, wanted="torch-flash")
     made["math"] = FlashAttn
     with pytest.raises(InputError, match="no attention backend works on cpu"):
-        choose_backend(CPU, torch.float32, **SETTINGS)
+        choose_backend(CPU, torch.float32, CONFIG)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_right_backend_passes_its_check_in_every_dtype(dtype, monkeypatch):
-    monkeypatch.setattr(attention_cuda, "make_backend", lambda name, device: Math())
-    assert choose_backend(CPU, dtype, **SETTINGS, wanted="math").name == "math"
-    assert largest_error(Math(), CPU, torch.float32, 6, 2, 16, 3) < 1e-5
+    monkeypatch.setattr(gpu_attention, "make_backend", lambda name, device: Math())
+    assert choose_backend(CPU, dtype, CONFIG, wanted="math").name == "math"
+    assert largest_error(Math(), CPU, torch.float32, CONFIG, 3) < 1e-5

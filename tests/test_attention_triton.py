@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from minitri.model.attention import attend_math
-from minitri.gpu.attention import LONGEST_BLOCK, GpuAttention, largest_error, tolerance
+from minitri.gpu.attention import GpuAttention, largest_error, tolerance
+from minitri.settings import LONGEST_BLOCK
+from tests.conftest import tiny_config
 from tests.test_attention import random_case
 
 triton = pytest.importorskip("triton", reason="needs triton, which is made for Linux")
@@ -76,8 +78,9 @@ def test_a_part_of_a_cache_is_read_where_it_lies(rows):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_passes_the_test_of_every_boot(dtype):
     backend = TritonAttention(num_processors=9)
+    config = tiny_config(num_heads=3, num_kv_heads=1, head_dim=128)
     for T in (3, LONGEST_BLOCK):
-        assert largest_error(backend, DEVICE, dtype, 3, 1, 128, T) <= tolerance(dtype)
+        assert largest_error(backend, DEVICE, dtype, config, T) <= tolerance(dtype)
 
 
 def test_heads_of_odd_sizes_are_refused():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minitri.model.attention import STRIDE
+from minitri.model.cache import STRIDE
 from tests.conftest import new_cache, tiny_config, tiny_model
 
 CONFIG = tiny_config()
@@ -44,7 +44,7 @@ def test_crop_forgets_and_reset_forgets_everything():
     cache.crop([3])
     feed(model, fresh, [[1, 2, 3]])
     assert torch.allclose(feed(model, cache, [[7]]), feed(model, fresh, [[7]]), atol=1e-6)
-    cache.reset()
+    cache.reset(0)
     assert cache.lengths == [0]
 
 

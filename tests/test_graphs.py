@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from minitri import reader
-from minitri.gpu.attention import LONGEST_BLOCK, GpuAttention, Math, TorchFlash
+from minitri.gpu.attention import GpuAttention, Math, TorchFlash
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.errors import InputError
 from minitri.gpu.graphs import GraphedStep, GraphPool
-from minitri.settings import MAX_GAMMA, METHODS, SamplingParams, SpeculationConfig
+from minitri.settings import LONGEST_BLOCK, MAX_GAMMA, METHODS, SamplingParams, SpeculationConfig
 from tests.cascades import GREEDY, WARM, Rig, near_copy, random_prompt
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
 from tests.test_attention_cuda import varlen_twin

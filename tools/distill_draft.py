@@ -43,7 +43,6 @@ from minitri.cli.exits import clean_exits
 from minitri.loading.fetch import locate
 from minitri.cli.arguments import OneLineParser, add_model_flags, positive
 from minitri.generate import show_log
-from minitri.model.linear import Linear
 from minitri.model.llama import Llama, sample_of_vocabulary
 from minitri.decoding.sampling import probs_from_logits
 from minitri.settings import SamplingParams, SpeculationConfig
@@ -179,7 +178,7 @@ def start_from(engine: Engine, args: argparse.Namespace, head_ids: Tensor) -> Ll
     if min(layers) < 0 or max(layers) > last:
         raise InputError(f"--layers {args.layers} are not numbers from 0 to {last} with commas; write 0,1,{last}")
     config = draft_config(target.config, len(layers), len(head_ids), args.out.name)
-    draft = Llama(config, dtype=torch.float32, device=target.device, target=target)
+    draft = Llama(config, dtype=torch.float32, device=target.device, target=target, attend=target.attend)
     places = placements(draft)
     sources: dict[str, list[str]] = {"model.norm.weight": ["model.norm.weight"]}
     for ours, theirs in enumerate(layers):
@@ -258,7 +257,7 @@ def hidden(draft: Llama, tokens_BT: Tensor) -> Tensor:
 
 def known_logits(draft: Llama, hidden_states: Tensor) -> Tensor:
     """Logits (..., C) over the tokens of the trimmed head."""
-    return Linear.forward(draft.lm_head, hidden_states).float()
+    return draft.lm_head.linear(hidden_states).float()
 
 
 def distillation_loss(draft: Llama, windows: tuple[Tensor, Tensor, Tensor], num_sinks: int) -> Tensor:

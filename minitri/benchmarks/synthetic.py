@@ -28,12 +28,12 @@ from minitri.decoding.cascade import Cascade
 from minitri.decoding.random_source import Coins, IndependentCoins
 from minitri.benchmarks.compare import plotter
 from minitri.model.config import ModelConfig, unknown_model
-from minitri.engine import attend_on_device, attention_name, choose_device, choose_dtype
+from minitri.cpu.packed import can_pack, pack_linears
+from minitri.devices import attention_for, attention_name, choose_device, choose_dtype
 from minitri.errors import InputError
 from minitri.cli.arguments import draft_of, generation_of, positive, speculation_of, two_rates
 from minitri.generation import at_work
 from minitri.gpu.graphs import graph_pool
-from minitri.model.linear import can_pack, pack_linears
 from minitri.model.llama import Llama
 from minitri.gpu.placement import read_per_token
 from minitri.readers import Readers, allocate_full_cache
@@ -139,9 +139,12 @@ def fill(tensor: Tensor, scale: float, seed: int = 0) -> None:
         part.copy_(block[: part.numel()])
 
 
-def dummy_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Llama:
+def dummy_model(
+    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, attention: str = "auto"
+) -> Llama:
     """A model of random weights that keep activations in range."""
-    model = Llama(config, dtype=dtype, device=device)
+    attend = attention_for(device, dtype, config, attention)
+    model = Llama(config, dtype=dtype, device=device, attend=attend)
     for name, weight in model.named_parameters():
         if name.endswith("norm.weight"):
             weight.fill_(1)
@@ -301,11 +304,9 @@ def compare_dummies(
         config.name,
         acceptance,
     )
-    target = dummy_model(config, dtype=dtype, device=device)
-    draft = dummy_model(draft_config, dtype=dtype, device=device) if draft_config else None
-    for model in (target, draft):
-        if model is not None:
-            attend_on_device(model, attention)
+    settings: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention}
+    target = dummy_model(config, **settings)
+    draft = dummy_model(draft_config, **settings) if draft_config else None
     memory, link = copy_bandwidth(device, from_host=False), copy_bandwidth(device, from_host=True)
     rows = []
     for context in contexts:
@@ -339,7 +340,7 @@ def compare_dummies(
         "synthetic": True, "shape": config.name, "draft": draft_config.name if draft_config else "ngram",
         "acceptance": acceptance, "method": speculation.method, "plan": str(speculation.plans[0]),
         "dtype": str(dtype).removeprefix("torch."),
-        "device": str(device), "attention": attention_name(target), "copy_bytes_per_second": memory,
+        "device": str(device), "attention": attention_name(target.attend), "copy_bytes_per_second": memory,
         "host_copy_bytes_per_second": link, "rows": rows,
     }  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from minitri.gpu.attention import BACKENDS
 from minitri.model.config import DEFAULT_MODEL, MODELS
-from minitri.engine import DTYPES
+from minitri.devices import DTYPES
 from minitri.errors import InputError
 from minitri.loading.fetch import default_draft
 from minitri.settings import METHODS, POLICIES, GenerationConfig, SamplingParams, SpeculationConfig

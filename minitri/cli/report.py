@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from minitri.engine import Engine, attention_name
+from minitri.devices import attention_name
+from minitri.engine import Engine
 from minitri.generation import Generation
 from minitri.decoding.stats import LevelStats, Stats
 
@@ -54,7 +55,7 @@ def summary(engine: Engine, run: Generation) -> str:
     if stats.graphs is not None:
         lines.append(
             f"graphs   {stats.graphs.num_graphs} captured in {stats.graphs.capture_seconds:.2f} s, "
-            f"{stats.graphs.num_bytes / 1e6:.0f} MB; attention {attention_name(engine.model)}"
+            f"{stats.graphs.num_bytes / 1e6:.0f} MB; attention {attention_name(engine.model.attend)}"
         )
     weights = engine.model.num_bytes + (engine.draft.num_bytes if engine.draft else 0)
     lines.append(
@@ -122,7 +123,7 @@ def report(
         "temperature": args.temperature,
         "dtype": str(engine.model.dtype).removeprefix("torch."),
         "device": str(engine.model.device),
-        "attention": attention_name(engine.model),
+        "attention": attention_name(engine.model.attend),
         "num_cuda_graphs": stats.graphs.num_graphs if stats.graphs else 0,
         "prefill_seconds": stats.prefill_seconds,
         "decode_seconds": stats.decode_seconds,

@@ -1,18 +1,20 @@
-"""Attention of short blocks on a GPU: how long each row is stands in a tensor that only kernels read, so that the host
-never waits, shapes never change, and a CUDA graph can replay it.
+"""Attention on a GPU. For short blocks row lengths are read on the device, so the host never waits,
+shapes never change, and a CUDA graph can replay it.
 
-There are four backends; `choose_backend` takes the first that is there and agrees with the oracle on this very device:
+`GpuAttention` takes short blocks to one of four backends. `choose_backend` tries them in this order
+and takes the first that is there and agrees with the oracle on this very device:
 
-- `flash-attn`: `flash_attn_with_kvcache`, one kernel over prefix and block, for chains (causal blocks);
-- `triton`: our own kernel of that kind, see `attention_triton.py`;
-- `torch-flash`: PyTorch's own FlashAttention-2 for packed sequences. It does not cut a sequence, and a few query rows
-  of a few KV heads would leave most of a GPU idle, so the prefix is presented as several sequences of the same row;
-  the block comes apart, and all is merged by log-sum-exp;
-- `math`: plain formulas over all slots with a mask, for dtypes and GPUs without the others.
+- `flash-attn`: `flash_attn_with_kvcache`, one kernel over prefix and block, for causal blocks;
+- `triton`: our own kernel of that kind, see `triton_attention.py`;
+- `torch-flash`: PyTorch's FlashAttention-2 for packed sequences. It does not split a sequence, and
+  few rows of queries would leave most of a GPU idle, so the prefix is presented as several
+  sequences; the block is computed apart, and all is merged by log-sum-exp;
+- `math`: plain formulas over all slots with a mask, for number types and GPUs without the others.
 
-Longer blocks, which only a prefill has, are left to `attention.attend`.
+Longer blocks, which only a prefill has, go to `attend_fused` by their lengths on the host.
 
-Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T, P pieces.
+Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T,
+P pieces.
 """
 
 from __future__ import annotations
@@ -23,32 +25,36 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from minitri.model.attention import attend, attend_math, block_rule
 from minitri.errors import InputError, shorten
-from minitri.settings import MAX_GAMMA
+from minitri.model.attention import attend_math, block_rule, fold, row_by_row, unfold
+from minitri.model.config import ModelConfig
+from minitri.settings import LONGEST_BLOCK
 
 log = logging.getLogger("minitri")
 
-LONGEST_BLOCK = 1 + 2 * MAX_GAMMA
-"""Longest block, in tokens, that comes with lengths on the device."""
+BACKENDS = ("flash-attn", "triton", "torch-flash", "math")
+
 SHORTEST_PIECE = 256
-"""Slots below which cutting a prefix further does not pay."""
+"""Slots per piece of a prefix, at least; shorter pieces gain no speed."""
 
 Varlen = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float], tuple[Tensor, Tensor]
 ]
-"""Attention, without any mask, of N packed sequences: queries (N q, K, D), keys and values (tokens, K, D), where each
-sequence's queries and keys begin (N + 1,), how many keys of each count (N,), the longest of both, and the scale.
-Returns (N q, K, D) and the log-sum-exps (K, N q), which mean nothing for sequences without keys."""
+"""Attention, without any mask, of N packed sequences with q queries each.
+
+Takes queries (N q, K, D), keys and values (tokens, K, D), where each sequence's queries and keys
+begin (N + 1,), how many keys of each count (N,), the longest of both, and the scale. Returns
+(N q, K, D) and the log-sum-exps (K, N q), which mean nothing for sequences without keys."""
 
 
 class Backend(Protocol):
-    """A way to compute it. The contract is `attention.attend`'s, with lengths (B,) of the prefixes on the device."""
+    """A way to compute short blocks: `model.attention.Attend`, but lengths are on the device."""
 
     name: str
-    only_chains: bool
+    only_causal: bool
     """Whether it takes no rule but the causal one."""
 
     def __call__(
@@ -62,7 +68,7 @@ class Backend(Protocol):
 
 
 class GpuAttention:
-    """`attention.attend` for a model on a GPU: short blocks by a backend, others by their lengths on the host."""
+    """The `Attend` of a model on a GPU: a backend for short blocks, `attend_fused` for others."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -77,16 +83,44 @@ class GpuAttention:
         lengths_B: Tensor | None = None,
     ) -> Tensor:
         if lengths_B is None:
-            return attend(q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT)
-        backend = Math() if rule_TT is not None and self.backend.only_chains else self.backend
+            return attend_fused(q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT)
+        backend = Math() if rule_TT is not None and self.backend.only_causal else self.backend
         return backend(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
+
+
+def attend_fused(
+    q_BTHD: Tensor,
+    keys_BKSD: Tensor,
+    values_BKSD: Tensor,
+    prefix_lengths: list[int],
+    rule_TT: Tensor | None = None,
+    lengths_B: Tensor | None = None,  # noqa: ARG001 (part of the contract)
+) -> Tensor:
+    """PyTorch's fused attention, one kernel over prefix and block, by lengths on the host."""
+    if min(prefix_lengths) < max(prefix_lengths):
+        return row_by_row(attend_fused, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT)
+    T, end = q_BTHD.shape[1], prefix_lengths[0] + q_BTHD.shape[1]
+    mask = None
+    if rule_TT is not None:
+        mask = torch.ones(T, end, dtype=torch.bool, device=q_BTHD.device)
+        mask[:, end - T :] = rule_TT
+    elif T > 1:
+        from torch.nn.attention.bias import causal_lower_right  # here: the import takes seconds
+
+        mask = causal_lower_right(T, end)
+    q_BHTD, is_grouped = q_BTHD.transpose(1, 2), q_BTHD.shape[2] > keys_BKSD.shape[1]
+    k_BKSD, v_BKSD = keys_BKSD[:, :, :end], values_BKSD[:, :, :end]
+    out_BHTD = F.scaled_dot_product_attention(
+        q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, enable_gqa=is_grouped
+    )
+    return out_BHTD.transpose(1, 2)
 
 
 class Math:
     """All slots, masked, in float32 or better."""
 
     name = "math"
-    only_chains = False
+    only_causal = False
 
     def __call__(
         self,
@@ -100,26 +134,25 @@ class Math:
         K, S = keys_BKSD.shape[1:3]
         exact = torch.promote_types(q_BTHD.dtype, torch.float32)
         q_BKRD = fold(q_BTHD, K).to(exact) / math.sqrt(D)
-        # Key s of row b is in the block if 0 <= s - length < T; what stands behind may be anything, NaN too.
+        # Slot s of row b is in the block if 0 <= s - length < T; behind it may be anything, NaN too.
         offsets_BS = torch.arange(S, device=q_BTHD.device) - lengths_B.unsqueeze(1)
         rule = block_rule(T, rule_TT, q_BTHD.device)
         in_block_BTS = rule.t()[offsets_BS.clamp(0, T - 1)].transpose(1, 2)
-        sees_BTS = torch.where(
-            (offsets_BS < 0).unsqueeze(1), True, in_block_BTS & (offsets_BS < T).unsqueeze(1)
-        )
-        there_BS = (offsets_BS < T)[:, None, :, None]
-        scores_BKRS = q_BKRD @ keys_BKSD.to(exact).masked_fill(~there_BS, 0).transpose(2, 3)
+        in_prefix_B1S, is_valid_B1S = (offsets_BS < 0)[:, None], (offsets_BS < T)[:, None]
+        sees_BTS = torch.where(in_prefix_B1S, True, in_block_BTS & is_valid_B1S)
+        invalid_B1S1 = ~is_valid_B1S.unsqueeze(3)
+        scores_BKRS = q_BKRD @ keys_BKSD.to(exact).masked_fill(invalid_B1S1, 0).transpose(2, 3)
         unseen_BKRS = ~sees_BTS[:, None, None].expand(B, K, H // K, T, S).flatten(2, 3)
         probs_BKRS = scores_BKRS.masked_fill(unseen_BKRS, -math.inf).softmax(-1)
-        out_BKRD = probs_BKRS @ values_BKSD.to(exact).masked_fill(~there_BS, 0)
+        out_BKRD = probs_BKRS @ values_BKSD.to(exact).masked_fill(invalid_B1S1, 0)
         return unfold(out_BKRD, T).to(q_BTHD.dtype)
 
 
 class TorchFlash:
-    """The prefix in pieces, each a sequence of its own to a kernel for packed sequences; the block apart."""
+    """The prefix in pieces, by a kernel for packed sequences; the block apart."""
 
     name = "torch-flash"
-    only_chains = False
+    only_causal = False
 
     def __init__(self, kernel: Varlen, *, num_processors: int) -> None:
         self._kernel = kernel
@@ -138,43 +171,40 @@ class TorchFlash:
         outs, lses = self._prefix(q_BKRD, keys_BKSD, values_BKSD, lengths_B)
         block, block_lse = self._block(q_BKRD, keys_BKSD, values_BKSD, lengths_B, T, rule_TT)
         shares_PBKR = torch.cat((lses, block_lse.unsqueeze(0))).softmax(0)
-        out_BKRD = (torch.cat((outs.float(), block.unsqueeze(0))) * shares_PBKR.unsqueeze(-1)).sum(
-            0
-        )
+        all_PBKRD = torch.cat((outs.float(), block.unsqueeze(0)))
+        out_BKRD = (all_PBKRD * shares_PBKR.unsqueeze(-1)).sum(0)
         return unfold(out_BKRD, T).to(q_BTHD.dtype)
 
     def _prefix(
         self, q_BKRD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, lengths_B: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Outputs (P, B, K, R, D) and log-sum-exps (P, B, K, R) of the pieces; those that are empty weigh nothing."""
+        """Outputs (P, B, K, R, D) and log-sum-exps (P, B, K, R); empty pieces weigh 0."""
         B, K, R, D = q_BKRD.shape
         S, device = keys_BKSD.shape[2], q_BKRD.device
         wanted = -(-2 * self._num_processors // (B * K))
         P = max(1, min(wanted, S // SHORTEST_PIECE))
         size = -(-S // P)
-        # A token of row b and head k lies at b * row + k * head + s * D: as packed tokens, row b begins at b * row / D.
+        # Slot s of row b and head k lies at b * row + k * head + s * token. Read as packed tokens,
+        # row b begins at b * row / token.
         row, head, token, _ = keys_BKSD.stride()
         assert keys_BKSD.stride() == values_BKSD.stride()
         assert row % token == 0
-        k, v = (
-            slots_BKSD.as_strided(((B - 1) * (row // token) + S, K, D), (token, head, 1))
-            for slots_BKSD in (keys_BKSD, values_BKSD)
-        )
+        packed_shape = ((B - 1) * (row // token) + S, K, D)
+        k, v = (x.as_strided(packed_shape, (token, head, 1)) for x in (keys_BKSD, values_BKSD))
         firsts_P1 = torch.arange(P, device=device).unsqueeze(1) * size
         begins_PB = firsts_P1 + torch.arange(B, device=device) * (row // token)
-        counts_PB = (lengths_B - firsts_P1).clamp(0, size)
-        q_QKD = q_BKRD.transpose(1, 2).expand(P, B, R, K, D).reshape(P * B * R, K, D)
-        num = torch.arange(P * B + 1, device=device, dtype=torch.int32)
         begins_N = torch.cat((begins_PB.flatten(), begins_PB[-1:, -1] + size)).int()
+        counts_PB = (lengths_B - firsts_P1).clamp(0, size)
+        num = torch.arange(P * B + 1, device=device, dtype=torch.int32)
+        q_QKD = q_BKRD.transpose(1, 2).expand(P, B, R, K, D).reshape(P * B * R, K, D)
         out_QKD, lse_KQ = self._kernel(
             q_QKD, k, v, num * R, begins_N, counts_PB.flatten().int(), R, size, 1 / math.sqrt(D)
-        )  # fmt: skip
-        empty_PB11 = (counts_PB == 0)[:, :, None, None]
+        )
+        is_empty_PB11 = (counts_PB == 0)[:, :, None, None]
         outs = out_QKD.view(P, B, R, K, D).transpose(2, 3)
         lses = lse_KQ.view(K, P, B, R).permute(1, 2, 0, 3)
-        return outs.masked_fill(empty_PB11.unsqueeze(-1), 0), lses.masked_fill(
-            empty_PB11, -math.inf
-        )
+        outs = outs.masked_fill(is_empty_PB11.unsqueeze(-1), 0)
+        return outs, lses.masked_fill(is_empty_PB11, -math.inf)
 
     @staticmethod
     def _block(
@@ -200,7 +230,7 @@ class FlashAttn:
     """The flash-attn package."""
 
     name = "flash-attn"
-    only_chains = True
+    only_causal = True
 
     def __init__(self) -> None:
         from flash_attn import flash_attn_with_kvcache
@@ -217,46 +247,27 @@ class FlashAttn:
     ) -> Tensor:
         assert rule_TT is None
         ends_B = (lengths_B + q_BTHD.shape[1]).int()
-        keys_BSKD, values_BSKD = keys_BKSD.transpose(1, 2), values_BKSD.transpose(1, 2)
-        out: Tensor = self._kernel(
-            q_BTHD, keys_BSKD, values_BSKD, cache_seqlens=ends_B, causal=True
-        )
+        k_BSKD, v_BSKD = keys_BKSD.transpose(1, 2), values_BKSD.transpose(1, 2)
+        out: Tensor = self._kernel(q_BTHD, k_BSKD, v_BSKD, cache_seqlens=ends_B, causal=True)
         return out
 
 
-def fold(q_BTHD: Tensor, num_kv_heads: int) -> Tensor:
-    """The query heads of a group as further rows: (B, K, G T, D)."""
-    return q_BTHD.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-
-
-def unfold(out_BKRD: Tensor, T: int) -> Tensor:
-    """Undoes `fold`: (B, T, H, D)."""
-    return out_BKRD.unflatten(2, (-1, T)).permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-
 def torch_varlen(
-    q_QKD: Tensor, k: Tensor, v: Tensor, begins_q: Tensor, begins_k: Tensor, counts_k: Tensor, max_q: int, max_k: int,
+    q_QKD: Tensor,
+    k: Tensor,
+    v: Tensor,
+    begins_q: Tensor,
+    begins_k: Tensor,
+    counts_k: Tensor,
+    max_q: int,
+    max_k: int,
     scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """PyTorch's FlashAttention-2 for packed sequences."""
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q_QKD,
-        k,
-        v,
-        begins_q,
-        begins_k,
-        max_q,
-        max_k,
-        0.0,
-        False,
-        False,
-        scale=scale,
-        seqused_k=counts_k,
-    )
+) -> tuple[Tensor, Tensor]:
+    """PyTorch's FlashAttention-2 as a `Varlen`: no dropout, not causal, no debug mask."""
+    kernel = torch.ops.aten._flash_attention_forward
+    sizes = (begins_q, begins_k, max_q, max_k)
+    out, lse, *_ = kernel(q_QKD, k, v, *sizes, 0.0, False, False, scale=scale, seqused_k=counts_k)
     return out, lse
-
-
-BACKENDS = ("flash-attn", "triton", "torch-flash", "math")
 
 
 def make_backend(name: str, device: torch.device) -> Backend:
@@ -274,22 +285,14 @@ def make_backend(name: str, device: torch.device) -> Backend:
 
 
 def choose_backend(
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    wanted: str = "auto",
+    device: torch.device, dtype: torch.dtype, config: ModelConfig, *, wanted: str = "auto"
 ) -> Backend:
-    """The first backend that is there and right; or the one that is `wanted`, else an `InputError`."""
+    """The first backend that is there and right; or the one that is `wanted`, else `InputError`."""
     for name in BACKENDS if wanted == "auto" else (wanted,):
         try:
             backend = make_backend(name, device)
-            error = max(
-                largest_error(backend, device, dtype, num_heads, num_kv_heads, head_dim, T)
-                for T in (1, 3, 9, LONGEST_BLOCK)
-            )
+            lengths = (1, 3, 9, LONGEST_BLOCK)
+            error = max(largest_error(backend, device, dtype, config, T) for T in lengths)
         except torch.OutOfMemoryError:
             raise InputError(
                 f"{device} has no memory left to try attention kernels; free some of it"
@@ -300,7 +303,8 @@ def choose_backend(
             if error <= tolerance(dtype):
                 if name == "math" != wanted and dtype != torch.float32:
                     log.warning(
-                        "attention falls back to plain formulas on %s, which read KV many times slower",
+                        "attention falls back to plain formulas on %s, which read KV many times "
+                        "slower",
                         device,
                     )
                 return backend
@@ -319,23 +323,17 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def largest_error(
-    backend: Backend,
-    device: torch.device,
-    dtype: torch.dtype,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    T: int,
+    backend: Backend, device: torch.device, dtype: torch.dtype, config: ModelConfig, T: int
 ) -> float:
-    """On a ragged random case with long, short and empty prefixes, by the oracle."""
+    """Distance from the oracle on a ragged random batch with long, short and empty prefixes."""
     generator = torch.Generator().manual_seed(0)
     S, lengths = 2048, [1900, 0, 700]
-    q = torch.randn(3, T, num_heads, head_dim, generator=generator).to(device, dtype)
-    keys, values = (
-        torch.randn(3, num_kv_heads, S, head_dim, generator=generator).to(device, dtype)
-        for _ in range(2)
+    H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
+    q_BTHD = torch.randn(3, T, H, D, generator=generator).to(device, dtype)
+    keys_BKSD, values_BKSD = (
+        torch.randn(3, K, S, D, generator=generator).to(device, dtype) for _ in range(2)
     )
-    got = backend(q, keys, values, torch.tensor(lengths, device=device), None)
-    exact = attend_math(q.double(), keys.double(), values.double(), lengths)
+    got = backend(q_BTHD, keys_BKSD, values_BKSD, torch.tensor(lengths, device=device), None)
+    exact = attend_math(q_BTHD.double(), keys_BKSD.double(), values_BKSD.double(), lengths)
     error = (got.double() - exact).abs().max()
     return float(error.nan_to_num(math.inf))

@@ -28,8 +28,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from minitri.model.attention import whole_strides
-from minitri.model.cache import write_block
+from minitri.model.cache import round_up_to_stride, write_block
 from minitri.caches.full import FullCache
 from minitri.gpu.streams import CudaStreams, NoStreams, Streams
 from minitri.model.config import ModelConfig
@@ -127,7 +126,7 @@ class OffloadedFullCache(FullCache):
         """An empty cache that keeps `on_chip` layers on the device, fewer than there are."""
         num_hosted = config.num_layers - on_chip
         assert 0 < num_hosted <= config.num_layers
-        shape = (batch_size, config.num_kv_heads, whole_strides(capacity), config.head_dim)
+        shape = (batch_size, config.num_kv_heads, round_up_to_stride(capacity), config.head_dim)
         if streams is None:
             streams = CudaStreams(device) if device.type == "cuda" else NoStreams()
         staging = Staging((num_hosted, *shape), streams, dtype=dtype, device=device)

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from minitri.model.attention import whole_strides
 from minitri.gpu.offloaded_cache import RING
 from minitri.caches.streaming import SLIDE
+from minitri.model.cache import round_up_to_stride
 from minitri.model.config import ModelConfig
 from minitri.errors import InputError
 from minitri.settings import Plan, SpeculationConfig
@@ -108,12 +108,12 @@ def demand(
     """What sequences of up to `num_tokens` need, prompts of these lengths included; without a `draft` n-grams are the
     drafter."""
     B, L, K, D = len(prompt_lengths), config.num_layers, config.num_kv_heads, config.head_dim
-    slots = whole_strides(num_tokens + speculation.max_block)
+    slots = round_up_to_stride(num_tokens + speculation.max_block)
     methods, chunk = {plan.method for plan in speculation.plans}, speculation.chunk_size
     small = 0
     if methods & {"retrieval", "triforce"}:
         budget = min(speculation.max_budget_for(prompt_lengths), -(-slots // chunk) * chunk)
-        held = whole_strides(budget + speculation.room)
+        held = round_up_to_stride(budget + speculation.room)
         small += B * L * K * D * (2 * held + slots // chunk)
         small += (
             B * L * config.num_heads * D * (speculation.observation_window + speculation.max_block)

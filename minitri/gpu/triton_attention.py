@@ -115,7 +115,7 @@ class TritonAttention:
     """Prefix and block in one pass, for chains (causal blocks)."""
 
     name = "triton"
-    only_chains = True
+    only_causal = True
 
     def __init__(self, *, num_processors: int) -> None:
         self._num_processors = num_processors

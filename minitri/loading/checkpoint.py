@@ -23,7 +23,9 @@ from tqdm import tqdm
 from minitri.model.config import ModelConfig, as_token_ids
 from minitri.errors import InputError, shorten
 from minitri.loading.gguf_file import GgufFile
-from minitri.model.linear import TrimmedHead, can_pack, pack_linears
+from minitri.cpu.packed import can_pack, pack_linears
+from minitri.model.attention import Attend, attend_math
+from minitri.model.linear import TrimmedHead
 from minitri.model.llama import Layer, Llama, sample_of_vocabulary
 
 MIN_LIKENESS = 0.9
@@ -82,17 +84,18 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    attend: Attend = attend_math,
     target: Llama | None = None,
     progress: bool = False,
 ) -> Llama:
     """A ready model. Raises `InputError` for files that are missing, damaged or do not fit the config.
 
     A drafter without embeddings needs its `target`, in the same dtype and on the same device. On CPU the weights
-    end in oneDNN's packed layout (see `linear.py`).
+    end in oneDNN's packed layout (see `cpu/packed.py`).
     """
     lender = lender_of(config, target)
     try:
-        model = Llama(config, dtype=dtype, device=device, target=lender)
+        model = Llama(config, dtype=dtype, device=device, target=lender, attend=attend)
     except (
         RuntimeError,
         TypeError,
@@ -261,7 +264,7 @@ def placements(model: Llama) -> dict[str, Tensor]:
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     places: dict[str, Tensor] = {"model.norm.weight": model.norm.weight}
     if isinstance(model.lm_head, TrimmedHead):
-        places["lm_head.weight"] = model.lm_head.weight
+        places["lm_head.weight"] = model.lm_head.linear.weight
         places["lm_head.token_ids"] = model.lm_head.token_ids
         places["target.embedding_sample"] = model.embedding_sample
     elif config.tie_word_embeddings:

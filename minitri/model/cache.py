@@ -1,9 +1,11 @@
-"""What the model, and whoever reads with it, ask of a KV cache.
+"""The `Cache` protocol: what the model, and whoever runs it, ask of a KV cache.
 
-A cache holds keys and values of the tokens that were *inputs* of the model, one row per sequence. During a forward pass
-each layer hands over the K and V of its block and gets back that layer's tensors with the block standing right behind
-every row's prefix. The lengths do not move during a forward pass: whoever decides that the block's tokens stay calls
+A cache holds K and V of the tokens that were *inputs* of the model, one row per sequence. In a
+forward pass each layer writes the K and V of its block right behind every row's prefix, and attends
+to both. Lengths do not move in a forward pass: whoever decides that the block's tokens stay calls
 `advance` afterwards. Slots behind a row's length are garbage, and nothing may depend on them.
+
+Legend: B rows, T tokens of a block, K KV heads, S slots, D head dim.
 """
 
 from __future__ import annotations
@@ -12,9 +14,18 @@ from typing import Protocol
 
 from torch import Tensor
 
+STRIDE = 64
+"""Caches have a multiple of this many slots per row, because attention on a CPU reads a long prefix
+in whole strides: see `cpu/attention.py`."""
+
+
+def round_up_to_stride(num_slots: int) -> int:
+    """The next multiple of STRIDE."""
+    return -(-num_slots // STRIDE) * STRIDE
+
 
 class Cache(Protocol):
-    """A KV cache. B rows, T block tokens, K KV heads, S slots, D head dim."""
+    """A KV cache of B rows."""
 
     @property
     def lengths(self) -> list[int]:
@@ -23,26 +34,21 @@ class Cache(Protocol):
 
     @property
     def num_tokens(self) -> list[int]:
-        """Tokens of each row's sequence that have been read; a small cache holds fewer of them than that."""
+        """Tokens of each row's sequence that were read; a small cache holds fewer than that."""
         ...
 
     @property
     def next_positions(self) -> list[int]:
-        """Where the next token of each row stands for its rotary embedding."""
+        """Position of the next token of each row, for its rotary embedding."""
         ...
 
     def update(
-        self,
-        layer: int,
-        raw_BTKD: Tensor,
-        k_BTKD: Tensor,
-        v_BTKD: Tensor,
-        slots_BT: Tensor | None = None,
+        self, layer: int, raw_BTKD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, slots_BT: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Writes the block behind every row's prefix; returns keys and values (B, K, S, D) to attend to.
+        """Writes the block behind every row's prefix; returns K and V (B, K, S, D) to attend to.
 
-        Keys arrive as they come from their projection and rotated by the positions that the cache named. `slots_BT`
-        says on the device where the block belongs; without it the cache goes by its lengths on the host.
+        Keys come twice: as projected, and rotated to the positions that the cache asked for.
+        `slots_BT` says on the device where the block belongs; None: the cache goes by `lengths`.
         """
         ...
 
@@ -51,7 +57,11 @@ class Cache(Protocol):
         ...
 
     def crop(self, num_tokens: list[int]) -> None:
-        """Forgets every token of row b from the `num_tokens[b]`-th on; 0 empties the row."""
+        """Takes tokens back: row b keeps the first `num_tokens[b]` of those it has read."""
+        ...
+
+    def reset(self, b: int) -> None:
+        """Empties row b, for another sequence."""
         ...
 
 
@@ -63,7 +73,7 @@ def write_block(
     starts: list[int],
     slots_BT: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Writes a block's K and V into those of one layer, see `write_behind`, and returns the latter."""
+    """Writes a block's K and V into those of one layer, and returns the latter."""
     write_behind(keys_BKSD, k_BTKD, starts, slots_BT)
     write_behind(values_BKSD, v_BTKD, starts, slots_BT)
     return keys_BKSD, values_BKSD
@@ -72,8 +82,7 @@ def write_block(
 def write_behind(
     layer_BKSD: Tensor, block_BTKD: Tensor, starts: list[int], slots_BT: Tensor | None
 ) -> None:
-    """Writes a block into one layer: into the slots named, without asking the host, else row b's from slot `starts[b]`
-    on."""
+    """Writes a block into one layer: to `slots_BT`, without asking the host, else from `starts`."""
     block_BKTD = block_BTKD.transpose(1, 2)
     if slots_BT is not None:
         layer_BKSD.scatter_(2, slots_BT[:, None, :, None].expand_as(block_BKTD), block_BKTD)

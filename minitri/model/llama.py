@@ -1,39 +1,36 @@
 """Llama, top down: the network and nothing else.
 
-The forward pass takes token ids, their positions and a cache, all explicit; the model keeps no state between calls and
-does not know which kind of cache it writes to. Parameter names are those of Hugging Face checkpoints, except that the
-q, k, v and the gate, up projections are fused into one matmul each. The LM head is a method of its own, so that it
+The forward pass takes token ids, their positions and a cache, all explicit. The model keeps no
+state between calls, and does not know which kind of cache it writes to nor how attention is
+computed. Parameter names are those of Hugging Face checkpoints, except that the q, k, v and the
+gate, up projections are fused into one matmul each. The LM head is a method of its own, so that it
 runs only on the rows whose logits somebody wants.
 
-Legend: B batch, T new tokens, E hidden size, K KV heads, H query heads, D head dim, V vocab.
+Legend: L layers, B batch, T new tokens, E hidden size, K KV heads, H query heads, D head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitri.model.attention import attend
+from minitri.model.attention import Attend, attend_math
 from minitri.model.cache import Cache
 from minitri.model.config import ModelConfig
 from minitri.model.linear import Linear, TiedHead, TrimmedHead
 from minitri.model.rope import Rope, Rotary
 
-Attend = Callable[[Tensor, Tensor, Tensor, list[int], Tensor | None, Tensor | None], Tensor]
-"""The signature of `attention.attend`."""
-
 HAS_FUSED_NORM = hasattr(torch.ops.aten, "_fused_rms_norm")
 
 EMBEDDING_SAMPLE = 64
-"""Rows of the target's embedding table that a drafter without one keeps, to know its target again."""
+"""Rows of its target's embedding table that a drafter without one keeps, to recognise it."""
 
 
 class Llama(nn.Module):
-    """A Llama of any size, MHA or GQA, tied or untied. Weights are uninitialised until a checkpoint fills them."""
+    """A Llama of any size, MHA or GQA. Weights are uninitialised until a checkpoint fills them."""
 
     embedding_sample: Tensor
     """Of a drafter without embeddings: some rows of its target's, see `sample_of_vocabulary`."""
@@ -45,25 +42,27 @@ class Llama(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         target: Llama | None = None,
+        attend: Attend = attend_math,
     ) -> None:
-        """`target` lends its embedding table to a drafter that has none (`config.draft_of`)."""
+        """`target` lends its embedding table to a drafter that has none (`config.draft_of`).
+
+        `attend` computes attention: plain formulas, or what `devices.attention_for` chooses.
+        """
         super().__init__()
         self.config = config
+        self.attend = attend
         with torch.device(device):
             self.layers = nn.ModuleList(Layer(config, dtype) for _ in range(config.num_layers))
             self.norm = RMSNorm(config, dtype)
             self.lm_head = make_head(config, dtype)
             if target is None and not config.tie_word_embeddings:
-                self.embed_tokens = nn.Parameter(
-                    torch.empty(config.vocab_size, config.hidden_size, dtype=dtype), False
-                )
+                table_VE = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
+                self.embed_tokens = nn.Parameter(table_VE, requires_grad=False)
             if config.head_size is not None:
                 sample = torch.empty(EMBEDDING_SAMPLE, config.hidden_size, dtype=dtype)
                 self.register_buffer("embedding_sample", sample)
         self._lent_embedding = target.embed if target is not None else None
         self.rope = Rope(config.rope, config.head_dim, device)
-        self.attend: Attend = attend
-        """How it attends; an engine on a GPU puts another function in its place."""
         self.num_bytes = sum(weight.numel() * weight.element_size() for weight in self.parameters())
 
     @property
@@ -83,27 +82,23 @@ class Llama(nn.Module):
         slots_BT: Tensor | None = None,
         queries_LBTHD: Tensor | None = None,
     ) -> Tensor:
-        """Final hidden states (B, T, E) of a block, whose K and V it writes into the cache behind each row's prefix.
+        """Final hidden states (B, T, E) of a block, whose K and V it writes into the cache.
 
-        `rule_TT` says which block tokens see which (None: causal); see `attention.py`. `slots_BT` are the slots right
-        behind the prefixes, so that lengths are read on the device; without them they are read on the host.
-        `queries_LBTHD`, if given, takes every layer's rotated queries, by which a retrieval cache is chosen: in its
-        first T tokens, or, if it has room for fewer, those of the last tokens of the block. Lengths of the cache are
-        left as they are; call `advance` with the number of tokens to keep.
+        `rule_TT` says which tokens of the block see which (None: causal), see `attention.py`.
+        `slots_BT` are the slots right behind the prefixes, so that lengths are read on the device;
+        without them they are read on the host. `queries_LBTHD`, if given, takes every layer's
+        rotated queries, by which a retrieval cache is chosen: in its first T tokens, or, if it has
+        room for fewer, those of the last tokens of the block. The lengths of the cache stay as they
+        are: call `cache.advance` with the number of tokens to keep.
         """
         x_BTE = self.embed(tokens_BT)
         lengths_B = None if slots_BT is None else slots_BT[:, 0].contiguous()
-        shared = Pass(
-            self.rope.at(positions_BT),
-            cache,
-            rule_TT,
-            slots_BT,
-            lengths_B,
-            queries_LBTHD,
-            self.attend,
-        )
+        rotary = self.rope.at(positions_BT)
+        shared = Pass(rotary, cache, rule_TT, slots_BT, lengths_B, queries_LBTHD, self.attend)
+        # Layers are called by `forward`, here and in `Layer`: a module's own call adds two frames
+        # to every stack trace and some microseconds, for hooks that nobody sets.
         for number, layer in enumerate(self.layers):
-            x_BTE = layer(x_BTE, number, shared)
+            x_BTE = layer.forward(x_BTE, number, shared)
         return self.norm(x_BTE)
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -120,12 +115,12 @@ class Llama(nn.Module):
 
 
 def sample_of_vocabulary(config: ModelConfig) -> Tensor:
-    """Tokens, spread over the vocabulary, by whose embeddings a drafter knows its target again."""
+    """Tokens, spread over the vocabulary, by whose embeddings a drafter recognises its target."""
     return torch.linspace(0, config.vocab_size - 1, EMBEDDING_SAMPLE).long()
 
 
-def make_head(config: ModelConfig, dtype: torch.dtype) -> Linear:
-    """The LM head: over the whole vocabulary, tied to the embeddings or not, or trimmed to its frequent part."""
+def make_head(config: ModelConfig, dtype: torch.dtype) -> Linear | TrimmedHead:
+    """The LM head over the vocabulary, tied to the embeddings or not, or over its frequent part."""
     if config.head_size is not None:
         return TrimmedHead(config.hidden_size, config.head_size, config.vocab_size, dtype=dtype)
     head = TiedHead if config.tie_word_embeddings else Linear
@@ -156,7 +151,7 @@ class Layer(nn.Module):
         self.mlp = MLP(config, dtype)
 
     def forward(self, x_BTE: Tensor, layer: int, shared: Pass) -> Tensor:
-        x_BTE = x_BTE + self.self_attn(self.input_layernorm(x_BTE), layer, shared)
+        x_BTE = x_BTE + self.self_attn.forward(self.input_layernorm(x_BTE), layer, shared)
         return x_BTE + self.mlp(self.post_attention_layernorm(x_BTE))
 
 
@@ -165,23 +160,19 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        self.head_dim = config.head_dim
+        H, K, D, E = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
+        self.heads = (H, K, K)
+        self.head_dim = D
         bias = config.attention_bias
-        self.qkv_proj = Linear(
-            config.hidden_size, sum(self.heads) * config.head_dim, bias=bias, dtype=dtype
-        )
-        self.o_proj = Linear(
-            config.num_heads * config.head_dim, config.hidden_size, bias=bias, dtype=dtype
-        )
+        self.qkv_proj = Linear(E, (H + 2 * K) * D, bias=bias, dtype=dtype)
+        self.o_proj = Linear(H * D, E, bias=bias, dtype=dtype)
 
     def forward(self, x_BTE: Tensor, layer: int, shared: Pass) -> Tensor:
         heads = self.qkv_proj(x_BTE).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
         _, raw_BTKD, v_BTKD = heads.split(self.heads, dim=2)
-        q_BTHD, k_BTKD = shared.rotary.rotate(heads[:, :, : sum(self.heads[:2])]).split(
-            self.heads[:2], dim=2
-        )
-        # Before the cache is asked for the layer, which may be the time to use them.
+        rotated = shared.rotary.rotate(heads[:, :, : sum(self.heads[:2])])  # (B, T, H + K, D)
+        q_BTHD, k_BTKD = rotated.split(self.heads[:2], dim=2)
+        # Before `update`, in which a cache may already choose by these queries.
         if shared.queries_LBTHD is not None:
             latest_BTHD = q_BTHD[:, -shared.queries_LBTHD.shape[2] :]
             shared.queries_LBTHD[layer, :, : latest_BTHD.shape[1]] = latest_BTHD
@@ -198,12 +189,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(
-            config.hidden_size, 2 * config.intermediate_size, bias=False, dtype=dtype
-        )
-        self.down_proj = Linear(
-            config.intermediate_size, config.hidden_size, bias=False, dtype=dtype
-        )
+        E, inner = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = Linear(E, 2 * inner, bias=False, dtype=dtype)
+        self.down_proj = Linear(inner, E, bias=False, dtype=dtype)
 
     def forward(self, x_BTE: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x_BTE).chunk(2, dim=-1)
@@ -213,16 +201,15 @@ class MLP(nn.Module):
 class RMSNorm(nn.Module):
     """Root-mean-square norm, computed in float32 or better.
 
-    The values x and -x together have mean 0 and variance mean(x^2), so it is the layer norm of both, of which PyTorch
-    has a fused kernel. On a block of few tokens, where every call counts, that is nearly twice as fast as `F.rms_norm`
-    on a CPU; on a GPU that is one kernel in newer versions of PyTorch.
+    The values x and -x together have mean 0 and variance mean(x^2), so it is the layer norm of
+    both, for which PyTorch has a fused kernel. On a CPU that is nearly twice as fast as
+    `F.rms_norm` for a block of few tokens; on a GPU newer versions fuse `F.rms_norm` itself.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(
-            torch.empty(config.hidden_size, dtype=dtype), requires_grad=False
-        )
+        weight = torch.empty(config.hidden_size, dtype=dtype)
+        self.weight = nn.Parameter(weight, requires_grad=False)
         self.eps = config.rms_norm_eps
 
     def forward(self, x: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ import torch
 
 import minitri
 from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
-from minitri.model.attention import attend, attend_math
+from minitri.gpu.attention import attend_fused
+from minitri.model.attention import attend_math
 from minitri.settings import METHODS, POLICIES
 from tests.test_attention import random_case
 
@@ -42,7 +43,7 @@ def test_every_method_gives_the_tokens_of_the_cpu(folder, engine, method, policy
 def test_attention_on_cuda_equals_the_oracle(T, dtype):
     q, k, v, lengths = random_case(T, (0, 700, 33), H=8, K=2, D=64, dtype=dtype)
     exact = attend_math(q.double(), k.double(), v.double(), lengths)
-    got = attend(q.cuda(), k.cuda(), v.cuda(), lengths).double().cpu()
+    got = attend_fused(q.cuda(), k.cuda(), v.cuda(), lengths).double().cpu()
     assert (got - exact).abs().max() < 0.02
 
 

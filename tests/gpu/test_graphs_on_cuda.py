@@ -22,14 +22,13 @@ from minitri.decoding.verification import Proposal
 from tests.conftest import tiny_config
 from tests.test_attention import random_case
 
-SHAPE = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64}
 WARM = SamplingParams(0.6, top_p=0.9)
 CONFIG = tiny_config(num_layers=3, hidden_size=512, num_heads=8, num_kv_heads=4, head_dim=64, context_length=4096)
 
 
 def backend_or_skip(name: str, dtype: torch.dtype):
     try:
-        return choose_backend(torch.device("cuda"), dtype, **SHAPE, wanted=name)
+        return choose_backend(torch.device("cuda"), dtype, CONFIG, wanted=name)
     except InputError as error:
         pytest.skip(str(error))
 
@@ -103,7 +102,7 @@ def test_laws_and_a_verdict_wait_for_the_device_once(sampling):
 
 @torch.inference_mode()
 def test_a_replay_allocates_nothing_and_waits_for_nothing():
-    model = gpu_model(torch.bfloat16, choose_backend(torch.device("cuda"), torch.bfloat16, **SHAPE))
+    model = gpu_model(torch.bfloat16, choose_backend(torch.device("cuda"), torch.bfloat16, CONFIG))
     cache = FullCache.allocate(CONFIG, 1, 1024, dtype=model.dtype, device=model.device)
     cache.advance([700])
     inputs = make_block(model, [[0, 1, 2, 3]], cache, 4)

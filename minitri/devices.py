@@ -1,0 +1,78 @@
+"""What a model runs on: device, number type, and the attention that suits both."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from minitri.cpu.attention import attend_cpu
+from minitri.cpu.packed import can_pack
+from minitri.errors import InputError
+from minitri.gpu.attention import GpuAttention, choose_backend
+from minitri.model.attention import Attend
+from minitri.model.config import ModelConfig
+
+log = logging.getLogger("minitri")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a name; `auto` is a GPU where there is one. Raises `InputError`."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"device {name!r} is unknown; use cpu, cuda, cuda:N or auto") from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise InputError(f"device {name!r} is not supported; use cpu, cuda, cuda:N or auto")
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(
+            f"device {name!r} is not there: this PyTorch sees {torch.cuda.device_count()} CUDA "
+            "devices; use --device cpu"
+        )
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The number type of a name. Raises `InputError`.
+
+    `auto` is bfloat16 where the device computes in it, else float16 on CUDA and float32 on a CPU.
+    """
+    if name == "auto":
+        if device.type == "cuda":
+            is_new = torch.cuda.get_device_capability(device) >= (8, 0)
+            return torch.bfloat16 if is_new else torch.float16
+        return torch.bfloat16 if can_pack(torch.bfloat16, device) else torch.float32
+    if name not in DTYPES:
+        raise InputError(f"dtype {name!r} is unknown; use {', '.join(DTYPES)} or auto")
+    if device.type == "cpu" and name != "float32" and not can_pack(DTYPES[name], device):
+        log.warning(
+            "this CPU has no instructions for %s and is many times as fast in float32; "
+            "leave --dtype out",
+            name,
+        )
+    return DTYPES[name]
+
+
+def attention_for(
+    device: torch.device, dtype: torch.dtype, config: ModelConfig, wanted: str = "auto"
+) -> Attend:
+    """The attention for models of this shape; on a GPU `wanted` may name a kernel.
+
+    Raises `InputError` if the kernel does not work there.
+    """
+    if device.type == "cuda":
+        return GpuAttention(choose_backend(device, dtype, config, wanted=wanted))
+    if wanted != "auto":
+        raise InputError(f"--attention {wanted} is for GPUs; leave it out on the {device.type}")
+    return attend_cpu
+
+
+def attention_name(attend: Attend) -> str:
+    """The name of a model's attention, for the log and the statistics."""
+    return attend.backend.name if isinstance(attend, GpuAttention) else "cpu"
