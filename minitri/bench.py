@@ -33,6 +33,12 @@ with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
         table,
     )
     from minitri.benchmarks.synthetic import add_dummy_flags, measure_shape
+    from minitri.model.roofline import (
+        Machine,
+        kv_bytes_per_token,
+        pass_seconds,
+        weights_per_pass,
+    )
     from minitri.engine import Engine, load
     from minitri.loading.fetch import locate
     from minitri.cli.arguments import (
@@ -152,22 +158,17 @@ def at_least_four(text: str) -> int:
 def card(engine: Engine, num_tokens: int) -> dict[str, float]:
     """What a decoding step must read at a length of `num_tokens`, and how fast this machine reads."""
     model, config = engine.model, engine.config
-    untied_embedding = (
-        0
-        if config.tie_word_embeddings
-        else config.vocab_size * config.hidden_size * model.dtype.itemsize
-    )
-    weight_bytes = (
-        model.num_bytes - untied_embedding
-    )  # one row of an untied table is read, not the table
-    kv_bytes = config.kv_values_per_token * model.dtype.itemsize
+    weight_bytes = weights_per_pass(config) * model.dtype.itemsize
+    kv_bytes = kv_bytes_per_token(config, model.dtype.itemsize)
     bandwidth = read_bandwidth(model.device)
+    machine = Machine(bandwidth, bandwidth, bandwidth)
+    floor = pass_seconds(machine, config, weight_bytes=weight_bytes, kv_bytes=kv_bytes * num_tokens)
     return {
         "weight_bytes": model.num_bytes,
         "weight_bytes_per_token": weight_bytes,
         "kv_bytes_per_token": kv_bytes,
         "memory_bytes_per_second": bandwidth,
-        "floor_ms_per_token": 1e3 * (weight_bytes + kv_bytes * num_tokens) / bandwidth,
+        "floor_ms_per_token": 1e3 * floor,
     }
 
 

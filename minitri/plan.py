@@ -1,11 +1,12 @@
-"""What fits where, before anything is loaded: `python -m minitri.plan`.
+"""What of a model fits where, and how fast it can be: `python -m minitri.plan`, loading nothing.
 
-    python -m minitri.plan --model llama2-7b-128k --context 124928 --gpu-memory 24 --host-memory 256 --link-gb-s 25
+    python -m minitri.plan --model llama2-7b-128k --context 124928 --gpu-memory 24
 
-prints the bytes of weights, caches and activations on the device and in host memory for several placements, which of
-them fit, how many layers may keep their KV on the device, and the milliseconds per token to be expected, autoregressive
-and with the cascade; gammas that are not given are those that make them fewest, if a pass over more tokens takes no
-longer. It is the arithmetic (`placement.py`) that an engine boots with. The last line is JSON.
+prints, for several placements of the KV cache, the bytes on the device and in host memory, whether
+they fit, and the milliseconds per token to expect, autoregressive and with the cascade. Gammas that
+are not given are the fastest ones, if a pass over more tokens takes no longer. Bytes come from
+`gpu/placement.py`, with which an engine boots, and times from `model/roofline.py`. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -13,18 +14,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minitri.model.config import ModelConfig, unknown_model
-from minitri.errors import InputError
 from minitri.cli.exits import clean_exits
+from minitri.errors import InputError
+from minitri.model.config import ModelConfig, unknown_model
 
 with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
-    from minitri.loading.checkpoint import open_checkpoint
-    from minitri.loading.fetch import committed_path, default_draft
     from minitri.cli.arguments import (
         OneLineParser,
         add_draft_flag,
@@ -33,55 +32,49 @@ with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
         speculation_of,
         two_rates,
     )
+    from minitri.decoding.autotuner import expected_block, expected_tokens
     from minitri.generate import run_program
-    from minitri.gpu.placement import GIB, Demand, Machine, Prediction, demand, predict, shortage
+    from minitri.gpu.placement import GIB, Demand, demand, shortage
+    from minitri.loading.checkpoint import open_checkpoint
+    from minitri.loading.fetch import committed_path, default_draft
     from minitri.loading.shapes import shape_of
+    from minitri.model.roofline import Machine, kv_bytes_per_token, pass_seconds, weights_per_pass
+    from minitri.settings import StepPlan
 
 
 def build_parser() -> OneLineParser:
     """The flags of the plan."""
     parser = OneLineParser(
         prog="python -m minitri.plan",
-        description="Says what of a model and its KV cache fits on a GPU and what goes to host memory, and how fast "
-        "that can be.",
-        epilog="examples:\n  python -m minitri.plan --model llama2-7b-128k --context 124928 --gpu-memory 24\n"
-        "  python -m minitri.plan --model lwm-text-512k --context 524288 --gpu-memory 80 --link-gb-s 50",
+        description="Says what of a model and its KV cache fits on a GPU and what goes to host "
+        "memory, and how fast that can be.",
+        epilog="examples:\n  python -m minitri.plan --model llama2-7b-128k --context 124928 "
+        "--gpu-memory 24\n  python -m minitri.plan --model lwm-text-512k --context 524288 "
+        "--gpu-memory 80 --link-gb-s 50",
     )
-    parser.add_argument(
-        "--model", default="llama2-7b-128k", metavar="NAME|PATH",
-        help="a named model, or a folder or file whose config is read (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--context",
-        type=positive,
-        metavar="N",
-        help="tokens, prompt and output (default: all it holds)",
-    )
-    parser.add_argument(
-        "--batch", type=positive, default=1, metavar="N", help="sequences (default: %(default)s)"
-    )
+    shown = "(default: %(default)s)"
+    for name, default, kind, metavar, text in (
+        ("model", "llama2-7b-128k", str, "NAME|PATH",
+         f"a named model, or a folder or file whose config is read {shown}"),
+        ("context", None, positive, "N", "tokens, prompt and output (default: all it holds)"),
+        ("batch", 1, positive, "N", f"sequences {shown}"),
+        ("prefill-chunk", 1024, positive, "N", shown),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", default=default, type=kind, metavar=metavar, help=text)
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
-        help="of weights and KV cache (default: %(default)s)",
+        help=f"of weights and KV cache {shown}",
     )  # fmt: skip
-    parser.add_argument(
-        "--prefill-chunk", type=positive, default=1024, metavar="N", help="(default: %(default)s)"
-    )
     machine = parser.add_argument_group("machine")
-    for name, default, text in (
-        ("gpu-memory", 24.0, "memory of the GPU in GiB"),
-        ("host-memory", 256.0, "host memory that may be page-locked, in GiB"),
-        (
-            "gpu-gb-s",
-            None,
-            "GB/s at which the GPU reads its memory (default: by its size, 1000, 2000 or 4000)",
-        ),
-        ("link-gb-s", 25.0, "GB/s from host memory to the GPU: 25 for PCIe 4.0 x16, 50 for 5.0"),
-    ):
-        shown = "" if default is None else " (default: %(default)g)"
-        machine.add_argument(
-            f"--{name}", type=positive_number, default=default, metavar="X", help=text + shown
-        )
+    shown, by_size = "(default: %(default)g)", "(default: by its size, 1000, 2000 or 4000)"
+    for flag, size, text in (
+        ("--gpu-memory", 24.0, f"memory of the GPU in GiB {shown}"),
+        ("--host-memory", 256.0, f"host memory that may be page-locked, in GiB {shown}"),
+        ("--gpu-gb-s", None, f"GB/s at which the GPU reads its memory {by_size}"),
+        ("--link-gb-s", 25.0,
+         f"GB/s from host memory to the GPU: 25 for PCIe 4.0 x16, 50 for 5.0 {shown}"),
+    ):  # fmt: skip
+        machine.add_argument(flag, type=positive_number, default=size, metavar="X", help=text)
     group = parser.add_argument_group("speculation")
     add_draft_flag(group)
     group.add_argument(
@@ -122,6 +115,58 @@ def draft_config(args: argparse.Namespace) -> ModelConfig | None:
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """Milliseconds of each phase and per token."""
+
+    plan: StepPlan
+    """The gammas of the cascade."""
+    draft: float
+    retrieval: float
+    target: float
+    """A pass over the full cache: an autoregressive token, or the verification of a block."""
+    cascade: float
+    """Per token, all phases together."""
+
+    @property
+    def speedup(self) -> float:
+        """Of the cascade over autoregressive decoding."""
+        return self.target / self.cascade
+
+
+def predict(
+    config: ModelConfig,
+    draft: ModelConfig | None,
+    machine: Machine,
+    *,
+    on_chip: int,
+    num_tokens: int,
+    budget: int,
+    plan: StepPlan,
+    acceptance: tuple[float, float],
+    batch_size: int = 1,
+    itemsize: int = 2,
+) -> Prediction:
+    """Bytes over bandwidth behind `num_tokens`, if guesses of the drafter and of the retrieval
+    level are accepted at these rates."""
+    read = itemsize * weights_per_pass(config)
+    slot = batch_size * kv_bytes_per_token(config, itemsize)
+    hosted = (config.num_layers - on_chip) / config.num_layers
+    target = pass_seconds(
+        machine, config, weight_bytes=read, kv_bytes=slot * num_tokens,
+        link_bytes=hosted * slot * num_tokens,
+    )  # fmt: skip
+    retrieval = pass_seconds(machine, config, weight_bytes=read, kv_bytes=slot * budget)
+    draft_seconds = 0.0
+    if draft is not None:
+        draft_bytes = itemsize * weights_per_pass(draft)
+        draft_seconds = pass_seconds(machine, draft, weight_bytes=draft_bytes)
+    length, num_rounds = expected_block(acceptance[0], plan)
+    guessing = num_rounds * (plan.gamma1 * draft_seconds + retrieval)
+    cascade = (guessing + target) / expected_tokens(acceptance[1], length)
+    return Prediction(plan, 1e3 * draft_seconds, 1e3 * retrieval, 1e3 * target, 1e3 * cascade)
+
+
+@dataclass(frozen=True)
 class Placement:
     """So many layers with their KV on the GPU, in bytes and in milliseconds."""
 
@@ -132,73 +177,55 @@ class Placement:
 
     def as_dict(self) -> dict[str, Any]:
         """For the JSON line."""
+        milliseconds = dataclasses.asdict(self.predicted) | {"speedup": self.predicted.speedup}
         return {
             "on_chip": self.on_chip,
             "fits": self.fits,
             "device_bytes": self.needs.on_device(self.on_chip),
             "host_bytes": self.needs.on_host(self.on_chip),
             "parts": self.needs.parts(self.on_chip),
-            "predicted_ms": {
-                **dataclasses.asdict(self.predicted),
-                "speedup": self.predicted.speedup,
-            },
+            "predicted_ms": milliseconds,
         }
 
 
 def run_command(args: argparse.Namespace) -> int:
     """Prints the plan. Raises `InputError` with what is missing if no placement fits."""
     config, draft = config_of(args.model), draft_config(args)
-    context = args.context or config.context_length
+    context, itemsize = args.context or config.context_length, 4 if args.dtype == "float32" else 2
     speculation = speculation_of(args)
-    size = {
-        "batch_size": args.batch,
-        "num_tokens": context,
-        "itemsize": 4 if args.dtype == "float32" else 2,
-    }
     needs = demand(
         config, draft, speculation, num_tokens=context, prompt_lengths=[context] * args.batch,
-        prefill_chunk=args.prefill_chunk, itemsize=size["itemsize"],
+        prefill_chunk=args.prefill_chunk, itemsize=itemsize,
     )  # fmt: skip
     gpu_bytes, host_bytes = args.gpu_memory * GIB, args.host_memory * GIB
-    gpu_gb_s = args.gpu_gb_s or (
-        1000 if args.gpu_memory <= 48 else 2000 if args.gpu_memory <= 80 else 4000
-    )
-    machine = Machine(gpu_gb_s * 1e9, args.link_gb_s * 1e9)
+    nominal = 1000 if args.gpu_memory <= 48 else 2000 if args.gpu_memory <= 80 else 4000
+    gpu_gb_s = args.gpu_gb_s or nominal
+    machine = Machine(gpu_gb_s * 1e9, gpu_gb_s * 1e9, args.link_gb_s * 1e9)
     best, budget = needs.most_on_chip(gpu_bytes), speculation.budget_for(context)
 
     def place(on_chip: int) -> Placement:
         fits = needs.on_device(on_chip) <= gpu_bytes and needs.on_host(on_chip) <= host_bytes
         predictions = (
             predict(
-                config,
-                draft,
-                machine,
-                on_chip=on_chip,
-                budget=budget,
-                plan=plan,
-                acceptance=args.acceptance,
-                **size,
+                config, draft, machine, on_chip=on_chip, num_tokens=context, budget=budget,
+                plan=plan, acceptance=args.acceptance, batch_size=args.batch, itemsize=itemsize,
             )
             for plan in speculation.plans
-        )
-        return Placement(
-            on_chip, fits, needs, min(predictions, key=lambda predicted: predicted.cascade)
-        )
+        )  # fmt: skip
+        fastest = min(predictions, key=lambda predicted: predicted.cascade)
+        return Placement(on_chip, fits, needs, fastest)
 
-    placements = [
-        place(n)
-        for n in sorted({config.num_layers, 0, *([] if best is None else [best])}, reverse=True)
-    ]
+    choices = {config.num_layers, 0} | ({best} if best is not None else set())
+    placements = [place(on_chip) for on_chip in sorted(choices, reverse=True)]
     print(
         f"{config.name}, {context} tokens, batch {args.batch}, {args.dtype}, drafter "
-        f"{draft.name if draft else 'ngram'}, budget {budget}; a GPU of {args.gpu_memory:g} GiB at {gpu_gb_s:g} GB/s, "
-        f"{args.host_memory:g} GiB of host memory over {args.link_gb_s:g} GB/s"
+        f"{draft.name if draft else 'ngram'}, budget {budget}; a GPU of {args.gpu_memory:g} GiB at "
+        f"{gpu_gb_s:g} GB/s, {args.host_memory:g} GiB of host memory over {args.link_gb_s:g} GB/s"
     )
     print(table(placements))
     rows = [placement.as_dict() for placement in placements]
-    print(
-        json.dumps({"model": config.name, "context": context, "on_chip": best, "placements": rows})
-    )
+    result = {"model": config.name, "context": context, "on_chip": best, "placements": rows}
+    print(json.dumps(result))
     if (missing := shortage(needs, gpu_bytes, host_bytes, config.name)) is not None:
         raise InputError(missing)
     return 0
@@ -207,49 +234,35 @@ def run_command(args: argparse.Namespace) -> int:
 def table(placements: list[Placement]) -> str:
     """Placements as columns."""
 
-    def line(name: str, cells: Iterable[object]) -> str:
-        return f"{name:34s}" + "".join(f"{cell:>18}" for cell in cells)
+    def line(name: str, cell: Callable[[Placement], object]) -> str:
+        return f"{name:34s}" + "".join(f"{cell(placement):>18}" for placement in placements)
 
-    def numbers(name: str, value: Callable[[Placement], float]) -> str:
-        return line(name, (f"{value(placement):.2f}" for placement in placements))
+    def number(name: str, value: Callable[[Placement], float]) -> str:
+        return line(name, lambda place: f"{value(place):.2f}")
+
+    def part(name: str) -> str:
+        return number(f"  {name}, GiB", lambda place: place.needs.parts(place.on_chip)[name] / GIB)
 
     needs = placements[0].needs
     L = needs.num_layers
-    heads = [
-        "all" if placement.on_chip == L else f"{placement.on_chip} of {L} layers"
-        for placement in placements
-    ]
-    parts = [
+    lines = [
         line(
-            f"  {name}, GiB",
-            (f"{needs.parts(placement.on_chip)[name] / GIB:.2f}" for placement in placements),
-        )
-        for name in needs.parts(0)
+            "KV cache on the GPU",
+            lambda p: "all" if p.on_chip == L else f"{p.on_chip} of {L} layers",
+        ),
+        *map(part, needs.parts(0)),
+        number("on the GPU, GiB", lambda p: needs.on_device(p.on_chip) / GIB),
+        number("in host memory, GiB", lambda p: needs.on_host(p.on_chip) / GIB),
+        line("fits", lambda p: "yes" if p.fits else "no"),
+        number("draft step, ms", lambda p: p.predicted.draft),
+        number("retrieval verification, ms", lambda p: p.predicted.retrieval),
+        number("full verification, ms", lambda p: p.predicted.target),
+        number("autoregressive, ms/token", lambda p: p.predicted.target),
+        line("gamma1, gamma2", lambda p: f"{p.predicted.plan.gamma1}, {p.predicted.plan.gamma2}"),
+        number("cascade, ms/token", lambda p: p.predicted.cascade),
+        number("speedup", lambda p: p.predicted.speedup),
     ]
-    return "\n".join(
-        [
-            line("KV cache on the GPU", heads),
-            *parts,
-            numbers("on the GPU, GiB", lambda placement: needs.on_device(placement.on_chip) / GIB),
-            numbers(
-                "in host memory, GiB", lambda placement: needs.on_host(placement.on_chip) / GIB
-            ),
-            line("fits", ("yes" if placement.fits else "no" for placement in placements)),
-            numbers("draft step, ms", lambda placement: placement.predicted.draft),
-            numbers("retrieval verification, ms", lambda placement: placement.predicted.retrieval),
-            numbers("full verification, ms", lambda placement: placement.predicted.target),
-            numbers("autoregressive, ms/token", lambda placement: placement.predicted.target),
-            line(
-                "gamma1, gamma2",
-                (
-                    f"{plan.gamma1}, {plan.gamma2}"
-                    for plan in (p.predicted.plan for p in placements)
-                ),
-            ),
-            numbers("cascade, ms/token", lambda placement: placement.predicted.cascade),
-            numbers("speedup", lambda placement: placement.predicted.speedup),
-        ]
-    )
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -14,16 +14,16 @@ from minitri.errors import InputError
 from minitri.gpu.placement import (
     GIB,
     RESERVE,
-    Machine,
     choose_on_chip,
     demand,
     free_host_bytes,
-    num_weights,
-    predict,
-    read_per_token,
 )
 from minitri.readers import Readers
-from minitri.settings import Plan
+from minitri.model.roofline import CPU as CPU_MACHINE
+from minitri.model.roofline import GPU as GPU_MACHINE
+from minitri.model.roofline import Machine, num_weights, pass_costs, weights_per_pass
+from minitri.plan import predict
+from minitri.settings import StepPlan
 from minitri.loading.shapes import shape_of
 from tests.cascades import GREEDY
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
@@ -39,7 +39,7 @@ def test_weights_are_counted_as_the_model_has_them(changes):
     assert num_weights(model.config) == sum(weight.numel() for weight in model.parameters())
     untied = not model.config.tie_word_embeddings
     table = model.config.vocab_size * model.config.hidden_size
-    assert read_per_token(model.config) == num_weights(model.config) - untied * table
+    assert weights_per_pass(model.config) == num_weights(model.config) - untied * table
 
 
 def test_llama2_7b_has_the_weights_and_the_kv_that_everybody_knows():
@@ -130,13 +130,13 @@ def test_an_engine_places_layers_by_the_same_numbers():
 def test_predictions_are_bytes_over_bandwidth():
     """7B at 100,000 tokens: 13.2 GB of weights read, 52.4 GB of KV, 2.1 GB of it within the budget."""
     config, draft = shape_of("llama2-7b-128k"), shape_of("llama-68m")
-    settings = {"num_tokens": 100_000, "budget": 4096, "plan": Plan("triforce", 2, 6), "acceptance": (0.0, 1.0)}
-    here = predict(config, draft, Machine(2e12, 50e9), on_chip=32, **settings)
+    settings = {"num_tokens": 100_000, "budget": 4096, "plan": StepPlan("triforce", 2, 6), "acceptance": (0.0, 1.0)}
+    here = predict(config, draft, Machine(2e12, 2e12, 50e9), on_chip=32, **settings)
     assert here.target == pytest.approx(1e3 * (13.215e9 + 52.43e9) / 2e12, rel=1e-3)
     assert here.retrieval == pytest.approx(1e3 * (13.215e9 + 2.147e9) / 2e12, rel=1e-3)
     # No guess of the drafter is accepted: a round of two draft steps and one verification for each of six tokens.
     assert here.cascade == pytest.approx((6 * (2 * here.draft + here.retrieval) + here.target) / 7)
-    half = predict(config, draft, Machine(2e12, 50e9), on_chip=16, **settings)
+    half = predict(config, draft, Machine(2e12, 2e12, 50e9), on_chip=16, **settings)
     assert half.target == pytest.approx(1e3 * 52.43e9 / 2 / 50e9, rel=1e-3)
     assert half.speedup == pytest.approx(half.target / half.cascade)
 

@@ -35,7 +35,7 @@ from minitri.cli.arguments import draft_of, generation_of, positive, speculation
 from minitri.generation import at_work
 from minitri.gpu.graphs import graph_pool
 from minitri.model.llama import Llama
-from minitri.gpu.placement import read_per_token
+from minitri.model.roofline import kv_bytes_per_token, weights_per_pass
 from minitri.readers import Readers, allocate_full_cache
 from minitri.cli.report import phase_ms
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
@@ -281,9 +281,8 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 def bytes_per_step(config: ModelConfig, context: int, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes of weights and of KV that a pass over the full cache reads."""
-    return read_per_token(
-        config
-    ) * dtype.itemsize, config.kv_values_per_token * dtype.itemsize * context
+    weights = weights_per_pass(config) * dtype.itemsize
+    return weights, kv_bytes_per_token(config, dtype.itemsize) * context
 
 
 def compare_dummies(

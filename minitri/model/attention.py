@@ -108,6 +108,3 @@ def merge_by_lse(left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Tenso
     and the log-sum-exps (..., T) of their scores."""
     share = torch.sigmoid(right_lse - left_lse).unsqueeze(-1).to(left.dtype)
     return torch.lerp(left, right, share)
-
-
-from minitri.model.cache import round_up_to_stride as whole_strides  # noqa: E402, F401 (temporary)

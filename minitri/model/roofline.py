@@ -1,0 +1,113 @@
+"""How long a forward pass takes if only bytes count: bytes over bandwidth, from a `ModelConfig`.
+
+Decoding is bound by memory: a pass reads every weight and all cached K and V once, however few
+tokens it computes. This is the one model of that, used by the autotuner before it has measured
+anything, by `python -m minitri.plan`, and by benchmarks that say how far from it they are.
+
+Legend: L layers, K KV heads, D head dim, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from minitri.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the bytes move through, and what a pass costs besides."""
+
+    weight_bytes_per_second: float
+    kv_bytes_per_second: float
+    link_bytes_per_second: float
+    """From host memory to the device."""
+    seconds_per_layer: float = 0.0
+    """Whatever is in it: launches, small operations, Python."""
+    share_per_extra_token: float = 0.0
+    """What each token of a block but the first adds, as a share of the pass."""
+
+
+CPU = Machine(15e9, 6.5e9, 25e9, seconds_per_layer=0.3e-3, share_per_extra_token=0.04)
+GPU = Machine(2e12, 2e12, 25e9, seconds_per_layer=0.05e-3, share_per_extra_token=0.01)
+"""Nominal machines: of the right order where nothing was measured, and the same in every run."""
+
+
+def num_weights(config: ModelConfig) -> int:
+    """Numbers in a model's weights; of a drafter without an embedding table, its own only."""
+    E, inner, D = config.hidden_size, config.intermediate_size, config.head_dim
+    qkv_heads = config.num_heads + 2 * config.num_kv_heads
+    layer = E * D * (qkv_heads + config.num_heads) + 3 * E * inner + 2 * E
+    if config.attention_bias:
+        layer += D * qkv_heads + E
+    head = config.vocab_size if config.head_size is None else config.head_size
+    tables = 1 if config.tie_word_embeddings or config.draft_of is not None else 2
+    return config.num_layers * layer + E + tables * head * E
+
+
+def weights_per_pass(config: ModelConfig) -> int:
+    """Numbers of the weights that a pass reads: of an untied embedding table only some rows."""
+    is_untied = not config.tie_word_embeddings and config.draft_of is None
+    return num_weights(config) - is_untied * config.vocab_size * config.hidden_size
+
+
+def kv_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
+    """Bytes of K and V of one token in all layers."""
+    return config.kv_values_per_token * itemsize
+
+
+def pass_seconds(
+    machine: Machine,
+    config: ModelConfig,
+    *,
+    weight_bytes: float,
+    kv_bytes: float = 0.0,
+    link_bytes: float = 0.0,
+    num_extra_tokens: float = 0.0,
+) -> float:
+    """Seconds of a forward pass that reads so many bytes.
+
+    `link_bytes` is the part of the KV that comes from host memory, beside everything that computes,
+    so the slower of the two counts.
+    """
+    seconds = config.num_layers * machine.seconds_per_layer
+    seconds += weight_bytes / machine.weight_bytes_per_second
+    seconds += kv_bytes / machine.kv_bytes_per_second
+    seconds = max(seconds, link_bytes / machine.link_bytes_per_second)
+    return seconds * (1 + machine.share_per_extra_token * num_extra_tokens)
+
+
+def pass_costs(
+    target: ModelConfig,
+    draft: ModelConfig | None,
+    *,
+    machine: Machine,
+    itemsize: int,
+    num_tokens: int,
+    hosted_share: float = 0.0,
+) -> Callable[[str, float, int], float]:
+    """Nominal seconds of a pass of each stage, for the autotuner.
+
+    The full cache holds `num_tokens` in all its rows together, a share of them in host memory. The
+    function returned takes the stage ("draft", "retrieval" or "target"), the guesses that the pass
+    verifies, and the tokens in the retrieval cache.
+    """
+    slot_bytes = kv_bytes_per_token(target, itemsize)
+
+    def seconds(stage: str, num_guesses: float, budget: int) -> float:
+        config = draft if stage == "draft" else target
+        if config is None:
+            return 0.0  # n-grams take no pass
+        slots = {"draft": 0, "retrieval": budget, "target": num_tokens}[stage]
+        hosted = hosted_share if stage == "target" else 0.0
+        return pass_seconds(
+            machine,
+            config,
+            weight_bytes=num_weights(config) * itemsize,
+            kv_bytes=slots * slot_bytes,
+            link_bytes=hosted * slots * slot_bytes,
+            num_extra_tokens=num_guesses,
+        )
+
+    return seconds
