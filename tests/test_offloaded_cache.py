@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minitri.caches import offloaded as offloaded_module
+from minitri.gpu import offloaded_cache as offloaded_module
 from minitri.caches.full import FullCache
 from minitri.gpu.offloaded_cache import RING, OffloadedFullCache, host_memory
 from minitri.gpu.streams import NoStreams
@@ -263,7 +263,7 @@ def test_choosing_the_retrieval_cache_anew_moves_nothing_over_the_link(policy, o
     rig = Rig(tiny_model(CONFIG), [random_prompt(CONFIG, 90)], full=full, method="retrieval", policy=policy, budget=24,
               rebuild_stride=1, gamma2=2, num_new=20)  # fmt: skip
     if not is_shown:
-        full.visitor = None
+        full.on_layer_staged = None
     host = [(slots.data_ptr(), slots.data_ptr() + slots.nbytes) for slots in (full.host_keys, full.host_values)]
 
     def count(target_KTD, source_KTD):
@@ -303,7 +303,7 @@ def test_the_ring_holds_the_latest_tokens_of_blocks_of_any_size():
 
 
 @pytest.mark.parametrize("on_chip", [0, 2])
-def test_what_another_cache_holds_is_adopted_to_the_bit_and_goes_on(on_chip):
+def test_what_another_cache_holds_is_copied_to_the_bit_and_goes_on(on_chip):
     generator = torch.Generator().manual_seed(5)
     read, exact, cache = new_cache(CONFIG, 2, 300), new_cache(CONFIG, 2, 400), offloaded(on_chip, batch_size=2)
 
@@ -315,7 +315,7 @@ def test_what_another_cache_holds_is_adopted_to_the_bit_and_goes_on(on_chip):
         read.update(layer, k, k, v)
     read.advance([280, 131])
     for ours in (exact, cache):
-        ours.adopt(read)
+        ours.copy_from(read)
     for size in (1, 3, 40):
         assert_same(cache, exact)
         for layer in range(5):

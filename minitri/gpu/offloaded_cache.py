@@ -1,20 +1,22 @@
-"""The full cache in host memory, for texts whose KV does not fit on the device (TriForce, section 5.2).
+"""The full cache in host memory, for texts whose KV does not fit on the device (TriForce, section
+5.2).
 
-K and V of the first `on_chip` layers stay on the device. Those of the others live in page-locked host memory, and each
-visits one of two staging buffers for as long as it is attended to: while layer l computes, layer l + 1 is on its way,
-and once a pass is over, the first two set out for the next one. Only the tokens there are travel; what a pass adds is
-written back behind the computation. A ring of the latest tokens stays on the device for the small cache.
+K and V of the first `on_chip` layers stay on the device. Those of the others live in page-locked
+host memory, and are copied to one of two staging buffers while they are attended to: while layer l
+computes, layer l + 1 is copied, and once a pass is over, the first two are copied for the next one.
+Only valid tokens are copied, and what a pass adds is written back behind the computation. A ring of
+the latest tokens stays on the device, from which the retrieval cache takes them.
 
-Copies run on a stream of their own. Nothing ever waits for the whole device: order is kept by these events alone.
+Copies run on a stream of their own. Nothing waits for the whole device; these events keep order:
 
-    free     attention over a staging buffer has been queued       its next copy waits
-    ready    a layer has arrived in it                             the computation waits
-    written  the block's K and V stand behind the prefix           the write-back waits
-    stored   the write-back is done                                whoever reads host memory without staging waits
+    free     attention over a staging buffer has been queued    its next copy waits
+    ready    a layer has arrived in it                          the computation waits
+    written  the block's K and V stand behind the prefix        the write-back waits
+    stored   the write-back is done                             reading host memory directly waits
 
-It holds what `FullCache` holds, to the bit.
+The cache holds what `FullCache` holds, to the bit.
 
-Legend: L layers, B batch, S slots, K KV heads, D head dim, T new tokens, R ring.
+Legend: L layers, B batch, S slots, K KV heads, D head dim, T new tokens.
 """
 
 from __future__ import annotations
@@ -28,15 +30,13 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from minitri.model.cache import round_up_to_stride, write_block
 from minitri.caches.full import FullCache
 from minitri.gpu.streams import CudaStreams, NoStreams, Streams
+from minitri.model.cache import round_up_to_stride, write_block
 from minitri.model.config import ModelConfig
 
 log = logging.getLogger("minitri")
 
-Visitor = Callable[[int, Tensor, Tensor], None]
-"""Takes a layer's number, and its keys and values (B, K, S, D)."""
 RING = 128
 """Latest tokens of every row whose K and V stay on the device."""
 
@@ -44,12 +44,12 @@ RING = 128
 class StagingBuffer:
     """A place on the device for K and V of one layer, (B, K, S, D) each."""
 
-    def __init__(
-        self, shape: tuple[int, ...], streams: Streams, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.keys, self.values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+    def __init__(self, shape: tuple[int, ...], streams: Streams, like: Tensor) -> None:
+        """`like` has the dtype and the device."""
+        self.keys, self.values = like.new_empty(shape), like.new_empty(shape)
         self.layer = -1
-        self.held = [0] * shape[0]
+        """Whose K and V it holds; -1: of none."""
+        self.num_held = [0] * shape[0]
         """Tokens of each row that are here."""
         self.free, self.ready, self.written = (streams.event() for _ in range(3))
         self.free.record()  # whatever used this memory before has been queued
@@ -58,29 +58,17 @@ class StagingBuffer:
 
 
 class Staging:
-    """What the rows of a cache share: two buffers, the copy stream, and the ring of the latest tokens."""
+    """What the rows of a cache share: two buffers, the copy stream, the ring of latest tokens."""
 
-    def __init__(
-        self,
-        shape: tuple[int, int, int, int, int],
-        streams: Streams,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, shape: tuple[int, ...], streams: Streams, like: Tensor) -> None:
+        """`shape` is (L, B, K, S, D) of the layers in host memory; `like` has dtype and device."""
         L, B, K, S, D = shape
         self.streams = streams
         self.stored = streams.event()
-        self.buffers = [
-            StagingBuffer((B, K, S, D), streams, dtype=dtype, device=device)
-            for _ in range(min(L, 2))
-        ]
+        self.buffers = [StagingBuffer((B, K, S, D), streams, like) for _ in range(min(L, 2))]
         self.in_use: StagingBuffer | None = None
         """The buffer that attention is reading or about to read."""
-        ring = (L, B, K, RING, D)
-        self.ring_keys, self.ring_values = (
-            torch.empty(ring, dtype=dtype, device=device) for _ in range(2)
-        )
+        self.ring_keys, self.ring_values = (like.new_empty(L, B, K, RING, D) for _ in range(2))
         self.ring_starts = [0] * B
         """First token of each row that is in the ring."""
 
@@ -92,7 +80,7 @@ class Staging:
 
 
 class OffloadedFullCache(FullCache):
-    """A full cache of which all but the first layers are in host memory; see `FullCache` for what it does."""
+    """A `FullCache` of which all but the first layers are in host memory."""
 
     def __init__(
         self,
@@ -103,11 +91,12 @@ class OffloadedFullCache(FullCache):
         host_values: Tensor,
         staging: Staging,
     ) -> None:
-        """`keys` and `values` are the layers on the device, perhaps none, the host's are the others."""
+        """`keys` and `values` are the layers on the device, if any; the host's are the others."""
         super().__init__(keys, values, lengths)
         self.host_keys, self.host_values = host_keys, host_values
-        self.visitor: Visitor | None = None
-        """Is shown every layer while it is on the device in a pass, before anything attends to it."""
+        self.on_layer_staged: Callable[[int, Tensor, Tensor], None] | None = None
+        """Called in a pass with every layer's number, keys and values (B, K, S, D), while these are
+        on the device and before anything attends to them."""
         self._staging = staging
         self._rows = slice(0, len(lengths))
 
@@ -124,16 +113,14 @@ class OffloadedFullCache(FullCache):
         streams: Streams | None = None,
     ) -> OffloadedFullCache:
         """An empty cache that keeps `on_chip` layers on the device, fewer than there are."""
-        num_hosted = config.num_layers - on_chip
-        assert 0 < num_hosted <= config.num_layers
+        assert 0 <= on_chip < config.num_layers
         shape = (batch_size, config.num_kv_heads, round_up_to_stride(capacity), config.head_dim)
         if streams is None:
             streams = CudaStreams(device) if device.type == "cuda" else NoStreams()
-        staging = Staging((num_hosted, *shape), streams, dtype=dtype, device=device)
         keys, values = (torch.empty(on_chip, *shape, dtype=dtype, device=device) for _ in range(2))
-        host_keys, host_values = (
-            host_memory((num_hosted, *shape), dtype, device) for _ in range(2)
-        )
+        hosted = (config.num_layers - on_chip, *shape)
+        staging = Staging(hosted, streams, keys)
+        host_keys, host_values = (host_memory(hosted, dtype, device) for _ in range(2))
         return cls(keys, values, [0] * batch_size, host_keys, host_values, staging)
 
     @property
@@ -143,7 +130,7 @@ class OffloadedFullCache(FullCache):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes reserved for keys and values, on the device and in host memory; not those of the staging buffers."""
+        """Bytes of keys and values on the device and in host memory, less the staging buffers."""
         return 2 * (self.keys.numel() + self.host_keys.numel()) * self.keys.element_size()
 
     def update(
@@ -154,36 +141,37 @@ class OffloadedFullCache(FullCache):
         v_BTKD: Tensor,
         slots_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        """See `model.cache.Cache`."""
         self._staging.release()
-        on_chip = layer < self.on_chip
-        shown = (super().update if on_chip else self._update_hosted)(
-            layer, raw_BTKD, k_BTKD, v_BTKD, slots_BT
-        )
-        if self.visitor is not None:
-            self.visitor(layer, *shown)
-        return shown
+        update = super().update if layer < self.on_chip else self._update_hosted
+        keys_BKSD, values_BKSD = update(layer, raw_BTKD, k_BTKD, v_BTKD, slots_BT)
+        if self.on_layer_staged is not None:
+            self.on_layer_staged(layer, keys_BKSD, values_BKSD)
+        return keys_BKSD, values_BKSD
 
     def _update_hosted(
-        self, layer: int, raw_BTKD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, slots_BT: Tensor | None  # noqa: ARG002
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        layer: int,
+        raw_BTKD: Tensor,  # noqa: ARG002 (as in `update`)
+        k_BTKD: Tensor,
+        v_BTKD: Tensor,
+        slots_BT: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Stages a layer from host memory, writes the block, and queues its way back."""
         self._check_room(k_BTKD.shape[1])
-        buffer, hosted = self._stage(layer), layer - self.on_chip
-        rows = self._rows
-        shown = write_block(
-            buffer.keys[rows], buffer.values[rows], k_BTKD, v_BTKD, self._lengths, slots_BT
-        )
-        self._note_latest(hosted, k_BTKD, v_BTKD)
+        buffer, hosted, rows = self._stage(layer), layer - self.on_chip, self._rows
+        keys_BKSD, values_BKSD = buffer.keys[rows], buffer.values[rows]
+        write_block(keys_BKSD, values_BKSD, k_BTKD, v_BTKD, self._lengths, slots_BT)
+        self._write_ring(hosted, k_BTKD, v_BTKD)
         buffer.written.record()
         with self._staging.streams.copying():
             buffer.written.wait()
-            for b, start in zip(
-                range(self._rows.start, self._rows.stop), self._lengths, strict=True
-            ):
+            for b, start in self._row_lengths():
                 new = slice(start, start + k_BTKD.shape[1])
                 copy_heads(self.host_keys[hosted, b, :, new], buffer.keys[b, :, new])
                 copy_heads(self.host_values[hosted, b, :, new], buffer.values[b, :, new])
             self._staging.stored.record()
-        return shown
+        return keys_BKSD, values_BKSD
 
     def layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield from zip(self.keys[:, b], self.values[:, b], strict=True)
@@ -192,23 +180,19 @@ class OffloadedFullCache(FullCache):
             self._staging.release()
             buffer = row._stage(layer)
             yield buffer.keys[row._rows.start], buffer.values[row._rows.start]
-        self._set_out()
+        self._prefetch()
 
     def tokens(self, b: int, start: int, end: int) -> tuple[Tensor, Tensor]:
-        near = super().tokens(b, start, end)
-        b += self._rows.start
-        if start >= self._staging.ring_starts[b]:
+        on_device = super().tokens(b, start, end)
+        staging, b = self._staging, b + self._rows.start
+        if start >= staging.ring_starts[b]:
             places = torch.arange(start, end, device=self.device) % RING
-            far = [
-                ring[:, b, :, places]
-                for ring in (self._staging.ring_keys, self._staging.ring_values)
-            ]
+            hosted = [ring[:, b, :, places] for ring in (staging.ring_keys, staging.ring_values)]
         else:
-            self._staging.stored.wait()
-            far = [
-                self._read(host[:, b, :, start:end]) for host in (self.host_keys, self.host_values)
-            ]
-        keys, values = (torch.cat(pair) for pair in zip(near, far, strict=True))
+            staging.stored.wait()
+            sources = (self.host_keys, self.host_values)
+            hosted = [self._read(source[:, b, :, start:end]) for source in sources]
+        keys, values = (torch.cat(pair) for pair in zip(on_device, hosted, strict=True))
         return keys, values
 
     def _read(self, host_LKTD: Tensor) -> Tensor:
@@ -217,22 +201,22 @@ class OffloadedFullCache(FullCache):
             copy_heads(target_KTD, source_KTD)
         return read_LKTD
 
-    def adopt(self, whole: FullCache) -> None:
-        for mine, theirs in (
-            ((*self.keys, *self.host_keys), whole.keys), ((*self.values, *self.host_values), whole.values)
-        ):  # fmt: skip
-            for mine_BKSD, theirs_BKSD in zip(mine, theirs, strict=True):
-                for b, length in enumerate(
-                    whole.lengths
-                ):  # head by head, see `copy_heads`, and waiting for each
-                    for mine_SD, theirs_SD in zip(mine_BKSD[b], theirs_BKSD[b], strict=True):
-                        mine_SD[:length].copy_(theirs_SD[:length])
-        self._staging.ring_starts = list(whole.lengths)  # none of these tokens is in the ring
-        self.advance(whole.lengths)
+    def copy_from(self, other: FullCache) -> None:
+        for ours, theirs in (
+            ((*self.keys, *self.host_keys), other.keys),
+            ((*self.values, *self.host_values), other.values),
+        ):
+            for ours_BKSD, theirs_BKSD in zip(ours, theirs, strict=True):
+                for b, length in enumerate(other.lengths):
+                    # Head by head, see `copy_heads`, but waiting for each.
+                    for ours_SD, theirs_SD in zip(ours_BKSD[b], theirs_BKSD[b], strict=True):
+                        ours_SD[:length].copy_(theirs_SD[:length])
+        self._staging.ring_starts = list(other.lengths)  # none of these tokens is in the ring
+        self.advance(other.lengths)
 
     def row(self, b: int) -> OffloadedFullCache:
         row = copy.copy(self)
-        row.visitor = None
+        row.on_layer_staged = None
         row._rows = slice(self._rows.start + b, self._rows.start + b + 1)
         row.keys, row.values = self.keys[:, b : b + 1], self.values[:, b : b + 1]
         row._lengths = [self._lengths[b]]
@@ -240,16 +224,20 @@ class OffloadedFullCache(FullCache):
 
     def advance(self, counts: list[int]) -> None:
         super().advance(counts)
-        self._set_out()
+        self._prefetch()
 
     def _set_lengths(self, lengths: list[int]) -> None:
         super()._set_lengths(lengths)
-        for b, length in zip(range(self._rows.start, self._rows.stop), lengths, strict=True):
+        for b, length in self._row_lengths():
             for buffer in self._staging.buffers:
-                buffer.held[b] = min(buffer.held[b], length)
+                buffer.num_held[b] = min(buffer.num_held[b], length)
+
+    def _row_lengths(self) -> Iterator[tuple[int, int]]:
+        """Each row's number in the shared memory, and its length."""
+        return zip(range(self._rows.start, self._rows.stop), self._lengths, strict=True)
 
     def _stage(self, layer: int) -> StagingBuffer:
-        """Has the computation wait for a layer, and the next one set out."""
+        """Queues the copies of a layer and of the next one; the computation waits for the first."""
         buffer = self._fetch(layer)
         if layer + 1 < self.shape[0]:
             self._fetch(layer + 1)
@@ -257,35 +245,33 @@ class OffloadedFullCache(FullCache):
         self._staging.in_use = buffer
         return buffer
 
-    def _set_out(self) -> None:
-        """Sends the first layers on their way, for the next pass."""
+    def _prefetch(self) -> None:
+        """Queues the copies of the first layers in host memory, for the next pass."""
         self._staging.release()
         for layer in range(self.on_chip, min(self.on_chip + 2, self.shape[0])):
             self._fetch(layer)
 
     def _fetch(self, layer: int) -> StagingBuffer:
-        """Queues the copy of what is missing of a layer in its staging buffer."""
+        """Queues the copy of those tokens of a layer that its staging buffer lacks."""
         hosted = layer - self.on_chip
         buffer = self._staging.buffers[hosted % 2]
         if buffer.layer != layer:
-            buffer.layer, buffer.held = layer, [0] * len(buffer.held)
+            buffer.layer, buffer.num_held = layer, [0] * len(buffer.num_held)
         with self._staging.streams.copying():
             buffer.free.wait()
-            for b, length in zip(
-                range(self._rows.start, self._rows.stop), self._lengths, strict=True
-            ):
-                missing = slice(buffer.held[b], length)
+            for b, length in self._row_lengths():
+                missing = slice(buffer.num_held[b], length)
                 copy_heads(buffer.keys[b, :, missing], self.host_keys[hosted, b, :, missing])
                 copy_heads(buffer.values[b, :, missing], self.host_values[hosted, b, :, missing])
-                buffer.held[b] = max(buffer.held[b], length)
+                buffer.num_held[b] = max(buffer.num_held[b], length)
             buffer.ready.record()
         return buffer
 
-    def _note_latest(self, hosted: int, k_BTKD: Tensor, v_BTKD: Tensor) -> None:
+    def _write_ring(self, hosted: int, k_BTKD: Tensor, v_BTKD: Tensor) -> None:
         """Writes the block into the ring, at its positions modulo RING."""
         staging, T = self._staging, k_BTKD.shape[1]
-        for row, start in enumerate(self._lengths):
-            b, first = self._rows.start + row, max(0, T - RING)
+        first = max(0, T - RING)
+        for row, (b, start) in enumerate(self._row_lengths()):
             places = torch.arange(start + first, start + T, device=self.device) % RING
             staging.ring_keys[hosted, b, :, places] = k_BTKD[row, first:].transpose(0, 1)
             staging.ring_values[hosted, b, :, places] = v_BTKD[row, first:].transpose(0, 1)
@@ -294,38 +280,39 @@ class OffloadedFullCache(FullCache):
 
 
 def copy_heads(target_KTD: Tensor, source_KTD: Tensor) -> None:
-    """Copies without waiting, head by head: a copy between host and device of what is not contiguous goes through a
-    contiguous clone."""
+    """Copies without waiting, head by head: between host and device, what is not contiguous would
+    go through a contiguous clone."""
     if target_KTD.shape[1]:
         for target_TD, source_TD in zip(target_KTD, source_KTD, strict=True):
             target_TD.copy_(source_TD, non_blocking=True)
 
 
 def host_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised host memory, page-locked if `device` is a GPU, so that copies run beside the computation.
+    """Uninitialised host memory; for a GPU page-locked, so that copies run beside the computation.
 
-    It is registered rather than taken from PyTorch's pinned allocator, which rounds up to powers of two.
+    It is registered rather than taken from PyTorch's pinned allocator, which rounds up to powers of
+    two.
     """
     tensor = torch.empty(shape, dtype=dtype)
-    if device.type == "cuda":
-        runtime = torch.cuda.cudart()
-        error = runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
-        if int(error) == 0:
-            weakref.finalize(tensor, unregister, tensor.data_ptr(), device)
-        else:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # CUDA reports the error once more, to whoever comes next
-                torch.zeros(1, device=device)
-            log.warning(
-                "%.1f GB of host memory could not be page-locked (CUDA error %d), so the KV cache travels at a part "
-                "of the link's speed, while nothing computes; raise the limit on locked memory (ulimit -l)",
-                tensor.nbytes / 1e9, int(error),
-            )  # fmt: skip
+    if device.type != "cuda":
+        return tensor
+    error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+    if int(error) == 0:
+        weakref.finalize(tensor, unregister, tensor.data_ptr(), device)
+        return tensor
+    with contextlib.suppress(RuntimeError):  # CUDA reports the error once more, to the next call
+        torch.zeros(1, device=device)
+    log.warning(
+        "%.1f GB of host memory could not be page-locked (CUDA error %d), so the KV cache travels "
+        "at a part of the link's speed, while nothing computes; raise the limit on locked memory "
+        "(ulimit -l)",
+        tensor.nbytes / 1e9,
+        int(error),
+    )
     return tensor
 
 
 def unregister(address: int, device: torch.device) -> None:
-    """Unlocks host memory that is about to be freed, once no copy can be under way any more."""
+    """Unlocks host memory that is about to be freed, once no copy from it can be under way."""
     torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(address)

@@ -64,7 +64,7 @@ def test_offload_holds_the_bits_of_the_full_cache():
 
 
 @torch.inference_mode()
-def test_what_the_device_holds_is_adopted_to_the_bit():
+def test_what_the_device_holds_is_copied_to_the_bit():
     config = tiny_config(num_layers=5, num_heads=8, num_kv_heads=8, head_dim=64)
     settings = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
     whole = FullCache.allocate(config, 2, 2000, **settings)
@@ -73,7 +73,7 @@ def test_what_the_device_holds_is_adopted_to_the_bit():
         slots.normal_(generator=generator)
     whole.advance([1900, 3])
     ours = OffloadedFullCache.allocate_offloaded(config, 2, 2000, on_chip=2, **settings)
-    ours.adopt(whole)
+    ours.copy_from(whole)
     for b, length in enumerate(whole.lengths):
         for got, exact in zip(ours.layers(b), whole.layers(b), strict=True):
             assert all(torch.equal(a[:, :length], z[:, :length]) for a, z in zip(got, exact, strict=True))
