@@ -134,7 +134,7 @@ class Math:
         K, S = keys_BKSD.shape[1:3]
         exact = torch.promote_types(q_BTHD.dtype, torch.float32)
         q_BKRD = fold(q_BTHD, K).to(exact) / math.sqrt(D)
-        # Slot s of row b is in the block if 0 <= s - length < T; behind it may be anything, NaN too.
+        # Slot s is in the block if 0 <= s - length < T. Behind it may be anything, even NaN.
         offsets_BS = torch.arange(S, device=q_BTHD.device) - lengths_B.unsqueeze(1)
         rule = block_rule(T, rule_TT, q_BTHD.device)
         in_block_BTS = rule.t()[offsets_BS.clamp(0, T - 1)].transpose(1, 2)

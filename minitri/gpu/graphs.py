@@ -1,13 +1,12 @@
-"""A computation of fixed shapes that is captured once as a CUDA graph and replayed: no launch, no allocation, no Python
-per kernel.
+"""CUDA graphs: a computation of fixed shapes is captured once and replayed, so that no kernel costs
+a launch, an allocation or Python.
 
-`GraphedStep` wraps a function from a dataclass of tensors to a tensor and has its signature. Its inputs are copied into
-static buffers, the graph runs over these, and **what it returns is overwritten by the next call** of any step in the
-same pool: use it, or clone it. Whatever else the function reads or writes, weights and caches, must stay where it was
-at capture.
+`GraphedStep` wraps a function from a dataclass of tensors to a tensor and has its signature. Inputs
+are copied into static buffers and the graph runs over these. **What it returns is overwritten by
+the next call** of any step in the same pool: use it at once, or clone it. Whatever else the function
+reads or writes, weights and caches, must stay where it was at capture.
 
-On a CPU the same static buffers run eagerly: the twin, with which tests prove all but the graph itself. This file knows
-nothing of language models.
+On a CPU the same static buffers run eagerly, so that tests cover all but the graph itself.
 """
 
 from __future__ import annotations
@@ -23,32 +22,14 @@ from torch import Tensor
 from minitri.errors import InputError, shorten
 
 NUM_WARMUPS = 2
-"""Runs before the capture, in which libraries choose kernels and take their workspaces."""
+"""Runs before a capture, in which libraries choose kernels and allocate their workspaces."""
 
 Inputs = TypeVar("Inputs")
-"""A dataclass of which every field is a tensor, at capture and later."""
-
-
-def graph_pool(device: torch.device, *, wanted: bool) -> GraphPool | None:
-    """A pool for the graphs of a run, on a GPU where they are wanted; None: every step runs eagerly."""
-    return GraphPool(device) if wanted and device.type == "cuda" else None
-
-
-def copy_from(static: Any, fresh: Any) -> None:
-    """Copies every tensor of a dataclass into those of another. Raises `ValueError` unless they are alike."""
-    for field in dataclasses.fields(static):
-        ours, theirs = getattr(static, field.name), getattr(fresh, field.name)
-        for what in ("shape", "dtype", "device"):
-            if getattr(ours, what) != getattr(theirs, what):
-                raise ValueError(
-                    f"{field.name} has {what} {getattr(theirs, what)}, but the step was captured with "
-                    f"{getattr(ours, what)}; capture another one for it"
-                )
-        ours.copy_(theirs, non_blocking=True)
+"""A dataclass whose fields are all tensors."""
 
 
 class GraphedStep(Generic[Inputs]):
-    """One phase, captured for inputs of one shape."""
+    """One function, captured for inputs of one shape."""
 
     def __init__(
         self,
@@ -56,49 +37,49 @@ class GraphedStep(Generic[Inputs]):
         example: Inputs,
         *,
         pool: Any = None,
-        side: torch.cuda.Stream | None = None,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """Runs `step` on a copy of `example` to warm up, and captures it, on the stream `side`. Graphs that share a
-        `pool` (`torch.cuda.graph_pool_handle()`) share memory, and must not run at the same time."""
-        copies = {
-            field.name: getattr(example, field.name).clone()
-            for field in dataclasses.fields(example)
-        }  # type: ignore[arg-type]
+        """Runs `step` on a copy of `example` to warm up, and captures it on `stream`.
+
+        Steps that share a `pool` (of `torch.cuda.graph_pool_handle`) share memory, and must not run
+        at the same time.
+        """
+        names = [field.name for field in dataclasses.fields(example)]  # type: ignore[arg-type]
+        copies = {name: getattr(example, name).clone() for name in names}
         self._static: Inputs = dataclasses.replace(example, **copies)  # type: ignore[type-var]
         self._step = step
         self.capture_seconds = 0.0
-        self.num_bytes = 0
-        """Device memory that the capture took."""
+        self.num_bytes = 0  # device memory that the capture took
         self._graph: torch.cuda.CUDAGraph | None = None
         device = next(iter(copies.values())).device
         if device.type == "cuda":
-            assert side is not None
-            self._output = self._capture(device, pool, side)
+            assert stream is not None
+            self._output = self._capture(device, pool, stream)
         else:
             self._output = step(self._static).clone()
 
     def __call__(self, inputs: Inputs) -> Tensor:
-        """What the step returns for these inputs, until the next call."""
-        copy_from(self._static, inputs)
+        """What the step returns for these inputs; valid until the next call."""
+        copy_into(self._static, inputs)
         if self._graph is not None:
             self._graph.replay()
         else:
             self._output.copy_(self._step(self._static))
         return self._output
 
-    def _capture(self, device: torch.device, pool: Any, side: torch.cuda.Stream) -> Tensor:
+    def _capture(self, device: torch.device, pool: Any, stream: torch.cuda.Stream) -> Tensor:
         clear_workspaces()
         torch.cuda.empty_cache()  # as the capture does, so that only its own memory is counted
         started, reserved = time.perf_counter(), torch.cuda.memory_reserved(device)
         current = torch.cuda.current_stream(device)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
             for _ in range(NUM_WARMUPS):
                 self._step(self._static)
-        current.wait_stream(side)
+        current.wait_stream(stream)
         clear_workspaces()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool, stream=side):
+        with torch.cuda.graph(self._graph, pool=pool, stream=stream):
             output = self._step(self._static)
         clear_workspaces()
         self.capture_seconds = time.perf_counter() - started
@@ -106,28 +87,40 @@ class GraphedStep(Generic[Inputs]):
         return output
 
 
+def copy_into(static: Any, fresh: Any) -> None:
+    """Copies the tensors of a dataclass into those of another. Raises `ValueError` if they differ
+    in shape, dtype or device."""
+    for field in dataclasses.fields(static):
+        ours, theirs = getattr(static, field.name), getattr(fresh, field.name)
+        for what in ("shape", "dtype", "device"):
+            if getattr(ours, what) != getattr(theirs, what):
+                raise ValueError(
+                    f"{field.name} has {what} {getattr(theirs, what)}, but the step was captured "
+                    f"with {getattr(ours, what)}; capture another one for it"
+                )
+        ours.copy_(theirs, non_blocking=True)
+
+
 def clear_workspaces() -> None:
-    """Has cuBLAS take its workspace anew. It keeps one per stream, for good: that of a capture is to lie in the graph's
-    own memory, and none is to stay behind for every stream that ever captured."""
+    """Has cuBLAS allocate its workspace anew, which it keeps for good, one per stream: that of a
+    capture must lie in the graph's memory, and none must stay behind for streams of captures."""
     getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
 
 
 class GraphPool:
-    """Steps that are captured on one stream into one pool of memory, and what that cost."""
+    """Captures steps on one stream into one pool of memory, and counts what that cost."""
 
     def __init__(self, device: torch.device) -> None:
-        self.num_graphs = 0
+        self.num_graphs = self.num_bytes = 0
         self.capture_seconds = 0.0
-        """In this run."""
-        self.num_bytes = 0
         on_gpu = device.type == "cuda"
         self._pool: Any = torch.cuda.graph_pool_handle() if on_gpu else None
-        self._side = torch.cuda.Stream(device) if on_gpu else None
+        self._stream = torch.cuda.Stream(device) if on_gpu else None
 
     def capture(self, step: Callable[[Inputs], Tensor], example: Inputs) -> GraphedStep[Inputs]:
         """A step captured for inputs like `example`. Raises `InputError` if it cannot be."""
         try:
-            graphed = GraphedStep(step, example, pool=self._pool, side=self._side)
+            graphed = GraphedStep(step, example, pool=self._pool, stream=self._stream)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -138,3 +131,8 @@ class GraphPool:
         self.capture_seconds += graphed.capture_seconds
         self.num_bytes += graphed.num_bytes
         return graphed
+
+
+def graph_pool(device: torch.device, *, wanted: bool) -> GraphPool | None:
+    """A pool for the graphs of a run, on a GPU where they are wanted; else None: run eagerly."""
+    return GraphPool(device) if wanted and device.type == "cuda" else None

@@ -47,10 +47,8 @@ class StagingBuffer:
     def __init__(self, shape: tuple[int, ...], streams: Streams, like: Tensor) -> None:
         """`like` has the dtype and the device."""
         self.keys, self.values = like.new_empty(shape), like.new_empty(shape)
-        self.layer = -1
-        """Whose K and V it holds; -1: of none."""
-        self.num_held = [0] * shape[0]
-        """Tokens of each row that are here."""
+        self.layer = -1  # whose K and V it holds; at first none
+        self.num_held = [0] * shape[0]  # tokens of each row that are here
         self.free, self.ready, self.written = (streams.event() for _ in range(3))
         self.free.record()  # whatever used this memory before has been queued
         for slots in (self.keys, self.values):
@@ -66,11 +64,9 @@ class Staging:
         self.streams = streams
         self.stored = streams.event()
         self.buffers = [StagingBuffer((B, K, S, D), streams, like) for _ in range(min(L, 2))]
-        self.in_use: StagingBuffer | None = None
-        """The buffer that attention is reading or about to read."""
+        self.in_use: StagingBuffer | None = None  # that attention is reading or about to read
         self.ring_keys, self.ring_values = (like.new_empty(L, B, K, RING, D) for _ in range(2))
-        self.ring_starts = [0] * B
-        """First token of each row that is in the ring."""
+        self.ring_starts = [0] * B  # first token of each row that is in the ring
 
     def release(self) -> None:
         """Says that all attention over the buffer in use has been queued."""
@@ -143,19 +139,16 @@ class OffloadedFullCache(FullCache):
     ) -> tuple[Tensor, Tensor]:
         """See `model.cache.Cache`."""
         self._staging.release()
-        update = super().update if layer < self.on_chip else self._update_hosted
-        keys_BKSD, values_BKSD = update(layer, raw_BTKD, k_BTKD, v_BTKD, slots_BT)
+        if layer < self.on_chip:
+            on_device = super().update(layer, raw_BTKD, k_BTKD, v_BTKD, slots_BT)
+        else:
+            on_device = self._update_hosted(layer, k_BTKD, v_BTKD, slots_BT)
         if self.on_layer_staged is not None:
-            self.on_layer_staged(layer, keys_BKSD, values_BKSD)
-        return keys_BKSD, values_BKSD
+            self.on_layer_staged(layer, *on_device)
+        return on_device
 
     def _update_hosted(
-        self,
-        layer: int,
-        raw_BTKD: Tensor,  # noqa: ARG002 (as in `update`)
-        k_BTKD: Tensor,
-        v_BTKD: Tensor,
-        slots_BT: Tensor | None,
+        self, layer: int, k_BTKD: Tensor, v_BTKD: Tensor, slots_BT: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Stages a layer from host memory, writes the block, and queues its way back."""
         self._check_room(k_BTKD.shape[1])
@@ -202,15 +195,12 @@ class OffloadedFullCache(FullCache):
         return read_LKTD
 
     def copy_from(self, other: FullCache) -> None:
-        for ours, theirs in (
-            ((*self.keys, *self.host_keys), other.keys),
-            ((*self.values, *self.host_values), other.values),
-        ):
-            for ours_BKSD, theirs_BKSD in zip(ours, theirs, strict=True):
-                for b, length in enumerate(other.lengths):
-                    # Head by head, see `copy_heads`, but waiting for each.
-                    for ours_SD, theirs_SD in zip(ours_BKSD[b], theirs_BKSD[b], strict=True):
-                        ours_SD[:length].copy_(theirs_SD[:length])
+        ours = (*self.keys, *self.host_keys, *self.values, *self.host_values)
+        for ours_BKSD, theirs_BKSD in zip(ours, (*other.keys, *other.values), strict=True):
+            for b, length in enumerate(other.lengths):
+                # Head by head, see `copy_heads`, but waiting for each.
+                for ours_SD, theirs_SD in zip(ours_BKSD[b], theirs_BKSD[b], strict=True):
+                    ours_SD[:length].copy_(theirs_SD[:length])
         self._staging.ring_starts = list(other.lengths)  # none of these tokens is in the ring
         self.advance(other.lengths)
 

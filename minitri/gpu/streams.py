@@ -1,7 +1,7 @@
-"""A second stream of work beside the computation, and the marks by which one waits for the other.
+"""A second stream of work beside the computation, and events by which one waits for the other.
 
-`CudaStreams` are those of a GPU; `NoStreams` is a CPU, which does everything in the order in which it is told to. Tests
-have a third kind, which records who touched which bytes when.
+`CudaStreams` are those of a GPU. `NoStreams` is a CPU, which does everything in program order.
+Tests have a third kind, which records who touched which bytes when.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from torch import Tensor
 
 
 class Event(Protocol):
-    """A mark in a stream's work, which another stream can wait for. `torch.cuda.Event` is one."""
+    """A mark in a stream's work that another stream can wait for, as `torch.cuda.Event` is."""
 
     def record(self) -> None:
-        """Marks where the current stream is."""
+        """Marks what has been queued on the current stream so far."""
         ...
 
     def wait(self) -> None:
-        """Has the current stream wait for the mark; none was made: for nothing."""
+        """Has the current stream wait for the mark, or for nothing if none was made."""
         ...
 
 
 class Streams(Protocol):
-    """A second stream of work beside the current one."""
+    """A copy stream beside the current one."""
 
     def copying(self) -> contextlib.AbstractContextManager[Any]:
         """What is queued inside runs on the copy stream."""
         ...
 
     def event(self) -> Event:
-        """A new mark."""
+        """A new event."""
         ...
 
     def share(self, tensor: Tensor) -> None:
-        """Says that the copy stream uses a tensor, whose memory must not be given to others before that is done."""
+        """Keeps a tensor's memory from reuse until the copy stream is done with it."""
         ...
 
 
@@ -57,16 +57,8 @@ class CudaStreams:
         tensor.record_stream(self._copies)
 
 
-class NoEvent:
-    """What is told later happens later."""
-
-    def record(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-
 class NoStreams:
-    """A CPU does everything in the order in which it is told to."""
+    """Copies and computation in program order, so that no event has anything to do."""
 
     def copying(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -75,3 +67,11 @@ class NoStreams:
         return NoEvent()
 
     def share(self, tensor: Tensor) -> None: ...
+
+
+class NoEvent:
+    """An event on a device that does one thing at a time."""
+
+    def record(self) -> None: ...
+
+    def wait(self) -> None: ...

@@ -1,21 +1,21 @@
-"""Attention of a short block in one pass over K and V: the `triton` backend of `attention_cuda.py`.
+"""Attention of a short block in one pass over K and V: the `triton` backend of `gpu/attention.py`.
 
-Decoding reads the whole KV cache for a few rows of queries, so what counts is that every byte is read once, by all
-multiprocessors, as fast as memory gives it (FlashDecoding). The query heads of a KV head and the tokens of the block
-are the rows of one small tile. Prefix and block are cut in pieces, each for a program of its own; a second kernel
-merges what they found. How long a row of the batch is, is read on the device, and pieces are shares of that, not of the
-room there is.
+Decoding reads the whole KV cache for a few rows of queries, so every byte should be read once, by
+all multiprocessors (FlashDecoding). The query heads of a KV head and the tokens of the block are
+the rows of one small tile. Prefix and block are cut in pieces, each for a program of its own; a
+second kernel merges their results. Row lengths are read on the device, and pieces are shares of the
+length, not of the capacity.
 
-Triton is the compiler for kernels that comes with PyTorch for GPUs. With `TRITON_INTERPRET=1` it runs the same code on
-a CPU, which is how the tests prove it.
+Triton is the kernel compiler that comes with PyTorch for GPUs. With `TRITON_INTERPRET=1` the same
+code runs on a CPU, which is how the tests check it.
 
-Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T, P pieces.
+Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T,
+P pieces.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -25,25 +25,25 @@ from torch import Tensor
 NUM_KEYS = 64
 """Keys that a program reads at a time."""
 MAX_ROWS = 64
-"""Rows of queries that a program takes; for further ones K and V are read again."""
+"""Rows of queries per program; for further ones K and V are read again."""
 MAX_PIECES = 128
-"""Into which a prefix is cut at most."""
+"""Largest number of pieces of a prefix."""
 PROGRAMS_PER_PROCESSOR = 2
-"""That run at the same time on a multiprocessor, by the shared memory that their reading ahead takes."""
+"""Programs that a multiprocessor runs at once, given the shared memory of their prefetching."""
 
 RUNTIME = ["T", "G", "num_kv_heads", "num_pieces"]
-"""Numbers that vary from call to call: no kernel of its own is compiled for those that are 1 or a multiple of 16."""
+"""Arguments that vary from call to call: Triton must not compile a kernel for each value."""
 
 
 @triton.jit(do_not_specialize=RUNTIME)  # type: ignore[untyped-decorator]
 def attend_piece(  # type: ignore[no-untyped-def]
-    q, keys, values, lengths, outs, lses, scale, T, G, num_kv_heads, num_pieces, q_b, q_t, q_h, kv_b, kv_h, kv_s,
-    ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, D: tl.constexpr,
+    q, keys, values, lengths, outs, lses, scale, T, G, num_kv_heads, num_pieces,
+    q_b, q_t, q_h, kv_b, kv_h, kv_s, ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, D: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The output (R, D) and the log-sum-exp (R,), to base 2, of one KV head of one row of the batch over one piece of
-    its keys, by a running softmax: what has been summed up fades whenever a larger score turns up.
+    """Output (R, D) and log-sum-exp (R,), to base 2, of one KV head over one piece of its keys.
 
-    `scale` has a factor of log2(e), and `q_b` and the like are strides. Programs that share keys run side by side.
+    A running softmax: sums are scaled down whenever a larger score turns up. `scale` has a factor
+    of log2(e); `q_b` and the like are strides. Programs that share keys run side by side.
     """
     tile, piece, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, k = head // num_kv_heads, head % num_kv_heads
@@ -71,16 +71,14 @@ def attend_piece(  # type: ignore[no-untyped-def]
         sees = (slots[None, :] <= length + t[:, None]) & (slots[None, :] < last)
         scores_RS = tl.where(sees, scores_RS, -float("inf"))
         new_most = tl.maximum(most, tl.max(scores_RS, 1))
-        base = tl.where(
-            new_most == -float("inf"), 0.0, new_most
-        )  # of rows that have not seen a key yet
+        is_first = new_most == -float("inf")  # no key was seen by this row yet
+        base = tl.where(is_first, 0.0, new_most)
         probs_RS = tl.exp2(scores_RS - base[:, None])
-        fading = tl.exp2(most - base)
-        total = total * fading + tl.sum(probs_RS, 1)
+        decay = tl.exp2(most - base)
+        total = total * decay + tl.sum(probs_RS, 1)
         values_SD = tl.load(values + places, mask=is_there, other=0.0)
-        out_RD = out_RD * fading[:, None] + tl.dot(
-            probs_RS.to(values_SD.dtype), values_SD, input_precision="ieee"
-        )
+        p_RS = probs_RS.to(values_SD.dtype)
+        out_RD = out_RD * decay[:, None] + tl.dot(p_RS, values_SD, input_precision="ieee")
         most = new_most
     saw_any = total > 0.0
     out_RD = out_RD / tl.where(saw_any, total, 1.0)[:, None]
@@ -94,8 +92,10 @@ def attend_piece(  # type: ignore[no-untyped-def]
 def merge_pieces(  # type: ignore[no-untyped-def]
     outs, lses, out, T, G, num_kv_heads, num_pieces, PIECES: tl.constexpr, D: tl.constexpr
 ) -> None:  # fmt: skip
-    """One row of one KV head: pieces weigh by their log-sum-exps. The row's own token has been seen, so one of them has
-    keys. `PIECES` is a power of two and at least `num_pieces`."""
+    """Merges the pieces of one row of one KV head by their log-sum-exps.
+
+    At least one piece has keys: the row's own. `PIECES` is a power of two, at least `num_pieces`.
+    """
     head, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, k = head // num_kv_heads, head % num_kv_heads
     pieces, dims = tl.arange(0, PIECES), tl.arange(0, D)
@@ -103,9 +103,8 @@ def merge_pieces(  # type: ignore[no-untyped-def]
     places = (head * num_pieces + pieces) * G * T + row
     lse = tl.load(lses + places, mask=is_piece, other=-float("inf"))
     shares = tl.exp2(lse - tl.max(lse, 0))
-    pieces_PD = tl.load(
-        outs + places[:, None] * D + dims[None, :], mask=is_piece[:, None], other=0.0
-    )
+    from_outs = outs + places[:, None] * D + dims[None, :]
+    pieces_PD = tl.load(from_outs, mask=is_piece[:, None], other=0.0)
     merged_D = tl.sum(pieces_PD * shares[:, None], 0) / tl.sum(shares, 0)
     place = (b * T + row % T) * num_kv_heads * G + k * G + row // T
     tl.store(out + place * D + dims, merged_D)
@@ -138,19 +137,17 @@ class TritonAttention:
         assert keys_BKSD.stride(3) == q_BTHD.stride(3) == 1
         rows = min(MAX_ROWS, max(16, triton.next_power_of_2(G * T)))
         num_tiles = triton.cdiv(G * T, rows)
-        P = min(
-            MAX_PIECES, max(1, PROGRAMS_PER_PROCESSOR * self._num_processors // (B * K * num_tiles))
-        )
-        settings: dict[str, Any] = {"dtype": torch.float32, "device": q_BTHD.device}
-        outs, lses = (
-            torch.empty(B, K, P, G * T, D, **settings),
-            torch.empty(B, K, P, G * T, **settings),
-        )
+        wanted = PROGRAMS_PER_PROCESSOR * self._num_processors // (B * K * num_tiles)
+        P = min(MAX_PIECES, max(1, wanted))
+        outs = q_BTHD.new_empty(B, K, P, G * T, D, dtype=torch.float32)
+        lses = q_BTHD.new_empty(B, K, P, G * T, dtype=torch.float32)
         out_BTHD = torch.empty_like(q_BTHD, memory_format=torch.contiguous_format)
+        scale = math.log2(math.e) / math.sqrt(D)
+        strides = (*q_BTHD.stride()[:3], *keys_BKSD.stride()[:3])
         with torch.cuda.device_of(q_BTHD):  # else Triton would launch on the current one
             attend_piece[num_tiles, P, B * K](
-                q_BTHD, keys_BKSD, values_BKSD, lengths_B, outs, lses, math.log2(math.e) / math.sqrt(D), T, G, K, P,
-                *q_BTHD.stride()[:3], *keys_BKSD.stride()[:3], ROWS=rows, NUM_KEYS=NUM_KEYS, D=D,
+                q_BTHD, keys_BKSD, values_BKSD, lengths_B, outs, lses, scale, T, G, K, P,
+                *strides, ROWS=rows, NUM_KEYS=NUM_KEYS, D=D,
             )  # fmt: skip
             merge_pieces[B * K, G * T](
                 outs, lses, out_BTHD, T, G, K, P, PIECES=triton.next_power_of_2(P), D=D

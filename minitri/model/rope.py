@@ -1,8 +1,8 @@
 """Rotary position embeddings: plain, linear, llama3 and YaRN.
 
-`Rope` turns positions into the cosines and sines of one block (`Rotary`), computed once per forward pass and shared by
-all layers: no table of the whole context is kept, which at a million tokens would cost half a gigabyte. Angles and
-rotation are float32 whatever the model's dtype. This file knows nothing of caches or attention.
+`Rope` turns positions into the cosines and sines of one block (`Rotary`), computed once per forward
+pass and shared by all layers. No table of the whole context is kept, which at a million tokens
+would cost half a gigabyte. Angles and rotation are float32 whatever the model's dtype.
 
 Legend: B batch, T new tokens, H heads, D head dim.
 """
@@ -28,17 +28,16 @@ class Rotary:
     def rotate(self, x_BTHD: Tensor) -> Tensor:
         """Rotates every head; same shape and dtype as the input.
 
-        Checkpoints in the Hugging Face layout pair dimension i with i + D/2, so swapping the halves and a sine that is
-        negative in the first half give x cos + (-x2, x1) sin.
+        Checkpoints in the Hugging Face layout pair dimension i with i + D/2, so swapping the halves
+        and a sine that is negative in the first half give x cos + (-x2, x1) sin.
         """
         x = x_BTHD.float()
-        return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.signed_sin).to(
-            x_BTHD.dtype
-        )
+        swapped = x.roll(x.shape[-1] // 2, -1)
+        return torch.addcmul(x * self.cos, swapped, self.signed_sin).to(x_BTHD.dtype)
 
 
 class Rope:
-    """The rotary embedding of one model: its D/2 inverse frequencies and the scale of cos and sin."""
+    """The rotary embedding of a model: D/2 inverse frequencies, and the scale of cos and sin."""
 
     def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
         frequencies, scale = rope_frequencies(config, head_dim)
@@ -46,7 +45,7 @@ class Rope:
         self.scale = scale
 
     def at(self, positions_BT: Tensor) -> Rotary:
-        """The rotation of a block whose tokens stand at these absolute positions, (B, T) integers."""
+        """The rotation of a block at these absolute positions, (B, T) integers."""
         angles = positions_BT[..., None, None].float() * self.frequencies  # (B, T, 1, D/2)
         cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
         return Rotary(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
@@ -55,8 +54,8 @@ class Rope:
 def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     """Inverse frequencies (D/2,) in float32, radians per token, and the factor for cos and sin.
 
-    Sources: RoFormer (plain), kaiokendev's position interpolation (linear), Meta's Llama 3.1 release (llama3),
-    "YaRN: Efficient Context Window Extension" section 3 (yarn).
+    Sources: RoFormer (plain), kaiokendev's position interpolation (linear), Meta's Llama 3.1
+    release (llama3), "YaRN: Efficient Context Window Extension" section 3 (yarn).
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     plain = 1.0 / (config.theta**exponents)
@@ -68,16 +67,15 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     elif config.kind == "yarn":
         keep = _yarn_kept_share(config, head_dim)
         plain = plain / config.factor * (1 - keep) + plain * keep
-        scale = config.attention_factor or (
-            0.1 * math.log(config.factor) + 1 if config.factor > 1 else 1.0
-        )
+        default = 0.1 * math.log(config.factor) + 1 if config.factor > 1 else 1.0
+        scale = config.attention_factor or default
     if config.frequency_divisors is not None:
         plain = plain / torch.tensor(config.frequency_divisors, dtype=torch.float32)
     return plain, scale
 
 
 def _llama3(plain: Tensor, config: RopeConfig) -> Tensor:
-    """Long waves are interpolated, short ones kept, those between blended by how often they turn in the context."""
+    """Interpolates long waves, keeps short ones, and blends between by turns in the context."""
     assert config.original_context is not None
     turns = config.original_context * plain / (2 * math.pi)
     keep = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
@@ -86,7 +84,7 @@ def _llama3(plain: Tensor, config: RopeConfig) -> Tensor:
 
 
 def _yarn_kept_share(config: RopeConfig, head_dim: int) -> Tensor:
-    """Per frequency (D/2,): 1 where it is left alone, 0 where it is interpolated, a linear ramp between."""
+    """Per frequency (D/2,): 1 where it is kept, 0 where interpolated, a linear ramp between."""
     assert config.original_context is not None
 
     def dimension_turning(times: float) -> float:
