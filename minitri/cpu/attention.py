@@ -7,8 +7,6 @@
 - A long block, of a prefill, runs the flash kernel over the prefix and over the block, merged by
   log-sum-exp.
 
-All are tested equal to `attend_math`.
-
 Legend: B batch, S slots, K KV heads (of all rows), H query heads, G = H / K, D head dim, T new
 tokens, R = G T, P = PIECES.
 """
@@ -72,8 +70,7 @@ def attend_cpu(
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, int, int, Tensor | None], Tensor]
-"""Takes queries (K, R, D), keys and values (K, S, D), the end of the block in them, T, and the
-rule; returns (K, G, T, D)."""
+"""From queries (K, R, D), K and V (K, S, D), the end of the block, T and rule to (K, G, T, D)."""
 
 
 def _choose_kernel(T: int, end: int, num_slots: int, dtype: torch.dtype) -> Kernel:
@@ -153,14 +150,9 @@ def flash_windows(
 
 
 def _bias(
-    T: int,
-    G: int,
-    pieces: int,
-    width: int,
-    apart: int,
-    dtype: torch.dtype,
+    T: int, G: int, pieces: int, width: int, apart: int, dtype: torch.dtype,
     rule_TT: Tensor | None = None,
-) -> Tensor | None:
+) -> Tensor | None:  # fmt: skip
     """What `flash_windows` adds to the scores of every KV head, (1, P, R, width), or None.
 
     Minus infinity in the last window where the rule forbids, in the others where the next begins.

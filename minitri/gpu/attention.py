@@ -6,9 +6,9 @@ and takes the first that is there and agrees with the oracle on this very device
 
 - `flash-attn`: `flash_attn_with_kvcache`, one kernel over prefix and block, for causal blocks;
 - `triton`: our own kernel of that kind, see `triton_attention.py`;
-- `torch-flash`: PyTorch's FlashAttention-2 for packed sequences. It does not split a sequence, and
-  few rows of queries would leave most of a GPU idle, so the prefix is presented as several
-  sequences; the block is computed apart, and all is merged by log-sum-exp;
+- `torch-flash`: PyTorch's FlashAttention-2 for packed sequences. It does not split a sequence, so
+  the prefix is presented as several, lest most of a GPU be idle; the block is computed apart, and
+  all is merged by log-sum-exp;
 - `math`: plain formulas over all slots with a mask, for number types and GPUs without the others.
 
 Longer blocks, which only a prefill has, go to `attend_fused` by their lengths on the host.
@@ -40,14 +40,8 @@ BACKENDS = ("flash-attn", "triton", "torch-flash", "math")
 SHORTEST_PIECE = 256
 """Slots per piece of a prefix, at least; shorter pieces gain no speed."""
 
-Varlen = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float], tuple[Tensor, Tensor]
-]
-"""Attention, without any mask, of N packed sequences with q queries each.
-
-Takes queries (N q, K, D), keys and values (tokens, K, D), where each sequence's queries and keys
-begin (N + 1,), how many keys of each count (N,), the longest of both, and the scale. Returns
-(N q, K, D) and the log-sum-exps (K, N q), which mean nothing for sequences without keys."""
+Varlen = Callable[..., tuple[Tensor, Tensor]]
+"""A kernel for packed sequences: the signature and the contract of `torch_varlen`."""
 
 
 class Backend(Protocol):
@@ -58,13 +52,9 @@ class Backend(Protocol):
     """Whether it takes no rule but the causal one."""
 
     def __call__(
-        self,
-        q_BTHD: Tensor,
-        keys_BKSD: Tensor,
-        values_BKSD: Tensor,
-        lengths_B: Tensor,
+        self, q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, lengths_B: Tensor,
         rule_TT: Tensor | None,
-    ) -> Tensor: ...
+    ) -> Tensor: ...  # fmt: skip
 
 
 class GpuAttention:
@@ -123,13 +113,9 @@ class Math:
     only_causal = False
 
     def __call__(
-        self,
-        q_BTHD: Tensor,
-        keys_BKSD: Tensor,
-        values_BKSD: Tensor,
-        lengths_B: Tensor,
+        self, q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, lengths_B: Tensor,
         rule_TT: Tensor | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         B, T, H, D = q_BTHD.shape
         K, S = keys_BKSD.shape[1:3]
         exact = torch.promote_types(q_BTHD.dtype, torch.float32)
@@ -159,13 +145,9 @@ class TorchFlash:
         self._num_processors = num_processors
 
     def __call__(
-        self,
-        q_BTHD: Tensor,
-        keys_BKSD: Tensor,
-        values_BKSD: Tensor,
-        lengths_B: Tensor,
+        self, q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, lengths_B: Tensor,
         rule_TT: Tensor | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         T = q_BTHD.shape[1]
         q_BKRD = fold(q_BTHD, keys_BKSD.shape[1])
         outs, lses = self._prefix(q_BKRD, keys_BKSD, values_BKSD, lengths_B)
@@ -201,10 +183,9 @@ class TorchFlash:
             q_QKD, k, v, num * R, begins_N, counts_PB.flatten().int(), R, size, 1 / math.sqrt(D)
         )
         is_empty_PB11 = (counts_PB == 0)[:, :, None, None]
-        outs = out_QKD.view(P, B, R, K, D).transpose(2, 3)
-        lses = lse_KQ.view(K, P, B, R).permute(1, 2, 0, 3)
-        outs = outs.masked_fill(is_empty_PB11.unsqueeze(-1), 0)
-        return outs, lses.masked_fill(is_empty_PB11, -math.inf)
+        outs, lses = out_QKD.view(P, B, R, K, D).transpose(2, 3), lse_KQ.view(K, P, B, R)
+        lses = lses.permute(1, 2, 0, 3).masked_fill(is_empty_PB11, -math.inf)
+        return outs.masked_fill(is_empty_PB11.unsqueeze(-1), 0), lses
 
     @staticmethod
     def _block(
@@ -238,13 +219,9 @@ class FlashAttn:
         self._kernel = flash_attn_with_kvcache
 
     def __call__(
-        self,
-        q_BTHD: Tensor,
-        keys_BKSD: Tensor,
-        values_BKSD: Tensor,
-        lengths_B: Tensor,
+        self, q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, lengths_B: Tensor,
         rule_TT: Tensor | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         assert rule_TT is None
         ends_B = (lengths_B + q_BTHD.shape[1]).int()
         k_BSKD, v_BSKD = keys_BKSD.transpose(1, 2), values_BKSD.transpose(1, 2)
@@ -253,20 +230,19 @@ class FlashAttn:
 
 
 def torch_varlen(
-    q_QKD: Tensor,
-    k: Tensor,
-    v: Tensor,
-    begins_q: Tensor,
-    begins_k: Tensor,
-    counts_k: Tensor,
-    max_q: int,
-    max_k: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """PyTorch's FlashAttention-2 as a `Varlen`: no dropout, not causal, no debug mask."""
-    kernel = torch.ops.aten._flash_attention_forward
+    q_QKD: Tensor, k: Tensor, v: Tensor, begins_q: Tensor, begins_k: Tensor, counts_k: Tensor,
+    max_q: int, max_k: int, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """PyTorch's FlashAttention-2, without any mask, of N packed sequences with q queries each.
+
+    Queries are (Q, K, D), Q = N q, keys and values (tokens, K, D). `begins_*` (N + 1,) say where
+    each sequence's queries and keys begin, `counts_k` (N,) how many of its keys count, `max_*` the
+    longest of both. Returns (Q, K, D) and log-sum-exps (K, Q), undefined where there are no keys.
+    """
     sizes = (begins_q, begins_k, max_q, max_k)
-    out, lse, *_ = kernel(q_QKD, k, v, *sizes, 0.0, False, False, scale=scale, seqused_k=counts_k)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q_QKD, k, v, *sizes, 0.0, False, False, scale=scale, seqused_k=counts_k
+    )
     return out, lse
 
 

@@ -1,12 +1,11 @@
 """CUDA graphs: a computation of fixed shapes is captured once and replayed, so that no kernel costs
 a launch, an allocation or Python.
 
-`GraphedStep` wraps a function from a dataclass of tensors to a tensor and has its signature. Inputs
-are copied into static buffers and the graph runs over these. **What it returns is overwritten by
-the next call** of any step in the same pool: use it at once, or clone it. Whatever else the function
-reads or writes, weights and caches, must stay where it was at capture.
-
-On a CPU the same static buffers run eagerly, so that tests cover all but the graph itself.
+`GraphedStep` wraps a function from a dataclass of tensors to a tensor, for inputs of one shape. It
+copies inputs into static buffers, over which the graph runs. **What it returns is overwritten by
+the next call** of any step in the same pool: use it at once, or clone it. What else the function
+reads or writes, weights and caches, must stay where it was at capture. On a CPU the static buffers
+run eagerly, so that tests cover all but the graph itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""A second stream of work beside the computation, and events by which one waits for the other.
-
-`CudaStreams` are those of a GPU. `NoStreams` is a CPU, which does everything in program order.
-Tests have a third kind, which records who touched which bytes when.
-"""
+"""A second stream of work beside the computation, and events by which one waits for the other."""
 
 from __future__ import annotations
 
@@ -32,9 +28,7 @@ class Streams(Protocol):
         """What is queued inside runs on the copy stream."""
         ...
 
-    def event(self) -> Event:
-        """A new event."""
-        ...
+    def event(self) -> Event: ...
 
     def share(self, tensor: Tensor) -> None:
         """Keeps a tensor's memory from reuse until the copy stream is done with it."""

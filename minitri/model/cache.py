@@ -15,8 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 STRIDE = 64
-"""Caches have a multiple of this many slots per row, because attention on a CPU reads a long prefix
-in whole strides: see `cpu/attention.py`."""
+"""Caches have a multiple of this many slots per row: a CPU's attention reads in whole strides."""
 
 
 def round_up_to_stride(num_slots: int) -> int:
@@ -47,8 +46,8 @@ class Cache(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Writes the block behind every row's prefix; returns K and V (B, K, S, D) to attend to.
 
-        Keys come twice: as projected, and rotated to the positions that the cache asked for.
-        `slots_BT` says on the device where the block belongs; None: the cache goes by `lengths`.
+        Keys come twice: as projected, and rotated to `next_positions` and further. `slots_BT` says
+        on the device where the block belongs; None: the cache goes by `lengths`.
         """
         ...
 

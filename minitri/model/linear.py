@@ -1,7 +1,6 @@
-"""Linear layers and LM heads in their plain form.
+"""Linear layers and LM heads in their plain form; `cpu/packed.py` has replacements for speed.
 
-A CPU repacks their weights for speed, see `cpu/packed.py`; the replacements have the same
-interface. Legend: E in_features, V vocab.
+Legend: E in_features.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.out_features = out_features
-        weight = empty_weight(out_features, in_features, dtype)
-        self.weight: Tensor = nn.Parameter(weight, requires_grad=False)
-        b = torch.empty(out_features, dtype=dtype) if bias else None
-        self.bias = None if b is None else nn.Parameter(b, requires_grad=False)
+        self.weight: Tensor = nn.Parameter(empty_weight(out_features, in_features, dtype), False)
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype), False) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -71,6 +68,5 @@ def empty_weight(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     try:
         pages = mmap.mmap(-1, rows * columns * dtype.itemsize)
     except (OSError, ValueError, OverflowError) as error:
-        shape = f"({rows}, {columns})"
-        raise RuntimeError(f"cannot allocate a weight of shape {shape}: {error}") from None
+        raise RuntimeError(f"cannot allocate a weight of ({rows}, {columns}): {error}") from None
     return torch.frombuffer(pages, dtype=dtype).view(rows, columns)

@@ -86,10 +86,9 @@ class Llama(nn.Module):
 
         `rule_TT` says which tokens of the block see which (None: causal), see `attention.py`.
         `slots_BT` are the slots right behind the prefixes, so that lengths are read on the device;
-        without them they are read on the host. `queries_LBTHD`, if given, takes every layer's
-        rotated queries, by which a retrieval cache is chosen: in its first T tokens, or, if it has
-        room for fewer, those of the last tokens of the block. The lengths of the cache stay as they
-        are: call `cache.advance` with the number of tokens to keep.
+        without them they are read on the host. `queries_LBTHD`, if given, is filled with every
+        layer's rotated queries of the block, or of its last tokens if there is room for fewer.
+        The lengths of the cache stay as they are: call `cache.advance` with the tokens to keep.
         """
         x_BTE = self.embed(tokens_BT)
         lengths_B = None if slots_BT is None else slots_BT[:, 0].contiguous()
