@@ -1,45 +1,50 @@
-"""A model with a cache, read block by block: from token lists to next-token laws.
+"""Model runners: a model with a cache, from token lists to next-token distributions.
 
-`Reader.read` feeds whatever the cache has not seen of each row, in one forward pass for the whole batch. Rows may have
-different amounts to read; shorter ones are padded behind, where nothing looks. This is the one place where logits
-become laws, so every level applies the same filters.
+`ModelRunner.next_probs` feeds whatever the cache has not seen of each row in one forward pass for
+the whole batch. Rows may have different amounts to read; shorter ones are padded behind, where
+nothing looks. This is the one place where logits become distributions, so every level applies the
+same filters. `RetrievalRunner` adds how the retrieval cache follows the full one, `DraftRunner` how a
+drafter gets to the end of a long text. `prefill` fills a row of a full cache beforehand.
 
-`prefill` fills a row of a full cache beforehand, chunk by chunk.
-
-Legend: B rows, T tokens read at once, N proposed tokens, E hidden size, V vocab, L layers, H query heads, D head dim.
+Legend: B rows, T tokens read at once, N proposed tokens, E hidden size, V vocab, L layers, H query
+heads, D head dim.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitri.gpu.attention import LONGEST_BLOCK
-from minitri.model.cache import Cache
 from minitri.caches.full import FullCache
+from minitri.caches.retrieval import RetrievalCache
+from minitri.caches.streaming import StreamingCache, window_slots
+from minitri.decoding.cascade import Emitted
+from minitri.decoding.sampling import probs_from_logits, probs_from_logits_on_device
+from minitri.errors import InputError
 from minitri.gpu.graphs import GraphedStep, GraphPool
+from minitri.model.cache import Cache
 from minitri.model.llama import Llama
-from minitri.decoding.sampling import numbers_of, probs_from_logits
-from minitri.settings import SamplingParams
+from minitri.settings import LONGEST_BLOCK, SamplingParams, SpeculationConfig
 
 
 @dataclass(frozen=True)
 class Block:
-    """What a forward pass reads: one block of tokens per row, where they stand in the text, and in the cache."""
+    """What a forward pass reads: a block of tokens per row, each (B, T) int64 on the device."""
 
     tokens_BT: Tensor
     positions_BT: Tensor
+    """Where the tokens stand, for the rotary embedding."""
     slots_BT: Tensor | None
-    """None where the pass goes by the cache's lengths on the host."""
+    """Where they belong in the cache; None where the pass goes by the cache's lengths on the host."""
 
 
-class Reader:
-    """A model, its cache, and the filters that make its logits a law."""
+class ModelRunner:
+    """A model, its cache, and the filters that make its logits a distribution."""
 
     def __init__(
         self,
@@ -52,119 +57,184 @@ class Reader:
         graphs: GraphPool | None = None,
         block_sizes: Collection[int] = (),
     ) -> None:
-        """`vocab_size` is that of the laws: the target's, whatever the model's. `queries_LBTHD` takes the rotated
-        queries of every block. With `graphs`, a block is padded to the next of the `block_sizes`, for which the way
-        from tokens to laws has been captured; a longer one runs as it is."""
+        """`vocab_size` is that of the distributions: the target's, whatever the model's.
+
+        `queries_LBTHD` takes the rotated queries of every block. With `graphs` the way from tokens
+        to distributions is captured for each of the `block_sizes`, and a block is padded to the
+        next of them; a longer one runs as it is.
+        """
         self.model = model
         self.cache = cache
-        self.queries_LBTHD = queries_LBTHD
         self.sampling = sampling
-        self.vocab_size = vocab_size
-        self._form = sampling.form
-        self._numbers_3 = torch.tensor(
-            numbers_of(sampling), dtype=torch.float64, device=model.device
-        )
+        self.queries_LBTHD = queries_LBTHD
+        self._vocab_size = vocab_size
+        numbers = torch.tensor(sampling.numbers, dtype=torch.float64)
+        self._numbers_3 = numbers.to(model.device)  # read by captured steps
+        self._captured_form = sampling.form
         self._steps: dict[int, GraphedStep[Block]] = {}
         if graphs is not None:
             self._capture(graphs, block_sizes)
 
-    def read(self, sequences: list[list[int]], counts: list[int], active: list[bool]) -> Tensor:
-        """Laws (B, max(counts) + 1, V) behind the last `counts[b] + 1` tokens of each row; see `cascade.Reader`."""
+    def next_probs(
+        self, sequences: list[list[int]], num_guesses: list[int], active: list[bool]
+    ) -> Tensor:
+        """Distributions (B, max(num_guesses) + 1, V); see `decoding.cascade.Runner`."""
         fresh = [
             sequence[seen:] if on else sequence[-1:]
             for sequence, seen, on in zip(sequences, self.cache.num_tokens, active, strict=True)
         ]
-        N, T = max(counts) + 1, max(map(len, fresh))
-        first_B1 = torch.tensor(
-            [[len(row) - 1 - count] for row, count in zip(fresh, counts, strict=True)]
-        )
-        index_BN = (
-            (first_B1 + torch.arange(N)).clamp_(0, T - 1).to(self.model.device, non_blocking=True)
-        )
+        N, T = max(num_guesses) + 1, max(map(len, fresh))
+        firsts = [len(row) - 1 - count for row, count in zip(fresh, num_guesses, strict=True)]
+        index_BN = (torch.tensor(firsts).unsqueeze(1) + torch.arange(N)).clamp_(0, T - 1)
+        index_BN = index_BN.to(self.model.device, non_blocking=True)
         size = min((size for size in self._steps if size >= T), default=None)
         if size is not None:
-            laws_BNV = pick(
-                self._steps[size](make_block(self.model, fresh, self.cache, size)), index_BN
-            )
+            block = make_block(self.model, fresh, self.cache, size)
+            probs_BNV = take_rows(self._steps[size](block), index_BN)
         else:
-            hidden_BNE = pick(
-                read_block(self.model, fresh, self.cache, self.queries_LBTHD), index_BN
-            )
-            laws_BNV = laws_behind(self.model, hidden_BNE, self.sampling, self.vocab_size)
+            block = make_block(self.model, fresh, self.cache, T)
+            hidden_BTE = forward_block(self.model, block, self.cache, self.queries_LBTHD)
+            logits_BNV = self.model.logits(take_rows(hidden_BTE, index_BN))[..., : self._vocab_size]
+            probs_QV = probs_from_logits(logits_BNV.flatten(0, 1), self.sampling)
+            probs_BNV = pad_vocabulary(probs_QV.unflatten(0, (-1, N)), self._vocab_size)
         self.cache.advance([len(row) if on else 0 for row, on in zip(fresh, active, strict=True)])
-        return laws_BNV
+        return probs_BNV
+
+    def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
+        """Nothing to do before a step."""
+
+    def commit(self, emitted: list[Emitted], active: list[bool], *, has_guessed: bool) -> None:
+        """Nothing to do after a step: the cache was cropped to what was accepted."""
+
+    def crop(self, lengths: list[int]) -> None:
+        """Keeps at most the first `lengths[b]` tokens of row b."""
+        seen = self.cache.num_tokens
+        self.cache.crop([min(pair) for pair in zip(seen, lengths, strict=True)])
+
+    def reset(self, b: int) -> None:
+        """Empties row b."""
+        self.cache.reset(b)
 
     def can_sample_by(self, sampling: SamplingParams) -> bool:
-        """Whether what has been captured leads to this law, too."""
-        return sampling.temperature == 0 or sampling.form == self._form
+        """Whether the captured steps can apply these filters, too."""
+        return sampling.temperature == 0 or sampling.form == self._captured_form
 
     def sample_by(self, sampling: SamplingParams) -> None:
-        """Goes over to another law."""
-        assert self.can_sample_by(sampling)
+        """Changes the filters; captured steps keep the form that they were captured with."""
         self.sampling = sampling
-        self._numbers_3.copy_(torch.tensor(numbers_of(sampling), dtype=torch.float64))
+        self._numbers_3.copy_(torch.tensor(sampling.numbers, dtype=torch.float64))
 
     @torch.no_grad()
     def _capture(self, graphs: GraphPool, block_sizes: Collection[int]) -> None:
-        """Captures the way from tokens to laws, now, so that it costs no decoding time. What it writes stands behind
-        the prefixes.
+        """Captures the steps now, so that it costs no decoding time.
 
-        Blocks of more than `LONGEST_BLOCK` tokens go by lengths on the host, which a graph would keep as they are now.
+        What a capture writes into the cache stands behind the prefixes. Blocks of more than
+        `LONGEST_BLOCK` tokens go by lengths on the host, which a graph would freeze.
         """
-        step = functools.partial(
-            laws_of_block,
-            self.model,
-            self.cache,
-            self.queries_LBTHD,
-            self.sampling,
-            self.vocab_size,
-            self._numbers_3,
-        )
+        # Locals, because a step that held this object would keep its caches alive.
+        model, cache, queries_LBTHD = self.model, self.cache, self.queries_LBTHD
+        filters, numbers_3, vocab_size = self.sampling, self._numbers_3, self._vocab_size
+
+        def step(block: Block) -> Tensor:
+            hidden_BTE = forward_block(model, block, cache, queries_LBTHD)
+            logits_BTV = model.logits(hidden_BTE)[..., :vocab_size]
+            probs_QV = probs_from_logits_on_device(logits_BTV.flatten(0, 1), filters, numbers_3)
+            return pad_vocabulary(probs_QV.unflatten(0, logits_BTV.shape[:2]), vocab_size)
+
         for size in sorted(size for size in block_sizes if size <= LONGEST_BLOCK):
-            blocks = [[0] * size for _ in self.cache.lengths]
-            self._steps[size] = graphs.capture(
-                step, make_block(self.model, blocks, self.cache, size)
-            )
+            example = make_block(model, [[0] * size for _ in cache.lengths], cache, size)
+            self._steps[size] = graphs.capture(step, example)
 
-    def forget(self, lengths: list[int]) -> None:
-        """Keeps at most the first `lengths[b]` tokens of row b."""
-        self.cache.crop(
-            [min(seen, length) for seen, length in zip(self.cache.num_tokens, lengths, strict=True)]
+
+class RetrievalRunner(ModelRunner):
+    """The target over its retrieval cache."""
+
+    cache: RetrievalCache
+
+    def __init__(
+        self,
+        model: Llama,
+        cache: RetrievalCache,
+        sampling: SamplingParams,
+        full_queries_LBTHD: Tensor,
+        **settings: Any,
+    ) -> None:
+        """`full_queries_LBTHD` holds the queries of the latest pass over the full cache."""
+        super().__init__(model, cache, sampling, **settings)
+        self._full_queries_LBTHD = full_queries_LBTHD
+
+    def commit(self, emitted: list[Emitted], active: list[bool], *, has_guessed: bool) -> None:
+        """Copies exact K and V of the accepted tokens into the cache; rebuilds it if that is due."""
+        for b, row in enumerate(emitted):
+            if active[b]:
+                # The pass read the token before and the guesses; len(row.tokens) of them stay.
+                queries_LTHD = self._full_queries_LBTHD[:, b, : len(row.tokens)]
+                was_rejected = row.origins[-1] == "recovered"
+                self.cache.commit(
+                    b, queries_LTHD, was_rejected=was_rejected, has_guessed=has_guessed
+                )
+
+
+class DraftRunner(ModelRunner):
+    """A draft model over a streaming cache: sinks and recent tokens only, for texts of any length.
+
+    A prompt of any length costs it one short forward pass over the window.
+    """
+
+    cache: StreamingCache
+
+    def __init__(
+        self,
+        model: Llama,
+        batch_size: int,
+        sampling: SamplingParams,
+        speculation: SpeculationConfig,
+        *,
+        vocab_size: int,
+        graphs: GraphPool | None = None,
+    ) -> None:
+        """Raises `InputError` if the drafter's context is shorter than the window."""
+        num_slots, context = window_slots(speculation), model.config.context_length
+        if num_slots > context:
+            raise InputError(
+                f"the drafter {model.config.name} holds {context} tokens but its window needs "
+                f"{num_slots} (num_recent_tokens={speculation.num_recent_tokens} and room for "
+                "guesses); lower --num-recent-tokens, --num-sink-tokens or the gammas"
+            )
+        self._max_block = speculation.max_block
+        placement = {"dtype": model.dtype, "device": model.device}
+        cache = StreamingCache(model.config, model.rope, batch_size, speculation, **placement)
+        sizes = {1, 2, self._max_block}
+        super().__init__(
+            model, cache, sampling, vocab_size=vocab_size, graphs=graphs, block_sizes=sizes
         )
 
+    def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
+        """Gets ready to guess behind sequences that are certain: all but their last tokens.
 
-def laws_of_block(
-    model: Llama,
-    cache: Cache,
-    queries_LBTHD: Tensor | None,
-    sampling: SamplingParams,
-    vocab_size: int,
-    numbers_3: Tensor,
-    block: Block,
-) -> Tensor:
-    """Laws (B, T, V) behind every token of a block, by the sampling parameters in a tensor."""
-    return laws_behind(
-        model, forward(model, cache, queries_LBTHD, block), sampling, vocab_size, numbers_3
-    )
+        A row that is more than a block behind, as behind a prompt, reads its window by itself: with
+        the batch it would pad the other rows beyond their room.
+        """
+        for b, sequence in enumerate(sequences):
+            if active[b] and len(sequence) - 1 - self.cache.num_tokens[b] > self._max_block:
+                self._read_window(b, sequence[:-1])
+        self.cache.slide()
 
-
-def laws_behind(
-    model: Llama,
-    hidden_BNE: Tensor,
-    sampling: SamplingParams,
-    vocab_size: int,
-    numbers_3: Tensor | None = None,
-) -> Tensor:
-    """Final hidden states to laws (B, N, V) over so many tokens; see `probs_from_logits`."""
-    logits_BNV = model.logits(hidden_BNE)[..., :vocab_size]
-    laws_BNV = probs_from_logits(logits_BNV.flatten(0, 1), sampling, numbers_3).unflatten(
-        0, logits_BNV.shape[:2]
-    )
-    missing = vocab_size - laws_BNV.shape[-1]  # tokens that a drafter does not know: q = 0
-    return F.pad(laws_BNV, (0, missing)) if missing else laws_BNV
+    def _read_window(self, b: int, tokens: list[int]) -> None:
+        """Fills row b with the sinks and the latest of these tokens, whatever was in it."""
+        num_sinks = self.cache.num_sink_tokens
+        window = tokens[:num_sinks] + tokens[num_sinks:][-self.cache.num_recent_tokens :]
+        read_block(self.model, [window], self.cache.empty_row(b))
+        self.cache.set_window(b, num_slots=len(window), num_tokens=len(tokens))
 
 
-def pick(rows_BTX: Tensor, index_BN: Tensor) -> Tensor:
+def pad_vocabulary(probs_BNV: Tensor, vocab_size: int) -> Tensor:
+    """Gives tokens that a drafter does not have the probability 0."""
+    missing = vocab_size - probs_BNV.shape[-1]
+    return F.pad(probs_BNV, (0, missing)) if missing else probs_BNV
+
+
+def take_rows(rows_BTX: Tensor, index_BN: Tensor) -> Tensor:
     """Of each row of a batch the vectors (B, N, X) at these places, copied."""
     return rows_BTX.gather(1, index_BN.unsqueeze(2).expand(-1, -1, rows_BTX.shape[2]))
 
@@ -172,31 +242,28 @@ def pick(rows_BTX: Tensor, index_BN: Tensor) -> Tensor:
 def read_block(
     model: Llama, blocks: list[list[int]], cache: Cache, queries_LBTHD: Tensor | None = None
 ) -> Tensor:
-    """Final hidden states (B, T, E) of one block per row behind what the cache holds, T the length of the longest.
+    """Final hidden states (B, T, E) of one block per row behind what the cache holds.
 
-    The cache's lengths stay as they are.
+    T is the length of the longest block. The cache's lengths stay as they are.
     """
-    return forward(
-        model, cache, queries_LBTHD, make_block(model, blocks, cache, max(map(len, blocks)))
-    )
+    block = make_block(model, blocks, cache, max(map(len, blocks)))
+    return forward_block(model, block, cache, queries_LBTHD)
 
 
-def forward(model: Llama, cache: Cache, queries_LBTHD: Tensor | None, block: Block) -> Tensor:
-    """Final hidden states (B, T, E) of a block."""
-    return model(
-        block.tokens_BT, block.positions_BT, cache, slots_BT=block.slots_BT, queries_LBTHD=queries_LBTHD
-    )  # fmt: skip
+def forward_block(model: Llama, block: Block, cache: Cache, queries_LBTHD: Tensor | None) -> Tensor:
+    """Final hidden states (B, T, E) of a causal block; see `Llama.forward`."""
+    tokens_BT, positions_BT, slots_BT = block.tokens_BT, block.positions_BT, block.slots_BT
+    return model.forward(tokens_BT, positions_BT, cache, None, slots_BT, queries_LBTHD)
 
 
 def make_block(model: Llama, blocks: list[list[int]], cache: Cache, size: int) -> Block:
-    """The blocks, padded to `size` tokens, behind what the cache holds; sent to the device in one piece."""
+    """The blocks, padded to `size` tokens, behind what the cache holds; sent in one transfer."""
     tokens_BT = torch.tensor([row + [0] * (size - len(row)) for row in blocks])
-    tokens_BT.clamp_(
-        max=model.config.vocab_size - 1
-    )  # a drafter may lack the last tokens of the target's vocabulary
-    ahead_T = torch.arange(size)
+    # A drafter may lack the last tokens of the target's vocabulary; what it reads in their place
+    # changes only how well it guesses.
+    tokens_BT.clamp_(max=model.config.vocab_size - 1)
     positions_BT, slots_BT = (
-        torch.tensor(starts).unsqueeze(1) + ahead_T
+        torch.tensor(starts).unsqueeze(1) + torch.arange(size)
         for starts in (cache.next_positions, cache.lengths)
     )
     sent = torch.stack((tokens_BT, positions_BT, slots_BT)).to(model.device, non_blocking=True)
@@ -204,7 +271,7 @@ def make_block(model: Llama, blocks: list[list[int]], cache: Cache, size: int) -
 
 
 def reads_slots(device: torch.device, size: int) -> bool:
-    """Whether a pass over blocks of so many tokens learns on the device where they belong in the cache."""
+    """Whether a pass over blocks of so many tokens learns on the device where they belong."""
     return device.type == "cuda" and size <= LONGEST_BLOCK
 
 
@@ -218,9 +285,10 @@ def prefill(
     watch: Callable[[Tensor], None] | None = None,
     max_queries: int | None = None,
 ) -> Iterator[int]:
-    """Reads a prompt but for its last token into row b, `chunk` tokens at a time; yields how many have been read.
+    """Reads a prompt but for its last token into row b, `chunk` tokens at a time.
 
-    After every chunk `watch` is given the rotated queries (L, T, H, D) of its last tokens, at most `max_queries`.
+    Yields how many tokens have been read. After every chunk `watch` is given the rotated queries
+    (L, T, H, D) of its last tokens, at most `max_queries`.
     """
     config = model.config
     while full.lengths[b] < len(prompt) - 1:

@@ -1,26 +1,22 @@
-"""A cascade over tiny models with every part in reach: what a `Generation` does, less text, stops and events."""
+"""A session over tiny models with every part in reach: a `Generation` without text and events."""
 
 from __future__ import annotations
-
-import functools
 
 import torch
 from torch import Tensor
 
-from minitri.assembly import build_cascade
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
-from minitri.decoding.cascade import Emitted, Level
-from minitri.model.config import ModelConfig
+from minitri.decoding.cascade import Emitted
 from minitri.engine import Engine
 from minitri.gpu.graphs import GraphPool
-from minitri.model.llama import Llama
-from minitri.runner import prefill, read_block
-from minitri.readers import Readers
-from minitri.settings import SamplingParams, SpeculationConfig
-from minitri.decoding.stats import Stats
 from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
+from minitri.model.config import ModelConfig
+from minitri.model.llama import Llama
+from minitri.runner import read_block
+from minitri.session import Batch, Session
+from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from tests.conftest import CPU, byte_level_tokenizer, new_cache, tiny_config, tiny_model
 
 GREEDY = SamplingParams()
@@ -28,7 +24,8 @@ WARM = SamplingParams(temperature=0.9, top_k=20, top_p=0.95)
 
 
 class Rig:
-    """One run: prompts are read at once, then `step` by `step`; a row that has `num_new` tokens is retired."""
+    """One run: prompts are read at once, then `step` by `step`; a row that has `num_new` tokens is
+    retired."""
 
     def __init__(
         self,
@@ -44,30 +41,30 @@ class Rig:
         graphs: GraphPool | None = None,
         **speculation,
     ) -> None:
-        self.prompts, self.num_new, self.stats = prompts, num_new, Stats()
+        self.prompts, self.num_new = prompts, num_new
         self.speculation = SpeculationConfig(**speculation)
-        capacity = max(map(len, prompts)) + num_new + self.speculation.max_block - 1
-        self.full = full or new_cache(target.config, len(prompts), capacity)
-        self.sequences = [list(prompt) for prompt in prompts]
         seeds = [seed + b for b in range(len(prompts))]
-        lengths = list(map(len, prompts))
-        readers = Readers(target, draft, self.full, lengths, sampling, self.speculation, graphs)
-        self.cascade = build_cascade(readers, self.sequences, seeds, self.stats)
-        self.small = readers.small
-        self.readers = {}  # by the name of the level
-        stage = self.cascade._top
-        while isinstance(stage, Level):
-            self.readers[stage.stats.name] = stage.reader
-            stage = stage.below
-        self._prefill(target, prefill_chunk)
+        generation = GenerationConfig(num_new, prefill_chunk=prefill_chunk)
+        batch = Batch(prompts, seeds, sampling, generation, self.speculation)
+        self.session = Session(target, draft, batch, full=full, graphs=graphs)
+        self.session.begin(batch)
+        self.full, self.cascade = self.session.full, self.session.cascade
+        self.sequences, self.stats = self.session.sequences, self.session.stats
+        self.small = self.session.retrieval_cache
+        runners = {"target": self.session.target, "retrieval": self.session.retrieval}
+        runners["draft"] = self.session.draft
+        self.runners = {name: runner for name, runner in runners.items() if runner is not None}
+        for b in range(len(prompts)):
+            for _ in self.session.prefill(b):
+                pass
 
     @property
     def retrieval(self) -> RetrievalCache:
-        return self.readers["retrieval"].cache
+        return self.runners["retrieval"].cache
 
     @property
     def window(self) -> StreamingCache:
-        return self.readers["draft"].cache
+        return self.runners["draft"].cache
 
     def start(self) -> list[Emitted]:
         return self._retire_finished(self.cascade.start())
@@ -90,13 +87,6 @@ class Rig:
             sequence[len(prompt) :][: self.num_new]
             for sequence, prompt in zip(self.sequences, self.prompts, strict=True)
         ]
-
-    def _prefill(self, target: Llama, chunk: int) -> None:
-        for b, prompt in enumerate(self.prompts):
-            watch = functools.partial(self.small.observe, b) if self.small else None
-            queries = self.small.max_prompt_queries if self.small else None
-            for _ in prefill(target, prompt, self.full, b, chunk=chunk, watch=watch, max_queries=queries):
-                pass
 
     def _retire_finished(self, emitted: list[Emitted]) -> list[Emitted]:
         for b, new in enumerate(self.new_tokens()):

@@ -60,30 +60,36 @@ def test_the_full_cache_equals_a_fresh_prefill_of_the_accepted_tokens(method, no
 
 @pytest.mark.parametrize(("method", "noise"), STACKS)
 def test_every_small_cache_knows_only_certain_tokens_after_a_step(method, noise):
-    """What has been read of a row is a beginning of its certain tokens, and at most a block is missing."""
+    """What has been read of a row is a beginning of its certain tokens. Nothing is missing but, in
+    the drafter's cache, what it reads before its next guess: at most a block once it has begun."""
+    num_steps = 0
 
     def compare(rig):
-        for name, reader in rig.readers.items():
+        nonlocal num_steps
+        num_steps += 1
+        for name, runner in rig.runners.items():
             for b, sequence in enumerate(rig.sequences):
-                missing = len(sequence) - 1 - reader.cache.num_tokens[b]
+                missing = len(sequence) - 1 - runner.cache.num_tokens[b]
                 if rig.cascade.active[b]:
-                    assert 0 <= missing <= (rig.speculation.max_block if name == "draft" else 0)
+                    has_begun = num_steps > 1
+                    limit = rig.speculation.max_block if has_begun else len(sequence)
+                    assert 0 <= missing <= (limit if name == "draft" else 0)
                 else:
-                    assert reader.cache.num_tokens[b] == reader.cache.lengths[b] == 0
+                    assert runner.cache.num_tokens[b] == runner.cache.lengths[b] == 0
 
     new_rig(method, noise).run(compare)
 
 
 def poison(rig: Rig) -> None:
     """Fills everything behind the valid slots of every cache with NaN, and the memory of queries too."""
-    for reader in rig.readers.values():
-        cache = reader.cache
+    for runner in rig.runners.values():
+        cache = runner.cache
         names = [name for name in ("raw_keys", "keys", "values") if hasattr(cache, name)]
         for b, length in enumerate(cache.lengths):
             for name in names:
                 getattr(cache, name)[:, b, :, length:] = torch.nan
-        if reader.queries_LBTHD is not None:
-            reader.queries_LBTHD.fill_(torch.nan)
+        if runner.queries_LBTHD is not None:
+            runner.queries_LBTHD.fill_(torch.nan)
 
 
 @pytest.mark.parametrize(("sampling", "coupled"), [(GREEDY, False), (WARM, True)])
@@ -110,22 +116,22 @@ def test_slots_of_rejected_guesses_may_be_poisoned_within_a_step(method, noise, 
     rig = new_rig(method, noise, sampling=WARM, coupled=True)
     num_poisoned = 0
 
-    def poisoning(reader):
-        forget = reader.forget
+    def poisoning(runner):
+        crop = runner.crop
 
-        def forget_and_poison(lengths):
+        def crop_and_poison(lengths):
             nonlocal num_poisoned
-            forget(lengths)
-            for b, length in enumerate(reader.cache.lengths):
+            crop(lengths)
+            for b, length in enumerate(runner.cache.lengths):
                 for name in ("raw_keys", "keys", "values"):
-                    if hasattr(reader.cache, name):
-                        getattr(reader.cache, name)[:, b, :, length:] = torch.nan
+                    if hasattr(runner.cache, name):
+                        getattr(runner.cache, name)[:, b, :, length:] = torch.nan
             num_poisoned += 1
 
-        return forget_and_poison
+        return crop_and_poison
 
-    for reader in rig.readers.values():
-        monkeypatch.setattr(reader, "forget", poisoning(reader))
+    for runner in rig.runners.values():
+        monkeypatch.setattr(runner, "crop", poisoning(runner))
     wanted = plain_tokens(tiny_model(CONFIG), PROMPTS, num_new=20, sampling=WARM, coupled=True)
     assert rig.run() == wanted
-    assert num_poisoned > 20
+    assert num_poisoned >= 20

@@ -190,23 +190,23 @@ def test_seeds_decide_and_belong_to_rows(engine):
     assert ids(run(engine, PROMPTS[0], sampling=NOISY, seed=6)) == [same[1].token_ids]
 
 
-def test_the_engine_draws_from_the_law_of_its_model(engine, monkeypatch):
-    """First and second token of 3,000 rows, chi-square against the exact joint law, cells of at least 8 expected.
+def test_the_engine_draws_from_the_distribution_of_its_model(engine, monkeypatch):
+    """First and second token of 3,000 rows, chi-square against the exact joint distribution, cells of at least 8 expected.
 
-    A false alarm has odds below 10^-5 (6 standard deviations of the chi-square law) and the seeds are fixed.
+    A false alarm has odds below 10^-5 (6 standard deviations of the chi-square distribution) and the seeds are fixed.
     """
     without_eos(engine, monkeypatch)
     model, sampling, num_rows = engine.model, SamplingParams(temperature=0.7, top_k=5), 3000
     prompt = PROMPTS[0]
 
-    def law(sequence):
+    def distribution(sequence):
         hidden = model(torch.tensor([sequence]), torch.arange(len(sequence)).unsqueeze(0), new_cache(engine.config))
         return probs_from_logits(model.logits(hidden[:, -1]), sampling)[0].double()
 
     joint = {}
-    for first, p in enumerate(law(prompt).tolist()):
+    for first, p in enumerate(distribution(prompt).tolist()):
         if p > 0:
-            for second, q in enumerate(law([*prompt, first]).tolist()):
+            for second, q in enumerate(distribution([*prompt, first]).tolist()):
                 if q > 0:
                     joint[first, second] = p * q
     assert sum(joint.values()) == pytest.approx(1)
@@ -333,6 +333,6 @@ def test_a_cache_that_does_not_fit_says_how_large_it_is(engine, monkeypatch):
     def out_of_memory(*_, **__):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr("minitri.readers.FullCache.allocate", out_of_memory)
+    monkeypatch.setattr("minitri.session.FullCache.allocate", out_of_memory)
     with pytest.raises(InputError, match=r"KV cache for 1 x 35 tokens needs .* GB"):
         engine.generate([1, 2, 3], generation=GenerationConfig(max_new_tokens=12))

@@ -28,8 +28,8 @@ def other_engine(tmp_path_factory) -> minitri.Engine:
     return minitri.load(str(folder), dtype="float32", device="cpu")
 
 
-def texts(engine, draft, law, prompts=PROMPTS, num_new=NUM_NEW, seed=7, **settings):
-    sampling, coupled = law
+def texts(engine, draft, distribution, prompts=PROMPTS, num_new=NUM_NEW, seed=7, **settings):
+    sampling, coupled = distribution
     run = minitri.Engine(engine.model, engine.tokenizer, draft).generate(
         prompts,
         sampling=sampling,
@@ -58,20 +58,20 @@ GRID = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("law", [GREEDY, COUPLED], ids=["greedy", "coupled"])
+@pytest.mark.parametrize("distribution", [GREEDY, COUPLED], ids=["greedy", "coupled"])
 @pytest.mark.parametrize("drafter", ["ngram", "other model", "the target itself"])
-def test_every_setting_gives_the_autoregressive_text(engine, other_engine, drafter, law):
+def test_every_setting_gives_the_autoregressive_text(engine, other_engine, drafter, distribution):
     draft = {"ngram": None, "other model": other_engine.model, "the target itself": engine.model}[drafter]
-    wanted, _ = texts(engine, None, law)
+    wanted, _ = texts(engine, None, distribution)
     accepted = rejected = rebuilds = 0
     for settings in GRID:
         if settings["method"] == "retrieval" and draft is not None:
             continue
-        got, stats = texts(engine, draft, law, **settings)
+        got, stats = texts(engine, draft, distribution, **settings)
         assert got == wanted, settings
         accepted += sum(level.num_accepted_tokens for level in stats.levels)
         rejected += sum(level.num_tested_tokens - level.num_accepted_tokens for level in stats.levels)
-        rebuilds += stats.num_rebuilds
+        rebuilds += stats.rebuilds.count
     assert min(accepted, rejected, rebuilds) > 50  # so the grid went through acceptance, rejection and rebuilding
 
 
@@ -79,27 +79,27 @@ def test_every_setting_gives_the_autoregressive_text(engine, other_engine, draft
 def test_a_row_of_a_batch_gives_what_it_gives_alone_at_any_temperature(engine, other_engine, budget, monkeypatch):
     """Without coupling, too: a row draws from its own stream, only when it takes part, and has its own budget."""
     monkeypatch.setattr(SpeculationConfig, "budget_for", lambda self, n, doublings=0: self.budget or 8 + n // 16 * 8)
-    law = (SamplingParams(0.9, top_k=50), False)
+    distribution = (SamplingParams(0.9, top_k=50), False)
     settings = {"method": "triforce", "gamma1": 2, "gamma2": 4, "budget": budget}
-    together, _ = texts(engine, other_engine.model, law, seed=[7, 8, 9, 10], **settings)
+    together, _ = texts(engine, other_engine.model, distribution, seed=[7, 8, 9, 10], **settings)
     for b, prompt in enumerate(PROMPTS):
-        alone, _ = texts(engine, other_engine.model, law, prompts=[prompt], seed=7 + b, **settings)
+        alone, _ = texts(engine, other_engine.model, distribution, prompts=[prompt], seed=7 + b, **settings)
         assert alone == [together[b]]
 
 
 def test_two_prompts_through_one_engine_equal_two_fresh_engines(engine, other_engine, folder):
-    law = (SamplingParams(0.9), False)
+    distribution = (SamplingParams(0.9), False)
     settings = {"method": "triforce", "budget": 24, "num_recent_tokens": 12}
     for prompt in (PROMPTS[1], PROMPTS[3]):
-        used, _ = texts(engine, other_engine.model, law, prompts=[prompt], **settings)
+        used, _ = texts(engine, other_engine.model, distribution, prompts=[prompt], **settings)
         fresh = minitri.load(str(folder), dtype="float32", device="cpu")
-        assert texts(fresh, other_engine.model, law, prompts=[prompt], **settings)[0] == used
+        assert texts(fresh, other_engine.model, distribution, prompts=[prompt], **settings)[0] == used
 
 
 def test_a_seed_gives_the_same_text_twice_and_another_seed_another(engine, other_engine):
-    law = (SamplingParams(1.0), False)
+    distribution = (SamplingParams(1.0), False)
     once, again, other = (
-        texts(engine, other_engine.model, law, seed=seed, method="triforce", budget=24)[0] for seed in (3, 3, 4)
+        texts(engine, other_engine.model, distribution, seed=seed, method="triforce", budget=24)[0] for seed in (3, 3, 4)
     )
     assert once == again != other
 
@@ -109,7 +109,7 @@ def test_coupled_texts_depend_on_the_seed(engine):
 
 
 def test_a_target_that_drafts_for_itself_is_always_right(engine):
-    """Every stage sees everything, so every law is the target's: nothing may be rejected, at any temperature."""
-    for law in (GREEDY, COUPLED, (SamplingParams(1.0), False)):
-        _, stats = texts(engine, engine.model, law, method="triforce", budget=128, num_recent_tokens=200, gamma1=3)
+    """Every stage sees everything, so every distribution is the target's: nothing may be rejected, at any temperature."""
+    for distribution in (GREEDY, COUPLED, (SamplingParams(1.0), False)):
+        _, stats = texts(engine, engine.model, distribution, method="triforce", budget=128, num_recent_tokens=200, gamma1=3)
         assert [level.acceptance_rate for level in stats.levels] == [1.0, 1.0]

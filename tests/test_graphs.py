@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minitri import reader
+from minitri import runner
 from minitri.gpu.attention import GpuAttention, Math, TorchFlash
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
@@ -20,7 +20,6 @@ from minitri.settings import LONGEST_BLOCK, MAX_GAMMA, METHODS, SamplingParams, 
 from tests.cascades import GREEDY, WARM, Rig, near_copy, random_prompt
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
 from tests.test_attention_cuda import varlen_twin
-from tests.test_budget import resize_now_and_then
 from tests.test_offloaded_cache import offloaded as offloaded_cache
 
 CONFIG = tiny_config(num_layers=3)
@@ -72,7 +71,7 @@ def lengths_on_the_device(monkeypatch):
     """Passes as on a GPU. While a step over static buffers runs, what the host knows of lengths is nonsense: a graph
     would have it as it was at capture."""
     in_step = []
-    monkeypatch.setattr(reader, "reads_slots", lambda device, size: size <= LONGEST_BLOCK)
+    monkeypatch.setattr(runner, "reads_slots", lambda device, size: size <= LONGEST_BLOCK)
     for cls in (FullCache, RetrievalCache, StreamingCache):
         honest = cls.lengths.fget
 
@@ -80,16 +79,19 @@ def lengths_on_the_device(monkeypatch):
             return [UNREADABLE] * len(honest(self)) if in_step else honest(self)
 
         monkeypatch.setattr(cls, "lengths", property(lengths))
-    laws_of_block = reader.laws_of_block
+    capture = GraphPool.capture
 
-    def step(*inputs):
-        in_step.append(True)
-        try:
-            return laws_of_block(*inputs)
-        finally:
-            in_step.pop()
+    def capture_and_watch(pool, step, example):
+        def watched(inputs):
+            in_step.append(True)
+            try:
+                return step(inputs)
+            finally:
+                in_step.pop()
 
-    monkeypatch.setattr(reader, "laws_of_block", step)
+        return capture(pool, watched, example)
+
+    monkeypatch.setattr(GraphPool, "capture", capture_and_watch)
 
 
 def as_on_a_gpu(model, backend):
@@ -120,27 +122,6 @@ def test_static_steps_give_the_tokens_of_eager_ones(method, sampling, backend, l
         assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("backend", [Math(), TorchFlash(varlen_twin, num_processors=4)], ids=lambda it: it.name)
-def test_static_steps_follow_another_budget(backend, lengths_on_the_device, monkeypatch):
-    """What is captured does not know how many slots are valid, and the acceptance is that of eager steps."""
-    choice = [[size] * len(PROMPTS) for size in (16, 24, 48)]
-    monkeypatch.setattr(SpeculationConfig, "budgets_for", lambda self, lengths: choice)
-    target, counts, tokens = tiny_model(CONFIG), [], []
-    settings = {"method": "retrieval", "sampling": WARM, "budget": 24, "gamma2": 3, "num_new": 24}
-    for graphs in (None, GraphPool(CPU)):
-        if graphs is not None:
-            as_on_a_gpu(target, backend)
-        with pytest.MonkeyPatch.context() as patching:
-            seen = resize_now_and_then(patching, (0, 2, 1))
-            rig, sizes = Rig(target, PROMPTS, graphs=graphs, **settings), set()
-            tokens.append(rig.run(lambda rig, sizes=sizes: sizes.add(rig.small.budgets[0])))
-            assert sizes == {16, 24, 48}
-            assert set(seen) == {sum(rows) for rows in choice}
-        counts.append([(stage.num_tested_tokens, stage.num_accepted_tokens) for stage in rig.stats.stages])
-    assert tokens[0] == tokens[1]
-    assert counts[0] == counts[1]
-
-
 def test_kv_from_host_memory_is_streamed_by_eager_steps(lengths_on_the_device):
     """The draft and the small cache of the target are captured, the pass over the full cache is not."""
     target = tiny_model(CONFIG)
@@ -151,8 +132,8 @@ def test_kv_from_host_memory_is_streamed_by_eager_steps(lengths_on_the_device):
     full = offloaded_cache(1, config=CONFIG)
     rig = Rig(as_on_a_gpu(target, Math()), PROMPTS, draft=draft, graphs=pool, full=full, **settings)
     assert rig.run() == tokens
-    assert rig.readers["target"]._steps == {}
-    assert pool.num_graphs == len(rig.readers["retrieval"]._steps) + len(rig.readers["draft"]._steps) > 0
+    assert rig.runners["target"]._steps == {}
+    assert pool.num_graphs == len(rig.runners["retrieval"]._steps) + len(rig.runners["draft"]._steps) > 0
 
 
 def test_blocks_of_the_largest_gammas_do_not_read_lengths_from_the_host(lengths_on_the_device):
@@ -166,7 +147,7 @@ def test_blocks_of_the_largest_gammas_do_not_read_lengths_from_the_host(lengths_
     for gammas in ({"method": "retrieval", "gamma2": MAX_GAMMA}, {"method": "naive", "gamma1": MAX_GAMMA}):
         rig = Rig(target, PROMPTS[:1], draft=draft, graphs=GraphPool(CPU), **settings, **gammas)
         assert rig.run() == plain
-        assert max(rig.readers["target"]._steps) == MAX_GAMMA + 1
+        assert max(rig.runners["target"]._steps) == MAX_GAMMA + 1
 
 
 def test_a_run_that_is_over_frees_its_cache(lengths_on_the_device):

@@ -1,4 +1,4 @@
-"""The joint law of several tokens through the real engine, by chi-square against the model's own laws.
+"""The joint distribution of several tokens through the real engine, by chi-square against the model's own distributions.
 
 Marginals can be right while the joint is wrong (noise used twice). Seeds are fixed, so the tests are deterministic; the
 stated odds are those of a false alarm had the seeds been drawn anew.
@@ -26,26 +26,26 @@ def models():
     return tuple(tiny_model(tiny_config(vocab_size=V), seed=seed) for seed in (0, 9))
 
 
-def exact_law(model, sampling) -> torch.Tensor:
+def exact_probs(model, sampling) -> torch.Tensor:
     """(V,) * NUM_TOKENS, by the model's own forward passes."""
     sequences = [list(tokens) for tokens in itertools.product(range(V), repeat=NUM_TOKENS - 1)]
     block = torch.tensor([[*PROMPT, *tokens] for tokens in sequences])
     cache = new_cache(model.config, len(sequences))
     hidden = model(block, torch.arange(block.shape[1]).expand_as(block), cache)
-    laws = probs_from_logits(model.logits(hidden[:, len(PROMPT) - 1 :]).double().flatten(0, 1), sampling)
-    laws = laws.view(len(sequences), NUM_TOKENS, V)
-    law = torch.ones((V,) * NUM_TOKENS, dtype=torch.float64)
+    distributions = probs_from_logits(model.logits(hidden[:, len(PROMPT) - 1 :]).double().flatten(0, 1), sampling)
+    distributions = distributions.view(len(sequences), NUM_TOKENS, V)
+    distribution = torch.ones((V,) * NUM_TOKENS, dtype=torch.float64)
     for number, tokens in enumerate(sequences):
         for i, token in enumerate(tokens):
-            law[tuple(tokens)] *= laws[number, i, token]
-        law[tuple(tokens)] *= laws[number, -1]
-    return law
+            distribution[tuple(tokens)] *= distributions[number, i, token]
+        distribution[tuple(tokens)] *= distributions[number, -1]
+    return distribution
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("coupled", [False, True])
 @pytest.mark.parametrize("sampling", [SamplingParams(0.6, top_p=0.9), SamplingParams(1.0, top_k=4, min_p=0.02)])
-def test_three_tokens_follow_the_joint_law(models, sampling, coupled):
+def test_three_tokens_follow_the_joint_distribution(models, sampling, coupled):
     """Chi-square over all texts of 3 tokens expected at least 5 times; false alarm 1 in 100,000 (per case)."""
     target, draft = models
     tokenizer = Tokenizer(TokenizersBackend(byte_level_tokenizer()), None)
@@ -62,11 +62,11 @@ def test_three_tokens_follow_the_joint_law(models, sampling, coupled):
         for event in run:
             if isinstance(event, End):
                 counts[event.token_ids] += 1
-    law = exact_law(target, sampling)
-    assert counts[law == 0].sum() == 0
-    common = law * NUM_SEEDS >= 5
+    distribution = exact_probs(target, sampling)
+    assert counts[distribution == 0].sum() == 0
+    common = distribution * NUM_SEEDS >= 5
     observed = torch.cat((counts[common], counts[~common].sum().view(1)))
-    expected = torch.cat((law[common], law[~common].sum().view(1))) * NUM_SEEDS
+    expected = torch.cat((distribution[common], distribution[~common].sum().view(1))) * NUM_SEEDS
     observed, expected = observed[expected > 0], expected[expected > 0]
     statistic = float(((observed - expected) ** 2 / expected).sum())
     freedom = len(expected) - 1

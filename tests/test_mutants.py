@@ -13,45 +13,47 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig, Token, readers
+from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig, Token, session
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.decoding.cascade import Level
-from minitri.decoding.random_source import IndependentCoins
-from minitri.draft_runner import DraftReader
+from minitri.decoding.random_source import IndependentSource
+from minitri.runner import DraftRunner
 from minitri.generation import Generation
-from minitri.runner import Reader
+from minitri.runner import ModelRunner
 from minitri.decoding.sampling import sample
 from minitri.decoding.verification import Verdict, verify
 from tests.conftest import tiny_config, tiny_model
-from tests.exactness import PROMPT, Laws, law_of_steps, target_law, toy_cascade
+from tests.exactness import PROMPT, Table, output_distribution, target_distribution, toy_cascade
 
 # --- the checks: a number that is (nearly) 0 for a correct engine
 
 
-def law_error(*, level=Level, verify_function=verify) -> float:
-    """Largest error of the output law of both levels together, by exact enumeration."""
+def distribution_error(*, level=Level, decide=verify) -> float:
+    """Largest error of the output distribution of both levels together, by exact enumeration."""
     V, horizon = 3, 3
-    target = Laws(V, 0)
-    middle, draft = Laws(V, 1, near=target), Laws(V, 2, near=target)
+    target = Table(V, 0)
+    middle, draft = Table(V, 1, near=target), Table(V, 2, near=target)
 
-    def build(coins, batch_size):
-        return toy_cascade(coins, batch_size, target, middle, draft, 2, 2, level)
+    def build(source, batch_size):
+        return toy_cascade(source, batch_size, target, middle, draft, 2, 2, level)
 
-    law = law_of_steps(build, horizon, target, verify_function=verify_function)
-    return float((law - target_law(target, horizon)).abs().max())
+    distribution = output_distribution(build, horizon, target, decide=decide)
+    return float((distribution - target_distribution(target, horizon)).abs().max())
 
 
-def joint_error(*, coins=IndependentCoins) -> float:
-    """Distance of the joint law of two tokens from the truth, over 4,000 seeds: 0.02 by chance, at most 0.04."""
-    num_rows, target = 4000, Laws(3, 5)
-    cascade = toy_cascade(coins(list(range(num_rows))), num_rows, target, None, Laws(3, 6, near=target), 1, 1)
+def joint_error(*, source=IndependentSource) -> float:
+    """Distance of the joint distribution of two tokens from the truth, over 4,000 seeds: 0.02 by chance, at most 0.04."""
+    num_rows, target = 4000, Table(3, 5)
+    cascade = toy_cascade(
+        source(list(range(num_rows))), num_rows, target, None, Table(3, 6, near=target), 1, 1
+    )
     while min(map(len, cascade.sequences)) < len(PROMPT) + 2:
         cascade.step()
-    law = torch.zeros(3, 3, dtype=torch.float64)
+    distribution = torch.zeros(3, 3, dtype=torch.float64)
     for sequence in cascade.sequences:
-        law[tuple(sequence[len(PROMPT) : len(PROMPT) + 2])] += 1 / num_rows
-    return float((law - target_law(target, 2)).abs().max())
+        distribution[tuple(sequence[len(PROMPT) : len(PROMPT) + 2])] += 1 / num_rows
+    return float((distribution - target_distribution(target, 2)).abs().max())
 
 
 def run(engine, prompt, speculation, *, num_new=40, draft=None, sampling=SamplingParams()):  # noqa: B008
@@ -82,29 +84,29 @@ class PoisonedRetrievalCache(RetrievalCache):
 def retrieval_error(engine) -> float:
     """The same through a retrieval cache that holds NaN wherever nobody has written."""
     with pytest.MonkeyPatch.context() as patching:
-        patching.setattr(readers, "RetrievalCache", PoisonedRetrievalCache)
+        patching.setattr(session, "RetrievalCache", PoisonedRetrievalCache)
         try:
             return rejections_of_itself(engine, method="retrieval", with_draft=False, budget=64)
-        except InputError:  # the laws are not finite
+        except InputError:  # the distributions are not finite
             return 1.0
 
 
 def window_error() -> float:
-    """How far the drafter's law is from that of a fresh forward pass over its window, when it starts a row over."""
+    """How far the drafter's distribution is from that of a fresh forward pass over its window, when it starts a row over."""
     model = tiny_model(tiny_config(vocab_size=32))
     speculation = SpeculationConfig(method="naive", num_sink_tokens=2, num_recent_tokens=10)
-    drafter = DraftReader(model, 1, SamplingParams(1.0), speculation, vocab_size=32)
+    drafter = DraftRunner(model, 1, SamplingParams(1.0), speculation, vocab_size=32)
     first = [token % 32 for token in range(3, 40)]
     second = [token * 5 % 32 for token in range(70)]
     window = second[:2] + second[-11:]
-    laws = []
+    distributions = []
     for text in ([first, second], [window]):
         for sequence in text:
-            drafter.commit([sequence], [True])
-            laws.append(drafter.read([sequence], [0], [True])[0, -1])
+            drafter.prepare([sequence], [True])
+            distributions.append(drafter.next_probs([sequence], [0], [True])[0, -1])
         if len(text) == 2:
-            drafter = DraftReader(model, 1, SamplingParams(1.0), speculation, vocab_size=32)
-    return float((laws[1] - laws[2]).abs().max())
+            drafter = DraftRunner(model, 1, SamplingParams(1.0), speculation, vocab_size=32)
+    return float((distributions[1] - distributions[2]).abs().max())
 
 
 def eos_error(engine) -> float:
@@ -126,20 +128,20 @@ def eos_error(engine) -> float:
 # --- the bugs
 
 
-def resample_from_p(proposal, laws_BNV, uniforms_BN):
+def resample_from_p(proposal, probs_BNV, uniforms_BN):
     """The published TriForce code: a rejected guess is replaced by a draw from p-hat, not from the residual."""
-    verdict = verify(proposal, laws_BNV, uniforms_BN)
+    verdict = verify(proposal, probs_BNV, uniforms_BN)
     rows = torch.arange(len(proposal.tokens))
-    drawn = sample(laws_BNV[rows, torch.tensor(verdict.num_accepted)], uniforms_BN[:, -1])
+    drawn = sample(probs_BNV[rows, torch.tensor(verdict.num_accepted)], uniforms_BN[:, -1])
     return Verdict(verdict.num_accepted, drawn.tolist())
 
 
-def bonus_from_wrong_row(proposal, laws_BNV, uniforms_BN):
+def bonus_from_wrong_row(proposal, probs_BNV, uniforms_BN):
     """All accepted: the bonus token is drawn from p_n instead of p_{n+1}."""
-    verdict = verify(proposal, laws_BNV, uniforms_BN)
+    verdict = verify(proposal, probs_BNV, uniforms_BN)
     rows = torch.arange(len(proposal.tokens))
     counts = torch.tensor(proposal.counts)
-    wrong = sample(laws_BNV[rows, (counts - 1).clamp_min(0)], uniforms_BN[:, -1]).tolist()
+    wrong = sample(probs_BNV[rows, (counts - 1).clamp_min(0)], uniforms_BN[:, -1]).tolist()
     full = [n == count for n, count in zip(verdict.num_accepted, proposal.counts, strict=True)]
     return Verdict(
         verdict.num_accepted,
@@ -147,56 +149,58 @@ def bonus_from_wrong_row(proposal, laws_BNV, uniforms_BN):
     )
 
 
-def biased_coins(proposal, laws_BNV, uniforms_BN):
-    """Tests with coins that are a little too small: every guess is accepted a little too often."""
+def biased_numbers(proposal, probs_BNV, uniforms_BN):
+    """Tests with numbers that are a little too small: every guess is accepted a little too often."""
     uniforms_BN = uniforms_BN.clone()
     uniforms_BN[:, :-1] **= 1.001
-    return verify(proposal, laws_BNV, uniforms_BN)
+    return verify(proposal, probs_BNV, uniforms_BN)
 
 
 class DraftWithoutTopP(Level):
-    """Tokens are drawn from a filtered law, but the proposal says they come from the law before the filter."""
+    """Tokens are drawn from a filtered distribution, but the proposal says they come from the distribution before the filter."""
 
     def propose(self, sequences, active):
         proposal = super().propose(sequences, active)
         if self.below is not None:
             return proposal
-        return replace(proposal, laws_BNV=0.8 * proposal.laws_BNV + 0.2 / proposal.laws_BNV.shape[2])
+        return replace(proposal, probs_BNV=0.8 * proposal.probs_BNV + 0.2 / proposal.probs_BNV.shape[2])
 
 
-class GreedyDraftWithSoftLaw(Level):
-    """The drafter says its likeliest token, but the proposal carries its soft law."""
+class GreedyDraftWithSoftQ(Level):
+    """The drafter says its likeliest token, but the proposal carries its soft distribution."""
 
-    def decide(self, sequences, active, proposal):
-        if self.below is not None:
-            return super().decide(sequences, active, proposal)
-        soft = self.reader.laws
-        self.reader.laws = OneHot(soft)
-        emitted, _ = super().decide(sequences, active, proposal)
-        self.reader.laws = soft
+    def verify(self, sequences, active, proposal):
+        if self.below is not None or self.stats.name != "draft":
+            return super().verify(sequences, active, proposal)
+        soft = self.runner.table
+        self.runner.table = OneHot(soft)
+        emitted, _ = super().verify(sequences, active, proposal)
+        self.runner.table = soft
         contexts = [tuple(sequence[:-1]) for sequence in sequences]
         return emitted, torch.stack([soft.row(context) for context in contexts]).unsqueeze(1)
 
 
 class OneHot:
-    def __init__(self, laws):
-        self.V, self.laws = laws.V, laws
+    """A table whose rows are the likeliest tokens of another one."""
+
+    def __init__(self, table):
+        self.V, self.table = table.V, table
 
     def row(self, context):
-        law = self.laws.row(context)
-        return torch.nn.functional.one_hot(law.argmax(), self.V).double()
+        probs = self.table.row(context)
+        return torch.nn.functional.one_hot(probs.argmax(), self.V).double()
 
 
-class ReusedNoise(IndependentCoins):
+class ReusedNoise(IndependentSource):
     """TriForce's tree version: one noise tensor per prompt, used again for every decision."""
 
     def __init__(self, seeds):
         super().__init__(seeds)
         self.seeds = seeds
 
-    def judge(self, proposal, laws_BNV, starts, active):
+    def verify(self, proposal, probs_BNV, starts, active):
         self.__init__(self.seeds)
-        return super().judge(proposal, laws_BNV, starts, active)
+        return super().verify(proposal, probs_BNV, starts, active)
 
 
 def row_not_emptied(self, b):
@@ -211,38 +215,41 @@ empty_row = StreamingCache.empty_row
 
 def last_accepted_token_dropped(self, lengths):
     """All guesses accepted: the last one was never an input, but the cache counts it as read."""
-    forget(self, lengths)
-    if isinstance(self, DraftReader):
-        seen = self.cache.num_tokens
-        missing = [length - n for length, n in zip(lengths, seen, strict=True)]
-        self.cache._num_tokens = [n + max(0, gap) for n, gap in zip(seen, missing, strict=True)]
+    crop(self, lengths)
+    if isinstance(self, DraftRunner):
+        for b, length in enumerate(lengths):
+            seen = self.cache.num_tokens[b]
+            self.cache.set_window(
+                b, num_slots=self.cache.lengths[b], num_tokens=max(seen, length)
+            )
 
 
-forget = Reader.forget
+crop = ModelRunner.crop
 
 
 def tail_not_refreshed(self, b, start, end):
-    """Accepted tokens keep the K/V that the small cache made for them, or none: the exact ones are not copied in."""
+    """Accepted tokens keep the K/V that the small cache made for them, or none: the exact ones are
+    not copied in."""
     if start == 0:
-        take(self, b, start, end)
+        copy_committed(self, b, start, end)
     else:
-        self._num_held[b] += end - start
+        self.rows[b].num_held += end - start
 
 
-take = RetrievalCache._take
+copy_committed = RetrievalCache._copy_committed
 
 
-def eos_as_bonus_ignored(self, cascade, emitted):
+def eos_as_bonus_ignored(self, session, emitted):
     """The end of a text is looked for among the accepted tokens only."""
     eos = self._model.config
     for row, new in zip(self.rows, emitted, strict=True):
         for token, origin in zip(new.tokens, new.origins, strict=True):
             self._model.config = eos.with_eos(()) if origin == "bonus" else eos
-            text = row.push(token, self._generation, self._model.config.eos_token_ids)
+            text = row.push(token, self._settings, self._model.config.eos_token_ids)
             self._model.config = eos
             yield Token(row.number, token, text, origin)
             if row.finish_reason:
-                cascade.retire(row.number)
+                session.cascade.retire(row.number)
                 yield End(row.number, row.finish_reason, row.text, tuple(row.token_ids), self.stats)
                 break
 
@@ -259,17 +266,17 @@ class Mutant:
 
 
 MUTANTS = {
-    "resample from p-hat": Mutant(law_error, 1e-12, arguments={"verify_function": resample_from_p}),
-    "bonus from the wrong row": Mutant(law_error, 1e-12, arguments={"verify_function": bonus_from_wrong_row}),
-    "biased coins": Mutant(law_error, 1e-12, arguments={"verify_function": biased_coins}),
-    "q without top-p": Mutant(law_error, 1e-12, arguments={"level": DraftWithoutTopP}),
-    "greedy draft scored with soft q": Mutant(law_error, 1e-12, arguments={"level": GreedyDraftWithSoftLaw}),
-    "reused noise": Mutant(joint_error, 0.04, arguments={"coins": ReusedNoise}),
+    "resample from p-hat": Mutant(distribution_error, 1e-12, arguments={"decide": resample_from_p}),
+    "bonus from the wrong row": Mutant(distribution_error, 1e-12, arguments={"decide": bonus_from_wrong_row}),
+    "biased numbers": Mutant(distribution_error, 1e-12, arguments={"decide": biased_numbers}),
+    "q without top-p": Mutant(distribution_error, 1e-12, arguments={"level": DraftWithoutTopP}),
+    "greedy draft scored with soft q": Mutant(distribution_error, 1e-12, arguments={"level": GreedyDraftWithSoftQ}),
+    "reused noise": Mutant(joint_error, 0.04, arguments={"source": ReusedNoise}),
     "streaming length not reset": Mutant(window_error, 1e-5, patch=(StreamingCache, "empty_row", row_not_emptied)),
     "last accepted token dropped from the drafter": Mutant(
-        drafter_error, 1e-9, patch=(Reader, "forget", last_accepted_token_dropped)
+        drafter_error, 1e-9, patch=(ModelRunner, "crop", last_accepted_token_dropped)
     ),
-    "retrieval tail not refreshed": Mutant(retrieval_error, 1e-9, patch=(RetrievalCache, "_take", tail_not_refreshed)),
+    "retrieval tail not refreshed": Mutant(retrieval_error, 1e-9, patch=(RetrievalCache, "_copy_committed", tail_not_refreshed)),
     "EOS as bonus ignored": Mutant(eos_error, 0.5, patch=(Generation, "_emit", eos_as_bonus_ignored)),
 }
 

@@ -1,4 +1,4 @@
-"""Lookup of the last words in the text: what it finds, and that its law says just that."""
+"""Lookup of the last words in the text: what it finds, and that its distribution says just that."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import torch
 
 from minitri.decoding.drafters.ngram import LONGEST, SHORTEST, NgramDrafter
 from minitri.decoding.stats import LevelStats
+from minitri.settings import StepPlan
 from tests.conftest import CPU
+from tests.exactness import ScheduledTuner
 
 V = 30
 
 
 def new_drafter(*histories: list[int], num_guesses: int = 3) -> NgramDrafter:
-    drafter = NgramDrafter(len(histories), num_guesses, LevelStats("draft"), vocab_size=V, device=CPU)
-    drafter.commit([list(history) for history in histories], [True] * len(histories))
+    drafter = NgramDrafter(
+        len(histories), LevelStats("draft"), ScheduledTuner([StepPlan("naive", num_guesses)]),
+        vocab_size=V, device=CPU, gamma=num_guesses,
+    )  # fmt: skip
+    drafter.prepare([list(history) for history in histories], [True] * len(histories))
     return drafter
 
 
@@ -66,7 +71,7 @@ def test_nothing_is_guessed_where_nothing_matches(history):
     assert proposal.tokens == [[]]
     assert proposal.origins == [[]]
     assert proposal.counts == [0]
-    assert proposal.laws_BNV.shape == (1, 0, V)
+    assert proposal.probs_BNV.shape == (1, 0, V)
 
 
 def test_guesses_end_where_the_history_ends():
@@ -94,10 +99,10 @@ def test_the_sequences_are_left_as_they_were():
     assert sequences == [[1, 2, 3, 1, 2], [4]]
 
 
-def test_a_commit_adds_only_what_is_new_and_forget_takes_nothing():
+def test_preparing_adds_only_what_is_new_and_cropping_takes_nothing():
     drafter = new_drafter([1, 2, 3])
-    drafter.commit([[1, 2, 3, 4, 1, 2]], [True])
-    drafter.forget([2])
+    drafter.prepare([[1, 2, 3, 4, 1, 2]], [True])
+    drafter.crop([2])
     assert drafter.propose([[1, 2, 3, 4, 1, 2]], [True]).tokens == [[3, 4, 1]]
     assert drafter.propose([[1, 2, 3, 4, 1, 2, 3, 4]], [True]).tokens == [[1, 2]]
 
@@ -109,7 +114,7 @@ def test_ragged_rows_look_each_into_its_own_text():
     assert proposal.origins == [["draft"] * 3, ["draft"] * 3, [], []]
 
 
-def test_the_law_is_one_hot_on_the_tokens():
+def test_the_distribution_is_one_hot_on_the_tokens():
     rows = [[1, 2, 3, 1, 2], [5], [6, 6, 6]]
     proposal = new_drafter(*rows).propose(rows, [True] * 3)
     assert proposal.counts == [3, 0, 1]
@@ -117,7 +122,7 @@ def test_the_law_is_one_hot_on_the_tokens():
         wanted = torch.zeros(len(tokens), V)
         for i, token in enumerate(tokens):
             wanted[i, token] = 1
-        assert torch.equal(proposal.laws_BNV[b, : len(tokens)], wanted)
+        assert torch.equal(proposal.probs_BNV[b, : len(tokens)], wanted)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -25,7 +25,7 @@ class Bench:
     """A retrieval cache over a full cache of random K and V, with a random query for every token: no model."""
 
     def __init__(
-        self, policy="retrieval", *, budget, most=0, capacity=400, batch_size=1, seed=0, **speculation
+        self, policy="retrieval", *, budget, capacity=400, batch_size=1, seed=0, **speculation
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.full = new_cache(CONFIG, batch_size, capacity)
@@ -36,7 +36,7 @@ class Bench:
         settings = {"rebuild_stride": NEVER, "num_recent_tokens": 8, **speculation}
         self.speculation = SpeculationConfig("retrieval", **settings)
         self.cache = RetrievalCache(
-            self.full, self.policy, self.speculation, budgets=[budget] * batch_size, num_heads=H, max_budget=most
+            self.full, self.policy, self.speculation, budgets=[budget] * batch_size, num_heads=H
         )
 
     def read(self, count: int, b: int = 0) -> None:
@@ -47,12 +47,12 @@ class Bench:
         self.cache.observe(b, self.queries[b, :, first:end])
 
     def commit(self, count: int = 1, b: int = 0, *, was_rejected: bool = False) -> int:
-        """The full cache reads on and the retrieval cache follows; returns how often that made it choose anew."""
-        before = self.cache.num_rebuilds
+        """The full cache reads on and the retrieval cache follows; returns how often that made it rebuild."""
+        before = self.cache.rebuilds.count
         self.full.advance([count if b == other else 0 for other in range(len(self.full.lengths))])
         end = self.full.lengths[b]
         self.cache.commit(b, self.queries[b, :, end - count : end], was_rejected=was_rejected)
-        return self.cache.num_rebuilds - before
+        return self.cache.rebuilds.count - before
 
     def held(self, b: int = 0) -> list[list[list[int]]]:
         """By layer and KV head, which token stands in each slot: K and V must be exactly its own."""
@@ -231,14 +231,14 @@ def test_every_token_since_the_last_build_is_held_once(name, budget, chunk_size,
                 assert end > budget or slots == list(range(end))
 
 
-def test_it_is_chosen_anew_at_a_stride():
+def test_it_is_built_anew_at_a_stride():
     bench = Bench(budget=200, chunk_size=1, rebuild_stride=5)
     bench.read(249)
     assert [bench.commit() for _ in range(16)] == [1, *[0, 0, 0, 0, 1] * 3]
     assert [bench.commit(3) for _ in range(5)] == [0, 0, 1, 0, 1]
 
 
-def test_it_is_chosen_anew_when_half_of_it_has_been_overwritten():
+def test_it_is_built_anew_when_half_of_it_has_been_overwritten():
     bench = Bench(budget=16, chunk_size=1)
     bench.read(99)
     assert [bench.commit() for _ in range(17)] == [1, *[0] * 7, 1, *[0] * 7, 1]
@@ -252,12 +252,12 @@ def test_what_is_left_of_a_chunk_counts_as_overwritten():
     assert [bench.commit() for _ in range(2)] == [0, 1]
 
 
-def test_it_is_chosen_anew_when_too_much_is_rejected():
+def test_it_is_built_anew_when_too_much_is_rejected():
     rejections = next(n for n in range(1, 100) if MEMORY**n < 0.5)
     bench = Bench(budget=200, chunk_size=1, rebuild_threshold=0.5)
     bench.read(249)
     bench.commit()
-    for _ in range(2):  # building resets the rate, and the step that it belongs to was guessed before it
+    for _ in range(2):  # a rebuild resets the rate, and the step that it belongs to was guessed before it
         assert [bench.commit(was_rejected=True) for _ in range(rejections + 1)] == [*[0] * rejections, 1]
 
 
@@ -298,8 +298,8 @@ def test_means_made_piece_by_piece_are_those_made_at_once(M, monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["retrieval", "triforce"])
-def test_behind_a_prompt_it_is_chosen_by_the_window_whatever_is_stacked_at_the_start(method):
-    """The level below the target is told to forget what was rejected before it has begun; it once forgot the queries of
+def test_behind_a_prompt_it_is_built_by_the_window_whatever_is_stacked_at_the_start(method):
+    """The level below the target is told to crop what was rejected before it has begun; it once forgot the queries of
     the prompt then, all but the last. With `auto` nothing stands below at the start."""
     target, held = tiny_model(CONFIG), []
     for name, window in ((method, 16), ("auto", 16), (method, 1)):
@@ -332,7 +332,7 @@ def test_a_budget_for_the_whole_text_gives_the_full_cache(method, policy):
     rig = Rig(target, PROMPTS, method=method, policy=policy, budget=112)
     assert rig.run(compare) == plain_tokens(target, PROMPTS)
     top = rig.stats.levels[-1]
-    assert rig.stats.num_rebuilds == 0
+    assert rig.stats.rebuilds.count == 0
     assert top.num_accepted_tokens == top.num_draft_tokens > 0
 
 
@@ -343,7 +343,7 @@ def test_no_budget_and_no_chunk_size_changes_a_token(policy, budget, chunk_size)
     target = tiny_model(CONFIG)
     rig = Rig(target, PROMPTS, num_new=24, method="triforce", policy=policy, budget=budget, chunk_size=chunk_size)
     assert rig.run() == plain_tokens(target, PROMPTS, num_new=24)
-    assert rig.stats.num_rebuilds >= 3
+    assert rig.stats.rebuilds.count >= 3
 
 
 def test_the_default_budget_is_a_quarter_of_the_prompt_within_limits():
@@ -357,7 +357,7 @@ def test_the_default_budget_is_a_quarter_of_the_prompt_within_limits():
     ("drafter", "num_new", "sampling"), [("ngram", 4096, WARM), ("model", 1200, WARM), ("model", 1200, GREEDY)]
 )
 def test_output_far_beyond_the_budget_is_still_the_targets(drafter, num_new, sampling):
-    """4,096 new tokens through a cache of 512, which is chosen anew again and again and never grows; fewer of them
+    """4,096 new tokens through a cache of 512, which is rebuilt again and again and never grows; fewer of them
     with a model as drafter, which takes longer."""
     config = tiny_config(num_layers=1, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1)
     target, prompt = tiny_model(config, seed=2), random_prompt(config, 700)
@@ -372,7 +372,7 @@ def test_output_far_beyond_the_budget_is_still_the_targets(drafter, num_new, sam
     tokens = rig.run(lambda rig: held.add((rig.cascade.active[0], rig.retrieval.lengths[0])))
     assert tokens == plain_tokens(target, [prompt], **settings)
     assert held == {(True, 512), (False, 0)}
-    assert rig.stats.num_rebuilds > num_new // 512
+    assert rig.stats.rebuilds.count > num_new // 512
     now = (rig.retrieval.keys, rig.retrieval.values, rig.full.keys, rig.full.values)
     assert all(a is b for a, b in zip(now, tensors, strict=True))
     assert [(tensor.data_ptr(), tensor.shape) for tensor in now] == places

@@ -1,4 +1,4 @@
-"""Laws and draws: every filter against a plain definition, ties, temperature 0, and draws that follow the law."""
+"""Laws and draws: every filter against a plain definition, ties, temperature 0, and draws that follow the distribution."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import math
 import pytest
 import torch
 
-from minitri import sampling
+from minitri.decoding import sampling
 from minitri.errors import InputError
-from minitri.decoding.sampling import greedy_tokens, numbers_of, probs_from_logits, sample
+from minitri.decoding.sampling import (
+    greedy_tokens,
+    probs_from_logits,
+    probs_from_logits_on_device,
+    sample,
+)
 from minitri.settings import SamplingParams
 
 
 def by_definition(logits: list[float], params: SamplingParams) -> list[float]:
-    """The law by the book, one token at a time, in Python floats."""
+    """The distribution by the book, one token at a time, in Python floats."""
     weights = [math.exp((x - max(logits)) / params.temperature) for x in logits]
     keep = set(range(len(logits)))
     order = sorted(keep, key=lambda i: -weights[i])
@@ -37,7 +42,7 @@ def by_definition(logits: list[float], params: SamplingParams) -> list[float]:
 @pytest.mark.parametrize("top_k", [0, 1, 7, 1000])
 @pytest.mark.parametrize("top_p", [1.0, 0.95, 0.5, 1e-9])
 @pytest.mark.parametrize("min_p", [0.0, 0.1, 1.0])
-def test_every_combination_of_filters_is_the_law_by_definition(temperature, top_k, top_p, min_p):
+def test_every_combination_of_filters_is_the_distribution_by_definition(temperature, top_k, top_p, min_p):
     params = SamplingParams(temperature, top_k, top_p, min_p)
     logits = 3 * torch.randn(4, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     got = probs_from_logits(logits, params)
@@ -46,35 +51,35 @@ def test_every_combination_of_filters_is_the_law_by_definition(temperature, top_
     others = SamplingParams(0.7, top_k, 0.8 if top_p < 1 else 1.0, 0.3 * bool(min_p))
     assert others.form == params.form
     for wanted in (params, SamplingParams(), SamplingParams(0, top_p=0.4)):
-        numbers = torch.tensor(numbers_of(wanted), dtype=torch.float64)
+        numbers = torch.tensor(wanted.numbers, dtype=torch.float64)
         for row in (logits, logits.float()):
-            assert torch.equal(probs_from_logits(row, others, numbers), probs_from_logits(row, wanted))
+            assert torch.equal(probs_from_logits_on_device(row, others, numbers), probs_from_logits(row, wanted))
 
 
 @pytest.mark.parametrize("wanted", [SamplingParams(), SamplingParams(0.8, 5, top_p=0.9, min_p=0.1)])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_logits_that_are_not_finite_give_no_law_by_numbers_either(bad, wanted):
+def test_logits_that_are_not_finite_give_no_distribution_by_numbers_either(bad, wanted):
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(1))
     logits[0, 7] = bad
-    form, numbers = SamplingParams(0.7, 5, top_p=0.8, min_p=0.3), torch.tensor(numbers_of(wanted), dtype=torch.float64)
-    law = probs_from_logits(logits, form, numbers)
-    assert not law[0].sum().isfinite()
-    assert law[1].sum() == pytest.approx(1)
+    form, numbers = SamplingParams(0.7, 5, top_p=0.8, min_p=0.3), torch.tensor(wanted.numbers, dtype=torch.float64)
+    distribution = probs_from_logits_on_device(logits, form, numbers)
+    assert not distribution[0].sum().isfinite()
+    assert distribution[1].sum() == pytest.approx(1)
 
 
 def test_temperature_zero_is_exactly_one_hot():
-    law = probs_from_logits(torch.tensor([[0.1, 5.0, 4.999], [7.0, -1.0, 2.0]]), SamplingParams(0.0))
-    assert law.tolist() == [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
+    distribution = probs_from_logits(torch.tensor([[0.1, 5.0, 4.999], [7.0, -1.0, 2.0]]), SamplingParams(0.0))
+    assert distribution.tolist() == [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
 
 
 def test_a_tiny_temperature_does_not_overflow():
-    law = probs_from_logits(torch.tensor([[1e4, 1e4 - 1, -1e4]]), SamplingParams(1e-6))
-    assert law.tolist() == [[1.0, 0.0, 0.0]]
+    distribution = probs_from_logits(torch.tensor([[1e4, 1e4 - 1, -1e4]]), SamplingParams(1e-6))
+    assert distribution.tolist() == [[1.0, 0.0, 0.0]]
 
 
 def test_a_tiny_top_p_keeps_the_best_token():
-    law = probs_from_logits(torch.tensor([[1.0, 3.0, 2.0]]), SamplingParams(1.0, top_p=1e-50))
-    assert law.tolist() == [[0.0, 1.0, 0.0]]
+    distribution = probs_from_logits(torch.tensor([[1.0, 3.0, 2.0]]), SamplingParams(1.0, top_p=1e-50))
+    assert distribution.tolist() == [[0.0, 1.0, 0.0]]
 
 
 def test_greedy_ties_go_to_the_lowest_id():
@@ -99,17 +104,17 @@ def test_top_p_looks_further_when_its_first_tokens_do_not_reach_the_mass(monkeyp
 
 
 def test_a_token_of_probability_zero_is_never_drawn():
-    law = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).repeat(4, 1)
+    distribution = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).repeat(4, 1)
     edges = torch.tensor([0.0, 0.5 - 2**-53, 0.5, 1 - 2**-53], dtype=torch.float64)
-    assert sample(law, edges).tolist() == [1, 1, 3, 3]
+    assert sample(distribution, edges).tolist() == [1, 1, 3, 3]
 
 
-def test_draws_follow_the_law():
+def test_draws_follow_the_distribution():
     """Chi-square over 20,000 draws, 5 degrees of freedom; one false alarm in 10^6 seeds; the seed is fixed."""
-    law = torch.tensor([0.4, 0.25, 0.2, 0.1, 0.04, 0.01])
+    distribution = torch.tensor([0.4, 0.25, 0.2, 0.1, 0.04, 0.01])
     uniforms = torch.rand(20000, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    counts = torch.bincount(sample(law.expand(20000, -1), uniforms), minlength=6)
-    expected = 20000 * law
+    counts = torch.bincount(sample(distribution.expand(20000, -1), uniforms), minlength=6)
+    expected = 20000 * distribution
     assert ((counts - expected) ** 2 / expected).sum() < 35.9
 
 

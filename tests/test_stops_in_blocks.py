@@ -77,16 +77,16 @@ def test_stop_strings_end_a_text_at_every_offset_of_a_block(engine, prompts, set
     set_eos()
     last_origins = set()
     for seed, sampling in ((0, NOISY), (1, NOISY), (2, NOISY), (3, SamplingParams(temperature=0.5))):
-        law = {"seed": seed, "sampling": sampling}
-        free = run(engine, prompts[0], **law)[0][0].text
+        distribution = {"seed": seed, "sampling": sampling}
+        free = run(engine, prompts[0], **distribution)[0][0].text
         for stop in dict.fromkeys(free[i : i + 2] for i in range(len(free) - 1)):
             if "\ufffd" in stop:
                 continue
-            wanted, _ = run(engine, prompts[0], **law, stop=(stop,))
+            wanted, _ = run(engine, prompts[0], **distribution, stop=(stop,))
             assert wanted[0].text == free[: free.find(stop)]
             assert wanted[0].finish_reason == "stop"
             for method, drafter in STACKS:
-                ends, origins = run(engine, prompts[0], method, drafter, **law, stop=(stop,))
+                ends, origins = run(engine, prompts[0], method, drafter, **distribution, stop=(stop,))
                 assert said(ends) == said(wanted)
                 last_origins |= set(origins[0][-1:]) if len(origins[0]) > 1 else set()
     assert last_origins == ORIGINS

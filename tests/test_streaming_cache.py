@@ -9,7 +9,7 @@ import torch
 
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig, Token
 from minitri.caches.streaming import SLIDE
-from minitri.draft_runner import DraftReader
+from minitri.runner import DraftRunner
 from tests.cascades import Rig, fresh_read, near_copy, plain_tokens, random_prompt, tiny_engine
 from tests.conftest import tiny_config, tiny_model
 
@@ -20,17 +20,17 @@ DEEP = tiny_config(num_layers=2)
 TEXT = random_prompt(CONFIG, 200)
 
 
-def new_reader(config=CONFIG, batch_size=1, **changes) -> DraftReader:
+def new_runner(config=CONFIG, batch_size=1, **changes) -> DraftRunner:
     settings = {"method": "naive", "gamma1": 2, "num_sink_tokens": SINKS, "num_recent_tokens": RECENT, **changes}
-    params = SamplingParams(temperature=1.0)  # laws are the softmax of the logits
-    return DraftReader(
+    params = SamplingParams(temperature=1.0)  # distributions are the softmax of the logits
+    return DraftRunner(
         tiny_model(config), batch_size, params, SpeculationConfig(**settings), vocab_size=config.vocab_size
     )
 
 
-def law_of(reader, tokens) -> torch.Tensor:
+def distribution_of(runner, tokens) -> torch.Tensor:
     """What the drafter's model says after these tokens and nothing else."""
-    return fresh_read(reader.model, tokens)[1][-1].softmax(-1)
+    return fresh_read(runner.model, tokens)[1][-1].softmax(-1)
 
 
 def windowed(tokens: list[int], num_slots: int) -> list[int]:
@@ -38,39 +38,39 @@ def windowed(tokens: list[int], num_slots: int) -> list[int]:
     return tokens if num_slots == len(tokens) else tokens[:SINKS] + tokens[len(tokens) - num_slots + SINKS :]
 
 
-def read_on(reader, tokens, start, end):
-    """Reads one token at a time as if each had just been committed; yields the length of the text and its law."""
+def read_on(runner, tokens, start, end):
+    """Reads one token at a time as if each had just been committed; yields the length of the text and its distribution."""
     for n in range(start, end):
-        law_BNV = reader.read([tokens[:n]], [0], [True])
-        yield n, law_BNV[0, 0]
-        reader.commit([tokens[: n + 1]], [True])
+        probs_BNV = runner.next_probs([tokens[:n]], [0], [True])
+        yield n, probs_BNV[0, 0]
+        runner.prepare([tokens[: n + 1]], [True])
 
 
-def test_laws_are_those_of_a_fresh_pass_over_the_window_through_several_slides():
-    reader, lengths = new_reader(), []
-    for n, law in read_on(reader, TEXT, 1, 160):
-        lengths.append(reader.window.lengths[0])
-        wanted = law_of(reader, windowed(TEXT[:n], lengths[-1]))
-        assert torch.allclose(law, wanted, atol=1e-5), n
+def test_distributions_are_those_of_a_fresh_pass_over_the_window_through_several_slides():
+    runner, lengths = new_runner(), []
+    for n, distribution in read_on(runner, TEXT, 1, 160):
+        lengths.append(runner.cache.lengths[0])
+        wanted = distribution_of(runner, windowed(TEXT[:n], lengths[-1]))
+        assert torch.allclose(distribution, wanted, atol=1e-5), n
     num_slides = sum(after < before for before, after in itertools.pairwise(lengths))
     assert num_slides >= 3
-    assert max(lengths) <= SINKS + RECENT + SLIDE + reader.window._room
+    assert max(lengths) <= SINKS + RECENT + SLIDE + runner.cache._room
     assert min(lengths[60:]) >= SINKS + RECENT
 
 
 def test_before_the_first_slide_a_deep_model_reads_as_ever():
-    reader = new_reader(DEEP)
-    for n, law in read_on(reader, TEXT, 1, SINKS + RECENT + SLIDE):
-        assert reader.window.lengths == [n]
-        assert torch.allclose(law, law_of(reader, TEXT[:n]), atol=1e-5)
+    runner = new_runner(DEEP)
+    for n, distribution in read_on(runner, TEXT, 1, SINKS + RECENT + SLIDE):
+        assert runner.cache.lengths == [n]
+        assert torch.allclose(distribution, distribution_of(runner, TEXT[:n]), atol=1e-5)
 
 
 def test_keys_are_the_raw_keys_rotated_by_their_slots():
     """In every layer, whatever slides have happened."""
-    reader = new_reader(DEEP)
-    for _ in read_on(reader, TEXT, 1, 120):
-        window, length = reader.window, reader.window.lengths[0]
-        rotary = reader.model.rope.at(torch.arange(length).unsqueeze(0))
+    runner = new_runner(DEEP)
+    for _ in read_on(runner, TEXT, 1, 120):
+        window, length = runner.cache, runner.cache.lengths[0]
+        rotary = runner.model.rope.at(torch.arange(length).unsqueeze(0))
         for layer in range(DEEP.num_layers):
             raw_TKD = window.raw_keys[layer, :, :, :length].transpose(1, 2)
             wanted = rotary.rotate(raw_TKD).transpose(1, 2)
@@ -78,97 +78,99 @@ def test_keys_are_the_raw_keys_rotated_by_their_slots():
 
 
 def test_sinks_survive_slides():
-    reader = new_reader(DEEP)
+    runner = new_runner(DEEP)
     slots = ("raw_keys", "keys", "values")
     sinks = {}
-    for n, _ in read_on(reader, TEXT, 1, 190):
+    for n, _ in read_on(runner, TEXT, 1, 190):
         for name in slots if n >= SINKS else ():
-            now = getattr(reader.window, name)[:, :, :, :SINKS]
+            now = getattr(runner.cache, name)[:, :, :, :SINKS]
             assert torch.equal(sinks.setdefault(name, now.clone()), now)
     assert set(sinks) == set(slots)
-    assert reader.window.lengths[0] < 190
+    assert runner.cache.lengths[0] < 190
 
 
 @pytest.mark.parametrize("start", [5, 40, 47, 48, 90, 150])
 @pytest.mark.parametrize("num_guesses", [1, 3])
 def test_what_is_cropped_leaves_no_trace(start, num_guesses):
-    """Guesses read, forgotten and poisoned; then the right tokens are read as if nothing had happened."""
-    clean, guessing = new_reader(), new_reader()
+    """Guesses read, cropped and poisoned; then the right tokens are read as if nothing had happened."""
+    clean, guessing = new_runner(), new_runner()
     wrong = [(token + 1) % CONFIG.vocab_size for token in TEXT]
-    for (_, law), (n, guessed) in zip(read_on(clean, TEXT, 1, start), read_on(guessing, TEXT, 1, start), strict=True):
-        assert torch.equal(law, guessed), n
-    guessing.read([TEXT[:start] + wrong[start : start + num_guesses]], [num_guesses], [True])
-    guessing.forget([start])
-    assert guessing.window.num_tokens == [start]
-    for slots in (guessing.window.raw_keys, guessing.window.keys, guessing.window.values):
-        slots[..., guessing.window.lengths[0] :, :] = torch.nan
-    clean.read([TEXT[:start]], [0], [True])
-    for reader in (clean, guessing):
-        reader.commit([TEXT[: start + 1]], [True])
-    assert guessing.window.lengths == clean.window.lengths
+    for (_, distribution), (n, guessed) in zip(read_on(clean, TEXT, 1, start), read_on(guessing, TEXT, 1, start), strict=True):
+        assert torch.equal(distribution, guessed), n
+    guessing.next_probs([TEXT[:start] + wrong[start : start + num_guesses]], [num_guesses], [True])
+    guessing.crop([start])
+    assert guessing.cache.num_tokens == [start]
+    for slots in (guessing.cache.raw_keys, guessing.cache.keys, guessing.cache.values):
+        slots[..., guessing.cache.lengths[0] :, :] = torch.nan
+    clean.next_probs([TEXT[:start]], [0], [True])
+    for runner in (clean, guessing):
+        runner.prepare([TEXT[: start + 1]], [True])
+    assert guessing.cache.lengths == clean.cache.lengths
     pairs = zip(read_on(clean, TEXT, start + 1, 200), read_on(guessing, TEXT, start + 1, 200), strict=True)
-    for (n, law), (_, guessed) in pairs:
-        assert torch.allclose(law, guessed, atol=1e-6), n
+    for (n, distribution), (_, guessed) in pairs:
+        assert torch.allclose(distribution, guessed, atol=1e-6), n
 
 
 @pytest.mark.parametrize("length", [1, 2, SINKS, SINKS + 1, 8, RECENT, SINKS + RECENT, SINKS + RECENT + 1])
 def test_a_prompt_no_longer_than_the_window_is_read_whole(length):
-    reader = new_reader(DEEP)
+    runner = new_runner(DEEP)
     prompt = TEXT[:length]
-    reader.commit([prompt], [True])
-    law = reader.read([prompt], [0], [True])[0, 0]
-    assert torch.allclose(law, law_of(reader, prompt), atol=1e-5)
-    assert reader.window.lengths == reader.window.num_tokens == [length]
+    runner.prepare([prompt], [True])
+    distribution = runner.next_probs([prompt], [0], [True])[0, 0]
+    assert torch.allclose(distribution, distribution_of(runner, prompt), atol=1e-5)
+    assert runner.cache.lengths == runner.cache.num_tokens == [length]
 
 
 @pytest.mark.parametrize("length", [SINKS + RECENT + 2, 60, 200])
 def test_a_long_prompt_costs_one_pass_over_the_window(length):
     """Exact in a deep model too: all of the window is read at once."""
-    reader = new_reader(DEEP)
-    reader.commit([TEXT[:length]], [True])
-    assert reader.window.lengths == [SINKS + RECENT]
-    assert reader.window.num_tokens == [length - 1]
-    law = reader.read([TEXT[:length]], [0], [True])[0, 0]
+    runner = new_runner(DEEP)
+    runner.prepare([TEXT[:length]], [True])
+    assert runner.cache.lengths == [SINKS + RECENT]
+    assert runner.cache.num_tokens == [length - 1]
+    distribution = runner.next_probs([TEXT[:length]], [0], [True])[0, 0]
     seen = TEXT[:length][:SINKS] + TEXT[: length - 1][-RECENT:] + TEXT[length - 1 : length]
-    assert torch.allclose(law, law_of(reader, seen), atol=1e-5)
+    assert torch.allclose(distribution, distribution_of(runner, seen), atol=1e-5)
 
 
 def test_a_row_that_is_far_behind_is_started_over():
     """Whatever stood in it: here another text, of which the first tokens are the same."""
-    reader, fresh = new_reader(DEEP), new_reader(DEEP)
+    runner, fresh = new_runner(DEEP), new_runner(DEEP)
     text = TEXT[:10] + random_prompt(DEEP, 150, seed=5)
-    for _ in read_on(reader, TEXT[:11], 1, 10):
+    for _ in read_on(runner, TEXT[:11], 1, 10):
         pass
-    for each in (reader, fresh):
-        each.commit([text], [True])
-        assert each.window.num_tokens == [159]
-    assert torch.equal(reader.read([text], [0], [True]), fresh.read([text], [0], [True]))
+    for each in (runner, fresh):
+        each.prepare([text], [True])
+        assert each.cache.num_tokens == [159]
+    assert torch.equal(
+        runner.next_probs([text], [0], [True]), fresh.next_probs([text], [0], [True])
+    )
 
 
 def test_ragged_rows_slide_on_their_own():
-    """Rows of 5, 12 and 160 tokens in one batch give the laws that each gives alone."""
+    """Rows of 5, 12 and 160 tokens in one batch give the distributions that each gives alone."""
     starts = [5, 12, 160]
     texts = [random_prompt(CONFIG, 220, seed=n) for n in starts]
-    together, alone = new_reader(batch_size=3), [new_reader() for _ in starts]
+    together, alone = new_runner(batch_size=3), [new_runner() for _ in starts]
     slides = []
 
-    def commit(extra):
+    def prepare(extra):
         rows = [text[: n + extra] for text, n in zip(texts, starts, strict=True)]
-        before = list(together.window.lengths)
-        together.commit(rows, [True] * 3)
-        for reader, row in zip(alone, rows, strict=True):
-            reader.commit([row], [True])
-        after = together.window.lengths
-        assert after == [reader.window.lengths[0] for reader in alone]
+        before = list(together.cache.lengths)
+        together.prepare(rows, [True] * 3)
+        for runner, row in zip(alone, rows, strict=True):
+            runner.prepare([row], [True])
+        after = together.cache.lengths
+        assert after == [runner.cache.lengths[0] for runner in alone]
         slides.extend([b for b in range(3) if after[b] < before[b]])
         return rows
 
-    rows = commit(0)
+    rows = prepare(0)
     for i in range(1, 50):
-        laws_BNV = together.read(rows, [0] * 3, [True] * 3)
-        for b, reader in enumerate(alone):
-            assert torch.allclose(laws_BNV[b], reader.read([rows[b]], [0], [True])[0], atol=1e-6), (i, b)
-        rows = commit(i)
+        probs_BNV = together.next_probs(rows, [0] * 3, [True] * 3)
+        for b, runner in enumerate(alone):
+            assert torch.allclose(probs_BNV[b], runner.next_probs([rows[b]], [0], [True])[0], atol=1e-6), (i, b)
+        rows = prepare(i)
     assert slides == [2, 1, 0]  # one after the other
 
 
@@ -186,12 +188,12 @@ def test_a_batch_may_mix_prompts_that_fit_the_window_with_longer_ones(method, le
 
 
 def test_a_row_that_has_ended_stays_out():
-    reader = new_reader(batch_size=2)
-    reader.commit([TEXT[:100], TEXT[:100]], [True, True])
-    reader.forget([0, 100])
-    reader.commit([TEXT[:100], TEXT[:101]], [False, True])
-    assert (reader.window.lengths[0], reader.window.num_tokens[0]) == (0, 0)
-    assert reader.window.num_tokens[1] == 99
+    runner = new_runner(batch_size=2)
+    runner.prepare([TEXT[:100], TEXT[:100]], [True, True])
+    runner.reset(0)
+    runner.prepare([TEXT[:100], TEXT[:101]], [False, True])
+    assert (runner.cache.lengths[0], runner.cache.num_tokens[0]) == (0, 0)
+    assert runner.cache.num_tokens[1] == 99
 
 
 @pytest.mark.parametrize("method", ["naive", "triforce"])
@@ -214,11 +216,11 @@ def test_a_drafter_of_a_short_context_serves_a_longer_prompt(method, monkeypatch
 
 def test_a_window_that_the_drafter_cannot_hold_is_refused_in_one_line():
     with pytest.raises(InputError) as refused:
-        new_reader(tiny_config(context_length=64), num_recent_tokens=60)
+        new_runner(tiny_config(context_length=64), num_recent_tokens=60)
     message = str(refused.value)
     assert "holds 64 tokens but its window needs 101 (num_recent_tokens=60 and room for guesses); lower" in message
     assert "\n" not in message
-    new_reader(tiny_config(context_length=101), num_recent_tokens=60)
+    new_runner(tiny_config(context_length=101), num_recent_tokens=60)
 
 
 def test_a_second_prompt_meets_a_fresh_cache():

@@ -1,8 +1,9 @@
-"""The full cache: every token's K and V, keys rotated at their absolute positions.
+"""The full cache: K and V of every token, keys rotated at their absolute positions.
 
-Layout (L, B, K, S, D): a KV head's keys are contiguous, which is what the matmuls over a long prefix want, and a layer
-or a row is a view. Memory is reserved at once but touched only as it fills. One invariant: for each row the first
-`lengths[b]` slots hold exactly what a fresh prefill of the row's inputs would have written.
+Layout (L, B, K, S, D): a KV head's keys are contiguous, which is what attention over a long prefix
+wants, and a layer or a row is a view. Memory is reserved at once but touched only as it fills.
+Invariant: for each row the first `lengths[b]` slots hold exactly what a fresh prefill of the row's
+inputs would have written.
 
 Legend: L layers, B batch, S slots, K KV heads, D head dim, T new tokens.
 """
@@ -14,13 +15,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from minitri.model.attention import whole_strides
-from minitri.model.cache import write_block
+from minitri.model.cache import round_up_to_stride, write_block
 from minitri.model.config import ModelConfig
 
 
 class FullCache:
-    """Preallocated KV cache: `keys` and `values` (L, B, K, S, D), and how many tokens each row holds."""
+    """Preallocated `keys` and `values` (L, B, K, S, D), and how many tokens each row holds."""
 
     def __init__(self, keys: Tensor, values: Tensor, lengths: list[int]) -> None:
         self.keys = keys
@@ -38,27 +38,18 @@ class FullCache:
         device: torch.device,
     ) -> FullCache:
         """An empty cache of `batch_size` rows with room for at least `capacity` tokens each."""
-        shape = (
-            config.num_layers,
-            batch_size,
-            config.num_kv_heads,
-            whole_strides(capacity),
-            config.head_dim,
-        )
+        slots = round_up_to_stride(capacity)
+        shape = (config.num_layers, batch_size, config.num_kv_heads, slots, config.head_dim)
         keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
         return cls(keys, values, [0] * batch_size)
 
     @property
     def lengths(self) -> list[int]:
+        """Valid slots per row."""
         return self._lengths
 
-    @property
-    def num_tokens(self) -> list[int]:
-        return self._lengths
-
-    @property
-    def next_positions(self) -> list[int]:
-        return self._lengths
+    num_tokens = lengths
+    next_positions = lengths
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -93,15 +84,15 @@ class FullCache:
     def update(
         self,
         layer: int,
-        raw_BTKD: Tensor,  # noqa: ARG002
+        raw_BTKD: Tensor,  # noqa: ARG002 (for caches that rotate by themselves)
         k_BTKD: Tensor,
         v_BTKD: Tensor,
         slots_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        """See `model.cache.Cache`."""
         self._check_room(k_BTKD.shape[1])
-        return write_block(
-            self.keys[layer], self.values[layer], k_BTKD, v_BTKD, self._lengths, slots_BT
-        )
+        keys_BKSD, values_BKSD = self.keys[layer], self.values[layer]
+        return write_block(keys_BKSD, values_BKSD, k_BTKD, v_BTKD, self._lengths, slots_BT)
 
     def _check_room(self, T: int) -> None:
         for b, start in enumerate(self._lengths):
@@ -111,39 +102,42 @@ class FullCache:
                 )
 
     def layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values (K, S, D) of row b, layer by layer; on the device, and good until the next is asked for."""
+        """Keys and values (K, S, D) of row b on the device, layer by layer.
+
+        Each pair is valid until the next is asked for.
+        """
         yield from zip(self.keys[:, b], self.values[:, b], strict=True)
 
     def tokens(self, b: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values (L, K, T, D) of row b's tokens from `start` to `end`, on the device."""
         return self.keys[:, b, :, start:end], self.values[:, b, :, start:end]
 
-    def adopt(self, whole: FullCache) -> None:
-        """Takes over, empty as it is, all that another cache holds, which is on the device as a whole."""
-        end = max(whole.lengths)
-        self.keys[..., :end, :] = whole.keys[..., :end, :]
-        self.values[..., :end, :] = whole.values[..., :end, :]
-        self.advance(whole.lengths)
+    def copy_from(self, other: FullCache) -> None:
+        """Fills this empty cache with all that another one holds, which is on the device."""
+        end = max(other.lengths)
+        self.keys[..., :end, :] = other.keys[..., :end, :]
+        self.values[..., :end, :] = other.values[..., :end, :]
+        self.advance(other.lengths)
 
     def row(self, b: int) -> FullCache:
-        """A cache of one row that shares memory with row b, for prefilling rows of different lengths one by one.
+        """A cache of one row that shares memory with row b, for prefilling rows one by one.
 
-        Its length starts as row b's; hand it back with `advance` on this cache.
+        Its length starts as row b's; what it read is counted by `advance` on this cache.
         """
         return FullCache(self.keys[:, b : b + 1], self.values[:, b : b + 1], [self._lengths[b]])
 
     def advance(self, counts: list[int]) -> None:
-        self._set_lengths(
-            [length + count for length, count in zip(self._lengths, counts, strict=True)]
-        )
+        """See `model.cache.Cache`."""
+        self._set_lengths([old + count for old, count in zip(self._lengths, counts, strict=True)])
 
     def crop(self, num_tokens: list[int]) -> None:
+        """See `model.cache.Cache`."""
         assert all(new <= old for new, old in zip(num_tokens, self._lengths, strict=True))
         self._set_lengths(num_tokens)
 
-    def reset(self) -> None:
-        """Empties every row."""
-        self._set_lengths([0] * len(self._lengths))
+    def reset(self, b: int) -> None:
+        """See `model.cache.Cache`."""
+        self._set_lengths([0 if b == row else n for row, n in enumerate(self._lengths)])
 
     def _set_lengths(self, lengths: list[int]) -> None:
         assert all(0 <= length <= self.capacity for length in lengths)

@@ -20,8 +20,82 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from minitri.model.llama import Llama
-from minitri.settings import Plan
-from minitri.decoding.stats import LevelStats
+import math
+from minitri.settings import StepPlan as Plan
+
+FORGETTING = 0.97
+"""What is left, after each verdict about a row, of what the verdicts before it said about acceptance."""
+SMOOTHING = 0.8
+"""Weight of the past in the moving average of a round's time."""
+SLOPE = 0.04
+"""By how much one more guess makes a round slower, where no two lengths that were measured say it."""
+
+
+class Recent:
+    """What a level did lately: whose guesses it accepted, and what its rounds cost."""
+
+    def __init__(self) -> None:
+        self.num_rounds = 0
+        self.guesses: dict[str, tuple[float, float]] = {}
+        """Per stage that guessed: tested and accepted guesses, older ones counting less."""
+        self._seconds: dict[int, float] = {}  # of a round, by the number of guesses in it
+        self._num_timed: dict[int, int] = {}
+        self._last_timed: dict[int, int] = {}
+        self._line: list[tuple[int, float]] = []  # what that comes to, rising
+
+    def note(self, proposer: str | None, *, num_tested: int, num_accepted: int) -> None:
+        """Notes a verdict about one row. No guess at all counts as one that was rejected."""
+        if proposer is not None:
+            tested, accepted = self.guesses.get(proposer, (0.0, 0.0))
+            self.guesses[proposer] = (
+                FORGETTING * tested + max(num_tested, 1), FORGETTING * accepted + num_accepted
+            )  # fmt: skip
+
+    def note_time(self, num_guesses: int, seconds: float) -> None:
+        """Notes the time of a round."""
+        self.num_rounds += 1
+        times = self._num_timed[num_guesses] = self._num_timed.get(num_guesses, 0) + 1
+        known = self._seconds.get(num_guesses, seconds)
+        smoothed = min(known, seconds) if times <= 3 else SMOOTHING * known + (1 - SMOOTHING) * seconds
+        self._seconds[num_guesses] = smoothed
+        self._last_timed[num_guesses] = self.num_rounds
+        self._fit()
+
+    def scale_seconds(self, factor: float) -> None:
+        """Expects rounds to take so many times as long from now on."""
+        self._seconds = {num_guesses: factor * seconds for num_guesses, seconds in self._seconds.items()}
+        self._fit()
+
+    def _fit(self) -> None:
+        """Fewer guesses never cost more: what says so was measured when the machine was slower, or faster, and what was
+        measured later is right."""
+        twice = [n for n, times in self._num_timed.items() if times > 1]  # the first of a length may have been slow
+        fitted: dict[int, float] = {}
+        for n in sorted(twice or self._seconds, key=self._last_timed.__getitem__, reverse=True):
+            least = max((seconds for other, seconds in fitted.items() if other < n), default=0.0)
+            most = min((seconds for other, seconds in fitted.items() if other > n), default=math.inf)
+            fitted[n] = min(max(self._seconds[n], least), most)
+        self._line = sorted(fitted.items())
+
+    def seconds_of_round(self, num_guesses: float) -> float | None:
+        """Of a round with so many guesses: on straight lines between those that were measured and beyond the most, by
+        the usual slope below the fewest; None before the first."""
+        if not self._line:
+            return None
+        (fewest, seconds), *more = self._line
+        if not more or num_guesses < fewest:
+            return seconds * max(0.5, 1 + SLOPE * (num_guesses - fewest))
+        after = max(next((i for i, (n, _) in enumerate(self._line) if n >= num_guesses), len(more)), 1)
+        (left, low), (right, high) = self._line[after - 1 : after + 1]
+        return low + (high - low) / (right - left) * (num_guesses - left)
+
+
+
+
+class _S:
+    def __init__(self, name):
+        self.name, self.recent = name, Recent()
+
 
 OPTIMISM = {"draft": 0.55, "retrieval": 0.9}
 """Acceptance rates expected of a stage's guesses before there are any; with another budget, what is predicted."""
@@ -59,7 +133,7 @@ class Tuner:
 
     def __init__(
         self,
-        stages: list[LevelStats],
+        stages: list[_S],
         plans: list[Plan],
         nominal: Nominal,
         *,
@@ -259,3 +333,19 @@ def nominal_costs(
         return (base[stage] + small) * (1 + slope * num_guesses)
 
     return seconds
+
+
+class Autotuner(Tuner):
+    def __init__(self, plans, prior_seconds, *, use_clock):
+        names = ["draft", "retrieval", "target"]
+        used = {"target"}
+        for plan in plans:
+            used |= {"draft"} if plan.gamma1 else set()
+            used |= {"retrieval"} if plan.gamma2 else set()
+        super().__init__([_S(n) for n in names if n in used], plans, lambda s, n, b: prior_seconds(s, n), timed=use_clock)
+
+    def note_round(self, stage, num_guesses, seconds):
+        self._stages[stage].recent.note_time(num_guesses, seconds)
+
+    def note_acceptance(self, verifier, proposer, *, num_tested, num_accepted):
+        self._stages[verifier].recent.note(proposer, num_tested=num_tested, num_accepted=num_accepted)

@@ -1,22 +1,34 @@
-"""The cascade: stages that propose tokens to one another (TriForce, Algorithm 1).
+"""The cascade: levels that propose tokens to one another (TriForce, Algorithm 1).
 
-A `Level` is a model with a cache. It verifies the proposals of the stage below it and, by doing so, makes blocks that
-it proposes to the level above. Stacked, they are every method there is:
+One step of TriForce with gamma1 = 2 and gamma2 = 3. The text so far ends with the token t.
 
-    autoregressive   Level(target, full)
-    naive            Level(draft, streaming)  ->  Level(target, full)
-    retrieval        Level(target, retrieval) ->  Level(target, full)
-    triforce         Level(draft, streaming)  ->  Level(target, retrieval)  ->  Level(target, full)
+    draft      guesses a b          token by token, with its streaming cache
+    retrieval  reads t a b          one pass of the target over its retrieval cache:
+                                    accepts a, rejects b, samples the recovered token c
+               its block is a c     fewer tokens than gamma2, so there is another round
+    draft      guesses d e
+    retrieval  reads c d e          accepts both, samples the bonus token f
+               its block is a c d e f, at least gamma2 tokens: it is proposed to the target
+    target     reads t a c d e f    one pass over the full cache:
+                                    accepts a c d, rejects e, samples the recovered token g
+    commit     a c d g join the text; the caches keep t a c d, and g is read in the next step
 
-A level without a stage below it verifies the empty proposal: one new token, drawn from its own law. So a drafter is
-nothing special, and n-gram lookup (`drafters/ngram.py`) is the only other kind of stage.
+Each level verifies the stage below it, and what it emits follows its own distribution p exactly
+(`verification.py`). So its tokens, with the rows of p they were sampled from, are a valid proposal
+for the level above, and by induction the text follows the target's distribution. Every method is
+this code with more or fewer levels:
 
-All stages share one list of tokens per row. Its committed beginning is the text; behind it stand the guesses of the
-stages at work. The invariant: a level has read a beginning of each list, never the last token, and reads what it has
-not read yet when it is asked for laws. Whoever takes guesses back off a list tells the stages below it to forget them.
+    autoregressive                                                    Level(target, full cache)
+    naive           Level(draft, streaming cache)                  -> Level(target, full cache)
+    retrieval       Level(target, retrieval cache)                 -> Level(target, full cache)
+    triforce        Level(draft, ...) -> Level(target, retrieval cache) -> Level(target, full cache)
 
-Whether another round is run depends on counts alone, never on a token drawn in it, so that a block's tokens follow
-their laws. This file knows no tensors but laws, no model, no files and no devices.
+The draft model is a level without a stage below: it verifies nothing and samples one token a round.
+
+Invariants. All levels share one list of tokens per row: the text, and behind it the guesses in
+flight. A cache never holds the last token of a list, which is the next input. Whether another
+round is run is decided before its first token is sampled, and no emitted token is discarded: a
+token thrown away for what it is would bend the distribution.
 
 Legend: B rows, N proposed tokens, V vocab.
 """
@@ -24,186 +36,270 @@ Legend: B rows, N proposed tokens, V vocab.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from minitri.decoding.random_source import Coins
-from minitri.decoding.stats import LevelStats
+from minitri.decoding.autotuner import Autotuner
+from minitri.decoding.random_source import RandomSource
+from minitri.decoding.stats import LevelStats, Stats
 from minitri.decoding.verification import Proposal, Verdict
+from minitri.settings import StepPlan
 
 
 class Stage(Protocol):
-    """What a level sees of the stage below it."""
+    """Something that proposes tokens: a `Level`, or a drafter without a model."""
 
     stats: LevelStats
-    block: int
-    """Tokens to collect before the level above verifies them; a last round may overshoot it."""
+    gamma: int
+    """Tokens to collect for a proposal; the last round may overshoot it."""
+
+    def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
+        """Called before a step that uses this stage, when all `sequences` are certain."""
+        ...
 
     def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
-        """Guesses the next tokens of the active rows, and leaves `sequences` as they were."""
+        """Guesses the next tokens of the active rows; leaves `sequences` as they were."""
         ...
 
-    def forget(self, lengths: list[int]) -> None:
-        """Keeps at most the first `lengths[b]` tokens of row b in mind: what followed was rejected."""
+    def crop(self, lengths: list[int]) -> None:
+        """Drops all state about row b behind its first `lengths[b]` tokens: it was rejected."""
+        ...
+
+    def reset(self, b: int) -> None:
+        """Drops all state about row b."""
         ...
 
 
-class Reader(Protocol):
-    """A model with a cache and a law; see `reader.py`."""
+class Runner(Protocol):
+    """A model with a cache, as a level sees it; see `runner.py`."""
 
-    def read(self, sequences: list[list[int]], counts: list[int], active: list[bool]) -> Tensor:
-        """Laws (B, max(counts) + 1, V) behind each of row b's last `counts[b] + 1` tokens, in order.
+    def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
+        """See `Stage.prepare`."""
+        ...
 
-        Reads what the cache has not seen of the active rows. Rows that are not active get laws that mean nothing.
+    def next_probs(
+        self, sequences: list[list[int]], num_guesses: list[int], active: list[bool]
+    ) -> Tensor:
+        """Distributions behind each of row b's last `num_guesses[b] + 1` tokens, in order.
+
+        Shape (B, max(num_guesses) + 1, V). Reads what the cache has not seen of the active rows;
+        rows that are not active get numbers that mean nothing.
         """
         ...
 
-    def forget(self, lengths: list[int]) -> None:
-        """Keeps at most the first `lengths[b]` tokens of row b."""
+    def commit(self, emitted: list[Emitted], active: list[bool], *, has_guessed: bool) -> None:
+        """Called after every step with what became certain, for the cache to follow.
+
+        `has_guessed`: the guesses of this step were made by this runner.
+        """
+        ...
+
+    def crop(self, lengths: list[int]) -> None:
+        """Keeps at most the first `lengths[b]` tokens of row b in the cache."""
+        ...
+
+    def reset(self, b: int) -> None:
+        """Empties row b of the cache."""
         ...
 
 
 @dataclass(frozen=True)
 class Emitted:
-    """What one step added to a row: tokens, and where each of them came from."""
+    """The tokens that a round added to a row, and where each of them came from."""
 
     tokens: list[int]
     origins: list[str]
-    """The name of the stage that guessed the token, or `recovered` or `bonus` for the last level's own."""
+    """The stage that guessed the token (`draft`, `retrieval`), or `recovered` or `bonus`."""
 
 
 class Level:
-    """One level of the cascade: a reader, the stage below it (or None), and how long its own blocks are."""
+    """One level of the cascade: verifies the stage below it, proposes to the level above."""
 
     def __init__(
-        self, reader: Reader, below: Stage | None, coins: Coins, stats: LevelStats, *, block: int
+        self,
+        runner: Runner,
+        source: RandomSource,
+        stats: LevelStats,
+        tuner: Autotuner,
+        *,
+        below: Stage | None = None,
+        gamma: int = 1,
     ) -> None:
-        """`below` and `block` may be changed between steps: see `Cascade`."""
-        self.reader = reader
-        self.below = below
+        """`below` and `gamma` may change between steps: see `Cascade`."""
+        self.runner = runner
         self.stats = stats
-        self._coins = coins
-        self.block = block
+        self.below = below
+        self.gamma = gamma
+        self._source = source
+        self._tuner = tuner
 
     def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
-        """Runs rounds until every active row has a block of guesses."""
+        """Runs rounds until every active row has a block of at least `gamma` tokens."""
         starts = [len(sequence) for sequence in sequences]
-        laws: list[list[Tensor]] = [[] for _ in sequences]
+        probs: list[list[Tensor]] = [[] for _ in sequences]
         origins: list[list[str]] = [[] for _ in sequences]
-        busy = active
-        while any(busy):
-            emitted, laws_BNV = self.round(sequences, busy)
+        unfinished = active
+        while any(unfinished):
+            emitted, probs_BNV = self.round(sequences, unfinished)
             for b, row in enumerate(emitted):
-                laws[b].append(laws_BNV[b, : len(row.tokens)])
+                probs[b].append(probs_BNV[b, : len(row.tokens)])
                 origins[b] += [*row.origins[:-1], self.stats.name] if row.tokens else []
-            busy = [on and len(row) < self.block for on, row in zip(active, origins, strict=True)]
-        tokens = [sequence[start:] for sequence, start in zip(sequences, starts, strict=True)]
+            unfinished = [
+                on and len(row) < self.gamma for on, row in zip(active, origins, strict=True)
+            ]
+        blocks = [sequence[start:] for sequence, start in zip(sequences, starts, strict=True)]
         for sequence, start in zip(sequences, starts, strict=True):
             del sequence[start:]
-        padded_BNV = torch.nn.utils.rnn.pad_sequence(
-            [torch.cat(row) for row in laws], batch_first=True
-        )
-        return Proposal(tokens, padded_BNV, origins)
+        rows = [torch.cat(row) for row in probs]
+        return Proposal(blocks, torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), origins)
 
     def round(self, sequences: list[list[int]], active: list[bool]) -> tuple[list[Emitted], Tensor]:
-        """Has the stage below guess and decides; returns what `decide` does."""
-        proposal = (
-            self.below.propose(sequences, active)
-            if self.below is not None
-            else Proposal.nothing(len(sequences))
-        )
+        """Lets the stage below guess, and verifies its guesses; returns what `verify` does."""
+        if self.below is None:
+            proposal = Proposal.nothing(len(sequences))
+        else:
+            proposal = self.below.propose(sequences, active)
         started = time.perf_counter()
-        emitted, laws_BNV = self.decide(sequences, active, proposal)
-        seconds = time.perf_counter() - started
-        self.stats.seconds += seconds
-        self.stats.recent.note_time(max(proposal.counts), seconds)
-        proposer = self.below.stats.name if self.below is not None else None
-        for row, count in zip(emitted, proposal.counts, strict=True):
-            if row.tokens:
-                self.stats.record(
-                    num_draft=count, num_accepted=len(row.tokens) - 1, proposer=proposer
-                )
-        return emitted, laws_BNV
+        emitted, probs_BNV = self.verify(sequences, active, proposal)
+        self._record(proposal, emitted, time.perf_counter() - started)
+        return emitted, probs_BNV
 
-    def decide(
+    def verify(
         self, sequences: list[list[int]], active: list[bool], proposal: Proposal
     ) -> tuple[list[Emitted], Tensor]:
-        """Verifies a proposal and appends what follows from it to the active rows.
+        """Verifies a proposal in one forward pass and appends the outcome to the active rows.
 
-        Returns what was appended, and the laws (B, N + 1, V) that these tokens follow, row by row from the first.
+        Returns what was appended, and the distributions (B, N + 1, V) of this level, of which the
+        tokens appended to row b follow the first ones.
         """
         starts = [len(sequence) for sequence in sequences]
         for sequence, guesses in zip(sequences, proposal.tokens, strict=True):
             sequence += guesses
-        laws_BNV = self.reader.read(sequences, proposal.counts, active)
-        verdict = self._coins.judge(proposal, laws_BNV, starts, active)
+        probs_BNV = self.runner.next_probs(sequences, proposal.counts, active)
+        verdict = self._source.verify(proposal, probs_BNV, starts, active)
         kept = [start + n for start, n in zip(starts, verdict.num_accepted, strict=True)]
         emitted = []
         for b, sequence in enumerate(sequences):
             if active[b]:
                 sequence[kept[b] :] = [verdict.next_tokens[b]]
-            emitted.append(self._emitted(proposal, verdict, b) if active[b] else Emitted([], []))
-        self.forget(kept)
-        return emitted, laws_BNV
+            emitted.append(_emitted(proposal, verdict, b) if active[b] else Emitted([], []))
+        self.crop(kept)
+        return emitted, probs_BNV
 
-    def forget(self, lengths: list[int]) -> None:
-        """Keeps at most the first `lengths[b]` tokens of row b, here and below."""
-        self.reader.forget(lengths)
+    def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
+        """See `Stage`."""
+        self.runner.prepare(sequences, active)
+
+    def crop(self, lengths: list[int]) -> None:
+        """Drops what was rejected, here and in the stages below."""
+        self.runner.crop(lengths)
         if self.below is not None:
-            self.below.forget(lengths)
+            self.below.crop(lengths)
 
-    @staticmethod
-    def _emitted(proposal: Proposal, verdict: Verdict, b: int) -> Emitted:
-        n = verdict.num_accepted[b]
-        own = "bonus" if n == proposal.counts[b] else "recovered"
-        return Emitted(
-            [*proposal.tokens[b][:n], verdict.next_tokens[b]], [*proposal.origins[b][:n], own]
-        )
+    def reset(self, b: int) -> None:
+        """See `Stage`."""
+        self.runner.reset(b)
+
+    def _record(self, proposal: Proposal, emitted: list[Emitted], seconds: float) -> None:
+        name, proposer = self.stats.name, self.below.stats.name if self.below is not None else None
+        self.stats.seconds += seconds
+        self._tuner.note_round(name, max(proposal.counts), seconds)
+        for row, num_draft in zip(emitted, proposal.counts, strict=True):
+            if row.tokens:
+                num_accepted = len(row.tokens) - 1
+                num_tested = self.stats.record(num_draft, num_accepted)
+                if proposer is not None:
+                    # No guess at all counts as one that was rejected: nothing was gained.
+                    tested = max(num_tested, 1)
+                    self._tuner.note_acceptance(
+                        name, proposer, num_tested=tested, num_accepted=num_accepted
+                    )
+
+
+def _emitted(proposal: Proposal, verdict: Verdict, b: int) -> Emitted:
+    n = verdict.num_accepted[b]
+    own = "bonus" if n == proposal.counts[b] else "recovered"
+    tokens = [*proposal.tokens[b][:n], verdict.next_tokens[b]]
+    return Emitted(tokens, [*proposal.origins[b][:n], own])
 
 
 class Cascade:
-    """The last level together with the texts it extends: every `step` commits tokens that follow the target's law."""
+    """All stages of a run and the texts they extend; every `step` commits at least one token."""
 
     def __init__(
         self,
-        top: Level,
         sequences: list[list[int]],
-        commit: Callable[[list[Emitted], list[bool]], None],
-        steer: Callable[[list[bool]], None] | None = None,
+        stats: Stats,
+        tuner: Autotuner,
+        target: Level,
+        retrieval: Level | None = None,
+        drafter: Stage | None = None,
     ) -> None:
-        """`sequences` are the prompts, one list per row, which the cascade extends in place. `commit` is called after
-        every step with what it added and the active rows: the small caches take over what is now certain. `steer` is
-        called before every step and may stack the stages anew and change their blocks; what it does may depend on how
-        many tokens were accepted and how long that took, never on which tokens they were."""
+        """`sequences` are the prompts, a list per row, extended in place. `tuner` says before each
+        step which stages take part; `stats` are those of the run."""
         self.sequences = sequences
         self.active = [True] * len(sequences)
-        self._top = top
-        self._commit = commit
-        self._steer = steer
+        self._stats = stats
+        self._tuner = tuner
+        self._target = target
+        self._retrieval = retrieval
+        self._drafter = drafter
 
     def start(self) -> list[Emitted]:
-        """The first token of every row, from the target alone; its cache has read the prompts but for one token."""
-        emitted, _ = self._top.decide(
-            self.sequences, self.active, Proposal.nothing(len(self.sequences))
-        )
-        self._commit(emitted, self.active)
+        """Samples the first token of every row from the target alone.
+
+        The full cache must hold the prompts but for their last tokens.
+        """
+        nothing = Proposal.nothing(len(self.sequences))
+        emitted, _ = self._target.verify(self.sequences, self.active, nothing)
+        self._commit(emitted)
         return emitted
 
     def step(self) -> list[Emitted]:
-        """Adds at least one token to every active row."""
-        if self._steer is not None:
-            self._steer(self.active)
-        emitted, _ = self._top.round(self.sequences, self.active)
-        self._commit(emitted, self.active)
+        """Extends every active row by the accepted guesses and one token of the target's own."""
+        plan = self._tuner.choose()
+        for stage in self._stack(plan):
+            stage.prepare(self.sequences, self.active)
+        emitted, _ = self._target.round(self.sequences, self.active)
+        self._commit(emitted)
+        self._stats.steps_per_plan[str(plan)] = self._stats.steps_per_plan.get(str(plan), 0) + 1
+        self._stats.break_even = self._tuner.break_even()
         return emitted
 
+    def _stack(self, plan: StepPlan) -> list[Stage]:
+        """Puts the stages of a plan on top of one another; returns them from the lowest upwards."""
+        stages: list[Stage] = []
+        if plan.uses_drafter:
+            assert self._drafter is not None
+            self._drafter.gamma = plan.gamma1
+            stages.append(self._drafter)
+        if plan.uses_retrieval:
+            assert self._retrieval is not None
+            self._retrieval.gamma = plan.gamma2
+            self._retrieval.below = stages[-1] if stages else None
+            stages.append(self._retrieval)
+        self._target.below = stages[-1] if stages else None
+        return [*stages, self._target]
+
+    def _commit(self, emitted: list[Emitted]) -> None:
+        """Brings what became certain into the caches: the one place for it.
+
+        The full cache was cropped to the accepted tokens when they were verified. The retrieval
+        cache takes over their exact K and V, and is rebuilt if that is due. The drafter's cache
+        slides and catches up before the next step that uses it (`Stage.prepare`).
+        """
+        started = time.perf_counter()
+        if self._retrieval is not None:
+            has_guessed = self._target.below is self._retrieval
+            self._retrieval.runner.commit(emitted, self.active, has_guessed=has_guessed)
+        self._stats.commit_seconds += time.perf_counter() - started
+
     def retire(self, b: int) -> None:
-        """Takes row b out: it has ended. Its caches are emptied, so that it costs no attention any more."""
+        """Ends row b. Its caches are emptied, so that it costs no attention any more."""
         self.active[b] = False
-        self._top.forget(
-            [0 if b == other else len(sequence) for other, sequence in enumerate(self.sequences)]
-        )
+        for stage in (self._target, self._retrieval, self._drafter):
+            if stage is not None:
+                stage.reset(b)

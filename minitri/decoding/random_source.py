@@ -1,7 +1,8 @@
-"""Where a cascade's random numbers come from: independent ones per row, or noise tied to (seed, position).
+"""Random sources: where the random numbers of a cascade come from.
 
-Both offer one call, `judge`, with which every level decides about a proposal. A row draws only from its own source, so
-its tokens do not depend on what else is in the batch.
+`IndependentSource` is the default: fresh numbers for every decision. `CoupledSource` ties noise to
+(seed, position), so that a seed gives the same text whatever the method. With either, a row takes
+numbers from its own seed only, so its tokens do not depend on what else is in the batch.
 """
 
 from __future__ import annotations
@@ -11,52 +12,64 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from minitri.decoding.verification import Proposal, Verdict, noise_key, verify, verify_coupled
+from minitri.decoding.noise import noise_key
+from minitri.decoding.verification import Proposal, Verdict, verify, verify_coupled
 
 
-class Coins(Protocol):
-    """A source of randomness."""
+class RandomSource(Protocol):
+    """Verifies proposals with its own random numbers."""
 
-    def judge(
-        self, proposal: Proposal, laws_BNV: Tensor, starts: list[int], active: list[bool]
+    def verify(
+        self, proposal: Proposal, probs_BNV: Tensor, starts: list[int], active: list[bool]
     ) -> Verdict:
-        """Decides about a proposal whose first token in row b stands at position `starts[b]` of its sequence.
+        """The verdict about a proposal that begins at position `starts[b]` of row b.
 
-        Rows that are not active use up no randomness; what the verdict says about them means nothing.
+        `probs_BNV` (B, N + 1, V) are the verifier's distributions. Rows that are not active use no
+        random numbers; what the verdict says about them means nothing.
         """
         ...
 
 
-class IndependentCoins:
-    """Fresh numbers for every decision, from one generator per row."""
+class IndependentSource:
+    """Fresh uniform numbers for every decision, from one generator per row."""
 
     def __init__(self, seeds: list[int]) -> None:
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
-    def judge(
-        self, proposal: Proposal, laws_BNV: Tensor, starts: list[int], active: list[bool]
-    ) -> Verdict:  # noqa: ARG002 (coupled coins need the positions)
+    def verify(
+        self,
+        proposal: Proposal,
+        probs_BNV: Tensor,
+        starts: list[int],  # noqa: ARG002 (noise by position needs them)
+        active: list[bool],
+    ) -> Verdict:
+        """See `RandomSource`."""
         N = max(proposal.counts)
         uniforms_BN = torch.zeros(len(active), N + 1, dtype=torch.float64)
-        for b, count in enumerate(proposal.counts):
+        for b, n in enumerate(proposal.counts):
             if active[b]:
-                drawn = torch.rand(count + 1, dtype=torch.float64, generator=self._generators[b])
-                uniforms_BN[b, :count], uniforms_BN[b, N] = drawn[:count], drawn[count]
-        return verify(proposal, laws_BNV, uniforms_BN.to(laws_BNV.device, non_blocking=True))
+                drawn = torch.rand(n + 1, dtype=torch.float64, generator=self._generators[b])
+                uniforms_BN[b, :n], uniforms_BN[b, N] = drawn[:n], drawn[n]
+        return verify(proposal, probs_BNV, uniforms_BN.to(probs_BNV.device, non_blocking=True))
 
 
-class CoupledCoins:
-    """Noise that is the same for every level that draws for a position, so a seed fixes the text for every method."""
+class CoupledSource:
+    """Noise by seed and position, the same for every level that samples for a position."""
 
     def __init__(self, seeds: list[int]) -> None:
         self._seeds = seeds
 
-    def judge(
-        self, proposal: Proposal, laws_BNV: Tensor, starts: list[int], active: list[bool]
-    ) -> Verdict:  # noqa: ARG002 (noise is not used up)
-        width = max(proposal.counts) + 1
+    def verify(
+        self,
+        proposal: Proposal,
+        probs_BNV: Tensor,
+        starts: list[int],
+        active: list[bool],  # noqa: ARG002 (noise is not used up)
+    ) -> Verdict:
+        """See `RandomSource`."""
+        positions = range(max(proposal.counts) + 1)
         keys = [
-            [noise_key(seed, start + i) for i in range(width)]
+            [noise_key(seed, start + i) for i in positions]
             for seed, start in zip(self._seeds, starts, strict=True)
         ]
-        return verify_coupled(proposal, laws_BNV, keys)
+        return verify_coupled(proposal, probs_BNV, keys)

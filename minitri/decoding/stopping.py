@@ -1,4 +1,4 @@
-"""Stop strings in a stream of text whose pieces have nothing to do with the strings' borders."""
+"""Stop strings: finds them in a stream of text, wherever the borders between tokens fall."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 class StopScanner:
     """Lets text through until a stop string appears; the string and what follows are dropped.
 
-    Text that may turn out to be the beginning of a stop string is held back until the next pieces decide.
+    Text that may be the beginning of a stop string is held back until the next pieces decide.
     """
 
     def __init__(self, stop: tuple[str, ...]) -> None:

@@ -85,21 +85,22 @@ def pass_costs(
     machine: Machine,
     itemsize: int,
     num_tokens: int,
+    num_retrieved: int,
     hosted_share: float = 0.0,
-) -> Callable[[str, float, int], float]:
+) -> Callable[[str, float], float]:
     """Nominal seconds of a pass of each stage, for the autotuner.
 
-    The full cache holds `num_tokens` in all its rows together, a share of them in host memory. The
-    function returned takes the stage ("draft", "retrieval" or "target"), the guesses that the pass
-    verifies, and the tokens in the retrieval cache.
+    The full cache holds `num_tokens` in all its rows together, a share of them in host memory, the
+    retrieval cache `num_retrieved`. The function returned takes the stage ("draft", "retrieval" or
+    "target") and the guesses that the pass verifies.
     """
     slot_bytes = kv_bytes_per_token(target, itemsize)
 
-    def seconds(stage: str, num_guesses: float, budget: int) -> float:
+    def seconds(stage: str, num_guesses: float) -> float:
         config = draft if stage == "draft" else target
         if config is None:
             return 0.0  # n-grams take no pass
-        slots = {"draft": 0, "retrieval": budget, "target": num_tokens}[stage]
+        slots = {"draft": 0, "retrieval": num_retrieved, "target": num_tokens}[stage]
         hosted = hosted_share if stage == "target" else 0.0
         return pass_seconds(
             machine,

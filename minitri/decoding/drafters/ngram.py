@@ -1,8 +1,8 @@
-"""The drafter that needs no model: what followed the last words when they stood in the text before?
+"""The drafter that needs no model: prompt lookup by n-grams.
 
-It looks for the latest earlier occurrence of the last few tokens, in prompt and output, that has enough tokens behind
-it, and proposes those. Its law is one-hot, hence exact: q(x) = 1 for the token it says. Where nothing matches it
-proposes nothing.
+It finds the latest earlier occurrence of the last few tokens, in prompt and output, that has enough
+tokens behind it, and guesses those. The guess is certain, so its distribution is one-hot: q(x) = 1.
+Where nothing matches it guesses nothing.
 """
 
 from __future__ import annotations
@@ -11,61 +11,65 @@ import time
 
 import torch
 
+from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.stats import LevelStats
 from minitri.decoding.verification import Proposal
 
 LONGEST, SHORTEST = 4, 2
-"""Tokens that must match: the longest match wins, and one shorter than this says too little."""
+"""Tokens that must match: the longest match wins, and a single token says too little."""
 
 
 class NgramDrafter:
-    """Prompt lookup for B rows."""
+    """Prompt lookup for B rows: a stage of the cascade, see `cascade.Stage`."""
 
     def __init__(
         self,
         batch_size: int,
-        num_guesses: int,
         stats: LevelStats,
+        tuner: Autotuner,
         *,
         vocab_size: int,
         device: torch.device,
+        gamma: int = 1,
     ) -> None:
         self.stats = stats
-        self.block = num_guesses
+        self.gamma = gamma
+        self._tuner = tuner
         self._vocab_size = vocab_size
         self._device = device
-        self._history = [
-            torch.empty(0, dtype=torch.int64) for _ in range(batch_size)
-        ]  # the tokens that are certain
+        self._history = [torch.empty(0, dtype=torch.int64) for _ in range(batch_size)]  # certain
+
+    def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
+        """Learns the tokens that became certain since it was last used."""
+        for b, sequence in enumerate(sequences):
+            if active[b]:
+                fresh = torch.tensor(sequence[len(self._history[b]) :], dtype=torch.int64)
+                self._history[b] = torch.cat((self._history[b], fresh))
 
     def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
-        """Up to `num_guesses` tokens for each active row, none where nothing matches."""
+        """Up to `gamma` tokens for each active row, none where nothing matches."""
         started = time.perf_counter()
         tokens = [
-            self._lookup(b, row) if on else []
-            for b, (row, on) in enumerate(zip(sequences, active, strict=True))
+            self._lookup(self._history[b], sequence) if active[b] else []
+            for b, sequence in enumerate(sequences)
         ]
-        laws_BNV = torch.zeros(
-            len(tokens), max(map(len, tokens)), self._vocab_size, device=self._device
-        )
-        proposal = Proposal(tokens, laws_BNV, [[self.stats.name] * len(row) for row in tokens])
-        laws_BNV.scatter_(2, proposal.tokens_BN(self._device).unsqueeze(2), 1.0)
+        shape = (len(tokens), max(map(len, tokens)), self._vocab_size)
+        probs_BNV = torch.zeros(shape, device=self._device)
+        proposal = Proposal(tokens, probs_BNV, [[self.stats.name] * len(row) for row in tokens])
+        probs_BNV.scatter_(2, proposal.tokens_BN(self._device).unsqueeze(2), 1.0)
         seconds = time.perf_counter() - started
         self.stats.seconds += seconds
-        self.stats.recent.note_time(0, seconds / self.block)
+        self._tuner.note_round(self.stats.name, 0, seconds / self.gamma)
         return proposal
 
-    def forget(self, lengths: list[int]) -> None:
-        """Nothing to do: only tokens that are certain are remembered."""
+    def crop(self, lengths: list[int]) -> None:
+        """Nothing to do: only tokens that are certain are kept."""
 
-    def commit(self, sequences: list[list[int]], active: list[bool]) -> None:  # noqa: ARG002 (costs nothing)
-        """Remembers the sequences, which are all certain now."""
-        for b, sequence in enumerate(sequences):
-            fresh = sequence[len(self._history[b]) :]
-            self._history[b] = torch.cat((self._history[b], torch.tensor(fresh, dtype=torch.int64)))
+    def reset(self, b: int) -> None:
+        """Drops row b's tokens."""
+        self._history[b] = self._history[b][:0]
 
-    def _lookup(self, b: int, sequence: list[int]) -> list[int]:
-        history = self._history[b]
+    def _lookup(self, history: torch.Tensor, sequence: list[int]) -> list[int]:
         for n in range(min(LONGEST, len(sequence)), SHORTEST - 1, -1):
             num_starts = len(history) - n  # a match must be followed by something
             if num_starts < 1:
@@ -75,7 +79,7 @@ class NgramDrafter:
                 matches &= history[offset : offset + num_starts] == token
             follows = matches.nonzero().flatten() + n
             if len(follows):
-                complete = follows[follows + self.block <= len(history)]
+                complete = follows[follows + self.gamma <= len(history)]
                 best = int(complete[-1] if len(complete) else follows[-1])
-                return history[best : best + self.block].tolist()
+                return history[best : best + self.gamma].tolist()
         return []

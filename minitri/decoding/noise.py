@@ -1,0 +1,61 @@
+"""Gumbel noise tied to (seed, position, token): what makes a seed give one text for all methods.
+
+The noise of a position is a vector over the vocabulary, computed anew wherever it is needed from a
+64-bit key by SplitMix64 (Steele et al. 2014). Nothing is stored, and only tokens that have a
+positive probability cost anything. Pure functions.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+# SplitMix64's constants 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB as signed
+# numbers: int64 tensors wrap around as unsigned arithmetic does.
+_STEP = -7046029254386353131
+_MIX1 = -4658895280553007687
+_MIX2 = -7723592293110705685
+
+
+def gumbel_argmax(probs: Tensor, keys: Tensor) -> Tensor:
+    """The token argmax(log p + g) for distributions (..., V) and int64 keys (...).
+
+    With g Gumbel noise this is a sample from p (the Gumbel-max trick).
+    """
+    support = probs.nonzero(as_tuple=True)  # a filtered distribution has few such tokens
+    uniforms = hashed_uniforms(keys[support[:-1]], support[-1])
+    scores = torch.full(probs.shape, -math.inf, dtype=torch.float64, device=probs.device)
+    scores[support] = probs[support].double().log() - (-uniforms.log()).log()
+    return scores.argmax(-1)
+
+
+def hashed_uniforms(keys: Tensor, numbers: Tensor) -> Tensor:
+    """One float64 in (0, 1) for each (key, number): the output of SplitMix64, 52 bits of it."""
+    x = keys + (numbers + 1) * _STEP
+    x = (x ^ _shift_right(x, 30)) * _MIX1
+    x = (x ^ _shift_right(x, 27)) * _MIX2
+    x = x ^ _shift_right(x, 31)
+    return (_shift_right(x, 12).double() + 0.5) * 2.0**-52
+
+
+def noise_key(seed: int, position: int) -> int:
+    """The key of a position's noise. Two rounds, so that seeds and positions do not run together:
+    with `hash(seed + position)` one row would repeat the noise of the next."""
+    return _splitmix(_splitmix(seed) + position)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift; `>>` on int64 would copy the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _splitmix(x: int) -> int:
+    """SplitMix64 of a Python integer, as a signed 64-bit number."""
+    mask = (1 << 64) - 1
+    x = (x + _STEP) & mask
+    x = ((x ^ (x >> 30)) * (_MIX1 & mask)) & mask
+    x = ((x ^ (x >> 27)) * (_MIX2 & mask)) & mask
+    x ^= x >> 31
+    return x - (1 << 64) if x >> 63 else x

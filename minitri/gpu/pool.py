@@ -1,0 +1,53 @@
+"""The session pool: keeps the session of an engine's last run for the next one, on a GPU.
+
+There capturing graphs takes longer than many runs, so a run of as many texts, not longer and with
+the same settings, begins in the memory of the last one and captures nothing. On a CPU nothing is
+captured and nothing is kept.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from minitri.gpu.offloaded_cache import OffloadedFullCache
+from minitri.model.llama import Llama
+from minitri.session import Batch, Session
+
+
+class SessionPool:
+    """At most one session, of the run that was opened last."""
+
+    def __init__(self) -> None:
+        self._kept: Session | None = None
+        self._latest: weakref.ref[Session] | None = None
+
+    def open(self, target: Llama, draft: Llama | None, batch: Batch) -> Session:
+        """A session that has begun to run `batch`: the one that was kept, or a new one.
+
+        Raises `InputError` if there is no room.
+        """
+        kept, self._kept = self._kept, None
+        if kept is not None and kept.can_run(target, draft, batch):
+            session = kept
+        else:
+            del kept  # gives up its memory for the new one
+            session = Session(target, draft, batch)
+        session.begin(batch)
+        self._latest = weakref.ref(session)
+        return session
+
+    def put(self, session: Session) -> None:
+        """Keeps a session whose run is over, if it is the latest and captured something.
+
+        With `offload` and no `on_chip` a shorter text may have room for more layers on the device,
+        so such a session serves one run only.
+        """
+        is_latest = self._latest is not None and self._latest() is session
+        is_fitted = isinstance(session.full, OffloadedFullCache)
+        is_fitted &= session.shape.generation.on_chip is None
+        if is_latest and session.graphs is not None and not is_fitted:
+            self._kept = session
+
+    def clear(self) -> None:
+        """Frees what is kept; a run that is under way will not be kept either."""
+        self._kept = self._latest = None

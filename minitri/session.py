@@ -1,0 +1,319 @@
+"""A session: models, caches and graphs of a run, and the cascade over them.
+
+`Session(...)` allocates the caches for a batch of prompts, puts runners over them and, on a GPU,
+captures their forward passes. `begin` starts a run in this memory; `prefill` reads the prompts while
+the retrieval cache observes them; `start` and `step` make tokens. When the run is over another one
+that fits may begin in the same memory (`gpu/pool.py`). Generation, benchmarks and tests all use
+this class.
+
+Legend: L layers, B batch, T tokens of a block, H query heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minitri.caches.full import FullCache
+from minitri.caches.policies import make_policy
+from minitri.caches.retrieval import RetrievalCache
+from minitri.decoding.autotuner import Autotuner
+from minitri.decoding.cascade import Cascade, Level
+from minitri.decoding.drafters.ngram import NgramDrafter
+from minitri.decoding.random_source import CoupledSource, IndependentSource, RandomSource
+from minitri.decoding.stats import LevelStats, Stats
+from minitri.errors import InputError, shorten
+from minitri.gpu.graphs import GraphPool, graph_pool
+from minitri.gpu.offloaded_cache import OffloadedFullCache
+from minitri.gpu.placement import choose_on_chip, demand, free_device_bytes, free_host_bytes
+from minitri.model.llama import Llama
+from minitri.model.roofline import CPU, GPU, pass_costs
+from minitri.runner import DraftRunner, ModelRunner, RetrievalRunner, prefill
+from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
+
+log = logging.getLogger("minitri")
+
+PADDED_BLOCKS = (5, 9)
+"""Block sizes that are captured beside the smallest and the largest, where gammas are open."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts, each with its seed, and how to sample, stop and speculate."""
+
+    prompts: list[list[int]]
+    seeds: list[int]
+    sampling: SamplingParams = SamplingParams()
+    generation: GenerationConfig = GenerationConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt."""
+        return [len(prompt) for prompt in self.prompts]
+
+    @property
+    def capacity(self) -> int:
+        """Slots that each row needs: prompt, output, and the guesses of the last step."""
+        num_new = self.generation.max_new_tokens + self.speculation.max_block - 1
+        return max(self.lengths) + num_new
+
+    @property
+    def budgets(self) -> list[int]:
+        """Tokens in the retrieval cache of each row."""
+        return [self.speculation.budget_for(length) for length in self.lengths]
+
+
+class Session:
+    """Everything that a run over a batch of prompts computes with."""
+
+    full: FullCache
+    retrieval_cache: RetrievalCache | None = None
+    draft: DraftRunner | None = None
+    retrieval: RetrievalRunner | None = None
+    target: ModelRunner
+    cascade: Cascade
+    stats: Stats
+
+    def __init__(
+        self,
+        target: Llama,
+        draft: Llama | None,
+        batch: Batch,
+        *,
+        full: FullCache | None = None,
+        graphs: GraphPool | None = None,
+    ) -> None:
+        """Allocates and captures for batches of this shape; `begin` must follow.
+
+        Without a `draft` n-grams are the drafter. `full` and `graphs` are for tests: by default the
+        full cache goes where it fits, and passes are captured on a GPU, but for those that stream
+        K and V from host memory. Raises `InputError` if there is no room.
+        """
+        self.models = (target, draft)
+        self.shape = batch  # what the memory was made for
+        self.full = full if full is not None else allocate_full_cache(target, draft, batch)
+        if graphs is None:
+            graphs = graph_pool(target.device, wanted=batch.generation.cuda_graphs)
+        self.graphs = graphs
+        try:
+            self._make_runners(batch)
+        except RuntimeError as error:  # out of memory, on CUDA too
+            raise InputError(
+                f"the small KV caches do not fit on {target.device} beside the full one "
+                f"({shorten(error, 90)}); lower budget or num_recent_tokens, or shorten the prompt"
+            ) from None
+
+    def _make_runners(self, batch: Batch) -> None:
+        """The runners that the stages of `batch.speculation` need, over one full cache."""
+        (target, draft), speculation, sampling = self.models, batch.speculation, batch.sampling
+        config, plans, B = target.config, speculation.plans, len(batch.prompts)
+        shape = (config.num_layers, B, speculation.max_block, config.num_heads, config.head_dim)
+        # Rotated queries of the target's latest block: a rebuild needs no pass of its own.
+        self.queries_LBTHD = torch.empty(shape, dtype=target.dtype, device=target.device)
+        common: dict[str, Any] = {"vocab_size": config.vocab_size, "graphs": self.graphs}
+        if draft is not None and any(plan.uses_drafter for plan in plans):
+            self.draft = DraftRunner(draft, B, sampling, speculation, **common)
+        if any(plan.uses_retrieval for plan in plans):
+            policy = make_policy(speculation.policy, self.full, speculation.chunk_size)
+            self.retrieval_cache = RetrievalCache(
+                self.full, policy, speculation, budgets=batch.budgets, num_heads=config.num_heads
+            )
+            sizes = {1, 1 + max(plan.gamma1 for plan in plans)}
+            self.retrieval = RetrievalRunner(
+                target, self.retrieval_cache, sampling, self.queries_LBTHD, block_sizes=sizes,
+                **common,
+            )  # fmt: skip
+            if isinstance(self.full, OffloadedFullCache):
+                self._rebuild_while_staged(self.full, self.retrieval_cache)
+        sizes = {1, speculation.max_block}
+        if len(plans) > 1:  # short blocks are not padded to the longest of all plans
+            sizes |= {size for size in PADDED_BLOCKS if size < speculation.max_block}
+        if self.full.on_chip < config.num_layers:
+            common["graphs"] = None
+        self.target = ModelRunner(
+            target, self.full, sampling, queries_LBTHD=self.queries_LBTHD, block_sizes=sizes,
+            **common,
+        )  # fmt: skip
+
+    def _rebuild_while_staged(self, full: OffloadedFullCache, cache: RetrievalCache) -> None:
+        # The retrieval cache holds the full one: a cycle would keep both alive after the run.
+        weak, queries_LBTHD = weakref.proxy(cache), self.queries_LBTHD
+
+        def on_layer(layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
+            weak.rebuild_layer(layer, queries_LBTHD[layer], keys_BKSD, values_BKSD)
+
+        full.on_layer_staged = on_layer
+
+    @property
+    def num_cache_bytes(self) -> int:
+        """Bytes of all caches."""
+        caches = (self.full, self.retrieval_cache, self.draft.cache if self.draft else None)
+        return sum(cache.num_bytes for cache in caches if cache is not None)
+
+    def can_run(self, target: Llama, draft: Llama | None, batch: Batch) -> bool:
+        """Whether this memory and what was captured serve another batch."""
+        old, new = self.shape, batch
+        placed = ("offload", "on_chip", "cuda_graphs")
+        return (
+            self.models[0] is target
+            and self.models[1] is draft
+            and self.target.can_sample_by(new.sampling)
+            and len(new.prompts) == len(old.prompts)
+            and new.capacity <= self.full.capacity
+            and new.generation.prefill_chunk <= old.generation.prefill_chunk
+            and all(getattr(new.generation, n) == getattr(old.generation, n) for n in placed)
+            and _shapes(new.speculation) == _shapes(old.speculation)
+            and (
+                self.retrieval_cache is None or max(new.budgets) <= self.retrieval_cache.max_budget
+            )
+        )
+
+    def begin(self, batch: Batch, sources: Mapping[str, RandomSource] | None = None) -> None:
+        """Empties all caches and stacks the stages for a run over `batch`.
+
+        `sources`, by the name of a stage, replaces the random sources (for benchmarks with made-up
+        verdicts).
+        """
+        self.batch = batch
+        self.sequences = [list(prompt) for prompt in batch.prompts]
+        for b in range(len(batch.prompts)):
+            self.full.reset(b)
+            if self.draft is not None:
+                self.draft.reset(b)
+        stats = Stats(num_prompt_tokens=sum(batch.lengths), kv_cache_bytes=self.num_cache_bytes)
+        if self.retrieval_cache is not None:
+            self.retrieval_cache.restart(batch.budgets)
+            stats.rebuilds = self.retrieval_cache.rebuilds
+        for runner in (self.draft, self.retrieval, self.target):
+            if runner is not None:
+                runner.sample_by(batch.sampling)
+        if self.graphs is not None:
+            stats.num_graphs, stats.graph_bytes = self.graphs.num_graphs, self.graphs.num_bytes
+            stats.capture_seconds, self.graphs.capture_seconds = self.graphs.capture_seconds, 0.0
+        self.stats = stats
+        self.cascade = self._stack(batch, sources)
+
+    def _stack(self, batch: Batch, sources: Mapping[str, RandomSource] | None) -> Cascade:
+        """The stages of the batch's method over this session's runners."""
+        plans = batch.speculation.plans
+        tuner = Autotuner(plans, self._prior_seconds(), use_clock=self._may_use_clock())
+        is_coupled = batch.speculation.coupled
+        source = CoupledSource(batch.seeds) if is_coupled else IndependentSource(batch.seeds)
+
+        def level(name: str, runner: ModelRunner) -> Level:
+            self.stats.stages.append(LevelStats(name))
+            own = sources[name] if sources is not None else source
+            return Level(runner, own, self.stats.stages[-1], tuner)
+
+        drafter: Level | NgramDrafter | None = None
+        if self.draft is not None:
+            drafter = level("draft", self.draft)
+        elif any(plan.uses_drafter for plan in plans):
+            self.stats.stages.append(LevelStats("draft"))
+            config, device = self.models[0].config, self.models[0].device
+            drafter = NgramDrafter(
+                len(batch.prompts), self.stats.stages[-1], tuner,
+                vocab_size=config.vocab_size, device=device,
+            )  # fmt: skip
+        retrieval = level("retrieval", self.retrieval) if self.retrieval is not None else None
+        target = level("target", self.target)
+        return Cascade(self.sequences, self.stats, tuner, target, retrieval, drafter)
+
+    def _prior_seconds(self) -> Callable[[str, float], float]:
+        """What a round of each stage takes by bytes over bandwidth, before it was measured."""
+        target, cache = self.models[0], self.retrieval_cache
+        return pass_costs(
+            target.config,
+            self.draft.model.config if self.draft is not None else None,
+            machine=GPU if target.device.type == "cuda" else CPU,
+            itemsize=target.dtype.itemsize,
+            num_tokens=sum(self.batch.lengths),
+            num_retrieved=sum(row.budget for row in cache.rows) if cache is not None else 0,
+            hosted_share=1 - self.full.on_chip / target.config.num_layers,
+        )
+
+    def _may_use_clock(self) -> bool:
+        """Whether the autotuner may follow measured times and a seed still repeats its text.
+
+        It may where all plans write the same text. In other dtypes than float32, and on a GPU, the
+        length of a block may decide a near-tie.
+        """
+        target, batch = self.models[0], self.batch
+        is_same_text = batch.speculation.coupled or batch.sampling.temperature == 0
+        is_exact = target.dtype == torch.float32 and target.device.type == "cpu"
+        return batch.speculation.timed or (is_same_text and is_exact)
+
+    def prefill(self, b: int) -> Iterator[int]:
+        """Reads prompt b but for its last token in chunks; yields how many tokens have been read.
+
+        The retrieval cache observes the prompt while it is read.
+        """
+        cache = self.retrieval_cache
+        return prefill(
+            self.models[0], self.batch.prompts[b], self.full, b,
+            chunk=self.batch.generation.prefill_chunk,
+            watch=functools.partial(cache.observe, b) if cache is not None else None,
+            max_queries=cache.max_prompt_queries if cache is not None else None,
+        )  # fmt: skip
+
+
+def _shapes(speculation: SpeculationConfig) -> SpeculationConfig:
+    """The settings without those that every run may choose anew."""
+    return dataclasses.replace(speculation, coupled=False, timed=False)
+
+
+def allocate_full_cache(target: Llama, draft: Llama | None, batch: Batch) -> FullCache:
+    """An empty full cache for a batch, on the device or partly in host memory.
+
+    Raises `InputError` if there is no room for it and what else a run needs.
+    """
+    generation, config, device = batch.generation, target.config, target.device
+    B, capacity = len(batch.prompts), batch.capacity
+    options: dict[str, Any] = {"dtype": target.dtype, "device": device}
+    try:
+        if device.type != "cuda":
+            check_offload(target, generation)
+            return FullCache.allocate(config, B, capacity, **options)
+        needs = demand(
+            config, draft.config if draft else None, batch.speculation, num_tokens=capacity,
+            prompt_lengths=batch.lengths, prefill_chunk=generation.prefill_chunk,
+            itemsize=target.dtype.itemsize,
+        )  # fmt: skip
+        free_bytes = free_device_bytes(device) + needs.weights + needs.draft_weights
+        on_chip = choose_on_chip(
+            needs, offload=generation.offload, on_chip=generation.on_chip,
+            host_bytes=free_host_bytes(), device_bytes=free_bytes, name=config.name,
+        )  # fmt: skip
+        if on_chip == config.num_layers:
+            return FullCache.allocate(config, B, capacity, **options)
+        log.info(
+            "KV cache: %d of %d layers on %s, the others in host memory",
+            on_chip, config.num_layers, device,
+        )  # fmt: skip
+        return OffloadedFullCache.allocate_offloaded(
+            config, B, capacity, on_chip=on_chip, **options
+        )
+    except RuntimeError:  # out of memory, on CUDA too
+        needed = B * capacity * config.kv_values_per_token * target.dtype.itemsize
+        raise InputError(
+            f"the KV cache for {B} x {capacity} tokens needs {needed / 1e9:.1f} GB, which {device} "
+            "does not have; shorten the prompt, lower max_new_tokens, or use a smaller dtype"
+        ) from None
+
+
+def check_offload(target: Llama, generation: GenerationConfig) -> None:
+    """Raises `InputError` if KV is wanted in host memory for a model that runs there."""
+    if generation.offload and target.device.type != "cuda":
+        raise InputError(
+            f"offload is for GPUs: {target.config.name} runs on the {target.device.type}, whose KV "
+            "cache is in host memory already; leave --offload out"
+        )

@@ -1,0 +1,232 @@
+"""The session pool: keeps shapes and graphs from one run to the next, never a trace of a text."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig, session
+from minitri.gpu.attention import Math
+from minitri.gpu.offloaded_cache import OffloadedFullCache
+from minitri.gpu.graphs import GraphPool
+from minitri.session import Batch
+from minitri.settings import METHODS, POLICIES
+from tests.cascades import random_prompt, tiny_engine
+from tests.conftest import CPU
+from tests.test_graphs import as_on_a_gpu, lengths_on_the_device  # noqa: F401 (a fixture)
+from tests.test_offloaded_cache import offloaded
+
+WARM = SamplingParams(0.9, 30, top_p=0.95, min_p=0.01)
+SETTINGS = {"budget": 24, "num_recent_tokens": 40, "rebuild_stride": 5}
+
+
+@pytest.fixture
+def pools(lengths_on_the_device, monkeypatch):  # noqa: F811
+    """The pools of graphs that runs have made; engines behave as on a GPU."""
+    made = []
+
+    def graph_pool(device, *, wanted):
+        made.append(GraphPool(CPU))
+        return made[-1] if wanted else None
+
+    monkeypatch.setattr(session, "graph_pool", graph_pool)
+    return made
+
+
+def gpu_engine(**settings):
+    engine = tiny_engine(**settings)
+    for model in (engine.model, engine.draft):
+        if model is not None:
+            as_on_a_gpu(model, Math())
+    return engine
+
+
+def say(engine, lengths, speculation, sampling=WARM, seed=0, num_new=24, **settings) -> tuple:
+    """What a run over random prompts of these lengths says, and its counts."""
+    prompts = [random_prompt(engine.config, n, seed=n + seed) for n in lengths]
+    run = engine.generate(
+        prompts, sampling=sampling, speculation=speculation, seed=seed,
+        generation=GenerationConfig(max_new_tokens=num_new, ignore_eos=True, **settings),
+    )  # fmt: skip
+    ends = sorted((event for event in run if isinstance(event, End)), key=lambda end: end.row)
+    stages = [(s.name, s.num_rounds, s.num_tested_tokens, s.num_accepted_tokens) for s in run.stats.stages]
+    return [end.token_ids for end in ends], stages, run.stats.rebuilds.count
+
+
+@torch.inference_mode()
+def spoil(session) -> None:
+    """NaN wherever a number of the last text may have stayed."""
+    holders, small = [session.full], session.retrieval_cache
+    if isinstance(session.full, OffloadedFullCache):
+        holders += [session.full._staging, *session.full._staging.buffers]
+    holders += [small, small._policy] if small else []
+    holders += [session.draft.cache] if session.draft else []
+    tensors = [session.queries_LBTHD]
+    for holder in holders:
+        tensors += [value for value in vars(holder).values() if isinstance(value, torch.Tensor)]
+    for tensor in tensors:
+        tensor.fill_(math.nan)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("method", METHODS)
+def test_the_next_run_captures_nothing_and_says_what_it_would_have_said_first(method, policy, pools):
+    """Another temperature, other and shorter texts, behind whatever the last run left: tokens, acceptance, rebuilds."""
+    if policy != "retrieval" and method not in ("retrieval", "triforce"):
+        pytest.skip("no cache that has a policy")
+    gammas = {} if method == "auto" else {"gamma1": 2, "gamma2": 3}
+    settings = {"method": method, "policy": policy, **gammas, **SETTINGS}
+    speculation = SpeculationConfig(**settings)
+    engine = gpu_engine()
+    say(engine, (90, 33), speculation, WARM)
+    num_graphs = pools[0].num_graphs
+    for lengths, sampling, coupled in (
+        ((70, 5), SamplingParams(0.5, 30, top_p=0.8, min_p=0.1), False),
+        ((90, 33), WARM, method != "auto"),  # which would follow the clock
+        ((20, 41), SamplingParams(), False),
+        ((20, 41), SamplingParams(3.0, 30, top_p=0.9, min_p=0.001), False),
+    ):
+        spoil(engine._pool._kept)
+        wanted = SpeculationConfig(coupled=coupled, **settings)
+        again, first = (say(it, lengths, wanted, sampling, seed=3) for it in (engine, gpu_engine()))
+        assert again[0] == first[0]
+        if method != "auto" or sampling.temperature:  # else what is chosen follows the clock
+            assert again == first
+        assert pools[0].num_graphs == num_graphs > 0
+        assert len(pools) == 2  # that of the engine, and that of the fresh one
+        pools.pop()
+
+
+@pytest.mark.parametrize("on_chip", [0, 1])
+def test_kv_in_host_memory_is_kept_too(on_chip, pools, monkeypatch):
+    speculation = SpeculationConfig("triforce", gamma1=2, gamma2=3, **SETTINGS)
+    engine, fresh = gpu_engine(), gpu_engine()
+    monkeypatch.setattr(
+        session, "allocate_full_cache",
+        lambda *settings: offloaded(on_chip, batch_size=2, config=engine.config),
+    )  # fmt: skip
+    say(engine, (300, 33), speculation, offload=True, on_chip=on_chip)  # more than the ring holds
+    spoil(engine._pool._kept)
+    again = say(engine, (200, 150), speculation, seed=5, offload=True, on_chip=on_chip)
+    assert len(pools) == 1
+    assert again == say(fresh, (200, 150), speculation, seed=5, offload=True, on_chip=on_chip)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "changes", "settings"),
+    [
+        ((91, 33), {}, {}),  # longer
+        ((90,), {}, {}),  # fewer
+        ((90, 33), {"gamma1": 3}, {}),
+        ((90, 33), {"method": "naive"}, {}),
+        ((90, 33), {"chunk_size": 4}, {}),
+        ((90, 33), {}, {"sampling": SamplingParams(0.9)}),
+        ((90, 33), {}, {"sampling": SamplingParams(0.9, 20, top_p=0.95, min_p=0.01)}),
+        ((90, 33), {}, {"prefill_chunk": 2048}),
+        ((90, 33), {}, {"sampling": SamplingParams(0.9, top_p=0.95)}),
+        ((90, 33), {}, {"cuda_graphs": False}),
+    ],
+)
+def test_what_does_not_suit_is_made_anew(lengths, changes, settings, pools):
+    wanted = {"method": "triforce", "gamma1": 2, "gamma2": 3, **SETTINGS}
+    engine = gpu_engine()
+    say(engine, (90, 33), SpeculationConfig(**wanted), num_new=65)  # up to a whole stride of slots
+    speculation = SpeculationConfig(**{**wanted, **changes})
+    num_new = 128 if lengths[0] > 90 else 24
+    got = say(engine, lengths, speculation, num_new=num_new, **settings)
+    assert len(pools) == 2
+    assert got == say(gpu_engine(), lengths, speculation, num_new=num_new, **settings)
+
+
+def test_a_larger_budget_is_not_squeezed_in(pools):
+    """Open budgets follow the prompts, so a longer prompt may need more slots than there are."""
+    engine = gpu_engine()
+    speculation = SpeculationConfig("retrieval", gamma2=3, num_recent_tokens=40)
+    say(engine, (300,), speculation, num_new=200)
+    kept = engine._pool._kept
+    for length, fits in ((400, True), (1100, False)):
+        batch = Batch([[1] * length], [0], WARM, GenerationConfig(60), speculation)
+        assert batch.capacity <= kept.full.capacity or not fits
+        assert kept.can_run(engine.model, engine.draft, batch) == fits
+
+
+def test_a_run_that_is_left_is_kept_and_one_that_fails_is_not(pools):
+    speculation = SpeculationConfig("triforce", gamma1=2, gamma2=3, **SETTINGS)
+    engine = gpu_engine()
+    run = engine.generate(random_prompt(engine.config, 60), sampling=WARM, speculation=speculation)
+    for _ in range(12):
+        next(run)
+    run.close()
+    kept = engine._pool._kept
+    assert kept is not None
+    say(engine, (40,), speculation, num_new=50)
+    assert engine._pool._kept is kept
+    engine.model.norm.weight.fill_(math.nan)
+    with pytest.raises(InputError, match="not finite"):
+        say(engine, (40,), speculation, num_new=50)
+    assert engine._pool._kept is None
+
+
+def test_an_older_run_puts_nothing_in_the_place_of_a_newer_one(pools):
+    speculation = SpeculationConfig("naive", gamma1=2, **SETTINGS)
+    engine = gpu_engine()
+    older = engine.generate(random_prompt(engine.config, 60), sampling=WARM, speculation=speculation)
+    next(older)
+    say(engine, (40,), speculation)
+    kept = engine._pool._kept
+    older.close()
+    assert engine._pool._kept is kept is not None
+    left = engine.generate(random_prompt(engine.config, 20), sampling=WARM, speculation=speculation)
+    next(left)
+    engine.release()
+    left.close()
+    assert engine._pool._kept is None
+
+
+def test_a_run_inside_inference_mode_leaves_what_one_outside_can_use(pools):
+    speculation = SpeculationConfig("retrieval", "h2o", gamma2=3, **SETTINGS)
+    engine = gpu_engine()
+    with torch.inference_mode():
+        say(engine, (90, 33), speculation)
+    say(engine, (90, 33), speculation, SamplingParams(0.5, 30, top_p=0.9, min_p=0.02))
+    assert len(pools) == 1
+
+
+def test_layers_that_were_fitted_to_one_run_are_not_kept(pools, monkeypatch):
+    """With KV in host memory and no `on_chip` given; a shorter text may have room for all of them."""
+    engine = gpu_engine()
+    hosted = offloaded(1, batch_size=1, config=engine.config)
+    monkeypatch.setattr(session, "allocate_full_cache", lambda *settings: hosted)
+    say(engine, (90,), SpeculationConfig("naive", gamma1=2, **SETTINGS), offload=True)
+    assert engine._pool._kept is None
+
+
+def test_two_runs_at_once_have_their_own(pools):
+    speculation = SpeculationConfig("triforce", gamma1=2, gamma2=3, **SETTINGS)
+    engine, prompts = gpu_engine(), [[5, 6, 7] * 9, [8, 9] * 17]
+    say(engine, (60,), speculation, num_new=60)
+    generation = GenerationConfig(30, ignore_eos=True)
+    alone, both = (
+        [engine.generate(prompt, speculation=speculation, generation=generation) for prompt in prompts]
+        for _ in range(2)
+    )  # fmt: skip
+    expected = {n: event.token_ids for n, run in enumerate(alone) for event in run if isinstance(event, End)}
+    said: dict[int, tuple[int, ...]] = {}
+    while len(said) < 2:
+        for number, run in enumerate(both):
+            if isinstance(event := next(run, None), End):
+                said[number] = event.token_ids
+    assert said == expected
+
+
+def test_nothing_is_kept_without_graphs_or_after_a_release(pools):
+    speculation = SpeculationConfig("naive", gamma1=2, **SETTINGS)
+    engine = gpu_engine()
+    say(engine, (30,), speculation)
+    assert engine._pool._kept is not None
+    engine.release()
+    assert engine._pool._kept is None
+    say(engine, (30,), speculation, cuda_graphs=False)
+    assert engine._pool._kept is None

@@ -1,0 +1,142 @@
+"""Method `auto`: whatever is stacked from step to step, the text and the caches stay exact."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+
+import pytest
+import torch
+
+from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.decoding.autotuner import Autotuner
+from minitri.settings import StepPlan
+from tests.cascades import Rig, near_copy, plain_tokens, random_prompt, tiny_engine
+from tests.conftest import tiny_config, tiny_model
+from tests.exactness import Table, output_distribution, target_distribution, toy_cascade
+
+AR, NAIVE = StepPlan("autoregressive"), StepPlan("naive", 2)
+RETRIEVAL, TRIFORCE = StepPlan("retrieval", 0, 2), StepPlan("triforce", 1, 2)
+ALL = [AR, NAIVE, RETRIEVAL, TRIFORCE]
+
+
+@pytest.mark.parametrize(
+    "order", list(itertools.permutations([AR, StepPlan("naive", 1), StepPlan("triforce", 1, 1)]))
+)
+def test_a_schedule_of_switches_gives_the_target_distribution(order):
+    """Summed over all random numbers of two steps, with the stages stacked anew before each."""
+    target = Table(3, 0)
+    middle, draft = Table(3, 1, near=target), Table(3, 2, near=target)
+
+    def build(source, batch_size):
+        return toy_cascade(source, batch_size, target, middle, draft, 1, 1, plans=list(order))
+
+    probs = output_distribution(build, 3, target, num_steps=2)
+    assert (probs - target_distribution(target, 3)).abs().max() < 1e-12
+
+
+def forced(monkeypatch, plans) -> None:
+    schedule = itertools.cycle(plans)
+
+    def choose(tuner):
+        tuner.plan = next(schedule)
+        return tuner.plan
+
+    monkeypatch.setattr(Autotuner, "choose", choose)
+
+
+SCHEDULES = [ALL, [AR] * 7 + [NAIVE] * 2, [TRIFORCE, AR, AR, AR, AR, RETRIEVAL], [StepPlan("triforce", 4, 8), AR]]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("with_model", [True, False])
+@pytest.mark.parametrize("coupled", [False, True])
+def test_any_schedule_gives_the_text_of_the_model_alone(schedule, with_model, coupled, monkeypatch):
+    """Ragged rows, retrieval caches that are eaten up, a drafter's window that slides."""
+    target = tiny_model(tiny_config())
+    draft = near_copy(target, 0.05) if with_model else None
+    prompts = [random_prompt(target.config, n, seed=n) for n in (3, 40, 90)]
+    settings = {"num_new": 70, "seed": 5, "coupled": coupled}
+    settings["sampling"] = SamplingParams(0.9, top_p=0.95) if coupled else SamplingParams()
+    expected = plain_tokens(target, prompts, **settings)
+    forced(monkeypatch, schedule)
+    rig = Rig(target, prompts, draft=draft, budget=32, num_recent_tokens=20, num_sink_tokens=2, **settings)
+    assert rig.run() == expected
+
+
+def test_a_drafter_that_was_left_out_for_long_knows_the_text_again(monkeypatch):
+    """A drafter that is the target, with a window that holds everything, is always right."""
+    target = tiny_model(tiny_config())
+    forced(monkeypatch, [AR] * 30 + [NAIVE] * 10)
+    rig = Rig(target, [random_prompt(target.config, 20)], draft=near_copy(target, 0.0), num_new=55,
+              num_recent_tokens=120)  # fmt: skip
+    rig.run()
+    level = rig.stats.stages[-1]
+    assert level.num_tested_tokens >= 15
+    assert level.acceptance_rate == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("noise", [0.02, None])
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(1.0, top_p=0.9)])
+def test_auto_is_the_default_and_repeats_itself_whatever_the_clock_says(noise, sampling, dtype, monkeypatch):
+    engine, generation = tiny_engine(noise=noise), GenerationConfig(90, ignore_eos=True)
+    for model in (engine.model, engine.draft):
+        if model is not None:
+            model.to(dtype)
+    prompt = random_prompt(engine.config, 150)
+
+    def text(**settings) -> tuple[int, ...]:
+        *_, end = engine.generate(prompt, sampling=sampling, generation=generation, seed=4, **settings)
+        assert isinstance(end, End)
+        assert sum(end.stats.steps_per_plan.values()) > 0
+        return end.token_ids
+
+    first = text()
+    clock, now = random.Random(3), [0.0]
+
+    def erratic() -> float:
+        now[0] += clock.random()
+        return now[0]
+
+    monkeypatch.setattr(time, "perf_counter", erratic)
+    assert text() == first
+    if sampling.temperature == 0 and dtype == torch.float32:
+        assert text(speculation=SpeculationConfig("autoregressive")) == first
+
+
+def test_a_row_that_ended_costs_nothing_in_a_stage_that_was_left_out(monkeypatch):
+    target = tiny_model(tiny_config())
+    forced(monkeypatch, [TRIFORCE, AR, AR, TRIFORCE])
+    prompts = [random_prompt(target.config, n, seed=n) for n in (30, 40)]
+    rig = Rig(target, prompts, draft=near_copy(target, 0.1), budget=32, num_recent_tokens=20, num_new=40)
+    with torch.inference_mode():
+        rig.start()
+        rig.step(), rig.step()  # the second alone
+        rig.cascade.retire(1)
+        rig.step(), rig.step()
+    for runner in rig.runners.values():
+        assert runner.cache.lengths[1] == 0
+        assert runner.cache.lengths[0] > 0
+
+
+def test_coupled_auto_gives_the_text_of_the_model_alone():
+    engine, generation = tiny_engine(), GenerationConfig(60, ignore_eos=True)
+    texts = []
+    for method in ("auto", "autoregressive"):
+        speculation = SpeculationConfig(method, coupled=True)
+        *_, end = engine.generate(
+            random_prompt(engine.config, 100), sampling=SamplingParams(1.0), generation=generation,
+            speculation=speculation, seed=9,
+        )  # fmt: skip
+        texts.append(end.token_ids)
+    assert texts[0] == texts[1]
+
+
+def test_a_gamma_that_was_given_is_kept():
+    plans = SpeculationConfig(gamma1=3, gamma2=5).plans
+    assert {plan.gamma1 for plan in plans} == {0, 3}
+    assert {plan.gamma2 for plan in plans} == {0, 5}
+    assert SpeculationConfig("naive", gamma1=3).plans == [StepPlan("naive", 3)]
+    assert len(SpeculationConfig("naive").plans) > 1
