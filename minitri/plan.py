@@ -14,12 +14,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minitri.cli.exits import clean_exits
+from minitri.cli.exits import clean_exits, program
 from minitri.errors import InputError
 from minitri.model.config import ModelConfig, unknown_model
 
@@ -33,7 +34,6 @@ with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
         two_rates,
     )
     from minitri.decoding.autotuner import expected_block, expected_tokens
-    from minitri.generate import run_program
     from minitri.gpu.placement import GIB, Demand, demand, shortage
     from minitri.loading.checkpoint import open_checkpoint
     from minitri.loading.fetch import committed_path, default_draft
@@ -267,7 +267,8 @@ def table(placements: list[Placement]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `python -m minitri.plan`."""
-    run_program(build_parser(), run_command, argv)
+    with program(build_parser(), argv) as args:
+        sys.exit(run_command(args))
 
 
 if __name__ == "__main__":

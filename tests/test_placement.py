@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from minitri import GenerationConfig, SpeculationConfig, plan
+from minitri import GenerationConfig, SamplingParams, SpeculationConfig, plan
 from minitri.gpu.offloaded_cache import RING, OffloadedFullCache
 from minitri.model.config import MODELS
 from minitri.errors import InputError
@@ -18,14 +18,13 @@ from minitri.gpu.placement import (
     demand,
     free_host_bytes,
 )
-from minitri.readers import Readers
+from minitri.session import Batch, Session
 from minitri.model.roofline import CPU as CPU_MACHINE
 from minitri.model.roofline import GPU as GPU_MACHINE
 from minitri.model.roofline import Machine, num_weights, pass_costs, weights_per_pass
 from minitri.plan import predict
 from minitri.settings import StepPlan
 from minitri.loading.shapes import shape_of
-from tests.cascades import GREEDY
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
 
 TRIFORCE = SpeculationConfig("triforce", gamma1=2, gamma2=6)
@@ -58,8 +57,8 @@ def test_every_named_model_has_a_shape_or_comes_with_the_checkout():
     ("speculation", "lengths"),
     [
         (SpeculationConfig("triforce", gamma1=2, gamma2=6, budget=64, num_recent_tokens=100), [400, 400]),
-        (SpeculationConfig(num_recent_tokens=100), [2400, 3]),  # with room for a larger budget
-        (SpeculationConfig(num_recent_tokens=100), [8192, 9000]),  # of which the shorter may have the larger one
+        (SpeculationConfig(num_recent_tokens=100), [2400, 3]),  # with two budgets
+        (SpeculationConfig(num_recent_tokens=100), [8192, 9000]),
         (SpeculationConfig(num_recent_tokens=100, budget=10**6), [400, 1]),  # no text fills more than there is
     ],
 )
@@ -70,10 +69,12 @@ def test_caches_are_counted_as_they_are_allocated(speculation, lengths):
     needs = demand(config, config, speculation, num_tokens=num_tokens, prompt_lengths=lengths, itemsize=4)
     full = new_cache(config, B, num_tokens + speculation.max_block)
     assert needs.kv_layer * 3 == full.num_bytes
-    readers = Readers(target, target, full, lengths, GREEDY, speculation)
-    small = readers.small
+    prompts = [[0] * length for length in lengths]
+    batch = Batch(prompts, [0, 0], SamplingParams(), GenerationConfig(100), speculation)
+    session = Session(target, target, batch, full=full)
+    small = session.retrieval_cache
     means = small._policy._means
-    held = readers.num_cache_bytes - full.num_bytes + means.nbytes + small._queries.nbytes
+    held = session.num_cache_bytes - full.num_bytes + means.nbytes + small._queries.nbytes
     verified = 3 * B * speculation.max_block * config.num_heads * config.head_dim * 4
     assert needs.small_caches == held + verified
     offloaded = OffloadedFullCache.allocate_offloaded(
@@ -219,3 +220,20 @@ def test_offload_needs_a_gpu_and_on_chip_needs_offload(engine):
 
 def test_free_host_memory_is_what_the_system_says():
     assert free_host_bytes() > 1 << 20
+
+
+@pytest.mark.parametrize("machine", [CPU_MACHINE, GPU_MACHINE])
+def test_nominal_costs_count_weights_layers_slots_and_guesses(machine):
+    """What the autotuner expects before it has measured, by hand; hosted KV counts where the link is slower."""
+    config, draft = shape_of("llama2-7b-128k"), shape_of("llama-68m")
+    size = {"machine": machine, "itemsize": 2, "num_tokens": 10**6, "num_retrieved": 4096}
+    costs = pass_costs(config, draft, **size)
+    alone = 32 * machine.seconds_per_layer + 2 * num_weights(config) / machine.weight_bytes_per_second
+    slot = 512 * 1024 / machine.kv_bytes_per_second
+    assert costs("retrieval", 0) == pytest.approx(alone + 4096 * slot)
+    assert costs("target", 0) == pytest.approx(alone + 10**6 * slot)
+    assert costs("target", 5) == pytest.approx((alone + 10**6 * slot) * (1 + 5 * machine.share_per_extra_token))
+    assert costs("draft", 0) < 0.1 * alone
+    assert pass_costs(config, None, **size)("draft", 0) == 0
+    hosted = pass_costs(config, draft, **size, hosted_share=1.0)("target", 0)
+    assert hosted == pytest.approx(max(alone + 10**6 * slot, 10**6 * 512 * 1024 / 25e9))
