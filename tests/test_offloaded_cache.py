@@ -256,8 +256,8 @@ def test_of_a_row_that_is_read_layer_by_layer_only_its_own_tokens_travel():
 @pytest.mark.parametrize("on_chip", [0, 2])
 @pytest.mark.parametrize("policy", ["retrieval", "streaming", "topk"])
 @pytest.mark.parametrize("is_shown", [True, False])
-def test_choosing_the_retrieval_cache_anew_moves_nothing_over_the_link(policy, on_chip, is_shown, monkeypatch):
-    """In every step here; each layer travels once, because the choice is made while the pass of the target has it on
+def test_rebuilding_the_retrieval_cache_moves_nothing_over_the_link(policy, on_chip, is_shown, monkeypatch):
+    """In every step here; each layer travels once, because the rebuild is made while the pass of the target has it on
     the device. Without that, every step would need a second pass."""
     full, travelled = offloaded(on_chip, batch_size=1), [0]
     rig = Rig(tiny_model(CONFIG), [random_prompt(CONFIG, 90)], full=full, method="retrieval", policy=policy, budget=24,
@@ -283,7 +283,7 @@ def test_choosing_the_retrieval_cache_anew_moves_nothing_over_the_link(policy, o
             num_steps += 1
             assert 0 < travelled[0] <= 2 * (5 - on_chip) * longest or not is_shown
             assert travelled[0] > 2 * (5 - on_chip) * longest or is_shown
-    assert rig.stats.num_rebuilds == num_steps + 1
+    assert rig.stats.rebuilds.count == num_steps + 1
 
 
 def test_the_ring_holds_the_latest_tokens_of_blocks_of_any_size():
