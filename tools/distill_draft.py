@@ -43,6 +43,7 @@ from minitri.cli.exits import clean_exits
 from minitri.loading.fetch import locate
 from minitri.cli.arguments import OneLineParser, add_model_flags, positive
 from minitri.generate import show_log
+from minitri.model.linear import TrimmedHead
 from minitri.model.llama import Llama, sample_of_vocabulary
 from minitri.decoding.sampling import probs_from_logits
 from minitri.settings import SamplingParams, SpeculationConfig
@@ -74,6 +75,9 @@ class NoCache:
 
     def crop(self, num_tokens: list[int]) -> None:  # noqa: ARG002
         raise AssertionError("nothing is kept")
+
+    def reset(self, b: int) -> None:
+        pass
 
 
 def build_parser() -> OneLineParser:
@@ -257,6 +261,7 @@ def hidden(draft: Llama, tokens_BT: Tensor) -> Tensor:
 
 def known_logits(draft: Llama, hidden_states: Tensor) -> Tensor:
     """Logits (..., C) over the tokens of the trimmed head."""
+    assert isinstance(draft.lm_head, TrimmedHead)
     return draft.lm_head.linear(hidden_states).float()
 
 

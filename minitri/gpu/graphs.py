@@ -101,8 +101,10 @@ def copy_into(static: Any, fresh: Any) -> None:
 
 
 def clear_workspaces() -> None:
-    """Has cuBLAS allocate its workspace anew, which it keeps for good, one per stream: that of a
-    capture must lie in the graph's memory, and none must stay behind for streams of captures."""
+    """Frees cuBLAS's workspaces, of which it keeps one per stream for good.
+
+    That of a capture must lie in the graph's memory, and none may stay behind for its stream.
+    """
     getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
 
 
