@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitri.caches import FullCache
+from minitri.caches.full import FullCache
 from minitri.loading.checkpoint import read_json
 from minitri.engine import Engine
 from minitri.errors import InputError
@@ -130,7 +130,7 @@ def label(model: Llama, sequences: list[list[int]], store: LabelStore, done: Cal
     """Adds the laws of these sequences to a store; `done` is told how many tokens each step made."""
     cache = FullCache.allocate(model.config, 1, W, dtype=model.dtype, device=model.device)
     for tokens in sequences:
-        cache.reset()
+        cache.reset(0)
         ids, logprobs = _laws(model, read_block(model, [tokens], cache))
         store.append(torch.tensor(tokens), ids[0], logprobs[0])
         done(W)
@@ -148,7 +148,7 @@ def continue_texts(
         generator = torch.Generator().manual_seed(seed + len(store))
         sequences = [next(beginnings)[:BEGINNING] for _ in range(BATCH)]
         laws = []
-        cache.reset()
+        cache.crop([0] * BATCH)
         while cache.lengths[0] < W:
             fresh = [tokens[cache.lengths[0] :] for tokens in sequences]
             hidden_BTE = read_block(model, fresh, cache)
