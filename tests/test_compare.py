@@ -9,10 +9,11 @@ import threading
 import pytest
 import torch
 
-from minitri import GenerationConfig, SamplingParams, SpeculationConfig, bench, compare, load
+from minitri import GenerationConfig, SamplingParams, SpeculationConfig, bench, load, session
 from minitri.gpu.offloaded_cache import RING
 from minitri.benchmarks.compare import Method, Score, num_same, read_prompt_once, summarise, take_turns
 from minitri.benchmarks.baselines import prompt_lookup_peer, transformers_model, transformers_peer
+from minitri.session import Batch
 from minitri.settings import METHODS
 from tests.cascades import random_prompt, tiny_engine
 from tests.test_offloaded_cache import offloaded
@@ -49,6 +50,18 @@ def test_all_methods_take_turns_on_several_prompts_and_seeds(folder, texts, caps
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_sweep_compares_at_every_length_and_draws_lines(folder, texts, capsys, tmp_path):  # noqa: F811
+    plot = tmp_path / "sweep.png"
+    with pytest.raises(SystemExit) as exit_:
+        bench.main([*FLAGS, "--model", str(folder), "--prompt-file", texts[0], "--seeds", "1", "--method", "retrieval",
+                    "--sweep-tokens", "90", "--sweep-tokens", "150", "--plot", str(plot)])  # fmt: skip
+    results = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert exit_.value.code == 0
+    assert [result["num_prompt_tokens"] for result in results] == [[90], [150]]
+    assert all(set(result["contestants"]) == {"autoregressive", "retrieval"} for result in results)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize("draw", [("--temperature", "0"), ("--temperature", "0.9", "--coupled")])
 def test_where_all_write_the_same_text_it_says_so(folder, capsys, draw):
     table, result = run(capsys, "--model", str(folder), "--seeds", "2", "--method", "triforce", *draw)
@@ -69,14 +82,18 @@ def test_peers_take_part(folder, capsys):
     assert all(row["ms_per_token"]["median"] > 0 for row in rows.values())
 
 
+def batch_of(prompt: list[int], speculation: SpeculationConfig) -> Batch:
+    return Batch([prompt], [0], SamplingParams(), GenerationConfig(80), speculation)
+
+
 @torch.inference_mode()
 def test_taking_turns_changes_no_text():
     engine = tiny_engine()
     prompt = random_prompt(engine.config, 90)
     full, queries_LTHD, _ = read_prompt_once(engine, prompt, 16, chunk=32)
     contestants = {
-        name: Method(engine, full, prompt, SpeculationConfig(name, budget=64, num_recent_tokens=40), SamplingParams(),
-                     0, 80, queries_LTHD, GenerationConfig()) for name in METHODS
+        name: Method(engine, batch_of(prompt, SpeculationConfig(name, budget=64, num_recent_tokens=40)), full,
+                     queries_LTHD) for name in METHODS
     }  # fmt: skip
     take_turns(contestants, 50, 8)
     sequences = [method._cascade.sequences[0][: len(prompt) + 50] for method in contestants.values()]
@@ -96,10 +113,9 @@ def test_methods_over_kv_in_host_memory_say_the_same(monkeypatch):
             with monkeypatch.context() as patching:
                 if on_chip is not None:
                     hosted = offloaded(on_chip, batch_size=1, config=engine.config)
-                    patching.setattr(compare, "allocate_full_cache", lambda *settings, hosted=hosted: hosted)
+                    patching.setattr(session, "allocate_full_cache", lambda *settings, hosted=hosted: hosted)
                 speculation = SpeculationConfig(name, budget=64, chunk_size=4, num_recent_tokens=40, rebuild_stride=6)
-                method = Method(engine, full, prompt, speculation, SamplingParams(), 0, 80, queries_LTHD,
-                                GenerationConfig())  # fmt: skip
+                method = Method(engine, batch_of(prompt, speculation), full, queries_LTHD)
                 take_turns({name: method}, 50, 8)
                 said.append(method._cascade.sequences[0][: len(prompt) + 50])
     assert len(said[0]) == len(prompt) + 50
@@ -126,6 +142,7 @@ def test_speedups_are_taken_prompt_by_prompt():
     [
         (["--prompt-file", "a", "--prompt-file", "b"], "several --prompt-file need --compare; give one"),
         (["--coupled"], "need --compare; add it"),
+        (["--sweep-tokens", "100"], "need --compare; add it"),
         (["--compare", "--seeds", "0"], "not a whole number of at least 1"),
         (["--compare", "--prompt-file", "no-such-file"], "cannot read the prompt from no-such-file"),
         (["--compare", "--offload", "--model", "no-such-model"], "needs --on-chip N"),

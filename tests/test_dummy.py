@@ -9,14 +9,15 @@ import torch
 
 from minitri import bench, generate
 from minitri.benchmarks.synthetic import (
-    SyntheticCoins,
-    bytes_per_step,
-    compare_dummies,
+    Setup,
+    SyntheticSource,
+    bytes_per_pass,
     covered,
     decode,
-    dummy_model,
     fill,
     fill_cache,
+    random_model,
+    sweep_contexts,
 )  # fmt: skip
 from minitri.settings import GenerationConfig, SpeculationConfig
 from minitri.decoding.verification import Proposal
@@ -44,9 +45,9 @@ def test_every_slot_of_a_cache_is_filled_in_host_memory_too():
 @pytest.mark.parametrize("rate", [0.0, 0.46, 0.92, 1.0])
 def test_guesses_are_accepted_at_the_rate_asked_for(rate):
     """Of 4,000 first guesses: within 4 standard deviations, at odds of 1 : 15,000."""
-    coins, laws = SyntheticCoins(rate, [3]), torch.full((1, 4, 8), 1 / 8)
-    proposal = Proposal([[1, 2, 3]], laws[:, :3], [["draft"] * 3])
-    counts = [coins.judge(proposal, laws, [0], [True]).num_accepted[0] for _ in range(4000)]
+    source, probs = SyntheticSource(rate, 3), torch.full((1, 4, 8), 1 / 8)
+    proposal = Proposal([[1, 2, 3]], probs[:, :3], [["draft"] * 3])
+    counts = [source.verify(proposal, probs, [0], [True]).num_accepted[0] for _ in range(4000)]
     first = sum(count > 0 for count in counts) / 4000
     assert abs(first - rate) <= 4 * (rate * (1 - rate) / 4000) ** 0.5
     second = sum(count > 1 for count in counts) / max(1, sum(count > 0 for count in counts))
@@ -57,8 +58,9 @@ def test_guesses_are_accepted_at_the_rate_asked_for(rate):
 def test_a_shape_decodes_by_every_method(method):
     """With certain guesses of both levels a step makes as many tokens as a block can hold, and one more."""
     speculation = SpeculationConfig(method, gamma1=2, gamma2=3, budget=32, num_recent_tokens=40)
-    target, draft = (dummy_model(CONFIG, dtype=torch.float32, device=CPU) for _ in range(2))
-    result = decode(target, draft, 100, speculation, GenerationConfig(24, ignore_eos=True), (1.0, 1.0))
+    setup = Setup(CONFIG, CONFIG, speculation, GenerationConfig(24, ignore_eos=True), (1.0, 1.0), torch.float32, CPU)
+    target, draft = (random_model(CONFIG, setup) for _ in range(2))
+    result = decode(target, draft, 100, setup, method)
     wanted = {"autoregressive": 1, "naive": 3, "retrieval": 4, "triforce": 4}[method]
     assert result["tokens_per_step"] == wanted
     assert result["synthetic"] is True
@@ -71,18 +73,17 @@ def test_time_at_work_counts_what_overlaps_once():
 
 
 def test_bytes_are_weights_and_kv():
-    weights, kv = bytes_per_step(CONFIG, 100, torch.float32)
-    model = dummy_model(CONFIG, dtype=torch.float32, device=CPU)
+    weights, slot = bytes_per_pass(CONFIG, torch.float32)
+    model = random_model(CONFIG, Setup(CONFIG, None, TRIFORCE, GenerationConfig(), (1.0, 1.0), torch.float32, CPU))
     untied = CONFIG.vocab_size * CONFIG.hidden_size * 4
     assert weights == model.num_bytes - untied
-    assert kv == new_cache(CONFIG, capacity=100).num_bytes * 100 // 128
+    assert 100 * slot == new_cache(CONFIG, capacity=100).num_bytes * 100 // 128
 
 
 def test_a_sweep_says_synthetic_in_every_row():
     generation = GenerationConfig(8, ignore_eos=True)
-    result = compare_dummies(
-        CONFIG, None, [64, 128], TRIFORCE, generation, (0.5, 0.9), dtype=torch.float32, device=CPU
-    )  # fmt: skip
+    setup = Setup(CONFIG, None, TRIFORCE, generation, (0.5, 0.9), torch.float32, CPU)
+    result = sweep_contexts(setup, [64, 128])
     assert result["synthetic"]
     assert [row["context"] for row in result["rows"]] == [64, 128]
     assert all(row[method]["synthetic"] for row in result["rows"] for method in ("autoregressive", "cascade"))

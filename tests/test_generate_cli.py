@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from minitri import GenerationConfig, SamplingParams, SpeculationConfig, generate
+from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.benchmarks import floor
+from minitri.cli import prompts
 from minitri.generate import main
 
 JSON_KEYS = {
@@ -74,7 +76,7 @@ def test_prompts_come_from_files_stdin_and_the_demo(cli, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(file.read_bytes())))
     assert json.loads(cli("--prompt-file", "-", "--json")[1])["token_ids"] == from_file["token_ids"]
     assert json.loads(cli("--prompt", "She had been forced", "--json")[1])["token_ids"] == from_file["token_ids"]
-    monkeypatch.setattr(generate, "DEMO_PROMPT_TOKENS", 100)
+    monkeypatch.setattr(prompts, "DEMO_PROMPT_TOKENS", 100)
     for flags in (("--demo",), ()):
         code, out, err = cli(*flags, "--json")
         assert (code, json.loads(out)["num_prompt_tokens"]) == (0, 100)
@@ -96,13 +98,13 @@ def test_stop_strings_and_rope_scaling_reach_the_engine(cli):
 
 def test_every_flag_reaches_the_engine(cli, monkeypatch):
     seen = {}
-    generate_in_engine = generate.Engine.generate
+    generate_in_engine = Engine.generate
 
     def spy(self, prompts, **settings):
         seen.update(settings)
         return generate_in_engine(self, prompts, **settings)
 
-    monkeypatch.setattr(generate.Engine, "generate", spy)
+    monkeypatch.setattr(Engine, "generate", spy)
     cli("--prompt", "x", "--temperature", "0.5", "--top-k", "9", "--top-p", "0.8", "--min-p", "0.1", "--seed", "4",
         "--max-new-tokens", "7", "--prefill-chunk", "3", "--no-cuda-graphs", "--stop", "a", "--stop", "b",
         "--ignore-eos", "--method", "triforce", "--draft", "ngram", "--policy", "topk", "--gamma1", "3",
@@ -353,4 +355,4 @@ def test_the_benchmark_ends_in_one_json_line(folder, capsys):
     assert result["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 4  # K and V, layers, KV heads, head dim, bytes
     assert result["weight_bytes"] - result["weight_bytes_per_token"] == 320 * 64 * 4  # the untied embedding
     assert result["ms_per_token"]["min"] <= result["ms_per_token"]["median"] <= result["ms_per_token"]["max"]
-    assert set(result["profile_ms"]) == {*bench.PARTS, "other"}
+    assert set(result["profile_ms"]) == {*floor.PARTS, "other"}

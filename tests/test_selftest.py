@@ -7,10 +7,13 @@ import json
 import pytest
 import torch
 
-from minitri import coins, reader, selftest
+from minitri import runner, selftest
+from minitri.benchmarks.departures import modes
+from minitri.decoding import random_source
+from minitri.decoding.noise import gumbel_argmax, noise_key
 from minitri.decoding.sampling import probs_from_logits
 from minitri.settings import SamplingParams
-from minitri.decoding.verification import Verdict, coupled_argmax, noise_key, verify
+from minitri.decoding.verification import Verdict, verify
 
 
 @pytest.fixture
@@ -37,7 +40,7 @@ def swap_top_two(monkeypatch, low: float, high: float):
         swapped_NV = logits_NV.scatter(1, best.indices, best.values.flip(1))
         return probs_from_logits(swapped_NV.where(is_swapped_N1, logits_NV), params, *numbers_3)
 
-    monkeypatch.setattr(reader, "probs_from_logits", broken)
+    monkeypatch.setattr(runner, "probs_from_logits", broken)
 
 
 def test_sound_code_passes_with_every_method_and_both_modes(check):
@@ -54,11 +57,11 @@ def test_sound_code_passes_with_every_method_and_both_modes(check):
 
 
 def test_a_verification_that_accepts_everything_is_a_bug(check, monkeypatch):
-    def accept_all(proposal, laws_BNV, uniforms_BN):
-        sound = verify(proposal, laws_BNV, uniforms_BN)
+    def accept_all(proposal, probs_BNV, uniforms_BN):
+        sound = verify(proposal, probs_BNV, uniforms_BN)
         return Verdict(proposal.counts, sound.next_tokens)
 
-    monkeypatch.setattr(coins, "verify", accept_all)
+    monkeypatch.setattr(random_source, "verify", accept_all)
     code, lines, _ = check("--method", "naive")
     report = json.loads(lines[-1])
     assert code == 1
@@ -74,16 +77,17 @@ def test_a_verification_that_accepts_everything_is_a_bug(check, monkeypatch):
 
 
 def test_a_coupled_draw_with_the_noise_of_another_position_is_a_bug(check, monkeypatch):
-    monkeypatch.setattr(coins, "noise_key", lambda seed, position: noise_key(seed, position - position % 2))
+    other_key = lambda seed, position: noise_key(seed, position - position % 2)  # noqa: E731
+    monkeypatch.setattr(random_source, "noise_key", other_key)
     code, lines, _ = check("--method", "retrieval")
     assert code == 0, "all methods agree on the wrong noise"
     monkeypatch.undo()
-    judged = coins.CoupledCoins.judge
+    sound = random_source.CoupledSource.verify
 
-    def shifted(self, proposal, laws_BNV, starts, active):
-        return judged(self, proposal, laws_BNV, [start + (laws_BNV.shape[1] > 1) for start in starts], active)
+    def shifted(self, proposal, probs_BNV, starts, active):
+        return sound(self, proposal, probs_BNV, [start + (probs_BNV.shape[1] > 1) for start in starts], active)
 
-    monkeypatch.setattr(coins.CoupledCoins, "judge", shifted)
+    monkeypatch.setattr(random_source.CoupledSource, "verify", shifted)
     code, lines, _ = check("--method", "retrieval")
     assert code == 1
     assert lines[1].startswith("coupled  retrieval  BUG: ")
@@ -118,10 +122,10 @@ def test_a_flip_too_wide_for_bfloat16_is_a_bug(check, monkeypatch):
 def test_the_scores_are_what_decoding_takes_the_argmax_of():
     logits_V = torch.randn(50, generator=torch.Generator().manual_seed(0))
     for temperature in (0.3, 0.8, 2.0):
-        coupled = selftest.modes(temperature)[1]
-        law_1V = probs_from_logits(logits_V.unsqueeze(0), SamplingParams(temperature))
+        coupled = modes(temperature)[1]
+        probs_1V = probs_from_logits(logits_V.unsqueeze(0), SamplingParams(temperature))
         for position in range(20):
-            drawn = coupled_argmax(law_1V, torch.tensor([noise_key(5, position)]))
+            drawn = gumbel_argmax(probs_1V, torch.tensor([noise_key(5, position)]))
             assert int(coupled.scores(logits_V, 5, position).argmax()) == int(drawn)
 
 

@@ -1,4 +1,4 @@
-"""How fast this machine moves bytes: what benchmarks hold decoding against."""
+"""How fast this machine moves bytes: what benchmarks compare decoding with."""
 
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ def read_bandwidth(device: torch.device) -> float:
 def copy_bandwidth(device: torch.device, *, from_host: bool) -> float:
     """Bytes per second of a copy: read and written on the device, or sent to it from the host."""
     target = torch.empty(_num_bytes(device), dtype=torch.uint8, device=device)
-    source = (
-        host_memory(tuple(target.shape), torch.uint8, device)
-        if from_host
-        else torch.empty_like(target)
-    )
+    source = torch.empty_like(target)
+    if from_host:
+        source = host_memory(tuple(target.shape), torch.uint8, device)
     source.zero_()
     moved = target.nbytes if from_host else 2 * target.nbytes
     return _median_rate(lambda: target.copy_(source, non_blocking=True), moved, device)
 
 
 def _num_bytes(device: torch.device) -> int:
-    """Far beyond most caches, and on a GPU so many that starting a copy does not count, as far as there is room."""
+    """Far beyond most caches; on a GPU so many that the start of a copy does not count."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return min(1 << 31, free // 4)

@@ -1,8 +1,9 @@
-"""Other programs on the same weights and the same prompt, for `python -m minitri.bench --compare --peers`.
+"""Other programs on the same weights and prompt: `python -m minitri.bench --compare --peers`.
 
-`transformers`, plain and with its prompt lookup, and llama.cpp through `llama-cpp-python` for a GGUF model on a CPU
-(weights and KV cache as f16), as far as they are installed. All decode greedily, which costs them nothing, and favours
-prompt lookup. No other file of the package knows them, and they are imported only when they are asked for.
+`transformers`, plain and with its prompt lookup, and llama.cpp through `llama-cpp-python` for a GGUF
+model on a CPU (weights and KV cache as f16), as far as they are installed. All decode greedily,
+which costs them nothing, and favours prompt lookup. No other file of the package knows them, and
+they are imported only when they are asked for.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from minitri.loading.checkpoint import open_checkpoint
 from minitri.engine import Engine
+from minitri.loading.checkpoint import open_checkpoint
 
-Peer = Callable[[list[int], int], Iterator[int]]
-"""Starts a continuation of a prompt by some number of tokens, one at a time; the first follows the prefill."""
+StartPeer = Callable[[list[int], int], Iterator[int]]
+"""Continues a prompt by some number of tokens, one at a time; the first follows the prefill."""
 
 
-def find_peers(path: Path, engine: Engine) -> dict[str, Peer]:
-    """All peers that are installed and can run these weights."""
-    peers: dict[str, Peer] = {}
-    can_export = engine.config.rope.frequency_divisors is None  # which its configs have no word for
+def find_peers(path: Path, engine: Engine) -> dict[str, StartPeer]:
+    """All programs that are installed and can run these weights."""
+    peers: dict[str, StartPeer] = {}
+    can_export = engine.config.rope.frequency_divisors is None  # which its configs cannot say
     if can_export and importlib.util.find_spec("transformers") is not None:
         model = transformers_model(path, engine)
         peers["transformers"] = transformers_peer(model)
@@ -44,24 +45,21 @@ def transformers_model(path: Path, engine: Engine) -> Any:
     from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory() as folder:
-        model = AutoModelForCausalLM.from_pretrained(
-            export(path, engine, Path(folder)), dtype=engine.model.dtype
-        )
+        exported = export(path, engine, Path(folder))
+        model = AutoModelForCausalLM.from_pretrained(exported, dtype=engine.model.dtype)
     return model.to(engine.model.device).eval()
 
 
-def transformers_peer(model: Any) -> Peer:
+def transformers_peer(model: Any) -> StartPeer:
     """Plain decoding by its forward pass and its cache, without the overhead of its `generate`."""
     from transformers import DynamicCache
 
     def run(prompt: list[int], num_new: int) -> Iterator[int]:
         cache, block = DynamicCache(config=model.config), prompt
+        options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
         for _ in range(num_new):
-            tokens = torch.tensor([block], device=model.device)
             with torch.inference_mode():
-                logits = model(
-                    tokens, past_key_values=cache, use_cache=True, logits_to_keep=1
-                ).logits
+                logits = model(torch.tensor([block], device=model.device), **options).logits
             block = [int(logits[0, -1].argmax())]
             yield block[0]
 
@@ -69,7 +67,10 @@ def transformers_peer(model: Any) -> Peer:
 
 
 class Valve:
-    """Lets the `generate` of `transformers`, in a thread of its own, make its next tokens only when they are wanted."""
+    """A streamer for `generate` of `transformers` that holds it until more tokens are wanted.
+
+    `generate` runs in a thread of its own.
+    """
 
     def __init__(self) -> None:
         self.made: queue.Queue[list[int] | Exception] = queue.Queue()
@@ -77,7 +78,7 @@ class Valve:
         self.is_closed = False
 
     def put(self, tokens: torch.Tensor) -> None:
-        """Called by `generate` with the prompt, and then with what every forward pass has added."""
+        """Called by `generate` with the prompt, then with what every forward pass has added."""
         self.made.put(tokens.flatten().tolist())
         self.wanted.acquire()
         if self.is_closed:
@@ -87,35 +88,34 @@ class Valve:
         """Called by `generate` when it is done."""
 
     def take(self) -> list[int]:
-        """The next tokens. Raises what `generate` has raised, `StopIteration` if it has returned."""
+        """The next tokens. Raises what `generate` raised, `StopIteration` if it has returned."""
         made = self.made.get()
         if isinstance(made, Exception):
             raise made
         return made
 
 
-def prompt_lookup_peer(model: Any) -> Peer:
-    """Speculation without a drafter by its `generate`: what followed the last words elsewhere in the text."""
+def prompt_lookup_peer(model: Any) -> StartPeer:
+    """Speculation without a drafter by its `generate`, which looks the last words up in the text."""
+
+    def generate(prompt: list[int], num_new: int, valve: Valve) -> None:
+        tokens = torch.tensor([prompt], device=model.device)
+        try:
+            model.generate(
+                tokens, attention_mask=torch.ones_like(tokens), streamer=valve, do_sample=False,
+                max_new_tokens=num_new, min_new_tokens=num_new, prompt_lookup_num_tokens=10,
+                pad_token_id=0,
+            )  # fmt: skip
+            valve.made.put(StopIteration())
+        except GeneratorExit:
+            pass
+        except Exception as error:  # would end the thread unseen, and leave the caller waiting
+            valve.made.put(error)
 
     def run(prompt: list[int], num_new: int) -> Iterator[int]:
         valve = Valve()
-
-        def generate() -> None:
-            tokens = torch.tensor([prompt], device=model.device)
-            try:
-                model.generate(
-                    tokens, attention_mask=torch.ones_like(tokens), streamer=valve, max_new_tokens=num_new,
-                    min_new_tokens=num_new, do_sample=False, prompt_lookup_num_tokens=10, pad_token_id=0,
-                )  # fmt: skip
-                valve.made.put(StopIteration())
-            except GeneratorExit:
-                pass
-            except (
-                Exception
-            ) as error:  # which would otherwise end a thread unseen, and leave the caller waiting
-                valve.made.put(error)
-
-        threading.Thread(target=generate, name="prompt lookup", daemon=True).start()
+        work = {"target": generate, "args": (prompt, num_new, valve)}
+        threading.Thread(**work, name="prompt lookup", daemon=True).start()
         try:
             valve.take()  # the prompt
             while True:
@@ -133,28 +133,17 @@ def prompt_lookup_peer(model: Any) -> Peer:
 def export(path: Path, engine: Engine, folder: Path) -> Path:
     """The engine's model as a folder that `transformers` reads, RoPE scaling included."""
     config, rope = engine.config, engine.config.rope
-    scaling = {
-        "rope_type": rope.kind,
-        "factor": rope.factor,
-        "original_max_position_embeddings": rope.original_context,
-    }
-    if rope.kind == "llama3":
-        scaling |= {
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-        }
-    if rope.kind == "yarn":
-        scaling |= {
-            "beta_fast": rope.beta_fast,
-            "beta_slow": rope.beta_slow,
-            "truncate": rope.truncate,
-        }
-        scaling |= (
-            {} if rope.attention_factor is None else {"attention_factor": rope.attention_factor}
-        )
+    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
+    scaling["original_max_position_embeddings"] = rope.original_context
+    names = {
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+        "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor"),
+    }.get(rope.kind, ())
+    scaling |= {name: getattr(rope, name) for name in names if getattr(rope, name) is not None}
     content = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size, "head_dim": config.head_dim,
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": config.num_layers, "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size, "head_dim": config.head_dim,
         "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
         "vocab_size": config.vocab_size, "max_position_embeddings": config.context_length,
         "rms_norm_eps": config.rms_norm_eps, "tie_word_embeddings": config.tie_word_embeddings,
@@ -162,15 +151,13 @@ def export(path: Path, engine: Engine, folder: Path) -> Path:
         "rope_scaling": None if rope.kind == "default" else scaling,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(content))
-    weights = {
-        name: tensor.to(engine.model.dtype)
-        for name, tensor in open_checkpoint(path).tensors(config)
-    }
+    tensors, dtype = open_checkpoint(path).tensors(config), engine.model.dtype
+    weights = {name: tensor.to(dtype) for name, tensor in tensors}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def llama_cpp_peer(path: Path, engine: Engine) -> Peer | None:
+def llama_cpp_peer(path: Path, engine: Engine) -> StartPeer | None:
     """llama.cpp's own loop, or None where it is not installed or cannot run these weights."""
     if path.suffix != ".gguf" or engine.model.device.type != "cpu":
         return None
@@ -188,8 +175,9 @@ def llama_cpp_peer(path: Path, engine: Engine) -> Peer | None:
 
     def run(prompt: list[int], num_new: int) -> Iterator[int]:
         model = llama_cpp.Llama(
-            str(weights), n_ctx=len(prompt) + num_new, n_threads=threads, n_threads_batch=threads, n_batch=512,
-            verbose=False, type_k=llama_cpp.GGML_TYPE_F16, type_v=llama_cpp.GGML_TYPE_F16, **options,
+            str(weights), n_ctx=len(prompt) + num_new, n_threads=threads, n_threads_batch=threads,
+            n_batch=512, verbose=False, type_k=llama_cpp.GGML_TYPE_F16,
+            type_v=llama_cpp.GGML_TYPE_F16, **options,
         )  # fmt: skip
         yield from model.generate(prompt, temp=0.0, top_k=1, repeat_penalty=1.0)
 
@@ -213,8 +201,8 @@ def as_float16(path: Path) -> Path:
         writer.add_key_value(key, stored.contents(), stored.types[0], sub_type=element)
     for tensor in reader.tensors:
         values = dequantize(tensor.data, tensor.tensor_type)
-        matrix = tensor.tensor_type != GGMLQuantizationType.F32
-        writer.add_tensor(tensor.name, values.astype(np.float16 if matrix else np.float32))
+        is_matrix = tensor.tensor_type != GGMLQuantizationType.F32
+        writer.add_tensor(tensor.name, values.astype(np.float16 if is_matrix else np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

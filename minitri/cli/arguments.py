@@ -1,28 +1,42 @@
-"""The flags of `python -m minitri.generate`, in groups that other programs of the package share.
+"""The flags of the programs, in groups that they share, and the settings that flags stand for.
 
-Defaults are read from the fields of the settings classes, and `settings_of` turns flags back into them. This module
-loads nothing and prints nothing.
+Flags for a field of `SamplingParams`, `GenerationConfig` or `SpeculationConfig` take their default
+from the field and their help from the text below it. This module loads nothing, prints nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-from typing import Any, NoReturn
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+from typing import Any, NoReturn, TypeVar
 
-from minitri.gpu.attention import BACKENDS
-from minitri.model.config import DEFAULT_MODEL, MODELS
 from minitri.devices import DTYPES
 from minitri.errors import InputError
+from minitri.gpu.attention import BACKENDS
 from minitri.loading.fetch import default_draft
+from minitri.loading.named_models import DEFAULT_MODEL, MODELS
 from minitri.settings import METHODS, POLICIES, GenerationConfig, SamplingParams, SpeculationConfig
 
+Settings = TypeVar("Settings", SamplingParams, GenerationConfig, SpeculationConfig)
+SettingsType = type[SamplingParams] | type[GenerationConfig] | type[SpeculationConfig]
+Flags = argparse._ActionsContainer  # a parser, or a group of its flags
+
 DEMO_PROMPT_TOKENS = 4000
-"""Length of the built-in prompt where nothing else is asked for: long enough to show, read in seconds on a laptop."""
+"""Length of the built-in prompt where no other is asked for: read in seconds on a laptop."""
+WINDOW = ("num_sink_tokens", "num_recent_tokens")
+RETRIEVAL = (
+    "policy", "gamma2", "budget", "chunk_size", "observation_window", "rebuild_stride",
+    "rebuild_threshold",
+)  # fmt: skip
+"""Settings of the drafter's window, and of the retrieval level."""
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong with the flags in one line, without the usage text in front, and keeps the line breaks of its
-    description and epilog."""
+    """Says what is wrong with the flags in one line, without the usage text in front."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
@@ -30,206 +44,6 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises the line, for exit code 2."""
         raise InputError(f"{message}; see --help")
-
-
-def build_parser() -> OneLineParser:
-    """All flags of `generate`."""
-    generation = GenerationConfig()
-    parser = OneLineParser(
-        prog="python -m minitri.generate",
-        description="Generates text from a Llama model, streaming, after a prompt as long as its context.",
-        epilog="examples:\n"
-        "  python -m minitri.generate --prompt 'The sea was' --max-new-tokens 40\n"
-        "  python -m minitri.generate --prompt-file novel.txt --max-prompt-tokens 8000 --temperature 0.6 --top-p 0.9\n"
-        "  python -m minitri.generate --demo --method triforce --draft ngram --budget 1024 --color\n"
-        "  cat novel.txt | python -m minitri.generate --prompt-file - --rope-scaling yarn:4 --json",
-    )
-    add_model_flags(parser)
-    add_prompt_flags(parser)
-    parser.add_argument(
-        "--prefill-chunk", type=int, metavar="N", default=generation.prefill_chunk,
-        help="read the prompt N tokens at a time (default: %(default)s)",
-    )  # fmt: skip
-    add_gpu_flags(parser)
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT",
-        help="end before this text; may be given several times; $'\\n' is a line break in most shells",
-    )  # fmt: skip
-    parser.add_argument(
-        "--ignore-eos", action="store_true", help="go on after an end-of-sequence token"
-    )
-    add_sampling_flags(parser)
-    add_speculation_flags(parser)
-    parser.add_argument(
-        "--color", action="store_true", help="color each token by the stage it came from"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of the text"
-    )
-    parser.add_argument(
-        "--quiet", action="store_true", help="no progress, log or statistics on standard error"
-    )
-    return parser
-
-
-def add_prompt_flags(
-    parser: argparse.ArgumentParser, *, max_prompt_tokens: int | None = None
-) -> None:
-    """What the model reads, and how much it writes."""
-    prompt = parser.add_argument_group("prompt (default: --demo)").add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt itself")
-    prompt.add_argument(
-        "--prompt-file",
-        metavar="FILE",
-        help="read the prompt from a UTF-8 file; - is standard input",
-    )
-    prompt.add_argument(
-        "--demo", action="store_true", help="take Python's own help texts, 700 KB, as the prompt"
-    )
-    kept = max_prompt_tokens or f"all; {DEMO_PROMPT_TOKENS} of the demo"
-    parser.add_argument(
-        "--max-prompt-tokens", type=positive, metavar="N", default=max_prompt_tokens,
-        help=f"keep the first N tokens of the prompt (default: {kept})",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-new-tokens", type=int, metavar="N", default=GenerationConfig().max_new_tokens,
-        help="generate at most N tokens (default: %(default)s)",
-    )  # fmt: skip
-
-
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Which model runs, and how."""
-    parser.add_argument(
-        "--model", default=DEFAULT_MODEL, metavar="NAME|PATH|ORG/REPO",
-        help="a named model, a folder or file, or a hub repository (default: %(default)s); names: " + ", ".join(MODELS),
-    )  # fmt: skip
-    parser.add_argument(
-        "--dtype", default="auto", choices=("auto", *DTYPES),
-        help="of weights and KV cache (default: what is fast here)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--device", default="auto", metavar="cpu|cuda|cuda:N", help="(default: cuda if it is there)"
-    )
-    parser.add_argument(
-        "--attention", default="auto", choices=("auto", *BACKENDS),
-        help="kernel for short blocks on a GPU (default: the first that works there)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--rope-scaling", metavar="KIND:FACTOR",
-        help="stretch the context, e.g. yarn:4 makes 8K 32K (default: as trained)",
-    )  # fmt: skip
-
-
-def add_gpu_flags(parser: argparse.ArgumentParser) -> None:
-    """Where the KV cache is, and how a GPU computes."""
-    parser.add_argument(
-        "--offload", action="store_true",
-        help="on a GPU, keep the KV cache of layers for which there is no room in host memory; python -m minitri.plan "
-        "says what fits",
-    )  # fmt: skip
-    parser.add_argument(
-        "--on-chip", type=int, metavar="N",
-        help="with --offload: layers whose KV cache stays on the GPU (default: as many as fit)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--no-cuda-graphs", action="store_true", help="on a GPU, launch every kernel by itself"
-    )
-
-
-def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """The law of the next token."""
-    sampling = SamplingParams()
-    law = parser.add_argument_group("sampling")
-    law.add_argument(
-        "--temperature", type=float, metavar="T", default=sampling.temperature,
-        help="0 is greedy, 1 is the model's own law (default: %(default)s)",
-    )  # fmt: skip
-    law.add_argument(
-        "--top-k", type=int, metavar="K", default=sampling.top_k,
-        help="keep the K likeliest tokens; 0 is off (default: %(default)s)",
-    )  # fmt: skip
-    law.add_argument(
-        "--top-p", type=float, metavar="P", default=sampling.top_p,
-        help="keep the likeliest tokens up to this mass; 1 is off (default: %(default)s)",
-    )  # fmt: skip
-    law.add_argument(
-        "--min-p", type=float, metavar="P", default=sampling.min_p,
-        help="keep tokens at least P times as likely as the likeliest; 0 is off (default: %(default)s)",
-    )  # fmt: skip
-    law.add_argument(
-        "--seed", type=int, metavar="N",
-        help="makes the text repeatable: the same command with the same seed gives the same text (default: seed 0, but "
-        "what is left to be chosen, method, gammas or budget, follows the clock, and then so do the draws)",
-    )  # fmt: skip
-
-
-def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
-    """How the cascade is stacked. Nothing here changes what the model says."""
-    default = SpeculationConfig()
-    group = parser.add_argument_group(
-        "speculation (lossless: none of this changes the law of the text)"
-    )
-    group.add_argument(
-        "--method", choices=METHODS, default=default.method,
-        help="auto: before every step, what pays; autoregressive: the model alone; naive: a drafter guesses; "
-        "retrieval: the model guesses with a small part of its KV cache; triforce: the drafter guesses for that one "
-        "(default: %(default)s)",
-    )  # fmt: skip
-    add_draft_flag(group)
-    group.add_argument(
-        "--policy", choices=POLICIES, default=default.policy,
-        help="what the small KV cache holds (default: %(default)s; the others are for comparison)",
-    )  # fmt: skip
-    add_size_flags(group)
-    group.add_argument(
-        "--coupled",
-        action="store_true",
-        help="tie the draws to seed and position: one text per seed for all methods",
-    )
-
-
-def add_draft_flag(parser: argparse._ActionsContainer) -> None:
-    """Who guesses first."""
-    parser.add_argument(
-        "--draft", default="auto", metavar="NAME|DIR|ngram|none",
-        help="drafter for naive and triforce: a model of the same vocabulary, or lookup of the last words in the "
-        "text (default: the one that belongs to the model, else ngram)",
-    )  # fmt: skip
-
-
-def add_size_flags(parser: argparse._ActionsContainer) -> None:
-    """How far each level runs ahead, and how much the small caches hold."""
-    default = SpeculationConfig()
-    for name, help_text in (
-        ("gamma1", "tokens the drafter guesses at a time"),
-        ("gamma2", "tokens guessed with the small KV cache before the full one verifies them"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=auto_or_int, metavar="N|auto", default=getattr(default, name),
-            help=f"{help_text} (default: auto, before every step what pays)",
-        )  # fmt: skip
-    whole_numbers = (
-        ("chunk_size", "tokens that are retrieved together"),
-        ("num_sink_tokens", "first tokens of the text, which every small cache keeps"),
-        ("num_recent_tokens", "latest tokens, which the drafter's cache keeps"),
-        ("observation_window", "latest tokens whose queries choose what the small KV cache holds"),
-        ("rebuild_stride", "new tokens after which the small KV cache is chosen anew"),
-    )
-    for name, help_text in whole_numbers:
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=int, metavar="N", default=getattr(default, name),
-            help=f"{help_text} (default: %(default)s)",
-        )  # fmt: skip
-    parser.add_argument(
-        "--budget", type=auto_or_int, metavar="N|auto", default=default.budget,
-        help="tokens in the small KV cache, a multiple of the chunk size (default: a quarter of the prompt, from "
-        "256 to 4096; where method or gammas are auto, it then follows what pays)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--rebuild-threshold", type=float, metavar="RATE", default=default.rebuild_threshold,
-        help="choose the small KV cache anew, too, when its acceptance rate falls below this (default: %(default)s, "
-        "off)",
-    )  # fmt: skip
 
 
 def positive(text: str) -> int:
@@ -260,52 +74,210 @@ def auto_or_int(text: str) -> int | None:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto") from None
 
 
+AUTO = {"type": auto_or_int, "metavar": "N|auto"}
+KINDS: dict[str, dict[str, Any]] = {
+    "temperature": {"type": float, "metavar": "T"},
+    "top_k": {"type": int, "metavar": "K"},
+    "top_p": {"type": float, "metavar": "P"},
+    "min_p": {"type": float, "metavar": "P"},
+    "stop": {"action": "append", "metavar": "TEXT", "default": []},
+    "ignore_eos": {"action": "store_true"},
+    "offload": {"action": "store_true"},
+    "coupled": {"action": "store_true"},
+    "method": {"choices": METHODS},
+    "policy": {"choices": POLICIES},
+    "gamma1": AUTO,
+    "gamma2": AUTO,
+    "budget": AUTO,
+    "rebuild_threshold": {"type": float, "metavar": "RATE"},
+}
+"""How the fields are given on a command line; those that are not here are counts."""
+
+
+def add_fields(flags: Flags, settings: SettingsType, *names: str) -> None:
+    """A flag for each of these fields of a settings class."""
+    for name in names:
+        options = {"default": getattr(settings(), name), "help": field_help(settings, name)}
+        options |= KINDS.get(name, {"type": int, "metavar": "N"})
+        flags.add_argument(f"--{name.replace('_', '-')}", **options)
+
+
+def field_help(settings: SettingsType, name: str) -> str:
+    """The text below a field, with its default, as argparse likes it."""
+    text, _, default = field_texts(settings).get(name, "").partition(" Default: ")
+    value = getattr(settings(), name)
+    if not default and isinstance(value, int | float | str) and not isinstance(value, bool):
+        default = f"{value:g}" if isinstance(value, float) else str(value)
+    text = (text[:1].lower() + text[1:]).rstrip(".").replace("%", "%%")
+    return f"{text} (default: {default.rstrip('.')})" if default else text
+
+
+@functools.cache
+def field_texts(settings: SettingsType) -> dict[str, str]:
+    """The text below each field of a class; empty where its source is not at hand."""
+    try:
+        [definition] = ast.parse(inspect.getsource(settings)).body
+    except OSError:
+        return {}
+    assert isinstance(definition, ast.ClassDef)
+    texts = {}
+    for field, below in itertools.pairwise(definition.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+            texts[ast.unparse(field.target)] = " ".join(ast.literal_eval(below.value).split())
+    return texts
+
+
+def build_parser() -> OneLineParser:
+    """All flags of `generate`."""
+    start = "  python -m minitri.generate"
+    parser = OneLineParser(
+        prog="python -m minitri.generate",
+        description="Generates text from a Llama model, streaming, after a prompt as long as its "
+        "context.",
+        epilog=f"""examples:
+{start} --prompt 'The sea was' --max-new-tokens 40
+{start} --prompt-file novel.txt --max-prompt-tokens 8000 --temperature 0.6 --top-p 0.9
+{start} --demo --method triforce --draft ngram --budget 1024 --color
+  cat novel.txt | python -m minitri.generate --prompt-file - --rope-scaling yarn:4 --json""",
+    )
+    add_model_flags(parser)
+    add_prompt_flags(parser)
+    add_fields(parser, GenerationConfig, "prefill_chunk")
+    add_gpu_flags(parser)
+    add_fields(parser, GenerationConfig, "stop", "ignore_eos")
+    add_sampling_flags(parser)
+    group = parser.add_argument_group("speculation (none of this changes the text's distribution)")
+    add_fields(group, SpeculationConfig, "method")
+    add_draft_flag(group)
+    add_fields(group, SpeculationConfig, "policy")
+    add_size_flags(group)
+    add_fields(group, SpeculationConfig, "coupled")
+    for flag, text in (
+        ("--color", "color each token by the stage it came from"),
+        ("--json", "print one JSON object instead of the text"),
+        ("--quiet", "no progress, log or statistics on standard error"),
+    ):
+        parser.add_argument(flag, action="store_true", help=text)
+    return parser
+
+
+def add_model_flags(flags: Flags) -> None:
+    """Which model runs, and how."""
+    flags.add_argument(
+        "--model", default=DEFAULT_MODEL, metavar="NAME|PATH|ORG/REPO",
+        help="a named model, a folder or file, or a hub repository (default: %(default)s); names: "
+        + ", ".join(MODELS),
+    )  # fmt: skip
+    flags.add_argument(
+        "--dtype", default="auto", choices=("auto", *DTYPES),
+        help="of weights and KV cache (default: what is fast here)",
+    )  # fmt: skip
+    flags.add_argument(
+        "--device", default="auto", metavar="cpu|cuda|cuda:N", help="(default: cuda if it is there)"
+    )
+    flags.add_argument(
+        "--attention", default="auto", choices=("auto", *BACKENDS),
+        help="kernel for short blocks on a GPU (default: the first that works there)",
+    )  # fmt: skip
+    flags.add_argument(
+        "--rope-scaling", metavar="KIND:FACTOR",
+        help="stretch the context, e.g. yarn:4 makes 8K 32K (default: as trained)",
+    )  # fmt: skip
+
+
+def add_prompt_flags(
+    parser: argparse.ArgumentParser, *, max_prompt_tokens: int | None = None
+) -> None:
+    """What the model reads, and how much it writes."""
+    group = parser.add_argument_group("prompt (default: --demo)").add_mutually_exclusive_group()
+    group.add_argument("--prompt", metavar="TEXT", help="the prompt itself")
+    group.add_argument(
+        "--prompt-file", metavar="FILE", help="read it from a UTF-8 file; - is standard input"
+    )
+    group.add_argument(
+        "--demo", action="store_true", help="take Python's own help texts, 700 KB, as the prompt"
+    )
+    kept = max_prompt_tokens or f"all; {DEMO_PROMPT_TOKENS} of the demo"
+    parser.add_argument(
+        "--max-prompt-tokens", type=positive, metavar="N", default=max_prompt_tokens,
+        help=f"keep the first N tokens of the prompt (default: {kept})",
+    )  # fmt: skip
+    add_fields(parser, GenerationConfig, "max_new_tokens")
+
+
+def add_gpu_flags(flags: Flags) -> None:
+    """Where the KV cache is, and how a GPU computes."""
+    add_fields(flags, GenerationConfig, "offload", "on_chip")
+    flags.add_argument(
+        "--no-cuda-graphs", dest="cuda_graphs", action="store_false",
+        help="on a GPU, launch every kernel by itself",
+    )  # fmt: skip
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """The distribution of the next token, and the seed."""
+    group = parser.add_argument_group("sampling")
+    add_fields(group, SamplingParams, "temperature", "top_k", "top_p", "min_p")
+    group.add_argument(
+        "--seed", type=int, metavar="N",
+        help="makes a text repeatable: the same command with the same seed writes the same text "
+        "(default: 0, but then an open method or gamma follows the clock, and the text may, too)",
+    )  # fmt: skip
+
+
+def add_draft_flag(flags: Flags) -> None:
+    """Who guesses first."""
+    flags.add_argument(
+        "--draft", default="auto", metavar="NAME|DIR|ngram|none",
+        help="drafter for naive and triforce: a model of the same vocabulary, or ngram, which looks "
+        "the last words up in the text (default: the one that belongs to the model, else ngram)",
+    )  # fmt: skip
+
+
+def add_size_flags(flags: Flags) -> None:
+    """How far each level guesses ahead, and how much the small caches hold."""
+    names = ("gamma1", "gamma2", "budget", "chunk_size", *WINDOW, "observation_window")
+    add_fields(flags, SpeculationConfig, *names, "rebuild_stride", "rebuild_threshold")
+
+
+def taken(settings: type[Settings], args: argparse.Namespace, **others: Any) -> Settings:
+    """Settings by the flags that are named after their fields. Raises `InputError`."""
+    names = [field.name for field in dataclasses.fields(settings)]
+    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    return settings(**{**given, **others})
+
+
+def model_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of `load` that the flags stand for, without the drafter."""
+    names = ("model", "dtype", "device", "attention", "rope_scaling")
+    return {**{name: getattr(args, name) for name in names}, "progress": not args.quiet}
+
+
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of `Engine.generate` that the flags stand for. Raises `InputError`."""
     return {
-        "sampling": SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p),
-        "generation": GenerationConfig(
-            args.max_new_tokens,
-            tuple(args.stop),
-            args.ignore_eos,
-            args.prefill_chunk,
-            args.offload,
-            args.on_chip,
-            not args.no_cuda_graphs,
-        ),
+        "sampling": taken(SamplingParams, args),
+        "generation": taken(GenerationConfig, args, stop=tuple(args.stop)),
         "speculation": speculation_of(args),
-        "seed": 0 if args.seed is None else args.seed,
+        "seed": args.seed or 0,
     }
 
 
 def generation_of(args: argparse.Namespace, num_new: int) -> GenerationConfig:
-    """Runs for measurements: no token ends them, and their KV cache is where the flags say. Raises `InputError`."""
-    return GenerationConfig(
-        num_new, ignore_eos=True, offload=args.offload, on_chip=args.on_chip, cuda_graphs=not args.no_cuda_graphs
-    )  # fmt: skip
+    """Runs for measurements: no token ends them. Raises `InputError`."""
+    return taken(GenerationConfig, args, max_new_tokens=num_new, ignore_eos=True)
 
 
 def speculation_of(args: argparse.Namespace) -> SpeculationConfig:
-    """The flags of `add_speculation_flags` as settings. Raises `InputError`."""
-    return SpeculationConfig(
-        method=args.method,
-        policy=args.policy,
-        gamma1=args.gamma1,
-        gamma2=args.gamma2,
-        budget=args.budget,
-        chunk_size=args.chunk_size,
-        num_sink_tokens=args.num_sink_tokens,
-        num_recent_tokens=args.num_recent_tokens,
-        observation_window=args.observation_window,
-        rebuild_stride=args.rebuild_stride,
-        rebuild_threshold=args.rebuild_threshold,
-        coupled=args.coupled,
-        timed=args.seed is None,
-    )
+    """How the flags want to speculate; without a seed, by the clock. Raises `InputError`."""
+    return taken(SpeculationConfig, args, timed=args.seed is None)
 
 
 def draft_of(args: argparse.Namespace) -> str:
-    """The drafter that the flags ask for: a name, a path, or `ngram`. Raises `InputError` if one is missing."""
+    """The drafter that the flags ask for: a name, a path, or `ngram`.
+
+    Raises `InputError` if one is missing.
+    """
     needs_drafter = args.method in ("auto", "naive", "triforce")
     if args.draft == "none" and needs_drafter:
         raise InputError(
@@ -314,37 +286,21 @@ def draft_of(args: argparse.Namespace) -> str:
     if not needs_drafter or args.draft == "none":
         return "ngram"  # which costs nothing and is not used
     if args.draft == "auto" and args.method != "auto":
-        return default_draft(
-            args.model
-        )  # which must be had; with --method auto `load` finds a way without it
+        return default_draft(args.model)  # must be had; for --method auto `load` may do without
     return str(args.draft)
 
 
 def ignored_flags(args: argparse.Namespace) -> list[str]:
     """Flags that were set although the method has no use for them."""
-    default = SpeculationConfig()
-    ignored: list[str] = []
-    if args.method == "auto":
-        return ignored
+    unused: tuple[str, ...] = ()
     if args.method in ("autoregressive", "retrieval"):
-        ignored += ["--draft"] * (args.draft not in ("auto", "none"))
-        ignored += ["--gamma1"] * (args.gamma1 != default.gamma1)
-    names: list[str] = []
+        unused = ("draft", "gamma1")
     if args.method in ("autoregressive", "naive"):
-        names += [
-            "policy",
-            "gamma2",
-            "budget",
-            "chunk_size",
-            "observation_window",
-            "rebuild_stride",
-        ]
-        names += ["rebuild_threshold"]
+        unused += RETRIEVAL
     if args.method == "autoregressive" or (args.method == "naive" and draft_of(args) == "ngram"):
-        names += ["num_sink_tokens", "num_recent_tokens"]
-    ignored += [
-        f"--{name.replace('_', '-')}"
-        for name in names
-        if getattr(args, name) != getattr(default, name)
-    ]
-    return ignored
+        unused += WINDOW
+    defaults = dataclasses.asdict(SpeculationConfig()) | {"draft": "auto"}
+    if args.draft == "none":
+        defaults["draft"] = "none"
+    changed = [name for name in unused if getattr(args, name) != defaults[name]]
+    return [f"--{name.replace('_', '-')}" for name in changed]

@@ -1,11 +1,13 @@
-"""How a command ends: with an exit code and at most one line on standard error.
+"""How a program starts and how it ends: with an exit code and at most one line on standard error.
 
 Imports nothing heavy, so that it can guard the imports that are.
 """
 
 from __future__ import annotations
 
+import argparse
 import errno
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -15,8 +17,25 @@ from minitri.errors import InputError
 
 
 @contextmanager
+def program(
+    parser: argparse.ArgumentParser, argv: list[str] | None
+) -> Iterator[argparse.Namespace]:
+    """What every program does around its work: flags, log, UTF-8 output, and `clean_exits`."""
+    with clean_exits():
+        args = parser.parse_args(argv)
+        show_log(quiet=args.quiet)
+        for output in (sys.stdout, sys.stderr):
+            if hasattr(output, "reconfigure"):
+                output.reconfigure(encoding="utf-8", errors="replace")
+        yield args
+
+
+@contextmanager
 def clean_exits() -> Iterator[None]:
-    """Bad input, Ctrl-C, a full disk and a closed pipe end the program with a code and at most one line."""
+    """Ends the program with a code and at most one line.
+
+    That is for bad input, Ctrl-C, a full disk and a closed pipe; anything else is a bug.
+    """
     try:
         yield
     except InputError as error:
@@ -33,8 +52,15 @@ def clean_exits() -> Iterator[None]:
         if error.errno != errno.ENOSPC:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(
-            "minitri: no space left to write the output; free some, or send it elsewhere",
-            file=sys.stderr,
-        )
+        advice = "free some, or send it elsewhere"
+        print(f"minitri: no space left to write the output; {advice}", file=sys.stderr)
         sys.exit(2)
+
+
+def show_log(*, quiet: bool) -> None:
+    """Sends the package's log to standard error, message only."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.getLogger("minitri")
+    logger.handlers = [handler]
+    logger.setLevel(logging.WARNING if quiet else logging.INFO)

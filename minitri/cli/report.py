@@ -5,35 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from minitri.decoding.stats import LevelStats, Stats
 from minitri.devices import attention_name
 from minitri.engine import Engine
 from minitri.generation import Generation
-from minitri.decoding.stats import LevelStats, Stats
-
-COLORS = {
-    "draft": ("\x1b[32m", "guessed by the drafter"),
-    "retrieval": ("\x1b[36m", "guessed with the retrieval cache"),
-    "recovered": ("\x1b[31m", "the target's correction of a guess"),
-    "bonus": ("\x1b[33m", "the target's own"),
-}
-"""Per origin of a token: the terminal's color and what it means."""
-RESET = "\x1b[0m"
-
-
-def colored(text: str, origin: str) -> str:
-    """A token's text in the color of its origin."""
-    return f"{COLORS[origin][0]}{text}{RESET}" if text else ""
-
-
-def legend() -> str:
-    """What the colors mean, in them."""
-    return "   ".join(f"{color}{meaning}{RESET}" for color, meaning in COLORS.values())
 
 
 def summary(engine: Engine, run: Generation) -> str:
     """The statistics for people."""
-    stats = run.stats
-    lines = []
+    stats, lines = run.stats, []
     if stats.prefill_seconds:
         rate = stats.num_prefilled_tokens / stats.prefill_seconds
         lines.append(
@@ -42,39 +22,35 @@ def summary(engine: Engine, run: Generation) -> str:
         )
     if stats.ms_per_token is not None:
         lines.append(
-            f"decode   {stats.num_decoded_tokens} tokens after the first in {stats.decode_seconds:.2f} s, "
-            f"{stats.ms_per_token:.1f} ms/token, {stats.tokens_per_second:.1f} tokens/s"
+            f"decode   {stats.num_decoded_tokens} tokens after the first in "
+            f"{stats.decode_seconds:.2f} s, {stats.ms_per_token:.1f} ms/token, "
+            f"{stats.tokens_per_second:.1f} tokens/s"
         )
     lines += [level_line(level) for level in stats.levels if level.num_rounds]
     if stats.levels and stats.num_decoded_tokens:
         phases = ", ".join(f"{name} {ms:.1f}" for name, ms in phase_ms(stats).items())
-        lines.append(
-            f"ms/token {phases}; the retrieval cache was chosen {stats.num_rebuilds} times"
-        )
+        lines.append(f"ms/token {phases}; {stats.rebuilds.count} rebuilds of the retrieval cache")
     lines += plan_lines(stats)
-    if stats.graphs is not None:
+    if stats.num_graphs:
         lines.append(
-            f"graphs   {stats.graphs.num_graphs} captured in {stats.graphs.capture_seconds:.2f} s, "
-            f"{stats.graphs.num_bytes / 1e6:.0f} MB; attention {attention_name(engine.model.attend)}"
+            f"graphs   {stats.num_graphs} captured in {stats.capture_seconds:.2f} s, "
+            f"{stats.graph_bytes / 1e6:.0f} MB; attention {attention_name(engine.model.attend)}"
         )
     weights = engine.model.num_bytes + (engine.draft.num_bytes if engine.draft else 0)
-    lines.append(
-        f"memory   weights {weights / 1e6:.0f} MB, KV caches {stats.kv_cache_bytes / 1e6:.0f} MB"
-    )
-    return "\n".join(lines)
+    caches = f"KV caches {stats.kv_cache_bytes / 1e6:.0f} MB"
+    return "\n".join([*lines, f"memory   weights {weights / 1e6:.0f} MB, {caches}"])
 
 
 def plan_lines(stats: Stats) -> list[str]:
-    """What was chosen, if there was a choice, and what it takes to be worth it."""
+    """The plans that were used, if there were several, and when the last one gains speed."""
     if len(stats.steps_per_plan) < 2 and stats.break_even is None:
         return []
     most_used = sorted(stats.steps_per_plan.items(), key=lambda item: -item[1])
-    lines = ["chose    " + ", ".join(f"{plan}: {steps} steps" for plan, steps in most_used)]
-    if stats.budgets:
-        lines[0] += "; budget " + ", ".join(map(str, stats.budgets))
+    lines = ["plans    " + ", ".join(f"{plan}: {steps} steps" for plan, steps in most_used)]
     if stats.break_even is not None:
         lines.append(
-            f"         as fast as the model alone if {stats.break_even:.2f} of the last plan's guesses are accepted"
+            f"         as fast as the model alone if {stats.break_even:.2f} of the last plan's "
+            "guesses are accepted"
         )
     return lines
 
@@ -87,23 +63,17 @@ def level_line(level: LevelStats) -> str:
     rates = " ".join(f"{accepted / tested:.2f}" for accepted, tested in per_position if tested)
     return (
         f"{level.name:8s} accepted {level.num_accepted_tokens} of {level.num_tested_tokens} tested "
-        f"({level.acceptance_rate:.3f}) of {level.num_draft_tokens} drafted in {level.num_rounds} rounds, "
-        f"{level.mean_acceptance_length:.2f} tokens each; by position {rates}"
+        f"({level.acceptance_rate:.3f}) of {level.num_draft_tokens} drafted in {level.num_rounds} "
+        f"rounds, {level.mean_acceptance_length:.2f} tokens each; by position {rates}"
     )
 
 
 def phase_ms(stats: Stats) -> dict[str, float]:
-    """Milliseconds per decoded token of each stage, of choosing the retrieval cache, of bringing caches up to date."""
+    """Milliseconds per decoded token of each stage, of rebuilds, and of other commits."""
+    rebuild_seconds = stats.rebuilds.seconds
     seconds = {stage.name: stage.seconds for stage in stats.stages}
-    seconds |= {"rebuild": stats.rebuild_seconds, "commit": stats.commit_seconds}
+    seconds |= {"rebuild": rebuild_seconds, "commit": stats.commit_seconds - rebuild_seconds}
     return {name: 1e3 * value / max(stats.num_decoded_tokens, 1) for name, value in seconds.items()}
-
-
-def drafter_name(engine: Engine, method: str) -> str | None:
-    """Who guessed first: a model, `ngram`, or nobody."""
-    if method not in ("auto", "naive", "triforce"):
-        return None
-    return engine.draft.config.name if engine.draft else "ngram"
 
 
 def report(
@@ -111,6 +81,7 @@ def report(
 ) -> dict[str, Any]:
     """The statistics for programs: the object that --json prints."""
     row, stats = run.rows[0], run.stats
+    draft = engine.draft.config.name if engine.draft else "ngram"
     return {
         "model": args.model,
         "method": args.method,
@@ -124,19 +95,18 @@ def report(
         "dtype": str(engine.model.dtype).removeprefix("torch."),
         "device": str(engine.model.device),
         "attention": attention_name(engine.model.attend),
-        "num_cuda_graphs": stats.graphs.num_graphs if stats.graphs else 0,
+        "num_cuda_graphs": stats.num_graphs,
         "prefill_seconds": stats.prefill_seconds,
         "decode_seconds": stats.decode_seconds,
         "ms_per_token": stats.ms_per_token,
         "tokens_per_second": stats.tokens_per_second,
         "levels": [level.as_dict() for level in stats.levels],
-        "draft": drafter_name(engine, args.method),
+        "draft": draft if args.method in ("auto", "naive", "triforce") else None,
         "policy": args.policy,
         "coupled": args.coupled,
         "phase_ms_per_token": phase_ms(stats),
-        "num_rebuilds": stats.num_rebuilds,
+        "num_rebuilds": stats.rebuilds.count,
         "steps_per_plan": stats.steps_per_plan,
-        "budgets": stats.budgets,
         "break_even_acceptance": stats.break_even,
         "kv_cache_bytes": stats.kv_cache_bytes,
     }
