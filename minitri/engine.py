@@ -167,29 +167,31 @@ class Engine:
             return [operator.index(token) for token in prompt]
         except TypeError:
             raise InputError(
-                f"a prompt is {type(prompt).__name__} {shorten(repr(prompt), 60)}; give a text or a list of token ids"
+                f"a prompt is {type(prompt).__name__} {shorten(repr(prompt), 60)}; give a text or "
+                "a list of token ids"
             ) from None
 
     def check_prompt(self, ids: list[int], num_new: int) -> None:
-        """Raises `InputError` unless a prompt is made of tokens and leaves room for `num_new` more in the context."""
+        """Raises `InputError` unless a prompt is valid and leaves room for `num_new` tokens."""
         config = self.config
         if not ids:
             raise InputError("the prompt is empty; give at least one character or token")
         for token in ids:
             if not 0 <= token < config.vocab_size:
                 raise InputError(
-                    f"prompt has token id {token}; {config.name} has ids from 0 to {config.vocab_size - 1}"
+                    f"prompt has token id {token}; {config.name} has ids from 0 to "
+                    f"{config.vocab_size - 1}"
                 )
         if len(ids) + num_new > config.context_length:
             raise InputError(
-                f"prompt has {len(ids)} tokens but {config.name} holds {config.context_length} minus "
-                f"max_new_tokens={num_new}; shorten the prompt (--max-prompt-tokens), lower --max-new-tokens, "
-                "or stretch the context (--rope-scaling yarn:4)"
+                f"prompt has {len(ids)} tokens but {config.name} holds {config.context_length} "
+                f"minus max_new_tokens={num_new}; shorten the prompt (--max-prompt-tokens), lower "
+                "--max-new-tokens, or stretch the context (--rope-scaling yarn:4)"
             )
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, or several, as a list of prompts. A tensor or an array of one dimension is one prompt."""
+    """One prompt or several, as a list; a tensor or array of one dimension is one prompt."""
     if isinstance(prompts, str | bytes):
         return [prompts]
     items: list[Any] = list(prompts)
@@ -199,7 +201,7 @@ def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def as_seeds(seed: int | Sequence[int], num_rows: int) -> list[int]:
-    """One seed per row. Raises `InputError` unless they are whole numbers that a generator can take."""
+    """One seed per row. Raises `InputError` unless a generator can take them."""
     try:
         seeds = [operator.index(s) for s in seed] if isinstance(seed, Iterable) else []
         seeds = seeds or [operator.index(seed) + b for b in range(num_rows)]  # type: ignore[arg-type]
@@ -207,7 +209,7 @@ def as_seeds(seed: int | Sequence[int], num_rows: int) -> list[int]:
         seeds = []
     if len(seeds) != num_rows or not all(0 <= s <= MAX_SEED for s in seeds):
         raise InputError(
-            f"seed is {shorten(seed, 60)}; give a whole number from 0 to 2^32 - {num_rows}, or one for each of "
-            f"{num_rows} prompts"
+            f"seed is {shorten(seed, 60)}; give a whole number from 0 to 2^32 - {num_rows}, or one "
+            f"for each of {num_rows} prompts"
         )
     return seeds

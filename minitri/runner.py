@@ -3,8 +3,8 @@
 `ModelRunner.next_probs` feeds whatever the cache has not seen of each row in one forward pass for
 the whole batch. Rows may have different amounts to read; shorter ones are padded behind, where
 nothing looks. This is the one place where logits become distributions, so every level applies the
-same filters. `RetrievalRunner` adds how the retrieval cache follows the full one, `DraftRunner` how a
-drafter gets to the end of a long text. `prefill` fills a row of a full cache beforehand.
+same filters. `RetrievalRunner` adds how the retrieval cache follows the full one, `DraftRunner` how
+a drafter gets to the end of a long text. `prefill` fills a row of a full cache beforehand.
 
 Legend: B rows, T tokens read at once, N proposed tokens, E hidden size, V vocab, L layers, H query
 heads, D head dim.
@@ -40,7 +40,7 @@ class Block:
     positions_BT: Tensor
     """Where the tokens stand, for the rotary embedding."""
     slots_BT: Tensor | None
-    """Where they belong in the cache; None where the pass goes by the cache's lengths on the host."""
+    """Where they belong in the cache; None: the pass goes by the cache's lengths on the host."""
 
 
 class ModelRunner:
@@ -164,7 +164,7 @@ class RetrievalRunner(ModelRunner):
         self._full_queries_LBTHD = full_queries_LBTHD
 
     def commit(self, emitted: list[Emitted], active: list[bool], *, has_guessed: bool) -> None:
-        """Copies exact K and V of the accepted tokens into the cache; rebuilds it if that is due."""
+        """Copies exact K and V of the accepted tokens into the cache; may rebuild it."""
         for b, row in enumerate(emitted):
             if active[b]:
                 # The pass read the token before and the guesses; len(row.tokens) of them stay.

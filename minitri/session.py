@@ -1,10 +1,10 @@
 """A session: models, caches and graphs of a run, and the cascade over them.
 
 `Session(...)` allocates the caches for a batch of prompts, puts runners over them and, on a GPU,
-captures their forward passes. `begin` starts a run in this memory; `prefill` reads the prompts while
-the retrieval cache observes them; `start` and `step` make tokens. When the run is over another one
-that fits may begin in the same memory (`gpu/pool.py`). Generation, benchmarks and tests all use
-this class.
+captures their forward passes. `begin` starts a run in this memory; `prefill` reads the prompts
+while the retrieval cache observes them; `cascade.start` and `cascade.step` make tokens. When the
+run is over another one that fits may begin in the same memory (`gpu/pool.py`). Generation,
+benchmarks and tests all use this class.
 
 Legend: L layers, B batch, T tokens of a block, H query heads, D head dim.
 """
@@ -51,9 +51,9 @@ class Batch:
 
     prompts: list[list[int]]
     seeds: list[int]
-    sampling: SamplingParams = SamplingParams()
-    generation: GenerationConfig = GenerationConfig()
-    speculation: SpeculationConfig = SpeculationConfig()
+    sampling: SamplingParams
+    generation: GenerationConfig
+    speculation: SpeculationConfig
 
     @property
     def lengths(self) -> list[int]:

@@ -23,11 +23,18 @@ OPEN_GAMMA2 = (1, 2, 3, 4, 6, 8, 12, 16)
 MIN_BUDGET, MAX_BUDGET = 256, 4096
 """Limits of the default budget, in tokens."""
 MAX_CHUNK_SIZE = 1024
+AT_LEAST_1 = "a whole number of at least 1"
 
 
 def is_count(value: Any, least: int = 1) -> bool:
     """Whether a setting is a whole number of at least `least`."""
     return isinstance(value, int) and value >= least
+
+
+def require(settings: Any, name: str, ok: bool, wanted: str) -> None:
+    """Raises `InputError` about a field unless its value is right."""
+    if not ok:
+        raise InputError(f"{name} is {getattr(settings, name)}; it must be {wanted}")
 
 
 def check_unicode(text: str, what: str) -> None:
@@ -54,16 +61,11 @@ class SamplingParams:
     """Keep tokens at least P times as likely as the likeliest; 0 is off."""
 
     def __post_init__(self) -> None:
-        is_warm = 1e-6 <= self.temperature <= 100
-        checks = (
-            ("temperature", self.temperature == 0 or is_warm, "0 (greedy) or from 1e-6 to 100"),
-            ("top_k", is_count(self.top_k, 0), "0 (off) or a positive number of tokens"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
-            ("min_p", 0 <= self.min_p <= 1, "between 0 (off) and 1"),
-        )
-        for name, ok, wanted in checks:
-            if not ok:
-                raise InputError(f"{name} is {getattr(self, name)}; it must be {wanted}")
+        is_fine = self.temperature == 0 or 1e-6 <= self.temperature <= 100
+        require(self, "temperature", is_fine, "0 (greedy) or from 1e-6 to 100")
+        require(self, "top_k", is_count(self.top_k, 0), "0 (off) or a positive number of tokens")
+        require(self, "top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)")
+        require(self, "min_p", 0 <= self.min_p <= 1, "between 0 (off) and 1")
 
     @property
     def form(self) -> tuple[int, bool, bool]:
@@ -98,13 +100,9 @@ class GenerationConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "prefill_chunk"):
-            value = getattr(self, name)
-            if not is_count(value):
-                raise InputError(f"{name} is {value}; it must be a whole number of at least 1")
-        if self.on_chip is not None and not is_count(self.on_chip, 0):
-            raise InputError(
-                f"on_chip is {self.on_chip}; it must be 0 or a positive number of layers"
-            )
+            require(self, name, is_count(getattr(self, name)), AT_LEAST_1)
+        is_fine = self.on_chip is None or is_count(self.on_chip, 0)
+        require(self, "on_chip", is_fine, "0 or a positive number of layers")
         if self.on_chip is not None and not self.offload:
             raise InputError(
                 f"on_chip is {self.on_chip}, which means nothing without offload; add --offload"
@@ -166,8 +164,8 @@ class SpeculationConfig:
     """Tokens guessed with the retrieval cache before the full cache verifies them. Default: chosen
     before every step."""
     budget: int | None = None
-    """Tokens in the retrieval cache, a multiple of the chunk size. Default: a quarter of the prompt,
-    from 256 to 4096."""
+    """Tokens in the retrieval cache, a multiple of the chunk size. Default: a quarter of the
+    prompt, from 256 to 4096."""
     chunk_size: int = 8
     """Tokens that are retrieved together."""
     num_sink_tokens: int = 4
@@ -199,16 +197,14 @@ class SpeculationConfig:
         ):  # fmt: skip
             value = getattr(self, name)
             is_open = value is None and name in ("gamma1", "gamma2")
-            if not is_open and not is_count(value):
-                raise InputError(f"{name} is {value}; it must be a whole number of at least 1")
+            require(self, name, is_open or is_count(value), AT_LEAST_1)
         self._check_sizes()
 
     def _check_sizes(self) -> None:
-        if not is_count(self.num_sink_tokens, 0):
-            raise InputError(
-                f"num_sink_tokens is {self.num_sink_tokens}; it must be 0 or a positive number of "
-                "tokens"
-            )
+        has_sinks = is_count(self.num_sink_tokens, 0)
+        require(self, "num_sink_tokens", has_sinks, "0 or a positive number of tokens")
+        is_rate = 0 <= self.rebuild_threshold <= 1
+        require(self, "rebuild_threshold", is_rate, "between 0 (off) and 1")
         if max(self.gamma1 or 1, self.gamma2 or 1) > MAX_GAMMA:
             raise InputError(
                 f"gamma1, gamma2 are {self.gamma1 or 'auto'}, {self.gamma2 or 'auto'}; "
@@ -219,17 +215,12 @@ class SpeculationConfig:
                 f"chunk_size is {self.chunk_size} tokens; at most {MAX_CHUNK_SIZE} make sense, "
                 "the paper has 8"
             )
-        if not 0 <= self.rebuild_threshold <= 1:
+        budget, chunk = self.budget, self.chunk_size
+        if budget is not None and (not is_count(budget) or budget % chunk):
+            near = max(1, round((budget or 0) / chunk)) * chunk
             raise InputError(
-                f"rebuild_threshold is {self.rebuild_threshold}; it must be between 0 (off) and 1"
-            )
-        if self.budget is None:
-            return
-        if not is_count(self.budget) or self.budget % self.chunk_size:
-            near = max(1, round((self.budget or 0) / self.chunk_size)) * self.chunk_size
-            raise InputError(
-                f"budget is {self.budget} tokens; it must be a multiple of the chunk size, "
-                f"{self.chunk_size}, such as {near}"
+                f"budget is {budget} tokens; it must be a multiple of the chunk size, {chunk}, "
+                f"such as {near}"
             )
 
     def budget_for(self, num_prompt_tokens: int) -> int:

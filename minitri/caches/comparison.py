@@ -34,7 +34,6 @@ class TopTokens:
         """Nothing to learn."""
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, keys_KSD: Tensor) -> Tensor:  # noqa: ARG002
-        """See `Policy`."""
         return attention_received(q_KRD, keys_KSD)
 
     def reset(self, b: int) -> None:
@@ -45,7 +44,6 @@ class LatestTokens(TopTokens):
     """Position alone."""
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, keys_KSD: Tensor) -> Tensor:  # noqa: ARG002
-        """See `Policy`."""
         K, S, _ = keys_KSD.shape
         return torch.arange(S, device=q_KRD.device).float().expand(K, S)
 
@@ -61,7 +59,6 @@ class HeavyHitters:
         self._received = torch.zeros(L, B, K, S, dtype=torch.float32, device=full.device)
 
     def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
-        """See `Policy`."""
         _, T, H, D = queries_LTHD.shape
         for layer, (keys_KSD, _) in enumerate(full.layers(b)):
             K = keys_KSD.shape[0]
@@ -78,9 +75,7 @@ class HeavyHitters:
                 self._received[layer, b, :, :seen] += scores_KGTS.softmax(-1).sum((1, 2))
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, keys_KSD: Tensor) -> Tensor:  # noqa: ARG002
-        """See `Policy`."""
         return self._received[layer, b, :, : keys_KSD.shape[1]]
 
     def reset(self, b: int) -> None:
-        """See `Policy`."""
         self._received[:, b].zero_()

@@ -89,7 +89,6 @@ class FullCache:
         v_BTKD: Tensor,
         slots_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `model.cache.Cache`."""
         self._check_room(k_BTKD.shape[1])
         keys_BKSD, values_BKSD = self.keys[layer], self.values[layer]
         return write_block(keys_BKSD, values_BKSD, k_BTKD, v_BTKD, self._lengths, slots_BT)
@@ -127,16 +126,13 @@ class FullCache:
         return FullCache(self.keys[:, b : b + 1], self.values[:, b : b + 1], [self._lengths[b]])
 
     def advance(self, counts: list[int]) -> None:
-        """See `model.cache.Cache`."""
         self._set_lengths([old + count for old, count in zip(self._lengths, counts, strict=True)])
 
     def crop(self, num_tokens: list[int]) -> None:
-        """See `model.cache.Cache`."""
         assert all(new <= old for new, old in zip(num_tokens, self._lengths, strict=True))
         self._set_lengths(num_tokens)
 
     def reset(self, b: int) -> None:
-        """See `model.cache.Cache`."""
         self._set_lengths([0 if b == row else n for row, n in enumerate(self._lengths)])
 
     def _set_lengths(self, lengths: list[int]) -> None:

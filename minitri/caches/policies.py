@@ -70,9 +70,9 @@ def make_policy(name: str, full: FullCache, chunk_size: int) -> Policy:
 class ChunkRetrieval:
     """Attention to the mean key of each chunk. Means are made once, when a chunk is whole.
 
-    A chunk counts nearly as much as the one before it, at least: what a query looks for often begins
-    in one chunk and ends in the next, which only later queries will look for. In the needle test a
-    number that lay across a border was lost without this.
+    A chunk counts nearly as much as the one before it, at least: what a query looks for often
+    begins in one chunk and ends in the next, which only later queries will look for. In the needle
+    test a number that lay across a border was lost without this.
     """
 
     wants_prompt = False
@@ -91,7 +91,6 @@ class ChunkRetrieval:
         queries_LTHD: Tensor,  # noqa: ARG002 (means need keys alone)
         end: int,
     ) -> None:
-        """See `Policy`."""
         M, whole = self.unit, end // self.unit
         while (done := self._num_means[b]) < whole:
             upto = self._num_means[b] = min(whole, done + -(-TOKENS_AT_ONCE // M))
@@ -99,14 +98,12 @@ class ChunkRetrieval:
             self._means[:, b, :, done:upto] = keys_LKTD.unflatten(2, (upto - done, M)).mean(3)
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, keys_KSD: Tensor) -> Tensor:
-        """See `Policy`."""
         means_KND = self._means[layer, b, :, : keys_KSD.shape[1] // self.unit]
         scores_KN = attention_received(q_KRD, means_KND)
         scores_KN[:, 1:] = torch.maximum(scores_KN[:, 1:], NEIGHBOR * scores_KN[:, :-1])
         return scores_KN
 
     def reset(self, b: int) -> None:
-        """See `Policy`."""
         self._num_means[b] = 0
 
 

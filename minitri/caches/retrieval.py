@@ -1,13 +1,13 @@
 """The retrieval cache: the part of the target's KV cache that matters now (TriForce, section 4.1).
 
-Per layer and KV head it holds `budget` tokens of the full cache, chosen by a policy, and behind them
-the block that is being guessed. Slots are ordered from the least important to the most; the exact K
-and V of tokens that have been committed overwrite the least important ones, one slot after the
-other. So the prefix has the same length from one rebuild to the next. Keys are rotated at absolute
-positions, hence the order of slots means nothing to attention.
+Per layer and KV head it holds `budget` tokens of the full cache, chosen by a policy, and behind
+them the block that is being guessed. Slots are ordered from the least important to the most; the
+exact K and V of tokens that have been committed overwrite the least important ones, one slot after
+the other. So the prefix has the same length from one rebuild to the next. Keys are rotated at
+absolute positions, hence the order of slots means nothing to attention.
 
-It is rebuilt when half of it has been overwritten, at a stride, or when the target rejects too much.
-A rebuild belongs to a pass of the target: it is due or not before that pass, selects among the
+It is rebuilt when half of it has been overwritten, at a stride, or when the target rejects too
+much. A rebuild belongs to a pass of the target: it is due or not before that pass, selects among the
 tokens committed by then, and asks with the queries of the latest of them (an observation window, as
 in SnapKV), the first token of that pass included. So it costs no pass of its own: where the full
 cache is in host memory, `rebuild_layer` selects from every layer while it is on the device, and
@@ -82,10 +82,15 @@ class RetrievalCache:
         self._settings = speculation
         self.max_budget = min(max(budgets), self._longest_text)
         slots = round_up_to_stride(self.max_budget + speculation.room)
-        shape, options = (L, B, K, slots, D), {"dtype": full.dtype, "device": full.device}
-        self.keys, self.values = torch.empty(shape, **options), torch.empty(shape, **options)
-        # Ring buffer of the queries in the observation window.
-        self._queries = torch.empty(L, B, speculation.observation_window, num_heads, D, **options)
+        window = (L, B, speculation.observation_window, num_heads, D)
+        self.keys, self.values, self._queries = (
+            torch.empty(shape, dtype=full.dtype, device=full.device)
+            for shape in (
+                (L, B, K, slots, D),
+                (L, B, K, slots, D),
+                window,
+            )  # queries: a ring buffer
+        )
         self.restart(budgets)
 
     @property
@@ -109,7 +114,7 @@ class RetrievalCache:
 
     @property
     def max_prompt_queries(self) -> int | None:
-        """Tokens of a chunk of the prompt whose queries `observe` needs, the last ones; None: all."""
+        """Last tokens of a chunk of the prompt whose queries `observe` needs; None: all."""
         return None if self._policy.wants_prompt else self._queries.shape[2]
 
     @property
@@ -132,23 +137,19 @@ class RetrievalCache:
         v_BTKD: Tensor,
         slots_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `model.cache.Cache`."""
         keys_BKSD, values_BKSD = self.keys[layer], self.values[layer]
         return write_block(keys_BKSD, values_BKSD, k_BTKD, v_BTKD, self.lengths, slots_BT)
 
     def advance(self, counts: list[int]) -> None:
-        """See `model.cache.Cache`."""
         for row, count in zip(self.rows, counts, strict=True):
             row.num_guessed += count
 
     def crop(self, num_tokens: list[int]) -> None:
-        """See `model.cache.Cache`. Committed tokens cannot be taken back."""
         for row, wanted in zip(self.rows, num_tokens, strict=True):
             row.num_guessed = wanted - row.num_committed
             assert row.num_guessed >= 0
 
     def reset(self, b: int) -> None:
-        """See `model.cache.Cache`."""
         self.rows[b] = Row(self.rows[b].budget, self._settings.num_sink_tokens)
         self._policy.reset(b)
 

@@ -82,20 +82,17 @@ class StreamingCache:
         v_BTKD: Tensor,
         slots_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `model.cache.Cache`."""
         blocks = ((self.raw_keys, raw_BTKD), (self.keys, k_BTKD), (self.values, v_BTKD))
         for slots, block_BTKD in blocks:
             write_behind(slots[layer], block_BTKD, self._lengths, slots_BT)
         return self.keys[layer], self.values[layer]
 
     def advance(self, counts: list[int]) -> None:
-        """See `model.cache.Cache`."""
         for b, count in enumerate(counts):
             self._lengths[b] += count
             self._num_tokens[b] += count
 
     def crop(self, num_tokens: list[int]) -> None:
-        """See `model.cache.Cache`."""
         for b, wanted in enumerate(num_tokens):
             num_dropped = self._num_tokens[b] - wanted
             assert 0 <= num_dropped <= self._lengths[b]
@@ -103,7 +100,6 @@ class StreamingCache:
             self._num_tokens[b] = wanted
 
     def reset(self, b: int) -> None:
-        """See `model.cache.Cache`."""
         self._lengths[b] = self._num_tokens[b] = 0
 
     def empty_row(self, b: int) -> StreamingCache:

@@ -1,1 +1,1 @@
-"""The algorithm: speculative decoding in a cascade of levels. Knows no device and prints nothing."""
+"""The algorithm: speculative decoding in a cascade of levels. It knows no device."""

@@ -56,24 +56,32 @@ class Recent:
         self.num_rounds += 1
         times = self._num_timed[num_guesses] = self._num_timed.get(num_guesses, 0) + 1
         known = self._seconds.get(num_guesses, seconds)
-        smoothed = min(known, seconds) if times <= 3 else SMOOTHING * known + (1 - SMOOTHING) * seconds
+        smoothed = (
+            min(known, seconds) if times <= 3 else SMOOTHING * known + (1 - SMOOTHING) * seconds
+        )
         self._seconds[num_guesses] = smoothed
         self._last_timed[num_guesses] = self.num_rounds
         self._fit()
 
     def scale_seconds(self, factor: float) -> None:
         """Expects rounds to take so many times as long from now on."""
-        self._seconds = {num_guesses: factor * seconds for num_guesses, seconds in self._seconds.items()}
+        self._seconds = {
+            num_guesses: factor * seconds for num_guesses, seconds in self._seconds.items()
+        }
         self._fit()
 
     def _fit(self) -> None:
         """Fewer guesses never cost more: what says so was measured when the machine was slower, or faster, and what was
         measured later is right."""
-        twice = [n for n, times in self._num_timed.items() if times > 1]  # the first of a length may have been slow
+        twice = [
+            n for n, times in self._num_timed.items() if times > 1
+        ]  # the first of a length may have been slow
         fitted: dict[int, float] = {}
         for n in sorted(twice or self._seconds, key=self._last_timed.__getitem__, reverse=True):
             least = max((seconds for other, seconds in fitted.items() if other < n), default=0.0)
-            most = min((seconds for other, seconds in fitted.items() if other > n), default=math.inf)
+            most = min(
+                (seconds for other, seconds in fitted.items() if other > n), default=math.inf
+            )
             fitted[n] = min(max(self._seconds[n], least), most)
         self._line = sorted(fitted.items())
 
@@ -85,11 +93,11 @@ class Recent:
         (fewest, seconds), *more = self._line
         if not more or num_guesses < fewest:
             return seconds * max(0.5, 1 + SLOPE * (num_guesses - fewest))
-        after = max(next((i for i, (n, _) in enumerate(self._line) if n >= num_guesses), len(more)), 1)
+        after = max(
+            next((i for i, (n, _) in enumerate(self._line) if n >= num_guesses), len(more)), 1
+        )
         (left, low), (right, high) = self._line[after - 1 : after + 1]
         return low + (high - low) / (right - left) * (num_guesses - left)
-
-
 
 
 class _S:
@@ -342,10 +350,17 @@ class Autotuner(Tuner):
         for plan in plans:
             used |= {"draft"} if plan.gamma1 else set()
             used |= {"retrieval"} if plan.gamma2 else set()
-        super().__init__([_S(n) for n in names if n in used], plans, lambda s, n, b: prior_seconds(s, n), timed=use_clock)
+        super().__init__(
+            [_S(n) for n in names if n in used],
+            plans,
+            lambda s, n, b: prior_seconds(s, n),
+            timed=use_clock,
+        )
 
     def note_round(self, stage, num_guesses, seconds):
         self._stages[stage].recent.note_time(num_guesses, seconds)
 
     def note_acceptance(self, verifier, proposer, *, num_tested, num_accepted):
-        self._stages[verifier].recent.note(proposer, num_tested=num_tested, num_accepted=num_accepted)
+        self._stages[verifier].recent.note(
+            proposer, num_tested=num_tested, num_accepted=num_accepted
+        )

@@ -190,7 +190,6 @@ class Level:
         return emitted, probs_BNV
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
-        """See `Stage`."""
         self.runner.prepare(sequences, active)
 
     def crop(self, lengths: list[int]) -> None:
@@ -200,7 +199,6 @@ class Level:
             self.below.crop(lengths)
 
     def reset(self, b: int) -> None:
-        """See `Stage`."""
         self.runner.reset(b)
 
     def _record(self, proposal: Proposal, emitted: list[Emitted], seconds: float) -> None:

@@ -43,7 +43,6 @@ class IndependentSource:
         starts: list[int],  # noqa: ARG002 (noise by position needs them)
         active: list[bool],
     ) -> Verdict:
-        """See `RandomSource`."""
         N = max(proposal.counts)
         uniforms_BN = torch.zeros(len(active), N + 1, dtype=torch.float64)
         for b, n in enumerate(proposal.counts):
@@ -66,7 +65,6 @@ class CoupledSource:
         starts: list[int],
         active: list[bool],  # noqa: ARG002 (noise is not used up)
     ) -> Verdict:
-        """See `RandomSource`."""
         positions = range(max(proposal.counts) + 1)
         keys = [
             [noise_key(seed, start + i) for i in positions]

@@ -37,8 +37,8 @@ def probs_from_logits_on_device(
 ) -> Tensor:
     """`probs_from_logits` by numbers in a tensor (`SamplingParams.numbers`), for captured steps.
 
-    Of `filters` only `filters.form` counts. Nothing is asked of the host, so a captured step follows
-    other numbers when the tensor is given others. The logits must be float32 or better.
+    Of `filters` only `filters.form` counts. Nothing is asked of the host, so a captured step
+    follows other numbers when the tensor is given others. The logits must be float32 or better.
     """
     warm = _filtered_probs(logits_NV, filters, *numbers_3, sort_all=True)  # garbage at T = 0
     return torch.where(numbers_3[0] == 0, _greedy_probs(logits_NV), warm)

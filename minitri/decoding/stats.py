@@ -52,12 +52,9 @@ class LevelStats:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        names = (
-            "name", "num_rounds", "num_draft_tokens", "num_tested_tokens", "num_accepted_tokens",
-            "acceptance_rate", "mean_acceptance_length", "tested_per_position",
-            "accepted_per_position",
-        )  # fmt: skip
-        return {name: getattr(self, name) for name in names}
+        rates = ("acceptance_rate", "mean_acceptance_length")
+        counts = {name: value for name, value in vars(self).items() if name != "seconds"}
+        return counts | {name: getattr(self, name) for name in rates}
 
 
 @dataclass
@@ -90,7 +87,7 @@ class Stats:
     steps_per_plan: dict[str, int] = field(default_factory=dict)
     """Steps made by each plan (method and gammas); more than one where something was open."""
     break_even: float | None = None
-    """Acceptance rate at which the last plan would be as fast as the target alone; None: not asked."""
+    """Acceptance rate at which the last plan would be as fast as the target alone, if known."""
     num_graphs: int = 0
     """CUDA graphs of this run's session; 0 where nothing is captured."""
     capture_seconds: float = 0.0

@@ -32,7 +32,7 @@ class Proposal:
     tokens: list[list[int]]
     """Row b's tokens x_1 .. x_n; n may differ from row to row."""
     probs_BNV: Tensor
-    """Row i is q_i, the distribution of x_i given everything before it. Rows behind n are padding."""
+    """Row i is q_i, the distribution of x_i given everything before it; padded behind n."""
     origins: list[list[str]]
     """The stage that guessed each token: for statistics and display, never for a decision."""
 
