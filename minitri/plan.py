@@ -18,71 +18,59 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from minitri.cli.exits import clean_exits, program
-from minitri.errors import InputError
-from minitri.model.config import ModelConfig, unknown_model
 
 with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
-    from minitri.cli.arguments import (
-        OneLineParser,
-        add_draft_flag,
-        add_size_flags,
-        positive,
-        speculation_of,
-        two_rates,
-    )
+    from minitri.cli import arguments
     from minitri.decoding.autotuner import expected_block, expected_tokens
+    from minitri.errors import InputError
     from minitri.gpu.placement import GIB, Demand, demand, shortage
     from minitri.loading.checkpoint import open_checkpoint
     from minitri.loading.fetch import committed_path, default_draft
-    from minitri.loading.shapes import shape_of
+    from minitri.loading.named_models import shape_of, unknown_model
+    from minitri.model.config import ModelConfig
     from minitri.model.roofline import Machine, kv_bytes_per_token, pass_seconds, weights_per_pass
     from minitri.settings import StepPlan
 
 
-def build_parser() -> OneLineParser:
+def build_parser() -> arguments.OneLineParser:
     """The flags of the plan."""
-    parser = OneLineParser(
+    start = "  python -m minitri.plan --model"
+    parser = arguments.OneLineParser(
         prog="python -m minitri.plan",
         description="Says what of a model and its KV cache fits on a GPU and what goes to host "
         "memory, and how fast that can be.",
-        epilog="examples:\n  python -m minitri.plan --model llama2-7b-128k --context 124928 "
-        "--gpu-memory 24\n  python -m minitri.plan --model lwm-text-512k --context 524288 "
-        "--gpu-memory 80 --link-gb-s 50",
+        epilog=f"""examples:
+{start} llama2-7b-128k --context 124928 --gpu-memory 24
+{start} lwm-text-512k --context 524288 --gpu-memory 80 --link-gb-s 50""",
     )
     shown = "(default: %(default)s)"
-    for name, default, kind, metavar, text in (
-        ("model", "llama2-7b-128k", str, "NAME|PATH",
-         f"a named model, or a folder or file whose config is read {shown}"),
-        ("context", None, positive, "N", "tokens, prompt and output (default: all it holds)"),
-        ("batch", 1, positive, "N", f"sequences {shown}"),
-        ("prefill-chunk", 1024, positive, "N", shown),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", default=default, type=kind, metavar=metavar, help=text)
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
         help=f"of weights and KV cache {shown}",
     )  # fmt: skip
-    machine = parser.add_argument_group("machine")
-    shown, by_size = "(default: %(default)g)", "(default: by its size, 1000, 2000 or 4000)"
-    for flag, size, text in (
-        ("--gpu-memory", 24.0, f"memory of the GPU in GiB {shown}"),
-        ("--host-memory", 256.0, f"host memory that may be page-locked, in GiB {shown}"),
-        ("--gpu-gb-s", None, f"GB/s at which the GPU reads its memory {by_size}"),
-        ("--link-gb-s", 25.0,
+    machine, speculation = map(parser.add_argument_group, ("machine", "speculation"))
+    count, number = (arguments.positive, "N"), (positive_number, "X")
+    for flags, name, default, (kind, metavar), text in (
+        (parser, "model", "llama2-7b-128k", (str, "NAME|PATH"),
+         f"a named model, or a folder or file whose config is read {shown}"),
+        (parser, "context", None, count, "tokens, prompt and output (default: all it holds)"),
+        (parser, "batch", 1, count, f"sequences {shown}"),
+        (parser, "prefill-chunk", 1024, count, f"tokens of the prompt read at a time {shown}"),
+        (machine, "gpu-memory", 24, number, f"memory of the GPU in GiB {shown}"),
+        (machine, "host-memory", 256, number, f"memory that may be page-locked, in GiB {shown}"),
+        (machine, "gpu-gb-s", None, number,
+         "GB/s at which the GPU reads its memory (default: by its size, 1000, 2000 or 4000)"),
+        (machine, "link-gb-s", 25, number,
          f"GB/s from host memory to the GPU: 25 for PCIe 4.0 x16, 50 for 5.0 {shown}"),
+        (speculation, "acceptance", (0.46, 0.92), (arguments.two_rates, "DRAFT,RETRIEVAL"),
+         "acceptance rates to expect (default: 0.46,0.92, about the paper's)"),
     ):  # fmt: skip
-        machine.add_argument(flag, type=positive_number, default=size, metavar="X", help=text)
-    group = parser.add_argument_group("speculation")
-    add_draft_flag(group)
-    group.add_argument(
-        "--acceptance", type=two_rates, default=(0.46, 0.92), metavar="DRAFT,RETRIEVAL",
-        help="acceptance rates to reckon with (default: 0.46,0.92, about the paper's)",
-    )  # fmt: skip
-    add_size_flags(group)
-    parser.set_defaults(method="triforce", policy="retrieval", coupled=False, seed=0, quiet=False)
+        flags.add_argument(f"--{name}", default=default, type=kind, metavar=metavar, help=text)
+    arguments.add_draft_flag(speculation)
+    arguments.add_size_flags(speculation)
+    parser.set_defaults(method="triforce", seed=0, quiet=False)
     return parser
 
 
@@ -99,19 +87,12 @@ def positive_number(text: str) -> float:
 
 def config_of(name: str) -> ModelConfig:
     """The shape of a model, without its weights. Raises `InputError`."""
-    if Path(name).exists():
-        return open_checkpoint(Path(name)).config(Path(name).stem)
-    if (committed := committed_path(name)) is not None:
-        return open_checkpoint(committed).config(name)
+    path = Path(name) if Path(name).exists() else committed_path(name)
+    if path is not None:
+        return open_checkpoint(path).config(Path(name).stem)
     if (shape := shape_of(name)) is None:
         raise unknown_model(name)
     return shape
-
-
-def draft_config(args: argparse.Namespace) -> ModelConfig | None:
-    """The drafter's shape, or None for n-grams or none."""
-    name = default_draft(args.model) if args.draft == "auto" else args.draft
-    return None if name in ("ngram", "none") else config_of(name)
 
 
 @dataclass(frozen=True)
@@ -134,36 +115,28 @@ class Prediction:
 
 
 def predict(
-    config: ModelConfig,
-    draft: ModelConfig | None,
-    machine: Machine,
-    *,
-    on_chip: int,
-    num_tokens: int,
-    budget: int,
-    plan: StepPlan,
-    acceptance: tuple[float, float],
-    batch_size: int = 1,
-    itemsize: int = 2,
-) -> Prediction:
+    config: ModelConfig, draft: ModelConfig | None, machine: Machine, *, on_chip: int,
+    num_tokens: int, budget: int, plan: StepPlan, acceptance: tuple[float, float],
+    batch_size: int = 1, itemsize: int = 2,
+) -> Prediction:  # fmt: skip
     """Bytes over bandwidth behind `num_tokens`, if guesses of the drafter and of the retrieval
     level are accepted at these rates."""
-    read = itemsize * weights_per_pass(config)
     slot = batch_size * kv_bytes_per_token(config, itemsize)
     hosted = (config.num_layers - on_chip) / config.num_layers
-    target = pass_seconds(
-        machine, config, weight_bytes=read, kv_bytes=slot * num_tokens,
-        link_bytes=hosted * slot * num_tokens,
-    )  # fmt: skip
-    retrieval = pass_seconds(machine, config, weight_bytes=read, kv_bytes=slot * budget)
-    draft_seconds = 0.0
-    if draft is not None:
-        draft_bytes = itemsize * weights_per_pass(draft)
-        draft_seconds = pass_seconds(machine, draft, weight_bytes=draft_bytes)
+
+    def ms(model: ModelConfig, num_slots: int, link_share: float = 0.0) -> float:
+        kv, weights = slot * num_slots, itemsize * weights_per_pass(model)
+        links = link_share * kv
+        return 1e3 * pass_seconds(
+            machine, model, weight_bytes=weights, kv_bytes=kv, link_bytes=links
+        )
+
+    step = ms(draft, 0) if draft is not None else 0.0
+    retrieval, target = ms(config, budget), ms(config, num_tokens, hosted)
     length, num_rounds = expected_block(acceptance[0], plan)
-    guessing = num_rounds * (plan.gamma1 * draft_seconds + retrieval)
-    cascade = (guessing + target) / expected_tokens(acceptance[1], length)
-    return Prediction(plan, 1e3 * draft_seconds, 1e3 * retrieval, 1e3 * target, 1e3 * cascade)
+    block = num_rounds * (plan.gamma1 * step + retrieval) + target
+    cascade = block / expected_tokens(acceptance[1], length)
+    return Prediction(plan, step, retrieval, target, cascade)
 
 
 @dataclass(frozen=True)
@@ -175,7 +148,7 @@ class Placement:
     needs: Demand
     predicted: Prediction
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """For the JSON line."""
         milliseconds = dataclasses.asdict(self.predicted) | {"speedup": self.predicted.speedup}
         return {
@@ -190,9 +163,11 @@ class Placement:
 
 def run_command(args: argparse.Namespace) -> int:
     """Prints the plan. Raises `InputError` with what is missing if no placement fits."""
-    config, draft = config_of(args.model), draft_config(args)
+    name = default_draft(args.model) if args.draft == "auto" else args.draft
+    config, draft = config_of(args.model), None if name in ("ngram", "none") else config_of(name)
     context, itemsize = args.context or config.context_length, 4 if args.dtype == "float32" else 2
-    speculation = speculation_of(args)
+    speculation = arguments.speculation_of(args)
+    budget = speculation.budget_for(context)
     needs = demand(
         config, draft, speculation, num_tokens=context, prompt_lengths=[context] * args.batch,
         prefill_chunk=args.prefill_chunk, itemsize=itemsize,
@@ -201,20 +176,19 @@ def run_command(args: argparse.Namespace) -> int:
     nominal = 1000 if args.gpu_memory <= 48 else 2000 if args.gpu_memory <= 80 else 4000
     gpu_gb_s = args.gpu_gb_s or nominal
     machine = Machine(gpu_gb_s * 1e9, gpu_gb_s * 1e9, args.link_gb_s * 1e9)
-    best, budget = needs.most_on_chip(gpu_bytes), speculation.budget_for(context)
 
     def place(on_chip: int) -> Placement:
         fits = needs.on_device(on_chip) <= gpu_bytes and needs.on_host(on_chip) <= host_bytes
-        predictions = (
+        predictions = [
             predict(
                 config, draft, machine, on_chip=on_chip, num_tokens=context, budget=budget,
                 plan=plan, acceptance=args.acceptance, batch_size=args.batch, itemsize=itemsize,
             )
             for plan in speculation.plans
-        )  # fmt: skip
-        fastest = min(predictions, key=lambda predicted: predicted.cascade)
-        return Placement(on_chip, fits, needs, fastest)
+        ]  # fmt: skip
+        return Placement(on_chip, fits, needs, min(predictions, key=lambda each: each.cascade))
 
+    best = needs.most_on_chip(gpu_bytes)
     choices = {config.num_layers, 0} | ({best} if best is not None else set())
     placements = [place(on_chip) for on_chip in sorted(choices, reverse=True)]
     print(
@@ -235,34 +209,29 @@ def table(placements: list[Placement]) -> str:
     """Placements as columns."""
 
     def line(name: str, cell: Callable[[Placement], object]) -> str:
-        return f"{name:34s}" + "".join(f"{cell(placement):>18}" for placement in placements)
-
-    def number(name: str, value: Callable[[Placement], float]) -> str:
-        return line(name, lambda place: f"{value(place):.2f}")
+        cells = [cell(placement) for placement in placements]
+        shown = [f"{value:.2f}" if isinstance(value, float) else value for value in cells]
+        return f"{name:34s}" + "".join(f"{value:>18}" for value in shown)
 
     def part(name: str) -> str:
-        return number(f"  {name}, GiB", lambda place: place.needs.parts(place.on_chip)[name] / GIB)
+        return line(f"  {name}, GiB", lambda place: place.needs.parts(place.on_chip)[name] / GIB)
 
     needs = placements[0].needs
     L = needs.num_layers
-    lines = [
-        line(
-            "KV cache on the GPU",
-            lambda p: "all" if p.on_chip == L else f"{p.on_chip} of {L} layers",
-        ),
+    return "\n".join([
+        line("KV cache on the GPU", lambda p: f"{p.on_chip} of {L} layers" if p.on_chip < L else "all"),
         *map(part, needs.parts(0)),
-        number("on the GPU, GiB", lambda p: needs.on_device(p.on_chip) / GIB),
-        number("in host memory, GiB", lambda p: needs.on_host(p.on_chip) / GIB),
+        line("on the GPU, GiB", lambda p: needs.on_device(p.on_chip) / GIB),
+        line("in host memory, GiB", lambda p: needs.on_host(p.on_chip) / GIB),
         line("fits", lambda p: "yes" if p.fits else "no"),
-        number("draft step, ms", lambda p: p.predicted.draft),
-        number("retrieval verification, ms", lambda p: p.predicted.retrieval),
-        number("full verification, ms", lambda p: p.predicted.target),
-        number("autoregressive, ms/token", lambda p: p.predicted.target),
+        line("draft step, ms", lambda p: p.predicted.draft),
+        line("retrieval verification, ms", lambda p: p.predicted.retrieval),
+        line("full verification, ms", lambda p: p.predicted.target),
+        line("autoregressive, ms/token", lambda p: p.predicted.target),
         line("gamma1, gamma2", lambda p: f"{p.predicted.plan.gamma1}, {p.predicted.plan.gamma2}"),
-        number("cascade, ms/token", lambda p: p.predicted.cascade),
-        number("speedup", lambda p: p.predicted.speedup),
-    ]
-    return "\n".join(lines)
+        line("cascade, ms/token", lambda p: p.predicted.cascade),
+        line("speedup", lambda p: p.predicted.speedup),
+    ])  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
