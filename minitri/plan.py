@@ -30,7 +30,7 @@ with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
     from minitri.loading.fetch import committed_path, default_draft
     from minitri.loading.named_models import shape_of, unknown_model
     from minitri.model.config import ModelConfig
-    from minitri.model.roofline import Machine, kv_bytes_per_token, pass_seconds, weights_per_pass
+    from minitri.roofline import Machine, kv_bytes_per_token, pass_seconds, weights_per_pass
     from minitri.settings import StepPlan
 
 

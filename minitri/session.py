@@ -33,9 +33,9 @@ from minitri.decoding.stats import LevelStats, Stats
 from minitri.errors import InputError, shorten
 from minitri.gpu.graphs import GraphPool, graph_pool
 from minitri.gpu.offloaded_cache import OffloadedFullCache
-from minitri.gpu.placement import choose_on_chip, demand, free_device_bytes, free_host_bytes
+from minitri.gpu.placement import allocate_full_cache
 from minitri.model.llama import Llama
-from minitri.model.roofline import CPU, GPU, pass_costs
+from minitri.roofline import CPU, GPU, pass_costs
 from minitri.runner import DraftRunner, ModelRunner, RetrievalRunner, prefill
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
@@ -100,7 +100,10 @@ class Session:
         """
         self.models = (target, draft)
         self.shape = batch  # what the memory was made for
-        self.full = full if full is not None else allocate_full_cache(target, draft, batch)
+        self.full = full if full is not None else allocate_full_cache(
+            target, draft.config if draft is not None else None, batch.generation,
+            batch.speculation, batch.lengths, batch.capacity,
+        )  # fmt: skip
         if graphs is None:
             graphs = graph_pool(target.device, wanted=batch.generation.cuda_graphs)
         self.graphs = graphs
@@ -269,51 +272,3 @@ class Session:
 def _shapes(speculation: SpeculationConfig) -> SpeculationConfig:
     """The settings without those that every run may choose anew."""
     return dataclasses.replace(speculation, coupled=False, timed=False)
-
-
-def allocate_full_cache(target: Llama, draft: Llama | None, batch: Batch) -> FullCache:
-    """An empty full cache for a batch, on the device or partly in host memory.
-
-    Raises `InputError` if there is no room for it and what else a run needs.
-    """
-    generation, config, device = batch.generation, target.config, target.device
-    B, capacity = len(batch.prompts), batch.capacity
-    options: dict[str, Any] = {"dtype": target.dtype, "device": device}
-    try:
-        if device.type != "cuda":
-            check_offload(target, generation)
-            return FullCache.allocate(config, B, capacity, **options)
-        needs = demand(
-            config, draft.config if draft else None, batch.speculation, num_tokens=capacity,
-            prompt_lengths=batch.lengths, prefill_chunk=generation.prefill_chunk,
-            itemsize=target.dtype.itemsize,
-        )  # fmt: skip
-        free_bytes = free_device_bytes(device) + needs.weights + needs.draft_weights
-        on_chip = choose_on_chip(
-            needs, offload=generation.offload, on_chip=generation.on_chip,
-            host_bytes=free_host_bytes(), device_bytes=free_bytes, name=config.name,
-        )  # fmt: skip
-        if on_chip == config.num_layers:
-            return FullCache.allocate(config, B, capacity, **options)
-        log.info(
-            "KV cache: %d of %d layers on %s, the others in host memory",
-            on_chip, config.num_layers, device,
-        )  # fmt: skip
-        return OffloadedFullCache.allocate_offloaded(
-            config, B, capacity, on_chip=on_chip, **options
-        )
-    except RuntimeError:  # out of memory, on CUDA too
-        needed = B * capacity * config.kv_values_per_token * target.dtype.itemsize
-        raise InputError(
-            f"the KV cache for {B} x {capacity} tokens needs {needed / 1e9:.1f} GB, which {device} "
-            "does not have; shorten the prompt, lower max_new_tokens, or use a smaller dtype"
-        ) from None
-
-
-def check_offload(target: Llama, generation: GenerationConfig) -> None:
-    """Raises `InputError` if KV is wanted in host memory for a model that runs there."""
-    if generation.offload and target.device.type != "cuda":
-        raise InputError(
-            f"offload is for GPUs: {target.config.name} runs on the {target.device.type}, whose KV "
-            "cache is in host memory already; leave --offload out"
-        )

@@ -19,9 +19,9 @@ from minitri.gpu.placement import (
     free_host_bytes,
 )
 from minitri.session import Batch, Session
-from minitri.model.roofline import CPU as CPU_MACHINE
-from minitri.model.roofline import GPU as GPU_MACHINE
-from minitri.model.roofline import Machine, num_weights, pass_costs, weights_per_pass
+from minitri.roofline import CPU as CPU_MACHINE
+from minitri.roofline import GPU as GPU_MACHINE
+from minitri.roofline import Machine, num_weights, pass_costs, weights_per_pass
 from minitri.plan import predict
 from minitri.settings import StepPlan
 from minitri.loading.shapes import shape_of

@@ -1,4 +1,4 @@
-"""How many bytes a run needs, and what of it fits where: arithmetic, before anything is allocated.
+"""How many bytes a run needs, and what of it fits where, before anything is allocated.
 
 An engine boots with these numbers and `python -m minitri.plan` prints them. The KV cache of the
 first `on_chip` layers lives on the device, that of the others in host memory, see
@@ -10,19 +10,25 @@ Legend: L layers, B batch, S slots, K KV heads, H query heads, D head dim, V voc
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from minitri.caches.full import FullCache
 from minitri.caches.streaming import SLIDE
 from minitri.errors import InputError
-from minitri.gpu.offloaded_cache import RING
+from minitri.gpu.offloaded_cache import RING, OffloadedFullCache
 from minitri.model.cache import round_up_to_stride
 from minitri.model.config import ModelConfig
-from minitri.model.roofline import num_weights
-from minitri.settings import SpeculationConfig
+from minitri.model.llama import Llama
+from minitri.roofline import num_weights
+from minitri.settings import GenerationConfig, SpeculationConfig
+
+log = logging.getLogger("minitri")
 
 GIB = 1 << 30
 RESERVE = GIB
@@ -187,3 +193,56 @@ def free_device_bytes(device: torch.device) -> float:
     """Memory of a CUDA device that this process can take, or holds and does not use."""
     free, _ = torch.cuda.mem_get_info(device)
     return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
+def allocate_full_cache(
+    target: Llama,
+    draft: ModelConfig | None,
+    generation: GenerationConfig,
+    speculation: SpeculationConfig,
+    prompt_lengths: list[int],
+    capacity: int,
+) -> FullCache:
+    """An empty full cache with `capacity` slots per prompt, on the device or partly on the host.
+
+    Raises `InputError` if there is no room for it and what else a run needs.
+    """
+    config, device, B = target.config, target.device, len(prompt_lengths)
+    options: dict[str, Any] = {"dtype": target.dtype, "device": device}
+    try:
+        if device.type != "cuda":
+            check_offload(target, generation)
+            return FullCache.allocate(config, B, capacity, **options)
+        needs = demand(
+            config, draft, speculation, num_tokens=capacity, prompt_lengths=prompt_lengths,
+            prefill_chunk=generation.prefill_chunk, itemsize=target.dtype.itemsize,
+        )  # fmt: skip
+        on_chip = choose_on_chip(
+            needs, offload=generation.offload, on_chip=generation.on_chip, name=config.name,
+            device_bytes=free_device_bytes(device) + needs.weights + needs.draft_weights,
+            host_bytes=free_host_bytes(),
+        )  # fmt: skip
+        if on_chip == config.num_layers:
+            return FullCache.allocate(config, B, capacity, **options)
+        log.info(
+            "KV cache: %d of %d layers on %s, the others in host memory",
+            on_chip, config.num_layers, device,
+        )  # fmt: skip
+        return OffloadedFullCache.allocate_offloaded(
+            config, B, capacity, on_chip=on_chip, **options
+        )
+    except RuntimeError:  # out of memory, on CUDA too
+        needed = B * capacity * config.kv_values_per_token * target.dtype.itemsize
+        raise InputError(
+            f"the KV cache for {B} x {capacity} tokens needs {needed / 1e9:.1f} GB, which {device} "
+            "does not have; shorten the prompt, lower max_new_tokens, or use a smaller dtype"
+        ) from None
+
+
+def check_offload(target: Llama, generation: GenerationConfig) -> None:
+    """Raises `InputError` if KV is wanted in host memory for a model that runs there."""
+    if generation.offload and target.device.type != "cuda":
+        raise InputError(
+            f"offload is for GPUs: {target.config.name} runs on the {target.device.type}, whose KV "
+            "cache is in host memory already; leave --offload out"
+        )
