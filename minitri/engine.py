@@ -12,19 +12,19 @@ is asked for the next event. Several prompts of any lengths run as one batch. No
 from __future__ import annotations
 
 import logging
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from minitri.devices import attention_for, attention_name, choose_device, choose_dtype
-from minitri.errors import InputError, shorten
+from minitri.errors import InputError
 from minitri.generation import Generation
 from minitri.gpu.pool import SessionPool
 from minitri.loading.checkpoint import load_model, open_checkpoint
+from minitri.loading.devices import attention_for, attention_name, choose_device, choose_dtype
 from minitri.loading.fetch import default_draft, locate
 from minitri.loading.named_models import DEFAULT_MODEL
+from minitri.loading.prompts import Prompt, as_seeds, check_prompt, encode_prompts
 from minitri.loading.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from minitri.model.config import ModelConfig
 from minitri.model.llama import Llama
@@ -32,10 +32,6 @@ from minitri.session import Batch
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 log = logging.getLogger("minitri")
-
-Prompt = str | Sequence[int]
-MAX_SEED = 2**32 - 1
-"""PyTorch's generator on the CPU looks at no more bits."""
 
 
 def load(
@@ -146,70 +142,12 @@ class Engine:
         `InputError` here, before any work, if a prompt is empty, too long, or has tokens outside
         the vocabulary.
         """
-        ids = [self._encode(prompt) for prompt in as_batch(prompts)]
-        if not ids:
-            raise InputError("there is no prompt; give at least one text or one list of token ids")
+        ids = encode_prompts(prompts, self.tokenizer)
         for tokens in ids:
-            self.check_prompt(tokens, generation.max_new_tokens)
+            check_prompt(tokens, self.config, generation.max_new_tokens)
         batch = Batch(ids, as_seeds(seed, len(ids)), sampling, generation, speculation)
         return Generation(self.model, self.draft, self.tokenizer, batch, self._pool)
 
     def release(self) -> None:
         """Frees the caches and graphs that are kept on a GPU from one run to the next."""
         self._pool.clear()
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt) if prompt else []
-        try:
-            if isinstance(prompt, bytes):
-                raise TypeError
-            return [operator.index(token) for token in prompt]
-        except TypeError:
-            raise InputError(
-                f"a prompt is {type(prompt).__name__} {shorten(repr(prompt), 60)}; give a text or "
-                "a list of token ids"
-            ) from None
-
-    def check_prompt(self, ids: list[int], num_new: int) -> None:
-        """Raises `InputError` unless a prompt is valid and leaves room for `num_new` tokens."""
-        config = self.config
-        if not ids:
-            raise InputError("the prompt is empty; give at least one character or token")
-        for token in ids:
-            if not 0 <= token < config.vocab_size:
-                raise InputError(
-                    f"prompt has token id {token}; {config.name} has ids from 0 to "
-                    f"{config.vocab_size - 1}"
-                )
-        if len(ids) + num_new > config.context_length:
-            raise InputError(
-                f"prompt has {len(ids)} tokens but {config.name} holds {config.context_length} "
-                f"minus max_new_tokens={num_new}; shorten the prompt (--max-prompt-tokens), lower "
-                "--max-new-tokens, or stretch the context (--rope-scaling yarn:4)"
-            )
-
-
-def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list; a tensor or array of one dimension is one prompt."""
-    if isinstance(prompts, str | bytes):
-        return [prompts]
-    items: list[Any] = list(prompts)
-    if items and not isinstance(items[0], str | Sequence) and not getattr(items[0], "shape", ()):
-        return [items]
-    return items
-
-
-def as_seeds(seed: int | Sequence[int], num_rows: int) -> list[int]:
-    """One seed per row. Raises `InputError` unless a generator can take them."""
-    try:
-        seeds = [operator.index(s) for s in seed] if isinstance(seed, Iterable) else []
-        seeds = seeds or [operator.index(seed) + b for b in range(num_rows)]  # type: ignore[arg-type]
-    except TypeError:
-        seeds = []
-    if len(seeds) != num_rows or not all(0 <= s <= MAX_SEED for s in seeds):
-        raise InputError(
-            f"seed is {shorten(seed, 60)}; give a whole number from 0 to 2^32 - {num_rows}, or one "
-            f"for each of {num_rows} prompts"
-        )
-    return seeds

@@ -49,36 +49,36 @@ from minitri.decoding.verification import Proposal, Verdict
 from minitri.settings import StepPlan
 
 
-class Stage(Protocol):
+class Follower(Protocol):
+    """Something that follows the texts as they grow: a stage of the cascade, or a runner."""
+
+    def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
+        """Called before a step that uses it, when all `sequences` are certain."""
+        ...
+
+    def crop(self, lengths: list[int]) -> None:
+        """Drops what it knows of row b behind the first `lengths[b]` tokens: it was rejected."""
+        ...
+
+    def reset(self, b: int) -> None:
+        """Drops all that it knows of row b."""
+        ...
+
+
+class Stage(Follower, Protocol):
     """Something that proposes tokens: a `Level`, or a drafter without a model."""
 
     stats: LevelStats
     gamma: int
     """Tokens to collect for a proposal; the last round may overshoot it."""
 
-    def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
-        """Called before a step that uses this stage, when all `sequences` are certain."""
-        ...
-
     def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
         """Guesses the next tokens of the active rows; leaves `sequences` as they were."""
         ...
 
-    def crop(self, lengths: list[int]) -> None:
-        """Drops all state about row b behind its first `lengths[b]` tokens: it was rejected."""
-        ...
 
-    def reset(self, b: int) -> None:
-        """Drops all state about row b."""
-        ...
-
-
-class Runner(Protocol):
+class Runner(Follower, Protocol):
     """A model with a cache, as a level sees it; see `runner.py`."""
-
-    def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
-        """See `Stage.prepare`."""
-        ...
 
     def next_probs(
         self, sequences: list[list[int]], num_guesses: list[int], active: list[bool]
@@ -91,18 +91,10 @@ class Runner(Protocol):
         ...
 
     def commit(self, emitted: list[Emitted], active: list[bool], *, has_guessed: bool) -> None:
-        """Called after every step with what became certain, for the cache to follow.
+        """Called after every step with what became certain.
 
         `has_guessed`: the guesses of this step were made by this runner.
         """
-        ...
-
-    def crop(self, lengths: list[int]) -> None:
-        """Keeps at most the first `lengths[b]` tokens of row b in the cache."""
-        ...
-
-    def reset(self, b: int) -> None:
-        """Empties row b of the cache."""
         ...
 
 

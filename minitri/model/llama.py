@@ -46,7 +46,7 @@ class Llama(nn.Module):
     ) -> None:
         """`target` lends its embedding table to a drafter that has none (`config.draft_of`).
 
-        `attend` computes attention: plain formulas, or what `devices.attention_for` chooses.
+        `attend` computes attention: plain formulas, or what `loading.devices` chooses.
         """
         super().__init__()
         self.config = config
