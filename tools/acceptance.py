@@ -38,9 +38,9 @@ from minitri.cli import arguments
 from minitri.cli.exits import program
 from minitri.cli.prompts import encode_prompt, read_prompt
 from minitri.decoding.sampling import sample
-from minitri.loading.prompts import check_prompt
 from minitri.engine import Engine, load
 from minitri.errors import InputError
+from minitri.loading.prompts import check_prompt
 from minitri.model.llama import Llama
 from minitri.runner import DraftRunner, ModelRunner, prefill
 from minitri.settings import POLICIES, SamplingParams, SpeculationConfig

@@ -1,11 +1,13 @@
-"""What a drafter learns from: tokens with the target's next-token laws, stored on disk and used again every epoch.
+"""What a drafter learns from: tokens with the target's next-token distributions, stored on disk.
 
-The target's forward pass is the expensive part of distillation, so it is done once. A law is kept as its `TOP` most
-likely tokens with their log-probabilities, 192 bytes per token. Sequences have a fixed length, so a folder that was
-left behind by an interrupted run is simply as long as its files, and goes on from there.
+The target's forward pass is the expensive part of distillation, so it is done once. A distribution
+is kept as its `TOP` most likely tokens with their log-probabilities, 192 bytes per token. Sequences
+have a fixed length, so a folder left behind by an interrupted run is as long as its files, and goes
+on from there.
 
-Texts are cut into sequences, and the target writes sequences of its own: a beginning from the texts, continued at one
-of several temperatures, because what a drafter guesses later is what the target says, not what books say.
+Texts are cut into sequences, and the target writes sequences of its own: a beginning from the
+texts, continued at one of several temperatures, because what a drafter guesses later is what the
+target says, not what books say.
 
 Legend: N sequences, W tokens of each, B sequences at once, T tokens at once, V vocab.
 """
@@ -23,19 +25,19 @@ import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache
-from minitri.loading.checkpoint import read_json
+from minitri.decoding.sampling import probs_from_logits, sample
 from minitri.engine import Engine
 from minitri.errors import InputError
+from minitri.loading.checkpoint import read_json
 from minitri.model.llama import Llama
 from minitri.runner import read_block
-from minitri.decoding.sampling import probs_from_logits, sample
 from minitri.settings import SamplingParams
 
 Array = np.ndarray[Any, Any]
 W = 1024
 """Tokens of a sequence."""
 TOP = 32
-"""Tokens of a law that are kept."""
+"""Tokens of a distribution that are kept."""
 BEGINNING = 256
 """Tokens of a text that the target continues to a sequence of its own."""
 BATCH = 32
@@ -45,17 +47,21 @@ TEMPERATURES = (0.0, 0.6, 0.6, 1.0)
 
 
 class LabelStore:
-    """Sequences and their laws, in three flat files: tokens, ids of the likeliest next tokens, log-probabilities."""
+    """Sequences and their distributions, in three flat files.
+
+    They hold tokens, ids of the likeliest next tokens, and log-probabilities.
+    """
 
     def __init__(self, folder: Path, meta: dict[str, object]) -> None:
-        """Opens or makes a folder. Raises `InputError` if it holds something else than what `meta` says."""
+        """Opens or makes a folder. Raises `InputError` if it was made for another `meta`."""
         folder.mkdir(parents=True, exist_ok=True)
         meta = {**meta, "W": W, "TOP": TOP}
         if (folder / "meta.json").exists():
             found = read_json(folder / "meta.json")
             if found != meta:
                 raise InputError(
-                    f"{folder} was made with other settings ({found}); delete it, or repeat those settings"
+                    f"{folder} was made with other settings ({found}); delete it, or repeat those "
+                    "settings"
                 )
         else:
             (folder / "meta.part").write_text(json.dumps(meta))
@@ -70,12 +76,15 @@ class LabelStore:
         self.cut(len(self))  # an interrupted `append` may have left a part of a sequence
 
     def __len__(self) -> int:
-        return min(file.stat().st_size // (dtype.itemsize * int(np.prod(shape))) for file, dtype, shape in self._files)
+        return min(
+            file.stat().st_size // (dtype.itemsize * int(np.prod(shape)))
+            for file, dtype, shape in self._files
+        )
 
     def append(self, tokens_W: Tensor, ids: Tensor, logprobs: Tensor) -> None:
-        """Adds a sequence: its tokens (W,), and of the law behind each token the likeliest (W, TOP)."""
-        laws = zip(self._files[1:], (ids, logprobs), strict=True)
-        for (file, dtype, _), values in (*laws, (self._files[0], tokens_W)):  # the tokens last: they say how many
+        """Adds a sequence: its tokens (W,), and the likeliest (W, TOP) behind each token."""
+        labels = zip(self._files[1:], (ids, logprobs), strict=True)
+        for (file, dtype, _), values in (*labels, (self._files[0], tokens_W)):
             with file.open("ab") as sink:
                 sink.write(values.numpy().astype(dtype).tobytes())
 
@@ -83,9 +92,11 @@ class LabelStore:
         """Tokens (N, W), ids (N, W, TOP) and log-probabilities (N, W, TOP), on disk."""
         N = len(self)
         if N == 0:
-            raise InputError(f"{self._files[0][0].parent} has no sequence to learn from; ask for more tokens")
+            folder = self._files[0][0].parent
+            raise InputError(f"{folder} has no sequence to learn from; ask for more tokens")
         tokens, ids, logprobs = (
-            np.memmap(file, dtype=dtype, mode="r", shape=(N, *shape)) for file, dtype, shape in self._files
+            np.memmap(file, dtype=dtype, mode="r", shape=(N, *shape))
+            for file, dtype, shape in self._files
         )
         return tokens, ids, logprobs
 
@@ -97,41 +108,52 @@ class LabelStore:
 
 
 def read_texts(engine: Engine, files: list[Path]) -> list[list[int]]:
-    """Token ids of every text. Raises `InputError` if one cannot be read, or all are too short for one sequence."""
+    """Token ids of every text. Raises `InputError` if one cannot be read, or all are too short."""
     texts = []
     for file in files:
         try:
             text = file.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"cannot read {file} as UTF-8 text ({error}); check --text and --held-out") from None
+            raise InputError(
+                f"cannot read {file} as UTF-8 text ({error}); check --text and --held-out"
+            ) from None
         texts.append(engine.tokenizer.encode(text) if text else [])
     if engine.config.context_length < W:
         raise InputError(
-            f"{engine.config.name} holds {engine.config.context_length} tokens but training needs {W}; give a model "
-            "with a longer context"
+            f"{engine.config.name} holds {engine.config.context_length} tokens but training needs "
+            f"{W}; give a model with a longer context"
         )
     longest = max(map(len, texts))
     if longest < W:
-        raise InputError(f"the longest text has {longest} tokens; training needs at least {W} in one text, give more")
+        raise InputError(
+            f"the longest text has {longest} tokens; training needs at least {W} in one text, give "
+            "more"
+        )
     return texts
 
 
 def sequences_of(texts: list[list[int]], bos: int | None, seed: int) -> list[list[int]]:
-    """All whole sequences of the texts, shuffled; each begins as a prompt does, with BOS where the model has one."""
+    """All whole sequences of the texts, shuffled; each begins as a prompt does, with BOS if any."""
     begin = [] if bos is None or any(text[:1] != [bos] for text in texts if text) else [bos]
     size = W - len(begin)
-    sequences = [begin + text[i : i + size] for text in texts for i in range(len(begin), len(text) - size + 1, size)]
+    sequences = [
+        begin + text[i : i + size]
+        for text in texts
+        for i in range(len(begin), len(text) - size + 1, size)
+    ]
     random.Random(seed).shuffle(sequences)
     return sequences
 
 
 @torch.inference_mode()
-def label(model: Llama, sequences: list[list[int]], store: LabelStore, done: Callable[[int], None]) -> None:
-    """Adds the laws of these sequences to a store; `done` is told how many tokens each step made."""
+def label(
+    model: Llama, sequences: list[list[int]], store: LabelStore, done: Callable[[int], None]
+) -> None:
+    """Adds these sequences to a store; `done` is told how many tokens each step made."""
     cache = FullCache.allocate(model.config, 1, W, dtype=model.dtype, device=model.device)
     for tokens in sequences:
         cache.reset(0)
-        ids, logprobs = _laws(model, read_block(model, [tokens], cache))
+        ids, logprobs = _labels(model, read_block(model, [tokens], cache))
         store.append(torch.tensor(tokens), ids[0], logprobs[0])
         done(W)
 
@@ -141,19 +163,22 @@ def continue_texts(
     model: Llama, beginnings: Iterator[list[int]], num_batches: int, store: LabelStore, seed: int,
     done: Callable[[int], None],
 ) -> None:  # fmt: skip
-    """Adds batches of sequences that the target has written itself, end-of-sequence tokens included."""
+    """Adds batches of sequences that the target has written itself, EOS tokens included."""
     cache = FullCache.allocate(model.config, BATCH, W, dtype=model.dtype, device=model.device)
-    rows_at = {t: [b for b in range(BATCH) if TEMPERATURES[b % len(TEMPERATURES)] == t] for t in TEMPERATURES}
+    num_kinds = len(TEMPERATURES)
+    rows_at = {
+        t: [b for b in range(BATCH) if TEMPERATURES[b % num_kinds] == t] for t in TEMPERATURES
+    }
     for _ in range(num_batches):
         generator = torch.Generator().manual_seed(seed + len(store))
         sequences = [next(beginnings)[:BEGINNING] for _ in range(BATCH)]
-        laws = []
+        labels = []
         cache.crop([0] * BATCH)
         while cache.lengths[0] < W:
             fresh = [tokens[cache.lengths[0] :] for tokens in sequences]
             hidden_BTE = read_block(model, fresh, cache)
             cache.advance([len(row) for row in fresh])
-            laws.append(_laws(model, hidden_BTE))
+            labels.append(_labels(model, hidden_BTE))
             done(BATCH * len(fresh[0]))
             logits_BV = model.logits(hidden_BTE[:, -1])
             uniforms_B = torch.rand(BATCH, dtype=torch.float64, generator=generator)
@@ -161,12 +186,12 @@ def continue_texts(
                 probs = probs_from_logits(logits_BV[rows].cpu(), SamplingParams(temperature))
                 for b, token in zip(rows, sample(probs, uniforms_B[rows]).tolist(), strict=True):
                     sequences[b].append(token)
-        ids, logprobs = (torch.cat(parts, 1) for parts in zip(*laws, strict=True))
+        ids, logprobs = (torch.cat(parts, 1) for parts in zip(*labels, strict=True))
         for b, tokens in enumerate(sequences):
             store.append(torch.tensor(tokens[:W]), ids[b], logprobs[b])
 
 
-def _laws(model: Llama, hidden_BTE: Tensor) -> tuple[Tensor, Tensor]:
+def _labels(model: Llama, hidden_BTE: Tensor) -> tuple[Tensor, Tensor]:
     """Ids and log-probabilities, (B, T, TOP) each, of the likeliest tokens."""
     ids, logprobs = [], []
     for part in hidden_BTE.flatten(0, 1).split(W):

@@ -1,18 +1,19 @@
-"""Makes a drafter for any target that minitri loads: a few of its layers, taught to say what the target would say.
+"""Makes a drafter for a target that minitri loads: a few of its layers, trained to imitate it.
 
-    python tools/distill_draft.py --model smollm2-135m --text a.txt --text b.txt --held-out c.txt --out my-drafter
-    python -m minitri.generate --model smollm2-135m --draft my-drafter --method triforce --demo
+    python tools/distill_draft.py --text a.txt --text b.txt --held-out c.txt --out my-drafter
+    python -m minitri.generate --draft my-drafter --method triforce --demo
 
-The drafter starts as some of the target's own layers, reads tokens from the target's embedding table, and has an LM
-head over the tokens the target says most often (the others get q = 0, which costs acceptance but never exactness). It
-is trained by KL divergence against the target's laws on texts and on what the target itself writes, in windows as its
-streaming cache will show them: sinks, then recent tokens, at positions from 0 on.
+The drafter starts as some of the target's own layers, reads tokens from the target's embedding
+table, and has an LM head over the tokens the target says most often (the others get q = 0, which
+costs acceptance but never exactness). It is trained by KL divergence against the target's
+distributions on texts and on what the target itself writes, in windows as its streaming cache will
+show them: sinks, then recent tokens, at positions from 0 on.
 
-Everything stands in the output folder while it is made; run the same command again after an interruption. Held-out
-acceptance is the share of guesses that speculative sampling would accept, sum of min(p, q) over the tokens whose p was
-stored, on texts never trained on.
+Everything stands in the output folder while it is made; run the same command again after an
+interruption. Held-out acceptance is the share of guesses that speculative sampling would accept,
+sum of min(p, q) over the tokens whose p was stored, on texts never trained on.
 
-Legend: B sequences at once, T tokens of a window, E hidden size, V vocab, C tokens of the trimmed head.
+Legend: B sequences at once, T tokens of a window, E hidden size, V vocab, C tokens of the head.
 """
 
 from __future__ import annotations
@@ -35,40 +36,39 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from minitri.loading.checkpoint import open_checkpoint, placements
-from minitri.model.config import ModelConfig, RopeConfig
+from minitri.cli.arguments import OneLineParser, add_model_flags, positive
+from minitri.cli.exits import program
+from minitri.decoding.sampling import probs_from_logits
 from minitri.engine import Engine, load
 from minitri.errors import InputError
-from minitri.cli.exits import clean_exits
+from minitri.loading.checkpoint import open_checkpoint, placements
 from minitri.loading.fetch import locate
-from minitri.cli.arguments import OneLineParser, add_model_flags, positive
-from minitri.generate import show_log
+from minitri.model.cache import BlockKV
+from minitri.model.config import ModelConfig, RopeConfig
 from minitri.model.linear import TrimmedHead
 from minitri.model.llama import Llama, sample_of_vocabulary
-from minitri.decoding.sampling import probs_from_logits
 from minitri.settings import SamplingParams, SpeculationConfig
 
-LAWS = {
+SAMPLINGS = {
     "T=0": SamplingParams(0.0),
     "T=0.6, top-p 0.9": SamplingParams(0.6, top_p=0.9),
     "T=1": SamplingParams(1.0),
 }
 """For which held-out acceptance is printed."""
-JUDGED = 128
-"""Last tokens of a held-out window that count, of 256: in use the window is full nearly always."""
+SCORED = 128
+"""Last tokens of a held-out window that count, of 256: in use the window is nearly always full."""
 SAVE_SECONDS = 120
 
 
 class NoCache:
-    """A `Cache` that keeps nothing, so that gradients flow: every block is a text of its own, from position 0 on."""
+    """A `Cache` that keeps nothing, so that gradients flow: every block is a text of its own."""
 
     def __init__(self, batch_size: int) -> None:
         self.lengths = self.num_tokens = self.next_positions = [0] * batch_size
 
-    def update(
-        self, layer: int, raw_BTKD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, slots_BT: Tensor | None = None  # noqa: ARG002
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return k_BTKD.transpose(1, 2).contiguous(), v_BTKD.transpose(1, 2).contiguous()
+    def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        keys_BKTD, values_BKTD = (x.transpose(1, 2) for x in (block.keys_BTKD, block.values_BTKD))
+        return keys_BKTD.contiguous(), values_BKTD.contiguous()
 
     def advance(self, counts: list[int]) -> None:  # noqa: ARG002
         raise AssertionError("nothing is kept")
@@ -81,17 +81,19 @@ class NoCache:
 
 
 def build_parser() -> OneLineParser:
-    parser = OneLineParser(description=__doc__)
+    parser, shown = OneLineParser(description=__doc__), "(default: %(default)s)"
     add_model_flags(parser)
     parser.add_argument(
-        "--text", action="append", required=True, type=Path, metavar="FILE", help="UTF-8 text to learn from; may be "
-        "given several times",
+        "--text", action="append", required=True, type=Path, metavar="FILE",
+        help="UTF-8 text to learn from; may be given several times",
     )  # fmt: skip
     parser.add_argument(
-        "--held-out", action="append", required=True, type=Path, metavar="FILE", help="UTF-8 text that is only for "
-        "measuring; may be given several times",
+        "--held-out", action="append", required=True, type=Path, metavar="FILE",
+        help="UTF-8 text that is only for measuring; may be given several times",
     )  # fmt: skip
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the drafter's folder")
+    parser.add_argument(
+        "--out", required=True, type=Path, metavar="DIR", help="the drafter's folder"
+    )
     parser.add_argument(
         "--layers", default="auto", metavar="I,J,...",
         help="layers of the target to start from (default: the first two and the last)",
@@ -105,24 +107,30 @@ def build_parser() -> OneLineParser:
         ("batch", 16, "windows per training step"),
     )
     for name, default, text in numbers:
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=positive, default=default, metavar="N", help=f"{text} (default: %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=4e-3, metavar="R", help="(default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="(default: %(default)s)")
+        flag, text = f"--{name.replace('_', '-')}", f"{text} {shown}"
+        parser.add_argument(flag, type=positive, default=default, metavar="N", help=text)
+    parser.add_argument("--learning-rate", type=float, default=4e-3, metavar="R", help=shown)
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help=shown)
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
     return parser
 
 
 def make_labels(engine: Engine, args: argparse.Namespace) -> tuple[LabelStore, list[LabelStore]]:
-    """The training store, and the held-out ones: texts, and what the target writes. Goes on where it was left."""
+    """The training store, and the held-out ones: texts, and what the target writes.
+
+    Goes on where it was left.
+    """
     train = read_texts(engine, args.text)
     held_out = read_texts(engine, args.held_out)
     names = [file.name for file in args.text], [file.name for file in args.held_out]
 
-    def fill(name: str, files: list[str], texts: list[list[int]], num_text: int, num_own: int) -> LabelStore:
+    def fill(
+        name: str, files: list[str], texts: list[list[int]], num_text: int, num_own: int
+    ) -> LabelStore:
         meta = {
-            "model": engine.config.name, "dtype": str(engine.model.dtype), "rope": engine.config.rope.describe(),
-            "files": files, "texts": hashlib.sha256(repr(texts).encode()).hexdigest(), "seed": args.seed,
+            "model": engine.config.name, "dtype": str(engine.model.dtype),
+            "rope": engine.config.rope.describe(), "files": files,
+            "texts": hashlib.sha256(repr(texts).encode()).hexdigest(), "seed": args.seed,
             "num_text": num_text,
         }  # fmt: skip
         store = LabelStore(args.out / "labels" / name, meta)
@@ -133,7 +141,8 @@ def make_labels(engine: Engine, args: argparse.Namespace) -> tuple[LabelStore, l
         num_batches = -(-num_own // (BATCH * W)) if num_own else 0
         num_missing = max(0, num_batches - max(0, len(store) - len(chosen)) // BATCH)
         total = max(0, len(chosen) - len(store)) * W + num_missing * BATCH * W
-        with tqdm(total=total, desc=f"labels: {name}", unit=" tokens", disable=args.quiet or not total) as bar:
+        quiet = args.quiet or not total
+        with tqdm(total=total, desc=f"labels: {name}", unit=" tokens", disable=quiet) as bar:
             label(engine.model, chosen[len(store) :], store, bar.update)
             beginnings = itertools.cycle(sequences[::-1])
             for _ in range(max(0, len(store) - len(chosen))):
@@ -149,16 +158,18 @@ def make_labels(engine: Engine, args: argparse.Namespace) -> tuple[LabelStore, l
 
 
 def frequent_tokens(store: LabelStore, vocab_size: int, wanted: int) -> Tensor:
-    """The tokens that the target says most often by its own laws, (C,) ascending."""
+    """The tokens that the target says most often by its own distributions, (C,) ascending."""
     tokens, ids, logprobs = store.arrays()
     mass = np.zeros(vocab_size)
     for i in range(len(tokens)):
-        mass += np.bincount(ids[i].ravel(), np.exp(logprobs[i].astype(np.float32)).ravel(), vocab_size)
-    return torch.from_numpy(np.sort(np.argsort(-mass, kind="stable")[: min(wanted, vocab_size)]).astype(np.int64))
+        probs = np.exp(logprobs[i].astype(np.float32))
+        mass += np.bincount(ids[i].ravel(), probs.ravel(), vocab_size)
+    likeliest = np.argsort(-mass, kind="stable")[: min(wanted, vocab_size)]
+    return torch.from_numpy(np.sort(likeliest).astype(np.int64))
 
 
 def draft_config(target: ModelConfig, num_layers: int, head_size: int, name: str) -> ModelConfig:
-    """A target's shape with fewer layers, no stretched positions, no embeddings, and a trimmed head."""
+    """A target's shape with fewer layers, no stretched positions, no embeddings, a trimmed head."""
     return dataclasses.replace(
         target,
         num_layers=num_layers,
@@ -172,17 +183,26 @@ def draft_config(target: ModelConfig, num_layers: int, head_size: int, name: str
 
 
 def start_from(engine: Engine, args: argparse.Namespace, head_ids: Tensor) -> Llama:
-    """A drafter in float32 made of the target's layers, its last norm and the head's rows. Raises `InputError`."""
+    """A drafter in float32 made of the target's layers, its last norm and the head's rows.
+
+    Raises `InputError`.
+    """
     target = engine.model
     last = target.config.num_layers - 1
     try:
-        layers = [0, 1, last][: last + 1] if args.layers == "auto" else [int(part) for part in args.layers.split(",")]
+        layers = [0, 1, last][: last + 1]
+        if args.layers != "auto":
+            layers = [int(part) for part in args.layers.split(",")]
     except ValueError:
         layers = [-1]
     if min(layers) < 0 or max(layers) > last:
-        raise InputError(f"--layers {args.layers} are not numbers from 0 to {last} with commas; write 0,1,{last}")
+        raise InputError(
+            f"--layers {args.layers} are not numbers from 0 to {last} with commas; write 0,1,{last}"
+        )
     config = draft_config(target.config, len(layers), len(head_ids), args.out.name)
-    draft = Llama(config, dtype=torch.float32, device=target.device, target=target, attend=target.attend)
+    draft = Llama(
+        config, dtype=torch.float32, device=target.device, target=target, attend=target.attend
+    )
     places = placements(draft)
     sources: dict[str, list[str]] = {"model.norm.weight": ["model.norm.weight"]}
     for ours, theirs in enumerate(layers):
@@ -207,16 +227,21 @@ def write_drafter(draft: Llama, folder: Path) -> None:
     config = draft.config
     described = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "draft_of": config.draft_of,
-        "head_size": config.head_size, "num_hidden_layers": config.num_layers, "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size, "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim, "vocab_size": config.vocab_size,
+        "head_size": config.head_size, "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim, "vocab_size": config.vocab_size,
         "max_position_embeddings": config.context_length, "rope_theta": config.rope.theta,
-        "rms_norm_eps": config.rms_norm_eps, "tie_word_embeddings": False, "attention_bias": config.attention_bias,
-        "bos_token_id": config.bos_token_id, "eos_token_id": list(config.eos_token_ids),
+        "rms_norm_eps": config.rms_norm_eps, "tie_word_embeddings": False,
+        "attention_bias": config.attention_bias, "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(config.eos_token_ids),
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
     tensors = {
-        name: view.detach().to(torch.bfloat16 if view.is_floating_point() else torch.int32).contiguous().clone()
+        name: view.detach()
+        .to(torch.bfloat16 if view.is_floating_point() else torch.int32)
+        .contiguous()
+        .clone()
         for name, view in placements(draft).items()
     }
     save_file(tensors, folder / "model.safetensors.part", metadata={"format": "pt"})
@@ -224,7 +249,7 @@ def write_drafter(draft: Llama, folder: Path) -> None:
 
 
 class Windows:
-    """Windows of a store as the drafter's cache will show them, with the target's laws in terms of the head."""
+    """Windows of a store as the drafter's cache will show them, with what the target would say."""
 
     def __init__(self, store: LabelStore, head_ids: Tensor, vocab_size: int) -> None:
         default = SpeculationConfig()
@@ -237,14 +262,22 @@ class Windows:
         return len(self._tokens)
 
     def at(self, numbers: list[int], offsets: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens (B, T), places in the head of the likeliest next tokens (B, T, TOP; -1: none), and their laws' p."""
+        """Tokens (B, T), and of the likeliest next ones (B, T, TOP) the places in the head (-1:
+        none) and the log-probabilities."""
         picks = np.array(
-            [[*range(self.num_sinks), *range(offset, offset + self.num_recent)] for offset in offsets]
+            [
+                [*range(self.num_sinks), *range(offset, offset + self.num_recent)]
+                for offset in offsets
+            ]
         )  # (B, T)
         rows = np.array(numbers)[:, None]
         ids = torch.from_numpy(self._ids[rows, picks].astype(np.int64))
         logprobs = torch.from_numpy(self._logprobs[rows, picks].astype(np.float32))
-        return torch.from_numpy(self._tokens[rows, picks].astype(np.int64)), self._place_V[ids], logprobs
+        return (
+            torch.from_numpy(self._tokens[rows, picks].astype(np.int64)),
+            self._place_V[ids],
+            logprobs,
+        )
 
     def random(self, batch: int, rng: random.Random) -> tuple[Tensor, Tensor, Tensor]:
         """Windows anywhere."""
@@ -265,8 +298,10 @@ def known_logits(draft: Llama, hidden_states: Tensor) -> Tensor:
     return draft.lm_head.linear(hidden_states).float()
 
 
-def distillation_loss(draft: Llama, windows: tuple[Tensor, Tensor, Tensor], num_sinks: int) -> Tensor:
-    """KL(target || drafter) up to a constant, over the tokens that both know, behind all but the sinks."""
+def distillation_loss(
+    draft: Llama, windows: tuple[Tensor, Tensor, Tensor], num_sinks: int
+) -> Tensor:
+    """KL(target || drafter) up to a constant, over the tokens that both know; not behind sinks."""
     tokens_BT, places, logprobs = windows
     logq = known_logits(draft, hidden(draft, tokens_BT)[:, num_sinks:]).log_softmax(-1)
     places, logprobs = (part[:, num_sinks:].to(logq.device) for part in (places, logprobs))
@@ -276,13 +311,13 @@ def distillation_loss(draft: Llama, windows: tuple[Tensor, Tensor, Tensor], num_
 
 @torch.inference_mode()
 def acceptance(draft: Llama, windows: Windows) -> dict[str, float]:
-    """Mean of sum min(p, q) over the last tokens of one window of each sequence, for every law in `LAWS`."""
-    found: dict[str, list[Tensor]] = {name: [] for name in LAWS}
+    """Mean of sum min(p, q) over the last tokens of a window per sequence, by `SAMPLINGS`."""
+    found: dict[str, list[Tensor]] = {name: [] for name in SAMPLINGS}
     for number in range(len(windows)):
         tokens_BT, places, logprobs = windows.at([number], [W - windows.num_recent])
-        logits = known_logits(draft, hidden(draft, tokens_BT)[0, -JUDGED:]).cpu()
-        places, logprobs = places[0, -JUDGED:], logprobs[0, -JUDGED:]
-        for name, params in LAWS.items():
+        logits = known_logits(draft, hidden(draft, tokens_BT)[0, -SCORED:]).cpu()
+        places, logprobs = places[0, -SCORED:], logprobs[0, -SCORED:]
+        for name, params in SAMPLINGS.items():
             q = probs_from_logits(logits, params).gather(-1, places.clamp_min(0)) * (places >= 0)
             p = probs_from_logits(logprobs, params) if params.temperature < 1 else logprobs.exp()
             found[name].append(torch.minimum(p, q).sum(-1))
@@ -292,32 +327,34 @@ def acceptance(draft: Llama, windows: Windows) -> dict[str, float]:
 def make_optimizers(draft: Llama, learning_rate: float) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices where this PyTorch has it, AdamW for the rest."""
     matrices = [w for layer in draft.layers for w in layer.parameters() if w.ndim == 2]
-    chosen = {id(w) for w in matrices}
+    chosen, options = {id(w) for w in matrices}, {"lr": learning_rate, "weight_decay": 0.0}
     rest = [w for w in draft.parameters() if id(w) not in chosen]
     if not hasattr(torch.optim, "Muon"):
-        return [torch.optim.AdamW([*matrices, *rest], lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)]
+        return [torch.optim.AdamW([*matrices, *rest], betas=(0.9, 0.95), **options)]
     return [
-        torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **options),
+        torch.optim.AdamW(rest, betas=(0.9, 0.95), **options),
     ]
 
 
-def train(draft: Llama, windows: Windows, held_out: dict[str, Windows], args: argparse.Namespace) -> None:
-    """Trains in place; saves its state every few minutes and on Ctrl-C, and goes on from a saved one."""
+def train(
+    draft: Llama, windows: Windows, held_out: dict[str, Windows], args: argparse.Namespace
+) -> None:
+    """Trains in place; saves its state every few minutes and on Ctrl-C, and goes on from there."""
     for weight in draft.parameters():
         weight.requires_grad_(True)
     optimizers = make_optimizers(draft, args.learning_rate)
     tokens_per_step = args.batch * windows.num_recent
     num_steps = max(1, args.train_tokens // tokens_per_step)
     state_file, step = args.out / "training.pt", 0
-    names = ("layers", "head_tokens", "text_tokens", "own_tokens", "train_tokens", "batch", "learning_rate", "seed")
-    settings = {name: getattr(args, name) for name in names}
+    names = ("layers", "head_tokens", "text_tokens", "own_tokens", "train_tokens", "batch")
+    settings = {name: getattr(args, name) for name in (*names, "learning_rate", "seed")}
     if state_file.exists():
         state: dict[str, Any] = torch.load(state_file, weights_only=True)
         if state["settings"] != settings:
             raise InputError(
-                f"{state_file} was begun with other settings ({state['settings']}); delete it to begin anew, or repeat "
-                "those settings"
+                f"{state_file} was begun with other settings ({state['settings']}); delete it to "
+                "begin again, or repeat those settings"
             )
         step = state["step"]
         draft.load_state_dict(state["draft"])
@@ -326,15 +363,17 @@ def train(draft: Llama, windows: Windows, held_out: dict[str, Windows], args: ar
 
     def save() -> None:
         saved = [optimizer.state_dict() for optimizer in optimizers]
-        state = {"settings": settings, "step": step, "draft": draft.state_dict(), "optimizers": saved}
+        state = {"settings": settings, "step": step, "optimizers": saved}
+        state["draft"] = draft.state_dict()
         torch.save(state, state_file.with_suffix(".part"))
         state_file.with_suffix(".part").replace(state_file)
 
     def show(losses: list[float]) -> None:
         loss = f", loss {sum(losses) / len(losses):.3f}" if losses else ""
         tqdm.write(f"{step * tokens_per_step} tokens{loss}", file=sys.stderr)
-        for name, judged in held_out.items():
-            rates = ", ".join(f"{rate:.3f} at {law}" for law, rate in acceptance(draft, judged).items())
+        for name, scored in held_out.items():
+            found = acceptance(draft, scored).items()
+            rates = ", ".join(f"{rate:.3f} at {how}" for how, rate in found)
             tqdm.write(f"  accepted of {name}: {rates}", file=sys.stderr)
 
     losses: list[float] = []
@@ -342,8 +381,8 @@ def train(draft: Llama, windows: Windows, held_out: dict[str, Windows], args: ar
     bf16 = torch.autocast(draft.device.type, torch.bfloat16)
     try:
         with tqdm(
-            total=num_steps * tokens_per_step, initial=step * tokens_per_step, desc="training", unit=" tokens",
-            disable=args.quiet, mininterval=5,
+            total=num_steps * tokens_per_step, initial=step * tokens_per_step, desc="training",
+            unit=" tokens", disable=args.quiet, mininterval=5,
         ) as bar:  # fmt: skip
             while step < num_steps:
                 if step % max(1, num_steps // 12) == 0:
@@ -373,27 +412,39 @@ def train(draft: Llama, windows: Windows, held_out: dict[str, Windows], args: ar
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = build_parser().parse_args(argv)
-    show_log(quiet=args.quiet)
+    with program(build_parser(), argv) as args:
+        make_drafter(args)
+
+
+def make_drafter(args: argparse.Namespace) -> None:
+    """Labels texts, trains, and writes the drafter's folder."""
     if min(args.text_tokens, args.held_out_tokens) < W:
-        raise InputError(f"--text-tokens and --held-out-tokens must be at least {W}, the length of a sequence")
+        raise InputError(
+            f"--text-tokens and --held-out-tokens must be at least {W}, the length of a sequence"
+        )
     both = {file.resolve() for file in args.text} & {file.resolve() for file in args.held_out}
     if both:
-        raise InputError(f"{min(both)} is given as --text and as --held-out; a text can only be one of them")
+        raise InputError(
+            f"{min(both)} is given as --text and as --held-out; a text can only be one of them"
+        )
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"cannot make the folder {args.out} ({error.strerror}); choose another --out") from None
-    engine = load(args.model, draft="ngram", dtype=args.dtype, device=args.device, progress=not args.quiet)
+        raise InputError(
+            f"cannot make the folder {args.out} ({error.strerror}); choose another --out"
+        ) from None
+    options = {"dtype": args.dtype, "device": args.device, "progress": not args.quiet}
+    engine = load(args.model, draft="ngram", **options)
     store, held_out_stores = make_labels(engine, args)
     head_ids = frequent_tokens(store, engine.config.vocab_size, args.head_tokens)
     draft = start_from(engine, args, head_ids)
-    windows, *judged = (Windows(each, head_ids, engine.config.vocab_size) for each in (store, *held_out_stores))
-    train(draft, windows, dict(zip(("held-out texts", "the target's own words"), judged, strict=True)), args)
+    windows, texts, own = (
+        Windows(each, head_ids, engine.config.vocab_size) for each in (store, *held_out_stores)
+    )
+    train(draft, windows, {"held-out texts": texts, "the target's own words": own}, args)
     write_drafter(draft, args.out)
     print(f"{args.out}: use it with --model {args.model} --draft {args.out}")
 
 
 if __name__ == "__main__":
-    with clean_exits():
-        main()
+    main()
