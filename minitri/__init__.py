@@ -1,20 +1,21 @@
 """minitri: fast generation from long-context Llama models that does not change what the model says.
 
 `load` boots an `Engine`; `Engine.generate` gives a stream of events. Bad input raises `InputError`.
-Names are imported when they are first asked for, so that the command line stands before PyTorch is imported, and can
-answer Ctrl-C with one line.
+Names are imported when they are first asked for, so that the command line can answer Ctrl-C with
+one line even while PyTorch is being imported.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from minitri.model.config import MODELS, ModelConfig
+    from minitri.decoding.stats import Stats
     from minitri.engine import Engine, load
     from minitri.errors import InputError
     from minitri.generation import End, Event, Generation, PrefillProgress, Token
+    from minitri.loading.named_models import MODELS
+    from minitri.model.config import ModelConfig
     from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
-    from minitri.decoding.stats import Stats
 
 __version__ = "0.1.0"
 
@@ -36,7 +37,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "minitri.model.config": ("MODELS", "ModelConfig"),
+    "minitri.loading.named_models": ("MODELS",),
+    "minitri.model.config": ("ModelConfig",),
     "minitri.settings": ("GenerationConfig", "SamplingParams", "SpeculationConfig"),
     "minitri.engine": ("Engine", "load"),
     "minitri.errors": ("InputError",),

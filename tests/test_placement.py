@@ -9,7 +9,7 @@ import torch
 
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig, plan
 from minitri.gpu.offloaded_cache import RING, OffloadedFullCache
-from minitri.model.config import MODELS
+from minitri.loading.named_models import MODELS, shape_of
 from minitri.errors import InputError
 from minitri.gpu.placement import (
     GIB,
@@ -24,7 +24,6 @@ from minitri.roofline import GPU as GPU_MACHINE
 from minitri.roofline import Machine, num_weights, pass_costs, weights_per_pass
 from minitri.plan import predict
 from minitri.settings import StepPlan
-from minitri.loading.shapes import shape_of
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
 
 TRIFORCE = SpeculationConfig("triforce", gamma1=2, gamma2=6)

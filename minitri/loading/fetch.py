@@ -19,8 +19,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from minitri.model.config import MODELS, unknown_model
 from minitri.errors import InputError, shorten
+from minitri.loading.named_models import MODELS, unknown_model
 
 log = logging.getLogger("minitri")
 

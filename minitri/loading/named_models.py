@@ -1,0 +1,75 @@
+"""The models that `--model` and `--draft` know by a short name: one row each.
+
+A row holds what must be known before any file is read. Its shape serves `minitri.plan` and
+`bench --load dummy`, which need no weights; a model that really runs has that of its config file.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import NamedTuple
+
+from minitri.errors import InputError
+from minitri.model.config import ModelConfig
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+class NamedModel(NamedTuple):
+    """A row of the table: repository on the Hugging Face hub, context length in tokens, default
+    drafter (the name of a model, or `ngram`) and shape."""
+
+    repo: str
+    context: int
+    draft: str
+    shape: tuple[int, int, int, int, int, int, int, bool]
+
+
+_7B = (32, 4096, 11008, 32, 32, 128, 32000, False)
+_ROWS = {
+    # shape: layers, hidden, intermediate, heads, KV heads, head dim, vocabulary, tied embeddings
+    "llama2-7b-128k": ("NousResearch/Yarn-Llama-2-7b-128k", 131072, "llama-68m", _7B),
+    "llama2-13b-128k": ("NousResearch/Yarn-Llama-2-13b-128k", 131072, "llama-68m",
+                        (40, 5120, 13824, 40, 40, 128, 32000, False)),
+    "lwm-text-128k": ("LargeWorldModel/LWM-Text-128K", 131072, "llama-68m", _7B),
+    "lwm-text-256k": ("LargeWorldModel/LWM-Text-256K", 262144, "llama-68m", _7B),
+    "lwm-text-512k": ("LargeWorldModel/LWM-Text-512K", 524288, "llama-68m", _7B),
+    "lwm-text-1m": ("LargeWorldModel/LWM-Text-1M", 1048576, "llama-68m", _7B),
+    "lwm-text-chat-128k": ("LargeWorldModel/LWM-Text-Chat-128K", 131072, "llama-68m", _7B),
+    "llama-68m": ("JackFram/llama-68m", 2048, "ngram",
+                  (2, 768, 3072, 12, 12, 64, 32000, False)),
+    "llama3.1-8b": ("meta-llama/Llama-3.1-8B", 131072, "llama3.2-1b",
+                    (32, 4096, 14336, 32, 8, 128, 128256, False)),
+    "llama3.2-1b": ("meta-llama/Llama-3.2-1B", 131072, "ngram",
+                    (16, 2048, 8192, 32, 8, 64, 128256, True)),
+    "llama3.2-3b": ("meta-llama/Llama-3.2-3B", 131072, "llama3.2-1b",
+                    (28, 3072, 8192, 24, 8, 128, 128256, True)),
+    "tinyllama-1.1b": ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", 2048, "llama-68m",
+                       (22, 2048, 5632, 32, 4, 64, 32000, False)),
+    "smollm2-135m": ("HuggingFaceTB/SmolLM2-135M-Instruct", 8192, "smollm2-135m-draft",
+                     (30, 576, 1536, 9, 3, 64, 49152, True)),
+    "smollm2-360m": ("HuggingFaceTB/SmolLM2-360M-Instruct", 8192, "smollm2-135m",
+                     (32, 960, 2560, 15, 5, 64, 49152, True)),
+    "smollm2-1.7b": ("HuggingFaceTB/SmolLM2-1.7B-Instruct", 8192, "smollm2-135m",
+                     (24, 2048, 8192, 32, 32, 64, 49152, True)),
+}  # fmt: skip
+MODELS = {name: NamedModel(*row) for name, row in _ROWS.items()}
+
+
+def shape_of(name: str) -> ModelConfig | None:
+    """The config of a named model, as far as the table tells; None for any other name."""
+    if name not in MODELS:
+        return None
+    L, E, inner, H, K, D, V, tied = MODELS[name].shape
+    context = MODELS[name].context
+    return ModelConfig(L, E, inner, H, K, D, V, context, tie_word_embeddings=tied, name=name)
+
+
+def unknown_model(name: str) -> InputError:
+    """The error for a model that is neither a name, nor a path, nor a hub repository."""
+    close = difflib.get_close_matches(name, MODELS, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return InputError(
+        f"unknown model {name!r}: {hint}give a folder or file, a hub repository ORG/NAME, or one "
+        f"of {', '.join(MODELS)}"
+    )
