@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from minitri import InputError
-from minitri.draft_runner import check_vocabularies
-from minitri.loading.tokenizer import Tokenizer
+from minitri.loading.tokenizer import Tokenizer, check_same_vocabulary
 
 
 class Spelling:
@@ -23,7 +22,8 @@ TOKENS: list[str | None] = ["<unk>", "<s>", "</s>", "a", "b", "Ġthe"]
 
 
 def check(draft: list[str | None], target: list[str | None]) -> None:
-    check_vocabularies(Tokenizer(Spelling(draft), None), Tokenizer(Spelling(target), None), "tiny-draft")
+    ours, theirs = Tokenizer(Spelling(draft), None), Tokenizer(Spelling(target), None)
+    check_same_vocabulary(ours, theirs, "tiny-draft")
 
 
 @pytest.mark.parametrize(

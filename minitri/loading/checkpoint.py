@@ -1,8 +1,13 @@
-"""Weights from disk into a `Llama`: a Hugging Face folder (safetensors or .bin, one file or shards) or a GGUF file.
+"""Weights from disk into a `Llama`: from a Hugging Face folder or a GGUF file.
 
-Every tensor is copied straight into its place, a view of the parameter it belongs to; fused projections are filled
-part by part. So memory holds one copy of the weights plus one shard. What is missing, unexpected or of the wrong shape
-is named. Pickles are read with `weights_only=True`: code in them is refused, never run.
+Every tensor is copied straight into its place, a view of the parameter that it belongs to; several
+fill one fused projection. So memory holds one copy of the weights and one shard. Whatever is
+missing, unexpected or of a wrong shape is named. Code in a pickle is refused, never run.
+
+Some drafters borrow the embedding table of their target (`ModelConfig.draft_of`). With another
+target they would read nonsense, and guess badly without any error. So their files keep a sample:
+the embeddings of a few tokens, spread over the vocabulary, as the target had them when the drafter
+was made. Loading compares it with the table that is lent.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import pickle
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,56 +25,46 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from minitri.model.config import ModelConfig, as_token_ids
+from minitri.cpu.packed import can_pack, pack_linears
 from minitri.errors import InputError, shorten
 from minitri.loading.gguf_file import GgufFile
-from minitri.cpu.packed import can_pack, pack_linears
 from minitri.model.attention import Attend, attend_math
+from minitri.model.config import ModelConfig, as_token_ids
 from minitri.model.linear import TrimmedHead
-from minitri.model.llama import Layer, Llama, sample_of_vocabulary
+from minitri.model.llama import Llama, sample_of_vocabulary
 
-MIN_LIKENESS = 0.9
-"""Median cosine between the embeddings a drafter was made with and those of a target it may be used with."""
-
-
-class Checkpoint(Protocol):
-    """An opened model on disk."""
-
-    path: Path
-
-    def config(self, name: str) -> ModelConfig:
-        """The shape of the model. Raises `InputError` for another architecture."""
-        ...
-
-    def tensors(self, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its Hugging Face name, one at a time."""
-        ...
+MIN_SIMILARITY = 0.9
+"""Least median cosine between a drafter's sample of embeddings and those of its target. Copies of
+one model differ a little, by quantization; different models have nothing in common."""
 
 
 class Folder:
-    """A checkpoint in the Hugging Face layout; `path` is the folder, or one weight file in it."""
+    """A model in the Hugging Face layout; `path` is the folder, or one weight file in it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.folder = path if path.is_dir() else path.parent
 
     def config(self, name: str) -> ModelConfig:
-        """From config.json; the end-of-sequence ids of generation_config.json win."""
+        """The model's shape. End-of-sequence tokens in generation_config.json win."""
         config = ModelConfig.from_hf(read_json(self.folder / "config.json"), name=name)
-        if (self.folder / "generation_config.json").exists():
-            eos = read_json(self.folder / "generation_config.json").get("eos_token_id")
-            config = config.with_eos(as_token_ids(eos) or config.eos_token_ids)
+        if (settings := self.folder / "generation_config.json").exists():
+            eos = as_token_ids(read_json(settings).get("eos_token_id"))
+            return config.with_eos(eos or config.eos_token_ids)
         return config
 
-    def tensors(self, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002 (the files say it all)
-        """Shard after shard; a shard is let go before the next one is opened."""
+    def tensors(self, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002
+        """Every weight under its name, one at a time; a shard is closed before the next opens."""
         for file in weight_files(self.path):
-            yield from (
-                _safetensors(file) if file.suffix == ".safetensors" else _pickled_tensors(file)
-            )
+            is_safe = file.suffix == ".safetensors"
+            yield from _safetensors(file) if is_safe else _pickled_tensors(file)
 
 
-def open_checkpoint(path: Path) -> Folder | GgufFile:
+Checkpoint = Folder | GgufFile
+"""A model on disk: its config, and its tensors under their Hugging Face names."""
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
     """A GGUF file or a Hugging Face folder, by the file's ending."""
     if not (path.is_dir() or path.is_file()):
         raise InputError(
@@ -88,73 +83,58 @@ def load_model(
     target: Llama | None = None,
     progress: bool = False,
 ) -> Llama:
-    """A ready model. Raises `InputError` for files that are missing, damaged or do not fit the config.
+    """A model that is ready to run.
 
-    A drafter without embeddings needs its `target`, in the same dtype and on the same device. On CPU the weights
-    end in oneDNN's packed layout (see `cpu/packed.py`).
+    `target` lends its embedding table to a drafter that has none; it has the same dtype and device.
+    On a CPU the weights end in oneDNN's packed layout (see `cpu/packed.py`). Raises `InputError`
+    for files that are missing, damaged or do not fit the config.
     """
-    lender = lender_of(config, target)
+    if config.draft_of is not None and target is None:
+        raise InputError(
+            f"{config.name} is a drafter for {config.draft_of} without an embedding table of its "
+            f"own, not a model; give it as --draft, and {config.draft_of} as --model"
+        )
+    lender = target if config.draft_of is not None else None
     try:
         model = Llama(config, dtype=dtype, device=device, target=lender, attend=attend)
-    except (
-        RuntimeError,
-        TypeError,
-    ) as error:  # out of memory, or sizes beyond what a tensor can have
+    except (RuntimeError, TypeError) as error:  # no memory, or sizes beyond those of any tensor
         raise InputError(
             f"the weights of {config.name} do not fit on {device} ({shorten(error, 90)}); "
             "use a smaller model or dtype, or check the sizes in the config"
         ) from None
     _fill(model, checkpoint.tensors(config), checkpoint.path, progress)
     if lender is not None:
-        _check_trimmed(model, lender, checkpoint.path)
+        _check_drafter(model, lender, checkpoint.path)
     if can_pack(dtype, device):
         pack_linears(model)
     return model.eval()
 
 
-def lender_of(config: ModelConfig, target: Llama | None) -> Llama | None:
-    """The target if this is a drafter that reads tokens from its table, else None.
-
-    Raises `InputError` unless the target is there and has the shape of the one that the drafter was made for.
-    """
-    if config.draft_of is None:
-        return None
-    if target is None:
-        raise InputError(
-            f"{config.name} is a drafter for {config.draft_of} without an embedding table of its own, not a model; "
-            f"give it as --draft, and {config.draft_of} as --model"
-        )
-    ours, theirs = (
-        (config.vocab_size, config.hidden_size),
-        (target.config.vocab_size, target.config.hidden_size),
-    )
-    if ours != theirs:
-        raise InputError(
-            f"the drafter {config.name} was made for {config.draft_of}, whose embedding table is {ours}; that of "
-            f"{target.config.name} is {theirs}; use another drafter, or --draft ngram"
-        )
-    return target
-
-
-def _check_trimmed(model: Llama, target: Llama, path: Path) -> None:
-    """Raises `InputError` if the id map is not one, or the target has other embeddings than the drafter was made for.
-
-    Copies of one model differ a little, by quantization; different models have nothing in common.
-    """
+def _check_drafter(model: Llama, target: Llama, path: Path) -> None:
+    """Raises `InputError` unless the target's table is the one that the drafter was made with."""
     head, config = model.lm_head, model.config
     assert isinstance(head, TrimmedHead)
+    made_for = f"the drafter {config.name} was made for {config.draft_of}, whose"
+    wanted = (config.vocab_size, config.hidden_size)
+    lent = (target.config.vocab_size, target.config.hidden_size)
+    if wanted != lent:
+        raise InputError(
+            f"{made_for} embedding table is {wanted}; that of {target.config.name} is {lent}; "
+            "use another drafter, or --draft ngram"
+        )
     ids = head.token_ids
     if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(ids.unique()) < len(ids):
         raise InputError(
-            f"{path}: lm_head.token_ids are not {len(ids)} different tokens of {config.vocab_size}; the drafter is "
-            "damaged, make or download it again"
+            f"{path}: lm_head.token_ids are not {len(ids)} different tokens of "
+            f"{config.vocab_size}; the drafter is damaged, make or download it again"
         )
-    theirs = target.embed(sample_of_vocabulary(config).to(target.device)).float()
-    likeness = F.cosine_similarity(theirs, model.embedding_sample.float(), dim=-1).median()
-    if not likeness > MIN_LIKENESS:
+    lent_rows = target.embed(sample_of_vocabulary(config).to(target.device)).float()
+    sample = model.embedding_sample.float()
+    similarity = F.cosine_similarity(lent_rows, sample, dim=-1).median()
+    if not similarity > MIN_SIMILARITY:
         raise InputError(
-            f"the drafter {config.name} was made for {config.draft_of}, whose embeddings are not those of "
-            f"{target.config.name} (cosine {likeness:.2f}); use another drafter, or --draft ngram"
+            f"{made_for} embeddings are not those of {target.config.name} (cosine "
+            f"{similarity:.2f}); use another drafter, or --draft ngram"
         )
 
 
@@ -193,7 +173,8 @@ def weight_files(path: Path) -> list[Path]:
         if len(others) == 1:
             return others
     raise InputError(
-        f"{path} has no weights; expected model.safetensors, pytorch_model.bin, or shards with their index"
+        f"{path} has no weights; expected model.safetensors, pytorch_model.bin, or shards with "
+        "their index"
     )
 
 
@@ -228,29 +209,19 @@ def _safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _pickled_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # torch remarks on pickle protocols; what matters comes as an error
-            try:
-                shard = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-            except RuntimeError as error:
-                if "_use_new_zipfile_serialization" not in str(error):
-                    raise
-                shard = torch.load(
-                    file, map_location="cpu", weights_only=True
-                )  # files from before torch 1.6
+        shard = _unpickle(file)
     except pickle.UnpicklingError as error:
+        reason = shorten(str(error).replace("WeightsUnpickler error:", ""), 90)
         raise InputError(
-            f"{file} is a pickle with more than tensors in it, which could run code; nothing was run; "
-            f"use a safetensors version ({shorten(str(error).replace('WeightsUnpickler error:', ''), 90)})"
+            f"{file} is a pickle with more than tensors in it, which could run code; nothing was "
+            f"run; use a safetensors version ({reason})"
         ) from None
     except (RuntimeError, EOFError, OSError, ValueError) as error:
         raise InputError(
             f"{file} is damaged or cut short ({shorten(error, 90)}); download it again"
         ) from None
     if not isinstance(shard, dict) or not all(
-        isinstance(k, str) and isinstance(v, Tensor) for k, v in shard.items()
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in shard.items()
     ):
         raise InputError(
             f"{file} is not a dictionary of tensors; give the model's weights, not a training state"
@@ -258,88 +229,64 @@ def _pickled_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     yield from shard.items()
 
 
+def _unpickle(file: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # remarks on protocols; what matters comes as an error
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "_use_new_zipfile_serialization" not in str(error):
+                raise
+        return torch.load(file, map_location="cpu", weights_only=True)  # from before torch 1.6
+
+
 def placements(model: Llama) -> dict[str, Tensor]:
-    """Where every checkpoint tensor goes: its name, and the view of a parameter that it fills."""
-    config = model.config
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    """Where every tensor of a checkpoint goes: its name, and the view of a parameter it fills."""
+    config, head = model.config, model.lm_head
     places: dict[str, Tensor] = {"model.norm.weight": model.norm.weight}
-    if isinstance(model.lm_head, TrimmedHead):
-        places["lm_head.weight"] = model.lm_head.linear.weight
-        places["lm_head.token_ids"] = model.lm_head.token_ids
+    if isinstance(head, TrimmedHead):
+        places["lm_head.weight"] = head.linear.weight
+        places["lm_head.token_ids"] = head.token_ids
         places["target.embedding_sample"] = model.embedding_sample
     elif config.tie_word_embeddings:
-        places["model.embed_tokens.weight"] = model.lm_head.weight
+        places["model.embed_tokens.weight"] = head.weight
     else:
         places["model.embed_tokens.weight"] = model.embed_tokens
-        places["lm_head.weight"] = model.lm_head.weight
+        places["lm_head.weight"] = head.weight
+    E, inner = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    parts = (  # every linear layer: the tensors that fill it, and how many rows each of them has
+        ("self_attn", "qkv_proj", {"q_proj": q, "k_proj": kv, "v_proj": kv}),
+        ("self_attn", "o_proj", {"o_proj": E}),
+        ("mlp", "gate_up_proj", {"gate_proj": inner, "up_proj": inner}),
+        ("mlp", "down_proj", {"down_proj": E}),
+    )
     for number, layer in enumerate(model.layers):
-        assert isinstance(layer, Layer)
-        fused = (
-            (
-                layer.self_attn.qkv_proj,
-                (("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)),
-            ),
-            (layer.self_attn.o_proj, (("self_attn.o_proj", config.hidden_size),)),
-            (
-                layer.mlp.gate_up_proj,
-                (
-                    ("mlp.gate_proj", config.intermediate_size),
-                    ("mlp.up_proj", config.intermediate_size),
-                ),
-            ),
-            (layer.mlp.down_proj, (("mlp.down_proj", config.hidden_size),)),
-        )
-        prefix = f"model.layers.{number}."
-        for linear, parts in fused:
-            sizes = [size for _, size in parts]
-            for (name, _), rows in zip(parts, linear.weight.split(sizes), strict=True):
-                places[f"{prefix}{name}.weight"] = rows
-            if linear.bias is not None:
-                for (name, _), rows in zip(parts, linear.bias.split(sizes), strict=True):
-                    places[f"{prefix}{name}.bias"] = rows
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            places[f"{prefix}{name}.weight"] = getattr(layer, name).weight
+        prefix = f"model.layers.{number}"
+        for block, linear, sizes in parts:
+            parameters = layer.get_submodule(f"{block}.{linear}").named_parameters()
+            for kind, parameter in parameters:  # weight, and bias where there is one
+                for name, rows in zip(sizes, parameter.split([*sizes.values()]), strict=True):
+                    places[f"{prefix}.{block}.{name}.{kind}"] = rows
+        for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+            places[f"{prefix}.{norm}"] = layer.get_parameter(norm)
     return places
 
 
 def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progress: bool) -> None:
     places = placements(model)
     missing, unexpected = dict.fromkeys(places), []
-    with tqdm(
-        total=len(places),
-        desc="loading weights",
-        unit=" tensors",
-        leave=False,
-        disable=not progress,
-    ) as bar:
+    options: dict[str, Any] = {"unit": " tensors", "leave": False, "disable": not progress}
+    with tqdm(total=len(places), desc="loading weights", **options) as bar:
         for name, tensor in tensors:
-            if name.endswith("rotary_emb.inv_freq") or (
-                name == "lm_head.weight" and name not in places
-            ):
-                continue  # derived from the config; or a tied head that was stored all the same
-            if name not in places:
+            if name in places:
+                _check_tensor(f"{path}: {name}", tensor, places[name])
+                places[name].copy_(tensor)
+                missing.pop(name, None)
+                bar.update()
+            # A tied head may be stored all the same; old files store what the config implies.
+            elif name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
                 unexpected.append(name)
-                continue
-            if tensor.shape != places[name].shape:
-                raise InputError(
-                    f"{path}: {name} has shape {tuple(tensor.shape)} but the config asks for "
-                    f"{tuple(places[name].shape)}; weights and config.json belong to different models"
-                )
-            if (
-                tensor.is_floating_point() != places[name].is_floating_point()
-                or tensor.layout != torch.strided
-                or tensor.is_meta
-            ):
-                wanted = (
-                    "floating-point weights" if places[name].is_floating_point() else "integers"
-                )
-                raise InputError(
-                    f"{path}: {name} holds {tensor.dtype} values ({tensor.layout}, {tensor.device}), not plain "
-                    f"{wanted}; use a checkpoint that is not quantized"
-                )
-            places[name].copy_(tensor)
-            missing.pop(name, None)
-            bar.update()
     for problem, names in (("lacks", list(missing)), ("has unexpected", unexpected)):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -347,3 +294,18 @@ def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progr
                 f"{path} {problem} {len(names)} tensors: {', '.join(names[:3])}{more}; "
                 "weights and config belong to different models, or the download is incomplete"
             )
+
+
+def _check_tensor(name: str, tensor: Tensor, place: Tensor) -> None:
+    if tensor.shape != place.shape:
+        raise InputError(
+            f"{name} has shape {tuple(tensor.shape)} but the config asks for "
+            f"{tuple(place.shape)}; weights and config.json belong to different models"
+        )
+    is_plain = tensor.layout == torch.strided and not tensor.is_meta
+    if not is_plain or tensor.is_floating_point() != place.is_floating_point():
+        wanted = "floating-point weights" if place.is_floating_point() else "integers"
+        raise InputError(
+            f"{name} holds {tensor.dtype} values ({tensor.layout}, {tensor.device}), not plain "
+            f"{wanted}; use a checkpoint that is not quantized"
+        )

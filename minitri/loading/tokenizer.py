@@ -1,13 +1,14 @@
-"""Text to token ids and back: sentencepiece models, tokenizer.json files, and the tokenizer inside a GGUF file.
+"""Text to token ids and back: sentencepiece, tokenizer.json, and the tokenizer in a GGUF file.
 
-The libraries tokenize; this file picks the right one, adds the BOS token where the model's config says so, and streams:
-`IncrementalDecoder` gives text that, put together, is the text of all tokens, never with half a UTF-8 character and
-never without its spaces.
+The libraries tokenize. This file picks the right one, adds the BOS token where the model wants it,
+and streams: `IncrementalDecoder` gives the text of a growing sequence piece by piece, never half a
+UTF-8 character, never without its spaces.
 """
 
 from __future__ import annotations
 
 import importlib
+import os.path
 import re
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,10 +17,10 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from minitri.loading.checkpoint import Folder, read_json
-from minitri.model.config import ModelConfig
 from minitri.errors import InputError, shorten
+from minitri.loading.checkpoint import Checkpoint, read_json
 from minitri.loading.gguf_file import GgufFile
+from minitri.model.config import ModelConfig
 from minitri.settings import check_unicode
 
 _LLAMA3_WORDS = (
@@ -48,13 +49,16 @@ class Backend(Protocol):
 
 
 class SentencePieceBackend:
-    """A `tokenizer.model` with Llama-2's conventions (byte fallback, a space put before the text)."""
+    """A `tokenizer.model` with Llama-2's conventions: byte fallback, a space before the text.
+
+    It always encodes the whole text, for it has no place where a cut is safe.
+    """
 
     def __init__(self, model: bytes) -> None:
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.num_tokens = self._processor.vocab_size()
 
-    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:  # noqa: ARG002 (no cut is safe)
+    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:  # noqa: ARG002
         return list(self._processor.encode(text))
 
     def decode(self, ids: list[int]) -> str:
@@ -66,13 +70,16 @@ class SentencePieceBackend:
 
 
 class TokenizersBackend:
-    """A pipeline of the `tokenizers` package. Control tokens written out in a text are recognised."""
+    """A pipeline of the `tokenizers` package, which knows control tokens written out in a text.
+
+    It always encodes the whole text, for its normalizer may do anything.
+    """
 
     def __init__(self, pipeline: tokenizers.Tokenizer) -> None:
         self._pipeline = pipeline
         self.num_tokens = 1 + max(pipeline.get_vocab(with_added_tokens=True).values(), default=-1)
 
-    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:  # noqa: ARG002 (a normalizer may do much)
+    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:  # noqa: ARG002
         return self._pipeline.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
@@ -83,11 +90,11 @@ class TokenizersBackend:
 
 
 class GgufBackend(TokenizersBackend):
-    """A byte-level BPE built here. It reads no more of a long text than the tokens asked for take.
+    """A byte-level BPE built here, which reads little more of a long text than it is asked for.
 
-    Text may be cut between a letter and a space: no pattern that cuts words here continues after a letter with a space,
-    or looks ahead from a letter, so words and their tokens before the cut are those of the whole text. Only an added
-    token could span the cut, so where one has such a place in it, nothing is cut.
+    Text may be cut between a letter and a space: no pattern of words here goes on from a letter to
+    a space or looks ahead from a letter, so words and tokens before the cut are those of the whole
+    text. Only an added token could span the cut; if one could, nothing is cut.
     """
 
     _CUT = re.compile("[A-Za-z](?= )")
@@ -112,13 +119,13 @@ class Tokenizer:
     """A tokenizer together with the model's rule for BOS."""
 
     def __init__(self, backend: Backend, bos_token_id: int | None) -> None:
-        """`bos_token_id` is put before every prompt that does not begin with it; None for models without."""
+        """`bos_token_id` goes before every prompt that does not begin with it; None: no BOS."""
         self._backend = backend
         self.bos_token_id = bos_token_id
         self.num_tokens = backend.num_tokens
 
     def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
-        """Token ids of a prompt, the first `max_tokens` of them, BOS included where the model wants it.
+        """Token ids of a prompt, BOS included; the first `max_tokens` of them, if given.
 
         Raises `InputError` for lone surrogates.
         """
@@ -140,9 +147,9 @@ class Tokenizer:
 class IncrementalDecoder:
     """The text of a growing token sequence, piece by piece.
 
-    How a token reads depends on its neighbours (a leading space, the bytes of one character spread over tokens), so
-    each step decodes a short window twice, with and without the new tokens, and gives out the difference. A window
-    that ends in U+FFFD may be half a character and waits.
+    How a token reads depends on its neighbours: a leading space, one character whose bytes are
+    several tokens. So each step decodes a short window twice, with and without the new tokens, and
+    gives out the difference. A window that ends in U+FFFD may end in half a character, and waits.
     """
 
     CONTEXT = 6
@@ -166,114 +173,122 @@ class IncrementalDecoder:
         known = self._tokenizer.decode(self._ids[self._window : self._read])
         text = self._tokenizer.decode(self._ids[self._window :])
         self._window, self._read = self._read, len(self._ids)
-        # Not just text[len(known):], for a prompt cut inside a character ends in U+FFFD until its bytes are complete.
-        num_same = next(
-            (n for n, (a, b) in enumerate(zip(known, text, strict=False)) if a != b),
-            min(len(known), len(text)),
-        )
-        return text[num_same:]
+        # Not just text[len(known):]: a prompt may end inside a character, then `known` in U+FFFD.
+        return text[len(os.path.commonprefix((known, text))) :]  # noqa: RUF071
 
 
-def load_tokenizer(checkpoint: Folder | GgufFile, config: ModelConfig) -> Tokenizer:
-    """The tokenizer of an opened model. Raises `InputError` if there is none, or if it does not fit the model."""
+def load_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> Tokenizer:
+    """The tokenizer of an opened model. Raises `InputError` if there is none that fits."""
     if isinstance(checkpoint, GgufFile):
         with checkpoint.reading("its tokenizer's tables"):
-            backend = _from_gguf(checkpoint)
-        add_bos = bool(
-            checkpoint.get(
-                "tokenizer.ggml.add_bos_token", isinstance(backend, SentencePieceBackend)
-            )
-        )
+            backend, add_bos = _from_gguf(checkpoint)
     else:
         backend, add_bos = _from_folder(checkpoint.folder)
     if backend.num_tokens > config.vocab_size:
         raise InputError(
-            f"the tokenizer of {checkpoint.path} has {backend.num_tokens} tokens but the model's vocabulary has "
-            f"{config.vocab_size}; they belong to different models"
+            f"the tokenizer of {checkpoint.path} has {backend.num_tokens} tokens but the model's "
+            f"vocabulary has {config.vocab_size}; they belong to different models"
         )
     if add_bos and (config.bos_token_id is None or config.bos_token_id >= config.vocab_size):
         raise InputError(
-            f"{checkpoint.path} asks for a BOS token but its config has bos_token_id={config.bos_token_id}; "
-            f"set it to a token below {config.vocab_size}"
+            f"{checkpoint.path} asks for a BOS token but its config has bos_token_id="
+            f"{config.bos_token_id}; set it to a token below {config.vocab_size}"
         )
     return Tokenizer(backend, config.bos_token_id if add_bos else None)
 
 
+def check_same_vocabulary(draft: Tokenizer, target: Tokenizer, draft_name: str) -> None:
+    """Raises `InputError` unless the two tokenizers agree on every token that both have.
+
+    Either may have more tokens at its end, or a padded model. What the drafter lacks it never
+    guesses, and what the target lacks is cut off the drafter's distributions.
+    """
+    for token in range(min(draft.num_tokens, target.num_tokens)):
+        theirs, ours = draft.token(token), target.token(token)
+        if theirs != ours:
+            raise InputError(
+                f"the drafter {draft_name} has another vocabulary: its token {token} is "
+                f"{theirs!r}, the target's is {ours!r}; use a drafter of the target's family, or "
+                "--draft ngram"
+            )
+
+
 def _from_folder(folder: Path) -> tuple[Backend, bool]:
     """The backend, and whether prompts start with BOS."""
-    settings = (
-        read_json(folder / "tokenizer_config.json")
-        if (folder / "tokenizer_config.json").exists()
-        else {}
-    )
-    if (folder / "tokenizer.json").exists():
-        try:
-            pipeline = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # the package raises nothing more specific
-            raise InputError(
-                f"{folder / 'tokenizer.json'} is damaged ({shorten(error)}); download it again"
-            ) from None
-        pipeline.no_truncation()
-        pipeline.no_padding()
-        adds_special = bool(pipeline.encode("", add_special_tokens=True).ids)
-        return TokenizersBackend(pipeline), bool(settings.get("add_bos_token", adds_special))
-    if (folder / "tokenizer.model").exists():
-        try:
-            backend = SentencePieceBackend((folder / "tokenizer.model").read_bytes())
-        except (RuntimeError, OSError) as error:
-            raise InputError(
-                f"{folder / 'tokenizer.model'} is damaged ({shorten(error)}); download it again"
-            ) from None
-        return backend, bool(settings.get("add_bos_token", True))
+    file = folder / "tokenizer_config.json"
+    settings = read_json(file) if file.exists() else {}
+    for name, read in (("tokenizer.json", _read_pipeline), ("tokenizer.model", _read_pieces)):
+        file = folder / name
+        if file.exists():
+            try:
+                backend, adds_bos = read(file)
+            except Exception as error:  # the packages raise nothing more specific
+                raise InputError(
+                    f"{file} is damaged ({shorten(error)}); download it again"
+                ) from None
+            return backend, bool(settings.get("add_bos_token", adds_bos))
     raise InputError(f"{folder} has no tokenizer; expected tokenizer.json or tokenizer.model")
 
 
-def _from_gguf(file: GgufFile) -> Backend:
+def _read_pipeline(file: Path) -> tuple[Backend, bool]:
+    pipeline = tokenizers.Tokenizer.from_file(str(file))
+    pipeline.no_truncation()
+    pipeline.no_padding()
+    adds_bos = bool(pipeline.encode("", add_special_tokens=True).ids)
+    return TokenizersBackend(pipeline), adds_bos
+
+
+def _read_pieces(file: Path) -> tuple[Backend, bool]:
+    return SentencePieceBackend(file.read_bytes()), True
+
+
+def _from_gguf(file: GgufFile) -> tuple[Backend, bool]:
+    """The backend, and whether prompts start with BOS."""
     kind = file.get("tokenizer.ggml.model")
+    backend: Backend
     if kind == "gpt2":
-        return GgufBackend(_gguf_byte_level_bpe(file))
-    if kind == "llama":
-        return SentencePieceBackend(_gguf_sentencepiece(file))
-    raise InputError(
-        f"{file.path.name} has a tokenizer of type {kind!r}; minitri reads gpt2 and llama ones"
-    )
+        backend = GgufBackend(_gguf_byte_level_bpe(file))
+    elif kind == "llama":
+        backend = SentencePieceBackend(_gguf_sentencepiece(file))
+    else:
+        raise InputError(
+            f"{file.path.name} has a tokenizer of type {kind!r}; minitri reads gpt2 and llama ones"
+        )
+    return backend, bool(file.get("tokenizer.ggml.add_bos_token", kind == "llama"))
 
 
 def _gguf_byte_level_bpe(file: GgufFile) -> tokenizers.Tokenizer:
-    """Byte-level BPE; how text is cut into words first goes by the name in `tokenizer.ggml.pre`."""
-    tokens: list[str] = file.get("tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ")) for merge in file.get("tokenizer.ggml.merges")]
-    words: dict[str, Any] = {
-        "default": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
-        "smollm": [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ],
-        "llama-bpe": [
-            pre_tokenizers.Split(tokenizers.Regex(_LLAMA3_WORDS), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ],
-    }
-    words["gpt-2"], words["llama3"] = words["default"], words["llama-bpe"]
+    """Byte-level BPE; `tokenizer.ggml.pre` names how a text is cut into words first."""
+    llama3_words = tokenizers.Regex(_LLAMA3_WORDS)
+    gpt2 = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    smollm = [pre_tokenizers.Digits(individual_digits=True), *gpt2]
+    llama3 = [
+        pre_tokenizers.Split(llama3_words, "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+    words: dict[str, Any] = {"default": gpt2, "smollm": smollm, "llama-bpe": llama3}
+    words |= {"gpt-2": gpt2, "llama3": llama3}
     pre = file.get("tokenizer.ggml.pre", "default")
     if pre not in words:
         raise InputError(
             f"{file.path.name} cuts words in the way {pre!r}; minitri knows {', '.join(words)}"
         )
+    tokens: list[str] = file.get("tokenizer.ggml.tokens")
     vocab = {token: number for number, token in enumerate(tokens)}
-    pipeline = tokenizers.Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in ("llama-bpe", "llama3"))
-    )
+    merges = [tuple(merge.split(" ")) for merge in file.get("tokenizer.ggml.merges")]
+    bpe = models.BPE(vocab=vocab, merges=merges, ignore_merges=words[pre] is llama3)
+    pipeline = tokenizers.Tokenizer(bpe)
     pipeline.pre_tokenizer = pre_tokenizers.Sequence(words[pre])
     pipeline.decoder = decoders.ByteLevel()
     CONTROL, USER_DEFINED = 3, 4
-    for token, token_type in zip(tokens, file.get("tokenizer.ggml.token_type") or [], strict=False):
+    token_types = file.get("tokenizer.ggml.token_type") or []
+    for token, token_type in zip(tokens, token_types, strict=False):
         if token_type == CONTROL:
-            pipeline.add_special_tokens(
-                [tokenizers.AddedToken(token, special=True, normalized=False)]
-            )
+            added = tokenizers.AddedToken(token, special=True, normalized=False)
+            pipeline.add_special_tokens([added])
         elif token_type == USER_DEFINED:
-            pipeline.add_tokens([tokenizers.AddedToken(token, special=False, normalized=False)])
+            added = tokenizers.AddedToken(token, special=False, normalized=False)
+            pipeline.add_tokens([added])
     return pipeline
 
 
@@ -283,8 +298,8 @@ def _gguf_sentencepiece(file: GgufFile) -> bytes:
         messages: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
     except ImportError:
         raise InputError(
-            f"{file.path.name} has a sentencepiece tokenizer and the package protobuf is not installed; "
-            "run: pip install 'minitri[gguf]'"
+            f"{file.path.name} has a sentencepiece tokenizer and the package protobuf is not "
+            "installed; run: pip install 'minitri[gguf]'"
         ) from None
     model = messages.ModelProto()
     columns = [file.get(f"tokenizer.ggml.{name}") for name in ("tokens", "scores", "token_type")]
