@@ -46,10 +46,6 @@ def build_parser() -> arguments.OneLineParser:
 {start} lwm-text-512k --context 524288 --gpu-memory 80 --link-gb-s 50""",
     )
     shown = "(default: %(default)s)"
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
-        help=f"of weights and KV cache {shown}",
-    )  # fmt: skip
     machine, speculation = map(parser.add_argument_group, ("machine", "speculation"))
     count, number = (arguments.positive, "N"), (positive_number, "X")
     for flags, name, default, (kind, metavar), text in (
@@ -68,6 +64,10 @@ def build_parser() -> arguments.OneLineParser:
          "acceptance rates to expect (default: 0.46,0.92, about the paper's)"),
     ):  # fmt: skip
         flags.add_argument(f"--{name}", default=default, type=kind, metavar=metavar, help=text)
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
+        help=f"of weights and KV cache {shown}",
+    )  # fmt: skip
     arguments.add_draft_flag(speculation)
     arguments.add_size_flags(speculation)
     parser.set_defaults(method="triforce", seed=0, quiet=False)
@@ -124,12 +124,10 @@ def predict(
     slot = batch_size * kv_bytes_per_token(config, itemsize)
     hosted = (config.num_layers - on_chip) / config.num_layers
 
-    def ms(model: ModelConfig, num_slots: int, link_share: float = 0.0) -> float:
+    def ms(model: ModelConfig, num_slots: int, hosted: float = 0.0) -> float:
         kv, weights = slot * num_slots, itemsize * weights_per_pass(model)
-        links = link_share * kv
-        return 1e3 * pass_seconds(
-            machine, model, weight_bytes=weights, kv_bytes=kv, link_bytes=links
-        )
+        options = {"weight_bytes": weights, "kv_bytes": kv, "link_bytes": hosted * kv}
+        return 1e3 * pass_seconds(machine, model, **options)
 
     step = ms(draft, 0) if draft is not None else 0.0
     retrieval, target = ms(config, budget), ms(config, num_tokens, hosted)
@@ -152,13 +150,11 @@ class Placement:
         """For the JSON line."""
         milliseconds = dataclasses.asdict(self.predicted) | {"speedup": self.predicted.speedup}
         return {
-            "on_chip": self.on_chip,
-            "fits": self.fits,
+            "on_chip": self.on_chip, "fits": self.fits,
             "device_bytes": self.needs.on_device(self.on_chip),
             "host_bytes": self.needs.on_host(self.on_chip),
-            "parts": self.needs.parts(self.on_chip),
-            "predicted_ms": milliseconds,
-        }
+            "parts": self.needs.parts(self.on_chip), "predicted_ms": milliseconds,
+        }  # fmt: skip
 
 
 def run_command(args: argparse.Namespace) -> int:
@@ -217,9 +213,9 @@ def table(placements: list[Placement]) -> str:
         return line(f"  {name}, GiB", lambda place: place.needs.parts(place.on_chip)[name] / GIB)
 
     needs = placements[0].needs
-    L = needs.num_layers
+    L, where = needs.num_layers, {needs.num_layers: "all"}
     return "\n".join([
-        line("KV cache on the GPU", lambda p: f"{p.on_chip} of {L} layers" if p.on_chip < L else "all"),
+        line("KV cache on the GPU", lambda p: where.get(p.on_chip, f"{p.on_chip} of {L} layers")),
         *map(part, needs.parts(0)),
         line("on the GPU, GiB", lambda p: needs.on_device(p.on_chip) / GIB),
         line("in host memory, GiB", lambda p: needs.on_host(p.on_chip) / GIB),

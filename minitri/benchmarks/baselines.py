@@ -1,9 +1,9 @@
 """Other programs on the same weights and prompt: `python -m minitri.bench --compare --peers`.
 
-`transformers`, plain and with its prompt lookup, and llama.cpp through `llama-cpp-python` for a GGUF
-model on a CPU (weights and KV cache as f16), as far as they are installed. All decode greedily,
-which costs them nothing, and favours prompt lookup. No other file of the package knows them, and
-they are imported only when they are asked for.
+`transformers`, plain and with its prompt lookup, and llama.cpp through `llama-cpp-python` for a
+GGUF model on a CPU (weights and KV cache as f16), as far as they are installed. All decode
+greedily, which costs them nothing, and favours prompt lookup. No other file of the package knows
+them, and they are imported only when they are asked for.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Valve:
 
 
 def prompt_lookup_peer(model: Any) -> StartPeer:
-    """Speculation without a drafter by its `generate`, which looks the last words up in the text."""
+    """Speculation by its `generate`, which looks the last words up in the text."""
 
     def generate(prompt: list[int], num_new: int, valve: Valve) -> None:
         tokens = torch.tensor([prompt], device=model.device)

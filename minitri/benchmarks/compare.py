@@ -1,12 +1,11 @@
 """Every method on the same prompts in one run: `python -m minitri.bench --compare`.
 
-A prompt is read once; every method gets a copy of the cache. Then the methods take turns, a burst of
-tokens each, round after round, so that a machine whose speed drifts is as slow for one as for the
-other. A speedup is autoregressive milliseconds per token over those of the method, of one prompt and
-one seed; medians and ranges are taken over these. End to end means prefill and decoding together.
-At temperature 0, or coupled, all methods should write the same text, so that none has better luck;
-then it is counted how much of it is the same. With `--peers` other programs take their turns, too
-(`baselines.py`).
+A prompt is read once; every method gets a copy of the cache. Then the methods take turns, a burst
+of tokens each, round after round, so that a machine whose speed drifts is as slow for one as for
+the other. A speedup is autoregressive milliseconds per token over those of the method, of one
+prompt and one seed; medians and ranges are taken over these. End to end means prefill and decoding
+together. At temperature 0, or coupled, all methods should write the same text; then it is counted
+how much of it is the same. With `--peers` other programs take their turns, too (`baselines.py`).
 
 Nothing here knows how a method works.
 """
@@ -27,8 +26,10 @@ from torch import Tensor
 from minitri.caches.full import FullCache
 from minitri.engine import Engine
 from minitri.errors import InputError
+from minitri.gpu.placement import check_offload
+from minitri.loading.prompts import check_prompt
 from minitri.runner import prefill, synchronize
-from minitri.session import Batch, Session, check_offload
+from minitri.session import Batch, Session
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 log = logging.getLogger("minitri")
@@ -133,8 +134,8 @@ class Score:
 def read_prompt_once(
     engine: Engine, prompt: list[int], max_queries: int, chunk: int = 1024
 ) -> tuple[FullCache, Tensor, float]:
-    """Reads a prompt but for its last token; returns the full cache, the queries (L, T, H, D) of its
-    last tokens, at most `max_queries`, and the seconds it took."""
+    """Reads a prompt but for its last token; returns the full cache, the queries (L, T, H, D) of
+    its last tokens, at most `max_queries`, and the seconds it took."""
     model = engine.model
     full = FullCache.allocate(model.config, 1, len(prompt), dtype=model.dtype, device=model.device)
     shape = (model.config.num_layers, 0, model.config.num_heads, model.config.head_dim)
@@ -181,7 +182,7 @@ def compare(
     check_on_chip(generation)
     room = dataclasses.replace(generation, max_new_tokens=num_new + SLACK)
     for prompt in prompts:
-        engine.check_prompt(prompt, room.max_new_tokens)
+        check_prompt(prompt, engine.config, room.max_new_tokens)
     scores = {name: Score() for name in (*speculations, *peers)}
     window = max(speculation.observation_window for speculation in speculations.values())
     for number, prompt in enumerate(prompts, 1):

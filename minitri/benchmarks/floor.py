@@ -1,4 +1,4 @@
-"""Prefill and plain decoding beside the floor that memory bandwidth sets: `python -m minitri.bench`."""
+"""Prefill and decoding of the model alone, beside the floor that memory bandwidth sets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from minitri.cli.prompts import encode_prompt, read_prompt
 from minitri.cli.terminal import finish
 from minitri.engine import Engine, load
 from minitri.generation import Generation
-from minitri.model.roofline import Machine, kv_bytes_per_token, pass_seconds, weights_per_pass
+from minitri.roofline import Machine, kv_bytes_per_token, pass_seconds, weights_per_pass
 from minitri.settings import GenerationConfig, SpeculationConfig
 
 PARTS = {
@@ -45,21 +45,15 @@ def run_plain(args: argparse.Namespace) -> int:
     facts = card(engine, len(prompt) + args.new_tokens // 2)
     kv_bytes = int(facts["kv_bytes_per_token"]) * (len(prompt) + args.new_tokens)
     result: dict[str, Any] = {
-        "model": args.model,
-        "dtype": str(engine.model.dtype).removeprefix("torch."),
-        "device": str(device),
-        "num_threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "num_prompt_tokens": len(prompt),
-        "num_new_tokens": args.new_tokens,
-        "repeats": args.repeats,
-        **facts,
+        "model": args.model, "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "device": str(device), "num_threads": torch.get_num_threads(), "torch": torch.__version__,
+        "num_prompt_tokens": len(prompt), "num_new_tokens": args.new_tokens,
+        "repeats": args.repeats, **facts,
         "prefill_seconds": spread([stats.prefill_seconds for stats in all_stats]),
         "ms_per_token": spread([stats.ms_per_token or 0.0 for stats in all_stats]),
-        "peak_bytes": peak_bytes,
-        "weights_and_kv_bytes": engine.model.num_bytes + kv_bytes,
+        "peak_bytes": peak_bytes, "weights_and_kv_bytes": engine.model.num_bytes + kv_bytes,
         "profile_ms": profile_decoding(engine, prompt, generation) if args.profile else None,
-    }
+    }  # fmt: skip
     print(describe(result))
     print(json.dumps(result))
     return 0

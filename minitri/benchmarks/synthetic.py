@@ -1,10 +1,9 @@
 """A benchmark without weights: `python -m minitri.bench --load dummy`.
 
 Weights and KV cache are random numbers in the shape of a named model, nothing is prefilled, and
-**verdicts are made up**: each guess is accepted with a given probability. All else is as in real
-decoding: every forward pass, distribution, verification and commit is computed, by the same code,
-so that the times are those of a real model of this shape at these acceptance rates. No text comes
-out of this, and `minitri.generate` cannot reach it.
+**verdicts are made up**: each guess is accepted with a given probability. All else is computed by
+the code of real decoding, so the times are those of a real model of this shape at these acceptance
+rates. No text comes out of this, and `minitri.generate` cannot reach it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,16 +29,16 @@ from minitri.cli.arguments import draft_of, generation_of, positive, speculation
 from minitri.cli.report import phase_ms
 from minitri.cpu.packed import can_pack, pack_linears
 from minitri.decoding.cascade import Cascade
-from minitri.decoding.random_source import IndependentSource, RandomSource
+from minitri.decoding.random_source import IndependentSource
 from minitri.decoding.verification import Proposal, Verdict
-from minitri.devices import attention_for, attention_name, choose_device, choose_dtype
 from minitri.errors import InputError
 from minitri.generation import running
 from minitri.gpu.offloaded_cache import OffloadedFullCache
+from minitri.loading.devices import attention_for, attention_name, choose_device, choose_dtype
 from minitri.loading.named_models import shape_of, unknown_model
 from minitri.model.config import ModelConfig
 from minitri.model.llama import Llama
-from minitri.model.roofline import kv_bytes_per_token, weights_per_pass
+from minitri.roofline import kv_bytes_per_token, weights_per_pass
 from minitri.session import Batch, Session
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
@@ -59,21 +57,16 @@ def add_synthetic_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "--load dummy: made-up weights and verdicts, for the speed of a shape"
     )
-    group.add_argument(
-        "--load", choices=("real", "dummy"), default="real", help="(default: %(default)s)"
-    )
-    group.add_argument(
-        "--shape", metavar="NAME", default="llama2-7b-128k",
-        help="a named model (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--context", type=positive, action="append", metavar="N",
-        help="tokens; several make a sweep (default: 8192)",
-    )  # fmt: skip
-    group.add_argument(
-        "--synthetic-acceptance", type=two_rates, default=(0.46, 0.92), metavar="DRAFT,RETRIEVAL",
-        help="probability that a guess is accepted (default: 0.46,0.92, about the paper's)",
-    )  # fmt: skip
+    rates, shown = (0.46, 0.92), "(default: %(default)s)"
+    group.add_argument("--load", choices=("real", "dummy"), default="real", help=shown)
+    for name, metavar, options, text in (
+        ("shape", "NAME", {"default": "llama2-7b-128k"}, f"a named model {shown}"),
+        ("context", "N", {"type": positive, "action": "append"},
+         "tokens; several make a sweep (default: 8192)"),
+        ("synthetic-acceptance", "DRAFT,RETRIEVAL", {"type": two_rates, "default": rates},
+         "probability that a guess is accepted (default: 0.46,0.92, about the paper's)"),
+    ):  # fmt: skip
+        group.add_argument(f"--{name}", metavar=metavar, help=text, **options)
 
 
 @dataclass(frozen=True)
@@ -110,17 +103,11 @@ def setup_of(args: argparse.Namespace) -> Setup:
     open_gamma2 = 16 if args.offload else 6
     changes = {"method": methods[0], "model": args.shape, "gamma1": args.gamma1 or 2}
     args = argparse.Namespace(**vars(args) | changes | {"gamma2": args.gamma2 or open_gamma2})
-    device = choose_device(args.device)
+    device, generation = choose_device(args.device), generation_of(args, args.new_tokens)
     return Setup(
-        target=target,
-        draft=shape_of(draft_of(args)),
-        speculation=speculation_of(args),
-        generation=generation_of(args, args.new_tokens),
-        acceptance=args.synthetic_acceptance,
-        dtype=choose_dtype(args.dtype, device),
-        device=device,
-        attention=args.attention,
-    )
+        target, shape_of(draft_of(args)), speculation_of(args), generation,
+        args.synthetic_acceptance, choose_dtype(args.dtype, device), device, args.attention,
+    )  # fmt: skip
 
 
 def run_synthetic(args: argparse.Namespace) -> int:
@@ -146,10 +133,8 @@ def run_synthetic(args: argparse.Namespace) -> int:
 def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
     """Autoregressive decoding and the cascade behind several contexts, beside measured copies."""
     config, device = setup.target, setup.device
-    log.info(
-        "SYNTHETIC: random weights in the shape of %s, verdicts drawn at rates of %s",
-        config.name, setup.acceptance,
-    )  # fmt: skip
+    what = config.name, setup.acceptance
+    log.info("SYNTHETIC: random weights in the shape of %s, verdicts drawn at rates of %s", *what)
     target = random_model(config, setup)
     draft = random_model(setup.draft, setup) if setup.draft else None
     memory, link = (copy_bandwidth(device, from_host=from_host) for from_host in (False, True))
@@ -157,35 +142,25 @@ def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
     rows = []
     for context in contexts:
         with running(target):
-            alone, together = (
-                decode(target, draft, context, setup, method)
-                for method in ("autoregressive", setup.speculation.method)
-            )
+            alone = decode(target, draft, context, setup, "autoregressive")
+            together = decode(target, draft, context, setup, setup.speculation.method)
         hosted = 1 - alone["on_chip"] / config.num_layers
         seconds = 1e-3 * alone["ms_per_step"]["median"]
         rows.append({
-            "context": context,
-            "autoregressive": alone,
-            "cascade": together,
+            "context": context, "autoregressive": alone, "cascade": together,
             "speedup": alone["ms_per_token"] / together["ms_per_token"],
             "bytes_per_second": (weights + slot * context * (1 - hosted)) / seconds,
             "link_bytes_per_second": slot * context * hosted / seconds,
         })  # fmt: skip
         log.info("%s", line(rows[-1], memory, link))
     return {
-        "synthetic": True,
-        "shape": config.name,
-        "draft": setup.draft.name if setup.draft else "ngram",
-        "acceptance": setup.acceptance,
-        "method": setup.speculation.method,
-        "plan": str(setup.speculation.plans[0]),
-        "dtype": str(setup.dtype).removeprefix("torch."),
-        "device": str(device),
-        "attention": attention_name(target.attend),
-        "copy_bytes_per_second": memory,
-        "host_copy_bytes_per_second": link,
-        "rows": rows,
-    }
+        "synthetic": True, "shape": config.name,
+        "draft": setup.draft.name if setup.draft else "ngram", "acceptance": setup.acceptance,
+        "method": setup.speculation.method, "plan": str(setup.speculation.plans[0]),
+        "dtype": str(setup.dtype).removeprefix("torch."), "device": str(device),
+        "attention": attention_name(target.attend), "copy_bytes_per_second": memory,
+        "host_copy_bytes_per_second": link, "rows": rows,
+    }  # fmt: skip
 
 
 def bytes_per_pass(config: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
@@ -217,18 +192,6 @@ class SyntheticSource:
         return Verdict(num_accepted, real.next_tokens)
 
 
-def sources_for(
-    method: str, acceptance: tuple[float, float], seed: int
-) -> Mapping[str, RandomSource]:
-    """A random source per stage."""
-    last = acceptance[0] if method == "naive" else acceptance[1]
-    return {
-        "draft": IndependentSource([seed]),
-        "retrieval": SyntheticSource(acceptance[0], seed),
-        "target": SyntheticSource(last, seed + 1),
-    }
-
-
 @torch.inference_mode()
 def decode(
     target: Llama, draft: Llama | None, context: int, setup: Setup, method: str, seed: int = 0
@@ -249,18 +212,13 @@ def decode(
         times.append(1e3 * (time.perf_counter() - started))
     stats.num_decoded_tokens = num_tokens = len(tokens) - before
     return {
-        "synthetic": True,
-        "method": method,
-        "context": context,
-        "ms_per_token": sum(times) / num_tokens,
-        "ms_per_step": spread(times),
-        "tokens_per_step": num_tokens / len(times),
-        "phase_ms_per_token": phase_ms(stats),
+        "synthetic": True, "method": method, "context": context,
+        "ms_per_token": sum(times) / num_tokens, "ms_per_step": spread(times),
+        "tokens_per_step": num_tokens / len(times), "phase_ms_per_token": phase_ms(stats),
         "idle_share": idle_share(cascade) if target.device.type == "cuda" else None,
-        "on_chip": session.full.on_chip,
-        "num_graphs": stats.num_graphs,
+        "on_chip": session.full.on_chip, "num_graphs": stats.num_graphs,
         "capture_seconds": stats.capture_seconds,
-    }
+    }  # fmt: skip
 
 
 def fresh_session(
@@ -269,20 +227,23 @@ def fresh_session(
     """A session whose full cache holds a made-up prompt but for its last token."""
     speculation = dataclasses.replace(setup.speculation, method=method)
     slack = 2 * speculation.max_block * (WARMUP_STEPS + PROFILED_STEPS + 2)
-    num_new = setup.generation.max_new_tokens + slack
-    generation = dataclasses.replace(setup.generation, max_new_tokens=num_new)
+    num_new = setup.generation.max_new_tokens
+    generation = dataclasses.replace(setup.generation, max_new_tokens=num_new + slack)
     generator = torch.Generator().manual_seed(seed)
     vocab_size = min(model.config.vocab_size for model in (target, draft) if model is not None)
     prompt = torch.randint(vocab_size, (context,), generator=generator).tolist()
     batch = Batch([prompt], [seed], SAMPLING, generation, speculation)
     session = Session(target, draft, batch)
-    session.begin(batch, sources_for(method, setup.acceptance, seed))
+    low, high = setup.acceptance
+    session.begin(batch, sources={
+        "draft": IndependentSource([seed]),
+        "retrieval": SyntheticSource(low, seed),
+        "target": SyntheticSource(low if method == "naive" else high, seed + 1),
+    })  # fmt: skip
     fill_cache(session.full)
     session.full.advance([context - 1])
     if session.retrieval_cache is not None:
-        config = target.config
-        shape = (config.num_layers, 1, config.num_heads, config.head_dim)
-        session.retrieval_cache.observe(0, torch.zeros(shape).to(session.full.keys))
+        session.retrieval_cache.observe(0, torch.zeros_like(session.queries_LBTHD[:, 0, :1]))
     return session
 
 
@@ -291,10 +252,9 @@ def random_model(config: ModelConfig, setup: Setup) -> Llama:
     attend = attention_for(setup.device, setup.dtype, config, setup.attention)
     model = Llama(config, dtype=setup.dtype, device=setup.device, attend=attend)
     for name, weight in model.named_parameters():
+        fill(weight, 0.02, seed=len(name))
         if name.endswith("norm.weight"):
             weight.fill_(1)
-        else:
-            fill(weight, 0.02, seed=len(name))
     if can_pack(setup.dtype, setup.device):
         pack_linears(model)
     return model.eval()
@@ -335,10 +295,9 @@ def idle_share(cascade: Cascade) -> float:
             cascade.step()
         torch.cuda.synchronize()
         seconds = time.perf_counter() - started
-    work = [
-        event.time_range for event in recorded.events() or () if event.device_type.name == "CUDA"
-    ]
-    return 1 - 1e-6 * covered([(span.start, span.end) for span in work]) / seconds
+    events = [event for event in recorded.events() or () if event.device_type.name == "CUDA"]
+    spans = [(event.time_range.start, event.time_range.end) for event in events]
+    return 1 - 1e-6 * covered(spans) / seconds
 
 
 def covered(spans: list[tuple[float, float]]) -> float:

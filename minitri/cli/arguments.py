@@ -14,25 +14,24 @@ import inspect
 import itertools
 from typing import Any, NoReturn, TypeVar
 
-from minitri.devices import DTYPES
 from minitri.errors import InputError
 from minitri.gpu.attention import BACKENDS
+from minitri.loading.devices import DTYPES
 from minitri.loading.fetch import default_draft
 from minitri.loading.named_models import DEFAULT_MODEL, MODELS
 from minitri.settings import METHODS, POLICIES, GenerationConfig, SamplingParams, SpeculationConfig
 
 Settings = TypeVar("Settings", SamplingParams, GenerationConfig, SpeculationConfig)
-SettingsType = type[SamplingParams] | type[GenerationConfig] | type[SpeculationConfig]
-Flags = argparse._ActionsContainer  # a parser, or a group of its flags
+Flags = argparse._ActionsContainer
+"""A parser, or a group of its flags."""
 
 DEMO_PROMPT_TOKENS = 4000
 """Length of the built-in prompt where no other is asked for: read in seconds on a laptop."""
 WINDOW = ("num_sink_tokens", "num_recent_tokens")
-RETRIEVAL = (
-    "policy", "gamma2", "budget", "chunk_size", "observation_window", "rebuild_stride",
-    "rebuild_threshold",
-)  # fmt: skip
-"""Settings of the drafter's window, and of the retrieval level."""
+"""Settings of the drafter's cache."""
+RETRIEVAL = ("gamma2", "budget", "chunk_size", "observation_window", "rebuild_stride")
+RETRIEVAL += ("rebuild_threshold",)
+"""Settings of the retrieval level."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -74,27 +73,21 @@ def auto_or_int(text: str) -> int | None:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto") from None
 
 
-AUTO = {"type": auto_or_int, "metavar": "N|auto"}
+SWITCH: dict[str, Any] = {"action": "store_true"}
+AUTO: dict[str, Any] = {"type": auto_or_int, "metavar": "N|auto"}
 KINDS: dict[str, dict[str, Any]] = {
-    "temperature": {"type": float, "metavar": "T"},
-    "top_k": {"type": int, "metavar": "K"},
-    "top_p": {"type": float, "metavar": "P"},
-    "min_p": {"type": float, "metavar": "P"},
+    "temperature": {"type": float, "metavar": "T"}, "top_k": {"type": int, "metavar": "K"},
+    "top_p": {"type": float, "metavar": "P"}, "min_p": {"type": float, "metavar": "P"},
     "stop": {"action": "append", "metavar": "TEXT", "default": []},
-    "ignore_eos": {"action": "store_true"},
-    "offload": {"action": "store_true"},
-    "coupled": {"action": "store_true"},
-    "method": {"choices": METHODS},
-    "policy": {"choices": POLICIES},
-    "gamma1": AUTO,
-    "gamma2": AUTO,
-    "budget": AUTO,
+    "ignore_eos": SWITCH, "offload": SWITCH, "coupled": SWITCH,
+    "method": {"choices": METHODS}, "policy": {"choices": POLICIES},
+    "gamma1": AUTO, "gamma2": AUTO, "budget": AUTO,
     "rebuild_threshold": {"type": float, "metavar": "RATE"},
-}
+}  # fmt: skip
 """How the fields are given on a command line; those that are not here are counts."""
 
 
-def add_fields(flags: Flags, settings: SettingsType, *names: str) -> None:
+def add_fields(flags: Flags, settings: type[Settings], *names: str) -> None:
     """A flag for each of these fields of a settings class."""
     for name in names:
         options = {"default": getattr(settings(), name), "help": field_help(settings, name)}
@@ -102,7 +95,7 @@ def add_fields(flags: Flags, settings: SettingsType, *names: str) -> None:
         flags.add_argument(f"--{name.replace('_', '-')}", **options)
 
 
-def field_help(settings: SettingsType, name: str) -> str:
+def field_help(settings: type[Settings], name: str) -> str:
     """The text below a field, with its default, as argparse likes it."""
     text, _, default = field_texts(settings).get(name, "").partition(" Default: ")
     value = getattr(settings(), name)
@@ -113,11 +106,11 @@ def field_help(settings: SettingsType, name: str) -> str:
 
 
 @functools.cache
-def field_texts(settings: SettingsType) -> dict[str, str]:
+def field_texts(settings: type) -> dict[str, str]:
     """The text below each field of a class; empty where its source is not at hand."""
     try:
         [definition] = ast.parse(inspect.getsource(settings)).body
-    except OSError:
+    except (OSError, TypeError):
         return {}
     assert isinstance(definition, ast.ClassDef)
     texts = {}
@@ -163,26 +156,20 @@ def build_parser() -> OneLineParser:
 
 def add_model_flags(flags: Flags) -> None:
     """Which model runs, and how."""
-    flags.add_argument(
-        "--model", default=DEFAULT_MODEL, metavar="NAME|PATH|ORG/REPO",
-        help="a named model, a folder or file, or a hub repository (default: %(default)s); names: "
-        + ", ".join(MODELS),
-    )  # fmt: skip
-    flags.add_argument(
-        "--dtype", default="auto", choices=("auto", *DTYPES),
-        help="of weights and KV cache (default: what is fast here)",
-    )  # fmt: skip
-    flags.add_argument(
-        "--device", default="auto", metavar="cpu|cuda|cuda:N", help="(default: cuda if it is there)"
-    )
-    flags.add_argument(
-        "--attention", default="auto", choices=("auto", *BACKENDS),
-        help="kernel for short blocks on a GPU (default: the first that works there)",
-    )  # fmt: skip
-    flags.add_argument(
-        "--rope-scaling", metavar="KIND:FACTOR",
-        help="stretch the context, e.g. yarn:4 makes 8K 32K (default: as trained)",
-    )  # fmt: skip
+    shown = "(default: %(default)s); names: " + ", ".join(MODELS)
+    for name, default, metavar, choices, text in (
+        ("model", DEFAULT_MODEL, "NAME|PATH|ORG/REPO", None,
+         f"a named model, a folder or file, or a hub repository {shown}"),
+        ("dtype", "auto", None, ("auto", *DTYPES),
+         "of weights and KV cache (default: what is fast here)"),
+        ("device", "auto", "cpu|cuda|cuda:N", None, "(default: cuda if it is there)"),
+        ("attention", "auto", None, ("auto", *BACKENDS),
+         "kernel for short blocks on a GPU (default: the first that works there)"),
+        ("rope-scaling", None, "KIND:FACTOR", None,
+         "stretch the context, e.g. yarn:4 makes 8K 32K (default: as trained)"),
+    ):  # fmt: skip
+        options = {"default": default, "metavar": metavar, "choices": choices, "help": text}
+        flags.add_argument(f"--{name}", **options)
 
 
 def add_prompt_flags(
@@ -191,12 +178,8 @@ def add_prompt_flags(
     """What the model reads, and how much it writes."""
     group = parser.add_argument_group("prompt (default: --demo)").add_mutually_exclusive_group()
     group.add_argument("--prompt", metavar="TEXT", help="the prompt itself")
-    group.add_argument(
-        "--prompt-file", metavar="FILE", help="read it from a UTF-8 file; - is standard input"
-    )
-    group.add_argument(
-        "--demo", action="store_true", help="take Python's own help texts, 700 KB, as the prompt"
-    )
+    group.add_argument("--prompt-file", metavar="FILE", help="a UTF-8 file; - is standard input")
+    group.add_argument("--demo", action="store_true", help="Python's own help texts, 700 KB")
     kept = max_prompt_tokens or f"all; {DEMO_PROMPT_TOKENS} of the demo"
     parser.add_argument(
         "--max-prompt-tokens", type=positive, metavar="N", default=max_prompt_tokens,
@@ -221,7 +204,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--seed", type=int, metavar="N",
         help="makes a text repeatable: the same command with the same seed writes the same text "
-        "(default: 0, but then an open method or gamma follows the clock, and the text may, too)",
+        "(default: 0, but then open methods and gammas follow the clock, and so may the text)",
     )  # fmt: skip
 
 
@@ -229,15 +212,14 @@ def add_draft_flag(flags: Flags) -> None:
     """Who guesses first."""
     flags.add_argument(
         "--draft", default="auto", metavar="NAME|DIR|ngram|none",
-        help="drafter for naive and triforce: a model of the same vocabulary, or ngram, which looks "
-        "the last words up in the text (default: the one that belongs to the model, else ngram)",
+        help="drafter for naive and triforce: a model of the same vocabulary, or ngram, which looks"
+        " the last words up in the text (default: the one that belongs to the model, else ngram)",
     )  # fmt: skip
 
 
 def add_size_flags(flags: Flags) -> None:
     """How far each level guesses ahead, and how much the small caches hold."""
-    names = ("gamma1", "gamma2", "budget", "chunk_size", *WINDOW, "observation_window")
-    add_fields(flags, SpeculationConfig, *names, "rebuild_stride", "rebuild_threshold")
+    add_fields(flags, SpeculationConfig, "gamma1", *RETRIEVAL, *WINDOW)
 
 
 def taken(settings: type[Settings], args: argparse.Namespace, **others: Any) -> Settings:
@@ -294,13 +276,11 @@ def ignored_flags(args: argparse.Namespace) -> list[str]:
     """Flags that were set although the method has no use for them."""
     unused: tuple[str, ...] = ()
     if args.method in ("autoregressive", "retrieval"):
-        unused = ("draft", "gamma1")
+        unused = ("gamma1",) if args.draft in ("auto", "none") else ("draft", "gamma1")
     if args.method in ("autoregressive", "naive"):
-        unused += RETRIEVAL
+        unused += ("policy", *RETRIEVAL)
     if args.method == "autoregressive" or (args.method == "naive" and draft_of(args) == "ngram"):
         unused += WINDOW
-    defaults = dataclasses.asdict(SpeculationConfig()) | {"draft": "auto"}
-    if args.draft == "none":
-        defaults["draft"] = "none"
-    changed = [name for name in unused if getattr(args, name) != defaults[name]]
+    default = SpeculationConfig()
+    changed = [name for name in unused if getattr(args, name) != getattr(default, name, None)]
     return [f"--{name.replace('_', '-')}" for name in changed]

@@ -5,11 +5,11 @@ Imports nothing heavy, so that it can guard the imports that are.
 
 from __future__ import annotations
 
-import argparse
 import errno
 import logging
 import os
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,9 +17,7 @@ from minitri.errors import InputError
 
 
 @contextmanager
-def program(
-    parser: argparse.ArgumentParser, argv: list[str] | None
-) -> Iterator[argparse.Namespace]:
+def program(parser: ArgumentParser, argv: list[str] | None) -> Iterator[Namespace]:
     """What every program does around its work: flags, log, UTF-8 output, and `clean_exits`."""
     with clean_exits():
         args = parser.parse_args(argv)

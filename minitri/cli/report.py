@@ -6,9 +6,9 @@ import argparse
 from typing import Any
 
 from minitri.decoding.stats import LevelStats, Stats
-from minitri.devices import attention_name
 from minitri.engine import Engine
 from minitri.generation import Generation
+from minitri.loading.devices import attention_name
 
 
 def summary(engine: Engine, run: Generation) -> str:
@@ -83,30 +83,17 @@ def report(
     row, stats = run.rows[0], run.stats
     draft = engine.draft.config.name if engine.draft else "ngram"
     return {
-        "model": args.model,
-        "method": args.method,
-        "text": row.text,
-        "token_ids": row.token_ids,
+        "model": args.model, "method": args.method, "text": row.text, "token_ids": row.token_ids,
         "num_prompt_tokens": stats.num_prompt_tokens,
-        "num_generated_tokens": stats.num_generated_tokens,
-        "finish_reason": finish_reason,
-        "seed": args.seed or 0,
-        "temperature": args.temperature,
-        "dtype": str(engine.model.dtype).removeprefix("torch."),
-        "device": str(engine.model.device),
-        "attention": attention_name(engine.model.attend),
-        "num_cuda_graphs": stats.num_graphs,
-        "prefill_seconds": stats.prefill_seconds,
-        "decode_seconds": stats.decode_seconds,
-        "ms_per_token": stats.ms_per_token,
-        "tokens_per_second": stats.tokens_per_second,
+        "num_generated_tokens": stats.num_generated_tokens, "finish_reason": finish_reason,
+        "seed": args.seed or 0, "temperature": args.temperature,
+        "dtype": str(engine.model.dtype).removeprefix("torch."), "device": str(engine.model.device),
+        "attention": attention_name(engine.model.attend), "num_cuda_graphs": stats.num_graphs,
+        "prefill_seconds": stats.prefill_seconds, "decode_seconds": stats.decode_seconds,
+        "ms_per_token": stats.ms_per_token, "tokens_per_second": stats.tokens_per_second,
         "levels": [level.as_dict() for level in stats.levels],
         "draft": draft if args.method in ("auto", "naive", "triforce") else None,
-        "policy": args.policy,
-        "coupled": args.coupled,
-        "phase_ms_per_token": phase_ms(stats),
-        "num_rebuilds": stats.rebuilds.count,
-        "steps_per_plan": stats.steps_per_plan,
-        "break_even_acceptance": stats.break_even,
-        "kv_cache_bytes": stats.kv_cache_bytes,
-    }
+        "policy": args.policy, "coupled": args.coupled, "phase_ms_per_token": phase_ms(stats),
+        "num_rebuilds": stats.rebuilds.count, "steps_per_plan": stats.steps_per_plan,
+        "break_even_acceptance": stats.break_even, "kv_cache_bytes": stats.kv_cache_bytes,
+    }  # fmt: skip
