@@ -202,8 +202,10 @@ class DraftRunner(ModelRunner):
                 "guesses); lower --num-recent-tokens, --num-sink-tokens or the gammas"
             )
         self._max_block = speculation.max_block
-        placement = {"dtype": model.dtype, "device": model.device}
-        cache = StreamingCache(model.config, model.rope, batch_size, speculation, **placement)
+        cache = StreamingCache(
+            model.config, model.rope, batch_size, speculation,
+            dtype=model.dtype, device=model.device,
+        )  # fmt: skip
         sizes = {1, 2, self._max_block}
         super().__init__(
             model, cache, sampling, vocab_size=vocab_size, graphs=graphs, block_sizes=sizes

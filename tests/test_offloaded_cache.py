@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minitri.gpu import offloaded_cache as offloaded_module
 from minitri.caches.full import FullCache
+from minitri.gpu import offloaded_cache as offloaded_module
 from minitri.gpu.offloaded_cache import RING, OffloadedFullCache, host_memory
 from minitri.gpu.streams import NoStreams
+from minitri.model.cache import BlockKV
 from minitri.settings import METHODS, POLICIES
 from tests.cascades import WARM, Rig, near_copy, plain_tokens, random_prompt
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
@@ -149,7 +150,7 @@ def test_the_next_layer_is_on_its_way_before_this_one_is_waited_for():
     for layer, buffer in ((1, 0), (2, 1), (3, 0), (4, 1)):
         cache._staging.buffers[buffer].ready.wait = lambda: seen.append(set(queued))
         block = torch.zeros(1, 2, CONFIG.num_kv_heads, CONFIG.head_dim)
-        cache.update(layer, block, block, block)
+        cache.update(layer, BlockKV(block, block, block))
         assert {layer, min(layer + 1, 4)} <= seen[-1]
     queued.clear()
     cache.advance([2])
@@ -216,7 +217,7 @@ def test_only_what_is_missing_travels():
     cache = offloaded(0, batch_size=1)
     block = torch.randn(1, 40, CONFIG.num_kv_heads, CONFIG.head_dim)
     for layer in range(5):
-        cache.update(layer, block, block, block)
+        cache.update(layer, BlockKV(block, block, block))
     copied = []
 
     class Sizes(TorchDispatchMode):
@@ -238,7 +239,7 @@ def test_of_a_row_that_is_read_layer_by_layer_only_its_own_tokens_travel():
     cache = offloaded(0)
     block = torch.randn(3, 40, CONFIG.num_kv_heads, CONFIG.head_dim)
     for layer in range(5):
-        cache.update(layer, block, block, block)
+        cache.update(layer, BlockKV(block, block, block))
     cache.advance([40, 40, 40])
     fetched = []
     copy_heads = offloaded_module.copy_heads
@@ -294,7 +295,7 @@ def test_the_ring_holds_the_latest_tokens_of_blocks_of_any_size():
         for layer in range(5):
             k, v = (torch.randn(2, size, CONFIG.num_kv_heads, CONFIG.head_dim, generator=generator) for _ in range(2))
             for full in (cache, exact):
-                full.update(layer, k, k, v)
+                full.update(layer, BlockKV(k, k, v))
         keep = [int(torch.randint(1, size + 1, (1,), generator=generator)) for _ in range(2)]
         for full in (cache, exact):
             full.advance([size, size])
@@ -312,7 +313,7 @@ def test_what_another_cache_holds_is_copied_to_the_bit_and_goes_on(on_chip):
 
     for layer in range(5):
         k, v = block(280), block(280)
-        read.update(layer, k, k, v)
+        read.update(layer, BlockKV(k, k, v))
     read.advance([280, 131])
     for ours in (exact, cache):
         ours.copy_from(read)
@@ -320,7 +321,7 @@ def test_what_another_cache_holds_is_copied_to_the_bit_and_goes_on(on_chip):
         assert_same(cache, exact)
         for layer in range(5):
             k, v = block(size), block(size)
-            got, wanted = cache.update(layer, k, k, v), exact.update(layer, k, k, v)
+            got, wanted = cache.update(layer, BlockKV(k, k, v)), exact.update(layer, BlockKV(k, k, v))
             for a, z in zip(got, wanted, strict=True):
                 for b, length in enumerate(exact.lengths):
                     assert torch.equal(a[b, :, : length + size], z[b, :, : length + size])
@@ -334,7 +335,7 @@ def test_more_than_it_holds_is_refused():
     cache = offloaded(0, batch_size=1, capacity=64)
     block = torch.zeros(1, 65, CONFIG.num_kv_heads, CONFIG.head_dim)
     with pytest.raises(IndexError, match="a block of 65 does not fit"):
-        cache.update(0, block, block, block)
+        cache.update(0, BlockKV(block, block, block))
 
 
 def test_host_memory_on_a_machine_without_a_gpu_is_ordinary_memory():

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from minitri.model.cache import round_up_to_stride, write_block
+from minitri.model.cache import BlockKV, round_up_to_stride, write_block
 from minitri.model.config import ModelConfig
 
 
@@ -81,17 +81,9 @@ class FullCache:
         """Bytes reserved for keys and values."""
         return 2 * self.keys.numel() * self.keys.element_size()
 
-    def update(
-        self,
-        layer: int,
-        raw_BTKD: Tensor,  # noqa: ARG002 (for caches that rotate by themselves)
-        k_BTKD: Tensor,
-        v_BTKD: Tensor,
-        slots_BT: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        self._check_room(k_BTKD.shape[1])
-        keys_BKSD, values_BKSD = self.keys[layer], self.values[layer]
-        return write_block(keys_BKSD, values_BKSD, k_BTKD, v_BTKD, self._lengths, slots_BT)
+    def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
+        self._check_room(block.keys_BTKD.shape[1])
+        return write_block(self.keys[layer], self.values[layer], block, self._lengths)
 
     def _check_room(self, T: int) -> None:
         for b, start in enumerate(self._lengths):

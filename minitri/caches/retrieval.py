@@ -7,11 +7,11 @@ the other. So the prefix has the same length from one rebuild to the next. Keys 
 absolute positions, hence the order of slots means nothing to attention.
 
 It is rebuilt when half of it has been overwritten, at a stride, or when the target rejects too
-much. A rebuild belongs to a pass of the target: it is due or not before that pass, selects among the
-tokens committed by then, and asks with the queries of the latest of them (an observation window, as
-in SnapKV), the first token of that pass included. So it costs no pass of its own: where the full
-cache is in host memory, `rebuild_layer` selects from every layer while it is on the device, and
-`commit` finds it done; else `commit` does it. Output can be of any length.
+much. A rebuild belongs to a pass of the target: it is due or not before that pass, selects among
+the tokens committed by then, and asks with the queries of the latest of them (an observation
+window, as in SnapKV), the first token of that pass included. So it costs no pass of its own: where
+the full cache is in host memory, `rebuild_layer` selects from every layer while it is on the
+device, and `commit` finds it done; else `commit` does it. Output can be of any length.
 
 While a text is no longer than the budget the cache holds all of it, and equals the full cache.
 
@@ -31,7 +31,7 @@ from torch import Tensor
 from minitri.caches.full import FullCache
 from minitri.caches.policies import Policy
 from minitri.decoding.stats import Rebuilds
-from minitri.model.cache import round_up_to_stride, write_block
+from minitri.model.cache import BlockKV, round_up_to_stride, write_block
 from minitri.settings import SpeculationConfig
 
 MEMORY = 0.9
@@ -129,16 +129,8 @@ class RetrievalCache:
 
     next_positions = num_tokens
 
-    def update(
-        self,
-        layer: int,
-        raw_BTKD: Tensor,  # noqa: ARG002 (for caches that rotate by themselves)
-        k_BTKD: Tensor,
-        v_BTKD: Tensor,
-        slots_BT: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        keys_BKSD, values_BKSD = self.keys[layer], self.values[layer]
-        return write_block(keys_BKSD, values_BKSD, k_BTKD, v_BTKD, self.lengths, slots_BT)
+    def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
+        return write_block(self.keys[layer], self.values[layer], block, self.lengths)
 
     def advance(self, counts: list[int]) -> None:
         for row, count in zip(self.rows, counts, strict=True):

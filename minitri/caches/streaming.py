@@ -18,7 +18,7 @@ import copy
 import torch
 from torch import Tensor
 
-from minitri.model.cache import write_behind
+from minitri.model.cache import BlockKV, write_behind
 from minitri.model.config import ModelConfig
 from minitri.model.rope import Rope
 from minitri.settings import SpeculationConfig
@@ -74,17 +74,10 @@ class StreamingCache:
         """Tokens of each row's text that have been read, or left out of the window."""
         return self._num_tokens
 
-    def update(
-        self,
-        layer: int,
-        raw_BTKD: Tensor,
-        k_BTKD: Tensor,
-        v_BTKD: Tensor,
-        slots_BT: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        blocks = ((self.raw_keys, raw_BTKD), (self.keys, k_BTKD), (self.values, v_BTKD))
-        for slots, block_BTKD in blocks:
-            write_behind(slots[layer], block_BTKD, self._lengths, slots_BT)
+    def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
+        slots = (self.raw_keys, self.keys, self.values)
+        for slots_LBKSD, new_BTKD in zip(slots, block[:3], strict=True):
+            write_behind(slots_LBKSD[layer], new_BTKD, self._lengths, block.slots_BT)
         return self.keys[layer], self.values[layer]
 
     def advance(self, counts: list[int]) -> None:

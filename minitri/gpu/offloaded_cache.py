@@ -32,7 +32,7 @@ from torch import Tensor
 
 from minitri.caches.full import FullCache
 from minitri.gpu.streams import CudaStreams, NoStreams, Streams
-from minitri.model.cache import round_up_to_stride, write_block
+from minitri.model.cache import BlockKV, round_up_to_stride, write_block
 from minitri.model.config import ModelConfig
 
 log = logging.getLogger("minitri")
@@ -129,38 +129,28 @@ class OffloadedFullCache(FullCache):
         """Bytes of keys and values on the device and in host memory, less the staging buffers."""
         return 2 * (self.keys.numel() + self.host_keys.numel()) * self.keys.element_size()
 
-    def update(
-        self,
-        layer: int,
-        raw_BTKD: Tensor,
-        k_BTKD: Tensor,
-        v_BTKD: Tensor,
-        slots_BT: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
         """See `model.cache.Cache`."""
         self._staging.release()
-        if layer < self.on_chip:
-            on_device = super().update(layer, raw_BTKD, k_BTKD, v_BTKD, slots_BT)
-        else:
-            on_device = self._update_hosted(layer, k_BTKD, v_BTKD, slots_BT)
+        is_here = layer < self.on_chip
+        on_device = super().update(layer, block) if is_here else self._update_hosted(layer, block)
         if self.on_layer_staged is not None:
             self.on_layer_staged(layer, *on_device)
         return on_device
 
-    def _update_hosted(
-        self, layer: int, k_BTKD: Tensor, v_BTKD: Tensor, slots_BT: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _update_hosted(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
         """Stages a layer from host memory, writes the block, and queues its way back."""
-        self._check_room(k_BTKD.shape[1])
+        T = block.keys_BTKD.shape[1]
+        self._check_room(T)
         buffer, hosted, rows = self._stage(layer), layer - self.on_chip, self._rows
         keys_BKSD, values_BKSD = buffer.keys[rows], buffer.values[rows]
-        write_block(keys_BKSD, values_BKSD, k_BTKD, v_BTKD, self._lengths, slots_BT)
-        self._write_ring(hosted, k_BTKD, v_BTKD)
+        write_block(keys_BKSD, values_BKSD, block, self._lengths)
+        self._write_ring(hosted, block.keys_BTKD, block.values_BTKD)
         buffer.written.record()
         with self._staging.streams.copying():
             buffer.written.wait()
             for b, start in self._row_lengths():
-                new = slice(start, start + k_BTKD.shape[1])
+                new = slice(start, start + T)
                 copy_heads(self.host_keys[hosted, b, :, new], buffer.keys[b, :, new])
                 copy_heads(self.host_values[hosted, b, :, new], buffer.values[b, :, new])
             self._staging.stored.record()

@@ -10,7 +10,7 @@ Legend: B rows, T tokens of a block, K KV heads, S slots, D head dim.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -21,6 +21,18 @@ STRIDE = 64
 def round_up_to_stride(num_slots: int) -> int:
     """The next multiple of STRIDE."""
     return -(-num_slots // STRIDE) * STRIDE
+
+
+class BlockKV(NamedTuple):
+    """K and V of a block in one layer, as the layer hands them to the cache."""
+
+    raw_keys_BTKD: Tensor
+    """As projected."""
+    keys_BTKD: Tensor
+    """Rotated to the cache's `next_positions` and further."""
+    values_BTKD: Tensor
+    slots_BT: Tensor | None = None
+    """On the device, where the block belongs; None: the cache goes by `lengths`."""
 
 
 class Cache(Protocol):
@@ -41,14 +53,8 @@ class Cache(Protocol):
         """Position of the next token of each row, for its rotary embedding."""
         ...
 
-    def update(
-        self, layer: int, raw_BTKD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, slots_BT: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Writes the block behind every row's prefix; returns K and V (B, K, S, D) to attend to.
-
-        Keys come twice: as projected, and rotated to `next_positions` and further. `slots_BT` says
-        on the device where the block belongs; None: the cache goes by `lengths`.
-        """
+    def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
+        """Writes the block behind every row's prefix; returns K and V (B, K, S, D) to attend to."""
         ...
 
     def advance(self, counts: list[int]) -> None:
@@ -65,16 +71,11 @@ class Cache(Protocol):
 
 
 def write_block(
-    keys_BKSD: Tensor,
-    values_BKSD: Tensor,
-    k_BTKD: Tensor,
-    v_BTKD: Tensor,
-    starts: list[int],
-    slots_BT: Tensor | None,
+    keys_BKSD: Tensor, values_BKSD: Tensor, block: BlockKV, starts: list[int]
 ) -> tuple[Tensor, Tensor]:
     """Writes a block's K and V into those of one layer, and returns the latter."""
-    write_behind(keys_BKSD, k_BTKD, starts, slots_BT)
-    write_behind(values_BKSD, v_BTKD, starts, slots_BT)
+    write_behind(keys_BKSD, block.keys_BTKD, starts, block.slots_BT)
+    write_behind(values_BKSD, block.values_BTKD, starts, block.slots_BT)
     return keys_BKSD, values_BKSD
 
 

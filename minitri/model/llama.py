@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitri.model.attention import Attend, attend_math
-from minitri.model.cache import Cache
+from minitri.model.cache import BlockKV, Cache
 from minitri.model.config import ModelConfig
 from minitri.model.linear import Linear, TiedHead, TrimmedHead
 from minitri.model.rope import Rope, Rotary
@@ -175,10 +175,11 @@ class Attention(nn.Module):
         if shared.queries_LBTHD is not None:
             latest_BTHD = q_BTHD[:, -shared.queries_LBTHD.shape[2] :]
             shared.queries_LBTHD[layer, :, : latest_BTHD.shape[1]] = latest_BTHD
-        cache = shared.cache
-        keys_BKSD, values_BKSD = cache.update(layer, raw_BTKD, k_BTKD, v_BTKD, shared.slots_BT)
+        block = BlockKV(raw_BTKD, k_BTKD, v_BTKD, shared.slots_BT)
+        keys_BKSD, values_BKSD = shared.cache.update(layer, block)
+        lengths = shared.cache.lengths
         out_BTHD = shared.attend(
-            q_BTHD, keys_BKSD, values_BKSD, cache.lengths, shared.rule_TT, shared.lengths_B
+            q_BTHD, keys_BKSD, values_BKSD, lengths, shared.rule_TT, shared.lengths_B
         )
         return self.o_proj(out_BTHD.flatten(2))
 

@@ -8,8 +8,9 @@ import torch
 import minitri
 from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.caches.full import FullCache
-from minitri.gpu.offloaded_cache import OffloadedFullCache
 from minitri.errors import InputError
+from minitri.gpu.offloaded_cache import OffloadedFullCache
+from minitri.model.cache import BlockKV
 from tests.conftest import tiny_config, write_hf_folder
 
 PROMPTS = [[5, 6, 7], list(range(10, 200)), [9]]
@@ -54,7 +55,7 @@ def test_offload_holds_the_bits_of_the_full_cache():
             k, v = (torch.randn(2, size, 8, 64, generator=generator, **settings) for _ in range(2))
             starts_B1 = torch.tensor(whole.lengths, device="cuda").unsqueeze(1)
             slots_BT = starts_B1 + torch.arange(size, device="cuda") if size < 10 else None
-            got, exact = (cache.update(layer, k, k, v, slots_BT) for cache in (ours, whole))
+            got, exact = (cache.update(layer, BlockKV(k, k, v, slots_BT)) for cache in (ours, whole))
             for a, z in zip(got, exact, strict=True):
                 for b, length in enumerate(whole.lengths):
                     assert torch.equal(a[b, :, : length + size], z[b, :, : length + size]), (size, layer)
