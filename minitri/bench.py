@@ -69,13 +69,6 @@ def build_parser() -> OneLineParser:
         "given several times",
     )  # fmt: skip
     group = parser.add_argument_group("--compare: every method, in turns, on the same prompts")
-    for flags, name, kind, default, text in (
-        (parser, "prompt-tokens", positive, DEMO_PROMPT_TOKENS, f"of the prompt {shown}"),
-        (parser, "new-tokens", at_least_four, 64, f"to decode {shown}"),
-        (parser, "repeats", positive, 3, f"runs to measure {shown}"),
-        (group, "seeds", positive, 2, f"runs per prompt {shown}"),
-    ):
-        flags.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=text)
     for flags, name, text in (
         (parser, "profile", "say where the time of a decoding step goes"),
         (parser, "quiet", "no progress or log on standard error"),
@@ -84,13 +77,20 @@ def build_parser() -> OneLineParser:
         (group, "coupled", "let all methods write the same text, so that none has better luck"),
     ):
         flags.add_argument(f"--{name}", action="store_true", help=text)
+    for flags, name, kind, default, text in (
+        (parser, "prompt-tokens", positive, DEMO_PROMPT_TOKENS, f"of the prompt {shown}"),
+        (parser, "new-tokens", at_least_four, 64, f"to decode {shown}"),
+        (parser, "repeats", positive, 3, f"runs to measure {shown}"),
+        (group, "seeds", positive, 2, f"runs per prompt {shown}"),
+    ):
+        flags.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=text)
     group.add_argument(
         "--method", action="append", choices=METHODS,
         help="may be given several times (default: all of them)",
     )  # fmt: skip
     group.add_argument(
         "--sweep-tokens", type=positive, action="append", metavar="N",
-        help="length of the prompts in place of --prompt-tokens; several make a sweep",
+        help="in place of --prompt-tokens; may be given several times, for a comparison at each",
     )  # fmt: skip
     group.add_argument(
         "--plot", metavar="FILE", help="draw the speedups, or a sweep's ms/token, as a PNG"

@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,7 +89,7 @@ class Continuation:
         self.model, self.num_prompt, self.tokens = model, len(prompt), list(prompt)
         self.sampling = arguments.taken(SamplingParams, args)
         self.speculation = speculations[0]
-        self.options = {"dtype": model.dtype, "device": model.device}
+        self.options: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
         capacity = len(prompt) + num_new + self.speculation.max_block
         self.full = FullCache.allocate(config, 1, capacity, **self.options)
         self.caches = [

@@ -327,7 +327,8 @@ def acceptance(draft: Llama, windows: Windows) -> dict[str, float]:
 def make_optimizers(draft: Llama, learning_rate: float) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices where this PyTorch has it, AdamW for the rest."""
     matrices = [w for layer in draft.layers for w in layer.parameters() if w.ndim == 2]
-    chosen, options = {id(w) for w in matrices}, {"lr": learning_rate, "weight_decay": 0.0}
+    options: dict[str, Any] = {"lr": learning_rate, "weight_decay": 0.0}
+    chosen = {id(w) for w in matrices}
     rest = [w for w in draft.parameters() if id(w) not in chosen]
     if not hasattr(torch.optim, "Muon"):
         return [torch.optim.AdamW([*matrices, *rest], betas=(0.9, 0.95), **options)]

@@ -62,13 +62,11 @@ def build_parser() -> arguments.OneLineParser:
         parser.add_argument(
             f"--{name}", type=kind, action="append", metavar=metavar, help=f"may be given {text}"
         )
-    for name, kind, default, text in (
-        ("new-tokens", arguments.positive, 24, "at most"),
-        ("seed", int, 0, "of the numbers"),
+    for name, count, default, text in (
+        ("new-tokens", arguments.positive, 24, f"at most {shown}"),
+        ("seed", int, 0, f"of the numbers {shown}"),
     ):
-        parser.add_argument(
-            f"--{name}", type=kind, default=default, metavar="N", help=f"{text} {shown}"
-        )
+        parser.add_argument(f"--{name}", type=count, default=default, metavar="N", help=text)
     parser.add_argument(
         "--policy", action="append", choices=(*POLICIES, "all"),
         help="may be given several times (default: all)",

@@ -8,6 +8,7 @@ them, and they are imported only when they are asked for.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import queue
@@ -114,8 +115,8 @@ def prompt_lookup_peer(model: Any) -> StartPeer:
 
     def run(prompt: list[int], num_new: int) -> Iterator[int]:
         valve = Valve()
-        work = {"target": generate, "args": (prompt, num_new, valve)}
-        threading.Thread(**work, name="prompt lookup", daemon=True).start()
+        work = functools.partial(generate, prompt, num_new, valve)
+        threading.Thread(target=work, name="prompt lookup", daemon=True).start()
         try:
             valve.take()  # the prompt
             while True:

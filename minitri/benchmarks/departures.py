@@ -9,6 +9,7 @@ of the two runs), divided by the temperature where tokens are sampled.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,7 +110,7 @@ def explain(
 @torch.inference_mode()
 def last_logits(model: Llama, sequence: list[int], width: int) -> Tensor:
     """Logits (V,) behind a sequence, of which the last `width` tokens are read at once."""
-    options = {"dtype": model.dtype, "device": model.device}
+    options: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
     cache = FullCache.allocate(model.config, 1, len(sequence), **options)
     start = len(sequence) - width
     for _ in prefill(model, sequence[: start + 1], cache, 0, chunk=READ_AT_ONCE):

@@ -29,8 +29,9 @@ DEMO_PROMPT_TOKENS = 4000
 """Length of the built-in prompt where no other is asked for: read in seconds on a laptop."""
 WINDOW = ("num_sink_tokens", "num_recent_tokens")
 """Settings of the drafter's cache."""
-RETRIEVAL = ("gamma2", "budget", "chunk_size", "observation_window", "rebuild_stride")
-RETRIEVAL += ("rebuild_threshold",)
+RETRIEVAL = (
+    "gamma2", "budget", "chunk_size", "observation_window", "rebuild_stride", "rebuild_threshold",
+)  # fmt: skip
 """Settings of the retrieval level."""
 
 
@@ -95,14 +96,15 @@ def add_fields(flags: Flags, settings: type[Settings], *names: str) -> None:
         flags.add_argument(f"--{name.replace('_', '-')}", **options)
 
 
-def field_help(settings: type[Settings], name: str) -> str:
+def field_help(settings: Any, name: str) -> str:
     """The text below a field, with its default, as argparse likes it."""
     text, _, default = field_texts(settings).get(name, "").partition(" Default: ")
     value = getattr(settings(), name)
+    text, default = (part.rstrip(".").replace("%", "%%") for part in (text, default))
     if not default and isinstance(value, int | float | str) and not isinstance(value, bool):
-        default = f"{value:g}" if isinstance(value, float) else str(value)
-    text = (text[:1].lower() + text[1:]).rstrip(".").replace("%", "%%")
-    return f"{text} (default: {default.rstrip('.')})" if default else text
+        default = "%(default)g" if isinstance(value, float) else "%(default)s"
+    text = text[:1].lower() + text[1:]
+    return f"{text} (default: {default})" if default else text
 
 
 @functools.cache
@@ -168,8 +170,9 @@ def add_model_flags(flags: Flags) -> None:
         ("rope-scaling", None, "KIND:FACTOR", None,
          "stretch the context, e.g. yarn:4 makes 8K 32K (default: as trained)"),
     ):  # fmt: skip
-        options = {"default": default, "metavar": metavar, "choices": choices, "help": text}
-        flags.add_argument(f"--{name}", **options)
+        flags.add_argument(
+            f"--{name}", default=default, metavar=metavar, choices=choices, help=text
+        )
 
 
 def add_prompt_flags(
