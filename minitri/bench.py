@@ -27,21 +27,7 @@ with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
     from minitri.benchmarks.floor import run_plain
     from minitri.benchmarks.plots import draw_contexts, draw_speedups, plotter
     from minitri.benchmarks.synthetic import add_synthetic_flags, run_synthetic
-    from minitri.cli.arguments import (
-        DEMO_PROMPT_TOKENS,
-        OneLineParser,
-        add_draft_flag,
-        add_gpu_flags,
-        add_model_flags,
-        add_sampling_flags,
-        add_size_flags,
-        draft_of,
-        generation_of,
-        model_of,
-        positive,
-        speculation_of,
-        taken,
-    )
+    from minitri.cli import arguments
     from minitri.cli.prompts import encode_prompt, read_prompt
     from minitri.engine import Engine, load
     from minitri.errors import InputError
@@ -50,10 +36,10 @@ with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
     from minitri.settings import METHODS, SamplingParams
 
 
-def build_parser() -> OneLineParser:
+def build_parser() -> arguments.OneLineParser:
     """The flags of the benchmark."""
-    start, shown = "  python -m minitri.bench", "(default: %(default)s)"
-    parser = OneLineParser(
+    start, shown, count = "  python -m minitri.bench", "(default: %(default)s)", arguments.positive
+    parser = arguments.OneLineParser(
         prog="python -m minitri.bench",
         description="Measures prefill and decoding speed against the floor that memory bandwidth "
         "sets, or, with\n--compare, the methods against one another.",
@@ -62,7 +48,7 @@ def build_parser() -> OneLineParser:
 {start} --compare --prompt-file a.txt --prompt-file b.txt --temperature 0.6 --top-p 0.9
 {start} --compare --sweep-tokens 2000 --sweep-tokens 8000 --plot speed.png""",
     )
-    add_model_flags(parser)
+    arguments.add_model_flags(parser)
     parser.add_argument(
         "--prompt-file", action="append", metavar="FILE",
         help="UTF-8 text; - is standard input (default: Python's help); with --compare it may be "
@@ -78,10 +64,10 @@ def build_parser() -> OneLineParser:
     ):
         flags.add_argument(f"--{name}", action="store_true", help=text)
     for flags, name, kind, default, text in (
-        (parser, "prompt-tokens", positive, DEMO_PROMPT_TOKENS, f"of the prompt {shown}"),
+        (parser, "prompt-tokens", count, arguments.DEMO_PROMPT_TOKENS, f"of the prompt {shown}"),
         (parser, "new-tokens", at_least_four, 64, f"to decode {shown}"),
-        (parser, "repeats", positive, 3, f"runs to measure {shown}"),
-        (group, "seeds", positive, 2, f"runs per prompt {shown}"),
+        (parser, "repeats", count, 3, f"runs to measure {shown}"),
+        (group, "seeds", count, 2, f"runs per prompt {shown}"),
     ):
         flags.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=text)
     group.add_argument(
@@ -89,23 +75,23 @@ def build_parser() -> OneLineParser:
         help="may be given several times (default: all of them)",
     )  # fmt: skip
     group.add_argument(
-        "--sweep-tokens", type=positive, action="append", metavar="N",
+        "--sweep-tokens", type=count, action="append", metavar="N",
         help="in place of --prompt-tokens; may be given several times, for a comparison at each",
     )  # fmt: skip
     group.add_argument(
         "--plot", metavar="FILE", help="draw the speedups, or a sweep's ms/token, as a PNG"
     )
-    add_draft_flag(group)
-    add_size_flags(group)
-    add_sampling_flags(parser)
+    arguments.add_draft_flag(group)
+    arguments.add_size_flags(group)
+    arguments.add_sampling_flags(parser)
     add_synthetic_flags(parser)
-    add_gpu_flags(parser)
+    arguments.add_gpu_flags(parser)
     return parser
 
 
 def at_least_four(text: str) -> int:
     """A number of new tokens that leaves some to measure after the first and the warm-up."""
-    if positive(text) < 4:
+    if arguments.positive(text) < 4:
         raise argparse.ArgumentTypeError(
             f"{text} new tokens are too few to measure; ask for at least 4"
         )
@@ -133,10 +119,11 @@ def run_compare(args: argparse.Namespace) -> int:
     args.method, draw = "auto", draw_contexts if args.sweep_tokens else draw_speedups
     plot = plotter(Path(args.plot), draw) if args.plot else None
     texts = [read_prompt(file) for file in args.prompt_file or [None]]
-    settings = dataclasses.replace(speculation_of(args), timed=True)
-    generation, sampling = generation_of(args, args.new_tokens), taken(SamplingParams, args)
+    settings = dataclasses.replace(arguments.speculation_of(args), timed=True)
+    sampling = arguments.taken(SamplingParams, args)
+    generation = arguments.generation_of(args, args.new_tokens)
     check_on_chip(generation)
-    engine = load(**model_of(args), draft=draft_of(args))
+    engine = load(**arguments.model_of(args), draft=arguments.draft_of(args))
     peers = find_peers(locate(args.model).path, engine) if args.peers else None
     results = {}
     for length in args.sweep_tokens or [args.prompt_tokens]:

@@ -24,18 +24,7 @@ with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
 
     from minitri.benchmarks.compare import num_same
     from minitri.benchmarks.departures import Mode, explain, modes
-    from minitri.cli.arguments import (
-        OneLineParser,
-        add_draft_flag,
-        add_gpu_flags,
-        add_model_flags,
-        add_prompt_flags,
-        add_size_flags,
-        draft_of,
-        generation_of,
-        model_of,
-        speculation_of,
-    )
+    from minitri.cli import arguments
     from minitri.cli.prompts import encode_prompt, read_prompt
     from minitri.cli.terminal import finish
     from minitri.engine import Engine, load
@@ -46,10 +35,10 @@ with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
 log = logging.getLogger("minitri")
 
 
-def build_parser() -> OneLineParser:
+def build_parser() -> arguments.OneLineParser:
     """The flags of the self-test."""
     start, shown = "  python -m minitri.selftest --model", "(default: %(default)s)"
-    parser = OneLineParser(
+    parser = arguments.OneLineParser(
         prog="python -m minitri.selftest",
         description="Compares every speculative method with autoregressive decoding, token by "
         "token, on your weights.",
@@ -57,8 +46,8 @@ def build_parser() -> OneLineParser:
 {start} smollm2-135m --dtype float32
 {start} llama2-7b-128k --method triforce --max-prompt-tokens 32000""",
     )
-    add_model_flags(parser)
-    add_prompt_flags(parser, max_prompt_tokens=2000)
+    arguments.add_model_flags(parser)
+    arguments.add_prompt_flags(parser, max_prompt_tokens=2000)
     parser.add_argument(
         "--method", action="append", choices=("auto", *METHODS[2:]),
         help="method to compare; may be given several times (default: naive, retrieval, triforce)",
@@ -68,9 +57,9 @@ def build_parser() -> OneLineParser:
         help=f"of the seed-coupled runs {shown}",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, metavar="N", default=7, help=f"of those runs {shown}")
-    add_draft_flag(parser)
-    add_gpu_flags(parser)
-    add_size_flags(parser.add_argument_group("speculation"))
+    arguments.add_draft_flag(parser)
+    arguments.add_gpu_flags(parser)
+    arguments.add_size_flags(parser.add_argument_group("speculation"))
     parser.add_argument("--quiet", action="store_true", help="no progress or log on standard error")
     parser.set_defaults(max_new_tokens=128)
     return parser
@@ -120,7 +109,7 @@ class SelfTest:
         num_new, quiet = self._args.max_new_tokens, self._args.quiet
         what = mode.name, speculation.method, num_new, len(self.prompt)
         log.info("%s, %s: %d tokens behind %d ...", *what)
-        generation = generation_of(self._args, num_new)
+        generation = arguments.generation_of(self._args, num_new)
         run = self.engine.generate(
             self.prompt, sampling=mode.sampling, generation=generation, speculation=speculation,
             seed=self._args.seed,
@@ -136,7 +125,7 @@ class SelfTest:
             return self.engine.model
         if self._exact is None:
             log.info("a difference: loading the model in float32 to look at it ...")
-            flags = model_of(self._args) | {"dtype": "float32", "attention": "auto"}
+            flags = arguments.model_of(self._args) | {"dtype": "float32", "attention": "auto"}
             flags |= {"device": str(self.engine.model.device), "progress": False}
             self._exact = load(**flags, draft="ngram").model
         return self._exact
@@ -150,10 +139,11 @@ def run_command(args: argparse.Namespace) -> int:
     """Does what the flags say; returns the exit code."""
     methods = list(dict.fromkeys(args.method or METHODS[2:]))
     args.method = "triforce" if {"auto", "naive", "triforce"} & set(methods) else methods[0]
-    speculation, draft, both = speculation_of(args), draft_of(args), modes(args.temperature)
-    generation_of(args, args.max_new_tokens)  # raises what is wrong before anything is loaded
+    speculation, draft = arguments.speculation_of(args), arguments.draft_of(args)
+    both = modes(args.temperature)
+    arguments.generation_of(args, args.max_new_tokens)  # bad values fail before anything is loaded
     text = read_prompt(args.prompt_file, args.prompt)
-    engine = load(**model_of(args), draft=draft)
+    engine = load(**arguments.model_of(args), draft=draft)
     test = SelfTest(engine, encode_prompt(engine, text, args.max_prompt_tokens), args)
     results = []
     for mode in both:

@@ -11,7 +11,6 @@ from minitri import bench, generate
 from minitri.benchmarks.synthetic import (
     Setup,
     SyntheticSource,
-    bytes_per_pass,
     covered,
     decode,
     fill,
@@ -19,6 +18,7 @@ from minitri.benchmarks.synthetic import (
     random_model,
     sweep_contexts,
 )  # fmt: skip
+from minitri.roofline import kv_bytes_per_token, weights_per_pass
 from minitri.settings import GenerationConfig, SpeculationConfig
 from minitri.decoding.verification import Proposal
 from tests.conftest import CPU, new_cache, tiny_config
@@ -73,7 +73,7 @@ def test_time_at_work_counts_what_overlaps_once():
 
 
 def test_bytes_are_weights_and_kv():
-    weights, slot = bytes_per_pass(CONFIG, torch.float32)
+    weights, slot = weights_per_pass(CONFIG) * 4, kv_bytes_per_token(CONFIG, 4)
     model = random_model(CONFIG, Setup(CONFIG, None, TRIFORCE, GenerationConfig(), (1.0, 1.0), torch.float32, CPU))
     untied = CONFIG.vocab_size * CONFIG.hidden_size * 4
     assert weights == model.num_bytes - untied

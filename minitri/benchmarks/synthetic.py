@@ -54,9 +54,8 @@ BLOCK = 1 << 22
 
 def add_synthetic_flags(parser: argparse.ArgumentParser) -> None:
     """What is made up."""
-    group = parser.add_argument_group(
-        "--load dummy: made-up weights and verdicts, for the speed of a shape"
-    )
+    title = "--load dummy: made-up weights and verdicts, for the speed of a shape"
+    group = parser.add_argument_group(title)
     rates, shown = (0.46, 0.92), "(default: %(default)s)"
     group.add_argument("--load", choices=("real", "dummy"), default="real", help=shown)
     for name, metavar, options, text in (
@@ -138,7 +137,8 @@ def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
     target = random_model(config, setup)
     draft = random_model(setup.draft, setup) if setup.draft else None
     memory, link = (copy_bandwidth(device, from_host=from_host) for from_host in (False, True))
-    weights, slot = bytes_per_pass(config, setup.dtype)
+    itemsize = setup.dtype.itemsize
+    weights, slot = weights_per_pass(config) * itemsize, kv_bytes_per_token(config, itemsize)
     rows = []
     for context in contexts:
         with running(target):
@@ -161,12 +161,6 @@ def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
         "attention": attention_name(target.attend), "copy_bytes_per_second": memory,
         "host_copy_bytes_per_second": link, "rows": rows,
     }  # fmt: skip
-
-
-def bytes_per_pass(config: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of weights that a pass reads, and of K and V per cached token."""
-    weights = weights_per_pass(config) * dtype.itemsize
-    return weights, kv_bytes_per_token(config, dtype.itemsize)
 
 
 class SyntheticSource:
