@@ -36,9 +36,12 @@ def books(tmp_path_factory, long_text):
     return folder
 
 
-def distill(target, books, out, *flags: str) -> None:
-    tool("distill_draft").main(["--model", str(target), "--text", str(books / "train.txt"), "--held-out",
-                                str(books / "held-out.txt"), "--out", str(out), *FLAGS, *flags])  # fmt: skip
+def distill(target, books, out, *flags: str, text: str = "train.txt") -> None:
+    """What `main` does inside its handling of errors."""
+    program = tool("distill_draft")
+    files = ("--text", str(books / text), "--held-out", str(books / "held-out.txt"))
+    argv = ["--model", str(target), *files, "--out", str(out), *FLAGS, *flags]
+    program.make_drafter(program.build_parser().parse_args(argv))
 
 
 @pytest.fixture(scope="module")
@@ -172,8 +175,7 @@ def test_bad_input_to_distillation_is_one_line(target, books, tmp_path):
         with pytest.raises(InputError, match=message):
             distill(target, books, tmp_path / "out", *flags)
     with pytest.raises(InputError, match="the longest text has .* tokens; training needs at least 1024"):
-        tool("distill_draft").main(["--model", str(target), "--text", str(short), "--held-out",
-                                    str(books / "held-out.txt"), "--out", str(tmp_path / "out"), *FLAGS])  # fmt: skip
+        distill(target, books, tmp_path / "out", text=short.name)
 
 
 def test_labels_made_with_other_settings_are_not_mixed(target, books, tmp_path):

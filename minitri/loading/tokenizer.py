@@ -49,10 +49,7 @@ class Backend(Protocol):
 
 
 class SentencePieceBackend:
-    """A `tokenizer.model` with Llama-2's conventions: byte fallback, a space before the text.
-
-    It always encodes the whole text, for it has no place where a cut is safe.
-    """
+    """A `tokenizer.model` with Llama-2's conventions: byte fallback, a space before the text."""
 
     def __init__(self, model: bytes) -> None:
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -70,10 +67,7 @@ class SentencePieceBackend:
 
 
 class TokenizersBackend:
-    """A pipeline of the `tokenizers` package, which knows control tokens written out in a text.
-
-    It always encodes the whole text, for its normalizer may do anything.
-    """
+    """A pipeline of the `tokenizers` package, which knows control tokens written out in a text."""
 
     def __init__(self, pipeline: tokenizers.Tokenizer) -> None:
         self._pipeline = pipeline
@@ -90,7 +84,7 @@ class TokenizersBackend:
 
 
 class GgufBackend(TokenizersBackend):
-    """A byte-level BPE built here, which reads little more of a long text than it is asked for.
+    """A byte-level BPE built here. For the first tokens of a long text it reads little of the rest.
 
     Text may be cut between a letter and a space: no pattern of words here goes on from a letter to
     a space or looks ahead from a letter, so words and tokens before the cut are those of the whole
@@ -125,7 +119,7 @@ class Tokenizer:
         self.num_tokens = backend.num_tokens
 
     def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
-        """Token ids of a prompt, BOS included; the first `max_tokens` of them, if given.
+        """Ids of a prompt, with BOS if the model wants it; at most `max_tokens` of them.
 
         Raises `InputError` for lone surrogates.
         """
@@ -217,29 +211,25 @@ def _from_folder(folder: Path) -> tuple[Backend, bool]:
     """The backend, and whether prompts start with BOS."""
     file = folder / "tokenizer_config.json"
     settings = read_json(file) if file.exists() else {}
-    for name, read in (("tokenizer.json", _read_pipeline), ("tokenizer.model", _read_pieces)):
-        file = folder / name
-        if file.exists():
-            try:
-                backend, adds_bos = read(file)
-            except Exception as error:  # the packages raise nothing more specific
-                raise InputError(
-                    f"{file} is damaged ({shorten(error)}); download it again"
-                ) from None
-            return backend, bool(settings.get("add_bos_token", adds_bos))
-    raise InputError(f"{folder} has no tokenizer; expected tokenizer.json or tokenizer.model")
-
-
-def _read_pipeline(file: Path) -> tuple[Backend, bool]:
-    pipeline = tokenizers.Tokenizer.from_file(str(file))
-    pipeline.no_truncation()
-    pipeline.no_padding()
-    adds_bos = bool(pipeline.encode("", add_special_tokens=True).ids)
-    return TokenizersBackend(pipeline), adds_bos
-
-
-def _read_pieces(file: Path) -> tuple[Backend, bool]:
-    return SentencePieceBackend(file.read_bytes()), True
+    backend: Backend
+    try:
+        if (file := folder / "tokenizer.json").exists():
+            pipeline = tokenizers.Tokenizer.from_file(str(file))
+            pipeline.no_truncation()
+            pipeline.no_padding()
+            adds_bos = bool(pipeline.encode("", add_special_tokens=True).ids)
+            backend = TokenizersBackend(pipeline)
+        elif (file := folder / "tokenizer.model").exists():
+            backend, adds_bos = SentencePieceBackend(file.read_bytes()), True
+        else:
+            raise InputError(
+                f"{folder} has no tokenizer; expected tokenizer.json or tokenizer.model"
+            )
+    except InputError:
+        raise
+    except Exception as error:  # the packages raise nothing more specific
+        raise InputError(f"{file} is damaged ({shorten(error)}); download it again") from None
+    return backend, bool(settings.get("add_bos_token", adds_bos))
 
 
 def _from_gguf(file: GgufFile) -> tuple[Backend, bool]:
