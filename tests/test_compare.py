@@ -1,4 +1,5 @@
-"""`bench --compare`: every method behind the same prompts, in turns, with figures that fit together."""
+"""`bench --compare`: every method behind the same prompts, in turns, with figures that fit
+together."""
 
 from __future__ import annotations
 
@@ -10,16 +11,24 @@ import pytest
 import torch
 
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig, bench, load, session
-from minitri.gpu.offloaded_cache import RING
-from minitri.benchmarks.compare import Method, Score, num_same, read_prompt_once, summarise, take_turns
 from minitri.benchmarks.baselines import prompt_lookup_peer, transformers_model, transformers_peer
+from minitri.benchmarks.compare import (
+    Method,
+    Score,
+    num_same,
+    read_prompt_once,
+    summarise,
+    take_turns,
+)
+from minitri.gpu.offloaded_cache import RING
 from minitri.session import Batch
 from minitri.settings import METHODS
 from tests.cascades import random_prompt, tiny_engine
 from tests.test_offloaded_cache import offloaded
 from tests.test_tools import texts  # noqa: F401 (a fixture)
 
-FLAGS = ("--compare", "--dtype", "float32", "--device", "cpu", "--prompt-tokens", "150", "--new-tokens", "24",
+FLAGS = ("--compare", "--dtype", "float32", "--device", "cpu", "--prompt-tokens", "150",
+    "--new-tokens", "24",
          "--quiet", "--budget", "64", "--num-recent-tokens", "40")  # fmt: skip
 
 
@@ -34,7 +43,9 @@ def run(capsys, *flags: str) -> tuple[list[str], dict]:
 def test_all_methods_take_turns_on_several_prompts_and_seeds(folder, texts, capsys, tmp_path):  # noqa: F811
     plot = tmp_path / "speedups.png"
     files = [flag for file in texts for flag in ("--prompt-file", file)]
-    table, result = run(capsys, "--model", str(folder), *files, "--temperature", "0.8", "--plot", str(plot))
+    table, result = run(
+        capsys, "--model", str(folder), *files, "--temperature", "0.8", "--plot", str(plot)
+    )
     rows = result["contestants"]
     assert set(rows) == set(METHODS)
     assert [line.split()[0] for line in table[2:] if not line.startswith(" ")] == list(rows)
@@ -53,9 +64,13 @@ def test_all_methods_take_turns_on_several_prompts_and_seeds(folder, texts, caps
 def test_a_sweep_compares_at_every_length_and_draws_lines(folder, texts, capsys, tmp_path):  # noqa: F811
     plot = tmp_path / "sweep.png"
     with pytest.raises(SystemExit) as exit_:
-        bench.main([*FLAGS, "--model", str(folder), "--prompt-file", texts[0], "--seeds", "1", "--method", "retrieval",
-                    "--sweep-tokens", "90", "--sweep-tokens", "150", "--plot", str(plot)])  # fmt: skip
-    results = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+        bench.main([*FLAGS, "--model", str(folder), "--prompt-file", texts[0], "--seeds", "1",
+            "--method", "retrieval",
+                    "--sweep-tokens", "90", "--sweep-tokens", "150", "--plot",
+                    str(plot)])  # fmt: skip
+    results = [
+        json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")
+    ]
     assert exit_.value.code == 0
     assert [result["num_prompt_tokens"] for result in results] == [[90], [150]]
     assert all(set(result["contestants"]) == {"autoregressive", "retrieval"} for result in results)
@@ -64,7 +79,9 @@ def test_a_sweep_compares_at_every_length_and_draws_lines(folder, texts, capsys,
 
 @pytest.mark.parametrize("draw", [("--temperature", "0"), ("--temperature", "0.9", "--coupled")])
 def test_where_all_write_the_same_text_it_says_so(folder, capsys, draw):
-    table, result = run(capsys, "--model", str(folder), "--seeds", "2", "--method", "triforce", *draw)
+    table, result = run(
+        capsys, "--model", str(folder), "--seeds", "2", "--method", "triforce", *draw
+    )
     assert result["contestants"]["triforce"]["same_tokens"] == [24, 24]
     assert any("the text of autoregressive for 24, 24 of 24 tokens" in line for line in table)
 
@@ -77,7 +94,9 @@ def test_texts_are_the_same_up_to_the_first_difference():
 
 @pytest.mark.slow
 def test_peers_take_part(folder, capsys):
-    rows = run(capsys, "--model", str(folder), "--peers", "--seeds", "1", "--method", "naive")[1]["contestants"]
+    rows = run(capsys, "--model", str(folder), "--peers", "--seeds", "1", "--method", "naive")[1][
+        "contestants"
+    ]
     assert {"autoregressive", "naive", "transformers"} <= set(rows)
     assert all(row["ms_per_token"]["median"] > 0 for row in rows.values())
 
@@ -92,18 +111,22 @@ def test_taking_turns_changes_no_text():
     prompt = random_prompt(engine.config, 90)
     full, queries_LTHD, _ = read_prompt_once(engine, prompt, 16, chunk=32)
     contestants = {
-        name: Method(engine, batch_of(prompt, SpeculationConfig(name, budget=64, num_recent_tokens=40)), full,
+        name: Method(engine, batch_of(prompt, SpeculationConfig(name, budget=64,
+            num_recent_tokens=40)), full,
                      queries_LTHD) for name in METHODS
     }  # fmt: skip
     take_turns(contestants, 50, 8)
-    sequences = [method._cascade.sequences[0][: len(prompt) + 50] for method in contestants.values()]
+    sequences = [
+        method._cascade.sequences[0][: len(prompt) + 50] for method in contestants.values()
+    ]
     assert all(sequence == sequences[0] for sequence in sequences)
     assert len(sequences[0]) == len(prompt) + 50
 
 
 @torch.inference_mode()
 def test_methods_over_kv_in_host_memory_say_the_same(monkeypatch):
-    """As they would on a GPU: each method's copy of the cache that has read the prompt is an offloaded one."""
+    """As they would on a GPU: each method's copy of the cache that has read the prompt is an
+    offloaded one."""
     engine = tiny_engine()
     prompt = random_prompt(engine.config, 2 * RING)
     full, queries_LTHD, _ = read_prompt_once(engine, prompt, 16)
@@ -113,8 +136,12 @@ def test_methods_over_kv_in_host_memory_say_the_same(monkeypatch):
             with monkeypatch.context() as patching:
                 if on_chip is not None:
                     hosted = offloaded(on_chip, batch_size=1, config=engine.config)
-                    patching.setattr(session, "allocate_full_cache", lambda *settings, hosted=hosted: hosted)
-                speculation = SpeculationConfig(name, budget=64, chunk_size=4, num_recent_tokens=40, rebuild_stride=6)
+                    patching.setattr(
+                        session, "allocate_full_cache", lambda *settings, hosted=hosted: hosted
+                    )
+                speculation = SpeculationConfig(
+                    name, budget=64, chunk_size=4, num_recent_tokens=40, rebuild_stride=6
+                )
                 method = Method(engine, batch_of(prompt, speculation), full, queries_LTHD)
                 take_turns({name: method}, 50, 8)
                 said.append(method._cascade.sequences[0][: len(prompt) + 50])
@@ -123,7 +150,8 @@ def test_methods_over_kv_in_host_memory_say_the_same(monkeypatch):
 
 
 def test_speedups_are_taken_prompt_by_prompt():
-    """Of two prompts, of which one is four times as slow for everybody; the peer ran once per prompt, of two seeds."""
+    """Of two prompts, of which one is four times as slow for everybody; the peer ran once per
+    prompt, of two seeds."""
     ours = {
         "autoregressive": Score([10.0, 10.0, 40.0, 40.0], [1.0, 1.0, 4.0, 4.0]),
         "naive": Score([5.0, 4.0, 20.0, 20.0], [1.0, 1.0, 4.0, 4.0], {"target": (60, 100)}),
@@ -140,11 +168,17 @@ def test_speedups_are_taken_prompt_by_prompt():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--prompt-file", "a", "--prompt-file", "b"], "several --prompt-file need --compare; give one"),
+        (
+            ["--prompt-file", "a", "--prompt-file", "b"],
+            "several --prompt-file need --compare; give one",
+        ),
         (["--coupled"], "need --compare; add it"),
         (["--sweep-tokens", "100"], "need --compare; add it"),
         (["--compare", "--seeds", "0"], "not a whole number of at least 1"),
-        (["--compare", "--prompt-file", "no-such-file"], "cannot read the prompt from no-such-file"),
+        (
+            ["--compare", "--prompt-file", "no-such-file"],
+            "cannot read the prompt from no-such-file",
+        ),
         (["--compare", "--offload", "--model", "no-such-model"], "needs --on-chip N"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Made-up weights and verdicts: labelled as such everywhere, at the rates asked for, through the real cascade."""
+"""Made-up weights and verdicts: labelled as such everywhere, at the rates asked for, through the
+real cascade."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ from minitri.benchmarks.synthetic import (
     random_model,
     sweep_contexts,
 )  # fmt: skip
+from minitri.decoding.verification import Proposal
 from minitri.roofline import kv_bytes_per_token, weights_per_pass
 from minitri.settings import GenerationConfig, SpeculationConfig
-from minitri.decoding.verification import Proposal
 from tests.conftest import CPU, new_cache, tiny_config
 from tests.test_offloaded_cache import offloaded
 
@@ -38,7 +39,9 @@ def test_tensors_larger_than_a_block_are_filled_to_the_end():
 def test_every_slot_of_a_cache_is_filled_in_host_memory_too():
     for full in (new_cache(CONFIG), offloaded(1)):
         fill_cache(full)
-        tensors = [full.keys, full.values] + ([full.host_keys, full.host_values] if hasattr(full, "host_keys") else [])
+        tensors = [full.keys, full.values] + (
+            [full.host_keys, full.host_values] if hasattr(full, "host_keys") else []
+        )
         assert all(float(tensor.std()) == pytest.approx(1, rel=0.05) for tensor in tensors)
 
 
@@ -56,9 +59,18 @@ def test_guesses_are_accepted_at_the_rate_asked_for(rate):
 
 @pytest.mark.parametrize("method", ["autoregressive", "naive", "retrieval", "triforce"])
 def test_a_shape_decodes_by_every_method(method):
-    """With certain guesses of both levels a step makes as many tokens as a block can hold, and one more."""
+    """With certain guesses of both levels a step makes as many tokens as a block can hold, and one
+    more."""
     speculation = SpeculationConfig(method, gamma1=2, gamma2=3, budget=32, num_recent_tokens=40)
-    setup = Setup(CONFIG, CONFIG, speculation, GenerationConfig(24, ignore_eos=True), (1.0, 1.0), torch.float32, CPU)
+    setup = Setup(
+        CONFIG,
+        CONFIG,
+        speculation,
+        GenerationConfig(24, ignore_eos=True),
+        (1.0, 1.0),
+        torch.float32,
+        CPU,
+    )
     target, draft = (random_model(CONFIG, setup) for _ in range(2))
     result = decode(target, draft, 100, setup, method)
     wanted = {"autoregressive": 1, "naive": 3, "retrieval": 4, "triforce": 4}[method]
@@ -74,7 +86,9 @@ def test_time_at_work_counts_what_overlaps_once():
 
 def test_bytes_are_weights_and_kv():
     weights, slot = weights_per_pass(CONFIG) * 4, kv_bytes_per_token(CONFIG, 4)
-    model = random_model(CONFIG, Setup(CONFIG, None, TRIFORCE, GenerationConfig(), (1.0, 1.0), torch.float32, CPU))
+    model = random_model(
+        CONFIG, Setup(CONFIG, None, TRIFORCE, GenerationConfig(), (1.0, 1.0), torch.float32, CPU)
+    )
     untied = CONFIG.vocab_size * CONFIG.hidden_size * 4
     assert weights == model.num_bytes - untied
     assert 100 * slot == new_cache(CONFIG, capacity=100).num_bytes * 100 // 128
@@ -86,7 +100,11 @@ def test_a_sweep_says_synthetic_in_every_row():
     result = sweep_contexts(setup, [64, 128])
     assert result["synthetic"]
     assert [row["context"] for row in result["rows"]] == [64, 128]
-    assert all(row[method]["synthetic"] for row in result["rows"] for method in ("autoregressive", "cascade"))
+    assert all(
+        row[method]["synthetic"]
+        for row in result["rows"]
+        for method in ("autoregressive", "cascade")
+    )
 
 
 def run(capsys, *flags: str) -> tuple[int, str, str]:
@@ -100,7 +118,8 @@ def run(capsys, *flags: str) -> tuple[int, str, str]:
 def test_the_command_sweeps_contexts_and_draws_them(capsys, tmp_path):
     plot = tmp_path / "sweep.png"
     code, out, _ = run(
-        capsys, "--shape", "smollm2-135m", "--draft", "ngram", "--context", "300", "--context", "600", "--new-tokens",
+        capsys, "--shape", "smollm2-135m", "--draft", "ngram", "--context", "300", "--context",
+        "600", "--new-tokens",
         "8", "--budget", "64", "--plot", str(plot), "--synthetic-acceptance", "0.3,0.8",
     )  # fmt: skip
     assert code == 0
@@ -118,7 +137,10 @@ def test_the_command_sweeps_contexts_and_draws_them(capsys, tmp_path):
         (("--method", "auto"), "give one --method, not auto"),
         (("--method", "naive", "--method", "triforce"), "give one --method, not auto"),
         (("--synthetic-acceptance", "2,1"), "is not two rates"),
-        (("--plot", "/nowhere/x.png", "--shape", "smollm2-135m"), "is not a .png file in a folder that is there"),
+        (
+            ("--plot", "/nowhere/x.png", "--shape", "smollm2-135m"),
+            "is not a .png file in a folder that is there",
+        ),
     ],
 )
 def test_nonsense_is_refused_in_one_line(capsys, flags, message):

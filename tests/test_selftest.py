@@ -12,17 +12,19 @@ from minitri.benchmarks.departures import modes
 from minitri.decoding import random_source
 from minitri.decoding.noise import gumbel_argmax, noise_key
 from minitri.decoding.sampling import probs_from_logits
-from minitri.settings import SamplingParams
 from minitri.decoding.verification import Verdict, verify
+from minitri.settings import SamplingParams
 
 
 @pytest.fixture
 def check(folder, capsys):
-    """Runs the self-test on the tiny model; gives exit code, lines of standard output and standard error."""
+    """Runs the self-test on the tiny model; gives exit code, lines of standard output and standard
+    error."""
 
     def run(*flags: str):
         with pytest.raises(SystemExit) as ended:
-            selftest.main(["--model", str(folder), "--dtype", "float32", "--max-prompt-tokens", "120",
+            selftest.main(["--model", str(folder), "--dtype", "float32", "--max-prompt-tokens",
+                "120",
                            "--max-new-tokens", "40", "--budget", "32", *flags])  # fmt: skip
         captured = capsys.readouterr()
         return ended.value.code, captured.out.splitlines(), captured.err
@@ -31,7 +33,8 @@ def check(folder, capsys):
 
 
 def swap_top_two(monkeypatch, low: float, high: float):
-    """Where several positions are read at once, the two best logits change places if their gap is in this range."""
+    """Where several positions are read at once, the two best logits change places if their gap is
+    in this range."""
 
     def broken(logits_NV, params, *numbers_3):
         best = logits_NV.topk(2)
@@ -48,7 +51,9 @@ def test_sound_code_passes_with_every_method_and_both_modes(check):
     report = json.loads(lines[-1])
     assert code == 0
     assert [line.split()[:3] for line in lines[:6]] == [
-        [mode, method, "equal:"] for mode in ("greedy", "coupled") for method in selftest.METHODS[2:]
+        [mode, method, "equal:"]
+        for mode in ("greedy", "coupled")
+        for method in selftest.METHODS[2:]
     ]
     assert lines[6] == "6 comparisons: 6 equal, 0 numeric ties, 0 bugs"
     assert (report["num_equal"], report["num_ties"], report["num_bugs"]) == (6, 0, 0)
@@ -85,7 +90,13 @@ def test_a_coupled_draw_with_the_noise_of_another_position_is_a_bug(check, monke
     sound = random_source.CoupledSource.verify
 
     def shifted(self, proposal, probs_BNV, starts, active):
-        return sound(self, proposal, probs_BNV, [start + (probs_BNV.shape[1] > 1) for start in starts], active)
+        return sound(
+            self,
+            proposal,
+            probs_BNV,
+            [start + (probs_BNV.shape[1] > 1) for start in starts],
+            active,
+        )
 
     monkeypatch.setattr(random_source.CoupledSource, "verify", shifted)
     code, lines, _ = check("--method", "retrieval")
@@ -130,7 +141,10 @@ def test_the_scores_are_what_decoding_takes_the_argmax_of():
 
 
 BAD_FLAGS = {
-    "autoregressive is the reference": (["--method", "autoregressive"], "invalid choice: 'autoregressive'"),
+    "autoregressive is the reference": (
+        ["--method", "autoregressive"],
+        "invalid choice: 'autoregressive'",
+    ),
     "no drafter": (["--draft", "none"], "needs a drafter, got --draft none"),
     "cold": (["--temperature", "-1"], "temperature is -1.0"),
     "no new tokens": (["--max-new-tokens", "0"], "max_new_tokens is 0"),

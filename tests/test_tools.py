@@ -1,4 +1,5 @@
-"""The measuring tools run on a tiny model, print a table, and end in one JSON line of plausible figures."""
+"""The measuring tools run on a tiny model, print a table, and end in one JSON line of plausible
+figures."""
 
 from __future__ import annotations
 
@@ -33,13 +34,19 @@ def texts(tmp_path_factory, long_text) -> list[str]:
 
 def test_acceptance_of_every_policy_over_several_texts(folder, texts, capsys):
     files = [flag for file in texts for flag in ("--prompt-file", file)]
-    tool("acceptance").main(["--model", str(folder), "--dtype", "float32", *files, "--prompt-tokens", "200",
+    tool("acceptance").main(["--model", str(folder), "--dtype", "float32", *files,
+        "--prompt-tokens", "200",
                              "--new-tokens", "24", "--budget", "64", "--gamma2", "4"])  # fmt: skip
     *table, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
     assert [line.split()[0] for line in table[2:]] == list(POLICIES)
     assert table[1].split() == ["policy", "mean", "one", "two"]
-    assert set(result["acceptance"]) == set(result["mean"]) == set(result["standard_error"]) == set(POLICIES)
+    assert (
+        set(result["acceptance"])
+        == set(result["mean"])
+        == set(result["standard_error"])
+        == set(POLICIES)
+    )
     for name, rates in result["acceptance"].items():
         assert all(0 < rate < 1 for rate in rates)
         assert all(0 < error < 0.2 for error in result["standard_error"][name])
@@ -47,15 +54,22 @@ def test_acceptance_of_every_policy_over_several_texts(folder, texts, capsys):
 
 
 def test_a_budget_that_holds_everything_is_always_accepted(folder, texts, capsys):
-    tool("acceptance").main(["--model", str(folder), "--dtype", "float32", "--prompt-file", texts[0], "--budget", "256",
-                             "--prompt-tokens", "200", "--new-tokens", "24", "--policy", "retrieval"])  # fmt: skip
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["mean"]["retrieval"] == pytest.approx(1, abs=1e-4)
+    tool("acceptance").main(["--model", str(folder), "--dtype", "float32", "--prompt-file",
+        texts[0], "--budget", "256",
+                             "--prompt-tokens", "200", "--new-tokens", "24", "--policy",
+                             "retrieval"])  # fmt: skip
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["mean"][
+        "retrieval"
+    ] == pytest.approx(1, abs=1e-4)
 
 
 def test_a_drafter_that_is_the_target_is_always_accepted_by_it(folder, texts, capsys):
-    """Its window holds the whole text; by a small retrieval cache it is accepted as that is by the target, nearly."""
-    tool("acceptance").main(["--model", str(folder), "--draft", str(folder), "--dtype", "float32", "--prompt-file",
-                             texts[0], "--budget", "64", "--prompt-tokens", "200", "--new-tokens", "24",
+    """Its window holds the whole text; by a small retrieval cache it is accepted as that is by the
+    target, nearly."""
+    tool("acceptance").main(["--model", str(folder), "--draft", str(folder), "--dtype", "float32",
+        "--prompt-file",
+                             texts[0], "--budget", "64", "--prompt-tokens", "200", "--new-tokens",
+                             "24",
                              "--num-recent-tokens", "230", "--policy", "streaming"])  # fmt: skip
     last = capsys.readouterr().out.splitlines()[-1]
     mean = json.loads(last)["mean"]
@@ -65,23 +79,30 @@ def test_a_drafter_that_is_the_target_is_always_accepted_by_it(folder, texts, ca
 
 
 def test_a_rate_does_not_depend_on_the_policies_beside_it(folder, texts, capsys):
-    """They share the prompt's full cache; h2o watches the prompt being read, the others its last tokens."""
+    """They share the prompt's full cache; h2o watches the prompt being read, the others its last
+    tokens."""
     rates = []
     for names in (POLICIES, ("h2o",), ("topk",)):
         flags = [flag for name in names for flag in ("--policy", name)]
-        tool("acceptance").main(["--model", str(folder), "--dtype", "float32", "--prompt-file", texts[0], "--budget",
-                                 "32", "--prompt-tokens", "200", "--new-tokens", "24", *flags])  # fmt: skip
+        tool("acceptance").main(["--model", str(folder), "--dtype", "float32", "--prompt-file",
+            texts[0], "--budget",
+                                 "32", "--prompt-tokens", "200", "--new-tokens", "24",
+                                 *flags])  # fmt: skip
         rates.append(json.loads(capsys.readouterr().out.splitlines()[-1])["mean"])
     assert rates[0]["h2o"] == rates[1]["h2o"] != rates[0]["topk"] == rates[2]["topk"]
 
 
 def test_needle_tables_every_length_depth_and_policy(folder, texts, capsys):
-    tool("needle").main(["--model", str(folder), "--dtype", "float32", "--prompt-file", texts[0], "--budget", "64",
-                         "--prompt-tokens", "700", "--prompt-tokens", "800", "--depth", "0", "--depth", "0.7",
+    tool("needle").main(["--model", str(folder), "--dtype", "float32", "--prompt-file", texts[0],
+        "--budget", "64",
+                         "--prompt-tokens", "700", "--prompt-tokens", "800", "--depth", "0",
+                         "--depth", "0.7",
                          "--new-tokens", "12", "--rope-scaling", "linear:2"])  # fmt: skip
     *table, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
-    assert [line.split()[:2] for line in table[2:-1]] == [[n, name] for n in ("700", "800") for name in POLICIES]
+    assert [line.split()[:2] for line in table[2:-1]] == [
+        [n, name] for n in ("700", "800") for name in POLICIES
+    ]
     assert table[-1].startswith("mean ")
     assert len(result["runs"]) == 2 * 2 * len(POLICIES)
     assert all(0 <= run["agreement"] <= 1 for run in result["runs"])
