@@ -11,6 +11,7 @@ is asked for the next event. Several prompts of any lengths run as one batch. No
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from minitri.gpu.pool import SessionPool
 from minitri.loading.checkpoint import load_model, open_checkpoint
 from minitri.loading.devices import attention_for, attention_name, choose_device, choose_dtype
 from minitri.loading.fetch import default_draft, locate
+from minitri.loading.hf_config import stretch_rope
 from minitri.loading.named_models import DEFAULT_MODEL
 from minitri.loading.prompts import Prompt, as_seeds, check_prompt, encode_prompts
 from minitri.loading.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
@@ -88,9 +90,9 @@ def _load_one(
     checkpoint = open_checkpoint(located.path)
     config = checkpoint.config(located.name)
     if located.context:
-        config = config.with_context(located.context)
+        config = dataclasses.replace(config, context_length=located.context)
     if rope_scaling is not None:
-        config = config.with_rope_scaling(rope_scaling)
+        config = stretch_rope(config, rope_scaling)
     tokenizer = load_tokenizer(checkpoint, config) if config.draft_of is None else None
     attend = attention_for(device, dtype, config, attention)
     model = load_model(

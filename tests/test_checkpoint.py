@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import minitri
 from minitri.loading.checkpoint import Folder, open_checkpoint, read_json, weight_files
+from minitri.loading.hf_config import stretch_rope
 from minitri.model.config import ModelConfig, RopeConfig
 from minitri.errors import InputError
 from minitri.loading.fetch import Located
@@ -125,7 +126,7 @@ def test_gguf_divisors_are_llama3_scaling(folder, tmp_path):
     assert "stored divisors" in config.rope.describe()
     assert sum(1 for _ in file.tensors(config)) == 21
     with pytest.raises(InputError, match="brings a stretched RoPE of its own"):
-        config.with_rope_scaling("yarn:4")
+        stretch_rope(config, "yarn:4")
 
 
 def test_gguf_end_of_turn_ends_too(folder, tmp_path):
@@ -350,18 +351,18 @@ def test_open_checkpoint_goes_by_the_ending(folder):
     ("text", "kind", "context"), [("yarn:4", "yarn", 2048), ("linear:2.5", "linear", 1280), ("none", "default", 512)]
 )
 def test_rope_scaling_stretches_the_context(folder, text, kind, context):
-    config = Folder(folder).config("tiny").with_rope_scaling(text)
+    config = stretch_rope(Folder(folder).config("tiny"), text)
     assert (config.rope.kind, config.context_length) == (kind, context)
     assert config.rope.theta == 10000.0
 
 
 def test_rope_scaling_counts_from_the_trained_context(folder):
-    config = Folder(folder).config("tiny").with_rope_scaling("yarn:4")
-    assert config.with_rope_scaling("yarn:2").context_length == 1024
+    config = stretch_rope(Folder(folder).config("tiny"), "yarn:4")
+    assert stretch_rope(config, "yarn:2").context_length == 1024
 
 
 @pytest.mark.parametrize("text", ["yarn", "yarn:", "yarn:0.5", "yarn:nan", "yarn:1e9", "dynamic:2", "default:2", ""])
 def test_nonsense_rope_scaling_is_refused(text):
     config = ModelConfig(1, 8, 8, 1, 1, 8, 8, 8)
     with pytest.raises(InputError, match="is not KIND:FACTOR"):
-        config.with_rope_scaling(text)
+        stretch_rope(config, text)

@@ -28,8 +28,9 @@ from tqdm import tqdm
 from minitri.cpu.packed import can_pack, pack_linears
 from minitri.errors import InputError, shorten
 from minitri.loading.gguf_file import GgufFile
+from minitri.loading.hf_config import as_token_ids, read_config
 from minitri.model.attention import Attend, attend_math
-from minitri.model.config import ModelConfig, as_token_ids
+from minitri.model.config import ModelConfig
 from minitri.model.linear import TrimmedHead
 from minitri.model.llama import Llama, sample_of_vocabulary
 
@@ -47,7 +48,7 @@ class Folder:
 
     def config(self, name: str) -> ModelConfig:
         """The model's shape. End-of-sequence tokens in generation_config.json win."""
-        config = ModelConfig.from_hf(read_json(self.folder / "config.json"), name=name)
+        config = read_config(read_json(self.folder / "config.json"), name)
         if (settings := self.folder / "generation_config.json").exists():
             eos = as_token_ids(read_json(settings).get("eos_token_id"))
             return config.with_eos(eos or config.eos_token_ids)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from minitri.errors import InputError, shorten
-from minitri.model.config import ModelConfig, RopeConfig, as_token_ids
+from minitri.loading.hf_config import as_token_ids
+from minitri.model.config import ModelConfig, RopeConfig
 
 _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
