@@ -13,34 +13,23 @@ heads, D head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache, window_slots
 from minitri.decoding.cascade import Emitted
-from minitri.decoding.sampling import probs_from_logits, probs_from_logits_on_device
+from minitri.decoding.sampling import pad_vocabulary, probs_from_logits
 from minitri.errors import InputError
-from minitri.gpu.graphs import GraphedStep, GraphPool
+from minitri.gpu.captured_steps import CapturedSteps
+from minitri.gpu.graphs import GraphPool
+from minitri.model.block import forward_block, make_block, read_block
 from minitri.model.cache import Cache
 from minitri.model.llama import Llama
-from minitri.settings import LONGEST_BLOCK, SamplingParams, SpeculationConfig
-
-
-@dataclass(frozen=True)
-class Block:
-    """What a forward pass reads: a block of tokens per row, each (B, T) int64 on the device."""
-
-    tokens_BT: Tensor
-    positions_BT: Tensor
-    """Where the tokens stand, for the rotary embedding."""
-    slots_BT: Tensor | None
-    """Where they belong in the cache; None: the pass goes by the cache's lengths on the host."""
+from minitri.settings import SamplingParams, SpeculationConfig
 
 
 class ModelRunner:
@@ -68,12 +57,12 @@ class ModelRunner:
         self.sampling = sampling
         self.queries_LBTHD = queries_LBTHD
         self._vocab_size = vocab_size
-        numbers = torch.tensor(sampling.numbers, dtype=torch.float64)
-        self._numbers_3 = numbers.to(model.device)  # read by captured steps
-        self._captured_form = sampling.form
-        self._steps: dict[int, GraphedStep[Block]] = {}
+        self.captured: CapturedSteps | None = None
         if graphs is not None:
-            self._capture(graphs, block_sizes)
+            self.captured = CapturedSteps(
+                model, cache, sampling, graphs, block_sizes,
+                vocab_size=vocab_size, queries_LBTHD=queries_LBTHD,
+            )  # fmt: skip
 
     def next_probs(
         self, sequences: list[list[int]], num_guesses: list[int], active: list[bool]
@@ -87,10 +76,10 @@ class ModelRunner:
         firsts = [len(row) - 1 - count for row, count in zip(fresh, num_guesses, strict=True)]
         index_BN = (torch.tensor(firsts).unsqueeze(1) + torch.arange(N)).clamp_(0, T - 1)
         index_BN = index_BN.to(self.model.device, non_blocking=True)
-        size = min((size for size in self._steps if size >= T), default=None)
-        if size is not None:
+        size = self.captured.size_for(T) if self.captured is not None else None
+        if self.captured is not None and size is not None:
             block = make_block(self.model, fresh, self.cache, size)
-            probs_BNV = take_rows(self._steps[size](block), index_BN)
+            probs_BNV = take_rows(self.captured.by_size[size](block), index_BN)
         else:
             block = make_block(self.model, fresh, self.cache, T)
             hidden_BTE = forward_block(self.model, block, self.cache, self.queries_LBTHD)
@@ -116,34 +105,14 @@ class ModelRunner:
         self.cache.reset(b)
 
     def can_sample_by(self, sampling: SamplingParams) -> bool:
-        """Whether the captured steps can apply these filters, too."""
-        return sampling.temperature == 0 or sampling.form == self._captured_form
+        """Whether what was captured, if anything, can apply these filters, too."""
+        return self.captured is None or self.captured.can_sample_by(sampling)
 
     def sample_by(self, sampling: SamplingParams) -> None:
-        """Changes the filters; captured steps keep the form that they were captured with."""
+        """Changes the filters."""
         self.sampling = sampling
-        self._numbers_3.copy_(torch.tensor(sampling.numbers, dtype=torch.float64))
-
-    @torch.no_grad()
-    def _capture(self, graphs: GraphPool, block_sizes: Collection[int]) -> None:
-        """Captures the steps now, so that it costs no decoding time.
-
-        What a capture writes into the cache stands behind the prefixes. Blocks of more than
-        `LONGEST_BLOCK` tokens go by lengths on the host, which a graph would freeze.
-        """
-        # Locals, because a step that held this object would keep its caches alive.
-        model, cache, queries_LBTHD = self.model, self.cache, self.queries_LBTHD
-        filters, numbers_3, vocab_size = self.sampling, self._numbers_3, self._vocab_size
-
-        def step(block: Block) -> Tensor:
-            hidden_BTE = forward_block(model, block, cache, queries_LBTHD)
-            logits_BTV = model.logits(hidden_BTE)[..., :vocab_size]
-            probs_QV = probs_from_logits_on_device(logits_BTV.flatten(0, 1), filters, numbers_3)
-            return pad_vocabulary(probs_QV.unflatten(0, logits_BTV.shape[:2]), vocab_size)
-
-        for size in sorted(size for size in block_sizes if size <= LONGEST_BLOCK):
-            example = make_block(model, [[0] * size for _ in cache.lengths], cache, size)
-            self._steps[size] = graphs.capture(step, example)
+        if self.captured is not None:
+            self.captured.sample_by(sampling)
 
 
 class RetrievalRunner(ModelRunner):
@@ -230,51 +199,9 @@ class DraftRunner(ModelRunner):
         self.cache.set_window(b, num_slots=len(window), num_tokens=len(tokens))
 
 
-def pad_vocabulary(probs_BNV: Tensor, vocab_size: int) -> Tensor:
-    """Gives tokens that a drafter does not have the probability 0."""
-    missing = vocab_size - probs_BNV.shape[-1]
-    return F.pad(probs_BNV, (0, missing)) if missing else probs_BNV
-
-
 def take_rows(rows_BTX: Tensor, index_BN: Tensor) -> Tensor:
     """Of each row of a batch the vectors (B, N, X) at these places, copied."""
     return rows_BTX.gather(1, index_BN.unsqueeze(2).expand(-1, -1, rows_BTX.shape[2]))
-
-
-def read_block(
-    model: Llama, blocks: list[list[int]], cache: Cache, queries_LBTHD: Tensor | None = None
-) -> Tensor:
-    """Final hidden states (B, T, E) of one block per row behind what the cache holds.
-
-    T is the length of the longest block. The cache's lengths stay as they are.
-    """
-    block = make_block(model, blocks, cache, max(map(len, blocks)))
-    return forward_block(model, block, cache, queries_LBTHD)
-
-
-def forward_block(model: Llama, block: Block, cache: Cache, queries_LBTHD: Tensor | None) -> Tensor:
-    """Final hidden states (B, T, E) of a causal block; see `Llama.forward`."""
-    tokens_BT, positions_BT, slots_BT = block.tokens_BT, block.positions_BT, block.slots_BT
-    return model.forward(tokens_BT, positions_BT, cache, None, slots_BT, queries_LBTHD)
-
-
-def make_block(model: Llama, blocks: list[list[int]], cache: Cache, size: int) -> Block:
-    """The blocks, padded to `size` tokens, behind what the cache holds; sent in one transfer."""
-    tokens_BT = torch.tensor([row + [0] * (size - len(row)) for row in blocks])
-    # A drafter may lack the last tokens of the target's vocabulary; what it reads in their place
-    # changes only how well it guesses.
-    tokens_BT.clamp_(max=model.config.vocab_size - 1)
-    positions_BT, slots_BT = (
-        torch.tensor(starts).unsqueeze(1) + torch.arange(size)
-        for starts in (cache.next_positions, cache.lengths)
-    )
-    sent = torch.stack((tokens_BT, positions_BT, slots_BT)).to(model.device, non_blocking=True)
-    return Block(sent[0], sent[1], sent[2] if reads_slots(model.device, size) else None)
-
-
-def reads_slots(device: torch.device, size: int) -> bool:
-    """Whether a pass over blocks of so many tokens learns on the device where they belong."""
-    return device.type == "cuda" and size <= LONGEST_BLOCK
 
 
 def prefill(

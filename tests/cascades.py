@@ -12,9 +12,9 @@ from minitri.decoding.cascade import Emitted
 from minitri.engine import Engine
 from minitri.gpu.graphs import GraphPool
 from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
+from minitri.model.block import read_block
 from minitri.model.config import ModelConfig
 from minitri.model.llama import Llama
-from minitri.runner import read_block
 from minitri.session import Batch, Session
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from tests.conftest import CPU, byte_level_tokenizer, new_cache, tiny_config, tiny_model

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minitri import runner
+from minitri.model import block as block_module
 from minitri.gpu.attention import GpuAttention, Math, TorchFlash
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
@@ -71,7 +71,7 @@ def lengths_on_the_device(monkeypatch):
     """Passes as on a GPU. While a step over static buffers runs, what the host knows of lengths is nonsense: a graph
     would have it as it was at capture."""
     in_step = []
-    monkeypatch.setattr(runner, "reads_slots", lambda device, size: size <= LONGEST_BLOCK)
+    monkeypatch.setattr(block_module, "reads_slots", lambda device, size: size <= LONGEST_BLOCK)
     for cls in (FullCache, RetrievalCache, StreamingCache):
         honest = cls.lengths.fget
 
@@ -99,16 +99,29 @@ def as_on_a_gpu(model, backend):
     return model
 
 
-@pytest.mark.parametrize("backend", [Math(), TorchFlash(varlen_twin, num_processors=4)], ids=lambda it: it.name)
+@pytest.mark.parametrize(
+    "backend", [Math(), TorchFlash(varlen_twin, num_processors=4)], ids=lambda it: it.name
+)
 @pytest.mark.parametrize("sampling", [GREEDY, WARM, SamplingParams(0.7, top_p=0.8)])
 @pytest.mark.parametrize("method", METHODS)
-def test_static_steps_give_the_tokens_of_eager_ones(method, sampling, backend, lengths_on_the_device):
+def test_static_steps_give_the_tokens_of_eager_ones(
+    method, sampling, backend, lengths_on_the_device
+):
     """Ragged rows that end at different times, every method, the same tokens and the same acceptance."""
     target = tiny_model(CONFIG)
     draft = near_copy(target, 0.02)
-    gammas = {} if method == "auto" else {"gamma1": 2, "gamma2": 3}  # what is chosen follows the clock
+    gammas = (
+        {} if method == "auto" else {"gamma1": 2, "gamma2": 3}
+    )  # what is chosen follows the clock
     coupled = {"coupled": True} if method == "auto" else {}
-    settings = {"method": method, "sampling": sampling, "budget": 24, "num_recent_tokens": 60, **gammas, **coupled}
+    settings = {
+        "method": method,
+        "sampling": sampling,
+        "budget": 24,
+        "num_recent_tokens": 60,
+        **gammas,
+        **coupled,
+    }
     plain = Rig(target, PROMPTS, draft=draft, num_new=24, **settings)
     tokens = plain.run()
     pool = GraphPool(CPU)
@@ -118,22 +131,36 @@ def test_static_steps_give_the_tokens_of_eager_ones(method, sampling, backend, l
     assert static.run() == tokens
     assert pool.num_graphs >= 1
     if gammas:
-        counts = [[(s.num_tested_tokens, s.num_accepted_tokens) for s in rig.stats.stages] for rig in (plain, static)]
+        counts = [
+            [(s.num_tested_tokens, s.num_accepted_tokens) for s in rig.stats.stages]
+            for rig in (plain, static)
+        ]
         assert counts[0] == counts[1]
 
 
 def test_kv_from_host_memory_is_streamed_by_eager_steps(lengths_on_the_device):
     """The draft and the small cache of the target are captured, the pass over the full cache is not."""
     target = tiny_model(CONFIG)
-    settings = {"method": "triforce", "budget": 24, "gamma1": 2, "gamma2": 3, "num_new": 24, "num_recent_tokens": 60}
+    settings = {
+        "method": "triforce",
+        "budget": 24,
+        "gamma1": 2,
+        "gamma2": 3,
+        "num_new": 24,
+        "num_recent_tokens": 60,
+    }
     tokens = Rig(target, PROMPTS, draft=near_copy(target, 0.02), **settings).run()
     draft = as_on_a_gpu(near_copy(target, 0.02), Math())
     pool = GraphPool(CPU)
     full = offloaded_cache(1, config=CONFIG)
     rig = Rig(as_on_a_gpu(target, Math()), PROMPTS, draft=draft, graphs=pool, full=full, **settings)
     assert rig.run() == tokens
-    assert rig.runners["target"]._steps == {}
-    assert pool.num_graphs == len(rig.runners["retrieval"]._steps) + len(rig.runners["draft"]._steps) > 0
+    assert rig.runners["target"].captured is None
+    assert (
+        pool.num_graphs
+        == sum(len(rig.runners[name].captured.by_size) for name in ("retrieval", "draft"))
+        > 0
+    )
 
 
 def test_blocks_of_the_largest_gammas_do_not_read_lengths_from_the_host(lengths_on_the_device):
@@ -144,16 +171,21 @@ def test_blocks_of_the_largest_gammas_do_not_read_lengths_from_the_host(lengths_
     plain = Rig(target, PROMPTS[:1], method="autoregressive", num_new=80).run()
     for model in (target, draft):
         as_on_a_gpu(model, Math())
-    for gammas in ({"method": "retrieval", "gamma2": MAX_GAMMA}, {"method": "naive", "gamma1": MAX_GAMMA}):
+    for gammas in (
+        {"method": "retrieval", "gamma2": MAX_GAMMA},
+        {"method": "naive", "gamma1": MAX_GAMMA},
+    ):
         rig = Rig(target, PROMPTS[:1], draft=draft, graphs=GraphPool(CPU), **settings, **gammas)
         assert rig.run() == plain
-        assert max(rig.runners["target"]._steps) == MAX_GAMMA + 1
+        assert max(rig.runners["target"].captured.by_size) == MAX_GAMMA + 1
 
 
 def test_a_run_that_is_over_frees_its_cache(lengths_on_the_device):
     target = as_on_a_gpu(tiny_model(CONFIG), Math())
     full = new_cache(CONFIG, 3, 256)
-    rig = Rig(target, PROMPTS, method="retrieval", budget=24, gamma2=3, full=full, graphs=GraphPool(CPU))
+    rig = Rig(
+        target, PROMPTS, method="retrieval", budget=24, gamma2=3, full=full, graphs=GraphPool(CPU)
+    )
     rig.run()
     gone = weakref.ref(full)
     del full, rig
@@ -164,5 +196,7 @@ def test_a_capture_that_fails_says_how_to_go_without():
     def step(pair):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    with pytest.raises(InputError, match="could not be captured .operation not permitted .* --no-cuda-graphs"):
+    with pytest.raises(
+        InputError, match="could not be captured .operation not permitted .* --no-cuda-graphs"
+    ):
         GraphPool(CPU).capture(step, Pair(torch.zeros(1), torch.zeros(1)))

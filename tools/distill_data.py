@@ -30,7 +30,7 @@ from minitri.engine import Engine
 from minitri.errors import InputError
 from minitri.loading.checkpoint import read_json
 from minitri.model.llama import Llama
-from minitri.runner import read_block
+from minitri.model.block import read_block
 from minitri.settings import SamplingParams
 
 Array = np.ndarray[Any, Any]

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from minitri.caches.full import FullCache
 from minitri.decoding.noise import hashed_uniforms, noise_key
+from minitri.model.block import read_block
 from minitri.model.llama import Llama
-from minitri.runner import prefill, read_block
+from minitri.runner import prefill
 from minitri.settings import SamplingParams
 
 READ_AT_ONCE = 1024

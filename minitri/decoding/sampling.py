@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minitri.settings import SamplingParams
@@ -108,3 +109,9 @@ def sample(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
     targets_N1 = uniforms_N.double().unsqueeze(-1) * cdf_NV[..., -1:]
     tokens_N1 = torch.searchsorted(cdf_NV, targets_N1, right=True)
     return tokens_N1.squeeze(-1).clamp_max(probs_NV.shape[-1] - 1)
+
+
+def pad_vocabulary(probs_BNV: Tensor, vocab_size: int) -> Tensor:
+    """Gives tokens that a drafter does not have the probability 0."""
+    missing = vocab_size - probs_BNV.shape[-1]
+    return F.pad(probs_BNV, (0, missing)) if missing else probs_BNV

@@ -1,0 +1,62 @@
+"""Blocks: the new tokens of a forward pass, one row per sequence, and where they belong.
+
+Legend: B rows, T tokens of a block, L layers, H query heads, D head dim, E hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minitri.model.cache import Cache
+from minitri.model.llama import Llama
+from minitri.settings import LONGEST_BLOCK
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a forward pass reads: a block of tokens per row, each (B, T) int64 on the device."""
+
+    tokens_BT: Tensor
+    positions_BT: Tensor
+    """Where the tokens stand, for the rotary embedding."""
+    slots_BT: Tensor | None
+    """Where they belong in the cache; None: the pass goes by the cache's lengths on the host."""
+
+
+def read_block(
+    model: Llama, blocks: list[list[int]], cache: Cache, queries_LBTHD: Tensor | None = None
+) -> Tensor:
+    """Final hidden states (B, T, E) of one block per row behind what the cache holds.
+
+    T is the length of the longest block. The cache's lengths stay as they are.
+    """
+    block = make_block(model, blocks, cache, max(map(len, blocks)))
+    return forward_block(model, block, cache, queries_LBTHD)
+
+
+def forward_block(model: Llama, block: Block, cache: Cache, queries_LBTHD: Tensor | None) -> Tensor:
+    """Final hidden states (B, T, E) of a causal block; see `Llama.forward`."""
+    tokens_BT, positions_BT, slots_BT = block.tokens_BT, block.positions_BT, block.slots_BT
+    return model.forward(tokens_BT, positions_BT, cache, None, slots_BT, queries_LBTHD)
+
+
+def make_block(model: Llama, blocks: list[list[int]], cache: Cache, size: int) -> Block:
+    """The blocks, padded to `size` tokens, behind what the cache holds; sent in one transfer."""
+    tokens_BT = torch.tensor([row + [0] * (size - len(row)) for row in blocks])
+    # A drafter may lack the last tokens of the target's vocabulary; what it reads in their place
+    # changes only how well it guesses.
+    tokens_BT.clamp_(max=model.config.vocab_size - 1)
+    positions_BT, slots_BT = (
+        torch.tensor(starts).unsqueeze(1) + torch.arange(size)
+        for starts in (cache.next_positions, cache.lengths)
+    )
+    sent = torch.stack((tokens_BT, positions_BT, slots_BT)).to(model.device, non_blocking=True)
+    return Block(sent[0], sent[1], sent[2] if reads_slots(model.device, size) else None)
+
+
+def reads_slots(device: torch.device, size: int) -> bool:
+    """Whether a pass over blocks of so many tokens learns on the device where they belong."""
+    return device.type == "cuda" and size <= LONGEST_BLOCK
