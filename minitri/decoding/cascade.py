@@ -203,10 +203,7 @@ class Level:
                 num_tested = self.stats.record(num_draft, num_accepted)
                 if proposer is not None:
                     # No guess at all counts as one that was rejected: nothing was gained.
-                    tested = max(num_tested, 1)
-                    self._tuner.note_acceptance(
-                        name, proposer, num_tested=tested, num_accepted=num_accepted
-                    )
+                    self._tuner.note_acceptance(proposer, max(num_tested, 1), num_accepted)
 
 
 def _emitted(proposal: Proposal, verdict: Verdict, b: int) -> Emitted:

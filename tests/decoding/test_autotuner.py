@@ -1,0 +1,318 @@
+"""The autotuner finds the fastest plan, tries again what it misjudged, and wastes little on it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from minitri import SpeculationConfig
+from minitri.decoding.autotuner import HYSTERESIS, Autotuner, expected_block, expected_tokens
+from minitri.settings import METHODS, StepPlan
+
+AR, NAIVE = StepPlan("autoregressive"), StepPlan("naive", 2)
+RETRIEVAL, TRIFORCE = StepPlan("retrieval", 0, 2), StepPlan("triforce", 1, 2)
+PLANS = SpeculationConfig().plans
+COSTS = {"draft": 0.004, "retrieval": 0.030, "target": 0.100}
+SLOPE = 0.04
+"""What a guess more adds to a round."""
+
+
+def prior_of(costs: dict[str, float]):
+    return lambda stage, num_guesses: costs[stage] * (1 + SLOPE * num_guesses)
+
+
+def tuner_after(costs, rates, plans=PLANS, *, prior=COSTS, use_clock=True) -> Autotuner:
+    """One that has seen rounds of these seconds, and guesses accepted at these rates."""
+    tuner = Autotuner(plans, prior_of(prior), use_clock=use_clock)
+    for stage, num_guesses in 4 * [(stage, n) for stage in costs for n in (0, 4)]:
+        tuner.note_round(stage, num_guesses, prior_of(costs)(stage, num_guesses))
+    for proposer, rate in rates.items():
+        for _ in range(60):
+            tuner.note_acceptance(proposer, 10, round(10 * rate))
+    return tuner
+
+
+@pytest.mark.parametrize("use_clock", [True, False])
+@pytest.mark.parametrize(
+    ("costs", "draft_rate", "retrieval_rate", "best"),
+    [
+        (COSTS, 0.5, 0.95, "triforce"),
+        (COSTS, 0.9, 0.2, "naive"),
+        (COSTS, 0.1, 0.9, "retrieval"),
+        (COSTS, 0.0, 0.0, "autoregressive"),
+        ({**COSTS, "draft": 0.1, "retrieval": 0.1}, 0.9, 0.9, "autoregressive"),
+    ],
+)
+def test_the_best_plan_is_chosen(costs, draft_rate, retrieval_rate, best, use_clock):
+    """From measured costs where it may use the clock, else from the prior ones."""
+    rates = {"draft": draft_rate, "retrieval": retrieval_rate}
+    tuner = tuner_after(costs, rates, prior=COSTS if use_clock else costs, use_clock=use_clock)
+    plan = tuner.choose()
+    assert plan.method == best
+    assert tuner.plan == plan
+    assert tuner.tokens_per_second(plan) == max(map(tuner.tokens_per_second, PLANS))
+
+
+@pytest.mark.parametrize(("advantage", "changes"), [(0.5, False), (2.0, True)])
+def test_the_current_plan_is_kept_against_a_small_advantage(advantage, changes):
+    tuner = Autotuner([AR, NAIVE], prior_of(COSTS), use_clock=False)
+    speeds = {AR: 1.0, NAIVE: 1 + advantage * (HYSTERESIS - 1)}
+    tuner.tokens_per_second = speeds.__getitem__
+    assert tuner.choose() == (NAIVE if changes else AR)
+
+
+def test_a_stage_that_was_never_run_is_expected_to_be_as_far_off_as_the_target():
+    """On a machine five times as slow as bytes suggest."""
+    tuner = tuner_after({"target": 5 * COSTS["target"]}, {})
+    fresh = Autotuner(PLANS, prior_of(COSTS), use_clock=True)
+    for plan in PLANS:
+        assert 5 * tuner.tokens_per_second(plan) == pytest.approx(fresh.tokens_per_second(plan))
+
+
+def test_a_drafter_is_expected_to_be_as_good_for_one_verifier_as_for_the_other():
+    tuner, before = Autotuner(PLANS, prior_of(COSTS), use_clock=True), {}
+    for plan in (NAIVE, RETRIEVAL):
+        before[plan] = tuner.tokens_per_second(plan)
+    for _ in range(40):
+        tuner.note_acceptance("draft", 10, 2)
+    expected = tuner.tokens_per_second(NAIVE, 0.2)
+    assert tuner.tokens_per_second(NAIVE) == pytest.approx(expected, rel=0.02)
+    assert tuner.tokens_per_second(NAIVE) < 0.8 * before[NAIVE]
+    assert tuner.tokens_per_second(RETRIEVAL) == before[RETRIEVAL]
+
+
+@pytest.mark.parametrize("slowness", [2.0, 50.0])
+def test_a_first_round_of_any_length_counts_nothing(slowness):
+    tuner = tuner_after(COSTS, {})
+    before = [tuner.tokens_per_second(plan) for plan in PLANS]
+    for stage in COSTS:
+        tuner.note_round(stage, 3, slowness * COSTS[stage])
+    assert [tuner.tokens_per_second(plan) for plan in PLANS] == before
+    tuner.note_round("target", 3, slowness * COSTS["target"])
+    assert all(tuner.tokens_per_second(plan) < old for plan, old in zip(PLANS, before, strict=True))
+
+
+def test_a_lookup_that_should_cost_nothing_costs_what_was_measured():
+    """N-grams read no weights, so their prior is 0."""
+    tuner = Autotuner(PLANS, prior_of({**COSTS, "draft": 0.0}), use_clock=True)
+    free = tuner.tokens_per_second(NAIVE)
+    for _ in range(2):
+        tuner.note_round("draft", 0, 0.004)
+        tuner.note_round("target", 2, prior_of(COSTS)("target", 2))
+    paid = Autotuner(PLANS, prior_of(COSTS), use_clock=True).tokens_per_second(NAIVE)
+    assert tuner.tokens_per_second(NAIVE) == pytest.approx(paid)
+    assert paid < 0.95 * free
+
+
+def test_without_the_clock_choices_follow_counts_alone():
+    """Two runs with the same verdicts and other times, and no choice differs."""
+
+    def choices(seed: int, *, use_clock: bool) -> list[StepPlan]:
+        clock, verdicts = random.Random(seed), random.Random(0)
+        tuner, chosen = Autotuner(PLANS, prior_of(COSTS), use_clock=use_clock), []
+        for _ in range(100):
+            chosen.append(tuner.choose())
+            for stage in COSTS:
+                tuner.note_round(stage, 0, clock.expovariate(1))
+            for proposer in ("draft", "retrieval"):
+                num_accepted = verdicts.randrange(3)
+                tuner.note_acceptance(proposer, 3, num_accepted)
+        return chosen
+
+    assert choices(1, use_clock=False) == choices(2, use_clock=False)
+    assert len(set(choices(1, use_clock=False))) > 1
+    assert choices(1, use_clock=True) != choices(2, use_clock=True)
+
+
+def test_break_even_is_where_speculation_is_as_fast_as_the_model_alone():
+    tuner = tuner_after(COSTS, {"draft": 0.7}, [AR, NAIVE])
+    assert tuner.break_even() is None  # the model alone is the current plan
+    tuner.plan = NAIVE
+    alone = tuner.tokens_per_second(AR)
+    assert tuner.tokens_per_second(NAIVE, tuner.break_even()) == pytest.approx(alone, rel=0.02)
+    slow = tuner_after({**COSTS, "draft": 1.0}, {}, [AR, NAIVE])
+    slow.plan = NAIVE
+    assert slow.break_even() == 1
+    assert Autotuner([NAIVE, TRIFORCE], prior_of(COSTS), use_clock=True).break_even() is None
+
+
+def test_expected_tokens_are_those_of_independent_guesses():
+    generator = random.Random(0)
+    for rate, num in ((0.3, 2), (0.8, 5), (1.0, 3), (0.0, 4)):
+        total = 0
+        for _ in range(20_000):
+            total += 1 + next((i for i in range(num) if generator.random() >= rate), num)
+        assert expected_tokens(rate, num) == pytest.approx(total / 20_000, abs=0.05)  # 5 sigma
+
+
+def test_a_block_without_a_drafter_takes_a_round_per_guess():
+    assert expected_block(0.3, RETRIEVAL) == (2, 2)
+    length, num_rounds = expected_block(1.0, StepPlan("triforce", 3, 8))
+    assert (length, num_rounds) == (9.5, 9.5 / 4)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rounds with these milliseconds; the drafter's and the retrieval level's acceptance rates."""
+
+    name: str
+    ms: tuple[float, float, float]
+    draft_rate: float
+    retrieval_rate: float
+
+    @property
+    def costs(self) -> dict[str, float]:
+        return dict(zip(COSTS, self.ms, strict=True))
+
+
+MACHINES = [
+    Machine("a small model on a CPU behind 8,000 tokens", (3.7, 40, 62), 0.51, 0.93),
+    Machine("on another CPU", (4.5, 33, 56), 0.52, 0.96),
+    Machine("32,000 tokens", (4, 44, 115), 0.50, 0.80),
+    Machine("n-grams that find nothing", (0.1, 30, 62), 0.05, 0.93),
+    Machine("nothing is faster", (4.7, 35, 40), 0.05, 0.6),
+    Machine("a large model on a GPU", (1.5, 9, 33), 0.47, 0.92),
+    Machine("KV in host memory", (1.5, 9, 2500), 0.47, 0.92),
+]
+on_every_machine = pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+
+
+@functools.cache
+def wander(seed: str, memory: float, sigma: float) -> list[float]:
+    """A random walk that is pulled back to 0."""
+    generator = random.Random(seed)
+    noise = (generator.gauss(0, sigma) for _ in range(2000))
+    return list(itertools.accumulate(noise, lambda x, step: memory * x + step, initial=0.0))
+
+
+class Simulation:
+    """Decoding on a machine whose rounds take twice as long the first time.
+
+    Times are noisy and drift; acceptance rates wander, both in the same way for all methods of a
+    seed. A drafter that takes part again has to read what it missed. The prior costs of one stage
+    may be wrong by a factor.
+    """
+
+    def __init__(self, machine: Machine, method: str, seed: int, drift: float, wrong) -> None:
+        self.random = random.Random(seed)
+        self.machine = machine
+        self.cost = prior_of(machine.costs)
+        prior = {**machine.costs, wrong[0]: machine.costs[wrong[0]] * wrong[1]}
+        self.tuner = Autotuner(SpeculationConfig(method).plans, prior_of(prior), use_clock=True)
+        self.known: set[str] = set()
+        self.ms = 0.0
+        self.num_tokens = 0
+        self.slowness = wander(f"slowness {seed}", 0.98, drift)
+        self.luck = wander(f"luck {seed}", 0.97, 0.03)
+
+    def run_round(self, stage: str, num_guesses: int, proposer: str | None = None) -> int:
+        """Its new tokens: the accepted guesses and one of its own."""
+        slowness = self.slowness[int(2 * self.ms / self.machine.ms[2])]
+        ms = self.cost(stage, num_guesses) * self.random.lognormvariate(slowness, 0.12)
+        ms *= 1 if stage in self.known else 2
+        self.known.add(stage)
+        self.ms += ms
+        self.tuner.note_round(stage, num_guesses, ms)
+        is_draft = proposer == "draft"
+        rate = self.machine.draft_rate if is_draft else self.machine.retrieval_rate
+        rate += self.luck[self.num_tokens // 2] * (1 - rate)
+        rejected = (i for i in range(num_guesses) if self.random.random() >= rate)
+        num_accepted = next(rejected, num_guesses)
+        if proposer is not None:
+            num_tested = min(num_accepted + 1, num_guesses)
+            self.tuner.note_acceptance(proposer, num_tested, num_accepted)
+        return num_accepted + 1
+
+    def step(self) -> None:
+        had_drafter = self.tuner.plan.uses_drafter
+        plan = self.tuner.choose()
+        if plan.uses_drafter and not had_drafter:
+            self.ms += 3 * self.machine.costs["draft"]
+        proposer = "draft" if plan.uses_drafter else None
+        if not plan.uses_retrieval:
+            self._draft(plan.gamma1)
+            self.num_tokens += self.run_round("target", plan.gamma1, proposer)
+            return
+        length = 0
+        while length < plan.gamma2:
+            self._draft(plan.gamma1)
+            length += self.run_round("retrieval", plan.gamma1, proposer)
+        self.num_tokens += self.run_round("target", length, "retrieval")
+
+    def _draft(self, gamma1: int) -> None:
+        for _ in range(gamma1):
+            self.run_round("draft", 0)
+
+
+@functools.cache
+def simulated_ms(
+    machine: Machine, method: str, num_seeds: int, num_tokens: int, drift=0.0, wrong=("draft", 1.0)
+) -> float:
+    """Milliseconds per token, mean over seeds."""
+    total = 0.0
+    for seed in range(num_seeds):
+        simulation = Simulation(machine, method, seed, drift, wrong)
+        while simulation.num_tokens < num_tokens:
+            simulation.step()
+        total += simulation.ms / simulation.num_tokens / num_seeds
+    return total
+
+
+@on_every_machine
+@pytest.mark.parametrize("drift", [0.0, 0.04])
+def test_auto_is_nearly_as_fast_as_the_best_method(machine, drift):
+    """Over 128 tokens, what it tries on the way included, on a machine that others use, too."""
+    fixed = {name: simulated_ms(machine, name, 16, 128, drift) for name in METHODS[1:]}
+    loss = simulated_ms(machine, "auto", 16, 128, drift) / min(fixed.values()) - 1
+    print(f"{machine.name}, drift {drift}: {100 * loss:.1f} %")
+    assert loss < 0.1
+
+
+@on_every_machine
+@pytest.mark.parametrize("wrong", [(s, f) for s in ("draft", "retrieval") for f in (0.5, 2.0)])
+def test_wrong_priors_do_not_mislead_for_long(machine, wrong):
+    """Over 256 tokens, where bytes say half or twice of what the rounds of a stage take."""
+    fixed = {name: simulated_ms(machine, name, 8, 256) for name in METHODS[1:]}
+    loss = simulated_ms(machine, "auto", 8, 256, wrong=wrong) / min(fixed.values()) - 1
+    print(f"{machine.name}, {wrong}: {100 * loss:.1f} %")
+    assert loss < 0.15
+
+
+def test_a_stage_that_was_tried_in_a_slow_moment_gets_another_chance():
+    """Triforce is the fastest here; the first rounds of the retrieval level took twice as long."""
+    costs, rates = {"draft": 4.5, "retrieval": 33, "target": 56}, {"draft": 0.52, "retrieval": 0.96}
+    tuner, num_retrieval, used = Autotuner(PLANS, prior_of(costs), use_clock=True), 0, []
+
+    def run_round(stage: str, num_guesses: int, proposer: str | None = None) -> None:
+        slowness = 2 if stage == "retrieval" and num_retrieval <= 2 else 1
+        tuner.note_round(stage, num_guesses, slowness * prior_of(costs)(stage, num_guesses))
+        if proposer is not None:
+            accepted = expected_tokens(rates[proposer], num_guesses) - 1
+            tested = accepted / rates[proposer]
+            tuner.note_acceptance(proposer, tested, accepted)
+
+    for _ in range(500):
+        plan = tuner.choose()
+        used.append(plan.method)
+        drafter = "draft" if plan.uses_drafter else None
+        for _ in range(plan.gamma1):
+            run_round("draft", 0)
+        if plan.uses_retrieval:
+            num_retrieval += 1
+            run_round("retrieval", plan.gamma1, drafter)
+        proposer = "retrieval" if plan.uses_retrieval else drafter
+        run_round("target", plan.gamma2 or plan.gamma1, proposer)
+    assert "triforce" in used[:20]
+    assert used[20:100].count("triforce") < 20
+    assert used[-50:].count("triforce") > 40
+
+
+def test_what_is_slow_is_tried_rarely():
+    """Where nothing is faster than the model alone, by far, and that is known."""
+    tuner = tuner_after({**COSTS, "draft": 0.2, "retrieval": 0.2}, {"draft": 0.1, "retrieval": 0.1})
+    used = [tuner.choose().method for _ in range(1000)]
+    assert 1 <= sum(method != "autoregressive" for method in used) < 20
