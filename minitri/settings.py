@@ -92,7 +92,7 @@ class GenerationConfig:
     prefill_chunk: int = 1024
     """Read the prompt N tokens at a time; bounds the memory of activations."""
     offload: bool = False
-    """On a GPU, keep the KV cache of layers that do not fit in host memory; see minitri.plan."""
+    """On a GPU, keep in host memory the KV cache of layers that do not fit; see minitri.plan."""
     on_chip: int | None = None
     """With --offload: layers whose KV cache stays on the GPU. Default: as many as fit."""
     cuda_graphs: bool = True

@@ -2,8 +2,8 @@
 
 A policy scores units of the full cache, chunks or single tokens, for the queries of the latest
 tokens; the best fill the budget. Sinks and the latest tokens are kept whatever their score: that is
-the cache's business. `ChunkRetrieval` is the paper's and the default. The others, in
-`comparison.py`, exist to be compared with it.
+the cache's business. `ChunkRetrieval` is the paper's and the default. The others exist to be
+compared with it and stand apart, in `benchmarks/policies.py`.
 
 To add a policy, write a class with this protocol and name it in `make_policy` and in
 `settings.POLICIES`.
@@ -55,16 +55,12 @@ class Policy(Protocol):
 
 def make_policy(name: str, full: FullCache, chunk_size: int) -> Policy:
     """The policy of a name in `settings.POLICIES`, for the rows of a full cache."""
-    from minitri.caches import comparison  # not needed for the default
-
     if name == "retrieval":
         return ChunkRetrieval(full, chunk_size)
-    if name == "topk":
-        return comparison.TopTokens()
-    if name == "h2o":
-        return comparison.HeavyHitters(full)
-    assert name == "streaming"
-    return comparison.LatestTokens()
+    from minitri.benchmarks import policies  # here, because the default does without
+
+    others = {"topk": policies.TopTokens, "streaming": policies.LatestTokens}
+    return policies.HeavyHitters(full) if name == "h2o" else others[name]()
 
 
 class ChunkRetrieval:

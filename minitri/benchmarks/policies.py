@@ -7,7 +7,7 @@
 As the cache is rebuilt from the full cache, none of them evicts a token for good, as the published
 methods of these names do.
 
-Legend: see `policies.py`.
+Legend: see `caches/policies.py`.
 """
 
 from __future__ import annotations
