@@ -9,8 +9,6 @@
 is asked for the next event. Several prompts of any lengths run as one batch. Nothing here prints.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Sequence
@@ -45,7 +43,7 @@ def load(
     attention: str = "auto",
     rope_scaling: str | None = None,
     progress: bool = False,
-) -> Engine:
+) -> "Engine":
     """Boots an engine: finds or fetches the files, reads config, tokenizer and weights.
 
     `model` is a name from `minitri.MODELS`, a folder or file, or a hub repository ORG/NAME. So is
@@ -121,7 +119,7 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.draft = draft
-        self._pool = SessionPool()
+        self._pool = SessionPool(model, draft)
 
     @property
     def config(self) -> ModelConfig:
@@ -148,7 +146,7 @@ class Engine:
         for tokens in ids:
             check_prompt(tokens, self.config, generation.max_new_tokens)
         batch = Batch(ids, as_seeds(seed, len(ids)), sampling, generation, speculation)
-        return Generation(self.model, self.draft, self.tokenizer, batch, self._pool)
+        return Generation(batch, self.tokenizer, self._pool)
 
     def release(self) -> None:
         """Frees the caches and graphs that are kept on a GPU from one run to the next."""

@@ -6,8 +6,6 @@ cascade (`decoding/cascade.py`), whose tokens are cut here at the end of a text.
 files nor flags, and nothing here prints.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Generator, Iterator
@@ -128,23 +126,13 @@ class Row:
 class Generation(Iterator[Event]):
     """A run in progress: iterate for its events, read `stats` at any time, `close` to end it."""
 
-    def __init__(
-        self,
-        model: Llama,
-        draft: Llama | None,
-        tokenizer: Tokenizer,
-        batch: Batch,
-        pool: SessionPool,
-    ) -> None:
-        """Takes memory for the run from the `pool`, and leaves it there in the end."""
-        self._model = model
-        self._settings = batch.generation
-        self.rows = [
-            Row(b, prompt, tokenizer, batch.generation.stop)
-            for b, prompt in enumerate(batch.prompts)
-        ]
-        with torch.inference_mode(), running(model):
-            session = pool.open(model, draft, batch)
+    def __init__(self, batch: Batch, tokenizer: Tokenizer, pool: SessionPool) -> None:
+        """Takes models and memory for the run from the `pool`; leaves them there in the end."""
+        self._model, self._settings = pool.target, batch.generation
+        stop = self._settings.stop
+        self.rows = [Row(b, prompt, tokenizer, stop) for b, prompt in enumerate(batch.prompts)]
+        with torch.inference_mode(), running(self._model):
+            session = pool.open(batch)
         self.stats = session.stats
         self._events = self._run(session, pool)  # this alone holds the session
 
@@ -177,10 +165,7 @@ class Generation(Iterator[Event]):
         pool.put(session)
 
     def _prefill(self, row: Row, session: Session) -> Iterator[Event]:
-        """Reads a prompt in chunks.
-
-        Its last token is left to the cascade's start, and reported with the last chunk.
-        """
+        """Reads a prompt in chunks. `Cascade.start` reads its last token, reported here as read."""
         stats, num_tokens = self.stats, row.num_prompt_tokens
         start_seconds, clock = stats.prefill_seconds, PrefillClock(num_tokens)
         chunks, done = session.prefill(row.number), 0

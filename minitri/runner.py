@@ -10,8 +10,6 @@ Legend: B rows, T tokens read at once, N proposed tokens, E hidden size, V vocab
 heads, D head dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 

@@ -9,8 +9,6 @@ benchmarks and tests all use this class.
 Legend: L layers, B batch, T tokens of a block, H query heads, D head dim.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging
@@ -162,29 +160,24 @@ class Session:
         caches = (self.full, self.retrieval_cache, self.draft.cache if self.draft else None)
         return sum(cache.num_bytes for cache in caches if cache is not None)
 
-    def can_run(self, target: Llama, draft: Llama | None, batch: Batch) -> bool:
+    def can_run(self, batch: Batch) -> bool:
         """Whether this memory and what was captured serve another batch."""
-        old, new = self.shape, batch
+        old, new, cache = self.shape, batch, self.retrieval_cache
         placed = ("offload", "on_chip", "cuda_graphs")
         return (
-            self.models[0] is target
-            and self.models[1] is draft
-            and self.target.can_sample_by(new.sampling)
+            self.target.can_sample_by(new.sampling)
             and len(new.prompts) == len(old.prompts)
             and new.capacity <= self.full.capacity
             and new.generation.prefill_chunk <= old.generation.prefill_chunk
             and all(getattr(new.generation, n) == getattr(old.generation, n) for n in placed)
             and _shapes(new.speculation) == _shapes(old.speculation)
-            and (
-                self.retrieval_cache is None or max(new.budgets) <= self.retrieval_cache.max_budget
-            )
+            and (cache is None or max(new.budgets) <= cache.max_budget)
         )
 
     def begin(self, batch: Batch, sources: Mapping[str, RandomSource] | None = None) -> None:
         """Empties all caches and stacks the stages for a run over `batch`.
 
-        `sources`, by the name of a stage, replaces the random sources (for benchmarks with made-up
-        verdicts).
+        `sources` replaces the random sources of the named stages: for made-up verdicts.
         """
         self.batch = batch
         self.sequences = [list(prompt) for prompt in batch.prompts]
@@ -209,8 +202,7 @@ class Session:
         """The stages of the batch's method over this session's runners."""
         plans = batch.speculation.plans
         tuner = Autotuner(plans, self._prior_seconds(), use_clock=self._may_use_clock())
-        is_coupled = batch.speculation.coupled
-        source = CoupledSource(batch.seeds) if is_coupled else IndependentSource(batch.seeds)
+        source = (CoupledSource if batch.speculation.coupled else IndependentSource)(batch.seeds)
 
         def level(name: str, runner: ModelRunner) -> Level:
             self.stats.stages.append(LevelStats(name))
@@ -256,9 +248,9 @@ class Session:
         return batch.speculation.timed or (is_same_text and is_exact)
 
     def prefill(self, b: int) -> Iterator[int]:
-        """Reads prompt b but for its last token in chunks; yields how many tokens have been read.
+        """Reads prompt b but for its last token, in chunks that the retrieval cache observes.
 
-        The retrieval cache observes the prompt while it is read.
+        Yields how many tokens have been read.
         """
         cache = self.retrieval_cache
         return prefill(

@@ -4,8 +4,6 @@ Every default is written once, in a field here. The command line takes defaults 
 these fields (`cli/arguments.py`): the first sentence below a field is its help text.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

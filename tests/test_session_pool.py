@@ -149,7 +149,7 @@ def test_a_larger_budget_is_not_squeezed_in(pools):
     for length, fits in ((400, True), (1100, False)):
         batch = Batch([[1] * length], [0], WARM, GenerationConfig(60), speculation)
         assert batch.capacity <= kept.full.capacity or not fits
-        assert kept.can_run(engine.model, engine.draft, batch) == fits
+        assert kept.can_run(batch) == fits
 
 
 def test_a_run_that_is_left_is_kept_and_one_that_fails_is_not(pools):

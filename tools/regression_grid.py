@@ -320,7 +320,8 @@ def record_of(settings: Settings, events: list[Any], calls: list[str]) -> dict[s
     ends = sorted((e for e in events if isinstance(e, minitri.End)), key=lambda end: end.row)
     rows = [[e for e in events if isinstance(e, minitri.Token) and e.row == b.row] for b in ends]
     pieces = [json.dumps([token.text for token in row]) for row in rows]
-    stats, fixed = ends[0].stats, not follows_clock(settings)
+    stats: Any = ends[0].stats
+    fixed = not follows_clock(settings)
     # Not the same name in every revision.
     num_rebuilds = stats.rebuilds.count if hasattr(stats, "rebuilds") else stats.num_rebuilds
     levels = [{name: getattr(level, name) for name in COUNTS} for level in stats.stages]

@@ -8,8 +8,6 @@ inputs would have written.
 Legend: L layers, B batch, S slots, K KV heads, D head dim, T new tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch
@@ -29,14 +27,9 @@ class FullCache:
 
     @classmethod
     def allocate(
-        cls,
-        config: ModelConfig,
-        batch_size: int,
-        capacity: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> FullCache:
+        cls, config: ModelConfig, batch_size: int, capacity: int,
+        *, dtype: torch.dtype, device: torch.device,
+    ) -> "FullCache":  # fmt: skip
         """An empty cache of `batch_size` rows with room for at least `capacity` tokens each."""
         slots = round_up_to_stride(capacity)
         shape = (config.num_layers, batch_size, config.num_kv_heads, slots, config.head_dim)
@@ -103,14 +96,14 @@ class FullCache:
         """Keys and values (L, K, T, D) of row b's tokens from `start` to `end`, on the device."""
         return self.keys[:, b, :, start:end], self.values[:, b, :, start:end]
 
-    def copy_from(self, other: FullCache) -> None:
+    def copy_from(self, other: "FullCache") -> None:
         """Fills this empty cache with all that another one holds, which is on the device."""
         end = max(other.lengths)
         self.keys[..., :end, :] = other.keys[..., :end, :]
         self.values[..., :end, :] = other.values[..., :end, :]
         self.advance(other.lengths)
 
-    def row(self, b: int) -> FullCache:
+    def row(self, b: int) -> "FullCache":
         """A cache of one row that shares memory with row b, for prefilling rows one by one.
 
         Its length starts as row b's; what it read is counted by `advance` on this cache.

@@ -15,8 +15,6 @@ Legend: L layers, B batch, T tokens, S slots, K KV heads, G query heads per KV h
 D head dim, N units, M tokens of a unit, R = G times tokens in the observation window.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Protocol
 
@@ -42,15 +40,12 @@ class Policy(Protocol):
 
     def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
         """Learns that row b's sequence now reaches to `end`; queries of its last T tokens."""
-        ...
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, keys_KSD: Tensor) -> Tensor:
         """Importance (K, N) to the latest queries of the N = S // M whole units of the keys."""
-        ...
 
     def reset(self, b: int) -> None:
         """Drops all that was observed of row b."""
-        ...
 
 
 def make_policy(name: str, full: FullCache, chunk_size: int) -> Policy:

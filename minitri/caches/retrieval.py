@@ -19,8 +19,7 @@ Legend: L layers, B batch, T tokens, S slots, K KV heads, H query heads, D head 
 unit (chunk), C units kept, W observation window, R = H / K times the tokens in it.
 """
 
-from __future__ import annotations
-
+import functools
 import math
 import time
 from dataclasses import dataclass
@@ -82,15 +81,10 @@ class RetrievalCache:
         self._settings = speculation
         self.max_budget = min(max(budgets), self._longest_text)
         slots = round_up_to_stride(self.max_budget + speculation.room)
-        window = (L, B, speculation.observation_window, num_heads, D)
-        self.keys, self.values, self._queries = (
-            torch.empty(shape, dtype=full.dtype, device=full.device)
-            for shape in (
-                (L, B, K, slots, D),
-                (L, B, K, slots, D),
-                window,
-            )  # queries: a ring buffer
-        )
+        empty = functools.partial(torch.empty, dtype=full.dtype, device=full.device)
+        self.keys, self.values = empty(L, B, K, slots, D), empty(L, B, K, slots, D)
+        # Of the tokens in the observation window; a ring buffer.
+        self._queries = empty(L, B, speculation.observation_window, num_heads, D)
         self.restart(budgets)
 
     @property

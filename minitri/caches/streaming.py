@@ -11,9 +11,8 @@ Layout (L, B, K, S, D) as in the full cache.
 Legend: L layers, B batch, S slots, K KV heads, D head dim, T new tokens.
 """
 
-from __future__ import annotations
-
 import copy
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -37,15 +36,9 @@ class StreamingCache:
     """Sinks and recent tokens of B rows: raw keys, rotated keys and values."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        rope: Rope,
-        batch_size: int,
-        speculation: SpeculationConfig,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+        self, config: ModelConfig, rope: Rope, batch_size: int, speculation: SpeculationConfig,
+        *, dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
         self.num_sink_tokens = speculation.num_sink_tokens
         self.num_recent_tokens = speculation.num_recent_tokens
         self._rope = rope
@@ -95,7 +88,7 @@ class StreamingCache:
     def reset(self, b: int) -> None:
         self._lengths[b] = self._num_tokens[b] = 0
 
-    def empty_row(self, b: int) -> StreamingCache:
+    def empty_row(self, b: int) -> Self:
         """An empty cache of one row that shares memory with row b; see `set_window`."""
         row = copy.copy(self)
         tensors = (slots[:, b : b + 1] for slots in (self.raw_keys, self.keys, self.values))

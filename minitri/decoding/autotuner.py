@@ -9,8 +9,6 @@ Choices depend on counts and times of the past, never on which tokens were sampl
 follows the target's distribution whatever is chosen. Without the clock they depend on counts alone.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
@@ -36,7 +34,11 @@ class Autotuner:
     """Chooses the plan of every step from costs and acceptance rates, which it is told of."""
 
     def __init__(
-        self, plans: list[StepPlan], prior_seconds: Callable[[str, float], float], *, use_clock: bool
+        self,
+        plans: list[StepPlan],
+        prior_seconds: Callable[[str, float], float],
+        *,
+        use_clock: bool,
     ) -> None:
         """`prior_seconds(stage, num_guesses)`: of a round of "draft", "retrieval" or "target" that
         verifies so many guesses. Without `use_clock` these are the costs, whatever is measured."""

@@ -33,8 +33,6 @@ token thrown away for what it is would bend the distribution.
 Legend: B rows, N proposed tokens, V vocab.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from typing import Protocol
@@ -49,20 +47,26 @@ from minitri.decoding.verification import Proposal, Verdict
 from minitri.settings import StepPlan
 
 
+@dataclass(frozen=True)
+class Emitted:
+    """The tokens that a round added to a row, and where each of them came from."""
+
+    tokens: list[int]
+    origins: list[str]
+    """The stage that guessed the token (`draft`, `retrieval`), or `recovered` or `bonus`."""
+
+
 class Follower(Protocol):
     """Something that follows the texts as they grow: a stage of the cascade, or a runner."""
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
         """Called before a step that uses it, when all `sequences` are certain."""
-        ...
 
     def crop(self, lengths: list[int]) -> None:
         """Drops what it knows of row b behind the first `lengths[b]` tokens: it was rejected."""
-        ...
 
     def reset(self, b: int) -> None:
         """Drops all that it knows of row b."""
-        ...
 
 
 class Stage(Follower, Protocol):
@@ -74,7 +78,6 @@ class Stage(Follower, Protocol):
 
     def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
         """Guesses the next tokens of the active rows; leaves `sequences` as they were."""
-        ...
 
 
 class Runner(Follower, Protocol):
@@ -88,43 +91,21 @@ class Runner(Follower, Protocol):
         Shape (B, max(num_guesses) + 1, V). Reads what the cache has not seen of the active rows;
         rows that are not active get numbers that mean nothing.
         """
-        ...
 
     def commit(self, emitted: list[Emitted], active: list[bool], *, has_guessed: bool) -> None:
-        """Called after every step with what became certain.
-
-        `has_guessed`: the guesses of this step were made by this runner.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class Emitted:
-    """The tokens that a round added to a row, and where each of them came from."""
-
-    tokens: list[int]
-    origins: list[str]
-    """The stage that guessed the token (`draft`, `retrieval`), or `recovered` or `bonus`."""
+        """Called after every step with what became certain; `has_guessed`: by this runner."""
 
 
 class Level:
     """One level of the cascade: verifies the stage below it, proposes to the level above."""
 
     def __init__(
-        self,
-        runner: Runner,
-        source: RandomSource,
-        stats: LevelStats,
-        tuner: Autotuner,
-        *,
-        below: Stage | None = None,
-        gamma: int = 1,
+        self, runner: Runner, source: RandomSource, stats: LevelStats, tuner: Autotuner
     ) -> None:
-        """`below` and `gamma` may change between steps: see `Cascade`."""
         self.runner = runner
         self.stats = stats
-        self.below = below
-        self.gamma = gamma
+        self.below: Stage | None = None  # like gamma, set before every step: see `Cascade`
+        self.gamma = 1
         self._source = source
         self._tuner = tuner
 

@@ -5,8 +5,6 @@ The noise of a position is a vector over the vocabulary, computed anew wherever 
 positive probability cost anything. Pure functions.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

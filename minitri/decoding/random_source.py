@@ -5,8 +5,6 @@
 numbers from its own seed only, so its tokens do not depend on what else is in the batch.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch
@@ -27,7 +25,6 @@ class RandomSource(Protocol):
         `probs_BNV` (B, N + 1, V) are the verifier's distributions. Rows that are not active use no
         random numbers; what the verdict says about them means nothing.
         """
-        ...
 
 
 class IndependentSource:

@@ -8,8 +8,6 @@ sort leaves ties. Pure functions: all randomness is an argument.
 Legend: N rows, V vocab.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

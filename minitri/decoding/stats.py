@@ -1,7 +1,5 @@
 """What a run did and how long it took: plain numbers, live while the run goes on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stop strings: finds them in a stream of text, wherever the borders between tokens fall."""
 
-from __future__ import annotations
-
 
 class StopScanner:
     """Lets text through until a stop string appears; the string and what follows are dropped.

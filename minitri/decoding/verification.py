@@ -9,10 +9,9 @@ kept if the verifier would have said the same. Both are pure functions; randomne
 Legend: B rows, N proposed tokens, V vocab.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -42,7 +41,7 @@ class Proposal:
         return [len(row) for row in self.tokens]
 
     @classmethod
-    def nothing(cls, batch_size: int) -> Proposal:
+    def nothing(cls, batch_size: int) -> Self:
         """The empty proposal, which a level without a stage below verifies."""
         empty = torch.empty(batch_size, 0, 0)
         return cls([[] for _ in range(batch_size)], empty, [[] for _ in range(batch_size)])

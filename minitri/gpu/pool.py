@@ -15,23 +15,25 @@ from minitri.session import Batch, Session
 
 
 class SessionPool:
-    """At most one session, of the run that was opened last."""
+    """Sessions over two models; at most one is kept, of the run that was opened last."""
 
-    def __init__(self) -> None:
+    def __init__(self, target: Llama, draft: Llama | None) -> None:
+        self.target = target
+        self._draft = draft
         self._kept: Session | None = None
         self._latest: weakref.ref[Session] | None = None
 
-    def open(self, target: Llama, draft: Llama | None, batch: Batch) -> Session:
+    def open(self, batch: Batch) -> Session:
         """A session that has begun to run `batch`: the one that was kept, or a new one.
 
         Raises `InputError` if there is no room.
         """
         kept, self._kept = self._kept, None
-        if kept is not None and kept.can_run(target, draft, batch):
+        if kept is not None and kept.can_run(batch):
             session = kept
         else:
             del kept  # gives up its memory for the new one
-            session = Session(target, draft, batch)
+            session = Session(self.target, self._draft, batch)
         session.begin(batch)
         self._latest = weakref.ref(session)
         return session

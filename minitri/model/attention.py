@@ -13,8 +13,6 @@ are not promised.
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Protocol
 

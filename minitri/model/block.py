@@ -3,8 +3,6 @@
 Legend: B rows, T tokens of a block, L layers, H query heads, D head dim, E hidden size.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -8,8 +8,6 @@ to both. Lengths do not move in a forward pass: whoever decides that the block's
 Legend: B rows, T tokens of a block, K KV heads, S slots, D head dim.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -41,33 +39,26 @@ class Cache(Protocol):
     @property
     def lengths(self) -> list[int]:
         """Valid slots per row, on the host: the prefix that a block attends to."""
-        ...
 
     @property
     def num_tokens(self) -> list[int]:
         """Tokens of each row's sequence that were read; a small cache holds fewer than that."""
-        ...
 
     @property
     def next_positions(self) -> list[int]:
         """Position of the next token of each row, for its rotary embedding."""
-        ...
 
     def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
         """Writes the block behind every row's prefix; returns K and V (B, K, S, D) to attend to."""
-        ...
 
     def advance(self, counts: list[int]) -> None:
         """Keeps the first `counts[b]` tokens of the block that was just written."""
-        ...
 
     def crop(self, num_tokens: list[int]) -> None:
         """Takes tokens back: row b keeps the first `num_tokens[b]` of those it has read."""
-        ...
 
     def reset(self, b: int) -> None:
         """Empties row b, for another sequence."""
-        ...
 
 
 def write_block(

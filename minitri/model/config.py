@@ -1,10 +1,9 @@
 """The shape of a Llama, whatever file describes it: frozen dataclasses that hold no tensors."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from typing import Self
 
 from minitri.errors import InputError
 
@@ -130,6 +129,6 @@ class ModelConfig:
         """Numbers, not bytes, that one token adds to a full KV cache: 2 L K D."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
-    def with_eos(self, token_ids: tuple[int, ...]) -> ModelConfig:
+    def with_eos(self, token_ids: tuple[int, ...]) -> Self:
         """This model with other end-of-sequence tokens."""
         return dataclasses.replace(self, eos_token_ids=token_ids)

@@ -3,8 +3,6 @@
 Legend: E in_features.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 

@@ -9,8 +9,6 @@ runs only on the rows whose logits somebody wants.
 Legend: L layers, B batch, T new tokens, E hidden size, K KV heads, H query heads, D head dim.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +39,7 @@ class Llama(nn.Module):
         *,
         dtype: torch.dtype,
         device: torch.device,
-        target: Llama | None = None,
+        target: "Llama | None" = None,
         attend: Attend = attend_math,
     ) -> None:
         """`target` lends its embedding table to a drafter that has none (`config.draft_of`).

@@ -7,8 +7,6 @@ would cost half a gigabyte. Angles and rotation are float32 whatever the model's
 Legend: B batch, T new tokens, H heads, D head dim.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ tokens behind it, and guesses those. The guess is certain, so its distribution i
 Where nothing matches it guesses nothing.
 """
 
-from __future__ import annotations
-
 import time
 
 import torch
