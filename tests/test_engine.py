@@ -10,7 +10,7 @@ import torch
 
 import minitri
 from minitri import End, GenerationConfig, InputError, PrefillProgress, SamplingParams, SpeculationConfig, Token
-from minitri.devices import choose_dtype
+from minitri.loading.devices import choose_dtype
 from minitri.generation import Row
 from minitri.decoding.sampling import probs_from_logits
 from minitri.decoding.stopping import StopScanner
@@ -315,7 +315,7 @@ def test_bad_settings_of_load_are_refused(folder, settings, match):
 
 @pytest.mark.parametrize("has_it", [True, False])
 def test_a_dtype_without_instructions_is_warned_of(has_it, monkeypatch, caplog):
-    monkeypatch.setattr("minitri.devices.can_pack", lambda dtype, device: has_it)
+    monkeypatch.setattr("minitri.loading.devices.can_pack", lambda dtype, device: has_it)
     assert choose_dtype("bfloat16", CPU) == torch.bfloat16
     assert ("no instructions for bfloat16" in caplog.text) == (not has_it)
 
