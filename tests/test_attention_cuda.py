@@ -12,6 +12,7 @@ from minitri.gpu.attention import (
     FlashAttn,
     GpuAttention,
     Math,
+    ShortBlock,
     TorchFlash,
     choose_backend,
     largest_error,
@@ -51,7 +52,7 @@ def test_every_backend_equals_the_oracle(T, prefixes, heads):
     q, k, v, lengths = random_case(T, prefixes, *heads, S=SHORTEST_PIECE * 4 + 40)
     exact = attend_math(q.double(), k.double(), v.double(), lengths)
     for backend in backends():
-        got = backend(q, k, v, torch.tensor(lengths), None)
+        got = backend(ShortBlock(q, k, v, torch.tensor(lengths)))
         assert (got - exact).abs().max() < 3e-6, backend
 
 
@@ -61,7 +62,7 @@ def test_a_tree_rule_replaces_causality(T):
     rule = torch.eye(T, dtype=torch.bool) | (torch.rand(T, T, generator=torch.Generator().manual_seed(2)) < 0.3).tril()
     exact = attend_math(q, k, v, lengths, rule)
     for backend in backends():
-        assert (backend(q, k, v, torch.tensor(lengths), rule) - exact).abs().max() < 3e-6
+        assert (backend(ShortBlock(q, k, v, torch.tensor(lengths), rule)) - exact).abs().max() < 3e-6
 
 
 @pytest.mark.parametrize("rows", [slice(0, 3), slice(1, 2), slice(1, 3)])
@@ -71,7 +72,7 @@ def test_a_part_of_a_cache_is_read_where_it_lies(rows):
     layers_k, layers_v = (torch.stack((torch.full_like(slots, torch.nan), slots)) for slots in (k, v))
     exact = attend_math(q, k, v, lengths)[rows]
     for backend in backends():
-        got = backend(q[rows], layers_k[1, rows], layers_v[1, rows], torch.tensor(lengths[rows]), None)
+        got = backend(ShortBlock(q[rows], layers_k[1, rows], layers_v[1, rows], torch.tensor(lengths[rows])))
         assert (got - exact).abs().max() < 3e-6
 
 
@@ -85,9 +86,9 @@ def test_lengths_on_the_host_go_to_the_other_path():
     calls = []
 
     class Spy(Math):
-        def __call__(self, *args):
-            calls.append(args[0].shape[1])
-            return super().__call__(*args)
+        def __call__(self, block):
+            calls.append(block.q_BTHD.shape[1])
+            return super().__call__(block)
 
     attend = GpuAttention(Spy())
     for T, on_device in ((1, True), (LONGEST_BLOCK, True), (4, False)):

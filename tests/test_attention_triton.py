@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minitri.model.attention import attend_math
-from minitri.gpu.attention import GpuAttention, largest_error, tolerance
+from minitri.gpu.attention import GpuAttention, ShortBlock, largest_error, tolerance
 from minitri.settings import LONGEST_BLOCK
 from tests.conftest import tiny_config
 from tests.test_attention import random_case
@@ -41,7 +41,7 @@ def error_of(backend, q, keys, values, lengths, rows=slice(None)) -> float:
     """The largest one, by the oracle, of a case on the CPU, from these rows of it."""
     exact = attend_math(q.double(), keys.double(), values.double(), lengths)[rows]
     q, keys, values = (tensor.to(DEVICE)[rows] for tensor in (q, keys, values))
-    got = backend(q, keys, values, torch.tensor(lengths, device=DEVICE)[rows], None)
+    got = backend(ShortBlock(q, keys, values, torch.tensor(lengths, device=DEVICE)[rows]))
     assert got.is_contiguous()
     return float((got.double().cpu() - exact).abs().max().nan_to_num(torch.inf))
 
@@ -86,7 +86,7 @@ def test_it_passes_the_test_of_every_boot(dtype):
 def test_heads_of_odd_sizes_are_refused():
     q, keys, values, lengths = random_case(1, (20,), 4, 2, D=48)
     with pytest.raises(RuntimeError, match="heads of 16, 32, 64, ... numbers, not of 48"):
-        backends()[0](q, keys, values, torch.tensor(lengths), None)
+        backends()[0](ShortBlock(q, keys, values, torch.tensor(lengths)))
 
 
 def test_a_tree_goes_to_the_plain_formulas():

@@ -17,12 +17,10 @@ Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T ne
 P pieces.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -44,17 +42,24 @@ Varlen = Callable[..., tuple[Tensor, Tensor]]
 """A kernel for packed sequences: the signature and the contract of `torch_varlen`."""
 
 
+class ShortBlock(NamedTuple):
+    """The arguments of `model.attention.Attend`, but lengths are on the device only."""
+
+    q_BTHD: Tensor
+    keys_BKSD: Tensor
+    values_BKSD: Tensor
+    lengths_B: Tensor
+    rule_TT: Tensor | None = None
+
+
 class Backend(Protocol):
-    """A way to compute short blocks: `model.attention.Attend`, but lengths are on the device."""
+    """A way to compute attention of short blocks."""
 
     name: str
-    only_causal: bool
+    only_causal: bool = False
     """Whether it takes no rule but the causal one."""
 
-    def __call__(
-        self, q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, lengths_B: Tensor,
-        rule_TT: Tensor | None,
-    ) -> Tensor: ...  # fmt: skip
+    def __call__(self, block: ShortBlock) -> Tensor: ...
 
 
 class GpuAttention:
@@ -64,36 +69,26 @@ class GpuAttention:
         self.backend = backend
 
     def __call__(
-        self,
-        q_BTHD: Tensor,
-        keys_BKSD: Tensor,
-        values_BKSD: Tensor,
-        prefix_lengths: list[int],
-        rule_TT: Tensor | None = None,
-        lengths_B: Tensor | None = None,
-    ) -> Tensor:
+        self, q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, prefix_lengths: list[int],
+        rule_TT: Tensor | None = None, lengths_B: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         if lengths_B is None:
             return attend_fused(q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT)
         backend = Math() if rule_TT is not None and self.backend.only_causal else self.backend
-        return backend(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
+        return backend(ShortBlock(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT))
 
 
 def attend_fused(
-    q_BTHD: Tensor,
-    keys_BKSD: Tensor,
-    values_BKSD: Tensor,
-    prefix_lengths: list[int],
-    rule_TT: Tensor | None = None,
-    lengths_B: Tensor | None = None,  # noqa: ARG001 (part of the contract)
-) -> Tensor:
+    q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, prefix_lengths: list[int],
+    rule_TT: Tensor | None = None, lengths_B: Tensor | None = None,  # noqa: ARG001 (the contract's)
+) -> Tensor:  # fmt: skip
     """PyTorch's fused attention, one kernel over prefix and block, by lengths on the host."""
     if min(prefix_lengths) < max(prefix_lengths):
         return row_by_row(attend_fused, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT)
     T, end = q_BTHD.shape[1], prefix_lengths[0] + q_BTHD.shape[1]
     mask = None
     if rule_TT is not None:
-        mask = torch.ones(T, end, dtype=torch.bool, device=q_BTHD.device)
-        mask[:, end - T :] = rule_TT
+        mask = F.pad(rule_TT, (end - T, 0), value=True)
     elif T > 1:
         from torch.nn.attention.bias import causal_lower_right  # here: the import takes seconds
 
@@ -106,108 +101,92 @@ def attend_fused(
     return out_BHTD.transpose(1, 2)
 
 
-class Math:
+class Math(Backend):
     """All slots, masked, in float32 or better."""
 
     name = "math"
-    only_causal = False
 
-    def __call__(
-        self, q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, lengths_B: Tensor,
-        rule_TT: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    def __call__(self, block: ShortBlock) -> Tensor:
+        q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT = block
         B, T, H, D = q_BTHD.shape
         K, S = keys_BKSD.shape[1:3]
         exact = torch.promote_types(q_BTHD.dtype, torch.float32)
         q_BKRD = fold(q_BTHD, K).to(exact) / math.sqrt(D)
         # Slot s is in the block if 0 <= s - length < T. Behind it may be anything, even NaN.
         offsets_BS = torch.arange(S, device=q_BTHD.device) - lengths_B.unsqueeze(1)
-        rule = block_rule(T, rule_TT, q_BTHD.device)
-        in_block_BTS = rule.t()[offsets_BS.clamp(0, T - 1)].transpose(1, 2)
-        in_prefix_B1S, is_valid_B1S = (offsets_BS < 0)[:, None], (offsets_BS < T)[:, None]
-        sees_BTS = torch.where(in_prefix_B1S, True, in_block_BTS & is_valid_B1S)
-        invalid_B1S1 = ~is_valid_B1S.unsqueeze(3)
-        scores_BKRS = q_BKRD @ keys_BKSD.to(exact).masked_fill(invalid_B1S1, 0).transpose(2, 3)
-        unseen_BKRS = ~sees_BTS[:, None, None].expand(B, K, H // K, T, S).flatten(2, 3)
+        behind_B1S1 = (offsets_BS >= T)[:, None, :, None]
+        rule_TT = block_rule(T, rule_TT, q_BTHD.device)
+        rule_TX = F.pad(F.pad(rule_TT, (1, 0), value=True), (0, 1))  # prefix, block, what is behind
+        unseen_BTS = ~rule_TX[:, offsets_BS.clamp(-1, T) + 1].transpose(0, 1)
+        unseen_BKRS = unseen_BTS[:, None, None].expand(B, K, H // K, T, S).flatten(2, 3)
+        scores_BKRS = q_BKRD @ keys_BKSD.to(exact).masked_fill(behind_B1S1, 0).transpose(2, 3)
         probs_BKRS = scores_BKRS.masked_fill(unseen_BKRS, -math.inf).softmax(-1)
-        out_BKRD = probs_BKRS @ values_BKSD.to(exact).masked_fill(invalid_B1S1, 0)
+        out_BKRD = probs_BKRS @ values_BKSD.to(exact).masked_fill(behind_B1S1, 0)
         return unfold(out_BKRD, T).to(q_BTHD.dtype)
 
 
-class TorchFlash:
+class TorchFlash(Backend):
     """The prefix in pieces, by a kernel for packed sequences; the block apart."""
 
     name = "torch-flash"
-    only_causal = False
 
     def __init__(self, kernel: Varlen, *, num_processors: int) -> None:
         self._kernel = kernel
         self._num_processors = num_processors
 
-    def __call__(
-        self, q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, lengths_B: Tensor,
-        rule_TT: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        T = q_BTHD.shape[1]
-        q_BKRD = fold(q_BTHD, keys_BKSD.shape[1])
-        outs, lses = self._prefix(q_BKRD, keys_BKSD, values_BKSD, lengths_B)
-        block, block_lse = self._block(q_BKRD, keys_BKSD, values_BKSD, lengths_B, T, rule_TT)
-        shares_PBKR = torch.cat((lses, block_lse.unsqueeze(0))).softmax(0)
-        all_PBKRD = torch.cat((outs.float(), block.unsqueeze(0)))
-        out_BKRD = (all_PBKRD * shares_PBKR.unsqueeze(-1)).sum(0)
-        return unfold(out_BKRD, T).to(q_BTHD.dtype)
+    def __call__(self, block: ShortBlock) -> Tensor:
+        q_BKRD = fold(block.q_BTHD, block.keys_BKSD.shape[1])
+        outs_PBKRD, lses_PBKR = self._prefix(q_BKRD, block)
+        out_BKRD, lse_BKR = attend_block_alone(q_BKRD, block)
+        shares_PBKR = torch.cat((lses_PBKR, lse_BKR.unsqueeze(0))).softmax(0)
+        all_PBKRD = torch.cat((outs_PBKRD.float(), out_BKRD.unsqueeze(0)))
+        merged_BKRD = (all_PBKRD * shares_PBKR.unsqueeze(-1)).sum(0)
+        return unfold(merged_BKRD, block.q_BTHD.shape[1]).to(q_BKRD.dtype)
 
-    def _prefix(
-        self, q_BKRD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, lengths_B: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _prefix(self, q_BKRD: Tensor, block: ShortBlock) -> tuple[Tensor, Tensor]:
         """Outputs (P, B, K, R, D) and log-sum-exps (P, B, K, R); empty pieces weigh 0."""
         B, K, R, D = q_BKRD.shape
-        S, device = keys_BKSD.shape[2], q_BKRD.device
+        S, device = block.keys_BKSD.shape[2], q_BKRD.device
         wanted = -(-2 * self._num_processors // (B * K))
         P = max(1, min(wanted, S // SHORTEST_PIECE))
         size = -(-S // P)
         # Slot s of row b and head k lies at b * row + k * head + s * token. Read as packed tokens,
         # row b begins at b * row / token.
-        row, head, token, _ = keys_BKSD.stride()
-        assert keys_BKSD.stride() == values_BKSD.stride()
+        row, head, token, _ = block.keys_BKSD.stride()
+        assert block.values_BKSD.stride() == (row, head, token, 1)
         assert row % token == 0
-        packed_shape = ((B - 1) * (row // token) + S, K, D)
-        k, v = (x.as_strided(packed_shape, (token, head, 1)) for x in (keys_BKSD, values_BKSD))
+        packed = (((B - 1) * (row // token) + S, K, D), (token, head, 1))
+        k, v = (slots.as_strided(*packed) for slots in (block.keys_BKSD, block.values_BKSD))
         firsts_P1 = torch.arange(P, device=device).unsqueeze(1) * size
         begins_PB = firsts_P1 + torch.arange(B, device=device) * (row // token)
         begins_N = torch.cat((begins_PB.flatten(), begins_PB[-1:, -1] + size)).int()
-        counts_PB = (lengths_B - firsts_P1).clamp(0, size)
+        counts_PB = (block.lengths_B - firsts_P1).clamp(0, size)
         num = torch.arange(P * B + 1, device=device, dtype=torch.int32)
         q_QKD = q_BKRD.transpose(1, 2).expand(P, B, R, K, D).reshape(P * B * R, K, D)
         out_QKD, lse_KQ = self._kernel(
             q_QKD, k, v, num * R, begins_N, counts_PB.flatten().int(), R, size, 1 / math.sqrt(D)
         )
         is_empty_PB11 = (counts_PB == 0)[:, :, None, None]
-        outs, lses = out_QKD.view(P, B, R, K, D).transpose(2, 3), lse_KQ.view(K, P, B, R)
-        lses = lses.permute(1, 2, 0, 3).masked_fill(is_empty_PB11, -math.inf)
-        return outs.masked_fill(is_empty_PB11.unsqueeze(-1), 0), lses
-
-    @staticmethod
-    def _block(
-        q_BKRD: Tensor,
-        keys_BKSD: Tensor,
-        values_BKSD: Tensor,
-        lengths_B: Tensor,
-        T: int,
-        rule_TT: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Output (B, K, R, D) and log-sum-exp (B, K, R) over the block itself, float32."""
-        B, K, R, D = q_BKRD.shape
-        places_BT = lengths_B.unsqueeze(1) + torch.arange(T, device=q_BKRD.device)
-        index_BKTD = places_BT[:, None, :, None].expand(B, K, T, D)
-        k_BKTD, v_BKTD = (slots.gather(2, index_BKTD).float() for slots in (keys_BKSD, values_BKSD))
-        scores_BKRT = q_BKRD.float() @ k_BKTD.transpose(2, 3) / math.sqrt(D)
-        unseen_RT = ~block_rule(T, rule_TT, q_BKRD.device).repeat(R // T, 1)
-        scores_BKRT = scores_BKRT.masked_fill(unseen_RT, -math.inf)
-        return scores_BKRT.softmax(-1) @ v_BKTD, scores_BKRT.logsumexp(-1)
+        outs_PBKRD = out_QKD.view(P, B, R, K, D).transpose(2, 3)
+        lses_PBKR = lse_KQ.view(K, P, B, R).permute(1, 2, 0, 3)
+        lses_PBKR = lses_PBKR.masked_fill(is_empty_PB11, -math.inf)
+        return outs_PBKRD.masked_fill(is_empty_PB11.unsqueeze(-1), 0), lses_PBKR
 
 
-class FlashAttn:
+def attend_block_alone(q_BKRD: Tensor, block: ShortBlock) -> tuple[Tensor, Tensor]:
+    """Output (B, K, R, D) and log-sum-exp (B, K, R) without the prefix, in float32."""
+    (B, K, R, D), T = q_BKRD.shape, block.q_BTHD.shape[1]
+    places_BT = block.lengths_B.unsqueeze(1) + torch.arange(T, device=q_BKRD.device)
+    index_BKTD = places_BT[:, None, :, None].expand(B, K, T, D)
+    k_BKTD = block.keys_BKSD.gather(2, index_BKTD).float()
+    v_BKTD = block.values_BKSD.gather(2, index_BKTD).float()
+    scores_BKRT = q_BKRD.float() @ k_BKTD.transpose(2, 3) / math.sqrt(D)
+    unseen_RT = ~block_rule(T, block.rule_TT, q_BKRD.device).repeat(R // T, 1)
+    scores_BKRT = scores_BKRT.masked_fill(unseen_RT, -math.inf)
+    return scores_BKRT.softmax(-1) @ v_BKTD, scores_BKRT.logsumexp(-1)
+
+
+class FlashAttn(Backend):
     """The flash-attn package."""
 
     name = "flash-attn"
@@ -218,15 +197,11 @@ class FlashAttn:
 
         self._kernel = flash_attn_with_kvcache
 
-    def __call__(
-        self, q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, lengths_B: Tensor,
-        rule_TT: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        assert rule_TT is None
-        ends_B = (lengths_B + q_BTHD.shape[1]).int()
-        k_BSKD, v_BSKD = keys_BKSD.transpose(1, 2), values_BKSD.transpose(1, 2)
-        out: Tensor = self._kernel(q_BTHD, k_BSKD, v_BSKD, cache_seqlens=ends_B, causal=True)
-        return out
+    def __call__(self, block: ShortBlock) -> Tensor:
+        assert block.rule_TT is None
+        ends_B = (block.lengths_B + block.q_BTHD.shape[1]).int()
+        k_BSKD, v_BSKD = block.keys_BKSD.transpose(1, 2), block.values_BKSD.transpose(1, 2)
+        return self._kernel(block.q_BTHD, k_BSKD, v_BSKD, cache_seqlens=ends_B, causal=True)
 
 
 def torch_varlen(
@@ -269,22 +244,20 @@ def choose_backend(
             backend = make_backend(name, device)
             lengths = (1, 3, 9, LONGEST_BLOCK)
             error = max(largest_error(backend, device, dtype, config, T) for T in lengths)
+            reason = f"it is off by {error:.2g}"
         except torch.OutOfMemoryError:
             raise InputError(
                 f"{device} has no memory left to try attention kernels; free some of it"
             ) from None
         except Exception as failure:  # a compiler of kernels may raise anything
-            reason = shorten(failure, 80)
-        else:
-            if error <= tolerance(dtype):
-                if name == "math" != wanted and dtype != torch.float32:
-                    log.warning(
-                        "attention falls back to plain formulas on %s, which read KV many times "
-                        "slower",
-                        device,
-                    )
-                return backend
-            reason = f"it is off by {error:.2g}"
+            error, reason = math.inf, shorten(failure, 80)
+        if error <= tolerance(dtype):
+            if name == "math" != wanted and dtype != torch.float32:
+                slow = (
+                    "attention falls back to plain formulas on %s, which read KV many times slower"
+                )
+                log.warning(slow, device)
+            return backend
         if wanted != "auto":
             raise InputError(
                 f"--attention {name} fails on {device} in {dtype} ({reason}); use --attention auto"
@@ -309,7 +282,8 @@ def largest_error(
     keys_BKSD, values_BKSD = (
         torch.randn(3, K, S, D, generator=generator).to(device, dtype) for _ in range(2)
     )
-    got = backend(q_BTHD, keys_BKSD, values_BKSD, torch.tensor(lengths, device=device), None)
+    lengths_B = torch.tensor(lengths, device=device)
+    got = backend(ShortBlock(q_BTHD, keys_BKSD, values_BKSD, lengths_B))
     exact = attend_math(q_BTHD.double(), keys_BKSD.double(), values_BKSD.double(), lengths)
     error = (got.double() - exact).abs().max()
     return float(error.nan_to_num(math.inf))

@@ -13,14 +13,14 @@ Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T ne
 P pieces.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from minitri.gpu.attention import Backend, ShortBlock
 
 NUM_KEYS = 64
 """Keys that a program reads at a time."""
@@ -110,7 +110,7 @@ def merge_pieces(  # type: ignore[no-untyped-def]
     tl.store(out + place * D + dims, merged_D)
 
 
-class TritonAttention:
+class TritonAttention(Backend):
     """Prefix and block in one pass, for chains (causal blocks)."""
 
     name = "triton"
@@ -119,14 +119,8 @@ class TritonAttention:
     def __init__(self, *, num_processors: int) -> None:
         self._num_processors = num_processors
 
-    def __call__(
-        self,
-        q_BTHD: Tensor,
-        keys_BKSD: Tensor,
-        values_BKSD: Tensor,
-        lengths_B: Tensor,
-        rule_TT: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, block: ShortBlock) -> Tensor:
+        q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT = block
         assert rule_TT is None
         B, T, H, D = q_BTHD.shape
         K = keys_BKSD.shape[1]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minitri.model.attention import attend_math
-from minitri.gpu.attention import BACKENDS, GpuAttention, choose_backend, make_backend, tolerance
+from minitri.gpu.attention import BACKENDS, GpuAttention, ShortBlock, choose_backend, make_backend, tolerance
 from minitri.caches.full import FullCache
 from minitri.decoding.random_source import IndependentCoins
 from minitri.errors import InputError
@@ -41,7 +41,7 @@ def test_every_backend_agrees_with_the_oracle(name, heads, dtype):
     backend = make_backend(name, torch.device("cuda"))
     for T in range(1, 17):
         q, k, v, lengths = random_case(T, (0, 1, 700, 2047), *heads, D=64, S=2304, seed=T, dtype=dtype)
-        got = backend(q.cuda(), k.cuda(), v.cuda(), torch.tensor(lengths).cuda(), None).double().cpu()
+        got = backend(ShortBlock(q.cuda(), k.cuda(), v.cuda(), torch.tensor(lengths).cuda())).double().cpu()
         exact = attend_math(q.double(), k.double(), v.double(), lengths)
         assert (got - exact).abs().max() < 2 * tolerance(dtype), T
 
