@@ -8,8 +8,6 @@ reads or writes, weights and caches, must stay where it was at capture. On a CPU
 run eagerly, so that tests cover all but the graph itself.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Callable
@@ -27,63 +25,78 @@ Inputs = TypeVar("Inputs")
 """A dataclass whose fields are all tensors."""
 
 
-class GraphedStep(Generic[Inputs]):
-    """One function, captured for inputs of one shape."""
+class GraphPool:
+    """Captures steps on one stream, and counts what that cost.
 
-    def __init__(
-        self,
-        step: Callable[[Inputs], Tensor],
-        example: Inputs,
-        *,
-        pool: Any = None,
-        stream: torch.cuda.Stream | None = None,
-    ) -> None:
-        """Runs `step` on a copy of `example` to warm up, and captures it on `stream`.
+    Its steps share memory, so they must not run at the same time.
+    """
 
-        Steps that share a `pool` (of `torch.cuda.graph_pool_handle`) share memory, and must not run
-        at the same time.
-        """
-        names = [field.name for field in dataclasses.fields(example)]  # type: ignore[arg-type]
-        copies = {name: getattr(example, name).clone() for name in names}
-        self._static: Inputs = dataclasses.replace(example, **copies)  # type: ignore[type-var]
-        self._step = step
+    def __init__(self, device: torch.device) -> None:
+        self.num_graphs = self.num_bytes = 0  # bytes of device memory that captures took
         self.capture_seconds = 0.0
-        self.num_bytes = 0  # device memory that the capture took
-        self._graph: torch.cuda.CUDAGraph | None = None
-        device = next(iter(copies.values())).device
-        if device.type == "cuda":
-            assert stream is not None
-            self._output = self._capture(device, pool, stream)
-        else:
-            self._output = step(self._static).clone()
+        self.on_gpu = device.type == "cuda"
+        if self.on_gpu:
+            self._memory: Any = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(device)
 
-    def __call__(self, inputs: Inputs) -> Tensor:
-        """What the step returns for these inputs; valid until the next call."""
-        copy_into(self._static, inputs)
-        if self._graph is not None:
-            self._graph.replay()
-        else:
-            self._output.copy_(self._step(self._static))
-        return self._output
+    def capture(self, step: Callable[[Inputs], Tensor], example: Inputs) -> "GraphedStep[Inputs]":
+        """A step captured for inputs like `example`. Raises `InputError` if it cannot be."""
+        try:
+            graphed = GraphedStep(step, example, self)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise InputError(
+                f"a CUDA graph could not be captured ({shorten(error, 90)}); use --no-cuda-graphs"
+            ) from None
+        self.num_graphs += 1
+        return graphed
 
-    def _capture(self, device: torch.device, pool: Any, stream: torch.cuda.Stream) -> Tensor:
+    def record(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Warms `run` up and captures it: what replays it, and the tensor that this writes."""
+        device = self._stream.device
         clear_workspaces()
         torch.cuda.empty_cache()  # as the capture does, so that only its own memory is counted
         started, reserved = time.perf_counter(), torch.cuda.memory_reserved(device)
         current = torch.cuda.current_stream(device)
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
             for _ in range(NUM_WARMUPS):
-                self._step(self._static)
-        current.wait_stream(stream)
+                run()
+        current.wait_stream(self._stream)
         clear_workspaces()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool, stream=stream):
-            output = self._step(self._static)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
+            output = run()
         clear_workspaces()
-        self.capture_seconds = time.perf_counter() - started
-        self.num_bytes = torch.cuda.memory_reserved(device) - reserved
-        return output
+        self.capture_seconds += time.perf_counter() - started
+        self.num_bytes += torch.cuda.memory_reserved(device) - reserved
+        return graph.replay, output
+
+
+class GraphedStep(Generic[Inputs]):
+    """One function, captured for inputs of one shape."""
+
+    def __init__(
+        self, step: Callable[[Inputs], Tensor], example: Inputs, pool: GraphPool | None = None
+    ) -> None:
+        """Captures `step` over a copy of `example` in a pool on a GPU; else it runs eagerly."""
+        names = [field.name for field in dataclasses.fields(example)]  # type: ignore[arg-type]
+        copies = {name: getattr(example, name).clone() for name in names}
+        static: Inputs = dataclasses.replace(example, **copies)  # type: ignore[type-var]
+        self._static = static
+        self._run: Callable[[], object]
+        if pool is not None and pool.on_gpu:
+            self._run, self._output = pool.record(lambda: step(static))
+        else:
+            output = step(static).clone()
+            self._run, self._output = lambda: output.copy_(step(static)), output
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        """What the step returns for these inputs; valid until the next call."""
+        copy_into(self._static, inputs)
+        self._run()
+        return self._output
 
 
 def copy_into(static: Any, fresh: Any) -> None:
@@ -106,32 +119,6 @@ def clear_workspaces() -> None:
     That of a capture must lie in the graph's memory, and none may stay behind for its stream.
     """
     getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
-
-
-class GraphPool:
-    """Captures steps on one stream into one pool of memory, and counts what that cost."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.num_graphs = self.num_bytes = 0
-        self.capture_seconds = 0.0
-        on_gpu = device.type == "cuda"
-        self._pool: Any = torch.cuda.graph_pool_handle() if on_gpu else None
-        self._stream = torch.cuda.Stream(device) if on_gpu else None
-
-    def capture(self, step: Callable[[Inputs], Tensor], example: Inputs) -> GraphedStep[Inputs]:
-        """A step captured for inputs like `example`. Raises `InputError` if it cannot be."""
-        try:
-            graphed = GraphedStep(step, example, pool=self._pool, stream=self._stream)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise InputError(
-                f"a CUDA graph could not be captured ({shorten(error, 90)}); use --no-cuda-graphs"
-            ) from None
-        self.num_graphs += 1
-        self.capture_seconds += graphed.capture_seconds
-        self.num_bytes += graphed.num_bytes
-        return graphed
 
 
 def graph_pool(device: torch.device, *, wanted: bool) -> GraphPool | None:
