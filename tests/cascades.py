@@ -74,7 +74,7 @@ class Rig:
 
     @torch.inference_mode()
     def run(self, after_step=lambda rig: None) -> list[list[int]]:
-        """The new tokens of all rows, `num_new` each; calls `after_step` whenever a step is over."""
+        """The new tokens of all rows, `num_new` each; calls `after_step` after each step."""
         self.start()
         after_step(self)
         while any(self.cascade.active):
@@ -110,7 +110,8 @@ def near_copy(model: Llama, noise: float, *, seed: int = 1) -> Llama:
 
 
 def fresh_read(model: Llama, tokens: list[int]) -> tuple[FullCache, Tensor]:
-    """A new full cache that has read these tokens in one pass, and the logits (T, V) behind each of them."""
+    """A new full cache that has read these tokens in one pass, and the logits (T, V) behind each of
+    them."""
     cache = new_cache(model.config, capacity=len(tokens) + 1)
     hidden_BTE = read_block(model, [tokens], cache)
     cache.advance([len(tokens)])
@@ -123,7 +124,8 @@ def random_prompt(config: ModelConfig, length: int, seed: int = 0) -> list[int]:
 
 
 def tiny_engine(*, noise: float | None = 0.02) -> Engine:
-    """An engine that speaks, without files: a tiny model, a tokenizer, and a drafter near to it (None: n-grams)."""
+    """An engine that speaks, without files: a tiny model, a tokenizer, and a drafter near to it
+    (None: n-grams)."""
     model = tiny_model(tiny_config(vocab_size=320, context_length=512))
     draft = None if noise is None else near_copy(model, noise)
     return Engine(model, Tokenizer(TokenizersBackend(byte_level_tokenizer()), None), draft)

@@ -13,14 +13,16 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import minitri
 from minitri.caches.full import FullCache
-from minitri.model.config import ModelConfig
+from minitri.cpu.attention import attend_cpu
 from minitri.errors import InputError
 from minitri.loading.fetch import locate
-from minitri.cpu.attention import attend_cpu
+from minitri.model.config import ModelConfig
 from minitri.model.llama import Llama
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, whose kernels then run on the CPU
+    os.environ["TRITON_INTERPRET"] = (
+        "1"  # before anything imports Triton, whose kernels then run on the CPU
+    )
 
 CPU = torch.device("cpu")
 
@@ -32,8 +34,8 @@ SENTENCES = [
 ]
 SHAPE = {
     "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
-    "bos_token_id": 1, "eos_token_id": 2,
+    "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 
 
@@ -51,7 +53,8 @@ def byte_level_tokenizer() -> tokenizers.Tokenizer:
 
 
 def write_hf_folder(folder: Path, *, seed: int = 0, **changes) -> Path:
-    """A random Llama written by `transformers` itself, with a tokenizer: what a user would download."""
+    """A random Llama written by `transformers` itself, with a tokenizer: what a user would
+    download."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -60,7 +63,9 @@ def write_hf_folder(folder: Path, *, seed: int = 0, **changes) -> Path:
         if "norm" in name or "bias" in name:
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
         else:
-            torch.nn.init.normal_(parameter, std=0.15)  # large enough that the laws are far from uniform
+            torch.nn.init.normal_(
+                parameter, std=0.15
+            )  # large enough that the laws are far from uniform
     model.save_pretrained(folder)
     byte_level_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
@@ -75,8 +80,8 @@ def edit_json(file: Path, **changes) -> None:
 
 def tiny_config(**changes) -> ModelConfig:
     values = {
-        "num_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
-        "vocab_size": 64, "context_length": 256,
+        "num_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2,
+        "head_dim": 8, "vocab_size": 64, "context_length": 256,
     }  # fmt: skip
     return ModelConfig(**{**values, **changes})
 
@@ -89,7 +94,9 @@ def tiny_model(config: ModelConfig, *, seed: int = 0, dtype: torch.dtype = torch
     return model.eval()
 
 
-def new_cache(config: ModelConfig, batch_size: int = 1, capacity: int = 64, dtype=torch.float32) -> FullCache:
+def new_cache(
+    config: ModelConfig, batch_size: int = 1, capacity: int = 64, dtype=torch.float32
+) -> FullCache:
     return FullCache.allocate(config, batch_size, capacity, dtype=dtype, device=CPU)
 
 

@@ -118,7 +118,7 @@ def cells(probs: torch.Tensor, edges: tuple[float, ...] = UPPER) -> list[tuple[f
 
 @dataclass
 class ScriptedSource:
-    """A random source that follows a script per row, and notes decisions that no script foresees."""
+    """A random source that follows a script per row, and notes decisions beyond them."""
 
     scripts: list[list[list[float]]]
     decide = staticmethod(verify)

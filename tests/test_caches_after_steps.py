@@ -1,4 +1,5 @@
-"""After every step of a cascade: the full cache is that of a fresh prefill, and nothing behind a length matters."""
+"""After every step of a cascade: the full cache is that of a fresh prefill, and nothing behind a
+length matters."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ from tests.conftest import tiny_config, tiny_model
 CONFIG = tiny_config()
 PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (50, 1, 23)]
 STACKS = [
-    ("autoregressive", None), ("naive", None), ("naive", 0.02), ("retrieval", None), ("triforce", None),
-    ("triforce", 0.02), ("triforce", 0.0),
+    ("autoregressive", None), ("naive", None), ("naive", 0.02), ("retrieval", None),
+    ("triforce", None), ("triforce", 0.02), ("triforce", 0.0),
 ]  # fmt: skip
-"""Methods, and how much noise makes the drafter differ from the target; None is the n-gram drafter."""
+"""Methods, and how much noise makes the drafter differ from the target; None is the n-gram drafter.
+"""
 SMALL = {
     "budget": 16,
     "chunk_size": 4,
@@ -34,7 +36,9 @@ def new_rig(method, noise, **settings) -> Rig:
 
 @pytest.mark.parametrize(("sampling", "coupled"), [(GREEDY, False), (WARM, False), (WARM, True)])
 @pytest.mark.parametrize(("method", "noise"), STACKS)
-def test_the_full_cache_equals_a_fresh_prefill_of_the_accepted_tokens(method, noise, sampling, coupled):
+def test_the_full_cache_equals_a_fresh_prefill_of_the_accepted_tokens(
+    method, noise, sampling, coupled
+):
     target, num_checked = tiny_model(CONFIG), 0
 
     def compare(rig):
@@ -48,7 +52,9 @@ def test_the_full_cache_equals_a_fresh_prefill_of_the_accepted_tokens(method, no
             if length:
                 fresh, _ = fresh_read(target, sequence[:-1])
                 for ours, theirs in ((rig.full.keys, fresh.keys), (rig.full.values, fresh.values)):
-                    assert torch.allclose(ours[:, b, :, :length], theirs[:, 0, :, :length], atol=1e-5)
+                    assert torch.allclose(
+                        ours[:, b, :, :length], theirs[:, 0, :, :length], atol=1e-5
+                    )
                 num_checked += 1
 
     rig = new_rig(method, noise, sampling=sampling, coupled=coupled)
@@ -81,7 +87,8 @@ def test_every_small_cache_knows_only_certain_tokens_after_a_step(method, noise)
 
 
 def poison(rig: Rig) -> None:
-    """Fills everything behind the valid slots of every cache with NaN, and the memory of queries too."""
+    """Fills everything behind the valid slots of every cache with NaN, and the memory of queries
+    too."""
     for runner in rig.runners.values():
         cache = runner.cache
         names = [name for name in ("raw_keys", "keys", "values") if hasattr(cache, name)]
@@ -95,16 +102,20 @@ def poison(rig: Rig) -> None:
 @pytest.mark.parametrize(("sampling", "coupled"), [(GREEDY, False), (WARM, True)])
 @pytest.mark.parametrize(
     ("method", "noise", "policy"),
-    [(*stack, "retrieval") for stack in STACKS] + [("triforce", 0.02, name) for name in ("streaming", "topk", "h2o")],
+    [(*stack, "retrieval") for stack in STACKS]
+    + [("triforce", 0.02, name) for name in ("streaming", "topk", "h2o")],
 )
 def test_poisoned_slots_change_nothing(method, noise, policy, sampling, coupled):
-    """A cache of NaN from the start and after every step: the same tokens, and the same guesses on the way."""
+    """A cache of NaN from the start and after every step: the same tokens, and the same guesses on
+    the way."""
     settings = {"sampling": sampling, "coupled": coupled, "policy": policy, "num_new": 14}
     clean, poisoned = new_rig(method, noise, **settings), new_rig(method, noise, **settings)
     poison(poisoned)
     tokens = poisoned.run(poison)
     assert tokens == clean.run()
-    assert tokens == plain_tokens(tiny_model(CONFIG), PROMPTS, num_new=14, sampling=sampling, coupled=coupled)
+    assert tokens == plain_tokens(
+        tiny_model(CONFIG), PROMPTS, num_new=14, sampling=sampling, coupled=coupled
+    )
     ours, theirs = ([level.as_dict() for level in rig.stats.levels] for rig in (poisoned, clean))
     assert ours == theirs
     assert torch.isnan(poisoned.full.keys).any()
@@ -112,7 +123,8 @@ def test_poisoned_slots_change_nothing(method, noise, policy, sampling, coupled)
 
 @pytest.mark.parametrize(("method", "noise"), STACKS[1:])
 def test_slots_of_rejected_guesses_may_be_poisoned_within_a_step(method, noise, monkeypatch):
-    """NaN behind the lengths of a cache whenever a level has taken guesses back, not only between steps."""
+    """NaN behind the lengths of a cache whenever a level has taken guesses back, not only between
+    steps."""
     rig = new_rig(method, noise, sampling=WARM, coupled=True)
     num_poisoned = 0
 

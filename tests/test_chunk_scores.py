@@ -9,7 +9,8 @@ from tests.conftest import new_cache, tiny_config
 
 
 def test_a_chunk_that_is_looked_for_brings_the_next_one_along():
-    """A number across a border of chunks: the query finds where it begins, and needs its end one token later."""
+    """A number across a border of chunks: the query finds where it begins, and needs its end one
+    token later."""
     full = new_cache(tiny_config(), capacity=48)
     full.keys.normal_(generator=torch.Generator().manual_seed(0))
     full.advance([42])
@@ -23,4 +24,6 @@ def test_a_chunk_that_is_looked_for_brings_the_next_one_along():
     assert plain_KN.argmax(1).tolist() == [3, 3]
     assert all(set(best) == {3, 4} for best in scores_KN.topk(2).indices.tolist())
     assert torch.equal(scores_KN[:, 0], plain_KN[:, 0])
-    assert torch.equal(scores_KN[:, 1:], torch.maximum(plain_KN[:, 1:], NEIGHBOR * plain_KN[:, :-1]))
+    assert torch.equal(
+        scores_KN[:, 1:], torch.maximum(plain_KN[:, 1:], NEIGHBOR * plain_KN[:, :-1])
+    )

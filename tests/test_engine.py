@@ -1,4 +1,5 @@
-"""The engine's promises: the same tokens however they are asked for, and every way in which a row can end."""
+"""The engine's promises: the same tokens however they are asked for, and every way in which a row
+can end."""
 
 from __future__ import annotations
 
@@ -9,11 +10,19 @@ import pytest
 import torch
 
 import minitri
-from minitri import End, GenerationConfig, InputError, PrefillProgress, SamplingParams, SpeculationConfig, Token
-from minitri.loading.devices import choose_dtype
-from minitri.generation import Row
+from minitri import (
+    End,
+    GenerationConfig,
+    InputError,
+    PrefillProgress,
+    SamplingParams,
+    SpeculationConfig,
+    Token,
+)
 from minitri.decoding.sampling import probs_from_logits
 from minitri.decoding.stopping import StopScanner
+from minitri.generation import Row
+from minitri.loading.devices import choose_dtype
 from tests.conftest import CPU, new_cache
 
 PROMPTS = [[5, 6, 7], list(range(10, 60)), [9], [4] * 20]
@@ -24,7 +33,9 @@ def run(engine, prompts, *, n=12, sampling=SamplingParams(), seed=0, **settings)
     """The End events of all rows, in row order, of the model alone."""
     generation = GenerationConfig(max_new_tokens=n, **settings)
     speculation = SpeculationConfig("autoregressive")
-    run = engine.generate(prompts, sampling=sampling, generation=generation, speculation=speculation, seed=seed)
+    run = engine.generate(
+        prompts, sampling=sampling, generation=generation, speculation=speculation, seed=seed
+    )
     events = list(run)
     ends = sorted((event for event in events if isinstance(event, End)), key=lambda end: end.row)
     for end in ends:
@@ -51,15 +62,21 @@ def test_greedy_tokens_equal_those_of_the_naive_loop(engine):
     model, sequence = engine.model, list(PROMPTS[1])
     for _ in range(12):
         block = torch.tensor([sequence])
-        hidden = model(block, torch.arange(len(sequence)).unsqueeze(0), new_cache(engine.config, capacity=100))
+        hidden = model(
+            block, torch.arange(len(sequence)).unsqueeze(0), new_cache(engine.config, capacity=100)
+        )
         sequence.append(int(model.logits(hidden[0, -1]).argmax()))
-    assert list(run(engine, PROMPTS[1], ignore_eos=True)[0].token_ids) == sequence[len(PROMPTS[1]) :]
+    assert (
+        list(run(engine, PROMPTS[1], ignore_eos=True)[0].token_ids) == sequence[len(PROMPTS[1]) :]
+    )
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), NOISY])
 def test_a_ragged_batch_gives_every_row_what_it_gets_alone(engine, sampling):
     together = run(engine, PROMPTS, sampling=sampling, seed=[7, 8, 9, 10])
-    alone = [run(engine, prompt, sampling=sampling, seed=7 + b)[0] for b, prompt in enumerate(PROMPTS)]
+    alone = [
+        run(engine, prompt, sampling=sampling, seed=7 + b)[0] for b, prompt in enumerate(PROMPTS)
+    ]
     assert ids(together) == ids(alone)
     assert [end.text for end in together] == [end.text for end in alone]
 
@@ -83,13 +100,18 @@ def test_the_prefill_chunk_changes_nothing(engine, chunk):
 
 def test_one_engine_serves_many_runs_as_fresh_engines_do(engine, folder):
     first, second = run(engine, PROMPTS[1]), run(engine, PROMPTS[0])
-    fresh = [run(minitri.load(str(folder), dtype="float32", device="cpu"), prompt) for prompt in PROMPTS[1::-1]]
+    fresh = [
+        run(minitri.load(str(folder), dtype="float32", device="cpu"), prompt)
+        for prompt in PROMPTS[1::-1]
+    ]
     assert [ids(first), ids(second)] == [ids(ends) for ends in fresh]
 
 
 @pytest.mark.parametrize("num_events", range(0, 9, 2))
 def test_a_caller_may_stop_at_any_moment(engine, num_events):
-    generation = engine.generate(PROMPTS[1], generation=GenerationConfig(max_new_tokens=12, prefill_chunk=16))
+    generation = engine.generate(
+        PROMPTS[1], generation=GenerationConfig(max_new_tokens=12, prefill_chunk=16)
+    )
     seen = list(itertools.islice(generation, num_events))
     assert len(seen) == num_events
     assert generation.stats.num_generated_tokens == sum(isinstance(event, Token) for event in seen)
@@ -137,7 +159,10 @@ def test_an_end_token_ends_the_row_wherever_it_comes(engine, monkeypatch, positi
     end = run(engine, PROMPTS[3], sampling=NOISY, seed=4)[0]
     first = free.token_ids.index(eos)
     assert (end.token_ids, end.finish_reason) == (free.token_ids[: first + 1], "eos")
-    assert run(engine, PROMPTS[3], sampling=NOISY, seed=4, ignore_eos=True)[0].token_ids == free.token_ids
+    assert (
+        run(engine, PROMPTS[3], sampling=NOISY, seed=4, ignore_eos=True)[0].token_ids
+        == free.token_ids
+    )
 
 
 def test_a_stop_string_cuts_the_text_at_every_offset(engine):
@@ -146,7 +171,9 @@ def test_a_stop_string_cuts_the_text_at_every_offset(engine):
         stop = free.text[start : start + 3]
         if "\ufffd" in stop:
             continue
-        end = run(engine, PROMPTS[0], sampling=NOISY, n=40, seed=3, ignore_eos=True, stop=(stop,))[0]
+        end = run(engine, PROMPTS[0], sampling=NOISY, n=40, seed=3, ignore_eos=True, stop=(stop,))[
+            0
+        ]
         assert end.text == free.text[: free.text.find(stop)]
         assert end.finish_reason == "stop"
         assert end.token_ids == free.token_ids[: len(end.token_ids)]
@@ -159,7 +186,7 @@ def test_text_held_back_for_a_stop_string_appears_when_the_row_ends(engine):
 
 
 def test_what_waits_for_more_appears_when_an_end_token_comes(engine, monkeypatch):
-    """Held back: half of a character in the decoder, the beginning of a stop string in the scanner."""
+    """Held back: half of a character in the decoder, the start of a stop string in the scanner."""
     half = engine.tokenizer.encode("🦥")[:2]
     begun = engine.tokenizer.encode("EN")
     for tokens, shown in ((half, "\ufffd"), (begun, "EN")):
@@ -169,7 +196,9 @@ def test_what_waits_for_more_appears_when_an_end_token_comes(engine, monkeypatch
         assert (text, row.finish_reason) == (shown, "eos")
 
 
-@pytest.mark.parametrize("pieces", [["abcSTOPdef"], ["abcS", "TOPdef"], ["abc", "S", "T", "O", "P", "def"]])
+@pytest.mark.parametrize(
+    "pieces", [["abcSTOPdef"], ["abcS", "TOPdef"], ["abc", "S", "T", "O", "P", "def"]]
+)
 def test_stop_strings_do_not_care_how_text_is_cut(pieces):
     scanner = StopScanner(("STOP", "STAY"))
     assert "".join(scanner.push(piece) for piece in pieces) == "abc"
@@ -191,16 +220,22 @@ def test_seeds_decide_and_belong_to_rows(engine):
 
 
 def test_the_engine_draws_from_the_distribution_of_its_model(engine, monkeypatch):
-    """First and second token of 3,000 rows, chi-square against the exact joint distribution, cells of at least 8 expected.
+    """First and second token of 3,000 rows, chi-square against the exact joint distribution, cells
+    of at least 8 expected.
 
-    A false alarm has odds below 10^-5 (6 standard deviations of the chi-square distribution) and the seeds are fixed.
+    A false alarm has odds below 10^-5 (6 standard deviations of the chi-square distribution) and
+    the seeds are fixed.
     """
     without_eos(engine, monkeypatch)
     model, sampling, num_rows = engine.model, SamplingParams(temperature=0.7, top_k=5), 3000
     prompt = PROMPTS[0]
 
     def distribution(sequence):
-        hidden = model(torch.tensor([sequence]), torch.arange(len(sequence)).unsqueeze(0), new_cache(engine.config))
+        hidden = model(
+            torch.tensor([sequence]),
+            torch.arange(len(sequence)).unsqueeze(0),
+            new_cache(engine.config),
+        )
         return probs_from_logits(model.logits(hidden[:, -1]), sampling)[0].double()
 
     joint = {}
@@ -227,7 +262,10 @@ def test_the_engine_draws_from_the_distribution_of_its_model(engine, monkeypatch
         (["fine", ""], "the prompt is empty"),
         ([3, 320], "token id 320; .* from 0 to 319"),
         ([[3], [-1]], "token id -1"),
-        ([7] * 501, "prompt has 501 tokens but .* holds 512 minus max_new_tokens=12; shorten the prompt"),
+        (
+            [7] * 501,
+            "prompt has 501 tokens but .* holds 512 minus max_new_tokens=12; shorten the prompt",
+        ),
     ],
 )
 def test_bad_prompts_are_refused_before_any_work(engine, prompts, match):
@@ -267,11 +305,20 @@ def test_integers_of_other_libraries_are_seeds(engine):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"budget": 8 * 10**18}, {"budget": 10**20, "chunk_size": 1}, {"chunk_size": 1024}, {"budget": 4096}]
+    "settings",
+    [
+        {"budget": 8 * 10**18},
+        {"budget": 10**20, "chunk_size": 1},
+        {"chunk_size": 1024},
+        {"budget": 4096},
+    ],
 )
 def test_a_budget_beyond_all_measure_is_clipped(engine, settings):
     """Clipped to what the texts can fill; no more memory is reserved than for them."""
-    speculation, generation = minitri.SpeculationConfig("retrieval", **settings), GenerationConfig(4, ignore_eos=True)
+    speculation, generation = (
+        minitri.SpeculationConfig("retrieval", **settings),
+        GenerationConfig(4, ignore_eos=True),
+    )
     end = list(engine.generate(PROMPTS[0], generation=generation, speculation=speculation))[-1]
     assert end.token_ids == run(engine, PROMPTS[0], n=4, ignore_eos=True)[0].token_ids
     assert end.stats.kv_cache_bytes < 1 << 20
@@ -279,11 +326,13 @@ def test_a_budget_beyond_all_measure_is_clipped(engine, settings):
 
 @pytest.mark.parametrize(
     "bad",
-    [{"max_new_tokens": 0}, {"max_new_tokens": 8.0}, {"prefill_chunk": 0}, {"stop": ("",)}, {"stop": "END"},
-     {"stop": (3,)}, {"stop": ("\udcff",)}],
+    [{"max_new_tokens": 0}, {"max_new_tokens": 8.0}, {"prefill_chunk": 0}, {"stop": ("",)},
+     {"stop": "END"}, {"stop": (3,)}, {"stop": ("\udcff",)}],
 )  # fmt: skip
 def test_bad_limits_are_refused(bad):
-    with pytest.raises(InputError, match=r"must be a whole number|stop string is|must be a tuple of strings"):
+    with pytest.raises(
+        InputError, match=r"must be a whole number|stop string is|must be a tuple of strings"
+    ):
         GenerationConfig(**bad)
 
 

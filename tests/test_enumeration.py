@@ -1,4 +1,5 @@
-"""The output distribution of the real cascade, computed exactly by summing over every random number of every level."""
+"""The output distribution of the real cascade, computed exactly by summing over every random number
+of every level."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from tests.exactness import (
     BOTH,
     Table,
     cells,
-    output_distribution,
     outcomes,
+    output_distribution,
     target_distribution,
     toy_cascade,
 )
@@ -42,7 +43,8 @@ def test_both_levels_together_give_the_target_distribution(V, gamma1, gamma2, ca
 
 
 def test_nothing_leaks_from_one_step_into_the_next():
-    """Two whole steps: what the stages remember of the first must be just what the target let stand."""
+    """Two whole steps: what the stages remember of the first must be just what the target let
+    stand."""
     assert largest_error(3, 1, 1, num_steps=2) < 1e-12
 
 
@@ -78,8 +80,8 @@ def test_a_single_decision_follows_the_distribution_whatever_the_guesses():
 
 
 def test_a_biased_last_number_is_noticed():
-    """The textbook's numbers stand at both edges of each cell, so a last number a thousandth too small
-    tells."""
+    """The textbook's numbers stand at both edges of each cell, so a last number a thousandth too
+    small tells."""
     table = Table(3, 0)
     p, q = table.row((0,)), table.row((1,))
     proposal = Proposal([[int(q.argmax())]], q.view(1, 1, 3), [["draft"]])
@@ -97,7 +99,7 @@ def test_a_biased_last_number_is_noticed():
 
 
 def test_a_residual_that_vanishes_falls_back_to_p():
-    """In float32 u q(x) < p(x) may fail by rounding although p = q; then nothing is left of p - q."""
+    """In float32 u q(x) < p(x) may fail by rounding though p = q; then nothing is left of p - q."""
     p = torch.full((1, 2, 4), 0.25)
     proposal = Proposal([[2]], p[:, :1] + 1e-8, [["draft"]])
     verdict = verify(proposal, p, torch.tensor([[1.0, 0.6]], dtype=torch.float64))

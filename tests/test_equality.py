@@ -1,7 +1,8 @@
-"""Greedy and seed-coupled texts equal those of autoregressive decoding, whatever the method and its settings.
+"""Greedy and seed-coupled texts equal those of autoregressive decoding, whatever the method and its
+settings.
 
-In float32 on a CPU, where a row computed in a block differs from the row alone in the last bits only, this is equality
-of tokens, over thousands of them.
+In float32 on a CPU, where a row computed in a block differs from the row alone in the last bits
+only, this is equality of tokens, over thousands of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tests.conftest import write_hf_folder
 
 PROMPTS = [[5, 6, 7], list(range(10, 60)), [9], [4] * 20]
 """Ragged; one shorter than a chunk, one a single token, one all repetition, which n-grams love."""
-NUM_NEW = 60
+NUM_NEW = 40
 GREEDY = (SamplingParams(), False)
 COUPLED = (SamplingParams(0.8, top_k=40, top_p=0.95), True)
 
@@ -24,7 +25,9 @@ COUPLED = (SamplingParams(0.8, top_k=40, top_p=0.95), True)
 @pytest.fixture(scope="module")
 def other_engine(tmp_path_factory) -> minitri.Engine:
     """Another model with the same vocabulary: a drafter that is often wrong."""
-    folder = write_hf_folder(tmp_path_factory.mktemp("drafts") / "draft", seed=3, num_hidden_layers=1)
+    folder = write_hf_folder(
+        tmp_path_factory.mktemp("drafts") / "draft", seed=3, num_hidden_layers=1
+    )
     return minitri.load(str(folder), dtype="float32", device="cpu")
 
 
@@ -42,9 +45,12 @@ def texts(engine, draft, distribution, prompts=PROMPTS, num_new=NUM_NEW, seed=7,
 
 
 GRID = [
-    {"method": method, "policy": policy, "gamma1": gamma1, "gamma2": gamma2, "budget": budget, "chunk_size": chunk,
-     "num_recent_tokens": recent, "rebuild_stride": stride, "rebuild_threshold": threshold}
-    for method, policy, (gamma1, gamma2, budget, chunk, recent, stride, threshold) in itertools.product(
+    {"method": method, "policy": policy, "gamma1": gamma1, "gamma2": gamma2, "budget": budget,
+     "chunk_size": chunk, "num_recent_tokens": recent, "rebuild_stride": stride,
+     "rebuild_threshold": threshold}
+    for method, policy, (
+        gamma1, gamma2, budget, chunk, recent, stride, threshold
+    ) in itertools.product(
         ("naive", "retrieval", "triforce"),
         ("retrieval", "streaming", "topk", "h2o"),
         (
@@ -61,7 +67,9 @@ GRID = [
 @pytest.mark.parametrize("distribution", [GREEDY, COUPLED], ids=["greedy", "coupled"])
 @pytest.mark.parametrize("drafter", ["ngram", "other model", "the target itself"])
 def test_every_setting_gives_the_autoregressive_text(engine, other_engine, drafter, distribution):
-    draft = {"ngram": None, "other model": other_engine.model, "the target itself": engine.model}[drafter]
+    draft = {"ngram": None, "other model": other_engine.model, "the target itself": engine.model}[
+        drafter
+    ]
     wanted, _ = texts(engine, None, distribution)
     accepted = rejected = rebuilds = 0
     for settings in GRID:
@@ -70,20 +78,31 @@ def test_every_setting_gives_the_autoregressive_text(engine, other_engine, draft
         got, stats = texts(engine, draft, distribution, **settings)
         assert got == wanted, settings
         accepted += sum(level.num_accepted_tokens for level in stats.levels)
-        rejected += sum(level.num_tested_tokens - level.num_accepted_tokens for level in stats.levels)
+        rejected += sum(
+            level.num_tested_tokens - level.num_accepted_tokens for level in stats.levels
+        )
         rebuilds += stats.rebuilds.count
-    assert min(accepted, rejected, rebuilds) > 50  # so the grid went through acceptance, rejection and rebuilding
+    assert (
+        min(accepted, rejected, rebuilds) > 50
+    )  # so the grid went through acceptance, rejection and rebuilding
 
 
 @pytest.mark.parametrize("budget", [24, None])
-def test_a_row_of_a_batch_gives_what_it_gives_alone_at_any_temperature(engine, other_engine, budget, monkeypatch):
-    """Without coupling, too: a row draws from its own stream, only when it takes part, and has its own budget."""
-    monkeypatch.setattr(SpeculationConfig, "budget_for", lambda self, n, doublings=0: self.budget or 8 + n // 16 * 8)
+def test_a_row_of_a_batch_gives_what_it_gives_alone_at_any_temperature(
+    engine, other_engine, budget, monkeypatch
+):
+    """Without coupling, too: a row draws from its own stream, only when it takes part, and has its
+    own budget."""
+    monkeypatch.setattr(
+        SpeculationConfig, "budget_for", lambda self, n, doublings=0: self.budget or 8 + n // 16 * 8
+    )
     distribution = (SamplingParams(0.9, top_k=50), False)
     settings = {"method": "triforce", "gamma1": 2, "gamma2": 4, "budget": budget}
     together, _ = texts(engine, other_engine.model, distribution, seed=[7, 8, 9, 10], **settings)
     for b, prompt in enumerate(PROMPTS):
-        alone, _ = texts(engine, other_engine.model, distribution, prompts=[prompt], seed=7 + b, **settings)
+        alone, _ = texts(
+            engine, other_engine.model, distribution, prompts=[prompt], seed=7 + b, **settings
+        )
         assert alone == [together[b]]
 
 
@@ -93,13 +112,16 @@ def test_two_prompts_through_one_engine_equal_two_fresh_engines(engine, other_en
     for prompt in (PROMPTS[1], PROMPTS[3]):
         used, _ = texts(engine, other_engine.model, distribution, prompts=[prompt], **settings)
         fresh = minitri.load(str(folder), dtype="float32", device="cpu")
-        assert texts(fresh, other_engine.model, distribution, prompts=[prompt], **settings)[0] == used
+        assert (
+            texts(fresh, other_engine.model, distribution, prompts=[prompt], **settings)[0] == used
+        )
 
 
 def test_a_seed_gives_the_same_text_twice_and_another_seed_another(engine, other_engine):
     distribution = (SamplingParams(1.0), False)
     once, again, other = (
-        texts(engine, other_engine.model, distribution, seed=seed, method="triforce", budget=24)[0] for seed in (3, 3, 4)
+        texts(engine, other_engine.model, distribution, seed=seed, method="triforce", budget=24)[0]
+        for seed in (3, 3, 4)
     )
     assert once == again != other
 
@@ -109,7 +131,16 @@ def test_coupled_texts_depend_on_the_seed(engine):
 
 
 def test_a_target_that_drafts_for_itself_is_always_right(engine):
-    """Every stage sees everything, so every distribution is the target's: nothing may be rejected, at any temperature."""
+    """Every stage sees everything, so every distribution is the target's: nothing may be rejected,
+    at any temperature."""
     for distribution in (GREEDY, COUPLED, (SamplingParams(1.0), False)):
-        _, stats = texts(engine, engine.model, distribution, method="triforce", budget=128, num_recent_tokens=200, gamma1=3)
+        _, stats = texts(
+            engine,
+            engine.model,
+            distribution,
+            method="triforce",
+            budget=128,
+            num_recent_tokens=200,
+            gamma1=3,
+        )
         assert [level.acceptance_rate for level in stats.levels] == [1.0, 1.0]

@@ -1,8 +1,8 @@
 """Every known bug of speculative decoding, put in on purpose, is noticed.
 
 Each mutant is a bug as other engines had it (the published TriForce code, its tree version, several
-early samplers). For each there is a check that the real code passes and the mutant fails; the table that
-`test_mutants_die` prints gives both figures.
+early samplers). For each there is a check that the real code passes and the mutant fails; the table
+that `test_mutants_die` prints gives both figures.
 """
 
 from __future__ import annotations
@@ -13,16 +13,23 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig, Token, session
+from minitri import (
+    End,
+    GenerationConfig,
+    InputError,
+    SamplingParams,
+    SpeculationConfig,
+    Token,
+    session,
+)
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.decoding.cascade import Level
 from minitri.decoding.random_source import IndependentSource
-from minitri.runner import DraftRunner
-from minitri.generation import Generation
-from minitri.runner import ModelRunner
 from minitri.decoding.sampling import sample
 from minitri.decoding.verification import Verdict, verify
+from minitri.generation import Generation
+from minitri.runner import DraftRunner, ModelRunner
 from tests.conftest import tiny_config, tiny_model
 from tests.exactness import PROMPT, Table, output_distribution, target_distribution, toy_cascade
 
@@ -43,7 +50,8 @@ def distribution_error(*, level=Level, decide=verify) -> float:
 
 
 def joint_error(*, source=IndependentSource) -> float:
-    """Distance of the joint distribution of two tokens from the truth, over 4,000 seeds: 0.02 by chance, at most 0.04."""
+    """Distance of the joint distribution of two tokens from the truth, over 4,000 seeds: 0.02 by
+    chance, at most 0.04."""
     num_rows, target = 4000, Table(3, 5)
     cascade = toy_cascade(
         source(list(range(num_rows))), num_rows, target, None, Table(3, 6, near=target), 1, 1
@@ -58,12 +66,17 @@ def joint_error(*, source=IndependentSource) -> float:
 
 def run(engine, prompt, speculation, *, num_new=40, draft=None, sampling=SamplingParams()):  # noqa: B008
     engine = type(engine)(engine.model, engine.tokenizer, draft)
-    settings = {"sampling": sampling, "generation": GenerationConfig(num_new), "speculation": speculation}
+    settings = {
+        "sampling": sampling,
+        "generation": GenerationConfig(num_new),
+        "speculation": speculation,
+    }
     return list(engine.generate(prompt, **settings))
 
 
 def rejections_of_itself(engine, **settings) -> float:
-    """Share of guesses rejected although every stage is the target and sees all: a wrong K/V shows at once."""
+    """Share of guesses rejected although every stage is the target and sees all: a wrong K/V shows
+    at once."""
     draft = engine.model if settings.pop("with_draft") else None
     speculation = SpeculationConfig(gamma1=3, gamma2=5, num_recent_tokens=200, **settings)
     end = run(engine, [7, 8, 9, 10, 11], speculation, draft=draft)[-1]
@@ -92,7 +105,8 @@ def retrieval_error(engine) -> float:
 
 
 def window_error() -> float:
-    """How far the drafter's distribution is from that of a fresh forward pass over its window, when it starts a row over."""
+    """How far the drafter's distribution is from that of a fresh forward pass over its window, when
+    it starts a row over."""
     model = tiny_model(tiny_config(vocab_size=32))
     speculation = SpeculationConfig(method="naive", num_sink_tokens=2, num_recent_tokens=10)
     drafter = DraftRunner(model, 1, SamplingParams(1.0), speculation, vocab_size=32)
@@ -119,7 +133,11 @@ def eos_error(engine) -> float:
         text = run(engine, prompt, speculation, num_new=24)[-1].token_ids
         for token in dict.fromkeys(text):
             engine.model.config = engine.model.config.with_eos((token,))
-            excess += len(run(engine, prompt, speculation, num_new=24)[-1].token_ids) - text.index(token) - 1
+            excess += (
+                len(run(engine, prompt, speculation, num_new=24)[-1].token_ids)
+                - text.index(token)
+                - 1
+            )
     finally:
         engine.model.config = engine.model.config.with_eos(eos)
     return float(excess)
@@ -129,7 +147,8 @@ def eos_error(engine) -> float:
 
 
 def resample_from_p(proposal, probs_BNV, uniforms_BN):
-    """The published TriForce code: a rejected guess is replaced by a draw from p-hat, not from the residual."""
+    """The published TriForce code: a rejected guess is replaced by a draw from p-hat, not from the
+    residual."""
     verdict = verify(proposal, probs_BNV, uniforms_BN)
     rows = torch.arange(len(proposal.tokens))
     drawn = sample(probs_BNV[rows, torch.tensor(verdict.num_accepted)], uniforms_BN[:, -1])
@@ -145,25 +164,31 @@ def bonus_from_wrong_row(proposal, probs_BNV, uniforms_BN):
     full = [n == count for n, count in zip(verdict.num_accepted, proposal.counts, strict=True)]
     return Verdict(
         verdict.num_accepted,
-        [bad if on else good for on, bad, good in zip(full, wrong, verdict.next_tokens, strict=True)],
+        [
+            bad if on else good
+            for on, bad, good in zip(full, wrong, verdict.next_tokens, strict=True)
+        ],
     )
 
 
 def biased_numbers(proposal, probs_BNV, uniforms_BN):
-    """Tests with numbers that are a little too small: every guess is accepted a little too often."""
+    """Tests with numbers that are a little too small: guesses are accepted a bit too often."""
     uniforms_BN = uniforms_BN.clone()
     uniforms_BN[:, :-1] **= 1.001
     return verify(proposal, probs_BNV, uniforms_BN)
 
 
 class DraftWithoutTopP(Level):
-    """Tokens are drawn from a filtered distribution, but the proposal says they come from the distribution before the filter."""
+    """Tokens are drawn from a filtered distribution, but the proposal says they come from the
+    distribution before the filter."""
 
     def propose(self, sequences, active):
         proposal = super().propose(sequences, active)
         if self.below is not None:
             return proposal
-        return replace(proposal, probs_BNV=0.8 * proposal.probs_BNV + 0.2 / proposal.probs_BNV.shape[2])
+        return replace(
+            proposal, probs_BNV=0.8 * proposal.probs_BNV + 0.2 / proposal.probs_BNV.shape[2]
+        )
 
 
 class GreedyDraftWithSoftQ(Level):
@@ -204,7 +229,8 @@ class ReusedNoise(IndependentSource):
 
 
 def row_not_emptied(self, b):
-    """The published streaming cache: its length is not reset for the second prompt, so the sinks are lost."""
+    """The published streaming cache: its length is not reset for the second prompt, so the sinks
+    are lost."""
     row = empty_row(self, b)
     row._lengths = [self._lengths[b]]
     return row
@@ -219,9 +245,7 @@ def last_accepted_token_dropped(self, lengths):
     if isinstance(self, DraftRunner):
         for b, length in enumerate(lengths):
             seen = self.cache.num_tokens[b]
-            self.cache.set_window(
-                b, num_slots=self.cache.lengths[b], num_tokens=max(seen, length)
-            )
+            self.cache.set_window(b, num_slots=self.cache.lengths[b], num_tokens=max(seen, length))
 
 
 crop = ModelRunner.crop
@@ -267,24 +291,38 @@ class Mutant:
 
 MUTANTS = {
     "resample from p-hat": Mutant(distribution_error, 1e-12, arguments={"decide": resample_from_p}),
-    "bonus from the wrong row": Mutant(distribution_error, 1e-12, arguments={"decide": bonus_from_wrong_row}),
+    "bonus from the wrong row": Mutant(
+        distribution_error, 1e-12, arguments={"decide": bonus_from_wrong_row}
+    ),
     "biased numbers": Mutant(distribution_error, 1e-12, arguments={"decide": biased_numbers}),
     "q without top-p": Mutant(distribution_error, 1e-12, arguments={"level": DraftWithoutTopP}),
-    "greedy draft scored with soft q": Mutant(distribution_error, 1e-12, arguments={"level": GreedyDraftWithSoftQ}),
+    "greedy draft scored with soft q": Mutant(
+        distribution_error, 1e-12, arguments={"level": GreedyDraftWithSoftQ}
+    ),
     "reused noise": Mutant(joint_error, 0.04, arguments={"source": ReusedNoise}),
-    "streaming length not reset": Mutant(window_error, 1e-5, patch=(StreamingCache, "empty_row", row_not_emptied)),
+    "streaming length not reset": Mutant(
+        window_error, 1e-5, patch=(StreamingCache, "empty_row", row_not_emptied)
+    ),
     "last accepted token dropped from the drafter": Mutant(
         drafter_error, 1e-9, patch=(ModelRunner, "crop", last_accepted_token_dropped)
     ),
-    "retrieval tail not refreshed": Mutant(retrieval_error, 1e-9, patch=(RetrievalCache, "_copy_committed", tail_not_refreshed)),
-    "EOS as bonus ignored": Mutant(eos_error, 0.5, patch=(Generation, "_emit", eos_as_bonus_ignored)),
+    "retrieval tail not refreshed": Mutant(
+        retrieval_error, 1e-9, patch=(RetrievalCache, "_copy_committed", tail_not_refreshed)
+    ),
+    "EOS as bonus ignored": Mutant(
+        eos_error, 0.5, patch=(Generation, "_emit", eos_as_bonus_ignored)
+    ),
 }
 
 
 def test_mutants_die(engine, monkeypatch, capsys):
     rows = []
     for name, mutant in MUTANTS.items():
-        given = {"engine": engine} if mutant.check in (drafter_error, retrieval_error, eos_error) else {}
+        given = (
+            {"engine": engine}
+            if mutant.check in (drafter_error, retrieval_error, eos_error)
+            else {}
+        )
         healthy = mutant.check(**given)
         with monkeypatch.context() as patching:
             if mutant.patch:
@@ -295,5 +333,8 @@ def test_mutants_die(engine, monkeypatch, capsys):
         print(f"\n  {'mutant':46s} {'check':22s} {'real code':>10s} {'limit':>8s} {'mutant':>8s}")
         for (name, healthy, limit, sick), mutant in zip(rows, MUTANTS.values(), strict=True):
             verdict = "dies" if healthy <= limit < sick else "LIVES"
-            print(f"  {name:46s} {mutant.check.__name__:22s} {healthy:10.1e} {limit:8.0e} {sick:8.1e}  {verdict}")
+            print(
+                f"  {name:46s} {mutant.check.__name__:22s} {healthy:10.1e} {limit:8.0e} "
+                f"{sick:8.1e}  {verdict}"
+            )
     assert all(healthy <= limit < sick for _, healthy, limit, sick in rows)

@@ -28,9 +28,14 @@ def guess(history, suffix=(), **settings) -> list[int]:
 
 
 def reference(history: list[int], sequence: list[int], num_guesses: int) -> list[int]:
-    """Longest suffix first, then from the back, whole guesses first: the loop that the tensors stand for."""
+    """Longest suffix first, then from the back, whole guesses first: the loop that the tensors
+    stand for."""
     for n in range(LONGEST, SHORTEST - 1, -1):
-        starts = [start for start in range(len(history) - n) if history[start : start + n] == sequence[-n:]]
+        starts = [
+            start
+            for start in range(len(history) - n)
+            if history[start : start + n] == sequence[-n:]
+        ]
         whole = [start for start in starts if start + n + num_guesses <= len(history)]
         if starts and len(sequence) >= n:
             best = (whole or starts)[-1]
@@ -61,10 +66,16 @@ def test_a_place_with_enough_tokens_behind_it_wins_over_a_later_one():
 
 def test_more_than_the_longest_match_counts_for_nothing():
     """The earlier place agrees in five tokens, the later one in four: the later one wins."""
-    assert guess([5, 1, 2, 3, 4, 10, 11, 12, 6, 1, 2, 3, 4, 20, 21, 22, 5, 1, 2, 3, 4]) == [20, 21, 22]
+    assert guess([5, 1, 2, 3, 4, 10, 11, 12, 6, 1, 2, 3, 4, 20, 21, 22, 5, 1, 2, 3, 4]) == [
+        20,
+        21,
+        22,
+    ]
 
 
-@pytest.mark.parametrize("history", [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4, 5, 6], [1, 2, 3, 9, 2], [7, 3, 8, 3]])
+@pytest.mark.parametrize(
+    "history", [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4, 5, 6], [1, 2, 3, 9, 2], [7, 3, 8, 3]]
+)
 def test_nothing_is_guessed_where_nothing_matches(history):
     """One token in common, as in the last two, is not enough."""
     proposal = new_drafter(history).propose([history], [True])
@@ -81,7 +92,8 @@ def test_guesses_end_where_the_history_ends():
 
 
 def test_a_match_must_be_followed_by_something():
-    """The last tokens match themselves, which is not an occurrence; nor is one that the history ends with."""
+    """The last tokens match themselves, which is not an occurrence; nor is one that the history
+    ends with."""
     assert guess([1, 2, 3, 4]) == []
     assert guess([7, 8, 1, 2], suffix=[1, 2]) == []
 

@@ -1,4 +1,5 @@
-"""The retrieval cache holds what its policy chose, exactly, and every token that has been committed since."""
+"""The retrieval cache holds what its policy chose, exactly, and every token that has been committed
+since."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ NEVER = 10**6
 
 
 class Bench:
-    """A retrieval cache over a full cache of random K and V, with a random query for every token: no model."""
+    """A retrieval cache over a full cache of random K and V, with a random query for every token:
+    no model."""
 
     def __init__(
         self, policy="retrieval", *, budget, capacity=400, batch_size=1, seed=0, **speculation
@@ -40,14 +42,15 @@ class Bench:
         )
 
     def read(self, count: int, b: int = 0) -> None:
-        """The full cache reads on, and the retrieval cache observes as much of it as it asks for."""
+        """The full cache reads on, and the retrieval cache observes what it asks for of it."""
         self.full.advance([count if b == other else 0 for other in range(len(self.full.lengths))])
         end, wanted = self.full.lengths[b], self.cache.max_prompt_queries
         first = end - count if wanted is None else max(end - count, end - wanted)
         self.cache.observe(b, self.queries[b, :, first:end])
 
     def commit(self, count: int = 1, b: int = 0, *, was_rejected: bool = False) -> int:
-        """The full cache reads on and the retrieval cache follows; returns how often that made it rebuild."""
+        """The full cache reads on and the retrieval cache follows; returns how often that made it
+        rebuild."""
         before = self.cache.rebuilds.count
         self.full.advance([count if b == other else 0 for other in range(len(self.full.lengths))])
         end = self.full.lengths[b]
@@ -55,12 +58,15 @@ class Bench:
         return self.cache.rebuilds.count - before
 
     def held(self, b: int = 0) -> list[list[list[int]]]:
-        """By layer and KV head, which token stands in each slot: K and V must be exactly its own."""
+        """By layer and KV head, which token stands in each slot: K and V must be its own."""
         return [[self._held_by(layer, b, k) for k in range(K)] for layer in range(L)]
 
     def _held_by(self, layer: int, b: int, k: int) -> list[int]:
         length, end = self.cache.lengths[b], self.full.lengths[b]
-        keys_SD, values_SD = self.cache.keys[layer, b, k, :length], self.cache.values[layer, b, k, :length]
+        keys_SD, values_SD = (
+            self.cache.keys[layer, b, k, :length],
+            self.cache.values[layer, b, k, :length],
+        )
         distances_SN = (keys_SD[:, None] - self.full.keys[layer, b, k, None, :end]).abs().sum(2)
         tokens = distances_SN.argmin(1)
         assert torch.equal(keys_SD, self.full.keys[layer, b, k, tokens])
@@ -69,15 +75,20 @@ class Bench:
 
 
 def unit_scores(bench: Bench, name: str, layer: int, k: int, end: int, M: int) -> list[float]:
-    """Importance of every whole unit of the first `end` tokens by the book: a plain loop for each policy. The query of
-    the token behind them is known, too."""
+    """Importance of every whole unit of the first `end` tokens by the book: a plain loop for each
+    policy. The query of the token behind them is known, too."""
     keys_SD = bench.full.keys[layer, 0, k, :end]
     group = range(k * G, k * G + G)
-    window = bench.queries[0, layer, max(0, end + 1 - bench.speculation.observation_window) : end + 1]
+    window = bench.queries[
+        0, layer, max(0, end + 1 - bench.speculation.observation_window) : end + 1
+    ]
     asking = [query_HD[h] for query_HD in window for h in group]
     if name == "retrieval":
         means = torch.stack([keys_SD[n * M : (n + 1) * M].mean(0) for n in range(end // M)])
-        plain = [0, *sum((means @ query_D / math.sqrt(D)).softmax(0) for query_D in asking).tolist()]
+        plain = [
+            0,
+            *sum((means @ query_D / math.sqrt(D)).softmax(0) for query_D in asking).tolist(),
+        ]
         return [max(own, NEIGHBOR * before) for before, own in itertools.pairwise(plain)]
     if name == "topk":
         return sum((keys_SD @ query_D / math.sqrt(D)).softmax(0) for query_D in asking).tolist()
@@ -85,14 +96,19 @@ def unit_scores(bench: Bench, name: str, layer: int, k: int, end: int, M: int) -
         received = torch.zeros(end)
         for t in range(end):
             for h in group:
-                received[: t + 1] += (keys_SD[: t + 1] @ bench.queries[0, layer, t, h] / math.sqrt(D)).softmax(0)
+                received[: t + 1] += (
+                    keys_SD[: t + 1] @ bench.queries[0, layer, t, h] / math.sqrt(D)
+                ).softmax(0)
         return received.tolist()
     return [float(t) for t in range(end)]
 
 
-def check_build(bench: Bench, name: str, *, budget: int, M: int, sinks: int, recent: int, count: int = 1) -> None:
-    """Slots just after a build: the whole units from the least important to the most, the first of them overwritten by
-    the tokens behind the last whole unit. The last `count` tokens were read in the pass that it belongs to."""
+def check_build(
+    bench: Bench, name: str, *, budget: int, M: int, sinks: int, recent: int, count: int = 1
+) -> None:
+    """Slots just after a build: the whole units from the least important to the most, the first of
+    them overwritten by the tokens behind the last whole unit. The last `count` tokens were read in
+    the pass that it belongs to."""
     end = bench.full.lengths[0]
     known = end - count
     C, num_units = budget // M, known // M
@@ -106,17 +122,28 @@ def check_build(bench: Bench, name: str, *, budget: int, M: int, sinks: int, rec
             wanted = [t for n in chosen for t in range(n * M, (n + 1) * M)]
             assert slots[: len(tail)] == tail
             assert slots[len(tail) : len(wanted)] == wanted[len(tail) :], (layer, k)
-            assert set(slots[len(wanted) :]) == {t for n in always for t in range(n * M, (n + 1) * M)}
+            assert set(slots[len(wanted) :]) == {
+                t for n in always for t in range(n * M, (n + 1) * M)
+            }
             assert len(slots) == len(set(slots)) == budget
 
 
 @pytest.mark.parametrize("length", [150, 151, 152, 157, 159])
-@pytest.mark.parametrize(("name", "M"), [("retrieval", 8), ("retrieval", 1), ("topk", 1), ("streaming", 1), ("h2o", 1)])
+@pytest.mark.parametrize(
+    ("name", "M"), [("retrieval", 8), ("retrieval", 1), ("topk", 1), ("streaming", 1), ("h2o", 1)]
+)
 @pytest.mark.parametrize("window", [1, 16, 200])
 def test_a_build_holds_exactly_what_the_policy_chooses(name, M, length, window):
-    """Every layer and KV head, sinks and recent always in it, whatever is left of the last chunk in it too; asked by
-    one query, by those of the last two reads, or by more than there are."""
-    bench = Bench(name, budget=48, chunk_size=M, num_sink_tokens=4, num_recent_tokens=8, observation_window=window)
+    """Every layer and KV head, sinks and recent always in it, whatever is left of the last chunk in
+    it too; asked by one query, by those of the last two reads, or by more than there are."""
+    bench = Bench(
+        name,
+        budget=48,
+        chunk_size=M,
+        num_sink_tokens=4,
+        num_recent_tokens=8,
+        observation_window=window,
+    )
     for count in (100, length - 103, 2):  # 100 is more than the queries that H2O scores at once
         bench.read(count)
     assert bench.commit(1) == 1
@@ -126,8 +153,8 @@ def test_a_build_holds_exactly_what_the_policy_chooses(name, M, length, window):
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("window", [1, 4, 9])
 def test_a_build_after_several_rounds_asks_the_latest_queries(name, window):
-    """Blocks of several tokens, longer and shorter than the window: the policy sees all of their queries, chooses by
-    the last ones, and knows the new chunks."""
+    """Blocks of several tokens, longer and shorter than the window: the policy sees all of their
+    queries, chooses by the last ones, and knows the new chunks."""
     M = 4 if name == "retrieval" else 1
     bench = Bench(
         name, budget=32, chunk_size=M, num_sink_tokens=3, num_recent_tokens=4, rebuild_stride=15,
@@ -144,7 +171,9 @@ def test_the_streaming_policy_holds_sinks_and_the_latest():
     bench = Bench("streaming", budget=32, num_sink_tokens=4)
     bench.read(199)
     bench.commit(1)
-    assert all(set(slots) == {0, 1, 2, 3, *range(172, 200)} for heads in bench.held() for slots in heads)
+    assert all(
+        set(slots) == {0, 1, 2, 3, *range(172, 200)} for heads in bench.held() for slots in heads
+    )
 
 
 def test_layers_and_heads_choose_for_themselves():
@@ -187,14 +216,18 @@ def test_a_commit_drops_the_block_that_was_guessed(guesses):
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("early", [0, 1])
 def test_a_text_that_outgrows_the_budget_keeps_its_sinks(budget, count, early):
-    """A full cache of at most the budget is in the order of the text: its first slots are the sinks, not the least
-    important tokens. What outgrows it overwrites those behind the sinks, and the next commit must choose."""
+    """A full cache of at most the budget is in the order of the text: its first slots are the
+    sinks, not the least important tokens. What outgrows it overwrites those behind the sinks, and
+    the next commit must choose."""
     bench = Bench(budget=budget, chunk_size=4, num_sink_tokens=4, num_recent_tokens=4)
     bench.read(budget - 1 - early)
     assert bench.commit(1) == 0
     assert bench.held() == [[list(range(budget - early))] * K] * L
     assert bench.commit(count + early) == 0
-    assert bench.held() == [[[0, 1, 2, 3, *range(budget, budget + count), *range(4 + count, budget)]] * K] * L
+    assert (
+        bench.held()
+        == [[[0, 1, 2, 3, *range(budget, budget + count), *range(4 + count, budget)]] * K] * L
+    )
     assert bench.commit(1) == 1
     for heads in bench.held():
         for slots in heads:
@@ -209,13 +242,25 @@ def committed_sizes(seed: int, num: int) -> list[int]:
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize(
     ("budget", "chunk_size", "prompt"),
-    [(8, 8, 50), (8, 8, 3), (1, 1, 5), (4, 1, 30), (24, 8, 5), (24, 8, 24), (16, 4, 33), (32, 16, 7), (40, 8, 39)],
+    [
+        (8, 8, 50),
+        (8, 8, 3),
+        (1, 1, 5),
+        (4, 1, 30),
+        (24, 8, 5),
+        (24, 8, 24),
+        (16, 4, 33),
+        (32, 16, 7),
+        (40, 8, 39),
+    ],
 )
 def test_every_token_since_the_last_build_is_held_once(name, budget, chunk_size, prompt):
-    """Budgets of one chunk, chunks of one token, prompts shorter than a chunk or no multiple of it: every slot is some
-    committed token, none is there twice, and what came since the build is there, as far as there is room beside the
-    sinks."""
-    bench = Bench(name, budget=budget, chunk_size=chunk_size, num_sink_tokens=2, num_recent_tokens=3)
+    """Budgets of one chunk, chunks of one token, prompts shorter than a chunk or no multiple of it:
+    every slot is some committed token, none is there twice, and what came since the build is there,
+    as far as there is room beside the sinks."""
+    bench = Bench(
+        name, budget=budget, chunk_size=chunk_size, num_sink_tokens=2, num_recent_tokens=3
+    )
     bench.read(prompt - 1)
     built_at = 0
     for count in [1, *committed_sizes(prompt, 30)]:
@@ -257,13 +302,24 @@ def test_it_is_built_anew_when_too_much_is_rejected():
     bench = Bench(budget=200, chunk_size=1, rebuild_threshold=0.5)
     bench.read(249)
     bench.commit()
-    for _ in range(2):  # a rebuild resets the rate, and the step that it belongs to was guessed before it
-        assert [bench.commit(was_rejected=True) for _ in range(rejections + 1)] == [*[0] * rejections, 1]
+    for _ in range(
+        2
+    ):  # a rebuild resets the rate, and the step that it belongs to was guessed before it
+        assert [bench.commit(was_rejected=True) for _ in range(rejections + 1)] == [
+            *[0] * rejections,
+            1,
+        ]
 
 
 def test_it_is_not_chosen_anew_without_a_reason():
-    """Many rejections without a threshold, many accepted tokens with one, and steps that tested nothing."""
-    for threshold, count, was_rejected in ((0.0, 1, True), (0.99, 4, False), (0.99, 1, False), (0.6, 4, True)):
+    """Many rejections without a threshold, many accepted tokens with one, and steps that tested
+    nothing."""
+    for threshold, count, was_rejected in (
+        (0.0, 1, True),
+        (0.99, 4, False),
+        (0.99, 1, False),
+        (0.6, 4, True),
+    ):
         bench = Bench(budget=300, chunk_size=1, rebuild_threshold=threshold)
         bench.read(309)
         assert bench.commit() == 1
@@ -271,7 +327,8 @@ def test_it_is_not_chosen_anew_without_a_reason():
 
 
 def test_rows_are_chosen_one_by_one():
-    """A batch of a short, a long and a longer text: a commit of one row leaves the others as they were."""
+    """A batch of a short, a long and a longer text: a commit of one row leaves the others as they
+    were."""
     bench = Bench(budget=16, chunk_size=4, batch_size=3)
     for b, length in enumerate((5, 60, 121)):
         bench.read(length - 1, b)
@@ -299,11 +356,14 @@ def test_means_made_piece_by_piece_are_those_made_at_once(M, monkeypatch):
 
 @pytest.mark.parametrize("method", ["retrieval", "triforce"])
 def test_behind_a_prompt_it_is_built_by_the_window_whatever_is_stacked_at_the_start(method):
-    """The level below the target is told to crop what was rejected before it has begun; it once forgot the queries of
-    the prompt then, all but the last. With `auto` nothing stands below at the start."""
+    """The level below the target is told to crop what was rejected before it has begun; it once
+    forgot the queries of the prompt then, all but the last. With `auto` nothing stands below at the
+    start."""
     target, held = tiny_model(CONFIG), []
     for name, window in ((method, 16), ("auto", 16), (method, 1)):
-        rig = Rig(target, [random_prompt(CONFIG, 200)], method=name, budget=32, observation_window=window)
+        rig = Rig(
+            target, [random_prompt(CONFIG, 200)], method=name, budget=32, observation_window=window
+        )
         with torch.inference_mode():
             rig.start()
         assert rig.small.lengths == [32]
@@ -319,14 +379,18 @@ PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (60, 3, 21)]
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("method", ["retrieval", "triforce"])
 def test_a_budget_for_the_whole_text_gives_the_full_cache(method, policy):
-    """K and V are the same bits after every step, nothing is ever chosen, and no guess of this level is rejected."""
+    """K and V are the same bits after every step, nothing is ever chosen, and no guess of this
+    level is rejected."""
     target = tiny_model(CONFIG)
 
     def compare(rig):
         for b, length in enumerate(rig.full.lengths):
             if rig.cascade.active[b]:
                 assert rig.retrieval.lengths[b] == length
-                for small, large in ((rig.retrieval.keys, rig.full.keys), (rig.retrieval.values, rig.full.values)):
+                for small, large in (
+                    (rig.retrieval.keys, rig.full.keys),
+                    (rig.retrieval.values, rig.full.values),
+                ):
                     assert torch.equal(small[:, b, :, :length], large[:, b, :, :length])
 
     rig = Rig(target, PROMPTS, method=method, policy=policy, budget=112)
@@ -341,7 +405,15 @@ def test_a_budget_for_the_whole_text_gives_the_full_cache(method, policy):
 def test_no_budget_and_no_chunk_size_changes_a_token(policy, budget, chunk_size):
     """A budget of one chunk too, beside prompts shorter than a chunk and no multiple of it."""
     target = tiny_model(CONFIG)
-    rig = Rig(target, PROMPTS, num_new=24, method="triforce", policy=policy, budget=budget, chunk_size=chunk_size)
+    rig = Rig(
+        target,
+        PROMPTS,
+        num_new=24,
+        method="triforce",
+        policy=policy,
+        budget=budget,
+        chunk_size=chunk_size,
+    )
     assert rig.run() == plain_tokens(target, PROMPTS, num_new=24)
     assert rig.stats.rebuilds.count >= 3
 
@@ -354,17 +426,20 @@ def test_the_default_budget_is_a_quarter_of_the_prompt_within_limits():
 
 
 @pytest.mark.parametrize(
-    ("drafter", "num_new", "sampling"), [("ngram", 4096, WARM), ("model", 1200, WARM), ("model", 1200, GREEDY)]
+    ("drafter", "num_new", "sampling"),
+    [("ngram", 4096, WARM), ("model", 1200, WARM), ("model", 1200, GREEDY)],
 )
 def test_output_far_beyond_the_budget_is_still_the_targets(drafter, num_new, sampling):
-    """4,096 new tokens through a cache of 512, which is rebuilt again and again and never grows; fewer of them
-    with a model as drafter, which takes longer."""
-    config = tiny_config(num_layers=1, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1)
+    """4,096 new tokens through a cache of 512, which is rebuilt again and again and never grows;
+    fewer of them with a model as drafter, which takes longer."""
+    config = tiny_config(
+        num_layers=1, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1
+    )
     target, prompt = tiny_model(config, seed=2), random_prompt(config, 700)
     settings = {"num_new": num_new, "sampling": sampling, "coupled": True, "prefill_chunk": 512}
     rig = Rig(
-        target, [prompt], draft=near_copy(target, 0.005) if drafter == "model" else None, method="triforce",
-        budget=512, num_recent_tokens=32, gamma1=3, gamma2=10, **settings,
+        target, [prompt], draft=near_copy(target, 0.005) if drafter == "model" else None,
+        method="triforce", budget=512, num_recent_tokens=32, gamma1=3, gamma2=10, **settings,
     )  # fmt: skip
     tensors = (rig.retrieval.keys, rig.retrieval.values, rig.full.keys, rig.full.values)
     places = [(tensor.data_ptr(), tensor.shape) for tensor in tensors]

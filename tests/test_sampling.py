@@ -1,4 +1,5 @@
-"""Laws and draws: every filter against a plain definition, ties, temperature 0, and draws that follow the distribution."""
+"""Laws and draws: every filter against a plain definition, ties, temperature 0, and draws that
+follow the distribution."""
 
 from __future__ import annotations
 
@@ -8,13 +9,13 @@ import pytest
 import torch
 
 from minitri.decoding import sampling
-from minitri.errors import InputError
 from minitri.decoding.sampling import (
     greedy_tokens,
     probs_from_logits,
     probs_from_logits_on_device,
     sample,
 )
+from minitri.errors import InputError
 from minitri.settings import SamplingParams
 
 
@@ -42,18 +43,24 @@ def by_definition(logits: list[float], params: SamplingParams) -> list[float]:
 @pytest.mark.parametrize("top_k", [0, 1, 7, 1000])
 @pytest.mark.parametrize("top_p", [1.0, 0.95, 0.5, 1e-9])
 @pytest.mark.parametrize("min_p", [0.0, 0.1, 1.0])
-def test_every_combination_of_filters_is_the_distribution_by_definition(temperature, top_k, top_p, min_p):
+def test_every_combination_of_filters_is_the_distribution_by_definition(
+    temperature, top_k, top_p, min_p
+):
     params = SamplingParams(temperature, top_k, top_p, min_p)
     logits = 3 * torch.randn(4, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     got = probs_from_logits(logits, params)
-    wanted = torch.tensor([by_definition(row, params) for row in logits.tolist()], dtype=torch.float64)
+    wanted = torch.tensor(
+        [by_definition(row, params) for row in logits.tolist()], dtype=torch.float64
+    )
     assert (got - wanted).abs().max() < 1e-12
     others = SamplingParams(0.7, top_k, 0.8 if top_p < 1 else 1.0, 0.3 * bool(min_p))
     assert others.form == params.form
     for wanted in (params, SamplingParams(), SamplingParams(0, top_p=0.4)):
         numbers = torch.tensor(wanted.numbers, dtype=torch.float64)
         for row in (logits, logits.float()):
-            assert torch.equal(probs_from_logits_on_device(row, others, numbers), probs_from_logits(row, wanted))
+            assert torch.equal(
+                probs_from_logits_on_device(row, others, numbers), probs_from_logits(row, wanted)
+            )
 
 
 @pytest.mark.parametrize("wanted", [SamplingParams(), SamplingParams(0.8, 5, top_p=0.9, min_p=0.1)])
@@ -61,14 +68,19 @@ def test_every_combination_of_filters_is_the_distribution_by_definition(temperat
 def test_logits_that_are_not_finite_give_no_distribution_by_numbers_either(bad, wanted):
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(1))
     logits[0, 7] = bad
-    form, numbers = SamplingParams(0.7, 5, top_p=0.8, min_p=0.3), torch.tensor(wanted.numbers, dtype=torch.float64)
+    form, numbers = (
+        SamplingParams(0.7, 5, top_p=0.8, min_p=0.3),
+        torch.tensor(wanted.numbers, dtype=torch.float64),
+    )
     distribution = probs_from_logits_on_device(logits, form, numbers)
     assert not distribution[0].sum().isfinite()
     assert distribution[1].sum() == pytest.approx(1)
 
 
 def test_temperature_zero_is_exactly_one_hot():
-    distribution = probs_from_logits(torch.tensor([[0.1, 5.0, 4.999], [7.0, -1.0, 2.0]]), SamplingParams(0.0))
+    distribution = probs_from_logits(
+        torch.tensor([[0.1, 5.0, 4.999], [7.0, -1.0, 2.0]]), SamplingParams(0.0)
+    )
     assert distribution.tolist() == [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
 
 
@@ -78,7 +90,9 @@ def test_a_tiny_temperature_does_not_overflow():
 
 
 def test_a_tiny_top_p_keeps_the_best_token():
-    distribution = probs_from_logits(torch.tensor([[1.0, 3.0, 2.0]]), SamplingParams(1.0, top_p=1e-50))
+    distribution = probs_from_logits(
+        torch.tensor([[1.0, 3.0, 2.0]]), SamplingParams(1.0, top_p=1e-50)
+    )
     assert distribution.tolist() == [[0.0, 1.0, 0.0]]
 
 
@@ -91,7 +105,13 @@ def test_greedy_ties_go_to_the_lowest_id():
 def test_ties_at_a_border_are_kept_or_dropped_together():
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
     for params in (SamplingParams(1.0, top_k=2), SamplingParams(1.0, top_p=0.6)):
-        assert (probs_from_logits(logits, params)[0] > 0).tolist() == [True, True, True, True, False]
+        assert (probs_from_logits(logits, params)[0] > 0).tolist() == [
+            True,
+            True,
+            True,
+            True,
+            False,
+        ]
 
 
 def test_top_p_looks_further_when_its_first_tokens_do_not_reach_the_mass(monkeypatch):
@@ -110,7 +130,8 @@ def test_a_token_of_probability_zero_is_never_drawn():
 
 
 def test_draws_follow_the_distribution():
-    """Chi-square over 20,000 draws, 5 degrees of freedom; one false alarm in 10^6 seeds; the seed is fixed."""
+    """Chi-square over 20,000 draws, 5 degrees of freedom; one false alarm in 10^6 seeds; the seed
+    is fixed."""
     distribution = torch.tensor([0.4, 0.25, 0.2, 0.1, 0.04, 0.01])
     uniforms = torch.rand(20000, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     counts = torch.bincount(sample(distribution.expand(20000, -1), uniforms), minlength=6)

@@ -9,8 +9,8 @@ import torch
 
 from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig, session
 from minitri.gpu.attention import Math
-from minitri.gpu.offloaded_cache import OffloadedFullCache
 from minitri.gpu.graphs import GraphPool
+from minitri.gpu.offloaded_cache import OffloadedFullCache
 from minitri.session import Batch
 from minitri.settings import METHODS, POLICIES
 from tests.cascades import random_prompt, tiny_engine
@@ -51,7 +51,9 @@ def say(engine, lengths, speculation, sampling=WARM, seed=0, num_new=24, **setti
         generation=GenerationConfig(max_new_tokens=num_new, ignore_eos=True, **settings),
     )  # fmt: skip
     ends = sorted((event for event in run if isinstance(event, End)), key=lambda end: end.row)
-    stages = [(s.name, s.num_rounds, s.num_tested_tokens, s.num_accepted_tokens) for s in run.stats.stages]
+    stages = [
+        (s.name, s.num_rounds, s.num_tested_tokens, s.num_accepted_tokens) for s in run.stats.stages
+    ]
     return [end.token_ids for end in ends], stages, run.stats.rebuilds.count
 
 
@@ -72,8 +74,11 @@ def spoil(session) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("method", METHODS)
-def test_the_next_run_captures_nothing_and_says_what_it_would_have_said_first(method, policy, pools):
-    """Another temperature, other and shorter texts, behind whatever the last run left: tokens, acceptance, rebuilds."""
+def test_the_next_run_captures_nothing_and_says_what_it_would_have_said_first(
+    method, policy, pools
+):
+    """Another temperature, other and shorter texts, behind whatever the last run left: tokens,
+    acceptance, rebuilds."""
     if policy != "retrieval" and method not in ("retrieval", "triforce"):
         pytest.skip("no cache that has a policy")
     gammas = {} if method == "auto" else {"gamma1": 2, "gamma2": 3}
@@ -172,7 +177,9 @@ def test_a_run_that_is_left_is_kept_and_one_that_fails_is_not(pools):
 def test_an_older_run_puts_nothing_in_the_place_of_a_newer_one(pools):
     speculation = SpeculationConfig("naive", gamma1=2, **SETTINGS)
     engine = gpu_engine()
-    older = engine.generate(random_prompt(engine.config, 60), sampling=WARM, speculation=speculation)
+    older = engine.generate(
+        random_prompt(engine.config, 60), sampling=WARM, speculation=speculation
+    )
     next(older)
     say(engine, (40,), speculation)
     kept = engine._pool._kept
@@ -195,7 +202,7 @@ def test_a_run_inside_inference_mode_leaves_what_one_outside_can_use(pools):
 
 
 def test_layers_that_were_fitted_to_one_run_are_not_kept(pools, monkeypatch):
-    """With KV in host memory and no `on_chip` given; a shorter text may have room for all of them."""
+    """With KV in host memory and no `on_chip` given; a shorter text may have room for all."""
     engine = gpu_engine()
     hosted = offloaded(1, batch_size=1, config=engine.config)
     monkeypatch.setattr(session, "allocate_full_cache", lambda *settings: hosted)
@@ -209,10 +216,12 @@ def test_two_runs_at_once_have_their_own(pools):
     say(engine, (60,), speculation, num_new=60)
     generation = GenerationConfig(30, ignore_eos=True)
     alone, both = (
-        [engine.generate(prompt, speculation=speculation, generation=generation) for prompt in prompts]
+        [engine.generate(p, speculation=speculation, generation=generation) for p in prompts]
         for _ in range(2)
     )  # fmt: skip
-    expected = {n: event.token_ids for n, run in enumerate(alone) for event in run if isinstance(event, End)}
+    expected = {
+        n: event.token_ids for n, run in enumerate(alone) for event in run if isinstance(event, End)
+    }
     said: dict[int, tuple[int, ...]] = {}
     while len(said) < 2:
         for number, run in enumerate(both):

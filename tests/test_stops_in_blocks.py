@@ -1,4 +1,5 @@
-"""A text ends where it ends, wherever in a block of guesses that is, and whoever came up with the last token."""
+"""A text ends where it ends, wherever in a block of guesses that is, and whoever came up with the
+last token."""
 
 from __future__ import annotations
 
@@ -9,8 +10,16 @@ from tests.cascades import random_prompt, tiny_engine
 
 NUM_NEW = 16
 NOISY = SamplingParams(temperature=0.9, top_k=50, top_p=0.95)
-SMALL = {"budget": 40, "chunk_size": 4, "num_sink_tokens": 2, "num_recent_tokens": 40, "gamma1": 2, "gamma2": 3}
-"""Caches that miss a part of a prompt of 50 tokens: of the guesses some are right and some are wrong."""
+SMALL = {
+    "budget": 40,
+    "chunk_size": 4,
+    "num_sink_tokens": 2,
+    "num_recent_tokens": 40,
+    "gamma1": 2,
+    "gamma2": 3,
+}
+"""Caches that miss a part of a prompt of 50 tokens: of the guesses some are right and some are
+wrong."""
 STACKS = [("naive", "model"), ("retrieval", "none"), ("triforce", "model"), ("triforce", "ngram")]
 ORIGINS = {"draft", "retrieval", "recovered", "bonus"}
 
@@ -28,15 +37,32 @@ def prompts(engine) -> list[list[int]]:
 @pytest.fixture
 def set_eos(engine, monkeypatch):
     """Makes these tokens end a text."""
-    return lambda *tokens: monkeypatch.setattr(engine.model, "config", engine.config.with_eos(tokens))
+    return lambda *tokens: monkeypatch.setattr(
+        engine.model, "config", engine.config.with_eos(tokens)
+    )
 
 
-def run(engine, prompts, method="autoregressive", drafter="none", *, n=NUM_NEW, sampling=NOISY, seed=3, **settings):
-    """Per row: the `End` event, and the origins of its tokens. Coupled draws: every method says the same."""
+def run(
+    engine,
+    prompts,
+    method="autoregressive",
+    drafter="none",
+    *,
+    n=NUM_NEW,
+    sampling=NOISY,
+    seed=3,
+    **settings,
+):
+    """Per row: the `End` event, and the origins of its tokens. Coupled draws: every method says the
+    same."""
     used = Engine(engine.model, engine.tokenizer, engine.draft if drafter == "model" else None)
     speculation = SpeculationConfig(method, coupled=True, **SMALL)
     generation = GenerationConfig(max_new_tokens=n, **settings)
-    events = list(used.generate(prompts, sampling=sampling, generation=generation, speculation=speculation, seed=seed))
+    events = list(
+        used.generate(
+            prompts, sampling=sampling, generation=generation, speculation=speculation, seed=seed
+        )
+    )
     ends = {event.row: event for event in events if isinstance(event, End)}
     origins = []
     for row in sorted(ends):
@@ -55,7 +81,8 @@ def said(ends) -> list[tuple]:
 
 
 def test_end_tokens_end_a_text_at_every_offset_of_a_block(engine, prompts, set_eos):
-    """Each token of the free text in turn is made the end token, for every stack of the cascade, greedy and not."""
+    """Each token of the free text in turn is made the end token, for every stack of the cascade,
+    greedy and not."""
     last_origins = set()
     for sampling in (NOISY, SamplingParams()):
         set_eos()
@@ -68,15 +95,23 @@ def test_end_tokens_end_a_text_at_every_offset_of_a_block(engine, prompts, set_e
                 assert ends[0].token_ids == free[0].token_ids[: position + 1]
                 assert ends[0].finish_reason == "eos"
                 assert said(ends) == said(run(engine, prompts[0], sampling=sampling)[0])
-                last_origins |= set(origins[0][-1:]) if position else set()  # the first token is in no block
+                last_origins |= (
+                    set(origins[0][-1:]) if position else set()
+                )  # the first token is in no block
     assert last_origins == ORIGINS
 
 
 def test_stop_strings_end_a_text_at_every_offset_of_a_block(engine, prompts, set_eos):
-    """Every piece of two characters of a few free texts, be it of one token or across two, for every stack."""
+    """Every piece of two characters of a few free texts, be it of one token or across two, for
+    every stack."""
     set_eos()
     last_origins = set()
-    for seed, sampling in ((0, NOISY), (1, NOISY), (2, NOISY), (3, SamplingParams(temperature=0.5))):
+    for seed, sampling in (
+        (0, NOISY),
+        (1, NOISY),
+        (2, NOISY),
+        (3, SamplingParams(temperature=0.5)),
+    ):
         distribution = {"seed": seed, "sampling": sampling}
         free = run(engine, prompts[0], **distribution)[0][0].text
         for stop in dict.fromkeys(free[i : i + 2] for i in range(len(free) - 1)):
@@ -86,7 +121,9 @@ def test_stop_strings_end_a_text_at_every_offset_of_a_block(engine, prompts, set
             assert wanted[0].text == free[: free.find(stop)]
             assert wanted[0].finish_reason == "stop"
             for method, drafter in STACKS:
-                ends, origins = run(engine, prompts[0], method, drafter, **distribution, stop=(stop,))
+                ends, origins = run(
+                    engine, prompts[0], method, drafter, **distribution, stop=(stop,)
+                )
                 assert said(ends) == said(wanted)
                 last_origins |= set(origins[0][-1:]) if len(origins[0]) > 1 else set()
     assert last_origins == ORIGINS

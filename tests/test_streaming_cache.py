@@ -1,4 +1,5 @@
-"""The drafter's cache: sinks and recent tokens, rotated by slot, so that it never knows how long the text is."""
+"""The drafter's cache: sinks and recent tokens, rotated by slot, so that it never knows how long
+the text is."""
 
 from __future__ import annotations
 
@@ -21,10 +22,20 @@ TEXT = random_prompt(CONFIG, 200)
 
 
 def new_runner(config=CONFIG, batch_size=1, **changes) -> DraftRunner:
-    settings = {"method": "naive", "gamma1": 2, "num_sink_tokens": SINKS, "num_recent_tokens": RECENT, **changes}
+    settings = {
+        "method": "naive",
+        "gamma1": 2,
+        "num_sink_tokens": SINKS,
+        "num_recent_tokens": RECENT,
+        **changes,
+    }
     params = SamplingParams(temperature=1.0)  # distributions are the softmax of the logits
     return DraftRunner(
-        tiny_model(config), batch_size, params, SpeculationConfig(**settings), vocab_size=config.vocab_size
+        tiny_model(config),
+        batch_size,
+        params,
+        SpeculationConfig(**settings),
+        vocab_size=config.vocab_size,
     )
 
 
@@ -35,11 +46,16 @@ def distribution_of(runner, tokens) -> torch.Tensor:
 
 def windowed(tokens: list[int], num_slots: int) -> list[int]:
     """The tokens that stand in so many slots of a window: all, or sinks and the latest."""
-    return tokens if num_slots == len(tokens) else tokens[:SINKS] + tokens[len(tokens) - num_slots + SINKS :]
+    return (
+        tokens
+        if num_slots == len(tokens)
+        else tokens[:SINKS] + tokens[len(tokens) - num_slots + SINKS :]
+    )
 
 
 def read_on(runner, tokens, start, end):
-    """Reads one token at a time as if each had just been committed; yields the length of the text and its distribution."""
+    """Reads one token at a time as if each had just been committed; yields the length of the text
+    and its distribution."""
     for n in range(start, end):
         probs_BNV = runner.next_probs([tokens[:n]], [0], [True])
         yield n, probs_BNV[0, 0]
@@ -92,10 +108,13 @@ def test_sinks_survive_slides():
 @pytest.mark.parametrize("start", [5, 40, 47, 48, 90, 150])
 @pytest.mark.parametrize("num_guesses", [1, 3])
 def test_what_is_cropped_leaves_no_trace(start, num_guesses):
-    """Guesses read, cropped and poisoned; then the right tokens are read as if nothing had happened."""
+    """Guesses read, cropped and poisoned; then the right tokens are read as if nothing had
+    happened."""
     clean, guessing = new_runner(), new_runner()
     wrong = [(token + 1) % CONFIG.vocab_size for token in TEXT]
-    for (_, distribution), (n, guessed) in zip(read_on(clean, TEXT, 1, start), read_on(guessing, TEXT, 1, start), strict=True):
+    for (_, distribution), (n, guessed) in zip(
+        read_on(clean, TEXT, 1, start), read_on(guessing, TEXT, 1, start), strict=True
+    ):
         assert torch.equal(distribution, guessed), n
     guessing.next_probs([TEXT[:start] + wrong[start : start + num_guesses]], [num_guesses], [True])
     guessing.crop([start])
@@ -106,12 +125,16 @@ def test_what_is_cropped_leaves_no_trace(start, num_guesses):
     for runner in (clean, guessing):
         runner.prepare([TEXT[: start + 1]], [True])
     assert guessing.cache.lengths == clean.cache.lengths
-    pairs = zip(read_on(clean, TEXT, start + 1, 200), read_on(guessing, TEXT, start + 1, 200), strict=True)
+    pairs = zip(
+        read_on(clean, TEXT, start + 1, 200), read_on(guessing, TEXT, start + 1, 200), strict=True
+    )
     for (n, distribution), (_, guessed) in pairs:
         assert torch.allclose(distribution, guessed, atol=1e-6), n
 
 
-@pytest.mark.parametrize("length", [1, 2, SINKS, SINKS + 1, 8, RECENT, SINKS + RECENT, SINKS + RECENT + 1])
+@pytest.mark.parametrize(
+    "length", [1, 2, SINKS, SINKS + 1, 8, RECENT, SINKS + RECENT, SINKS + RECENT + 1]
+)
 def test_a_prompt_no_longer_than_the_window_is_read_whole(length):
     runner = new_runner(DEEP)
     prompt = TEXT[:length]
@@ -169,7 +192,9 @@ def test_ragged_rows_slide_on_their_own():
     for i in range(1, 50):
         probs_BNV = together.next_probs(rows, [0] * 3, [True] * 3)
         for b, runner in enumerate(alone):
-            assert torch.allclose(probs_BNV[b], runner.next_probs([rows[b]], [0], [True])[0], atol=1e-6), (i, b)
+            assert torch.allclose(
+                probs_BNV[b], runner.next_probs([rows[b]], [0], [True])[0], atol=1e-6
+            ), (i, b)
         rows = prepare(i)
     assert slides == [2, 1, 0]  # one after the other
 
@@ -177,12 +202,20 @@ def test_ragged_rows_slide_on_their_own():
 @pytest.mark.parametrize("method", ["naive", "triforce"])
 @pytest.mark.parametrize("lengths", [(1, 150), (100, 150), (150, 100, 30), (101, 102), (99, 400)])
 def test_a_batch_may_mix_prompts_that_fit_the_window_with_longer_ones(method, lengths):
-    """A prompt that fits was once read beside full windows of other rows, whose slots it did not fit behind."""
+    """A prompt that fits was once read beside full windows of other rows, whose slots it did not
+    fit behind."""
     config = tiny_config(context_length=512)
     target, prompts = tiny_model(config), [random_prompt(config, n, seed=n) for n in lengths]
     draft = near_copy(target, 0.02)
     rig = Rig(
-        target, prompts, draft=draft, num_new=8, method=method, num_recent_tokens=100, budget=32, prefill_chunk=512
+        target,
+        prompts,
+        draft=draft,
+        num_new=8,
+        method=method,
+        num_recent_tokens=100,
+        budget=32,
+        prefill_chunk=512,
     )
     assert rig.run() == plain_tokens(target, prompts, num_new=8, prefill_chunk=512)
 
@@ -198,12 +231,15 @@ def test_a_row_that_has_ended_stays_out():
 
 @pytest.mark.parametrize("method", ["naive", "triforce"])
 def test_a_drafter_of_a_short_context_serves_a_longer_prompt(method, monkeypatch):
-    """The drafter holds 70 tokens, the prompt has 200; it never sees a position that it was not made for."""
+    """The drafter holds 70 tokens, the prompt has 200; it never sees a position that it was not
+    made for."""
     target = tiny_model(tiny_config())
     short = tiny_config(num_layers=1, context_length=70)
     draft, positions = tiny_model(short, seed=3), []
     at = draft.rope.at
-    monkeypatch.setattr(draft.rope, "at", lambda where: positions.append(int(where.max())) or at(where))
+    monkeypatch.setattr(
+        draft.rope, "at", lambda where: positions.append(int(where.max())) or at(where)
+    )
     prompts = [random_prompt(short, 200)]
     rig = Rig(
         target, prompts, draft=draft, num_new=50, method=method, gamma2=4, budget=32,
@@ -218,17 +254,26 @@ def test_a_window_that_the_drafter_cannot_hold_is_refused_in_one_line():
     with pytest.raises(InputError) as refused:
         new_runner(tiny_config(context_length=64), num_recent_tokens=60)
     message = str(refused.value)
-    assert "holds 64 tokens but its window needs 101 (num_recent_tokens=60 and room for guesses); lower" in message
+    assert (
+        "holds 64 tokens but its window needs 101 "
+        "(num_recent_tokens=60 and room for guesses); lower" in message
+    )
     assert "\n" not in message
     new_runner(tiny_config(context_length=101), num_recent_tokens=60)
 
 
 def test_a_second_prompt_meets_a_fresh_cache():
-    """The same tokens, guesses and verdicts as in a new engine: no length, no sink is left from the first prompt."""
+    """The same tokens, guesses and verdicts as in a new engine: no length, no sink is left from the
+    first prompt."""
     settings = {
         "generation": GenerationConfig(max_new_tokens=20, ignore_eos=True),
         "speculation": SpeculationConfig(
-            "triforce", gamma1=2, gamma2=6, budget=16, num_sink_tokens=SINKS, num_recent_tokens=RECENT
+            "triforce",
+            gamma1=2,
+            gamma2=6,
+            budget=16,
+            num_sink_tokens=SINKS,
+            num_recent_tokens=RECENT,
         ),
     }
 

@@ -46,7 +46,12 @@ def forced(monkeypatch, plans) -> None:
     monkeypatch.setattr(Autotuner, "choose", choose)
 
 
-SCHEDULES = [ALL, [AR] * 7 + [NAIVE] * 2, [TRIFORCE, AR, AR, AR, AR, RETRIEVAL], [StepPlan("triforce", 4, 8), AR]]
+SCHEDULES = [
+    ALL,
+    [AR] * 7 + [NAIVE] * 2,
+    [TRIFORCE, AR, AR, AR, AR, RETRIEVAL],
+    [StepPlan("triforce", 4, 8), AR],
+]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -61,7 +66,9 @@ def test_any_schedule_gives_the_text_of_the_model_alone(schedule, with_model, co
     settings["sampling"] = SamplingParams(0.9, top_p=0.95) if coupled else SamplingParams()
     expected = plain_tokens(target, prompts, **settings)
     forced(monkeypatch, schedule)
-    rig = Rig(target, prompts, draft=draft, budget=32, num_recent_tokens=20, num_sink_tokens=2, **settings)
+    rig = Rig(
+        target, prompts, draft=draft, budget=32, num_recent_tokens=20, num_sink_tokens=2, **settings
+    )
     assert rig.run() == expected
 
 
@@ -80,7 +87,9 @@ def test_a_drafter_that_was_left_out_for_long_knows_the_text_again(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("noise", [0.02, None])
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(1.0, top_p=0.9)])
-def test_auto_is_the_default_and_repeats_itself_whatever_the_clock_says(noise, sampling, dtype, monkeypatch):
+def test_auto_is_the_default_and_repeats_itself_whatever_the_clock_says(
+    noise, sampling, dtype, monkeypatch
+):
     engine, generation = tiny_engine(noise=noise), GenerationConfig(90, ignore_eos=True)
     for model in (engine.model, engine.draft):
         if model is not None:
@@ -88,7 +97,9 @@ def test_auto_is_the_default_and_repeats_itself_whatever_the_clock_says(noise, s
     prompt = random_prompt(engine.config, 150)
 
     def text(**settings) -> tuple[int, ...]:
-        *_, end = engine.generate(prompt, sampling=sampling, generation=generation, seed=4, **settings)
+        *_, end = engine.generate(
+            prompt, sampling=sampling, generation=generation, seed=4, **settings
+        )
         assert isinstance(end, End)
         assert sum(end.stats.steps_per_plan.values()) > 0
         return end.token_ids
@@ -110,7 +121,9 @@ def test_a_row_that_ended_costs_nothing_in_a_stage_that_was_left_out(monkeypatch
     target = tiny_model(tiny_config())
     forced(monkeypatch, [TRIFORCE, AR, AR, TRIFORCE])
     prompts = [random_prompt(target.config, n, seed=n) for n in (30, 40)]
-    rig = Rig(target, prompts, draft=near_copy(target, 0.1), budget=32, num_recent_tokens=20, num_new=40)
+    rig = Rig(
+        target, prompts, draft=near_copy(target, 0.1), budget=32, num_recent_tokens=20, num_new=40
+    )
     with torch.inference_mode():
         rig.start()
         rig.step(), rig.step()  # the second alone
