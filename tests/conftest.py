@@ -80,8 +80,8 @@ def edit_json(file: Path, **changes) -> None:
 
 def tiny_config(**changes) -> ModelConfig:
     values = {
-        "num_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2,
-        "head_dim": 8, "vocab_size": 64, "context_length": 256,
+        "num_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4,
+        "num_kv_heads": 2, "head_dim": 8, "vocab_size": 64, "context_length": 256,
     }  # fmt: skip
     return ModelConfig(**{**values, **changes})
 
