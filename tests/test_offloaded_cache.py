@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minitri.caches.full import FullCache
 from minitri.gpu import offloaded_cache as offloaded_module
 from minitri.gpu.offloaded_cache import RING, OffloadedFullCache, host_memory
-from minitri.gpu.streams import NoStreams
+from minitri.gpu.streams import Streams
 from minitri.model.cache import BlockKV
 from minitri.settings import METHODS, POLICIES
 from tests.cascades import WARM, Rig, near_copy, plain_tokens, random_prompt
@@ -32,8 +32,8 @@ NEVER = 10**6
 def offloaded(
     on_chip: int, batch_size: int = 3, capacity: int = 512, streams=None, config=CONFIG
 ) -> OffloadedFullCache:
-    return OffloadedFullCache.allocate_offloaded(
-        config, batch_size, capacity, on_chip=on_chip, dtype=torch.float32, device=CPU, streams=streams or NoStreams()
+    return OffloadedFullCache(
+        config, batch_size, capacity, on_chip=on_chip, dtype=torch.float32, device=CPU, streams=streams or Streams()
     )
 
 
@@ -61,6 +61,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.clocks = {name: {"compute": 0, "copy": 0} for name in ("compute", "copy")}
         self.current = "compute"
+        self.copies_wait = True
         self.watched: list[tuple[int, int]] = []
         self.history: list[tuple[int, int, bool, str, int]] = []
         self.num_ordered = 0
@@ -68,7 +69,11 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def copying(self):
+        queued = self.event()
+        queued.record()
         self.current = "copy"
+        if self.copies_wait:
+            queued.wait()
         yield
         self.current = "compute"
 
@@ -130,8 +135,8 @@ def test_every_conflict_is_put_in_order_by_events(method, on_chip):
     assert recorder.num_ordered > 1000
 
 
-@pytest.mark.parametrize("name", ["free", "ready", "written", "stored"])
-def test_a_dependency_that_is_missing_is_noticed(name):
+@pytest.mark.parametrize("name", ["ready", "stored"])
+def test_an_event_that_is_missing_is_noticed(name):
     def break_event(cache: OffloadedFullCache) -> None:
         owners = [cache._staging] if name == "stored" else cache._staging.buffers
         for owner in owners:
@@ -139,6 +144,22 @@ def test_a_dependency_that_is_missing_is_noticed(name):
 
     with pytest.raises(RaceError):
         record_run(break_event, method="retrieval")
+
+
+@pytest.mark.parametrize("name", ["_fetch", "_write_back"])
+def test_a_copy_that_does_not_wait_for_the_computation_is_noticed(name, monkeypatch):
+    method = getattr(OffloadedFullCache, name)
+
+    def hasty(cache: OffloadedFullCache, *settings):
+        recorder = cache._staging.streams
+        recorder.copies_wait = False
+        done = method(cache, *settings)
+        recorder.copies_wait = True
+        return done
+
+    monkeypatch.setattr(OffloadedFullCache, name, hasty)
+    with pytest.raises(RaceError):
+        record_run(method="retrieval")
 
 
 def test_the_next_layer_is_on_its_way_before_this_one_is_waited_for():

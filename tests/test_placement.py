@@ -90,7 +90,7 @@ def test_caches_are_counted_as_they_are_allocated(speculation, lengths):
     held = session.num_cache_bytes - full.num_bytes + means.nbytes + small._queries.nbytes
     verified = 3 * B * speculation.max_block * config.num_heads * config.head_dim * 4
     assert needs.small_caches == held + verified
-    offloaded = OffloadedFullCache.allocate_offloaded(
+    offloaded = OffloadedFullCache(
         config, B, num_tokens + speculation.max_block, on_chip=1, dtype=torch.float32, device=CPU
     )
     staging = offloaded._staging
@@ -125,28 +125,41 @@ def test_the_most_layers_that_fit_do_fit_and_one_more_does_not():
 def test_an_engine_places_layers_by_the_same_numbers():
     needs = seven_b()
     there = {"host_bytes": 256 * GIB, "name": "m"}
-    assert choose_on_chip(needs, offload=False, on_chip=None, device_bytes=141 * GIB, **there) == 32
+    assert choose_on_chip(needs, GenerationConfig(), device_bytes=141 * GIB, **there) == 32
     assert choose_on_chip(
-        needs, offload=True, on_chip=None, device_bytes=80 * GIB, **there
+        needs, GenerationConfig(offload=True), device_bytes=80 * GIB, **there
     ) == needs.most_on_chip(80 * GIB)
-    assert choose_on_chip(needs, offload=True, on_chip=0, device_bytes=80 * GIB, **there) == 0
+    assert (
+        choose_on_chip(
+            needs, GenerationConfig(offload=True, on_chip=0), device_bytes=80 * GIB, **there
+        )
+        == 0
+    )
     exact = needs.on_device(32) - RESERVE
-    assert choose_on_chip(needs, offload=False, on_chip=None, device_bytes=exact, **there) == 32
+    assert choose_on_chip(needs, GenerationConfig(), device_bytes=exact, **there) == 32
     with pytest.raises(InputError, match=r"^m needs \d+\.\d GiB on the device .* use --offload"):
-        choose_on_chip(needs, offload=False, on_chip=None, device_bytes=exact - 1, **there)
+        choose_on_chip(needs, GenerationConfig(), device_bytes=exact - 1, **there)
     with pytest.raises(InputError, match="--on-chip is 33 layers, but m has 32"):
-        choose_on_chip(needs, offload=True, on_chip=33, device_bytes=80 * GIB, **there)
+        choose_on_chip(
+            needs, GenerationConfig(offload=True, on_chip=33), device_bytes=80 * GIB, **there
+        )
     with pytest.raises(InputError, match=r"--on-chip 31 needs .* 2\d layers fit"):
-        choose_on_chip(needs, offload=True, on_chip=31, device_bytes=80 * GIB, **there)
+        choose_on_chip(
+            needs, GenerationConfig(offload=True, on_chip=31), device_bytes=80 * GIB, **there
+        )
     with pytest.raises(InputError, match="even with its whole KV cache in host memory, got 12.0"):
-        choose_on_chip(needs, offload=True, on_chip=None, device_bytes=12 * GIB, **there)
+        choose_on_chip(needs, GenerationConfig(offload=True), device_bytes=12 * GIB, **there)
     with pytest.raises(InputError, match="of host memory beside .* got 1.0"):
         choose_on_chip(
-            needs, offload=True, on_chip=None, device_bytes=30 * GIB, host_bytes=GIB, name="m"
+            needs, GenerationConfig(offload=True), device_bytes=30 * GIB, host_bytes=GIB, name="m"
         )
     with pytest.raises(InputError, match="--on-chip 0 needs"):
         choose_on_chip(
-            needs, offload=True, on_chip=0, device_bytes=80 * GIB, host_bytes=20 * GIB, name="m"
+            needs,
+            GenerationConfig(offload=True, on_chip=0),
+            device_bytes=80 * GIB,
+            host_bytes=20 * GIB,
+            name="m",
         )
 
 

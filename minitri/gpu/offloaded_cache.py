@@ -7,19 +7,17 @@ computes, layer l + 1 is copied, and once a pass is over, the first two are copi
 Only valid tokens are copied, and what a pass adds is written back behind the computation. A ring of
 the latest tokens stays on the device, from which the retrieval cache takes them.
 
-Copies run on a stream of their own. Nothing waits for the whole device; these events keep order:
+Copies run on a stream of their own. Nothing waits for the whole device. A copy waits for what was
+computed before it was queued: for attention over its buffer, and for the block that it writes back.
+The computation waits for two events:
 
-    free     attention over a staging buffer has been queued    its next copy waits
-    ready    a layer has arrived in it                          the computation waits
-    written  the block's K and V stand behind the prefix        the write-back waits
-    stored   the write-back is done                             reading host memory directly waits
+    ready    a layer has arrived in its staging buffer
+    stored   all blocks have been written back: before host memory is read directly
 
 The cache holds what `FullCache` holds, to the bit.
 
 Legend: L layers, B batch, S slots, K KV heads, D head dim, T new tokens.
 """
-
-from __future__ import annotations
 
 import contextlib
 import copy
@@ -31,7 +29,7 @@ import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache
-from minitri.gpu.streams import CudaStreams, NoStreams, Streams
+from minitri.gpu.streams import CudaStreams, Streams
 from minitri.model.cache import BlockKV, round_up_to_stride, write_block
 from minitri.model.config import ModelConfig
 
@@ -44,14 +42,12 @@ RING = 128
 class StagingBuffer:
     """A place on the device for K and V of one layer, (B, K, S, D) each."""
 
-    def __init__(self, shape: tuple[int, ...], streams: Streams, like: Tensor) -> None:
-        """`like` has the dtype and the device."""
-        self.keys, self.values = like.new_empty(shape), like.new_empty(shape)
+    def __init__(self, keys: Tensor, values: Tensor, streams: Streams) -> None:
+        self.keys, self.values = keys, values
         self.layer = -1  # whose K and V it holds; at first none
-        self.num_held = [0] * shape[0]  # tokens of each row that are here
-        self.free, self.ready, self.written = (streams.event() for _ in range(3))
-        self.free.record()  # whatever used this memory before has been queued
-        for slots in (self.keys, self.values):
+        self.num_held = [0] * keys.shape[0]  # tokens of each row that are here
+        self.ready = streams.event()
+        for slots in (keys, values):
             streams.share(slots)
 
 
@@ -63,61 +59,34 @@ class Staging:
         L, B, K, S, D = shape
         self.streams = streams
         self.stored = streams.event()
-        self.buffers = [StagingBuffer((B, K, S, D), streams, like) for _ in range(min(L, 2))]
-        self.in_use: StagingBuffer | None = None  # that attention is reading or about to read
+        pairs = (like.new_empty(2, B, K, S, D) for _ in range(min(L, 2)))
+        self.buffers = [StagingBuffer(keys, values, streams) for keys, values in pairs]
         self.ring_keys, self.ring_values = (like.new_empty(L, B, K, RING, D) for _ in range(2))
         self.ring_starts = [0] * B  # first token of each row that is in the ring
-
-    def release(self) -> None:
-        """Says that all attention over the buffer in use has been queued."""
-        if self.in_use is not None:
-            self.in_use.free.record()
-            self.in_use = None
 
 
 class OffloadedFullCache(FullCache):
     """A `FullCache` of which all but the first layers are in host memory."""
 
-    def __init__(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        lengths: list[int],
-        host_keys: Tensor,
-        host_values: Tensor,
-        staging: Staging,
-    ) -> None:
-        """`keys` and `values` are the layers on the device, if any; the host's are the others."""
-        super().__init__(keys, values, lengths)
-        self.host_keys, self.host_values = host_keys, host_values
-        self.on_layer_staged: Callable[[int, Tensor, Tensor], None] | None = None
-        """Called in a pass with every layer's number, keys and values (B, K, S, D), while these are
-        on the device and before anything attends to them."""
-        self._staging = staging
-        self._rows = slice(0, len(lengths))
+    on_layer_staged: Callable[[int, Tensor, Tensor], None] | None = None
+    """Called in a pass with every layer's number, keys and values (B, K, S, D), while these are on
+    the device and before anything attends to them."""
 
-    @classmethod
-    def allocate_offloaded(
-        cls,
-        config: ModelConfig,
-        batch_size: int,
-        capacity: int,
-        *,
-        on_chip: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        streams: Streams | None = None,
-    ) -> OffloadedFullCache:
+    def __init__(
+        self, config: ModelConfig, batch_size: int, capacity: int, *, on_chip: int,
+        dtype: torch.dtype, device: torch.device, streams: Streams | None = None,
+    ) -> None:  # fmt: skip
         """An empty cache that keeps `on_chip` layers on the device, fewer than there are."""
         assert 0 <= on_chip < config.num_layers
         shape = (batch_size, config.num_kv_heads, round_up_to_stride(capacity), config.head_dim)
-        if streams is None:
-            streams = CudaStreams(device) if device.type == "cuda" else NoStreams()
         keys, values = (torch.empty(on_chip, *shape, dtype=dtype, device=device) for _ in range(2))
+        super().__init__(keys, values, [0] * batch_size)
+        if streams is None:
+            streams = CudaStreams(device) if device.type == "cuda" else Streams()
         hosted = (config.num_layers - on_chip, *shape)
-        staging = Staging(hosted, streams, keys)
-        host_keys, host_values = (host_memory(hosted, dtype, device) for _ in range(2))
-        return cls(keys, values, [0] * batch_size, host_keys, host_values, staging)
+        self._staging = Staging(hosted, streams, keys)
+        self._rows = slice(0, batch_size)  # of the shared memory that are this cache's
+        self.host_keys, self.host_values = (host_memory(hosted, dtype, device) for _ in range(2))
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -127,11 +96,10 @@ class OffloadedFullCache(FullCache):
     @property
     def num_bytes(self) -> int:
         """Bytes of keys and values on the device and in host memory, less the staging buffers."""
-        return 2 * (self.keys.numel() + self.host_keys.numel()) * self.keys.element_size()
+        return super().num_bytes + 2 * self.host_keys.nbytes
 
     def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
         """See `model.cache.Cache`."""
-        self._staging.release()
         is_here = layer < self.on_chip
         on_device = super().update(layer, block) if is_here else self._update_hosted(layer, block)
         if self.on_layer_staged is not None:
@@ -142,25 +110,68 @@ class OffloadedFullCache(FullCache):
         """Stages a layer from host memory, writes the block, and queues its way back."""
         T = block.keys_BTKD.shape[1]
         self._check_room(T)
-        buffer, hosted, rows = self._stage(layer), layer - self.on_chip, self._rows
-        keys_BKSD, values_BKSD = buffer.keys[rows], buffer.values[rows]
-        write_block(keys_BKSD, values_BKSD, block, self._lengths)
-        self._write_ring(hosted, block.keys_BTKD, block.values_BTKD)
-        buffer.written.record()
+        buffer = self._stage(layer)
+        on_device = buffer.keys[self._rows], buffer.values[self._rows]
+        write_block(*on_device, block, self._lengths)
+        self._write_ring(layer - self.on_chip, block)
+        self._write_back(layer - self.on_chip, buffer, T)
+        return on_device
+
+    def _write_back(self, hosted: int, buffer: StagingBuffer, T: int) -> None:
+        """Queues the copies of the T tokens behind each row's prefix to host memory."""
         with self._staging.streams.copying():
-            buffer.written.wait()
             for b, start in self._row_lengths():
                 new = slice(start, start + T)
                 copy_heads(self.host_keys[hosted, b, :, new], buffer.keys[b, :, new])
                 copy_heads(self.host_values[hosted, b, :, new], buffer.values[b, :, new])
             self._staging.stored.record()
-        return keys_BKSD, values_BKSD
+
+    def _write_ring(self, hosted: int, block: BlockKV) -> None:
+        """Writes the block into the ring, at its positions modulo RING."""
+        staging, T = self._staging, block.keys_BTKD.shape[1]
+        first = max(0, T - RING)
+        k_BKTD, v_BKTD = (
+            x[:, first:].transpose(1, 2) for x in (block.keys_BTKD, block.values_BTKD)
+        )
+        for row, (b, start) in enumerate(self._row_lengths()):
+            places = torch.arange(start + first, start + T, device=self.device) % RING
+            staging.ring_keys[hosted, b, :, places] = k_BKTD[row]
+            staging.ring_values[hosted, b, :, places] = v_BKTD[row]
+            if hosted == 0:
+                staging.ring_starts[b] = max(min(staging.ring_starts[b], start), start + T - RING)
+
+    def _stage(self, layer: int) -> StagingBuffer:
+        """Queues the copies of a layer and of the next one; the computation waits for the first."""
+        buffer = self._fetch(layer)
+        if layer + 1 < self.shape[0]:
+            self._fetch(layer + 1)
+        buffer.ready.wait()
+        return buffer
+
+    def _prefetch(self) -> None:
+        """Queues the copies of the first layers in host memory, for the next pass."""
+        for layer in range(self.on_chip, min(self.on_chip + 2, self.shape[0])):
+            self._fetch(layer)
+
+    def _fetch(self, layer: int) -> StagingBuffer:
+        """Queues the copy of those tokens of a layer that its staging buffer lacks."""
+        hosted = layer - self.on_chip
+        buffer = self._staging.buffers[hosted % 2]
+        if buffer.layer != layer:
+            buffer.layer, buffer.num_held = layer, [0] * len(buffer.num_held)
+        with self._staging.streams.copying():
+            for b, length in self._row_lengths():
+                missing = slice(buffer.num_held[b], length)
+                copy_heads(buffer.keys[b, :, missing], self.host_keys[hosted, b, :, missing])
+                copy_heads(buffer.values[b, :, missing], self.host_values[hosted, b, :, missing])
+                buffer.num_held[b] = max(buffer.num_held[b], length)
+            buffer.ready.record()
+        return buffer
 
     def layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield from zip(self.keys[:, b], self.values[:, b], strict=True)
         row = self.row(b)  # so that no other row's KV travels
         for layer in range(self.on_chip, self.shape[0]):
-            self._staging.release()
             buffer = row._stage(layer)
             yield buffer.keys[row._rows.start], buffer.values[row._rows.start]
         self._prefetch()
@@ -194,7 +205,7 @@ class OffloadedFullCache(FullCache):
         self._staging.ring_starts = list(other.lengths)  # none of these tokens is in the ring
         self.advance(other.lengths)
 
-    def row(self, b: int) -> OffloadedFullCache:
+    def row(self, b: int) -> "OffloadedFullCache":
         row = copy.copy(self)
         row.on_layer_staged = None
         row._rows = slice(self._rows.start + b, self._rows.start + b + 1)
@@ -215,48 +226,6 @@ class OffloadedFullCache(FullCache):
     def _row_lengths(self) -> Iterator[tuple[int, int]]:
         """Each row's number in the shared memory, and its length."""
         return zip(range(self._rows.start, self._rows.stop), self._lengths, strict=True)
-
-    def _stage(self, layer: int) -> StagingBuffer:
-        """Queues the copies of a layer and of the next one; the computation waits for the first."""
-        buffer = self._fetch(layer)
-        if layer + 1 < self.shape[0]:
-            self._fetch(layer + 1)
-        buffer.ready.wait()
-        self._staging.in_use = buffer
-        return buffer
-
-    def _prefetch(self) -> None:
-        """Queues the copies of the first layers in host memory, for the next pass."""
-        self._staging.release()
-        for layer in range(self.on_chip, min(self.on_chip + 2, self.shape[0])):
-            self._fetch(layer)
-
-    def _fetch(self, layer: int) -> StagingBuffer:
-        """Queues the copy of those tokens of a layer that its staging buffer lacks."""
-        hosted = layer - self.on_chip
-        buffer = self._staging.buffers[hosted % 2]
-        if buffer.layer != layer:
-            buffer.layer, buffer.num_held = layer, [0] * len(buffer.num_held)
-        with self._staging.streams.copying():
-            buffer.free.wait()
-            for b, length in self._row_lengths():
-                missing = slice(buffer.num_held[b], length)
-                copy_heads(buffer.keys[b, :, missing], self.host_keys[hosted, b, :, missing])
-                copy_heads(buffer.values[b, :, missing], self.host_values[hosted, b, :, missing])
-                buffer.num_held[b] = max(buffer.num_held[b], length)
-            buffer.ready.record()
-        return buffer
-
-    def _write_ring(self, hosted: int, k_BTKD: Tensor, v_BTKD: Tensor) -> None:
-        """Writes the block into the ring, at its positions modulo RING."""
-        staging, T = self._staging, k_BTKD.shape[1]
-        first = max(0, T - RING)
-        for row, (b, start) in enumerate(self._row_lengths()):
-            places = torch.arange(start + first, start + T, device=self.device) % RING
-            staging.ring_keys[hosted, b, :, places] = k_BTKD[row, first:].transpose(0, 1)
-            staging.ring_values[hosted, b, :, places] = v_BTKD[row, first:].transpose(0, 1)
-            if hosted == 0:
-                staging.ring_starts[b] = max(min(staging.ring_starts[b], start), start + T - RING)
 
 
 def copy_heads(target_KTD: Tensor, source_KTD: Tensor) -> None:

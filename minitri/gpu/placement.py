@@ -7,8 +7,6 @@ first `on_chip` layers lives on the device, that of the others in host memory, s
 Legend: L layers, B batch, S slots, K KV heads, H query heads, D head dim, V vocab.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math
@@ -79,37 +77,31 @@ class Demand:
 
 
 def demand(
-    config: ModelConfig,
-    draft: ModelConfig | None,
-    speculation: SpeculationConfig,
-    *,
-    num_tokens: int,
-    prompt_lengths: list[int],
-    prefill_chunk: int = 1024,
-    itemsize: int = 2,
-) -> Demand:
+    config: ModelConfig, draft: ModelConfig | None, speculation: SpeculationConfig, *,
+    num_tokens: int, prompt_lengths: list[int], prefill_chunk: int = 1024, itemsize: int = 2,
+) -> Demand:  # fmt: skip
     """Bytes for sequences of up to `num_tokens`, prompts of these lengths included; a `draft` of
     None stands for n-grams."""
     B, L, K, D = len(prompt_lengths), config.num_layers, config.num_kv_heads, config.head_dim
-    H, block, room = config.num_heads, speculation.max_block, speculation.room
-    slots = round_up_to_stride(num_tokens + block)
-    small, chunk = 0, speculation.chunk_size
+    H, block, chunk = config.num_heads, speculation.max_block, speculation.chunk_size
+    slots, small = round_up_to_stride(num_tokens + block), 0
     if any(plan.uses_retrieval for plan in speculation.plans):
         longest = max(speculation.budget_for(length) for length in prompt_lengths)
         budget = min(longest, -(-slots // chunk) * chunk)
-        held = round_up_to_stride(budget + room)
+        held = round_up_to_stride(budget + speculation.room)
         small += B * L * K * D * (2 * held + slots // chunk)
         small += B * L * H * D * (speculation.observation_window + block)
-    if not any(plan.uses_drafter for plan in speculation.plans):
-        draft = None
-    if draft is not None:
-        window = speculation.num_sink_tokens + speculation.num_recent_tokens + SLIDE + room
+    draft_weights = 0
+    if draft is not None and any(plan.uses_drafter for plan in speculation.plans):
+        draft_weights = num_weights(draft) * itemsize
+        window = speculation.num_sink_tokens + speculation.num_recent_tokens + SLIDE
+        window += speculation.room
         small += 3 * B * draft.num_layers * draft.num_kv_heads * draft.head_dim * window
     row = 8 * config.hidden_size + 3 * config.intermediate_size + 4 * (H + 2 * K) * D
     sampling = 40 * B * block * config.vocab_size  # logits, sorted, with places and running sums
     return Demand(
         weights=num_weights(config) * itemsize,
-        draft_weights=num_weights(draft) * itemsize if draft is not None else 0,
+        draft_weights=draft_weights,
         kv_layer=2 * B * K * slots * D * itemsize,
         ring_layer=2 * B * K * RING * D * itemsize,
         small_caches=small * itemsize,
@@ -137,19 +129,12 @@ def shortage(needs: Demand, device_bytes: float, host_bytes: float, name: str) -
 
 
 def choose_on_chip(
-    needs: Demand,
-    *,
-    offload: bool,
-    on_chip: int | None,
-    device_bytes: float,
-    host_bytes: float,
-    name: str,
+    needs: Demand, generation: GenerationConfig, device_bytes: float, host_bytes: float, name: str
 ) -> int:
     """Layers whose KV stays on the device: all without `offload`, else `on_chip` or the most that
     fit. `device_bytes` include what weights have already taken. Raises `InputError`."""
-    L = needs.num_layers
-    gib = device_bytes / GIB
-    if not offload:
+    L, gib, wanted = needs.num_layers, device_bytes / GIB, generation.on_chip
+    if not generation.offload:
         if needs.on_device(L) - RESERVE > device_bytes:
             raise InputError(
                 f"{name} needs {needs.on_device(L) / GIB:.1f} GiB on the device with its whole KV "
@@ -157,15 +142,15 @@ def choose_on_chip(
                 "minitri.plan)"
             )
         return L
-    if on_chip is not None and on_chip > L:
+    if wanted is not None and wanted > L:
         raise InputError(
-            f"--on-chip is {on_chip} layers, but {name} has {L}; lower it, or leave it out"
+            f"--on-chip is {wanted} layers, but {name} has {L}; lower it, or leave it out"
         )
     if (missing := shortage(needs, device_bytes, host_bytes, name)) is not None:
         raise InputError(missing)
     best = needs.most_on_chip(device_bytes)
     assert best is not None
-    wanted = best if on_chip is None else on_chip
+    wanted = best if wanted is None else wanted
     if wanted > best or needs.on_host(wanted) > host_bytes:
         raise InputError(
             f"--on-chip {wanted} needs {needs.on_device(wanted) / GIB:.1f} GiB on the device and "
@@ -196,41 +181,30 @@ def free_device_bytes(device: torch.device) -> float:
 
 
 def allocate_full_cache(
-    target: Llama,
-    draft: ModelConfig | None,
-    generation: GenerationConfig,
-    speculation: SpeculationConfig,
-    prompt_lengths: list[int],
-    capacity: int,
-) -> FullCache:
+    target: Llama, draft: ModelConfig | None, generation: GenerationConfig,
+    speculation: SpeculationConfig, prompt_lengths: list[int], capacity: int,
+) -> FullCache:  # fmt: skip
     """An empty full cache with `capacity` slots per prompt, on the device or partly on the host.
 
     Raises `InputError` if there is no room for it and what else a run needs.
     """
     config, device, B = target.config, target.device, len(prompt_lengths)
     options: dict[str, Any] = {"dtype": target.dtype, "device": device}
+    on_chip = config.num_layers
+    check_offload(target, generation)
     try:
-        if device.type != "cuda":
-            check_offload(target, generation)
-            return FullCache.allocate(config, B, capacity, **options)
-        needs = demand(
-            config, draft, speculation, num_tokens=capacity, prompt_lengths=prompt_lengths,
-            prefill_chunk=generation.prefill_chunk, itemsize=target.dtype.itemsize,
-        )  # fmt: skip
-        on_chip = choose_on_chip(
-            needs, offload=generation.offload, on_chip=generation.on_chip, name=config.name,
-            device_bytes=free_device_bytes(device) + needs.weights + needs.draft_weights,
-            host_bytes=free_host_bytes(),
-        )  # fmt: skip
+        if device.type == "cuda":
+            needs = demand(
+                config, draft, speculation, num_tokens=capacity, prompt_lengths=prompt_lengths,
+                prefill_chunk=generation.prefill_chunk, itemsize=target.dtype.itemsize,
+            )  # fmt: skip
+            there = free_device_bytes(device) + needs.weights + needs.draft_weights
+            on_chip = choose_on_chip(needs, generation, there, free_host_bytes(), config.name)
         if on_chip == config.num_layers:
             return FullCache.allocate(config, B, capacity, **options)
-        log.info(
-            "KV cache: %d of %d layers on %s, the others in host memory",
-            on_chip, config.num_layers, device,
-        )  # fmt: skip
-        return OffloadedFullCache.allocate_offloaded(
-            config, B, capacity, on_chip=on_chip, **options
-        )
+        placed = "KV cache: %d of %d layers on %s, the others in host memory"
+        log.info(placed, on_chip, config.num_layers, device)
+        return OffloadedFullCache(config, B, capacity, on_chip=on_chip, **options)
     except RuntimeError:  # out of memory, on CUDA too
         needed = B * capacity * config.kv_values_per_token * target.dtype.itemsize
         raise InputError(
