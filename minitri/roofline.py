@@ -7,8 +7,6 @@ anything, by `python -m minitri.plan`, and by benchmarks that say how far from i
 Legend: L layers, K KV heads, D head dim, E hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -58,14 +56,9 @@ def kv_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
 
 
 def pass_seconds(
-    machine: Machine,
-    config: ModelConfig,
-    *,
-    weight_bytes: float,
-    kv_bytes: float = 0.0,
-    link_bytes: float = 0.0,
-    num_extra_tokens: float = 0.0,
-) -> float:
+    machine: Machine, config: ModelConfig, *, weight_bytes: float, kv_bytes: float = 0.0,
+    link_bytes: float = 0.0, num_extra_tokens: float = 0.0,
+) -> float:  # fmt: skip
     """Seconds of a forward pass that reads so many bytes.
 
     `link_bytes` is the part of the KV that comes from host memory, beside everything that computes,
@@ -79,15 +72,9 @@ def pass_seconds(
 
 
 def pass_costs(
-    target: ModelConfig,
-    draft: ModelConfig | None,
-    *,
-    machine: Machine,
-    itemsize: int,
-    num_tokens: int,
-    num_retrieved: int,
-    hosted_share: float = 0.0,
-) -> Callable[[str, float], float]:
+    target: ModelConfig, draft: ModelConfig | None, *, machine: Machine, itemsize: int,
+    num_tokens: int, num_retrieved: int, hosted_share: float = 0.0,
+) -> Callable[[str, float], float]:  # fmt: skip
     """Nominal seconds of a pass of each stage, for the autotuner.
 
     The full cache holds `num_tokens` in all its rows together, a share of them in host memory, the
@@ -102,13 +89,10 @@ def pass_costs(
             return 0.0  # n-grams take no pass
         slots = {"draft": 0, "retrieval": num_retrieved, "target": num_tokens}[stage]
         hosted = hosted_share if stage == "target" else 0.0
+        kv_bytes, weight_bytes = slots * slot_bytes, num_weights(config) * itemsize
         return pass_seconds(
-            machine,
-            config,
-            weight_bytes=num_weights(config) * itemsize,
-            kv_bytes=slots * slot_bytes,
-            link_bytes=hosted * slots * slot_bytes,
-            num_extra_tokens=num_guesses,
-        )
+            machine, config, weight_bytes=weight_bytes, kv_bytes=kv_bytes,
+            link_bytes=hosted * slots * slot_bytes, num_extra_tokens=num_guesses,
+        )  # fmt: skip
 
     return seconds

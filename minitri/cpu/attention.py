@@ -11,11 +11,8 @@ Legend: B batch, S slots, K KV heads (of all rows), H query heads, G = H / K, D 
 tokens, R = G T, P = PIECES.
 """
 
-from __future__ import annotations
-
 import functools
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -48,13 +45,9 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def attend_cpu(
-    q_BTHD: Tensor,
-    keys_BKSD: Tensor,
-    values_BKSD: Tensor,
-    prefix_lengths: list[int],
-    rule_TT: Tensor | None = None,
-    lengths_B: Tensor | None = None,  # noqa: ARG001 (part of the contract)
-) -> Tensor:
+    q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, prefix_lengths: list[int],
+    rule_TT: Tensor | None = None, lengths_B: Tensor | None = None,  # noqa: ARG001 (the contract's)
+) -> Tensor:  # fmt: skip
     """Attention of a block on a CPU; the contract is `model.attention.Attend`.
 
     Rows of equal length are computed as one row with B times as many KV heads.
@@ -62,32 +55,22 @@ def attend_cpu(
     if min(prefix_lengths) < max(prefix_lengths):
         return row_by_row(attend_cpu, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT)
     B, T, H, D = q_BTHD.shape
-    K, end = keys_BKSD.shape[1], prefix_lengths[0] + T
-    kernel = _choose_kernel(T, end, keys_BKSD.shape[2], q_BTHD.dtype)
+    K, S = keys_BKSD.shape[1:3]
+    end = prefix_lengths[0] + T
+    has_range = q_BTHD.dtype != torch.float16  # for the exponentials of all scores
+    kernel = flash_prefill if T > SHORT_BLOCK else flash_windows
+    if T <= MATMUL_BLOCK and end > MATMUL_PREFIX and has_range and round_up_to_stride(end) <= S:
+        kernel = materialised_scores
     q_KRD = fold(q_BTHD, K).flatten(0, 1)
     out_KGTD = kernel(q_KRD, keys_BKSD.flatten(0, 1), values_BKSD.flatten(0, 1), end, T, rule_TT)
     return out_KGTD.view(B, K, H // K, T, D).permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-
-Kernel = Callable[[Tensor, Tensor, Tensor, int, int, Tensor | None], Tensor]
-"""From queries (K, R, D), K and V (K, S, D), the end of the block, T and rule to (K, G, T, D)."""
-
-
-def _choose_kernel(T: int, end: int, num_slots: int, dtype: torch.dtype) -> Kernel:
-    if T > SHORT_BLOCK:
-        return flash_prefill
-    is_long = T <= MATMUL_BLOCK and end > MATMUL_PREFIX
-    has_range = dtype != torch.float16  # for the exponentials of all scores
-    if is_long and has_range and round_up_to_stride(end) <= num_slots:
-        return materialised_scores
-    return flash_windows
 
 
 def materialised_scores(
     q_KRD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, T: int, rule_TT: Tensor | None
 ) -> Tensor:
     """Scores in memory, one matmul per KV head: a batched one would copy the prefix first, since
-    its heads lie `capacity` apart.
+    its heads lie `capacity` apart. It returns (K, G, T, D), as all kernels here do.
 
     Scores are K q^T, slots first, so that the matmul reads keys as they lie; PIECES of the slots
     run side by side. Matmuls see whole strides only, because oneDNN compiles every shape it meets
@@ -174,20 +157,16 @@ def flash_prefill(
     q_KRD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, T: int, rule_TT: Tensor | None
 ) -> Tensor:
     """Flash over a long block, each query head by itself, and over the prefix, folded."""
-    K, R, D = q_KRD.shape
-    G = R // T
-    q_KGTD = q_KRD.view(K, G, T, D)
-    k_KGTD, v_KGTD = (
-        slots[:, None, end - T : end].expand(K, G, T, D) for slots in (keys_KSD, values_KSD)
-    )
-    if rule_TT is None:
-        block, block_lse = _flash(q_KGTD, k_KGTD, v_KGTD, is_causal=True)
-    else:
+    q_KGTD = q_KRD.unflatten(1, (-1, T))
+    k_KGTD = keys_KSD[:, None, end - T : end].expand_as(q_KGTD)
+    v_KGTD = values_KSD[:, None, end - T : end].expand_as(q_KGTD)
+    bias_TT = None
+    if rule_TT is not None:
         bias_TT = torch.zeros(T, T, dtype=q_KRD.dtype).masked_fill_(~rule_TT, -math.inf)
-        block, block_lse = _flash(q_KGTD, k_KGTD, v_KGTD, attn_mask=bias_TT)
+    block, block_lse = _flash(q_KGTD, k_KGTD, v_KGTD, is_causal=rule_TT is None, attn_mask=bias_TT)
     if end == T:
         return block
     # No rule holds in the prefix, so the kernel repacks its K and V once per KV head.
     k_KSD, v_KSD = keys_KSD[:, : end - T], values_KSD[:, : end - T]
     prefix_KRD, lse_KR = (out[0] for out in _flash(q_KRD[None], k_KSD[None], v_KSD[None]))
-    return merge_by_lse(prefix_KRD.view(K, G, T, D), lse_KR.view(K, G, T), block, block_lse)
+    return merge_by_lse(prefix_KRD.view_as(block), lse_KR.view_as(block_lse), block, block_lse)

@@ -10,8 +10,6 @@ Packed layers are for inference only: they cannot be saved or trained.
 Legend: T rows of input, E in_features, V out_features, N blocks of R rows of W.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
