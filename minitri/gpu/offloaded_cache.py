@@ -8,13 +8,9 @@ Only valid tokens are copied, and what a pass adds is written back behind the co
 the latest tokens stays on the device, from which the retrieval cache takes them.
 
 Copies run on a stream of their own. Nothing waits for the whole device. A copy waits for what was
-computed before it was queued: for attention over its buffer, and for the block that it writes back.
-The computation waits for two events:
-
-    ready    a layer has arrived in its staging buffer
-    stored   all blocks have been written back: before host memory is read directly
-
-The cache holds what `FullCache` holds, to the bit.
+computed before it was queued: attention over its buffer, or the block that it writes back. The
+computation waits until a layer is `ready` in its buffer and, before it reads host memory directly,
+until all blocks are `stored` there. The cache holds what `FullCache` holds, to the bit.
 
 Legend: L layers, B batch, S slots, K KV heads, D head dim, T new tokens.
 """
@@ -110,7 +106,8 @@ class OffloadedFullCache(FullCache):
         """Stages a layer from host memory, writes the block, and queues its way back."""
         T = block.keys_BTKD.shape[1]
         self._check_room(T)
-        buffer = self._stage(layer)
+        buffer = self._prefetch(layer)
+        buffer.ready.wait()
         on_device = buffer.keys[self._rows], buffer.values[self._rows]
         write_block(*on_device, block, self._lengths)
         self._write_ring(layer - self.on_chip, block)
@@ -140,18 +137,12 @@ class OffloadedFullCache(FullCache):
             if hosted == 0:
                 staging.ring_starts[b] = max(min(staging.ring_starts[b], start), start + T - RING)
 
-    def _stage(self, layer: int) -> StagingBuffer:
-        """Queues the copies of a layer and of the next one; the computation waits for the first."""
+    def _prefetch(self, layer: int) -> StagingBuffer:
+        """Queues the copies of a layer in host memory and of the next one; the first's buffer."""
         buffer = self._fetch(layer)
         if layer + 1 < self.shape[0]:
             self._fetch(layer + 1)
-        buffer.ready.wait()
         return buffer
-
-    def _prefetch(self) -> None:
-        """Queues the copies of the first layers in host memory, for the next pass."""
-        for layer in range(self.on_chip, min(self.on_chip + 2, self.shape[0])):
-            self._fetch(layer)
 
     def _fetch(self, layer: int) -> StagingBuffer:
         """Queues the copy of those tokens of a layer that its staging buffer lacks."""
@@ -172,9 +163,10 @@ class OffloadedFullCache(FullCache):
         yield from zip(self.keys[:, b], self.values[:, b], strict=True)
         row = self.row(b)  # so that no other row's KV travels
         for layer in range(self.on_chip, self.shape[0]):
-            buffer = row._stage(layer)
+            buffer = row._prefetch(layer)
+            buffer.ready.wait()
             yield buffer.keys[row._rows.start], buffer.values[row._rows.start]
-        self._prefetch()
+        self._prefetch(self.on_chip)
 
     def tokens(self, b: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         on_device = super().tokens(b, start, end)
@@ -199,9 +191,7 @@ class OffloadedFullCache(FullCache):
         ours = (*self.keys, *self.host_keys, *self.values, *self.host_values)
         for ours_BKSD, theirs_BKSD in zip(ours, (*other.keys, *other.values), strict=True):
             for b, length in enumerate(other.lengths):
-                # Head by head, see `copy_heads`, but waiting for each.
-                for ours_SD, theirs_SD in zip(ours_BKSD[b], theirs_BKSD[b], strict=True):
-                    ours_SD[:length].copy_(theirs_SD[:length])
+                copy_heads(ours_BKSD[b, :, :length], theirs_BKSD[b, :, :length])
         self._staging.ring_starts = list(other.lengths)  # none of these tokens is in the ring
         self.advance(other.lengths)
 
@@ -215,7 +205,7 @@ class OffloadedFullCache(FullCache):
 
     def advance(self, counts: list[int]) -> None:
         super().advance(counts)
-        self._prefetch()
+        self._prefetch(self.on_chip)
 
     def _set_lengths(self, lengths: list[int]) -> None:
         super()._set_lengths(lengths)
