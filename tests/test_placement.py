@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
@@ -123,43 +124,28 @@ def test_the_most_layers_that_fit_do_fit_and_one_more_does_not():
 
 
 def test_an_engine_places_layers_by_the_same_numbers():
-    needs = seven_b()
+    needs, offload = seven_b(), functools.partial(GenerationConfig, offload=True)
     there = {"host_bytes": 256 * GIB, "name": "m"}
     assert choose_on_chip(needs, GenerationConfig(), device_bytes=141 * GIB, **there) == 32
-    assert choose_on_chip(
-        needs, GenerationConfig(offload=True), device_bytes=80 * GIB, **there
-    ) == needs.most_on_chip(80 * GIB)
-    assert (
-        choose_on_chip(
-            needs, GenerationConfig(offload=True, on_chip=0), device_bytes=80 * GIB, **there
-        )
-        == 0
+    assert choose_on_chip(needs, offload(), device_bytes=80 * GIB, **there) == needs.most_on_chip(
+        80 * GIB
     )
+    assert choose_on_chip(needs, offload(on_chip=0), device_bytes=80 * GIB, **there) == 0
     exact = needs.on_device(32) - RESERVE
     assert choose_on_chip(needs, GenerationConfig(), device_bytes=exact, **there) == 32
     with pytest.raises(InputError, match=r"^m needs \d+\.\d GiB on the device .* use --offload"):
         choose_on_chip(needs, GenerationConfig(), device_bytes=exact - 1, **there)
     with pytest.raises(InputError, match="--on-chip is 33 layers, but m has 32"):
-        choose_on_chip(
-            needs, GenerationConfig(offload=True, on_chip=33), device_bytes=80 * GIB, **there
-        )
+        choose_on_chip(needs, offload(on_chip=33), device_bytes=80 * GIB, **there)
     with pytest.raises(InputError, match=r"--on-chip 31 needs .* 2\d layers fit"):
-        choose_on_chip(
-            needs, GenerationConfig(offload=True, on_chip=31), device_bytes=80 * GIB, **there
-        )
+        choose_on_chip(needs, offload(on_chip=31), device_bytes=80 * GIB, **there)
     with pytest.raises(InputError, match="even with its whole KV cache in host memory, got 12.0"):
-        choose_on_chip(needs, GenerationConfig(offload=True), device_bytes=12 * GIB, **there)
+        choose_on_chip(needs, offload(), device_bytes=12 * GIB, **there)
     with pytest.raises(InputError, match="of host memory beside .* got 1.0"):
-        choose_on_chip(
-            needs, GenerationConfig(offload=True), device_bytes=30 * GIB, host_bytes=GIB, name="m"
-        )
+        choose_on_chip(needs, offload(), device_bytes=30 * GIB, host_bytes=GIB, name="m")
     with pytest.raises(InputError, match="--on-chip 0 needs"):
         choose_on_chip(
-            needs,
-            GenerationConfig(offload=True, on_chip=0),
-            device_bytes=80 * GIB,
-            host_bytes=20 * GIB,
-            name="m",
+            needs, offload(on_chip=0), device_bytes=80 * GIB, host_bytes=20 * GIB, name="m"
         )
 
 

@@ -81,8 +81,7 @@ class GraphedStep(Generic[Inputs]):
         self, step: Callable[[Inputs], Tensor], example: Inputs, pool: GraphPool | None = None
     ) -> None:
         """Captures `step` over a copy of `example` in a pool on a GPU; else it runs eagerly."""
-        names = [field.name for field in dataclasses.fields(example)]  # type: ignore[arg-type]
-        copies = {name: getattr(example, name).clone() for name in names}
+        copies = {name: tensor.clone() for name, tensor in vars(example).items()}
         static: Inputs = dataclasses.replace(example, **copies)  # type: ignore[type-var]
         self._static = static
         self._run: Callable[[], object]
@@ -93,24 +92,21 @@ class GraphedStep(Generic[Inputs]):
             self._run, self._output = lambda: output.copy_(step(static)), output
 
     def __call__(self, inputs: Inputs) -> Tensor:
-        """What the step returns for these inputs; valid until the next call."""
-        copy_into(self._static, inputs)
+        """What the step returns for these inputs; valid until the next call.
+
+        Raises `ValueError` if they differ in shape, dtype or device from those at capture.
+        """
+        for name, ours in vars(self._static).items():
+            theirs = getattr(inputs, name)
+            for what in ("shape", "dtype", "device"):
+                if getattr(ours, what) != getattr(theirs, what):
+                    raise ValueError(
+                        f"{name} has {what} {getattr(theirs, what)}, but the step was captured "
+                        f"with {getattr(ours, what)}; capture another one for it"
+                    )
+            ours.copy_(theirs, non_blocking=True)
         self._run()
         return self._output
-
-
-def copy_into(static: Any, fresh: Any) -> None:
-    """Copies the tensors of a dataclass into those of another. Raises `ValueError` if they differ
-    in shape, dtype or device."""
-    for field in dataclasses.fields(static):
-        ours, theirs = getattr(static, field.name), getattr(fresh, field.name)
-        for what in ("shape", "dtype", "device"):
-            if getattr(ours, what) != getattr(theirs, what):
-                raise ValueError(
-                    f"{field.name} has {what} {getattr(theirs, what)}, but the step was captured "
-                    f"with {getattr(ours, what)}; capture another one for it"
-                )
-        ours.copy_(theirs, non_blocking=True)
 
 
 def clear_workspaces() -> None:
