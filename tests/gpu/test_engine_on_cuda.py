@@ -52,11 +52,12 @@ def test_the_next_run_captures_nothing_and_says_what_it_would_have_said_first(fo
     engine, fresh = (minitri.load(str(folder), draft=str(folder), dtype="float32", device="cuda") for _ in range(2))
     speculation = SpeculationConfig(method, budget=32, num_recent_tokens=12, coupled=True)
     tokens(engine, [list(range(10, 200))], speculation, SamplingParams(1.5, top_p=0.9))
-    kept, steps = engine._shelf._kept, dict(engine._shelf._kept.target._steps)
+    kept = engine._pool._kept
+    steps = dict(kept.target.captured.by_size)
     for sampling in (SamplingParams(), SamplingParams(0.7, top_p=0.8)):
         again = tokens(engine, [list(range(50, 150))], speculation, sampling)
-        assert engine._shelf._kept is kept
-        assert kept.target._steps == steps
+        assert engine._pool._kept is kept
+        assert kept.target.captured.by_size == steps
         assert again == tokens(fresh, [list(range(50, 150))], speculation, sampling)
         fresh.release()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 
 import pytest
@@ -11,12 +10,13 @@ import torch
 from minitri.model.attention import attend_math
 from minitri.gpu.attention import BACKENDS, GpuAttention, ShortBlock, choose_backend, make_backend, tolerance
 from minitri.caches.full import FullCache
-from minitri.decoding.random_source import IndependentCoins
+from minitri.decoding.random_source import IndependentSource
 from minitri.errors import InputError
 from minitri.gpu.graphs import GraphPool
 from minitri.model.llama import Llama
-from minitri.runner import Reader, forward, laws_of_block, make_block
-from minitri.decoding.sampling import probs_from_logits
+from minitri.model.block import forward_block, make_block
+from minitri.runner import ModelRunner
+from minitri.decoding.sampling import probs_from_logits, probs_from_logits_on_device
 from minitri.settings import SamplingParams
 from minitri.decoding.verification import Proposal
 from tests.conftest import tiny_config
@@ -58,20 +58,21 @@ def gpu_model(dtype: torch.dtype, backend) -> Llama:
 @pytest.mark.parametrize("name", BACKENDS)
 @torch.inference_mode()
 def test_a_replay_has_the_bits_of_an_eager_pass(name):
-    """The same block behind a prefix that grows and shrinks, at changing temperatures, 0 too: laws, K, V by both."""
+    """The same block behind a prefix that grows and shrinks, at changing temperatures, 0 too: probabilities, K, V."""
     model = gpu_model(torch.bfloat16, backend_or_skip(name, torch.bfloat16))
     cache = FullCache.allocate(CONFIG, 2, 1024, dtype=model.dtype, device=model.device)
     pool = GraphPool(torch.device("cuda"))
-    reader = Reader(model, cache, WARM, vocab_size=CONFIG.vocab_size, graphs=pool, block_sizes={1, 4})
-    law = WARM, CONFIG.vocab_size, reader._numbers_3
+    runner = ModelRunner(model, cache, WARM, vocab_size=CONFIG.vocab_size, graphs=pool, block_sizes={1, 4})
     for size, kept, cropped in ((4, 4, 0), (1, 1, 0), (4, 2, 0), (4, 4, 3), (1, 1, 0), (4, 3, 2)):
         blocks = [[(row * 31 + size * 7 + i) % CONFIG.vocab_size for i in range(size)] for row in range(2)]
         warm = SamplingParams(0.3 + 0.1 * cache.lengths[0], top_p=0.7 + 0.02 * cache.lengths[0])
-        reader.sample_by(SamplingParams() if kept == 2 else warm)
+        runner.sample_by(SamplingParams() if kept == 2 else warm)
         inputs = make_block(model, blocks, cache, size)
-        eager = laws_of_block(model, cache, None, *law, inputs).clone()
+        logits_BTV = model.logits(forward_block(model, inputs, cache, None))
+        eager = probs_from_logits_on_device(logits_BTV.flatten(0, 1), WARM, runner.captured._numbers_3)
+        eager = eager.unflatten(0, logits_BTV.shape[:2])
         places = [slots[:, :, :, : cache.lengths[0] + size].clone() for slots in (cache.keys, cache.values)]
-        replayed = reader._steps[size](inputs)
+        replayed = runner.captured.by_size[size](inputs)
         assert torch.equal(replayed, eager)
         for before, slots in zip(places, (cache.keys, cache.values), strict=True):
             assert torch.equal(before, slots[:, :, :, : cache.lengths[0] + size])
@@ -83,7 +84,7 @@ def test_a_replay_has_the_bits_of_an_eager_pass(name):
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.6, top_k=50, top_p=0.9, min_p=0.01)])
 @torch.inference_mode()
-def test_laws_and_a_verdict_wait_for_the_device_once(sampling):
+def test_distributions_and_a_verdict_wait_for_the_device_once(sampling):
     generator = torch.Generator("cuda").manual_seed(0)
     logits_BNV = torch.randn(2, 4, 32000, generator=generator, device="cuda") * 3
     tokens = [[5, 6, 7], [8]]
@@ -91,9 +92,9 @@ def test_laws_and_a_verdict_wait_for_the_device_once(sampling):
     try:
         with warnings.catch_warnings(record=True, action="always") as seen:
             torch.cuda.set_sync_debug_mode("warn")
-            laws_BNV = probs_from_logits(logits_BNV.flatten(0, 1), sampling).unflatten(0, (2, 4))
-            proposal = Proposal(tokens, laws_BNV[:, :3], [["draft"] * len(row) for row in tokens])
-            IndependentCoins([0, 1]).judge(proposal, laws_BNV, [5, 5], [True, True])
+            probs_BNV = probs_from_logits(logits_BNV.flatten(0, 1), sampling).unflatten(0, (2, 4))
+            proposal = Proposal(tokens, probs_BNV[:, :3], [["draft"] * len(row) for row in tokens])
+            IndependentSource([0, 1]).verify(proposal, probs_BNV, [5, 5], [True, True])
     finally:
         torch.cuda.set_sync_debug_mode("default")
         torch.set_warn_always(False)
@@ -106,7 +107,7 @@ def test_a_replay_allocates_nothing_and_waits_for_nothing():
     cache = FullCache.allocate(CONFIG, 1, 1024, dtype=model.dtype, device=model.device)
     cache.advance([700])
     inputs = make_block(model, [[0, 1, 2, 3]], cache, 4)
-    graphed = GraphPool(torch.device("cuda")).capture(functools.partial(forward, model, cache, None), inputs)
+    graphed = GraphPool(torch.device("cuda")).capture(lambda block: forward_block(model, block, cache, None), inputs)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     try:
