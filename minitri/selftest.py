@@ -26,42 +26,38 @@ with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
     from minitri.benchmarks.departures import Mode, explain, modes
     from minitri.cli import arguments
     from minitri.cli.prompts import encode_prompt, read_prompt
+    from minitri.cli.report import where
     from minitri.cli.terminal import finish
     from minitri.engine import Engine, load
     from minitri.errors import shorten
     from minitri.model.llama import Llama
-    from minitri.settings import METHODS, SpeculationConfig
+    from minitri.settings import METHODS, GenerationConfig, SpeculationConfig
 
 log = logging.getLogger("minitri")
 
 
 def build_parser() -> arguments.OneLineParser:
     """The flags of the self-test."""
-    start, shown = "  python -m minitri.selftest --model", "(default: %(default)s)"
     parser = arguments.OneLineParser(
-        prog="python -m minitri.selftest",
+        "selftest",
+        "--model smollm2-135m --dtype float32",
+        "--model llama2-7b-128k --method triforce --max-prompt-tokens 32000",
         description="Compares every speculative method with autoregressive decoding, token by "
         "token, on your weights.",
-        epilog=f"""examples:
-{start} smollm2-135m --dtype float32
-{start} llama2-7b-128k --method triforce --max-prompt-tokens 32000""",
     )
     arguments.add_model_flags(parser)
     arguments.add_prompt_flags(parser, max_prompt_tokens=2000)
-    parser.add_argument(
-        "--method", action="append", choices=("auto", *METHODS[2:]),
-        help="method to compare; may be given several times (default: naive, retrieval, triforce)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--temperature", type=float, metavar="T", default=0.8,
-        help=f"of the seed-coupled runs {shown}",
-    )  # fmt: skip
-    parser.add_argument("--seed", type=int, metavar="N", default=7, help=f"of those runs {shown}")
+    add, choices = parser.add_argument, ("auto", *METHODS[2:])
+    text = "may be given several times (default: naive, retrieval, triforce)"
+    add("--method", action="append", choices=choices, dest="methods", help=text)
+    text = "of the seed-coupled runs"
+    add("--temperature", type=float, metavar="T", default=0.8, help=text)
+    add("--seed", type=int, metavar="N", default=7, help=text)
     arguments.add_draft_flag(parser)
     arguments.add_gpu_flags(parser)
     arguments.add_size_flags(parser.add_argument_group("speculation"))
-    parser.add_argument("--quiet", action="store_true", help="no progress or log on standard error")
-    parser.set_defaults(max_new_tokens=128)
+    arguments.add_switches(parser, quiet="no progress or log on standard error")
+    parser.set_defaults(max_new_tokens=128, ignore_eos=True)
     return parser
 
 
@@ -79,11 +75,14 @@ class SelfTest:
     ) -> dict[str, Any]:
         """One line on standard output, and the same as an object."""
         got, method, model = self.decode(mode, speculation), speculation.method, self.engine.model
-        n = num_same(expected, got, len(got))
-        result = {"mode": mode.name, "method": method, "num_tokens": len(got)}
-        result |= {"num_equal_tokens": n}
-        if n == len(got):
-            print(f"{mode.name:8s} {method:10s} equal: {n} of {len(got)} tokens", flush=True)
+        n, total, title = (
+            num_same(expected, got, len(got)),
+            len(got),
+            f"{mode.name:8s} {method:10s}",
+        )
+        result = {"mode": mode.name, "method": method, "num_tokens": total, "num_equal_tokens": n}
+        if n == total:
+            print(f"{title} equal: {n} of {total} tokens", flush=True)
             return {**result, "verdict": "equal"}
         self.engine.release()  # room for the model in float32
         found = explain(
@@ -92,29 +91,24 @@ class SelfTest:
         )  # fmt: skip
         verdict = "numeric tie" if found.is_tie else "BUG"
         print(
-            f"{mode.name:8s} {method:10s} {verdict}: {n} of {len(got)} tokens equal, then at "
-            f"position {found.position} {self.spell(found.got)} instead of "
-            f"{self.spell(found.expected)}; top-2 logit gap {found.top2_gap:.3g} in "
-            f"{str(model.dtype).removeprefix('torch.')}; in float32 the worse of the two scores "
-            f"{found.score_gap:.3g} below the best, rounding explains {found.bound:.3g}",
+            f"{title} {verdict}: {n} of {total} tokens equal, then at position {found.position} "
+            f"{self.spell(found.got)} instead of {self.spell(found.expected)}; top-2 logit gap "
+            f"{found.top2_gap:.3g} in {where(model)['dtype']}; in float32 the worse of the two "
+            f"scores {found.score_gap:.3g} below the best, rounding explains {found.bound:.3g}",
             flush=True,
         )
         return {**result, "verdict": verdict, **dataclasses.asdict(found)}
 
     def decode(self, mode: Mode, speculation: SpeculationConfig) -> list[int]:
-        """The tokens of one run.
-
-        It goes on behind the end of a text, so that all runs have the same length.
-        """
-        num_new, quiet = self._args.max_new_tokens, self._args.quiet
-        what = mode.name, speculation.method, num_new, len(self.prompt)
+        """The tokens of one run, which goes on behind the end of a text: all are equally long."""
+        generation = arguments.taken(GenerationConfig, self._args)
+        what = mode.name, speculation.method, generation.max_new_tokens, len(self.prompt)
         log.info("%s, %s: %d tokens behind %d ...", *what)
-        generation = arguments.generation_of(self._args, num_new)
         run = self.engine.generate(
             self.prompt, sampling=mode.sampling, generation=generation, speculation=speculation,
             seed=self._args.seed,
         )  # fmt: skip
-        end = finish(run, quiet=quiet)
+        end = finish(run, quiet=self._args.quiet)
         seconds, ms = end.stats.prefill_seconds, end.stats.ms_per_token or 0.0
         log.info("  prefill %.1f s, %.1f ms/token", seconds, ms)
         return list(end.token_ids)
@@ -137,11 +131,11 @@ class SelfTest:
 
 def run_command(args: argparse.Namespace) -> int:
     """Does what the flags say; returns the exit code."""
-    methods = list(dict.fromkeys(args.method or METHODS[2:]))
-    args.method = "triforce" if {"auto", "naive", "triforce"} & set(methods) else methods[0]
+    methods = list(dict.fromkeys(args.methods or METHODS[2:]))
+    args.method = "retrieval" if methods == ["retrieval"] else "triforce"  # which has a drafter
     speculation, draft = arguments.speculation_of(args), arguments.draft_of(args)
     both = modes(args.temperature)
-    arguments.generation_of(args, args.max_new_tokens)  # bad values fail before anything is loaded
+    arguments.taken(GenerationConfig, args)  # bad values fail before anything is loaded
     text = read_prompt(args.prompt_file, args.prompt)
     engine = load(**arguments.model_of(args), draft=draft)
     test = SelfTest(engine, encode_prompt(engine, text, args.max_prompt_tokens), args)
@@ -158,11 +152,10 @@ def run_command(args: argparse.Namespace) -> int:
     advice = "; please report the lines that say BUG" if bugs else ""
     print(f"{len(results)} comparisons: {equal} equal, {ties} numeric ties, {bugs} bugs{advice}")
     report = {
-        "model": args.model, "draft": draft,
-        "dtype": str(engine.model.dtype).removeprefix("torch."), "device": str(engine.model.device),
-        "torch": torch.__version__, "num_prompt_tokens": len(test.prompt),
-        "num_new_tokens": args.max_new_tokens, "temperature": args.temperature, "seed": args.seed,
-        "num_equal": equal, "num_ties": ties, "num_bugs": bugs, "comparisons": results,
+        "model": args.model, "draft": draft, **where(engine.model),
+        "num_prompt_tokens": len(test.prompt), "num_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature, "seed": args.seed, "num_equal": equal, "num_ties": ties,
+        "num_bugs": bugs, "comparisons": results,
     }  # fmt: skip
     print(json.dumps(report), flush=True)
     return 1 if bugs else 0

@@ -4,10 +4,8 @@ A prompt is read once; every method gets a copy of the cache. Then the methods t
 of tokens each, round after round, so that a machine whose speed drifts is as slow for one as for
 the other. A speedup is autoregressive milliseconds per token over those of the method, of one
 prompt and one seed; medians and ranges are taken over these. End to end means prefill and decoding
-together. At temperature 0, or coupled, all methods should write the same text; then it is counted
-how much of it is the same. With `--peers` other programs take their turns, too (`baselines.py`).
-
-Nothing here knows how a method works.
+together. At temperature 0, or coupled, all methods should write the same text, and what is the same
+is counted. With `--peers` other programs take their turns (`baselines.py`).
 """
 
 from __future__ import annotations
@@ -16,13 +14,15 @@ import dataclasses
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from minitri.benchmarks.baselines import StartPeer
 from minitri.caches.full import FullCache
 from minitri.engine import Engine
 from minitri.errors import InputError
@@ -39,14 +39,6 @@ BURST = 8
 """Tokens that a contestant decodes in a turn."""
 SLACK = 2 * BURST
 """Tokens of room behind those that are asked for: a last burst may be longer."""
-
-
-class Contestant(Protocol):
-    """Something that continues a prompt."""
-
-    def burst(self, num_tokens: int) -> int:
-        """Decodes at least so many tokens; returns how many."""
-        ...
 
 
 class Method:
@@ -78,7 +70,7 @@ class Method:
         return self._cascade.sequences[0][self.stats.num_prompt_tokens :]
 
     def burst(self, num_tokens: int) -> int:
-        """See `Contestant`."""
+        """Decodes at least so many tokens; returns how many."""
         before = len(self.text)
         while len(self.text) - before < num_tokens:
             self._cascade.step()
@@ -95,10 +87,13 @@ class Peer:
         self.prefill_seconds = time.perf_counter() - started
 
     def burst(self, num_tokens: int) -> int:
-        """See `Contestant`."""
+        """See `Method.burst`."""
         for _ in range(num_tokens):
             next(self._tokens)
         return num_tokens
+
+
+Contestant = Method | Peer
 
 
 @dataclass
@@ -111,7 +106,7 @@ class Score:
     """Per level, from the lowest upwards: accepted and tested guesses in all runs together."""
     num_same: list[int] = field(default_factory=list)
     """Tokens before the first that differs from the reference's, where none should."""
-    plans: dict[str, int] = field(default_factory=dict)
+    plans: Counter[str] = field(default_factory=Counter)
     """Steps per plan."""
 
     def add(self, method: Method, prefill_seconds: float, reference: list[int]) -> None:
@@ -121,13 +116,14 @@ class Score:
         self.prefill_seconds.append(prefill_seconds + method.start_seconds)
         for level in method.stats.levels:
             accepted, tested = self.guesses.get(level.name, (0, 0))
-            accepted, tested = (
-                accepted + level.num_accepted_tokens,
-                tested + level.num_tested_tokens,
-            )
-            self.guesses[level.name] = accepted, tested
-        for plan, steps in method.stats.steps_per_plan.items():
-            self.plans[plan] = self.plans.get(plan, 0) + steps
+            accepted += level.num_accepted_tokens
+            self.guesses[level.name] = accepted, tested + level.num_tested_tokens
+        self.plans.update(method.stats.steps_per_plan)
+
+    def end_to_end(self, num_new: int) -> list[float]:
+        """Seconds of prefill and of decoding `num_new` tokens."""
+        pairs = zip(self.prefill_seconds, self.ms_per_token, strict=True)
+        return [seconds + 1e-3 * num_new * ms for seconds, ms in pairs]
 
 
 @torch.inference_mode()
@@ -139,17 +135,18 @@ def read_prompt_once(
     model = engine.model
     full = FullCache.allocate(model.config, 1, len(prompt), dtype=model.dtype, device=model.device)
     shape = (model.config.num_layers, 0, model.config.num_heads, model.config.head_dim)
-    latest = [torch.empty(shape, dtype=model.dtype, device=model.device)]
+    latest_LTHD = torch.empty(shape, dtype=model.dtype, device=model.device)
 
     def watch(queries_LTHD: Tensor) -> None:
-        latest[0] = torch.cat((latest[0], queries_LTHD), 1)[:, -max_queries:]
+        nonlocal latest_LTHD
+        latest_LTHD = torch.cat((latest_LTHD, queries_LTHD), 1)[:, -max_queries:]
 
     synchronize(model.device)
     started = time.perf_counter()
     for _ in prefill(model, prompt, full, 0, chunk=chunk, watch=watch, max_queries=max_queries):
         pass
     synchronize(model.device)
-    return full, latest[0], time.perf_counter() - started
+    return full, latest_LTHD, time.perf_counter() - started
 
 
 def check_on_chip(generation: GenerationConfig) -> None:
@@ -163,23 +160,17 @@ def check_on_chip(generation: GenerationConfig) -> None:
 
 @torch.inference_mode()
 def compare(
-    engine: Engine,
-    prompts: Sequence[list[int]],
-    speculations: dict[str, SpeculationConfig],
-    *,
-    sampling: SamplingParams,
-    seeds: Sequence[int],
-    generation: GenerationConfig,
-    peers: dict[str, Callable[[list[int], int], Iterator[int]]] | None = None,
-) -> dict[str, Score]:
+    engine: Engine, prompts: Sequence[list[int]], speculations: dict[str, SpeculationConfig], *,
+    sampling: SamplingParams, seeds: Sequence[int], generation: GenerationConfig,
+    peers: dict[str, StartPeer],
+) -> dict[str, Score]:  # fmt: skip
     """Lets every method decode `generation.max_new_tokens` behind every prompt, for every seed.
 
     Peers run once per prompt, beside the first seed. With `generation.offload` the prompt is read
     on the device all the same. Progress goes to the log.
     """
-    peers, num_new = peers or {}, generation.max_new_tokens
+    num_new = generation.max_new_tokens
     check_offload(engine.model, generation)
-    check_on_chip(generation)
     room = dataclasses.replace(generation, max_new_tokens=num_new + SLACK)
     for prompt in prompts:
         check_prompt(prompt, engine.config, room.max_new_tokens)
@@ -189,28 +180,25 @@ def compare(
         full, queries_LTHD, seconds = read_prompt_once(engine, prompt, window)
         progress = number, len(prompts), len(prompt), seconds
         log.info("prompt %d of %d: %d tokens read in %.1f s", *progress)
-        others = {}
-        for name, peer in peers.items():
-            others[name] = Peer(peer(prompt, room.max_new_tokens))
-            scores[name].prefill_seconds.append(others[name].prefill_seconds)
-            log.info("  %s has read it in %.1f s", name, others[name].prefill_seconds)
+        others = {name: Peer(peer(prompt, room.max_new_tokens)) for name, peer in peers.items()}
+        for name, other in others.items():
+            scores[name].prefill_seconds.append(other.prefill_seconds)
+            log.info("  %s has read it in %.1f s", name, other.prefill_seconds)
         for seed in seeds:
-            methods = {
-                name: Method(
-                    engine, Batch([prompt], [seed], sampling, room, speculation), full, queries_LTHD
-                )
-                for name, speculation in speculations.items()
-            }
+            methods = {}
+            for name, speculation in speculations.items():
+                batch = Batch([prompt], [seed], sampling, room, speculation)
+                methods[name] = Method(engine, batch, full, queries_LTHD)
             times = take_turns({**methods, **others}, num_new, BURST)
             for name, ms in times.items():
                 scores[name].ms_per_token.append(ms)
-            for name, method in methods.items():
-                text = methods[REFERENCE].text
-                scores[name].add(method, seconds, text[:num_new])
+                if name in methods:
+                    reference = methods[REFERENCE].text[:num_new]
+                    scores[name].add(methods[name], seconds, reference)
             line = ", ".join(f"{name} {ms:.1f}" for name, ms in times.items())
             log.info("  seed %d, ms/token: %s", seed, line)
             others = {}
-            del methods, method  # gives up their memory for the next ones
+            del methods  # gives up their memory for the next ones
     return scores
 
 
@@ -220,7 +208,7 @@ def num_same(tokens: list[int], others: list[int], num_tokens: int) -> int:
     return next((i for i, (one, other) in enumerate(pairs) if one != other), num_tokens)
 
 
-def take_turns(contestants: dict[str, Contestant], num_new: int, burst: int) -> dict[str, float]:
+def take_turns(contestants: Mapping[str, Contestant], num_new: int, burst: int) -> dict[str, float]:
     """Milliseconds per token of each; the order of the turns changes from round to round."""
     tokens, seconds = dict.fromkeys(contestants, 0), dict.fromkeys(contestants, 0.0)
     order = list(contestants)
@@ -242,10 +230,6 @@ def spread(values: list[float]) -> dict[str, float]:
 def summarise(scores: dict[str, Score], num_new: int) -> dict[str, dict[str, Any]]:
     """Medians and ranges, with speedups over the reference prompt by prompt and seed by seed."""
 
-    def totals(score: Score) -> list[float]:
-        pairs = zip(score.prefill_seconds, score.ms_per_token, strict=True)
-        return [seconds + 1e-3 * num_new * ms for seconds, ms in pairs]
-
     def ratios(ours: list[float], theirs: list[float]) -> dict[str, float]:
         every = len(ours) // len(theirs)  # peers run once per prompt, beside the first seed
         return spread([a / b for a, b in zip(ours[::every], theirs, strict=True)])
@@ -256,8 +240,8 @@ def summarise(scores: dict[str, Score], num_new: int) -> dict[str, dict[str, Any
             "ms_per_token": spread(score.ms_per_token),
             "speedup": ratios(reference.ms_per_token, score.ms_per_token),
             "prefill_seconds": spread(score.prefill_seconds),
-            "end_to_end_seconds": spread(totals(score)),
-            "end_to_end_speedup": ratios(totals(reference), totals(score)),
+            "end_to_end_seconds": spread(score.end_to_end(num_new)),
+            "end_to_end_speedup": ratios(reference.end_to_end(num_new), score.end_to_end(num_new)),
             "acceptance": {level: a / n for level, (a, n) in score.guesses.items() if n},
             "same_tokens": score.num_same,
             "steps_per_plan": score.plans,
@@ -273,20 +257,19 @@ def table(result: dict[str, dict[str, Any]], num_new: int) -> str:
         f"{'end to end, s':>14s} {'speedup':>8s}"
     ]
     for name, row in result.items():
-        ms, speedup = (
-            "{median:.{n}f} ({min:.{n}f} to {max:.{n}f})".format(**row[key], n=digits)
-            for key, digits in (("ms_per_token", 1), ("speedup", 2))
-        )
+        ms = "{median:.1f} ({min:.1f} to {max:.1f})".format(**row["ms_per_token"])
+        speedup = "{median:.2f} ({min:.2f} to {max:.2f})".format(**row["speedup"])
         accepted = " ".join(f"{rate:.3f}" for rate in row["acceptance"].values())
+        keys = ("prefill_seconds", "end_to_end_seconds", "end_to_end_speedup")
+        prefill, end_to_end, ratio = (row[key]["median"] for key in keys)
         lines.append(
-            f"{name:24s} {ms:>22s} {speedup:>22s} {accepted:>11s} "
-            f"{row['prefill_seconds']['median']:10.1f} {row['end_to_end_seconds']['median']:14.1f} "
-            f"{row['end_to_end_speedup']['median']:8.2f}"
+            f"{name:24s} {ms:>22s} {speedup:>22s} {accepted:>11s} {prefill:10.1f} "
+            f"{end_to_end:14.1f} {ratio:8.2f}"
         )
         if row["same_tokens"] and name != REFERENCE:
             counts = ", ".join(map(str, row["same_tokens"]))
             lines.append(f"{'':24s} the text of {REFERENCE} for {counts} of {num_new} tokens")
         if len(row["steps_per_plan"]) > 1:
-            used = sorted(row["steps_per_plan"].items(), key=lambda item: -item[1])
-            lines.append(f"{'':24s} plans: " + ", ".join(f"{plan}: {n}" for plan, n in used[:4]))
+            most_used = row["steps_per_plan"].most_common(4)
+            lines.append(f"{'':24s} plans: " + ", ".join(f"{plan}: {n}" for plan, n in most_used))
     return "\n".join(lines)

@@ -12,12 +12,13 @@ import torch
 
 from minitri.benchmarks.bandwidth import read_bandwidth
 from minitri.benchmarks.compare import spread
-from minitri.cli.arguments import generation_of, model_of
+from minitri.cli.arguments import model_of, taken
 from minitri.cli.prompts import encode_prompt, read_prompt
+from minitri.cli.report import where
 from minitri.cli.terminal import finish
 from minitri.engine import Engine, load
 from minitri.generation import Generation
-from minitri.roofline import Machine, kv_bytes_per_token, pass_seconds, weights_per_pass
+from minitri.roofline import kv_bytes_per_token, weights_per_pass
 from minitri.settings import GenerationConfig, SpeculationConfig
 
 PARTS = {
@@ -30,33 +31,30 @@ PARTS = {
 """Kernels of a decoding step on CPU by what they are for; the rest, profiling included: `other`."""
 
 
-def run_plain(args: argparse.Namespace) -> int:
-    """Measures the model alone, prints, returns the exit code."""
+def run_plain(args: argparse.Namespace) -> None:
+    """Measures the model alone and prints."""
     bare_bytes = peak_memory_bytes(torch.device("cpu"))
     text = read_prompt(args.prompt_file[0] if args.prompt_file else None)
     engine = load(**model_of(args), draft="ngram")
     prompt, device = encode_prompt(engine, text, args.prompt_tokens), engine.model.device
-    generation = generation_of(args, args.new_tokens)
+    generation, num_new = taken(GenerationConfig, args), args.max_new_tokens
     all_stats = [
         finish(plain_decoding(engine, prompt, generation), quiet=args.quiet).stats
         for _ in range(args.repeats)
     ]
     peak_bytes = peak_memory_bytes(device) - (0 if device.type == "cuda" else bare_bytes)
-    facts = card(engine, len(prompt) + args.new_tokens // 2)
-    kv_bytes = int(facts["kv_bytes_per_token"]) * (len(prompt) + args.new_tokens)
+    facts = card(engine, len(prompt) + num_new // 2)
+    kv_bytes = int(facts["kv_bytes_per_token"]) * (len(prompt) + num_new)
     result: dict[str, Any] = {
-        "model": args.model, "dtype": str(engine.model.dtype).removeprefix("torch."),
-        "device": str(device), "num_threads": torch.get_num_threads(), "torch": torch.__version__,
-        "num_prompt_tokens": len(prompt), "num_new_tokens": args.new_tokens,
-        "repeats": args.repeats, **facts,
-        "prefill_seconds": spread([stats.prefill_seconds for stats in all_stats]),
+        "model": args.model, **where(engine.model), "num_threads": torch.get_num_threads(),
+        "num_prompt_tokens": len(prompt), "num_new_tokens": num_new, "repeats": args.repeats,
+        **facts, "prefill_seconds": spread([stats.prefill_seconds for stats in all_stats]),
         "ms_per_token": spread([stats.ms_per_token or 0.0 for stats in all_stats]),
         "peak_bytes": peak_bytes, "weights_and_kv_bytes": engine.model.num_bytes + kv_bytes,
         "profile_ms": profile_decoding(engine, prompt, generation) if args.profile else None,
     }  # fmt: skip
     print(describe(result))
     print(json.dumps(result))
-    return 0
 
 
 def card(engine: Engine, num_tokens: int) -> dict[str, float]:
@@ -65,14 +63,12 @@ def card(engine: Engine, num_tokens: int) -> dict[str, float]:
     weight_bytes = weights_per_pass(config) * model.dtype.itemsize
     kv_bytes = kv_bytes_per_token(config, model.dtype.itemsize)
     bandwidth = read_bandwidth(model.device)
-    machine = Machine(bandwidth, bandwidth, bandwidth)
-    floor = pass_seconds(machine, config, weight_bytes=weight_bytes, kv_bytes=kv_bytes * num_tokens)
     return {
         "weight_bytes": model.num_bytes,
         "weight_bytes_per_token": weight_bytes,
         "kv_bytes_per_token": kv_bytes,
         "memory_bytes_per_second": bandwidth,
-        "floor_ms_per_token": 1e3 * floor,
+        "floor_ms_per_token": 1e3 * (weight_bytes + kv_bytes * num_tokens) / bandwidth,
     }
 
 
@@ -112,32 +108,29 @@ def profile_decoding(
     return {**parts, "other": total - sum(parts.values())}
 
 
-def describe(result: dict[str, Any]) -> str:
+def describe(facts: dict[str, Any]) -> str:
     """The result for people."""
 
-    def median(key: str, unit: str) -> str:
-        numbers = "{median:.1f} {0} (of {1} runs: {min:.1f} to {max:.1f})"
-        return numbers.format(unit, result["repeats"], **result[key])
+    def runs(key: str, unit: str) -> str:
+        numbers = "{median:.1f} {unit} (of {count} runs: {min:.1f} to {max:.1f})"
+        return numbers.format(unit=unit, count=facts["repeats"], **facts[key])
 
-    facts = {key: value for key, value in result.items() if isinstance(value, int | float)}
-    floor, decode = result["floor_ms_per_token"], result["ms_per_token"]["median"]
-    rate = facts["num_prompt_tokens"] / result["prefill_seconds"]["median"]
-    memory, needed = facts["peak_bytes"], facts["weights_and_kv_bytes"]
+    prompt, prefill = facts["num_prompt_tokens"], facts["prefill_seconds"]["median"]
+    floor, decode = facts["floor_ms_per_token"], facts["ms_per_token"]["median"]
+    peak, needed = facts["peak_bytes"], facts["weights_and_kv_bytes"]
     lines = [
-        f"{result['model']}, {result['dtype']}, {result['device']}, "
-        f"{facts['num_threads']} threads, torch {result['torch']}",
-        f"prompt            {facts['num_prompt_tokens']} tokens, then {facts['num_new_tokens']} "
-        "generated",
+        f"{facts['model']}, {facts['dtype']}, {facts['device']}, {facts['num_threads']} threads, "
+        f"torch {facts['torch']}",
+        f"prompt            {prompt} tokens, then {facts['num_new_tokens']} generated",
         f"weights           {facts['weight_bytes'] / 1e6:.0f} MB, of which "
         f"{facts['weight_bytes_per_token'] / 1e6:.0f} MB are read per token",
         f"KV cache          {facts['kv_bytes_per_token'] / 1e3:.1f} kB per token",
         f"memory bandwidth  {facts['memory_bytes_per_second'] / 1e9:.1f} GB/s, measured",
         f"floor             {floor:.1f} ms/token",
-        f"prefill           {median('prefill_seconds', 's')}, {rate:.0f} tokens/s",
-        f"decode            {median('ms_per_token', 'ms/token')}, {decode / floor:.2f} x the floor",
-        f"peak memory       {memory / 1e6:.0f} MB above the imports, {memory / needed:.2f} x "
-        f"weights + KV cache ({needed / 1e6:.0f} MB)",
+        f"prefill           {runs('prefill_seconds', 's')}, {prompt / prefill:.0f} tokens/s",
+        f"decode            {runs('ms_per_token', 'ms/token')}, {decode / floor:.2f} x the floor",
+        f"peak memory       {peak / 1e6:.0f} MB above the imports, {peak / needed:.2f} x weights + "
+        f"KV cache ({needed / 1e6:.0f} MB)",
     ]
-    if result["profile_ms"]:
-        lines += [f"  {part:20s} {ms:6.1f} ms/token" for part, ms in result["profile_ms"].items()]
-    return "\n".join(lines)
+    parts = facts["profile_ms"] or {}
+    return "\n".join([*lines, *(f"  {part:20s} {ms:6.1f} ms/token" for part, ms in parts.items())])

@@ -11,11 +11,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import logging
 import math
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +21,10 @@ from torch import Tensor
 
 from minitri.benchmarks.bandwidth import copy_bandwidth
 from minitri.benchmarks.compare import spread
-from minitri.benchmarks.plots import draw_synthetic, plotter
+from minitri.benchmarks.plots import draw_contexts
 from minitri.caches.full import FullCache
-from minitri.cli.arguments import draft_of, generation_of, positive, speculation_of, two_rates
-from minitri.cli.report import phase_ms
+from minitri.cli.arguments import add_rates_flag, draft_of, positive, speculation_of, taken
+from minitri.cli.report import phase_ms, where
 from minitri.cpu.packed import can_pack, pack_linears
 from minitri.decoding.cascade import Cascade
 from minitri.decoding.random_source import IndependentSource
@@ -34,15 +32,13 @@ from minitri.decoding.verification import Proposal, Verdict
 from minitri.errors import InputError
 from minitri.generation import running
 from minitri.gpu.offloaded_cache import OffloadedFullCache
-from minitri.loading.devices import attention_for, attention_name, choose_device, choose_dtype
+from minitri.loading.devices import attention_for, choose_device, choose_dtype
 from minitri.loading.named_models import shape_of, unknown_model
 from minitri.model.config import ModelConfig
 from minitri.model.llama import Llama
 from minitri.roofline import kv_bytes_per_token, weights_per_pass
 from minitri.session import Batch, Session
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
-
-log = logging.getLogger("minitri")
 
 SAMPLING = SamplingParams(0.6, top_p=0.9)
 WARMUP_STEPS = 3
@@ -56,16 +52,12 @@ def add_synthetic_flags(parser: argparse.ArgumentParser) -> None:
     """What is made up."""
     title = "--load dummy: made-up weights and verdicts, for the speed of a shape"
     group = parser.add_argument_group(title)
-    rates, shown = (0.46, 0.92), "(default: %(default)s)"
-    group.add_argument("--load", choices=("real", "dummy"), default="real", help=shown)
-    for name, metavar, options, text in (
-        ("shape", "NAME", {"default": "llama2-7b-128k"}, f"a named model {shown}"),
-        ("context", "N", {"type": positive, "action": "append"},
-         "tokens; several make a sweep (default: 8192)"),
-        ("synthetic-acceptance", "DRAFT,RETRIEVAL", {"type": two_rates, "default": rates},
-         "probability that a guess is accepted (default: 0.46,0.92, about the paper's)"),
-    ):  # fmt: skip
-        group.add_argument(f"--{name}", metavar=metavar, help=text, **options)
+    add = group.add_argument
+    add("--load", choices=("real", "dummy"), default="real", help="weights")
+    add("--shape", metavar="NAME", default="llama2-7b-128k", help="a named model")
+    text = "tokens; several make a sweep (default: 8192)"
+    add("--context", type=positive, action="append", metavar="N", help=text)
+    add_rates_flag(group, "synthetic-acceptance", "probability that a guess is accepted")
 
 
 @dataclass(frozen=True)
@@ -93,74 +85,84 @@ def setup_of(args: argparse.Namespace) -> Setup:
     target = shape_of(args.shape)
     if target is None:
         raise unknown_model(args.shape)
-    methods = args.method or ["triforce"]
+    methods = args.methods or ["triforce"]
     if len(methods) > 1 or methods == ["auto"]:
         raise InputError(
             "--load dummy compares one method with autoregressive decoding; give one --method, not "
             "auto"
         )
-    open_gamma2 = 16 if args.offload else 6
-    changes = {"method": methods[0], "model": args.shape, "gamma1": args.gamma1 or 2}
-    args = argparse.Namespace(**vars(args) | changes | {"gamma2": args.gamma2 or open_gamma2})
-    device, generation = choose_device(args.device), generation_of(args, args.new_tokens)
+    args.model, args.method = args.shape, methods[0]
+    args.gamma1, args.gamma2 = args.gamma1 or 2, args.gamma2 or (16 if args.offload else 6)
+    device, generation = choose_device(args.device), taken(GenerationConfig, args)
     return Setup(
         target, shape_of(draft_of(args)), speculation_of(args), generation,
         args.synthetic_acceptance, choose_dtype(args.dtype, device), device, args.attention,
     )  # fmt: skip
 
 
-def run_synthetic(args: argparse.Namespace) -> int:
-    """Measures a shape with made-up weights and verdicts, prints, returns the exit code."""
-    setup = setup_of(args)
-    draw = plotter(Path(args.plot), draw_synthetic) if args.plot else None
-    result = sweep_contexts(setup, args.context or [8192])
-    memory, link = result["copy_bytes_per_second"], result["host_copy_bytes_per_second"]
-    print(
-        f"SYNTHETIC: random weights in the shape of {args.shape}, drafter {result['draft']}, "
-        f"{setup.dtype}, {setup.device}, attention {result['attention']}, {result['plan']}, "
-        f"verdicts drawn at {setup.acceptance}; copies: {memory / 1e9:.1f} GB/s on the device, "
-        f"{link / 1e9:.1f} GB/s from the host"
-    )
-    for row in result["rows"]:
-        print(line(row, memory, link))
+def run_synthetic(args: argparse.Namespace) -> None:
+    """Measures a shape with made-up weights and verdicts, and prints."""
+    setup, contexts = setup_of(args), args.context or [8192]
+    result = sweep_contexts(setup, contexts)
     print(json.dumps(result), flush=True)
-    if draw:
-        draw(result)
-    return 0
+    if args.plot:
+        runs = ("autoregressive", "cascade")
+        times = {run: [row[run]["ms_per_token"] for row in result["rows"]] for run in runs}
+        title = f"SYNTHETIC: {args.shape}, {setup.device}, acceptance {setup.acceptance}"
+        draw_contexts(args.plot, contexts, times, title)
 
 
 def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
-    """Autoregressive decoding and the cascade behind several contexts, beside measured copies."""
-    config, device = setup.target, setup.device
-    what = config.name, setup.acceptance
-    log.info("SYNTHETIC: random weights in the shape of %s, verdicts drawn at rates of %s", *what)
+    """Decodes behind several contexts, autoregressively and by the cascade; prints a line each."""
+    config, speculation, itemsize = setup.target, setup.speculation, setup.dtype.itemsize
     target = random_model(config, setup)
     draft = random_model(setup.draft, setup) if setup.draft else None
-    memory, link = (copy_bandwidth(device, from_host=from_host) for from_host in (False, True))
-    itemsize = setup.dtype.itemsize
+    memory, link = (copy_bandwidth(setup.device, from_host=hosted) for hosted in (False, True))
+    rows: list[dict[str, Any]] = []
+    result = {
+        "synthetic": True, "shape": config.name, "acceptance": setup.acceptance,
+        "draft": setup.draft.name if setup.draft else "ngram", **where(target),
+        "method": speculation.method, "plan": str(speculation.plans[0]),
+        "copy_bytes_per_second": memory, "host_copy_bytes_per_second": link, "rows": rows,
+    }  # fmt: skip
+    print(
+        f"SYNTHETIC: random weights in the shape of {config.name}, drafter {result['draft']}, "
+        f"{setup.dtype}, {setup.device}, attention {result['attention']}, {result['plan']}, "
+        f"verdicts drawn at {setup.acceptance}; copies: {memory / 1e9:.1f} GB/s on the device, "
+        f"{link / 1e9:.1f} GB/s from the host",
+        flush=True,
+    )
     weights, slot = weights_per_pass(config) * itemsize, kv_bytes_per_token(config, itemsize)
-    rows = []
     for context in contexts:
         with running(target):
             alone = decode(target, draft, context, setup, "autoregressive")
-            together = decode(target, draft, context, setup, setup.speculation.method)
-        hosted = 1 - alone["on_chip"] / config.num_layers
-        seconds = 1e-3 * alone["ms_per_step"]["median"]
+            together = decode(target, draft, context, setup, speculation.method)
+        seconds, kv = 1e-3 * alone["ms_per_step"]["median"], slot * context
+        hosted = kv * (1 - alone["on_chip"] / config.num_layers)
         rows.append({
             "context": context, "autoregressive": alone, "cascade": together,
             "speedup": alone["ms_per_token"] / together["ms_per_token"],
-            "bytes_per_second": (weights + slot * context * (1 - hosted)) / seconds,
-            "link_bytes_per_second": slot * context * hosted / seconds,
+            "bytes_per_second": (weights + kv - hosted) / seconds,
+            "link_bytes_per_second": hosted / seconds,
         })  # fmt: skip
-        log.info("%s", line(rows[-1], memory, link))
-    return {
-        "synthetic": True, "shape": config.name,
-        "draft": setup.draft.name if setup.draft else "ngram", "acceptance": setup.acceptance,
-        "method": setup.speculation.method, "plan": str(setup.speculation.plans[0]),
-        "dtype": str(setup.dtype).removeprefix("torch."), "device": str(device),
-        "attention": attention_name(target.attend), "copy_bytes_per_second": memory,
-        "host_copy_bytes_per_second": link, "rows": rows,
-    }  # fmt: skip
+        print(line(rows[-1], memory, link), flush=True)
+    return result
+
+
+def line(row: dict[str, Any], memory: float, link: float) -> str:
+    """One context, for people; the rates are those of copies."""
+    alone, together = row["autoregressive"], row["cascade"]
+    phases = ", ".join(f"{name} {ms:.2f}" for name, ms in together["phase_ms_per_token"].items())
+    if together["idle_share"] is not None:
+        phases += f"; the GPU is idle for {together['idle_share']:.0%}"
+    on_device, over_link = row["bytes_per_second"], row["link_bytes_per_second"]
+    return (
+        f"{row['context']:8d} tokens: autoregressive {alone['ms_per_step']['median']:.2f} ms/token "
+        f"at {on_device / 1e9:.1f} GB/s of memory ({on_device / memory:.0%} of a copy) and "
+        f"{over_link / 1e9:.1f} over the link ({over_link / link:.0%}); cascade "
+        f"{together['ms_per_token']:.2f} ms/token, {together['tokens_per_step']:.2f} tokens per "
+        f"step ({phases}); speedup {row['speedup']:.2f}, synthetic"
+    )
 
 
 class SyntheticSource:
@@ -188,10 +190,10 @@ class SyntheticSource:
 
 @torch.inference_mode()
 def decode(
-    target: Llama, draft: Llama | None, context: int, setup: Setup, method: str, seed: int = 0
+    target: Llama, draft: Llama | None, context: int, setup: Setup, method: str
 ) -> dict[str, Any]:
     """Decodes behind `context` made-up tokens; milliseconds per token and per phase."""
-    session = fresh_session(target, draft, context, setup, method, seed)
+    session = fresh_session(target, draft, context, setup, method)
     cascade, stats, tokens = session.cascade, session.stats, session.sequences[0]
     cascade.start()
     for _ in range(WARMUP_STEPS):
@@ -216,23 +218,23 @@ def decode(
 
 
 def fresh_session(
-    target: Llama, draft: Llama | None, context: int, setup: Setup, method: str, seed: int
+    target: Llama, draft: Llama | None, context: int, setup: Setup, method: str
 ) -> Session:
     """A session whose full cache holds a made-up prompt but for its last token."""
     speculation = dataclasses.replace(setup.speculation, method=method)
     slack = 2 * speculation.max_block * (WARMUP_STEPS + PROFILED_STEPS + 2)
-    num_new = setup.generation.max_new_tokens
-    generation = dataclasses.replace(setup.generation, max_new_tokens=num_new + slack)
-    generator = torch.Generator().manual_seed(seed)
+    num_new = setup.generation.max_new_tokens + slack
+    generation = dataclasses.replace(setup.generation, max_new_tokens=num_new)
     vocab_size = min(model.config.vocab_size for model in (target, draft) if model is not None)
+    generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(vocab_size, (context,), generator=generator).tolist()
-    batch = Batch([prompt], [seed], SAMPLING, generation, speculation)
+    batch = Batch([prompt], [0], SAMPLING, generation, speculation)
     session = Session(target, draft, batch)
     low, high = setup.acceptance
     session.begin(batch, sources={
-        "draft": IndependentSource([seed]),
-        "retrieval": SyntheticSource(low, seed),
-        "target": SyntheticSource(low if method == "naive" else high, seed + 1),
+        "draft": IndependentSource([0]),
+        "retrieval": SyntheticSource(low, seed=0),
+        "target": SyntheticSource(low if method == "naive" else high, seed=1),
     })  # fmt: skip
     fill_cache(session.full)
     session.full.advance([context - 1])
@@ -261,18 +263,16 @@ def fill_cache(full: FullCache) -> None:
         staging = full._staging
         tensors += [full.host_keys, full.host_values, staging.ring_keys, staging.ring_values]
     for tensor in tensors:
-        if tensor.numel():
-            fill(tensor, 1.0)
+        fill(tensor, 1.0)
 
 
 def fill(tensor: Tensor, scale: float, seed: int = 0) -> None:
     """Fills a tensor of any size with random numbers, in little time."""
     flat, generator = tensor.view(-1), torch.Generator().manual_seed(seed)
-    block = scale * torch.randn(min(BLOCK, flat.numel()), generator=generator)
+    block = scale * torch.randn(min(BLOCK, len(flat)), generator=generator)
     block = block.to(tensor.device, tensor.dtype)
-    for start in range(0, flat.numel(), BLOCK):
-        part = flat[start : start + BLOCK]
-        part.copy_(block[: part.numel()])
+    for part in flat.split(BLOCK):
+        part.copy_(block[: len(part)])
 
 
 def idle_share(cascade: Cascade) -> float:
@@ -301,19 +301,3 @@ def covered(spans: list[tuple[float, float]]) -> float:
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return total
-
-
-def line(row: dict[str, Any], memory: float, link: float) -> str:
-    """One context, for people."""
-    alone, together = row["autoregressive"], row["cascade"]
-    phases = ", ".join(f"{name} {ms:.2f}" for name, ms in together["phase_ms_per_token"].items())
-    if together["idle_share"] is not None:
-        phases += f"; the GPU is idle for {together['idle_share']:.0%}"
-    on_device, over_link = row["bytes_per_second"], row["link_bytes_per_second"]
-    return (
-        f"{row['context']:8d} tokens: autoregressive {alone['ms_per_step']['median']:.2f} ms/token "
-        f"at {on_device / 1e9:.1f} GB/s of memory ({on_device / memory:.0%} of a copy) and "
-        f"{over_link / 1e9:.1f} over the link ({over_link / link:.0%}); cascade "
-        f"{together['ms_per_token']:.2f} ms/token, {together['tokens_per_step']:.2f} tokens per "
-        f"step ({phases}); speedup {row['speedup']:.2f}, synthetic"
-    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
-import functools
 import inspect
 import itertools
 from typing import Any, NoReturn, TypeVar
@@ -27,6 +26,8 @@ Flags = argparse._ActionsContainer
 
 DEMO_PROMPT_TOKENS = 4000
 """Length of the built-in prompt where no other is asked for: read in seconds on a laptop."""
+WITH_DRAFTER = ("auto", "naive", "triforce")
+"""Methods that a drafter guesses for."""
 WINDOW = ("num_sink_tokens", "num_recent_tokens")
 """Settings of the drafter's cache."""
 RETRIEVAL = (
@@ -35,11 +36,27 @@ RETRIEVAL = (
 """Settings of the retrieval level."""
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Shows the default of a flag that has one, unless its help text tells it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, value = action.help or "", action.default
+        is_value = isinstance(value, int | float | str) and not isinstance(value, bool)
+        if not is_value or value == argparse.SUPPRESS or "default:" in text:
+            return text
+        return f"{text} (default: {'%(default)g' if isinstance(value, float) else '%(default)s'})"
+
+
 class OneLineParser(argparse.ArgumentParser):
     """Says what is wrong with the flags in one line, without the usage text in front."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
+    def __init__(self, program: str = "", *examples: str, **settings: Any) -> None:
+        """`examples` are flags of `python -m minitri.PROGRAM`."""
+        if program:
+            command = f"python -m minitri.{program}"
+            lines = ["examples:", *(f"  {command} {flags}" for flags in examples)]
+            settings |= {"prog": command, "epilog": "\n".join(lines)}
+        super().__init__(formatter_class=HelpFormatter, **settings)
 
     def error(self, message: str) -> NoReturn:
         """Raises the line, for exit code 2."""
@@ -90,24 +107,21 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def add_fields(flags: Flags, settings: type[Settings], *names: str) -> None:
     """A flag for each of these fields of a settings class."""
+    texts = field_texts(settings)
     for name in names:
-        options = {"default": getattr(settings(), name), "help": field_help(settings, name)}
+        text, _, default = texts.get(name, "").rstrip(".").partition(". Default: ")
+        text = text[:1].lower() + text[1:] + (f" (default: {default})" if default else "")
+        options = {"default": getattr(settings(), name), "help": text.replace("%", "%%")}
         options |= KINDS.get(name, {"type": int, "metavar": "N"})
         flags.add_argument(f"--{name.replace('_', '-')}", **options)
 
 
-def field_help(settings: Any, name: str) -> str:
-    """The text below a field, with its default, as argparse likes it."""
-    text, _, default = field_texts(settings).get(name, "").partition(" Default: ")
-    value = getattr(settings(), name)
-    text, default = (part.rstrip(".").replace("%", "%%") for part in (text, default))
-    if not default and isinstance(value, int | float | str) and not isinstance(value, bool):
-        default = "%(default)g" if isinstance(value, float) else "%(default)s"
-    text = text[:1].lower() + text[1:]
-    return f"{text} (default: {default})" if default else text
+def add_switches(flags: Flags, **texts: str) -> None:
+    """Flags without a value, each with its help text."""
+    for name, text in texts.items():
+        flags.add_argument(f"--{name}", action="store_true", help=text)
 
 
-@functools.cache
 def field_texts(settings: type) -> dict[str, str]:
     """The text below each field of a class; empty where its source is not at hand."""
     try:
@@ -122,57 +136,22 @@ def field_texts(settings: type) -> dict[str, str]:
     return texts
 
 
-def build_parser() -> OneLineParser:
-    """All flags of `generate`."""
-    start = "  python -m minitri.generate"
-    parser = OneLineParser(
-        prog="python -m minitri.generate",
-        description="Generates text from a Llama model, streaming, after a prompt as long as its "
-        "context.",
-        epilog=f"""examples:
-{start} --prompt 'The sea was' --max-new-tokens 40
-{start} --prompt-file novel.txt --max-prompt-tokens 8000 --temperature 0.6 --top-p 0.9
-{start} --demo --method triforce --draft ngram --budget 1024 --color
-  cat novel.txt | python -m minitri.generate --prompt-file - --rope-scaling yarn:4 --json""",
-    )
-    add_model_flags(parser)
-    add_prompt_flags(parser)
-    add_fields(parser, GenerationConfig, "prefill_chunk")
-    add_gpu_flags(parser)
-    add_fields(parser, GenerationConfig, "stop", "ignore_eos")
-    add_sampling_flags(parser)
-    group = parser.add_argument_group("speculation (none of this changes the text's distribution)")
-    add_fields(group, SpeculationConfig, "method")
-    add_draft_flag(group)
-    add_fields(group, SpeculationConfig, "policy")
-    add_size_flags(group)
-    add_fields(group, SpeculationConfig, "coupled")
-    for flag, text in (
-        ("--color", "color each token by the stage it came from"),
-        ("--json", "print one JSON object instead of the text"),
-        ("--quiet", "no progress, log or statistics on standard error"),
-    ):
-        parser.add_argument(flag, action="store_true", help=text)
-    return parser
-
-
 def add_model_flags(flags: Flags) -> None:
     """Which model runs, and how."""
-    shown = "(default: %(default)s); names: " + ", ".join(MODELS)
-    for name, default, metavar, choices, text in (
-        ("model", DEFAULT_MODEL, "NAME|PATH|ORG/REPO", None,
-         f"a named model, a folder or file, or a hub repository {shown}"),
-        ("dtype", "auto", None, ("auto", *DTYPES),
+    names = ", ".join(MODELS)
+    for name, default, choices, metavar, text in (
+        ("model", DEFAULT_MODEL, None, "NAME|PATH|ORG/REPO", "a named model, a folder or file, or "
+         f"a hub repository (default: %(default)s); names: {names}"),
+        ("dtype", "auto", ("auto", *DTYPES), None,
          "of weights and KV cache (default: what is fast here)"),
-        ("device", "auto", "cpu|cuda|cuda:N", None, "(default: cuda if it is there)"),
-        ("attention", "auto", None, ("auto", *BACKENDS),
+        ("device", "auto", None, "cpu|cuda|cuda:N", "(default: cuda if it is there)"),
+        ("attention", "auto", ("auto", *BACKENDS), None,
          "kernel for short blocks on a GPU (default: the first that works there)"),
-        ("rope-scaling", None, "KIND:FACTOR", None,
+        ("rope-scaling", None, None, "KIND:FACTOR",
          "stretch the context, e.g. yarn:4 makes 8K 32K (default: as trained)"),
     ):  # fmt: skip
-        flags.add_argument(
-            f"--{name}", default=default, metavar=metavar, choices=choices, help=text
-        )
+        options: dict[str, Any] = {"choices": choices, "metavar": metavar, "help": text}
+        flags.add_argument(f"--{name}", default=default, **options)
 
 
 def add_prompt_flags(
@@ -225,6 +204,14 @@ def add_size_flags(flags: Flags) -> None:
     add_fields(flags, SpeculationConfig, "gamma1", *RETRIEVAL, *WINDOW)
 
 
+def add_rates_flag(flags: Flags, name: str, text: str) -> None:
+    """Acceptance rates to assume, of the drafter's guesses and of the retrieval level's."""
+    flags.add_argument(
+        f"--{name}", type=two_rates, default=(0.46, 0.92), metavar="DRAFT,RETRIEVAL",
+        help=f"{text} (default: 0.46,0.92, about the paper's)",
+    )  # fmt: skip
+
+
 def taken(settings: type[Settings], args: argparse.Namespace, **others: Any) -> Settings:
     """Settings by the flags that are named after their fields. Raises `InputError`."""
     names = [field.name for field in dataclasses.fields(settings)]
@@ -238,21 +225,6 @@ def model_of(args: argparse.Namespace) -> dict[str, Any]:
     return {**{name: getattr(args, name) for name in names}, "progress": not args.quiet}
 
 
-def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of `Engine.generate` that the flags stand for. Raises `InputError`."""
-    return {
-        "sampling": taken(SamplingParams, args),
-        "generation": taken(GenerationConfig, args, stop=tuple(args.stop)),
-        "speculation": speculation_of(args),
-        "seed": args.seed or 0,
-    }
-
-
-def generation_of(args: argparse.Namespace, num_new: int) -> GenerationConfig:
-    """Runs for measurements: no token ends them. Raises `InputError`."""
-    return taken(GenerationConfig, args, max_new_tokens=num_new, ignore_eos=True)
-
-
 def speculation_of(args: argparse.Namespace) -> SpeculationConfig:
     """How the flags want to speculate; without a seed, by the clock. Raises `InputError`."""
     return taken(SpeculationConfig, args, timed=args.seed is None)
@@ -263,13 +235,12 @@ def draft_of(args: argparse.Namespace) -> str:
 
     Raises `InputError` if one is missing.
     """
-    needs_drafter = args.method in ("auto", "naive", "triforce")
-    if args.draft == "none" and needs_drafter:
+    if args.method not in WITH_DRAFTER:
+        return "ngram"  # which costs nothing and is not used
+    if args.draft == "none":
         raise InputError(
             f"--method {args.method} needs a drafter, got --draft none; use --method retrieval"
         )
-    if not needs_drafter or args.draft == "none":
-        return "ngram"  # which costs nothing and is not used
     if args.draft == "auto" and args.method != "auto":
         return default_draft(args.model)  # must be had; for --method auto `load` may do without
     return str(args.draft)

@@ -21,7 +21,9 @@ def program(parser: ArgumentParser, argv: list[str] | None) -> Iterator[Namespac
     """What every program does around its work: flags, log, UTF-8 output, and `clean_exits`."""
     with clean_exits():
         args = parser.parse_args(argv)
-        show_log(quiet=args.quiet)
+        log = logging.getLogger("minitri")
+        log.handlers = [logging.StreamHandler()]  # to standard error, message only
+        log.setLevel(logging.WARNING if args.quiet else logging.INFO)
         for output in (sys.stdout, sys.stderr):
             if hasattr(output, "reconfigure"):
                 output.reconfigure(encoding="utf-8", errors="replace")
@@ -42,23 +44,13 @@ def clean_exits() -> Iterator[None]:
     except KeyboardInterrupt:
         print("minitri: interrupted", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:
-        # Whoever read our output has gone; keep Python from complaining when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
+        # What could not be written is given up, so that Python does not fail again in the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.EPIPE:  # whoever read our output has gone
+            sys.exit(0)
         advice = "free some, or send it elsewhere"
         print(f"minitri: no space left to write the output; {advice}", file=sys.stderr)
         sys.exit(2)
-
-
-def show_log(*, quiet: bool) -> None:
-    """Sends the package's log to standard error, message only."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    logger = logging.getLogger("minitri")
-    logger.handlers = [handler]
-    logger.setLevel(logging.WARNING if quiet else logging.INFO)

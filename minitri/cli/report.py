@@ -5,10 +5,29 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import torch
+
+from minitri.cli.arguments import WITH_DRAFTER
 from minitri.decoding.stats import LevelStats, Stats
 from minitri.engine import Engine
 from minitri.generation import Generation
 from minitri.loading.devices import attention_name
+from minitri.model.llama import Llama
+
+
+def where(model: Llama) -> dict[str, str]:
+    """What a model runs on: a part of every JSON line."""
+    return {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "attention": attention_name(model.attend),
+        "torch": torch.__version__,
+    }
+
+
+def draft_name(engine: Engine) -> str:
+    """The name of an engine's drafter."""
+    return engine.draft.config.name if engine.draft else "ngram"
 
 
 def summary(engine: Engine, run: Generation) -> str:
@@ -43,15 +62,13 @@ def summary(engine: Engine, run: Generation) -> str:
 
 def plan_lines(stats: Stats) -> list[str]:
     """The plans that were used, if there were several, and when the last one gains speed."""
-    if len(stats.steps_per_plan) < 2 and stats.break_even is None:
-        return []
-    most_used = sorted(stats.steps_per_plan.items(), key=lambda item: -item[1])
-    lines = ["plans    " + ", ".join(f"{plan}: {steps} steps" for plan, steps in most_used)]
-    if stats.break_even is not None:
-        lines.append(
-            f"         as fast as the model alone if {stats.break_even:.2f} of the last plan's "
-            "guesses are accepted"
-        )
+    lines, rate = [], stats.break_even
+    if len(stats.steps_per_plan) > 1 or rate is not None:
+        most_used = sorted(stats.steps_per_plan.items(), key=lambda item: -item[1])
+        lines.append("plans    " + ", ".join(f"{plan}: {steps} steps" for plan, steps in most_used))
+    if rate is not None:
+        guesses = f"{rate:.2f} of the last plan's guesses are accepted"
+        lines.append(f"         as fast as the model alone if {guesses}")
     return lines
 
 
@@ -81,19 +98,19 @@ def report(
 ) -> dict[str, Any]:
     """The statistics for programs: the object that --json prints."""
     row, stats = run.rows[0], run.stats
-    draft = engine.draft.config.name if engine.draft else "ngram"
+    draft = draft_name(engine) if args.method in WITH_DRAFTER else None
+    flags = ("model", "method", "temperature", "policy", "coupled")
+    numbers = (
+        "num_prompt_tokens", "num_generated_tokens", "prefill_seconds", "decode_seconds",
+        "ms_per_token", "tokens_per_second", "steps_per_plan", "kv_cache_bytes",
+    )  # fmt: skip
     return {
-        "model": args.model, "method": args.method, "text": row.text, "token_ids": row.token_ids,
-        "num_prompt_tokens": stats.num_prompt_tokens,
-        "num_generated_tokens": stats.num_generated_tokens, "finish_reason": finish_reason,
-        "seed": args.seed or 0, "temperature": args.temperature,
-        "dtype": str(engine.model.dtype).removeprefix("torch."), "device": str(engine.model.device),
-        "attention": attention_name(engine.model.attend), "num_cuda_graphs": stats.num_graphs,
-        "prefill_seconds": stats.prefill_seconds, "decode_seconds": stats.decode_seconds,
-        "ms_per_token": stats.ms_per_token, "tokens_per_second": stats.tokens_per_second,
+        **{name: getattr(args, name) for name in flags},
+        **{name: getattr(stats, name) for name in numbers},
+        **where(engine.model),
+        "text": row.text, "token_ids": row.token_ids, "finish_reason": finish_reason,
+        "seed": args.seed or 0, "draft": draft,
         "levels": [level.as_dict() for level in stats.levels],
-        "draft": draft if args.method in ("auto", "naive", "triforce") else None,
-        "policy": args.policy, "coupled": args.coupled, "phase_ms_per_token": phase_ms(stats),
-        "num_rebuilds": stats.rebuilds.count, "steps_per_plan": stats.steps_per_plan,
-        "break_even_acceptance": stats.break_even, "kv_cache_bytes": stats.kv_cache_bytes,
+        "phase_ms_per_token": phase_ms(stats), "num_rebuilds": stats.rebuilds.count,
+        "break_even_acceptance": stats.break_even, "num_cuda_graphs": stats.num_graphs,
     }  # fmt: skip

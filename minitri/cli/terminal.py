@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import closing
 
 from tqdm import tqdm
 
@@ -16,64 +17,40 @@ COLORS = {
 }
 """Per origin of a token: the terminal's color and what it means."""
 RESET = "\x1b[0m"
+LEGEND = "   ".join(f"{color}{meaning}{RESET}" for color, meaning in COLORS.values())
 BAR = "prompt {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} tokens, {elapsed} passed, {postfix[0]}"
 
 
-def colored(text: str, origin: str) -> str:
-    """A token's text in the color of its origin."""
-    return f"{COLORS[origin][0]}{text}{RESET}" if text else ""
+def with_bar(run: Generation, *, quiet: bool) -> Iterator[Token | End]:
+    """The tokens of one prompt and their end, with a progress bar while the prompt is read.
 
-
-def legend() -> str:
-    """What the colors mean, in them."""
-    return "   ".join(f"{color}{meaning}{RESET}" for color, meaning in COLORS.values())
-
-
-class PrefillBar:
-    """Progress of reading a prompt on standard error, with the time that the rest will take.
-
-    Draws nothing where standard error is no terminal.
+    Nothing is drawn where standard error is no terminal.
     """
-
-    def __init__(self, *, quiet: bool) -> None:
-        self._quiet = quiet
-        self._bar: Any = None
-
-    def show(self, event: PrefillProgress) -> None:
-        """Moves the bar; removes it when the prompt has been read."""
-        if self._bar is None:
-            self._bar = tqdm(
-                total=event.num_tokens, leave=False, bar_format=BAR, postfix=[""],
-                disable=True if self._quiet else None,
-            )  # fmt: skip
-        self._bar.postfix = [f"{event.eta_seconds:.0f} s to go"]
-        self._bar.update(event.num_done - self._bar.n)
-        if event.num_done == event.num_tokens:
-            self.close()
-
-    def close(self) -> None:
-        """Removes the bar."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+    eta, disable = [""], True if quiet else None
+    total = run.rows[0].num_prompt_tokens
+    with tqdm(total=total, leave=False, bar_format=BAR, postfix=eta, disable=disable) as bar:
+        for event in run:
+            if not isinstance(event, PrefillProgress):
+                yield event
+                continue
+            eta[0] = f"{event.eta_seconds:.0f} s to go"
+            bar.update(event.num_done - bar.n)
+            if event.num_done == event.num_tokens:
+                bar.close()
 
 
 def stream(run: Generation, *, as_json: bool, quiet: bool, color: bool) -> str:
     """Shows a run of one prompt as it goes; returns how it finished, `interrupted` by Ctrl-C."""
-    bar = PrefillBar(quiet=quiet)
     try:
-        for event in run:
-            if isinstance(event, PrefillProgress):
-                bar.show(event)
-            elif isinstance(event, Token) and not as_json:
-                text = colored(event.text, event.origin) if color else event.text
-                print(text, end="", flush=True)
-            elif isinstance(event, End):
+        for event in with_bar(run, quiet=quiet):
+            if isinstance(event, End):
                 return event.finish_reason
+            if not as_json:
+                colored = f"{COLORS[event.origin][0]}{event.text}{RESET}" if event.text else ""
+                print(colored if color else event.text, end="", flush=True)
     except KeyboardInterrupt:
         return "interrupted"
     finally:
-        bar.close()
         if not as_json:
             print(flush=True)
     raise AssertionError("a run ended without an End event")
@@ -81,14 +58,5 @@ def stream(run: Generation, *, as_json: bool, quiet: bool, color: bool) -> str:
 
 def finish(run: Generation, *, quiet: bool) -> End:
     """Runs one prompt to its end behind a progress bar, shows nothing else."""
-    bar = PrefillBar(quiet=quiet)
-    try:
-        for event in run:
-            if isinstance(event, PrefillProgress):
-                bar.show(event)
-            elif isinstance(event, End):
-                return event
-    finally:
-        bar.close()
-        run.close()
-    raise AssertionError("a run ended without an End event")
+    with closing(run):
+        return next(event for event in with_bar(run, quiet=quiet) if isinstance(event, End))
