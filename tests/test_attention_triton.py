@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from minitri.model.attention import attend_math
-from minitri.gpu.attention import GpuAttention, ShortBlock, largest_error, tolerance
+from minitri.gpu.attention import GpuAttention, ShortBlock, TritonAttention, largest_error, tolerance
 from minitri.settings import LONGEST_BLOCK
 from tests.conftest import tiny_config
 from tests.test_attention import random_case
 
 triton = pytest.importorskip("triton", reason="needs triton, which is made for Linux")
 
-from minitri.gpu.triton_attention import MAX_ROWS, NUM_KEYS, TritonAttention  # noqa: E402
+from minitri.gpu.triton_attention import MAX_ROWS, NUM_KEYS  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

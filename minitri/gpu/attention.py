@@ -204,6 +204,23 @@ class FlashAttn(Backend):
         return self._kernel(block.q_BTHD, k_BSKD, v_BSKD, cache_seqlens=ends_B, causal=True)
 
 
+class TritonAttention(Backend):
+    """Our own kernel."""
+
+    name = "triton"
+    only_causal = True
+
+    def __init__(self, *, num_processors: int) -> None:
+        from minitri.gpu.triton_attention import attend_short_block
+
+        self._kernel = attend_short_block
+        self._num_processors = num_processors
+
+    def __call__(self, block: ShortBlock) -> Tensor:
+        assert block.rule_TT is None
+        return self._kernel(*block[:4], self._num_processors)
+
+
 def torch_varlen(
     q_QKD: Tensor, k: Tensor, v: Tensor, begins_q: Tensor, begins_k: Tensor, counts_k: Tensor,
     max_q: int, max_k: int, scale: float,
@@ -229,8 +246,6 @@ def make_backend(name: str, device: torch.device) -> Backend:
         return Math()
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     if name == "triton":
-        from minitri.gpu.triton_attention import TritonAttention
-
         return TritonAttention(num_processors=processors)
     return TorchFlash(torch_varlen, num_processors=processors)
 

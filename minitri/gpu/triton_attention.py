@@ -20,8 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minitri.gpu.attention import Backend, ShortBlock
-
 NUM_KEYS = 64
 """Keys that a program reads at a time."""
 MAX_ROWS = 64
@@ -110,40 +108,32 @@ def merge_pieces(  # type: ignore[no-untyped-def]
     tl.store(out + place * D + dims, merged_D)
 
 
-class TritonAttention(Backend):
-    """Prefix and block in one pass, for chains (causal blocks)."""
-
-    name = "triton"
-    only_causal = True
-
-    def __init__(self, *, num_processors: int) -> None:
-        self._num_processors = num_processors
-
-    def __call__(self, block: ShortBlock) -> Tensor:
-        q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT = block
-        assert rule_TT is None
-        B, T, H, D = q_BTHD.shape
-        K = keys_BKSD.shape[1]
-        G = H // K
-        if D < 16 or D & (D - 1):
-            raise RuntimeError(f"it takes heads of 16, 32, 64, ... numbers, not of {D}")
-        assert keys_BKSD.stride() == values_BKSD.stride()
-        assert keys_BKSD.stride(3) == q_BTHD.stride(3) == 1
-        rows = min(MAX_ROWS, max(16, triton.next_power_of_2(G * T)))
-        num_tiles = triton.cdiv(G * T, rows)
-        wanted = PROGRAMS_PER_PROCESSOR * self._num_processors // (B * K * num_tiles)
-        P = min(MAX_PIECES, max(1, wanted))
-        outs = q_BTHD.new_empty(B, K, P, G * T, D, dtype=torch.float32)
-        lses = q_BTHD.new_empty(B, K, P, G * T, dtype=torch.float32)
-        out_BTHD = torch.empty_like(q_BTHD, memory_format=torch.contiguous_format)
-        scale = math.log2(math.e) / math.sqrt(D)
-        strides = (*q_BTHD.stride()[:3], *keys_BKSD.stride()[:3])
-        with torch.cuda.device_of(q_BTHD):  # else Triton would launch on the current one
-            attend_piece[num_tiles, P, B * K](
-                q_BTHD, keys_BKSD, values_BKSD, lengths_B, outs, lses, scale, T, G, K, P,
-                *strides, ROWS=rows, NUM_KEYS=NUM_KEYS, D=D,
-            )  # fmt: skip
-            merge_pieces[B * K, G * T](
-                outs, lses, out_BTHD, T, G, K, P, PIECES=triton.next_power_of_2(P), D=D
-            )
-        return out_BTHD
+def attend_short_block(
+    q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, lengths_B: Tensor, num_processors: int
+) -> Tensor:
+    """Causal attention (B, T, H, D) over prefix and block in one pass."""
+    B, T, H, D = q_BTHD.shape
+    K = keys_BKSD.shape[1]
+    G = H // K
+    if D < 16 or D & (D - 1):
+        raise RuntimeError(f"it takes heads of 16, 32, 64, ... numbers, not of {D}")
+    assert keys_BKSD.stride() == values_BKSD.stride()
+    assert keys_BKSD.stride(3) == q_BTHD.stride(3) == 1
+    rows = min(MAX_ROWS, max(16, triton.next_power_of_2(G * T)))
+    num_tiles = triton.cdiv(G * T, rows)
+    wanted = PROGRAMS_PER_PROCESSOR * num_processors // (B * K * num_tiles)
+    P = min(MAX_PIECES, max(1, wanted))
+    outs = q_BTHD.new_empty(B, K, P, G * T, D, dtype=torch.float32)
+    lses = q_BTHD.new_empty(B, K, P, G * T, dtype=torch.float32)
+    out_BTHD = torch.empty_like(q_BTHD, memory_format=torch.contiguous_format)
+    scale = math.log2(math.e) / math.sqrt(D)
+    strides = (*q_BTHD.stride()[:3], *keys_BKSD.stride()[:3])
+    with torch.cuda.device_of(q_BTHD):  # else Triton would launch on the current one
+        attend_piece[num_tiles, P, B * K](
+            q_BTHD, keys_BKSD, values_BKSD, lengths_B, outs, lses, scale, T, G, K, P,
+            *strides, ROWS=rows, NUM_KEYS=NUM_KEYS, D=D,
+        )  # fmt: skip
+        merge_pieces[B * K, G * T](
+            outs, lses, out_BTHD, T, G, K, P, PIECES=triton.next_power_of_2(P), D=D
+        )
+    return out_BTHD
