@@ -5,8 +5,7 @@
 prints, for several placements of the KV cache, the bytes on the device and in host memory, whether
 they fit, and the milliseconds per token to expect, autoregressive and with the cascade. Gammas that
 are not given are the fastest ones, if a pass over more tokens takes no longer. Bytes come from
-`gpu/placement.py`, with which an engine boots, and times from `model/roofline.py`. The last line is
-JSON.
+`gpu/placement.py`, with which an engine boots, times from `roofline.py`. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from minitri.cli.exits import clean_exits, program
 
@@ -25,7 +24,7 @@ with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
     from minitri.cli import arguments
     from minitri.decoding.autotuner import expected_block, expected_tokens
     from minitri.errors import InputError
-    from minitri.gpu.placement import GIB, Demand, demand, shortage
+    from minitri.gpu.placement import GIB, demand, shortage
     from minitri.loading.checkpoint import open_checkpoint
     from minitri.loading.fetch import committed_path, default_draft
     from minitri.loading.named_models import shape_of, unknown_model
@@ -36,40 +35,36 @@ with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
 
 def build_parser() -> arguments.OneLineParser:
     """The flags of the plan."""
-    start = "  python -m minitri.plan --model"
     parser = arguments.OneLineParser(
-        prog="python -m minitri.plan",
+        "plan",
+        "--model llama2-7b-128k --context 124928 --gpu-memory 24",
+        "--model lwm-text-512k --context 524288 --gpu-memory 80 --link-gb-s 50",
         description="Says what of a model and its KV cache fits on a GPU and what goes to host "
         "memory, and how fast that can be.",
-        epilog=f"""examples:
-{start} llama2-7b-128k --context 124928 --gpu-memory 24
-{start} lwm-text-512k --context 524288 --gpu-memory 80 --link-gb-s 50""",
     )
-    shown = "(default: %(default)s)"
-    machine, speculation = map(parser.add_argument_group, ("machine", "speculation"))
-    count, number = (arguments.positive, "N"), (positive_number, "X")
-    for flags, name, default, (kind, metavar), text in (
-        (parser, "model", "llama2-7b-128k", (str, "NAME|PATH"),
-         f"a named model, or a folder or file whose config is read {shown}"),
-        (parser, "context", None, count, "tokens, prompt and output (default: all it holds)"),
-        (parser, "batch", 1, count, f"sequences {shown}"),
-        (parser, "prefill-chunk", 1024, count, f"tokens of the prompt read at a time {shown}"),
-        (machine, "gpu-memory", 24, number, f"memory of the GPU in GiB {shown}"),
-        (machine, "host-memory", 256, number, f"memory that may be page-locked, in GiB {shown}"),
-        (machine, "gpu-gb-s", None, number,
-         "GB/s at which the GPU reads its memory (default: by its size, 1000, 2000 or 4000)"),
-        (machine, "link-gb-s", 25, number,
-         f"GB/s from host memory to the GPU: 25 for PCIe 4.0 x16, 50 for 5.0 {shown}"),
-        (speculation, "acceptance", (0.46, 0.92), (arguments.two_rates, "DRAFT,RETRIEVAL"),
-         "acceptance rates to expect (default: 0.46,0.92, about the paper's)"),
+    add, count, number = parser.add_argument, arguments.positive, positive_number
+    text = "a named model, or a folder or file whose config is read"
+    add("--model", metavar="NAME|PATH", default="llama2-7b-128k", help=text)
+    text = "tokens, prompt and output (default: all it holds)"
+    add("--context", type=count, metavar="N", help=text)
+    add("--batch", type=count, metavar="N", default=1, help="sequences")
+    text = "tokens of the prompt read at a time"
+    add("--prefill-chunk", type=count, metavar="N", default=1024, help=text)
+    text, dtypes = "of weights and KV cache", ("bfloat16", "float16", "float32")
+    add("--dtype", choices=dtypes, default="bfloat16", help=text)
+    group = parser.add_argument_group("machine")
+    for name, default, text in (
+        ("gpu-memory", 24, "memory of the GPU in GiB"),
+        ("host-memory", 256, "memory that may be page-locked, in GiB"),
+        ("gpu-gb-s", None, "GB/s at which the GPU reads its memory (default: by its size, 1000, "
+         "2000 or 4000)"),
+        ("link-gb-s", 25, "GB/s from host memory to the GPU: 25 for PCIe 4.0 x16, 50 for 5.0"),
     ):  # fmt: skip
-        flags.add_argument(f"--{name}", default=default, type=kind, metavar=metavar, help=text)
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
-        help=f"of weights and KV cache {shown}",
-    )  # fmt: skip
-    arguments.add_draft_flag(speculation)
-    arguments.add_size_flags(speculation)
+        group.add_argument(f"--{name}", type=number, metavar="X", default=default, help=text)
+    group = parser.add_argument_group("speculation")
+    arguments.add_rates_flag(group, "acceptance", "acceptance rates to expect")
+    arguments.add_draft_flag(group)
+    arguments.add_size_flags(group)
     parser.set_defaults(method="triforce", seed=0, quiet=False)
     return parser
 
@@ -137,26 +132,6 @@ def predict(
     return Prediction(plan, step, retrieval, target, cascade)
 
 
-@dataclass(frozen=True)
-class Placement:
-    """So many layers with their KV on the GPU, in bytes and in milliseconds."""
-
-    on_chip: int
-    fits: bool
-    needs: Demand
-    predicted: Prediction
-
-    def as_dict(self) -> dict[str, object]:
-        """For the JSON line."""
-        milliseconds = dataclasses.asdict(self.predicted) | {"speedup": self.predicted.speedup}
-        return {
-            "on_chip": self.on_chip, "fits": self.fits,
-            "device_bytes": self.needs.on_device(self.on_chip),
-            "host_bytes": self.needs.on_host(self.on_chip),
-            "parts": self.needs.parts(self.on_chip), "predicted_ms": milliseconds,
-        }  # fmt: skip
-
-
 def run_command(args: argparse.Namespace) -> int:
     """Prints the plan. Raises `InputError` with what is missing if no placement fits."""
     name = default_draft(args.model) if args.draft == "auto" else args.draft
@@ -173,8 +148,7 @@ def run_command(args: argparse.Namespace) -> int:
     gpu_gb_s = args.gpu_gb_s or nominal
     machine = Machine(gpu_gb_s * 1e9, gpu_gb_s * 1e9, args.link_gb_s * 1e9)
 
-    def place(on_chip: int) -> Placement:
-        fits = needs.on_device(on_chip) <= gpu_bytes and needs.on_host(on_chip) <= host_bytes
+    def place(on_chip: int) -> dict[str, Any]:
         predictions = [
             predict(
                 config, draft, machine, on_chip=on_chip, num_tokens=context, budget=budget,
@@ -182,52 +156,55 @@ def run_command(args: argparse.Namespace) -> int:
             )
             for plan in speculation.plans
         ]  # fmt: skip
-        return Placement(on_chip, fits, needs, min(predictions, key=lambda each: each.cascade))
+        fastest = min(predictions, key=lambda prediction: prediction.cascade)
+        on_device, on_host = needs.on_device(on_chip), needs.on_host(on_chip)
+        return {
+            "on_chip": on_chip, "fits": on_device <= gpu_bytes and on_host <= host_bytes,
+            "device_bytes": on_device, "host_bytes": on_host, "parts": needs.parts(on_chip),
+            "predicted_ms": dataclasses.asdict(fastest) | {"speedup": fastest.speedup},
+        }  # fmt: skip
 
     best = needs.most_on_chip(gpu_bytes)
-    choices = {config.num_layers, 0} | ({best} if best is not None else set())
+    choices = {config.num_layers, best or 0, 0}
     placements = [place(on_chip) for on_chip in sorted(choices, reverse=True)]
     print(
         f"{config.name}, {context} tokens, batch {args.batch}, {args.dtype}, drafter "
         f"{draft.name if draft else 'ngram'}, budget {budget}; a GPU of {args.gpu_memory:g} GiB at "
         f"{gpu_gb_s:g} GB/s, {args.host_memory:g} GiB of host memory over {args.link_gb_s:g} GB/s"
     )
-    print(table(placements))
-    rows = [placement.as_dict() for placement in placements]
-    result = {"model": config.name, "context": context, "on_chip": best, "placements": rows}
+    print(table(placements, config.num_layers))
+    result = {"model": config.name, "context": context, "on_chip": best, "placements": placements}
     print(json.dumps(result))
     if (missing := shortage(needs, gpu_bytes, host_bytes, config.name)) is not None:
         raise InputError(missing)
     return 0
 
 
-def table(placements: list[Placement]) -> str:
-    """Placements as columns."""
-
-    def line(name: str, cell: Callable[[Placement], object]) -> str:
-        cells = [cell(placement) for placement in placements]
-        shown = [f"{value:.2f}" if isinstance(value, float) else value for value in cells]
-        return f"{name:34s}" + "".join(f"{value:>18}" for value in shown)
-
-    def part(name: str) -> str:
-        return line(f"  {name}, GiB", lambda place: place.needs.parts(place.on_chip)[name] / GIB)
-
-    needs = placements[0].needs
-    L, where = needs.num_layers, {needs.num_layers: "all"}
-    return "\n".join([
-        line("KV cache on the GPU", lambda p: where.get(p.on_chip, f"{p.on_chip} of {L} layers")),
-        *map(part, needs.parts(0)),
-        line("on the GPU, GiB", lambda p: needs.on_device(p.on_chip) / GIB),
-        line("in host memory, GiB", lambda p: needs.on_host(p.on_chip) / GIB),
-        line("fits", lambda p: "yes" if p.fits else "no"),
-        line("draft step, ms", lambda p: p.predicted.draft),
-        line("retrieval verification, ms", lambda p: p.predicted.retrieval),
-        line("full verification, ms", lambda p: p.predicted.target),
-        line("autoregressive, ms/token", lambda p: p.predicted.target),
-        line("gamma1, gamma2", lambda p: f"{p.predicted.plan.gamma1}, {p.predicted.plan.gamma2}"),
-        line("cascade, ms/token", lambda p: p.predicted.cascade),
-        line("speedup", lambda p: p.predicted.speedup),
-    ])  # fmt: skip
+def table(placements: list[dict[str, Any]], L: int) -> str:
+    """Placements of L layers as columns."""
+    columns = []
+    for placement in placements:
+        on_chip, ms = placement["on_chip"], placement["predicted_ms"]
+        columns.append({
+            "KV cache on the GPU": "all" if on_chip == L else f"{on_chip} of {L} layers",
+            **{f"  {name}, GiB": size / GIB for name, size in placement["parts"].items()},
+            "on the GPU, GiB": placement["device_bytes"] / GIB,
+            "in host memory, GiB": placement["host_bytes"] / GIB,
+            "fits": "yes" if placement["fits"] else "no",
+            "draft step, ms": ms["draft"],
+            "retrieval verification, ms": ms["retrieval"],
+            "full verification, ms": ms["target"],
+            "autoregressive, ms/token": ms["target"],
+            "gamma1, gamma2": "{gamma1}, {gamma2}".format(**ms["plan"]),
+            "cascade, ms/token": ms["cascade"],
+            "speedup": ms["speedup"],
+        })  # fmt: skip
+    lines = []
+    for name in columns[0]:
+        cells = (column[name] for column in columns)
+        shown = (f"{cell:.2f}" if isinstance(cell, float) else cell for cell in cells)
+        lines.append(f"{name:34s}" + "".join(f"{cell:>18}" for cell in shown))
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> None:
