@@ -17,34 +17,34 @@ REPEATS = 7
 def read_bandwidth(device: torch.device) -> float:
     """Bytes per second at which a large tensor is read."""
     data = torch.ones(_num_bytes(device) // 4, device=device)
-    return _median_rate(data.sum, data.nbytes, device)
+    return data.nbytes / _seconds(data.sum, device)
 
 
 def copy_bandwidth(device: torch.device, *, from_host: bool) -> float:
     """Bytes per second of a copy: read and written on the device, or sent to it from the host."""
     target = torch.empty(_num_bytes(device), dtype=torch.uint8, device=device)
-    source = torch.empty_like(target)
-    if from_host:
-        source = host_memory(tuple(target.shape), torch.uint8, device)
+    shape = tuple(target.shape)
+    source = host_memory(shape, torch.uint8, device) if from_host else torch.empty_like(target)
     source.zero_()
-    moved = target.nbytes if from_host else 2 * target.nbytes
-    return _median_rate(lambda: target.copy_(source, non_blocking=True), moved, device)
+    seconds = _seconds(lambda: target.copy_(source, non_blocking=True), device)
+    return (1 if from_host else 2) * target.nbytes / seconds
 
 
 def _num_bytes(device: torch.device) -> int:
     """Far beyond most caches; on a GPU so many that the start of a copy does not count."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return min(1 << 31, free // 4)
-    return 1 << 28
+    if device.type != "cuda":
+        return 1 << 28
+    free, _ = torch.cuda.mem_get_info(device)
+    return min(1 << 31, free // 4)
 
 
-def _median_rate(move: Callable[[], object], num_bytes: int, device: torch.device) -> float:
-    rates = []
+def _seconds(move: Callable[[], object], device: torch.device) -> float:
+    """The median of several times."""
+    times = []
     for _ in range(REPEATS):
         synchronize(device)
         started = time.perf_counter()
         move()
         synchronize(device)
-        rates.append(num_bytes / (time.perf_counter() - started))
-    return statistics.median(rates)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)

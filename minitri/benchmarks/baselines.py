@@ -2,13 +2,11 @@
 
 `transformers`, plain and with its prompt lookup, and llama.cpp through `llama-cpp-python` for a
 GGUF model on a CPU (weights and KV cache as f16), as far as they are installed. All decode
-greedily, which costs them nothing, and favours prompt lookup. No other file of the package knows
-them, and they are imported only when they are asked for.
+greedily, which favours prompt lookup. Only this file knows them, and only on demand.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import queue
@@ -23,6 +21,7 @@ from safetensors.torch import save_file
 
 from minitri.engine import Engine
 from minitri.loading.checkpoint import open_checkpoint
+from minitri.model.config import ModelConfig
 
 StartPeer = Callable[[list[int], int], Iterator[int]]
 """Continues a prompt by some number of tokens, one at a time; the first follows the prefill."""
@@ -36,8 +35,9 @@ def find_peers(path: Path, engine: Engine) -> dict[str, StartPeer]:
         model = transformers_model(path, engine)
         peers["transformers"] = transformers_peer(model)
         peers["transformers lookup"] = prompt_lookup_peer(model)
-    if (llama_cpp := llama_cpp_peer(path, engine)) is not None:
-        peers["llama.cpp f16"] = llama_cpp
+    can_load = path.suffix == ".gguf" and engine.model.device.type == "cpu"
+    if can_load and importlib.util.find_spec("llama_cpp") is not None:
+        peers["llama.cpp f16"] = llama_cpp_peer(path, engine)
     return peers
 
 
@@ -45,10 +45,38 @@ def transformers_model(path: Path, engine: Engine) -> Any:
     """The engine's weights in `transformers`."""
     from transformers import AutoModelForCausalLM
 
+    dtype = engine.model.dtype
     with tempfile.TemporaryDirectory() as folder:
-        exported = export(path, engine, Path(folder))
-        model = AutoModelForCausalLM.from_pretrained(exported, dtype=engine.model.dtype)
+        (Path(folder) / "config.json").write_text(json.dumps(transformers_config(engine.config)))
+        tensors = open_checkpoint(path).tensors(engine.config)
+        weights = {name: tensor.to(dtype) for name, tensor in tensors}
+        save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     return model.to(engine.model.device).eval()
+
+
+def transformers_config(config: ModelConfig) -> dict[str, Any]:
+    """A model's shape in the words of `transformers`, RoPE scaling included."""
+    rope = config.rope
+    scaling = {
+        "rope_type": rope.kind, "factor": rope.factor,
+        "original_max_position_embeddings": rope.original_context,
+    }  # fmt: skip
+    names = {
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+        "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor"),
+    }.get(rope.kind, ())
+    scaling |= {name: getattr(rope, name) for name in names if getattr(rope, name) is not None}
+    return {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": config.num_layers, "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size, "head_dim": config.head_dim,
+        "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
+        "vocab_size": config.vocab_size, "max_position_embeddings": config.context_length,
+        "rms_norm_eps": config.rms_norm_eps, "tie_word_embeddings": config.tie_word_embeddings,
+        "attention_bias": config.attention_bias, "rope_theta": rope.theta,
+        "rope_scaling": None if rope.kind == "default" else scaling,
+    }  # fmt: skip
 
 
 def transformers_peer(model: Any) -> StartPeer:
@@ -68,13 +96,11 @@ def transformers_peer(model: Any) -> StartPeer:
 
 
 class Valve:
-    """A streamer for `generate` of `transformers` that holds it until more tokens are wanted.
-
-    `generate` runs in a thread of its own.
-    """
+    """A streamer that holds `generate` of `transformers`, in a thread, until it may go on."""
 
     def __init__(self) -> None:
-        self.made: queue.Queue[list[int] | Exception] = queue.Queue()
+        self.made: queue.Queue[list[int] | Exception | None] = queue.Queue()
+        """Tokens; at last what `generate` raised, or None if it has returned."""
         self.wanted = threading.Semaphore(0)
         self.is_closed = False
 
@@ -88,13 +114,6 @@ class Valve:
     def end(self) -> None:
         """Called by `generate` when it is done."""
 
-    def take(self) -> list[int]:
-        """The next tokens. Raises what `generate` raised, `StopIteration` if it has returned."""
-        made = self.made.get()
-        if isinstance(made, Exception):
-            raise made
-        return made
-
 
 def prompt_lookup_peer(model: Any) -> StartPeer:
     """Speculation by its `generate`, which looks the last words up in the text."""
@@ -107,7 +126,7 @@ def prompt_lookup_peer(model: Any) -> StartPeer:
                 max_new_tokens=num_new, min_new_tokens=num_new, prompt_lookup_num_tokens=10,
                 pad_token_id=0,
             )  # fmt: skip
-            valve.made.put(StopIteration())
+            valve.made.put(None)
         except GeneratorExit:
             pass
         except Exception as error:  # would end the thread unseen, and leave the caller waiting
@@ -115,15 +134,15 @@ def prompt_lookup_peer(model: Any) -> StartPeer:
 
     def run(prompt: list[int], num_new: int) -> Iterator[int]:
         valve = Valve()
-        work = functools.partial(generate, prompt, num_new, valve)
-        threading.Thread(target=work, name="prompt lookup", daemon=True).start()
+        arguments = (prompt, num_new, valve)
+        threading.Thread(target=generate, args=arguments, name="prompt lookup", daemon=True).start()
         try:
-            valve.take()  # the prompt
-            while True:
+            for number, made in enumerate(iter(valve.made.get, None)):
+                if isinstance(made, Exception):
+                    raise made
+                if number:  # the first is the prompt
+                    yield from made
                 valve.wanted.release()
-                yield from valve.take()
-        except StopIteration:
-            return
         finally:
             valve.is_closed = True
             valve.wanted.release()
@@ -131,41 +150,10 @@ def prompt_lookup_peer(model: Any) -> StartPeer:
     return run
 
 
-def export(path: Path, engine: Engine, folder: Path) -> Path:
-    """The engine's model as a folder that `transformers` reads, RoPE scaling included."""
-    config, rope = engine.config, engine.config.rope
-    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
-    scaling["original_max_position_embeddings"] = rope.original_context
-    names = {
-        "llama3": ("low_freq_factor", "high_freq_factor"),
-        "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor"),
-    }.get(rope.kind, ())
-    scaling |= {name: getattr(rope, name) for name in names if getattr(rope, name) is not None}
-    content = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": config.num_layers, "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size, "head_dim": config.head_dim,
-        "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
-        "vocab_size": config.vocab_size, "max_position_embeddings": config.context_length,
-        "rms_norm_eps": config.rms_norm_eps, "tie_word_embeddings": config.tie_word_embeddings,
-        "attention_bias": config.attention_bias, "rope_theta": rope.theta,
-        "rope_scaling": None if rope.kind == "default" else scaling,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(content))
-    tensors, dtype = open_checkpoint(path).tensors(config), engine.model.dtype
-    weights = {name: tensor.to(dtype) for name, tensor in tensors}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+def llama_cpp_peer(path: Path, engine: Engine) -> StartPeer:
+    """llama.cpp's own loop."""
+    import llama_cpp
 
-
-def llama_cpp_peer(path: Path, engine: Engine) -> StartPeer | None:
-    """llama.cpp's own loop, or None where it is not installed or cannot run these weights."""
-    if path.suffix != ".gguf" or engine.model.device.type != "cpu":
-        return None
-    try:
-        import llama_cpp
-    except ImportError:
-        return None
     rope, threads, options = engine.config.rope, torch.get_num_threads(), {}
     if rope.kind == "yarn":
         options = {

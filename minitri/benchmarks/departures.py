@@ -9,7 +9,6 @@ of the two runs), divided by the temperature where tokens are sampled.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,16 +75,9 @@ class Departure:
 
 
 def explain(
-    model: Llama,
-    exact: Llama,
-    sequence: list[int],
-    mode: Mode,
-    *,
-    expected: int,
-    got: int,
-    seed: int,
-    block: int,
-) -> Departure:
+    model: Llama, exact: Llama, sequence: list[int], mode: Mode, *,
+    expected: int, got: int, seed: int, block: int,
+) -> Departure:  # fmt: skip
     """Compares the logits behind `sequence` in the dtype of `model` and, by `exact`, in float32.
 
     The dtype's error is measured on logits read as decoding reads them, alone and at the end of a
@@ -98,22 +90,17 @@ def explain(
     error = max(float((used_NV - exact_V).abs().max()), spacing)
     best_two = used_NV[0].topk(2).values
     scores_V = mode.scores(exact_V, seed, len(sequence))
-    return Departure(
-        position=len(sequence),
-        expected=expected,
-        got=got,
-        top2_gap=float(best_two[0] - best_two[1]),
-        score_gap=float(scores_V.max() - scores_V[[expected, got]].min()),
-        bound=2 * error / (mode.sampling.temperature or 1.0),
-    )
+    top2_gap = float(best_two[0] - best_two[1])
+    score_gap = float(scores_V.max() - scores_V[[expected, got]].min())
+    bound = 2 * error / (mode.sampling.temperature or 1.0)
+    return Departure(len(sequence), expected, got, top2_gap, score_gap, bound)
 
 
 @torch.inference_mode()
 def last_logits(model: Llama, sequence: list[int], width: int) -> Tensor:
     """Logits (V,) behind a sequence, of which the last `width` tokens are read at once."""
-    options: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
-    cache = FullCache.allocate(model.config, 1, len(sequence), **options)
-    start = len(sequence) - width
+    start, config = len(sequence) - width, model.config
+    cache = FullCache.allocate(config, 1, len(sequence), dtype=model.dtype, device=model.device)
     for _ in prefill(model, sequence[: start + 1], cache, 0, chunk=READ_AT_ONCE):
         pass
     return model.logits(read_block(model, [sequence[start:]], cache)[0, -1])
