@@ -29,8 +29,8 @@ from minitri.decoding.sampling import probs_from_logits, sample
 from minitri.engine import Engine
 from minitri.errors import InputError
 from minitri.loading.checkpoint import read_json
-from minitri.model.llama import Llama
 from minitri.model.block import read_block
+from minitri.model.llama import Llama
 from minitri.settings import SamplingParams
 
 Array = np.ndarray[Any, Any]

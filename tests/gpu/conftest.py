@@ -9,7 +9,9 @@ import torch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    absent = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this PyTorch sees none")
+    absent = pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device; this PyTorch sees none"
+    )
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.gpu)

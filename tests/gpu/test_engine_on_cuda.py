@@ -1,4 +1,5 @@
-"""The engine on a CUDA device: the same greedy tokens as on the CPU, and no memory kept after a release."""
+"""The engine on a CUDA device: the same greedy tokens as on the CPU, and no memory kept after a
+release."""
 
 from __future__ import annotations
 
@@ -10,12 +11,14 @@ from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.gpu.attention import attend_fused
 from minitri.model.attention import attend_math
 from minitri.settings import METHODS, POLICIES
-from tests.test_attention import random_case
+from tests.model.test_attention import random_case
 
 
 def tokens(engine, prompts, speculation=SpeculationConfig(), sampling=SamplingParams()):  # noqa: B008 (frozen)
     generation = GenerationConfig(max_new_tokens=24, ignore_eos=True)
-    events = engine.generate(prompts, generation=generation, speculation=speculation, sampling=sampling, seed=5)
+    events = engine.generate(
+        prompts, generation=generation, speculation=speculation, sampling=sampling, seed=5
+    )
     return {event.row: event.token_ids for event in events if isinstance(event, End)}
 
 
@@ -32,10 +35,14 @@ def test_every_method_gives_the_tokens_of_the_cpu(folder, engine, method, policy
     """Greedy and coupled, with the target as its own drafter, in float32."""
     on_gpu = minitri.load(str(folder), draft=str(folder), dtype="float32", device="cuda")
     prompts = [[5, 6, 7], list(range(10, 200)), [9]]
-    speculation = SpeculationConfig(method, policy, budget=32, num_recent_tokens=12, coupled=coupled)
+    speculation = SpeculationConfig(
+        method, policy, budget=32, num_recent_tokens=12, coupled=coupled
+    )
     sampling = SamplingParams(0.8, top_p=0.9) if coupled else SamplingParams()
     alone = SpeculationConfig("autoregressive", coupled=coupled)
-    assert tokens(on_gpu, prompts, speculation, sampling) == tokens(engine, prompts, alone, sampling)
+    assert tokens(on_gpu, prompts, speculation, sampling) == tokens(
+        engine, prompts, alone, sampling
+    )
 
 
 @pytest.mark.parametrize("T", [1, 2, 8, 300])
@@ -49,7 +56,10 @@ def test_attention_on_cuda_equals_the_oracle(T, dtype):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_next_run_captures_nothing_and_says_what_it_would_have_said_first(folder, method):
-    engine, fresh = (minitri.load(str(folder), draft=str(folder), dtype="float32", device="cuda") for _ in range(2))
+    engine, fresh = (
+        minitri.load(str(folder), draft=str(folder), dtype="float32", device="cuda")
+        for _ in range(2)
+    )
     speculation = SpeculationConfig(method, budget=32, num_recent_tokens=12, coupled=True)
     tokens(engine, [list(range(10, 200))], speculation, SamplingParams(1.5, top_p=0.9))
     kept = engine._pool._kept
@@ -64,7 +74,9 @@ def test_the_next_run_captures_nothing_and_says_what_it_would_have_said_first(fo
 
 def test_a_closed_run_frees_its_cache_when_the_engine_is_told_to(folder):
     engine = minitri.load(str(folder), dtype="bfloat16", device="cuda")
-    for _ in engine.generate([5], generation=GenerationConfig(max_new_tokens=3)):  # libraries take what they keep
+    for _ in engine.generate(
+        [5], generation=GenerationConfig(max_new_tokens=3)
+    ):  # libraries take what they keep
         pass
     engine.release()
     before = torch.cuda.memory_allocated()

@@ -1,4 +1,5 @@
-"""Captured steps on a CUDA device: the bits of eager ones, no allocation, no waiting; and every attention backend."""
+"""Captured steps on a CUDA device: the bits of eager ones, no allocation, no waiting; and every
+attention backend."""
 
 from __future__ import annotations
 
@@ -7,23 +8,32 @@ import warnings
 import pytest
 import torch
 
-from minitri.model.attention import attend_math
-from minitri.gpu.attention import BACKENDS, GpuAttention, ShortBlock, choose_backend, make_backend, tolerance
 from minitri.caches.full import FullCache
 from minitri.decoding.random_source import IndependentSource
-from minitri.errors import InputError
-from minitri.gpu.graphs import GraphPool
-from minitri.model.llama import Llama
-from minitri.model.block import forward_block, make_block
-from minitri.runner import ModelRunner
 from minitri.decoding.sampling import probs_from_logits, probs_from_logits_on_device
-from minitri.settings import SamplingParams
 from minitri.decoding.verification import Proposal
+from minitri.errors import InputError
+from minitri.gpu.attention import (
+    BACKENDS,
+    GpuAttention,
+    ShortBlock,
+    choose_backend,
+    make_backend,
+    tolerance,
+)
+from minitri.gpu.graphs import GraphPool
+from minitri.model.attention import attend_math
+from minitri.model.block import forward_block, make_block
+from minitri.model.llama import Llama
+from minitri.runner import ModelRunner
+from minitri.settings import SamplingParams
 from tests.conftest import tiny_config
-from tests.test_attention import random_case
+from tests.model.test_attention import random_case
 
 WARM = SamplingParams(0.6, top_p=0.9)
-CONFIG = tiny_config(num_layers=3, hidden_size=512, num_heads=8, num_kv_heads=4, head_dim=64, context_length=4096)
+CONFIG = tiny_config(
+    num_layers=3, hidden_size=512, num_heads=8, num_kv_heads=4, head_dim=64, context_length=4096
+)
 
 
 def backend_or_skip(name: str, dtype: torch.dtype):
@@ -40,8 +50,14 @@ def test_every_backend_agrees_with_the_oracle(name, heads, dtype):
     backend_or_skip(name, dtype)
     backend = make_backend(name, torch.device("cuda"))
     for T in range(1, 17):
-        q, k, v, lengths = random_case(T, (0, 1, 700, 2047), *heads, D=64, S=2304, seed=T, dtype=dtype)
-        got = backend(ShortBlock(q.cuda(), k.cuda(), v.cuda(), torch.tensor(lengths).cuda())).double().cpu()
+        q, k, v, lengths = random_case(
+            T, (0, 1, 700, 2047), *heads, D=64, S=2304, seed=T, dtype=dtype
+        )
+        got = (
+            backend(ShortBlock(q.cuda(), k.cuda(), v.cuda(), torch.tensor(lengths).cuda()))
+            .double()
+            .cpu()
+        )
         exact = attend_math(q.double(), k.double(), v.double(), lengths)
         assert (got - exact).abs().max() < 2 * tolerance(dtype), T
 
@@ -50,7 +66,9 @@ def gpu_model(dtype: torch.dtype, backend) -> Llama:
     model = Llama(CONFIG, dtype=dtype, device=torch.device("cuda")).eval()
     generator = torch.Generator("cuda").manual_seed(0)
     for name, weight in model.named_parameters():
-        weight.fill_(1) if name.endswith("norm.weight") else weight.normal_(0, 0.05, generator=generator)
+        weight.fill_(1) if name.endswith("norm.weight") else weight.normal_(
+            0, 0.05, generator=generator
+        )
     model.attend = GpuAttention(backend)
     return model
 
@@ -58,20 +76,30 @@ def gpu_model(dtype: torch.dtype, backend) -> Llama:
 @pytest.mark.parametrize("name", BACKENDS)
 @torch.inference_mode()
 def test_a_replay_has_the_bits_of_an_eager_pass(name):
-    """The same block behind a prefix that grows and shrinks, at changing temperatures, 0 too: probabilities, K, V."""
+    """The same block behind a prefix that grows and shrinks, at changing temperatures, 0 too:
+    probabilities, K, V."""
     model = gpu_model(torch.bfloat16, backend_or_skip(name, torch.bfloat16))
     cache = FullCache.allocate(CONFIG, 2, 1024, dtype=model.dtype, device=model.device)
     pool = GraphPool(torch.device("cuda"))
-    runner = ModelRunner(model, cache, WARM, vocab_size=CONFIG.vocab_size, graphs=pool, block_sizes={1, 4})
+    runner = ModelRunner(
+        model, cache, WARM, vocab_size=CONFIG.vocab_size, graphs=pool, block_sizes={1, 4}
+    )
     for size, kept, cropped in ((4, 4, 0), (1, 1, 0), (4, 2, 0), (4, 4, 3), (1, 1, 0), (4, 3, 2)):
-        blocks = [[(row * 31 + size * 7 + i) % CONFIG.vocab_size for i in range(size)] for row in range(2)]
+        blocks = [
+            [(row * 31 + size * 7 + i) % CONFIG.vocab_size for i in range(size)] for row in range(2)
+        ]
         warm = SamplingParams(0.3 + 0.1 * cache.lengths[0], top_p=0.7 + 0.02 * cache.lengths[0])
         runner.sample_by(SamplingParams() if kept == 2 else warm)
         inputs = make_block(model, blocks, cache, size)
         logits_BTV = model.logits(forward_block(model, inputs, cache, None))
-        eager = probs_from_logits_on_device(logits_BTV.flatten(0, 1), WARM, runner.captured._numbers_3)
+        eager = probs_from_logits_on_device(
+            logits_BTV.flatten(0, 1), WARM, runner.captured._numbers_3
+        )
         eager = eager.unflatten(0, logits_BTV.shape[:2])
-        places = [slots[:, :, :, : cache.lengths[0] + size].clone() for slots in (cache.keys, cache.values)]
+        places = [
+            slots[:, :, :, : cache.lengths[0] + size].clone()
+            for slots in (cache.keys, cache.values)
+        ]
         replayed = runner.captured.by_size[size](inputs)
         assert torch.equal(replayed, eager)
         for before, slots in zip(places, (cache.keys, cache.values), strict=True):
@@ -82,7 +110,9 @@ def test_a_replay_has_the_bits_of_an_eager_pass(name):
     assert pool.capture_seconds > 0
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.6, top_k=50, top_p=0.9, min_p=0.01)])
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(0.6, top_k=50, top_p=0.9, min_p=0.01)]
+)
 @torch.inference_mode()
 def test_distributions_and_a_verdict_wait_for_the_device_once(sampling):
     generator = torch.Generator("cuda").manual_seed(0)
@@ -98,7 +128,10 @@ def test_distributions_and_a_verdict_wait_for_the_device_once(sampling):
     finally:
         torch.cuda.set_sync_debug_mode("default")
         torch.set_warn_always(False)
-    assert sum("called a synchronizing CUDA operation" in str(warning.message) for warning in seen) == 1
+    assert (
+        sum("called a synchronizing CUDA operation" in str(warning.message) for warning in seen)
+        == 1
+    )
 
 
 @torch.inference_mode()
@@ -107,7 +140,9 @@ def test_a_replay_allocates_nothing_and_waits_for_nothing():
     cache = FullCache.allocate(CONFIG, 1, 1024, dtype=model.dtype, device=model.device)
     cache.advance([700])
     inputs = make_block(model, [[0, 1, 2, 3]], cache, 4)
-    graphed = GraphPool(torch.device("cuda")).capture(lambda block: forward_block(model, block, cache, None), inputs)
+    graphed = GraphPool(torch.device("cuda")).capture(
+        lambda block: forward_block(model, block, cache, None), inputs
+    )
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     try:

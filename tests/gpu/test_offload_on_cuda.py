@@ -24,14 +24,18 @@ def deep_folder(tmp_path_factory):
 
 def tokens(engine, speculation, sampling, **placement):
     generation = GenerationConfig(max_new_tokens=24, ignore_eos=True, **placement)
-    events = engine.generate(PROMPTS, generation=generation, speculation=speculation, sampling=sampling, seed=5)
+    events = engine.generate(
+        PROMPTS, generation=generation, speculation=speculation, sampling=sampling, seed=5
+    )
     return {event.row: event.token_ids for event in events if isinstance(event, End)}
 
 
 @pytest.mark.parametrize("on_chip", [0, 2])
 @pytest.mark.parametrize("method", ["autoregressive", "naive", "retrieval", "triforce"])
 @pytest.mark.parametrize("cuda_graphs", [False, True])
-def test_offload_gives_the_tokens_of_the_full_cache(folder, deep_folder, method, on_chip, cuda_graphs):
+def test_offload_gives_the_tokens_of_the_full_cache(
+    folder, deep_folder, method, on_chip, cuda_graphs
+):
     """The retrieval cache is chosen anew every few tokens, of layers that visit the device."""
     engine = minitri.load(str(deep_folder), draft=str(folder), dtype="float32", device="cuda")
     speculation = SpeculationConfig(
@@ -39,7 +43,12 @@ def test_offload_gives_the_tokens_of_the_full_cache(folder, deep_folder, method,
     )
     sampling = SamplingParams(0.8, top_p=0.9)
     whole = tokens(engine, speculation, sampling)
-    assert tokens(engine, speculation, sampling, offload=True, on_chip=on_chip, cuda_graphs=cuda_graphs) == whole
+    assert (
+        tokens(
+            engine, speculation, sampling, offload=True, on_chip=on_chip, cuda_graphs=cuda_graphs
+        )
+        == whole
+    )
 
 
 @torch.inference_mode()
@@ -55,10 +64,15 @@ def test_offload_holds_the_bits_of_the_full_cache():
             k, v = (torch.randn(2, size, 8, 64, generator=generator, **settings) for _ in range(2))
             starts_B1 = torch.tensor(whole.lengths, device="cuda").unsqueeze(1)
             slots_BT = starts_B1 + torch.arange(size, device="cuda") if size < 10 else None
-            got, exact = (cache.update(layer, BlockKV(k, k, v, slots_BT)) for cache in (ours, whole))
+            got, exact = (
+                cache.update(layer, BlockKV(k, k, v, slots_BT)) for cache in (ours, whole)
+            )
             for a, z in zip(got, exact, strict=True):
                 for b, length in enumerate(whole.lengths):
-                    assert torch.equal(a[b, :, : length + size], z[b, :, : length + size]), (size, layer)
+                    assert torch.equal(a[b, :, : length + size], z[b, :, : length + size]), (
+                        size,
+                        layer,
+                    )
         for cache in (whole, ours):
             cache.advance([size, size])
             cache.crop([length - size // 3 for length in cache.lengths])
@@ -77,7 +91,9 @@ def test_what_the_device_holds_is_copied_to_the_bit():
     ours.copy_from(whole)
     for b, length in enumerate(whole.lengths):
         for got, exact in zip(ours.layers(b), whole.layers(b), strict=True):
-            assert all(torch.equal(a[:, :length], z[:, :length]) for a, z in zip(got, exact, strict=True))
+            assert all(
+                torch.equal(a[:, :length], z[:, :length]) for a, z in zip(got, exact, strict=True)
+            )
         for got, exact in zip(ours.tokens(b, 1, length), whole.tokens(b, 1, length), strict=True):
             assert torch.equal(got, exact)
 

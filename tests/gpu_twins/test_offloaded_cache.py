@@ -1,9 +1,10 @@
-"""The offloaded cache holds what the full cache holds, to the bit, and nothing but its events keeps it so.
+"""The offloaded cache holds what the full cache holds, to the bit, and nothing but its events keeps
+it so.
 
-On a CPU copies happen at once, so a missing wait would never show. The twin here, `Recorder`, runs everything in order,
-too, but keeps a vector clock for the computation and for the copy stream, notes which bytes every PyTorch operation
-reads and writes, and reports two operations on the same bytes, one of them a write, that no chain of events puts in
-order.
+On a CPU copies happen at once, so a missing wait would never show. The twin here, `Recorder`, runs
+everything in order, too, but keeps a vector clock for the computation and for the copy stream,
+notes which bytes every PyTorch operation reads and writes, and reports two operations on the same
+bytes, one of them a write, that no chain of events puts in order.
 """
 
 from __future__ import annotations
@@ -33,7 +34,13 @@ def offloaded(
     on_chip: int, batch_size: int = 3, capacity: int = 512, streams=None, config=CONFIG
 ) -> OffloadedFullCache:
     return OffloadedFullCache(
-        config, batch_size, capacity, on_chip=on_chip, dtype=torch.float32, device=CPU, streams=streams or Streams()
+        config,
+        batch_size,
+        capacity,
+        on_chip=on_chip,
+        dtype=torch.float32,
+        device=CPU,
+        streams=streams or Streams(),
     )
 
 
@@ -87,7 +94,9 @@ class Recorder(TorchDispatchMode):
         staging = cache._staging
         tensors = [cache.host_keys, cache.host_values, staging.ring_keys, staging.ring_values]
         tensors += [slots for buffer in staging.buffers for slots in (buffer.keys, buffer.values)]
-        self.watched = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors]
+        self.watched = [
+            (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors
+        ]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         touched = [
@@ -105,7 +114,13 @@ class Recorder(TorchDispatchMode):
         start = tensor.data_ptr()
         if not any(low <= start < high for low, high in self.watched) or not tensor.numel():
             return
-        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        reach = (
+            sum(
+                (size - 1) * stride
+                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            )
+            + 1
+        )
         end = start + reach * tensor.element_size()
         for low, high, was_write, stream, time in self.history:
             if stream != self.current and (is_write or was_write) and low < end and start < high:
@@ -122,8 +137,13 @@ def record_run(break_event=lambda cache: None, *, on_chip: int = 1, **settings) 
         full = offloaded(on_chip, streams=recorder)
         recorder.watch(full)
         break_event(full)
-        prompts = [*PROMPTS[:2], random_prompt(CONFIG, 2 * RING)]  # of which some are no longer in the ring
-        rig = Rig(target, prompts, full=full, num_new=12, prefill_chunk=RING + 20, budget=24, **settings)
+        prompts = [
+            *PROMPTS[:2],
+            random_prompt(CONFIG, 2 * RING),
+        ]  # of which some are no longer in the ring
+        rig = Rig(
+            target, prompts, full=full, num_new=12, prefill_chunk=RING + 20, budget=24, **settings
+        )
         rig.run()
     return recorder
 
@@ -163,7 +183,8 @@ def test_a_copy_that_does_not_wait_for_the_computation_is_noticed(name, monkeypa
 
 
 def test_the_next_layer_is_on_its_way_before_this_one_is_waited_for():
-    """The point of two buffers: when the computation waits for layer l, the copy of layer l + 1 has been queued."""
+    """The point of two buffers: when the computation waits for layer l, the copy of layer l + 1 has
+    been queued."""
     cache = offloaded(1, batch_size=1)
     queued, seen = [], []
     fetch = cache._fetch
@@ -182,26 +203,33 @@ def assert_same(ours: OffloadedFullCache, theirs: FullCache) -> None:
     assert ours.lengths == theirs.lengths
     for b, length in enumerate(theirs.lengths):
         for name, exact, on_chip, host in (
-            ("keys", theirs.keys, ours.keys, ours.host_keys), ("values", theirs.values, ours.values, ours.host_values)
+            ("keys", theirs.keys, ours.keys, ours.host_keys),
+            ("values", theirs.values, ours.values, ours.host_values),
         ):  # fmt: skip
             got = torch.cat((on_chip[:, b, :, :length], host[:, b, :, :length]))
             assert torch.equal(got, exact[:, b, :, :length]), name
         for start, end in ((0, length), (max(0, length - 9), length), (length // 2, length)):
-            for got, exact in zip(ours.tokens(b, start, end), theirs.tokens(b, start, end), strict=True):
+            for got, exact in zip(
+                ours.tokens(b, start, end), theirs.tokens(b, start, end), strict=True
+            ):
                 assert torch.equal(got, exact), (start, end)
         for got, exact in zip(ours.layers(b), theirs.layers(b), strict=True):
-            assert all(torch.equal(a[:, :length], z[:, :length]) for a, z in zip(got, exact, strict=True))
+            assert all(
+                torch.equal(a[:, :length], z[:, :length]) for a, z in zip(got, exact, strict=True)
+            )
 
 
 @pytest.mark.parametrize("on_chip", [0, 1, 3, 4])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("method", METHODS[1:])
 def test_offload_equals_the_full_cache_bitwise(method, policy, on_chip):
-    """Tokens, acceptance, and after every step all that is held, ragged rows that end at different times included."""
+    """Tokens, acceptance, and after every step all that is held, ragged rows that end at different
+    times included."""
     target = tiny_model(CONFIG)
     draft = near_copy(target, 0.02)
-    settings = {"draft": draft, "method": method, "policy": policy, "budget": 24, "num_new": 24, "sampling": WARM,
-                "gamma1": 2, "gamma2": 3, "prefill_chunk": 20, "num_recent_tokens": 60}  # fmt: skip
+    settings = {"draft": draft, "method": method, "policy": policy, "sampling": WARM}
+    settings |= {"budget": 24, "num_new": 24, "gamma1": 2, "gamma2": 3}
+    settings |= {"prefill_chunk": 20, "num_recent_tokens": 60}
     theirs = Rig(target, PROMPTS, **settings)
     ours = Rig(target, PROMPTS, full=offloaded(on_chip), **settings)
     assert ours.start() == theirs.start()
@@ -209,13 +237,17 @@ def test_offload_equals_the_full_cache_bitwise(method, policy, on_chip):
         assert_same(ours.full, theirs.full)
         assert ours.step() == theirs.step()
     assert ours.new_tokens() == theirs.new_tokens()
-    counts = [[(s.num_tested_tokens, s.num_accepted_tokens) for s in rig.stats.stages] for rig in (ours, theirs)]
+    counts = [
+        [(s.num_tested_tokens, s.num_accepted_tokens) for s in rig.stats.stages]
+        for rig in (ours, theirs)
+    ]
     assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3])
 def test_buffers_that_keep_their_layer_stay_true(num_layers):
-    """With one or two hosted layers a buffer never changes its layer, and only what is new is copied."""
+    """With one or two hosted layers a buffer never changes its layer, and only what is new is
+    copied."""
     config = tiny_config(num_layers=num_layers)
     target = tiny_model(config)
     full = offloaded(0, config=config)
@@ -266,7 +298,9 @@ def test_of_a_row_that_is_read_layer_by_layer_only_its_own_tokens_travel():
     copy_heads = offloaded_module.copy_heads
     with pytest.MonkeyPatch.context() as patching:
         patching.setattr(
-            offloaded_module, "copy_heads", lambda to, source: (fetched.append(to.shape[1]), copy_heads(to, source))
+            offloaded_module,
+            "copy_heads",
+            lambda to, source: (fetched.append(to.shape[1]), copy_heads(to, source)),
         )
         layers = iter(cache.layers(1))
         for _ in range(5):
@@ -278,15 +312,22 @@ def test_of_a_row_that_is_read_layer_by_layer_only_its_own_tokens_travel():
 @pytest.mark.parametrize("on_chip", [0, 2])
 @pytest.mark.parametrize("policy", ["retrieval", "streaming", "topk"])
 @pytest.mark.parametrize("is_shown", [True, False])
-def test_rebuilding_the_retrieval_cache_moves_nothing_over_the_link(policy, on_chip, is_shown, monkeypatch):
-    """In every step here; each layer travels once, because the rebuild is made while the pass of the target has it on
-    the device. Without that, every step would need a second pass."""
+def test_rebuilding_the_retrieval_cache_moves_nothing_over_the_link(
+    policy, on_chip, is_shown, monkeypatch
+):
+    """In every step here; each layer travels once, because the rebuild is made while the pass of
+    the target has it on the device. Without that, every step would need a second pass."""
     full, travelled = offloaded(on_chip, batch_size=1), [0]
-    rig = Rig(tiny_model(CONFIG), [random_prompt(CONFIG, 90)], full=full, method="retrieval", policy=policy, budget=24,
-              rebuild_stride=1, gamma2=2, num_new=20)  # fmt: skip
+    rig = Rig(
+        tiny_model(CONFIG), [random_prompt(CONFIG, 90)], full=full, method="retrieval",
+        policy=policy, budget=24, rebuild_stride=1, gamma2=2, num_new=20,
+    )  # fmt: skip
     if not is_shown:
         full.on_layer_staged = None
-    host = [(slots.data_ptr(), slots.data_ptr() + slots.nbytes) for slots in (full.host_keys, full.host_values)]
+    host = [
+        (slots.data_ptr(), slots.data_ptr() + slots.nbytes)
+        for slots in (full.host_keys, full.host_values)
+    ]
 
     def count(target_KTD, source_KTD):
         if any(start <= source_KTD.data_ptr() < end for start, end in host):
@@ -314,20 +355,29 @@ def test_the_ring_holds_the_latest_tokens_of_blocks_of_any_size():
     sizes = itertools.cycle([1, 5, RING - 1, 2, RING, 7, RING + 30, 1])
     for size in itertools.islice(sizes, 11):
         for layer in range(5):
-            k, v = (torch.randn(2, size, CONFIG.num_kv_heads, CONFIG.head_dim, generator=generator) for _ in range(2))
+            k, v = (
+                torch.randn(2, size, CONFIG.num_kv_heads, CONFIG.head_dim, generator=generator)
+                for _ in range(2)
+            )
             for full in (cache, exact):
                 full.update(layer, BlockKV(k, k, v))
         keep = [int(torch.randint(1, size + 1, (1,), generator=generator)) for _ in range(2)]
         for full in (cache, exact):
             full.advance([size, size])
-            full.crop([length - size + kept for length, kept in zip(full.lengths, keep, strict=True)])
+            full.crop(
+                [length - size + kept for length, kept in zip(full.lengths, keep, strict=True)]
+            )
         assert_same(cache, exact)
 
 
 @pytest.mark.parametrize("on_chip", [0, 2])
 def test_what_another_cache_holds_is_copied_to_the_bit_and_goes_on(on_chip):
     generator = torch.Generator().manual_seed(5)
-    read, exact, cache = new_cache(CONFIG, 2, 300), new_cache(CONFIG, 2, 400), offloaded(on_chip, batch_size=2)
+    read, exact, cache = (
+        new_cache(CONFIG, 2, 300),
+        new_cache(CONFIG, 2, 400),
+        offloaded(on_chip, batch_size=2),
+    )
 
     def block(size):
         return torch.randn(2, size, CONFIG.num_kv_heads, CONFIG.head_dim, generator=generator)
@@ -342,7 +392,10 @@ def test_what_another_cache_holds_is_copied_to_the_bit_and_goes_on(on_chip):
         assert_same(cache, exact)
         for layer in range(5):
             k, v = block(size), block(size)
-            got, wanted = cache.update(layer, BlockKV(k, k, v)), exact.update(layer, BlockKV(k, k, v))
+            got, wanted = (
+                cache.update(layer, BlockKV(k, k, v)),
+                exact.update(layer, BlockKV(k, k, v)),
+            )
             for a, z in zip(got, wanted, strict=True):
                 for b, length in enumerate(exact.lengths):
                     assert torch.equal(a[b, :, : length + size], z[b, :, : length + size])

@@ -1,4 +1,5 @@
-"""Steps over static buffers give what eager ones give. On a CPU no graph is captured; all around it is the same."""
+"""Steps over static buffers give what eager ones give. On a CPU no graph is captured; all around it
+is the same."""
 
 from __future__ import annotations
 
@@ -9,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from minitri.model import block as block_module
-from minitri.gpu.attention import GpuAttention, Math, TorchFlash
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.errors import InputError
+from minitri.gpu.attention import GpuAttention, Math, TorchFlash
 from minitri.gpu.graphs import GraphedStep, GraphPool
-from minitri.settings import LONGEST_BLOCK, MAX_GAMMA, METHODS, SamplingParams, SpeculationConfig
+from minitri.model import block as block_module
+from minitri.settings import LONGEST_BLOCK, MAX_GAMMA, METHODS, SamplingParams
 from tests.cascades import GREEDY, WARM, Rig, near_copy, random_prompt
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
-from tests.test_attention_cuda import varlen_twin
-from tests.test_offloaded_cache import offloaded as offloaded_cache
+from tests.gpu_twins.test_attention_pieces import varlen_twin
+from tests.gpu_twins.test_offloaded_cache import offloaded as offloaded_cache
 
 CONFIG = tiny_config(num_layers=3)
 PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (60, 3, 21)]
@@ -68,8 +69,8 @@ def test_a_pool_counts_what_it_has_captured():
 
 @pytest.fixture
 def lengths_on_the_device(monkeypatch):
-    """Passes as on a GPU. While a step over static buffers runs, what the host knows of lengths is nonsense: a graph
-    would have it as it was at capture."""
+    """Passes as on a GPU. While a step over static buffers runs, what the host knows of lengths is
+    nonsense: a graph would have it as it was at capture."""
     in_step = []
     monkeypatch.setattr(block_module, "reads_slots", lambda device, size: size <= LONGEST_BLOCK)
     for cls in (FullCache, RetrievalCache, StreamingCache):
@@ -107,7 +108,8 @@ def as_on_a_gpu(model, backend):
 def test_static_steps_give_the_tokens_of_eager_ones(
     method, sampling, backend, lengths_on_the_device
 ):
-    """Ragged rows that end at different times, every method, the same tokens and the same acceptance."""
+    """Ragged rows that end at different times, every method, the same tokens and the same
+    acceptance."""
     target = tiny_model(CONFIG)
     draft = near_copy(target, 0.02)
     gammas = (
@@ -139,7 +141,8 @@ def test_static_steps_give_the_tokens_of_eager_ones(
 
 
 def test_kv_from_host_memory_is_streamed_by_eager_steps(lengths_on_the_device):
-    """The draft and the small cache of the target are captured, the pass over the full cache is not."""
+    """The draft and the small cache of the target are captured, the pass over the full cache is
+    not."""
     target = tiny_model(CONFIG)
     settings = {
         "method": "triforce",
@@ -164,7 +167,8 @@ def test_kv_from_host_memory_is_streamed_by_eager_steps(lengths_on_the_device):
 
 
 def test_blocks_of_the_largest_gammas_do_not_read_lengths_from_the_host(lengths_on_the_device):
-    """Beyond `LONGEST_BLOCK` attention goes by the host's lengths, which a graph would keep as they were."""
+    """Beyond `LONGEST_BLOCK` attention goes by the host's lengths, which a graph would keep as they
+    were."""
     target = tiny_model(CONFIG)
     draft = near_copy(target, 0.01)
     settings = {"num_new": 80, "budget": 24, "num_recent_tokens": 12}

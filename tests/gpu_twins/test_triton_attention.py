@@ -5,11 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from minitri.gpu.attention import (
+    GpuAttention,
+    ShortBlock,
+    TritonAttention,
+    largest_error,
+    tolerance,
+)
 from minitri.model.attention import attend_math
-from minitri.gpu.attention import GpuAttention, ShortBlock, TritonAttention, largest_error, tolerance
 from minitri.settings import LONGEST_BLOCK
 from tests.conftest import tiny_config
-from tests.test_attention import random_case
+from tests.model.test_attention import random_case
 
 triton = pytest.importorskip("triton", reason="needs triton, which is made for Linux")
 
@@ -18,7 +24,9 @@ from minitri.gpu.triton_attention import MAX_ROWS, NUM_KEYS  # noqa: E402
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 D = 64 if ON_GPU else 16
-DTYPES = [torch.float16, torch.float32] + [torch.bfloat16] * ON_GPU  # which the interpreter takes for integers
+DTYPES = [torch.float16, torch.float32] + [
+    torch.bfloat16
+] * ON_GPU  # which the interpreter takes for integers
 
 
 @triton.jit
@@ -47,10 +55,13 @@ def error_of(backend, q, keys, values, lengths, rows=slice(None)) -> float:
 
 
 @pytest.mark.parametrize("T", [1, 5])
-@pytest.mark.parametrize("prefixes", [(0,), (0, 37, NUM_KEYS + 5), (NUM_KEYS - 1, 2 * NUM_KEYS, 300)])
+@pytest.mark.parametrize(
+    "prefixes", [(0,), (0, 37, NUM_KEYS + 5), (NUM_KEYS - 1, 2 * NUM_KEYS, 300)]
+)
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
 def test_the_kernels_equal_the_oracle(T, prefixes, heads):
-    """MHA and GQA, ragged rows, empty rows, prefixes that end on and around the border of a tile, NaN behind."""
+    """MHA and GQA, ragged rows, empty rows, prefixes that end on and around the border of a tile,
+    NaN behind."""
     case = random_case(T, prefixes, *heads, D=D, S=NUM_KEYS * 5 + 40)
     for backend in backends():
         assert error_of(backend, *case) < 3e-6
@@ -65,10 +76,13 @@ def test_more_rows_than_a_tile_are_read_for_side_by_side():
 
 @pytest.mark.parametrize("rows", [slice(1, 2), slice(1, 3)])
 def test_a_part_of_a_cache_is_read_where_it_lies(rows):
-    """Rows of a larger cache, and queries and slots that are parts of larger tensors: nothing is copied."""
+    """Rows of a larger cache, and queries and slots that are parts of larger tensors: nothing is
+    copied."""
     q, keys, values, lengths = random_case(2, (40, 200, 7), 4, 2, D=D, S=NUM_KEYS * 4)
     wide_q = torch.cat((torch.full_like(q, torch.nan), q), 2)[:, :, 4:]
-    keys, values = (torch.cat((slots, torch.full_like(slots, torch.nan)), 1)[:, :2] for slots in (keys, values))
+    keys, values = (
+        torch.cat((slots, torch.full_like(slots, torch.nan)), 1)[:, :2] for slots in (keys, values)
+    )
     assert not wide_q.is_contiguous()
     assert not keys.is_contiguous()
     for backend in backends():

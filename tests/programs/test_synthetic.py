@@ -23,7 +23,7 @@ from minitri.decoding.verification import Proposal
 from minitri.roofline import kv_bytes_per_token, weights_per_pass
 from minitri.settings import GenerationConfig, SpeculationConfig
 from tests.conftest import CPU, new_cache, tiny_config
-from tests.test_offloaded_cache import offloaded
+from tests.gpu_twins.test_offloaded_cache import offloaded
 
 CONFIG = tiny_config()
 TRIFORCE = SpeculationConfig("triforce", gamma1=2, gamma2=3, budget=32, num_recent_tokens=40)

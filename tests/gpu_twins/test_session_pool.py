@@ -15,8 +15,8 @@ from minitri.session import Batch
 from minitri.settings import METHODS, POLICIES
 from tests.cascades import random_prompt, tiny_engine
 from tests.conftest import CPU
-from tests.test_graphs import as_on_a_gpu, lengths_on_the_device  # noqa: F401 (a fixture)
-from tests.test_offloaded_cache import offloaded
+from tests.gpu_twins.test_graphs import as_on_a_gpu, lengths_on_the_device  # noqa: F401 (a fixture)
+from tests.gpu_twins.test_offloaded_cache import offloaded
 
 WARM = SamplingParams(0.9, 30, top_p=0.95, min_p=0.01)
 SETTINGS = {"budget": 24, "num_recent_tokens": 40, "rebuild_stride": 5}

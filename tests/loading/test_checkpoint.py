@@ -1,4 +1,5 @@
-"""Every format loads to the same model, and every way in which files can be bad is named in one line."""
+"""Every format loads to the same model, and every way in which files can be bad is named in one
+line."""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import minitri
-from minitri.loading.checkpoint import Folder, open_checkpoint, read_json, weight_files
-from minitri.loading.hf_config import stretch_rope
-from minitri.model.config import ModelConfig, RopeConfig
 from minitri.errors import InputError
+from minitri.loading.checkpoint import Folder, open_checkpoint, read_json, weight_files
 from minitri.loading.fetch import Located
 from minitri.loading.gguf_file import GgufFile, hugging_face_name
+from minitri.loading.hf_config import stretch_rope
+from minitri.model.config import ModelConfig, RopeConfig
 from minitri.model.rope import rope_frequencies
 from tests.conftest import byte_level_tokenizer, edit_json, new_cache
-from tests.gguf_writer import PARTS, write_gguf
+from tests.loading.gguf_writer import PARTS, write_gguf
 
 TOKENS = torch.randint(0, 320, (1, 20), generator=torch.Generator().manual_seed(0))
 
@@ -61,7 +62,9 @@ def sharded(folder: Path, target: Path, *, pickled: bool) -> Path:
     return target
 
 
-@pytest.mark.parametrize("layout", ["one .bin", "old .bin", "sharded .bin", "sharded safetensors", "file path", "gguf"])
+@pytest.mark.parametrize(
+    "layout", ["one .bin", "old .bin", "sharded .bin", "sharded safetensors", "file path", "gguf"]
+)
 def test_every_format_loads_to_the_same_model(layout, folder, tmp_path):
     wanted, target = logits(load(folder)), tmp_path / "model"
     if layout.startswith("sharded"):
@@ -69,7 +72,11 @@ def test_every_format_loads_to_the_same_model(layout, folder, tmp_path):
     elif layout.endswith(".bin"):
         copy_without_weights(folder, target)
         weights = load_file(folder / "model.safetensors")
-        torch.save(weights, target / "pytorch_model.bin", _use_new_zipfile_serialization=layout != "old .bin")
+        torch.save(
+            weights,
+            target / "pytorch_model.bin",
+            _use_new_zipfile_serialization=layout != "old .bin",
+        )
     elif layout == "file path":
         target = folder / "model.safetensors"
     else:
@@ -96,7 +103,11 @@ def test_gguf_names_are_translated_both_ways():
 def gguf_with(path: Path, folder: Path, add) -> GgufFile:
     """The tiny model as GGUF, with metadata or tensors that `add` puts into the writer."""
     config = Folder(folder).config("tiny")
-    return GgufFile(write_gguf(path, config, byte_level_tokenizer(), dict(Folder(folder).tensors(config)), add=add))
+    return GgufFile(
+        write_gguf(
+            path, config, byte_level_tokenizer(), dict(Folder(folder).tensors(config)), add=add
+        )
+    )
 
 
 def test_gguf_yarn_arrives(folder, tmp_path):
@@ -111,7 +122,11 @@ def test_gguf_yarn_arrives(folder, tmp_path):
 
 @pytest.mark.parametrize("key", ["llama.rope.scaling.factor", "llama.rope.scale_linear"])
 def test_a_gguf_factor_without_a_type_is_linear_scaling(folder, tmp_path, key):
-    rope = gguf_with(tmp_path / "x.gguf", folder, lambda writer: writer.add_float32(key, 4.0)).config("x").rope
+    rope = (
+        gguf_with(tmp_path / "x.gguf", folder, lambda writer: writer.add_float32(key, 4.0))
+        .config("x")
+        .rope
+    )
     assert (rope.kind, rope.factor) == ("linear", 4.0)
 
 
@@ -120,7 +135,9 @@ def test_gguf_divisors_are_llama3_scaling(folder, tmp_path):
     llama3 = RopeConfig(kind="llama3", factor=8.0, original_context=64)
     plain, _ = rope_frequencies(RopeConfig(), 16)
     divisors = (plain / rope_frequencies(llama3, 16)[0]).numpy()
-    file = gguf_with(tmp_path / "x.gguf", folder, lambda writer: writer.add_tensor("rope_freqs.weight", divisors))
+    file = gguf_with(
+        tmp_path / "x.gguf", folder, lambda writer: writer.add_tensor("rope_freqs.weight", divisors)
+    )
     config = file.config("x")
     assert torch.allclose(rope_frequencies(config.rope, 16)[0], rope_frequencies(llama3, 16)[0])
     assert "stored divisors" in config.rope.describe()
@@ -202,13 +219,22 @@ class TestBadFiles:
         self.refused(copy, r"lacks 1 tensors: model.layers.1.mlp.up_proj.weight")
 
     def test_unexpected_tensor(self, copy):
-        self.spoil(copy, lambda weights: weights.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}))
+        self.spoil(
+            copy,
+            lambda weights: weights.update(
+                {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}
+            ),
+        )
         self.refused(copy, r"has unexpected 1 tensors: model.layers.0.self_attn.q_proj.bias")
 
     @pytest.mark.parametrize("dtype", [torch.int32, torch.complex64])
     def test_weights_that_are_not_floating_point(self, copy, dtype):
-        self.spoil(copy, lambda weights: weights.update({"model.norm.weight": torch.ones(64, dtype=dtype)}))
-        self.refused(copy, "model.norm.weight holds torch.* values .*, not plain floating-point weights")
+        self.spoil(
+            copy, lambda weights: weights.update({"model.norm.weight": torch.ones(64, dtype=dtype)})
+        )
+        self.refused(
+            copy, "model.norm.weight holds torch.* values .*, not plain floating-point weights"
+        )
 
     def test_end_tokens_of_generation_config(self, copy):
         edit_json(copy / "generation_config.json", eos_token_id=["x"])
@@ -226,7 +252,10 @@ class TestBadFiles:
         self.refused(copy, r"model.norm.weight has shape \(63,\) but the config asks for \(64,\)")
 
     def test_no_weights(self, folder, tmp_path):
-        self.refused(copy_without_weights(folder, tmp_path / "empty"), "has no weights; expected model.safetensors")
+        self.refused(
+            copy_without_weights(folder, tmp_path / "empty"),
+            "has no weights; expected model.safetensors",
+        )
 
     def test_missing_shard(self, folder, tmp_path):
         target = sharded(folder, tmp_path / "model", pickled=True)
@@ -235,7 +264,9 @@ class TestBadFiles:
 
     def test_shard_outside_the_folder(self, folder, tmp_path):
         target = sharded(folder, tmp_path / "model", pickled=False)
-        edit_json(target / "model.safetensors.index.json", weight_map={"x": "../../secret.safetensors"})
+        edit_json(
+            target / "model.safetensors.index.json", weight_map={"x": "../../secret.safetensors"}
+        )
         self.refused(target, "points outside its folder")
 
     @pytest.mark.parametrize("keep", [0, 4, 1000, -1])
@@ -255,7 +286,12 @@ class TestBadFiles:
     @pytest.mark.parametrize("keep", [2, 100, 20000, -4000])
     def test_truncated_gguf(self, folder, tmp_path, keep):
         config = Folder(folder).config("tiny")
-        file = write_gguf(tmp_path / "t.gguf", config, byte_level_tokenizer(), dict(Folder(folder).tensors(config)))
+        file = write_gguf(
+            tmp_path / "t.gguf",
+            config,
+            byte_level_tokenizer(),
+            dict(Folder(folder).tensors(config)),
+        )
         file.write_bytes(file.read_bytes()[:keep])
         self.refused(file, "is not a whole GGUF file")
 
@@ -304,17 +340,41 @@ class TestBadFiles:
             ({"hidden_size": "wide"}, "value of the wrong kind"),
             ({"num_hidden_layers": 0}, "num_layers=0; it must be at least 1"),
             ({"num_key_value_heads": 3}, "must be a multiple"),
-            ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE type 'dynamic' is not supported"),
-            ({"rope_parameters": None, "rope_scaling": {"type": "longrope", "factor": 2.0}}, "RoPE type 'longrope'"),
-            ({"rope_parameters": {"rope_type": "linear"}}, "RoPE type linear has no factor"),
-            ({"rope_parameters": {"rope_type": "linear", "factor": -1}}, "factor must be a positive number, got -1"),
-            ({"rope_parameters": {"rope_type": "default", "rope_theta": -5}}, "theta must be a number above 1"),
-            ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": -1}}, "beta_fast must be positive"),
             (
-                {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": -4}},
+                {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+                "RoPE type 'dynamic' is not supported",
+            ),
+            (
+                {"rope_parameters": None, "rope_scaling": {"type": "longrope", "factor": 2.0}},
+                "RoPE type 'longrope'",
+            ),
+            ({"rope_parameters": {"rope_type": "linear"}}, "RoPE type linear has no factor"),
+            (
+                {"rope_parameters": {"rope_type": "linear", "factor": -1}},
+                "factor must be a positive number, got -1",
+            ),
+            (
+                {"rope_parameters": {"rope_type": "default", "rope_theta": -5}},
+                "theta must be a number above 1",
+            ),
+            (
+                {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": -1}},
+                "beta_fast must be positive",
+            ),
+            (
+                {
+                    "rope_parameters": {
+                        "rope_type": "yarn",
+                        "factor": 2.0,
+                        "original_max_position_embeddings": -4,
+                    }
+                },
                 "needs the original context length, got -4",
             ),
-            ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "only a part of each head"),
+            (
+                {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+                "only a part of each head",
+            ),
             ({"tie_word_embeddings": "false"}, "where true or false belongs"),
             ({"eos_token_id": "</s>"}, "token id '</s>', which is no whole number"),
             ({"bos_token_id": 1.5}, "token id 1.5, which is no whole number"),
@@ -330,7 +390,10 @@ class TestBadFiles:
         self.spoil(
             copy,
             lambda weights: weights.update(
-                {name: weights[name][:200] for name in ("model.embed_tokens.weight", "lm_head.weight")}
+                {
+                    name: weights[name][:200]
+                    for name in ("model.embed_tokens.weight", "lm_head.weight")
+                }
             ),
         )
         edit_json(copy / "config.json", vocab_size=200)
@@ -348,7 +411,8 @@ def test_open_checkpoint_goes_by_the_ending(folder):
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "context"), [("yarn:4", "yarn", 2048), ("linear:2.5", "linear", 1280), ("none", "default", 512)]
+    ("text", "kind", "context"),
+    [("yarn:4", "yarn", 2048), ("linear:2.5", "linear", 1280), ("none", "default", 512)],
 )
 def test_rope_scaling_stretches_the_context(folder, text, kind, context):
     config = stretch_rope(Folder(folder).config("tiny"), text)
@@ -361,7 +425,9 @@ def test_rope_scaling_counts_from_the_trained_context(folder):
     assert stretch_rope(config, "yarn:2").context_length == 1024
 
 
-@pytest.mark.parametrize("text", ["yarn", "yarn:", "yarn:0.5", "yarn:nan", "yarn:1e9", "dynamic:2", "default:2", ""])
+@pytest.mark.parametrize(
+    "text", ["yarn", "yarn:", "yarn:0.5", "yarn:nan", "yarn:1e9", "dynamic:2", "default:2", ""]
+)
 def test_nonsense_rope_scaling_is_refused(text):
     config = ModelConfig(1, 8, 8, 1, 1, 8, 8, 8)
     with pytest.raises(InputError, match="is not KIND:FACTOR"):

@@ -1,4 +1,4 @@
-"""What the full cache promises: lengths move only when asked to, and nothing behind them matters."""
+"""The full cache: lengths move only when asked to, and nothing behind them matters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def test_a_forward_pass_leaves_the_lengths_alone():
 
 
 def test_rejected_tokens_leave_no_trace():
-    """A block of which only a part is kept, then poisoned behind, continues as if the rest had never been."""
+    """A block of which only a part is kept, then poisoned behind, continues as if the rest had
+    never been."""
     model, cache, clean = tiny_model(CONFIG), new_cache(CONFIG, 2), new_cache(CONFIG, 2)
     feed(model, clean, [[1, 2], [4, 5]])
     feed(model, cache, [[1, 2, 9, 9], [4, 5, 8, 7]], keep=[2, 2])

@@ -39,7 +39,8 @@ PREFIXES = ((0,), (1,), (PIECES - 1,), (STRIDE - 1,), (STRIDE,), (100,), (0, 37,
 @pytest.mark.parametrize("prefixes", PREFIXES)
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (5, 1)])
 @pytest.mark.parametrize(
-    ("matmul_prefix", "split_prefix"), [(0, SPLIT_PREFIX), (MATMUL_PREFIX, SPLIT_PREFIX), (MATMUL_PREFIX, 0)]
+    ("matmul_prefix", "split_prefix"),
+    [(0, SPLIT_PREFIX), (MATMUL_PREFIX, SPLIT_PREFIX), (MATMUL_PREFIX, 0)],
 )
 def test_cpu_paths_equal_the_oracle(T, prefixes, heads, matmul_prefix, split_prefix, monkeypatch):
     """Materialised scores, flash over the prefix as a whole, and flash over pieces of it."""
@@ -56,13 +57,16 @@ def test_cpu_paths_equal_the_oracle(T, prefixes, heads, matmul_prefix, split_pre
 @pytest.mark.parametrize("end", [SPLIT_PREFIX + 1, 2048, 2049, 2050, 2051, 2052, 4099])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_windows_of_many_kernel_blocks_equal_the_oracle(T, end, dtype, monkeypatch):
-    """At the sizes where they are used: windows that overlap by 0 to 3 slots, of which the kernel's last block may hold
-    nothing else, for rows alone and beside others of the same length and of another one."""
+    """At the sizes where they are used: windows that overlap by 0 to 3 slots, of which the kernel's
+    last block may hold nothing else, for rows alone and beside others of the same length and of
+    another one."""
     monkeypatch.setattr(attention, "MATMUL_PREFIX", 10**9)
     for ends in ((end,), (end, end), (end, 1700)):
         q, k, v, lengths = random_case(T, [end - T for end in ends], dtype=dtype)
         exact = attend_math(q.double(), k.double(), v.double(), lengths)
-        assert (attend_cpu(q, k, v, lengths) - exact).abs().max() < (2e-6 if dtype == torch.float32 else 0.01)
+        assert (attend_cpu(q, k, v, lengths) - exact).abs().max() < (
+            2e-6 if dtype == torch.float32 else 0.01
+        )
 
 
 @pytest.mark.parametrize("T", BLOCKS)
@@ -74,7 +78,9 @@ def test_the_gpu_call_equals_the_oracle(T):
 
 
 @pytest.mark.parametrize("T", [3, SHORT_BLOCK + 4])
-@pytest.mark.parametrize("path", ["attend", "attend behind a long prefix", "attend in pieces", "fused"])
+@pytest.mark.parametrize(
+    "path", ["attend", "attend behind a long prefix", "attend in pieces", "fused"]
+)
 def test_a_tree_rule_replaces_causality_inside_the_block_only(T, path, monkeypatch):
     q, k, v, lengths = random_case(T, (20,))
     generator = torch.Generator().manual_seed(2)
@@ -94,7 +100,10 @@ def test_rows_of_equal_length_are_read_together_and_give_what_they_give_alone(mo
         monkeypatch.setattr(attention, "MATMUL_PREFIX", matmul_prefix)
         for T in (1, 5, SHORT_BLOCK + 1):
             q, k, v, lengths = random_case(T, (90, 90, 90))
-            alone = [attend_cpu(q[b : b + 1], k[b : b + 1], v[b : b + 1], lengths[b : b + 1]) for b in range(3)]
+            alone = [
+                attend_cpu(q[b : b + 1], k[b : b + 1], v[b : b + 1], lengths[b : b + 1])
+                for b in range(3)
+            ]
             assert (attend_cpu(q, k, v, lengths) - torch.cat(alone)).abs().max() < 1e-6
 
 
@@ -111,7 +120,8 @@ def test_scores_far_from_zero_neither_overflow_nor_vanish(where, monkeypatch):
 
 
 def test_float16_scores_are_never_materialised(monkeypatch):
-    """At -16 each of their exponentials would be two steps from 0, and the sum of all still be within bounds."""
+    """At -16 each of their exponentials would be two steps from 0, and the sum of all still be
+    within bounds."""
     monkeypatch.setattr(attention, "MATMUL_PREFIX", 0)
     q, k, v, lengths = random_case(1, (150,), H=2, K=2, D=16, dtype=torch.float16)
     q[..., 0], k[..., 0] = 8, -8
@@ -137,7 +147,8 @@ class Shapes(TorchDispatchMode):
 
 @pytest.mark.parametrize("T", [1, 5])
 def test_decoding_meets_few_matmul_shapes(T, monkeypatch):
-    """oneDNN compiles and keeps code per shape: shapes that grew with every token leaked 1.3 MB a token."""
+    """oneDNN compiles and keeps code per shape: shapes that grew with every token leaked 1.3 MB a
+    token."""
     monkeypatch.setattr(attention, "MATMUL_PREFIX", 0)
     q, k, v, _ = random_case(T, (700,))
     with Shapes() as first:
@@ -146,7 +157,9 @@ def test_decoding_meets_few_matmul_shapes(T, monkeypatch):
     with Shapes() as later:
         for prefix in range(5 * STRIDE, 9 * STRIDE):
             attend_cpu(q, k, v, [prefix])
-    assert len(later.matmuls - first.matmuls) <= 3 * 5  # three per STRIDE tokens, in place of two per token
+    assert (
+        len(later.matmuls - first.matmuls) <= 3 * 5
+    )  # three per STRIDE tokens, in place of two per token
 
 
 def test_a_chain_in_two_blocks_equals_one_block(monkeypatch):

@@ -27,12 +27,16 @@ KINDS = {
     "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "llama3": {"rope_scaling": LLAMA3},
     "yarn": {"rope_scaling": YARN},
-    "yarn, own factor": {"rope_scaling": {**YARN, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0}},
+    "yarn, own factor": {
+        "rope_scaling": {**YARN, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0}
+    },
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_equal_transformers_one_shot_chunked_and_incremental(kind, tmp_path, record_property):
+def test_logits_equal_transformers_one_shot_chunked_and_incremental(
+    kind, tmp_path, record_property
+):
     from transformers import LlamaForCausalLM
 
     path = write_hf_folder(tmp_path / "model", **KINDS[kind])
@@ -51,7 +55,11 @@ def test_logits_equal_transformers_one_shot_chunked_and_incremental(kind, tmp_pa
             done += size
         return torch.cat(parts, 1)
 
-    for name, sizes in (("one shot", [150]), ("chunked", [64, 17, 16, 53]), ("incremental", [120] + [1] * 30)):
+    for name, sizes in (
+        ("one shot", [150]),
+        ("chunked", [64, 17, 16, 53]),
+        ("incremental", [120] + [1] * 30),
+    ):
         difference = (logits_in_blocks(*sizes) - wanted).abs().max().item()
         record_property(name, difference)
         print(f"{kind}, {name}: largest difference {difference:.1e}")
@@ -69,7 +77,9 @@ def test_ragged_rows_equal_rows_alone(engine):
         for target in (together.row(b), cache):
             model(prompt, torch.arange(lengths[b]).unsqueeze(0), target)
         cache.advance([lengths[b]])
-        alone.append(model(block[b : b + 1], torch.arange(lengths[b], lengths[b] + 5).unsqueeze(0), cache))
+        alone.append(
+            model(block[b : b + 1], torch.arange(lengths[b], lengths[b] + 5).unsqueeze(0), cache)
+        )
     together.advance(lengths)
     positions = torch.tensor(together.lengths).unsqueeze(1) + torch.arange(5)
     assert (model(block, positions, together) - torch.cat(alone)).abs().max() < TOLERANCE

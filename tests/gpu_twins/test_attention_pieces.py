@@ -1,12 +1,13 @@
-"""Attention with lengths on the device, proven on a CPU: with plain formulas in the place of the GPU's kernel."""
+"""Attention with lengths on the device, proven on a CPU: with plain formulas in the place of the
+GPU's kernel."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from minitri.errors import InputError
 from minitri.gpu import attention as gpu_attention
-from minitri.model.attention import attend_math, fold, unfold
 from minitri.gpu.attention import (
     SHORTEST_PIECE,
     FlashAttn,
@@ -17,16 +18,17 @@ from minitri.gpu.attention import (
     choose_backend,
     largest_error,
 )
-from minitri.errors import InputError
+from minitri.model.attention import attend_math, fold, unfold
 from minitri.settings import LONGEST_BLOCK
 from tests.conftest import CPU, tiny_config
-from tests.test_attention import random_case
+from tests.model.test_attention import random_case
 
 CONFIG = tiny_config(num_heads=6, num_kv_heads=2, head_dim=16)
 
 
 def varlen_twin(q, k, v, begins_q, begins_k, counts_k, max_q, max_k, scale):
-    """What the GPU's kernel promises, sequence by sequence; for one without keys zeros and +inf, as it has them."""
+    """What the GPU's kernel promises, sequence by sequence; for one without keys zeros and +inf, as
+    it has them."""
     out, lse = torch.zeros_like(q), torch.full((q.shape[1], q.shape[0]), torch.inf)
     for n, count in enumerate(counts_k.tolist()):
         first, last = begins_q[n : n + 2].tolist()
@@ -45,10 +47,13 @@ def backends():
 
 
 @pytest.mark.parametrize("T", [1, 2, 9, 16])
-@pytest.mark.parametrize("prefixes", [(0,), (1,), (100,), (0, 37, 5), (700, 0, 513), (2 * SHORTEST_PIECE, 3)])
+@pytest.mark.parametrize(
+    "prefixes", [(0,), (1,), (100,), (0, 37, 5), (700, 0, 513), (2 * SHORTEST_PIECE, 3)]
+)
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (5, 1)])
 def test_every_backend_equals_the_oracle(T, prefixes, heads):
-    """MHA, GQA and MQA, ragged rows, empty rows, prefixes that end on and around the border of a piece, NaN behind."""
+    """MHA, GQA and MQA, ragged rows, empty rows, prefixes that end on and around the border of a
+    piece, NaN behind."""
     q, k, v, lengths = random_case(T, prefixes, *heads, S=SHORTEST_PIECE * 4 + 40)
     exact = attend_math(q.double(), k.double(), v.double(), lengths)
     for backend in backends():
@@ -59,20 +64,30 @@ def test_every_backend_equals_the_oracle(T, prefixes, heads):
 @pytest.mark.parametrize("T", [3, 16])
 def test_a_tree_rule_replaces_causality(T):
     q, k, v, lengths = random_case(T, (20, 600), S=SHORTEST_PIECE * 3)
-    rule = torch.eye(T, dtype=torch.bool) | (torch.rand(T, T, generator=torch.Generator().manual_seed(2)) < 0.3).tril()
+    rule = (
+        torch.eye(T, dtype=torch.bool)
+        | (torch.rand(T, T, generator=torch.Generator().manual_seed(2)) < 0.3).tril()
+    )
     exact = attend_math(q, k, v, lengths, rule)
     for backend in backends():
-        assert (backend(ShortBlock(q, k, v, torch.tensor(lengths), rule)) - exact).abs().max() < 3e-6
+        assert (
+            backend(ShortBlock(q, k, v, torch.tensor(lengths), rule)) - exact
+        ).abs().max() < 3e-6
 
 
 @pytest.mark.parametrize("rows", [slice(0, 3), slice(1, 2), slice(1, 3)])
 def test_a_part_of_a_cache_is_read_where_it_lies(rows):
-    """Rows of one layer of a larger cache, as a prefill of one row sees them: nothing is copied, offsets count."""
+    """Rows of one layer of a larger cache, as a prefill of one row sees them: nothing is copied,
+    offsets count."""
     q, k, v, lengths = random_case(2, (40, 300, 7), S=SHORTEST_PIECE * 2)
-    layers_k, layers_v = (torch.stack((torch.full_like(slots, torch.nan), slots)) for slots in (k, v))
+    layers_k, layers_v = (
+        torch.stack((torch.full_like(slots, torch.nan), slots)) for slots in (k, v)
+    )
     exact = attend_math(q, k, v, lengths)[rows]
     for backend in backends():
-        got = backend(ShortBlock(q[rows], layers_k[1, rows], layers_v[1, rows], torch.tensor(lengths[rows])))
+        got = backend(
+            ShortBlock(q[rows], layers_k[1, rows], layers_v[1, rows], torch.tensor(lengths[rows]))
+        )
         assert (got - exact).abs().max() < 3e-6
 
 
@@ -118,7 +133,9 @@ def test_the_first_backend_that_is_right_is_chosen(monkeypatch, caplog):
     assert "flash-attn is not used" in caplog.text
     assert "triton is not used: range must be a power of 2" in caplog.text
     assert "torch-flash is not used: it is off by" in caplog.text
-    with pytest.raises(InputError, match="--attention torch-flash fails on cpu in torch.float32 .it is off by"):
+    with pytest.raises(
+        InputError, match="--attention torch-flash fails on cpu in torch.float32 .it is off by"
+    ):
         choose_backend(CPU, torch.float32, CONFIG, wanted="torch-flash")
     made["math"] = FlashAttn
     with pytest.raises(InputError, match="no attention backend works on cpu"):

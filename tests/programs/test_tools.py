@@ -13,7 +13,7 @@ import pytest
 from minitri.errors import InputError
 from minitri.settings import POLICIES
 
-TOOLS = Path(__file__).parent.parent / "tools"
+TOOLS = Path(__file__).parent.parent.parent / "tools"
 
 
 def tool(name: str):

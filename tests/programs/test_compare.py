@@ -24,8 +24,8 @@ from minitri.gpu.offloaded_cache import RING
 from minitri.session import Batch
 from minitri.settings import METHODS
 from tests.cascades import random_prompt, tiny_engine
-from tests.test_offloaded_cache import offloaded
-from tests.test_tools import texts  # noqa: F401 (a fixture)
+from tests.gpu_twins.test_offloaded_cache import offloaded
+from tests.programs.test_tools import texts  # noqa: F401 (a fixture)
 
 FLAGS = ("--compare", "--dtype", "float32", "--device", "cpu", "--prompt-tokens", "150",
     "--new-tokens", "24",

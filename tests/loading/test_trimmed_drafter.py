@@ -1,4 +1,5 @@
-"""Drafters made by tools/distill_draft.py: the target's embeddings, a few layers, a head over frequent tokens."""
+"""Drafters made by tools/distill_draft.py: the target's embeddings, a few layers, a head over
+frequent tokens."""
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ from safetensors.torch import load_file, save_file
 import minitri
 from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from tests.conftest import edit_json, write_hf_folder
-from tests.test_tools import tool
+from tests.programs.test_tools import tool
 
 pytestmark = pytest.mark.slow
 
 FLAGS = (
-    "--text-tokens", "4096", "--own-tokens", "1", "--held-out-tokens", "2048", "--head-tokens", "200",
-    "--train-tokens", "6000", "--batch", "4", "--dtype", "float32", "--device", "cpu", "--quiet",
+    "--text-tokens", "4096", "--own-tokens", "1", "--held-out-tokens", "2048",
+    "--head-tokens", "200", "--train-tokens", "6000",
+    "--batch", "4", "--dtype", "float32", "--device", "cpu", "--quiet",
 )  # fmt: skip
 
 
@@ -63,7 +65,9 @@ def refusal(target, drafter) -> str:
 
 
 def damaged(drafter, tmp_path, change):
-    folder = shutil.copytree(drafter, tmp_path / "damaged", ignore=shutil.ignore_patterns("labels", "training.pt"))
+    folder = shutil.copytree(
+        drafter, tmp_path / "damaged", ignore=shutil.ignore_patterns("labels", "training.pt")
+    )
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
@@ -78,8 +82,12 @@ def test_a_distilled_drafter_guesses_and_changes_nothing(target, drafter):
     for sampling, coupled in ((SamplingParams(), False), (SamplingParams(1.0), True)):
         texts = []
         for method in ("autoregressive", "naive", "triforce"):
-            speculation = SpeculationConfig(method, budget=64, num_recent_tokens=60, coupled=coupled)
-            *_, end = engine.generate(prompt, sampling=sampling, generation=generation, speculation=speculation, seed=3)
+            speculation = SpeculationConfig(
+                method, budget=64, num_recent_tokens=60, coupled=coupled
+            )
+            *_, end = engine.generate(
+                prompt, sampling=sampling, generation=generation, speculation=speculation, seed=3
+            )
             assert isinstance(end, End)
             texts.append(end.token_ids)
             if method != "autoregressive":
@@ -101,17 +109,33 @@ def test_the_head_says_its_tokens_and_no_others(target, drafter):
 
 def test_training_makes_held_out_acceptance_better(target, books, tmp_path, capsys):
     """One layer of the three, and random laws: little can be learned, and that is learned."""
-    distill(target, books, tmp_path / "a", "--layers", "1", "--train-tokens", "100000", "--learning-rate", "0.003")
-    lines = [line for line in capsys.readouterr().err.splitlines() if "accepted of held-out texts:" in line]
+    distill(
+        target,
+        books,
+        tmp_path / "a",
+        "--layers",
+        "1",
+        "--train-tokens",
+        "100000",
+        "--learning-rate",
+        "0.003",
+    )
+    lines = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if "accepted of held-out texts:" in line
+    ]
     rates = [
-        [float(part.split(" at ")[0].split()[-1]) for part in line.split(", ") if " at " in part] for line in lines
+        [float(part.split(" at ")[0].split()[-1]) for part in line.split(", ") if " at " in part]
+        for line in lines
     ]
     assert len(rates[0]) == 3
     assert all(last > 1.5 * first for first, last in zip(rates[0], rates[-1], strict=True)), rates
 
 
 def test_an_interrupted_distillation_goes_on_where_it_was(target, books, tmp_path, monkeypatch):
-    """Killed while it labels and killed while it trains, it ends with the very drafter of a run that was left alone."""
+    """Killed while it labels and killed while it trains, it ends with the very drafter of a run
+    that was left alone."""
     distill(target, books, tmp_path / "whole")
     draft, data = tool("distill_draft"), tool("distill_data")
     append, loss, calls = data.LabelStore.append, draft.distillation_loss, {"append": 0, "loss": 0}
@@ -137,15 +161,21 @@ def test_an_interrupted_distillation_goes_on_where_it_was(target, books, tmp_pat
 
 
 def test_a_drafter_is_not_a_model(drafter):
-    with pytest.raises(InputError, match="is a drafter for target without an embedding table of its own"):
+    with pytest.raises(
+        InputError, match="is a drafter for target without an embedding table of its own"
+    ):
         minitri.load(str(drafter))
 
 
 def test_a_drafter_for_another_target_is_refused(drafter, tmp_path):
     other = write_hf_folder(tmp_path / "other", seed=7)
-    assert "made for target, whose embeddings are not those of other (cosine" in refusal(other, drafter)
+    assert "made for target, whose embeddings are not those of other (cosine" in refusal(
+        other, drafter
+    )
     smaller = write_hf_folder(tmp_path / "smaller", hidden_size=32)
-    assert "whose embedding table is (320, 64); that of smaller is (320, 32)" in refusal(smaller, drafter)
+    assert "whose embedding table is (320, 64); that of smaller is (320, 32)" in refusal(
+        smaller, drafter
+    )
 
 
 def test_a_head_without_or_with_a_wrong_id_map_is_refused(target, drafter, tmp_path):
@@ -155,7 +185,9 @@ def test_a_head_without_or_with_a_wrong_id_map_is_refused(target, drafter, tmp_p
     damaged(drafter, tmp_path, lambda tensors: tensors["lm_head.token_ids"].fill_(4))
     assert "lm_head.token_ids are not 200 different tokens of 320" in refusal(target, folder)
     shutil.rmtree(folder)
-    damaged(drafter, tmp_path, lambda tensors: tensors.update({"lm_head.token_ids": torch.rand(200)}))
+    damaged(
+        drafter, tmp_path, lambda tensors: tensors.update({"lm_head.token_ids": torch.rand(200)})
+    )
     assert "not plain integers" in refusal(target, folder)
     shutil.rmtree(folder)
     damaged(drafter, tmp_path, lambda tensors: None)
@@ -174,7 +206,9 @@ def test_bad_input_to_distillation_is_one_line(target, books, tmp_path):
     for flags, message in cases:
         with pytest.raises(InputError, match=message):
             distill(target, books, tmp_path / "out", *flags)
-    with pytest.raises(InputError, match="the longest text has .* tokens; training needs at least 1024"):
+    with pytest.raises(
+        InputError, match="the longest text has .* tokens; training needs at least 1024"
+    ):
         distill(target, books, tmp_path / "out", text=short.name)
 
 

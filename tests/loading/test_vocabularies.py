@@ -50,7 +50,9 @@ def test_one_token_that_differs_is_refused_in_one_line(position, padding):
         check(other, TOKENS)
     message = str(refused.value)
     assert "\n" not in message
-    assert f"the drafter tiny-draft has another vocabulary: its token {position} is 'other'" in message
+    assert (
+        f"the drafter tiny-draft has another vocabulary: its token {position} is 'other'" in message
+    )
     assert f"the target's is {TOKENS[position]!r}; use a drafter" in message
 
 
