@@ -1,7 +1,8 @@
-"""How fast this machine moves bytes: what benchmarks compare decoding with."""
+"""How fast this machine moves bytes, and how long its GPU does nothing."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -48,3 +49,31 @@ def _seconds(move: Callable[[], object], device: torch.device) -> float:
         synchronize(device)
         times.append(time.perf_counter() - started)
     return statistics.median(times)
+
+
+def idle_share(step: Callable[[], object], num_steps: int) -> float:
+    """Share of the time of some steps in which a GPU neither computes nor copies.
+
+    Recording slows the host down a little, so it is rather too high.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        started = time.perf_counter()
+        for _ in range(num_steps):
+            step()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+    events = [event for event in recorded.events() or () if event.device_type.name == "CUDA"]
+    spans = [(event.time_range.start, event.time_range.end) for event in events]
+    return 1 - 1e-6 * covered(spans) / seconds
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals, which may overlap."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

@@ -136,8 +136,9 @@ def prompt_lookup_peer(model: Any) -> StartPeer:
         valve = Valve()
         arguments = (prompt, num_new, valve)
         threading.Thread(target=generate, args=arguments, name="prompt lookup", daemon=True).start()
+        stream: Iterator[list[int] | Exception] = iter(valve.made.get, None)
         try:
-            for number, made in enumerate(iter(valve.made.get, None)):
+            for number, made in enumerate(stream):
                 if isinstance(made, Exception):
                     raise made
                 if number:  # the first is the prompt

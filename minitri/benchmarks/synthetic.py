@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
+import random
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitri.benchmarks.bandwidth import copy_bandwidth
+from minitri.benchmarks.bandwidth import copy_bandwidth, idle_share
 from minitri.benchmarks.compare import spread
 from minitri.benchmarks.plots import draw_contexts
 from minitri.caches.full import FullCache
 from minitri.cli.arguments import add_rates_flag, draft_of, positive, speculation_of, taken
 from minitri.cli.report import phase_ms, where
 from minitri.cpu.packed import can_pack, pack_linears
-from minitri.decoding.cascade import Cascade
 from minitri.decoding.random_source import IndependentSource
 from minitri.decoding.verification import Proposal, Verdict
 from minitri.errors import InputError
@@ -44,14 +43,15 @@ SAMPLING = SamplingParams(0.6, top_p=0.9)
 WARMUP_STEPS = 3
 PROFILED_STEPS = 4
 """Steps, behind those that are timed, of which a GPU's work is recorded."""
+MARGIN = 2 * (WARMUP_STEPS + PROFILED_STEPS + 2)
+"""Blocks of room behind the tokens that are asked for."""
 BLOCK = 1 << 22
 """Random numbers that are made; larger tensors repeat them."""
 
 
 def add_synthetic_flags(parser: argparse.ArgumentParser) -> None:
     """What is made up."""
-    title = "--load dummy: made-up weights and verdicts, for the speed of a shape"
-    group = parser.add_argument_group(title)
+    group = parser.add_argument_group("--load dummy: made-up weights and verdicts of a shape")
     add = group.add_argument
     add("--load", choices=("real", "dummy"), default="real", help="weights")
     add("--shape", metavar="NAME", default="llama2-7b-128k", help="a named model")
@@ -207,11 +207,12 @@ def decode(
         cascade.step()
         times.append(1e3 * (time.perf_counter() - started))
     stats.num_decoded_tokens = num_tokens = len(tokens) - before
+    on_gpu = target.device.type == "cuda"
     return {
         "synthetic": True, "method": method, "context": context,
         "ms_per_token": sum(times) / num_tokens, "ms_per_step": spread(times),
         "tokens_per_step": num_tokens / len(times), "phase_ms_per_token": phase_ms(stats),
-        "idle_share": idle_share(cascade) if target.device.type == "cuda" else None,
+        "idle_share": idle_share(cascade.step, PROFILED_STEPS) if on_gpu else None,
         "on_chip": session.full.on_chip, "num_graphs": stats.num_graphs,
         "capture_seconds": stats.capture_seconds,
     }  # fmt: skip
@@ -222,12 +223,10 @@ def fresh_session(
 ) -> Session:
     """A session whose full cache holds a made-up prompt but for its last token."""
     speculation = dataclasses.replace(setup.speculation, method=method)
-    slack = 2 * speculation.max_block * (WARMUP_STEPS + PROFILED_STEPS + 2)
-    num_new = setup.generation.max_new_tokens + slack
+    num_new = setup.generation.max_new_tokens + MARGIN * speculation.max_block
     generation = dataclasses.replace(setup.generation, max_new_tokens=num_new)
     vocab_size = min(model.config.vocab_size for model in (target, draft) if model is not None)
-    generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(vocab_size, (context,), generator=generator).tolist()
+    prompt = random.Random(0).choices(range(vocab_size), k=context)
     batch = Batch([prompt], [0], SAMPLING, generation, speculation)
     session = Session(target, draft, batch)
     low, high = setup.acceptance
@@ -273,31 +272,3 @@ def fill(tensor: Tensor, scale: float, seed: int = 0) -> None:
     block = block.to(tensor.device, tensor.dtype)
     for part in flat.split(BLOCK):
         part.copy_(block[: len(part)])
-
-
-def idle_share(cascade: Cascade) -> float:
-    """Share of the time of some more steps in which a GPU neither computes nor copies.
-
-    Recording slows the host down a little, so it is rather too high.
-    """
-    from torch.profiler import ProfilerActivity, profile
-
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        started = time.perf_counter()
-        for _ in range(PROFILED_STEPS):
-            cascade.step()
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
-    events = [event for event in recorded.events() or () if event.device_type.name == "CUDA"]
-    spans = [(event.time_range.start, event.time_range.end) for event in events]
-    return 1 - 1e-6 * covered(spans) / seconds
-
-
-def covered(spans: list[tuple[float, float]]) -> float:
-    """Length of the union of intervals, which may overlap."""
-    total, reached = 0.0, -math.inf
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total

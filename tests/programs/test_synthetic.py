@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from minitri import bench, generate
+from minitri.benchmarks.bandwidth import covered
 from minitri.benchmarks.synthetic import (
     Setup,
     SyntheticSource,
-    covered,
     decode,
     fill,
     fill_cache,
