@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import logging
 import sys
@@ -68,7 +69,6 @@ class SelfTest:
         self.engine = engine
         self.prompt = prompt
         self._args = args
-        self._exact: Llama | None = None
 
     def compare(
         self, mode: Mode, speculation: SpeculationConfig, expected: list[int]
@@ -86,7 +86,7 @@ class SelfTest:
             return {**result, "verdict": "equal"}
         self.engine.release()  # room for the model in float32
         found = explain(
-            model, self.exact_model(), self.prompt + got[:n], mode,
+            model, self.exact_model, self.prompt + got[:n], mode,
             expected=expected[n], got=got[n], seed=self._args.seed, block=speculation.max_block,
         )  # fmt: skip
         verdict = "numeric tie" if found.is_tie else "BUG"
@@ -113,16 +113,15 @@ class SelfTest:
         log.info("  prefill %.1f s, %.1f ms/token", seconds, ms)
         return list(end.token_ids)
 
+    @functools.cached_property
     def exact_model(self) -> Llama:
         """The model in float32: the one that is tested, or else loaded when first needed."""
-        if self.engine.model.dtype == torch.float32:
-            return self.engine.model
-        if self._exact is None:
-            log.info("a difference: loading the model in float32 to look at it ...")
-            flags = arguments.model_of(self._args) | {"dtype": "float32", "attention": "auto"}
-            flags |= {"device": str(self.engine.model.device), "progress": False}
-            self._exact = load(**flags, draft="ngram").model
-        return self._exact
+        model = self.engine.model
+        if model.dtype == torch.float32:
+            return model
+        log.info("a difference: loading the model in float32 to look at it ...")
+        flags = arguments.model_of(self._args) | {"dtype": "float32", "attention": "auto"}
+        return load(**flags | {"device": str(model.device), "progress": False}, draft="ngram").model
 
     def spell(self, token: int) -> str:
         """A token as text and id."""

@@ -83,14 +83,12 @@ class Peer:
     def __init__(self, tokens: Iterator[int]) -> None:
         self._tokens = tokens
         started = time.perf_counter()
-        next(tokens)
+        self.burst(1)
         self.prefill_seconds = time.perf_counter() - started
 
     def burst(self, num_tokens: int) -> int:
         """See `Method.burst`."""
-        for _ in range(num_tokens):
-            next(self._tokens)
-        return num_tokens
+        return len([next(self._tokens) for _ in range(num_tokens)])
 
 
 Contestant = Method | Peer
@@ -231,7 +229,7 @@ def summarise(scores: dict[str, Score], num_new: int) -> dict[str, dict[str, Any
     """Medians and ranges, with speedups over the reference prompt by prompt and seed by seed."""
 
     def ratios(ours: list[float], theirs: list[float]) -> dict[str, float]:
-        every = len(ours) // len(theirs)  # peers run once per prompt, beside the first seed
+        every = len(ours) // len(theirs)  # a peer runs once per prompt, beside the first seed
         return spread([a / b for a, b in zip(ours[::every], theirs, strict=True)])
 
     reference = scores[REFERENCE]

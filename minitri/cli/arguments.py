@@ -64,7 +64,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> int:
-    """A flag's value that must be a whole number of at least 1."""
+    """A flag's value: a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
@@ -173,10 +173,8 @@ def add_prompt_flags(
 def add_gpu_flags(flags: Flags) -> None:
     """Where the KV cache is, and how a GPU computes."""
     add_fields(flags, GenerationConfig, "offload", "on_chip")
-    flags.add_argument(
-        "--no-cuda-graphs", dest="cuda_graphs", action="store_false",
-        help="on a GPU, launch every kernel by itself",
-    )  # fmt: skip
+    text = "on a GPU, launch every kernel by itself"
+    flags.add_argument("--no-cuda-graphs", dest="cuda_graphs", action="store_false", help=text)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -206,16 +204,15 @@ def add_size_flags(flags: Flags) -> None:
 
 def add_rates_flag(flags: Flags, name: str, text: str) -> None:
     """Acceptance rates to assume, of the drafter's guesses and of the retrieval level's."""
-    flags.add_argument(
-        f"--{name}", type=two_rates, default=(0.46, 0.92), metavar="DRAFT,RETRIEVAL",
-        help=f"{text} (default: 0.46,0.92, about the paper's)",
-    )  # fmt: skip
+    options: dict[str, Any] = {"type": two_rates, "metavar": "DRAFT,RETRIEVAL"}
+    text += " (default: 0.46,0.92, about the paper's)"
+    flags.add_argument(f"--{name}", default=(0.46, 0.92), help=text, **options)
 
 
 def taken(settings: type[Settings], args: argparse.Namespace, **others: Any) -> Settings:
     """Settings by the flags that are named after their fields. Raises `InputError`."""
-    names = [field.name for field in dataclasses.fields(settings)]
-    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    names = {field.name for field in dataclasses.fields(settings)}
+    given = {name: value for name, value in vars(args).items() if name in names}
     return settings(**{**given, **others})
 
 
@@ -248,13 +245,13 @@ def draft_of(args: argparse.Namespace) -> str:
 
 def ignored_flags(args: argparse.Namespace) -> list[str]:
     """Flags that were set although the method has no use for them."""
-    unused: tuple[str, ...] = ()
+    unused: list[str] = []
     if args.method in ("autoregressive", "retrieval"):
-        unused = ("gamma1",) if args.draft in ("auto", "none") else ("draft", "gamma1")
+        unused += ["gamma1"] if args.draft in ("auto", "none") else ["draft", "gamma1"]
     if args.method in ("autoregressive", "naive"):
-        unused += ("policy", *RETRIEVAL)
+        unused += ["policy", *RETRIEVAL]
     if args.method == "autoregressive" or (args.method == "naive" and draft_of(args) == "ngram"):
         unused += WINDOW
-    default = SpeculationConfig()
-    changed = [name for name in unused if getattr(args, name) != getattr(default, name, None)]
+    defaults = vars(SpeculationConfig())
+    changed = [name for name in unused if getattr(args, name) != defaults.get(name)]
     return [f"--{name.replace('_', '-')}" for name in changed]

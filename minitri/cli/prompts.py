@@ -21,14 +21,13 @@ def read_prompt(file: str | None, prompt: str | None = None) -> str:
     if file is None:
         return demo_text()
     source = "standard input" if file == "-" else file
+    if file == "-" and sys.stdin is None:
+        raise InputError(
+            "there is no standard input to read the prompt from; give --prompt or a file"
+        )
     try:
-        if file == "-":
-            if sys.stdin is None:
-                raise InputError(
-                    "there is no standard input to read the prompt from; give --prompt or a file"
-                )
-            return sys.stdin.buffer.read().decode("utf-8-sig")
-        return Path(file).read_bytes().decode("utf-8-sig")
+        content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        return content.decode("utf-8-sig")
     except OSError as error:
         raise InputError(
             f"cannot read the prompt from {source}: {error.strerror}; check --prompt-file"

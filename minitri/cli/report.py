@@ -18,11 +18,9 @@ from minitri.model.llama import Llama
 def where(model: Llama) -> dict[str, str]:
     """What a model runs on: a part of every JSON line."""
     return {
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": str(model.device),
-        "attention": attention_name(model.attend),
-        "torch": torch.__version__,
-    }
+        "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device),
+        "attention": attention_name(model.attend), "torch": torch.__version__,
+    }  # fmt: skip
 
 
 def draft_name(engine: Engine) -> str:
@@ -87,10 +85,10 @@ def level_line(level: LevelStats) -> str:
 
 def phase_ms(stats: Stats) -> dict[str, float]:
     """Milliseconds per decoded token of each stage, of rebuilds, and of other commits."""
-    rebuild_seconds = stats.rebuilds.seconds
+    rebuild, ms = stats.rebuilds.seconds, 1e3 / max(stats.num_decoded_tokens, 1)
     seconds = {stage.name: stage.seconds for stage in stats.stages}
-    seconds |= {"rebuild": rebuild_seconds, "commit": stats.commit_seconds - rebuild_seconds}
-    return {name: 1e3 * value / max(stats.num_decoded_tokens, 1) for name, value in seconds.items()}
+    seconds |= {"rebuild": rebuild, "commit": stats.commit_seconds - rebuild}
+    return {name: ms * value for name, value in seconds.items()}
 
 
 def report(
