@@ -136,7 +136,7 @@ def run_compare(args: argparse.Namespace) -> None:
             name: [results[context][name]["ms_per_token"]["median"] for context in contexts]
             for name in result
         }
-        draw_contexts(args.plot, contexts, times, describe(engine, args, ""))
+        draw_contexts(args.plot, contexts, times, describe(engine, args))
 
 
 def print_comparison(
@@ -148,18 +148,19 @@ def print_comparison(
     print(f"{title}; {len(prompts)} prompts x {args.seeds} seeds: median (range)")
     print(table(result, args.max_new_tokens))
     flags = ("model", "temperature", "top_p", "coupled", "seeds")
-    facts = {name: getattr(args, name) for name in flags} | where(engine.model)
-    facts |= {"draft": draft_name(engine), "num_prompt_tokens": lengths}
-    facts |= {"num_new_tokens": args.max_new_tokens, "contestants": result}
+    facts = {
+        **{name: getattr(args, name) for name in flags}, **where(engine.model),
+        "draft": draft_name(engine), "num_prompt_tokens": lengths,
+        "num_new_tokens": args.max_new_tokens, "contestants": result,
+    }  # fmt: skip
     print(json.dumps(facts), flush=True)
 
 
-def describe(engine: Engine, args: argparse.Namespace, prompt: str) -> str:
+def describe(engine: Engine, args: argparse.Namespace, prompt: str = "") -> str:
     """The setting of a comparison in one line."""
-    dtype, device = where(engine.model)["dtype"], engine.model.device
     return (
-        f"{args.model}, {dtype}, {device}, {prompt}{args.max_new_tokens} new, "
-        f"T={args.temperature:g}, top-p {args.top_p:g}"
+        f"{args.model}, {where(engine.model)['dtype']}, {engine.model.device}, {prompt}"
+        f"{args.max_new_tokens} new, T={args.temperature:g}, top-p {args.top_p:g}"
     )
 
 

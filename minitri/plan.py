@@ -128,8 +128,7 @@ def predict(
     retrieval, target = ms(config, budget), ms(config, num_tokens, hosted)
     length, num_rounds = expected_block(acceptance[0], plan)
     block = num_rounds * (plan.gamma1 * step + retrieval) + target
-    cascade = block / expected_tokens(acceptance[1], length)
-    return Prediction(plan, step, retrieval, target, cascade)
+    return Prediction(plan, step, retrieval, target, block / expected_tokens(acceptance[1], length))
 
 
 def run_command(args: argparse.Namespace) -> int:
@@ -144,8 +143,8 @@ def run_command(args: argparse.Namespace) -> int:
         prefill_chunk=args.prefill_chunk, itemsize=itemsize,
     )  # fmt: skip
     gpu_bytes, host_bytes = args.gpu_memory * GIB, args.host_memory * GIB
-    nominal = 1000 if args.gpu_memory <= 48 else 2000 if args.gpu_memory <= 80 else 4000
-    gpu_gb_s = args.gpu_gb_s or nominal
+    by_size = 1000 if args.gpu_memory <= 48 else 2000 if args.gpu_memory <= 80 else 4000
+    gpu_gb_s = args.gpu_gb_s or by_size
     machine = Machine(gpu_gb_s * 1e9, gpu_gb_s * 1e9, args.link_gb_s * 1e9)
 
     def place(on_chip: int) -> dict[str, Any]:
@@ -165,8 +164,7 @@ def run_command(args: argparse.Namespace) -> int:
         }  # fmt: skip
 
     best = needs.most_on_chip(gpu_bytes)
-    choices = {config.num_layers, best or 0, 0}
-    placements = [place(on_chip) for on_chip in sorted(choices, reverse=True)]
+    placements = [place(n) for n in sorted({config.num_layers, best or 0, 0}, reverse=True)]
     print(
         f"{config.name}, {context} tokens, batch {args.batch}, {args.dtype}, drafter "
         f"{draft.name if draft else 'ngram'}, budget {budget}; a GPU of {args.gpu_memory:g} GiB at "
