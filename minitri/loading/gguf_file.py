@@ -7,8 +7,10 @@ in its rotary embedding, so it stores the rows of q and k in another order; they
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitri.errors import InputError, shorten
-from minitri.loading.hf_config import as_token_ids
+from minitri.errors import InputError
+from minitri.loading.damage import explain
+from minitri.loading.hf_config import as_token_ids, read_fields
 from minitri.model.config import ModelConfig, RopeConfig
 
 _GLOBAL_NAMES = {
@@ -36,6 +39,14 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_CONFIG_KEYS = {
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
 _ROPE_DIVISORS = "rope_freqs.weight"
 
 
@@ -43,90 +54,72 @@ class GgufFile:
     """An open GGUF file. Raises `InputError` for one that is damaged or is not a Llama."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            from gguf import GGUFReader
-        except ImportError:
-            raise InputError(
-                f"{path.name} is a GGUF file and the package gguf is not installed; run: pip "
-                "install 'minitri[gguf]'"
-            ) from None
         self.path = path
-        try:
-            reader = GGUFReader(path)
+        gguf = self.package("gguf", "is a GGUF file")
+        damages = (ValueError, IndexError, KeyError, OSError, OverflowError, MemoryError)
+        with explain(f"{path} is not a whole GGUF file", *damages):
+            reader = gguf.GGUFReader(path)
             # The reader has an array for every string; plain values take a tenth of that memory.
             self._metadata = {key: stored.contents() for key, stored in reader.fields.items()}
             # Each has `data`, a view of the mapped file, and `shape` from the fastest dimension on.
             self._tensors = {stored.name: stored for stored in reader.tensors}
-        except (ValueError, IndexError, KeyError, OSError, OverflowError, MemoryError) as error:
-            raise InputError(
-                f"{path} is not a whole GGUF file ({shorten(error)}); download it again"
-            ) from None
-        architecture = self.get("general.architecture")
-        if architecture != "llama":
-            raise self._error(
-                f"is a {architecture!r} model; minitri runs the Llama architecture only"
-            )
+        kind = self.get("general.architecture")
+        if kind != "llama":
+            raise self._error(f"is a {kind!r} model; minitri runs the Llama architecture only")
 
     def _error(self, problem: str) -> InputError:
         return InputError(f"{self.path.name} {problem}")
+
+    def package(self, name: str, needed_as: str, module: str | None = None) -> Any:
+        """A module of an optional package. Raises `InputError` if it is not installed."""
+        try:
+            return importlib.import_module(module or name)
+        except ImportError:
+            raise self._error(
+                f"{needed_as} and the package {name} is not installed; run: pip install "
+                "'minitri[gguf]'"
+            ) from None
 
     def get(self, key: str, default: Any = None) -> Any:
         """The metadata value of a key: a number, a string, a boolean or a list of them."""
         return self._metadata.get(key, default)
 
-    @contextmanager
-    def reading(self, what: str) -> Iterator[None]:
+    def reading(self, what: str) -> AbstractContextManager[None]:
         """Turns whatever goes wrong over damaged metadata into an `InputError`."""
-        try:
-            yield
-        except InputError:
-            raise
-        except Exception as error:  # metadata may hold anything
-            raise InputError(
-                f"{self.path.name}: {what} are damaged ({type(error).__name__}: "
-                f"{shorten(error, 90)}); get the file again"
-            ) from None
+        problem, advice = f"{self.path.name}: {what} are damaged", "get the file again"
+        return explain(problem, Exception, advice=advice, limit=90, with_type=True)
 
     def config(self, name: str) -> ModelConfig:
         """The model's shape."""
         with self.reading("its hyper-parameters"):
-            return self._config(name)
+            config = read_fields(self._as_config_json(), name)
+            return replace(config, rope=self._rope(config.context_length, config.head_dim))
 
-    def _config(self, name: str) -> ModelConfig:
-        def need(key: str) -> Any:
-            if (value := self.get(f"llama.{key}")) is None:
-                raise self._error(
-                    f"has no llama.{key}; get a GGUF file made by a current llama.cpp"
-                )
-            return value
-
+    def _as_config_json(self) -> dict[str, Any]:
+        """The shape under the names of a Hugging Face config.json."""
         if self.get("llama.expert_count"):
             raise self._error("is a mixture of experts; minitri runs dense Llama models only")
         if "token_embd.weight" not in self._tensors:
             raise self._error("has no tensor token_embd.weight; get the complete file")
-        num_heads, hidden_size = int(need("attention.head_count")), int(need("embedding_length"))
-        head_dim = int(self.get("llama.attention.key_length") or hidden_size // num_heads)
-        context = int(need("context_length"))
+        found: dict[str, Any] = {}
+        for name, key in _CONFIG_KEYS.items():
+            found[name] = self.get(f"llama.{key}")
+            if found[name] is None:
+                raise self._error(
+                    f"has no llama.{key}; get a GGUF file made by a current llama.cpp"
+                )
         eos = [as_token_ids(self.get(f"tokenizer.ggml.{name}_token_id")) for name in ("eos", "eot")]
-        bos = as_token_ids(self.get("tokenizer.ggml.bos_token_id"))
-        return ModelConfig(
-            num_layers=int(need("block_count")),
-            hidden_size=hidden_size,
-            intermediate_size=int(need("feed_forward_length")),
-            num_heads=num_heads,
-            num_kv_heads=int(self.get("llama.attention.head_count_kv") or num_heads),
-            head_dim=head_dim,
-            vocab_size=int(self._tensors["token_embd.weight"].shape[1]),
-            context_length=context,
-            rope=self._rope(context, head_dim),
+        return found | {
+            "num_key_value_heads": self.get("llama.attention.head_count_kv"),
+            "head_dim": self.get("llama.attention.key_length"),
+            "vocab_size": self._tensors["token_embd.weight"].shape[1],
             # A float32; the shortest decimal that rounds to it is what the author wrote.
-            rms_norm_eps=float(f"{need('attention.layer_norm_rms_epsilon'):.6g}"),
-            tie_word_embeddings="output.weight" not in self._tensors,
-            attention_bias="blk.0.attn_q.bias" in self._tensors,
-            bos_token_id=bos[0] if bos else None,
-            eos_token_ids=tuple(dict.fromkeys(eos[0] + eos[1])),
-            name=name,
-        )
+            "rms_norm_eps": f"{found['rms_norm_eps']:.6g}",
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "attention_bias": "blk.0.attn_q.bias" in self._tensors,
+            "bos_token_id": self.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": tuple(dict.fromkeys(eos[0] + eos[1])),
+        }
 
     def _rope(self, context: int, head_dim: int) -> RopeConfig:
         if int(self.get("llama.rope.dimension_count") or head_dim) != head_dim:
@@ -139,14 +132,14 @@ class GgufFile:
             )
         divisors = None
         if _ROPE_DIVISORS in self._tensors:
-            divisors = tuple(float(value) for value in self._tensors[_ROPE_DIVISORS].data)
+            divisors = tuple(map(float, self._tensors[_ROPE_DIVISORS].data))
             if len(divisors) != head_dim // 2:
                 raise self._error(
                     f"has {len(divisors)} RoPE divisors for a head of {head_dim}; get the file "
                     "again"
                 )
         factor = self.get("llama.rope.scaling.factor") or self.get("llama.rope.scale_linear") or 1.0
-        kind = self.get("llama.rope.scaling.type") or ("none" if factor == 1 else "linear")
+        kind = self.get("llama.rope.scaling.type") or ("default" if factor == 1 else "linear")
         return RopeConfig(
             theta=float(self.get("llama.rope.freq_base") or RopeConfig.theta),
             kind="default" if kind == "none" else kind,
@@ -162,19 +155,15 @@ class GgufFile:
         for gguf_name, stored in self._tensors.items():
             if gguf_name == _ROPE_DIVISORS:
                 continue
-            try:
+            kind, advice = stored.tensor_type.name, "use a file of another quantization"
+            problem = f"{self.path.name}: tensor {gguf_name} of type {kind} cannot be dequantized"
+            with explain(problem, NotImplementedError, ValueError, KeyError, advice=advice):
                 values = dequantize(stored.data, stored.tensor_type)
-            except (NotImplementedError, ValueError, KeyError) as error:
-                raise InputError(
-                    f"{self.path.name}: tensor {gguf_name} of type {stored.tensor_type.name} "
-                    f"cannot be dequantized ({shorten(error)}); use a file of another quantization"
-                ) from None
             weight = torch.from_numpy(np.require(values, requirements="W"))  # no view of the file
             name = hugging_face_name(gguf_name)
-            if name.endswith(("q_proj.weight", "q_proj.bias")):
-                weight = _neighbours_to_halves(weight, config.num_heads)
-            elif name.endswith(("k_proj.weight", "k_proj.bias")):
-                weight = _neighbours_to_halves(weight, config.num_kv_heads)
+            for part, heads in (("q_proj", config.num_heads), ("k_proj", config.num_kv_heads)):
+                if part in name:
+                    weight = _neighbours_to_halves(weight, heads)
             yield name, weight
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from minitri.errors import InputError, shorten
+from minitri.loading.damage import explain
 from minitri.model.config import POSITIVE_FACTORS, ROPE_KINDS, ModelConfig, RopeConfig
 
 
@@ -26,25 +27,21 @@ def read_config(config: Mapping[str, Any], name: str) -> ModelConfig:
                 f"{name} has {key}={shorten(repr(config[key]), 60)}, which minitri does not "
                 f"run; use a checkpoint with {key}={wanted}"
             )
+    wrong_kind = (TypeError, ValueError, ZeroDivisionError, OverflowError)
+    problem = f"{name}: config.json holds a value of the wrong kind"
     try:
-        return _read_fields(config, name)
-    except InputError:
-        raise
+        with explain(problem, *wrong_kind, advice="get the original"):
+            return read_fields(config, name)
     except KeyError as missing:
         raise InputError(
             f"{name}: config.json has no {missing}; get the complete config of the model"
         ) from None
-    except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
-        raise InputError(
-            f"{name}: config.json holds a value of the wrong kind ({error}); get the original"
-        ) from None
 
 
-def _read_fields(config: Mapping[str, Any], name: str) -> ModelConfig:
+def read_fields(config: Mapping[str, Any], name: str) -> ModelConfig:
+    """The fields of a config.json; raises whatever a wrong or missing value leads to."""
     num_heads, hidden_size = int(config["num_attention_heads"]), int(config["hidden_size"])
-    context = int(config.get("max_position_embeddings", 2048))
-    bos = as_token_ids(config.get("bos_token_id"))
-    draft_of = config.get("draft_of")
+    context, draft_of = int(config.get("max_position_embeddings", 2048)), config.get("draft_of")
     return ModelConfig(
         num_layers=int(config["num_hidden_layers"]),
         hidden_size=hidden_size,
@@ -58,7 +55,7 @@ def _read_fields(config: Mapping[str, Any], name: str) -> ModelConfig:
         rms_norm_eps=float(config.get("rms_norm_eps", ModelConfig.rms_norm_eps)),
         tie_word_embeddings=as_bool(config.get("tie_word_embeddings")),
         attention_bias=as_bool(config.get("attention_bias")),
-        bos_token_id=bos[0] if bos else None,
+        bos_token_id=next(iter(as_token_ids(config.get("bos_token_id"))), None),
         eos_token_ids=as_token_ids(config.get("eos_token_id")),
         name=name,
         draft_of=None if draft_of is None else str(draft_of),

@@ -7,18 +7,18 @@ UTF-8 character, never without its spaces.
 
 from __future__ import annotations
 
-import importlib
 import os.path
 import re
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from minitri.errors import InputError, shorten
+from minitri.errors import InputError
 from minitri.loading.checkpoint import Checkpoint, read_json
+from minitri.loading.damage import explain
 from minitri.loading.gguf_file import GgufFile
 from minitri.model.config import ModelConfig
 from minitri.settings import check_unicode
@@ -27,35 +27,21 @@ _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
-
-class Backend(Protocol):
-    """A tokenizer library behind three calls."""
-
-    num_tokens: int
-    """One more than the largest token id."""
-
-    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
-        """Ids without BOS or EOS: all of them, or at least the first `max_tokens`."""
-        ...
-
-    def decode(self, ids: list[int]) -> str:
-        """Text; control tokens give nothing, bytes that are no UTF-8 give U+FFFD."""
-        ...
-
-    def token(self, number: int) -> str | None:
-        """How the vocabulary spells a token; None for an unused id."""
-        ...
+_CUT = re.compile("[A-Za-z](?= )")
+"""Where to cut a text whose first tokens are wanted. No pattern of words here goes on from a letter
+to a space or looks ahead from a letter; only an added token could span the cut."""
 
 
 class SentencePieceBackend:
     """A `tokenizer.model` with Llama-2's conventions: byte fallback, a space before the text."""
 
+    can_cut = False
+
     def __init__(self, model: bytes) -> None:
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.num_tokens = self._processor.vocab_size()
 
-    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:  # noqa: ARG002
+    def encode(self, text: str) -> list[int]:
         return list(self._processor.encode(text))
 
     def decode(self, ids: list[int]) -> str:
@@ -67,13 +53,16 @@ class SentencePieceBackend:
 
 
 class TokenizersBackend:
-    """A pipeline of the `tokenizers` package, which knows control tokens written out in a text."""
+    """A pipeline of the `tokenizers` package, which knows control tokens written out in a text.
 
-    def __init__(self, pipeline: tokenizers.Tokenizer) -> None:
-        self._pipeline = pipeline
+    `can_cut`: the beginning of a text, up to a `_CUT`, has the first tokens of the whole text.
+    """
+
+    def __init__(self, pipeline: tokenizers.Tokenizer, *, can_cut: bool = False) -> None:
+        self._pipeline, self.can_cut = pipeline, can_cut
         self.num_tokens = 1 + max(pipeline.get_vocab(with_added_tokens=True).values(), default=-1)
 
-    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:  # noqa: ARG002
+    def encode(self, text: str) -> list[int]:
         return self._pipeline.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
@@ -83,40 +72,17 @@ class TokenizersBackend:
         return self._pipeline.id_to_token(number)
 
 
-class GgufBackend(TokenizersBackend):
-    """A byte-level BPE built here. For the first tokens of a long text it reads little of the rest.
-
-    Text may be cut between a letter and a space: no pattern of words here goes on from a letter to
-    a space or looks ahead from a letter, so words and tokens before the cut are those of the whole
-    text. Only an added token could span the cut; if one could, nothing is cut.
-    """
-
-    _CUT = re.compile("[A-Za-z](?= )")
-
-    def __init__(self, pipeline: tokenizers.Tokenizer) -> None:
-        super().__init__(pipeline)
-        added = pipeline.get_added_tokens_decoder().values()
-        self._can_cut = not any(self._CUT.search(token.content) for token in added)
-
-    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
-        if max_tokens is not None and self._can_cut:
-            num_chars = 6 * max_tokens
-            while cut := self._CUT.search(text, num_chars):
-                ids = super().encode(text[: cut.end()])
-                if len(ids) >= max_tokens:
-                    return ids
-                num_chars = 2 * cut.end()
-        return super().encode(text)
+Backend = SentencePieceBackend | TokenizersBackend
 
 
 class Tokenizer:
-    """A tokenizer together with the model's rule for BOS."""
+    """A tokenizer library together with the model's rule for BOS."""
 
     def __init__(self, backend: Backend, bos_token_id: int | None) -> None:
         """`bos_token_id` goes before every prompt that does not begin with it; None: no BOS."""
         self._backend = backend
         self.bos_token_id = bos_token_id
-        self.num_tokens = backend.num_tokens
+        self.num_tokens = backend.num_tokens  # one more than the largest token id
 
     def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
         """Ids of a prompt, with BOS if the model wants it; at most `max_tokens` of them.
@@ -124,13 +90,21 @@ class Tokenizer:
         Raises `InputError` for lone surrogates.
         """
         check_unicode(text, "the prompt")
-        ids = self._backend.encode(text, max_tokens)
+        wanted = max_tokens if max_tokens is not None and self._backend.can_cut else len(text)
+        num_chars = 6 * wanted
+        while cut := _CUT.search(text, num_chars):
+            ids = self._backend.encode(text[: cut.end()])
+            if len(ids) >= wanted:
+                break
+            num_chars = 2 * cut.end()
+        else:
+            ids = self._backend.encode(text)
         if self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id)
         return ids[:max_tokens]
 
     def decode(self, ids: list[int]) -> str:
-        """Text of token ids, without control tokens."""
+        """Text without control tokens; bytes that are no UTF-8 give U+FFFD."""
         return self._backend.decode(ids)
 
     def token(self, number: int) -> str | None:
@@ -209,54 +183,45 @@ def check_same_vocabulary(draft: Tokenizer, target: Tokenizer, draft_name: str) 
 
 def _from_folder(folder: Path) -> tuple[Backend, bool]:
     """The backend, and whether prompts start with BOS."""
-    file = folder / "tokenizer_config.json"
-    settings = read_json(file) if file.exists() else {}
+    settings_file, file = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    settings = read_json(settings_file) if settings_file.exists() else {}
+    if not file.exists():
+        file = folder / "tokenizer.model"
+    if not file.exists():
+        raise InputError(f"{folder} has no tokenizer; expected tokenizer.json or tokenizer.model")
     backend: Backend
-    try:
-        if (file := folder / "tokenizer.json").exists():
+    with explain(f"{file} is damaged", Exception):  # the packages raise nothing more specific
+        if file.suffix == ".json":
             pipeline = tokenizers.Tokenizer.from_file(str(file))
             pipeline.no_truncation()
             pipeline.no_padding()
-            adds_bos = bool(pipeline.encode("", add_special_tokens=True).ids)
+            add_bos = bool(pipeline.encode("", add_special_tokens=True).ids)
             backend = TokenizersBackend(pipeline)
-        elif (file := folder / "tokenizer.model").exists():
-            backend, adds_bos = SentencePieceBackend(file.read_bytes()), True
         else:
-            raise InputError(
-                f"{folder} has no tokenizer; expected tokenizer.json or tokenizer.model"
-            )
-    except InputError:
-        raise
-    except Exception as error:  # the packages raise nothing more specific
-        raise InputError(f"{file} is damaged ({shorten(error)}); download it again") from None
-    return backend, bool(settings.get("add_bos_token", adds_bos))
+            backend, add_bos = SentencePieceBackend(file.read_bytes()), True
+    return backend, bool(settings.get("add_bos_token", add_bos))
 
 
 def _from_gguf(file: GgufFile) -> tuple[Backend, bool]:
     """The backend, and whether prompts start with BOS."""
     kind = file.get("tokenizer.ggml.model")
-    backend: Backend
-    if kind == "gpt2":
-        backend = GgufBackend(_gguf_byte_level_bpe(file))
-    elif kind == "llama":
-        backend = SentencePieceBackend(_gguf_sentencepiece(file))
-    else:
+    readers = {"gpt2": _gguf_byte_level_bpe, "llama": _gguf_sentencepiece}
+    if kind not in readers:
         raise InputError(
             f"{file.path.name} has a tokenizer of type {kind!r}; minitri reads gpt2 and llama ones"
         )
-    return backend, bool(file.get("tokenizer.ggml.add_bos_token", kind == "llama"))
+    return readers[kind](file), bool(file.get("tokenizer.ggml.add_bos_token", kind == "llama"))
 
 
-def _gguf_byte_level_bpe(file: GgufFile) -> tokenizers.Tokenizer:
+def _gguf_byte_level_bpe(file: GgufFile) -> Backend:
     """Byte-level BPE; `tokenizer.ggml.pre` names how a text is cut into words first."""
-    llama3_words = tokenizers.Regex(_LLAMA3_WORDS)
-    gpt2 = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    gpt2: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
     smollm = [pre_tokenizers.Digits(individual_digits=True), *gpt2]
     llama3 = [
-        pre_tokenizers.Split(llama3_words, "isolated"),
+        pre_tokenizers.Split(tokenizers.Regex(_LLAMA3_WORDS), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ]
-    words: dict[str, Any] = {"default": gpt2, "smollm": smollm, "llama-bpe": llama3}
+    words = {"default": gpt2, "smollm": smollm, "llama-bpe": llama3}
     words |= {"gpt-2": gpt2, "llama3": llama3}
     pre = file.get("tokenizer.ggml.pre", "default")
     if pre not in words:
@@ -271,38 +236,28 @@ def _gguf_byte_level_bpe(file: GgufFile) -> tokenizers.Tokenizer:
     pipeline.pre_tokenizer = pre_tokenizers.Sequence(words[pre])
     pipeline.decoder = decoders.ByteLevel()
     CONTROL, USER_DEFINED = 3, 4
-    token_types = file.get("tokenizer.ggml.token_type") or []
-    for token, token_type in zip(tokens, token_types, strict=False):
-        if token_type == CONTROL:
-            added = tokenizers.AddedToken(token, special=True, normalized=False)
-            pipeline.add_special_tokens([added])
-        elif token_type == USER_DEFINED:
-            added = tokenizers.AddedToken(token, special=False, normalized=False)
-            pipeline.add_tokens([added])
-    return pipeline
+    types = zip(tokens, file.get("tokenizer.ggml.token_type") or [], strict=False)
+    added = {token: kind == CONTROL for token, kind in types if kind in (CONTROL, USER_DEFINED)}
+    for token, special in added.items():
+        pipeline.add_tokens([tokenizers.AddedToken(token, special=special, normalized=False)])
+    return TokenizersBackend(pipeline, can_cut=not any(map(_CUT.search, added)))
 
 
-def _gguf_sentencepiece(file: GgufFile) -> bytes:
-    """A sentencepiece model with the pieces, scores and types of the file, serialised."""
-    try:
-        messages: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
-    except ImportError:
-        raise InputError(
-            f"{file.path.name} has a sentencepiece tokenizer and the package protobuf is not "
-            "installed; run: pip install 'minitri[gguf]'"
-        ) from None
+def _gguf_sentencepiece(file: GgufFile) -> Backend:
+    """A sentencepiece model with the pieces, scores and types of the file."""
+    module = "sentencepiece.sentencepiece_model_pb2"
+    messages = file.package("protobuf", "has a sentencepiece tokenizer", module)
     model = messages.ModelProto()
     columns = [file.get(f"tokenizer.ggml.{name}") for name in ("tokens", "scores", "token_type")]
     for piece, score, token_type in zip(*columns, strict=True):
         model.pieces.add(piece=piece, score=score, type=token_type)
-    model.trainer_spec.model_type = messages.TrainerSpec.BPE
-    model.trainer_spec.byte_fallback = True
-    model.trainer_spec.unk_id = file.get("tokenizer.ggml.unknown_token_id", 0)
-    model.trainer_spec.bos_id = file.get("tokenizer.ggml.bos_token_id", 1)
-    model.trainer_spec.eos_id = file.get("tokenizer.ggml.eos_token_id", 2)
-    model.trainer_spec.pad_id = -1
-    model.normalizer_spec.name = "identity"
-    model.normalizer_spec.add_dummy_prefix = bool(file.get("tokenizer.ggml.add_space_prefix", True))
-    model.normalizer_spec.remove_extra_whitespaces = False
-    model.normalizer_spec.escape_whitespaces = True
-    return bytes(model.SerializeToString())
+    trainer, normalizer = model.trainer_spec, model.normalizer_spec
+    trainer.model_type, trainer.byte_fallback = messages.TrainerSpec.BPE, True
+    trainer.unk_id = file.get("tokenizer.ggml.unknown_token_id", 0)
+    trainer.bos_id = file.get("tokenizer.ggml.bos_token_id", 1)
+    trainer.eos_id = file.get("tokenizer.ggml.eos_token_id", 2)
+    trainer.pad_id = -1
+    normalizer.name = "identity"
+    normalizer.add_dummy_prefix = bool(file.get("tokenizer.ggml.add_space_prefix", True))
+    normalizer.remove_extra_whitespaces, normalizer.escape_whitespaces = False, True
+    return SentencePieceBackend(model.SerializeToString())
