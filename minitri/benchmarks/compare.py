@@ -179,9 +179,9 @@ def compare(
         progress = number, len(prompts), len(prompt), seconds
         log.info("prompt %d of %d: %d tokens read in %.1f s", *progress)
         others = {name: Peer(peer(prompt, room.max_new_tokens)) for name, peer in peers.items()}
-        for name, other in others.items():
-            scores[name].prefill_seconds.append(other.prefill_seconds)
-            log.info("  %s has read it in %.1f s", name, other.prefill_seconds)
+        for name in others:
+            scores[name].prefill_seconds.append(others[name].prefill_seconds)
+            log.info("  %s has read it in %.1f s", name, others[name].prefill_seconds)
         for seed in seeds:
             methods = {}
             for name, speculation in speculations.items():
