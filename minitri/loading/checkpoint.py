@@ -5,9 +5,8 @@ fill one fused projection. So memory holds one copy of the weights and one shard
 missing, unexpected or of a wrong shape is named. Code in a pickle is refused, never run.
 
 Some drafters borrow the embedding table of their target (`ModelConfig.draft_of`). With another
-target they would read nonsense, and guess badly without any error. So their files keep a sample:
-the embeddings of a few tokens, spread over the vocabulary, as the target had them when the drafter
-was made. Loading compares it with the table that is lent.
+target they would guess badly without any error. So their files keep a sample of the table that
+they were made with, and loading compares it with the table that is lent.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from tqdm import tqdm
 
 from minitri.cpu.packed import can_pack, pack_linears
 from minitri.errors import InputError, shorten
+from minitri.loading.damage import explain
 from minitri.loading.gguf_file import GgufFile
 from minitri.loading.hf_config import as_token_ids, read_config
 from minitri.model.attention import Attend, attend_math
@@ -57,12 +57,10 @@ class Folder:
     def tensors(self, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002
         """Every weight under its name, one at a time; a shard is closed before the next opens."""
         for file in weight_files(self.path):
-            is_safe = file.suffix == ".safetensors"
-            yield from _safetensors(file) if is_safe else _pickled_tensors(file)
+            yield from _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
 
 
 Checkpoint = Folder | GgufFile
-"""A model on disk: its config, and its tensors under their Hugging Face names."""
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -75,15 +73,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def load_model(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    attend: Attend = attend_math,
-    target: Llama | None = None,
-    progress: bool = False,
-) -> Llama:
+    checkpoint: Checkpoint, config: ModelConfig, *, dtype: torch.dtype, device: torch.device,
+    attend: Attend = attend_math, target: Llama | None = None, progress: bool = False,
+) -> Llama:  # fmt: skip
     """A model that is ready to run.
 
     `target` lends its embedding table to a drafter that has none; it has the same dtype and device.
@@ -96,13 +88,11 @@ def load_model(
             f"own, not a model; give it as --draft, and {config.draft_of} as --model"
         )
     lender = target if config.draft_of is not None else None
-    try:
+    problem = f"the weights of {config.name} do not fit on {device}"
+    advice = "use a smaller model or dtype, or check the sizes in the config"
+    with explain(problem, RuntimeError, TypeError, advice=advice, limit=90):
+        # There may be no memory, or sizes may be beyond those of any tensor.
         model = Llama(config, dtype=dtype, device=device, target=lender, attend=attend)
-    except (RuntimeError, TypeError) as error:  # no memory, or sizes beyond those of any tensor
-        raise InputError(
-            f"the weights of {config.name} do not fit on {device} ({shorten(error, 90)}); "
-            "use a smaller model or dtype, or check the sizes in the config"
-        ) from None
     _fill(model, checkpoint.tensors(config), checkpoint.path, progress)
     if lender is not None:
         _check_drafter(model, lender, checkpoint.path)
@@ -130,8 +120,7 @@ def _check_drafter(model: Llama, target: Llama, path: Path) -> None:
             f"{config.vocab_size}; the drafter is damaged, make or download it again"
         )
     lent_rows = target.embed(sample_of_vocabulary(config).to(target.device)).float()
-    sample = model.embedding_sample.float()
-    similarity = F.cosine_similarity(lent_rows, sample, dim=-1).median()
+    similarity = F.cosine_similarity(lent_rows, model.embedding_sample.float(), dim=-1).median()
     if not similarity > MIN_SIMILARITY:
         raise InputError(
             f"{made_for} embeddings are not those of {target.config.name} (cosine "
@@ -141,16 +130,12 @@ def _check_drafter(model: Llama, target: Llama, path: Path) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file, or an `InputError`."""
-    try:
+    with explain(f"{path} is not readable JSON", OSError, ValueError, RecursionError):
+        if not path.exists():
+            raise InputError(
+                f"{path.parent} has no {path.name}; give a folder in the Hugging Face layout"
+            )
         found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(
-            f"{path.parent} has no {path.name}; give a folder in the Hugging Face layout"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(
-            f"{path} is not readable JSON ({shorten(error)}); download it again"
-        ) from None
     if not isinstance(found, dict):
         raise InputError(
             f"{path} holds a {type(found).__name__}, not a JSON object; download it again"
@@ -162,17 +147,13 @@ def weight_files(path: Path) -> list[Path]:
     """The shards of a checkpoint, in order. Safetensors win over .bin where a folder has both."""
     if path.is_file():
         return [path]
-    for kind, index, single in (
-        ("*.safetensors", "model.safetensors.index.json", "model.safetensors"),
-        ("*.bin", "pytorch_model.bin.index.json", "pytorch_model.bin"),
-    ):
-        if (path / index).exists():
-            return _indexed_files(path / index)
-        if (path / single).exists():
-            return [path / single]
-        others = sorted(path.glob(kind))
-        if len(others) == 1:
-            return others
+    for stem, ending in (("model", "safetensors"), ("pytorch_model", "bin")):
+        index, single = path / f"{stem}.{ending}.index.json", path / f"{stem}.{ending}"
+        if index.exists():
+            return _indexed_files(index)
+        files = [single] if single.exists() else list(path.glob(f"*.{ending}"))
+        if len(files) == 1:
+            return files
     raise InputError(
         f"{path} has no weights; expected model.safetensors, pytorch_model.bin, or shards with "
         "their index"
@@ -183,43 +164,40 @@ def _indexed_files(index: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{index} has no weight_map; download it again")
-    files = []
-    for name in sorted(set(map(str, weight_map.values()))):
+    names, folder = sorted(set(map(str, weight_map.values()))), index.parent
+    for name in names:
         if Path(name).name != name:
             raise InputError(
                 f"{index} points outside its folder, to {name!r}; do not trust this checkpoint"
             )
-        if not (index.parent / name).exists():
+        if not (folder / name).exists():
             raise InputError(
-                f"{index.parent} lacks the shard {name} that {index.name} lists; download it again"
+                f"{folder} lacks the shard {name} that {index.name} lists; download it again"
             )
-        files.append(index.parent / name)
-    return files
+    return [folder / name for name in names]
 
 
 def _safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    try:
-        with safe_open(file, framework="pt") as shard:
-            for name in shard.keys():  # noqa: SIM118 (not a dict)
-                yield name, shard.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise InputError(
-            f"{file} is damaged or cut short ({shorten(error)}); download it again"
-        ) from None
+    with (
+        explain(f"{file} is damaged or cut short", SafetensorError, OSError),
+        safe_open(file, framework="pt") as shard,
+    ):
+        for name in shard.keys():  # noqa: SIM118 (not a dict)
+            yield name, shard.get_tensor(name)
 
 
-def _pickled_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+def _pickled(file: Path) -> Iterator[tuple[str, Tensor]]:
+    damages = (RuntimeError, EOFError, OSError, ValueError)
     try:
-        shard = _unpickle(file)
+        with explain(f"{file} is damaged or cut short", *damages, limit=90), file.open("rb") as raw:
+            is_zip = raw.read(4) == b"PK\x03\x04"  # torch 1.6 or newer: can be mapped
+            with warnings.catch_warnings(action="ignore"):  # remarks on protocols
+                shard = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
         reason = shorten(str(error).replace("WeightsUnpickler error:", ""), 90)
         raise InputError(
             f"{file} is a pickle with more than tensors in it, which could run code; nothing was "
             f"run; use a safetensors version ({reason})"
-        ) from None
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise InputError(
-            f"{file} is damaged or cut short ({shorten(error, 90)}); download it again"
         ) from None
     if not isinstance(shard, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in shard.items()
@@ -230,24 +208,12 @@ def _pickled_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     yield from shard.items()
 
 
-def _unpickle(file: Path) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # remarks on protocols; what matters comes as an error
-        try:
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
-            if "_use_new_zipfile_serialization" not in str(error):
-                raise
-        return torch.load(file, map_location="cpu", weights_only=True)  # from before torch 1.6
-
-
 def placements(model: Llama) -> dict[str, Tensor]:
     """Where every tensor of a checkpoint goes: its name, and the view of a parameter it fills."""
     config, head = model.config, model.lm_head
     places: dict[str, Tensor] = {"model.norm.weight": model.norm.weight}
     if isinstance(head, TrimmedHead):
-        places["lm_head.weight"] = head.linear.weight
-        places["lm_head.token_ids"] = head.token_ids
+        places["lm_head.weight"], places["lm_head.token_ids"] = head.linear.weight, head.token_ids
         places["target.embedding_sample"] = model.embedding_sample
     elif config.tie_word_embeddings:
         places["model.embed_tokens.weight"] = head.weight
@@ -265,8 +231,8 @@ def placements(model: Llama) -> dict[str, Tensor]:
     for number, layer in enumerate(model.layers):
         prefix = f"model.layers.{number}"
         for block, linear, sizes in parts:
-            parameters = layer.get_submodule(f"{block}.{linear}").named_parameters()
-            for kind, parameter in parameters:  # weight, and bias where there is one
+            # A weight, and a bias where there is one.
+            for kind, parameter in layer.get_submodule(f"{block}.{linear}").named_parameters():
                 for name, rows in zip(sizes, parameter.split([*sizes.values()]), strict=True):
                     places[f"{prefix}.{block}.{name}.{kind}"] = rows
         for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):

