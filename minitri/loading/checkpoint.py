@@ -49,10 +49,9 @@ class Folder:
     def config(self, name: str) -> ModelConfig:
         """The model's shape. End-of-sequence tokens in generation_config.json win."""
         config = read_config(read_json(self.folder / "config.json"), name)
-        if (settings := self.folder / "generation_config.json").exists():
-            eos = as_token_ids(read_json(settings).get("eos_token_id"))
-            return config.with_eos(eos or config.eos_token_ids)
-        return config
+        settings = self.folder / "generation_config.json"
+        eos = as_token_ids(read_json(settings).get("eos_token_id")) if settings.exists() else ()
+        return config.with_eos(eos or config.eos_token_ids)
 
     def tensors(self, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002
         """Every weight under its name, one at a time; a shard is closed before the next opens."""
@@ -106,8 +105,7 @@ def _check_drafter(model: Llama, target: Llama, path: Path) -> None:
     head, config = model.lm_head, model.config
     assert isinstance(head, TrimmedHead)
     made_for = f"the drafter {config.name} was made for {config.draft_of}, whose"
-    wanted = (config.vocab_size, config.hidden_size)
-    lent = (target.config.vocab_size, target.config.hidden_size)
+    wanted, lent = ((shape.vocab_size, shape.hidden_size) for shape in (config, target.config))
     if wanted != lent:
         raise InputError(
             f"{made_for} embedding table is {wanted}; that of {target.config.name} is {lent}; "
@@ -147,11 +145,11 @@ def weight_files(path: Path) -> list[Path]:
     """The shards of a checkpoint, in order. Safetensors win over .bin where a folder has both."""
     if path.is_file():
         return [path]
-    for stem, ending in (("model", "safetensors"), ("pytorch_model", "bin")):
-        index, single = path / f"{stem}.{ending}.index.json", path / f"{stem}.{ending}"
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        single, index = path / name, path / f"{name}.index.json"
         if index.exists():
             return _indexed_files(index)
-        files = [single] if single.exists() else list(path.glob(f"*.{ending}"))
+        files = [single] if single.exists() else list(path.glob(f"*{single.suffix}"))
         if len(files) == 1:
             return files
     raise InputError(

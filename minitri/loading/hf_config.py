@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from minitri.errors import InputError, shorten
@@ -26,6 +27,11 @@ def read_config(config: Mapping[str, Any], name: str) -> ModelConfig:
             raise InputError(
                 f"{name} has {key}={shorten(repr(config[key]), 60)}, which minitri does not "
                 f"run; use a checkpoint with {key}={wanted}"
+            )
+    for value in map(config.get, ("tie_word_embeddings", "attention_bias")):
+        if value not in (None, True, False):
+            raise InputError(
+                f"config has {shorten(repr(value), 60)} where true or false belongs; correct it"
             )
     wrong_kind = (TypeError, ValueError, ZeroDivisionError, OverflowError)
     problem = f"{name}: config.json holds a value of the wrong kind"
@@ -53,8 +59,8 @@ def read_fields(config: Mapping[str, Any], name: str) -> ModelConfig:
         context_length=context,
         rope=read_rope(config, context),
         rms_norm_eps=float(config.get("rms_norm_eps", ModelConfig.rms_norm_eps)),
-        tie_word_embeddings=as_bool(config.get("tie_word_embeddings")),
-        attention_bias=as_bool(config.get("attention_bias")),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings")),
+        attention_bias=bool(config.get("attention_bias")),
         bos_token_id=next(iter(as_token_ids(config.get("bos_token_id"))), None),
         eos_token_ids=as_token_ids(config.get("eos_token_id")),
         name=name,
@@ -107,10 +113,9 @@ def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
     if text == "none":
         return dataclasses.replace(config, rope=RopeConfig(theta), context_length=base)
     kind, _, number = text.partition(":")
-    try:
+    factor = math.nan
+    with suppress(ValueError):
         factor = float(number)
-    except ValueError:
-        factor = math.nan
     if kind not in ROPE_KINDS[1:] or not (1 <= factor <= 1024):
         raise InputError(
             f"--rope-scaling {text!r} is not KIND:FACTOR with KIND one of "
@@ -130,12 +135,3 @@ def as_token_ids(value: Any) -> tuple[int, ...]:
             "correct it"
         )
     return tokens
-
-
-def as_bool(value: Any) -> bool:
-    """A switch of a config; absent means off."""
-    if value not in (None, True, False):
-        raise InputError(
-            f"config has {shorten(repr(value), 60)} where true or false belongs; correct it"
-        )
-    return bool(value)

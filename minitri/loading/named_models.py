@@ -60,9 +60,8 @@ def shape_of(name: str) -> ModelConfig | None:
     """The config of a named model, as far as the table tells; None for any other name."""
     if name not in MODELS:
         return None
-    L, E, inner, H, K, D, V, tied = MODELS[name].shape
-    context = MODELS[name].context
-    return ModelConfig(L, E, inner, H, K, D, V, context, tie_word_embeddings=tied, name=name)
+    row = MODELS[name]
+    return ModelConfig(*row.shape[:7], row.context, tie_word_embeddings=row.shape[7], name=name)
 
 
 def unknown_model(name: str) -> InputError:

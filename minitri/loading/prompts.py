@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from minitri.errors import InputError, shorten
@@ -36,15 +37,13 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _encode(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
     if isinstance(prompt, str):
         return tokenizer.encode(prompt) if prompt else []
-    try:
-        if isinstance(prompt, bytes):
-            raise TypeError
-        return [operator.index(token) for token in prompt]
-    except TypeError:
-        raise InputError(
-            f"a prompt is {type(prompt).__name__} {shorten(repr(prompt), 60)}; give a text or a "
-            "list of token ids"
-        ) from None
+    if not isinstance(prompt, bytes):
+        with suppress(TypeError):
+            return [operator.index(token) for token in prompt]
+    raise InputError(
+        f"a prompt is {type(prompt).__name__} {shorten(repr(prompt), 60)}; give a text or a list "
+        "of token ids"
+    )
 
 
 def check_prompt(ids: list[int], config: ModelConfig, num_new: int) -> None:
