@@ -9,8 +9,6 @@ target they would guess badly without any error. So their files keep a sample of
 they were made with, and loading compares it with the table that is lent.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import warnings
@@ -176,12 +174,10 @@ def _indexed_files(index: Path) -> list[Path]:
 
 
 def _safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    with (
-        explain(f"{file} is damaged or cut short", SafetensorError, OSError),
-        safe_open(file, framework="pt") as shard,
-    ):
-        for name in shard.keys():  # noqa: SIM118 (not a dict)
-            yield name, shard.get_tensor(name)
+    with explain(f"{file} is damaged or cut short", SafetensorError, OSError):
+        with safe_open(file, framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 (not a dict)
+                yield name, shard.get_tensor(name)
 
 
 def _pickled(file: Path) -> Iterator[tuple[str, Tensor]]:

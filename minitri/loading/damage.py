@@ -1,7 +1,5 @@
 """What a library raises over a damaged file becomes an `InputError`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

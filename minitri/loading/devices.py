@@ -1,7 +1,5 @@
 """What a model runs on: device, number type, and the attention that suits both."""
 
-from __future__ import annotations
-
 import logging
 
 import torch

@@ -5,8 +5,6 @@ from. Files already here are used without asking the network. A file that is not
 its final name.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -5,8 +5,6 @@ Hugging Face, so that nobody else needs to know them. One trap: GGUF pairs neigh
 in its rotary embedding, so it stores the rows of q and k in another order; they are put back here.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """A Hugging Face config.json, and `--rope-scaling`: from words to a `ModelConfig`."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ A row holds what must be known before any file is read. Its shape serves `minitr
 `bench --load dummy`, which need no weights; a model that really runs has that of its config file.
 """
 
-from __future__ import annotations
-
 import difflib
 from typing import NamedTuple
 

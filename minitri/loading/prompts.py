@@ -1,7 +1,5 @@
 """From what a caller gives as prompts and seeds to token ids and one seed per row, checked."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable, Sequence
 from contextlib import suppress

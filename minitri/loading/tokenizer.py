@@ -5,8 +5,6 @@ and streams: `IncrementalDecoder` gives the text of a growing sequence piece by 
 UTF-8 character, never without its spaces.
 """
 
-from __future__ import annotations
-
 import os.path
 import re
 from pathlib import Path
@@ -85,10 +83,7 @@ class Tokenizer:
         self.num_tokens = backend.num_tokens  # one more than the largest token id
 
     def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
-        """Ids of a prompt, with BOS if the model wants it; at most `max_tokens` of them.
-
-        Raises `InputError` for lone surrogates.
-        """
+        """At most `max_tokens` ids, BOS among them. Raises `InputError` for lone surrogates."""
         check_unicode(text, "the prompt")
         wanted = max_tokens if max_tokens is not None and self._backend.can_cut else len(text)
         num_chars = 6 * wanted
