@@ -8,8 +8,6 @@ peak memory. `--profile` adds where the time of a decoding step goes; `--compare
 methods against one another instead. The last line of standard output is JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -5,8 +5,6 @@ only line on standard output is one JSON object. Exit codes: 0 done, 2 bad usage
 line), 130 interrupted; 1 is a bug.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -8,8 +8,6 @@ are not given are the fastest ones, if a pass over more tokens takes no longer. 
 `gpu/placement.py`, with which an engine boots, times from `roofline.py`. The last line is JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

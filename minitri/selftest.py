@@ -8,8 +8,6 @@ Exit codes: 0 all equal or numeric ties, 1 a bug, 2 bad input, 130 interrupted. 
 standard output is JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -65,7 +65,7 @@ def write_hf_folder(folder: Path, *, seed: int = 0, **changes) -> Path:
         else:
             torch.nn.init.normal_(
                 parameter, std=0.15
-            )  # large enough that the laws are far from uniform
+            )  # large enough that the distributions are far from uniform
     model.save_pretrained(folder)
     byte_level_tokenizer().save(str(folder / "tokenizer.json"))
     return folder

@@ -1,7 +1,5 @@
 """How fast this machine moves bytes, and how long its GPU does nothing."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -5,8 +5,6 @@ GGUF model on a CPU (weights and KV cache as f16), as far as they are installed.
 greedily, which favours prompt lookup. Only this file knows them, and only on demand.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import queue

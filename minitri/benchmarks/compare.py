@@ -8,8 +8,6 @@ together. At temperature 0, or coupled, all methods should write the same text, 
 is counted. With `--peers` other programs take their turns (`baselines.py`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import statistics

@@ -6,8 +6,6 @@ twice the largest difference, over the vocabulary, between the logits of both dt
 of the two runs), divided by the temperature where tokens are sampled.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Prefill and decoding of the model alone, beside the floor that memory bandwidth sets."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import resource

@@ -1,7 +1,5 @@
 """The pictures of the benchmarks, as PNG files; needs matplotlib."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 from pathlib import Path

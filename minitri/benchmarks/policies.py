@@ -10,8 +10,6 @@ methods of these names do.
 Legend: see `caches/policies.py`.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -6,8 +6,6 @@ the code of real decoding, so the times are those of a real model of this shape 
 rates. No text comes out of this, and `minitri.generate` cannot reach it.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

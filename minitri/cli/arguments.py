@@ -4,8 +4,6 @@ Flags for a field of `SamplingParams`, `GenerationConfig` or `SpeculationConfig`
 from the field and their help from the text below it. This module loads nothing, prints nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import dataclasses

@@ -3,8 +3,6 @@
 Imports nothing heavy, so that it can guard the imports that are.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """The prompt that the flags name: from the command line, a file, standard input or the demo."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

@@ -1,7 +1,5 @@
 """What a run did, in words for people and in numbers for programs."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Shows a run in a terminal: text as it is generated, a progress bar, colors by origin."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 

@@ -5,8 +5,6 @@ top-p, min-p) are a tensor, so other numbers need no new capture; their form (`S
 is fixed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import torch

@@ -5,8 +5,6 @@ the same settings, begins in the memory of the last one and captures nothing. On
 captured and nothing is kept.
 """
 
-from __future__ import annotations
-
 import weakref
 
 from minitri.gpu.offloaded_cache import OffloadedFullCache

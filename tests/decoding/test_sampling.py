@@ -1,5 +1,5 @@
-"""Laws and draws: every filter against a plain definition, ties, temperature 0, and draws that
-follow the distribution."""
+"""Distributions and samples: every filter against a plain definition, ties, temperature 0, and
+samples that follow the distribution."""
 
 from __future__ import annotations
 
