@@ -127,7 +127,7 @@ class Generation(Iterator[Event]):
     """A run in progress: iterate for its events, read `stats` at any time, `close` to end it."""
 
     def __init__(self, batch: Batch, tokenizer: Tokenizer, pool: SessionPool) -> None:
-        """Takes models and memory for the run from the `pool`; leaves them there in the end."""
+        """Takes models and memory for the run from the `pool`; returns the memory at the end."""
         self._model, self._settings = pool.target, batch.generation
         stop = self._settings.stop
         self.rows = [Row(b, prompt, tokenizer, stop) for b, prompt in enumerate(batch.prompts)]

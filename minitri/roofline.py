@@ -89,7 +89,7 @@ def pass_costs(
             return 0.0  # n-grams take no pass
         slots = {"draft": 0, "retrieval": num_retrieved, "target": num_tokens}[stage]
         hosted = hosted_share if stage == "target" else 0.0
-        kv_bytes, weight_bytes = slots * slot_bytes, num_weights(config) * itemsize
+        kv_bytes, weight_bytes = slots * slot_bytes, weights_per_pass(config) * itemsize
         return pass_seconds(
             machine, config, weight_bytes=weight_bytes, kv_bytes=kv_bytes,
             link_bytes=hosted * slots * slot_bytes, num_extra_tokens=num_guesses,

@@ -143,23 +143,14 @@ class RetrievalRunner(ModelRunner):
 
 
 class DraftRunner(ModelRunner):
-    """A draft model over a streaming cache: sinks and recent tokens only, for texts of any length.
-
-    A prompt of any length costs it one short forward pass over the window.
-    """
+    """A draft model over a streaming cache: a prompt of any length costs it one short pass."""
 
     cache: StreamingCache
 
     def __init__(
-        self,
-        model: Llama,
-        batch_size: int,
-        sampling: SamplingParams,
-        speculation: SpeculationConfig,
-        *,
-        vocab_size: int,
-        graphs: GraphPool | None = None,
-    ) -> None:
+        self, model: Llama, batch_size: int, sampling: SamplingParams,
+        speculation: SpeculationConfig, **settings: Any,
+    ) -> None:  # fmt: skip
         """Raises `InputError` if the drafter's context is shorter than the window."""
         num_slots, context = window_slots(speculation), model.config.context_length
         if num_slots > context:
@@ -174,9 +165,7 @@ class DraftRunner(ModelRunner):
             dtype=model.dtype, device=model.device,
         )  # fmt: skip
         sizes = {1, 2, self._max_block}
-        super().__init__(
-            model, cache, sampling, vocab_size=vocab_size, graphs=graphs, block_sizes=sizes
-        )
+        super().__init__(model, cache, sampling, block_sizes=sizes, **settings)
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
         """Gets ready to guess behind sequences that are certain: all but their last tokens.
@@ -185,7 +174,7 @@ class DraftRunner(ModelRunner):
         the batch it would pad the other rows beyond their room.
         """
         for b, sequence in enumerate(sequences):
-            if active[b] and len(sequence) - 1 - self.cache.num_tokens[b] > self._max_block:
+            if active[b] and len(sequence) - self.cache.num_tokens[b] > self._max_block:
                 self._read_window(b, sequence[:-1])
         self.cache.slide()
 

@@ -32,6 +32,7 @@ from minitri.errors import InputError, shorten
 from minitri.gpu.graphs import GraphPool, graph_pool
 from minitri.gpu.offloaded_cache import OffloadedFullCache
 from minitri.gpu.placement import allocate_full_cache
+from minitri.model.cache import round_up_to_stride
 from minitri.model.llama import Llama
 from minitri.roofline import CPU, GPU, pass_costs
 from minitri.runner import DraftRunner, ModelRunner, RetrievalRunner, prefill
@@ -66,8 +67,10 @@ class Batch:
 
     @property
     def budgets(self) -> list[int]:
-        """Tokens in the retrieval cache of each row."""
-        return [self.speculation.budget_for(length) for length in self.lengths]
+        """Tokens in the retrieval cache of each row: never more than a text here can fill."""
+        unit, slots = self.speculation.chunk_size, round_up_to_stride(self.capacity)
+        most = -(-slots // unit) * unit
+        return [min(self.speculation.budget_for(length), most) for length in self.lengths]
 
 
 class Session:
@@ -80,6 +83,7 @@ class Session:
     target: ModelRunner
     cascade: Cascade
     stats: Stats
+    number: int = 0  # of the run, for the pool
 
     def __init__(
         self,
@@ -164,8 +168,9 @@ class Session:
         """Whether this memory and what was captured serve another batch."""
         old, new, cache = self.shape, batch, self.retrieval_cache
         placed = ("offload", "on_chip", "cuda_graphs")
+        runners = (self.draft, self.retrieval, self.target)
         return (
-            self.target.can_sample_by(new.sampling)
+            all(it.can_sample_by(new.sampling) for it in runners if it is not None)
             and len(new.prompts) == len(old.prompts)
             and new.capacity <= self.full.capacity
             and new.generation.prefill_chunk <= old.generation.prefill_chunk
@@ -206,7 +211,7 @@ class Session:
 
         def level(name: str, runner: ModelRunner) -> Level:
             self.stats.stages.append(LevelStats(name))
-            own = sources[name] if sources is not None else source
+            own = (sources or {}).get(name, source)
             return Level(runner, own, self.stats.stages[-1], tuner)
 
         drafter: Level | NgramDrafter | None = None
@@ -225,22 +230,21 @@ class Session:
 
     def _prior_seconds(self) -> Callable[[str, float], float]:
         """What a round of each stage takes by bytes over bandwidth, before it was measured."""
-        target, cache = self.models[0], self.retrieval_cache
+        target = self.models[0]
         return pass_costs(
             target.config,
             self.draft.model.config if self.draft is not None else None,
             machine=GPU if target.device.type == "cuda" else CPU,
             itemsize=target.dtype.itemsize,
             num_tokens=sum(self.batch.lengths),
-            num_retrieved=sum(row.budget for row in cache.rows) if cache is not None else 0,
+            num_retrieved=sum(self.batch.budgets) if self.retrieval_cache is not None else 0,
             hosted_share=1 - self.full.on_chip / target.config.num_layers,
         )
 
     def _may_use_clock(self) -> bool:
-        """Whether the autotuner may follow measured times and a seed still repeats its text.
+        """Whether the autotuner may follow measured times: if all plans write the same text.
 
-        It may where all plans write the same text. In other dtypes than float32, and on a GPU, the
-        length of a block may decide a near-tie.
+        In other dtypes than float32, and on a GPU, the length of a block may decide a near-tie.
         """
         target, batch = self.models[0], self.batch
         is_same_text = batch.speculation.coupled or batch.sampling.temperature == 0
@@ -248,10 +252,7 @@ class Session:
         return batch.speculation.timed or (is_same_text and is_exact)
 
     def prefill(self, b: int) -> Iterator[int]:
-        """Reads prompt b but for its last token, in chunks that the retrieval cache observes.
-
-        Yields how many tokens have been read.
-        """
+        """Reads prompt b but for its last token in chunks; yields how many tokens it has read."""
         cache = self.retrieval_cache
         return prefill(
             self.models[0], self.batch.prompts[b], self.full, b,

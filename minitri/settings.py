@@ -248,6 +248,6 @@ class SpeculationConfig:
 
     @property
     def room(self) -> int:
-        """Slots a small cache needs behind its certain tokens: a block, and padding beside rows
-        with longer blocks."""
+        """Slots a small cache needs behind what a slide leaves: up to a block that a drafter has
+        not read yet, and a block of guesses."""
         return 2 * self.max_block

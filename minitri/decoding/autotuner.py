@@ -68,11 +68,13 @@ class Autotuner:
         if (stage, num_guesses) in self._timed and self._use_clock:
             measured = seconds / self._prior(stage, num_guesses)
             known = self._factors.get(stage, measured)
-            self._factors[stage] = known + SMOOTHING * (measured - known)
+            # A round that was held up says little, and a stage that looks slow is not timed again.
+            self._factors[stage] = known + SMOOTHING * (min(measured, 2 * known) - known)
         self._timed.add((stage, num_guesses))
 
     def note_acceptance(self, proposer: str, num_tested: int, num_accepted: int) -> None:
-        """Learns a verdict about one row, whoever the verifier: rates differ by less than 0.03."""
+        """Learns a verdict about one row, whoever verified: a drafter's acceptance rates by the
+        retrieval level and by the target differ by less than 0.03, see tools/RESULTS.md."""
         tested, accepted = self._guesses[proposer]
         self._guesses[proposer] = (MEMORY * tested + num_tested, MEMORY * accepted + num_accepted)
 
@@ -97,7 +99,7 @@ class Autotuner:
 
     def _optimistic_speed(self, plan: StepPlan) -> float:
         num_steps = max((self._num_unused[stage] for stage in _proposers(plan)), default=0)
-        return self.tokens_per_second(plan) * EXPLORATION**num_steps
+        return self.tokens_per_second(plan) * EXPLORATION ** min(num_steps, 10_000)
 
     def _rate(self, proposer: str) -> float:
         tested, accepted = self._guesses[proposer]

@@ -93,7 +93,8 @@ class Runner(Follower, Protocol):
         """
 
     def commit(self, emitted: list[Emitted], active: list[bool], *, has_guessed: bool) -> None:
-        """Called after every step with what became certain; `has_guessed`: by this runner."""
+        """Called after every step with what became certain. `has_guessed`: whether the guesses
+        that were verified came from this runner."""
 
 
 class Level:
@@ -217,25 +218,29 @@ class Cascade:
         self._drafter = drafter
 
     def start(self) -> list[Emitted]:
-        """Samples the first token of every row from the target alone.
-
-        The full cache must hold the prompts but for their last tokens.
-        """
+        """Samples the first tokens by the target alone; its cache lacks the last of each prompt."""
         nothing = Proposal.nothing(len(self.sequences))
         emitted, _ = self._target.verify(self.sequences, self.active, nothing)
         self._commit(emitted)
+        self._prepare(self._tuner.plan)
         return emitted
 
     def step(self) -> list[Emitted]:
         """Extends every active row by the accepted guesses and one token of the target's own."""
         plan = self._tuner.choose()
-        for stage in self._stack(plan):
-            stage.prepare(self.sequences, self.active)
+        self._prepare(plan)
         emitted, _ = self._target.round(self.sequences, self.active)
         self._commit(emitted)
         self._stats.steps_per_plan[str(plan)] = self._stats.steps_per_plan.get(str(plan), 0) + 1
         self._stats.break_even = self._tuner.break_even()
         return emitted
+
+    def _prepare(self, plan: StepPlan) -> None:
+        """Stacks the stages of a plan and lets them catch up with the text."""
+        started = time.perf_counter()
+        for stage in self._stack(plan):
+            stage.prepare(self.sequences, self.active)
+        self._stats.commit_seconds += time.perf_counter() - started
 
     def _stack(self, plan: StepPlan) -> list[Stage]:
         """Puts the stages of a plan on top of one another; returns them from the lowest upwards."""

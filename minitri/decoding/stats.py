@@ -76,7 +76,7 @@ class Stats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     commit_seconds: float = 0.0
-    """Of decoding: bringing committed tokens into the retrieval cache, rebuilds included."""
+    """Of decoding: bringing the small caches up to date, rebuilds included."""
     rebuilds: Rebuilds = field(default_factory=Rebuilds)
     kv_cache_bytes: int = 0
     """Of all caches."""

@@ -5,8 +5,6 @@ the same settings, begins in the memory of the last one and captures nothing. On
 captured and nothing is kept.
 """
 
-import weakref
-
 from minitri.gpu.offloaded_cache import OffloadedFullCache
 from minitri.model.llama import Llama
 from minitri.session import Batch, Session
@@ -19,7 +17,7 @@ class SessionPool:
         self.target = target
         self._draft = draft
         self._kept: Session | None = None
-        self._latest: weakref.ref[Session] | None = None
+        self._num_runs = 0
 
     def open(self, batch: Batch) -> Session:
         """A session that has begun to run `batch`: the one that was kept, or a new one.
@@ -33,7 +31,8 @@ class SessionPool:
             del kept  # gives up its memory for the new one
             session = Session(self.target, self._draft, batch)
         session.begin(batch)
-        self._latest = weakref.ref(session)
+        self._num_runs += 1
+        session.number = self._num_runs
         return session
 
     def put(self, session: Session) -> None:
@@ -42,7 +41,7 @@ class SessionPool:
         With `offload` and no `on_chip` a shorter text may have room for more layers on the device,
         so such a session serves one run only.
         """
-        is_latest = self._latest is not None and self._latest() is session
+        is_latest = session.number == self._num_runs
         is_fitted = isinstance(session.full, OffloadedFullCache)
         is_fitted &= session.shape.generation.on_chip is None
         if is_latest and session.graphs is not None and not is_fitted:
@@ -50,4 +49,5 @@ class SessionPool:
 
     def clear(self) -> None:
         """Frees what is kept; a run that is under way will not be kept either."""
-        self._kept = self._latest = None
+        self._kept = None
+        self._num_runs += 1

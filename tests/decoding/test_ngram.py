@@ -17,8 +17,9 @@ V = 30
 def new_drafter(*histories: list[int], num_guesses: int = 3) -> NgramDrafter:
     drafter = NgramDrafter(
         len(histories), LevelStats("draft"), ScheduledTuner([StepPlan("naive", num_guesses)]),
-        vocab_size=V, device=CPU, gamma=num_guesses,
+        vocab_size=V, device=CPU,
     )  # fmt: skip
+    drafter.gamma = num_guesses
     drafter.prepare([list(history) for history in histories], [True] * len(histories))
     return drafter
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import pytest
@@ -239,3 +240,51 @@ def test_nothing_is_kept_without_graphs_or_after_a_release(pools):
     assert engine._pool._kept is None
     say(engine, (30,), speculation, cuda_graphs=False)
     assert engine._pool._kept is None
+
+
+def test_other_filters_capture_anew_though_the_target_was_not_captured(pools, monkeypatch):
+    """With K and V in host memory the target runs eagerly, but its proposers were captured."""
+    speculation = SpeculationConfig("triforce", gamma1=2, gamma2=3, **SETTINGS)
+    engine, fresh = gpu_engine(), gpu_engine()
+    hosted = lambda *settings: offloaded(1, batch_size=1, config=engine.config)  # noqa: E731
+    monkeypatch.setattr(session, "allocate_full_cache", hosted)
+    settings = {"offload": True, "on_chip": 1}
+    say(engine, (90,), speculation, SamplingParams(0.9, 2), **settings)
+    again, first = (
+        say(it, (90,), speculation, SamplingParams(0.9, top_p=0.9), seed=5, **settings)
+        for it in (engine, fresh)
+    )
+    assert len(pools) == 3
+    assert again == first
+
+
+@pytest.mark.parametrize("length", [20, 60, 100])
+def test_what_a_seed_writes_does_not_depend_on_the_run_before(length, pools):
+    """Method auto follows predicted costs, which must be those of this run's own budget."""
+    engine = gpu_engine()
+    say(engine, (300,), SpeculationConfig(), num_new=100)
+    again, first = (
+        say(it, (length,), SpeculationConfig(), seed=7, num_new=60) for it in (engine, gpu_engine())
+    )
+    assert len(pools) == 2
+    assert again == first
+
+
+@pytest.mark.parametrize(("length", "budget"), [(30, None), (200, 4096)])
+def test_a_budget_beyond_what_a_text_can_fill_does_not_capture_anew(length, budget, pools):
+    engine = gpu_engine()
+    speculation = SpeculationConfig("triforce", gamma1=2, gamma2=3, budget=budget)
+    for _ in range(3):
+        say(engine, (length,), speculation)
+    assert len(pools) == 1
+
+
+def test_an_abandoned_run_is_kept_when_it_is_collected(pools):
+    engine = gpu_engine()
+    speculation = SpeculationConfig("triforce", gamma1=2, gamma2=3, **SETTINGS)
+    run = engine.generate(random_prompt(engine.config, 60), speculation=speculation)
+    next(run)
+    next(run)
+    del run
+    gc.collect()
+    assert engine._pool._kept is not None

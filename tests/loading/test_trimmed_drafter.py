@@ -108,7 +108,7 @@ def test_the_head_says_its_tokens_and_no_others(target, drafter):
 
 
 def test_training_makes_held_out_acceptance_better(target, books, tmp_path, capsys):
-    """One layer of the three, and random distributions: little can be learned, and that is learned."""
+    """One layer of the three, and random distributions: little can be learned, and it is."""
     distill(
         target,
         books,

@@ -28,10 +28,9 @@ class NgramDrafter:
         *,
         vocab_size: int,
         device: torch.device,
-        gamma: int = 1,
     ) -> None:
         self.stats = stats
-        self.gamma = gamma
+        self.gamma = 1  # set before every step, see `Cascade`
         self._tuner = tuner
         self._vocab_size = vocab_size
         self._device = device
