@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from minitri.decoding.stats import Stats
     from minitri.engine import Engine, load
     from minitri.errors import InputError
-    from minitri.generation import End, Event, Generation, PrefillProgress, Token
+    from minitri.generation import Completion, End, Event, Generation, PrefillProgress, Token
     from minitri.loading.named_models import MODELS
     from minitri.model.config import ModelConfig
     from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "MODELS",
+    "Completion",
     "End",
     "Engine",
     "Event",
@@ -42,7 +43,14 @@ _HOMES = {
     "minitri.settings": ("GenerationConfig", "SamplingParams", "SpeculationConfig"),
     "minitri.engine": ("Engine", "load"),
     "minitri.errors": ("InputError",),
-    "minitri.generation": ("End", "Event", "Generation", "PrefillProgress", "Token"),
+    "minitri.generation": (
+        "Completion",
+        "End",
+        "Event",
+        "Generation",
+        "PrefillProgress",
+        "Token",
+    ),
     "minitri.decoding.stats": ("Stats",),
 }
 

@@ -6,43 +6,37 @@
             print(event.text, end="", flush=True)
 
 `generate` checks its input at once and returns a `Generation`, an iterator that works only while it
-is asked for the next event. Several prompts of any lengths run as one batch. Nothing here prints.
+is asked for the next event. Several prompts of any lengths run as one batch. `complete` runs one
+prompt to its end. Nothing here prints.
 """
 
-import dataclasses
-import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
-from minitri.errors import InputError
-from minitri.generation import Generation
+from minitri.errors import InputError, shorten
+from minitri.generation import Completion, End, Generation
 from minitri.gpu.pool import SessionPool
-from minitri.loading.checkpoint import load_model, open_checkpoint
-from minitri.loading.devices import attention_for, attention_name, choose_device, choose_dtype
-from minitri.loading.fetch import default_draft, locate
-from minitri.loading.hf_config import stretch_rope
 from minitri.loading.named_models import DEFAULT_MODEL
+from minitri.loading.open_models import OpenModels
 from minitri.loading.prompts import Prompt, as_seeds, check_prompt, encode_prompts
-from minitri.loading.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
+from minitri.loading.tokenizer import Tokenizer
 from minitri.model.config import ModelConfig
 from minitri.model.llama import Llama
 from minitri.session import Batch
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
-log = logging.getLogger("minitri")
-
 
 def load(
-    model: str = DEFAULT_MODEL,
+    model: str | os.PathLike[str] = DEFAULT_MODEL,
     *,
-    draft: str = "auto",
+    draft: str | os.PathLike[str] = "auto",
     dtype: str = "auto",
     device: str = "auto",
     attention: str = "auto",
     rope_scaling: str | None = None,
     progress: bool = False,
+    before_weights: Callable[[Tokenizer, ModelConfig], None] | None = None,
 ) -> "Engine":
     """Boots an engine: finds or fetches the files, reads config, tokenizer and weights.
 
@@ -52,57 +46,15 @@ def load(
     float16 or auto (bfloat16 where the device is fast at it). `device` is cpu, cuda, cuda:N or
     auto. `attention` names a kernel for short blocks on a GPU, see `gpu/attention.py`.
     `rope_scaling` such as `yarn:4` stretches the context. `progress` draws bars on standard error.
-    Raises `InputError`.
+    `before_weights` is given the tokenizer and the config before the weights are read, which may
+    take minutes: time to check a prompt. Raises `InputError`.
     """
-    place = choose_device(device)
-    options: dict[str, Any] = {"dtype": choose_dtype(dtype, place), "device": place}
-    options |= {"attention": attention, "progress": progress}
-    target, tokenizer = _load_one(model, rope_scaling=rope_scaling, **options)
-    assert tokenizer is not None  # a model that is no drafter has one
-    name = default_draft(model) if draft == "auto" else draft
-    if name == "ngram":
-        return Engine(target, tokenizer)
-    try:
-        drafter, its_tokenizer = _load_one(name, target=target, **options)
-    except InputError as error:
-        if draft != "auto":
-            raise
-        log.warning("%s; n-grams take its place", error)
-        return Engine(target, tokenizer)
-    if its_tokenizer is not None:  # else it reads tokens from the target's own table
-        check_same_vocabulary(its_tokenizer, tokenizer, drafter.config.name)
-    return Engine(target, tokenizer, drafter)
-
-
-def _load_one(
-    name: str,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    attention: str,
-    progress: bool,
-    rope_scaling: str | None = None,
-    target: Llama | None = None,
-) -> tuple[Llama, Tokenizer | None]:
-    located = locate(name, progress=progress)
-    checkpoint = open_checkpoint(located.path)
-    config = checkpoint.config(located.name)
-    if located.context:
-        config = dataclasses.replace(config, context_length=located.context)
-    if rope_scaling is not None:
-        config = stretch_rope(config, rope_scaling)
-    tokenizer = load_tokenizer(checkpoint, config) if config.draft_of is None else None
-    attend = attention_for(device, dtype, config, attention)
-    model = load_model(
-        checkpoint, config, dtype=dtype, device=device, attend=attend, target=target,
-        progress=progress,
-    )  # fmt: skip
-    log.info(
-        "%s on %s, %s, attention %s, context %d tokens, RoPE %s",
-        config.name, device, str(dtype).removeprefix("torch."), attention_name(attend),
-        config.context_length, config.rope.describe(),
-    )  # fmt: skip
-    return model, tokenizer
+    options = {"dtype": dtype, "device": device, "attention": attention}
+    files = OpenModels(model, draft, rope_scaling=rope_scaling, progress=progress, **options)
+    if before_weights is not None:
+        before_weights(files.tokenizer, files.config)
+    target, drafter = files.load()
+    return Engine(target, files.tokenizer, drafter)
 
 
 class Engine:
@@ -120,6 +72,11 @@ class Engine:
         self.tokenizer = tokenizer
         self.draft = draft
         self._pool = SessionPool(model, draft)
+
+    def __repr__(self) -> str:
+        draft = self.draft.config.name if self.draft is not None else "n-grams"
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return f"<Engine {self.config.name}, drafter {draft}, {dtype} on {self.model.device}>"
 
     @property
     def config(self) -> ModelConfig:
@@ -142,11 +99,24 @@ class Engine:
         `InputError` here, before any work, if a prompt is empty, too long, or has tokens outside
         the vocabulary.
         """
+        wanted = (SamplingParams, GenerationConfig, SpeculationConfig)
+        for given, kind in zip((sampling, generation, speculation), wanted, strict=True):
+            if not isinstance(given, kind):
+                raise InputError(f"got {shorten(repr(given), 60)} where a {kind.__name__} belongs")
         ids = encode_prompts(prompts, self.tokenizer)
         for tokens in ids:
             check_prompt(tokens, self.config, generation.max_new_tokens)
         batch = Batch(ids, as_seeds(seed, len(ids)), sampling, generation, speculation)
         return Generation(batch, self.tokenizer, self._pool)
+
+    def complete(self, prompt: Prompt, **settings: Any) -> Completion:
+        """All that a model says behind one prompt, for those who want no events.
+
+        `settings` are those of `generate`. Raises `InputError`.
+        """
+        with self.generate([prompt], **settings) as run:
+            end = next(event for event in run if isinstance(event, End))
+        return Completion(end.text, end.token_ids, end.finish_reason, end.stats)
 
     def release(self) -> None:
         """Frees the caches and graphs that are kept on a GPU from one run to the next."""

@@ -8,8 +8,9 @@ files nor flags, and nothing here prints.
 
 import contextlib
 import time
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 
@@ -64,8 +65,19 @@ class End:
     """All text of the row: that of its `Token` events put together."""
     token_ids: tuple[int, ...]
     """All tokens generated, an end-of-sequence token included."""
-    stats: Stats
+    stats: Stats = field(repr=False)
     """The statistics of the whole batch, live."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The whole output of one prompt; see `Engine.complete`."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    """`eos`, `stop` or `length`."""
+    stats: Stats = field(repr=False)
 
 
 Event = PrefillProgress | Token | End
@@ -84,9 +96,11 @@ def running(model: Llama) -> Iterator[None]:
             "lower max_new_tokens or prefill_chunk"
         ) from None
     except NotFiniteError:
+        is_widest = model.dtype == torch.float32
+        advice = "" if is_widest else ", or overflow this dtype: try --dtype float32"
         raise InputError(
-            f"{model.config.name} or its drafter computed logits that are not finite in "
-            f"{model.dtype}; the weights are damaged, or need --dtype float32"
+            f"{model.config.name} computed logits that are not finite in {model.dtype}; the "
+            f"weights are damaged{advice or ', get them again'}"
         ) from None
 
 
@@ -94,7 +108,7 @@ class Row:
     """The output of one sequence of a batch: its tokens, its text, and whether it is done."""
 
     def __init__(
-        self, number: int, prompt: list[int], tokenizer: Tokenizer, stop: tuple[str, ...]
+        self, number: int, prompt: list[int], tokenizer: Tokenizer, stop: Sequence[str]
     ) -> None:
         self.number = number
         self.num_prompt_tokens = len(prompt)
@@ -124,7 +138,10 @@ class Row:
 
 
 class Generation(Iterator[Event]):
-    """A run in progress: iterate for its events, read `stats` at any time, `close` to end it."""
+    """A run in progress: iterate for its events, read `stats` at any time, `close` to end it.
+
+    As a context manager it closes itself.
+    """
 
     def __init__(self, batch: Batch, tokenizer: Tokenizer, pool: SessionPool) -> None:
         """Takes models and memory for the run from the `pool`; returns the memory at the end."""
@@ -139,6 +156,18 @@ class Generation(Iterator[Event]):
     def __next__(self) -> Event:
         with torch.inference_mode(), running(self._model):
             return next(self._events)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        states = (
+            f"{len(row.token_ids)} tokens, {row.finish_reason or 'open'}" for row in self.rows
+        )
+        return f"<Generation of {self._model.config.name}: {'; '.join(states)}>"
 
     def close(self) -> None:
         """Ends the run and gives up its memory; further events raise `StopIteration`."""

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
-from minitri.caches.streaming import StreamingCache, window_slots
+from minitri.caches.streaming import StreamingCache
 from minitri.decoding.cascade import Emitted
 from minitri.decoding.sampling import pad_vocabulary, probs_from_logits
-from minitri.errors import InputError
 from minitri.gpu.captured_steps import CapturedSteps
 from minitri.gpu.graphs import GraphPool
 from minitri.model.block import forward_block, make_block, read_block
@@ -151,14 +150,6 @@ class DraftRunner(ModelRunner):
         self, model: Llama, batch_size: int, sampling: SamplingParams,
         speculation: SpeculationConfig, **settings: Any,
     ) -> None:  # fmt: skip
-        """Raises `InputError` if the drafter's context is shorter than the window."""
-        num_slots, context = window_slots(speculation), model.config.context_length
-        if num_slots > context:
-            raise InputError(
-                f"the drafter {model.config.name} holds {context} tokens but its window needs "
-                f"{num_slots} (num_recent_tokens={speculation.num_recent_tokens} and room for "
-                "guesses); lower --num-recent-tokens, --num-sink-tokens or the gammas"
-            )
         self._max_block = speculation.max_block
         cache = StreamingCache(
             model.config, model.rope, batch_size, speculation,

@@ -9,7 +9,6 @@ benchmarks and tests all use this class.
 Legend: L layers, B batch, T tokens of a block, H query heads, D head dim.
 """
 
-import dataclasses
 import functools
 import logging
 import weakref
@@ -23,6 +22,7 @@ from torch import Tensor
 from minitri.caches.full import FullCache
 from minitri.caches.policies import make_policy
 from minitri.caches.retrieval import RetrievalCache
+from minitri.caches.streaming import window_problem
 from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.cascade import Cascade, Level
 from minitri.decoding.drafters.ngram import NgramDrafter
@@ -100,6 +100,11 @@ class Session:
         full cache goes where it fits, and passes are captured on a GPU, but for those that stream
         K and V from host memory. Raises `InputError` if there is no room.
         """
+        if draft is not None and (problem := window_problem(draft.config, batch.speculation)):
+            if batch.speculation.method != "auto":
+                raise InputError(problem)
+            log.warning("%s; n-grams take its place", problem)
+            draft = None
         self.models = (target, draft)
         self.shape = batch  # what the memory was made for
         self.full = full if full is not None else allocate_full_cache(
@@ -164,21 +169,6 @@ class Session:
         caches = (self.full, self.retrieval_cache, self.draft.cache if self.draft else None)
         return sum(cache.num_bytes for cache in caches if cache is not None)
 
-    def can_run(self, batch: Batch) -> bool:
-        """Whether this memory and what was captured serve another batch."""
-        old, new, cache = self.shape, batch, self.retrieval_cache
-        placed = ("offload", "on_chip", "cuda_graphs")
-        runners = (self.draft, self.retrieval, self.target)
-        return (
-            all(it.can_sample_by(new.sampling) for it in runners if it is not None)
-            and len(new.prompts) == len(old.prompts)
-            and new.capacity <= self.full.capacity
-            and new.generation.prefill_chunk <= old.generation.prefill_chunk
-            and all(getattr(new.generation, n) == getattr(old.generation, n) for n in placed)
-            and _shapes(new.speculation) == _shapes(old.speculation)
-            and (cache is None or max(new.budgets) <= cache.max_budget)
-        )
-
     def begin(self, batch: Batch, sources: Mapping[str, RandomSource] | None = None) -> None:
         """Empties all caches and stacks the stages for a run over `batch`.
 
@@ -209,14 +199,16 @@ class Session:
         tuner = Autotuner(plans, self._prior_seconds(), use_clock=self._may_use_clock())
         source = (CoupledSource if batch.speculation.coupled else IndependentSource)(batch.seeds)
 
-        def level(name: str, runner: ModelRunner) -> Level:
+        def level(
+            name: str, runner: ModelRunner, on_not_finite: Callable[[], None] | None = None
+        ) -> Level:
             self.stats.stages.append(LevelStats(name))
             own = (sources or {}).get(name, source)
-            return Level(runner, own, self.stats.stages[-1], tuner)
+            return Level(runner, own, self.stats.stages[-1], tuner, on_not_finite)
 
         drafter: Level | NgramDrafter | None = None
         if self.draft is not None:
-            drafter = level("draft", self.draft)
+            drafter = level("draft", self.draft, self._warn_of_drafter)
         elif any(plan.uses_drafter for plan in plans):
             self.stats.stages.append(LevelStats("draft"))
             config, device = self.models[0].config, self.models[0].device
@@ -227,6 +219,14 @@ class Session:
         retrieval = level("retrieval", self.retrieval) if self.retrieval is not None else None
         target = level("target", self.target)
         return Cascade(self.sequences, self.stats, tuner, target, retrieval, drafter)
+
+    def _warn_of_drafter(self) -> None:
+        assert self.draft is not None
+        log.warning(
+            "the drafter %s computes logits that are not finite in %s and guesses no more; its "
+            "weights are damaged, or need --dtype float32", self.draft.model.config.name,
+            self.draft.model.dtype,
+        )  # fmt: skip
 
     def _prior_seconds(self) -> Callable[[str, float], float]:
         """What a round of each stage takes by bytes over bandwidth, before it was measured."""
@@ -260,8 +260,3 @@ class Session:
             watch=functools.partial(cache.observe, b) if cache is not None else None,
             max_queries=cache.max_prompt_queries if cache is not None else None,
         )  # fmt: skip
-
-
-def _shapes(speculation: SpeculationConfig) -> SpeculationConfig:
-    """The settings without those that every run may choose anew."""
-    return dataclasses.replace(speculation, coupled=False, timed=False)

@@ -5,6 +5,7 @@ these fields (`cli/arguments.py`): the first sentence below a field is its help 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,18 +22,33 @@ OPEN_GAMMA2 = (1, 2, 3, 4, 6, 8, 12, 16)
 MIN_BUDGET, MAX_BUDGET = 256, 4096
 """Limits of the default budget, in tokens."""
 MAX_CHUNK_SIZE = 1024
-AT_LEAST_1 = "a whole number of at least 1"
+MAX_OBSERVATION_WINDOW = 1024
+MAX_COUNT = 2**31 - 1
+AT_LEAST_1 = "a whole number of at least 1 (and below 2^31)"
 
 
-def is_count(value: Any, least: int = 1) -> bool:
-    """Whether a setting is a whole number of at least `least`."""
-    return isinstance(value, int) and value >= least
+def is_number(value: Any, least: float, most: float) -> bool:
+    """Whether a setting is a number, and neither too small nor too large."""
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_real and least <= value <= most
+
+
+def is_count(value: Any, least: int = 1, most: float = MAX_COUNT) -> bool:
+    """Whether a setting is a whole number, and neither too small nor too large."""
+    return isinstance(value, int) and is_number(value, least, most)
 
 
 def require(settings: Any, name: str, ok: bool, wanted: str) -> None:
     """Raises `InputError` about a field unless its value is right."""
     if not ok:
-        raise InputError(f"{name} is {getattr(settings, name)}; it must be {wanted}")
+        value = shorten(repr(getattr(settings, name)), 60)
+        raise InputError(f"{name} is {value}; it must be {wanted}")
+
+
+def require_switches(settings: Any, *names: str) -> None:
+    """Raises `InputError` unless these fields are True or False."""
+    for name in names:
+        require(settings, name, isinstance(getattr(settings, name), bool), "True or False")
 
 
 def check_unicode(text: str, what: str) -> None:
@@ -59,11 +75,12 @@ class SamplingParams:
     """Keep tokens at least P times as likely as the likeliest; 0 is off."""
 
     def __post_init__(self) -> None:
-        is_fine = self.temperature == 0 or 1e-6 <= self.temperature <= 100
+        is_fine = is_number(self.temperature, 0, 0) or is_number(self.temperature, 1e-6, 100)
         require(self, "temperature", is_fine, "0 (greedy) or from 1e-6 to 100")
         require(self, "top_k", is_count(self.top_k, 0), "0 (off) or a positive number of tokens")
-        require(self, "top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)")
-        require(self, "min_p", 0 <= self.min_p <= 1, "between 0 (off) and 1")
+        is_fine = is_number(self.top_p, 0, 1) and self.top_p > 0
+        require(self, "top_p", is_fine, "above 0 and at most 1 (off)")
+        require(self, "min_p", is_number(self.min_p, 0, 1), "between 0 (off) and 1")
 
     @property
     def form(self) -> tuple[int, bool, bool]:
@@ -83,7 +100,7 @@ class GenerationConfig:
 
     max_new_tokens: int = 256
     """Generate at most N tokens per prompt."""
-    stop: tuple[str, ...] = ()
+    stop: Sequence[str] = ()
     """End before this text; may be given several times; $'\\n' is a line break in most shells."""
     ignore_eos: bool = False
     """Go on after an end-of-sequence token."""
@@ -99,18 +116,18 @@ class GenerationConfig:
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "prefill_chunk"):
             require(self, name, is_count(getattr(self, name)), AT_LEAST_1)
+        require_switches(self, "ignore_eos", "offload", "cuda_graphs")
         is_fine = self.on_chip is None or is_count(self.on_chip, 0)
         require(self, "on_chip", is_fine, "0 or a positive number of layers")
         if self.on_chip is not None and not self.offload:
             raise InputError(
                 f"on_chip is {self.on_chip}, which means nothing without offload; add --offload"
             )
-        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) for s in self.stop):
-            raise InputError(
-                f"stop is {shorten(repr(self.stop), 60)}; it must be a tuple of strings, such as "
-                "('END',)"
-            )
-        for text in self.stop:
+        is_fine = isinstance(self.stop, Sequence) and all(isinstance(s, str) for s in self.stop)
+        require(self, "stop", is_fine, "a sequence of strings, such as ('END',)")
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stops)
+        for text in stops:
             if not text:
                 raise InputError(
                     "a stop string is empty; give at least one character, or leave --stop out"
@@ -196,13 +213,16 @@ class SpeculationConfig:
             value = getattr(self, name)
             is_open = value is None and name in ("gamma1", "gamma2")
             require(self, name, is_open or is_count(value), AT_LEAST_1)
+        require_switches(self, "coupled", "timed")
         self._check_sizes()
 
     def _check_sizes(self) -> None:
         has_sinks = is_count(self.num_sink_tokens, 0)
         require(self, "num_sink_tokens", has_sinks, "0 or a positive number of tokens")
-        is_rate = 0 <= self.rebuild_threshold <= 1
+        is_rate = is_number(self.rebuild_threshold, 0, 1)
         require(self, "rebuild_threshold", is_rate, "between 0 (off) and 1")
+        is_fine = self.observation_window <= MAX_OBSERVATION_WINDOW
+        require(self, "observation_window", is_fine, f"at most {MAX_OBSERVATION_WINDOW} tokens")
         if max(self.gamma1 or 1, self.gamma2 or 1) > MAX_GAMMA:
             raise InputError(
                 f"gamma1, gamma2 are {self.gamma1 or 'auto'}, {self.gamma2 or 'auto'}; "
@@ -214,11 +234,11 @@ class SpeculationConfig:
                 "the paper has 8"
             )
         budget, chunk = self.budget, self.chunk_size
-        if budget is not None and (not is_count(budget) or budget % chunk):
-            near = max(1, round((budget or 0) / chunk)) * chunk
+        if budget is not None and (not is_count(budget, 1, math.inf) or budget % chunk):
+            near = max(1, round(budget / chunk)) * chunk if is_count(budget) else 128 * chunk
             raise InputError(
-                f"budget is {budget} tokens; it must be a multiple of the chunk size, {chunk}, "
-                f"such as {near}"
+                f"budget is {shorten(repr(budget), 60)} tokens; it must be a multiple of the chunk "
+                f"size, {chunk}, such as {near}"
             )
 
     def budget_for(self, num_prompt_tokens: int) -> int:

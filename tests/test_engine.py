@@ -206,6 +206,27 @@ def test_stop_strings_do_not_care_how_text_is_cut(pieces):
     assert scanner.flush() == ""
 
 
+@pytest.mark.parametrize(
+    ("stop", "text", "shown"),
+    [
+        (("abcd", "bc"), "xabcdy", "xa"),  # the one that is complete first
+        (("bc", "abc"), "xabcd", "x"),  # of two that end together the longer one
+        (("aab", "ab"), "aaab", "a"),
+        (("late", "a"), "xlate", "xl"),  # the earliest in the text, not the first in the list
+        (("abcd", "zz"), "abcabcd", "abc"),
+        (("aba",), "ababa", ""),
+        (("abcd", "bc"), "xabdbd", "xabdbd"),
+    ],
+)
+def test_overlapping_stop_strings_end_a_text_at_the_same_place_however_it_is_cut(stop, text, shown):
+    for cuts in itertools.product([False, True], repeat=len(text) - 1):
+        starts = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), len(text)]
+        scanner = StopScanner(stop)
+        pieces = [text[start:end] for start, end in itertools.pairwise(starts)]
+        assert "".join(scanner.push(piece) for piece in pieces) + scanner.flush() == shown
+        assert scanner.found == (shown != text)
+
+
 def test_a_false_alarm_of_a_stop_string_loses_nothing():
     scanner = StopScanner(("aab",))
     assert [scanner.push(piece) for piece in ("xa", "a", "a", "c")] == ["x", "", "a", "aac"]
@@ -327,13 +348,84 @@ def test_a_budget_beyond_all_measure_is_clipped(engine, settings):
 @pytest.mark.parametrize(
     "bad",
     [{"max_new_tokens": 0}, {"max_new_tokens": 8.0}, {"prefill_chunk": 0}, {"stop": ("",)},
-     {"stop": "END"}, {"stop": (3,)}, {"stop": ("\udcff",)}],
+     {"max_new_tokens": True}, {"max_new_tokens": 2**31}, {"stop": 3}, {"stop": (3,)},
+     {"stop": {"END"}}, {"stop": ("\udcff",)}, {"ignore_eos": "yes"}, {"offload": 1},
+     {"on_chip": 1.5, "offload": True}],
 )  # fmt: skip
 def test_bad_limits_are_refused(bad):
-    with pytest.raises(
-        InputError, match=r"must be a whole number|stop string is|must be a tuple of strings"
-    ):
+    words = "whole number|stop string is|sequence of strings|True or False|number of layers"
+    with pytest.raises(InputError, match=words):
         GenerationConfig(**bad)
+
+
+@pytest.mark.parametrize("stop", ["END", ["END"], ("END",)])
+def test_stop_strings_may_be_any_sequence_or_one_text(stop):
+    assert GenerationConfig(stop=stop).stop == ("END",)
+
+
+@pytest.mark.parametrize(
+    ("settings", "bad"),
+    [(SamplingParams, {"temperature": "1"}), (SamplingParams, {"temperature": True}),
+     (SamplingParams, {"temperature": float("nan")}), (SamplingParams, {"top_p": None}),
+     (SamplingParams, {"top_k": 1.5}), (SamplingParams, {"min_p": "0.1"}),
+     (SpeculationConfig, {"method": None}), (SpeculationConfig, {"gamma1": "2"}),
+     (SpeculationConfig, {"budget": "many"}), (SpeculationConfig, {"coupled": 1}),
+     (SpeculationConfig, {"rebuild_threshold": "0.9"}), (SpeculationConfig, {"gamma2": False}),
+     (SpeculationConfig, {"num_recent_tokens": 10**30}), (SpeculationConfig, {"policy": ["h2o"]}),
+     (SpeculationConfig, {"observation_window": 10**9})],
+)  # fmt: skip
+def test_values_of_a_wrong_kind_are_refused_by_name(settings, bad):
+    [(name, value)] = bad.items()
+    with pytest.raises(InputError, match=name) as caught:
+        settings(**bad)
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", [{"sampling": {}}, {"speculation": "triforce"}, {"generation": 3}])
+def test_settings_of_a_wrong_kind_are_refused(engine, bad):
+    with pytest.raises(InputError, match=r"where a \w+ belongs"):
+        engine.generate(PROMPTS[0], **bad)
+
+
+@pytest.mark.parametrize("bad", [{"model": None}, {"draft": 3}, {"dtype": torch.float32},
+                                 {"device": 0}, {"rope_scaling": 4}])  # fmt: skip
+def test_load_says_which_argument_is_no_text(folder, bad):
+    [(name, value)] = bad.items()
+    with pytest.raises(InputError, match=f"^{name} is {value!r}; it must be a text"):
+        minitri.load(**{"model": folder, **bad})
+
+
+def test_a_run_closes_itself_and_reads_well(engine):
+    with engine.generate(PROMPTS[0], generation=GenerationConfig(8, ignore_eos=True)) as run:
+        next(event for event in run if isinstance(event, Token))
+        assert repr(run) == f"<Generation of {engine.config.name}: 1 tokens, open>"
+    assert next(run, None) is None
+    assert repr(engine) == f"<Engine {engine.config.name}, drafter n-grams, float32 on cpu>"
+
+
+def test_complete_gives_the_whole_output_at_once(engine):
+    settings = {"sampling": NOISY, "seed": 3, "generation": GenerationConfig(8, ignore_eos=True)}
+    done = engine.complete(PROMPTS[0], **settings)
+    [end] = run(engine, PROMPTS[0], n=8, ignore_eos=True, sampling=NOISY, seed=3)
+    assert (done.text, done.token_ids, done.finish_reason) == (end.text, end.token_ids, "length")
+    assert "stats" not in repr(done)
+    with pytest.raises(InputError, match="a prompt is"):
+        engine.complete([[1, 2], [3]])
+
+
+def test_prompts_can_be_checked_before_weights_are_read(folder):
+    class EnoughError(Exception):
+        pass
+
+    def look(tokenizer, config):
+        assert tokenizer.encode("a")
+        assert config.vocab_size == 320
+        raise EnoughError
+
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr("minitri.loading.open_models.load_model", None)
+        with pytest.raises(EnoughError):
+            minitri.load(folder, before_weights=look)
 
 
 def test_weights_that_are_not_numbers_give_an_error_and_no_text(folder):
@@ -370,7 +462,7 @@ def test_a_dtype_without_instructions_is_warned_of(has_it, monkeypatch, caplog):
 
 
 def test_a_default_drafter_that_cannot_be_had_gives_way_to_ngrams(folder, monkeypatch, caplog):
-    monkeypatch.setattr("minitri.engine.default_draft", lambda model: "no-such-drafter")
+    monkeypatch.setattr("minitri.loading.open_models.default_draft", lambda model: "no-such-drafter")
     engine = minitri.load(str(folder), dtype="float32", device="cpu")
     assert engine.draft is None
     assert "n-grams take its place" in caplog.text

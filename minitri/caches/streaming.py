@@ -32,6 +32,18 @@ def window_slots(speculation: SpeculationConfig) -> int:
     return kept + SLIDE + speculation.room
 
 
+def window_problem(config: ModelConfig, speculation: SpeculationConfig) -> str:
+    """Why a drafter cannot serve a window of this size; empty if it can."""
+    num_slots, context = window_slots(speculation), config.context_length
+    if num_slots <= context:
+        return ""
+    return (
+        f"the drafter {config.name} holds {context} tokens but its window needs {num_slots} "
+        f"(num_recent_tokens={speculation.num_recent_tokens} and room for guesses); lower "
+        "--num-recent-tokens, --num-sink-tokens or the gammas"
+    )
+
+
 class StreamingCache:
     """Sinks and recent tokens of B rows: raw keys, rotated keys and values."""
 

@@ -34,6 +34,7 @@ Legend: B rows, N proposed tokens, V vocab.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,7 +44,7 @@ from torch import Tensor
 from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.random_source import RandomSource
 from minitri.decoding.stats import LevelStats, Stats
-from minitri.decoding.verification import Proposal, Verdict
+from minitri.decoding.verification import NotFiniteError, Proposal, Verdict
 from minitri.settings import StepPlan
 
 
@@ -101,14 +102,23 @@ class Level:
     """One level of the cascade: verifies the stage below it, proposes to the level above."""
 
     def __init__(
-        self, runner: Runner, source: RandomSource, stats: LevelStats, tuner: Autotuner
+        self,
+        runner: Runner,
+        source: RandomSource,
+        stats: LevelStats,
+        tuner: Autotuner,
+        on_not_finite: Callable[[], None] | None = None,
     ) -> None:
+        """`on_not_finite` makes this level optional: where its distributions are not finite it is
+        called, and the level proposes nothing any more."""
         self.runner = runner
         self.stats = stats
         self.below: Stage | None = None  # like gamma, set before every step: see `Cascade`
         self.gamma = 1
         self._source = source
         self._tuner = tuner
+        self._on_not_finite = on_not_finite
+        self._is_off = False
 
     def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
         """Runs rounds until every active row has a block of at least `gamma` tokens."""
@@ -116,8 +126,15 @@ class Level:
         probs: list[list[Tensor]] = [[] for _ in sequences]
         origins: list[list[str]] = [[] for _ in sequences]
         unfinished = active
-        while any(unfinished):
-            emitted, probs_BNV = self.round(sequences, unfinished)
+        while any(unfinished) and not self._is_off:
+            try:
+                emitted, probs_BNV = self.round(sequences, unfinished)
+            except NotFiniteError:
+                if self._on_not_finite is None:
+                    raise
+                self._on_not_finite()
+                self._is_off = True  # what was guessed before is a valid, shorter proposal
+                break
             for b, row in enumerate(emitted):
                 probs[b].append(probs_BNV[b, : len(row.tokens)])
                 origins[b] += [*row.origins[:-1], self.stats.name] if row.tokens else []
@@ -127,6 +144,8 @@ class Level:
         blocks = [sequence[start:] for sequence, start in zip(sequences, starts, strict=True)]
         for sequence, start in zip(sequences, starts, strict=True):
             del sequence[start:]
+        if not probs[0]:
+            return Proposal.nothing(len(sequences))
         rows = [torch.cat(row) for row in probs]
         return Proposal(blocks, torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), origins)
 
@@ -164,7 +183,8 @@ class Level:
         return emitted, probs_BNV
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
-        self.runner.prepare(sequences, active)
+        if not self._is_off:
+            self.runner.prepare(sequences, active)
 
     def crop(self, lengths: list[int]) -> None:
         """Drops what was rejected, here and in the stages below."""

@@ -1,13 +1,17 @@
 """Stop strings: finds them in a stream of text, wherever the borders between tokens fall."""
 
+from collections.abc import Sequence
+
 
 class StopScanner:
     """Lets text through until a stop string appears; the string and what follows are dropped.
 
-    Text that may be the beginning of a stop string is held back until the next pieces decide.
+    What is found is what one would find reading character by character: the stop string that is
+    complete first, and of several that end together the longest. Text that may be the beginning of
+    a stop string is held back until the next pieces decide.
     """
 
-    def __init__(self, stop: tuple[str, ...]) -> None:
+    def __init__(self, stop: Sequence[str]) -> None:
         self._stop = stop
         self._held = ""
         self.found = False
@@ -17,10 +21,11 @@ class StopScanner:
         if self.found:
             return ""
         text = self._held + text
-        hits = [position for position in (text.find(stop) for stop in self._stop) if position >= 0]
-        if hits:
+        starts = ((text.find(stop), len(stop)) for stop in self._stop)
+        ends = [(start + length, start) for start, length in starts if start >= 0]
+        if ends:
             self.found, self._held = True, ""
-            return text[: min(hits)]
+            return text[: min(ends)[1]]
         keep = max((overlap(text, stop) for stop in self._stop), default=0)
         cut = len(text) - keep
         self._held = text[cut:]

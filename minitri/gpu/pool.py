@@ -5,9 +5,12 @@ the same settings, begins in the memory of the last one and captures nothing. On
 captured and nothing is kept.
 """
 
+import dataclasses
+
 from minitri.gpu.offloaded_cache import OffloadedFullCache
 from minitri.model.llama import Llama
 from minitri.session import Batch, Session
+from minitri.settings import SpeculationConfig
 
 
 class SessionPool:
@@ -25,7 +28,7 @@ class SessionPool:
         Raises `InputError` if there is no room.
         """
         kept, self._kept = self._kept, None
-        if kept is not None and kept.can_run(batch):
+        if kept is not None and can_run(kept, batch):
             session = kept
         else:
             del kept  # gives up its memory for the new one
@@ -51,3 +54,24 @@ class SessionPool:
         """Frees what is kept; a run that is under way will not be kept either."""
         self._kept = None
         self._num_runs += 1
+
+
+def can_run(session: Session, new: Batch) -> bool:
+    """Whether the memory of a session, and what was captured in it, serve another batch."""
+    old, cache = session.shape, session.retrieval_cache
+    placed = ("offload", "on_chip", "cuda_graphs")
+    runners = (session.draft, session.retrieval, session.target)
+    return (
+        all(it.can_sample_by(new.sampling) for it in runners if it is not None)
+        and len(new.prompts) == len(old.prompts)
+        and new.capacity <= session.full.capacity
+        and new.generation.prefill_chunk <= old.generation.prefill_chunk
+        and all(getattr(new.generation, n) == getattr(old.generation, n) for n in placed)
+        and _shapes(new.speculation) == _shapes(old.speculation)
+        and (cache is None or max(new.budgets) <= cache.max_budget)
+    )
+
+
+def _shapes(speculation: SpeculationConfig) -> SpeculationConfig:
+    """The settings without those that every run may choose anew."""
+    return dataclasses.replace(speculation, coupled=False, timed=False)

@@ -251,15 +251,27 @@ def test_a_drafter_of_a_short_context_serves_a_longer_prompt(method, monkeypatch
 
 
 def test_a_window_that_the_drafter_cannot_hold_is_refused_in_one_line():
+    target, prompts = tiny_model(tiny_config()), [[1, 2, 3]]
+    settings = {"method": "naive", "gamma1": 2, "num_recent_tokens": 60, "num_sink_tokens": 4}
     with pytest.raises(InputError) as refused:
-        new_runner(tiny_config(context_length=64), num_recent_tokens=60)
+        Rig(target, prompts, draft=tiny_model(tiny_config(context_length=101)), **settings)
     message = str(refused.value)
     assert (
-        "holds 64 tokens but its window needs 101 "
+        "holds 101 tokens but its window needs 102 "
         "(num_recent_tokens=60 and room for guesses); lower" in message
     )
     assert "\n" not in message
-    new_runner(tiny_config(context_length=101), num_recent_tokens=60)
+    Rig(target, prompts, draft=tiny_model(tiny_config(context_length=102)), **settings)
+
+
+def test_auto_takes_ngrams_where_the_drafter_cannot_hold_its_window(caplog):
+    target, prompts = tiny_model(tiny_config()), [random_prompt(tiny_config(), 40)]
+    short = tiny_model(tiny_config(context_length=64))
+    rig = Rig(target, prompts, draft=short, method="auto", num_new=20, budget=16)
+    assert "its window needs" in caplog.text
+    assert "n-grams take its place" in caplog.text
+    assert rig.run() == plain_tokens(target, prompts, num_new=20)
+    assert rig.session.draft is None
 
 
 def test_a_second_prompt_meets_a_fresh_cache():

@@ -12,6 +12,7 @@ from minitri import End, GenerationConfig, InputError, SamplingParams, Speculati
 from minitri.gpu.attention import Math
 from minitri.gpu.graphs import GraphPool
 from minitri.gpu.offloaded_cache import OffloadedFullCache
+from minitri.gpu.pool import can_run
 from minitri.session import Batch
 from minitri.settings import METHODS, POLICIES
 from tests.cascades import random_prompt, tiny_engine
@@ -155,7 +156,7 @@ def test_a_larger_budget_is_not_squeezed_in(pools):
     for length, fits in ((400, True), (1100, False)):
         batch = Batch([[1] * length], [0], WARM, GenerationConfig(60), speculation)
         assert batch.capacity <= kept.full.capacity or not fits
-        assert kept.can_run(batch) == fits
+        assert can_run(kept, batch) == fits
 
 
 def test_a_run_that_is_left_is_kept_and_one_that_fails_is_not(pools):

@@ -196,7 +196,7 @@ def test_generation_config_decides_the_end_tokens(copy):
 
 def test_the_context_of_a_named_model_wins(folder, monkeypatch):
     located = Located("tiny", folder, context=1234)
-    monkeypatch.setattr("minitri.engine.locate", lambda *_, **__: located)
+    monkeypatch.setattr("minitri.loading.open_models.locate", lambda *_, **__: located)
     assert load("tiny").config.context_length == 1234
 
 

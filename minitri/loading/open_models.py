@@ -1,0 +1,118 @@
+"""Models whose files are open: configs and tokenizers are read, the weights not yet.
+
+So whatever is wrong with a prompt or a drafter is found before the minutes that large weights take.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from minitri.errors import InputError, shorten
+from minitri.loading.checkpoint import load_model, open_checkpoint
+from minitri.loading.devices import (
+    attention_for,
+    attention_name,
+    choose_device,
+    choose_dtype,
+)
+from minitri.loading.fetch import default_draft, locate
+from minitri.loading.hf_config import stretch_rope
+from minitri.loading.tokenizer import check_same_vocabulary, load_tokenizer
+from minitri.model.llama import Llama
+
+log = logging.getLogger("minitri")
+
+
+class OpenModel:
+    """Finds or fetches the files of a model, and reads all but the weights."""
+
+    def __init__(
+        self, name: str, *, dtype: torch.dtype, device: torch.device, attention: str = "auto",
+        rope_scaling: str | None = None, progress: bool = False,
+    ) -> None:  # fmt: skip
+        """The arguments are those of `minitri.load`. Raises `InputError`."""
+        located = locate(name, progress=progress)
+        self._checkpoint = open_checkpoint(located.path)
+        config = self._checkpoint.config(located.name)
+        if located.context:
+            config = dataclasses.replace(config, context_length=located.context)
+        self.config = config if rope_scaling is None else stretch_rope(config, rope_scaling)
+        has_tokenizer = config.draft_of is None  # else it reads tokens from its target's table
+        self.tokenizer = load_tokenizer(self._checkpoint, config) if has_tokenizer else None
+        self._dtype, self._device = dtype, device
+        self._attend = attention_for(device, dtype, config, attention)
+        self._progress = progress
+
+    def load(self, target: Llama | None = None) -> Llama:
+        """Reads the weights. `target` lends its embedding table to a drafter that has none."""
+        config = self.config
+        model = load_model(
+            self._checkpoint, config, dtype=self._dtype, device=self._device,
+            attend=self._attend, target=target, progress=self._progress,
+        )  # fmt: skip
+        log.info(
+            "%s on %s, %s, attention %s, context %d tokens, RoPE %s",
+            config.name, self._device, str(self._dtype).removeprefix("torch."),
+            attention_name(self._attend), config.context_length, config.rope.describe(),
+        )  # fmt: skip
+        return model
+
+
+class OpenModels:
+    """A model and its drafter, all but their weights; the arguments are those of `minitri.load`."""
+
+    def __init__(
+        self, model: str | os.PathLike[str], draft: str | os.PathLike[str], *, dtype: str,
+        device: str, attention: str, rope_scaling: str | None, progress: bool,
+    ) -> None:  # fmt: skip
+        texts: dict[str, Any] = {"model": model, "draft": draft, "dtype": dtype, "device": device}
+        texts |= {"attention": attention, "rope_scaling": rope_scaling or ""}
+        for name, value in texts.items():
+            if not isinstance(value, str | os.PathLike):
+                value = shorten(repr(value), 60)
+                raise InputError(f"{name} is {value}; it must be a text, see minitri.load")
+        model, draft, place = os.fsdecode(model), os.fsdecode(draft), choose_device(device)
+        options: dict[str, Any] = {"dtype": choose_dtype(dtype, place), "device": place}
+        options |= {"attention": attention, "progress": progress}
+        self._target = OpenModel(model, rope_scaling=rope_scaling, **options)
+        if self._target.tokenizer is None:
+            raise InputError(
+                f"{model} is a drafter for {self._target.config.draft_of} without an embedding "
+                f"table of its own, not a model; give it as --draft, and the other as --model"
+            )
+        self.config, self.tokenizer = self._target.config, self._target.tokenizer
+        self._draft: OpenModel | None = None
+        self._is_draft_optional = draft == "auto"
+        name = default_draft(model) if draft == "auto" else draft
+        if name != "ngram":
+            with self._or_ngrams():
+                self._draft = self._open_draft(name, options)
+
+    def load(self) -> tuple[Llama, Llama | None]:
+        """Reads the weights: the model, and its drafter if that is no n-gram lookup."""
+        target, drafter = self._target.load(), None
+        if self._draft is not None:
+            with self._or_ngrams():
+                drafter = self._draft.load(target)
+        return target, drafter
+
+    def _open_draft(self, name: str, options: dict[str, Any]) -> OpenModel:
+        draft = OpenModel(name, **options)
+        if draft.tokenizer is not None:
+            check_same_vocabulary(draft.tokenizer, self.tokenizer, draft.config.name)
+        return draft
+
+    @contextlib.contextmanager
+    def _or_ngrams(self) -> Iterator[None]:
+        """A drafter that nobody asked for by name may be missing."""
+        try:
+            yield
+        except InputError as error:
+            if not self._is_draft_optional:
+                raise
+            log.warning("%s; n-grams take its place", error)
