@@ -4,8 +4,14 @@ Decodes one prompt autoregressively and with each speculative method, greedily a
 sampling, and compares token by token. A difference is called a numeric tie if rounding explains it
 (`benchmarks/departures.py`), and a BUG otherwise. A bug that only swaps tokens within the bound of
 rounding would pass for it; the bound is printed, and with --dtype float32 it leaves no such room.
-Exit codes: 0 all equal or numeric ties, 1 a bug, 2 bad input, 130 interrupted. The last line of
-standard output is JSON.
+
+Then the default mode, independent random numbers at a temperature above 0, with your filters: many
+short texts per method, of which statistical tests tell whether they follow the model's distribution
+(`benchmarks/distribution_test.py`); their odds of a false alarm, and what they would find, are
+printed.
+
+Exit codes: 0 all is well, 1 a bug, 2 bad input, 130 interrupted. The last line of standard output
+is JSON.
 """
 
 import argparse
@@ -23,16 +29,24 @@ with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
 
     from minitri.benchmarks.compare import num_same
     from minitri.benchmarks.departures import Mode, explain, modes
+    from minitri.benchmarks.distribution_test import FALSE_ALARM, POWER, run_test, windows
     from minitri.cli import arguments
-    from minitri.cli.prompts import encode_prompt, read_prompt
+    from minitri.cli.prompts import read_prompt
     from minitri.cli.report import where
     from minitri.cli.terminal import finish
     from minitri.engine import Engine, load
     from minitri.errors import shorten
+    from minitri.loading.prompts import check_prompt
+    from minitri.loading.tokenizer import Tokenizer
+    from minitri.model.config import ModelConfig
     from minitri.model.llama import Llama
-    from minitri.settings import METHODS, GenerationConfig, SpeculationConfig
+    from minitri.settings import METHODS, GenerationConfig, SamplingParams, SpeculationConfig
 
 log = logging.getLogger("minitri")
+
+WINDOW, NEW_TOKENS, SMALL_BUDGET = 64, 64, 32
+"""Of the statistical test: tokens that a text begins with, tokens that it goes on for, and the
+budget of its retrieval cache, small enough that the guesses of that level are often wrong."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -40,18 +54,22 @@ def build_parser() -> arguments.OneLineParser:
     parser = arguments.OneLineParser(
         "selftest",
         "--model smollm2-135m --dtype float32",
+        "--temperature 0.6 --top-p 0.9 --num-samples 20000",
         "--model llama2-7b-128k --method triforce --max-prompt-tokens 32000",
         description="Compares every speculative method with autoregressive decoding, token by "
-        "token, on your weights.",
+        "token, on your weights, and its samples with the model's distribution.",
     )
     arguments.add_model_flags(parser)
     arguments.add_prompt_flags(parser, max_prompt_tokens=2000)
     add, choices = parser.add_argument, ("auto", *METHODS[2:])
     text = "may be given several times (default: naive, retrieval, triforce)"
     add("--method", action="append", choices=choices, dest="methods", help=text)
-    text = "of the seed-coupled runs"
+    text = "of the sampled runs, coupled or not"
     add("--temperature", type=float, metavar="T", default=0.8, help=text)
     add("--seed", type=int, metavar="N", default=7, help=text)
+    arguments.add_fields(parser, SamplingParams, "top_k", "top_p", "min_p")
+    text = "tokens per method in the statistical test of uncoupled sampling; 0 leaves it out"
+    add("--num-samples", type=int, metavar="N", default=2048, help=text)
     arguments.add_draft_flag(parser)
     arguments.add_gpu_flags(parser)
     arguments.add_size_flags(parser.add_argument_group("speculation"))
@@ -97,6 +115,31 @@ class SelfTest:
         )
         return {**result, "verdict": verdict, **dataclasses.asdict(found)}
 
+    def check_samples(
+        self, speculation: SpeculationConfig, sampling: SamplingParams, num_methods: int
+    ) -> dict[str, Any]:
+        """The statistical test of one method: a line on standard output, and an object."""
+        method, num_rows = speculation.method, -(-self._args.num_samples // NEW_TOKENS)
+        chunk = speculation.chunk_size
+        budget = speculation.budget or -(-SMALL_BUDGET // chunk) * chunk
+        log.info("sampled, %s: %d texts of %d tokens ...", method, num_rows, NEW_TOKENS)
+        test = run_test(
+            self.engine, windows(self.prompt, num_rows, WINDOW), sampling,
+            dataclasses.replace(speculation, budget=budget),
+            num_new=NEW_TOKENS, seed=self._args.seed, num_tests=num_methods,
+        )  # fmt: skip
+        worst, verdict = test.worst, "BUG" if test.is_alarm else "consistent"
+        kind = "drafter" if self.engine.draft is not None else "order"
+        shift = min(test.smallest_shift(name) for name in test.sums if name.startswith(kind))
+        print(
+            f"sampled  {method:10s} {verdict}: {num_rows * NEW_TOKENS} tokens, least p-value "
+            f"{test.p_values[worst]:.2g} ({worst}), of {len(test.p_values)}; a bug below "
+            f"{test.alarm_level:.1g}; {POWER:.0%} of shifts by {shift:.1%} are found",
+            flush=True,
+        )
+        return {"mode": "sampled", "method": method, "verdict": verdict,
+                "num_tokens": num_rows * NEW_TOKENS, "p_values": test.p_values}  # fmt: skip
+
     def decode(self, mode: Mode, speculation: SpeculationConfig) -> list[int]:
         """The tokens of one run, which goes on behind the end of a text: all are equally long."""
         generation = arguments.taken(GenerationConfig, self._args)
@@ -131,12 +174,17 @@ def run_command(args: argparse.Namespace) -> int:
     methods = list(dict.fromkeys(args.methods or METHODS[2:]))
     args.method = "retrieval" if methods == ["retrieval"] else "triforce"  # which has a drafter
     speculation, draft = arguments.speculation_of(args), arguments.draft_of(args)
-    both = modes(args.temperature)
+    sampling, both = arguments.taken(SamplingParams, args), modes(args.temperature)
     arguments.taken(GenerationConfig, args)  # bad values fail before anything is loaded
     text = read_prompt(args.prompt_file, args.prompt)
-    engine = load(**arguments.model_of(args), draft=draft)
-    test = SelfTest(engine, encode_prompt(engine, text, args.max_prompt_tokens), args)
-    results = []
+    prompt: list[int] = []
+
+    def read(tokenizer: Tokenizer, config: ModelConfig) -> None:
+        prompt.extend(tokenizer.encode(text, args.max_prompt_tokens))
+        check_prompt(prompt, config, args.max_new_tokens)
+
+    engine = load(**arguments.model_of(args), draft=draft, before_weights=read)
+    test, results = SelfTest(engine, prompt, args), []
     for mode in both:
         alone, *others = (
             dataclasses.replace(speculation, method=method, coupled=mode.coupled)
@@ -144,15 +192,25 @@ def run_command(args: argparse.Namespace) -> int:
         )
         expected = test.decode(mode, alone)
         results += [test.compare(mode, other, expected) for other in others]
+    if args.num_samples and sampling.temperature:
+        for method in methods:
+            config = dataclasses.replace(speculation, method=method)
+            results.append(test.check_samples(config, sampling, len(methods)))
+        print(f"a false alarm in the samples has odds of 1 in {1 / FALSE_ALARM:,.0f}")
     verdicts = [result["verdict"] for result in results]
-    equal, ties, bugs = (verdicts.count(name) for name in ("equal", "numeric tie", "BUG"))
+    bugs = verdicts.count("BUG")
+    counts = {name: verdicts.count(name) for name in ("equal", "numeric tie", "consistent")}
+    equal, ties, consistent = counts.values()
     advice = "; please report the lines that say BUG" if bugs else ""
-    print(f"{len(results)} comparisons: {equal} equal, {ties} numeric ties, {bugs} bugs{advice}")
+    print(
+        f"{len(results)} comparisons: {equal} equal, {ties} numeric ties, {consistent} consistent, "
+        f"{bugs} bugs{advice}"
+    )
     report = {
         "model": args.model, "draft": draft, **where(engine.model),
         "num_prompt_tokens": len(test.prompt), "num_new_tokens": args.max_new_tokens,
-        "temperature": args.temperature, "seed": args.seed, "num_equal": equal, "num_ties": ties,
-        "num_bugs": bugs, "comparisons": results,
+        "sampling": dataclasses.asdict(sampling), "seed": args.seed, "num_equal": equal,
+        "num_ties": ties, "num_consistent": consistent, "num_bugs": bugs, "comparisons": results,
     }  # fmt: skip
     print(json.dumps(report), flush=True)
     return 1 if bugs else 0

@@ -11,9 +11,10 @@ from minitri import runner, selftest
 from minitri.benchmarks.departures import modes
 from minitri.decoding import random_source
 from minitri.decoding.noise import gumbel_argmax, noise_key
-from minitri.decoding.sampling import probs_from_logits
+from minitri.decoding.sampling import probs_from_logits, sample
 from minitri.decoding.verification import Verdict, verify
 from minitri.settings import SamplingParams
+from tests.conftest import write_hf_folder
 
 
 @pytest.fixture
@@ -25,7 +26,8 @@ def check(folder, capsys):
         with pytest.raises(SystemExit) as ended:
             selftest.main(["--model", str(folder), "--dtype", "float32", "--max-prompt-tokens",
                 "120",
-                           "--max-new-tokens", "40", "--budget", "32", *flags])  # fmt: skip
+                           "--max-new-tokens", "40", "--budget", "32", "--num-samples", "0",
+                           *flags])  # fmt: skip
         captured = capsys.readouterr()
         return ended.value.code, captured.out.splitlines(), captured.err
 
@@ -55,7 +57,7 @@ def test_sound_code_passes_with_every_method_and_both_modes(check):
         for mode in ("greedy", "coupled")
         for method in selftest.METHODS[2:]
     ]
-    assert lines[6] == "6 comparisons: 6 equal, 0 numeric ties, 0 bugs"
+    assert lines[6] == "6 comparisons: 6 equal, 0 numeric ties, 0 consistent, 0 bugs"
     assert (report["num_equal"], report["num_ties"], report["num_bugs"]) == (6, 0, 0)
     assert all(row["num_equal_tokens"] == row["num_tokens"] == 40 for row in report["comparisons"])
     assert "greedy, autoregressive: 40 tokens behind 120 ..." in err
@@ -79,6 +81,58 @@ def test_a_verification_that_accepts_everything_is_a_bug(check, monkeypatch):
     assert greedy["num_equal_tokens"] < 40
     assert greedy["position"] == 120 + greedy["num_equal_tokens"]
     assert greedy["score_gap"] > greedy["bound"]
+
+
+@pytest.fixture(scope="module")
+def other_folder(tmp_path_factory):
+    """A drafter whose favourites are not the target's."""
+    return write_hf_folder(tmp_path_factory.mktemp("models") / "other", seed=1)
+
+
+@pytest.fixture
+def check_samples(check, other_folder):
+    """Runs the statistical test alone worth looking at: its objects, by method."""
+
+    def run(*flags: str):
+        code, lines, _ = check("--draft", str(other_folder), "--num-samples", "2000", *flags)
+        results = json.loads(lines[-1])["comparisons"]
+        return code, {row["method"]: row for row in results if row["mode"] == "sampled"}
+
+    return run
+
+
+def test_sound_samples_are_consistent_with_filters_too(check_samples):
+    code, found = check_samples("--top-p", "0.95", "--temperature", "1.2")
+    assert code == 0
+    assert [*found] == ["naive", "retrieval", "triforce"]
+    assert {row["verdict"] for row in found.values()} == {"consistent"}
+    assert all(row["num_tokens"] == 2048 for row in found.values())
+    assert min(min(row["p_values"].values()) for row in found.values()) > 1e-3
+
+
+def resample_from_p(proposal, probs_BNV, uniforms_BN):
+    """The published TriForce code: a rejected guess is replaced by a sample from p itself."""
+    verdict = verify(proposal, probs_BNV, uniforms_BN)
+    rows = torch.arange(len(proposal.tokens))
+    drawn = sample(probs_BNV[rows, torch.tensor(verdict.num_accepted)], uniforms_BN[:, -1])
+    return Verdict(verdict.num_accepted, drawn.tolist())
+
+
+def reuse_number(proposal, probs_BNV, uniforms_BN):
+    """The number of the last test is used again for the recovered or bonus token."""
+    uniforms_BN = uniforms_BN.clone()
+    verdict = verify(proposal, probs_BNV, uniforms_BN)
+    for b, (n, count) in enumerate(zip(verdict.num_accepted, proposal.counts, strict=True)):
+        uniforms_BN[b, -1] = uniforms_BN[b, min(n, count - 1)] if count else uniforms_BN[b, -1]
+    return verify(proposal, probs_BNV, uniforms_BN)
+
+
+@pytest.mark.parametrize("broken", [resample_from_p, reuse_number])
+def test_samples_of_a_broken_verification_are_a_bug(check_samples, monkeypatch, broken):
+    monkeypatch.setattr(random_source, "verify", broken)
+    code, found = check_samples("--method", "naive", "--method", "triforce")
+    assert code == 1
+    assert {row["verdict"] for row in found.values()} == {"BUG"}
 
 
 def test_a_coupled_draw_with_the_noise_of_another_position_is_a_bug(check, monkeypatch):
