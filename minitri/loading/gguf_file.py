@@ -1,25 +1,27 @@
 """A GGUF file: llama.cpp's container of weights, hyper-parameters and tokenizer in one.
 
-The `gguf` package parses and dequantizes. This file translates names and conventions to those of
-Hugging Face, so that nobody else needs to know them. One trap: GGUF pairs neighbouring dimensions
-in its rotary embedding, so it stores the rows of q and k in another order; they are put back here.
+The `gguf` package dequantizes. Its parser is not used: of a damaged header it makes millions of
+objects. This file parses and translates names and conventions to those of Hugging Face, so that
+nobody else needs to know them. One trap: GGUF pairs neighbouring dimensions in its rotary
+embedding, so it stores the rows of q and k in another order; they are put back here.
 """
 
 import importlib
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minitri.errors import InputError
+from minitri.errors import InputError, shorten
 from minitri.loading.damage import explain
-from minitri.loading.hf_config import as_token_ids, read_fields
-from minitri.model.config import ModelConfig, RopeConfig
+from minitri.loading.hf_config import as_token_ids, read_fields, read_value
+from minitri.model.config import ModelConfig
 
 _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -45,7 +47,99 @@ _CONFIG_KEYS = {
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
+_ROPE_KEYS = {
+    "rope_theta": "freq_base",
+    "original_max_position_embeddings": "scaling.original_context_length",
+    "beta_fast": "scaling.yarn_beta_fast",
+    "beta_slow": "scaling.yarn_beta_slow",
+}
+_ROPE_NEUTRAL = {"attn_factor": 1, "yarn_attn_factor": 1, "yarn_ext_factor": 1}
+_ROPE_NEUTRAL |= {"yarn_log_multiplier": 0}
 _ROPE_DIVISORS = "rope_freqs.weight"
+
+
+_NUMBERS = dict(enumerate(("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?")))
+_NUMBERS |= {10: "<u8", 11: "<i8", 12: "<f8"}
+_TEXT, _ARRAY = 8, 9
+_MOST_ENTRIES, _MOST_TEXTS = 1 << 16, 1 << 22
+"""Keys or tensors of a file, and texts of an array: far more than any model has."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor as it is stored: `data` is a view of the mapped file, (*rows, bytes of a row)."""
+
+    type: Any  # gguf.GGMLQuantizationType
+    shape: tuple[int, ...]
+    data: np.ndarray
+
+
+class _Reader:
+    """The values of a GGUF file, one after the other. Raises `ValueError` where the file ends."""
+
+    def __init__(self, path: Path) -> None:
+        self.data = np.memmap(path, np.uint8, "r").view(np.ndarray)  # whose views are fast
+        self.position = 0
+
+    def numbers(self, kind: str, count: int) -> np.ndarray:
+        """A view of the file."""
+        start = self.position
+        self.position += np.dtype(kind).itemsize * count
+        if self.position > len(self.data):
+            raise ValueError(f"{self.position} bytes are needed, {len(self.data)} are there")
+        return self.data[start : self.position].view(kind)
+
+    def number(self, kind: str = "<u8", most: int | None = None) -> Any:
+        value = self.numbers(kind, 1).item()
+        if most is not None and value > most:
+            raise ValueError(f"it counts {value} things where at most {most} can be")
+        return value
+
+    def text(self) -> str:
+        return self.numbers("u1", self.number()).tobytes().decode()
+
+    def value(self, kind: int, is_element: bool = False) -> Any:
+        """A number, a text, a list of texts, or an array of numbers."""
+        if kind == _TEXT:
+            return self.text()
+        if kind == _ARRAY and not is_element:
+            element = self.number("<u4")
+            if element == _TEXT:
+                return [self.text() for _ in range(self.number(most=_MOST_TEXTS))]
+            return self.numbers(_NUMBERS[element], self.number())
+        return self.number(_NUMBERS[kind])
+
+    def metadata(self, num_keys: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for _ in range(num_keys):
+            key = self.text()
+            if key in found:
+                raise ValueError(f"it has {shorten(key, 60)} twice")
+            found[key] = self.value(self.number("<u4"))
+        return found
+
+    def tensors(self, gguf: Any, num_tensors: int, metadata: dict[str, Any]) -> dict[str, Any]:
+        """Each begins where the one before it ends; so none can be of another type or shape."""
+        table = []
+        for _ in range(num_tensors):
+            name, num_dims = self.text(), self.number("<u4", most=4)
+            *rows, row = reversed(self.numbers("<u8", num_dims).tolist())
+            table.append((name, rows, row, self.number("<u4"), self.number()))
+        alignment, end = metadata.get("general.alignment", 32), 0
+        begin = -(-self.position // alignment) * alignment
+        found: dict[str, Any] = {}
+        for name, rows, row, number, offset in table:
+            kind = gguf.GGMLQuantizationType(number)
+            block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+            if offset != end or row % block or name in found:
+                what = f"tensor {shorten(name, 60)} of type {kind.name} and shape {(*rows, row)}"
+                raise ValueError(f"{what} does not fit between its neighbours")
+            row_bytes, self.position = row // block * num_bytes, begin + offset
+            data = self.numbers("u1", math.prod(rows) * row_bytes).reshape(*rows, row_bytes)
+            found[name] = StoredTensor(kind, (*rows, row), data)
+            end = -(-(self.position - begin) // alignment) * alignment
+        if len(self.data) > begin + end:
+            raise ValueError("bytes are left behind its last tensor")
+        return found
 
 
 class GgufFile:
@@ -54,16 +148,21 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         gguf = self.package("gguf", "is a GGUF file")
-        damages = (ValueError, IndexError, KeyError, OSError, OverflowError, MemoryError)
+        damages = (ValueError, KeyError, TypeError, ArithmeticError, OSError, MemoryError)
         with explain(f"{path} is not a whole GGUF file", *damages):
-            reader = gguf.GGUFReader(path)
-            # The reader has an array for every string; plain values take a tenth of that memory.
-            self._metadata = {key: stored.contents() for key, stored in reader.fields.items()}
-            # Each has `data`, a view of the mapped file, and `shape` from the fastest dimension on.
-            self._tensors = {stored.name: stored for stored in reader.tensors}
+            reader = _Reader(path)
+            if reader.number("<u4") != gguf.GGUF_MAGIC or reader.number("<u4") not in (2, 3):
+                raise ValueError("it does not begin with GGUF and version 2 or 3")
+            num_tensors, num_keys = (
+                reader.number(most=_MOST_ENTRIES),
+                reader.number(most=_MOST_ENTRIES),
+            )
+            self._metadata = reader.metadata(num_keys)
+            self._tensors = reader.tensors(gguf, num_tensors, self._metadata)
         kind = self.get("general.architecture")
         if kind != "llama":
-            raise self._error(f"is a {kind!r} model; minitri runs the Llama architecture only")
+            kind = shorten(repr(kind), 60)
+            raise self._error(f"is a {kind} model; minitri runs the Llama architecture only")
 
     def _error(self, problem: str) -> InputError:
         return InputError(f"{self.path.name} {problem}")
@@ -79,8 +178,21 @@ class GgufFile:
             ) from None
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The metadata value of a key: a number, a string, a boolean or a list of them."""
+        """The metadata of a key: a number, a text, a boolean, a list of texts or an array."""
         return self._metadata.get(key, default)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """A boolean of the metadata. Raises `TypeError` for anything else."""
+        return read_value(self._metadata, key, bool, default)
+
+    def column(self, key: str, kind: type[Any], default: list[Any] | None = None) -> list[Any]:
+        """A list of the metadata: of texts, whole numbers or numbers. Raises `TypeError`."""
+        found = self.get(key, default)
+        if isinstance(found, np.ndarray) and np.isfinite(found).all():
+            found = found.tolist()
+        if not isinstance(found, list) or not all(type(value) is kind for value in found):
+            raise TypeError(f"{key} holds no values of the type {kind.__name__}")
+        return found
 
     def reading(self, what: str) -> AbstractContextManager[None]:
         """Turns whatever goes wrong over damaged metadata into an `InputError`."""
@@ -91,7 +203,20 @@ class GgufFile:
         """The model's shape."""
         with self.reading("its hyper-parameters"):
             config = read_fields(self._as_config_json(), name)
-            return replace(config, rope=self._rope(config.context_length, config.head_dim))
+            if self.get("llama.rope.dimension_count", config.head_dim) != config.head_dim:
+                raise self._error(
+                    "rotates only a part of each head, which no Llama does; check the file"
+                )
+            if _ROPE_DIVISORS not in self._tensors:
+                return config
+            stored = self._tensors[_ROPE_DIVISORS]
+            if stored.type.name != "F32" or stored.shape != (config.head_dim // 2,):
+                raise self._error(
+                    f"has RoPE divisors of type {stored.type.name} and shape {stored.shape} for a "
+                    f"head of {config.head_dim}; get the file again"
+                )
+            divisors = tuple(stored.data.view("<f4").tolist())
+            return replace(config, rope=replace(config.rope, frequency_divisors=divisors))
 
     def _as_config_json(self) -> dict[str, Any]:
         """The shape under the names of a Hugging Face config.json."""
@@ -110,41 +235,27 @@ class GgufFile:
         return found | {
             "num_key_value_heads": self.get("llama.attention.head_count_kv"),
             "head_dim": self.get("llama.attention.key_length"),
-            "vocab_size": self._tensors["token_embd.weight"].shape[1],
+            "vocab_size": self._tensors["token_embd.weight"].shape[0],
             # A float32; the shortest decimal that rounds to it is what the author wrote.
-            "rms_norm_eps": f"{found['rms_norm_eps']:.6g}",
+            "rms_norm_eps": float(f"{found['rms_norm_eps']:.6g}"),
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "attention_bias": "blk.0.attn_q.bias" in self._tensors,
             "bos_token_id": self.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": tuple(dict.fromkeys(eos[0] + eos[1])),
+            "rope_parameters": self._rope(),
         }
 
-    def _rope(self, context: int, head_dim: int) -> RopeConfig:
-        if int(self.get("llama.rope.dimension_count") or head_dim) != head_dim:
-            raise self._error(
-                "rotates only a part of each head, which no Llama does; check the file"
-            )
-        if (self.get("llama.rope.scaling.attn_factor") or 1) != 1:
-            raise self._error(
-                "sets rope.scaling.attn_factor, which minitri does not run; use another"
-            )
-        divisors = None
-        if _ROPE_DIVISORS in self._tensors:
-            divisors = tuple(map(float, self._tensors[_ROPE_DIVISORS].data))
-            if len(divisors) != head_dim // 2:
+    def _rope(self) -> dict[str, Any]:
+        """The `rope_parameters` of a Hugging Face config.json."""
+        for key, neutral in _ROPE_NEUTRAL.items():
+            if self.get(f"llama.rope.scaling.{key}", neutral) != neutral:
                 raise self._error(
-                    f"has {len(divisors)} RoPE divisors for a head of {head_dim}; get the file "
-                    "again"
+                    f"sets rope.scaling.{key}, which minitri does not run; use another"
                 )
-        factor = self.get("llama.rope.scaling.factor") or self.get("llama.rope.scale_linear") or 1.0
-        kind = self.get("llama.rope.scaling.type") or ("default" if factor == 1 else "linear")
-        return RopeConfig(
-            theta=float(self.get("llama.rope.freq_base") or RopeConfig.theta),
-            kind="default" if kind == "none" else kind,
-            factor=float(factor),
-            original_context=int(self.get("llama.rope.scaling.original_context_length") or context),
-            frequency_divisors=divisors,
-        )
+        factor = self.get("llama.rope.scaling.factor", self.get("llama.rope.scale_linear", 1.0))
+        kind = self.get("llama.rope.scaling.type", "default" if factor == 1 else "linear")
+        found = {name: self.get(f"llama.rope.{key}") for name, key in _ROPE_KEYS.items()}
+        return found | {"rope_type": "default" if kind == "none" else kind, "factor": factor}
 
     def tensors(self, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
         """Every weight under its Hugging Face name, dequantized to float32, one at a time."""
@@ -153,14 +264,14 @@ class GgufFile:
         for gguf_name, stored in self._tensors.items():
             if gguf_name == _ROPE_DIVISORS:
                 continue
-            kind, advice = stored.tensor_type.name, "use a file of another quantization"
+            kind, advice = stored.type.name, "use a file of another quantization"
             problem = f"{self.path.name}: tensor {gguf_name} of type {kind} cannot be dequantized"
             with explain(problem, NotImplementedError, ValueError, KeyError, advice=advice):
-                values = dequantize(stored.data, stored.tensor_type)
+                values = dequantize(stored.data, stored.type)
             weight = torch.from_numpy(np.require(values, requirements="W"))  # no view of the file
             name = hugging_face_name(gguf_name)
             for part, heads in (("q_proj", config.num_heads), ("k_proj", config.num_kv_heads)):
-                if part in name:
+                if part in name and len(weight) % (2 * heads) == 0:  # else it is of a wrong shape
                     weight = _neighbours_to_halves(weight, heads)
             yield name, weight
 

@@ -4,11 +4,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from minitri.errors import InputError, shorten
 from minitri.loading.damage import explain
-from minitri.model.config import POSITIVE_FACTORS, ROPE_KINDS, ModelConfig, RopeConfig
+from minitri.model.config import ROPE_KINDS, ROPE_NUMBERS, ModelConfig, RopeConfig
 
 
 def read_config(config: Mapping[str, Any], name: str) -> ModelConfig:
@@ -26,11 +27,6 @@ def read_config(config: Mapping[str, Any], name: str) -> ModelConfig:
                 f"{name} has {key}={shorten(repr(config[key]), 60)}, which minitri does not "
                 f"run; use a checkpoint with {key}={wanted}"
             )
-    for value in map(config.get, ("tie_word_embeddings", "attention_bias")):
-        if value not in (None, True, False):
-            raise InputError(
-                f"config has {shorten(repr(value), 60)} where true or false belongs; correct it"
-            )
     wrong_kind = (TypeError, ValueError, ZeroDivisionError, OverflowError)
     problem = f"{name}: config.json holds a value of the wrong kind"
     try:
@@ -42,57 +38,82 @@ def read_config(config: Mapping[str, Any], name: str) -> ModelConfig:
         ) from None
 
 
+def read_value(config: Mapping[str, Any], key: str, kind: type[Any], default: Any = None) -> Any:
+    """A value of a config, which must be of this kind; null is as good as absent.
+
+    Nothing is rounded, and no text is read as a number. Raises `TypeError`, or `KeyError` for a
+    value that is absent and has no default.
+    """
+    value = config.get(key)
+    if value is None:
+        return config[key] if default is None else default
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        wanted = {
+            int: "a whole number",
+            float: "a number",
+            bool: "true or false",
+            str: "a text",
+            dict: "an object",
+        }
+        raise TypeError(f"{key} is {shorten(repr(value), 60)} where {wanted[kind]} belongs")
+    return kind(value)
+
+
 def read_fields(config: Mapping[str, Any], name: str) -> ModelConfig:
     """The fields of a config.json; raises whatever a wrong or missing value leads to."""
-    num_heads, hidden_size = int(config["num_attention_heads"]), int(config["hidden_size"])
-    context, draft_of = int(config.get("max_position_embeddings", 2048)), config.get("draft_of")
+    number, flag = partial(read_value, config, kind=int), partial(read_value, config, kind=bool)
+    num_heads, hidden_size = number("num_attention_heads"), number("hidden_size")
+    context = number("max_position_embeddings", default=2048)
+    is_drafter = config.get("draft_of") is not None
     return ModelConfig(
-        num_layers=int(config["num_hidden_layers"]),
+        num_layers=number("num_hidden_layers"),
         hidden_size=hidden_size,
-        intermediate_size=int(config["intermediate_size"]),
+        intermediate_size=number("intermediate_size"),
         num_heads=num_heads,
-        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-        head_dim=int(config.get("head_dim") or hidden_size // num_heads),
-        vocab_size=int(config["vocab_size"]),
+        num_kv_heads=number("num_key_value_heads", default=num_heads),
+        head_dim=number("head_dim", default=hidden_size // max(num_heads, 1)),
+        vocab_size=number("vocab_size"),
         context_length=context,
         rope=read_rope(config, context),
-        rms_norm_eps=float(config.get("rms_norm_eps", ModelConfig.rms_norm_eps)),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings")),
-        attention_bias=bool(config.get("attention_bias")),
+        rms_norm_eps=read_value(config, "rms_norm_eps", float, ModelConfig.rms_norm_eps),
+        tie_word_embeddings=flag("tie_word_embeddings", default=False),
+        attention_bias=flag("attention_bias", default=False),
         bos_token_id=next(iter(as_token_ids(config.get("bos_token_id"))), None),
         eos_token_ids=as_token_ids(config.get("eos_token_id")),
         name=name,
-        draft_of=None if draft_of is None else str(draft_of),
-        head_size=None if draft_of is None else int(config["head_size"]),
+        draft_of=read_value(config, "draft_of", str) if is_drafter else None,
+        head_size=number("head_size") if is_drafter else None,
     )
 
 
 def read_rope(config: Mapping[str, Any], default_context: int) -> RopeConfig:
     """From a Hugging Face config.json, in its older form (`rope_scaling`) or its newer one."""
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    if (scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1) != 1:
+    scaling: dict[str, Any] = {}
+    for form in ("rope_parameters", "rope_scaling"):
+        scaling = read_value(config, form, dict, {}) or scaling
+    if {config.get("partial_rotary_factor"), scaling.get("partial_rotary_factor")} - {None, 1}:
         raise InputError(
             "RoPE turns only a part of each head (partial_rotary_factor), which no Llama does; "
             "check it"
         )
-    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or RopeConfig.theta)
-    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    theta = read_value(config, "rope_theta", float, RopeConfig.theta)
+    theta = read_value(scaling, "rope_theta", float, theta)
+    kind = read_value(scaling, "rope_type", str, read_value(scaling, "type", str, "default"))
     if kind == "default":
         return RopeConfig(theta=theta)
     if scaling.get("factor") is None:
         raise InputError(
             f"RoPE type {kind} has no factor, got {shorten(scaling)}; set it in config.json"
         )
-    if scaling.get("mscale") or scaling.get("mscale_all_dim"):
+    if not {scaling.get("mscale"), scaling.get("mscale_all_dim")} <= {None}:
         raise InputError(
             "RoPE scaling uses mscale, which Llama models do not; set attention_factor instead"
         )
-    original = int(scaling.get("original_max_position_embeddings") or default_context)
-    options: dict[str, Any] = {"truncate": bool(scaling.get("truncate", True))}
-    for name in (*POSITIVE_FACTORS, "attention_factor"):
-        if scaling.get(name) is not None:
-            options[name] = float(scaling[name])
-    return RopeConfig(theta, kind, float(scaling["factor"]), original, **options)
+    original = read_value(scaling, "original_max_position_embeddings", int, default_context)
+    numbers = [name for name in ROPE_NUMBERS if scaling.get(name) is not None]
+    options: dict[str, Any] = {name: read_value(scaling, name, float) for name in numbers}
+    options["truncate"] = read_value(scaling, "truncate", bool, True)
+    return RopeConfig(theta, kind, original_context=original, **options)
 
 
 def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:

@@ -5,6 +5,7 @@ and streams: `IncrementalDecoder` gives the text of a growing sequence piece by 
 UTF-8 character, never without its spaces.
 """
 
+import json
 import os.path
 import re
 from pathlib import Path
@@ -14,10 +15,11 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from minitri.errors import InputError
+from minitri.errors import InputError, shorten
 from minitri.loading.checkpoint import Checkpoint, read_json
 from minitri.loading.damage import explain
 from minitri.loading.gguf_file import GgufFile
+from minitri.loading.hf_config import read_value
 from minitri.model.config import ModelConfig
 from minitri.settings import check_unicode
 
@@ -25,19 +27,34 @@ _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_CUT = re.compile("[A-Za-z](?= )")
-"""Where to cut a text whose first tokens are wanted. No pattern of words here goes on from a letter
-to a space or looks ahead from a letter; only an added token could span the cut."""
+_SPACE = {"String": " "}
+_LETTERS, _ENDS = "A-Za-zÀ-ÖØ-öø-ÿА-я一-龥ぁ-んァ-ヴ가-힣", " \n，。、"
+_CUT = re.compile(f"[{_LETTERS}](?=[{_ENDS}])")
+"""Where to cut a text whose first tokens are wanted: behind a letter that ends a word. No known
+pattern of words goes on from there, or looks ahead from a letter. Where words are not split, a
+merge across the cut would make a token that has both characters; `_ACROSS` finds such tokens."""
+_ACROSS = re.compile(f"[{_LETTERS}][{_ENDS}▁]")
 
 
 class SentencePieceBackend:
     """A `tokenizer.model` with Llama-2's conventions: byte fallback, a space before the text."""
 
-    can_cut = False
-
     def __init__(self, model: bytes) -> None:
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.num_tokens = self._processor.vocab_size()
+        ids = range(self.num_tokens)
+        has_bytes = any(map(self._processor.is_byte, ids))  # else unknown neighbours are one token
+        self._can_cut = has_bytes and not any(_ACROSS.search(self.token(token)) for token in ids)
+
+    def cut(self, text: str, start: int) -> int:
+        """Where `text` can be cut, at `start` or later, so that the tokens before the cut stay."""
+        found = _CUT.search(text, start) if self._can_cut else None
+        if found is None:
+            return len(text)
+        read = text[: found.end() + 100]  # a normalizer may look at the neighbours
+        plain = read.replace(" ", "▁")
+        is_plain = self._processor.normalize(read) in (plain, "▁" + plain)
+        return found.end() if is_plain else len(text)
 
     def encode(self, text: str) -> list[int]:
         return list(self._processor.encode(text))
@@ -46,19 +63,31 @@ class SentencePieceBackend:
         # A model's vocabulary may be padded beyond the pieces, and the library refuses such ids.
         return str(self._processor.decode([token for token in ids if token < self.num_tokens]))
 
-    def token(self, number: int) -> str | None:
+    def token(self, number: int) -> str:
         return str(self._processor.id_to_piece(number))
 
 
 class TokenizersBackend:
-    """A pipeline of the `tokenizers` package, which knows control tokens written out in a text.
+    """A pipeline of the `tokenizers` package, which knows control tokens written out in a text."""
 
-    `can_cut`: the beginning of a text, up to a `_CUT`, has the first tokens of the whole text.
-    """
+    def __init__(self, pipeline: tokenizers.Tokenizer) -> None:
+        self._pipeline = pipeline
+        vocab = pipeline.get_vocab(with_added_tokens=True)
+        self.num_tokens = 1 + max(vocab.values(), default=-1)
+        splits, model = _splits_words(pipeline), pipeline.model
+        added = [token.content for token in pipeline.get_added_tokens_decoder().values()]
+        self._can_cut = (
+            splits is not None
+            and isinstance(model, models.BPE)
+            and not (model.dropout or model.end_of_word_suffix)
+            and (model.byte_fallback or not model.fuse_unk)
+            and not any(map(_ACROSS.search, added if splits else vocab))
+        )
 
-    def __init__(self, pipeline: tokenizers.Tokenizer, *, can_cut: bool = False) -> None:
-        self._pipeline, self.can_cut = pipeline, can_cut
-        self.num_tokens = 1 + max(pipeline.get_vocab(with_added_tokens=True).values(), default=-1)
+    def cut(self, text: str, start: int) -> int:
+        """Where `text` can be cut, at `start` or later, so that the tokens before the cut stay."""
+        found = _CUT.search(text, start) if self._can_cut else None
+        return len(text) if found is None else found.end()
 
     def encode(self, text: str) -> list[int]:
         return self._pipeline.encode(text, add_special_tokens=False).ids
@@ -68,6 +97,24 @@ class TokenizersBackend:
 
     def token(self, number: int) -> str | None:
         return self._pipeline.id_to_token(number)
+
+
+def _splits_words(pipeline: tokenizers.Tokenizer) -> bool | None:
+    """Whether words are split before they are merged; None if a part may look beyond a `_CUT`."""
+    parts: list[dict[str, Any]] = []
+    for stage in (pipeline.normalizer, pipeline.pre_tokenizer):
+        state = {} if stage is None else json.loads(stage.__getstate__())
+        parts += state.get("normalizers") or state.get("pretokenizers") or [state] * bool(state)
+    splits = False
+    for part in parts:
+        kind, pattern = part["type"], part.get("pattern")
+        is_known = kind in ("ByteLevel", "Digits", "Metaspace", "Prepend") or pattern == _SPACE
+        is_split = pattern == {"Regex": _LLAMA3_WORDS} and part.get("behavior") == "Isolated"
+        if is_split or part.get("use_regex"):
+            splits = True
+        elif not is_known or (kind == "ByteLevel" and not splits):
+            return None
+    return splits
 
 
 Backend = SentencePieceBackend | TokenizersBackend
@@ -85,15 +132,9 @@ class Tokenizer:
     def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
         """At most `max_tokens` ids, BOS among them. Raises `InputError` for lone surrogates."""
         check_unicode(text, "the prompt")
-        wanted = max_tokens if max_tokens is not None and self._backend.can_cut else len(text)
-        num_chars = 6 * wanted
-        while cut := _CUT.search(text, num_chars):
-            ids = self._backend.encode(text[: cut.end()])
-            if len(ids) >= wanted:
-                break
-            num_chars = 2 * cut.end()
-        else:
-            ids = self._backend.encode(text)
+        end = len(text) if max_tokens is None else self._backend.cut(text, 6 * max_tokens)
+        while len(ids := self._backend.encode(text[:end])) < (max_tokens or 0) and end < len(text):
+            end = self._backend.cut(text, 2 * end)
         if self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id)
         return ids[:max_tokens]
@@ -147,7 +188,7 @@ def load_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> Tokenizer:
             backend, add_bos = _from_gguf(checkpoint)
     else:
         backend, add_bos = _from_folder(checkpoint.folder)
-    if backend.num_tokens > config.vocab_size:
+    if not 1 <= backend.num_tokens <= config.vocab_size:
         raise InputError(
             f"the tokenizer of {checkpoint.path} has {backend.num_tokens} tokens but the model's "
             f"vocabulary has {config.vocab_size}; they belong to different models"
@@ -182,7 +223,7 @@ def _from_folder(folder: Path) -> tuple[Backend, bool]:
     settings = read_json(settings_file) if settings_file.exists() else {}
     if not file.exists():
         file = folder / "tokenizer.model"
-    if not file.exists():
+    if not file.is_file():
         raise InputError(f"{folder} has no tokenizer; expected tokenizer.json or tokenizer.model")
     backend: Backend
     with explain(f"{file} is damaged", Exception):  # the packages raise nothing more specific
@@ -194,7 +235,8 @@ def _from_folder(folder: Path) -> tuple[Backend, bool]:
             backend = TokenizersBackend(pipeline)
         else:
             backend, add_bos = SentencePieceBackend(file.read_bytes()), True
-    return backend, bool(settings.get("add_bos_token", add_bos))
+    with explain(f"{settings_file} holds a wrong value", TypeError, advice="correct it"):
+        return backend, read_value(settings, "add_bos_token", bool, add_bos)
 
 
 def _from_gguf(file: GgufFile) -> tuple[Backend, bool]:
@@ -203,9 +245,10 @@ def _from_gguf(file: GgufFile) -> tuple[Backend, bool]:
     readers = {"gpt2": _gguf_byte_level_bpe, "llama": _gguf_sentencepiece}
     if kind not in readers:
         raise InputError(
-            f"{file.path.name} has a tokenizer of type {kind!r}; minitri reads gpt2 and llama ones"
+            f"{file.path.name} has a tokenizer of type {shorten(repr(kind), 60)}; minitri reads "
+            "gpt2 and llama ones"
         )
-    return readers[kind](file), bool(file.get("tokenizer.ggml.add_bos_token", kind == "llama"))
+    return readers[kind](file), file.flag("tokenizer.ggml.add_bos_token", kind == "llama")
 
 
 def _gguf_byte_level_bpe(file: GgufFile) -> Backend:
@@ -221,21 +264,25 @@ def _gguf_byte_level_bpe(file: GgufFile) -> Backend:
     pre = file.get("tokenizer.ggml.pre", "default")
     if pre not in words:
         raise InputError(
-            f"{file.path.name} cuts words in the way {pre!r}; minitri knows {', '.join(words)}"
+            f"{file.path.name} cuts words in the way {shorten(repr(pre), 60)}; minitri knows "
+            f"{', '.join(words)}"
         )
-    tokens: list[str] = file.get("tokenizer.ggml.tokens")
+    tokens = file.column("tokenizer.ggml.tokens", str)
     vocab = {token: number for number, token in enumerate(tokens)}
-    merges = [tuple(merge.split(" ")) for merge in file.get("tokenizer.ggml.merges")]
+    if len(vocab) < len(tokens):
+        raise ValueError(f"{len(tokens) - len(vocab)} of {len(tokens)} tokens are there twice")
+    merges = [tuple(merge.split(" ")) for merge in file.column("tokenizer.ggml.merges", str)]
     bpe = models.BPE(vocab=vocab, merges=merges, ignore_merges=words[pre] is llama3)
     pipeline = tokenizers.Tokenizer(bpe)
     pipeline.pre_tokenizer = pre_tokenizers.Sequence(words[pre])
     pipeline.decoder = decoders.ByteLevel()
     CONTROL, USER_DEFINED = 3, 4
-    types = zip(tokens, file.get("tokenizer.ggml.token_type") or [], strict=False)
-    added = {token: kind == CONTROL for token, kind in types if kind in (CONTROL, USER_DEFINED)}
+    types = file.column("tokenizer.ggml.token_type", int, [1] * len(tokens))
+    pairs = zip(tokens, types, strict=True)
+    added = {token: kind == CONTROL for token, kind in pairs if kind in (CONTROL, USER_DEFINED)}
     for token, special in added.items():
         pipeline.add_tokens([tokenizers.AddedToken(token, special=special, normalized=False)])
-    return TokenizersBackend(pipeline, can_cut=not any(map(_CUT.search, added)))
+    return TokenizersBackend(pipeline)
 
 
 def _gguf_sentencepiece(file: GgufFile) -> Backend:
@@ -243,7 +290,8 @@ def _gguf_sentencepiece(file: GgufFile) -> Backend:
     module = "sentencepiece.sentencepiece_model_pb2"
     messages = file.package("protobuf", "has a sentencepiece tokenizer", module)
     model = messages.ModelProto()
-    columns = [file.get(f"tokenizer.ggml.{name}") for name in ("tokens", "scores", "token_type")]
+    kinds = {"tokens": str, "scores": float, "token_type": int}
+    columns = [file.column(f"tokenizer.ggml.{name}", kind) for name, kind in kinds.items()]
     for piece, score, token_type in zip(*columns, strict=True):
         model.pieces.add(piece=piece, score=score, type=token_type)
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
@@ -253,6 +301,6 @@ def _gguf_sentencepiece(file: GgufFile) -> Backend:
     trainer.eos_id = file.get("tokenizer.ggml.eos_token_id", 2)
     trainer.pad_id = -1
     normalizer.name = "identity"
-    normalizer.add_dummy_prefix = bool(file.get("tokenizer.ggml.add_space_prefix", True))
+    normalizer.add_dummy_prefix = file.flag("tokenizer.ggml.add_space_prefix", True)
     normalizer.remove_extra_whitespaces, normalizer.escape_whitespaces = False, True
     return SentencePieceBackend(model.SerializeToString())

@@ -5,10 +5,19 @@ import math
 from dataclasses import dataclass, field
 from typing import Self
 
-from minitri.errors import InputError
+from minitri.errors import InputError, shorten
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-POSITIVE_FACTORS = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+ROPE_NUMBERS = {
+    "factor": (1.0, 1e6),
+    "low_freq_factor": (1e-6, 1e6),
+    "high_freq_factor": (1e-6, 1e6),
+    "beta_fast": (1e-6, 1e6),
+    "beta_slow": (1e-6, 1e6),
+    "attention_factor": (1e-3, 1e3),
+}
+"""Least and largest value of each setting: all models are far inside, and angles stay finite."""
+MOST_LAYERS, LONGEST_CONTEXT = 1000, 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -39,28 +48,38 @@ class RopeConfig:
     """Divisors of the D/2 frequencies, which a GGUF file may store in place of a formula."""
 
     def __post_init__(self) -> None:
-        theta, factor = self.theta, self.factor
         if self.kind not in ROPE_KINDS:
             raise InputError(
-                f"RoPE type {self.kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}"
+                f"RoPE type {shorten(repr(self.kind), 60)} is not supported; supported are "
+                f"{', '.join(ROPE_KINDS)}"
             )
-        if not 1 < theta < math.inf:
+        if not 1 < self.theta < math.inf:
             raise InputError(
-                f"RoPE theta must be a number above 1, got {theta}; check rope_theta in the config"
-            )
-        if not 0 < factor < math.inf:
-            raise InputError(
-                f"RoPE factor must be a positive number, got {factor}; check the scaling factor"
+                f"RoPE theta must be a number above 1, got {self.theta}; check rope_theta in the "
+                "config"
             )
         if self.kind in ("llama3", "yarn") and (self.original_context or 0) < 1:
             raise InputError(
                 f"RoPE type {self.kind} needs the original context length, got "
                 f"{self.original_context}; set original_max_position_embeddings in the config"
             )
-        for name in POSITIVE_FACTORS:
+        for name, (least, most) in ROPE_NUMBERS.items():
             value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise InputError(f"RoPE {name} must be positive, got {value}; check the config")
+            if value is not None and not least <= value <= most:
+                raise InputError(
+                    f"RoPE {name} must be from {least:g} to {most:g}, got {value}; check the config"
+                )
+        if self.low_freq_factor >= self.high_freq_factor or self.beta_slow > self.beta_fast:
+            raise InputError(
+                "RoPE high_freq_factor must be above low_freq_factor, and beta_fast not below "
+                f"beta_slow, got {self.high_freq_factor}, {self.low_freq_factor}, "
+                f"{self.beta_fast}, {self.beta_slow}; check the config"
+            )
+        if not all(0 < divisor < math.inf for divisor in self.frequency_divisors or ()):
+            raise InputError(
+                f"RoPE divisors must be positive, got {shorten(self.frequency_divisors, 60)}; "
+                "get the file again"
+            )
 
     def describe(self) -> str:
         """A few words for the log, such as `yarn x4 (theta 100000)`."""
@@ -108,6 +127,16 @@ class ModelConfig:
             value = getattr(self, name)
             if value < 1:
                 raise InputError(f"model config has {name}={value}; it must be at least 1")
+        if self.num_layers > MOST_LAYERS or self.context_length > LONGEST_CONTEXT:
+            raise InputError(
+                f"model config has {self.num_layers} layers and a context of "
+                f"{self.context_length} tokens; minitri runs up to {MOST_LAYERS} and "
+                f"{LONGEST_CONTEXT}"
+            )
+        if not 1e-12 <= self.rms_norm_eps <= 0.1:
+            raise InputError(
+                f"model config has rms_norm_eps={self.rms_norm_eps}; it must be from 1e-12 to 0.1"
+            )
         if self.draft_of is not None and not 1 <= (self.head_size or 0) <= self.vocab_size:
             raise InputError(
                 f"{self.name} is a drafter with head_size={self.head_size}; it must be from 1 to "

@@ -66,7 +66,7 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
         keep = _yarn_kept_share(config, head_dim)
         plain = plain / config.factor * (1 - keep) + plain * keep
         default = 0.1 * math.log(config.factor) + 1 if config.factor > 1 else 1.0
-        scale = config.attention_factor or default
+        scale = default if config.attention_factor is None else config.attention_factor
     if config.frequency_divisors is not None:
         plain = plain / torch.tensor(config.frequency_divisors, dtype=torch.float32)
     return plain, scale
