@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from minitri.caches import policies
+from minitri.caches.full import FullCache
 from minitri.caches.policies import NEIGHBOR, make_policy
 from minitri.caches.retrieval import MEMORY, RetrievalCache
-from minitri.settings import POLICIES, SpeculationConfig
+from minitri.settings import POLICIES, SamplingParams, SpeculationConfig
 from tests.cascades import GREEDY, WARM, Rig, near_copy, plain_tokens, random_prompt
 from tests.conftest import new_cache, tiny_config, tiny_model
 
@@ -371,6 +372,22 @@ def test_behind_a_prompt_it_is_built_by_the_window_whatever_is_stacked_at_the_st
     for of_method, of_auto, of_one in zip(*held, strict=True):
         assert torch.equal(of_method, of_auto)
         assert not torch.equal(of_method, of_one)  # the window does something here
+
+
+def test_what_is_read_behind_the_chosen_stands_where_it_does_in_the_text():
+    """A block has the positions of the text although the slots before it are fewer: the cache gives
+    what the model gives over the very K and V that were chosen."""
+    target, sampling = tiny_model(CONFIG), SamplingParams(1.0)
+    rig = Rig(
+        target, [random_prompt(CONFIG, 201)], method="retrieval", budget=32, sampling=sampling
+    )
+    with torch.inference_mode():
+        rig.start()
+        text = [*rig.sequences[0], 7, 9]
+        chosen = FullCache(rig.small.keys.clone(), rig.small.values.clone(), [32])
+        probs_BNV = rig.runners["retrieval"].next_probs([text], [2], [True])
+        hidden_BTE = target(torch.tensor([text[-3:]]), torch.tensor([[201, 202, 203]]), chosen)
+    assert torch.allclose(probs_BNV, target.logits(hidden_BTE).softmax(-1), atol=1e-6)
 
 
 PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (60, 3, 21)]

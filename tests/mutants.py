@@ -1,0 +1,250 @@
+"""The table of mutants: bugs that other engines had, or that an earlier test let pass.
+
+The published TriForce code, its tree version and several samplers had the first ones. Each is a
+change of a real line, and names the test that notices it; `tests/decoding/test_mutants.py` puts
+them in, one by one.
+"""
+
+from __future__ import annotations
+
+from tests.mutation import Mutant
+
+DECODING, CACHES = "minitri.decoding.", "minitri.caches."
+VERIFY = DECODING + "verification.verify"
+INDEPENDENT = DECODING + "random_source.IndependentSource.verify"
+LEVEL = DECODING + "cascade.Level."
+SAMPLING = DECODING + "sampling."
+NOISE = DECODING + "noise."
+RUNNER = "minitri.runner."
+RETRIEVAL = CACHES + "retrieval.RetrievalCache."
+STREAMING = CACHES + "streaming.StreamingCache."
+
+ENUMERATION = "decoding/test_enumeration.py::"
+BOTH_LEVELS = ENUMERATION + "test_both_levels_together_give_the_target_distribution"
+EQUALITY = "decoding/test_equality.py::"
+FILTERS = "decoding/test_sampling.py::"
+PLANS = "decoding/test_switching_plans.py::"
+CHUNKS = "caches/test_retrieval_cache.py::"
+WINDOW = "caches/test_streaming_cache.py::"
+AFTER_STEPS = "caches/test_caches_after_steps.py::"
+PROBS = "test_runner.py::"
+
+MUTANTS = [
+    Mutant(
+        "resample from p-hat",
+        VERIFY,
+        "residual_BV = (p_BV - q_BV).clamp_min(0)",
+        "residual_BV = p_BV",
+        BOTH_LEVELS + "[3-1-1]",
+    ),
+    Mutant(
+        "bonus token from the wrong row",
+        VERIFY,
+        "p_BV = probs_BNV[rows, num_accepted]",
+        "p_BV = probs_BNV[rows, num_accepted.clamp_max(N - 1)]",
+        BOTH_LEVELS + "[3-1-1]",
+    ),
+    Mutant(
+        "biased acceptance numbers",
+        VERIFY,
+        "uniforms_BN[:, :N] * q_BN",
+        "uniforms_BN[:, :N] ** 1.001 * q_BN",
+        BOTH_LEVELS + "[3-1-1]",
+    ),
+    Mutant(
+        "q without top-p",
+        LEVEL + "propose",
+        "probs[b].append(probs_BNV[b, : len(row.tokens)])",
+        "probs[b].append(0.8 * probs_BNV[b, : len(row.tokens)] + 0.2 / probs_BNV.shape[2])",
+        BOTH_LEVELS + "[3-1-1]",
+    ),
+    Mutant(
+        "greedy draft scored with soft q",
+        VERIFY,
+        "next_tokens = sample(probs_BNV[:, 0], uniforms_BN[:, -1])",
+        "next_tokens = probs_BNV[:, 0].argmax(1)",
+        BOTH_LEVELS + "[3-1-1]",
+    ),
+    Mutant(
+        "streaming length not reset",
+        STREAMING + "empty_row",
+        "row._lengths, row._num_tokens = [0], [0]",
+        "row._lengths, row._num_tokens = [self._lengths[b]], [0]",
+        WINDOW + "test_a_row_that_is_far_behind_is_started_over",
+    ),
+    Mutant(
+        "last accepted token dropped from the drafter",
+        RUNNER + "ModelRunner.next_probs",
+        "sequence[seen:] if on",
+        "sequence[max(seen, len(sequence) - 1 - max(num_guesses)) :] if on",
+        EQUALITY + "test_a_target_that_drafts_for_itself_is_always_right",
+    ),
+    Mutant(
+        "retrieval tail not refreshed",
+        RETRIEVAL + "_copy_committed",
+        "in zip((self.keys, self.values), exact, strict=True):",
+        "in zip((self.keys, self.values), exact) if start == 0 else ():",
+        CHUNKS + "test_committed_tokens_overwrite_the_least_important_slots_first[1]",
+    ),
+    Mutant(
+        "EOS as bonus token ignored",
+        "minitri.generation.Generation._emit",
+        "text = row.push(token, self._settings, eos)",
+        'text = row.push(token, self._settings, () if origin == "bonus" else eos)',
+        "decoding/test_stops_in_blocks.py::test_end_tokens_end_a_text_at_every_offset_of_a_block",
+    ),
+    Mutant(
+        "acceptance number reused for the recovered token",
+        VERIFY,
+        "sample(residual_BV, uniforms_BN[:, -1])",
+        "sample(residual_BV, uniforms_BN[:, N - 1])",
+        BOTH_LEVELS + "[3-1-1]",
+    ),
+    Mutant(
+        "a drafter's vocabulary cut after the softmax",
+        RUNNER + "ModelRunner.next_probs",
+        """[..., : self._vocab_size]
+            probs_QV = probs_from_logits(logits_BNV.flatten(0, 1), self.sampling)""",
+        """
+            probs_QV = probs_from_logits(logits_BNV.flatten(0, 1), self.sampling)
+            probs_QV = probs_QV[..., : self._vocab_size]""",
+        PROBS
+        + "test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_behind_it[sampling0]",
+    ),
+    Mutant(
+        "logits kept in bfloat16 for the softmax",
+        "minitri.model.llama.Llama.logits",
+        "self.lm_head(hidden).float()",
+        "self.lm_head(hidden)",
+        PROBS + "test_a_bfloat16_models_distributions_are_float32[sampling0]",
+    ),
+    Mutant(
+        "logits rounded to bfloat16 before the filters",
+        RUNNER + "ModelRunner.next_probs",
+        "probs_from_logits(logits_BNV.flatten(0, 1), self.sampling)",
+        "probs_from_logits(logits_BNV.bfloat16().flatten(0, 1), self.sampling).float()",
+        PROBS
+        + "test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_behind_it[sampling0]",
+    ),
+    Mutant(
+        "unrotated queries choose chunks",
+        "minitri.model.llama.Attention.forward",
+        "latest_BTHD = q_BTHD[:, -shared.queries_LBTHD.shape[2] :]",
+        "latest_BTHD = heads[:, -shared.queries_LBTHD.shape[2] :, : self.heads[0]]",
+        "caches/test_chunk_scores.py::test_the_queries_that_choose_are_those_that_attend[4]",
+    ),
+    Mutant(
+        "a guess of probability 0 accepted by the number 0",
+        VERIFY,
+        "* q_BN < p_BN",
+        "* q_BN <= p_BN",
+        ENUMERATION + "test_a_residual_that_vanishes_falls_back_to_p",
+    ),
+    Mutant(
+        "q of the next guess",
+        VERIFY,
+        "probs_BNV[rows, num_accepted.clamp_max(N - 1)]",
+        "probs_BNV[rows, (num_accepted + 1).clamp_max(N - 1)]",
+        BOTH_LEVELS + "[3-2-1]",
+    ),
+    Mutant(
+        "accepted guesses counted behind a rejection",
+        DECODING + "verification._num_surviving",
+        ".cumprod(1).sum(1)",
+        ".sum(1)",
+        BOTH_LEVELS + "[3-2-1]",
+    ),
+    Mutant(
+        "padding counted as guesses",
+        DECODING + "verification._num_surviving",
+        "(passes_BN & is_guess_BN)",
+        "passes_BN.int()",
+        BOTH_LEVELS + "[3-1-1]",
+    ),
+    Mutant(
+        "one generator for all rows",
+        INDEPENDENT,
+        "generator=self._generators[b])",
+        "generator=self._generators[0])",
+        EQUALITY + "test_a_row_of_a_batch_gives_what_it_gives_alone_at_any_temperature[24]",
+    ),
+    Mutant(
+        "a row that has ended draws on",
+        INDEPENDENT,
+        "if active[b]:",
+        "if True:",
+        EQUALITY + "test_a_row_of_a_batch_gives_what_it_gives_alone_at_any_temperature[24]",
+    ),
+    Mutant(
+        "a short row's last number put behind its guesses",
+        INDEPENDENT,
+        "uniforms_BN[b, :n], uniforms_BN[b, N] =",
+        "uniforms_BN[b, :n], uniforms_BN[b, n] =",
+        EQUALITY + "test_a_row_of_a_batch_gives_what_it_gives_alone_at_any_temperature[24]",
+    ),
+    Mutant(
+        "coupled: one noise for a whole block",
+        DECODING + "random_source.CoupledSource.verify",
+        "noise_key(seed, start + i)",
+        "noise_key(seed, start)",
+        PLANS + "test_any_schedule_gives_the_text_of_the_model_alone[True-True-schedule3]",
+    ),
+    Mutant(
+        "coupled: noise by the place in the block",
+        DECODING + "random_source.CoupledSource.verify",
+        "noise_key(seed, start + i)",
+        "noise_key(seed, i)",
+        PLANS + "test_any_schedule_gives_the_text_of_the_model_alone[True-True-schedule3]",
+    ),
+    Mutant(
+        "top-p drops the token that reaches the mass",
+        SAMPLING + "_top_p_cutoff",
+        "probs.cumsum(-1, dtype=torch.float64) - probs",
+        "probs.cumsum(-1, dtype=torch.float64)",
+        FILTERS
+        + "test_every_combination_of_filters_is_the_distribution_by_definition[0.0-0.95-0-0.2]",
+    ),
+    Mutant(
+        "a token of probability 0 sampled at an edge",
+        SAMPLING + "sample",
+        "right=True",
+        "right=False",
+        FILTERS + "test_a_token_of_probability_zero_is_never_drawn",
+    ),
+    Mutant(
+        "rejected guesses left in the cache",
+        LEVEL + "verify",
+        "self.crop(kept)",
+        "self.crop([length + 1 for length in kept])",
+        ENUMERATION + "test_nothing_leaks_from_one_step_into_the_next",
+    ),
+    Mutant(
+        "positions of slots, not of tokens",
+        "minitri.model.block.make_block",
+        "for starts in (cache.next_positions, cache.lengths)",
+        "for starts in (cache.lengths, cache.lengths)",
+        CHUNKS + "test_what_is_read_behind_the_chosen_stands_where_it_does_in_the_text",
+    ),
+    Mutant(
+        "sinks may be dropped",
+        RETRIEVAL + "_select",
+        "scores_KN[:, :sinks] = scores_KN[:, num_units - recent :]",
+        "scores_KN[:, num_units - recent :]",
+        CHUNKS + "test_a_build_holds_exactly_what_the_policy_chooses[1-retrieval-8-150]",
+    ),
+    Mutant(
+        "a window slides but its keys keep their rotation",
+        STREAMING + "slide",
+        "rotated_LTKD = self._rope.at(positions).rotate(moved_LTKD)",
+        "rotated_LTKD = self._rope.at(positions + 1).rotate(moved_LTKD)",
+        WINDOW + "test_keys_are_the_raw_keys_rotated_by_their_slots",
+    ),
+    Mutant(
+        "a retired row's cache is not emptied",
+        DECODING + "cascade.Cascade.retire",
+        "stage.reset(b)",
+        "stage",
+        AFTER_STEPS
+        + "test_every_small_cache_knows_only_certain_tokens_after_a_step[autoregressive-None]",
+    ),
+]
