@@ -1,0 +1,279 @@
+"""Random runs for property tests: hypothesis draws prompts, a drafter and every setting at once.
+
+A `Case` holds numbers, not objects, so a failing one can be read, copied and shrunk. Settings are
+dictionaries, because some are wrong on purpose: making the settings is part of the run. What is
+drawn leans to small numbers, where the edges of blocks, chunks and windows meet; but each setting
+has its absurd values, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from minitri import Engine
+from minitri.cpu.attention import attend_cpu
+from minitri.loading.prompts import MAX_SEED
+from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
+from minitri.model.config import ModelConfig
+from minitri.model.llama import Llama
+from minitri.settings import MAX_COUNT, METHODS, POLICIES
+from tests.cascades import near_copy
+from tests.conftest import CPU, byte_level_tokenizer, tiny_config, tiny_model
+
+VOCAB = 320
+CONFIG = tiny_config(vocab_size=VOCAB, context_length=512)
+DRAFTERS = (
+    "ngram", "near copy", "the target itself", "unrelated", "larger vocabulary",
+    "smaller vocabulary", "trimmed head", "short context",
+)  # fmt: skip
+ORDINARY_WINDOW = {"num_sink_tokens": 4, "num_recent_tokens": 252}
+
+
+@dataclass(frozen=True)
+class PromptSpec:
+    """A prompt by a few numbers: random tokens, or a few of them over and over."""
+
+    length: int
+    seed: int
+    num_kinds: int = VOCAB
+
+    @property
+    def tokens(self) -> list[int]:
+        rng = random.Random(self.seed)
+        kinds = [rng.randrange(VOCAB) for _ in range(self.num_kinds)]
+        return [rng.choice(kinds) for _ in range(self.length)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: models, prompts and settings, right or wrong ones."""
+
+    drafter: str
+    prompts: tuple[PromptSpec, ...]
+    seed: int | tuple[int, ...]
+    slack: int
+    """Tokens that the target could hold beyond the longest prompt and its output; -1: too few."""
+    sampling: dict[str, Any]
+    generation: dict[str, Any]
+    speculation: dict[str, Any]
+    stop: tuple[str, ...]
+    stops_in_text: tuple[tuple[int, int, int], ...]
+    """More stop strings: (row, start, length) in the text that goes on without them."""
+    eos_in_text: tuple[tuple[int, int], ...]
+    """Tokens that end a text: (row, place) among the tokens that come without them."""
+    plan_seed: int | None
+    """Plans of a step are chosen at random, where they are open; None: by the autotuner."""
+    row: int
+    """One of the rows, to be looked at closely."""
+
+    @property
+    def ids(self) -> list[list[int]]:
+        return [prompt.tokens for prompt in self.prompts]
+
+    @property
+    def row_seed(self) -> int:
+        return self.seed + self.row if isinstance(self.seed, int) else self.seed[self.row]
+
+
+def usually(strategy: st.SearchStrategy, *rare: st.SearchStrategy, odds: int = 6) -> Any:
+    """Once in so many times one of the rare values."""
+    return st.integers(0, odds - 1).flatmap(
+        lambda n: st.one_of(*rare) if n == odds - 1 else strategy
+    )
+
+
+def one_of(*values: Any) -> st.SearchStrategy:
+    return st.sampled_from(values)
+
+
+GAMMAS = st.one_of(st.integers(1, 6), st.none(), st.integers(1, 6), st.integers(1, 64))
+CHUNKS = one_of(4, 8, 1, 2, 3, 5, 16, 64, 1024)
+
+
+@st.composite
+def speculations(draw: st.DrawFn) -> dict[str, Any]:
+    chunk = draw(CHUNKS)
+    budgets = st.integers(1, max(48 // chunk, 2)).map(lambda n: n * chunk)
+    return {
+        "method": draw(st.one_of(st.just("triforce"), st.sampled_from(METHODS))),
+        "policy": draw(usually(st.just("retrieval"), st.sampled_from(POLICIES), odds=3)),
+        "gamma1": draw(GAMMAS),
+        "gamma2": draw(GAMMAS),
+        "budget": draw(usually(budgets, st.none(), st.just(chunk * 10**9), odds=9)),
+        "chunk_size": chunk,
+        "num_sink_tokens": draw(usually(st.integers(0, 6), one_of(20, 300, MAX_COUNT), odds=8)),
+        "num_recent_tokens": draw(
+            usually(st.integers(1, 40), one_of(252, 252, 10**5, MAX_COUNT), odds=5)
+        ),
+        "observation_window": draw(usually(st.integers(1, 20), one_of(64, 1023, 1024))),
+        "rebuild_stride": draw(usually(st.integers(1, 30), one_of(256, MAX_COUNT))),
+        "rebuild_threshold": draw(usually(st.just(0.0), one_of(0.3, 0.9, 1.0, 1), odds=2)),
+    }
+
+
+@st.composite
+def filters(draw: st.DrawFn) -> dict[str, Any]:
+    """Settings of a distribution, at a temperature above 0."""
+    return {
+        "temperature": draw(st.one_of(one_of(0.8, 1.0, 0.3, 2.0, 1e-6, 100), st.floats(0.05, 5))),
+        "top_k": draw(one_of(0, 40, 1, 2, 5, VOCAB - 1, VOCAB, 10**6)),
+        "top_p": draw(st.one_of(one_of(1.0, 0.95, 0.5, 1e-9), st.floats(0.01, 1))),
+        "min_p": draw(st.one_of(one_of(0.0, 0.0, 0.05, 1.0), st.floats(0, 1))),
+    }
+
+
+WRONG = {
+    "speculation": {
+        "method": ["triforc", "", None, "TriForce"],
+        "policy": ["lru", None],
+        "gamma1": [0, -1, 65, 10**12, 2.0, "3", True],
+        "gamma2": [0, -1, 65, 10**30, 2.5, "3"],
+        "budget": [0, -8, 7.5, "x"],
+        "chunk_size": [0, 1025, None, -4],
+        "num_sink_tokens": [-1, 2**31, 0.5],
+        "num_recent_tokens": [0, 2**31, None],
+        "observation_window": [0, 1025, 10**9, 10**23, None],
+        "rebuild_stride": [0, 2**31, "often"],
+        "rebuild_threshold": [-0.1, 1.1, float("nan"), None],
+        "coupled": [1, None],
+    },
+    "sampling": {
+        "temperature": [-1, 1e-9, 101, float("nan"), float("inf"), "1", None],
+        "top_k": [-1, 2.5, None],
+        "top_p": [0, -0.1, 1.5, float("nan")],
+        "min_p": [-0.1, 1.5, float("nan")],
+    },
+    "generation": {
+        "max_new_tokens": [0, -1, 1.5, 2**31, None, 10**6],
+        "prefill_chunk": [0, 2**31, None],
+        "stop": [("",), ("ok", ""), ("\ud800",), (3,), 3],
+        "ignore_eos": [1, None],
+        "on_chip": [0, 1, -1],
+    },
+}
+"""Values to be refused."""
+
+
+@st.composite
+def stop_strings(draw: st.DrawFn, num_rows: int) -> dict[str, Any]:
+    """Stop strings of all kinds, and tokens that end a text."""
+    letters = st.text(st.sampled_from("e b�nS"), min_size=1, max_size=3)
+    places = st.tuples(st.integers(0, num_rows - 1), st.integers(0, 60), st.integers(1, 6))
+    ends = st.tuples(st.integers(0, num_rows - 1), st.integers(0, 40))
+    kind = draw(st.integers(0, 3))
+    return {
+        "stop": tuple(draw(st.lists(letters, max_size=2))) if kind == 1 else (),
+        "stops_in_text": tuple(draw(st.lists(places, min_size=1, max_size=3))) if kind > 1 else (),
+        "eos_in_text": tuple(draw(usually(st.just([]), st.lists(ends, max_size=2), odds=3))),
+    }
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, coupled: bool = True) -> Case:
+    """Any run: greedy or coupled ones, or neither."""
+    num_rows = draw(st.integers(1, 4))
+    lengths = usually(st.integers(1, 150), st.integers(1, 400), st.just(1))
+    kinds = usually(st.just(VOCAB), one_of(1, 2, 5), odds=3)
+    prompt = st.builds(PromptSpec, lengths, st.integers(0, 10**6), kinds)
+    speculation = draw(speculations())
+    drafter = draw(st.sampled_from(DRAFTERS))
+    if drafter != "ngram" and draw(st.integers(0, 9)):  # else some windows would be refused
+        for name, value in ORDINARY_WINDOW.items():
+            speculation[name] = min(speculation[name], value)
+    is_greedy = coupled and draw(st.booleans())
+    sampling = {} if is_greedy else draw(filters())
+    speculation["coupled"] = coupled and (not is_greedy or draw(st.booleans()))
+    seeds = usually(
+        st.integers(0, 2**31), one_of(0, MAX_SEED - num_rows + 1, MAX_SEED, -1), odds=10
+    )
+    generation = {
+        "max_new_tokens": draw(usually(st.integers(1, 50), st.integers(51, 120))),
+        "prefill_chunk": draw(
+            usually(st.integers(8, 100), st.integers(1, 7), one_of(1024, MAX_COUNT), odds=3)
+        ),
+        "ignore_eos": draw(usually(st.just(False), st.just(True))),
+    }
+    settings = {"sampling": sampling, "generation": generation, "speculation": speculation}
+    stops = draw(stop_strings(num_rows))
+    slack = draw(usually(one_of(0, 0, 1, 7, 300), st.just(-1), odds=20))
+    return Case(
+        drafter=drafter,
+        prompts=tuple(draw(prompt) for _ in range(num_rows)),
+        seed=draw(st.one_of(seeds, st.tuples(*[st.integers(0, MAX_SEED)] * num_rows))),
+        slack=slack,
+        **settings,
+        **stops,
+        plan_seed=draw(st.one_of(st.integers(0, 10**6), st.none())),
+        row=draw(st.integers(0, num_rows - 1)),
+    )  # fmt: skip
+
+
+@functools.cache
+def base_target() -> Llama:
+    return tiny_model(CONFIG)
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(TokenizersBackend(byte_level_tokenizer()), None)
+
+
+@functools.cache
+def drafter(name: str) -> Llama | None:
+    """The model of a name in DRAFTERS; None: n-grams."""
+    target = base_target()
+    if name in ("ngram", "the target itself"):
+        return None if name == "ngram" else target
+    if name == "unrelated":
+        return tiny_model(tiny_config(vocab_size=VOCAB, context_length=512, num_layers=1), seed=5)
+    model = near_copy(target, 0.02)
+    if name == "short context":
+        model.config = dataclasses.replace(CONFIG, context_length=100)
+    elif name == "trimmed head":
+        model = _with_trimmed_head(target)
+    elif name != "near copy":
+        model = _with_vocabulary(model, VOCAB + 77 if name == "larger vocabulary" else 200)
+    return model
+
+
+def _with_vocabulary(model: Llama, size: int) -> Llama:
+    """The model with fewer tokens, or more, the additional ones likely."""
+    config = dataclasses.replace(model.config, vocab_size=size)
+    other, common = tiny_model(config, seed=9), min(size, model.config.vocab_size)
+    names = dict(model.named_parameters())
+    for name, weight in other.named_parameters():
+        rows = common if weight.shape != names[name].shape else len(weight)
+        weight[:rows] = names[name][:rows]
+    return other
+
+
+def _with_trimmed_head(target: Llama) -> Llama:
+    """A copy of the target, without an embedding table, that never guesses two tokens of three."""
+    config = dataclasses.replace(CONFIG, draft_of="llama", head_size=VOCAB // 3)
+    model = Llama(config, dtype=torch.float32, device=CPU, target=target, attend=attend_cpu).eval()
+    names = dict(target.named_parameters())
+    for name, weight in model.named_parameters():
+        if name in names:
+            weight.copy_(names[name])
+    model.lm_head.token_ids.copy_(torch.arange(0, 3 * config.head_size, 3))
+    model.lm_head.linear.weight.copy_(target.lm_head.weight[model.lm_head.token_ids])
+    return model
+
+
+def make_engine(case: Case, eos: tuple[int, ...] = ()) -> Engine:
+    """The engine of a case; the target's context ends `slack` behind the longest output."""
+    num_new = case.generation["max_new_tokens"]
+    num_new = num_new if isinstance(num_new, int) and 0 < num_new < 1000 else 1
+    context = max(max(prompt.length for prompt in case.prompts) + num_new + case.slack, 1)
+    target = copy.copy(base_target())  # shares the weights
+    config: ModelConfig = dataclasses.replace(CONFIG, context_length=context)
+    target.config = config.with_eos(eos)
+    return Engine(target, tokenizer(), drafter(case.drafter))

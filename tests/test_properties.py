@@ -1,0 +1,341 @@
+"""Properties that hold for every run, checked for runs that hypothesis draws at random.
+
+For any settings a greedy or seed-coupled run gives what autoregressive decoding gives: the same
+tokens, the same text, the same reason to end, or it is refused by a one-line `InputError` before
+its first token. All is float32 on a CPU, where this is equality, and every mismatch names the gap
+between the two tokens.
+
+The suite draws few examples, always the same. More of them, and others:
+
+    MINITRI_FUZZ_EXAMPLES=2000 python -m pytest tests/test_properties.py
+    MINITRI_FUZZ_SEED=7 MINITRI_FUZZ_EXAMPLES=2000 python -m pytest tests/test_properties.py
+
+Either repeats: nothing here follows a clock, and a seed always draws the same examples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from minitri import (
+    End,
+    Engine,
+    GenerationConfig,
+    InputError,
+    SamplingParams,
+    SpeculationConfig,
+    Token,
+)
+from minitri.decoding.autotuner import Autotuner
+from minitri.decoding.noise import hashed_uniforms, noise_key
+from minitri.decoding.sampling import probs_from_logits
+from minitri.decoding.stats import Stats
+from minitri.decoding.stopping import StopScanner
+from minitri.session import Session
+from tests.cascades import fresh_read
+from tests.strategies import Case, cases, make_engine
+
+NUM_EXAMPLES = int(os.environ.get("MINITRI_FUZZ_EXAMPLES", "60"))
+FUZZ_SEED = os.environ.get("MINITRI_FUZZ_SEED")
+ORIGINS = {"autoregressive": set(), "naive": {"draft"}, "retrieval": {"retrieval"}}
+ROUNDING = 1e-4
+"""Two logits that differ by less may change places between two ways to compute them."""
+
+
+def examples(share: float = 1.0):
+    """Settings of a property test with its share of the examples."""
+
+    def decorate(test):
+        if FUZZ_SEED is not None:
+            test = hypothesis.seed(int(FUZZ_SEED))(test)
+        return hypothesis.settings(
+            derandomize=FUZZ_SEED is None,
+            database=None,
+            deadline=None,
+            max_examples=max(1, int(share * NUM_EXAMPLES)),
+            suppress_health_check=list(HealthCheck),
+            print_blob=False,
+        )(test)
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class Output:
+    """What is to be equal of a row."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came out of a run: rows, or the message of its `InputError`."""
+
+    outputs: list[Output]
+    stats: Stats | None = None
+    error: str | None = None
+
+
+@contextlib.contextmanager
+def chosen_plans(seed: int | None) -> Iterator[None]:
+    """No clock; with a seed, plans at random: any method of those allowed, then any gammas."""
+    rng = random.Random(seed)
+
+    def choose(tuner):
+        methods = sorted({plan.method for plan in tuner._plans})
+        method = rng.choice(methods)
+        tuner.plan = rng.choice([plan for plan in tuner._plans if plan.method == method])
+        return tuner.plan
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "_may_use_clock", lambda _: False)
+        if seed is not None:
+            patch.setattr(Autotuner, "choose", choose)
+        yield
+
+
+def run(engine: Engine, case: Case, rows: slice = slice(None), **speculation) -> Run:
+    """Runs a case, or some of its rows, and checks all that can be seen in one run."""
+    prompts, events = case.ids[rows], []
+    seed = case.seed if rows == slice(None) else case.row_seed
+    try:
+        with chosen_plans(case.plan_seed):
+            config = SpeculationConfig(**{**case.speculation, **speculation})
+            generation = GenerationConfig(**{"stop": case.stop, **case.generation})
+            sampling = SamplingParams(**case.sampling)
+            settings = {"generation": generation, "speculation": config, "sampling": sampling}
+            for event in engine.generate(prompts, seed=seed, **settings):
+                events.append(event)
+    except InputError as error:
+        message = str(error)
+        assert message
+        assert "\n" not in message
+        assert not any(isinstance(event, Token) for event in events), message
+        return Run([], error=message)
+    ends = {event.row: event for event in events if isinstance(event, End)}
+    assert sorted(ends) == list(range(len(prompts)))
+    assert sum(isinstance(event, End) for event in events) == len(prompts)
+    for b, end in ends.items():
+        check_row(engine, [event for event in events if getattr(event, "row", -1) == b], end)
+        check_end(engine, generation, end)
+    stats = ends[0].stats
+    origins = {event.origin for event in events if isinstance(event, Token)}
+    assert origins <= ORIGINS.get(config.method, {"draft", "retrieval"}) | {"recovered", "bonus"}
+    check_counts(stats, ends, prompts)
+    outputs = [Output(end.token_ids, end.text, end.finish_reason) for _, end in sorted(ends.items())]
+    return Run(outputs, stats)
+
+
+def check_row(engine: Engine, events: list, end: End) -> None:
+    """The events of a row tell the same as its end, which is the last of them."""
+    assert events[-1] is end
+    tokens = [event for event in events if isinstance(event, Token)]
+    assert tuple(token.token_id for token in tokens) == end.token_ids
+    assert "".join(token.text for token in tokens) == end.text
+    assert all(0 <= token < engine.config.vocab_size for token in end.token_ids)
+
+
+def check_end(engine: Engine, generation: GenerationConfig, end: End) -> None:
+    """A text ends for a reason, as soon as there is one."""
+    eos = () if generation.ignore_eos else engine.config.eos_token_ids
+    *before, last = end.token_ids
+    assert not set(before) & set(eos)
+    assert not any(stop in end.text for stop in generation.stop)
+    assert len(end.token_ids) <= generation.max_new_tokens
+    if end.finish_reason == "eos":
+        assert last in eos
+    elif end.finish_reason == "length":
+        assert last not in eos
+        assert len(end.token_ids) == generation.max_new_tokens
+    else:
+        assert end.finish_reason == "stop"
+        assert generation.stop
+
+
+def check_counts(stats: Stats, ends: dict[int, End], prompts: list[list[int]]) -> None:
+    lengths = [len(end.token_ids) for end in ends.values()]
+    assert stats.num_generated_tokens == sum(lengths)
+    assert stats.num_decoded_tokens == sum(lengths) - len(lengths)
+    assert stats.num_prefilled_tokens == stats.num_prompt_tokens == sum(map(len, prompts))
+    assert sum(stats.steps_per_plan.values()) <= max(lengths) - 1  # a token a step at least
+    for level in stats.stages:
+        assert 0 <= level.num_accepted_tokens <= level.num_tested_tokens <= level.num_draft_tokens
+        assert level.num_accepted_tokens == sum(level.accepted_per_position)
+        assert level.num_tested_tokens == sum(level.tested_per_position)
+        assert level.num_tested_tokens - level.num_accepted_tokens <= level.num_rounds
+        # What is tested was preceded by guesses that were accepted.
+        pairs = zip(level.accepted_per_position, level.tested_per_position[1:], strict=False)
+        assert all(tested <= accepted for accepted, tested in pairs)
+    assert stats.stages[-1].name == "target"
+
+
+def with_ends(case: Case, free: Run) -> tuple[Case, tuple[int, ...]]:
+    """The case with the stop strings that it takes from the text that goes on without them, and
+    the tokens that end a text."""
+    stops = list(case.stop)
+    for b, start, length in case.stops_in_text:
+        text = free.outputs[b].text
+        if text:
+            start %= len(text)
+            stops.append(text[start : start + length])
+    eos = [free.outputs[b].token_ids for b, _ in case.eos_in_text]
+    places = [place for _, place in case.eos_in_text]
+    eos = tuple(ids[place % len(ids)] for ids, place in zip(eos, places, strict=True))
+    return dataclasses.replace(case, stop=tuple(stops)), eos
+
+
+def cut_at_stop(text: str, stops: tuple[str, ...]) -> str | None:
+    """The text before its first stop string, reading character by character; None: there is
+    none."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            return text[: end - max(map(len, found))]
+    return None
+
+
+def check_stops(case: Case, eos: tuple[int, ...], free: Run, stopped: Run) -> None:
+    """What ends a text takes nothing from it but its end."""
+    for whole, row in zip(free.outputs, stopped.outputs, strict=True):
+        assert whole.token_ids[: len(row.token_ids)] == row.token_ids
+        is_eos = row.token_ids[-1] in eos and not case.generation["ignore_eos"]
+        if is_eos:
+            continue  # a character may be incomplete
+        cut = cut_at_stop(whole.text, case.stop)
+        assert row.text == (whole.text if cut is None else cut)
+        assert row.finish_reason == ("length" if cut is None else "stop")
+
+
+@torch.inference_mode()
+def logits_behind(engine: Engine, case: Case, output: Output) -> Tensor:
+    """The target's logits for each token of the row, by one pass over everything."""
+    prompt = case.ids[case.row]
+    _, logits_TV = fresh_read(engine.model, prompt + list(output.token_ids[:-1]))
+    return logits_TV[len(prompt) - 1 :]
+
+
+def scores_of(engine: Engine, case: Case, output: Output) -> Tensor:
+    """What the tokens of a greedy or coupled row are the maxima of, (T, V)."""
+    logits_TV, sampling = logits_behind(engine, case, output), SamplingParams(**case.sampling)
+    if not case.speculation["coupled"] or sampling.temperature == 0:
+        return logits_TV
+    T, V = logits_TV.shape
+    start, log_probs = len(case.ids[case.row]), probs_from_logits(logits_TV, sampling).log()
+    keys = torch.tensor([noise_key(case.row_seed, start + i) for i in range(T)])
+    uniforms_TV = hashed_uniforms(keys.unsqueeze(1), torch.arange(V))
+    return log_probs.double() - (-uniforms_TV.log()).log()
+
+
+def check_maxima(engine: Engine, case: Case, output: Output) -> None:
+    """Each token of the row is the one that a single pass over the whole text would choose."""
+    scores_TV = scores_of(engine, case, output)
+    for i, (token, scores_V) in enumerate(zip(output.token_ids, scores_TV, strict=True)):
+        best = int(scores_V.argmax())
+        gap = float(scores_V[best] - scores_V[token])
+        assert token == best, f"token {i} is {token}, not {best}; their scores differ by {gap:.2e}"
+
+
+def check_equal(engine: Engine, case: Case, wanted: Run, got: Run) -> None:
+    """The same outputs; else says where the looked-at row departs, and by what gap."""
+    if wanted.outputs == got.outputs:
+        return
+    for b, (old, new) in enumerate(zip(wanted.outputs, got.outputs, strict=True)):
+        if old != new:
+            with contextlib.suppress(AssertionError):
+                check_maxima(engine, dataclasses.replace(case, row=b), old)
+                check_maxima(engine, dataclasses.replace(case, row=b), new)
+                continue
+            for run_name, output in (("wanted", old), ("got", new)):
+                try:
+                    check_maxima(engine, dataclasses.replace(case, row=b), output)
+                except AssertionError as error:
+                    print(f"row {b}, {run_name}: {error}")  # shown beside the failure
+    assert got.outputs == wanted.outputs
+
+
+@given(cases())
+@examples()
+def test_greedy_and_coupled_runs_equal_autoregressive_ones_or_are_refused(case):
+    free_case = dataclasses.replace(
+        case, stop=(), generation={**case.generation, "ignore_eos": True}
+    )
+    engine, eos, free = make_engine(case), (), None
+    if case.stop or case.stops_in_text or case.eos_in_text:
+        free = run(engine, free_case, method="autoregressive")
+        if free.error is None:
+            case, eos = with_ends(case, free)
+            engine = make_engine(case, eos)
+    wanted = run(engine, case, method="autoregressive")
+    got = run(engine, case)
+    if got.error is not None:
+        assert run(engine, case).error == got.error
+        return
+    assert wanted.error is None
+    if free is not None:
+        check_stops(case, eos, free, wanted)
+    check_maxima(engine, case, wanted.outputs[case.row])
+    check_equal(engine, case, wanted, got)
+    if len(case.prompts) > 1:
+        alone = run(engine, case, slice(case.row, case.row + 1))
+        assert alone.outputs == [got.outputs[case.row]]
+
+
+@given(cases(coupled=False))
+@examples(0.5)
+def test_sampled_runs_repeat_and_never_leave_the_filtered_vocabulary(case):
+    """Without coupling, at a temperature above 0. With one likeliest token kept this is greedy."""
+    engine = make_engine(case)
+    got, again = run(engine, case), run(engine, case)
+    assert (again.outputs, again.error) == (got.outputs, got.error)
+    if got.error is not None:
+        return
+    check_support(engine, case, got.outputs[case.row])
+    is_free = len(SpeculationConfig(**case.speculation).plans) > 1  # then rows share its choices
+    if len(case.prompts) > 1 and not is_free:
+        alone = run(engine, case, slice(case.row, case.row + 1))
+        assert alone.outputs == [got.outputs[case.row]]
+    greedy = dataclasses.replace(case, sampling={})
+    keep_one = dataclasses.replace(case, sampling={**case.sampling, "top_k": 1})
+    check_equal(engine, greedy, run(engine, greedy), run(engine, keep_one))
+
+
+def check_support(engine: Engine, case: Case, output: Output) -> None:
+    """No token of the row was out of the filtered distribution behind the tokens before it."""
+    logits_TV = logits_behind(engine, case, output)
+    probs_TV = probs_from_logits(logits_TV, SamplingParams(**case.sampling))
+    least_T = logits_TV.masked_fill(probs_TV == 0, torch.inf).amin(1)
+    for i, (token, logits_V) in enumerate(zip(output.token_ids, logits_TV, strict=True)):
+        below = float(least_T[i] - logits_V[token])
+        assert below < ROUNDING, f"token {i} is {token}, {below:.2e} below what the filters keep"
+
+
+@given(
+    st.text("ab", max_size=12), st.lists(st.text("abc", min_size=1, max_size=4), max_size=4),
+    st.lists(st.integers(0, 12)),
+)  # fmt: skip
+@examples(5)
+def test_a_stop_string_ends_a_text_at_the_same_place_however_it_is_cut(text, stops, borders):
+    scanner, shown = StopScanner(stops), ""
+    places = sorted({0, *borders, len(text)})
+    for start, end in zip(places, places[1:], strict=False):
+        shown += scanner.push(text[start:end])
+        wanted = cut_at_stop(text[:end], tuple(stops))
+        assert scanner.found == (wanted is not None)
+        assert shown == wanted if scanner.found else text.startswith(shown)
+    wanted = cut_at_stop(text, tuple(stops))
+    assert shown + scanner.flush() == (text if wanted is None else wanted)
