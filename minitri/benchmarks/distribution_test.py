@@ -2,16 +2,18 @@
 
 With independent random numbers every method writes another text, so nothing can be compared token
 by token. But behind any text a plain pass of the model gives the distribution p that the next token
-must follow. Each test gives every token of the vocabulary a score, and adds up how far the scores
-of the tokens that were emitted are from their mean under p. For an exact method that sum has mean 0
-and a known variance, whatever the text, and is normal where tokens are many (the martingale central
-limit theorem). The scores are
+must follow. Each test gives every token of the vocabulary a score from 0 to 1, and adds up how far
+the scores of the tokens that were emitted are from their mean under p. For an exact method that sum
+is a martingale: its mean is 0 and its variance known, whatever the text, and Freedman's inequality
+(1975) bounds the odds that it is far from 0, here at the variance that was seen. The scores are
 
-- `surprise`: log p. Tells whether the text is sampled from too sharp or too flat a distribution.
-- `order`, `spread`: the middle m of the token's interval in the CDF of p by which tokens are
-  sampled, and (m - 1/2)^2. Tell whether random numbers are biased or used twice.
+- `likelihood`: p itself. Tells whether the text is sampled from too sharp or flat a distribution.
+- `order`: the middle of the token's interval in the CDF of p, by which tokens are sampled. Tells
+  whether random numbers are biased or used twice.
 - `drafter`: 1 where the drafter's distribution q is above p. Tells whether rejected guesses leave a
   trace: a recovered token that is sampled from p instead of the residual shows here first.
+- `residual`: `order` within the residual max(p - q, 0), 1/2 elsewhere. The same for recovered
+  tokens alone.
 
 Tokens for which there was a guess and others (bonus tokens) are added up apart: which of both comes
 next is certain before the token is sampled, and bugs may push them in opposite directions.
@@ -66,11 +68,11 @@ class DistributionTest:
 
     @property
     def p_values(self) -> dict[str, float]:
-        """By score, the odds that the sum of sound code is as far from 0."""
+        """By score, a bound of the odds that the sum of sound code is as far from 0."""
         return {
-            name: math.erfc(abs(found.total) / math.sqrt(2 * found.variance))
-            for name, found in self.sums.items()
-            if found.variance
+            name: min(1.0, 2 * math.exp(-(s.total**2) / 2 / (s.variance + abs(s.total) / 3)))
+            for name, s in self.sums.items()
+            if s.variance
         }
 
     @property
@@ -89,9 +91,10 @@ class DistributionTest:
 
     def smallest_shift(self, name: str) -> float:
         """The mean shift of a score per token that is found with odds of `POWER`."""
-        normal, found = NormalDist(), self.sums[name]
-        sigmas = normal.inv_cdf(1 - self.alarm_level / 2) + normal.inv_cdf(POWER)
-        return sigmas * math.sqrt(found.variance) / found.num_tokens if found.num_tokens else 1.0
+        found, log_odds = self.sums[name], math.log(2 / self.alarm_level)
+        alarm = log_odds / 3 + math.sqrt((log_odds / 3) ** 2 + 2 * found.variance * log_odds)
+        luck = NormalDist().inv_cdf(POWER) * math.sqrt(found.variance)
+        return (alarm + luck) / found.num_tokens if found.num_tokens else 1.0
 
     def add(
         self, model: Llama, draft: Llama | None, prompt: list[int], emitted: list[Token],
@@ -103,15 +106,14 @@ class DistributionTest:
         tokens_N = torch.tensor(new, device=model.device)
         is_bonus_N = torch.tensor([event.origin == "bonus" for event in emitted])
         p_NV = probs_behind(model, text, N, sampling, V)
-        floor_N1 = p_NV.where(p_NV > 0, 1.0).amin(1, keepdim=True)
-        middle_NV = p_NV.cumsum(1) - p_NV / 2
-        scores = {
-            "surprise": p_NV.maximum(floor_N1).log(),
-            "order": middle_NV,
-            "spread": (middle_NV - 0.5) ** 2,
-        }
+        scores = {"likelihood": p_NV, "order": p_NV.cumsum(1) - p_NV / 2}
         if draft is not None and len(text) <= draft.config.context_length:
-            scores["drafter"] = (probs_behind(draft, text, N, sampling, V) > p_NV).double()
+            residual_NV = p_NV - probs_behind(draft, text, N, sampling, V)
+            scores["drafter"] = (residual_NV < 0).double()
+            residual_NV.clamp_(min=0)
+            order_NV = residual_NV.cumsum(1) - residual_NV / 2
+            order_NV /= residual_NV.sum(1, keepdim=True).clamp_min(1e-9)
+            scores["residual"] = order_NV.where(residual_NV > 0, 0.5)
         for kind, is_kind_N in (("guessed", ~is_bonus_N), ("bonus", is_bonus_N)):
             rows = is_kind_N.to(model.device)
             for name, scores_NV in scores.items():
