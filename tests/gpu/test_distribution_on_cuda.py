@@ -1,0 +1,53 @@
+"""The default mode, independent random numbers at a temperature above 0, samples from the model's
+distribution on a CUDA device, through captured steps and the verification that runs there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import minitri
+from minitri import SamplingParams, SpeculationConfig
+from minitri.benchmarks.distribution_test import run_test, windows
+from minitri.decoding import random_source
+from minitri.decoding.sampling import sample
+from minitri.decoding.verification import Verdict, verify
+from tests.conftest import write_hf_folder
+
+SAMPLING = SamplingParams(1.2, top_p=0.95)
+
+
+@pytest.fixture(scope="module")
+def engine(folder, tmp_path_factory):
+    """With a drafter whose favourites are not the target's."""
+    draft = write_hf_folder(tmp_path_factory.mktemp("models") / "other", seed=1)
+    return minitri.load(folder, draft=draft, dtype="bfloat16", device="cuda")
+
+
+def run(engine, method):
+    text = engine.tokenizer.encode("She had been forced into prudence in her youth. " * 20)
+    speculation = SpeculationConfig(method, gamma1=2, gamma2=3, budget=32, num_recent_tokens=60)
+    return run_test(
+        engine, windows(text, 64, 64), SAMPLING, speculation, num_new=64, seed=0, num_tests=3
+    )
+
+
+@pytest.mark.parametrize("method", ["naive", "retrieval", "triforce"])
+def test_samples_follow_the_distribution(engine, method):
+    """False alarm: odds of at most 1 in 10,000, and the seeds are fixed."""
+    test = run(engine, method)
+    assert not test.is_alarm, test.p_values
+
+
+def test_a_wrong_verification_on_the_device_is_noticed(engine, monkeypatch):
+    """A rejected guess is replaced by a sample from p itself, not from the residual."""
+
+    def resample_from_p(proposal, probs_BNV, uniforms_BN):
+        verdict = verify(proposal, probs_BNV, uniforms_BN)
+        rows = torch.arange(len(proposal.tokens), device=probs_BNV.device)
+        num_accepted = torch.tensor(verdict.num_accepted, device=probs_BNV.device)
+        drawn = sample(probs_BNV[rows, num_accepted], uniforms_BN[:, -1])
+        return Verdict(verdict.num_accepted, drawn.tolist())
+
+    monkeypatch.setattr(random_source, "verify", resample_from_p)
+    assert run(engine, "naive").is_alarm
