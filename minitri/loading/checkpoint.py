@@ -13,6 +13,7 @@ import json
 import pickle
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,14 @@ class Folder:
         return config.with_eos(eos or config.eos_token_ids)
 
     def tensors(self, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002
-        """Every weight under its name, one at a time; a shard is closed before the next opens."""
-        for file in weight_files(self.path):
-            yield from _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
+        """Every weight under its name, one at a time; a shard is closed before the next opens.
+
+        A weight that is in several shards is taken from the one that the index names.
+        """
+        files, index = weight_files(self.path)
+        for file in files:
+            stored = _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
+            yield from (pair for pair in stored if index.get(pair[0], file.name) == file.name)
 
 
 Checkpoint = Folder | GgufFile
@@ -131,6 +137,8 @@ def read_json(path: Path) -> dict[str, Any]:
             raise InputError(
                 f"{path.parent} has no {path.name}; give a folder in the Hugging Face layout"
             )
+        if not path.is_file():  # a pipe might never end
+            raise InputError(f"{path} is no regular file; give a folder in the Hugging Face layout")
         found = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict):
         raise InputError(
@@ -139,38 +147,44 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def weight_files(path: Path) -> list[Path]:
-    """The shards of a checkpoint, in order. Safetensors win over .bin where a folder has both."""
+def weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
+    """The shards of a checkpoint, and its index: for the names of tensors, those of their shards.
+
+    Safetensors win over .bin where a folder has both. A single file needs no index.
+    """
     if path.is_file():
-        return [path]
+        return [path], {}
     for name in ("model.safetensors", "pytorch_model.bin"):
         single, index = path / name, path / f"{name}.index.json"
         if index.exists():
             return _indexed_files(index)
         files = [single] if single.exists() else list(path.glob(f"*{single.suffix}"))
-        if len(files) == 1:
-            return files
+        if len(files) == 1 and files[0].is_file():
+            return files, {}
     raise InputError(
         f"{path} has no weights; expected model.safetensors, pytorch_model.bin, or shards with "
         "their index"
     )
 
 
-def _indexed_files(index: Path) -> list[Path]:
-    weight_map = read_json(index).get("weight_map")
+def _indexed_files(index: Path) -> tuple[list[Path], dict[str, str]]:
+    weight_map, folder = read_json(index).get("weight_map"), index.parent
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{index} has no weight_map; download it again")
-    names, folder = sorted(set(map(str, weight_map.values()))), index.parent
-    for name in names:
-        if Path(name).name != name:
+    for name in weight_map.values():
+        shown = shorten(repr(name), 60)
+        if not isinstance(name, str) or Path(name).name != name:
             raise InputError(
-                f"{index} points outside its folder, to {name!r}; do not trust this checkpoint"
+                f"{index} points outside its folder, to {shown}; do not trust this checkpoint"
             )
-        if not (folder / name).exists():
+        is_there = False
+        with suppress(OSError):  # of a name that is too long
+            is_there = (folder / name).is_file()
+        if not is_there:
             raise InputError(
-                f"{folder} lacks the shard {name} that {index.name} lists; download it again"
+                f"{folder} lacks the shard {shown} that {index.name} lists; download it again"
             )
-    return [folder / name for name in names]
+    return [folder / name for name in sorted(set(weight_map.values()))], weight_map
 
 
 def _safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
@@ -199,7 +213,7 @@ def _pickled(file: Path) -> Iterator[tuple[str, Tensor]]:
         raise InputError(
             f"{file} is not a dictionary of tensors; give the model's weights, not a training state"
         )
-    yield from shard.items()
+    yield from ((name, value.detach()) for name, value in shard.items())  # of a Parameter, too
 
 
 def placements(model: Llama) -> dict[str, Tensor]:
@@ -240,10 +254,10 @@ def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progr
     options: dict[str, Any] = {"unit": " tensors", "leave": False, "disable": not progress}
     with tqdm(total=len(places), desc="loading weights", **options) as bar:
         for name, tensor in tensors:
-            if name in places:
+            if name in missing:
                 _check_tensor(f"{path}: {name}", tensor, places[name])
                 places[name].copy_(tensor)
-                missing.pop(name, None)
+                del missing[name]
                 bar.update()
             # A tied head may be stored all the same; old files store what the config implies.
             elif name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
@@ -252,7 +266,7 @@ def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progr
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise InputError(
-                f"{path} {problem} {len(names)} tensors: {', '.join(names[:3])}{more}; "
+                f"{path} {problem} {len(names)} tensors: {shorten(', '.join(names[:3]))}{more}; "
                 "weights and config belong to different models, or the download is incomplete"
             )
 

