@@ -51,7 +51,7 @@ class SentencePieceBackend:
         found = _CUT.search(text, start) if self._can_cut else None
         if found is None:
             return len(text)
-        read = text[: found.end() + 100]  # a normalizer may look at the neighbours
+        read = text[: found.end() + 100].rstrip(" ")  # a normalizer may look at neighbours
         plain = read.replace(" ", "▁")
         is_plain = self._processor.normalize(read) in (plain, "▁" + plain)
         return found.end() if is_plain else len(text)
