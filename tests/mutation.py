@@ -19,6 +19,9 @@ from types import CodeType, FunctionType
 
 import pytest
 
+NO_PLUGINS = ["-p", "no:cacheprovider", "-p", "no:unraisableexception", "-p", "no:threadexception"]
+"""The last two collect garbage at the end, which takes longer than most tests here."""
+
 
 @dataclass(frozen=True)
 class Mutant:
@@ -103,8 +106,9 @@ class Outcome:
 def run_tests(*names: str) -> Outcome:
     """Runs tests in this process and says how they ended; stops at the first failure."""
     outcome, started = Outcome(), time.perf_counter()
-    options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-o", "addopts="]
-    with contextlib.chdir(Path(__file__).parent):
+    options = ["-x", "-q", "--no-header", "-o", "addopts=", *NO_PLUGINS]
+    with contextlib.chdir(Path(__file__).parent), pytest.MonkeyPatch.context() as patching:
+        patching.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
         pytest.main([*options, *names], plugins=[outcome])
     outcome.seconds = time.perf_counter() - started
     return outcome
