@@ -256,8 +256,8 @@ def fate(copy: Path, tests: list[str], limit: float) -> tuple[str, float]:
 
 def suite_for(file: str) -> list[str]:
     """The tests, those first that know the file best."""
-    first = FIRST.get(Path(file).stem)
-    names = [first] * (first is not None) + [name for name in SUITE if name != first]
+    first = FIRST.get(Path(file).stem, SUITE[0])
+    names = [first, *(name for name in SUITE if name != first)]
     return [f"tests/{name}" for name in names if (ROOT / "tests" / name).exists()]
 
 
