@@ -21,6 +21,7 @@ STREAMING = CACHES + "streaming.StreamingCache."
 
 ENUMERATION = "decoding/test_enumeration.py::"
 BOTH_LEVELS = ENUMERATION + "test_both_levels_together_give_the_target_distribution"
+NUMBERS = "decoding/test_noise.py::"
 EQUALITY = "decoding/test_equality.py::"
 FILTERS = "decoding/test_sampling.py::"
 PLANS = "decoding/test_switching_plans.py::"
@@ -64,6 +65,48 @@ MUTANTS = [
         "next_tokens = sample(probs_BNV[:, 0], uniforms_BN[:, -1])",
         "next_tokens = probs_BNV[:, 0].argmax(1)",
         BOTH_LEVELS + "[3-1-1]",
+    ),
+    Mutant(
+        "reused noise",
+        INDEPENDENT,
+        "generator=self._generators[b])",
+        "generator=self._generators[b].manual_seed(7))",
+        NUMBERS + "test_no_number_of_the_independent_source_serves_twice",
+    ),
+    Mutant(
+        "n numbers drawn instead of n + 1",
+        INDEPENDENT,
+        "= drawn[:n], drawn[n]",
+        "= drawn[:n], drawn[max(n - 1, 0)]",
+        NUMBERS + "test_no_number_of_the_independent_source_serves_twice",
+    ),
+    Mutant(
+        "float32 uniforms",
+        INDEPENDENT,
+        "torch.rand(n + 1, dtype=torch.float64,",
+        "torch.rand(n + 1, dtype=torch.float32,",
+        NUMBERS + "test_no_number_of_the_independent_source_serves_twice",
+    ),
+    Mutant(
+        "24-bit Gumbel noise",
+        NOISE + "hashed_uniforms",
+        "(_shift_right(x, 12).double() + 0.5) * 2.0**-52",
+        "(_shift_right(x, 40).double() + 0.5) * 2.0**-24",
+        NUMBERS + "test_gumbel_noise_is_of_fine_numbers_that_differ",
+    ),
+    Mutant(
+        "noise key of hash(seed + position)",
+        NOISE + "noise_key",
+        "_splitmix(_splitmix(seed) + position)",
+        "_splitmix(seed + position)",
+        NUMBERS + "test_no_seed_repeats_the_noise_of_another_at_another_position",
+    ),
+    Mutant(
+        "noise of the wrong sign",
+        NOISE + "gumbel_argmax",
+        "- (-uniforms.log()).log()",
+        "+ (-uniforms.log()).log()",
+        NUMBERS + "test_coupled_tokens_follow_the_distribution_at_every_position",
     ),
     Mutant(
         "streaming length not reset",

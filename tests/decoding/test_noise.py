@@ -1,0 +1,60 @@
+"""The numbers themselves: fine enough, never used twice, and of the right distribution."""
+
+from __future__ import annotations
+
+import torch
+
+from minitri.decoding import random_source
+from minitri.decoding.noise import gumbel_argmax, hashed_uniforms, noise_key
+from minitri.decoding.random_source import IndependentSource
+from minitri.decoding.verification import Proposal, Verdict
+
+SEEDS = [3, 4, 5, 1003]
+
+
+def test_no_number_of_the_independent_source_serves_twice(monkeypatch):
+    """Every test of every proposal, and the token behind it, has a number of its own: float64 with
+    all its bits, whatever the row, the level and the step."""
+    taken = []
+
+    def note(proposal, probs_BNV, uniforms_BN):
+        for b, n in enumerate(proposal.counts):
+            taken.extend([*uniforms_BN[b, :n].tolist(), float(uniforms_BN[b, -1])])
+        assert uniforms_BN.dtype == torch.float64
+        return Verdict([0] * len(SEEDS), [0] * len(SEEDS))
+
+    monkeypatch.setattr(random_source, "verify", note)
+    source, probs = IndependentSource(SEEDS), torch.ones(len(SEEDS), 6, 2)
+    for counts in [(0, 0, 0, 0), (5, 2, 1, 0), (1, 1, 1, 1), (0, 5, 3, 4)] * 5:
+        tokens = [[0] * n for n in counts]
+        source.verify(Proposal(tokens, probs, tokens), probs, [1] * 4, [True] * 4)
+    assert len(set(taken)) == len(taken) == 200
+    assert all(0 <= number < 1 for number in taken)
+    assert sum(number * 2**24 % 1 > 0 for number in taken) == 200  # a float32 has 24 bits
+    assert sum(number * 2**40 % 1 > 0 for number in taken) > 190
+
+
+def test_gumbel_noise_is_of_fine_numbers_that_differ():
+    """Of 100,000 numbers of 24 bits about 300 would be there twice; of 52 bits none, but for one
+    seed in a million."""
+    keys = torch.tensor([noise_key(0, position) for position in range(100)])
+    uniforms = hashed_uniforms(keys.repeat_interleave(1000), torch.arange(1000).repeat(100))
+    assert uniforms.dtype == torch.float64
+    assert len(uniforms.unique()) == 100_000
+    assert 0 < uniforms.min() < 1e-4
+    assert 1 - 1e-4 < uniforms.max() < 1
+
+
+def test_no_seed_repeats_the_noise_of_another_at_another_position():
+    keys = {noise_key(seed, position) for seed in range(100) for position in range(100)}
+    assert len(keys) == 10_000
+
+
+def test_coupled_tokens_follow_the_distribution_at_every_position():
+    """Chi-square over 20,000 positions, 3 degrees of freedom, for a distribution without symmetry;
+    one false alarm in 10^6 seeds; the seed is fixed. Noise of the wrong sign gives 4,000."""
+    probs = torch.tensor([0.6, 0.25, 0.1, 0.05])
+    keys = torch.tensor([noise_key(1, position) for position in range(20_000)])
+    tokens = gumbel_argmax(probs.expand(20_000, -1), keys)
+    expected = 20_000 * probs
+    assert ((tokens.bincount(minlength=4) - expected) ** 2 / expected).sum() < 30.7
