@@ -21,6 +21,9 @@ STREAMING = CACHES + "streaming.StreamingCache."
 
 ENUMERATION = "decoding/test_enumeration.py::"
 BOTH_LEVELS = ENUMERATION + "test_both_levels_together_give_the_target_distribution"
+STOPS = (
+    "test_engine.py::test_overlapping_stop_strings_end_a_text_at_the_same_place_however_it_is_cut"
+)
 NUMBERS = "decoding/test_noise.py::"
 EQUALITY = "decoding/test_equality.py::"
 FILTERS = "decoding/test_sampling.py::"
@@ -289,5 +292,26 @@ MUTANTS = [
         "stage",
         AFTER_STEPS
         + "test_every_small_cache_knows_only_certain_tokens_after_a_step[autoregressive-None]",
+    ),
+    Mutant(
+        "the first stop string of the list, not of the text",
+        DECODING + "stopping.StopScanner.push",
+        "min(ends)[1]",
+        "ends[0][1]",
+        STOPS + "[stop3-xlate-xl]",
+    ),
+    Mutant(
+        "of two stop strings that end together the shorter",
+        DECODING + "stopping.StopScanner.push",
+        "min(ends)[1]",
+        "min(ends, key=lambda end: (end[0], -end[1]))[1]",
+        STOPS + "[stop1-xabcd-x]",
+    ),
+    Mutant(
+        "text that may begin a stop string is not held back",
+        DECODING + "stopping.StopScanner.push",
+        "cut = len(text) - keep",
+        "cut = len(text)",
+        "test_engine.py::test_stop_strings_do_not_care_how_text_is_cut[pieces1]",
     ),
 ]
