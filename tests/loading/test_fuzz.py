@@ -1,0 +1,388 @@
+"""Files changed at random give one line, or exactly the model that is written in them.
+
+Whatever is accepted is computed a second time, by `transformers` from weights that this file reads
+itself, or that the `gguf` package reads; the logits must agree. Nothing may end in a traceback,
+hang (a minute for one file), or need half as much memory again as a good file.
+
+The suite tries a few fixed examples; `MINITRI_FUZZ_EXAMPLES=1000 pytest tests/loading/test_fuzz.py`
+tries that many of each kind, and prints what became of them with `-s`.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import math
+import os
+import resource
+import shutil
+import signal
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import minitri
+from minitri.errors import InputError
+from minitri.loading.checkpoint import Folder
+from tests.conftest import byte_level_tokenizer
+from tests.loading.gguf_writer import NAMES, PARTS, write_gguf
+from tests.loading.test_checkpoint import TOKENS, load, logits
+
+NUM_EXAMPLES = int(os.environ.get("MINITRI_FUZZ_EXAMPLES", "60"))
+examples = settings(
+    max_examples=NUM_EXAMPLES, derandomize=True, deadline=None, database=None,
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+outcomes: collections.Counter[str] = collections.Counter()
+
+
+@contextlib.contextmanager
+def one_minute():
+    def stop(*_):
+        raise TimeoutError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(60)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def loaded(path: Path, kind: str) -> minitri.Engine | None:
+    """The model, or None if it was refused in one line."""
+    try:
+        with one_minute():
+            engine = load(path)
+    except InputError as error:
+        message = str(error)
+        assert message.isprintable(), message
+        assert len(message) < 1000, message
+        outcomes[f"{kind}: refused"] += 1
+        return None
+    outcomes[f"{kind}: accepted"] += 1
+    return engine
+
+
+def expected_logits(config: dict, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**config)).eval()
+    keys = model.load_state_dict(weights, strict=False)
+    assert not keys.unexpected_keys
+    assert set(keys.missing_keys) <= {"lm_head.weight"}
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def assert_same(engine: minitri.Engine, config: dict, weights: dict[str, torch.Tensor]) -> None:
+    ours, theirs = logits(engine), expected_logits(config, weights)
+    assert torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3, equal_nan=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_of_a_good_run(folder):
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    config = json.loads((folder / "config.json").read_text())
+    assert_same(load(folder), config, load_file(folder / "model.safetensors"))
+    good = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(dict(outcomes), f"memory {most / good:.2f} times that of a good run")
+    assert most < 1.5 * good
+
+
+@pytest.fixture(scope="module")
+def work(folder, tmp_path_factory) -> Path:
+    """A copy of the tiny model, whose files the examples write over."""
+    return Path(shutil.copytree(folder, tmp_path_factory.mktemp("fuzz") / "tiny"))
+
+
+JUNK = st.one_of(
+    st.sampled_from(
+        [None, True, False, 0, 1, 2, 2.0, 2.5, -1, "2", "", "a\nb", [], {}, [2], {"a": 1}, 1e-30,
+         1e30, math.inf, -math.inf, math.nan, 10**20, 10**400, "x" * 3000, "\ud800"]
+    ),
+    st.integers(-3, 70), st.floats(), st.text(max_size=5),
+)  # fmt: skip
+
+
+def or_junk(*good) -> st.SearchStrategy:
+    """Mostly a value that makes sense."""
+    return st.one_of(st.sampled_from(good), st.sampled_from(good), JUNK)
+
+
+ROPE = st.fixed_dictionaries(
+    {"rope_type": or_junk("default", "linear", "llama3", "yarn", "yarn")},
+    optional={
+        "factor": or_junk(1, 1.0, 2.5, 8.0), "rope_theta": or_junk(10000, 500000.0, 2.0),
+        "original_max_position_embeddings": or_junk(64, 128, 512, 4),
+        "low_freq_factor": or_junk(1.0, 0.5, 2), "high_freq_factor": or_junk(4.0, 1.0, 8),
+        "beta_fast": or_junk(32.0, 16, 1.0), "beta_slow": or_junk(1.0, 2, 32.0),
+        "attention_factor": or_junk(1.0, 0.5, 1.2), "truncate": or_junk(True, False),
+        "type": or_junk("linear", "default"), "mscale": or_junk(1.0),
+        "partial_rotary_factor": or_junk(1.0, 1), "surprise": JUNK,
+    },
+)  # fmt: skip
+CONFIG = {
+    "num_hidden_layers": or_junk(2, 1, 3), "num_attention_heads": or_junk(4, 8, 2),
+    "num_key_value_heads": or_junk(2, 4, 1), "head_dim": or_junk(16, 8, 32),
+    "hidden_size": or_junk(64), "intermediate_size": or_junk(96), "vocab_size": or_junk(320),
+    "max_position_embeddings": or_junk(512, 100, 4096), "rms_norm_eps": or_junk(1e-6, 1e-3, 0.1),
+    "rope_theta": or_junk(10000.0, 2e5), "rope_scaling": st.one_of(ROPE, ROPE, JUNK),
+    "rope_parameters": st.one_of(ROPE, ROPE, ROPE, JUNK),
+    "tie_word_embeddings": or_junk(False), "attention_bias": or_junk(False),
+    "mlp_bias": or_junk(False), "hidden_act": or_junk("silu"), "model_type": or_junk("llama"),
+    "bos_token_id": or_junk(1, [1]), "eos_token_id": or_junk(2, [2, 7]), "draft_of": JUNK,
+    "head_size": JUNK, "partial_rotary_factor": or_junk(1.0),
+    "original_max_position_embeddings": or_junk(64),
+}  # fmt: skip
+
+
+COUNTS = {
+    "num_layers": "num_hidden_layers", "context_length": "max_position_embeddings",
+    "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim", "rms_norm_eps": "rms_norm_eps", "vocab_size": "vocab_size",
+}  # fmt: skip
+
+
+def without_null(config: dict) -> dict:
+    """Null is as good as absent, which `transformers` knows of some keys only."""
+    return {
+        key: without_null(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if value is not None
+    }
+
+
+@examples
+@given(data=st.data())
+def test_a_config_is_refused_or_means_what_it_says(work, data):
+    base = json.loads((work / "config.json").read_text())
+    keys = data.draw(st.lists(st.sampled_from(sorted(CONFIG)), min_size=1, max_size=3))
+    config = base | {key: data.draw(CONFIG[key], key) for key in keys}
+    (work / "config.json").write_text(json.dumps(config))
+    try:
+        engine = loaded(work, "config")
+    finally:
+        (work / "config.json").write_text(json.dumps(base))
+    if engine is None:
+        return
+    shape = engine.config
+    written = without_null(config)
+    for name, key in COUNTS.items():
+        assert key not in written or getattr(shape, name) == written[key]
+    assert_same(engine, written, load_file(work / "model.safetensors"))
+
+
+SETTINGS = st.fixed_dictionaries(
+    {},
+    optional={
+        "add_bos_token": or_junk(True, False), "eos_token_id": or_junk(2, [2, 7]),
+        "bos_token_id": or_junk(1), "tokenizer_class": JUNK,
+    },
+)  # fmt: skip
+
+
+@examples
+@given(kind=st.sampled_from(["generation_config.json", "tokenizer_config.json"]), values=SETTINGS)
+def test_small_settings_files_are_refused_or_followed(work, kind, values):
+    before = (work / kind).read_bytes() if (work / kind).exists() else None
+    (work / kind).write_text(json.dumps(values))
+    try:
+        engine = loaded(work, kind)
+    finally:
+        (work / kind).unlink()
+        if before is not None:
+            (work / kind).write_bytes(before)
+    if engine is None:
+        return
+    if kind == "tokenizer_config.json":
+        assert engine.tokenizer.bos_token_id == (1 if values.get("add_bos_token") else None)
+    elif values.get("eos_token_id") not in (None, []):
+        eos = values["eos_token_id"]
+        assert engine.config.eos_token_ids == tuple(eos if isinstance(eos, list) else [eos])
+
+
+def damaged(content: bytes, header: int, data) -> bytes:
+    """The content with a few bytes of its header changed, or cut short, or with bytes behind it."""
+    changed = bytearray(content)
+    for _ in range(data.draw(st.integers(1, 3))):
+        how = data.draw(st.sampled_from(["flip", "flip", "number", "text", "cut", "grow"]))
+        at = data.draw(st.integers(0, max(0, min(header, len(changed)) - 1)))
+        if how == "flip" and changed:
+            changed[at] ^= 1 << data.draw(st.integers(0, 7))
+        elif how == "number":
+            number = data.draw(
+                st.sampled_from([0, 1, 2, 8, 9, 255, 2**31, 2**32 - 1, 2**63, 2**64 - 1])
+            )
+            changed[at : at + 8] = struct.pack("<Q", number)
+        elif how == "text":
+            changed[at : at + 1] = str(data.draw(st.integers(0, 99))).encode()[:1]
+        elif how == "cut":
+            del changed[data.draw(st.integers(0, len(changed))) :]
+        else:
+            changed += bytes(data.draw(st.integers(1, 100)))
+    return bytes(changed)
+
+
+DTYPES = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}
+
+
+def read_safetensors(content: bytes) -> dict[str, torch.Tensor]:
+    """By the format's own words."""
+    (length,) = struct.unpack_from("<Q", content)
+    found = {}
+    for name, entry in json.loads(content[8 : 8 + length]).items():
+        if name != "__metadata__":
+            begin, end = (8 + length + offset for offset in entry["data_offsets"])
+            values = np.frombuffer(content[begin:end], DTYPES[entry["dtype"]])
+            found[name] = torch.from_numpy(values.reshape(entry["shape"]).astype(np.float32))
+    return found
+
+
+def edited(content: bytes, data) -> bytes:
+    """The content with one entry of its header rewritten, in a header that is valid JSON."""
+    (length,) = struct.unpack_from("<Q", content)
+    header = json.loads(content[8 : 8 + length])
+    names = st.sampled_from(sorted(set(header) - {"__metadata__"}))
+    name, other = data.draw(names), data.draw(names)
+    how = data.draw(st.sampled_from(["dtype", "shape", "offsets", "rename", "swap", "junk"]))
+    if how == "dtype":
+        header[name]["dtype"] = data.draw(
+            or_junk("F32", "F16", "BF16", "I32", "F8_E4M3", "U8", "F64", "F4", "BOOL", "C64")
+        )
+    elif how == "shape":
+        header[name]["shape"] = data.draw(or_junk(header[name]["shape"][::-1], [], [0], [-1]))
+    elif how == "offsets":
+        header[name]["data_offsets"] = data.draw(or_junk(header[other]["data_offsets"], [0, 1]))
+    elif how == "rename":
+        header[data.draw(st.text(max_size=20))] = header.pop(name)
+    elif how == "swap":
+        header[name], header[other] = header[other], header[name]
+    else:
+        header[name] = data.draw(JUNK)
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + content[8 + length :]
+
+
+@examples
+@given(data=st.data())
+def test_a_safetensors_header_is_refused_or_followed(work, data):
+    file = work / "model.safetensors"
+    original = file.read_bytes()
+    (length,) = struct.unpack_from("<Q", original)
+    if data.draw(st.booleans()):
+        content = edited(original, data)
+    else:
+        content = damaged(original, 8 + length, data)
+    file.write_bytes(content)
+    try:
+        engine = loaded(work, "safetensors")
+    finally:
+        file.write_bytes(original)
+    if engine is not None:
+        config = json.loads((work / "config.json").read_text())
+        assert_same(engine, config, read_safetensors(content))
+
+
+@pytest.fixture(scope="module")
+def shards(folder, tmp_path_factory) -> Path:
+    """Two shards, each with all tensors, the second negated; and one with none of them."""
+    target = tmp_path_factory.mktemp("fuzz") / "shards"
+    shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights, target / "a.safetensors")
+    save_file({name: -tensor for name, tensor in weights.items()}, target / "b.safetensors")
+    save_file({}, target / "c.safetensors")
+    return target
+
+
+@examples
+@given(data=st.data())
+def test_an_index_is_refused_or_followed(shards, data):
+    sign = {"a.safetensors": 1, "b.safetensors": -1}
+    weights = load_file(shards / "a.safetensors")
+    index = {name: data.draw(st.sampled_from(sorted(sign))) for name in weights}
+    for _ in range(data.draw(st.integers(0, 2))):
+        name = data.draw(st.one_of(st.sampled_from(sorted(weights)), st.text(max_size=9)))
+        index[name] = data.draw(or_junk("c.safetensors", "a.safetensors", "../a.safetensors"))
+    content = {"weight_map": data.draw(st.one_of(st.just(index), st.just(index), JUNK))}
+    (shards / "model.safetensors.index.json").write_text(json.dumps(content))
+    engine = loaded(shards, "index")
+    if engine is not None:
+        config = json.loads((shards / "config.json").read_text())
+        chosen = {name: sign[index[name]] * tensor for name, tensor in weights.items()}
+        assert_same(engine, config, chosen)
+
+
+KEYS = {
+    "num_hidden_layers": "block_count", "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv", "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length", "rope_theta": "rope.freq_base",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}  # fmt: skip
+
+
+def read_gguf(path: Path, heads: int) -> tuple[dict, dict[str, torch.Tensor], gguf.GGUFReader]:
+    """Config and weights by the `gguf` package, which is used for files that were accepted only."""
+    reader = gguf.GGUFReader(path)
+    found = {name: reader.get_field(f"llama.{key}") for name, key in KEYS.items()}
+    config = {name: field.contents() for name, field in found.items() if field is not None}
+    ours = {theirs: ours for ours, theirs in (NAMES | PARTS).items()}
+    weights = {}
+    for tensor in reader.tensors:
+        values = np.array(gguf.dequantize(tensor.data, tensor.tensor_type))
+        name = ours.get(tensor.name)
+        if name is None:
+            _, number, part, _ = tensor.name.split(".")
+            name = f"model.layers.{number}.{ours[part]}.weight"
+            if part in ("attn_q", "attn_k"):
+                count = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
+                pairs = values.reshape(count, -1, 2, values.shape[1])
+                values = pairs.swapaxes(1, 2).reshape(values.shape)
+        weights[name] = torch.from_numpy(values)
+    tied = "lm_head.weight" not in weights
+    return config | {"vocab_size": 320, "tie_word_embeddings": tied}, weights, reader
+
+
+@examples
+@given(data=st.data())
+def test_a_gguf_header_is_refused_or_followed(folder, tmp_path_factory, data):
+    path = tmp_path_factory.getbasetemp() / "fuzz.gguf"
+    original = path.with_suffix(".original")
+    if not original.exists():
+        config = Folder(folder).config("tiny")
+        weights = dict(Folder(folder).tensors(config))
+        write_gguf(original, config, byte_level_tokenizer(), weights, kind="Q8_0")
+    content = original.read_bytes()
+    header = gguf.GGUFReader(original).data_offset
+    # Most of the header is the vocabulary; the rest, where more can go wrong, gets its share.
+    start = content.index(b"tokenizer.ggml.token_type")
+    for _ in range(data.draw(st.integers(0, 2))):
+        at = data.draw(st.one_of(st.integers(0, 900), st.integers(start, header - 1)))
+        bit = 1 << data.draw(st.integers(0, 7))
+        content = content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :]
+    path.write_bytes(damaged(content, header, data) if data.draw(st.booleans()) else content)
+    engine = loaded(path, "gguf")
+    if engine is None:
+        return
+    config, weights, reader = read_gguf(path, 4)
+    for key, value in config.items():
+        if key == "rms_norm_eps":
+            assert math.isclose(engine.config.rms_norm_eps, value, rel_tol=1e-5)
+    assert_same(engine, config, weights)
+    tokens = reader.get_field("tokenizer.ggml.tokens").contents()
+    assert [engine.tokenizer.token(number) for number in range(len(tokens))] == tokens
