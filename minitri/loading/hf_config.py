@@ -22,9 +22,10 @@ def read_config(config: Mapping[str, Any], name: str) -> ModelConfig:
         )
     required = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None}
     for key, wanted in required.items():
-        if config.get(key, wanted) != wanted:
+        found = config.get(key)
+        if found is not None and (found != wanted or type(found) is not type(wanted)):
             raise InputError(
-                f"{name} has {key}={shorten(repr(config[key]), 60)}, which minitri does not "
+                f"{name} has {key}={shorten(repr(found), 60)}, which minitri does not "
                 f"run; use a checkpoint with {key}={wanted}"
             )
     wrong_kind = (TypeError, ValueError, ZeroDivisionError, OverflowError)
@@ -103,7 +104,7 @@ def read_rope(config: Mapping[str, Any], default_context: int) -> RopeConfig:
         return RopeConfig(theta=theta)
     if scaling.get("factor") is None:
         raise InputError(
-            f"RoPE type {shorten(kind, 60)} has no factor, got {shorten(scaling)}; set it in "
+            f"RoPE type {shorten(repr(kind), 60)} has no factor, got {shorten(scaling)}; set it in "
             "config.json"
         )
     if not {scaling.get("mscale"), scaling.get("mscale_all_dim")} <= {None}:
@@ -111,6 +112,7 @@ def read_rope(config: Mapping[str, Any], default_context: int) -> RopeConfig:
             "RoPE scaling uses mscale, which Llama models do not; set attention_factor instead"
         )
     original = read_value(scaling, "original_max_position_embeddings", int, default_context)
+    original = read_value(config, "original_max_position_embeddings", int, original)
     numbers = [name for name in ROPE_NUMBERS if scaling.get(name) is not None]
     options: dict[str, Any] = {name: read_value(scaling, name, float) for name in numbers}
     options["truncate"] = read_value(scaling, "truncate", bool, True)

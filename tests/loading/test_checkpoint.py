@@ -348,7 +348,7 @@ class TestBadFiles:
                 {"rope_parameters": None, "rope_scaling": {"type": "longrope", "factor": 2.0}},
                 "RoPE type 'longrope'",
             ),
-            ({"rope_parameters": {"rope_type": "linear"}}, "RoPE type linear has no factor"),
+            ({"rope_parameters": {"rope_type": "linear"}}, "RoPE type 'linear' has no factor"),
             (
                 {"rope_parameters": {"rope_type": "linear", "factor": -1}},
                 "factor must be from 1 to 1e\\+06, got -1",

@@ -181,9 +181,44 @@ def test_a_config_is_refused_or_means_what_it_says(work, data):
         return
     shape = engine.config
     written = without_null(config)
+    for key in ("bos_token_id", "eos_token_id"):  # several, or of no use to logits
+        written.pop(key, None)
     for name, key in COUNTS.items():
         assert key not in written or getattr(shape, name) == written[key]
     assert_same(engine, written, load_file(work / "model.safetensors"))
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_parameters": YARN},
+        {"rope_parameters": YARN, "original_max_position_embeddings": 64},
+        {"rope_parameters": YARN | {"original_max_position_embeddings": 128},
+         "original_max_position_embeddings": 64},
+        {"rope_parameters": LLAMA3, "original_max_position_embeddings": 64},
+        {"rope_parameters": YARN, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_parameters": {}, "rope_scaling": {"type": "linear", "factor": 2},
+         "rope_theta": 5000.0},
+        {"rope_parameters": YARN | {"rope_theta": 7000.0}, "rope_theta": 5000.0},
+        {"rope_parameters": YARN | {"type": "linear", "truncate": False}},
+        {"rope_parameters": YARN | {"original_max_position_embeddings": 4, "beta_slow": 2.0}},
+        {"rope_parameters": YARN | {"attention_factor": 0.5, "beta_fast": 2, "beta_slow": 2}},
+        {"head_dim": 8, "num_attention_heads": 8, "num_key_value_heads": 4},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_unusual_forms_of_a_config_mean_what_they_mean_to_others(work, change):
+    base = (work / "config.json").read_bytes()
+    (work / "config.json").write_text(json.dumps(json.loads(base) | change))
+    try:
+        config = json.loads((work / "config.json").read_text())
+        assert_same(load(work), config, load_file(work / "model.safetensors"))
+    finally:
+        (work / "config.json").write_bytes(base)
 
 
 SETTINGS = st.fixed_dictionaries(
