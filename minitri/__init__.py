@@ -6,9 +6,11 @@ one line even while PyTorch is being imported.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # `typing` itself takes milliseconds, in which nothing guards Ctrl-C yet
 if TYPE_CHECKING:
+    from typing import Any
+
     from minitri.decoding.stats import Stats
     from minitri.engine import Engine, load
     from minitri.errors import InputError
@@ -55,7 +57,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     for module, names in _HOMES.items():
         if name in names:
             return getattr(import_module(module), name)
@@ -63,4 +65,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*globals(), *__all__]

@@ -8,24 +8,24 @@ peak memory. `--profile` adds where the time of a decoding step goes; `--compare
 methods against one another instead. The last line of standard output is JSON.
 """
 
-import argparse
-import dataclasses
-import json
-import sys
-from typing import Any
+from minitri.cli.exits import clean_imports, program
 
-from minitri.cli.exits import clean_exits, program
+with clean_imports():
+    import argparse
+    import dataclasses
+    import json
+    import sys
+    from typing import Any
 
-with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
     from minitri.benchmarks.baselines import find_peers
-    from minitri.benchmarks.compare import check_on_chip, compare, summarise, table
+    from minitri.benchmarks.compare import SLACK, check_on_chip, compare, summarise, table
     from minitri.benchmarks.floor import run_plain
     from minitri.benchmarks.plots import draw_contexts, draw_speedups, png_file
     from minitri.benchmarks.synthetic import add_synthetic_flags, run_synthetic
     from minitri.cli import arguments
-    from minitri.cli.prompts import encode_prompt, read_prompt
+    from minitri.cli.prompts import load_engine, read_prompt
     from minitri.cli.report import draft_name, where
-    from minitri.engine import Engine, load
+    from minitri.engine import Engine
     from minitri.errors import InputError
     from minitri.generation import running
     from minitri.loading.fetch import locate
@@ -52,8 +52,8 @@ def build_parser() -> arguments.OneLineParser:
     text = "UTF-8 text, or - for standard input; --compare takes several (default: Python's help)"
     add("--prompt-file", action="append", metavar="FILE", help=text)
     add("--prompt-tokens", type=count, default=demo, metavar="N", help="of the prompt")
-    text, dest = "to decode", "max_new_tokens"
-    add("--new-tokens", type=at_least_four, default=64, metavar="N", dest=dest, help=text)
+    text, dest = "to decode, at least 4", "max_new_tokens"
+    add("--new-tokens", type=arguments.whole(4), default=64, metavar="N", dest=dest, help=text)
     add("--repeats", type=count, default=3, metavar="N", help="runs to measure")
     group = parser.add_argument_group("--compare: every method, in turns, on the same prompts")
     arguments.add_switches(
@@ -77,15 +77,6 @@ def build_parser() -> arguments.OneLineParser:
     arguments.add_gpu_flags(parser)
     parser.set_defaults(method="auto", ignore_eos=True)
     return parser
-
-
-def at_least_four(text: str) -> int:
-    """A number of new tokens that leaves some to measure after the first and the warm-up."""
-    if arguments.positive(text) < 4:
-        raise argparse.ArgumentTypeError(
-            f"{text} new tokens are too few to measure; ask for at least 4"
-        )
-    return int(text)
 
 
 def run_command(args: argparse.Namespace) -> None:
@@ -112,20 +103,22 @@ def run_compare(args: argparse.Namespace) -> None:
     generation = arguments.taken(GenerationConfig, args)
     sampling = arguments.taken(SamplingParams, args)
     check_on_chip(generation)
-    engine = load(**arguments.model_of(args), draft=arguments.draft_of(args))
+    lengths, num_new = args.sweep_tokens or [args.prompt_tokens], generation.max_new_tokens
+    kept = [(text, length) for length in lengths for text in texts]
+    engine, prompts = load_engine(args, arguments.draft_of(args), kept, num_new=num_new + SLACK)
     peers = find_peers(locate(args.model).path, engine) if args.peers else {}
     results = {}
-    for length in args.sweep_tokens or [args.prompt_tokens]:
-        prompts = [encode_prompt(engine, text, length) for text in texts]
+    for start in range(0, len(prompts), len(texts)):
+        same_length = prompts[start : start + len(texts)]
         with running(engine.model):
             scores = compare(
-                engine, prompts,
+                engine, same_length,
                 {name: dataclasses.replace(settings, method=name) for name in methods},
                 sampling=sampling, seeds=[(args.seed or 0) + i for i in range(args.seeds)],
                 generation=generation, peers=peers,
             )  # fmt: skip
-        results[max(map(len, prompts))] = result = summarise(scores, generation.max_new_tokens)
-        print_comparison(engine, args, prompts, result)
+        results[max(map(len, same_length))] = result = summarise(scores, num_new)
+        print_comparison(engine, args, same_length, result)
     if args.plot and not args.sweep_tokens:
         draw_speedups(args.plot, result, describe(engine, args, f"{max(results)} prompt tokens, "))
     elif args.plot:
@@ -164,7 +157,7 @@ def describe(engine: Engine, args: argparse.Namespace, prompt: str = "") -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `python -m minitri.bench`."""
-    with program(build_parser(), argv) as args:
+    with program(build_parser, argv) as args:
         run_command(args)
         sys.exit(0)
 

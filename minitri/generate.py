@@ -5,19 +5,20 @@ only line on standard output is one JSON object. Exit codes: 0 done, 2 bad usage
 line), 130 interrupted; 1 is a bug.
 """
 
-import argparse
-import json
-import logging
-import sys
+from minitri.cli.exits import clean_imports, program
 
-from minitri.cli.exits import clean_exits, program
+with clean_imports():
+    import argparse
+    import json
+    import logging
+    import secrets
+    import sys
 
-with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
     from minitri.cli import arguments
-    from minitri.cli.prompts import encode_prompt, max_tokens_of, read_prompt
+    from minitri.cli.prompts import load_engine, max_tokens_of, read_prompt
     from minitri.cli.report import report, summary
     from minitri.cli.terminal import LEGEND, stream
-    from minitri.engine import load
+    from minitri.loading.prompts import MAX_SEED
     from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 log = logging.getLogger("minitri")
@@ -38,7 +39,11 @@ def build_parser() -> arguments.OneLineParser:
     arguments.add_fields(parser, GenerationConfig, "prefill_chunk")
     arguments.add_gpu_flags(parser)
     arguments.add_fields(parser, GenerationConfig, "stop", "ignore_eos")
-    arguments.add_sampling_flags(parser)
+    arguments.add_sampling_flags(
+        parser,
+        "makes a text repeatable: the same command with the same seed writes the same text "
+        "(default: a new one each time; open methods and gammas then follow the clock)",
+    )
     group = parser.add_argument_group("speculation (none of this changes the text's distribution)")
     arguments.add_fields(group, SpeculationConfig, "method")
     arguments.add_draft_flag(group)
@@ -62,24 +67,36 @@ def run_command(args: argparse.Namespace) -> int:
     for flag in arguments.ignored_flags(args):
         log.warning("%s is ignored: --method %s has no use for it", flag, args.method)
     text, max_tokens = read_prompt(args.prompt_file, args.prompt), max_tokens_of(args)
-    engine = load(**arguments.model_of(args), draft=draft)
+    args.seed = seed_of(args, speculation)
+    num_new = generation.max_new_tokens
+    engine, [prompt] = load_engine(args, draft, [(text, max_tokens)], num_new=num_new)
     run = engine.generate(
-        encode_prompt(engine, text, max_tokens), sampling=sampling, generation=generation,
-        speculation=speculation, seed=args.seed or 0,
-    )  # fmt: skip
-    if args.color and not args.quiet:
-        print(LEGEND, file=sys.stderr)
+        prompt, sampling=sampling, generation=generation, speculation=speculation, seed=args.seed
+    )
+    if args.color:
+        log.info(LEGEND)
     finish_reason = stream(run, as_json=args.json, quiet=args.quiet, color=args.color)
     if args.json:
         print(json.dumps(report(engine, run, args, finish_reason)), flush=True)
-    if not args.quiet:
-        print(summary(engine, run), file=sys.stderr)
+    log.info(summary(engine, run))
     return 130 if finish_reason == "interrupted" else 0
+
+
+def seed_of(args: argparse.Namespace, speculation: SpeculationConfig) -> int:
+    """The seed that was given; or one drawn where it matters, which is told."""
+    if args.seed is not None or args.temperature == 0:
+        return args.seed or 0
+    seed = secrets.randbelow(MAX_SEED + 1)
+    if len(speculation.plans) == 1 or speculation.coupled:
+        log.info("seed %d; --seed %d repeats this text", seed, seed)
+    else:
+        log.info("seed %d; this text follows the clock, too: with --seed, texts repeat", seed)
+    return seed
 
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `python -m minitri.generate`."""
-    with program(build_parser(), argv) as args:
+    with program(build_parser, argv) as args:
         sys.exit(run_command(args))
 
 

@@ -8,17 +8,17 @@ are not given are the fastest ones, if a pass over more tokens takes no longer. 
 `gpu/placement.py`, with which an engine boots, times from `roofline.py`. The last line is JSON.
 """
 
-import argparse
-import dataclasses
-import json
-import sys
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from minitri.cli.exits import clean_imports, program
 
-from minitri.cli.exits import clean_exits, program
+with clean_imports():
+    import argparse
+    import dataclasses
+    import json
+    import sys
+    from dataclasses import dataclass
+    from pathlib import Path
+    from typing import Any
 
-with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
     from minitri.cli import arguments
     from minitri.decoding.autotuner import expected_block, expected_tokens
     from minitri.errors import InputError
@@ -205,7 +205,7 @@ def table(placements: list[dict[str, Any]], L: int) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `python -m minitri.plan`."""
-    with program(build_parser(), argv) as args:
+    with program(build_parser, argv) as args:
         sys.exit(run_command(args))
 
 

@@ -285,7 +285,7 @@ def test_the_engine_draws_from_the_distribution_of_its_model(engine, monkeypatch
         ([[3], [-1]], "token id -1"),
         (
             [7] * 501,
-            "prompt has 501 tokens but .* holds 512 minus max_new_tokens=12; shorten the prompt",
+            "prompt has 501 tokens but .* holds 512 minus max_new_tokens=12; keep at most 500 ",
         ),
     ],
 )

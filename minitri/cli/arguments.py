@@ -9,14 +9,24 @@ import ast
 import dataclasses
 import inspect
 import itertools
+import re
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
-from minitri.errors import InputError
+from minitri.errors import InputError, shorten
 from minitri.gpu.attention import BACKENDS
 from minitri.loading.devices import DTYPES
 from minitri.loading.fetch import default_draft
 from minitri.loading.named_models import DEFAULT_MODEL, MODELS
-from minitri.settings import METHODS, POLICIES, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.loading.prompts import MAX_SEED
+from minitri.settings import (
+    MAX_COUNT,
+    METHODS,
+    POLICIES,
+    GenerationConfig,
+    SamplingParams,
+    SpeculationConfig,
+)
 
 Settings = TypeVar("Settings", SamplingParams, GenerationConfig, SpeculationConfig)
 Flags = argparse._ActionsContainer
@@ -58,14 +68,23 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises the line, for exit code 2."""
-        raise InputError(f"{message}; see --help")
+        raise InputError(f"{shorten(message, 400)}; see --help")
 
 
-def positive(text: str) -> int:
-    """A flag's value: a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+def whole(least: int = -MAX_COUNT, most: int = MAX_COUNT) -> Callable[[str], int]:
+    """How to read a flag's value that must be a whole number within bounds."""
+    bounds = f" from {least} to {most}" if least > -MAX_COUNT else f" of at most {most}"
+
+    def read(text: str) -> int:
+        if re.fullmatch("-?[0-9]{1,10}", text) and least <= int(text) <= most:
+            return int(text)
+        value = shorten(repr(text), 60)
+        raise argparse.ArgumentTypeError(f"{value} is not a whole number{bounds}")
+
+    return read
+
+
+positive = whole(1)
 
 
 def two_rates(text: str) -> tuple[float, float]:
@@ -81,18 +100,15 @@ def two_rates(text: str) -> tuple[float, float]:
     return first, second
 
 
-def auto_or_int(text: str) -> int | None:
+def auto_or_whole(text: str) -> int | None:
     """A flag's value that is a whole number, or `auto`, which is None."""
-    try:
-        return None if text == "auto" else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto") from None
+    return None if text == "auto" else whole()(text)
 
 
 SWITCH: dict[str, Any] = {"action": "store_true"}
-AUTO: dict[str, Any] = {"type": auto_or_int, "metavar": "N|auto"}
+AUTO: dict[str, Any] = {"type": auto_or_whole, "metavar": "N|auto"}
 KINDS: dict[str, dict[str, Any]] = {
-    "temperature": {"type": float, "metavar": "T"}, "top_k": {"type": int, "metavar": "K"},
+    "temperature": {"type": float, "metavar": "T"}, "top_k": {"type": whole(), "metavar": "K"},
     "top_p": {"type": float, "metavar": "P"}, "min_p": {"type": float, "metavar": "P"},
     "stop": {"action": "append", "metavar": "TEXT", "default": []},
     "ignore_eos": SWITCH, "offload": SWITCH, "coupled": SWITCH,
@@ -110,7 +126,7 @@ def add_fields(flags: Flags, settings: type[Settings], *names: str) -> None:
         text, _, default = texts.get(name, "").rstrip(".").partition(". Default: ")
         text = text[:1].lower() + text[1:] + (f" (default: {default})" if default else "")
         options = {"default": getattr(settings(), name), "help": text.replace("%", "%%")}
-        options |= KINDS.get(name, {"type": int, "metavar": "N"})
+        options |= KINDS.get(name, {"type": whole(), "metavar": "N"})
         flags.add_argument(f"--{name.replace('_', '-')}", **options)
 
 
@@ -175,15 +191,13 @@ def add_gpu_flags(flags: Flags) -> None:
     flags.add_argument("--no-cuda-graphs", dest="cuda_graphs", action="store_false", help=text)
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """The distribution of the next token, and the seed."""
+def add_sampling_flags(
+    parser: argparse.ArgumentParser, seed: str = "of the first run (default: 0)"
+) -> None:
+    """The distribution of the next token, and the seed with its help text."""
     group = parser.add_argument_group("sampling")
     add_fields(group, SamplingParams, "temperature", "top_k", "top_p", "min_p")
-    group.add_argument(
-        "--seed", type=int, metavar="N",
-        help="makes a text repeatable: the same command with the same seed writes the same text "
-        "(default: 0, but then open methods and gammas follow the clock, and so may the text)",
-    )  # fmt: skip
+    group.add_argument("--seed", type=whole(0, MAX_SEED), metavar="N", help=seed)
 
 
 def add_draft_flag(flags: Flags) -> None:
@@ -221,7 +235,7 @@ def model_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def speculation_of(args: argparse.Namespace) -> SpeculationConfig:
-    """How the flags want to speculate; without a seed, by the clock. Raises `InputError`."""
+    """How the flags want to speculate; by the clock if no seed is given. Raises `InputError`."""
     return taken(SpeculationConfig, args, timed=args.seed is None)
 
 

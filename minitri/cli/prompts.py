@@ -3,29 +3,51 @@
 import argparse
 import logging
 import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
-from minitri.cli.arguments import DEMO_PROMPT_TOKENS
-from minitri.engine import Engine
-from minitri.errors import InputError
+from minitri.cli.arguments import DEMO_PROMPT_TOKENS, model_of
+from minitri.engine import Engine, load
+from minitri.errors import InputError, shorten
+from minitri.loading.prompts import check_prompt
+from minitri.loading.tokenizer import Tokenizer
+from minitri.model.config import ModelConfig
 
 log = logging.getLogger("minitri")
+
+MAX_PROMPT_BYTES = 64 << 20
+"""Of a file: 16 million tokens of English. It bounds the memory for a file that has no end."""
+
+MANY_CONTEXTS = 4
+"""A prompt so many times too long is not tokenized to its end, which may take minutes."""
 
 
 def read_prompt(file: str | None, prompt: str | None = None) -> str:
     """The text of a prompt, of a UTF-8 file, of standard input (`-`), or else of the demo."""
-    if prompt is not None:
-        return prompt
-    if file is None:
-        return demo_text()
-    source = "standard input" if file == "-" else file
+    if prompt is None:
+        prompt = demo_text() if file is None else read_text(file)
+    if not prompt:
+        raise InputError("the prompt is empty; give at least one character")
+    return prompt
+
+
+def read_text(file: str) -> str:
+    """What a file or standard input (`-`) holds. Raises `InputError` unless that is text."""
+    source = "standard input" if file == "-" else shorten(file)
     if file == "-" and sys.stdin is None:
         raise InputError(
             "there is no standard input to read the prompt from; give --prompt or a file"
         )
     try:
-        content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        return content.decode("utf-8-sig")
+        with nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream:
+            content = stream.read(MAX_PROMPT_BYTES + 1) or b""  # None where nothing waits
+        if len(content) > MAX_PROMPT_BYTES:
+            raise InputError(
+                f"{source} has more than {MAX_PROMPT_BYTES >> 20} MB, and no model reads as much; "
+                "give a part of it"
+            )
+        text = content.decode("utf-8-sig")
     except OSError as error:
         raise InputError(
             f"cannot read the prompt from {source}: {error.strerror}; check --prompt-file"
@@ -34,6 +56,11 @@ def read_prompt(file: str | None, prompt: str | None = None) -> str:
         raise InputError(
             f"{source} is not UTF-8 text (byte {error.start}); convert it, or give another file"
         ) from None
+    if "\0" in text:
+        raise InputError(
+            f"{source} is not text: character {text.index(chr(0))} is NUL; give another file"
+        )
+    return text
 
 
 def demo_text() -> str:
@@ -54,6 +81,31 @@ def max_tokens_of(args: argparse.Namespace) -> int | None:
 
 def encode_prompt(engine: Engine, text: str, max_tokens: int | None) -> list[int]:
     """Token ids of the prompt, the first `max_tokens` of them."""
-    if not text:
-        raise InputError("the prompt is empty; give at least one character")
     return engine.tokenizer.encode(text, max_tokens)
+
+
+def load_engine(
+    args: argparse.Namespace,
+    draft: str,
+    texts: Sequence[tuple[str, int | None]],
+    *,
+    num_new: int,
+) -> tuple[Engine, list[list[int]]]:
+    """Boots the engine that the flags ask for; its prompts are checked before it reads weights.
+
+    Each text goes with the number of tokens that are kept. Raises `InputError`.
+    """
+    prompts: list[list[int]] = []
+
+    def check(tokenizer: Tokenizer, config: ModelConfig) -> None:
+        for text, max_tokens in texts:
+            limit = max_tokens or MANY_CONTEXTS * config.context_length + 1
+            prompts.append(ids := tokenizer.encode(text, limit))
+            if max_tokens is None and len(ids) == limit:
+                raise InputError(
+                    f"prompt has {limit} tokens or more, {MANY_CONTEXTS} times what {config.name} "
+                    f"holds; keep {max(1, config.context_length - num_new)} (--max-prompt-tokens)"
+                )
+            check_prompt(ids, config, num_new)
+
+    return load(**model_of(args), draft=draft, before_weights=check), prompts

@@ -105,7 +105,7 @@ def report(
         **{name: getattr(stats, name) for name in numbers},
         **where(engine.model),
         "text": row.text, "token_ids": row.token_ids, "finish_reason": finish_reason,
-        "seed": args.seed or 0, "draft": draft,
+        "seed": args.seed, "draft": draft,
         "levels": [level.as_dict() for level in stats.levels],
         "phase_ms_per_token": phase_ms(stats), "num_rebuilds": stats.rebuilds.count,
         "break_even_acceptance": stats.break_even, "num_cuda_graphs": stats.num_graphs,

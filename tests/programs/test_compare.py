@@ -174,7 +174,7 @@ def test_speedups_are_taken_prompt_by_prompt():
         ),
         (["--coupled"], "need --compare; add it"),
         (["--sweep-tokens", "100"], "need --compare; add it"),
-        (["--compare", "--seeds", "0"], "not a whole number of at least 1"),
+        (["--compare", "--seeds", "0"], "not a whole number from 1 to"),
         (
             ["--compare", "--prompt-file", "no-such-file"],
             "cannot read the prompt from no-such-file",

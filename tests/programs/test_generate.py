@@ -154,12 +154,12 @@ BAD_FLAGS = {
     "min-p 7": (["--prompt", "x", "--min-p", "7"], None, "min_p is 7"),
     "no new tokens": (["--prompt", "x", "--max-new-tokens", "0"], None, "max_new_tokens is 0"),
     "not a number": (
-        ["--prompt", "x", "--max-new-tokens", "many"], None, "invalid int value: 'many'",
+        ["--prompt", "x", "--max-new-tokens", "many"], None, "'many' is not a whole number",
     ),
     "max prompt tokens 0": (
         ["--prompt", "x", "--max-prompt-tokens", "0"], None, "'0' is not a whole number",
     ),
-    "negative seed": (["--prompt", "x", "--seed", "-1"], None, "seed is -1"),
+    "negative seed": (["--prompt", "x", "--seed", "-1"], None, "'-1' is not a whole number from 0"),
     "empty stop": (["--prompt", "x", "--stop", ""], None, "a stop string is empty"),
     "prompt that is not UTF-8": (
         ["--prompt", "a\udcff"], None, "the prompt is not valid Unicode (character 1)",
@@ -434,7 +434,7 @@ def test_a_full_disk_is_one_line(folder):
     with open("/dev/full", "w") as full:  # noqa: PTH123
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("minitri: no space left to write the output")
+    assert done.stderr.splitlines()[-1].startswith("minitri: cannot write the output: No space left")
 
 
 @pytest.mark.parametrize(
