@@ -14,31 +14,29 @@ Exit codes: 0 all is well, 1 a bug, 2 bad input, 130 interrupted. The last line 
 is JSON.
 """
 
-import argparse
-import dataclasses
-import functools
-import json
-import logging
-import sys
-from typing import Any
+from minitri.cli.exits import clean_imports, program
 
-from minitri.cli.exits import clean_exits, program
+with clean_imports():
+    import argparse
+    import dataclasses
+    import functools
+    import json
+    import logging
+    import sys
+    from typing import Any
 
-with clean_exits():  # for Ctrl-C in the seconds that importing PyTorch takes
     import torch
 
     from minitri.benchmarks.compare import num_same
     from minitri.benchmarks.departures import Mode, explain, modes
     from minitri.benchmarks.distribution_test import FALSE_ALARM, POWER, run_test, windows
     from minitri.cli import arguments
-    from minitri.cli.prompts import read_prompt
+    from minitri.cli.prompts import load_engine, read_prompt
     from minitri.cli.report import where
     from minitri.cli.terminal import finish
     from minitri.engine import Engine, load
     from minitri.errors import shorten
-    from minitri.loading.prompts import check_prompt
-    from minitri.loading.tokenizer import Tokenizer
-    from minitri.model.config import ModelConfig
+    from minitri.loading.prompts import MAX_SEED
     from minitri.model.llama import Llama
     from minitri.settings import METHODS, GenerationConfig, SamplingParams, SpeculationConfig
 
@@ -66,10 +64,10 @@ def build_parser() -> arguments.OneLineParser:
     add("--method", action="append", choices=choices, dest="methods", help=text)
     text = "of the sampled runs, coupled or not"
     add("--temperature", type=float, metavar="T", default=0.8, help=text)
-    add("--seed", type=int, metavar="N", default=7, help=text)
+    add("--seed", type=arguments.whole(0, MAX_SEED), metavar="N", default=7, help=text)
     arguments.add_fields(parser, SamplingParams, "top_k", "top_p", "min_p")
     text = "tokens per method in the statistical test of uncoupled sampling; 0 leaves it out"
-    add("--num-samples", type=int, metavar="N", default=2048, help=text)
+    add("--num-samples", type=arguments.whole(0), metavar="N", default=2048, help=text)
     arguments.add_draft_flag(parser)
     arguments.add_gpu_flags(parser)
     arguments.add_size_flags(parser.add_argument_group("speculation"))
@@ -177,13 +175,8 @@ def run_command(args: argparse.Namespace) -> int:
     sampling, both = arguments.taken(SamplingParams, args), modes(args.temperature)
     arguments.taken(GenerationConfig, args)  # bad values fail before anything is loaded
     text = read_prompt(args.prompt_file, args.prompt)
-    prompt: list[int] = []
-
-    def read(tokenizer: Tokenizer, config: ModelConfig) -> None:
-        prompt.extend(tokenizer.encode(text, args.max_prompt_tokens))
-        check_prompt(prompt, config, args.max_new_tokens)
-
-    engine = load(**arguments.model_of(args), draft=draft, before_weights=read)
+    kept, num_new = [(text, args.max_prompt_tokens)], args.max_new_tokens
+    engine, [prompt] = load_engine(args, draft, kept, num_new=num_new)
     test, results = SelfTest(engine, prompt, args), []
     for mode in both:
         alone, *others = (
@@ -218,7 +211,7 @@ def run_command(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `python -m minitri.selftest`."""
-    with program(build_parser(), argv) as args:
+    with program(build_parser, argv) as args:
         sys.exit(run_command(args))
 
 

@@ -37,7 +37,7 @@ from minitri.caches.policies import make_policy
 from minitri.caches.retrieval import RetrievalCache
 from minitri.cli import arguments
 from minitri.cli.exits import program
-from minitri.cli.prompts import encode_prompt, read_prompt
+from minitri.cli.prompts import read_prompt
 from minitri.decoding.sampling import sample
 from minitri.engine import Engine, load
 from minitri.errors import InputError
@@ -224,7 +224,7 @@ def main(argv: list[str] | None = None) -> None:
             found |= {name: [] for name in ("draft", *(f"draft {name}" for name in names))}
         speculations = [dataclasses.replace(settings, policy=name) for name in names]
         for title, text in zip(titles, texts, strict=True):
-            prompt = encode_prompt(engine, text, args.prompt_tokens)
+            prompt = engine.tokenizer.encode(text, args.prompt_tokens)
             check_prompt(prompt, engine.config, args.new_tokens)
             print(f"{title}: {len(prompt)} tokens", file=sys.stderr, flush=True)
             measure(engine, prompt, args, speculations, found)

@@ -11,7 +11,7 @@ import torch
 from minitri.benchmarks.bandwidth import read_bandwidth
 from minitri.benchmarks.compare import spread
 from minitri.cli.arguments import model_of, taken
-from minitri.cli.prompts import encode_prompt, read_prompt
+from minitri.cli.prompts import read_prompt
 from minitri.cli.report import where
 from minitri.cli.terminal import finish
 from minitri.engine import Engine, load
@@ -34,7 +34,7 @@ def run_plain(args: argparse.Namespace) -> None:
     bare_bytes = peak_memory_bytes(torch.device("cpu"))
     text = read_prompt(args.prompt_file[0] if args.prompt_file else None)
     engine = load(**model_of(args), draft="ngram")
-    prompt, device = encode_prompt(engine, text, args.prompt_tokens), engine.model.device
+    prompt, device = engine.tokenizer.encode(text, args.prompt_tokens), engine.model.device
     generation, num_new = taken(GenerationConfig, args), args.max_new_tokens
     all_stats = [
         finish(plain_decoding(engine, prompt, generation), quiet=args.quiet).stats

@@ -79,11 +79,6 @@ def max_tokens_of(args: argparse.Namespace) -> int | None:
     return limit
 
 
-def encode_prompt(engine: Engine, text: str, max_tokens: int | None) -> list[int]:
-    """Token ids of the prompt, the first `max_tokens` of them."""
-    return engine.tokenizer.encode(text, max_tokens)
-
-
 def load_engine(
     args: argparse.Namespace,
     draft: str,
