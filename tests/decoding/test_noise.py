@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minitri.decoding import random_source
+from minitri.decoding import noise, random_source
 from minitri.decoding.noise import gumbel_argmax, hashed_uniforms, noise_key
 from minitri.decoding.random_source import IndependentSource
 from minitri.decoding.verification import Proposal, Verdict
@@ -43,6 +43,8 @@ def test_gumbel_noise_is_of_fine_numbers_that_differ():
     assert len(uniforms.unique()) == 100_000
     assert 0 < uniforms.min() < 1e-4
     assert 1 - 1e-4 < uniforms.max() < 1
+    [least] = hashed_uniforms(torch.tensor([-noise._STEP]), torch.tensor([0])).tolist()
+    assert least == 2**-53  # of a hash of 0: never 0 itself, whose logarithm is infinite
 
 
 def test_no_seed_repeats_the_noise_of_another_at_another_position():

@@ -127,6 +127,7 @@ def test_a_token_of_probability_zero_is_never_drawn():
     distribution = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).repeat(4, 1)
     edges = torch.tensor([0.0, 0.5 - 2**-53, 0.5, 1 - 2**-53], dtype=torch.float64)
     assert sample(distribution, edges).tolist() == [1, 1, 3, 3]
+    assert sample(torch.zeros(4, 5), edges).tolist() == [4] * 4  # of a row that has ended: a token
 
 
 def test_draws_follow_the_distribution():
