@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from minitri.cpu.packed import can_pack, pack_linears
 from minitri.errors import InputError, shorten
-from minitri.loading.damage import explain
+from minitri.loading.damage import explain, printable
 from minitri.loading.gguf_file import GgufFile
 from minitri.loading.hf_config import as_token_ids, read_config
 from minitri.model.attention import Attend, attend_math
@@ -202,7 +202,7 @@ def _pickled(file: Path) -> Iterator[tuple[str, Tensor]]:
             with warnings.catch_warnings(action="ignore"):  # remarks on protocols
                 shard = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
-        reason = shorten(str(error).replace("WeightsUnpickler error:", ""), 90)
+        reason = printable(str(error).replace("WeightsUnpickler error:", ""), 90)
         raise InputError(
             f"{file} is a pickle with more than tensors in it, which could run code; nothing was "
             f"run; use a safetensors version ({reason})"
@@ -266,7 +266,7 @@ def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progr
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise InputError(
-                f"{path} {problem} {len(names)} tensors: {shorten(', '.join(names[:3]))}{more}; "
+                f"{path} {problem} {len(names)} tensors: {printable(', '.join(names[:3]))}{more}; "
                 "weights and config belong to different models, or the download is incomplete"
             )
 

@@ -6,6 +6,11 @@ from contextlib import contextmanager
 from minitri.errors import InputError, shorten
 
 
+def printable(text: object, limit: int = 200) -> str:
+    """`shorten`, for texts that come from files: a control character could move the cursor."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in shorten(text, limit))
+
+
 @contextmanager
 def explain(
     problem: str, *errors: type[Exception], advice: str = "download it again", limit: int = 200,
@@ -18,4 +23,4 @@ def explain(
         raise
     except errors as error:
         kind = f"{type(error).__name__}: " if with_type else ""
-        raise InputError(f"{problem} ({kind}{shorten(error, limit)}); {advice}") from None
+        raise InputError(f"{problem} ({kind}{printable(error, limit)}); {advice}") from None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from minitri.errors import InputError, shorten
-from minitri.loading.damage import explain
+from minitri.loading.damage import explain, printable
 from minitri.loading.hf_config import as_token_ids, read_fields, read_value
 from minitri.model.config import ModelConfig
 
@@ -265,7 +265,7 @@ class GgufFile:
             if gguf_name == _ROPE_DIVISORS:
                 continue
             kind, advice = stored.type.name, "use a file of another quantization"
-            shown = f"tensor {shorten(gguf_name, 60)} of type {kind}"
+            shown = f"tensor {printable(gguf_name, 60)} of type {kind}"
             problem = f"{self.path.name}: {shown} cannot be dequantized"
             with explain(problem, NotImplementedError, ValueError, KeyError, advice=advice):
                 values = dequantize(stored.data, stored.type)

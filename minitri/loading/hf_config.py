@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from minitri.errors import InputError, shorten
-from minitri.loading.damage import explain
+from minitri.loading.damage import explain, printable
 from minitri.model.config import ROPE_KINDS, ROPE_NUMBERS, ModelConfig, RopeConfig
 
 
@@ -82,7 +82,7 @@ def read_fields(config: Mapping[str, Any], name: str) -> ModelConfig:
         bos_token_id=next(iter(as_token_ids(config.get("bos_token_id"))), None),
         eos_token_ids=as_token_ids(config.get("eos_token_id")),
         name=name,
-        draft_of=shorten(read_value(config, "draft_of", str)) if is_drafter else None,
+        draft_of=printable(read_value(config, "draft_of", str)) if is_drafter else None,
         head_size=number("head_size") if is_drafter else None,
     )
 
