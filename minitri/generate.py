@@ -73,7 +73,7 @@ def run_command(args: argparse.Namespace) -> int:
     run = engine.generate(
         prompt, sampling=sampling, generation=generation, speculation=speculation, seed=args.seed
     )
-    if args.color:
+    if args.color and not args.json:
         log.info(LEGEND)
     finish_reason = stream(run, as_json=args.json, quiet=args.quiet, color=args.color)
     if args.json:

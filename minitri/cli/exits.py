@@ -6,6 +6,7 @@ Imports next to nothing, so that it can guard the imports that take seconds.
 import atexit
 import contextlib
 import errno
+import io
 import os
 import signal
 import sys
@@ -16,7 +17,11 @@ from minitri.errors import InputError
 TYPE_CHECKING = False  # `typing` itself takes milliseconds, in which nothing guards Ctrl-C yet
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-    from typing import TextIO
+    from typing import Any, NoReturn
+
+    from _typeshed import ReadableBuffer
+
+    Handler = Callable[..., Any]
 
 WRITE_ERRORS = (errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPIPE)
 """What may happen to a write although there is no bug."""
@@ -29,19 +34,23 @@ def clean_imports() -> Iterator[None]:
     For the seconds that importing PyTorch takes. Extension modules lose exceptions there.
     """
     _open_closed_files()
-    is_ours = False
-    with contextlib.suppress(ValueError):  # in a thread other than the main one
-        is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if is_ours:
-            signal.signal(signal.SIGINT, _stop_at_once)
+    try:
+        os.getcwd()  # noqa: PTH109 (imports more)
+    except FileNotFoundError:  # on which a library of PyTorch ends the process, in its own words
+        _end(2, "the current folder has gone; change to one that is there")
+    _handle_ctrl_c(_stop_at_once, instead_of=signal.default_int_handler)
     try:
         yield
     except ModuleNotFoundError as error:
-        say(f"minitri: {error}; install it: pip install -e . in the folder of minitri\n")
-        sys.exit(2)
+        _end(2, f"{error}; install it: pip install -e . in the folder of minitri")
     finally:
-        if is_ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        _handle_ctrl_c(signal.default_int_handler, instead_of=_stop_at_once)
+
+
+def _handle_ctrl_c(handler: "Handler", *, instead_of: "Handler") -> None:
+    with contextlib.suppress(ValueError):  # in a thread other than the main one
+        if signal.getsignal(signal.SIGINT) is instead_of:
+            signal.signal(signal.SIGINT, handler)
 
 
 def _stop_at_once(*_: object) -> None:
@@ -59,9 +68,8 @@ def program(
         import logging
 
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # all is done by then
-        for output in (sys.stdout, sys.stderr):
-            if hasattr(output, "reconfigure"):
-                output.reconfigure(encoding="utf-8", errors="replace")
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(encoding="utf-8", errors="replace")
         parser = build_parser() if callable(build_parser) else build_parser
         args = parser.parse_args(argv)
         log = logging.getLogger("minitri")
@@ -77,8 +85,9 @@ def clean_exits() -> Iterator[None]:
     That is for bad input, Ctrl-C, a full disk and a closed pipe; anything else is a bug.
     """
     _open_closed_files()
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
+    if sys.stderr is sys.__stderr__:  # not captured by a test
+        raw = io.BufferedWriter(_Stderr(2, "w", closefd=False))
+        sys.stderr = io.TextIOWrapper(raw, "utf-8", "replace", line_buffering=True)
     try:
         if sys.stdout is None:
             raise InputError("standard output is closed; send it somewhere, such as > /dev/null")
@@ -87,35 +96,32 @@ def clean_exits() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except InputError as error:
-        say("minitri: " + " ".join(str(error).splitlines()) + "\n")
-        sys.exit(2)
+        _end(2, " ".join(str(error).splitlines()))
     except KeyboardInterrupt:
-        say("minitri: interrupted\n")
-        sys.exit(130)
+        _end(130, "interrupted")
     except OSError as error:
         if error.errno not in WRITE_ERRORS:
             raise
-        _give_up(sys.stdout)
+        # What could not be written is given up, so that Python does not fail again in the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:  # whoever read our output has gone
             sys.exit(0)
-        say(f"minitri: cannot write the output: {error.strerror}; send it elsewhere\n")
-        sys.exit(2)
-    finally:
-        say("")
+        _end(2, f"cannot write the output: {error.strerror}; send it elsewhere")
 
 
-def say(text: str) -> None:
-    """Writes to standard error, as far as that can be written to, and flushes it."""
-    try:
-        sys.stderr.write(text)
-        sys.stderr.flush()
-    except OSError:
-        _give_up(sys.stderr)
+def _end(code: int, line: str) -> "NoReturn":
+    print(f"minitri: {line}", file=sys.stderr)
+    sys.exit(code)
 
 
-def _give_up(output: "TextIO") -> None:
-    """Drops what could not be written, so that Python does not fail again in the end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
+class _Stderr(io.FileIO):
+    """Standard error, which may be full or gone: no reason to stop."""
+
+    def write(self, data: "ReadableBuffer") -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(memoryview(data))
 
 
 def _open_closed_files() -> None:
