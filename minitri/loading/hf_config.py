@@ -9,7 +9,11 @@ from typing import Any
 
 from minitri.errors import InputError, shorten
 from minitri.loading.damage import explain, printable
-from minitri.model.config import ROPE_KINDS, ROPE_NUMBERS, ModelConfig, RopeConfig
+from minitri.model.config import ROPE_KINDS, ModelConfig, RopeConfig
+
+_ROPE_NUMBERS = (
+    "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor",
+)  # fmt: skip
 
 
 def read_config(config: Mapping[str, Any], name: str) -> ModelConfig:
@@ -113,7 +117,7 @@ def read_rope(config: Mapping[str, Any], default_context: int) -> RopeConfig:
         )
     original = read_value(scaling, "original_max_position_embeddings", int, default_context)
     original = read_value(config, "original_max_position_embeddings", int, original)
-    numbers = [name for name in ROPE_NUMBERS if scaling.get(name) is not None]
+    numbers = [name for name in _ROPE_NUMBERS if scaling.get(name) is not None]
     options: dict[str, Any] = {name: read_value(scaling, name, float) for name in numbers}
     options["truncate"] = read_value(scaling, "truncate", bool, True)
     return RopeConfig(theta, kind, original_context=original, **options)

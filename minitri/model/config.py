@@ -1,23 +1,26 @@
 """The shape of a Llama, whatever file describes it: frozen dataclasses that hold no tensors."""
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from typing import Self
 
 from minitri.errors import InputError, shorten
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-ROPE_NUMBERS = {
-    "factor": (1.0, 1e6),
-    "low_freq_factor": (1e-6, 1e6),
-    "high_freq_factor": (1e-6, 1e6),
-    "beta_fast": (1e-6, 1e6),
-    "beta_slow": (1e-6, 1e6),
-    "attention_factor": (1e-3, 1e3),
-}
-"""Least and largest value of each setting: all models are far inside, and angles stay finite."""
-MOST_LAYERS, LONGEST_CONTEXT = 1000, 2**31 - 1
+LONGEST_CONTEXT = 2**31 - 1
+ROPE_RANGES = {
+    "theta": (1.001, 1e15), "factor": (1, 1e6), "original_context": (1, LONGEST_CONTEXT),
+    "low_freq_factor": (1e-6, 1e6), "beta_slow": (1e-6, 1e6), "attention_factor": (1e-3, 1e3),
+}  # fmt: skip
+"""Least and largest value of a setting: all models are far inside, and angles stay finite."""
+
+
+def check_range(name: str, value: float | None, least: float, most: float) -> None:
+    """Raises `InputError` for a number of a config that no model has; None is not set."""
+    if value is not None and not least <= value <= most:
+        raise InputError(
+            f"model config has {name}={value}; it must be from {least:.6g} to {most:.15g}"
+        )
 
 
 @dataclass(frozen=True)
@@ -53,33 +56,14 @@ class RopeConfig:
                 f"RoPE type {shorten(repr(self.kind), 60)} is not supported; supported are "
                 f"{', '.join(ROPE_KINDS)}"
             )
-        if not 1 < self.theta < math.inf:
-            raise InputError(
-                f"RoPE theta must be a number above 1, got {self.theta}; check rope_theta in the "
-                "config"
-            )
-        if self.kind in ("llama3", "yarn") and (self.original_context or 0) < 1:
-            raise InputError(
-                f"RoPE type {self.kind} needs the original context length, got "
-                f"{self.original_context}; set original_max_position_embeddings in the config"
-            )
-        for name, (least, most) in ROPE_NUMBERS.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                raise InputError(
-                    f"RoPE {name} must be from {least:g} to {most:g}, got {value}; check the config"
-                )
-        if self.low_freq_factor >= self.high_freq_factor or self.beta_slow > self.beta_fast:
-            raise InputError(
-                "RoPE high_freq_factor must be above low_freq_factor, and beta_fast not below "
-                f"beta_slow, got {self.high_freq_factor}, {self.low_freq_factor}, "
-                f"{self.beta_fast}, {self.beta_slow}; check the config"
-            )
-        if not all(0 < divisor < math.inf for divisor in self.frequency_divisors or ()):
-            raise InputError(
-                f"RoPE divisors must be positive, got {shorten(self.frequency_divisors, 60)}; "
-                "get the file again"
-            )
+        ranges: dict[str, tuple[float, float]] = {
+            **ROPE_RANGES, "beta_fast": (self.beta_slow, 1e6),
+            "high_freq_factor": (1.001 * self.low_freq_factor, 1e6),
+        }  # fmt: skip
+        for name, (least, most) in ranges.items():
+            check_range(f"RoPE {name}", getattr(self, name), least, most)
+        for divisor in self.frequency_divisors or ():
+            check_range("a RoPE divisor", divisor, 1e-6, 1e6)
 
     def describe(self) -> str:
         """A few words for the log, such as `yarn x4 (theta 100000)`."""
@@ -120,28 +104,15 @@ class ModelConfig:
     vocabulary. It never guesses the others. That makes it faster, and cannot change a text."""
 
     def __post_init__(self) -> None:
+        check_range("num_layers", self.num_layers, 1, 1000)
+        check_range("rms_norm_eps", self.rms_norm_eps, 1e-12, 0.1)
         for name in (
-            "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads",
-            "head_dim", "vocab_size", "context_length",
+            "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim",
+            "vocab_size", "context_length",
         ):  # fmt: skip
-            value = getattr(self, name)
-            if value < 1:
-                raise InputError(f"model config has {name}={value}; it must be at least 1")
-        if self.num_layers > MOST_LAYERS or self.context_length > LONGEST_CONTEXT:
-            raise InputError(
-                f"model config has {self.num_layers} layers and a context of "
-                f"{self.context_length} tokens; minitri runs up to {MOST_LAYERS} and "
-                f"{LONGEST_CONTEXT}"
-            )
-        if not 1e-12 <= self.rms_norm_eps <= 0.1:
-            raise InputError(
-                f"model config has rms_norm_eps={self.rms_norm_eps}; it must be from 1e-12 to 0.1"
-            )
-        if self.draft_of is not None and not 1 <= (self.head_size or 0) <= self.vocab_size:
-            raise InputError(
-                f"{self.name} is a drafter with head_size={self.head_size}; it must be from 1 to "
-                f"{self.vocab_size}"
-            )
+            check_range(name, getattr(self, name), 1, LONGEST_CONTEXT)
+        if self.draft_of is not None:
+            check_range("head_size", self.head_size or 0, 1, self.vocab_size)
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"model config has {self.num_heads} query heads and {self.num_kv_heads} KV heads; "

@@ -36,7 +36,7 @@ from tests.conftest import byte_level_tokenizer
 from tests.loading.gguf_writer import NAMES, PARTS, write_gguf
 from tests.loading.test_checkpoint import TOKENS, load, logits
 
-NUM_EXAMPLES = int(os.environ.get("MINITRI_FUZZ_EXAMPLES", "60"))
+NUM_EXAMPLES = int(os.environ.get("MINITRI_FUZZ_EXAMPLES", "150"))
 examples = settings(
     max_examples=NUM_EXAMPLES, derandomize=True, deadline=None, database=None,
     suppress_health_check=list(HealthCheck),

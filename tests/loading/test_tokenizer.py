@@ -69,7 +69,7 @@ def test_the_first_tokens_are_those_of_the_whole_text(tokenizer):
         for number, sentence in enumerate(SENTENCES * 6)
     )
     whole = tokenizer.encode(text)
-    for number in range(1, len(whole) + 2):
+    for number in (*range(1, 40), *range(40, len(whole), 13), len(whole), len(whole) + 1):
         assert tokenizer.encode(text, number) == whole[:number], number
 
 
