@@ -94,19 +94,23 @@ def one_of(*values: Any) -> st.SearchStrategy:
     return st.sampled_from(values)
 
 
-GAMMAS = st.one_of(st.integers(1, 6), st.none(), st.integers(1, 6), st.integers(1, 64))
+SMALL, ANY = st.one_of(st.integers(1, 6), st.none()), st.integers(1, 64)
+GAMMAS = usually(st.tuples(SMALL, SMALL), st.tuples(ANY, SMALL), st.tuples(SMALL, ANY), odds=3)
+MAX_PASSES = 400
+"""Passes of the small models that a run may take where every guess is rejected."""
 CHUNKS = one_of(4, 8, 1, 2, 3, 5, 16, 64, 1024)
 
 
 @st.composite
 def speculations(draw: st.DrawFn) -> dict[str, Any]:
     chunk = draw(CHUNKS)
-    budgets = st.integers(1, max(48 // chunk, 2)).map(lambda n: n * chunk)
+    budgets = st.integers(1, max(32 // chunk, 2)).map(lambda n: n * chunk)
+    gamma1, gamma2 = draw(GAMMAS)
     return {
-        "method": draw(st.one_of(st.just("triforce"), st.sampled_from(METHODS))),
+        "method": draw(usually(one_of("triforce", *METHODS[2:]), one_of(*METHODS[:2]))),
         "policy": draw(usually(st.just("retrieval"), st.sampled_from(POLICIES), odds=3)),
-        "gamma1": draw(GAMMAS),
-        "gamma2": draw(GAMMAS),
+        "gamma1": gamma1,
+        "gamma2": gamma2,
         "budget": draw(usually(budgets, st.none(), st.just(chunk * 10**9), odds=9)),
         "chunk_size": chunk,
         "num_sink_tokens": draw(usually(st.integers(0, 6), one_of(20, 300, MAX_COUNT), odds=8)),
@@ -172,7 +176,9 @@ def stop_strings(draw: st.DrawFn, num_rows: int) -> dict[str, Any]:
     return {
         "stop": tuple(draw(st.lists(letters, max_size=2))) if kind == 1 else (),
         "stops_in_text": tuple(draw(st.lists(places, min_size=1, max_size=3))) if kind > 1 else (),
-        "eos_in_text": tuple(draw(usually(st.just([]), st.lists(ends, max_size=2), odds=3))),
+        "eos_in_text": tuple(
+            draw(usually(st.just([]), st.lists(ends, min_size=1, max_size=2), odds=2))
+        ),
     }
 
 
@@ -194,8 +200,10 @@ def cases(draw: st.DrawFn, *, coupled: bool = True) -> Case:
     seeds = usually(
         st.integers(0, 2**31), one_of(0, MAX_SEED - num_rows + 1, MAX_SEED, -1), odds=10
     )
+    num_passes = (speculation["gamma1"] or 4) * (speculation["gamma2"] or 6)
+    num_new = draw(usually(st.integers(1, 40), st.integers(41, 120)))
     generation = {
-        "max_new_tokens": draw(usually(st.integers(1, 50), st.integers(51, 120))),
+        "max_new_tokens": min(num_new, max(MAX_PASSES // num_passes, 3)),
         "prefill_chunk": draw(
             usually(st.integers(8, 100), st.integers(1, 7), one_of(1024, MAX_COUNT), odds=3)
         ),

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import math
 import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import hypothesis
 import pytest
@@ -48,27 +49,33 @@ from minitri.session import Session
 from tests.cascades import fresh_read
 from tests.strategies import Case, cases, make_engine
 
-NUM_EXAMPLES = int(os.environ.get("MINITRI_FUZZ_EXAMPLES", "60"))
-FUZZ_SEED = os.environ.get("MINITRI_FUZZ_SEED")
+NUM_EXAMPLES = int(os.environ.get("MINITRI_FUZZ_EXAMPLES", "100"))
+FUZZ_SEED = int(os.environ.get("MINITRI_FUZZ_SEED", "0"))
+GROUP = 9
 ORIGINS = {"autoregressive": set(), "naive": {"draft"}, "retrieval": {"retrieval"}}
 ROUNDING = 1e-4
 """Two logits that differ by less may change places between two ways to compute them."""
 
 
-def examples(share: float = 1.0):
-    """Settings of a property test with its share of the examples."""
+def for_examples(*strategies: st.SearchStrategy, share: float = 1.0):
+    """Makes a check a test of its share of the examples, in groups.
 
-    def decorate(test):
-        if FUZZ_SEED is not None:
-            test = hypothesis.seed(int(FUZZ_SEED))(test)
-        return hypothesis.settings(
-            derandomize=FUZZ_SEED is None,
-            database=None,
-            deadline=None,
-            max_examples=max(1, int(share * NUM_EXAMPLES)),
-            suppress_health_check=list(HealthCheck),
-            print_blob=False,
-        )(test)
+    A test per group, each with a seed of its own, because from the tenth example on hypothesis
+    draws mostly variants of those that it has had.
+    """
+
+    def decorate(check):
+        @pytest.mark.parametrize("group", range(math.ceil(share * NUM_EXAMPLES / GROUP)))
+        def test(group):
+            test_group = hypothesis.seed(1_000_000 * FUZZ_SEED + group)(given(*strategies)(check))
+            settings = hypothesis.settings(
+                database=None, deadline=None, max_examples=GROUP, report_multiple_bugs=False,
+                print_blob=False, suppress_health_check=list(HealthCheck),
+            )  # fmt: skip
+            settings(test_group)()
+
+        test.__doc__ = check.__doc__
+        return test
 
     return decorate
 
@@ -137,7 +144,9 @@ def run(engine: Engine, case: Case, rows: slice = slice(None), **speculation) ->
     origins = {event.origin for event in events if isinstance(event, Token)}
     assert origins <= ORIGINS.get(config.method, {"draft", "retrieval"}) | {"recovered", "bonus"}
     check_counts(stats, ends, prompts)
-    outputs = [Output(end.token_ids, end.text, end.finish_reason) for _, end in sorted(ends.items())]
+    outputs = [
+        Output(end.token_ids, end.text, end.finish_reason) for _, end in sorted(ends.items())
+    ]
     return Run(outputs, stats)
 
 
@@ -268,8 +277,7 @@ def check_equal(engine: Engine, case: Case, wanted: Run, got: Run) -> None:
     assert got.outputs == wanted.outputs
 
 
-@given(cases())
-@examples()
+@for_examples(cases())
 def test_greedy_and_coupled_runs_equal_autoregressive_ones_or_are_refused(case):
     free_case = dataclasses.replace(
         case, stop=(), generation={**case.generation, "ignore_eos": True}
@@ -295,8 +303,7 @@ def test_greedy_and_coupled_runs_equal_autoregressive_ones_or_are_refused(case):
         assert alone.outputs == [got.outputs[case.row]]
 
 
-@given(cases(coupled=False))
-@examples(0.5)
+@for_examples(cases(coupled=False), share=0.4)
 def test_sampled_runs_repeat_and_never_leave_the_filtered_vocabulary(case):
     """Without coupling, at a temperature above 0. With one likeliest token kept this is greedy."""
     engine = make_engine(case)
@@ -324,15 +331,14 @@ def check_support(engine: Engine, case: Case, output: Output) -> None:
         assert below < ROUNDING, f"token {i} is {token}, {below:.2e} below what the filters keep"
 
 
-@given(
+@for_examples(
     st.text("ab", max_size=12), st.lists(st.text("abc", min_size=1, max_size=4), max_size=4),
-    st.lists(st.integers(0, 12)),
+    st.lists(st.integers(0, 12)), share=5,
 )  # fmt: skip
-@examples(5)
 def test_a_stop_string_ends_a_text_at_the_same_place_however_it_is_cut(text, stops, borders):
     scanner, shown = StopScanner(stops), ""
     places = sorted({0, *borders, len(text)})
-    for start, end in zip(places, places[1:], strict=False):
+    for start, end in itertools.pairwise(places):
         shown += scanner.push(text[start:end])
         wanted = cut_at_stop(text[:end], tuple(stops))
         assert scanner.found == (wanted is not None)
