@@ -47,6 +47,18 @@ def test_gumbel_noise_is_of_fine_numbers_that_differ():
     assert least == 2**-53  # of a hash of 0: never 0 itself, whose logarithm is infinite
 
 
+def test_the_hash_is_splitmix64_for_numbers_and_for_tensors():
+    """The published outputs for the seed 1234567, and for 0. The noise may not change, or the text of
+    a seed would."""
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    states = [1234567 + n * noise._STEP for n in range(3)]
+    assert [noise._splitmix(state) % 2**64 for state in states] == published
+    assert noise._splitmix(0) % 2**64 == 0xE220A8397B1DCDAF
+    assert noise_key(0, 1) == noise._splitmix(0xE220A8397B1DCDAF + 1)
+    uniforms = hashed_uniforms(torch.tensor([1234567] * 3), torch.arange(3)).tolist()
+    assert [int(number * 2**52) for number in uniforms] == [x >> 12 for x in published]
+
+
 def test_no_seed_repeats_the_noise_of_another_at_another_position():
     keys = {noise_key(seed, position) for seed in range(100) for position in range(100)}
     assert len(keys) == 10_000
