@@ -85,11 +85,12 @@ class Change:
         return source[: self.start] + self.new.encode() + source[self.end :]
 
     def describe(self, source: bytes) -> str:
-        """`file:line`, the line, and what it becomes."""
-        before = source.splitlines()[self.line - 1].decode().strip()
-        after = self.apply(source).splitlines()[self.line - 1].decode().strip()
-        name = self.file.removeprefix("minitri/").removesuffix(".py")
-        return f"{name}:{self.line} `{before}` | `{after}`"
+        """Two cells of a table: `file:line`, and the line with the change marked."""
+        before, after = source[: self.start], source[self.end :]
+        change = f"⟦{source[self.start : self.end].decode()} → {self.new}⟧"
+        line = before.split(b"\n")[-1].decode() + change + after.split(b"\n")[0].decode()
+        name = self.file.removeprefix("minitri/").removesuffix(".py").replace("decoding/", "")
+        return f"{name}:{self.line} | `{line.strip().replace('|', '&#124;')}`"
 
 
 class Finder(ast.NodeVisitor):
@@ -297,11 +298,11 @@ def main(argv: list[str] | None = None) -> None:
             file.write_bytes(change.apply(source))
             killer, seconds = fate(copy, suite_for(change.file), args.limit)
             file.write_bytes(source)
-            text = f"| {number} | {change.describe(source)} | "
-            text += f"{killer.removeprefix('tests/') or '**survives**'} | {seconds:.0f} |"
+            name = killer.rpartition("::")[2].partition("[")[0] or "**survives**"
+            text = f"| {number} | {change.describe(source)} | {name} | {seconds:.0f} |"
             print(text, file=sys.stderr, flush=True)
             rows.append((bool(killer), text))
-    print("| | line | becomes | noticed by | seconds |\n|---|---|---|---|---|")
+    print("| | line | change | noticed by | seconds |\n|---|---|---|---|---|")
     print("\n".join(text for _, text in sorted(rows, key=lambda row: row[0])))
     num_survivors = sum(not dead for dead, _ in rows)
     print(json.dumps({"changes": len(rows), "survivors": num_survivors, "seed": args.seed}))

@@ -48,8 +48,8 @@ def test_gumbel_noise_is_of_fine_numbers_that_differ():
 
 
 def test_the_hash_is_splitmix64_for_numbers_and_for_tensors():
-    """The published outputs for the seed 1234567, and for 0. The noise may not change, or the text of
-    a seed would."""
+    """The published outputs for the seeds 1234567 and 0. The noise may not change, or the text of a
+    seed would."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     states = [1234567 + n * noise._STEP for n in range(3)]
     assert [noise._splitmix(state) % 2**64 for state in states] == published
