@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minitri.caches.full import FullCache
 from minitri.decoding.sampling import probs_from_logits
 from minitri.model.block import read_block
-from minitri.runner import ModelRunner
+from minitri.runner import ModelRunner, prefill
 from minitri.settings import SamplingParams
 from tests.cascades import random_prompt
 from tests.conftest import new_cache, tiny_config, tiny_model
@@ -25,7 +24,6 @@ def logits_behind(model, tokens: list[int]) -> torch.Tensor:
 def probs_behind(model, tokens: list[int], sampling, vocab_size: int) -> torch.Tensor:
     """The distribution (1, V) that a runner gives there."""
     cache = new_cache(model.config, 1, len(tokens), model.dtype)
-    assert isinstance(cache, FullCache)
     runner = ModelRunner(model, cache, sampling, vocab_size=vocab_size)
     return runner.next_probs([tokens], [0], [True])[:, 0]
 
@@ -58,3 +56,16 @@ def test_a_bfloat16_models_distributions_are_float32(sampling):
     assert probs.dtype == torch.float32
     exact = probs_from_logits(logits.double(), sampling)
     assert (probs - exact).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("length", [1, 2, 16, 17, 18, 33, 34])
+def test_a_prompt_is_read_but_for_its_last_token(length):
+    """Wherever the last chunk of 16 ends: the queries of the next pass are then those of one token,
+    which choose what the retrieval cache holds."""
+    model, seen = tiny_model(tiny_config()), []
+    cache, prompt = new_cache(model.config, 2), random_prompt(model.config, length)
+    ends = list(prefill(model, prompt, cache, 1, chunk=16, watch=seen.append, max_queries=5))
+    assert ends == [*range(16, length - 1, 16), length - 1][: 0 if length == 1 else None]
+    assert cache.lengths == [0, length - 1]
+    sizes = [min(5, end - start) for start, end in zip([0, *ends], ends, strict=False)]
+    assert [queries_LTHD.shape[1] for queries_LTHD in seen] == sizes

@@ -90,7 +90,7 @@ class Change:
         change = f"⟦{source[self.start : self.end].decode()} → {self.new}⟧"
         line = before.split(b"\n")[-1].decode() + change + after.split(b"\n")[0].decode()
         name = self.file.removeprefix("minitri/").removesuffix(".py").replace("decoding/", "")
-        return f"{name}:{self.line} | `{line.strip().replace('|', '&#124;')}`"
+        return f"{name}:{self.line} | `{line.strip().replace('|', chr(92) + '|')}`"
 
 
 class Finder(ast.NodeVisitor):
