@@ -100,6 +100,8 @@ class Session:
         full cache goes where it fits, and passes are captured on a GPU, but for those that stream
         K and V from host memory. Raises `InputError` if there is no room.
         """
+        if not any(plan.uses_drafter for plan in batch.speculation.plans):
+            draft = None
         if draft is not None and (problem := window_problem(draft.config, batch.speculation)):
             if batch.speculation.method != "auto":
                 raise InputError(problem)
@@ -130,7 +132,7 @@ class Session:
         # Rotated queries of the target's latest block: a rebuild needs no pass of its own.
         self.queries_LBTHD = torch.empty(shape, dtype=target.dtype, device=target.device)
         common: dict[str, Any] = {"vocab_size": config.vocab_size, "graphs": self.graphs}
-        if draft is not None and any(plan.uses_drafter for plan in plans):
+        if draft is not None:
             self.draft = DraftRunner(draft, B, sampling, speculation, **common)
         if any(plan.uses_retrieval for plan in plans):
             policy = make_policy(speculation.policy, self.full, speculation.chunk_size)

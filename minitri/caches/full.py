@@ -79,11 +79,11 @@ class FullCache:
         return write_block(self.keys[layer], self.values[layer], block, self._lengths)
 
     def _check_room(self, T: int) -> None:
-        for b, start in enumerate(self._lengths):
-            if start + T > self.capacity:
-                raise IndexError(
-                    f"row {b} holds {start} of {self.capacity} tokens; a block of {T} does not fit"
-                )
+        longest = max(self._lengths)
+        if longest + T > self.capacity:
+            raise IndexError(
+                f"a row holds {longest} of {self.capacity} tokens; a block of {T} does not fit"
+            )
 
     def layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values (K, S, D) of row b on the device, layer by layer.
@@ -121,5 +121,6 @@ class FullCache:
         self._set_lengths([0 if b == row else n for row, n in enumerate(self._lengths)])
 
     def _set_lengths(self, lengths: list[int]) -> None:
-        assert all(0 <= length <= self.capacity for length in lengths)
+        assert min(lengths) >= 0
+        assert max(lengths) <= self.capacity
         self._lengths = list(lengths)

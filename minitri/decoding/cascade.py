@@ -210,7 +210,7 @@ class Level:
 
 def _emitted(proposal: Proposal, verdict: Verdict, b: int) -> Emitted:
     n = verdict.num_accepted[b]
-    own = "bonus" if n == proposal.counts[b] else "recovered"
+    own = "bonus" if n == len(proposal.tokens[b]) else "recovered"
     tokens = [*proposal.tokens[b][:n], verdict.next_tokens[b]]
     return Emitted(tokens, [*proposal.origins[b][:n], own])
 

@@ -14,6 +14,7 @@ from minitri.decoding.noise import gumbel_argmax, noise_key
 from minitri.decoding.sampling import probs_from_logits, sample
 from minitri.decoding.verification import Verdict, verify
 from minitri.settings import SamplingParams
+from tests.chi_square import reuse_number
 from tests.conftest import write_hf_folder
 
 
@@ -116,15 +117,6 @@ def resample_from_p(proposal, probs_BNV, uniforms_BN):
     rows = torch.arange(len(proposal.tokens))
     drawn = sample(probs_BNV[rows, torch.tensor(verdict.num_accepted)], uniforms_BN[:, -1])
     return Verdict(verdict.num_accepted, drawn.tolist())
-
-
-def reuse_number(proposal, probs_BNV, uniforms_BN):
-    """The number of the last test is used again for the recovered or bonus token."""
-    uniforms_BN = uniforms_BN.clone()
-    verdict = verify(proposal, probs_BNV, uniforms_BN)
-    for b, (n, count) in enumerate(zip(verdict.num_accepted, proposal.counts, strict=True)):
-        uniforms_BN[b, -1] = uniforms_BN[b, min(n, count - 1)] if count else uniforms_BN[b, -1]
-    return verify(proposal, probs_BNV, uniforms_BN)
 
 
 @pytest.mark.parametrize("broken", [resample_from_p, reuse_number])

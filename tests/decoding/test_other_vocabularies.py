@@ -1,0 +1,99 @@
+"""Drafters whose vocabulary is smaller or larger than the target's, with independent randomness.
+
+Greedy and coupled runs cannot see a wrong q, so whole texts are counted: chi-square as in
+`test_joint_distribution.py`, 4,000 seeds per case; a relative error of 17 % is found with odds of
+99 %, a false alarm has odds of 1 in 100,000.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from minitri import InputError, SamplingParams, SpeculationConfig, load
+from minitri.model.attention import attend_math
+from minitri.model.llama import Llama
+from tests.chi_square import (
+    FALSE_ALARM,
+    SMALL,
+    V,
+    count_texts,
+    exact_probs,
+    model_of,
+    other_model,
+    p_value,
+    smallest_error,
+    target_model,
+)
+from tests.conftest import CPU, edit_json, write_hf_folder
+
+SAMPLING, NUM_SEEDS = SamplingParams(0.9, top_p=0.97), 4000
+
+
+def trimmed_model(target: Llama) -> Llama:
+    """A drafter with the target's embeddings and a head over two tokens of four."""
+    config = dataclasses.replace(target.config, draft_of="target", head_size=2)
+    draft = Llama(config, dtype=torch.float32, device=CPU, target=target, attend=attend_math)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in draft.parameters():
+        if parameter is not target.embed_tokens and parameter.is_floating_point():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    draft.lm_head.token_ids.copy_(torch.tensor([2, 0]))
+    return draft.eval()
+
+
+DRAFTERS = {
+    "smaller": lambda target: other_model(V - 1),
+    "larger": lambda target: other_model(3 * V),
+    "trimmed head": trimmed_model,
+    "n-grams": lambda target: None,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["naive", "triforce"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_texts_follow_the_targets_distribution(drafter, method):
+    target = target_model()
+    probs = exact_probs(target, SAMPLING)
+    assert smallest_error(probs, NUM_SEEDS) < 0.18
+    speculation = SpeculationConfig(method, gamma1=2, gamma2=2, **SMALL)
+    counts = count_texts(target, DRAFTERS[drafter](target), SAMPLING, speculation, NUM_SEEDS)
+    assert p_value(counts, probs) > FALSE_ALARM
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["auto", "naive", "retrieval", "triforce"])
+def test_a_padded_target_with_a_drafter_that_is_not(method):
+    """The model has more tokens than its tokenizer: they are tokens like others."""
+    target, draft = target_model(), model_of(2, seed=4)
+    probs = exact_probs(target, SAMPLING)
+    speculation = SpeculationConfig(method, gamma1=1, gamma2=2, **SMALL)
+    counts = count_texts(target, draft, SAMPLING, speculation, NUM_SEEDS)
+    assert p_value(counts, probs) > FALSE_ALARM
+
+
+def test_a_drafter_that_spells_its_tokens_otherwise_is_refused_before_weights_are_read(
+    folder, tmp_path, monkeypatch
+):
+    other = write_hf_folder(tmp_path / "other-words")
+    pipeline = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab = pipeline["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (other / "tokenizer.json").write_text(json.dumps(pipeline), encoding="utf-8")
+    monkeypatch.setattr("minitri.loading.open_models.load_model", None)
+    with pytest.raises(InputError, match="the drafter other-words has another vocabulary"):
+        load(folder, draft=other)
+
+
+@pytest.mark.parametrize("vocab_size", [312, 400])
+def test_a_padded_drafter_is_taken(folder, tmp_path, vocab_size):
+    padded = write_hf_folder(tmp_path / "padded", vocab_size=vocab_size)
+    edit_json(padded / "config.json", eos_token_id=2)
+    engine = load(folder, draft=padded, dtype="float32")
+    done = engine.complete([5, 6, 7], sampling=SAMPLING, speculation=SpeculationConfig("naive"))
+    assert max(done.token_ids) < engine.config.vocab_size
+    assert done.stats.levels[0].num_tested_tokens > 0
