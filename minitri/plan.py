@@ -21,7 +21,7 @@ with clean_imports():
 
     from minitri.cli import arguments
     from minitri.decoding.autotuner import expected_block, expected_tokens
-    from minitri.errors import InputError
+    from minitri.errors import InputError, shorten
     from minitri.gpu.placement import GIB, demand, shortage
     from minitri.loading.checkpoint import open_checkpoint
     from minitri.loading.fetch import committed_path, default_draft
@@ -80,12 +80,16 @@ def positive_number(text: str) -> float:
 
 def config_of(name: str) -> ModelConfig:
     """The shape of a model, without its weights. Raises `InputError`."""
-    path = Path(name) if Path(name).exists() else committed_path(name)
-    if path is not None:
-        return open_checkpoint(path).config(Path(name).stem)
-    if (shape := shape_of(name)) is None:
-        raise unknown_model(name)
-    return shape
+    if (shape := shape_of(name)) is not None:
+        return shape
+    try:
+        path = committed_path(name) or Path(name).expanduser()
+        is_there = name != "" and path.exists()
+    except (OSError, RuntimeError, ValueError):  # no path at all; an unknown home, a NUL
+        is_there = False
+    if not is_there:
+        raise unknown_model(shorten(name, 60))
+    return open_checkpoint(path).config(path.resolve().name)
 
 
 @dataclass(frozen=True)

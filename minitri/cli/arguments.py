@@ -70,6 +70,11 @@ class OneLineParser(argparse.ArgumentParser):
         """Raises the line, for exit code 2."""
         raise InputError(f"{shorten(message, 400)}; see --help")
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        if arg_strings == ["--"]:  # --flag=--, which argparse takes for an empty list
+            raise argparse.ArgumentError(action, "expected one argument")
+        return super()._get_values(action, arg_strings)
+
 
 def whole(least: int = -MAX_COUNT, most: int = MAX_COUNT) -> Callable[[str], int]:
     """How to read a flag's value that must be a whole number within bounds."""

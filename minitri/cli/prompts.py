@@ -48,13 +48,14 @@ def read_text(file: str) -> str:
                 "give a part of it"
             )
         text = content.decode("utf-8-sig")
-    except OSError as error:
-        raise InputError(
-            f"cannot read the prompt from {source}: {error.strerror}; check --prompt-file"
-        ) from None
     except UnicodeDecodeError as error:
         raise InputError(
             f"{source} is not UTF-8 text (byte {error.start}); convert it, or give another file"
+        ) from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(
+            f"cannot read the prompt from {source}: {reason}; check --prompt-file"
         ) from None
     if "\0" in text:
         raise InputError(

@@ -434,7 +434,9 @@ def test_a_full_disk_is_one_line(folder):
     with open("/dev/full", "w") as full:  # noqa: PTH123
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("minitri: cannot write the output: No space left")
+    assert done.stderr.splitlines()[-1].startswith(
+        "minitri: cannot write the output: No space left"
+    )
 
 
 @pytest.mark.parametrize(

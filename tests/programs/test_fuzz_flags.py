@@ -1,0 +1,127 @@
+"""Hostile command lines: any flags of a program with any values give exit code 0, or 2 and a line.
+
+`MINITRI_FUZZ_EXAMPLES=1000 pytest tests/programs/test_fuzz_flags.py` tries more of them.
+"""
+
+import io
+import logging
+import os
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from types import ModuleType
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minitri import bench, generate, plan
+from minitri.benchmarks import floor, synthetic
+from minitri.cli import prompts
+from tests.cascades import tiny_engine
+
+FUZZ = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=int(os.environ.get("MINITRI_FUZZ_EXAMPLES", "60")),
+)
+VALUES = [
+    *("0", "1", "2", "3", "8", "16", "64", "100", "256", "-1", "2147483647", "2147483648"),
+    *("9" * 23, "9" * 5000, "-" + "9" * 5000, "１２", "1_000", " 7 ", "+7", "0x10", "1e3", "1e-7"),
+    *("0.0", "-0.0", "0.5", "0.9", "1.5", "nan", "inf", "-inf", "1e400", "-1e3", "0." + "1" * 5000),
+    *("", " ", "auto", "none", "ngram", "cpu", "cuda:99", "yarn:2", "yarn:1e9", "0.5,0.5", "1,nan"),
+    *(
+        "-",
+        "--",
+        "---",
+        "-h",
+        "%s %(prog)s {}",
+        "a\nb\rc\u2028d",
+        "é🙂",
+        "\udcff",
+        "\0",
+        "\x1b[31m",
+    ),
+    *("A" * 10000, "smollm2-135m", "llama2-7b-128k", "llama-68m", "ORG/NAME", "../..", "/", "~"),
+    *("/dev/null", "/dev/full", "/nowhere/x.png", "x" * 300 + ".png", __file__),
+]
+
+
+COUNTS, NUMBERS = ("1", "2", "3", "8", "16", "64", "100", "256", "2147483647"), ("0", "0.5", "1")
+FINE = {
+    **dict.fromkeys(("N", "K", "N|auto"), COUNTS), **dict.fromkeys("TP", NUMBERS),
+    "RATE": NUMBERS, "X": ("0.1", "24", "1000"), "DRAFT,RETRIEVAL": ("0.5,0.5", "0,1"),
+}  # fmt: skip
+"""Values that most flags take, by what their help calls the value."""
+
+
+def command_lines(program: ModuleType) -> st.SearchStrategy[list[str]]:
+    """Up to six flags of a program with values that often make sense, and two that rarely do."""
+    hostile = st.sampled_from(VALUES) | st.text(max_size=9)
+    often, rarely = [], [hostile.map(lambda value: [value])]
+    for action in program.build_parser()._actions[1:]:  # without --help
+        [name] = action.option_strings
+        if action.nargs == 0:
+            often.append(st.just([name]))
+            continue
+        fine = st.sampled_from([*(action.choices or FINE.get(action.metavar, VALUES))])
+        often.append(fine.map(lambda value, name=name: [name, value]))
+        rarely.append(hostile.map(lambda value, name=name: [name, value]))
+        rarely.append(hostile.map(lambda value, name=name: [f"{name}={value}"]))
+    lines = st.tuples(
+        st.lists(st.one_of(often), max_size=6), st.lists(st.one_of(rarely), max_size=2)
+    )
+    return lines.map(lambda parts: [word for part in parts for words in part for word in words])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tiny_models():
+    """Instead of the model that is asked for: a tiny one; the benchmark ends where it begins."""
+    engine = tiny_engine()
+
+    def load(*_, before_weights, **__):
+        before_weights(engine.tokenizer, engine.config)
+        return engine
+
+    def end(*_, **__):
+        sys.exit(0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompts, "load", load)
+        patch.setattr(bench, "find_peers", lambda *_: {})
+        patch.setattr(bench, "compare", end)
+        patch.setattr(floor, "load", end)
+        patch.setattr(synthetic, "sweep_contexts", end)
+        yield
+    logging.getLogger("minitri").handlers = []
+
+
+def check(program: ModuleType, argv: list[str]) -> int:
+    out, err, stdin = io.StringIO(), io.StringIO(), io.TextIOWrapper(io.BytesIO(b"She had"))
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "stdin", stdin)
+        with pytest.raises(SystemExit) as ended:
+            program.main(argv)
+    lines = [line for line in err.getvalue().splitlines() if line.startswith("minitri: ")]
+    assert ended.value.code in (0, 2)
+    assert lines == err.getvalue().splitlines()[-1:] * (ended.value.code == 2)
+    assert all(len(line) < 1000 for line in lines)
+    return ended.value.code
+
+
+@FUZZ
+@given(command_lines(generate))
+def test_any_flags_of_generate_run_or_are_refused_in_one_line(argv):
+    check(generate, ["--max-new-tokens=4", "--max-prompt-tokens=40", "--quiet", *argv])
+
+
+@FUZZ
+@given(command_lines(bench))
+def test_any_flags_of_bench_run_or_are_refused_in_one_line(argv):
+    check(bench, ["--prompt-tokens", "40", *argv])
+
+
+@FUZZ
+@given(command_lines(plan))
+def test_any_flags_of_plan_run_or_are_refused_in_one_line(argv):
+    check(plan, argv)
