@@ -8,11 +8,14 @@ only, this is equality of tokens, over thousands of them.
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import minitri
 from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.session import Batch, Session
 from tests.conftest import write_hf_folder
 
 PROMPTS = [[5, 6, 7], list(range(10, 60)), [9], [4] * 20]
@@ -144,3 +147,25 @@ def test_a_target_that_drafts_for_itself_is_always_right(engine):
             gamma1=3,
         )
         assert [level.acceptance_rate for level in stats.levels] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "distribution", "timed", "may"),
+    [
+        (torch.float32, "cpu", GREEDY, False, True),
+        (torch.float32, "cpu", COUPLED, False, True),
+        (torch.float32, "cpu", (SamplingParams(0.8), False), False, False),
+        (torch.bfloat16, "cpu", GREEDY, False, False),
+        (torch.float32, "cuda", COUPLED, False, False),
+        (torch.bfloat16, "cuda", (SamplingParams(0.8), False), True, True),
+    ],
+)
+def test_a_clock_chooses_plans_only_where_the_text_cannot_depend_on_them(
+    dtype, device, distribution, timed, may
+):
+    sampling, coupled = distribution
+    speculation = SpeculationConfig("auto", coupled=coupled, timed=timed)
+    batch = Batch([[1]], [0], sampling, GenerationConfig(4), speculation)
+    target = SimpleNamespace(dtype=dtype, device=torch.device(device))
+    run = SimpleNamespace(models=(target, None), batch=batch)
+    assert Session._may_use_clock(run) == may
