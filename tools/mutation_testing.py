@@ -255,7 +255,7 @@ def fate(copy: Path, tests: list[str], limit: float) -> tuple[str, float]:
     if not result.exists():
         return f"the process died ({process.exitcode})", seconds
     code, killer = json.loads(result.read_text())
-    return killer if code else "", seconds
+    return killer or f"pytest ended with {code}" if code else "", seconds
 
 
 def suite_for(file: str) -> list[str]:
