@@ -15,7 +15,7 @@ from typing import Self
 import torch
 
 from minitri.decoding.cascade import Emitted
-from minitri.decoding.stats import PrefillClock, Stats
+from minitri.decoding.stats import Stats
 from minitri.decoding.stopping import StopScanner
 from minitri.decoding.verification import NotFiniteError
 from minitri.errors import InputError, shorten
@@ -36,8 +36,6 @@ class PrefillProgress:
     """Tokens of this prompt read so far."""
     num_tokens: int
     """Tokens of this prompt."""
-    eta_seconds: float
-    """Seconds that the rest of this prompt will probably take."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,6 @@ class Completion:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
-    """`eos`, `stop` or `length`."""
     stats: Stats = field(repr=False)
 
 
@@ -96,11 +93,11 @@ def running(model: Llama) -> Iterator[None]:
             "lower max_new_tokens or prefill_chunk"
         ) from None
     except NotFiniteError:
-        is_widest = model.dtype == torch.float32
-        advice = "" if is_widest else ", or overflow this dtype: try --dtype float32"
+        is_wide = model.dtype == torch.float32
+        advice = "get them again" if is_wide else "or overflow it: try --dtype float32"
         raise InputError(
             f"{model.config.name} computed logits that are not finite in {model.dtype}; the "
-            f"weights are damaged{advice or ', get them again'}"
+            f"weights are damaged, {advice}"
         ) from None
 
 
@@ -138,10 +135,8 @@ class Row:
 
 
 class Generation(Iterator[Event]):
-    """A run in progress: iterate for its events, read `stats` at any time, `close` to end it.
-
-    As a context manager it closes itself.
-    """
+    """A run in progress: iterate for its events, read `stats` at any time; `close`, or the end of a
+    with statement, ends it."""
 
     def __init__(self, batch: Batch, tokenizer: Tokenizer, pool: SessionPool) -> None:
         """Takes models and memory for the run from the `pool`; returns the memory at the end."""
@@ -196,7 +191,6 @@ class Generation(Iterator[Event]):
     def _prefill(self, row: Row, session: Session) -> Iterator[Event]:
         """Reads a prompt in chunks. `Cascade.start` reads its last token, reported here as read."""
         stats, num_tokens = self.stats, row.num_prompt_tokens
-        start_seconds, clock = stats.prefill_seconds, PrefillClock(num_tokens)
         chunks, done = session.prefill(row.number), 0
         while done < num_tokens:
             started = time.perf_counter()
@@ -205,8 +199,7 @@ class Generation(Iterator[Event]):
             read, done = done, num_tokens if end == num_tokens - 1 else end
             stats.num_prefilled_tokens += done - read
             stats.prefill_seconds += time.perf_counter() - started
-            eta = clock.mark(done, stats.prefill_seconds - start_seconds)
-            yield PrefillProgress(row.number, done, num_tokens, eta)
+            yield PrefillProgress(row.number, done, num_tokens)
 
     def _emit(self, session: Session, emitted: list[Emitted]) -> Iterator[Event]:
         """Shows the new tokens row by row, and retires the rows that have ended."""

@@ -11,13 +11,11 @@ Legend: L layers, B batch, T tokens of a block, H query heads, D head dim.
 
 import functools
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from minitri.caches.full import FullCache
 from minitri.caches.policies import make_policy
@@ -145,7 +143,7 @@ class Session:
                 **common,
             )  # fmt: skip
             if isinstance(self.full, OffloadedFullCache):
-                self._rebuild_while_staged(self.full, self.retrieval_cache)
+                self.full.rebuild_while_staged(self.retrieval_cache, self.queries_LBTHD)
         sizes = {1, speculation.max_block}
         if len(plans) > 1:  # short blocks are not padded to the longest of all plans
             sizes |= {size for size in PADDED_BLOCKS if size < speculation.max_block}
@@ -155,15 +153,6 @@ class Session:
             target, self.full, sampling, queries_LBTHD=self.queries_LBTHD, block_sizes=sizes,
             **common,
         )  # fmt: skip
-
-    def _rebuild_while_staged(self, full: OffloadedFullCache, cache: RetrievalCache) -> None:
-        # The retrieval cache holds the full one: a cycle would keep both alive after the run.
-        weak, queries_LBTHD = weakref.proxy(cache), self.queries_LBTHD
-
-        def on_layer(layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
-            weak.rebuild_layer(layer, queries_LBTHD[layer], keys_BKSD, values_BKSD)
-
-        full.on_layer_staged = on_layer
 
     @property
     def num_cache_bytes(self) -> int:
@@ -224,11 +213,9 @@ class Session:
 
     def _warn_of_drafter(self) -> None:
         assert self.draft is not None
-        log.warning(
-            "the drafter %s computes logits that are not finite in %s and guesses no more; its "
-            "weights are damaged, or need --dtype float32", self.draft.model.config.name,
-            self.draft.model.dtype,
-        )  # fmt: skip
+        model, reason = self.draft.model, "its weights are damaged, or need --dtype float32"
+        what = "the drafter %s computes logits that are not finite in %s and guesses no more; %s"
+        log.warning(what, model.config.name, model.dtype, reason)
 
     def _prior_seconds(self) -> Callable[[str, float], float]:
         """What a round of each stage takes by bytes over bandwidth, before it was measured."""

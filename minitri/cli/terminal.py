@@ -16,7 +16,7 @@ COLORS = {
 """Per origin of a token: the terminal's color and what it means."""
 RESET = "\x1b[0m"
 LEGEND = "   ".join(f"{color}{meaning}{RESET}" for color, meaning in COLORS.values())
-BAR = "prompt {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} tokens, {elapsed} passed, {postfix[0]}"
+BAR = "prompt {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} tokens, {elapsed}, {remaining} left"
 
 
 def with_bar(run: Generation, *, quiet: bool) -> Iterator[Token | End]:
@@ -24,14 +24,12 @@ def with_bar(run: Generation, *, quiet: bool) -> Iterator[Token | End]:
 
     Nothing is drawn where standard error is no terminal.
     """
-    eta, disable = [""], True if quiet else None
-    total = run.rows[0].num_prompt_tokens
-    with tqdm(total=total, leave=False, bar_format=BAR, postfix=eta, disable=disable) as bar:
+    total, disable = run.rows[0].num_prompt_tokens, True if quiet else None
+    with tqdm(total=total, leave=False, bar_format=BAR, disable=disable) as bar:
         for event in run:
             if not isinstance(event, PrefillProgress):
                 yield event
                 continue
-            eta[0] = f"{event.eta_seconds:.0f} s to go"
             bar.update(event.num_done - bar.n)
             if event.num_done == event.num_tokens:
                 bar.close()

@@ -108,23 +108,3 @@ class Stats:
         """Decoded tokens of the whole batch per second of decoding; None before the first."""
         tokens = self.num_decoded_tokens
         return tokens / self.decode_seconds if tokens else None
-
-
-class PrefillClock:
-    """Predicts how long the rest of a prefill takes, from a time that grows as a n + b n^2."""
-
-    def __init__(self, num_tokens: int) -> None:
-        self._num_tokens = num_tokens
-        self._marks: list[tuple[int, float]] = []  # (tokens done, seconds so far)
-
-    def mark(self, num_done: int, seconds: float) -> float:
-        """Notes progress; returns the seconds that probably remain."""
-        if num_done == self._num_tokens:
-            return 0.0
-        self._marks.append((num_done, seconds))
-        n1, t1 = self._marks[(len(self._marks) - 1) // 2]
-        n2, t2 = num_done, seconds
-        quadratic = max(0.0, (t2 / n2 - t1 / n1) / (n2 - n1)) if n2 > n1 else 0.0
-        linear = t2 / n2 - quadratic * n2
-        total = linear * self._num_tokens + quadratic * self._num_tokens**2
-        return max(0.0, total - seconds)

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 class StopScanner:
     """Lets text through until a stop string appears; the string and what follows are dropped.
 
-    What is found is what one would find reading character by character: the stop string that is
-    complete first, and of several that end together the longest. Text that may be the beginning of
-    a stop string is held back until the next pieces decide.
+    The stop string that is complete first counts, and of several that end together the longest.
+    Text that may be the beginning of a stop string is held back until the next pieces decide.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:

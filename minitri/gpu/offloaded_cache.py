@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache
+from minitri.caches.retrieval import RetrievalCache
 from minitri.gpu.streams import CudaStreams, Streams
 from minitri.model.cache import BlockKV, round_up_to_stride, write_block
 from minitri.model.config import ModelConfig
@@ -83,6 +84,18 @@ class OffloadedFullCache(FullCache):
         self._staging = Staging(hosted, streams, keys)
         self._rows = slice(0, batch_size)  # of the shared memory that are this cache's
         self.host_keys, self.host_values = (host_memory(hosted, dtype, device) for _ in range(2))
+
+    def rebuild_while_staged(self, cache: RetrievalCache, queries_LBTHD: Tensor) -> None:
+        """Has a retrieval cache, where a rebuild is due, select from each layer while it is here.
+
+        `queries_LBTHD` are those of the pass under way, as far as it has come.
+        """
+        weak = weakref.proxy(cache)  # which holds this one: a cycle would keep both after the run
+
+        def on_layer(layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
+            weak.rebuild_layer(layer, queries_LBTHD[layer], keys_BKSD, values_BKSD)
+
+        self.on_layer_staged = on_layer
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
