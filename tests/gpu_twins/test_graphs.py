@@ -17,6 +17,7 @@ from minitri.errors import InputError
 from minitri.gpu.attention import GpuAttention, Math, TorchFlash
 from minitri.gpu.graphs import GraphedStep, GraphPool
 from minitri.model import block as block_module
+from minitri.runner import ModelRunner
 from minitri.settings import LONGEST_BLOCK, MAX_GAMMA, METHODS, SamplingParams
 from tests.cascades import GREEDY, WARM, Rig, near_copy, random_prompt
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
@@ -138,6 +139,22 @@ def test_static_steps_give_the_tokens_of_eager_ones(
             for rig in (plain, static)
         ]
         assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("vocab_size", [40, 64, 90])
+@pytest.mark.parametrize("sampling", [GREEDY, WARM, SamplingParams(1.0)])
+def test_a_static_step_fits_a_model_to_a_smaller_or_larger_vocabulary(vocab_size, sampling):
+    """Cut before the softmax, padded behind it: the distributions of eager passes."""
+    model = as_on_a_gpu(tiny_model(CONFIG), Math())
+    tokens = [token % 40 for token in random_prompt(CONFIG, 30)]
+    found = []
+    for graphs in (None, GraphPool(CPU)):
+        settings = {"vocab_size": vocab_size, "graphs": graphs, "block_sizes": (4, 30)}
+        runner = ModelRunner(model, new_cache(CONFIG), sampling, **settings)
+        found.append(runner.next_probs([tokens], [3], [True]).clone())
+    assert found[0].shape == (1, 4, vocab_size)
+    assert torch.allclose(found[0], found[1], atol=1e-6)
+    assert torch.allclose(found[1].sum(-1), torch.ones(1, 4))
 
 
 def test_kv_from_host_memory_is_streamed_by_eager_steps(lengths_on_the_device):
