@@ -143,7 +143,9 @@ def test_static_steps_give_the_tokens_of_eager_ones(
 
 @pytest.mark.parametrize("vocab_size", [40, 64, 90])
 @pytest.mark.parametrize("sampling", [GREEDY, WARM, SamplingParams(1.0)])
-def test_a_static_step_fits_a_model_to_a_smaller_or_larger_vocabulary(vocab_size, sampling):
+def test_a_static_step_fits_a_model_to_a_smaller_or_larger_vocabulary(
+    vocab_size, sampling, lengths_on_the_device
+):
     """Cut before the softmax, padded behind it: the distributions of eager passes."""
     model = as_on_a_gpu(tiny_model(CONFIG), Math())
     tokens = [token % 40 for token in random_prompt(CONFIG, 30)]
