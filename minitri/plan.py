@@ -45,7 +45,7 @@ def build_parser() -> arguments.OneLineParser:
     add("--model", metavar="NAME|PATH", default="llama2-7b-128k", help=text)
     text = "tokens, prompt and output (default: all it holds)"
     add("--context", type=count, metavar="N", help=text)
-    add("--batch", type=count, metavar="N", default=1, help="sequences")
+    add("--batch", type=arguments.whole(1, 65536), metavar="N", default=1, help="sequences")
     text = "tokens of the prompt read at a time"
     add("--prefill-chunk", type=count, metavar="N", default=1024, help=text)
     text, dtypes = "of weights and KV cache", ("bfloat16", "float16", "float32")
@@ -73,7 +73,7 @@ def positive_number(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < 1e9:
+    if not 1e-9 < value < 1e9:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
 

@@ -47,7 +47,8 @@ VALUES = [
 ]
 
 
-COUNTS, NUMBERS = ("1", "2", "3", "8", "16", "64", "100", "256", "2147483647"), ("0", "0.5", "1")
+COUNTS = (*("1", "2", "4", "8", "16", "32", "64") * 2, "2147483647")
+NUMBERS = ("0", "0.5", "1")
 FINE = {
     **dict.fromkeys(("N", "K", "N|auto"), COUNTS), **dict.fromkeys("TP", NUMBERS),
     "RATE": NUMBERS, "X": ("0.1", "24", "1000"), "DRAFT,RETRIEVAL": ("0.5,0.5", "0,1"),
