@@ -4,8 +4,10 @@
 - `HeavyHitters` (H2O): attention that a token has received so far, from every query.
 - `LatestTokens` (StreamingLLM): the later, the better.
 
-As the cache is rebuilt from the full cache, none of them evicts a token for good, as the published
-methods of these names do.
+All choose from the full cache at every rebuild. For `LatestTokens` that changes nothing: a token
+that has left the window never comes back. `HeavyHitters` is not the published method, which evicts
+for good, while the prompt is read already, and then adds up the attention of what is left only. So
+its figures must not be compared with those of TriForce's table 1.
 
 Legend: see `caches/policies.py`.
 """
