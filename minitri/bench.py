@@ -29,6 +29,7 @@ with clean_imports():
     from minitri.errors import InputError
     from minitri.generation import running
     from minitri.loading.fetch import locate
+    from minitri.loading.prompts import as_seeds
     from minitri.settings import METHODS, GenerationConfig, SamplingParams, SpeculationConfig
 
 
@@ -63,7 +64,7 @@ def build_parser() -> arguments.OneLineParser:
         coupled="let all methods write the same text, so that none has better luck",
     )
     add = group.add_argument
-    add("--seeds", type=count, default=2, metavar="N", help="runs per prompt")
+    add("--seeds", type=arguments.whole(1, 1000), default=2, metavar="N", help="runs per prompt")
     text = "may be given several times (default: all of them)"
     add("--method", action="append", choices=METHODS, dest="methods", help=text)
     text = "in place of --prompt-tokens; may be given several times, for a comparison at each"
@@ -102,6 +103,7 @@ def run_compare(args: argparse.Namespace) -> None:
     methods = dict.fromkeys(["autoregressive", *(args.methods or METHODS)])
     generation = arguments.taken(GenerationConfig, args)
     sampling = arguments.taken(SamplingParams, args)
+    seeds = as_seeds(args.seed or 0, args.seeds)
     check_on_chip(generation)
     lengths, num_new = args.sweep_tokens or [args.prompt_tokens], generation.max_new_tokens
     kept = [(text, length) for length in lengths for text in texts]
@@ -114,7 +116,7 @@ def run_compare(args: argparse.Namespace) -> None:
             scores = compare(
                 engine, same_length,
                 {name: dataclasses.replace(settings, method=name) for name in methods},
-                sampling=sampling, seeds=[(args.seed or 0) + i for i in range(args.seeds)],
+                sampling=sampling, seeds=seeds,
                 generation=generation, peers=peers,
             )  # fmt: skip
         results[max(map(len, same_length))] = result = summarise(scores, num_new)

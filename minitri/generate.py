@@ -87,10 +87,12 @@ def seed_of(args: argparse.Namespace, speculation: SpeculationConfig) -> int:
     if args.seed is not None or args.temperature == 0:
         return args.seed or 0
     seed = secrets.randbelow(MAX_SEED + 1)
-    if len(speculation.plans) == 1 or speculation.coupled:
+    if len(speculation.plans) == 1:
         log.info("seed %d; --seed %d repeats this text", seed, seed)
+    elif speculation.coupled:
+        log.info("seed %d; --seed %d repeats this text, up to rounding", seed, seed)
     else:
-        log.info("seed %d; this text follows the clock, too: with --seed, texts repeat", seed)
+        log.info("seed %d; the text follows the clock, too: give --seed if it has to repeat", seed)
     return seed
 
 

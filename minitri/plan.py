@@ -73,8 +73,8 @@ def positive_number(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 1e-9 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and below 1e9")
     return value
 
 

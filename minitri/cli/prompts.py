@@ -42,20 +42,21 @@ def read_text(file: str) -> str:
     try:
         with nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream:
             content = stream.read(MAX_PROMPT_BYTES + 1) or b""  # None where nothing waits
-        if len(content) > MAX_PROMPT_BYTES:
-            raise InputError(
-                f"{source} has more than {MAX_PROMPT_BYTES >> 20} MB, and no model reads as much; "
-                "give a part of it"
-            )
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{source} is not UTF-8 text (byte {error.start}); convert it, or give another file"
-        ) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = getattr(error, "strerror", None) or error
         raise InputError(
             f"cannot read the prompt from {source}: {reason}; check --prompt-file"
+        ) from None
+    if len(content) > MAX_PROMPT_BYTES:
+        raise InputError(
+            f"{source} has more than {MAX_PROMPT_BYTES >> 20} MB, and no model reads as much; "
+            "give a part of it"
+        )
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{source} is not UTF-8 text (byte {error.start}); convert it, or give another file"
         ) from None
     if "\0" in text:
         raise InputError(

@@ -160,6 +160,18 @@ BAD_FLAGS = {
         ["--prompt", "x", "--max-prompt-tokens", "0"], None, "'0' is not a whole number",
     ),
     "negative seed": (["--prompt", "x", "--seed", "-1"], None, "'-1' is not a whole number from 0"),
+    "a count of 23 digits": (
+        ["--prompt", "x", "--observation-window", "9" * 23], None, "is not a whole number of at",
+    ),
+    "a count of 5,000 digits": (
+        ["--prompt", "x", "--budget", "9" * 5000], None, "argument --budget: '99999999",
+    ),
+    "full-width digits": (
+        ["--prompt", "x", "--top-k", "１２"], None, "--top-k: '１２' is not a whole number",
+    ),
+    "underscores in digits": (
+        ["--prompt", "x", "--max-prompt-tokens", "1_000"], None, "'1_000' is not a whole number",
+    ),
     "empty stop": (["--prompt", "x", "--stop", ""], None, "a stop string is empty"),
     "prompt that is not UTF-8": (
         ["--prompt", "a\udcff"], None, "the prompt is not valid Unicode (character 1)",
@@ -391,7 +403,13 @@ def test_ctrl_c_prints_the_statistics_so_far_and_exits_130(folder, as_json):
 
 @pytest.mark.parametrize("module", ["minitri.generate", "minitri.bench"])
 def test_ctrl_c_while_pytorch_is_imported_is_one_line(tmp_path, module):
-    (tmp_path / "torch.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
+    """Although extension modules may lose exceptions; then the program went on."""
+    program = (
+        "import contextlib, signal\n"
+        "with contextlib.suppress(BaseException):\n"
+        "    signal.raise_signal(signal.SIGINT)"
+    )
+    (tmp_path / "torch.py").write_text(program)
     search = os.pathsep.join([str(tmp_path), *sys.path])
     done = subprocess.run(
         [sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=False,

@@ -1,0 +1,162 @@
+"""What a user's shell may do to a program: close its streams, fill its disk, press Ctrl-C, feed it
+files without end."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from minitri.cli import prompts
+from minitri.errors import InputError
+from minitri.generate import main, seed_of
+from minitri.loading.hf_config import stretch_rope
+from minitri.loading.prompts import check_prompt
+from minitri.model.config import RopeConfig
+from minitri.settings import SpeculationConfig
+from tests.conftest import tiny_config
+
+HEAVY = {"argparse", "json", "logging", "typing", "dataclasses", "threading", "torch", "numpy"}
+"""Of these none is imported before Ctrl-C is guarded; each would take milliseconds at least."""
+
+
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    command = command.replace("python", sys.executable, 1)
+    return subprocess.run(
+        command, shell=True, check=False, text=True, capture_output=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize("stderr", ["2>&-", "2>/dev/full", "2</dev/null"])
+def test_text_is_written_where_standard_error_is_closed_or_full(folder, stderr):
+    command = f"python -m minitri.generate --model {folder} --prompt She --max-new-tokens 3"
+    done = shell(f"{command} --ignore-eos {stderr}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("stdout", "message"),
+    [
+        (">&-", "standard output is closed"),
+        ("1</dev/null", "cannot write the output: Bad file descriptor"),
+    ],
+)
+def test_nowhere_to_write_to_is_one_line(stdout, message):
+    done = shell(f"python -m minitri.plan --gpu-memory 999 {stdout}")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith(f"minitri: {message}; send it ")
+
+
+def test_next_to_nothing_is_imported_before_ctrl_c_is_guarded():
+    """With `-S -E` nothing else has imported it before."""
+    program = "import sys, minitri.cli.exits; print(*sys.modules)"
+    loaded = shell(f"python -S -E -c '{program}'").stdout.split()
+    assert "minitri.cli.exits" in loaded
+    assert not HEAVY & set(loaded)
+
+
+def test_names_of_the_package_are_imported_when_they_are_asked_for():
+    import minitri
+
+    assert set(minitri.__all__) <= set(dir(minitri))
+    assert all(getattr(minitri, name) is not None for name in minitri.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Lama'"):
+        minitri.Lama  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xff", "is not UTF-8 text (byte 0)"),
+        (b"ab\0", "is not text: character 2 is NUL"),
+        (b"a" * 65, "and no model reads as much; give a part of it"),
+        (b"", "the prompt is empty"),
+    ],
+)
+@pytest.mark.parametrize("from_stdin", [False, True])
+def test_files_that_are_no_prompt_are_refused(tmp_path, monkeypatch, content, message, from_stdin):
+    file = tmp_path / "prompt"
+    file.write_bytes(content)
+    monkeypatch.setattr(prompts, "MAX_PROMPT_BYTES", 64)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content)))
+    with pytest.raises(InputError, match=re.escape(message) + ".{0,60}$"):
+        prompts.read_prompt("-" if from_stdin else str(file))
+
+
+def test_a_file_without_end_is_read_up_to_a_bound():
+    if not os.path.exists("/dev/zero"):  # noqa: PTH110
+        pytest.skip("needs /dev/zero")
+    with pytest.raises(InputError, match="/dev/zero has more than 64 MB"):
+        prompts.read_prompt("/dev/zero")
+
+
+def test_a_text_many_times_too_long_is_not_tokenized_to_its_end(folder, capsys, tmp_path):
+    file = tmp_path / "long.txt"
+    file.write_text("She had been forced into prudence. " * 10000)
+    with pytest.raises(SystemExit):
+        main(["--model", str(folder), "--prompt-file", str(file)])
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert "prompt has 2049 tokens or more, 4 times what tiny holds; keep 256" in err
+
+
+LLAMA3 = RopeConfig(500000.0, "llama3", 8.0, original_context=64)
+TOO_LONG = [  # prompt, new tokens, RoPE, kinds of advice
+    (300, 20, RopeConfig(), ["max-prompt-tokens", "rope-scaling"]),
+    (250, 20, RopeConfig(), ["max-prompt-tokens", "max-new-tokens", "rope-scaling"]),
+    (9000, 20, RopeConfig(), ["max-prompt-tokens", "rope-scaling"]),
+    (10, 256, RopeConfig(), ["max-new-tokens", "rope-scaling"]),
+    (300, 256, RopeConfig(), ["rope-scaling"]),
+    (300, 20, RopeConfig(kind="yarn", factor=4.0, original_context=64), None),
+    (300, 20, LLAMA3, ["max-prompt-tokens", "rope-scaling"]),
+    (300, 20, RopeConfig(frequency_divisors=(1.0, 2.0)), ["max-prompt-tokens"]),
+    (300, 256, RopeConfig(frequency_divisors=(1.0, 2.0)), []),
+    (300, 2**20, RopeConfig(), []),
+]
+
+
+@pytest.mark.parametrize(("num_tokens", "num_new", "rope", "kinds"), TOO_LONG)
+def test_each_advice_against_a_prompt_too_long_works(num_tokens, num_new, rope, kinds):
+    config = tiny_config(rope=rope)
+    with pytest.raises(InputError, match=f"{num_tokens} tokens .* holds 256 minus .*") as error:
+        check_prompt([0] * num_tokens, config, num_new)
+    line = str(error.value)
+    keep = re.search(r"keep at most (\d+) \(--max-prompt-tokens\)", line)
+    lower = re.search(r"lower --max-new-tokens to (\d+)", line)
+    stretch = re.search(r"--rope-scaling ((?:yarn|llama3):(\d+))", line)
+    if kinds is not None:
+        found = {"max-prompt-tokens": keep, "max-new-tokens": lower, "rope-scaling": stretch}
+        assert [kind for kind in found if found[kind]] == kinds
+    if keep:
+        check_prompt([0] * int(keep[1]), config, num_new)
+    if lower:
+        check_prompt([0] * num_tokens, config, int(lower[1]))
+    if stretch:
+        check_prompt([0] * num_tokens, stretch_rope(config, stretch[1]), num_new)
+        less = stretch[1].replace(stretch[2], str(int(stretch[2]) - 1))
+        with pytest.raises(InputError):
+            check_prompt([0] * num_tokens, stretch_rope(config, less), num_new)
+
+
+@pytest.mark.parametrize(
+    ("given", "speculation", "told"),
+    [
+        ({}, SpeculationConfig(), "the text follows the clock, too"),
+        ({}, SpeculationConfig(coupled=True), "repeats this text, up to rounding"),
+        ({}, SpeculationConfig("triforce", gamma1=2, gamma2=6), "repeats this text"),
+        ({"temperature": 0.0}, SpeculationConfig(), ""),
+        ({"seed": 5}, SpeculationConfig(), ""),
+    ],
+)
+def test_a_seed_that_is_drawn_is_told_where_it_matters(caplog, given, speculation, told):
+    args = SimpleNamespace(**{"seed": None, "temperature": 0.8, **given})
+    with caplog.at_level("INFO", "minitri"):
+        seeds = {seed_of(args, speculation) for _ in range(3)}
+    assert len(seeds) == (3 if told else 1)
+    for record, line in zip(caplog.records, caplog.messages, strict=True):
+        assert told in line
+        assert f"seed {record.args[0]}" in line
+    assert len(caplog.messages) == (3 if told else 0)
