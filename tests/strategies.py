@@ -211,6 +211,10 @@ def cases(draw: st.DrawFn, *, coupled: bool = True) -> Case:
     }
     settings = {"sampling": sampling, "generation": generation, "speculation": speculation}
     stops = draw(stop_strings(num_rows))
+    if draw(usually(st.just(False), st.just(True), odds=20)):
+        part = draw(st.sampled_from(sorted(WRONG)))
+        name = draw(st.sampled_from(sorted(WRONG[part])))
+        settings[part][name] = draw(st.sampled_from(WRONG[part][name]))
     slack = draw(usually(one_of(0, 0, 1, 7, 300), st.just(-1), odds=20))
     return Case(
         drafter=drafter,
