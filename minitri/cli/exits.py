@@ -98,6 +98,7 @@ def clean_exits() -> Iterator[None]:
     except InputError as error:
         _end(2, " ".join(str(error).splitlines()))
     except KeyboardInterrupt:
+        _handle_ctrl_c(lambda *_: os._exit(130), instead_of=signal.default_int_handler)
         _end(130, "interrupted")
     except OSError as error:
         if error.errno not in WRITE_ERRORS:

@@ -72,8 +72,8 @@ def _too_long(num_tokens: int, config: ModelConfig, num_new: int) -> str:
         kind = "yarn" if rope.kind == "default" else rope.kind
         advice.append(f"stretch the context (--rope-scaling {kind}:{factor})")
     return (
-        f"prompt has {num_tokens} tokens but {config.name} holds {context} "
-        f"minus max_new_tokens={num_new}; {', or '.join(advice) or 'lower both'}"
+        f"prompt has {num_tokens} tokens but {config.name} holds {context} minus "
+        f"max_new_tokens={num_new}; {', or '.join(advice) or f'lower both to {context} in all'}"
     )
 
 
