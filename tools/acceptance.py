@@ -202,7 +202,7 @@ def measure(
 
 @torch.inference_mode()
 def main(argv: list[str] | None = None) -> None:
-    with program(build_parser(), argv) as args:
+    with program(build_parser, argv) as args:
         names = list(dict.fromkeys(args.policy or ["all"]))
         names, args.policy = list(POLICIES) if "all" in names else names, "retrieval"
         if args.gamma1 is None or args.gamma2 is None:

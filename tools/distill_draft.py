@@ -413,7 +413,7 @@ def train(
 
 
 def main(argv: list[str] | None = None) -> None:
-    with program(build_parser(), argv) as args:
+    with program(build_parser, argv) as args:
         make_drafter(args)
 
 

@@ -125,7 +125,7 @@ def ask(
 
 
 def main(argv: list[str] | None = None) -> None:
-    with program(build_parser(), argv) as args:
+    with program(build_parser, argv) as args:
         lengths, depths = args.prompt_tokens or [2000, 4000, 8000], args.depth or [0.2, 0.5, 0.8]
         if not all(0 <= depth <= 1 for depth in depths):
             raise InputError(f"depths are {depths}; give shares of the text from 0 to 1")

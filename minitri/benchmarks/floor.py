@@ -10,11 +10,11 @@ import torch
 
 from minitri.benchmarks.bandwidth import read_bandwidth
 from minitri.benchmarks.compare import spread
-from minitri.cli.arguments import model_of, taken
-from minitri.cli.prompts import read_prompt
+from minitri.cli.arguments import taken
+from minitri.cli.prompts import load_engine, read_prompt
 from minitri.cli.report import where
 from minitri.cli.terminal import finish
-from minitri.engine import Engine, load
+from minitri.engine import Engine
 from minitri.generation import Generation
 from minitri.roofline import kv_bytes_per_token, weights_per_pass
 from minitri.settings import GenerationConfig, SpeculationConfig
@@ -33,9 +33,9 @@ def run_plain(args: argparse.Namespace) -> None:
     """Measures the model alone and prints."""
     bare_bytes = peak_memory_bytes(torch.device("cpu"))
     text = read_prompt(args.prompt_file[0] if args.prompt_file else None)
-    engine = load(**model_of(args), draft="ngram")
-    prompt, device = engine.tokenizer.encode(text, args.prompt_tokens), engine.model.device
     generation, num_new = taken(GenerationConfig, args), args.max_new_tokens
+    engine, [prompt] = load_engine(args, "ngram", [(text, args.prompt_tokens)], num_new=num_new)
+    device = engine.model.device
     all_stats = [
         finish(plain_decoding(engine, prompt, generation), quiet=args.quiet).stats
         for _ in range(args.repeats)

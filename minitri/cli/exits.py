@@ -61,7 +61,7 @@ def _stop_at_once(*_: object) -> None:
 
 @contextlib.contextmanager
 def program(
-    build_parser: "Callable[[], ArgumentParser] | ArgumentParser", argv: list[str] | None
+    build_parser: "Callable[[], ArgumentParser]", argv: list[str] | None
 ) -> "Iterator[Namespace]":
     """What every program does around its work: flags, log, UTF-8 output, and `clean_exits`."""
     with clean_exits():
@@ -70,8 +70,7 @@ def program(
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # all is done by then
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-        parser = build_parser() if callable(build_parser) else build_parser
-        args = parser.parse_args(argv)
+        args = build_parser().parse_args(argv)
         log = logging.getLogger("minitri")
         log.handlers = [logging.StreamHandler()]  # to standard error, message only
         log.setLevel(logging.WARNING if args.quiet else logging.INFO)

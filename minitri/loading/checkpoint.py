@@ -251,8 +251,9 @@ def placements(model: Llama) -> dict[str, Tensor]:
 def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progress: bool) -> None:
     places = placements(model)
     missing, unexpected = dict.fromkeys(places), []
-    options: dict[str, Any] = {"unit": " tensors", "leave": False, "disable": not progress}
-    with tqdm(total=len(places), desc="loading weights", **options) as bar:
+    options: dict[str, Any] = {"unit": " tensors", "leave": False}
+    disable = None if progress else True  # None: where standard error is no terminal
+    with tqdm(total=len(places), desc="loading weights", disable=disable, **options) as bar:
         for name, tensor in tensors:
             if name in missing:
                 _check_tensor(f"{path}: {name}", tensor, places[name])

@@ -91,7 +91,7 @@ def tiny_models():
         patch.setattr(prompts, "load", load)
         patch.setattr(bench, "find_peers", lambda *_: {})
         patch.setattr(bench, "compare", end)
-        patch.setattr(floor, "load", end)
+        patch.setattr(floor, "plain_decoding", end)
         patch.setattr(synthetic, "sweep_contexts", end)
         yield
     logging.getLogger("minitri").handlers = []
