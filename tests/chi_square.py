@@ -10,23 +10,30 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.decoding.sampling import probs_from_logits
+from minitri.decoding.stats import Stats
 from minitri.decoding.verification import Proposal, Verdict, verify
-from minitri.model.attention import attend_math
+from minitri.model.attention import fold, unfold
 from minitri.model.llama import Llama
+from minitri.runner import DraftRunner
 from minitri.session import Batch, Session
 from tests.conftest import new_cache, tiny_config, tiny_model
 
 V, NUM_TOKENS, ROWS = 4, 3, 500
-PROMPT = [1, 3, 2, 0, 3, 1, 2]
+PROMPT = [1, 3, 1, 2, 0, 3, 2, 0, 0, 0, 2, 1, 2, 3, 3, 2]
 FALSE_ALARM = 1e-5
 """Odds of each test."""
+LEAST = 1.25e-3
+"""Rarer texts are put together; with 4,000 seeds every cell expects five texts or more."""
 SMALL = {"budget": 4, "chunk_size": 2, "num_sink_tokens": 1, "num_recent_tokens": 3}
-"""A retrieval cache smaller than the prompt, so that the retrieval level is often wrong."""
+"""Caches for four tokens of a prompt of 16, so that the retrieval level is often wrong."""
 
 
 def target_model() -> Llama:
@@ -39,10 +46,26 @@ def other_model(vocab_size: int = V) -> Llama:
 
 
 def model_of(vocab_size: int, seed: int) -> Llama:
-    """One layer, and the oracle's attention, which takes all rows of a batch at once."""
+    """One layer, whose attention matters."""
     model = tiny_model(tiny_config(vocab_size=vocab_size, num_layers=1), seed=seed)
-    model.attend = attend_math
+    model.layers[0].input_layernorm.weight.fill_(1)
+    model.attend = attend_together
     return model
+
+
+def attend_together(
+    q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, prefix_lengths: list[int], *_: object
+) -> Tensor:
+    """Causal attention by the textbook, for rows of different lengths in one go."""
+    T, D = q_BTHD.shape[1], q_BTHD.shape[3]
+    S = max(prefix_lengths) + T
+    last_BT1 = torch.tensor(prefix_lengths)[:, None, None] + torch.arange(T)[:, None]
+    is_seen_BTS = torch.arange(S) <= last_BT1
+    values_BKSD = values_BKSD[:, :, :S].where(is_seen_BTS[:, -1, None, :, None], 0.0)
+    q_BKGTD = fold(q_BTHD, keys_BKSD.shape[1]).unflatten(2, (-1, T))
+    scores_BKGTS = q_BKGTD @ keys_BKSD[:, :, None, :S].transpose(-1, -2) / math.sqrt(D)
+    scores_BKGTS = scores_BKGTS.where(is_seen_BTS[:, None, None], -math.inf)
+    return unfold((scores_BKGTS.softmax(-1) @ values_BKSD[:, :, None]).flatten(2, 3), T)
 
 
 def exact_probs(model: Llama, sampling: SamplingParams) -> torch.Tensor:
@@ -65,19 +88,19 @@ def exact_probs(model: Llama, sampling: SamplingParams) -> torch.Tensor:
 def count_texts(
     target: Llama, draft: Llama | None, sampling: SamplingParams, speculation: SpeculationConfig,
     num_seeds: int,
-) -> torch.Tensor:  # fmt: skip
-    """How often each text comes, (V,) * NUM_TOKENS, over seeds 0 .. num_seeds - 1.
+) -> tuple[Tensor, list[Stats]]:  # fmt: skip
+    """How often each text comes over seeds 0 .. num_seeds - 1, and the statistics of all runs.
 
-    A session steps without a `Generation` around it: all tokens are counted, no text is made.
+    Counts are (V,) * NUM_TOKENS for each run of `ROWS` seeds. A session steps without a
+    `Generation` around it: all tokens are counted, no text is made.
     """
-    counts = torch.zeros((V,) * NUM_TOKENS, dtype=torch.float64)
-    generation = GenerationConfig(NUM_TOKENS)
+    generation, runs, stats = GenerationConfig(NUM_TOKENS), [], []
     for first in range(0, num_seeds, ROWS):
-        seeds = list(range(first, min(first + ROWS, num_seeds)))
-        batch = Batch([PROMPT] * len(seeds), seeds, sampling, generation, speculation)
+        seeds = list(range(first, first + ROWS))
+        batch = Batch([PROMPT] * ROWS, seeds, sampling, generation, speculation)
         session = Session(target, draft, batch)
         session.begin(batch)
-        prefill_all(session)
+        read_prompt_once(session)
         cascade = session.cascade
         cascade.start()
         while any(cascade.active):
@@ -85,13 +108,17 @@ def count_texts(
             for b, sequence in enumerate(session.sequences):
                 if cascade.active[b] and len(sequence) >= len(PROMPT) + NUM_TOKENS:
                     cascade.retire(b)
-        for sequence in session.sequences:
-            counts[tuple(sequence[len(PROMPT) :][:NUM_TOKENS])] += 1
-    return counts
+        texts = [sequence[len(PROMPT) :][:NUM_TOKENS] for sequence in session.sequences]
+        counts = torch.zeros((V,) * NUM_TOKENS, dtype=torch.float64)
+        one = torch.ones((), dtype=torch.float64)
+        runs.append(counts.index_put_(torch.tensor(texts).unbind(1), one, accumulate=True))
+        stats.append(session.stats)
+    return torch.stack(runs), stats
 
 
-def prefill_all(session: Session) -> None:
-    """Reads the prompt for the first row, and hands what came of it to the others."""
+def read_prompt_once(session: Session) -> None:
+    """Reads the prompt for the first row, and hands what came of it to the others: in the full
+    cache, to the retrieval cache, and in the drafter's window."""
     full, cache, seen = session.full, session.retrieval_cache, []
     if cache is not None:
         observe = cache.observe
@@ -105,38 +132,73 @@ def prefill_all(session: Session) -> None:
         for b in range(1, len(full.lengths)):
             for queries in seen:
                 observe(b, queries)
+    if session.draft is not None:
+        session.draft._read_window = windows_read_once(session.draft)
 
 
-def p_value(counts: torch.Tensor, probs: torch.Tensor) -> float:
-    """Odds that a sound engine is as far from its distribution; cells of less than 5 expected are
-    put together, and a text of probability 0 makes it 0."""
+def windows_read_once(draft: DraftRunner) -> Callable[[int, list[int]], None]:
+    """The drafter's `_read_window`, but that a row takes over what another one has read."""
+    cache, read, known = draft.cache, draft._read_window, {}
+
+    def read_or_copy(b: int, tokens: list[int]) -> None:
+        slots = (cache.raw_keys, cache.keys, cache.values)
+        if tuple(tokens) not in known:
+            read(b, tokens)
+            length = cache.lengths[b]
+            known[tuple(tokens)] = length, [row[:, b, :, :length].clone() for row in slots]
+        length, window = known[tuple(tokens)]
+        for row, values in zip(slots, window, strict=True):
+            row[:, b, :, :length] = values
+        cache.set_window(b, num_slots=length, num_tokens=len(tokens))
+
+    return read_or_copy
+
+
+def costs_that_change(session: Session) -> Callable[[str, float], float]:
+    """Predicted costs after which the autotuner takes every plan now and then, and another one
+    from step to step."""
+    numbers = random.Random(session.batch.seeds[0])
+    return lambda stage, num_guesses: numbers.choice([1.0, 10.0, 100.0])
+
+
+def p_value(counts: Tensor, probs: Tensor) -> float:
+    """Odds that a sound engine is as far from its distribution; a text of probability 0 makes it
+    0."""
     if counts[probs == 0].sum() > 0:
         return 0.0
     observed, expected = cells(counts, probs), cells(probs, probs) * counts.sum()
     statistic = ((observed - expected) ** 2 / expected).sum()
-    return float(torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2.0), statistic / 2))
+    return chi_square_tail(len(expected) - 1, float(statistic))
 
 
-def cells(values: torch.Tensor, probs: torch.Tensor, least: float = 1e-3) -> torch.Tensor:
-    is_common = probs >= least
-    rare = values[~is_common & (probs > 0)].sum().view(1)
-    return torch.cat((values[is_common], rare if rare > 0 else rare[:0]))
+def cells(values: Tensor, probs: Tensor) -> Tensor:
+    """Values of the common texts, and the sum of those of the rare ones."""
+    is_common = probs >= LEAST
+    is_rare = (probs > 0) & ~is_common
+    rare = [values[is_rare].sum().view(1)] if is_rare.any() else []
+    return torch.cat([values[is_common], *rare])
 
 
-def smallest_error(probs: torch.Tensor, num_seeds: int, power: float = 0.99) -> float:
-    """The relative error of the probabilities (root mean square) that is found with odds of
-    `power`, by the normal approximation of the noncentral chi-square distribution."""
+def chi_square_tail(freedom: int, statistic: float) -> float:
+    halves = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(*halves))
+
+
+def smallest_distance(probs: Tensor, num_seeds: int, power: float = 0.99) -> float:
+    """The total variation distance from which on a wrong distribution is found with odds of
+    `power`, by the normal approximation of the noncentral chi-square distribution.
+
+    A distribution p + d has the noncentrality n * sum(d^2 / p), which is at least n * (sum |d|)^2
+    by Cauchy and Schwarz, and sum |d| is twice the distance. Rare texts count as one.
+    """
     freedom = len(cells(probs, probs)) - 1
-    limit = next(
-        x for x in itertools.count(freedom)
-        if torch.special.gammaincc(torch.tensor(freedom / 2), torch.tensor(x / 2)) < FALSE_ALARM
-    )  # fmt: skip
+    limit = next(x for x in itertools.count(freedom) if chi_square_tail(freedom, x) < FALSE_ALARM)
     z = float(torch.special.ndtri(torch.tensor(power)))
     shift = next(
         s for s in itertools.count(1)
         if freedom + s - z * math.sqrt(2 * freedom + 4 * s) > limit
     )  # fmt: skip
-    return math.sqrt(shift / num_seeds)
+    return math.sqrt(shift / num_seeds) / 2
 
 
 def reuse_number(proposal: Proposal, probs_BNV: torch.Tensor, uniforms_BN: torch.Tensor) -> Verdict:
