@@ -109,7 +109,7 @@ class DistributionTest:
         scores = {"likelihood": p_NV, "order": p_NV.cumsum(1) - p_NV / 2}
         if draft is not None and len(text) <= draft.config.context_length:
             residual_NV = p_NV - probs_behind(draft, text, N, sampling, V)
-            scores["drafter"] = (residual_NV < 0).double()
+            scores["drafter"] = (residual_NV < 0).float()
             residual_NV.clamp_(min=0)
             order_NV = residual_NV.cumsum(1) - residual_NV / 2
             order_NV /= residual_NV.sum(1, keepdim=True).clamp_min(1e-9)
@@ -125,10 +125,10 @@ class DistributionTest:
 def probs_behind(
     model: Llama, text: list[int], num: int, sampling: SamplingParams, vocab_size: int
 ) -> Tensor:
-    """Distributions (N, V) of the last `num` tokens of a text, in float64, by one plain pass."""
+    """Distributions (N, V) of the last `num` tokens of a text, by one plain pass."""
     cache = FullCache.allocate(model.config, 1, len(text), dtype=model.dtype, device=model.device)
     hidden_BTE = read_block(model, [text[:-1]], cache)
-    logits_NV = model.logits(hidden_BTE[0, -num:])[:, :vocab_size].double()
+    logits_NV = model.logits(hidden_BTE[0, -num:])[:, :vocab_size]
     return pad_vocabulary(probs_from_logits(logits_NV, sampling), vocab_size)
 
 
