@@ -8,12 +8,11 @@ variation) is found with odds of 99 %, a false alarm has odds of 1 in 100,000.
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
 import torch
 
-from minitri import InputError, SamplingParams, SpeculationConfig, load
+from minitri import SamplingParams, SpeculationConfig
 from minitri.model.llama import Llama
 from minitri.session import Session
 from tests.chi_square import (
@@ -28,7 +27,7 @@ from tests.chi_square import (
     smallest_distance,
     target_model,
 )
-from tests.conftest import CPU, edit_json, write_hf_folder
+from tests.conftest import CPU
 
 SAMPLING, NUM_SEEDS = SamplingParams(0.9, top_p=0.97), 4000
 
@@ -70,26 +69,3 @@ def test_texts_follow_the_targets_distribution(drafter, method, monkeypatch):
     assert sum(run.stages[1].num_accepted_tokens for run in runs) > 100  # of the drafter's
     plans = {plan for run in runs for plan in run.steps_per_plan}
     assert len(plans) == (4 if method == "auto" else 1)
-
-
-def test_a_drafter_that_spells_its_tokens_otherwise_is_refused_before_weights_are_read(
-    folder, tmp_path, monkeypatch
-):
-    other = write_hf_folder(tmp_path / "other-words")
-    pipeline = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
-    vocab = pipeline["model"]["vocab"]
-    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
-    (other / "tokenizer.json").write_text(json.dumps(pipeline), encoding="utf-8")
-    monkeypatch.setattr("minitri.loading.open_models.load_model", None)
-    with pytest.raises(InputError, match="the drafter other-words has another vocabulary"):
-        load(folder, draft=other)
-
-
-@pytest.mark.parametrize("vocab_size", [312, 400])
-def test_a_padded_drafter_is_taken(folder, tmp_path, vocab_size):
-    padded = write_hf_folder(tmp_path / "padded", vocab_size=vocab_size)
-    edit_json(padded / "config.json", eos_token_id=2)
-    engine = load(folder, draft=padded, dtype="float32")
-    done = engine.complete([5, 6, 7], sampling=SAMPLING, speculation=SpeculationConfig("naive"))
-    assert max(done.token_ids) < engine.config.vocab_size
-    assert done.stats.levels[0].num_tested_tokens > 0

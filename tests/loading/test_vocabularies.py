@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import json
 
-from minitri import InputError
+import pytest
+import sentencepiece
+from tokenizers import models
+
+from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig, load
 from minitri.loading.tokenizer import Tokenizer, check_same_vocabulary
+from tests.conftest import SENTENCES, byte_level_tokenizer, write_hf_folder
 
 
 class Spelling:
@@ -60,3 +65,65 @@ def test_two_tokens_that_have_changed_places_are_refused():
     """The same set of tokens, and the same number of them."""
     with pytest.raises(InputError, match="its token 3 is 'b', the target's is 'a'"):
         check(["<unk>", "<s>", "</s>", "b", "a", "Ġthe"], TOKENS)
+
+
+def swapped(folder):
+    """Two tokens of the target's have changed places."""
+    edited = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab = edited["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(edited), encoding="utf-8")
+
+
+def other_words(folder):
+    """Letters in another order, and no merges."""
+    pipeline = byte_level_tokenizer()
+    names = ["<unk>", "<s>", "</s>", *sorted(pipeline.get_vocab(), reverse=True)]
+    vocab = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    pipeline.model = models.BPE(vocab=vocab, merges=[])
+    pipeline.save(str(folder / "tokenizer.json"))
+
+
+def sentencepiece_model(folder):
+    """Another kind of tokenizer, with the same first tokens."""
+    (folder / "tokenizer.json").unlink()
+    with (folder / "tokenizer.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(SENTENCES * 5), model_writer=file, minloglevel=2,
+            vocab_size=320, model_type="bpe", byte_fallback=True,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("change", [swapped, other_words, sentencepiece_model])
+def test_a_drafter_of_another_family_is_refused_by_name_before_weights_are_read(
+    change, folder, tmp_path, monkeypatch
+):
+    other = write_hf_folder(tmp_path / "other-words")
+    change(other)
+    monkeypatch.setattr("minitri.loading.open_models.load_model", None)
+    with pytest.raises(InputError, match="the drafter other-words has another vocabulary") as it:
+        load(folder, draft=other)
+    assert "\n" not in str(it.value)
+
+
+@pytest.mark.parametrize("vocab_size", [312, 400])
+@pytest.mark.parametrize("num_tokens", [-20, 0, 1])
+def test_a_drafter_with_more_or_fewer_tokens_at_the_end_is_taken(
+    folder, tmp_path, num_tokens, vocab_size
+):
+    """In its tokenizer, in its model, or in both."""
+    other = write_hf_folder(tmp_path / "other", vocab_size=vocab_size)
+    content = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab, merges = content["model"]["vocab"], content["model"]["merges"]
+    end = len(vocab) + num_tokens
+    vocab |= {f"<{n}>": n for n in range(len(vocab), end)}
+    content["model"]["vocab"] = {name: number for name, number in vocab.items() if number < end}
+    content["model"]["merges"] = merges[: len(merges) + min(num_tokens, 0)]
+    (other / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    engine = load(folder, draft=other, dtype="float32")
+    done = engine.complete(
+        [5, 6, 7], sampling=SamplingParams(1.0), speculation=SpeculationConfig("naive"),
+        generation=GenerationConfig(30, ignore_eos=True),
+    )  # fmt: skip
+    assert max(done.token_ids) < engine.config.vocab_size
+    assert done.stats.levels[0].num_tested_tokens > 0
