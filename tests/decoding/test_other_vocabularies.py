@@ -8,15 +8,20 @@ variation) is found with odds of 99 %, a false alarm has odds of 1 in 100,000.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 
 from minitri import SamplingParams, SpeculationConfig
+from minitri.gpu.attention import Math
+from minitri.gpu.graphs import GraphPool
 from minitri.model.llama import Llama
+from minitri.runner import ModelRunner
 from minitri.session import Session
 from tests.chi_square import (
     FALSE_ALARM,
+    PROMPT,
     SMALL,
     V,
     costs_that_change,
@@ -27,7 +32,8 @@ from tests.chi_square import (
     smallest_distance,
     target_model,
 )
-from tests.conftest import CPU
+from tests.conftest import CPU, new_cache
+from tests.gpu_twins.test_graphs import as_on_a_gpu, lengths_on_the_device  # noqa: F401
 
 SAMPLING, NUM_SEEDS = SamplingParams(0.9, top_p=0.97), 4000
 
@@ -46,7 +52,6 @@ def trimmed_model(target: Llama) -> Llama:
 
 DRAFTERS = {
     "half of the tokens": lambda target: other_model(V // 2),
-    "all but one": lambda target: other_model(V - 1),
     "three times as many": lambda target: other_model(3 * V),
     "trimmed head": trimmed_model,
     "n-grams": lambda target: None,
@@ -69,3 +74,21 @@ def test_texts_follow_the_targets_distribution(drafter, method, monkeypatch):
     assert sum(run.stages[1].num_accepted_tokens for run in runs) > 100  # of the drafter's
     plans = {plan for run in runs for plan in run.steps_per_plan}
     assert len(plans) == (4 if method == "auto" else 1)
+
+
+@pytest.mark.usefixtures("lengths_on_the_device")
+@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "n-grams"])
+def test_static_steps_give_the_distributions_of_eager_ones(drafter):
+    """As on a GPU: cut before the softmax, padded behind it, and 0 where the head lacks a token."""
+    draft = as_on_a_gpu(DRAFTERS[drafter](target_model()), Math())
+    text = [token % draft.config.vocab_size % V for token in PROMPT]
+    found = []
+    for graphs in (None, GraphPool(CPU)):
+        settings = {"vocab_size": V, "graphs": graphs, "block_sizes": (len(text),)}
+        runner = ModelRunner(draft, new_cache(draft.config), SAMPLING, **settings)
+        found.append(runner.next_probs([text], [3], [True]).clone())
+    assert found[0].shape == (1, 4, V)
+    assert torch.allclose(found[0], found[1], atol=1e-6)
+    assert torch.allclose(found[1].sum(-1), torch.ones(1, 4))
+    lacking = {"half of the tokens": [2, 3], "trimmed head": [1, 3]}.get(drafter, [])
+    assert all(row[token] == 0 for row, token in itertools.product(found[1][0], lacking))
