@@ -47,20 +47,25 @@ CASES = {
 }
 
 
-@functools.cache
-def texts_of(case: str) -> tuple[torch.Tensor, list[Stats]]:
-    """`count_texts` for one of the cases; twice the same is run once."""
-    sampling, speculation = CASES[case]
-    draft = None if case == "n-grams" else other_model()
-    num_seeds = NUM_SEEDS if sampling == FILTERED else NUM_SEEDS // 4
-    with pytest.MonkeyPatch.context() as patching:
-        patching.setattr(Session, "_prior_seconds", costs_that_change)
-        return count_texts(target_model(), draft, sampling, speculation, num_seeds)
+@pytest.fixture(scope="module")
+def texts_of():
+    """`count_texts` for one of the cases; what two tests need is run once."""
+
+    @functools.cache
+    def texts(case: str) -> tuple[torch.Tensor, list[Stats]]:
+        sampling, speculation = CASES[case]
+        draft = None if case == "n-grams" else other_model()
+        num_seeds = NUM_SEEDS if sampling == FILTERED else NUM_SEEDS // 4
+        with pytest.MonkeyPatch.context() as patching:
+            patching.setattr(Session, "_prior_seconds", costs_that_change)
+            return count_texts(target_model(), draft, sampling, speculation, num_seeds)
+
+    return texts
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_three_tokens_follow_the_joint_distribution(case):
+def test_three_tokens_follow_the_joint_distribution(case, texts_of):
     probs = exact_probs(target_model(), CASES[case][0])
     counts, runs = texts_of(case)
     num_seeds, found = int(counts.sum()), p_value(counts.sum(0), probs)
@@ -83,15 +88,18 @@ def acceptance_rates(runs: list[Stats]) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_number_that_is_used_twice_shows(monkeypatch, capsys):
+def test_a_number_that_is_used_twice_shows(texts_of, monkeypatch, capsys):
     """The number of the last test decides about the recovered or bonus token, too: a bug that
     leaves every single number uniform."""
-    monkeypatch.setattr(random_source, "verify", reuse_number)
     target, draft, rows = target_model(), other_model(), []
     probs = exact_probs(target, FILTERED)
-    for method in ("naive", "retrieval", "triforce"):
-        real = texts_of(method)[0][: 4000 // ROWS]
-        reused, _ = count_texts(target, draft, *CASES[method], 4000)
+    methods = ("naive", "retrieval", "triforce")
+    of_real_code = [texts_of(method)[0][: 4000 // ROWS] for method in methods]
+    monkeypatch.setattr(random_source, "verify", reuse_number)
+    for method, real in zip(methods, of_real_code, strict=True):
+        with monkeypatch.context() as patching:
+            patching.setattr(random_source, "verify", reuse_number)
+            reused, _ = count_texts(target, draft, *CASES[method], 4000)
         assert real.sum() == reused.sum() == 4000
         rows.append((method, *(p_value(texts.sum(0), probs) for texts in (real, reused))))
     with capsys.disabled():
