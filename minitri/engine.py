@@ -95,9 +95,9 @@ class Engine:
 
         A single `seed` gives row b the seed `seed + b`. A row's tokens depend on its own prompt and
         seed alone, up to the last bits of the arithmetic. One exception: where method or gammas are
-        open, at a temperature above 0 and uncoupled, rows share the autotuner's choices. Raises
-        `InputError` here, before any work, if a prompt is empty, too long, or has tokens outside
-        the vocabulary.
+        open, at a temperature above 0 and uncoupled, rows share the autotuner's choices; and a
+        drafter that fails in one row drafts for none. Raises `InputError` here, before any work, if
+        a prompt is empty, too long, or has tokens outside the vocabulary.
         """
         wanted = (SamplingParams, GenerationConfig, SpeculationConfig)
         for given, kind in zip((sampling, generation, speculation), wanted, strict=True):
@@ -110,11 +110,10 @@ class Engine:
         return Generation(batch, self.tokenizer, self._pool)
 
     def complete(self, prompt: Prompt, **settings: Any) -> Completion:
-        """All that a model says behind one prompt, for those who want no events.
-
-        `settings` are those of `generate`. Raises `InputError`.
-        """
-        with self.generate([prompt], **settings) as run:
+        """All that a model says behind one prompt; `settings` are those of `generate`."""
+        with self.generate(prompt, **settings) as run:
+            if len(run.rows) > 1:
+                raise InputError(f"complete takes one prompt, got {len(run.rows)}; use generate")
             end = next(event for event in run if isinstance(event, End))
         return Completion(end.text, end.token_ids, end.finish_reason, end.stats)
 

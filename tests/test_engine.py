@@ -4,6 +4,7 @@ can end."""
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -386,10 +387,10 @@ def test_settings_of_a_wrong_kind_are_refused(engine, bad):
 
 
 @pytest.mark.parametrize("bad", [{"model": None}, {"draft": 3}, {"dtype": torch.float32},
-                                 {"device": 0}, {"rope_scaling": 4}])  # fmt: skip
+                                 {"device": Path("cpu")}, {"rope_scaling": 4}])  # fmt: skip
 def test_load_says_which_argument_is_no_text(folder, bad):
-    [(name, value)] = bad.items()
-    with pytest.raises(InputError, match=f"^{name} is {value!r}; it must be a text"):
+    [name] = bad
+    with pytest.raises(InputError, match=f"^{name} is .*; it must be a text"):
         minitri.load(**{"model": folder, **bad})
 
 
@@ -407,8 +408,15 @@ def test_complete_gives_the_whole_output_at_once(engine):
     [end] = run(engine, PROMPTS[0], n=8, ignore_eos=True, sampling=NOISY, seed=3)
     assert (done.text, done.token_ids, done.finish_reason) == (end.text, end.token_ids, "length")
     assert "stats" not in repr(done)
-    with pytest.raises(InputError, match="a prompt is"):
+    with pytest.raises(InputError, match="complete takes one prompt, got 2; use generate"):
         engine.complete([[1, 2], [3]])
+
+
+@pytest.mark.parametrize("bad", [5, None, True, {"a": 1}, {3, 4}, torch.tensor(3), Path("x")])
+def test_what_is_no_prompt_is_refused(engine, bad):
+    for run_it in (engine.generate, engine.complete):
+        with pytest.raises(InputError, match="the prompt is .*; give a text, a list of token ids"):
+            run_it(bad)
 
 
 def test_prompts_can_be_checked_before_weights_are_read(folder):

@@ -4,8 +4,9 @@ With independent random numbers every method writes another text, so nothing can
 by token. But behind any text a plain pass of the model gives the distribution p that the next token
 must follow. Each test gives every token of the vocabulary a score from 0 to 1, and adds up how far
 the scores of the tokens that were emitted are from their mean under p. For an exact method that sum
-is a martingale: its mean is 0 and its variance known, whatever the text, and Freedman's inequality
-(1975) bounds the odds that it is far from 0, here at the variance that was seen. The scores are
+is a martingale S: its mean is 0 and its variance V known, whatever the text, and the mean over some
+l of exp(l S - (exp |l| - 1 - |l|) V) is above 1 / a with odds of at most a (Freedman 1975, Ville).
+The scores are
 
 - `likelihood`: p itself. Tells whether the text is sampled from too sharp or flat a distribution.
 - `order`: the middle of the token's interval in the CDF of p, by which tokens are sampled. Tells
@@ -17,6 +18,9 @@ is a martingale: its mean is 0 and its variance known, whatever the text, and Fr
 
 Tokens for which there was a guess and others (bonus tokens) are added up apart: which of both comes
 next is certain before the token is sampled, and bugs may push them in opposite directions.
+
+All this holds as far as the plain pass computes the p that decoding used. Other dtypes than float32
+round differently in blocks of other lengths, so an alarm there must be repeated in float32.
 
 Legend: N tokens, V vocab.
 """
@@ -32,6 +36,7 @@ from minitri.caches.full import FullCache
 from minitri.decoding.sampling import pad_vocabulary, probs_from_logits
 from minitri.engine import Engine
 from minitri.generation import Token
+from minitri.loading.prompts import MAX_SEED
 from minitri.model.block import read_block
 from minitri.model.llama import Llama
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
@@ -69,11 +74,7 @@ class DistributionTest:
     @property
     def p_values(self) -> dict[str, float]:
         """By score, a bound of the odds that the sum of sound code is as far from 0."""
-        return {
-            name: min(1.0, 2 * math.exp(-(s.total**2) / 2 / (s.variance + abs(s.total) / 3)))
-            for name, s in self.sums.items()
-            if s.variance
-        }
+        return {name: bound(s.total, s.variance) for name, s in self.sums.items()}
 
     @property
     def alarm_level(self) -> float:
@@ -91,10 +92,14 @@ class DistributionTest:
 
     def smallest_shift(self, name: str) -> float:
         """The mean shift of a score per token that is found with odds of `POWER`."""
-        found, log_odds = self.sums[name], math.log(2 / self.alarm_level)
-        alarm = log_odds / 3 + math.sqrt((log_odds / 3) ** 2 + 2 * found.variance * log_odds)
+        found = self.sums[name]
+        low, high = 0.0, float(found.num_tokens)
+        while high - low > 0.1:
+            total = (low + high) / 2
+            is_alarm = bound(total, found.variance) < self.alarm_level
+            low, high = (low, total) if is_alarm else (total, high)
         luck = NormalDist().inv_cdf(POWER) * math.sqrt(found.variance)
-        return (alarm + luck) / found.num_tokens if found.num_tokens else 1.0
+        return (high + luck) / found.num_tokens if found.num_tokens else 1.0
 
     def add(
         self, model: Llama, draft: Llama | None, prompt: list[int], emitted: list[Token],
@@ -119,6 +124,15 @@ class DistributionTest:
             for name, scores_NV in scores.items():
                 score_sum = self.sums.setdefault(f"{name} of {kind} tokens", ScoreSum())
                 score_sum.add(scores_NV[rows], p_NV[rows], tokens_N[rows])
+
+
+def bound(total: float, variance: float) -> float:
+    """The odds, at most, that the sum of the scores of sound code comes so far from 0."""
+    rates = [sign * 2.0**-k for k in range(13) for sign in (-1, 1)]
+    logs = [rate * total - (math.exp(abs(rate)) - 1 - abs(rate)) * variance for rate in rates]
+    best = max(logs)
+    log_mean = best + math.log(sum(math.exp(value - best) for value in logs) / len(logs))
+    return math.exp(min(0.0, -log_mean))
 
 
 @torch.inference_mode()
@@ -151,7 +165,7 @@ def run_test(
         emitted: list[list[Token]] = [[] for _ in batch]
         for event in engine.generate(
             batch, sampling=sampling, generation=generation, speculation=speculation,
-            seed=seed + first,
+            seed=[(seed + first + b) % (MAX_SEED + 1) for b in range(len(batch))],
         ):  # fmt: skip
             if isinstance(event, Token):
                 emitted[event.row].append(event)

@@ -70,12 +70,15 @@ class OpenModels:
         self, model: str | os.PathLike[str], draft: str | os.PathLike[str], *, dtype: str,
         device: str, attention: str, rope_scaling: str | None, progress: bool,
     ) -> None:  # fmt: skip
-        texts: dict[str, Any] = {"model": model, "draft": draft, "dtype": dtype, "device": device}
-        texts |= {"attention": attention, "rope_scaling": rope_scaling or ""}
+        texts: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention}
+        texts |= {"rope_scaling": rope_scaling or "", "model": model, "draft": draft}
         for name, value in texts.items():
-            if not isinstance(value, str | os.PathLike):
+            is_path = isinstance(value, os.PathLike) and name in ("model", "draft")
+            if not is_path and not isinstance(value, str):
                 value = shorten(repr(value), 60)
-                raise InputError(f"{name} is {value}; it must be a text, see minitri.load")
+                raise InputError(
+                    f"{name} is {value}; it must be a text, such as those that minitri.load names"
+                )
         model, draft, place = os.fsdecode(model), os.fsdecode(draft), choose_device(device)
         options: dict[str, Any] = {"dtype": choose_dtype(dtype, place), "device": place}
         options |= {"attention": attention, "progress": progress}

@@ -1,7 +1,7 @@
 """From what a caller gives as prompts and seeds to token ids and one seed per row, checked."""
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -26,6 +26,12 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list; a tensor or array of one dimension is one prompt."""
     if isinstance(prompts, str | bytes):
         return [prompts]
+    is_list = hasattr(prompts, "__getitem__") and not isinstance(prompts, Mapping)
+    if not is_list or getattr(prompts, "shape", (1,)) == ():  # a tensor of no dimension
+        raise InputError(
+            f"the prompt is {shorten(repr(prompts), 60)}; give a text, a list of token ids, or a "
+            "list of those"
+        )
     items: list[Any] = list(prompts)
     if items and not isinstance(items[0], str | Sequence) and not getattr(items[0], "shape", ()):
         return [items]
