@@ -17,9 +17,9 @@ with clean_imports():
     import sys
     from typing import Any
 
-    from minitri.benchmarks.baselines import find_peers
     from minitri.benchmarks.compare import SLACK, check_on_chip, compare, summarise, table
     from minitri.benchmarks.floor import run_plain
+    from minitri.benchmarks.peers.choice import PEERS, find_peers, peer_names, peer_python
     from minitri.benchmarks.plots import draw_contexts, draw_speedups, png_file
     from minitri.benchmarks.synthetic import add_synthetic_flags, run_synthetic
     from minitri.cli import arguments
@@ -31,6 +31,10 @@ with clean_imports():
     from minitri.loading.fetch import locate
     from minitri.loading.prompts import as_seeds
     from minitri.settings import METHODS, GenerationConfig, SamplingParams, SpeculationConfig
+
+
+COMPARE_ONLY = ("peers", "peer", "peer_python", "plot", "methods", "coupled", "sweep_tokens")
+"""Settings of a comparison."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -60,13 +64,18 @@ def build_parser() -> arguments.OneLineParser:
     arguments.add_switches(
         group,
         compare="measure the methods against one another instead",
-        peers="transformers and llama.cpp take part, as far as they are installed",
+        peers="other programs take part: all of --peer that can run here",
         coupled="let all methods write the same text, so that none has better luck",
     )
     add = group.add_argument
     add("--seeds", type=arguments.whole(1, 1000), default=2, metavar="N", help="runs per prompt")
     text = "may be given several times (default: all of them)"
     add("--method", action="append", choices=METHODS, dest="methods", help=text)
+    text = "a peer, or all whose names begin so; may be given several times: " + ", ".join(PEERS)
+    add("--peer", type=peer_names, action="extend", default=[], metavar="NAME", help=text)
+    text = "the Python interpreter that has openvino-genai or llama-cpp-python, if not this one"
+    add("--peer-python", type=peer_python, action="append", default=[], metavar="PROGRAM=PATH",
+        help=text)  # fmt: skip
     text = "in place of --prompt-tokens; may be given several times, for a comparison at each"
     add("--sweep-tokens", type=count, action="append", metavar="N", help=text)
     text = "draw the speedups, or a sweep's ms/token, as a PNG"
@@ -88,9 +97,10 @@ def run_command(args: argparse.Namespace) -> None:
         run_compare(args)
     elif len(args.prompt_file or []) > 1:
         raise InputError("several --prompt-file need --compare; give one")
-    elif args.peers or args.plot or args.methods or args.coupled or args.sweep_tokens:
+    elif any(getattr(args, name) for name in COMPARE_ONLY):
         raise InputError(
-            "--peers, --plot, --method, --sweep-tokens and --coupled need --compare; add it"
+            "--peers, --peer, --peer-python, --plot, --method, --sweep-tokens and --coupled need "
+            "--compare; add it"
         )
     else:
         run_plain(args)
@@ -108,7 +118,9 @@ def run_compare(args: argparse.Namespace) -> None:
     lengths, num_new = args.sweep_tokens or [args.prompt_tokens], generation.max_new_tokens
     kept = [(text, length) for length in lengths for text in texts]
     engine, prompts = load_engine(args, arguments.draft_of(args), kept, num_new=num_new + SLACK)
-    peers = find_peers(locate(args.model).path, engine) if args.peers else {}
+    peers = find_peers(
+        locate(args.model).path, engine, PEERS if args.peers else args.peer, dict(args.peer_python)
+    )
     results = {}
     for start in range(0, len(prompts), len(texts)):
         same_length = prompts[start : start + len(texts)]

@@ -88,7 +88,7 @@ def test_the_algorithm_and_the_caches_know_nothing_of_networks_and_files():
 def test_the_core_is_short_enough_to_read():
     files = [file for file in FILES if module_name(file).split(".")[0] in CORE]
     assert sum(num_lines(file) for file in files) <= 3500
-    assert sum(num_lines(file) for file in FILES) <= 9700
+    assert sum(num_lines(file) for file in FILES) <= 10000
 
 
 def num_lines(file: Path) -> int:
@@ -124,6 +124,6 @@ def test_transformers_is_never_imported(folder):
         "assert 'transformers' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
-    others = [file for file in FILES if file.name != "baselines.py"]  # which measures it, if asked
+    others = [file for file in FILES if file.name != "in_transformers.py"]
     names = {name.split(".")[0] for file in others for name in imported(file)}
     assert "transformers" not in names

@@ -5,7 +5,7 @@ of tokens each, round after round, so that a machine whose speed drifts is as sl
 the other. A speedup is autoregressive milliseconds per token over those of the method, of one
 prompt and one seed; medians and ranges are taken over these. End to end means prefill and decoding
 together. At temperature 0, or coupled, all methods should write the same text, and what is the same
-is counted. With `--peers` other programs take their turns (`baselines.py`).
+is counted. With `--peers` other programs take their turns (`peers/`).
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitri.benchmarks.baselines import StartPeer
+from minitri.benchmarks.peers import StartPeer
 from minitri.caches.full import FullCache
 from minitri.engine import Engine
 from minitri.errors import InputError
@@ -35,6 +35,8 @@ log = logging.getLogger("minitri")
 REFERENCE = "autoregressive"
 BURST = 8
 """Tokens that a contestant decodes in a turn."""
+SETTLE_SECONDS = 0.02
+"""Pause before a turn: for 5 to 10 ms OpenMP's threads go on spinning behind the last one's."""
 SLACK = 2 * BURST
 """Tokens of room behind those that are asked for: a last burst may be longer."""
 
@@ -80,13 +82,16 @@ class Peer:
 
     def __init__(self, tokens: Iterator[int]) -> None:
         self._tokens = tokens
+        self.text: list[int] = []
+        """All tokens it has written."""
         started = time.perf_counter()
         self.burst(1)
         self.prefill_seconds = time.perf_counter() - started
 
     def burst(self, num_tokens: int) -> int:
         """See `Method.burst`."""
-        return len([next(self._tokens) for _ in range(num_tokens)])
+        self.text += [next(self._tokens) for _ in range(num_tokens)]
+        return num_tokens
 
 
 Contestant = Method | Peer
@@ -186,11 +191,13 @@ def compare(
                 batch = Batch([prompt], [seed], sampling, room, speculation)
                 methods[name] = Method(engine, batch, full, queries_LTHD)
             times = take_turns({**methods, **others}, num_new, BURST)
+            reference = methods[REFERENCE].text[:num_new]
             for name, ms in times.items():
                 scores[name].ms_per_token.append(ms)
                 if name in methods:
-                    reference = methods[REFERENCE].text[:num_new]
                     scores[name].add(methods[name], seconds, reference)
+                elif sampling.temperature == 0:  # peers are greedy, and round in their own ways
+                    scores[name].num_same.append(num_same(others[name].text, reference, num_new))
             line = ", ".join(f"{name} {ms:.1f}" for name, ms in times.items())
             log.info("  seed %d, ms/token: %s", seed, line)
             others = {}
@@ -211,6 +218,7 @@ def take_turns(contestants: Mapping[str, Contestant], num_new: int, burst: int) 
     while any(count < num_new for count in tokens.values()):
         for name in order:
             if tokens[name] < num_new:
+                time.sleep(SETTLE_SECONDS)
                 started = time.perf_counter()
                 tokens[name] += contestants[name].burst(min(burst, num_new - tokens[name]))
                 seconds[name] += time.perf_counter() - started

@@ -13,7 +13,8 @@ STYLES = {
     "auto": ("#D55E00", "o"),
     "transformers": ("#888888", "v"),
     "transformers lookup": ("#CC79A7", "P"),
-    "llama.cpp f16": ("#0072B2", "X"),
+    "openvino f16/bf16": ("#F0E442", "*"),
+    "llama.cpp f16/f16": ("#0072B2", "X"),
 }
 """Color (Okabe and Ito's, safe for the color-blind) and marker of a contestant."""
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig, bench, load, session
-from minitri.benchmarks.baselines import prompt_lookup_peer, transformers_model, transformers_peer
 from minitri.benchmarks.compare import (
     Method,
     Score,
@@ -19,6 +18,11 @@ from minitri.benchmarks.compare import (
     read_prompt_once,
     summarise,
     take_turns,
+)
+from minitri.benchmarks.peers.in_transformers import (
+    prompt_lookup_peer,
+    transformers_model,
+    transformers_peer,
 )
 from minitri.gpu.offloaded_cache import RING
 from minitri.session import Batch

@@ -1,42 +1,21 @@
-"""Other programs on the same weights and prompt: `python -m minitri.bench --compare --peers`.
+"""The peer `transformers`, plain and with its prompt lookup, in this process: the engine's weights
+in the engine's dtype. Only this file knows it, and only on demand."""
 
-`transformers`, plain and with its prompt lookup, and llama.cpp through `llama-cpp-python` for a
-GGUF model on a CPU (weights and KV cache as f16), as far as they are installed. All decode
-greedily, which favours prompt lookup. Only this file knows them, and only on demand.
-"""
-
-import importlib.util
 import json
 import queue
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from minitri.benchmarks.peers import StartPeer
 from minitri.engine import Engine
 from minitri.loading.checkpoint import open_checkpoint
 from minitri.model.config import ModelConfig
-
-StartPeer = Callable[[list[int], int], Iterator[int]]
-"""Continues a prompt by some number of tokens, one at a time; the first follows the prefill."""
-
-
-def find_peers(path: Path, engine: Engine) -> dict[str, StartPeer]:
-    """All programs that are installed and can run these weights."""
-    peers: dict[str, StartPeer] = {}
-    can_export = engine.config.rope.frequency_divisors is None  # which its configs cannot say
-    if can_export and importlib.util.find_spec("transformers") is not None:
-        model = transformers_model(path, engine)
-        peers["transformers"] = transformers_peer(model)
-        peers["transformers lookup"] = prompt_lookup_peer(model)
-    can_load = path.suffix == ".gguf" and engine.model.device.type == "cpu"
-    if can_load and importlib.util.find_spec("llama_cpp") is not None:
-        peers["llama.cpp f16"] = llama_cpp_peer(path, engine)
-    return peers
 
 
 def transformers_model(path: Path, engine: Engine) -> Any:
@@ -147,52 +126,3 @@ def prompt_lookup_peer(model: Any) -> StartPeer:
             valve.wanted.release()
 
     return run
-
-
-def llama_cpp_peer(path: Path, engine: Engine) -> StartPeer:
-    """llama.cpp's own loop."""
-    import llama_cpp
-
-    rope, threads, options = engine.config.rope, torch.get_num_threads(), {}
-    if rope.kind == "yarn":
-        options = {
-            "rope_scaling_type": llama_cpp.LLAMA_ROPE_SCALING_TYPE_YARN,
-            "rope_freq_scale": 1 / rope.factor, "yarn_orig_ctx": rope.original_context,
-        }  # fmt: skip
-    weights = as_float16(path)
-
-    def run(prompt: list[int], num_new: int) -> Iterator[int]:
-        model = llama_cpp.Llama(
-            str(weights), n_ctx=len(prompt) + num_new, n_threads=threads, n_threads_batch=threads,
-            n_batch=512, verbose=False, type_k=llama_cpp.GGML_TYPE_F16,
-            type_v=llama_cpp.GGML_TYPE_F16, **options,
-        )  # fmt: skip
-        yield from model.generate(prompt, temp=0.0, top_k=1, repeat_penalty=1.0)
-
-    return run
-
-
-def as_float16(path: Path) -> Path:
-    """The GGUF file with its matrices as f16, written once beside it."""
-    target = path.with_suffix(".f16.gguf")
-    if target.exists():
-        return target
-    import numpy as np
-    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, dequantize
-
-    reader, partial = GGUFReader(path), target.with_suffix(".partial")
-    writer = GGUFWriter(partial, "llama")
-    for key, stored in reader.fields.items():
-        if key.startswith("GGUF.") or key in ("general.architecture", "general.file_type"):
-            continue
-        element = stored.types[-1] if stored.types[0] == GGUFValueType.ARRAY else None
-        writer.add_key_value(key, stored.contents(), stored.types[0], sub_type=element)
-    for tensor in reader.tensors:
-        values = dequantize(tensor.data, tensor.tensor_type)
-        is_matrix = tensor.tensor_type != GGMLQuantizationType.F32
-        writer.add_tensor(tensor.name, values.astype(np.float16 if is_matrix else np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return partial.replace(target)
