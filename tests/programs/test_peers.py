@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -155,7 +156,7 @@ def test_a_peer_that_is_dropped_leaves_no_process(installed):
     installed("llama_cpp", STAND_IN)
     settings = {"weights": "", "threads": 1, "kv": "f16", "lookup": False, "flash": False,
         "scaling": "yarn", "factor": 4.0, "original_context": 100}  # fmt: skip
-    tokens = worker_peer("python", "llama.cpp", settings)([1, 2], 10)
+    tokens = worker_peer(sys.executable, "llama.cpp", settings)([1, 2], 10)
     assert next(tokens) == 2
     process = tokens._process
     del tokens
