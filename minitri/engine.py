@@ -35,6 +35,7 @@ def load(
     device: str = "auto",
     attention: str = "auto",
     rope_scaling: str | None = None,
+    draft_weights: str = "auto",
     progress: bool = False,
     before_weights: Callable[[Tokenizer, ModelConfig], None] | None = None,
 ) -> "Engine":
@@ -45,16 +46,19 @@ def load(
     that belongs to a named model, and n-grams where there is none. `dtype` is float32, bfloat16,
     float16 or auto (bfloat16 where the device is fast at it). `device` is cpu, cuda, cuda:N or
     auto. `attention` names a kernel for short blocks on a GPU, see `gpu/attention.py`.
-    `rope_scaling` such as `yarn:4` stretches the context. `progress` draws bars on standard error.
-    `before_weights` is given the tokenizer and the config before the weights are read, which may
-    take minutes: time to check a prompt. Raises `InputError`.
+    `rope_scaling` such as `yarn:4` stretches the context. `draft_weights` guess with the retrieval
+    cache: `same`, the model's own, or `int4`, a copy of them in 4 bits, which is what `auto`
+    takes where compiled kernels run (on a CPU). The text stays the same. `progress` draws
+    bars on standard error. `before_weights` is given the tokenizer and the config before the
+    weights are read, which may take minutes: time to check a prompt. Raises `InputError`.
     """
     options = {"dtype": dtype, "device": device, "attention": attention}
+    options["draft_weights"] = draft_weights
     files = OpenModels(model, draft, rope_scaling=rope_scaling, progress=progress, **options)
     if before_weights is not None:
         before_weights(files.tokenizer, files.config)
-    target, drafter = files.load()
-    return Engine(target, files.tokenizer, drafter)
+    target, drafter, guesser = files.load()
+    return Engine(target, files.tokenizer, drafter, guesser)
 
 
 class Engine:
@@ -66,12 +70,19 @@ class Engine:
     the texts before it were.
     """
 
-    def __init__(self, model: Llama, tokenizer: Tokenizer, draft: Llama | None = None) -> None:
-        """`draft` is the model behind the first level of the cascade; None: n-gram lookup."""
+    def __init__(
+        self, model: Llama, tokenizer: Tokenizer, draft: Llama | None = None,
+        guesser: Llama | None = None,
+    ) -> None:  # fmt: skip
+        """`draft` is the model behind the first level of the cascade; None: n-gram lookup.
+
+        `guesser`, a copy of the model that may be rough, takes its place at the retrieval level.
+        """
         self.model = model
         self.tokenizer = tokenizer
         self.draft = draft
-        self._pool = SessionPool(model, draft)
+        self.guesser = guesser
+        self._pool = SessionPool(model, draft, guesser)
 
     def __repr__(self) -> str:
         draft = self.draft.config.name if self.draft is not None else "n-grams"

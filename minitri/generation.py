@@ -20,9 +20,9 @@ from minitri.decoding.stopping import StopScanner
 from minitri.decoding.verification import NotFiniteError
 from minitri.errors import InputError, shorten
 from minitri.gpu.pool import SessionPool
+from minitri.gpu.streams import synchronize
 from minitri.loading.tokenizer import IncrementalDecoder, Tokenizer
 from minitri.model.llama import Llama
-from minitri.runner import synchronize
 from minitri.session import Batch, Session
 from minitri.settings import GenerationConfig
 
@@ -180,7 +180,8 @@ class Generation(Iterator[Event]):
             yield from self._emit(session, emitted)
             while any(cascade.active):
                 started = time.perf_counter()
-                emitted = cascade.step()
+                with self._model.decoding():
+                    emitted = cascade.step()
                 stats.decode_seconds += time.perf_counter() - started
                 yield from self._emit(session, emitted)
         except GeneratorExit:  # closed; after any other error the session is not kept

@@ -74,12 +74,14 @@ def pass_seconds(
 def pass_costs(
     target: ModelConfig, draft: ModelConfig | None, *, machine: Machine, itemsize: int,
     num_tokens: int, num_retrieved: int, hosted_share: float = 0.0,
+    guesser_bytes: int | None = None,
 ) -> Callable[[str, float], float]:  # fmt: skip
     """Nominal seconds of a pass of each stage, for the autotuner.
 
     The full cache holds `num_tokens` in all its rows together, a share of them in host memory, the
-    retrieval cache `num_retrieved`. The function returned takes the stage ("draft", "retrieval" or
-    "target") and the guesses that the pass verifies.
+    retrieval cache `num_retrieved`, with weights of `guesser_bytes` if they are not the target's.
+    The function returned takes the stage ("draft", "retrieval" or "target") and the guesses that
+    the pass verifies.
     """
     slot_bytes = kv_bytes_per_token(target, itemsize)
 
@@ -90,6 +92,8 @@ def pass_costs(
         slots = {"draft": 0, "retrieval": num_retrieved, "target": num_tokens}[stage]
         hosted = hosted_share if stage == "target" else 0.0
         kv_bytes, weight_bytes = slots * slot_bytes, weights_per_pass(config) * itemsize
+        if stage == "retrieval" and guesser_bytes is not None:
+            weight_bytes = guesser_bytes
         return pass_seconds(
             machine, config, weight_bytes=weight_bytes, kv_bytes=kv_bytes,
             link_bytes=hosted * slots * slot_bytes, num_extra_tokens=num_guesses,

@@ -211,9 +211,3 @@ def prefill(
         if watch is not None and queries_LBTHD is not None:
             watch(queries_LBTHD[:, 0])
         yield full.lengths[b]
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits until the device has done everything it was asked to."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

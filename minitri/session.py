@@ -89,14 +89,16 @@ class Session:
         draft: Llama | None,
         batch: Batch,
         *,
+        guesser: Llama | None = None,
         full: FullCache | None = None,
         graphs: GraphPool | None = None,
     ) -> None:
         """Allocates and captures for batches of this shape; `begin` must follow.
 
-        Without a `draft` n-grams are the drafter. `full` and `graphs` are for tests: by default the
-        full cache goes where it fits, and passes are captured on a GPU, but for those that stream
-        K and V from host memory. Raises `InputError` if there is no room.
+        Without a `draft` n-grams are the drafter. `guesser`, a rough copy of the target, takes its
+        place at the retrieval level. `full` and `graphs` are for tests: by default the full
+        cache goes where it fits, and passes are captured on a GPU, but for those that stream K and
+        V from host memory. Raises `InputError` if there is no room.
         """
         if not any(plan.uses_drafter for plan in batch.speculation.plans):
             draft = None
@@ -105,7 +107,7 @@ class Session:
                 raise InputError(problem)
             log.warning("%s; n-grams take its place", problem)
             draft = None
-        self.models = (target, draft)
+        self.models, self.guesser = (target, draft), guesser or target
         self.shape = batch  # what the memory was made for
         self.full = full if full is not None else allocate_full_cache(
             target, draft.config if draft is not None else None, batch.generation,
@@ -139,7 +141,7 @@ class Session:
             )
             sizes = {1, 1 + max(plan.gamma1 for plan in plans)}
             self.retrieval = RetrievalRunner(
-                target, self.retrieval_cache, sampling, self.queries_LBTHD, block_sizes=sizes,
+                self.guesser, self.retrieval_cache, sampling, self.queries_LBTHD, block_sizes=sizes,
                 **common,
             )  # fmt: skip
             if isinstance(self.full, OffloadedFullCache):
@@ -225,6 +227,7 @@ class Session:
             self.draft.model.config if self.draft is not None else None,
             machine=GPU if target.device.type == "cuda" else CPU,
             itemsize=target.dtype.itemsize,
+            guesser_bytes=self.guesser.num_bytes if self.guesser is not target else None,
             num_tokens=sum(self.batch.lengths),
             num_retrieved=sum(self.batch.budgets) if self.retrieval_cache is not None else 0,
             hosted_share=1 - self.full.on_chip / target.config.num_layers,
@@ -233,11 +236,13 @@ class Session:
     def _may_use_clock(self) -> bool:
         """Whether the autotuner may follow measured times: if all plans write the same text.
 
-        In other dtypes than float32, and on a GPU, the length of a block may decide a near-tie.
+        Unless it is row-invariant, the length of a block may decide a near-tie in other dtypes than
+        float32, and on a GPU.
         """
         target, batch = self.models[0], self.batch
         is_same_text = batch.speculation.coupled or batch.sampling.temperature == 0
-        is_exact = target.dtype == torch.float32 and target.device.type == "cpu"
+        is_float32 = target.dtype == torch.float32 and target.device.type == "cpu"
+        is_exact = is_float32 or target.is_row_invariant
         return batch.speculation.timed or (is_same_text and is_exact)
 
     def prefill(self, b: int) -> Iterator[int]:

@@ -174,7 +174,7 @@ MUTANTS = [
     ),
     Mutant(
         "unrotated queries choose chunks",
-        "minitri.model.llama.Attention.forward",
+        "minitri.model.llama.Attention.mix",
         "latest_BTHD = q_BTHD[:, -shared.queries_LBTHD.shape[2] :]",
         "latest_BTHD = heads[:, -shared.queries_LBTHD.shape[2] :, : self.heads[0]]",
         "caches/test_chunk_scores.py::test_the_queries_that_choose_are_those_that_attend[4]",

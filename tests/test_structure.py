@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "decoding": "errors settings",
     "roofline": "model",
     "caches": "settings model decoding",
-    "cpu": "errors folders model",
+    "cpu": "settings errors folders model",
     "gpu": "errors settings model decoding caches roofline session",
     "runner": "errors settings model decoding caches gpu",
     "session": "errors settings model decoding caches roofline gpu runner",

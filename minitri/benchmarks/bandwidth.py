@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from minitri.gpu.offloaded_cache import host_memory
-from minitri.runner import synchronize
+from minitri.gpu.streams import synchronize
 
 REPEATS = 7
 

@@ -25,8 +25,9 @@ from minitri.caches.full import FullCache
 from minitri.engine import Engine
 from minitri.errors import InputError
 from minitri.gpu.placement import check_offload
+from minitri.gpu.streams import synchronize
 from minitri.loading.prompts import check_prompt
-from minitri.runner import prefill, synchronize
+from minitri.runner import prefill
 from minitri.session import Batch, Session
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 

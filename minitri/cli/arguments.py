@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 from minitri.errors import InputError, shorten
 from minitri.gpu.attention import BACKENDS
-from minitri.loading.devices import DTYPES
+from minitri.loading.devices import DRAFT_WEIGHTS, DTYPES
 from minitri.loading.fetch import default_draft
 from minitri.loading.named_models import DEFAULT_MODEL, MODELS
 from minitri.loading.prompts import MAX_SEED
@@ -166,6 +166,9 @@ def add_model_flags(flags: Flags) -> None:
         ("device", "auto", None, "cpu|cuda|cuda:N", "(default: cuda if it is there)"),
         ("attention", "auto", ("auto", *BACKENDS), None,
          "kernel for short blocks on a GPU (default: the first that works there)"),
+        ("draft-weights", "auto", DRAFT_WEIGHTS, None,
+         "of the target where it guesses with its retrieval cache: its own, or a copy in 4 bits; "
+         "the text stays the same (default: int4 where compiled kernels run)"),
         ("rope-scaling", None, None, "KIND:FACTOR",
          "stretch the context, e.g. yarn:4 makes 8K 32K (default: as trained)"),
     ):  # fmt: skip
@@ -235,7 +238,7 @@ def taken(settings: type[Settings], args: argparse.Namespace, **others: Any) -> 
 
 def model_of(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of `load` that the flags stand for, without the drafter."""
-    names = ("model", "dtype", "device", "attention", "rope_scaling")
+    names = ("model", "dtype", "device", "attention", "rope_scaling", "draft_weights")
     return {**{name: getattr(args, name) for name in names}, "progress": not args.quiet}
 
 

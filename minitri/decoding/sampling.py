@@ -64,12 +64,12 @@ def _filtered_probs(
     if has_top_p:
         scores = _drop_below(scores, _top_p_cutoff(scores, top_p, sort_all=sort_all))
     if has_min_p:
-        scores = scores.masked_fill(scores < log_min_p, -math.inf)
+        scores = torch.where(scores < log_min_p, -math.inf, scores)
     return scores.softmax(-1)
 
 
 def _drop_below(scores_NV: Tensor, cutoff_N1: Tensor) -> Tensor:
-    return scores_NV.masked_fill(scores_NV < cutoff_N1, -math.inf)
+    return torch.where(scores_NV < cutoff_N1, -math.inf, scores_NV)
 
 
 def _top_p_cutoff(scores_NV: Tensor, top_p: float | Tensor, *, sort_all: bool) -> Tensor:

@@ -16,9 +16,11 @@ from minitri.settings import SpeculationConfig
 class SessionPool:
     """Sessions over two models; at most one is kept, of the run that was opened last."""
 
-    def __init__(self, target: Llama, draft: Llama | None) -> None:
+    def __init__(self, target: Llama, draft: Llama | None, guesser: Llama | None = None) -> None:
+        """The models of a `Session`."""
         self.target = target
         self._draft = draft
+        self._guesser = guesser
         self._kept: Session | None = None
         self._num_runs = 0
 
@@ -32,7 +34,7 @@ class SessionPool:
             session = kept
         else:
             del kept  # gives up its memory for the new one
-            session = Session(self.target, self._draft, batch)
+            session = Session(self.target, self._draft, batch, guesser=self._guesser)
         session.begin(batch)
         self._num_runs += 1
         session.number = self._num_runs

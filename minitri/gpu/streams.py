@@ -48,3 +48,9 @@ class CudaStreams(Streams):
 
     def share(self, tensor: Tensor) -> None:
         tensor.record_stream(self._copies)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done everything it was asked to."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

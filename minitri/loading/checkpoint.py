@@ -23,6 +23,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from minitri.cpu.fused import use_kernels
+from minitri.cpu.kernels import load_kernels
 from minitri.cpu.packed import can_pack, pack_linears
 from minitri.errors import InputError, shorten
 from minitri.loading.damage import explain, printable
@@ -99,7 +101,10 @@ def load_model(
     _fill(model, checkpoint.tensors(config), checkpoint.path, progress)
     if lender is not None:
         _check_drafter(model, lender, checkpoint.path)
-    if can_pack(dtype, device):
+    kernels = load_kernels() if device.type == "cpu" else None
+    if kernels is not None:
+        use_kernels(model, kernels)
+    elif can_pack(dtype, device):
         pack_linears(model)
     return model.eval()
 

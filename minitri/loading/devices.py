@@ -5,15 +5,20 @@ import logging
 import torch
 
 from minitri.cpu.attention import attend_cpu
+from minitri.cpu.kernels import MAX_HEAD_DIM, Kernels, load_kernels
 from minitri.cpu.packed import can_pack
+from minitri.cpu.quantized import quantized_twin
 from minitri.errors import InputError
 from minitri.gpu.attention import GpuAttention, choose_backend
 from minitri.model.attention import Attend
 from minitri.model.config import ModelConfig
+from minitri.model.llama import Llama
 
 log = logging.getLogger("minitri")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+DRAFT_WEIGHTS = ("auto", "int4", "same")
 
 
 def choose_device(name: str) -> torch.device:
@@ -68,9 +73,39 @@ def attention_for(
         return GpuAttention(choose_backend(device, dtype, config, wanted=wanted))
     if wanted != "auto":
         raise InputError(f"--attention {wanted} is for GPUs; leave it out on the {device.type}")
-    return attend_cpu
+    kernels = load_kernels() if config.head_dim <= MAX_HEAD_DIM else None
+    return kernels.attend if kernels is not None else attend_cpu
+
+
+def check_draft_weights(wanted: str) -> str:
+    """Raises `InputError` unless these weights can be had."""
+    if wanted not in DRAFT_WEIGHTS:
+        raise InputError(
+            f"draft weights {wanted!r} are unknown; use one of {', '.join(DRAFT_WEIGHTS)}"
+        )
+    return wanted
+
+
+def guesser_for(model: Llama, wanted: str) -> Llama | None:
+    """The copy of a model in 4 bits that guesses with the retrieval cache; None: the model does.
+
+    Raises `InputError` if it cannot be had.
+    """
+    if wanted == "same":
+        return None
+    if not model.is_row_invariant:
+        if wanted == "int4":
+            raise InputError(
+                f"--draft-weights int4 needs the compiled kernels, which {model.config.name} on "
+                f"{model.device} does not use; leave it out"
+            )
+        return None
+    return quantized_twin(model)
 
 
 def attention_name(attend: Attend) -> str:
     """The name of a model's attention, for the log and the statistics."""
-    return attend.backend.name if isinstance(attend, GpuAttention) else "cpu"
+    if isinstance(attend, GpuAttention):
+        return attend.backend.name
+    kernels = getattr(attend, "__self__", None)
+    return f"compiled ({kernels.instructions})" if isinstance(kernels, Kernels) else "cpu"

@@ -17,8 +17,10 @@ from minitri.loading.checkpoint import load_model, open_checkpoint
 from minitri.loading.devices import (
     attention_for,
     attention_name,
+    check_draft_weights,
     choose_device,
     choose_dtype,
+    guesser_for,
 )
 from minitri.loading.fetch import default_draft, locate
 from minitri.loading.hf_config import stretch_rope
@@ -68,10 +70,15 @@ class OpenModels:
 
     def __init__(
         self, model: str | os.PathLike[str], draft: str | os.PathLike[str], *, dtype: str,
-        device: str, attention: str, rope_scaling: str | None, progress: bool,
+        device: str, attention: str, rope_scaling: str | None, draft_weights: str, progress: bool,
     ) -> None:  # fmt: skip
         texts: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention}
-        texts |= {"rope_scaling": rope_scaling or "", "model": model, "draft": draft}
+        texts |= {
+            "draft_weights": draft_weights,
+            "rope_scaling": rope_scaling or "",
+            "model": model,
+            "draft": draft,
+        }
         for name, value in texts.items():
             is_path = isinstance(value, os.PathLike) and name in ("model", "draft")
             if not is_path and not isinstance(value, str):
@@ -90,19 +97,22 @@ class OpenModels:
             )
         self.config, self.tokenizer = self._target.config, self._target.tokenizer
         self._draft: OpenModel | None = None
+        self._draft_weights = check_draft_weights(draft_weights)
         self._is_draft_optional = draft == "auto"
         name = default_draft(model) if draft == "auto" else draft
         if name != "ngram":
             with self._or_ngrams():
                 self._draft = self._open_draft(name, options)
 
-    def load(self) -> tuple[Llama, Llama | None]:
-        """Reads the weights: the model, and its drafter if that is no n-gram lookup."""
+    def load(self) -> tuple[Llama, Llama | None, Llama | None]:
+        """Reads the weights: the model, its drafter if that is no n-gram lookup, and its copy in 4
+        bits if it guesses with one."""
         target, drafter = self._target.load(), None
+        guesser = guesser_for(target, self._draft_weights)
         if self._draft is not None:
             with self._or_ngrams():
                 drafter = self._draft.load(target)
-        return target, drafter
+        return target, drafter, guesser
 
     def _open_draft(self, name: str, options: dict[str, Any]) -> OpenModel:
         draft = OpenModel(name, **options)

@@ -1,10 +1,9 @@
-"""Linear layers and LM heads in their plain form; `cpu/packed.py` has replacements for speed.
+"""Linear layers and LM heads in their plain form; `cpu/` has replacements for speed.
 
 Legend: E in_features.
 """
 
 import math
-import mmap
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,8 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.out_features = out_features
-        self.weight: Tensor = nn.Parameter(empty_weight(out_features, in_features, dtype), False)
+        weight = torch.empty(out_features, in_features, dtype=dtype)
+        self.weight: Tensor = nn.Parameter(weight, requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype), False) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,19 +52,3 @@ class TrimmedHead(nn.Module):
         known = self.linear(x)
         logits = known.new_full((*known.shape[:-1], self.vocab_size), -math.inf)
         return logits.index_copy_(-1, self.token_ids, known)
-
-
-def empty_weight(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """An uninitialised weight on the default device; on a CPU in memory pages of its own.
-
-    Packing frees such pages for good. An ordinary tensor of a small model leaves a hole in the C
-    library's heap, a little too small for the next packed weight, which is aligned to 4096 bytes:
-    40 MB in all for SmolLM2-135M. Raises `RuntimeError` where there is no room, like PyTorch.
-    """
-    if torch.get_default_device().type != "cpu":
-        return torch.empty(rows, columns, dtype=dtype)
-    try:
-        pages = mmap.mmap(-1, rows * columns * dtype.itemsize)
-    except (OSError, ValueError, OverflowError) as error:
-        raise RuntimeError(f"cannot allocate a weight of ({rows}, {columns}): {error}") from None
-    return torch.frombuffer(pages, dtype=dtype).view(rows, columns)

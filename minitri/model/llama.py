@@ -9,6 +9,8 @@ runs only on the rows whose logits somebody wants.
 Legend: L layers, B batch, T new tokens, E hidden size, K KV heads, H query heads, D head dim.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +22,6 @@ from minitri.model.cache import BlockKV, Cache
 from minitri.model.config import ModelConfig
 from minitri.model.linear import Linear, TiedHead, TrimmedHead
 from minitri.model.rope import Rope, Rotary
-
-HAS_FUSED_NORM = hasattr(torch.ops.aten, "_fused_rms_norm")
 
 EMBEDDING_SAMPLE = 64
 """Rows of its target's embedding table that a drafter without one keeps, to recognise it."""
@@ -49,6 +49,8 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.attend = attend
+        self.is_row_invariant = False  # the bits of a row depend on it alone, in any short pass
+        self.decoding: Callable[[], AbstractContextManager[None]] = nullcontext  # around every step
         with torch.device(device):
             self.layers = nn.ModuleList(Layer(config, dtype) for _ in range(config.num_layers))
             self.norm = RMSNorm(config, dtype)
@@ -165,9 +167,13 @@ class Attention(nn.Module):
         self.o_proj = Linear(H * D, E, bias=bias, dtype=dtype)
 
     def forward(self, x_BTE: Tensor, layer: int, shared: Pass) -> Tensor:
-        heads = self.qkv_proj(x_BTE).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
+        return self.o_proj(self.mix(self.qkv_proj(x_BTE), layer, shared))
+
+    def mix(self, qkv_BTX: Tensor, layer: int, shared: Pass) -> Tensor:
+        """What stands between the projections: (B, T, (H + 2 K) D) to (B, T, H D)."""
+        heads = qkv_BTX.unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
         _, raw_BTKD, v_BTKD = heads.split(self.heads, dim=2)
-        rotated = shared.rotary.rotate(heads[:, :, : sum(self.heads[:2])])  # (B, T, H + K, D)
+        rotated = self.rotate(heads[:, :, : sum(self.heads[:2])], shared.rotary)
         q_BTHD, k_BTKD = rotated.split(self.heads[:2], dim=2)
         # Before `update`, in which a cache may already choose by these queries.
         if shared.queries_LBTHD is not None:
@@ -179,7 +185,11 @@ class Attention(nn.Module):
         out_BTHD = shared.attend(
             q_BTHD, keys_BKSD, values_BKSD, lengths, shared.rule_TT, shared.lengths_B
         )
-        return self.o_proj(out_BTHD.flatten(2))
+        return out_BTHD.flatten(2)
+
+    def rotate(self, heads_BTHD: Tensor, rotary: Rotary) -> Tensor:
+        """RoPE of queries and keys, (B, T, H + K, D)."""
+        return rotary.rotate(heads_BTHD)
 
 
 class MLP(nn.Module):
@@ -197,12 +207,7 @@ class MLP(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32 or better.
-
-    The values x and -x together have mean 0 and variance mean(x^2), so it is the layer norm of
-    both, for which PyTorch has a fused kernel. On a CPU that is nearly twice as fast as
-    `F.rms_norm` for a block of few tokens; on a GPU newer versions fuse `F.rms_norm` itself.
-    """
+    """Root-mean-square norm, computed in float32 or better."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -211,7 +216,4 @@ class RMSNorm(nn.Module):
         self.eps = config.rms_norm_eps
 
     def forward(self, x: Tensor) -> Tensor:
-        E = x.shape[-1]
-        if x.is_cuda and HAS_FUSED_NORM:
-            return F.rms_norm(x, (E,), self.weight, self.eps)
-        return F.layer_norm(torch.cat((x, -x), -1), (2 * E,), eps=self.eps)[..., :E] * self.weight
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)

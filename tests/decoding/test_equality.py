@@ -150,22 +150,25 @@ def test_a_target_that_drafts_for_itself_is_always_right(engine):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "device", "distribution", "timed", "may"),
+    ("dtype", "device", "is_row_invariant", "distribution", "timed", "may"),
     [
-        (torch.float32, "cpu", GREEDY, False, True),
-        (torch.float32, "cpu", COUPLED, False, True),
-        (torch.float32, "cpu", (SamplingParams(0.8), False), False, False),
-        (torch.bfloat16, "cpu", GREEDY, False, False),
-        (torch.float32, "cuda", COUPLED, False, False),
-        (torch.bfloat16, "cuda", (SamplingParams(0.8), False), True, True),
+        (torch.float32, "cpu", False, GREEDY, False, True),
+        (torch.float32, "cpu", False, COUPLED, False, True),
+        (torch.float32, "cpu", True, (SamplingParams(0.8), False), False, False),
+        (torch.bfloat16, "cpu", False, GREEDY, False, False),
+        (torch.bfloat16, "cpu", True, GREEDY, False, True),
+        (torch.float32, "cuda", False, COUPLED, False, False),
+        (torch.bfloat16, "cuda", False, (SamplingParams(0.8), False), True, True),
     ],
 )
 def test_a_clock_chooses_plans_only_where_the_text_cannot_depend_on_them(
-    dtype, device, distribution, timed, may
+    dtype, device, is_row_invariant, distribution, timed, may
 ):
     sampling, coupled = distribution
     speculation = SpeculationConfig("auto", coupled=coupled, timed=timed)
     batch = Batch([[1]], [0], sampling, GenerationConfig(4), speculation)
-    target = SimpleNamespace(dtype=dtype, device=torch.device(device))
+    target = SimpleNamespace(
+        dtype=dtype, device=torch.device(device), is_row_invariant=is_row_invariant
+    )
     run = SimpleNamespace(models=(target, None), batch=batch)
     assert Session._may_use_clock(run) == may

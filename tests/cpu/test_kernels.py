@@ -1,0 +1,228 @@
+"""The compiled kernels against plain formulas, on this processor's instructions and on others."""
+
+from __future__ import annotations
+
+import math
+import platform
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from minitri.cpu.kernels import SOURCE, Kernels, load_kernels
+from minitri.cpu.quantized import dequantize, quantize
+from minitri.model.attention import attend_math
+from minitri.settings import LONGEST_BLOCK
+from tests.model.test_attention import random_case
+
+pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+INSTRUCTIONS = ["native"]
+if platform.machine() == "x86_64":
+    INSTRUCTIONS += ["x86-64-v3", "x86-64"]  # AVX2; SSE2, like any other 16-byte vectors
+PIECE = 512
+"""Slots of a piece of attention, as in the source."""
+
+
+@pytest.fixture(scope="module", params=INSTRUCTIONS)
+def kernels(request, tmp_path_factory):
+    return compiled(SOURCE.read_text(), request.param, tmp_path_factory.mktemp("kernels"))
+
+
+def compiled(code: str, instructions: str, folder: Path) -> Kernels:
+    """Kernels of some source, for some instructions; they run on two threads."""
+    source, library = folder / "kernels.cpp", folder / "kernels.so"
+    source.write_text(code)
+    flags = ["-std=c++17", "-O1", f"-march={instructions}", "-shared", "-fPIC", "-pthread", "-w"]
+    subprocess.run(["c++", *flags, str(source), "-o", str(library)], check=True)
+    built = Kernels(library)
+    built._set_threads(2)
+    return built
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D", [64, 128, 80, 16, 6])
+def test_attention_equals_the_oracle(kernels, dtype, D):
+    """Blocks of one token, of several and of a prefill; prefixes within a block of slots, across
+    pieces and none; causal or any rule; rows of different lengths; NaN behind each."""
+    for T, prefixes in (
+        (1, (0,)), (1, (63,)), (1, (PIECE,)), (3, (62, 1200)), (8, (PIECE - 4,)), (24, (0, 37, 5)),
+        (LONGEST_BLOCK, (100,)), (LONGEST_BLOCK + 71, (0, 130)),
+    ):  # fmt: skip
+        q, k, v, lengths = random_case(T, prefixes, D=D, dtype=dtype)
+        tree = torch.rand(T, T, generator=torch.Generator().manual_seed(1)) < 0.3
+        for rule in (None, tree | torch.eye(T, dtype=torch.bool)):
+            exact = attend_math(q.double(), k.double(), v.double(), lengths, rule)
+            error = (kernels.attend(q, k, v, lengths, rule).double() - exact).abs().max()
+            assert error < TOLERANCE[dtype], (T, prefixes, rule is None, error)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_of_a_token_has_the_same_bits_whatever_stands_beside_it(kernels, dtype):
+    """In a block or alone, beside other sequences, on one thread or three; the prefix ends near the
+    boundaries of blocks of slots and of pieces."""
+    for prefix in (0, 50, 60, PIECE - 7, PIECE + 3, 1500):
+        q, k, v, _ = random_case(20, (prefix, prefix // 2), dtype=dtype)
+        k, v = k.nan_to_num(1.0), v.nan_to_num(1.0)
+        block = kernels.attend(q, k, v, [prefix, prefix // 2])
+        for threads in (1, 3, 2):
+            kernels._set_threads(threads)
+            assert torch.equal(kernels.attend(q, k, v, [prefix, prefix // 2]), block)
+        for t in range(20):
+            alone = kernels.attend(q[:1, t : t + 1], k[:1], v[:1], [prefix + t])
+            assert torch.equal(alone[0, 0], block[0, t]), (prefix, t)
+
+
+def test_attention_survives_scores_of_any_size(kernels):
+    """Large scores, equal ones, and keys of zeros: what is exponentiated is never above 0."""
+    q, k, v, lengths = random_case(4, (700,))
+    for keys, queries in ((k * 1000, q * 1000), (k * 0, q), (k, q * 0)):
+        exact = attend_math(queries.double(), keys.double(), v.double(), lengths)
+        got = kernels.attend(queries, keys, v, lengths).double()
+        assert (got - exact).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("E", [576, 64, 48, 33, 608])
+@pytest.mark.parametrize("R", [1, 4, 6, 7, 25])
+def test_linear_equals_plain_formulas(kernels, dtype, E, R):
+    """With and without norm, bias, residual and gate; outputs that fill no tile."""
+    N, eps = 90, 1e-5
+    x, weight = random(1, R, E, dtype=dtype), random(N, E, dtype=dtype, seed=1) / E**0.5
+    norm, bias = random(E, dtype=dtype, seed=2), random(N, dtype=dtype, seed=3)
+    residual = random(1, R, N, dtype=dtype, seed=4)
+    exact, w = x.double(), weight.double()
+    normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps) * norm.double()
+    gate, up = (normed @ w.T).chunk(2, -1)
+    plain = exact @ w.T
+    for got, wanted in (
+        (kernels.linear(x, weight, N), plain),
+        (kernels.linear(x, weight, N, bias=bias), plain + bias),
+        (kernels.linear(x, weight, N, residual=residual), plain + residual),
+        (kernels.linear(x, weight, N, norm=norm, eps=eps), normed @ w.T),
+        (kernels.linear(x, weight, N, norm=norm, eps=eps, is_gated=True), F.silu(gate) * up),
+    ):
+        assert got.dtype == dtype
+        assert (got - wanted).abs().max() < 3 * TOLERANCE[dtype]
+    logits = kernels.linear(x, weight, N, is_wide=True)
+    assert logits.dtype == torch.float32
+    assert (logits - plain).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("E", [576, 64, 32, 1056])
+def test_quantized_weights_multiply_as_the_numbers_that_they_stand_for(kernels, dtype, bits, E):
+    """Odd and even numbers of groups, more of them than a vector holds."""
+    x, weight = random(1, 7, E, dtype=dtype), random(50, E, seed=1) / E**0.5
+    packed = quantize(weight, bits)
+    exact = x.double() @ dequantize(packed, E, bits).double().T
+    got = kernels.linear(x, packed, 50, bits=bits, is_wide=True)
+    assert (got - exact).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_a_linear_layer_gives_a_row_the_same_bits_whatever_stands_beside_it(kernels, dtype, bits):
+    E, N = 608, 90
+    x, weight = random(1, 25, E, dtype=dtype), random(N, E, dtype=dtype, seed=1)
+    weight = weight if bits == 16 else quantize(weight, bits)
+    norm, residual = random(E, dtype=dtype, seed=2), random(1, 25, N, dtype=dtype, seed=3)
+    options = {"bits": bits, "norm": norm, "eps": 1e-6}
+    block = kernels.linear(x, weight, N, residual=residual, **options)
+    gated = kernels.linear(x, weight, N, is_gated=True, **options)
+    for threads in (1, 3, 2):
+        kernels._set_threads(threads)
+        for r in range(25):
+            one = slice(r, r + 1)
+            alone = kernels.linear(x[:, one], weight, N, residual=residual[:, one], **options)
+            assert torch.equal(alone[0, 0], block[0, r])
+            alone = kernels.linear(x[:, one], weight, N, is_gated=True, **options)
+            assert torch.equal(alone[0, 0], gated[0, r])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_are_rounded_as_pytorch_rounds_them(kernels, dtype):
+    """To the nearest, ties to even; denormal, too large, infinite and NaN."""
+    wide = torch.cat([
+        random(4000) * 10.0 ** torch.arange(-10, 10).repeat_interleave(200),
+        torch.tensor([0.0, -0.0, 65504, 65519.9, 65520, 1e-8, 6e-8, 3e38, math.inf, math.nan]),
+        1 + torch.arange(64) / 2**9, 1 + torch.arange(64) / 2**12,
+    ])  # fmt: skip
+    eye, cos = wide.to(dtype).view(1, 1, 1, -1), torch.ones(1, 1, 1, len(wide))
+    same = kernels.rotate(eye, cos, 0 * cos)  # x cos(0) + x' sin(0)
+    finite = eye.isfinite() & eye.roll(len(wide) // 2, -1).isfinite()
+    assert torch.equal(same[finite], eye[finite])
+    half = kernels.rotate(eye, cos / 3, 0 * cos)
+    assert torch.equal(half[finite], (eye.float() * (cos / 3)).to(dtype)[finite])
+
+
+def test_a_forked_process_computes_too():
+    """Threads do not survive a fork; the pool makes new ones."""
+    program = (
+        "import os, sys, torch\n"
+        "from minitri.cpu.kernels import load_kernels\n"
+        "torch.set_num_threads(1)\n"  # PyTorch's own threads would hang there
+        "kernels, x = load_kernels(), torch.ones(1, 1, 64)\n"
+        "kernels._set_threads(2)\n"
+        "run = lambda: kernels.linear(x, torch.ones(4096, 64), 4096).sum().item()\n"
+        "wanted = run()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    os._exit(0 if run() == wanted else 1)\n"
+        "sys.exit(os.waitpid(child, 0)[1])\n"
+    )
+    subprocess.run(["python", "-W", "ignore", "-c", program], check=True, timeout=60)
+
+
+MUTANTS = {
+    "pieces begin where the prefix ends": (
+        "begin = piece * PIECE;",
+        "begin = num_pieces > 1 && piece ? piece * PIECE - a.lengths[b] % BLOCK : piece * PIECE;",
+    ),
+    "a token sees the next one": ("token <= t);", "token <= t + 1);"),
+    "a slot behind the block is read": ("if (s + 1 < n) b", "if (s < n) b"),
+    "a piece is left out of the merge": (
+        "p = 0; p < num_pieces; ++p) {\n            const float w",
+        "p = 1; p < num_pieces; ++p) {\n            const float w",
+    ),
+    "sums are not rescaled": ("store(sums, load(sums) * shrink);", ""),
+    "totals are not rescaled": ("total *= shrink;", ""),
+    "the rest of a row is skipped": ("if (e < E) {", "if (false) {"),
+    "rows of a tile share an operand": ("rows.x + m * rows.stride + e / Op::STEP);\n        }\n",
+                                        "rows.x + 0 * rows.stride + e / Op::STEP);\n        }\n"),
+    "no epsilon": ("+ float(a.eps)", ""),
+    "half the scale": ("scale[o][i + half];", "scale[o][i];"),
+}  # fmt: skip
+"""Wrong kernels: a text of the source and what stands in its place."""
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_wrong_kernels_are_noticed(name, tmp_path):
+    old, new = MUTANTS[name]
+    code = SOURCE.read_text()
+    assert old in code
+    mutant = compiled(code.replace(old, new), "native", tmp_path)
+    dtype = torch.bfloat16
+    with pytest.raises(AssertionError):  # noqa: PT012
+        test_attention_equals_the_oracle(mutant, dtype, 64)
+        test_attention_of_a_token_has_the_same_bits_whatever_stands_beside_it(mutant, dtype)
+        test_linear_equals_plain_formulas(mutant, dtype, 48, 7)
+        test_quantized_weights_multiply_as_the_numbers_that_they_stand_for(mutant, dtype, 4, 576)
+        test_the_norm_of_almost_zeros_is_bounded(mutant)
+
+
+def test_the_norm_of_almost_zeros_is_bounded(kernels):
+    """By its epsilon."""
+    x, weight, norm = torch.full((1, 1, 64), 1e-6), torch.eye(64), torch.ones(64)
+    got = kernels.linear(x, weight, 64, norm=norm, eps=1e-5)
+    assert (got - 1e-6 / math.sqrt(1e-12 + 1e-5)).abs().max() < 1e-6
