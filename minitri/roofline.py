@@ -23,11 +23,15 @@ class Machine:
     """From host memory to the device."""
     seconds_per_layer: float = 0.0
     """Whatever is in it: launches, small operations, Python."""
+    seconds_per_pass: float = 0.0
+    """Whatever is around it: sampling, a verdict."""
     share_per_extra_token: float = 0.0
     """What each token of a block but the first adds, as a share of the pass."""
 
 
-CPU = Machine(15e9, 6.5e9, 25e9, seconds_per_layer=0.3e-3, share_per_extra_token=0.04)
+CPU = Machine(
+    30e9, 25e9, 25e9, seconds_per_layer=0.08e-3, seconds_per_pass=0.8e-3, share_per_extra_token=0.06
+)
 GPU = Machine(2e12, 2e12, 25e9, seconds_per_layer=0.05e-3, share_per_extra_token=0.01)
 """Nominal machines: of the right order where nothing was measured, and the same in every run."""
 
@@ -64,7 +68,7 @@ def pass_seconds(
     `link_bytes` is the part of the KV that comes from host memory, beside everything that computes,
     so the slower of the two counts.
     """
-    seconds = config.num_layers * machine.seconds_per_layer
+    seconds = machine.seconds_per_pass + config.num_layers * machine.seconds_per_layer
     seconds += weight_bytes / machine.weight_bytes_per_second
     seconds += kv_bytes / machine.kv_bytes_per_second
     seconds = max(seconds, link_bytes / machine.link_bytes_per_second)

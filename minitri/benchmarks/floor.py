@@ -1,9 +1,12 @@
 """Prefill and decoding of the model alone, beside the floor that memory bandwidth sets."""
 
 import argparse
+import contextlib
 import json
 import resource
 import sys
+import unittest.mock
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,15 +17,16 @@ from minitri.cli.arguments import taken
 from minitri.cli.prompts import load_engine, read_prompt
 from minitri.cli.report import where
 from minitri.cli.terminal import finish
+from minitri.cpu.kernels import Kernels, load_kernels
 from minitri.engine import Engine
 from minitri.generation import Generation
 from minitri.roofline import kv_bytes_per_token, weights_per_pass
 from minitri.settings import GenerationConfig, SpeculationConfig
 
 PARTS = {
-    "linear layers": ("mkldnn::_linear_pointwise", "aten::addmm"),
-    "attention, LM head": (
-        "aten::bmm", "aten::mm", "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "linear layers": ("linear", "mkldnn::_linear_pointwise", "aten::addmm"),
+    "attention": (
+        "attention", "aten::bmm", "aten::mm", "aten::_scaled_dot_product_flash_attention_for_cpu",
     ),
     "attention, softmax": ("aten::exp_", "aten::sum"),
 }  # fmt: skip
@@ -34,6 +38,7 @@ def run_plain(args: argparse.Namespace) -> None:
     bare_bytes = peak_memory_bytes(torch.device("cpu"))
     text = read_prompt(args.prompt_file[0] if args.prompt_file else None)
     generation, num_new = taken(GenerationConfig, args), args.max_new_tokens
+    args.draft_weights = "same"
     engine, [prompt] = load_engine(args, "ngram", [(text, args.prompt_tokens)], num_new=num_new)
     device = engine.model.device
     all_stats = [
@@ -95,7 +100,7 @@ def profile_decoding(
     while run.stats.num_decoded_tokens < 2:
         next(run)
     before = run.stats.decode_seconds
-    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+    with seen_by_profiler(load_kernels()), profile(activities=[ProfilerActivity.CPU]) as recorded:
         while run.stats.num_decoded_tokens < 2 + num_steps:
             next(run)
     total = 1e3 * (run.stats.decode_seconds - before) / num_steps
@@ -104,6 +109,24 @@ def profile_decoding(
     kernels = {row.key: row.self_cpu_time_total / 1e3 / num_steps for row in rows}
     parts = {part: sum(kernels.get(name, 0.0) for name in names) for part, names in PARTS.items()}
     return {**parts, "other": total - sum(parts.values())}
+
+
+@contextlib.contextmanager
+def seen_by_profiler(kernels: Kernels | None) -> Iterator[None]:
+    """Gives PyTorch's profiler the names of compiled kernels, which it does not know."""
+
+    def named(name: str, function: Callable[..., None]) -> Callable[..., None]:
+        def run(*arguments: Any) -> None:
+            with torch.profiler.record_function(name):
+                function(*arguments)
+
+        return run
+
+    with unittest.mock.patch.multiple(
+        kernels, _linear=named("linear", kernels._linear),
+        _attention=named("attention", kernels._attention),
+    ) if kernels is not None else contextlib.nullcontext():  # fmt: skip
+        yield
 
 
 def describe(facts: dict[str, Any]) -> str:

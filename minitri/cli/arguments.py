@@ -32,6 +32,7 @@ Settings = TypeVar("Settings", SamplingParams, GenerationConfig, SpeculationConf
 Flags = argparse._ActionsContainer
 """A parser, or a group of its flags."""
 
+MAX_THREADS = 1024
 DEMO_PROMPT_TOKENS = 4000
 """Length of the built-in prompt where no other is asked for: read in seconds on a laptop."""
 WITH_DRAFTER = ("auto", "naive", "triforce")
@@ -174,6 +175,10 @@ def add_model_flags(flags: Flags) -> None:
     ):  # fmt: skip
         options: dict[str, Any] = {"choices": choices, "metavar": metavar, "help": text}
         flags.add_argument(f"--{name}", default=default, **options)
+    text = "cores of a CPU to compute on (default: all; leave some to other programs)"
+    flags.add_argument("--threads", type=whole(1, MAX_THREADS), metavar="N", help=text)
+    text = "stop with an error where texts might differ in the last bits: without compiled kernels"
+    flags.add_argument("--bitwise", action="store_true", help=text)
 
 
 def add_prompt_flags(
@@ -237,7 +242,12 @@ def taken(settings: type[Settings], args: argparse.Namespace, **others: Any) -> 
 
 
 def model_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of `load` that the flags stand for, without the drafter."""
+    """The keyword arguments of `load` that the flags stand for, without the drafter.
+
+    Methods without a retrieval level have no use for a copy of the weights.
+    """
+    if getattr(args, "method", None) in ("autoregressive", "naive"):
+        args.draft_weights = "same"
     names = ("model", "dtype", "device", "attention", "rope_scaling", "draft_weights")
     return {**{name: getattr(args, name) for name in names}, "progress": not args.quiet}
 

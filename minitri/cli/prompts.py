@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+import torch
+
 from minitri.cli.arguments import DEMO_PROMPT_TOKENS, model_of
 from minitri.engine import Engine, load
 from minitri.errors import InputError, shorten
@@ -105,4 +107,12 @@ def load_engine(
                 )
             check_prompt(ids, config, num_new)
 
-    return load(**model_of(args), draft=draft, before_weights=check), prompts
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    engine = load(**model_of(args), draft=draft, before_weights=check)
+    if args.bitwise and not engine.model.is_row_invariant:
+        raise InputError(
+            f"--bitwise needs the compiled kernels, which {engine.config.name} on "
+            f"{engine.model.device} does not use; run on a CPU with a C++ compiler, or leave it out"
+        )
+    return engine, prompts

@@ -51,7 +51,8 @@ def summary(engine: Engine, run: Generation) -> str:
             f"graphs   {stats.num_graphs} captured in {stats.capture_seconds:.2f} s, "
             f"{stats.graph_bytes / 1e6:.0f} MB; attention {attention_name(engine.model.attend)}"
         )
-    weights = engine.model.num_bytes + (engine.draft.num_bytes if engine.draft else 0)
+    models = (engine.model, engine.draft, engine.guesser)
+    weights = sum(model.num_bytes for model in models if model is not None)
     caches = f"KV caches {stats.kv_cache_bytes / 1e6:.0f} MB"
     return "\n".join([*lines, f"memory   weights {weights / 1e6:.0f} MB, {caches}"])
 

@@ -263,7 +263,8 @@ def test_nominal_costs_count_weights_layers_slots_and_guesses(machine):
     size = {"machine": machine, "itemsize": 2, "num_tokens": 10**6, "num_retrieved": 4096}
     costs = pass_costs(config, draft, **size)
     weight_bytes = 2 * weights_per_pass(config)
-    alone = 32 * machine.seconds_per_layer + weight_bytes / machine.weight_bytes_per_second
+    alone = machine.seconds_per_pass + 32 * machine.seconds_per_layer
+    alone += weight_bytes / machine.weight_bytes_per_second
     slot = 512 * 1024 / machine.kv_bytes_per_second
     assert costs("retrieval", 0) == pytest.approx(alone + 4096 * slot)
     assert costs("target", 0) == pytest.approx(alone + 10**6 * slot)
