@@ -9,6 +9,7 @@ import torch
 
 from minitri import runner, selftest
 from minitri.benchmarks.departures import modes
+from minitri.cli.prompts import load_engine
 from minitri.decoding import random_source
 from minitri.decoding.noise import gumbel_argmax, noise_key
 from minitri.decoding.sampling import probs_from_logits, sample
@@ -160,11 +161,29 @@ def test_a_coupled_draw_with_the_noise_of_another_position_is_a_bug(check, monke
     assert lines[1].startswith("coupled  retrieval  BUG: ")
 
 
-def test_a_flip_that_rounding_explains_is_a_numeric_tie(check, monkeypatch):
+def loading(*, is_row_invariant):
+    """`load_engine`, whose models are said to have these kernels."""
+
+    def load(*args, **settings):
+        engine, prompts = load_engine(*args, **settings)
+        engine.model.is_row_invariant = is_row_invariant
+        return engine, prompts
+
+    return load
+
+
+@pytest.mark.parametrize("is_row_invariant", [False, True])
+def test_a_flip_that_rounding_explains_is_a_numeric_tie_unless_bits_never_change(
+    check, monkeypatch, is_row_invariant
+):
+    monkeypatch.setattr(selftest, "load_engine", loading(is_row_invariant=is_row_invariant))
     swap_top_two(monkeypatch, 0.0, 0.05)
     code, lines, err = check("--method", "naive", "--dtype", "bfloat16", "--max-new-tokens", "300")
     greedy = json.loads(lines[-1])["comparisons"][0]
-    assert code == 0
+    assert code == is_row_invariant
+    if is_row_invariant:
+        assert greedy["verdict"] == "BUG"
+        return
     assert lines[0].startswith("greedy   naive      numeric tie: ")
     assert greedy["score_gap"] <= greedy["bound"] < 1
     assert "loading the model in float32" in err
