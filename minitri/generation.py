@@ -180,8 +180,7 @@ class Generation(Iterator[Event]):
             yield from self._emit(session, emitted)
             while any(cascade.active):
                 started = time.perf_counter()
-                with self._model.decoding():
-                    emitted = cascade.step()
+                emitted = session.step()
                 stats.decode_seconds += time.perf_counter() - started
                 yield from self._emit(session, emitted)
         except GeneratorExit:  # closed; after any other error the session is not kept

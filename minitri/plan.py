@@ -27,7 +27,13 @@ with clean_imports():
     from minitri.loading.fetch import committed_path, default_draft
     from minitri.loading.named_models import shape_of, unknown_model
     from minitri.model.config import ModelConfig
-    from minitri.roofline import Machine, kv_bytes_per_token, pass_seconds, weights_per_pass
+    from minitri.roofline import (
+        Machine,
+        four_bit_bytes,
+        kv_bytes_per_token,
+        pass_seconds,
+        weights_per_pass,
+    )
     from minitri.settings import StepPlan
 
 
@@ -173,7 +179,12 @@ def run_command(args: argparse.Namespace) -> int:
         f"{gpu_gb_s:g} GB/s, {args.host_memory:g} GiB of host memory over {args.link_gb_s:g} GB/s"
     )
     print(table(placements, config.num_layers))
-    result = {"model": config.name, "context": context, "on_chip": best, "placements": placements}
+    copy_bytes = four_bit_bytes(config)
+    print(f"On a CPU guesses take a copy in 4 bits, {copy_bytes / GIB:.2f} GiB (--draft-weights).")
+    result = {
+        "model": config.name, "context": context, "on_chip": best, "placements": placements,
+        "draft_weights_bytes": copy_bytes,
+    }  # fmt: skip
     print(json.dumps(result))
     if (missing := shortage(needs, gpu_bytes, host_bytes, config.name)) is not None:
         raise InputError(missing)

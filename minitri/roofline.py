@@ -54,6 +54,18 @@ def weights_per_pass(config: ModelConfig) -> int:
     return num_weights(config) - is_untied * config.vocab_size * config.hidden_size
 
 
+def four_bit_bytes(config: ModelConfig) -> int:
+    """Bytes of a model's copy in 4 bits, its LM head in 8, scales included: `cpu/quantized.py`."""
+    E, D, inner = config.hidden_size, config.head_dim, config.intermediate_size
+
+    def row(length: int) -> int:
+        return -(-length // 64) * 32 + length // 32 * 4
+
+    layer = (config.num_heads + 2 * config.num_kv_heads) * D * row(E) + 2 * inner * row(E)
+    layer += E * (row(config.num_heads * D) + row(inner))
+    return config.num_layers * layer + config.vocab_size * (-(-E // 64) * 64 + E // 32 * 2)
+
+
 def kv_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
     """Bytes of K and V of one token in all layers."""
     return config.kv_values_per_token * itemsize

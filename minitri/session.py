@@ -22,7 +22,7 @@ from minitri.caches.policies import make_policy
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import window_problem
 from minitri.decoding.autotuner import Autotuner
-from minitri.decoding.cascade import Cascade, Level
+from minitri.decoding.cascade import Cascade, Emitted, Level
 from minitri.decoding.drafters.ngram import NgramDrafter
 from minitri.decoding.random_source import CoupledSource, IndependentSource, RandomSource
 from minitri.decoding.stats import LevelStats, Stats
@@ -244,6 +244,11 @@ class Session:
         is_float32 = target.dtype == torch.float32 and target.device.type == "cpu"
         is_exact = is_float32 or target.is_row_invariant
         return batch.speculation.timed or (is_same_text and is_exact)
+
+    def step(self) -> list[Emitted]:
+        """A step of the cascade; a CPU gives its cores to the kernels meanwhile."""
+        with self.models[0].decoding():
+            return self.cascade.step()
 
     def prefill(self, b: int) -> Iterator[int]:
         """Reads prompt b but for its last token in chunks; yields how many tokens it has read."""

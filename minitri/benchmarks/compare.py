@@ -58,7 +58,7 @@ class Method:
                     "compare another one"
                 )
             cache.observe(0, queries_LTHD)
-        self.stats, self._cascade = session.stats, session.cascade
+        self.stats, self._cascade, self._session = session.stats, session.cascade, session
         self.should_repeat = batch.sampling.temperature == 0 or batch.speculation.coupled
         """Whether its text should be that of every other method."""
         started = time.perf_counter()
@@ -74,7 +74,7 @@ class Method:
         """Decodes at least so many tokens; returns how many."""
         before = len(self.text)
         while len(self.text) - before < num_tokens:
-            self._cascade.step()
+            self._session.step()
         return len(self.text) - before
 
 

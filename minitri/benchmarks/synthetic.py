@@ -195,14 +195,14 @@ def decode(
     cascade, stats, tokens = session.cascade, session.stats, session.sequences[0]
     cascade.start()
     for _ in range(WARMUP_STEPS):
-        cascade.step()
+        session.step()
     for stage in stats.stages:
         stage.seconds = 0.0
     stats.commit_seconds = stats.rebuilds.seconds = 0.0
     before, times = len(tokens), []
     while len(tokens) - before < setup.generation.max_new_tokens:
         started = time.perf_counter()
-        cascade.step()
+        session.step()
         times.append(1e3 * (time.perf_counter() - started))
     stats.num_decoded_tokens = num_tokens = len(tokens) - before
     on_gpu = target.device.type == "cuda"
@@ -210,7 +210,7 @@ def decode(
         "synthetic": True, "method": method, "context": context,
         "ms_per_token": sum(times) / num_tokens, "ms_per_step": spread(times),
         "tokens_per_step": num_tokens / len(times), "phase_ms_per_token": phase_ms(stats),
-        "idle_share": idle_share(cascade.step, PROFILED_STEPS) if on_gpu else None,
+        "idle_share": idle_share(session.step, PROFILED_STEPS) if on_gpu else None,
         "on_chip": session.full.on_chip, "num_graphs": stats.num_graphs,
         "capture_seconds": stats.capture_seconds,
     }  # fmt: skip

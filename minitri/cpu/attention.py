@@ -1,9 +1,8 @@
-"""Attention on a CPU: the kernel depends on the length of the block and of the prefix.
+"""Attention on a CPU by PyTorch's own operations, where there are no compiled kernels.
 
 - A short block is folded: the G query heads of a KV head and its T tokens are the rows of one
   matrix, so K and V are read once per KV head, as they lie. One call of PyTorch's flash kernel
   takes prefix and block, cut in windows so that all cores have work.
-- Behind a very long prefix, two matmuls that materialise the scores are faster than that.
 - A long block, of a prefill, runs the flash kernel over the prefix and over the block, merged by
   log-sum-exp.
 
@@ -15,31 +14,18 @@ import functools
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minitri.model.attention import block_rule, fold, merge_by_lse, row_by_row
-from minitri.model.cache import STRIDE, round_up_to_stride
-
-HAS_TILES: bool = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
-"""Whether the processor multiplies tiles of matrices (AMX). The flash kernel gains most by it."""
 
 SHORT_BLOCK = 24
 """Longest block, in tokens, that is folded: those of decoding with ordinary gammas."""
-
-MATMUL_BLOCK = 4 if HAS_TILES else SHORT_BLOCK
-MATMUL_PREFIX = 24576 if HAS_TILES else 5120
-"""Blocks up to so many tokens behind more slots than that (prefix + block) materialise scores."""
 
 SPLIT_PREFIX = 1536
 """With more slots than that, flash runs over PIECES windows: else too few rows for all cores."""
 
 PIECES = 4
 """Parts of a long prefix that are read side by side. Fixed: results do not depend on the cores."""
-
-SAFE_TOTAL = 1e30
-"""The sum of the exponentials of all scores, and its inverse, must be smaller: then none has
-overflowed, and those that vanished do not count."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -55,57 +41,11 @@ def attend_cpu(
     if min(prefix_lengths) < max(prefix_lengths):
         return row_by_row(attend_cpu, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT)
     B, T, H, D = q_BTHD.shape
-    K, S = keys_BKSD.shape[1:3]
-    end = prefix_lengths[0] + T
-    has_range = q_BTHD.dtype != torch.float16  # for the exponentials of all scores
+    K, end = keys_BKSD.shape[1], prefix_lengths[0] + T
     kernel = flash_prefill if T > SHORT_BLOCK else flash_windows
-    if T <= MATMUL_BLOCK and end > MATMUL_PREFIX and has_range and round_up_to_stride(end) <= S:
-        kernel = materialised_scores
     q_KRD = fold(q_BTHD, K).flatten(0, 1)
     out_KGTD = kernel(q_KRD, keys_BKSD.flatten(0, 1), values_BKSD.flatten(0, 1), end, T, rule_TT)
     return out_KGTD.view(B, K, H // K, T, D).permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-
-def materialised_scores(
-    q_KRD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, end: int, T: int, rule_TT: Tensor | None
-) -> Tensor:
-    """Scores in memory, one matmul per KV head: a batched one would copy the prefix first, since
-    its heads lie `capacity` apart. It returns (K, G, T, D), as all kernels here do.
-
-    Scores are K q^T, slots first, so that the matmul reads keys as they lie; PIECES of the slots
-    run side by side. Matmuls see whole strides only, because oneDNN compiles every shape it meets
-    and keeps 0.7 MB of code for each. For the softmax, STRIDE slots lie side by side, so that its
-    reductions are long vectors. It does not subtract the largest score, which saves two of four
-    passes; should that overflow, flash takes over. Scores, exponentials and sums over every
-    STRIDE-th slot have the dtype of the queries, so bfloat16 rounds them, which flash does not.
-    Slots behind `end` may be read, but their probabilities are 0.
-    """
-    K, R, D = q_KRD.shape
-    width, cut = round_up_to_stride(end), end // STRIDE * STRIDE
-    exact = torch.promote_types(q_KRD.dtype, torch.float32)
-    q_KDR = (q_KRD * (1 / math.sqrt(D))).transpose(1, 2)
-    scores_KSR = q_KDR.new_empty(K, width, R)
-    for q_DR, keys_SD, scores_SR in zip(q_KDR, keys_KSD, scores_KSR, strict=True):
-        pieces_PSD = keys_SD[:width].view(PIECES, -1, D)
-        torch.bmm(pieces_PSD, q_DR.expand(PIECES, D, R), out=scores_SR.view(PIECES, -1, R))
-    scores_KSR[:, end:] = -math.inf
-    if T > 1:
-        unseen_TGT = ~block_rule(T, rule_TT, q_KDR.device).t().unsqueeze(1)  # keys before queries
-        block_KTGT = scores_KSR[:, end - T : end].view(K, T, R // T, T)
-        block_KTGT.masked_fill_(unseen_TGT, -math.inf)
-    sums_KSR = scores_KSR.exp_().view(K, -1, STRIDE * R).sum(1).view(K, STRIDE, R)
-    total_KR = sums_KSR.sum(1, dtype=exact)
-    if not 1 / SAFE_TOTAL < total_KR.min() <= total_KR.max() < SAFE_TOTAL:
-        return flash_windows(q_KRD, keys_KSD, values_KSD, end, T, rule_TT)
-    out_KRD = q_KDR.new_empty(K, R, D, dtype=exact)
-    for probs_SR, values_SD, out_RD in zip(scores_KSR, values_KSD, out_KRD, strict=True):
-        probs_PRS = probs_SR[:cut].view(PIECES, -1, R).transpose(1, 2)
-        parts_PRD = torch.bmm(probs_PRS, values_SD[:cut].view(PIECES, -1, D))
-        torch.sum(parts_PRD, 0, dtype=exact, out=out_RD)
-    if cut < end:  # the last stride apart, up to `end`: values behind it may be anything, NaN too
-        rest_KSD = F.pad(values_KSD[:, cut:end], (0, 0, 0, width - end))
-        out_KRD += scores_KSR[:, cut:].transpose(1, 2) @ rest_KSD
-    return (out_KRD / total_KR.unsqueeze(2)).to(q_KRD.dtype).view(K, R // T, T, D)
 
 
 def flash_windows(

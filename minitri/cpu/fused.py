@@ -93,7 +93,7 @@ def is_short(x: Tensor) -> bool:
 
 def use_kernels(model: Llama, kernels: Kernels) -> None:
     """Puts kernels in the place of a model's linear layers, attention and blocks."""
-    for parent in list(model.modules()):
+    for parent in reversed(list(model.modules())):  # a copy of a module holds what it has by then
         for name, child in list(parent.named_children()):
             new: nn.Module = child
             if isinstance(child, Linear):

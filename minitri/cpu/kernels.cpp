@@ -218,22 +218,22 @@ inline float max_lanes(Vec v) {
     return x[0];
 }
 
-// e^x for x <= 0, with a relative error of 2e-7; exactly 0 below -87, so also for minus infinity.
-inline Vec exponential(Vec x) {
-    Vec clamped = maximum(x, splat(-88.0f));
-    Vec shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to a whole number
-    Vec whole = shifted - 12582912.0f;
-    Vec r = clamped - whole * 0.693145752f - whole * 1.42860677e-6f;
-    Vec e = splat(1.0f / 720) * r + 1.0f / 120;
-    e = e * r + 1.0f / 24;
-    e = e * r + 1.0f / 6;
-    e = e * r + 0.5f;
+// 2^x for x <= 0, with a relative error of 1e-7; exactly 0 below -126, so also for minus infinity.
+inline Vec power_of_2(Vec x) {
+    Vec clamped = maximum(x, splat(-126.0f));
+    Vec shifted = clamped + 12582912.0f;  // 1.5 * 2^23: rounds to a whole number
+    Vec r = clamped - (shifted - 12582912.0f);  // from -0.5 to 0.5; polynomial of Cephes' exp2f
+    Vec e = splat(1.535336188319500e-4f) * r + 1.339887440266574e-3f;
+    e = e * r + 9.618437357674640e-3f;
+    e = e * r + 5.550332471162809e-2f;
+    e = e * r + 2.402264791363012e-1f;
+    e = e * r + 6.931472028550421e-1f;
     e = e * r + 1.0f;
-    e = e * r + 1.0f;
-    Bits power = (Bits)((Ints)shifted << 23);
-    Vec result = (Vec)((Bits)e + power);
-    return x < -87.0f ? Vec{} : result;
+    Vec result = (Vec)((Bits)e + (Bits)((Ints)shifted << 23));
+    return x < -126.0f ? Vec{} : result;
 }
+
+constexpr float LOG2_E = 1.44269504f;
 
 constexpr int BLOCK = 64;  // slots whose scores are computed at once
 
@@ -533,7 +533,8 @@ inline void mask_scores(const AttentionArguments& a, int64_t b, int64_t t, int64
     }
 }
 
-// Turns BLOCK scores of row r into exp(score - largest), and rescales what the row has summed so far.
+// Turns BLOCK scores of row r into exponentials (as powers of 2) of what they are below the largest,
+// and rescales what the row has summed so far.
 inline void update_softmax(float* scores, float scale, const Part& part, int64_t r, int width) {
     Vec top = load(scores);
     for (int i = LANES; i < BLOCK; i += LANES) top = maximum(top, load(scores + i));
@@ -542,7 +543,7 @@ inline void update_softmax(float* scores, float scale, const Part& part, int64_t
     const float subtracted = now == MINUS_INFINITY ? 0.0f : now;
     Vec total = load(part.totals + r * LANES);
     if (now > old) {
-        const float shrink = exponential(splat(old - now))[0];
+        const float shrink = power_of_2(splat(old - now))[0];
         total *= shrink;
         for (int d = 0; d < width; d += LANES) {
             float* sums = part.sums + r * width + d;
@@ -551,7 +552,7 @@ inline void update_softmax(float* scores, float scale, const Part& part, int64_t
         part.largest[r] = now;
     }
     for (int i = 0; i < BLOCK; i += LANES) {
-        const Vec e = exponential(load(scores + i) * scale - subtracted);
+        const Vec e = power_of_2(load(scores + i) * scale - subtracted);
         store(scores + i, e);
         total += e;
     }
@@ -567,7 +568,7 @@ void attend_slots(const AttentionArguments& a, int64_t b, int64_t k, int64_t fir
     static thread_local Scratch<Unit> memory;
     const int steps = width / Op::STEP, prob_steps = BLOCK / Op::STEP;
     const int G = int(a.H / a.K), D = int(a.D);
-    const float scale = 1.0f / std::sqrt(float(D));
+    const float scale = LOG2_E / std::sqrt(float(D));
     const size_t block_units = size_t(steps) * BLOCK;
     Unit* block_keys = memory.get(2 * block_units + size_t(R) * steps);
     Unit *block_values = block_keys + block_units, *queries = block_values + block_units;
@@ -626,7 +627,7 @@ void attention(const AttentionArguments& a, bool is_short) {
         };
         for (int64_t p = 0; p < num_pieces; ++p) top = std::max(top, part(p).largest[r]);
         for (int64_t p = 0; p < num_pieces; ++p) {
-            const float weight = exponential(splat(part(p).largest[r] - top))[0];
+            const float weight = power_of_2(splat(part(p).largest[r] - top))[0];
             total += sum_lanes(load(part(p).totals + r * LANES)) * weight;
             const float* sums = part(p).sums + r * width;
             for (int64_t d = 0; d < width; ++d) merged[d] += sums[d] * weight;
@@ -843,7 +844,7 @@ void linear_chunk(const Weights& w, Rows<typename Weights::Operand::Unit> rows, 
 }
 
 inline Vec silu(Vec x) {
-    const Vec e = exponential(x > 0.0f ? -x : x);
+    const Vec e = power_of_2((x > 0.0f ? -x : x) * LOG2_E);
     return x * (x > 0.0f ? splat(1.0f) : e) / (e + 1.0f);
 }
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 STRIDE = 64
-"""Caches have a multiple of this many slots per row: a CPU's attention reads in whole strides."""
+"""Caches have a multiple of this many slots per row, so that rows lie alike in memory."""
 
 
 def round_up_to_stride(num_slots: int) -> int:

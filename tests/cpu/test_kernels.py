@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 import platform
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from minitri import load
+from minitri.caches.full import FullCache
 from minitri.cpu.kernels import SOURCE, Kernels, load_kernels
-from minitri.cpu.quantized import dequantize, quantize
+from minitri.cpu.quantized import dequantize, quantize, quantized_twin
 from minitri.model.attention import attend_math
+from minitri.roofline import four_bit_bytes
 from minitri.settings import LONGEST_BLOCK
 from tests.model.test_attention import random_case
 
@@ -226,3 +230,22 @@ def test_the_norm_of_almost_zeros_is_bounded(kernels):
     x, weight, norm = torch.full((1, 1, 64), 1e-6), torch.eye(64), torch.ones(64)
     got = kernels.linear(x, weight, 64, norm=norm, eps=1e-5)
     assert (got - 1e-6 / math.sqrt(1e-12 + 1e-5)).abs().max() < 1e-6
+
+
+def test_every_layer_of_a_loaded_model_is_on_kernels(folder):
+    model = load(folder, device="cpu").model
+    kinds = Counter(type(module).__name__ for module in model.modules())
+    assert not kinds.keys() & {"Layer", "Attention", "Linear", "TiedHead"}
+    assert kinds["KernelAttention"] == kinds["KernelLayer"] == model.config.num_layers
+    assert model.is_row_invariant
+
+
+def test_a_copy_in_4_bits_is_as_large_as_planned_and_guesses_like_its_model(folder):
+    model = load(folder, device="cpu", dtype="float32").model
+    twin = quantized_twin(model)
+    assert twin.num_bytes == four_bit_bytes(model.config)
+    tokens, positions = torch.arange(40).unsqueeze(0), torch.arange(40).unsqueeze(0)
+    cache = FullCache.allocate(model.config, 1, 40, dtype=model.dtype, device=model.device)
+    exact, rough = (m.logits(m(tokens, positions, cache)) for m in (model, twin))
+    assert 0 < (exact - rough).norm() / exact.norm() < 0.2
+    assert torch.equal(exact, model.logits(model(tokens, positions, cache)))  # it is as it was

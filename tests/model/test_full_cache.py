@@ -70,7 +70,7 @@ def test_a_row_shares_its_memory_and_not_its_length():
 
 def test_a_block_that_does_not_fit_is_refused():
     model, cache = tiny_model(CONFIG), new_cache(CONFIG, capacity=4)
-    assert cache.capacity == STRIDE  # whole strides, which the CPU's attention likes to read
+    assert cache.capacity == STRIDE
     feed(model, cache, [[1] * (STRIDE - 1)])
     with pytest.raises(IndexError, match=f"holds {STRIDE - 1} of {STRIDE} tokens; a block of 2"):
         model(torch.tensor([[1, 2]]), torch.tensor([[3, 4]]), cache)
