@@ -34,7 +34,7 @@ from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 log = logging.getLogger("minitri")
 
 REFERENCE = "autoregressive"
-BURST = 8
+BURST = 32
 """Tokens that a contestant decodes in a turn."""
 SETTLE_SECONDS = 0.02
 """Pause before a turn: for 5 to 10 ms OpenMP's threads go on spinning behind the last one's."""
@@ -48,7 +48,7 @@ class Method:
     def __init__(self, engine: Engine, batch: Batch, full: FullCache, queries_LTHD: Tensor) -> None:
         """`full` holds the one prompt but for its last token, and is copied; the queries are those
         of its last tokens."""
-        session = Session(engine.model, engine.draft, batch)
+        session = Session(engine.model, engine.draft, batch, guesser=engine.guesser)
         session.begin(batch)
         session.full.copy_from(full)
         if (cache := session.retrieval_cache) is not None:
