@@ -38,6 +38,7 @@ from tqdm import tqdm
 
 from minitri.cli.arguments import OneLineParser, add_model_flags, positive
 from minitri.cli.exits import program
+from minitri.cpu.attention import attend_cpu
 from minitri.decoding.sampling import probs_from_logits
 from minitri.engine import Engine, load
 from minitri.errors import InputError
@@ -200,9 +201,9 @@ def start_from(engine: Engine, args: argparse.Namespace, head_ids: Tensor) -> Ll
             f"--layers {args.layers} are not numbers from 0 to {last} with commas; write 0,1,{last}"
         )
     config = draft_config(target.config, len(layers), len(head_ids), args.out.name)
-    draft = Llama(
-        config, dtype=torch.float32, device=target.device, target=target, attend=target.attend
-    )
+    on_cpu = target.device.type == "cpu"  # whose compiled kernels know no gradients
+    attend = attend_cpu if on_cpu else target.attend
+    draft = Llama(config, dtype=torch.float32, device=target.device, target=target, attend=attend)
     places = placements(draft)
     sources: dict[str, list[str]] = {"model.norm.weight": ["model.norm.weight"]}
     for ours, theirs in enumerate(layers):

@@ -96,6 +96,7 @@ class Kernels:
         B, T, H, D = q_BTHD.shape
         assert q_BTHD.stride(3) == keys_BKSD.stride(3) == 1
         assert keys_BKSD.stride() == values_BKSD.stride()
+        assert not (q_BTHD.requires_grad and torch.is_grad_enabled()), "kernels have no gradients"
         out_BTHD = torch.empty(B, T, H, D, dtype=q_BTHD.dtype)
         rule = rule_TT.contiguous() if rule_TT is not None else None
         lengths = (ctypes.c_int64 * B)(*prefix_lengths)
@@ -119,6 +120,8 @@ class Kernels:
         `is_gated`: W holds a gate and an up projection, and the result is silu(gate) * up, of N / 2
         numbers. `is_wide`: the result is float32. Sums are float32 in any case.
         """
+        assert not (x.requires_grad and torch.is_grad_enabled()), "kernels have no gradients"
+        assert residual is None or residual.is_contiguous()
         x = x.contiguous()
         E = x.shape[-1]
         out = torch.empty(
