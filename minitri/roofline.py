@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from minitri.model.config import ModelConfig
+from minitri.model.llama import Llama
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,12 @@ def weights_per_pass(config: ModelConfig) -> int:
     return num_weights(config) - is_untied * config.vocab_size * config.hidden_size
 
 
+def bytes_per_pass(model: Llama) -> int:
+    """Bytes of the weights that a pass of this very model reads, quantized or not."""
+    weights = (getattr(module, "weight", None) for module in model.modules())
+    return sum(weight.nbytes for weight in weights if weight is not None)
+
+
 def four_bit_bytes(config: ModelConfig) -> int:
     """Bytes of a model's copy in 4 bits, its LM head in 8, scales included: `cpu/quantized.py`."""
     E, D, inner = config.hidden_size, config.head_dim, config.intermediate_size
@@ -90,14 +97,14 @@ def pass_seconds(
 def pass_costs(
     target: ModelConfig, draft: ModelConfig | None, *, machine: Machine, itemsize: int,
     num_tokens: int, num_retrieved: int, hosted_share: float = 0.0,
-    guesser_bytes: int | None = None,
+    target_bytes: int | None = None, guesser_bytes: int | None = None,
 ) -> Callable[[str, float], float]:  # fmt: skip
     """Nominal seconds of a pass of each stage, for the autotuner.
 
     The full cache holds `num_tokens` in all its rows together, a share of them in host memory, the
-    retrieval cache `num_retrieved`, with weights of `guesser_bytes` if they are not the target's.
-    The function returned takes the stage ("draft", "retrieval" or "target") and the guesses that
-    the pass verifies.
+    retrieval cache `num_retrieved`. A pass of the target reads weights of `target_bytes`, one of
+    the retrieval level `guesser_bytes`; by default what the config implies. The function returned
+    takes the stage ("draft", "retrieval" or "target") and the guesses that the pass verifies.
     """
     slot_bytes = kv_bytes_per_token(target, itemsize)
 
@@ -107,9 +114,10 @@ def pass_costs(
             return 0.0  # n-grams take no pass
         slots = {"draft": 0, "retrieval": num_retrieved, "target": num_tokens}[stage]
         hosted = hosted_share if stage == "target" else 0.0
-        kv_bytes, weight_bytes = slots * slot_bytes, weights_per_pass(config) * itemsize
-        if stage == "retrieval" and guesser_bytes is not None:
-            weight_bytes = guesser_bytes
+        kv_bytes = slots * slot_bytes
+        weight_bytes = {"target": target_bytes, "retrieval": guesser_bytes}.get(stage)
+        if weight_bytes is None:
+            weight_bytes = weights_per_pass(config) * itemsize
         return pass_seconds(
             machine, config, weight_bytes=weight_bytes, kv_bytes=kv_bytes,
             link_bytes=hosted * slots * slot_bytes, num_extra_tokens=num_guesses,

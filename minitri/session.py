@@ -32,7 +32,7 @@ from minitri.gpu.offloaded_cache import OffloadedFullCache
 from minitri.gpu.placement import allocate_full_cache
 from minitri.model.cache import round_up_to_stride
 from minitri.model.llama import Llama
-from minitri.roofline import CPU, GPU, pass_costs
+from minitri.roofline import CPU, GPU, bytes_per_pass, pass_costs
 from minitri.runner import DraftRunner, ModelRunner, RetrievalRunner, prefill
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
@@ -223,15 +223,13 @@ class Session:
         """What a round of each stage takes by bytes over bandwidth, before it was measured."""
         target = self.models[0]
         return pass_costs(
-            target.config,
-            self.draft.model.config if self.draft is not None else None,
-            machine=GPU if target.device.type == "cuda" else CPU,
-            itemsize=target.dtype.itemsize,
-            guesser_bytes=self.guesser.num_bytes if self.guesser is not target else None,
+            target.config, self.draft.model.config if self.draft is not None else None,
+            machine=GPU if target.device.type == "cuda" else CPU, itemsize=target.dtype.itemsize,
+            target_bytes=bytes_per_pass(target), guesser_bytes=bytes_per_pass(self.guesser),
             num_tokens=sum(self.batch.lengths),
             num_retrieved=sum(self.batch.budgets) if self.retrieval_cache is not None else 0,
             hosted_share=1 - self.full.on_chip / target.config.num_layers,
-        )
+        )  # fmt: skip
 
     def _may_use_clock(self) -> bool:
         """Whether the autotuner may follow measured times: if all plans write the same text.
