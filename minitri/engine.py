@@ -35,6 +35,7 @@ def load(
     device: str = "auto",
     attention: str = "auto",
     rope_scaling: str | None = None,
+    weights: str = "auto",
     draft_weights: str = "auto",
     progress: bool = False,
     before_weights: Callable[[Tokenizer, ModelConfig], None] | None = None,
@@ -42,17 +43,17 @@ def load(
     """Boots an engine: finds or fetches the files, reads config, tokenizer and weights.
 
     `model` is a name from `minitri.MODELS`, a folder or file, or a hub repository ORG/NAME. So is
-    `draft`; or it is `ngram`, which looks the last words up in the text, or `auto`, the drafter
-    that belongs to a named model, and n-grams where there is none. `dtype` is float32, bfloat16,
-    float16 or auto (bfloat16 where the device is fast at it). `device` is cpu, cuda, cuda:N or
-    auto. `attention` names a kernel for short blocks on a GPU, see `gpu/attention.py`.
-    `rope_scaling` such as `yarn:4` stretches the context. `draft_weights` guess with the retrieval
-    cache: `same`, the model's own, or `int4`, a copy of them in 4 bits, which is what `auto`
-    takes where compiled kernels run (on a CPU). The text stays the same. `progress` draws
-    bars on standard error. `before_weights` is given the tokenizer and the config before the
-    weights are read, which may take minutes: time to check a prompt. Raises `InputError`.
+    `draft`; or it is `ngram`, which looks the last words up in the text, or `auto`, the drafter of
+    a named model, and n-grams where there is none. `dtype` is float32, bfloat16, float16 or auto
+    (bfloat16 where that is fast). `device` is cpu, cuda, cuda:N or auto. `attention` names a kernel
+    for short blocks on a GPU, see `gpu/attention.py`. `rope_scaling` such as `yarn:4` stretches the
+    context. `weights` `native` leaves a GGUF file's 4 and 8 bits as they are (on a CPU); `auto`
+    does not. `draft_weights` guess with the retrieval cache: the `same`, or `int4`, a copy in 4
+    bits, as `auto` does with compiled kernels (on a CPU); the text stays the same. `progress` draws
+    bars on standard error. `before_weights` is given tokenizer and config before the weights are
+    read, which may take minutes: time to check a prompt. Raises `InputError`.
     """
-    options = {"dtype": dtype, "device": device, "attention": attention}
+    options = {"dtype": dtype, "device": device, "attention": attention, "weights": weights}
     options["draft_weights"] = draft_weights
     files = OpenModels(model, draft, rope_scaling=rope_scaling, progress=progress, **options)
     if before_weights is not None:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 from minitri.errors import InputError, shorten
 from minitri.gpu.attention import BACKENDS
-from minitri.loading.devices import DRAFT_WEIGHTS, DTYPES
+from minitri.loading.devices import DRAFT_WEIGHTS, DTYPES, WEIGHTS
 from minitri.loading.fetch import default_draft
 from minitri.loading.named_models import DEFAULT_MODEL, MODELS
 from minitri.loading.prompts import MAX_SEED
@@ -167,6 +167,9 @@ def add_model_flags(flags: Flags) -> None:
         ("device", "auto", None, "cpu|cuda|cuda:N", "(default: cuda if it is there)"),
         ("attention", "auto", ("auto", *BACKENDS), None,
          "kernel for short blocks on a GPU (default: the first that works there)"),
+        ("weights", "auto", WEIGHTS, None,
+         "on a CPU native keeps the Q4_0, Q4_1 and Q8_0 of a GGUF file as they are, which takes "
+         "less memory (default: in --dtype)"),
         ("draft-weights", "auto", DRAFT_WEIGHTS, None,
          "of the target where it guesses with its retrieval cache: its own, or a copy in 4 bits; "
          "the text stays the same (default: int4 where compiled kernels run)"),
@@ -248,7 +251,7 @@ def model_of(args: argparse.Namespace) -> dict[str, Any]:
     """
     if getattr(args, "method", None) in ("autoregressive", "naive"):
         args.draft_weights = "same"
-    names = ("model", "dtype", "device", "attention", "rope_scaling", "draft_weights")
+    names = ("model", "dtype", "device", "attention", "rope_scaling", "weights", "draft_weights")
     return {**{name: getattr(args, name) for name in names}, "progress": not args.quiet}
 
 

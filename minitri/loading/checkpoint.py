@@ -24,10 +24,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minitri.cpu.fused import use_kernels
-from minitri.cpu.kernels import load_kernels
 from minitri.cpu.packed import can_pack, pack_linears
+from minitri.cpu.quantized import keep_quantized
 from minitri.errors import InputError, shorten
 from minitri.loading.damage import explain, printable
+from minitri.loading.devices import kernels_for
+from minitri.loading.gguf_blocks import BITS
 from minitri.loading.gguf_file import GgufFile
 from minitri.loading.hf_config import as_token_ids, read_config
 from minitri.model.attention import Attend, attend_math
@@ -79,13 +81,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def load_model(
     checkpoint: Checkpoint, config: ModelConfig, *, dtype: torch.dtype, device: torch.device,
-    attend: Attend = attend_math, target: Llama | None = None, progress: bool = False,
+    attend: Attend = attend_math, target: Llama | None = None, native: bool = False,
+    progress: bool = False,
 ) -> Llama:  # fmt: skip
     """A model that is ready to run.
 
     `target` lends its embedding table to a drafter that has none; it has the same dtype and device.
-    On a CPU the weights end in oneDNN's packed layout (see `cpu/packed.py`). Raises `InputError`
-    for files that are missing, damaged or do not fit the config.
+    A CPU computes with compiled kernels, or else from oneDNN's packed layout (`cpu/packed.py`).
+    `native` leaves quantized what the kernels can read so. Raises `InputError` for files that are
+    missing, damaged or do not fit the config.
     """
     if config.draft_of is not None and target is None:
         raise InputError(
@@ -98,15 +102,34 @@ def load_model(
     with explain(problem, RuntimeError, TypeError, advice=advice, limit=90):
         # There may be no memory, or sizes may be beyond those of any tensor.
         model = Llama(config, dtype=dtype, device=device, target=lender, attend=attend)
-    _fill(model, checkpoint.tensors(config), checkpoint.path, progress)
-    if lender is not None:
-        _check_drafter(model, lender, checkpoint.path)
-    kernels = load_kernels() if device.type == "cpu" else None
+    kernels = kernels_for(device, config)
     if kernels is not None:
         use_kernels(model, kernels)
-    elif can_pack(dtype, device):
+    tensors = _native_tensors(model, checkpoint) if native else checkpoint.tensors(config)
+    _fill(model, tensors, checkpoint.path, progress)
+    if lender is not None:
+        _check_drafter(model, lender, checkpoint.path)
+    if kernels is None and can_pack(dtype, device):
         pack_linears(model)
     return model.eval()
+
+
+def _native_tensors(model: Llama, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file, for a model whose layers wait for quantized ones where they can."""
+    if not model.is_row_invariant:
+        raise InputError(
+            f"--weights native needs the compiled kernels, which {model.config.name} on "
+            f"{model.device} does not use; leave it out"
+        )
+    stored = checkpoint.quantized() if isinstance(checkpoint, GgufFile) else {}
+    packed = keep_quantized(model, placements(model), stored)
+    if not packed:
+        raise InputError(
+            f"--weights native keeps the {', '.join(BITS)} of a GGUF file, and no matrix of "
+            f"{checkpoint.path.name} is one that the kernels read so; leave it out"
+        )
+    assert isinstance(checkpoint, GgufFile)
+    return checkpoint.tensors(model.config, packed=packed)
 
 
 def _check_drafter(model: Llama, target: Llama, path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from minitri.cpu.attention import attend_cpu
 from minitri.cpu.kernels import MAX_HEAD_DIM, Kernels, load_kernels
 from minitri.cpu.packed import can_pack
-from minitri.cpu.quantized import quantized_twin
+from minitri.cpu.quantized import has_four_bits, quantized_twin
 from minitri.errors import InputError
 from minitri.gpu.attention import GpuAttention, choose_backend
 from minitri.model.attention import Attend
@@ -18,7 +18,7 @@ log = logging.getLogger("minitri")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-DRAFT_WEIGHTS = ("auto", "int4", "same")
+WEIGHTS, DRAFT_WEIGHTS = ("auto", "native"), ("auto", "int4", "same")
 
 
 def choose_device(name: str) -> torch.device:
@@ -73,21 +73,27 @@ def attention_for(
         return GpuAttention(choose_backend(device, dtype, config, wanted=wanted))
     if wanted != "auto":
         raise InputError(f"--attention {wanted} is for GPUs; leave it out on the {device.type}")
-    kernels = load_kernels() if config.head_dim <= MAX_HEAD_DIM else None
+    kernels = kernels_for(device, config)
     return kernels.attend if kernels is not None else attend_cpu
 
 
-def check_draft_weights(wanted: str) -> str:
-    """Raises `InputError` unless these weights can be had."""
-    if wanted not in DRAFT_WEIGHTS:
-        raise InputError(
-            f"draft weights {wanted!r} are unknown; use one of {', '.join(DRAFT_WEIGHTS)}"
-        )
-    return wanted
+def kernels_for(device: torch.device, config: ModelConfig) -> Kernels | None:
+    """The compiled kernels, where they can run models of this shape."""
+    can_run = device.type == "cpu" and config.head_dim <= MAX_HEAD_DIM
+    return load_kernels() if can_run else None
+
+
+def check_weights(weights: str, draft_weights: str) -> None:
+    """Raises `InputError` for names that nothing stands behind."""
+    named = {"weights": (weights, WEIGHTS), "draft weights": (draft_weights, DRAFT_WEIGHTS)}
+    for what, (wanted, known) in named.items():
+        if wanted not in known:
+            raise InputError(f"{what} {wanted!r} are unknown; use one of {', '.join(known)}")
 
 
 def guesser_for(model: Llama, wanted: str) -> Llama | None:
-    """The copy of a model in 4 bits that guesses with the retrieval cache; None: the model does.
+    """The copy of a model in 4 bits that guesses with the retrieval cache; None: the model does,
+    which may have 4 bits itself.
 
     Raises `InputError` if it cannot be had.
     """
@@ -100,7 +106,7 @@ def guesser_for(model: Llama, wanted: str) -> Llama | None:
                 f"{model.device} does not use; leave it out"
             )
         return None
-    return quantized_twin(model)
+    return None if has_four_bits(model) else quantized_twin(model)
 
 
 def attention_name(attend: Attend) -> str:

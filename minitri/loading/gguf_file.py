@@ -1,14 +1,15 @@
 """A GGUF file: llama.cpp's container of weights, hyper-parameters and tokenizer in one.
 
-The `gguf` package dequantizes. Its parser is not used: of a damaged header it makes millions of
-objects. This file parses and translates names and conventions to those of Hugging Face, so that
-nobody else needs to know them. One trap: GGUF pairs neighbouring dimensions in its rotary
-embedding, so it stores the rows of q and k in another order; they are put back here.
+The `gguf` package dequantizes; what stays quantized is repacked by `gguf_blocks.py`. The parser of
+that package is not used: of a damaged header it makes millions of objects. This file parses and
+translates names and conventions to those of Hugging Face, so that nobody else needs to know them.
+One trap: GGUF pairs neighbouring dimensions in its rotary embedding, so it stores the rows of q and
+k in another order; they are put back here.
 """
 
 import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from minitri.errors import InputError, shorten
 from minitri.loading.damage import explain, printable
+from minitri.loading.gguf_blocks import BITS, repack
 from minitri.loading.hf_config import as_token_ids, read_fields, read_value
 from minitri.model.config import ModelConfig
 
@@ -257,24 +259,43 @@ class GgufFile:
         found = {name: self.get(f"llama.rope.{key}") for name, key in _ROPE_KEYS.items()}
         return found | {"rope_type": "default" if kind == "none" else kind, "factor": factor}
 
-    def tensors(self, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its Hugging Face name, dequantized to float32, one at a time."""
-        from gguf import dequantize
+    def quantized(self) -> dict[tuple[str, tuple[int, ...]], int]:
+        """Bits of the matrices whose numbers the CPU kernels can read, by name and shape."""
+        return {
+            (hugging_face_name(name), stored.shape): BITS[stored.type.name]
+            for name, stored in self._tensors.items()
+            if stored.type.name in BITS
+        }
 
+    def tensors(
+        self, config: ModelConfig, *, packed: Collection[str] = ()
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its Hugging Face name, one at a time, dequantized to float32.
+
+        Those that are named in `packed` stay quantized: rows of `cpu/quantized.py`.
+        """
         for gguf_name, stored in self._tensors.items():
             if gguf_name == _ROPE_DIVISORS:
                 continue
-            kind, advice = stored.type.name, "use a file of another quantization"
-            shown = f"tensor {printable(gguf_name, 60)} of type {kind}"
-            problem = f"{self.path.name}: {shown} cannot be dequantized"
-            with explain(problem, NotImplementedError, ValueError, KeyError, advice=advice):
-                values = dequantize(stored.data, stored.type)
-            weight = torch.from_numpy(np.require(values, requirements="W"))  # no view of the file
             name = hugging_face_name(gguf_name)
+            if name in packed:
+                weight = repack(stored.data, stored.type.name, stored.shape[-1])
+            else:
+                weight = self._dequantized(gguf_name, stored)
             for part, heads in (("q_proj", config.num_heads), ("k_proj", config.num_kv_heads)):
                 if part in name and len(weight) % (2 * heads) == 0:  # else it is of a wrong shape
                     weight = _neighbours_to_halves(weight, heads)
             yield name, weight
+
+    def _dequantized(self, name: str, stored: StoredTensor) -> Tensor:
+        from gguf import dequantize
+
+        kind, advice = stored.type.name, "use a file of another quantization"
+        shown = f"tensor {printable(name, 60)} of type {kind}"
+        problem = f"{self.path.name}: {shown} cannot be dequantized"
+        with explain(problem, NotImplementedError, ValueError, KeyError, advice=advice):
+            values = dequantize(stored.data, stored.type)
+        return torch.from_numpy(np.require(values, requirements="W"))  # no view of the file
 
 
 def hugging_face_name(name: str) -> str:

@@ -17,7 +17,7 @@ from minitri.loading.checkpoint import load_model, open_checkpoint
 from minitri.loading.devices import (
     attention_for,
     attention_name,
-    check_draft_weights,
+    check_weights,
     choose_device,
     choose_dtype,
     guesser_for,
@@ -35,7 +35,7 @@ class OpenModel:
 
     def __init__(
         self, name: str, *, dtype: torch.dtype, device: torch.device, attention: str = "auto",
-        rope_scaling: str | None = None, progress: bool = False,
+        rope_scaling: str | None = None, weights: str = "auto", progress: bool = False,
     ) -> None:  # fmt: skip
         """The arguments are those of `minitri.load`. Raises `InputError`."""
         located = locate(name, progress=progress)
@@ -48,14 +48,14 @@ class OpenModel:
         self.tokenizer = load_tokenizer(self._checkpoint, config) if has_tokenizer else None
         self._dtype, self._device = dtype, device
         self._attend = attention_for(device, dtype, config, attention)
-        self._progress = progress
+        self._native, self._progress = weights == "native", progress
 
     def load(self, target: Llama | None = None) -> Llama:
         """Reads the weights. `target` lends its embedding table to a drafter that has none."""
         config = self.config
         model = load_model(
             self._checkpoint, config, dtype=self._dtype, device=self._device,
-            attend=self._attend, target=target, progress=self._progress,
+            attend=self._attend, target=target, native=self._native, progress=self._progress,
         )  # fmt: skip
         log.info(
             "%s on %s, %s, attention %s, context %d tokens, RoPE %s",
@@ -70,10 +70,12 @@ class OpenModels:
 
     def __init__(
         self, model: str | os.PathLike[str], draft: str | os.PathLike[str], *, dtype: str,
-        device: str, attention: str, rope_scaling: str | None, draft_weights: str, progress: bool,
+        device: str, attention: str, rope_scaling: str | None, weights: str, draft_weights: str,
+        progress: bool,
     ) -> None:  # fmt: skip
         texts: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention}
         texts |= {
+            "weights": weights,
             "draft_weights": draft_weights,
             "rope_scaling": rope_scaling or "",
             "model": model,
@@ -89,7 +91,8 @@ class OpenModels:
         model, draft, place = os.fsdecode(model), os.fsdecode(draft), choose_device(device)
         options: dict[str, Any] = {"dtype": choose_dtype(dtype, place), "device": place}
         options |= {"attention": attention, "progress": progress}
-        self._target = OpenModel(model, rope_scaling=rope_scaling, **options)
+        check_weights(weights, draft_weights)
+        self._target = OpenModel(model, rope_scaling=rope_scaling, weights=weights, **options)
         if self._target.tokenizer is None:
             raise InputError(
                 f"{model} is a drafter for {self._target.config.draft_of} without an embedding "
@@ -97,7 +100,7 @@ class OpenModels:
             )
         self.config, self.tokenizer = self._target.config, self._target.tokenizer
         self._draft: OpenModel | None = None
-        self._draft_weights = check_draft_weights(draft_weights)
+        self._draft_weights = draft_weights
         self._is_draft_optional = draft == "auto"
         name = default_draft(model) if draft == "auto" else draft
         if name != "ngram":

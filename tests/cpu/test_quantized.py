@@ -1,0 +1,105 @@
+"""Matrices of 4 and 8 bits: what they stand for, how they lie, what the kernels make of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minitri.cpu import quantized
+from minitri.cpu.fused import KernelTiedHead
+from minitri.cpu.kernels import load_kernels
+from minitri.cpu.quantized import GROUP, QuantizedTiedHead, dequantize, pack, quantize, row_widths
+from minitri.model.linear import TiedHead
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIDTHS = (32, 64, 96, 576)
+"""Odd and even numbers of groups."""
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("E", WIDTHS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantized_weight_is_half_a_step_from_the_original(bits, E):
+    """And by the rounding of scales and offsets to float16."""
+    weight_NE = random(40, E)
+    groups_NGQ = weight_NE.unflatten(1, (-1, GROUP))
+    least, most = groups_NGQ.aminmax(dim=2, keepdim=True)
+    steps = (most - least) / 15 if bits == 4 else groups_NGQ.abs().amax(2, keepdim=True) / 127
+    packed_NX = quantize(weight_NE, bits)
+    assert packed_NX.dtype == torch.uint8
+    assert packed_NX.shape == (40, sum(row_widths(E, bits)))
+    errors = (dequantize(packed_NX, E, bits).view_as(groups_NGQ) - groups_NGQ).abs()
+    assert (errors <= steps / 2 + 1e-3 * groups_NGQ.abs().amax(2, keepdim=True)).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_groups_of_equal_weights_and_of_zeros_keep_them(bits):
+    weight_NE = torch.tensor([0.0, 1.5, -0.25]).repeat_interleave(GROUP).repeat(2, 1)
+    wanted = weight_NE if bits == 4 else (weight_NE / 127).half().float() * 127
+    assert torch.equal(dequantize(quantize(weight_NE, bits), 3 * GROUP, bits), wanted)
+
+
+def test_two_groups_of_4_bits_share_bytes_and_the_third_stands_alone():
+    quants_NGQ = torch.arange(3 * GROUP).remainder(16).to(torch.uint8).view(1, 3, GROUP)
+    quants_NGQ[0, 1] = 15 - quants_NGQ[0, 1]
+    scales, offsets = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[-1.0, 0.0, 0.5]])
+    [row] = pack(quants_NGQ, scales, offsets)
+    assert len(row) == sum(row_widths(3 * GROUP, 4)) == 2 * GROUP + 2 * 3 * 2
+    for i in (0, 7, 31):
+        assert row[i] == quants_NGQ[0, 0, i] + 16 * quants_NGQ[0, 1, i]
+        assert row[GROUP + i] == quants_NGQ[0, 2, i]  # the padding is 0
+    assert row[2 * GROUP :].view(torch.float16).tolist() == [1, 2, 3, -1, 0, 0.5]
+    wanted = quants_NGQ * scales.unsqueeze(2) + offsets.unsqueeze(2)
+    assert torch.equal(dequantize(row.unsqueeze(0), 3 * GROUP, 4), wanted.flatten(1))
+
+
+def test_8_bits_are_signed_and_lie_one_after_the_other():
+    quants_NGQ = torch.arange(-128, -32).to(torch.int8).view(1, 3, GROUP)
+    [row] = pack(quants_NGQ, torch.tensor([[1.0, 2.0, 0.5]]), None)
+    assert len(row) == sum(row_widths(3 * GROUP, 8)) == 4 * GROUP + 3 * 2
+    assert row[: 3 * GROUP].view(torch.int8).tolist() == list(range(-128, -32))
+    wanted = quants_NGQ * torch.tensor([1, 2, 0.5]).view(1, 3, 1)
+    assert torch.equal(dequantize(row.unsqueeze(0), 3 * GROUP, 8), wanted.flatten(1))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_large_matrices_are_read_and_written_in_slices(bits, monkeypatch):
+    weight_NE = random(50, 96)
+    packed_NX = quantize(weight_NE, bits)
+    whole = dequantize(packed_NX, 96, bits)
+    for numbers_at_once in (1, 96 * 7, 96 * 50):
+        monkeypatch.setattr(quantized, "NUMBERS_AT_ONCE", numbers_at_once)
+        assert torch.equal(quantize(weight_NE, bits), packed_NX)
+        assert torch.equal(dequantize(packed_NX, 96, bits), whole)
+        rounded = dequantize(packed_NX, 96, bits, torch.bfloat16)
+        assert torch.equal(rounded, whole.bfloat16())
+
+
+needs_kernels = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("E", WIDTHS)
+def test_the_kernels_read_what_is_packed_here(E, bits, dtype):
+    packed_NX, x_TE = quantize(random(50, E), bits), random(3, E, seed=1).to(dtype)
+    got_TN = load_kernels().linear(x_TE, packed_NX, 50, bits=bits, is_wide=True)
+    wanted_TN = x_TE.double() @ dequantize(packed_NX, E, bits).double().T
+    assert (got_TN - wanted_TN).abs().max() < 1e-5 * E**0.5
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_of_a_tied_head_are_those_of_its_matrix(bits, dtype):
+    plain = KernelTiedHead(TiedHead(96, 50, bias=False, dtype=dtype), load_kernels(), is_head=True)
+    head = QuantizedTiedHead(plain, quantize(random(50, 96), bits), bits)
+    table_VE = head.plain_weight(dtype)
+    for numbers in (torch.tensor([[3, 49, 3], [0, 1, 2]]), torch.tensor(7), torch.tensor([[5]])):
+        rows = head.rows(numbers)
+        assert rows.dtype == dtype
+        assert torch.equal(rows, table_VE[numbers])

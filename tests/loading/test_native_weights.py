@@ -1,0 +1,287 @@
+"""`--weights native`: a GGUF file's own 4 and 8 bits give what the dequantized model gives, and the
+same text with every method."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from functools import partial
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+import minitri
+from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig, selftest
+from minitri.cpu.fused import KernelLinear
+from minitri.cpu.kernels import load_kernels
+from minitri.cpu.quantized import QuantizedLinear, QuantizedTiedHead, dequantize
+from minitri.loading import devices
+from minitri.loading.checkpoint import Folder
+from minitri.loading.gguf_blocks import BITS, repack
+from minitri.model.block import read_block
+from minitri.roofline import CPU, bytes_per_pass
+from minitri.settings import LONGEST_BLOCK
+from tests.cascades import Rig
+from tests.conftest import byte_level_tokenizer, new_cache, write_hf_folder
+from tests.loading.gguf_writer import PARTS, write_gguf
+
+pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
+
+TEXT = torch.randint(3, 310, (LONGEST_BLOCK + 71,), generator=torch.Generator().manual_seed(0))
+ROUNDING = {"float32": 2e-5, "bfloat16": 0.2, "float16": 0.03}
+"""Largest difference of logits, whose standard deviation is 1.2: that of the dequantized model is
+nearly as large, since blocks and prefills add in another order and round elsewhere."""
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def weights(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / request.param
+    return Folder(write_hf_folder(folder, tie_word_embeddings=request.param == "tied"))
+
+
+@pytest.fixture(scope="module", params=BITS)
+def file(request, weights, tmp_path_factory):
+    return write(weights, tmp_path_factory.mktemp("files") / "tiny.gguf", request.param)
+
+
+def write(weights, path, kind, **others):
+    """A GGUF file of one kind, but for parts such as `v_proj` that shall have another."""
+    config = weights.config("tiny")
+    tensors = dict(weights.tensors(config))
+    if config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    apart = {
+        name: (tensors.pop(name), gguf.GGMLQuantizationType[other])
+        for name in list(tensors)
+        for part, other in others.items()
+        if name.endswith(f"{part}.weight")
+    }
+
+    def add(writer):
+        for name, (tensor, other) in apart.items():
+            _, _, number, part = name.removesuffix(".weight").split(".", 3)
+            values = gguf.quantize(tensor.numpy(), other)
+            writer.add_tensor(f"blk.{number}.{PARTS[part]}.weight", values, raw_dtype=other)
+
+    return write_gguf(path, config, byte_level_tokenizer(), tensors, kind=kind, add=add)
+
+
+def load(path, weights="native", dtype="float32", draft="ngram", **options):
+    options |= {"dtype": dtype, "weights": weights, "draft": draft, "device": "cpu"}
+    return minitri.load(str(path), **options)
+
+
+@torch.inference_mode()
+def logits(model, tokens=TEXT, block=1 << 30):
+    """Behind every token, read in blocks."""
+    cache, found = new_cache(model.config, capacity=len(tokens), dtype=model.dtype), []
+    for some in tokens.split(block):
+        hidden_BTE = read_block(model, [some.tolist()], cache)
+        cache.advance([len(some)])
+        found += model.logits(hidden_BTE[0]).split(1)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("kind", BITS)
+def test_repacked_numbers_are_the_dequantized_ones(kind):
+    """Exactly: with all values of q, scales of 0, negative and denormal ones, odd groups."""
+    kinds, random = gguf.GGMLQuantizationType, np.random.default_rng(0)
+    factor_bytes = 4 if kind == "Q4_1" else 2
+    for E in (32, 96, 576):
+        stored = gguf.quantize(random.normal(size=(70, E)).astype(np.float32), kinds[kind])
+        blocks = stored.reshape(70, E // 32, -1)
+        blocks[1:30, :, factor_bytes:] = random.integers(0, 256, (29, E // 32, 1))
+        blocks[30:, :, factor_bytes:] = random.integers(0, 256, blocks[30:, :, factor_bytes:].shape)
+        blocks[0, :, :factor_bytes] = 0
+        blocks[1:20, :, :factor_bytes] = [3, 128] * (factor_bytes // 2)  # -3 / 2^24
+        wanted = torch.from_numpy(gguf.dequantize(stored, kinds[kind]))
+        assert torch.equal(dequantize(repack(stored, kind, E), E, BITS[kind]), wanted)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_logits_are_those_of_the_dequantized_model(file, dtype):
+    wanted = logits(load(file, "auto").model)
+    native, plain = (load(file, name, dtype).model for name in ("native", "auto"))
+    for block in (1, 7, LONGEST_BLOCK):
+        error = (logits(native, block=block) - wanted).abs()
+        assert error.max() < ROUNDING[dtype]
+        assert error.mean() < 2 * (logits(plain, block=block) - wanted).abs().mean()
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_a_prefill_has_the_bits_of_the_dequantized_model(file, dtype):
+    native, plain = (load(file, name, dtype).model for name in ("native", "auto"))
+    caches = [new_cache(native.config, capacity=len(TEXT), dtype=native.dtype) for _ in range(2)]
+    with torch.inference_mode():
+        native, plain = (
+            read_block(model, [TEXT.tolist()], cache)
+            for model, cache in zip((native, plain), caches, strict=True)
+        )
+    assert torch.equal(native, plain)
+
+
+def test_only_the_file_s_own_bytes_are_held(file):
+    native, plain = load(file).model, load(file, "auto").model
+    layers = [layer for layer in native.modules() if isinstance(layer, KernelLinear)]
+    assert len(layers) == 9
+    assert all(type(layer) in (QuantizedLinear, QuantizedTiedHead) for layer in layers)
+    is_tied = native.config.tie_word_embeddings
+    matrices = sum(tensor.nbytes for name, tensor in plain.named_parameters() if "norm" not in name)
+    table = 0 if is_tied else plain.embed_tokens.nbytes
+    share = {4: 5 / 32, 8: 8.5 / 32}[layers[0].bits]
+    small = native.num_bytes - table  # groups are padded to pairs: 3 take the place of 4
+    assert share * (matrices - table) < small < 1.15 * share * (matrices - table) + 5000
+    assert bytes_per_pass(native) == native.num_bytes - table
+
+
+def test_the_autotuner_s_priors_know_the_true_bytes(file):
+    native, plain = (load(file, name) for name in ("native", "auto"))
+    costs = [
+        Rig(engine.model, [[5, 6, 7]], method="retrieval").session._prior_seconds()
+        for engine in (native, plain)
+    ]
+    saved = bytes_per_pass(plain.model) - bytes_per_pass(native.model)
+    for stage in ("target", "retrieval"):
+        difference = costs[1](stage, 0) - costs[0](stage, 0)
+        assert difference == pytest.approx(saved / CPU.weight_bytes_per_second)
+
+
+def test_a_layer_stays_quantized_where_all_its_parts_have_as_many_bits(weights, tmp_path, caplog):
+    for others, num_kept in (
+        ({"v_proj": "F16"}, 7), ({"down_proj": "Q5_0", "o_proj": "BF16"}, 5),
+        ({"q_proj": "Q4_1"}, 9), ({"k_proj": "Q8_0"}, 7), ({"o_proj": "Q8_0"}, 9),
+    ):  # fmt: skip
+        path = write(weights, tmp_path / "mixed.gguf", "Q4_0", **others)
+        with caplog.at_level(logging.INFO):
+            model = load(path).model
+        assert f"{num_kept} of 9 matrices stay quantized" in caplog.text
+        caplog.clear()
+        error = (logits(model, block=5) - logits(load(path, "auto").model)).abs().max()
+        assert error < ROUNDING["float32"]
+
+
+def test_rows_that_are_no_whole_groups_are_dense(tmp_path):
+    folder = Folder(write_hf_folder(tmp_path / "odd", intermediate_size=80))
+    path = write(folder, tmp_path / "odd.gguf", "Q4_0", down_proj="F16")
+    model = load(path).model
+    assert [layer.mlp.down_proj.bits for layer in model.layers] == [16, 16]
+    error = (logits(model, block=5) - logits(load(path, "auto").model)).abs().max()
+    assert error < ROUNDING["float32"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_method_gives_the_autoregressive_text_bit_for_bit(file, dtype):
+    engine = load(file, dtype=dtype)
+    prompts = [TEXT[:40].tolist(), TEXT[40:].tolist()]
+    small = {"budget": 16, "chunk_size": 4, "num_recent_tokens": 8, "rebuild_stride": 7}
+    for temperature, coupled in ((0.0, False), (0.8, True)):
+        found = []
+        for method in ("autoregressive", "naive", "retrieval", "triforce", "auto"):
+            run = engine.generate(
+                prompts,
+                sampling=SamplingParams(temperature),
+                generation=GenerationConfig(40, ignore_eos=True),
+                speculation=SpeculationConfig(method, coupled=coupled, **small),
+            )
+            found.append({end.row: end.token_ids for end in run if isinstance(end, End)})
+        assert all(texts == found[0] for texts in found)
+
+
+def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(weights, tmp_path):
+    """The copy shares the LM head, which has 8 bits in both."""
+    for kind in ("Q4_0", "Q4_1"):
+        path = write(weights, tmp_path / "4.gguf", kind)
+        assert load(path).guesser is None
+        assert load(path, draft_weights="int4").guesser is None
+        assert load(path, "auto").guesser is not None
+    path = write(weights, tmp_path / "8.gguf", "Q8_0", v_proj="F16")
+    engine = load(path)
+    model, twin = engine.model, engine.guesser
+    assert twin.lm_head.weight is model.lm_head.weight
+    sizes = [layer.bits for layer in twin.layers.modules() if isinstance(layer, KernelLinear)]
+    assert sizes == [4] * 8
+    assert twin.num_bytes == bytes_per_pass(twin) - sum(
+        part.nbytes for name, part in twin.named_parameters() if "norm" in name or "head" in name
+    )
+    assert (logits(twin) - logits(model)).abs().mean() < 0.5
+    assert load(path, draft_weights="same").guesser is None
+
+
+def test_what_cannot_stay_quantized_is_refused_in_one_line(weights, tmp_path, monkeypatch):
+    dense, fine = (write(weights, tmp_path / f"{kind}.gguf", kind) for kind in ("F16", "Q4_0"))
+    for path, match in (
+        (weights.path, "--weights native keeps the Q4_0, Q4_1, Q8_0 of a GGUF file"),
+        (dense, "no matrix of F16.gguf is one that the kernels read so; leave it out"),
+    ):
+        with pytest.raises(InputError, match=match):
+            load(path)
+    with pytest.raises(InputError, match="weights 'Q4_0' are unknown; use one of auto, native"):
+        load(fine, "Q4_0")
+    with pytest.raises(InputError, match="weights is 4; it must be a text"):
+        load(fine, 4)
+    monkeypatch.setattr(devices, "load_kernels", lambda: None)
+    needs_kernels = "needs the compiled kernels, which .* on cpu does not use"
+    with pytest.raises(InputError, match=f"--weights native {needs_kernels}"):
+        load(fine)
+    with pytest.raises(InputError, match=f"--draft-weights int4 {needs_kernels}"):
+        load(fine, "auto", draft_weights="int4")
+
+
+def test_a_head_too_wide_for_the_kernels_is_computed_without_them(tmp_path):
+    folder = Folder(write_hf_folder(tmp_path / "wide", head_dim=1026, num_hidden_layers=1))
+    path = write(folder, tmp_path / "wide.gguf", "F16", q_proj="Q4_0", k_proj="Q4_0", v_proj="Q4_0")
+    assert not load(path, "auto").model.is_row_invariant
+    assert logits(load(path, "auto").model).isfinite().all()
+    with pytest.raises(InputError, match="needs the compiled kernels"):
+        load(path)
+
+
+def test_a_tensor_of_a_wrong_shape_is_named(weights, tmp_path):
+    config = weights.config("tiny")
+    tensors = dict(weights.tensors(config))
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name] = torch.zeros(64, 128)
+    path = write_gguf(tmp_path / "x.gguf", config, byte_level_tokenizer(), tensors, kind="Q4_0")
+    with pytest.raises(InputError, match=rf"{name} has shape \(64, 128\) but .* \(64, 96\)"):
+        load(path)
+
+
+slow = pytest.mark.slow
+
+
+@slow
+def test_real_weights_agree_with_the_dequantized_float32_model(real_weights, long_text):
+    """Behind 300 tokens: as well as the bfloat16 model does, and in float32 to 2e-5 of the logits'
+    standard deviation, which is 6."""
+    plain = load(real_weights, "auto", draft_weights="same")
+    tokens = torch.tensor(plain.tokenizer.encode(long_text, 300))
+    wanted = logits(plain.model, tokens)
+    sized = partial(load, real_weights, draft_weights="same")
+    errors, agreement = {}, {}
+    for weights, dtype in itertools.product(("native", "auto"), ("float32", "bfloat16")):
+        got = logits(sized(weights, dtype).model, tokens, block=8)
+        errors[weights, dtype] = (got - wanted).abs()
+        agreement[weights, dtype] = (got.argmax(1) == wanted.argmax(1)).float().mean()
+    print({key: (error.max().item(), error.mean().item()) for key, error in errors.items()})
+    print(agreement)
+    assert errors["native", "float32"].max() < 1e-3
+    assert agreement["native", "float32"] == 1
+    assert errors["native", "bfloat16"].mean() < 1.1 * errors["auto", "bfloat16"].mean()
+    assert agreement["native", "bfloat16"] >= 0.97
+
+
+@slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_real_weights_give_one_text_with_every_method(real_weights, capsys, dtype):
+    with pytest.raises(SystemExit) as ended:
+        selftest.main([
+            "--model", "smollm2-135m", "--dtype", dtype, "--weights", "native", "--bitwise",
+            "--max-prompt-tokens", "700", "--max-new-tokens", "48", "--budget", "256",
+            "--rebuild-stride", "16", "--num-samples", "0", "--quiet", "--method", "auto",
+            "--method", "naive", "--method", "retrieval", "--method", "triforce",
+        ])  # fmt: skip
+    assert ended.value.code == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["num_equal"] == 8
