@@ -20,7 +20,7 @@ from minitri.cli.terminal import finish
 from minitri.cpu.kernels import Kernels, load_kernels
 from minitri.engine import Engine
 from minitri.generation import Generation
-from minitri.roofline import kv_bytes_per_token, weights_per_pass
+from minitri.roofline import bytes_per_pass, kv_bytes_per_token
 from minitri.settings import GenerationConfig, SpeculationConfig
 
 PARTS = {
@@ -63,7 +63,7 @@ def run_plain(args: argparse.Namespace) -> None:
 def card(engine: Engine, num_tokens: int) -> dict[str, float]:
     """What a step must read at a length of `num_tokens`, and how fast this machine reads."""
     model, config = engine.model, engine.config
-    weight_bytes = weights_per_pass(config) * model.dtype.itemsize
+    weight_bytes = bytes_per_pass(model)
     kv_bytes = kv_bytes_per_token(config, model.dtype.itemsize)
     bandwidth = read_bandwidth(model.device)
     return {

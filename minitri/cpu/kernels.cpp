@@ -219,8 +219,9 @@ inline float max_lanes(Vec v) {
 }
 
 // 2^x for x <= 0, with a relative error of 1e-7; exactly 0 below -126, so also for minus infinity.
+// NaN stays NaN: damaged weights must not pass for a text.
 inline Vec power_of_2(Vec x) {
-    Vec clamped = maximum(x, splat(-126.0f));
+    Vec clamped = x < -126.0f ? splat(-126.0f) : x;
     Vec shifted = clamped + 12582912.0f;  // 1.5 * 2^23: rounds to a whole number
     Vec r = clamped - (shifted - 12582912.0f);  // from -0.5 to 0.5; polynomial of Cephes' exp2f
     Vec e = splat(1.535336188319500e-4f) * r + 1.339887440266574e-3f;
@@ -229,8 +230,8 @@ inline Vec power_of_2(Vec x) {
     e = e * r + 2.402264791363012e-1f;
     e = e * r + 6.931472028550421e-1f;
     e = e * r + 1.0f;
-    Vec result = (Vec)((Bits)e + (Bits)((Ints)shifted << 23));
-    return x < -126.0f ? Vec{} : result;
+    Vec power = (Vec)(((Ints)shifted + 127) << 23);
+    return x < -126.0f ? Vec{} : e * power;
 }
 
 constexpr float LOG2_E = 1.44269504f;

@@ -96,6 +96,25 @@ def test_attention_survives_scores_of_any_size(kernels):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("T", [1, 8])
+def test_what_is_not_finite_is_never_hidden(kernels, dtype, T):
+    """One key, value or query of NaN, of any payload, makes a result of NaN, as with the oracle."""
+    for name, place in (("q", (0, 0, 0, 3)), ("k", (0, 0, 40, 3)), ("v", (0, 0, 40, 3))):
+        for value in (math.nan, -math.nan, math.inf):
+            q, k, v, lengths = random_case(T, (700,), dtype=dtype)
+            {"q": q, "k": k, "v": v}[name][place] = value
+            got, wanted = (f(q, k, v, lengths).isfinite() for f in (kernels.attend, attend_math))
+            assert not got[~wanted].any(), (name, value)
+            assert not wanted.all()
+    x, weight = random(1, 3, 64, dtype=dtype), random(20, 64, dtype=dtype, seed=1)
+    x[0, 1, 5] = math.nan
+    for options in ({}, {"is_gated": True}, {"norm": torch.ones(64, dtype=dtype), "eps": 1e-5}):
+        got = kernels.linear(x, weight, 20, **options).isfinite()
+        assert got[0, [0, 2]].all()
+        assert not got[0, 1].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("E", [576, 64, 48, 33, 608])
 @pytest.mark.parametrize("R", [1, 4, 6, 7, 25])
 def test_linear_equals_plain_formulas(kernels, dtype, E, R):
@@ -205,6 +224,9 @@ MUTANTS = {
     "rows of a tile share an operand": ("rows.x + m * rows.stride + e / Op::STEP);\n        }\n",
                                         "rows.x + 0 * rows.stride + e / Op::STEP);\n        }\n"),
     "no epsilon": ("+ float(a.eps)", ""),
+    "NaN becomes a number": (
+        "x < -126.0f ? splat(-126.0f) : x;", "maximum(x, splat(-126.0f));",
+    ),
     "half the scale": ("scale[o][i + half];", "scale[o][i];"),
 }  # fmt: skip
 """Wrong kernels: a text of the source and what stands in its place."""
@@ -220,6 +242,7 @@ def test_wrong_kernels_are_noticed(name, tmp_path):
     with pytest.raises(AssertionError):  # noqa: PT012
         test_attention_equals_the_oracle(mutant, dtype, 64)
         test_attention_of_a_token_has_the_same_bits_whatever_stands_beside_it(mutant, dtype)
+        test_what_is_not_finite_is_never_hidden(mutant, dtype, 1)
         test_linear_equals_plain_formulas(mutant, dtype, 48, 7)
         test_quantized_weights_multiply_as_the_numbers_that_they_stand_for(mutant, dtype, 4, 576)
         test_the_norm_of_almost_zeros_is_bounded(mutant)
@@ -247,5 +270,5 @@ def test_a_copy_in_4_bits_is_as_large_as_planned_and_guesses_like_its_model(fold
     tokens, positions = torch.arange(40).unsqueeze(0), torch.arange(40).unsqueeze(0)
     cache = FullCache.allocate(model.config, 1, 40, dtype=model.dtype, device=model.device)
     exact, rough = (m.logits(m(tokens, positions, cache)) for m in (model, twin))
-    assert 0 < (exact - rough).norm() / exact.norm() < 0.2
+    assert 0 < (exact - rough).norm() / exact.norm() < 0.6  # random weights: worse than any
     assert torch.equal(exact, model.logits(model(tokens, positions, cache)))  # it is as it was
