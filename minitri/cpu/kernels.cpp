@@ -56,9 +56,10 @@ public:
 
     int num_threads() const { return num_wanted; }
 
-    void run(int64_t n, const std::function<void(int64_t)>& task) {
+    // `num_numbers`: how many are read in all. For few, the caller alone is faster than waking.
+    void run(int64_t n, int64_t num_numbers, const std::function<void(int64_t)>& task) {
         std::lock_guard<std::mutex> only_one(calls);
-        if (num_wanted == 1 || n == 1) {
+        if (num_wanted == 1 || n == 1 || num_numbers < WORTH_WAKING) {
             for (int64_t i = 0; i < n; ++i) task(i);
             return;
         }
@@ -95,6 +96,7 @@ private:
         return pool;
     }
 
+    static constexpr int64_t WORTH_WAKING = 32768;
     static constexpr int SPINS = 4000;  // some 50 to 100 microseconds
 
     void take_tasks() {
@@ -635,7 +637,8 @@ void attention(const AttentionArguments& a, bool is_short) {
         }
         finish(b, k, row, merged, total);
     };
-    Pool::get().run(num_groups * num_pieces, [&](int64_t task) {
+    const int64_t num_numbers = a.B * a.K * longest * a.D * a.T;
+    Pool::get().run(num_groups * num_pieces, num_numbers, [&](int64_t task) {
         const int64_t group = task / num_pieces, piece = task % num_pieces;
         // Later tiles of a long block see more, so they come first: nobody waits for them.
         const int64_t tile = num_tiles - 1 - group % num_tiles, k = group / num_tiles % a.K;
@@ -892,7 +895,7 @@ void linear(const LinearArguments& a) {
     const int64_t num_chunks = (outputs + CHUNK - 1) / CHUNK;
     const int64_t per_task =
         std::max<int64_t>(1, num_chunks / (TASKS_PER_THREAD * Pool::get().num_threads()));
-    Pool::get().run((num_chunks + per_task - 1) / per_task, [&](int64_t task) {
+    Pool::get().run((num_chunks + per_task - 1) / per_task, a.N * a.E, [&](int64_t task) {
         static thread_local Scratch<float> memory;
         float *sums = memory.get(2 * a.R * CHUNK), *gates = sums + a.R * CHUNK;
         const int64_t last = std::min(num_chunks, (task + 1) * per_task);
