@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "decoding": "errors settings",
     "roofline": "model",
     "caches": "settings model decoding",
-    "cpu": "settings errors folders model",
+    "cpu": "settings errors folders model caches",
     "gpu": "errors settings model decoding caches roofline session",
     "runner": "errors settings model decoding caches gpu",
     "session": "errors settings model decoding caches roofline gpu runner",
@@ -89,7 +89,7 @@ def test_the_algorithm_and_the_caches_know_nothing_of_networks_and_files():
 def test_the_core_is_short_enough_to_read():
     files = [file for file in FILES if module_name(file).split(".")[0] in CORE]
     assert sum(num_lines(file) for file in files) <= 3500
-    assert sum(num_lines(file) for file in FILES) <= 10900
+    assert sum(num_lines(file) for file in FILES) <= 11000
 
 
 def num_lines(file: Path) -> int:

@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from minitri.model.attention import block_rule, fold, merge_by_lse, row_by_row
+from minitri.model.attention import block_rule, fold, row_by_row
 
 SHORT_BLOCK = 24
 """Longest block, in tokens, that is folded: those of decoding with ordinary gammas."""
@@ -110,3 +110,10 @@ def flash_prefill(
     k_KSD, v_KSD = keys_KSD[:, : end - T], values_KSD[:, : end - T]
     prefix_KRD, lse_KR = (out[0] for out in _flash(q_KRD[None], k_KSD[None], v_KSD[None]))
     return merge_by_lse(prefix_KRD.view_as(block), lse_KR.view_as(block_lse), block, block_lse)
+
+
+def merge_by_lse(left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Tensor) -> Tensor:
+    """Attention over the union of two disjoint sets of keys, from the outputs (..., T, D) over each
+    and the log-sum-exps (..., T) of their scores."""
+    share = torch.sigmoid(right_lse - left_lse).unsqueeze(-1).to(left.dtype)
+    return torch.lerp(left, right, share)

@@ -1,24 +1,30 @@
 """The network on compiled kernels: what `use_kernels` puts in the place of a model's layers.
 
-A short pass runs six kernels a layer, each of which reads its weights, K and V once: RMSNorm with
+A short pass is one call for all layers. Each of them reads its weights, K and V once: RMSNorm with
 the projection behind it, RoPE, attention, projections with the residual addition behind them, and
 gate, up and SiLU together. Weights stay plain, as they were loaded. Blocks of more than
 LONGEST_BLOCK tokens, of a prefill, take the plain layers, but for attention and RoPE.
 
-Legend: B batch, T tokens, E hidden size, H query heads, D head dim, X any number of features.
+Legend: L layers, B batch, T tokens, S slots, E hidden size, H query heads, K KV heads, D head dim.
 """
 
-from typing import Any
+import ctypes
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitri.cpu.kernels import Kernels
+from minitri.caches.full import FullCache
+from minitri.caches.retrieval import RetrievalCache
+from minitri.caches.streaming import StreamingCache
+from minitri.cpu.kernels import Kernels, LayerWeights, Matrix, PassArguments, address
 from minitri.model.linear import Linear, TiedHead
-from minitri.model.llama import Attention, Layer, Llama, Pass, RMSNorm
+from minitri.model.llama import Attention, Layer, Layers, Llama, Pass
 from minitri.model.rope import Rotary
 from minitri.settings import LONGEST_BLOCK
+
+WRITABLE = (FullCache, RetrievalCache, StreamingCache)
+"""Caches that are nothing but tensors (L, B, K, S, D), which a pass may write and read itself."""
 
 
 class KernelLinear(Linear):
@@ -34,7 +40,14 @@ class KernelLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if is_short(x):
-            return fused(self, x, is_wide=self.is_head)
+            return self.kernels.linear(
+                x,
+                self.weight,
+                self.out_features,
+                bits=self.bits,
+                bias=self.bias,
+                is_wide=self.is_head,
+            )
         return F.linear(x, self.plain_weight(x.dtype), self.bias)
 
     def plain_weight(self, dtype: torch.dtype) -> Tensor:  # noqa: ARG002 (for other kinds)
@@ -57,33 +70,61 @@ class KernelAttention(Attention):
         return self.kernels.rotate(heads_BTHD, rotary.cos, rotary.signed_sin)
 
 
-class KernelLayer(Layer):
-    """A transformer block in six kernels."""
+class KernelLayers(Layers):
+    """All transformer blocks in one call, which writes to the cache and reads it by itself."""
 
-    def __init__(self, plain: Layer) -> None:
-        """Shares the modules of a plain layer, whose linear layers are `KernelLinear` already."""
+    _weights: "ctypes.Array[LayerWeights] | None" = None
+
+    def __init__(self, plain: Layers, kernels: Kernels) -> None:
+        """Shares the modules of plain layers, whose linear layers are `KernelLinear` already."""
         take_over(self, plain)
+        self.kernels = kernels
 
-    def forward(self, x_BTE: Tensor, layer: int, shared: Pass) -> Tensor:
-        if not is_short(x_BTE):
-            return super().forward(x_BTE, layer, shared)
-        attention, mlp = self.self_attn, self.mlp
-        qkv_BTX = fused(attention.qkv_proj, x_BTE, norm=self.input_layernorm)
-        out_BTX = attention.mix(qkv_BTX, layer, shared)
-        x_BTE = fused(attention.o_proj, out_BTX, residual=x_BTE)
-        norm = self.post_attention_layernorm
-        inner_BTX = fused(mlp.gate_up_proj, x_BTE, norm=norm, is_gated=True)
-        return fused(mlp.down_proj, inner_BTX, residual=x_BTE)
+    def forward(self, x_BTE: Tensor, shared: Pass) -> Tensor:
+        cache, rule, queries = shared.cache, shared.rule_TT, shared.queries_LBTHD
+        if not (is_short(x_BTE) and type(cache) in WRITABLE):
+            return super().forward(x_BTE, shared)
+        assert isinstance(cache, WRITABLE)
+        if self._weights is None:
+            self._weights = (LayerWeights * len(self))(*map(weights_of, self))
+        B, T, E = x_BTE.shape
+        L, _, K, S, D = cache.keys.shape
+        if max(cache.lengths) + T > S:
+            raise IndexError(f"a block of {T} behind {max(cache.lengths)} of {S} tokens")
+        x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
+        rule = None if rule is None else rule.contiguous()
+        assert cache.keys.stride() == cache.values.stride()
+        assert cache.keys.dtype == x_BTE.dtype
+        assert queries is None or (queries.is_contiguous() and queries.dtype == x_BTE.dtype)
+        raw_keys = cache.raw_keys if isinstance(cache, StreamingCache) else None
+        rotary, lengths = shared.rotary, (ctypes.c_int64 * B)(*cache.lengths)
+        first = self[0]
+        assert isinstance(first, Layer)
+        arguments = PassArguments(
+            self._weights, address(x_BTE), address(rotary.cos), address(rotary.signed_sin),
+            address(cache.keys), address(cache.values), address(raw_keys),
+            address(queries), ctypes.addressof(lengths), address(rule),
+            L, B, T, 0 if queries is None else queries.shape[2], E, first.self_attn.heads[0], K, D,
+            *cache.keys.stride()[:4], first.input_layernorm.eps,
+        )  # fmt: skip
+        self.kernels.run_pass(x_BTE.dtype, arguments)
+        return x_BTE
 
 
-def fused(layer: nn.Module, x: Tensor, *, norm: RMSNorm | None = None, **options: Any) -> Tensor:
-    """A `KernelLinear` with what stands before and behind it; see `Kernels.linear`."""
+def weights_of(layer: nn.Module) -> LayerWeights:
+    """The addresses of a block's weights, which stay where they are."""
+    assert isinstance(layer, Layer)
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+    linears = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
+    return LayerWeights(*map(address, norms), *map(matrix_of, linears))
+
+
+def matrix_of(layer: nn.Module) -> Matrix:
+    """The same of a linear layer."""
     assert isinstance(layer, KernelLinear)
-    if norm is not None:
-        options |= {"norm": norm.weight, "eps": norm.eps}
-    return layer.kernels.linear(
-        x, layer.weight, layer.out_features, bits=layer.bits, bias=layer.bias, **options
-    )
+    weights, bias = address(layer.weight), address(layer.bias)
+    return Matrix(weights, bias, layer.out_features, layer.in_features, layer.bits)
 
 
 def is_short(x: Tensor) -> bool:
@@ -101,8 +142,8 @@ def use_kernels(model: Llama, kernels: Kernels) -> None:
                 new = kind(child, kernels, is_head=child is model.lm_head)
             elif isinstance(child, Attention):
                 new = KernelAttention(child, kernels)
-            elif isinstance(child, Layer):
-                new = KernelLayer(child)
+            elif isinstance(child, Layers):
+                new = KernelLayers(child, kernels)
             setattr(parent, name, new)
     model.attend = kernels.attend
     model.is_row_invariant = True
@@ -114,4 +155,5 @@ def take_over(new: nn.Module, other: nn.Module) -> nn.Module:
     nn.Module.__init__(new)
     state = ((name, dict(v) if isinstance(v, dict) else v) for name, v in vars(other).items())
     new.__dict__.update(state)
+    new.__dict__.pop("_weights", None)  # the addresses of the other's
     return new

@@ -63,13 +63,14 @@ public:
             for (int64_t i = 0; i < n; ++i) task(i);
             return;
         }
-        while (num_workers < num_wanted - 1) {
+        num_needed = num_wanted - 1;
+        while (num_workers < num_needed) {
             std::thread(&Pool::work, this, num_workers++, round.load()).detach();
         }
         current = &task;
         num_tasks = n;
         next.store(0, std::memory_order_relaxed);
-        num_busy.store(num_workers, std::memory_order_relaxed);  // all, so that none falls behind
+        num_busy.store(num_workers, std::memory_order_relaxed);
         round.fetch_add(1, std::memory_order_seq_cst);
         if (num_sleeping.load(std::memory_order_seq_cst) > 0) {
             std::lock_guard<std::mutex> hold(sleep);
@@ -80,6 +81,7 @@ public:
             if (spins < SPINS) pause_cpu();
             else std::this_thread::yield();
         }
+        num_workers = std::min(num_workers, num_needed);
     }
 
 private:
@@ -116,8 +118,10 @@ private:
                 wake.wait(hold, [&] { return round.load(std::memory_order_seq_cst) != seen; });
                 num_sleeping.fetch_sub(1, std::memory_order_seq_cst);
             }
-            if (number < num_wanted - 1) take_tasks();
+            const bool is_needed = number < num_needed;
+            if (is_needed) take_tasks();
             num_busy.fetch_sub(1, std::memory_order_release);
+            if (!is_needed) return;
         }
     }
 
@@ -125,7 +129,8 @@ private:
     std::condition_variable wake;
     const std::function<void(int64_t)>* current = nullptr;
     int64_t num_tasks = 0;
-    int num_wanted = 1, num_workers = 0;
+    std::atomic<int> num_wanted{1};
+    int num_workers = 0, num_needed = 0;
     alignas(64) std::atomic<uint64_t> round{0};
     alignas(64) std::atomic<int64_t> next{0};
     alignas(64) std::atomic<int> num_busy{0};
@@ -931,19 +936,102 @@ void linear_of(int bits, const LinearArguments& a) {
 
 // ---- RoPE ----------------------------------------------------------------------------------------
 
+// One head: (x1, x2) cos + (x2, x1) sin, where the sine is negative in the first half.
+template <class T>
+inline void rotate_head(const T* x, const float* cos, const float* sin, T* out, int64_t D) {
+    const int64_t half = D / 2;
+    for (int64_t d = 0; d < half; ++d) {
+        const float first = widen(x[d]), second = widen(x[half + d]);
+        narrow(first * cos[d] + second * sin[d], out + d);
+        narrow(second * cos[half + d] + first * sin[half + d], out + half + d);
+    }
+}
+
 // Rotates the first `heads` of each row (total heads, D): out (R, heads, D); cos and sin (R, D).
 template <class T>
 void rotate(const T* x, const float* cos, const float* sin, T* out, int64_t R, int64_t total,
             int64_t heads, int64_t D) {
     for (int64_t r = 0; r < R; ++r, cos += D, sin += D) {
         for (int64_t h = 0; h < heads; ++h) {
-            const T* from = x + (r * total + h) * D;
-            T* to = out + (r * heads + h) * D;
-            for (int64_t d = 0; d < D; ++d) {
-                const int64_t other = d < D / 2 ? d + D / 2 : d - D / 2;
-                narrow(widen(from[d]) * cos[d] + widen(from[other]) * sin[d], to + d);
-            }
+            rotate_head(x + (r * total + h) * D, cos, sin, out + (r * heads + h) * D, D);
         }
+    }
+}
+
+// ---- A pass --------------------------------------------------------------------------------------
+
+struct Matrix {
+    const void *weights, *bias;
+    int64_t N, E, bits;       // as in `LinearArguments`
+};
+
+struct LayerWeights {
+    const void *input_norm, *post_norm;
+    Matrix qkv, o, gate_up, down;
+};
+
+struct PassArguments {
+    const LayerWeights* layers;
+    void* x;                  // (R, E) with R = B T: the residual stream, in place
+    const float *cos, *sin;   // (R, D)
+    void *keys, *values;      // of the cache, all layers
+    void* raw_keys;           // alike, for keys before RoPE; or null
+    void* queries;            // (L, B, W, H, D) for the rotated queries of the last W tokens; or null
+    const int64_t* lengths;   // prefix per sequence
+    const uint8_t* rule;      // (T, T), or null: causal
+    int64_t L, B, T, W, E, H, K, D;
+    int64_t kv_layer, kv_batch, kv_head, kv_slot;  // strides, in numbers
+    double eps;
+};
+
+// Queries and keys of a layer turned by their positions, K and V written into the cache.
+template <class T>
+void rotate_and_write(const PassArguments& p, int64_t layer, const T* qkv, T* queries) {
+    const int64_t D = p.D, width = (p.H + 2 * p.K) * D;
+    for (int64_t row = 0; row < p.B * p.T; ++row, qkv += width) {
+        const int64_t b = row / p.T, t = row % p.T;
+        const float *cos = p.cos + row * D, *sin = p.sin + row * D;
+        T* q = queries + row * p.H * D;
+        for (int64_t h = 0; h < p.H; ++h) rotate_head(qkv + h * D, cos, sin, q + h * D, D);
+        if (p.queries && t + p.W >= p.T) {
+            const int64_t place = (layer * p.B + b) * p.W + t - std::max<int64_t>(p.T - p.W, 0);
+            std::copy(q, q + p.H * D, static_cast<T*>(p.queries) + place * p.H * D);
+        }
+        for (int64_t k = 0; k < p.K; ++k) {
+            const T *key = qkv + (p.H + k) * D, *value = key + p.K * D;
+            const int64_t at = layer * p.kv_layer + b * p.kv_batch + k * p.kv_head +
+                               (p.lengths[b] + t) * p.kv_slot;
+            rotate_head(key, cos, sin, static_cast<T*>(p.keys) + at, D);
+            std::copy(value, value + D, static_cast<T*>(p.values) + at);
+            if (p.raw_keys) std::copy(key, key + D, static_cast<T*>(p.raw_keys) + at);
+        }
+    }
+}
+
+// All layers of a model over a short block.
+template <class Op>
+void pass(const PassArguments& p) {
+    using T = typename Op::Stored;
+    static thread_local Scratch<T> memory;
+    const int64_t R = p.B * p.T, width = (p.H + 2 * p.K) * p.D, heads = p.H * p.D;
+    T* qkv = memory.get(R * (width + 2 * heads + p.layers[0].down.E));
+    T *queries = qkv + R * width, *mixed = queries + R * heads, *inner = mixed + R * heads;
+    auto project = [&](const void* x, const void* norm, const Matrix& m, const void* residual,
+                       void* out, bool is_gated) {
+        linear_of<Op>(int(m.bits), {x, norm, m.weights, m.bias, residual, out, R, m.E, m.N, is_gated,
+                                    false, p.eps});
+    };
+    for (int64_t i = 0; i < p.L; ++i) {
+        const LayerWeights& layer = p.layers[i];
+        project(p.x, layer.input_norm, layer.qkv, nullptr, qkv, false);
+        rotate_and_write(p, i, qkv, queries);
+        const T *keys = static_cast<T*>(p.keys) + i * p.kv_layer;
+        const T *values = static_cast<T*>(p.values) + i * p.kv_layer;
+        attention<Op>({queries, keys, values, mixed, p.lengths, p.rule, p.B, p.T, p.H, p.K, p.D,
+                       p.T * heads, heads, p.D, p.kv_batch, p.kv_head, p.kv_slot}, true);
+        project(mixed, nullptr, layer.o, p.x, p.x, false);
+        project(p.x, layer.post_norm, layer.gate_up, nullptr, inner, true);
+        project(inner, nullptr, layer.down, p.x, p.x, false);
     }
 }
 
@@ -977,6 +1065,12 @@ void minitri_linear(int dtype, int bits, const LinearArguments* a) {
     if (dtype == 0) linear_of<Widened<float>>(bits, *a);
     if (dtype == 1) linear_of<BFloat16Operand>(bits, *a);
     if (dtype == 2) linear_of<Widened<Float16>>(bits, *a);
+}
+
+void minitri_pass(int dtype, const PassArguments* p) {
+    if (dtype == 0) pass<Widened<float>>(*p);
+    if (dtype == 1) pass<BFloat16Operand>(*p);
+    if (dtype == 2) pass<Widened<Float16>>(*p);
 }
 
 void minitri_rotate(int dtype, const void* x, const float* cos, const float* sin, void* out, int64_t R,

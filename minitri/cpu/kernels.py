@@ -52,6 +52,37 @@ class _Linear(ctypes.Structure):
     ]
 
 
+class Matrix(ctypes.Structure):
+    """Weights and bias of a linear layer."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("weights", "bias")),
+        *((name, ctypes.c_int64) for name in ("N", "E", "bits")),
+    ]
+
+
+class LayerWeights(ctypes.Structure):
+    """Where the weights of a transformer block are."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm")),
+        *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
+    ]
+
+
+class PassArguments(ctypes.Structure):
+    """A pass of all layers; its fields are explained in `kernels.cpp`."""
+
+    _fields_ = [
+        ("layers", ctypes.POINTER(LayerWeights)),
+        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "keys", "values", "raw_keys")),
+        *((name, ctypes.c_void_p) for name in ("queries", "lengths", "rule")),
+        *((name, ctypes.c_int64) for name in ("L", "B", "T", "W", "E", "H", "K", "D")),
+        *((name, ctypes.c_int64) for name in ("kv_layer", "kv_batch", "kv_head", "kv_slot")),
+        ("eps", ctypes.c_double),
+    ]
+
+
 class Kernels:
     """The functions of a shared library."""
 
@@ -63,9 +94,11 @@ class Kernels:
         self._attention = library.minitri_attention
         self._linear = library.minitri_linear
         self._rotate = library.minitri_rotate
+        self._pass = library.minitri_pass
         self._rotate.argtypes = [ctypes.c_int, *[pointer] * 4, *[whole] * 4]
-        for function in (self._set_threads, self._attention, self._linear, self._rotate):
+        for function in (self._attention, self._linear, self._rotate, self._pass):
             function.restype = None
+        self._set_threads.restype = None
         library.minitri_instructions.restype = ctypes.c_char_p
         self.instructions: str = library.minitri_instructions().decode()
         """The processor's, as far as the kernels use them."""
@@ -102,7 +135,7 @@ class Kernels:
         lengths = (ctypes.c_int64 * B)(*prefix_lengths)
         arguments = _Attention(
             q_BTHD.data_ptr(), keys_BKSD.data_ptr(), values_BKSD.data_ptr(), out_BTHD.data_ptr(),
-            ctypes.addressof(lengths), _address(rule),
+            ctypes.addressof(lengths), address(rule),
             B, T, H, keys_BKSD.shape[1], D, *q_BTHD.stride()[:3], *keys_BKSD.stride()[:3],
         )  # fmt: skip
         is_short = T <= LONGEST_BLOCK
@@ -130,11 +163,15 @@ class Kernels:
             dtype=torch.float32 if is_wide else x.dtype,
         )
         arguments = _Linear(
-            x.data_ptr(), _address(norm), weight.data_ptr(), _address(bias), _address(residual),
+            x.data_ptr(), address(norm), weight.data_ptr(), address(bias), address(residual),
             out.data_ptr(), x.numel() // E, E, out_features, is_gated, is_wide, eps,
         )  # fmt: skip
         self._linear(DTYPES[x.dtype], bits, ctypes.byref(arguments))
         return out
+
+    def run_pass(self, dtype: torch.dtype, arguments: PassArguments) -> None:
+        """All layers of a model over a short block, whose K and V are written into a cache."""
+        self._pass(DTYPES[dtype], ctypes.byref(arguments))
 
     def rotate(self, x_BTHD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
         """Rotates the first heads of each token, a slice of contiguous (B, T, heads, D).
@@ -150,7 +187,8 @@ class Kernels:
         return out_BTHD
 
 
-def _address(tensor: Tensor | None) -> int | None:
+def address(tensor: Tensor | None) -> int | None:
+    """Where the numbers of a tensor are; None stands for null."""
     return None if tensor is None else tensor.data_ptr()
 
 

@@ -99,10 +99,3 @@ def block_rule(T: int, rule_TT: Tensor | None, device: torch.device) -> Tensor:
     if rule_TT is not None:
         return rule_TT
     return torch.ones(T, T, dtype=torch.bool, device=device).tril_()
-
-
-def merge_by_lse(left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Tensor) -> Tensor:
-    """Attention over the union of two disjoint sets of keys, from the outputs (..., T, D) over each
-    and the log-sum-exps (..., T) of their scores."""
-    share = torch.sigmoid(right_lse - left_lse).unsqueeze(-1).to(left.dtype)
-    return torch.lerp(left, right, share)

@@ -52,7 +52,7 @@ class Llama(nn.Module):
         self.is_row_invariant = False  # the bits of a row depend on it alone, in any short pass
         self.decoding: Callable[[], AbstractContextManager[None]] = nullcontext  # around every step
         with torch.device(device):
-            self.layers = nn.ModuleList(Layer(config, dtype) for _ in range(config.num_layers))
+            self.layers = Layers(Layer(config, dtype) for _ in range(config.num_layers))
             self.norm = RMSNorm(config, dtype)
             self.lm_head = make_head(config, dtype)
             if target is None and not config.tie_word_embeddings:
@@ -94,11 +94,7 @@ class Llama(nn.Module):
         lengths_B = None if slots_BT is None else slots_BT[:, 0].contiguous()
         rotary = self.rope.at(positions_BT)
         shared = Pass(rotary, cache, rule_TT, slots_BT, lengths_B, queries_LBTHD, self.attend)
-        # Layers are called by `forward`, here and in `Layer`: a module's own call adds two frames
-        # to every stack trace and some microseconds, for hooks that nobody sets.
-        for number, layer in enumerate(self.layers):
-            x_BTE = layer.forward(x_BTE, number, shared)
-        return self.norm(x_BTE)
+        return self.norm(self.layers.forward(x_BTE, shared))
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Rows of the embedding table: (...) integers to (..., E)."""
@@ -137,6 +133,17 @@ class Pass:
     lengths_B: Tensor | None
     queries_LBTHD: Tensor | None
     attend: Attend
+
+
+class Layers(nn.ModuleList):
+    """All transformer blocks, one behind the other."""
+
+    def forward(self, x_BTE: Tensor, shared: Pass) -> Tensor:
+        # By `forward`: a module's own call adds two frames to every stack trace and some
+        # microseconds, for hooks that nobody sets.
+        for number, layer in enumerate(self):
+            x_BTE = layer.forward(x_BTE, number, shared)
+        return x_BTE
 
 
 class Layer(nn.Module):

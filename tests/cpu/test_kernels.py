@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import subprocess
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -207,6 +208,23 @@ def test_a_forked_process_computes_too():
     subprocess.run(["python", "-W", "ignore", "-c", program], check=True, timeout=60)
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are not listed here")
+def test_threads_that_are_not_wanted_any_more_end():
+    """Else each of them would wake for every kernel."""
+    kernels, x, weight = load_kernels(), torch.ones(1, 1, 64), torch.ones(4096, 64)
+    assert kernels is not None
+
+    def num_threads(wanted: int) -> int:
+        kernels._set_threads(wanted)
+        kernels.linear(x, weight, 4096)
+        time.sleep(0.5)
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    few = num_threads(2)
+    assert num_threads(20) == few + 18
+    assert num_threads(2) == few
+
+
 MUTANTS = {
     "pieces begin where the prefix ends": (
         "begin = piece * PIECE;",
@@ -258,8 +276,9 @@ def test_the_norm_of_almost_zeros_is_bounded(kernels):
 def test_every_layer_of_a_loaded_model_is_on_kernels(folder):
     model = load(folder, device="cpu").model
     kinds = Counter(type(module).__name__ for module in model.modules())
-    assert not kinds.keys() & {"Layer", "Attention", "Linear", "TiedHead"}
-    assert kinds["KernelAttention"] == kinds["KernelLayer"] == model.config.num_layers
+    assert not kinds.keys() & {"Layers", "Attention", "Linear", "TiedHead"}
+    assert kinds["KernelAttention"] == model.config.num_layers
+    assert kinds["KernelLayers"] == 1
     assert model.is_row_invariant
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from minitri.cpu import attention
-from minitri.cpu.attention import PIECES, SHORT_BLOCK, SPLIT_PREFIX, attend_cpu
+from minitri.cpu.attention import PIECES, SHORT_BLOCK, SPLIT_PREFIX, attend_cpu, merge_by_lse
 from minitri.gpu.attention import attend_fused
-from minitri.model.attention import attend_math, merge_by_lse
+from minitri.model.attention import attend_math
 
 
 def random_case(T, prefixes, H=6, K=2, D=16, S=None, seed=0, dtype=torch.float32):

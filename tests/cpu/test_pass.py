@@ -1,0 +1,139 @@
+"""A pass of all layers in one call of the kernels against the plain network over each cache."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from minitri.caches.full import FullCache
+from minitri.caches.policies import make_policy
+from minitri.caches.retrieval import RetrievalCache
+from minitri.caches.streaming import StreamingCache
+from minitri.cpu.fused import KernelLayers, use_kernels
+from minitri.cpu.kernels import Kernels, load_kernels
+from minitri.cpu.quantized import quantized_twin
+from minitri.settings import SpeculationConfig
+from tests.conftest import tiny_config, tiny_model
+from tests.cpu.test_kernels import SOURCE, TOLERANCE, compiled
+
+pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
+
+CONFIG = tiny_config(attention_bias=True)
+SPECULATION = SpeculationConfig(budget=64, chunk_size=8, num_recent_tokens=40, num_sink_tokens=4)
+B = 2
+LENGTHS = [37, 5]
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    return compiled(SOURCE.read_text(), "native", tmp_path_factory.mktemp("kernels"))
+
+
+def filled_cache(kind: str, dtype: torch.dtype) -> FullCache | RetrievalCache | StreamingCache:
+    """Two rows of random numbers; NaN behind them."""
+    full = FullCache.allocate(CONFIG, B, 128, dtype=dtype, device=torch.device("cpu"))
+    cache: FullCache | RetrievalCache | StreamingCache = full
+    if kind == "retrieval":
+        policy = make_policy("retrieval", full, SPECULATION.chunk_size)
+        heads = CONFIG.num_heads
+        cache = RetrievalCache(full, policy, SPECULATION, budgets=[64, 64], num_heads=heads)
+        for row, length in zip(cache.rows, LENGTHS, strict=True):
+            row.num_held = row.num_committed = length
+    elif kind == "streaming":
+        rope = tiny_model(CONFIG).rope
+        device = torch.device("cpu")
+        cache = StreamingCache(CONFIG, rope, B, SPECULATION, dtype=dtype, device=device)
+    generator = torch.Generator().manual_seed(1)
+    for slots in tensors(cache):
+        slots.fill_(torch.nan)
+        for b, length in enumerate(LENGTHS):
+            part = slots[:, b, :, :length]
+            part.copy_(torch.randn(part.shape, generator=generator))
+    if kind != "retrieval":
+        cache.advance(LENGTHS)
+    return cache
+
+
+def tensors(cache: FullCache | RetrievalCache | StreamingCache) -> list[torch.Tensor]:
+    raw = [cache.raw_keys] if isinstance(cache, StreamingCache) else []
+    return [cache.keys, cache.values, *raw]
+
+
+def check_pass(kernels: Kernels, kind: str, dtype: torch.dtype, T: int, *, has_rule: bool) -> None:
+    plain = tiny_model(CONFIG, dtype=dtype)
+    fused = copy.deepcopy(plain)
+    use_kernels(fused, kernels)
+    assert isinstance(fused.layers, KernelLayers)
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(CONFIG.vocab_size, (B, T), generator=generator)
+    positions = torch.tensor(LENGTHS).unsqueeze(1) + torch.arange(T)
+    rule = None
+    if has_rule:
+        rule = (torch.rand(T, T, generator=generator) < 0.5) | torch.eye(T, dtype=torch.bool)
+    outs = []
+    for model in (plain, fused):
+        cache = filled_cache(kind, dtype)
+        queries = torch.full((2, B, 3, CONFIG.num_heads, CONFIG.head_dim), 7.0, dtype=dtype)
+        assert CONFIG.num_layers == 2
+        hidden = model(tokens, positions, cache, rule, queries_LBTHD=queries)
+        # NaN behind what a row holds stays NaN, so it is known which slots were written.
+        outs.append([t.nan_to_num(99.0).float() for t in (hidden, queries, *tensors(cache))])
+    for want, got in zip(*outs, strict=True):
+        assert (want - got).abs().max() < 10 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kind", ["full", "retrieval", "streaming"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("T", "has_rule"), [(1, False), (2, False), (5, True)])
+def test_a_pass_computes_and_writes_what_the_plain_layers_do(kernels, kind, dtype, T, has_rule):
+    check_pass(kernels, kind, dtype, T, has_rule=has_rule)
+
+
+MUTANTS = {
+    "V one slot late": ("std::copy(value, value + D, static_cast<T*>(p.values) + at)",
+                        "std::copy(value, value + D, static_cast<T*>(p.values) + at + p.kv_slot)"),
+    "rotated raw keys": ("std::copy(key, key + D, static_cast<T*>(p.raw_keys) + at)",
+                         "rotate_head(key, cos, sin, static_cast<T*>(p.raw_keys) + at, D)"),
+    "the lengths of row 0": ("(p.lengths[b] + t) * p.kv_slot", "(p.lengths[0] + t) * p.kv_slot"),
+    "the first layer's cache": ("const T *keys = static_cast<T*>(p.keys) + i * p.kv_layer",
+                                "const T *keys = static_cast<T*>(p.keys)"),
+    "queries of all rows in one": ("(layer * p.B + b) * p.W", "layer * p.B * p.W"),
+    "one norm for both": ("layer.post_norm", "layer.input_norm"),
+    "no residual": ("layer.down, p.x, p.x", "layer.down, nullptr, p.x"),
+}  # fmt: skip
+"""Wrong passes: a text of the source and what stands in its place."""
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_wrong_passes_are_noticed(name, tmp_path):
+    old, new = MUTANTS[name]
+    code = SOURCE.read_text()
+    assert old in code
+    mutant = compiled(code.replace(old, new), "native", tmp_path)
+    with pytest.raises(AssertionError):  # noqa: PT012
+        for T in (1, 5):
+            check_pass(mutant, "streaming", torch.float32, T, has_rule=T == 5)
+
+
+def test_a_block_that_does_not_fit_is_refused(kernels):
+    model = tiny_model(CONFIG)
+    use_kernels(model, kernels)
+    cache = filled_cache("full", torch.float32)
+    cache.advance([128 - LENGTHS[0] - 1, 0])
+    tokens = torch.zeros(B, 2, dtype=torch.int64)
+    with pytest.raises(IndexError, match="a block of 2 behind 127 of 128"):
+        model(tokens, tokens, cache)
+
+
+def test_a_copy_of_a_model_does_not_take_its_weights(kernels):
+    """The addresses of weights that a pass keeps are of one model only."""
+    model = tiny_model(CONFIG)
+    use_kernels(model, kernels)
+    tokens = torch.zeros(B, 1, dtype=torch.int64)
+    before = model(tokens, tokens, filled_cache("full", torch.float32))
+    twin = quantized_twin(model)
+    rough = twin(tokens, tokens, filled_cache("full", torch.float32))
+    assert not torch.equal(rough, before)
+    assert torch.equal(model(tokens, tokens, filled_cache("full", torch.float32)), before)
