@@ -225,7 +225,14 @@ inline float max_lanes(Vec v) {
     return x[0];
 }
 
-// 2^x for x <= 0, with a relative error of 1e-7; exactly 0 below -126, so also for minus infinity.
+inline bool any_above(Vec v, float limit) {
+#ifdef __AVX512F__
+    return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
+#endif
+    return max_lanes(v) > limit;
+}
+
+// 2^x, with a relative error of 1e-7; exactly 0 below -126, so also for minus infinity.
 // NaN stays NaN: damaged weights must not pass for a text.
 inline Vec power_of_2(Vec x) {
     Vec clamped = x < -126.0f ? splat(-126.0f) : x;
@@ -274,6 +281,7 @@ struct Widened {
     static void from_floats(const float* x, int n, Unit* to) { std::copy(x, x + n, to); }
     static void to_floats(const Unit* x, int n, float* to) { std::copy(x, x + n, to); }
     static Vec dot(Vec sum, const T* weights, const Unit* x) { return sum + load(weights) * load(x); }
+    static Vec weight(Vec x) { return power_of_2(x); }  // of a value, in attention
 
     struct Quants { Vec low, high; };  // a group
     template <int BITS>
@@ -319,6 +327,16 @@ struct Pairs {
     static Vec dot(Vec sum, const BFloat16* weights, const Unit* x) {
         return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(weights),
                                      (__m512bh)_mm512_loadu_si512(x));
+    }
+
+    // With a relative error of 3e-6, since it is rounded to bfloat16; minimax polynomial.
+    static Vec weight(Vec x) {
+        const Vec r = (Vec)_mm512_reduce_ps((__m512)x, 1);  // x less the whole number below it
+        Vec e = splat(1.3534171e-2f) * r + 5.2011463e-2f;
+        e = e * r + 2.4144275e-1f;
+        e = e * r + 6.9300384e-1f;
+        e = e * r + 1.0000026f;
+        return (Vec)_mm512_scalef_ps((__m512)e, (__m512)x);
     }
 
     using Quants = __m512bh;  // a group
@@ -508,7 +526,8 @@ struct Scratch {  // 64-byte aligned memory of a thread, kept from call to call
     std::vector<Number> memory;
 };
 
-// What a task leaves for a merge: sums (rows, width), largest scores (rows), totals (rows, LANES).
+// What a task leaves for a merge: sums (rows, width), scores near the largest that they are relative
+// to (rows), totals (rows, LANES).
 struct Part {
     float *sums, *largest, *totals;
     static int64_t num_floats(int64_t rows, int64_t width) { return rows * (width + 1 + LANES); }
@@ -534,19 +553,24 @@ void copy_queries(const AttentionArguments& a, int64_t b, int64_t k, int64_t fir
 // Hides, in the scores of BLOCK slots from `s` on, those that token t does not see.
 inline void mask_scores(const AttentionArguments& a, int64_t b, int64_t t, int64_t s, int64_t end,
                         float* scores) {
-    for (int64_t j = std::max<int64_t>(a.lengths[b] - s, 0); j < BLOCK; ++j) {
-        const int64_t token = s + j - a.lengths[b];  // of the block, in that slot
-        const bool is_seen = s + j < end && (a.rule ? a.rule[t * a.T + token] : token <= t);
+    const int64_t block = a.lengths[b] - s;  // where the block's tokens begin
+    const int64_t first = std::max<int64_t>(a.rule ? block : block + t + 1, 0);
+    for (int64_t j = first; j < BLOCK; ++j) {
+        const bool is_seen = a.rule && s + j < end && a.rule[t * a.T + j - block];
         if (!is_seen) scores[j] = MINUS_INFINITY;
     }
 }
 
-// Turns BLOCK scores of row r into exponentials (as powers of 2) of what they are below the largest,
-// and rescales what the row has summed so far.
-inline void update_softmax(float* scores, float scale, const Part& part, int64_t r, int width) {
+constexpr float SLACK = 8.0f;  // powers of 2
+
+// Turns BLOCK scores of row r into exponentials (as powers of 2) of what they are above a number near
+// the largest. Where one is far above that of the row so far, rescales what the row has summed.
+template <class Op>
+void update_softmax(float* scores, float scale, const Part& part, int64_t r, int width) {
     Vec top = load(scores);
     for (int i = LANES; i < BLOCK; i += LANES) top = maximum(top, load(scores + i));
-    const float old = part.largest[r], now = std::max(old, max_lanes(top) * scale);
+    const float old = part.largest[r];
+    const float now = any_above(top * scale, old + SLACK) ? max_lanes(top) * scale : old;
     // Where nothing was seen so far, everything stays 0.
     const float subtracted = now == MINUS_INFINITY ? 0.0f : now;
     Vec total = load(part.totals + r * LANES);
@@ -560,7 +584,7 @@ inline void update_softmax(float* scores, float scale, const Part& part, int64_t
         part.largest[r] = now;
     }
     for (int i = 0; i < BLOCK; i += LANES) {
-        const Vec e = power_of_2(load(scores + i) * scale - subtracted);
+        const Vec e = Op::weight(load(scores + i) * scale - subtracted);
         store(scores + i, e);
         total += e;
     }
@@ -598,7 +622,7 @@ void attend_slots(const AttentionArguments& a, int64_t b, int64_t k, int64_t fir
             for (int m = 0; m < M; ++m) {
                 float* row = scores + m * BLOCK;
                 if (s + BLOCK > a.lengths[b]) mask_scores(a, b, (first + r + m) / G, s, end, row);
-                update_softmax(row, scale, part, r + m, width);
+                update_softmax<Op>(row, scale, part, r + m, width);
                 Op::from_floats(row, BLOCK, probs + m * prob_steps);
             }
             multiply<Op>(M, probs, prob_steps, block_values, width, prob_steps,
