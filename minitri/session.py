@@ -23,9 +23,9 @@ from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import window_problem
 from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.cascade import Cascade, Emitted, Level
-from minitri.decoding.drafters.ngram import NgramDrafter
 from minitri.decoding.random_source import CoupledSource, IndependentSource, RandomSource
 from minitri.decoding.stats import LevelStats, Stats
+from minitri.drafters.ngram import NgramDrafter
 from minitri.errors import InputError, shorten
 from minitri.gpu.graphs import GraphPool, graph_pool
 from minitri.gpu.offloaded_cache import OffloadedFullCache

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minitri.decoding.drafters.ngram import LONGEST, SHORTEST, NgramDrafter
 from minitri.decoding.stats import LevelStats
+from minitri.drafters.ngram import LONGEST, SHORTEST, NgramDrafter
 from minitri.settings import StepPlan
 from tests.conftest import CPU
 from tests.exactness import ScheduledTuner
