@@ -14,7 +14,15 @@ if TYPE_CHECKING:
     from minitri.decoding.stats import Stats
     from minitri.engine import Engine, load
     from minitri.errors import InputError
-    from minitri.generation import Completion, End, Event, Generation, PrefillProgress, Token
+    from minitri.generation import (
+        Completion,
+        End,
+        Event,
+        Generation,
+        PrefillProgress,
+        Request,
+        Token,
+    )
     from minitri.loading.named_models import MODELS
     from minitri.model.config import ModelConfig
     from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
@@ -32,6 +40,7 @@ __all__ = [
     "InputError",
     "ModelConfig",
     "PrefillProgress",
+    "Request",
     "SamplingParams",
     "SpeculationConfig",
     "Stats",
@@ -51,6 +60,7 @@ _HOMES = {
         "Event",
         "Generation",
         "PrefillProgress",
+        "Request",
         "Token",
     ),
     "minitri.decoding.stats": ("Stats",),

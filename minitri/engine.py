@@ -10,12 +10,14 @@ is asked for the next event. Several prompts of any lengths run as one batch. `c
 prompt to its end. Nothing here prints.
 """
 
+import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from minitri.drafters.lookup import Sources
 from minitri.errors import InputError, shorten
-from minitri.generation import Completion, End, Generation
+from minitri.generation import Completion, End, Generation, Request, Row
 from minitri.gpu.pool import SessionPool
 from minitri.loading.named_models import DEFAULT_MODEL
 from minitri.loading.open_models import OpenModels
@@ -25,6 +27,9 @@ from minitri.model.config import ModelConfig
 from minitri.model.llama import Llama
 from minitri.session import Batch
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
+
+MAX_ROWS = 8
+"""Requests of a stream that run at a time, if memory allows."""
 
 
 def load(
@@ -37,29 +42,36 @@ def load(
     rope_scaling: str | None = None,
     weights: str = "auto",
     draft_weights: str = "auto",
+    draft_history: bool = False,
     progress: bool = False,
     before_weights: Callable[[Tokenizer, ModelConfig], None] | None = None,
 ) -> "Engine":
     """Boots an engine: finds or fetches the files, reads config, tokenizer and weights.
 
     `model` is a name from `minitri.MODELS`, a folder or file, or a hub repository ORG/NAME. So is
-    `draft`; or it is `ngram`, which looks the last words up in the text, or `auto`, the drafter of
-    a named model, and n-grams where there is none. `dtype` is float32, bfloat16, float16 or auto
-    (bfloat16 where that is fast). `device` is cpu, cuda, cuda:N or auto. `attention` names a kernel
-    for short blocks on a GPU, see `gpu/attention.py`. `rope_scaling` such as `yarn:4` stretches the
-    context. `weights` `native` leaves a GGUF file's 4 and 8 bits as they are (on a CPU); `auto`
-    does not. `draft_weights` guess with the retrieval cache: the `same`, or `int4`, a copy in 4
-    bits, as `auto` does with compiled kernels (on a CPU); the text stays the same. `progress` draws
-    bars on standard error. `before_weights` is given tokenizer and config before the weights are
-    read, which may take minutes: time to check a prompt. Raises `InputError`.
+    `draft`; or it is `suffix`, which looks the last words up in the text, `datastore:PATH`, which
+    does so in texts of a file, too (`tools/build_datastore.py`), or `auto`, the drafter of a named
+    model, and `suffix` where there is none. With `draft_history` these look into the texts of
+    earlier runs, too, which changes the speed, and no text that is greedy or coupled.
+    `dtype` is float32, bfloat16, float16 or auto (bfloat16 where that is fast). `device` is cpu,
+    cuda, cuda:N or auto. `attention` names a kernel for short blocks on a GPU, see
+    `gpu/attention.py`. `rope_scaling` such as `yarn:4` stretches the context. `weights` `native`
+    leaves a GGUF file's 4 and 8 bits as they are (on a CPU); `auto` does not. `draft_weights` guess
+    with the retrieval cache: the `same`, or `int4`, a copy in 4 bits, as `auto` does with compiled
+    kernels (on a CPU); the text stays the same. `progress` draws bars on standard error.
+    `before_weights` is given tokenizer and config before the weights are read, which may take
+    minutes: time to check a prompt. Raises `InputError`.
     """
     options = {"dtype": dtype, "device": device, "attention": attention, "weights": weights}
     options["draft_weights"] = draft_weights
-    files = OpenModels(model, draft, rope_scaling=rope_scaling, progress=progress, **options)
+    files = OpenModels(
+        model, draft, draft_history=draft_history, rope_scaling=rope_scaling, progress=progress,
+        **options,
+    )  # fmt: skip
     if before_weights is not None:
         before_weights(files.tokenizer, files.config)
     target, drafter, guesser = files.load()
-    return Engine(target, files.tokenizer, drafter, guesser)
+    return Engine(target, files.tokenizer, drafter, guesser, files.sources)
 
 
 class Engine:
@@ -73,9 +85,10 @@ class Engine:
 
     def __init__(
         self, model: Llama, tokenizer: Tokenizer, draft: Llama | None = None,
-        guesser: Llama | None = None,
+        guesser: Llama | None = None, sources: Sources = Sources(),  # noqa: B008 (frozen)
     ) -> None:  # fmt: skip
-        """`draft` is the model behind the first level of the cascade; None: n-gram lookup.
+        """`draft` is the model behind the first level of the cascade; None: lookup, in the text
+        and in `sources`.
 
         `guesser`, a copy of the model that may be rough, takes its place at the retrieval level.
         """
@@ -83,10 +96,11 @@ class Engine:
         self.tokenizer = tokenizer
         self.draft = draft
         self.guesser = guesser
-        self._pool = SessionPool(model, draft, guesser)
+        self.sources = sources
+        self._pool = SessionPool(model, draft, guesser, sources)
 
     def __repr__(self) -> str:
-        draft = self.draft.config.name if self.draft is not None else "n-grams"
+        draft = self.draft.config.name if self.draft is not None else self.sources.name
         dtype = str(self.model.dtype).removeprefix("torch.")
         return f"<Engine {self.config.name}, drafter {draft}, {dtype} on {self.model.device}>"
 
@@ -116,10 +130,61 @@ class Engine:
             if not isinstance(given, kind):
                 raise InputError(f"got {shorten(repr(given), 60)} where a {kind.__name__} belongs")
         ids = encode_prompts(prompts, self.tokenizer)
-        for tokens in ids:
-            check_prompt(tokens, self.config, generation.max_new_tokens)
-        batch = Batch(ids, as_seeds(seed, len(ids)), sampling, generation, speculation)
-        return Generation(batch, self.tokenizer, self._pool)
+        seeds = as_seeds(seed, len(ids))
+        pairs = zip(ids, seeds, strict=True)
+        requests = [Request(tokens, own, sampling, generation) for tokens, own in pairs]
+        return self._run(requests, len(requests), generation, speculation)
+
+    def stream(
+        self,
+        requests: Iterable[Request],
+        *,
+        batch_size: int = MAX_ROWS,
+        generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
+        speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008 (frozen)
+    ) -> Generation:
+        """Starts a run over any number of requests, at most `batch_size` of them at a time.
+
+        Fewer run at a time where memory is short. A request that ends makes room for the next one,
+        whose prompt is read while the others go on; events name requests by their numbers, from 0
+        on. Of `generation` counts what is of a run, such as `prefill_chunk`. Raises `InputError`
+        before any work if a request is wrong, and says which.
+        """
+        listed: list[Any] = list(requests)
+        for number, request in enumerate(listed):
+            if not isinstance(request, Request):
+                given = shorten(repr(request), 60)
+                raise InputError(f"request {number} is {given}; give a Request")
+        if not (isinstance(batch_size, int) and batch_size > 0 and listed):
+            what = f"batch_size is {shorten(repr(batch_size), 60)} for {len(listed)} requests"
+            raise InputError(f"{what}; both must be at least 1")
+        return self._run(listed, min(batch_size, len(listed)), generation, speculation)
+
+    def _run(
+        self, requests: list[Request], num_rows: int, run: GenerationConfig,
+        speculation: SpeculationConfig,
+    ) -> Generation:  # fmt: skip
+        rows = []
+        for number, request in enumerate(requests):
+            try:
+                [ids] = encode_prompts([request.prompt], self.tokenizer)
+                check_prompt(ids, self.config, request.generation.max_new_tokens)
+                as_seeds(request.seed, 1)
+            except InputError as error:
+                where = f"request {number}: " if len(requests) > 1 else ""
+                raise InputError(f"{where}{error}") from None
+            rows.append(Row(number, request, ids, self.tokenizer))
+        num_new = max(request.generation.max_new_tokens for request in requests)
+        longest = sorted((row.prompt for row in rows), key=len, reverse=True)[:num_rows]
+        sampling, *others = {request.sampling: None for request in requests}
+        if others and self.model.device.type == "cuda" and run.cuda_graphs:
+            raise InputError(
+                f"captured graphs sample all rows alike, got {sampling} and {others[0]}; give "
+                "every request the same, or switch cuda_graphs off"
+            )
+        run = dataclasses.replace(run, max_new_tokens=num_new)
+        batch = Batch(longest, [0] * len(longest), sampling, run, speculation)
+        return Generation(rows, batch, self._pool)
 
     def complete(self, prompt: Prompt, **settings: Any) -> Completion:
         """All that a model says behind one prompt; `settings` are those of `generate`."""

@@ -1,30 +1,45 @@
-"""A run in progress: a batch of prompts becomes a stream of typed events.
+"""A run in progress: requests become a stream of typed events.
 
 A `Generation` works only while it is asked for the next event; stop asking, or call `close`, at any
-moment. Prompts are read one by one, in chunks, and rows are decoded together, step by step of a
-cascade (`decoding/cascade.py`), whose tokens are cut here at the end of a text. It knows neither
-files nor flags, and nothing here prints.
+moment. Some requests run at a time, as rows of a batch, and the others wait: where a text ends, the
+next one takes its place. Prompts are read in chunks, between the steps of rows that are further on,
+and rows are decoded together, step by step of a cascade (`decoding/cascade.py`), whose tokens are
+cut here at the end of a text. It knows neither files nor flags, and nothing here prints.
 """
 
 import contextlib
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Self
 
 import torch
 
-from minitri.decoding.cascade import Emitted
+from minitri.decoding.cascade import Cascade, Emitted
 from minitri.decoding.stats import Stats
 from minitri.decoding.stopping import StopScanner
 from minitri.decoding.verification import NotFiniteError
 from minitri.errors import InputError, shorten
 from minitri.gpu.pool import SessionPool
 from minitri.gpu.streams import synchronize
+from minitri.loading.prompts import Prompt
 from minitri.loading.tokenizer import IncrementalDecoder, Tokenizer
 from minitri.model.llama import Llama
 from minitri.session import Batch, Session
-from minitri.settings import GenerationConfig
+from minitri.settings import GenerationConfig, SamplingParams
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text to go on with, and how."""
+
+    prompt: Prompt
+    """A text or token ids."""
+    seed: int = 0
+    sampling: SamplingParams = SamplingParams()  # noqa: RUF009 (frozen)
+    generation: GenerationConfig = GenerationConfig()  # noqa: RUF009 (frozen)
+    """Of these `max_new_tokens`, `stop` and `ignore_eos`; the rest is of a run, not of a text."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +47,7 @@ class PrefillProgress:
     """A chunk of a prompt has been read."""
 
     row: int
+    """Number of the request, like that of all events."""
     num_done: int
     """Tokens of this prompt read so far."""
     num_tokens: int
@@ -102,28 +118,34 @@ def running(model: Llama) -> Iterator[None]:
 
 
 class Row:
-    """The output of one sequence of a batch: its tokens, its text, and whether it is done."""
+    """The output of one request: its tokens, its text, and whether it is done."""
 
-    def __init__(
-        self, number: int, prompt: list[int], tokenizer: Tokenizer, stop: Sequence[str]
-    ) -> None:
+    def __init__(self, number: int, request: Request, ids: list[int], tokenizer: Tokenizer) -> None:
         self.number = number
-        self.num_prompt_tokens = len(prompt)
+        self.request = request
+        self.prompt = ids
         self.token_ids: list[int] = []
         self.text = ""
         self.finish_reason: str | None = None
-        self._decoder = IncrementalDecoder(tokenizer, prompt)
-        self._scanner = StopScanner(stop)
+        self._decoder = IncrementalDecoder(tokenizer, ids)
+        self._scanner = StopScanner(request.generation.stop)
 
-    def push(self, token: int, generation: GenerationConfig, eos: tuple[int, ...]) -> str:
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    def push(self, token: int, eos: tuple[int, ...]) -> str:
         """Takes in a token; returns the text that may be shown now. Sets `finish_reason`."""
         self.token_ids.append(token)
-        if token in eos and not generation.ignore_eos:
+        if token in eos and not self.request.generation.ignore_eos:
             self.finish_reason = "eos"
             fresh = self._scanner.push(self._decoder.flush())
         else:
             fresh = self._scanner.push(self._decoder.push(token))
-            if not self._scanner.found and len(self.token_ids) == generation.max_new_tokens:
+            if (
+                not self._scanner.found
+                and len(self.token_ids) == self.request.generation.max_new_tokens
+            ):
                 self.finish_reason = "length"
                 fresh += self._scanner.push(self._decoder.flush())
         if self._scanner.found:
@@ -138,11 +160,13 @@ class Generation(Iterator[Event]):
     """A run in progress: iterate for its events, read `stats` at any time; `close`, or the end of a
     with statement, ends it."""
 
-    def __init__(self, batch: Batch, tokenizer: Tokenizer, pool: SessionPool) -> None:
-        """Takes models and memory for the run from the `pool`; returns the memory at the end."""
-        self._model, self._settings = pool.target, batch.generation
-        stop = self._settings.stop
-        self.rows = [Row(b, prompt, tokenizer, stop) for b, prompt in enumerate(batch.prompts)]
+    def __init__(self, rows: list[Row], batch: Batch, pool: SessionPool) -> None:
+        """Takes models and memory for the run from the `pool`; returns the memory at the end.
+
+        The memory is made for `batch`: as many rows as run at a time, none of them shorter than
+        another one that will take its place.
+        """
+        self._model, self.rows = pool.target, rows
         with torch.inference_mode(), running(self._model):
             session = pool.open(batch)
         self.stats = session.stats
@@ -169,29 +193,28 @@ class Generation(Iterator[Event]):
         self._events.close()
 
     def _run(self, session: Session, pool: SessionPool) -> Generator[Event, None, None]:
-        stats, cascade = self.stats, session.cascade
+        cascade, waiting = session.cascade, deque(self.rows)
+        rows: dict[int, Row] = {}  # by their places in the batch
+        reading: dict[int, Iterator[PrefillProgress]] = {}
         try:
-            for row in self.rows:
-                yield from self._prefill(row, session)
-            started = time.perf_counter()
-            emitted = cascade.start()
-            stats.prefill_seconds += time.perf_counter() - started
-            stats.commit_seconds = stats.rebuilds.seconds = 0.0  # were part of the prefill
-            yield from self._emit(session, emitted)
-            while any(cascade.active):
-                started = time.perf_counter()
-                emitted = session.step()
-                stats.decode_seconds += time.perf_counter() - started
-                yield from self._emit(session, emitted)
+            while waiting or rows:
+                for b in range(len(cascade.active)):
+                    if waiting and b not in rows:
+                        rows[b] = row = waiting.popleft()
+                        session.admit(b, row.prompt, row.request.seed, row.request.sampling)
+                        reading[b] = self._prefill(row, b, session)
+                ready = yield from _read(reading, cascade)
+                emitted = self._start(session, ready) if ready else self._step(session)
+                yield from self._emit(session, rows, emitted)
         except GeneratorExit:  # closed; after any other error the session is not kept
             pool.put(session)
             raise
         pool.put(session)
 
-    def _prefill(self, row: Row, session: Session) -> Iterator[Event]:
+    def _prefill(self, row: Row, b: int, session: Session) -> Iterator[PrefillProgress]:
         """Reads a prompt in chunks. `Cascade.start` reads its last token, reported here as read."""
-        stats, num_tokens = self.stats, row.num_prompt_tokens
-        chunks, done = session.prefill(row.number), 0
+        stats, num_tokens = self.stats, len(row.prompt)
+        chunks, done = session.prefill(b), 0
         while done < num_tokens:
             started = time.perf_counter()
             end = next(chunks, num_tokens - 1)
@@ -201,17 +224,57 @@ class Generation(Iterator[Event]):
             stats.prefill_seconds += time.perf_counter() - started
             yield PrefillProgress(row.number, done, num_tokens)
 
-    def _emit(self, session: Session, emitted: list[Emitted]) -> Iterator[Event]:
-        """Shows the new tokens row by row, and retires the rows that have ended."""
+    def _start(self, session: Session, ready: list[int]) -> list[Emitted]:
+        """The first tokens of rows whose prompts have been read: a part of the prefill."""
+        stats, started = self.stats, time.perf_counter()
+        apart = stats.commit_seconds, stats.rebuilds.seconds
+        emitted = session.start(ready)
+        stats.commit_seconds, stats.rebuilds.seconds = apart
+        stats.prefill_seconds += time.perf_counter() - started
+        return emitted
+
+    def _step(self, session: Session) -> list[Emitted]:
+        started = time.perf_counter()
+        emitted = session.step()
+        self.stats.decode_seconds += time.perf_counter() - started
+        return emitted
+
+    def _emit(
+        self, session: Session, rows: dict[int, Row], emitted: list[Emitted]
+    ) -> Iterator[Event]:
+        """Shows the new tokens row by row; rows that have ended leave the batch."""
         eos = self._model.config.eos_token_ids
-        for row, new in zip(self.rows, emitted, strict=True):
-            for token, origin in zip(new.tokens, new.origins, strict=True):
+        for b, row in list(rows.items()):
+            for token, origin in zip(emitted[b].tokens, emitted[b].origins, strict=True):
                 self.stats.num_decoded_tokens += bool(row.token_ids)
                 self.stats.num_generated_tokens += 1
-                text = row.push(token, self._settings, eos)
+                text = row.push(token, eos)
                 yield Token(row.number, token, text, origin)
                 if row.finish_reason is not None:
-                    session.cascade.retire(row.number)
+                    session.cascade.retire(b)
+                    del rows[b]
                     ids = tuple(row.token_ids)
                     yield End(row.number, row.finish_reason, row.text, ids, self.stats)
                     break
+
+
+def _read(
+    reading: dict[int, Iterator[PrefillProgress]], cascade: Cascade
+) -> Generator[PrefillProgress, None, list[int]]:
+    """Reads prompts: all of them to their ends, or a single chunk while other rows go on.
+
+    Returns the places of those that have been read.
+    """
+    done = []
+    for b in list(reading):
+        for event in reading[b]:
+            yield event
+            if event.num_done == event.num_tokens:
+                del reading[b]
+                done.append(b)
+                break
+            if any(cascade.active):
+                return done
+        if any(cascade.active):
+            break
+    return done

@@ -20,7 +20,7 @@ from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.decoding.cascade import Emitted
-from minitri.decoding.sampling import pad_vocabulary, probs_from_logits
+from minitri.decoding.sampling import pad_vocabulary, probs_of_rows
 from minitri.gpu.captured_steps import CapturedSteps
 from minitri.gpu.graphs import GraphPool
 from minitri.model.block import forward_block, make_block, read_block
@@ -51,7 +51,7 @@ class ModelRunner:
         """
         self.model = model
         self.cache = cache
-        self.sampling = sampling
+        self._sampling = [sampling] * len(cache.lengths)
         self.queries_LBTHD = queries_LBTHD
         self._vocab_size = vocab_size
         self.captured: CapturedSteps | None = None
@@ -81,8 +81,8 @@ class ModelRunner:
             block = make_block(self.model, fresh, self.cache, T)
             hidden_BTE = forward_block(self.model, block, self.cache, self.queries_LBTHD)
             logits_BNV = self.model.logits(take_rows(hidden_BTE, index_BN))[..., : self._vocab_size]
-            probs_QV = probs_from_logits(logits_BNV.flatten(0, 1), self.sampling)
-            probs_BNV = pad_vocabulary(probs_QV.unflatten(0, (-1, N)), self._vocab_size)
+            probs_BNV = probs_of_rows(logits_BNV, self._sampling)
+            probs_BNV = pad_vocabulary(probs_BNV, self._vocab_size)
         self.cache.advance([len(row) if on else 0 for row, on in zip(fresh, active, strict=True)])
         return probs_BNV
 
@@ -105,9 +105,12 @@ class ModelRunner:
         """Whether what was captured, if anything, can apply these filters, too."""
         return self.captured is None or self.captured.can_sample_by(sampling)
 
-    def sample_by(self, sampling: SamplingParams) -> None:
-        """Changes the filters."""
-        self.sampling = sampling
+    def sample_by(self, sampling: SamplingParams, b: int | None = None) -> None:
+        """Changes the filters of all rows, or of row b alone; captured steps have one for all."""
+        if b is not None and self.captured is None:
+            self._sampling[b] = sampling
+            return
+        self._sampling = [sampling] * len(self._sampling)
         if self.captured is not None:
             self.captured.sample_by(sampling)
 

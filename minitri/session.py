@@ -25,7 +25,7 @@ from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.cascade import Cascade, Emitted, Level
 from minitri.decoding.random_source import CoupledSource, IndependentSource, RandomSource
 from minitri.decoding.stats import LevelStats, Stats
-from minitri.drafters.ngram import NgramDrafter
+from minitri.drafters.lookup import LookupDrafter, Sources
 from minitri.errors import InputError, shorten
 from minitri.gpu.graphs import GraphPool, graph_pool
 from minitri.gpu.offloaded_cache import OffloadedFullCache
@@ -65,10 +65,13 @@ class Batch:
 
     @property
     def budgets(self) -> list[int]:
-        """Tokens in the retrieval cache of each row: never more than a text here can fill."""
+        """Tokens in the retrieval cache of each row."""
+        return [self.budget_for(length) for length in self.lengths]
+
+    def budget_for(self, length: int) -> int:
+        """The same for a prompt of this length: never more than a text here can fill."""
         unit, slots = self.speculation.chunk_size, round_up_to_stride(self.capacity)
-        most = -(-slots // unit) * unit
-        return [min(self.speculation.budget_for(length), most) for length in self.lengths]
+        return min(self.speculation.budget_for(length), -(-slots // unit) * unit)
 
 
 class Session:
@@ -80,6 +83,7 @@ class Session:
     retrieval: RetrievalRunner | None = None
     target: ModelRunner
     cascade: Cascade
+    source: IndependentSource | CoupledSource
     stats: Stats
     number: int = 0  # of the run, for the pool
 
@@ -90,24 +94,26 @@ class Session:
         batch: Batch,
         *,
         guesser: Llama | None = None,
+        sources: Sources = Sources(),  # noqa: B008 (frozen)
         full: FullCache | None = None,
         graphs: GraphPool | None = None,
     ) -> None:
         """Allocates and captures for batches of this shape; `begin` must follow.
 
-        Without a `draft` n-grams are the drafter. `guesser`, a rough copy of the target, takes its
-        place at the retrieval level. `full` and `graphs` are for tests: by default the full
-        cache goes where it fits, and passes are captured on a GPU, but for those that stream K and
-        V from host memory. Raises `InputError` if there is no room.
+        Without a `draft` the last words are looked up in the text, and in `sources`. `guesser`, a
+        rough copy of the target, takes its place at the retrieval level. `full` and `graphs` are
+        for tests: by default the full cache goes where it fits, and passes are captured on a GPU,
+        but for those that stream K and V from host memory. Raises `InputError` if there is no room.
         """
         if not any(plan.uses_drafter for plan in batch.speculation.plans):
             draft = None
         if draft is not None and (problem := window_problem(draft.config, batch.speculation)):
             if batch.speculation.method != "auto":
                 raise InputError(problem)
-            log.warning("%s; n-grams take its place", problem)
+            log.warning("%s; suffix lookup takes its place", problem)
             draft = None
         self.models, self.guesser = (target, draft), guesser or target
+        self._lookup_sources = sources
         self.shape = batch  # what the memory was made for
         self.full = full if full is not None else allocate_full_cache(
             target, draft.config if draft is not None else None, batch.generation,
@@ -173,7 +179,7 @@ class Session:
             self.full.reset(b)
             if self.draft is not None:
                 self.draft.reset(b)
-        stats = Stats(num_prompt_tokens=sum(batch.lengths), kv_cache_bytes=self.num_cache_bytes)
+        stats = Stats(kv_cache_bytes=self.num_cache_bytes)
         if self.retrieval_cache is not None:
             self.retrieval_cache.restart(batch.budgets)
             stats.rebuilds = self.retrieval_cache.rebuilds
@@ -186,11 +192,23 @@ class Session:
         self.stats = stats
         self.cascade = self._stack(batch, sources)
 
+    def admit(self, b: int, prompt: list[int], seed: int, sampling: SamplingParams) -> None:
+        """Gives row b, which is empty, to another text; `prefill` and `start` must follow."""
+        self.sequences[b][:] = prompt
+        self.cascade.active[b] = False
+        self.source.restart(b, seed)
+        if self.retrieval_cache is not None:
+            self.retrieval_cache.reset(b, self.batch.budget_for(len(prompt)))
+        for runner in (self.draft, self.retrieval, self.target):
+            if runner is not None:
+                runner.sample_by(sampling, b)
+
     def _stack(self, batch: Batch, sources: Mapping[str, RandomSource] | None) -> Cascade:
         """The stages of the batch's method over this session's runners."""
         plans = batch.speculation.plans
         tuner = Autotuner(plans, self._prior_seconds(), use_clock=self._may_use_clock())
         source = (CoupledSource if batch.speculation.coupled else IndependentSource)(batch.seeds)
+        self.source = source
 
         def level(
             name: str, runner: ModelRunner, on_not_finite: Callable[[], None] | None = None
@@ -199,14 +217,14 @@ class Session:
             own = (sources or {}).get(name, source)
             return Level(runner, own, self.stats.stages[-1], tuner, on_not_finite)
 
-        drafter: Level | NgramDrafter | None = None
+        drafter: Level | LookupDrafter | None = None
         if self.draft is not None:
             drafter = level("draft", self.draft, self._warn_of_drafter)
         elif any(plan.uses_drafter for plan in plans):
             self.stats.stages.append(LevelStats("draft"))
             config, device = self.models[0].config, self.models[0].device
-            drafter = NgramDrafter(
-                len(batch.prompts), self.stats.stages[-1], tuner,
+            drafter = LookupDrafter(
+                len(batch.prompts), self.stats.stages[-1], tuner, self._lookup_sources,
                 vocab_size=config.vocab_size, device=device,
             )  # fmt: skip
         retrieval = level("retrieval", self.retrieval) if self.retrieval is not None else None
@@ -243,16 +261,23 @@ class Session:
         is_exact = is_float32 or target.is_row_invariant
         return batch.speculation.timed or (is_same_text and is_exact)
 
+    def start(self, rows: list[int]) -> list[Emitted]:
+        """The first tokens of rows whose prompts have been read."""
+        with self.models[0].decoding():
+            return self.cascade.start(rows)
+
     def step(self) -> list[Emitted]:
         """A step of the cascade; a CPU gives its cores to the kernels meanwhile."""
         with self.models[0].decoding():
             return self.cascade.step()
 
     def prefill(self, b: int) -> Iterator[int]:
-        """Reads prompt b but for its last token in chunks; yields how many tokens it has read."""
+        """Reads the prompt of row b but for its last token in chunks; yields how many tokens it has
+        read."""
+        self.stats.num_prompt_tokens += len(self.sequences[b])
         cache = self.retrieval_cache
         return prefill(
-            self.models[0], self.batch.prompts[b], self.full, b,
+            self.models[0], self.sequences[b], self.full, b,
             chunk=self.batch.generation.prefill_chunk,
             watch=functools.partial(cache.observe, b) if cache is not None else None,
             max_queries=cache.max_prompt_queries if cache is not None else None,

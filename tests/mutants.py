@@ -32,6 +32,8 @@ CHUNKS = "caches/test_retrieval_cache.py::"
 WINDOW = "caches/test_streaming_cache.py::"
 AFTER_STEPS = "caches/test_caches_after_steps.py::"
 PROBS = "test_runner.py::"
+STREAM = "test_stream.py::"
+SESSION = "minitri.session.Session."
 
 MUTANTS = [
     Mutant(
@@ -313,5 +315,54 @@ MUTANTS = [
         "cut = len(text) - keep",
         "cut = len(text)",
         "test_engine.py::test_stop_strings_do_not_care_how_text_is_cut[pieces1]",
+    ),
+    Mutant(
+        "a row that is given to another text goes on with its noise",
+        SESSION + "admit",
+        "self.source.restart(b, seed)",
+        "pass",
+        STREAM + "test_every_request_gets_what_it_gets_alone[2-naive-False]",
+    ),
+    Mutant(
+        "the same, coupled",
+        SESSION + "admit",
+        "self.source.restart(b, seed)",
+        "pass",
+        STREAM + "test_every_request_gets_what_it_gets_alone[2-naive-True]",
+    ),
+    Mutant(
+        "a new text is written behind the old one",
+        SESSION + "admit",
+        "self.sequences[b][:] = prompt",
+        "self.sequences[b] += prompt",
+        STREAM + "test_every_request_gets_what_it_gets_alone[2-retrieval-False]",
+    ),
+    Mutant(
+        "a new text is sampled by the old one's filters",
+        SESSION + "admit",
+        "runner.sample_by(sampling, b)",
+        "pass",
+        STREAM + "test_every_request_gets_what_it_gets_alone[2-triforce-False]",
+    ),
+    Mutant(
+        "a row is decoded while its prompt is read",
+        SESSION + "admit",
+        "self.cascade.active[b] = False",
+        "pass",
+        STREAM + "test_every_request_gets_what_it_gets_alone[2-autoregressive-False]",
+    ),
+    Mutant(
+        "rows that only join commit the others, too",
+        DECODING + "cascade.Cascade.start",
+        "self._commit(emitted, starting)",
+        "self._commit(emitted, [True] * len(starting))",
+        STREAM + "test_every_request_gets_what_it_gets_alone[2-retrieval-False]",
+    ),
+    Mutant(
+        "a joining row stops the others",
+        DECODING + "cascade.Cascade.start",
+        "[on or new for on, new in zip(self.active, starting, strict=True)]",
+        "starting",
+        STREAM + "test_every_request_gets_what_it_gets_alone[2-naive-False]",
     ),
 ]

@@ -22,7 +22,7 @@ from minitri import (
 )
 from minitri.decoding.sampling import probs_from_logits
 from minitri.decoding.stopping import StopScanner
-from minitri.generation import Row
+from minitri.generation import Request, Row
 from minitri.loading.devices import choose_dtype
 from tests.conftest import CPU, new_cache
 
@@ -189,9 +189,9 @@ def test_what_waits_for_more_appears_when_an_end_token_comes(engine, monkeypatch
     half = engine.tokenizer.encode("🦥")[:2]
     begun = engine.tokenizer.encode("EN")
     for tokens, shown in ((half, "\ufffd"), (begun, "EN")):
-        row = Row(0, [5], engine.tokenizer, ("END",))
-        generation = GenerationConfig(stop=("END",))
-        text = "".join(row.push(token, generation, (2,)) for token in [*tokens, 2])
+        request = Request([5], generation=GenerationConfig(stop=("END",)))
+        row = Row(0, request, [5], engine.tokenizer)
+        text = "".join(row.push(token, (2,)) for token in [*tokens, 2])
         assert (text, row.finish_reason) == (shown, "eos")
 
 
@@ -399,7 +399,7 @@ def test_a_run_closes_itself_and_reads_well(engine):
         next(event for event in run if isinstance(event, Token))
         assert repr(run) == f"<Generation of {engine.config.name}: 1 tokens, open>"
     assert next(run, None) is None
-    assert repr(engine) == f"<Engine {engine.config.name}, drafter n-grams, float32 on cpu>"
+    assert repr(engine) == f"<Engine {engine.config.name}, drafter suffix, float32 on cpu>"
 
 
 def test_complete_gives_the_whole_output_at_once(engine):
@@ -473,7 +473,7 @@ def test_a_default_drafter_that_cannot_be_had_gives_way_to_ngrams(folder, monkey
     )
     engine = minitri.load(str(folder), dtype="float32", device="cpu")
     assert engine.draft is None
-    assert "n-grams take its place" in caplog.text
+    assert "suffix lookup takes its place" in caplog.text
     with pytest.raises(InputError, match="no-such-drafter"):
         minitri.load(str(folder), draft="no-such-drafter", dtype="float32", device="cpu")
 

@@ -135,8 +135,11 @@ class RetrievalCache:
             row.num_guessed = wanted - row.num_committed
             assert row.num_guessed >= 0
 
-    def reset(self, b: int) -> None:
-        self.rows[b] = Row(self.rows[b].budget, self._settings.num_sink_tokens)
+    def reset(self, b: int, budget: int | None = None) -> None:
+        """Empties row b, for another text, with another budget if one is given."""
+        budget = self.rows[b].budget if budget is None else min(budget, self._longest_text)
+        assert budget <= self.max_budget
+        self.rows[b] = Row(budget, self._settings.num_sink_tokens)
         self._policy.reset(b)
 
     def observe(self, b: int, queries_LTHD: Tensor) -> None:

@@ -34,7 +34,7 @@ Legend: B rows, N proposed tokens, V vocab.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -227,7 +227,7 @@ class Cascade:
         retrieval: Level | None = None,
         drafter: Stage | None = None,
     ) -> None:
-        """`sequences` are the prompts, a list per row, extended in place. `tuner` says before each
+        """`sequences` are the texts, a list per row, extended in place. `tuner` says before each
         step which stages take part; `stats` are those of the run."""
         self.sequences = sequences
         self.active = [True] * len(sequences)
@@ -237,11 +237,14 @@ class Cascade:
         self._retrieval = retrieval
         self._drafter = drafter
 
-    def start(self) -> list[Emitted]:
-        """Samples the first tokens by the target alone; its cache lacks the last of each prompt."""
+    def start(self, rows: Collection[int] | None = None) -> list[Emitted]:
+        """Samples the first tokens of these rows, or of all, by the target alone, whose cache lacks
+        the last token of each prompt. From then on every step extends them."""
         nothing = Proposal.nothing(len(self.sequences))
-        emitted, _ = self._target.verify(self.sequences, self.active, nothing)
-        self._commit(emitted)
+        starting = [rows is None or b in rows for b in range(len(self.sequences))]
+        emitted, _ = self._target.verify(self.sequences, starting, nothing)
+        self._commit(emitted, starting)
+        self.active = [on or new for on, new in zip(self.active, starting, strict=True)]
         self._prepare(self._tuner.plan)
         return emitted
 
@@ -250,7 +253,7 @@ class Cascade:
         plan = self._tuner.choose()
         self._prepare(plan)
         emitted, _ = self._target.round(self.sequences, self.active)
-        self._commit(emitted)
+        self._commit(emitted, self.active)
         self._stats.steps_per_plan[str(plan)] = self._stats.steps_per_plan.get(str(plan), 0) + 1
         self._stats.break_even = self._tuner.break_even()
         return emitted
@@ -277,7 +280,7 @@ class Cascade:
         self._target.below = stages[-1] if stages else None
         return [*stages, self._target]
 
-    def _commit(self, emitted: list[Emitted]) -> None:
+    def _commit(self, emitted: list[Emitted], active: list[bool]) -> None:
         """Brings what became certain into the caches: the one place for it.
 
         The full cache was cropped to the accepted tokens when they were verified. The retrieval
@@ -287,7 +290,7 @@ class Cascade:
         started = time.perf_counter()
         if self._retrieval is not None:
             has_guessed = self._target.below is self._retrieval
-            self._retrieval.runner.commit(emitted, self.active, has_guessed=has_guessed)
+            self._retrieval.runner.commit(emitted, active, has_guessed=has_guessed)
         self._stats.commit_seconds += time.perf_counter() - started
 
     def retire(self, b: int) -> None:

@@ -33,6 +33,10 @@ class IndependentSource:
     def __init__(self, seeds: list[int]) -> None:
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
+    def restart(self, b: int, seed: int) -> None:
+        """Gives row b to another text, with this seed."""
+        self._generators[b] = torch.Generator().manual_seed(seed)
+
     def verify(
         self,
         proposal: Proposal,
@@ -53,7 +57,11 @@ class CoupledSource:
     """Noise by seed and position, the same for every level that samples for a position."""
 
     def __init__(self, seeds: list[int]) -> None:
-        self._seeds = seeds
+        self._seeds = list(seeds)
+
+    def restart(self, b: int, seed: int) -> None:
+        """Gives row b to another text, with this seed."""
+        self._seeds[b] = seed
 
     def verify(
         self,

@@ -9,6 +9,7 @@ Legend: N rows, V vocab.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,15 @@ def probs_from_logits(logits_NV: Tensor, params: SamplingParams) -> Tensor:
     if params.temperature == 0:
         return _greedy_probs(logits_NV)
     return _filtered_probs(logits_NV, params, *params.numbers, sort_all=logits_NV.is_cuda)
+
+
+def probs_of_rows(logits_BNV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """`probs_from_logits` of B rows, each with its own filters; (B, N, V)."""
+    N = logits_BNV.shape[1]
+    if len(set(params)) == 1:
+        return probs_from_logits(logits_BNV.flatten(0, 1), params[0]).unflatten(0, (-1, N))
+    pairs = zip(logits_BNV, params, strict=True)
+    return torch.stack([probs_from_logits(logits_NV, own) for logits_NV, own in pairs])
 
 
 def probs_from_logits_on_device(

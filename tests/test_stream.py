@@ -1,0 +1,130 @@
+"""Streams of requests: a text never depends on what ran beside it, before it, or where."""
+
+from __future__ import annotations
+
+import pytest
+
+from minitri import (
+    End,
+    GenerationConfig,
+    InputError,
+    PrefillProgress,
+    Request,
+    SamplingParams,
+    SpeculationConfig,
+    Token,
+)
+
+WARM = SamplingParams(temperature=0.9, top_p=0.95)
+SAMPLINGS = (SamplingParams(), WARM, SamplingParams(temperature=1.3, top_k=5))
+METHODS = ("autoregressive", "naive", "retrieval", "triforce")
+
+
+def settings_of(method: str, **changes) -> SpeculationConfig:
+    sizes = {"gamma1": 2, "gamma2": 3, "budget": 32, "num_recent_tokens": 8}
+    return SpeculationConfig(method, **{**sizes, **changes})
+
+
+def requests(engine, num: int = 9) -> list[Request]:
+    """Prompts of 1 to 70 tokens, long and short ones mixed; each ends elsewhere."""
+    vocab = engine.config.vocab_size
+    return [
+        Request(
+            [(7 * i + 3 * j * j) % vocab for j in range(1 + (i * 23) % 70)],
+            seed=100 + i,
+            sampling=SAMPLINGS[i % 3],
+            generation=GenerationConfig(max_new_tokens=3 + (i * 5) % 17, ignore_eos=i % 2 == 0),
+        )
+        for i in range(num)
+    ]
+
+
+def texts(run) -> list[tuple[int, ...]]:
+    ends = sorted((event for event in run if isinstance(event, End)), key=lambda end: end.row)
+    return [end.token_ids for end in ends]
+
+
+def alone(engine, request: Request, speculation: SpeculationConfig) -> tuple[int, ...]:
+    completion = engine.complete(
+        request.prompt, sampling=request.sampling, generation=request.generation,
+        speculation=speculation, seed=request.seed,
+    )  # fmt: skip
+    return completion.token_ids
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_every_request_gets_what_it_gets_alone(engine, method, coupled, batch_size):
+    speculation, wanted = settings_of(method, coupled=coupled), requests(engine)
+    run = engine.stream(
+        wanted, batch_size=batch_size, speculation=speculation,
+        generation=GenerationConfig(prefill_chunk=16),
+    )  # fmt: skip
+    assert texts(run) == [alone(engine, request, speculation) for request in wanted]
+
+
+def test_the_order_of_requests_changes_no_text(engine):
+    speculation, wanted = settings_of("triforce"), requests(engine)
+    there = texts(engine.stream(wanted, batch_size=3, speculation=speculation))
+    back = texts(engine.stream(wanted[::-1], batch_size=3, speculation=speculation))
+    assert there == back[::-1]
+
+
+def test_a_request_that_ends_makes_room_for_the_next_at_once(engine):
+    """While the new prompt is read, chunk by chunk, the other row goes on."""
+    prompt = list(range(60))
+    short, long = (GenerationConfig(max_new_tokens=n, ignore_eos=True) for n in (2, 40))
+    wanted = [Request(prompt[:5], generation=g) for g in (short, long)]
+    wanted.append(Request(prompt, generation=short))
+    run = engine.stream(
+        wanted, batch_size=2, speculation=settings_of("autoregressive"),
+        generation=GenerationConfig(prefill_chunk=10),
+    )  # fmt: skip
+    events = list(run)
+    order = [(type(event).__name__, event.row) for event in events if event.row]
+    first = order.index(("PrefillProgress", 2))
+    assert next((type(e).__name__, e.row) for e in events if isinstance(e, End)) == ("End", 0)
+    assert order[first : first + 6] == [("PrefillProgress", 2), ("Token", 1)] * 3
+    assert order.index(("End", 2)) < order.index(("End", 1))
+
+
+def test_statistics_are_of_all_requests(engine):
+    wanted = requests(engine)
+    run = engine.stream(wanted, batch_size=2, speculation=settings_of("triforce"))
+    events = list(run)
+    assert run.stats.num_prompt_tokens == sum(len(request.prompt) for request in wanted)
+    assert run.stats.num_prefilled_tokens == run.stats.num_prompt_tokens
+    tokens = [event for event in events if isinstance(event, Token)]
+    assert run.stats.num_generated_tokens == len(tokens)
+    assert run.stats.num_decoded_tokens == len(tokens) - len(wanted)
+    done = {e.row: e.num_done for e in events if isinstance(e, PrefillProgress)}
+    assert done == {i: len(request.prompt) for i, request in enumerate(wanted)}
+
+
+def test_memory_is_that_of_the_rows_whatever_waits(engine):
+    speculation, wanted = settings_of("triforce"), requests(engine)
+    few = engine.stream(wanted, batch_size=2, speculation=speculation)
+    many = engine.stream(wanted * 20, batch_size=2, speculation=speculation)
+    assert few.stats.kv_cache_bytes == many.stats.kv_cache_bytes
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ([], "batch_size is 8 for 0 requests; both must be at least 1"),
+        ([Request("fine"), Request("")], "request 1: the prompt is empty"),
+        ([Request("fine"), Request([5] * 600)], "request 1: prompt has 600 tokens"),
+        ([Request("fine"), Request([-1])], "request 1: prompt has token id -1"),
+        ([Request("fine"), Request("fine", seed=-1)], "request 1: seed is -1"),
+        (["fine"], "request 0 is 'fine'; give a Request"),
+    ],
+)
+def test_a_wrong_request_is_named(engine, wanted, message):
+    with pytest.raises(InputError, match=message):
+        engine.stream(wanted)
+
+
+def test_a_batch_of_no_rows_is_refused(engine):
+    with pytest.raises(InputError, match="batch_size is 0 for 1 requests"):
+        engine.stream([Request("fine")], batch_size=0)
