@@ -30,7 +30,7 @@ def build_parser() -> arguments.OneLineParser:
         "generate",
         "--prompt 'The sea was' --max-new-tokens 40",
         "--prompt-file novel.txt --max-prompt-tokens 8000 --temperature 0.6 --top-p 0.9",
-        "--demo --method triforce --draft ngram --budget 1024 --color",
+        "--demo --method triforce --draft suffix --budget 1024 --color",
         "--prompt-file - --rope-scaling yarn:4 --json < novel.txt",
         description="Generates text from a Llama model after a prompt as long as its context.",
     )

@@ -24,7 +24,7 @@ with clean_imports():
     from minitri.errors import InputError, shorten
     from minitri.gpu.placement import GIB, demand, shortage
     from minitri.loading.checkpoint import open_checkpoint
-    from minitri.loading.fetch import committed_path, default_draft
+    from minitri.loading.fetch import committed_path, default_draft, is_lookup
     from minitri.loading.named_models import shape_of, unknown_model
     from minitri.model.config import ModelConfig
     from minitri.roofline import (
@@ -142,7 +142,9 @@ def predict(
 def run_command(args: argparse.Namespace) -> int:
     """Prints the plan. Raises `InputError` with what is missing if no placement fits."""
     name = default_draft(args.model) if args.draft == "auto" else args.draft
-    config, draft = config_of(args.model), None if name in ("ngram", "none") else config_of(name)
+    config, draft = config_of(args.model), None
+    if name != "none" and not is_lookup(name):
+        draft = config_of(name)
     context, itemsize = args.context or config.context_length, 4 if args.dtype == "float32" else 2
     speculation = arguments.speculation_of(args)
     budget = speculation.budget_for(context)
@@ -175,8 +177,9 @@ def run_command(args: argparse.Namespace) -> int:
     placements = [place(n) for n in sorted({config.num_layers, best or 0, 0}, reverse=True)]
     print(
         f"{config.name}, {context} tokens, batch {args.batch}, {args.dtype}, drafter "
-        f"{draft.name if draft else 'ngram'}, budget {budget}; a GPU of {args.gpu_memory:g} GiB at "
-        f"{gpu_gb_s:g} GB/s, {args.host_memory:g} GiB of host memory over {args.link_gb_s:g} GB/s"
+        f"{draft.name if draft else 'suffix'}, budget {budget}; a GPU of {args.gpu_memory:g} GiB "
+        f"at {gpu_gb_s:g} GB/s, {args.host_memory:g} GiB of host memory over {args.link_gb_s:g} "
+        "GB/s"
     )
     print(table(placements, config.num_layers))
     copy_bytes = four_bit_bytes(config)

@@ -111,7 +111,7 @@ def pass_costs(
     def seconds(stage: str, num_guesses: float) -> float:
         config = draft if stage == "draft" else target
         if config is None:
-            return 0.0  # n-grams take no pass
+            return 0.0  # lookup takes no pass
         slots = {"draft": 0, "retrieval": num_retrieved, "target": num_tokens}[stage]
         hosted = hosted_share if stage == "target" else 0.0
         kv_bytes = slots * slot_bytes

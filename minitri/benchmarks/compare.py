@@ -48,7 +48,8 @@ class Method:
     def __init__(self, engine: Engine, batch: Batch, full: FullCache, queries_LTHD: Tensor) -> None:
         """`full` holds the one prompt but for its last token, and is copied; the queries are those
         of its last tokens."""
-        session = Session(engine.model, engine.draft, batch, guesser=engine.guesser)
+        others: dict[str, Any] = {"guesser": engine.guesser, "sources": engine.sources}
+        session = Session(engine.model, engine.draft, batch, **others)
         session.begin(batch)
         session.full.copy_from(full)
         if (cache := session.retrieval_cache) is not None:

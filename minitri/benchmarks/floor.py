@@ -39,7 +39,7 @@ def run_plain(args: argparse.Namespace) -> None:
     text = read_prompt(args.prompt_file[0] if args.prompt_file else None)
     generation, num_new = taken(GenerationConfig, args), args.max_new_tokens
     args.draft_weights = "same"
-    engine, [prompt] = load_engine(args, "ngram", [(text, args.prompt_tokens)], num_new=num_new)
+    engine, [prompt] = load_engine(args, "suffix", [(text, args.prompt_tokens)], num_new=num_new)
     device = engine.model.device
     all_stats = [
         finish(plain_decoding(engine, prompt, generation), quiet=args.quiet).stats

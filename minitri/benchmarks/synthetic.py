@@ -119,7 +119,7 @@ def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     result = {
         "synthetic": True, "shape": config.name, "acceptance": setup.acceptance,
-        "draft": setup.draft.name if setup.draft else "ngram", **where(target),
+        "draft": setup.draft.name if setup.draft else "suffix", **where(target),
         "method": speculation.method, "plan": str(speculation.plans[0]),
         "copy_bytes_per_second": memory, "host_copy_bytes_per_second": link, "rows": rows,
     }  # fmt: skip

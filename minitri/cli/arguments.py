@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 from minitri.errors import InputError, shorten
 from minitri.gpu.attention import BACKENDS
 from minitri.loading.devices import DRAFT_WEIGHTS, DTYPES, WEIGHTS
-from minitri.loading.fetch import default_draft
+from minitri.loading.fetch import default_draft, is_lookup
 from minitri.loading.named_models import DEFAULT_MODEL, MODELS
 from minitri.loading.prompts import MAX_SEED
 from minitri.settings import (
@@ -219,10 +219,13 @@ def add_sampling_flags(
 def add_draft_flag(flags: Flags) -> None:
     """Who guesses first."""
     flags.add_argument(
-        "--draft", default="auto", metavar="NAME|DIR|ngram|none",
-        help="drafter for naive and triforce: a model of the same vocabulary, or ngram, which looks"
-        " the last words up in the text (default: the one that belongs to the model, else ngram)",
+        "--draft", default="auto", metavar="NAME|DIR|suffix|datastore:FILE|none",
+        help="drafter for naive and triforce: a model of the same vocabulary; suffix, which looks"
+        " the last words up in the text; or datastore:FILE, which does so in other texts, too, see"
+        " tools/build_datastore.py (default: the one that belongs to the model, else suffix)",
     )  # fmt: skip
+    text = "let suffix and datastore look words up in the texts of earlier prompts, too"
+    flags.add_argument("--draft-history", action="store_true", help=text)
 
 
 def add_size_flags(flags: Flags) -> None:
@@ -252,7 +255,10 @@ def model_of(args: argparse.Namespace) -> dict[str, Any]:
     if getattr(args, "method", None) in ("autoregressive", "naive"):
         args.draft_weights = "same"
     names = ("model", "dtype", "device", "attention", "rope_scaling", "weights", "draft_weights")
-    return {**{name: getattr(args, name) for name in names}, "progress": not args.quiet}
+    options = {name: getattr(args, name) for name in names}
+    is_used = getattr(args, "method", None) in WITH_DRAFTER
+    options["draft_history"] = getattr(args, "draft_history", False) and is_used
+    return {**options, "progress": not args.quiet}
 
 
 def speculation_of(args: argparse.Namespace) -> SpeculationConfig:
@@ -261,12 +267,12 @@ def speculation_of(args: argparse.Namespace) -> SpeculationConfig:
 
 
 def draft_of(args: argparse.Namespace) -> str:
-    """The drafter that the flags ask for: a name, a path, or `ngram`.
+    """The drafter that the flags ask for: a name, a path, `suffix` or a datastore.
 
     Raises `InputError` if one is missing.
     """
     if args.method not in WITH_DRAFTER:
-        return "ngram"  # which costs nothing and is not used
+        return "suffix"  # which costs nothing and is not used
     if args.draft == "none":
         raise InputError(
             f"--method {args.method} needs a drafter, got --draft none; use --method retrieval"
@@ -281,9 +287,10 @@ def ignored_flags(args: argparse.Namespace) -> list[str]:
     unused: list[str] = []
     if args.method in ("autoregressive", "retrieval"):
         unused += ["gamma1"] if args.draft in ("auto", "none") else ["draft", "gamma1"]
+        unused += ["draft_history"] * args.draft_history
     if args.method in ("autoregressive", "naive"):
         unused += ["policy", *RETRIEVAL]
-    if args.method == "autoregressive" or (args.method == "naive" and draft_of(args) == "ngram"):
+    if args.method == "autoregressive" or (args.method == "naive" and is_lookup(draft_of(args))):
         unused += WINDOW
     defaults = vars(SpeculationConfig())
     changed = [name for name in unused if getattr(args, name) != defaults.get(name)]

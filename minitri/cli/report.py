@@ -23,7 +23,7 @@ def where(model: Llama) -> dict[str, str]:
 
 def draft_name(engine: Engine) -> str:
     """The name of an engine's drafter."""
-    return engine.draft.config.name if engine.draft else "ngram"
+    return engine.draft.config.name if engine.draft else engine.sources.name
 
 
 def summary(engine: Engine, run: Generation) -> str:

@@ -111,7 +111,7 @@ class Autotuner:
         return self._factors.get(stage, others) * self._prior(stage, num_guesses)
 
     def _prior(self, stage: str, num_guesses: float) -> float:
-        return max(self._prior_seconds(stage, num_guesses), 1e-9)  # n-grams read no bytes
+        return max(self._prior_seconds(stage, num_guesses), 1e-9)  # lookup reads no bytes
 
 
 def _proposers(plan: StepPlan) -> list[str]:

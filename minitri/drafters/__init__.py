@@ -1,1 +1,1 @@
-"""Stages that guess and verify nothing: a small model, and n-gram lookup."""
+"""A stage that guesses without a model: lookup of the last words in texts and a datastore."""

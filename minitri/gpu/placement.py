@@ -81,7 +81,7 @@ def demand(
     num_tokens: int, prompt_lengths: list[int], prefill_chunk: int = 1024, itemsize: int = 2,
 ) -> Demand:  # fmt: skip
     """Bytes for sequences of up to `num_tokens`, prompts of these lengths included; a `draft` of
-    None stands for n-grams."""
+    None stands for lookup."""
     B, L, K, D = len(prompt_lengths), config.num_layers, config.num_kv_heads, config.head_dim
     H, block, chunk = config.num_heads, speculation.max_block, speculation.chunk_size
     slots, small = round_up_to_stride(num_tokens + block), 0

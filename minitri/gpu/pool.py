@@ -7,6 +7,7 @@ captured and nothing is kept.
 
 import dataclasses
 
+from minitri.drafters.lookup import Sources
 from minitri.gpu.offloaded_cache import OffloadedFullCache
 from minitri.model.llama import Llama
 from minitri.session import Batch, Session
@@ -16,11 +17,14 @@ from minitri.settings import SpeculationConfig
 class SessionPool:
     """Sessions over two models; at most one is kept, of the run that was opened last."""
 
-    def __init__(self, target: Llama, draft: Llama | None, guesser: Llama | None = None) -> None:
-        """The models of a `Session`."""
+    def __init__(
+        self, target: Llama, draft: Llama | None, guesser: Llama | None, sources: Sources
+    ) -> None:
+        """Models of a `Session`, and where it looks words up."""
         self.target = target
         self._draft = draft
         self._guesser = guesser
+        self._sources = sources
         self._kept: Session | None = None
         self._num_runs = 0
 
@@ -34,7 +38,9 @@ class SessionPool:
             session = kept
         else:
             del kept  # gives up its memory for the new one
-            session = Session(self.target, self._draft, batch, guesser=self._guesser)
+            session = Session(
+                self.target, self._draft, batch, guesser=self._guesser, sources=self._sources
+            )
         session.begin(batch)
         self._num_runs += 1
         session.number = self._num_runs

@@ -141,7 +141,7 @@ def _check_drafter(model: Llama, target: Llama, path: Path) -> None:
     if wanted != lent:
         raise InputError(
             f"{made_for} embedding table is {wanted}; that of {target.config.name} is {lent}; "
-            "use another drafter, or --draft ngram"
+            "use another drafter, or --draft suffix"
         )
     ids = head.token_ids
     if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(ids.unique()) < len(ids):
@@ -154,7 +154,7 @@ def _check_drafter(model: Llama, target: Llama, path: Path) -> None:
     if not similarity > MIN_SIMILARITY:
         raise InputError(
             f"{made_for} embeddings are not those of {target.config.name} (cosine "
-            f"{similarity:.2f}); use another drafter, or --draft ngram"
+            f"{similarity:.2f}); use another drafter, or --draft suffix"
         )
 
 

@@ -59,6 +59,8 @@ WHEELS = {
         quantization="Q4_1",
     )
 }
+LOOKUPS, DATASTORE = ("suffix", "ngram"), "datastore:"
+"""Drafters that look words up in the text, under today's and an older name, and in a file, too."""
 COMMITTED = ("smollm2-135m-draft",)
 """Drafters that come with the source code, under weights/."""
 WEIGHT_FILES = (".gguf", ".safetensors", ".bin")
@@ -77,7 +79,7 @@ def locate(model: str, *, progress: bool = False) -> Located:
         if (folder := committed_path(model)) is None:
             raise InputError(
                 f"the drafter {model} is part of minitri's source checkout, and this is not one; "
-                "give --draft its folder, or ngram"
+                "give --draft its folder, or suffix"
             )
         log.info("weights: %s", folder)
         return Located(model, folder)
@@ -97,9 +99,14 @@ def locate(model: str, *, progress: bool = False) -> Located:
 
 
 def default_draft(model: str) -> str:
-    """The drafter of a named model; `ngram` if it has none, or its drafter is not installed."""
-    draft = MODELS[model].draft if model in MODELS else "ngram"
-    return "ngram" if draft in COMMITTED and committed_path(draft) is None else draft
+    """The drafter of a named model; `suffix` if it has none, or its drafter is not installed."""
+    draft = MODELS[model].draft if model in MODELS else "suffix"
+    return "suffix" if draft in COMMITTED and committed_path(draft) is None else draft
+
+
+def is_lookup(draft: str) -> bool:
+    """Whether a drafter of this name has no model."""
+    return draft in LOOKUPS or draft.startswith(DATASTORE)
 
 
 def committed_path(name: str) -> Path | None:

@@ -15,7 +15,7 @@ DEFAULT_MODEL = "smollm2-135m"
 
 class NamedModel(NamedTuple):
     """A row of the table: repository on the Hugging Face hub, context length in tokens, default
-    drafter (the name of a model, or `ngram`) and shape."""
+    drafter (the name of a model, or `suffix`) and shape."""
 
     repo: str
     context: int
@@ -34,11 +34,11 @@ _ROWS = {
     "lwm-text-512k": ("LargeWorldModel/LWM-Text-512K", 524288, "llama-68m", _7B),
     "lwm-text-1m": ("LargeWorldModel/LWM-Text-1M", 1048576, "llama-68m", _7B),
     "lwm-text-chat-128k": ("LargeWorldModel/LWM-Text-Chat-128K", 131072, "llama-68m", _7B),
-    "llama-68m": ("JackFram/llama-68m", 2048, "ngram",
+    "llama-68m": ("JackFram/llama-68m", 2048, "suffix",
                   (2, 768, 3072, 12, 12, 64, 32000, False)),
     "llama3.1-8b": ("meta-llama/Llama-3.1-8B", 131072, "llama3.2-1b",
                     (32, 4096, 14336, 32, 8, 128, 128256, False)),
-    "llama3.2-1b": ("meta-llama/Llama-3.2-1B", 131072, "ngram",
+    "llama3.2-1b": ("meta-llama/Llama-3.2-1B", 131072, "suffix",
                     (16, 2048, 8192, 32, 8, 64, 128256, True)),
     "llama3.2-3b": ("meta-llama/Llama-3.2-3B", 131072, "llama3.2-1b",
                     (28, 3072, 8192, 24, 8, 128, 128256, True)),

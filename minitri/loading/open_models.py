@@ -5,13 +5,19 @@ So whatever is wrong with a prompt or a drafter is found before the minutes that
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from minitri.drafters.datastore import open_datastore
+from minitri.drafters.lookup import Sources
+from minitri.drafters.text import History
 from minitri.errors import InputError, shorten
 from minitri.loading.checkpoint import load_model, open_checkpoint
 from minitri.loading.devices import (
@@ -22,9 +28,9 @@ from minitri.loading.devices import (
     choose_dtype,
     guesser_for,
 )
-from minitri.loading.fetch import default_draft, locate
+from minitri.loading.fetch import DATASTORE, default_draft, is_lookup, locate
 from minitri.loading.hf_config import stretch_rope
-from minitri.loading.tokenizer import check_same_vocabulary, load_tokenizer
+from minitri.loading.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from minitri.model.llama import Llama
 
 log = logging.getLogger("minitri")
@@ -71,7 +77,7 @@ class OpenModels:
     def __init__(
         self, model: str | os.PathLike[str], draft: str | os.PathLike[str], *, dtype: str,
         device: str, attention: str, rope_scaling: str | None, weights: str, draft_weights: str,
-        progress: bool,
+        draft_history: bool, progress: bool,
     ) -> None:  # fmt: skip
         texts: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention}
         texts |= {
@@ -103,17 +109,25 @@ class OpenModels:
         self._draft_weights = draft_weights
         self._is_draft_optional = draft == "auto"
         name = default_draft(model) if draft == "auto" else draft
-        if name != "ngram":
-            with self._or_ngrams():
+        self.sources = Sources()
+        if is_lookup(name):
+            self.sources = self._open_sources(name, draft_history)
+        elif draft_history:
+            raise InputError(
+                f"draft_history is for drafters without a model, got the drafter {name}; leave it "
+                "out, or use the drafter suffix"
+            )
+        else:
+            with self._or_lookup():
                 self._draft = self._open_draft(name, options)
 
     def load(self) -> tuple[Llama, Llama | None, Llama | None]:
-        """Reads the weights: the model, its drafter if that is no n-gram lookup, and its copy in 4
-        bits if it guesses with one."""
+        """Reads the weights: the model, its drafter if that is a model, and its copy in 4 bits
+        if it guesses with one."""
         target, drafter = self._target.load(), None
         guesser = guesser_for(target, self._draft_weights)
         if self._draft is not None:
-            with self._or_ngrams():
+            with self._or_lookup():
                 drafter = self._draft.load(target)
         return target, drafter, guesser
 
@@ -123,12 +137,26 @@ class OpenModels:
             check_same_vocabulary(draft.tokenizer, self.tokenizer, draft.config.name)
         return draft
 
+    def _open_sources(self, name: str, draft_history: bool) -> Sources:
+        history, datastore = History() if draft_history else None, None
+        if name.startswith(DATASTORE):
+            path = Path(name.removeprefix(DATASTORE)).expanduser()
+            datastore = open_datastore(path, fingerprint(self.tokenizer))
+            log.info("datastore: %s, %d tokens", path, datastore.num_tokens)
+        return Sources(history, datastore)
+
     @contextlib.contextmanager
-    def _or_ngrams(self) -> Iterator[None]:
+    def _or_lookup(self) -> Iterator[None]:
         """A drafter that nobody asked for by name may be missing."""
         try:
             yield
         except InputError as error:
             if not self._is_draft_optional:
                 raise
-            log.warning("%s; n-grams take its place", error)
+            log.warning("%s; suffix lookup takes its place", error)
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """What two tokenizers have in common only if they spell every token alike."""
+    tokens = [tokenizer.token(number) for number in range(tokenizer.num_tokens)]
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()

@@ -1,0 +1,195 @@
+"""Lookup of the last words in the text: what it finds, how much of it it guesses, and learns."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minitri.decoding.stats import LevelStats
+from minitri.drafters import text as text_module
+from minitri.drafters.lookup import LookupDrafter, Sources
+from minitri.drafters.text import LONGEST, GrowingText, History
+from minitri.settings import StepPlan
+from tests.conftest import CPU
+from tests.exactness import ScheduledTuner
+
+V = 30
+WORDS = st.lists(st.integers(0, 2), max_size=60) | st.lists(st.integers(0, 20), max_size=60)
+
+
+def new_drafter(*texts: list[int], num_guesses: int = 3, sources=None) -> LookupDrafter:
+    drafter = LookupDrafter(
+        len(texts), LevelStats("draft"), ScheduledTuner([StepPlan("naive", num_guesses)]),
+        sources or Sources(), vocab_size=V, device=CPU,
+    )  # fmt: skip
+    drafter.gamma = num_guesses
+    drafter.prepare([list(text) for text in texts], [True] * len(texts))
+    return drafter
+
+
+def guess(text, in_flight=(), **settings) -> list[int]:
+    return new_drafter(text, **settings).propose([[*text, *in_flight]], [True]).tokens[0]
+
+
+def found(text, in_flight=(), limit=5) -> tuple[int, list[int]]:
+    growing = GrowingText()
+    growing.extend(text)
+    return growing.lookup([*text, *in_flight], limit)
+
+
+def brute_force(text: list[int], sequence: list[int], limit: int) -> tuple[int, list[int]]:
+    """The definition: every earlier place, its match by comparison, then what follows it in a text
+    that is extended by what is guessed."""
+    best, end = 1, 0
+    for place in range(1, len(text) - 1):
+        length = 0
+        while length <= min(place, len(sequence) - 1, LONGEST - 1):
+            if text[place - length] != sequence[-1 - length]:
+                break
+            length += 1
+        if length > 1 and length >= best:
+            best, end = length, place + 1
+    if not end:
+        return 0, []
+    longer = list(sequence)
+    for i in range(limit):
+        longer.append(longer[end + i])
+    return best, longer[len(sequence) :]
+
+
+@given(WORDS, st.lists(st.integers(0, 2), max_size=5), st.integers(1, 9))
+def test_the_latest_of_the_longest_matches_is_found(text, in_flight, limit):
+    assert found(text, in_flight, limit) == brute_force(text, [*text, *in_flight], limit)
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=20), max_size=5), st.data())
+def test_a_text_that_grew_in_pieces_is_that_text(pieces, data):
+    whole, growing = list(itertools.chain(*pieces)), GrowingText()
+    for piece in pieces:
+        growing.extend(piece)
+    sequence = [*whole, *data.draw(st.lists(st.integers(0, 2), max_size=3))]
+    assert growing.lookup(sequence, 4) == found(whole, sequence[len(whole) :], 4)
+
+
+def test_what_followed_the_last_words_is_guessed():
+    assert found([1, 2, 3, 4, 5, 9, 1, 2], limit=3) == (2, [3, 4, 5])
+    assert guess([1, 2, 3, 4, 5, 9, 1, 2], num_guesses=1) == [3]
+
+
+def test_a_match_may_be_longer_than_any_fixed_number_of_words():
+    """The later place agrees in four tokens, the earlier one in five."""
+    text = [5, 1, 2, 3, 4, 10, 11, 12, 6, 1, 2, 3, 4, 20, 21, 22, 5, 1, 2, 3, 4]
+    assert found(text, limit=3) == (5, [10, 11, 12])
+    assert found([*range(100, 160), 7, *range(100, 160)], limit=1) == (60, [7])
+
+
+def test_a_loop_is_guessed_to_go_on():
+    assert found([1, 2, 7, 8, 7, 8], limit=5) == (2, [7, 8, 7, 8, 7])
+    assert found([6] * 500, limit=3) == (LONGEST, [6, 6, 6])
+
+
+@pytest.mark.parametrize("text", [[], [1], [1, 2], [1, 2, 3, 4], [1, 2, 3, 9, 2], [7, 3, 8, 3]])
+def test_nothing_is_guessed_where_nothing_matches(text):
+    """One token in common, as in the last two, is not enough."""
+    proposal = new_drafter(text).propose([text], [True])
+    assert (proposal.tokens, proposal.origins, proposal.counts) == ([[]], [[]], [0])
+    assert proposal.probs_BNV.shape == (1, 0, V)
+
+
+def test_a_frequent_pair_costs_no_more_than_the_places_that_are_compared(monkeypatch):
+    text = [4, 1, 2, 8, *[1, 2, 9] * 3, 4, 1, 2]
+    assert found(text, limit=1) == (3, [8])
+    monkeypatch.setattr(text_module, "MOST_PLACES", 3)
+    assert found(text, limit=1) == (2, [9])
+
+
+def test_rejected_guesses_are_never_learnt():
+    """Guesses in flight are words to look up; what was rejected leaves nothing behind."""
+    drafter = new_drafter([1, 2, 3, 4, 5])
+    assert drafter.propose([[1, 2, 3, 4, 5, 2, 3]], [True]).tokens == [[4, 5, 2]]
+    assert drafter.propose([[1, 2, 3, 4, 5, 9, 8, 7, 9, 8]], [True]).tokens == [[]]
+    drafter.crop([5])
+    drafter.prepare([[1, 2, 3, 4, 5, 6, 9, 8]], [True])
+    assert drafter.propose([[1, 2, 3, 4, 5, 6, 9, 8]], [True]).tokens == [[]]
+
+
+def test_rows_look_each_into_its_own_text():
+    rows = [[1, 2, 3, 1, 2], [1, 2, 9, 8, 7, 6, 1, 2], [5, 1, 2], [1, 2, 4, 1, 2]]
+    proposal = new_drafter(*rows).propose(rows, [True, True, True, False])
+    assert proposal.tokens == [[3, 1, 2], [9, 8, 7], [], []]
+    assert proposal.origins == [["draft"] * 3, ["draft"] * 3, [], []]
+
+
+@pytest.mark.parametrize("has_history", [False, True])
+def test_a_row_that_ended_is_remembered_only_by_a_history(has_history):
+    sources = Sources(History()) if has_history else Sources()
+    drafter = new_drafter([1, 2, 3, 4], [7, 8], sources=sources)
+    rows = [[9, 1, 2], [7, 8, 1, 2]]
+    drafter.reset(0)
+    drafter.prepare(rows, [True, True])
+    found = [3, 4] if has_history else []
+    assert drafter.propose(rows, [True, True]).tokens == [found, found]
+
+
+def test_a_history_ends_its_guesses_where_a_text_ends_and_forgets_the_oldest(monkeypatch):
+    history = History()
+    for text in ([1, 2, 3], [1, 2], [], [4, 5, 6, 7]):
+        history.learn(text)
+    assert history.lookup([8, 1, 2], 9) == (2, [])  # the latest place; nothing follows there
+    assert history.lookup([8, 2, 3], 9) == (2, [])
+    assert history.lookup([4, 5], 9) == (2, [6, 7])
+    assert history.lookup([3, 1], 9) == history.lookup([7], 9) == (0, [])
+    monkeypatch.setattr(text_module, "MAX_HISTORY", 12)
+    history.learn([8, 9, 10])
+    assert history.lookup([1, 2], 9) == (0, [])
+    assert history.lookup([8, 9], 9) == (2, [10])
+
+
+def test_a_rows_own_text_wins_over_a_history_that_agrees_no_longer():
+    history = History()
+    history.learn([5, 1, 2, 9, 9])
+    sources = Sources(history)
+    assert guess([4, 1, 2, 3, 4, 1, 2], sources=sources, num_guesses=1) == [3]
+    assert guess([1, 2, 3, 5, 1, 2], sources=sources, num_guesses=1) == [9]
+
+
+def test_a_long_match_and_past_success_allow_more_guesses():
+    def num_guesses(text) -> int:
+        return len(guess(text, num_guesses=64))
+
+    short, long = [1, 2, 3, 1, 2], [*range(3, 23), 1, *range(3, 23)]
+    assert 1 <= num_guesses(short) < num_guesses(long) < 64
+
+    def after(*endings) -> int:
+        """Guesses behind a match of two, after ten such that were followed by these in turns."""
+        drafter, sequence = new_drafter([1, 2, 3, 4, 5, 6, 7, 8], num_guesses=64), [*range(1, 9)]
+        for i in range(10):
+            sequence += [10 + i, 1, 2]
+            drafter.prepare([sequence], [True])
+            drafter.propose([sequence], [True])
+            sequence += endings[i % len(endings)]
+            drafter.prepare([sequence], [True])
+        sequence += [25, 1, 2]
+        drafter.prepare([sequence], [True])
+        return len(drafter.propose([sequence], [True]).tokens[0])
+
+    assert after([21], [22]) == 1 < num_guesses(short) < after([3, 4, 5])
+
+
+def test_the_sequences_are_left_as_they_were():
+    sequences = [[1, 2, 3, 1, 2], [4]]
+    new_drafter(*sequences).propose(sequences, [True, True])
+    assert sequences == [[1, 2, 3, 1, 2], [4]]
+
+
+def test_the_distribution_is_one_hot_on_the_tokens():
+    rows = [[1, 2, 3, 1, 2], [5], [6, 6, 6]]
+    proposal = new_drafter(*rows).propose(rows, [True] * 3)
+    assert proposal.counts == [3, 0, 3]
+    for b, tokens in enumerate(proposal.tokens):
+        wanted = torch.nn.functional.one_hot(torch.tensor(tokens, dtype=torch.int64), V)
+        assert torch.equal(proposal.probs_BNV[b, : len(tokens)], wanted.float())

@@ -1,0 +1,75 @@
+"""Builds a datastore for `--draft datastore:FILE` out of texts (REST, arXiv 2311.08252).
+
+    python tools/build_datastore.py --model smollm2-135m --out novels.datastore a.txt b.txt
+
+The texts are cut into the model's tokens, and all their places are sorted by what stands before
+them (`minitri/drafters/datastore.py`). It needs about 60 bytes of memory per token meanwhile, and
+6 on disk (8 where the vocabulary has 65,536 tokens or more). All models with the same vocabulary
+can use the file. It gets its name when it is whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from minitri.cli import arguments
+from minitri.cli.exits import program
+from minitri.drafters.datastore import write_datastore
+from minitri.errors import InputError, shorten
+from minitri.loading.named_models import DEFAULT_MODEL
+from minitri.loading.open_models import OpenModel, fingerprint
+
+
+def build_parser() -> arguments.OneLineParser:
+    parser = arguments.OneLineParser(description=__doc__)
+    text = "whose tokens: what --model of minitri.generate takes (default: %(default)s)"
+    parser.add_argument("--model", default=DEFAULT_MODEL, metavar="NAME|PATH|ORG/REPO", help=text)
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the file to write")
+    parser.add_argument("texts", nargs="+", metavar="TEXT", help="UTF-8 files")
+    parser.set_defaults(quiet=False)
+    return parser
+
+
+def run_command(args: argparse.Namespace) -> None:
+    """Does what the flags say. Raises `InputError`."""
+    texts = [read_text(file) for file in args.texts]
+    tokenizer = OpenModel(args.model, dtype=torch.float32, device=torch.device("cpu")).tokenizer
+    if tokenizer is None:
+        raise InputError(f"{args.model} is a drafter without a tokenizer; give its target's name")
+    started = time.perf_counter()
+    ids = [tokenizer.encode(text) for text in texts]
+    read = time.perf_counter()
+    try:
+        size = write_datastore(args.out, ids, tokenizer.num_tokens, fingerprint(tokenizer))
+    except OSError as error:
+        raise InputError(
+            f"cannot write {args.out} ({error.strerror}); name a file in a folder that exists"
+        ) from None
+    print(
+        f"{args.out}: {sum(map(len, ids))} tokens of {len(ids)} texts, {size / 1e6:.1f} MB; "
+        f"tokens in {read - started:.1f} s, sorted in {time.perf_counter() - read:.1f} s"
+    )
+
+
+def read_text(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a NUL in the name
+        reason = shorten(getattr(error, "strerror", None) or error, 90)
+        raise InputError(f"cannot read {shorten(file)} ({reason}); give UTF-8 texts") from None
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of `python tools/build_datastore.py`."""
+    with program(build_parser, argv) as args:
+        run_command(args)
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()
