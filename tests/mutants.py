@@ -324,18 +324,11 @@ MUTANTS = [
         STREAM + "test_every_request_gets_what_it_gets_alone[2-naive-False]",
     ),
     Mutant(
-        "the same, coupled",
+        "a row's own seed is not used",
         SESSION + "admit",
         "self.source.restart(b, seed)",
         "pass",
-        STREAM + "test_every_request_gets_what_it_gets_alone[2-naive-True]",
-    ),
-    Mutant(
-        "a new text is written behind the old one",
-        SESSION + "admit",
-        "self.sequences[b][:] = prompt",
-        "self.sequences[b] += prompt",
-        STREAM + "test_every_request_gets_what_it_gets_alone[2-retrieval-False]",
+        "test_engine.py::test_seeds_decide_and_belong_to_rows",
     ),
     Mutant(
         "a new text is sampled by the old one's filters",
@@ -343,26 +336,5 @@ MUTANTS = [
         "runner.sample_by(sampling, b)",
         "pass",
         STREAM + "test_every_request_gets_what_it_gets_alone[2-triforce-False]",
-    ),
-    Mutant(
-        "a row is decoded while its prompt is read",
-        SESSION + "admit",
-        "self.cascade.active[b] = False",
-        "pass",
-        STREAM + "test_every_request_gets_what_it_gets_alone[2-autoregressive-False]",
-    ),
-    Mutant(
-        "rows that only join commit the others, too",
-        DECODING + "cascade.Cascade.start",
-        "self._commit(emitted, starting)",
-        "self._commit(emitted, [True] * len(starting))",
-        STREAM + "test_every_request_gets_what_it_gets_alone[2-retrieval-False]",
-    ),
-    Mutant(
-        "a joining row stops the others",
-        DECODING + "cascade.Cascade.start",
-        "[on or new for on, new in zip(self.active, starting, strict=True)]",
-        "starting",
-        STREAM + "test_every_request_gets_what_it_gets_alone[2-naive-False]",
     ),
 ]
