@@ -196,6 +196,9 @@ class Session:
         """Gives row b, which is empty, to another text; `prefill` and `start` must follow."""
         self.sequences[b][:] = prompt
         self.cascade.active[b] = False
+        history = self._lookup_sources.history
+        if history is not None and not self.batch.speculation.coupled:
+            seed = history.fresh_seed(seed)
         self.source.restart(b, seed)
         if self.retrieval_cache is not None:
             self.retrieval_cache.reset(b, self.batch.budget_for(len(prompt)))

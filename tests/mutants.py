@@ -310,6 +310,28 @@ MUTANTS = [
         STOPS + "[stop1-xabcd-x]",
     ),
     Mutant(
+        "lookup learns guesses",
+        "minitri.drafters.lookup._Row.propose",
+        "(self.text, *sources)):",
+        "(self.text, *sources)):\n            self.text.extend(sequence[len(self.text.tokens) :])",
+        "drafters/test_lookup.py::test_rejected_guesses_are_never_learnt",
+    ),
+    Mutant(
+        "a row that ends leaves its text to the next",
+        "minitri.drafters.lookup.LookupDrafter.reset",
+        "self._rows[b] = _Row()",
+        "self._rows[b].guess = []",
+        "drafters/test_lookup.py::test_a_row_that_ended_is_remembered_only_by_a_history[False]",
+    ),
+    Mutant(
+        "guesses from a history tested with the numbers they were drawn with",
+        "minitri.drafters.text.History.fresh_seed",
+        "return noise_key(seed, self._num_seeds)",
+        "return seed",
+        "drafters/test_drafters_in_engine.py::"
+        "test_guesses_from_a_history_are_not_tested_with_the_numbers_they_were_drawn_with",
+    ),
+    Mutant(
         "text that may begin a stop string is not held back",
         DECODING + "stopping.StopScanner.push",
         "cut = len(text) - keep",

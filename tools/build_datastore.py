@@ -44,12 +44,7 @@ def run_command(args: argparse.Namespace) -> None:
     started = time.perf_counter()
     ids = [tokenizer.encode(text) for text in texts]
     read = time.perf_counter()
-    try:
-        size = write_datastore(args.out, ids, tokenizer.num_tokens, fingerprint(tokenizer))
-    except OSError as error:
-        raise InputError(
-            f"cannot write {args.out} ({error.strerror}); name a file in a folder that exists"
-        ) from None
+    size = write_datastore(args.out, ids, tokenizer.num_tokens, fingerprint(tokenizer))
     print(
         f"{args.out}: {sum(map(len, ids))} tokens of {len(ids)} texts, {size / 1e6:.1f} MB; "
         f"tokens in {read - started:.1f} s, sorted in {time.perf_counter() - read:.1f} s"

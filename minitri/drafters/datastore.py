@@ -105,7 +105,7 @@ def sorted_places(tokens: Array) -> Array:
 def write_datastore(path: Path, texts: list[list[int]], num_tokens: int, vocabulary: str) -> int:
     """Writes a file of texts in the tokens below `num_tokens`; returns its bytes.
 
-    `vocabulary` is the fingerprint that `open_datastore` must be given. Raises `OSError`.
+    `vocabulary` is the fingerprint that `open_datastore` must be given. Raises `InputError`.
     """
     small = np.uint16 if num_tokens < 1 << 16 else np.uint32
     tokens = np.concatenate([np.array([*text, num_tokens], small) for text in texts])
@@ -116,6 +116,11 @@ def write_datastore(path: Path, texts: list[list[int]], num_tokens: int, vocabul
     try:
         save_file(arrays, unfinished, facts)
         unfinished.replace(path)
+    except (SafetensorError, OSError) as error:
+        reason = shorten(error, 90)
+        raise InputError(
+            f"cannot write {path} ({reason}); name a file in a folder with room"
+        ) from None
     finally:
         unfinished.unlink(missing_ok=True)
     return path.stat().st_size

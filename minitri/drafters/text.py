@@ -10,6 +10,8 @@ Only tokens that are certain are ever added: a guess is something to look up, no
 from collections.abc import Sequence
 from itertools import cycle, islice
 
+from minitri.decoding.noise import noise_key
+
 LONGEST = 64
 """Tokens of a match that are compared; so a text that is one long loop costs little."""
 MOST_PLACES = 1000
@@ -70,6 +72,19 @@ class GrowingText:
 
 class History(GrowingText):
     """The texts of earlier runs, one behind the other; the oldest are forgotten in time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_seeds = 0
+
+    def fresh_seed(self, seed: int) -> int:
+        """A seed that no other text of the history was sampled with.
+
+        Guesses come from texts that may have had the same `seed`. If they were tested with the
+        numbers that they were drawn with, what is accepted would not follow the distribution.
+        """
+        self._num_seeds += 1
+        return noise_key(seed, self._num_seeds)
 
     def learn(self, tokens: list[int]) -> None:
         """Adds a text that is over."""

@@ -140,7 +140,9 @@ class OpenModels:
     def _open_sources(self, name: str, draft_history: bool) -> Sources:
         history, datastore = History() if draft_history else None, None
         if name.startswith(DATASTORE):
-            path = Path(name.removeprefix(DATASTORE)).expanduser()
+            path = Path(name.removeprefix(DATASTORE))
+            with contextlib.suppress(RuntimeError):  # an unknown home
+                path = path.expanduser()
             datastore = open_datastore(path, fingerprint(self.tokenizer))
             log.info("datastore: %s, %d tokens", path, datastore.num_tokens)
         return Sources(history, datastore)

@@ -110,8 +110,9 @@ def test_a_frequent_pair_costs_no_more_than_the_places_that_are_compared(monkeyp
 def test_rejected_guesses_are_never_learnt():
     """Guesses in flight are words to look up; what was rejected leaves nothing behind."""
     drafter = new_drafter([1, 2, 3, 4, 5])
-    assert drafter.propose([[1, 2, 3, 4, 5, 2, 3]], [True]).tokens == [[4, 5, 2]]
+    assert drafter.propose([[1, 2, 3, 4, 5, 9, 8, 7]], [True]).tokens == [[]]
     assert drafter.propose([[1, 2, 3, 4, 5, 9, 8, 7, 9, 8]], [True]).tokens == [[]]
+    assert drafter.propose([[1, 2, 3, 4, 5, 2, 3]], [True]).tokens == [[4, 5, 2]]
     drafter.crop([5])
     drafter.prepare([[1, 2, 3, 4, 5, 6, 9, 8]], [True])
     assert drafter.propose([[1, 2, 3, 4, 5, 6, 9, 8]], [True]).tokens == [[]]
