@@ -18,6 +18,7 @@ from typing import Any
 from minitri.drafters.lookup import Sources
 from minitri.errors import InputError, shorten
 from minitri.generation import Completion, End, Generation, Request, Row
+from minitri.gpu.placement import most_rows
 from minitri.gpu.pool import SessionPool
 from minitri.loading.named_models import DEFAULT_MODEL
 from minitri.loading.open_models import OpenModels
@@ -52,7 +53,8 @@ def load(
     `draft`; or it is `suffix`, which looks the last words up in the text, `datastore:PATH`, which
     does so in texts of a file, too (`tools/build_datastore.py`), or `auto`, the drafter of a named
     model, and `suffix` where there is none. With `draft_history` these look into the texts of
-    earlier runs, too, which changes the speed, and no text that is greedy or coupled.
+    earlier runs, too: the distribution stays the same, and so do greedy and coupled texts, but no
+    seed repeats another text.
     `dtype` is float32, bfloat16, float16 or auto (bfloat16 where that is fast). `device` is cpu,
     cuda, cuda:N or auto. `attention` names a kernel for short blocks on a GPU, see
     `gpu/attention.py`. `rope_scaling` such as `yarn:4` stretches the context. `weights` `native`
@@ -133,7 +135,7 @@ class Engine:
         seeds = as_seeds(seed, len(ids))
         pairs = zip(ids, seeds, strict=True)
         requests = [Request(tokens, own, sampling, generation) for tokens, own in pairs]
-        return self._run(requests, len(requests), generation, speculation)
+        return self._run(requests, None, generation, speculation)
 
     def stream(
         self,
@@ -158,12 +160,13 @@ class Engine:
         if not (isinstance(batch_size, int) and batch_size > 0 and listed):
             what = f"batch_size is {shorten(repr(batch_size), 60)} for {len(listed)} requests"
             raise InputError(f"{what}; both must be at least 1")
-        return self._run(listed, min(batch_size, len(listed)), generation, speculation)
+        return self._run(listed, batch_size, generation, speculation)
 
     def _run(
-        self, requests: list[Request], num_rows: int, run: GenerationConfig,
+        self, requests: list[Request], batch_size: int | None, run: GenerationConfig,
         speculation: SpeculationConfig,
     ) -> Generation:  # fmt: skip
+        """At most `batch_size` at a time, as far as memory allows; None: all at once."""
         rows = []
         for number, request in enumerate(requests):
             try:
@@ -175,15 +178,18 @@ class Engine:
                 raise InputError(f"{where}{error}") from None
             rows.append(Row(number, request, ids, self.tokenizer))
         num_new = max(request.generation.max_new_tokens for request in requests)
-        longest = sorted((row.prompt for row in rows), key=len, reverse=True)[:num_rows]
+        run = dataclasses.replace(run, max_new_tokens=num_new)
+        prompts = sorted((row.prompt for row in rows), key=len, reverse=True)[:batch_size]
+        if batch_size is not None:
+            draft, lengths = self.draft.config if self.draft else None, list(map(len, prompts))
+            prompts = prompts[: most_rows(self.model, draft, run, speculation, lengths)]
         sampling, *others = {request.sampling: None for request in requests}
         if others and self.model.device.type == "cuda" and run.cuda_graphs:
             raise InputError(
                 f"captured graphs sample all rows alike, got {sampling} and {others[0]}; give "
                 "every request the same, or switch cuda_graphs off"
             )
-        run = dataclasses.replace(run, max_new_tokens=num_new)
-        batch = Batch(longest, [0] * len(longest), sampling, run, speculation)
+        batch = Batch(prompts, [0] * len(prompts), sampling, run, speculation)
         return Generation(rows, batch, self._pool)
 
     def complete(self, prompt: Prompt, **settings: Any) -> Completion:

@@ -17,7 +17,9 @@ with clean_imports():
     from minitri.cli import arguments
     from minitri.cli.prompts import load_engine, max_tokens_of, read_prompt
     from minitri.cli.report import report, summary
+    from minitri.cli.requests import run_requests
     from minitri.cli.terminal import LEGEND, stream
+    from minitri.engine import MAX_ROWS
     from minitri.loading.prompts import MAX_SEED
     from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
@@ -32,10 +34,18 @@ def build_parser() -> arguments.OneLineParser:
         "--prompt-file novel.txt --max-prompt-tokens 8000 --temperature 0.6 --top-p 0.9",
         "--demo --method triforce --draft suffix --budget 1024 --color",
         "--prompt-file - --rope-scaling yarn:4 --json < novel.txt",
+        "--prompts questions.jsonl --max-new-tokens 64 > answers.jsonl",
         description="Generates text from a Llama model after a prompt as long as its context.",
     )
     arguments.add_model_flags(parser)
-    arguments.add_prompt_flags(parser)
+    arguments.add_prompt_flags(parser).add_argument(
+        "--prompts", metavar="FILE", help="many: a file with a JSON object a line, see the README; "
+        "writes one a line, too, as each is done; - is standard input",
+    )  # fmt: skip
+    text = "--prompts that run at a time, if memory allows (default: %(default)s)"
+    parser.add_argument(
+        "--batch-size", type=arguments.positive, default=MAX_ROWS, metavar="N", help=text
+    )
     arguments.add_fields(parser, GenerationConfig, "prefill_chunk")
     arguments.add_gpu_flags(parser)
     arguments.add_fields(parser, GenerationConfig, "stop", "ignore_eos")
@@ -66,6 +76,9 @@ def run_command(args: argparse.Namespace) -> int:
     speculation, draft = arguments.speculation_of(args), arguments.draft_of(args)
     for flag in arguments.ignored_flags(args):
         log.warning("%s is ignored: --method %s has no use for it", flag, args.method)
+    if args.prompts is not None:
+        args.seed = seed_of(args, speculation)
+        return run_requests(args, sampling, generation, speculation, draft)
     text, max_tokens = read_prompt(args.prompt_file, args.prompt), max_tokens_of(args)
     args.seed = seed_of(args, speculation)
     num_new = generation.max_new_tokens

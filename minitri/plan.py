@@ -157,6 +157,17 @@ def run_command(args: argparse.Namespace) -> int:
     gpu_gb_s = args.gpu_gb_s or by_size
     machine = Machine(gpu_gb_s * 1e9, gpu_gb_s * 1e9, args.link_gb_s * 1e9)
 
+    def rows_that_fit(on_chip: int) -> int:
+        """Sequences of this context at a time, up to a thousand."""
+        for num_rows in range(1, 1001):
+            more = demand(
+                config, draft, speculation, num_tokens=context, prompt_lengths=[context] * num_rows,
+                prefill_chunk=args.prefill_chunk, itemsize=itemsize,
+            )  # fmt: skip
+            if more.on_device(on_chip) > gpu_bytes or more.on_host(on_chip) > host_bytes:
+                return num_rows - 1
+        return 1000
+
     def place(on_chip: int) -> dict[str, Any]:
         predictions = [
             predict(
@@ -169,6 +180,7 @@ def run_command(args: argparse.Namespace) -> int:
         on_device, on_host = needs.on_device(on_chip), needs.on_host(on_chip)
         return {
             "on_chip": on_chip, "fits": on_device <= gpu_bytes and on_host <= host_bytes,
+            "rows_that_fit": rows_that_fit(on_chip),
             "device_bytes": on_device, "host_bytes": on_host, "parts": needs.parts(on_chip),
             "predicted_ms": dataclasses.asdict(fastest) | {"speedup": fastest.speedup},
         }  # fmt: skip
@@ -205,6 +217,7 @@ def table(placements: list[dict[str, Any]], L: int) -> str:
             "on the GPU, GiB": placement["device_bytes"] / GIB,
             "in host memory, GiB": placement["host_bytes"] / GIB,
             "fits": "yes" if placement["fits"] else "no",
+            "sequences that fit": placement["rows_that_fit"],
             "draft step, ms": ms["draft"],
             "retrieval verification, ms": ms["retrieval"],
             "full verification, ms": ms["target"],

@@ -186,8 +186,8 @@ def add_model_flags(flags: Flags) -> None:
 
 def add_prompt_flags(
     parser: argparse.ArgumentParser, *, max_prompt_tokens: int | None = None
-) -> None:
-    """What the model reads, and how much it writes."""
+) -> Flags:
+    """What the model reads, and how much it writes; returns the group of which one may be given."""
     group = parser.add_argument_group("prompt (default: --demo)").add_mutually_exclusive_group()
     group.add_argument("--prompt", metavar="TEXT", help="the prompt itself")
     group.add_argument("--prompt-file", metavar="FILE", help="a UTF-8 file; - is standard input")
@@ -198,6 +198,7 @@ def add_prompt_flags(
         help=f"keep the first N tokens of the prompt (default: {kept})",
     )  # fmt: skip
     add_fields(parser, GenerationConfig, "max_new_tokens")
+    return group
 
 
 def add_gpu_flags(flags: Flags) -> None:

@@ -3,7 +3,7 @@
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -98,15 +98,30 @@ def load_engine(
 
     def check(tokenizer: Tokenizer, config: ModelConfig) -> None:
         for text, max_tokens in texts:
-            limit = max_tokens or MANY_CONTEXTS * config.context_length + 1
-            prompts.append(ids := tokenizer.encode(text, limit))
-            if max_tokens is None and len(ids) == limit:
-                raise InputError(
-                    f"prompt has {limit} tokens or more, {MANY_CONTEXTS} times what {config.name} "
-                    f"holds; keep {max(1, config.context_length - num_new)} (--max-prompt-tokens)"
-                )
+            prompts.append(ids := encode(text, tokenizer, config, max_tokens, num_new))
             check_prompt(ids, config, num_new)
 
+    return boot(args, draft, check), prompts
+
+
+def encode(
+    text: str, tokenizer: Tokenizer, config: ModelConfig, max_tokens: int | None, num_new: int
+) -> list[int]:
+    """Token ids of a prompt, at most `max_tokens`. Raises `InputError` if it is far too long."""
+    limit = max_tokens or MANY_CONTEXTS * config.context_length + 1
+    ids = tokenizer.encode(text, limit)
+    if max_tokens is None and len(ids) == limit:
+        raise InputError(
+            f"prompt has {limit} tokens or more, {MANY_CONTEXTS} times what {config.name} "
+            f"holds; keep {max(1, config.context_length - num_new)} (--max-prompt-tokens)"
+        )
+    return ids
+
+
+def boot(
+    args: argparse.Namespace, draft: str, check: Callable[[Tokenizer, ModelConfig], None]
+) -> Engine:
+    """Boots the engine that the flags ask for, with `check` before the weights are read."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     engine = load(**model_of(args), draft=draft, before_weights=check)
@@ -115,4 +130,4 @@ def load_engine(
             f"--bitwise needs the compiled kernels, which {engine.config.name} on "
             f"{engine.model.device} does not use; run on a CPU with a C++ compiler, or leave it out"
         )
-    return engine, prompts
+    return engine

@@ -180,6 +180,30 @@ def free_device_bytes(device: torch.device) -> float:
     return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
+def most_rows(
+    target: Llama, draft: ModelConfig | None, generation: GenerationConfig,
+    speculation: SpeculationConfig, longest: list[int],
+) -> int:  # fmt: skip
+    """How many texts memory holds at a time, of prompts in falling order of length; at least 1."""
+    on_gpu, L = target.device.type == "cuda", target.config.num_layers
+    host = free_host_bytes()
+    for num_rows in range(len(longest), 1, -1):
+        needs = demand(
+            target.config, draft, speculation, num_tokens=longest[0] + generation.max_new_tokens,
+            prompt_lengths=longest[:num_rows], prefill_chunk=generation.prefill_chunk,
+            itemsize=target.dtype.itemsize,
+        )  # fmt: skip
+        there = needs.weights + needs.draft_weights
+        device = there + (free_device_bytes(target.device) if on_gpu else host)
+        if generation.offload:
+            fits = shortage(needs, device, host, target.config.name) is None
+        else:
+            fits = needs.on_device(L) <= device
+        if fits:
+            return num_rows
+    return 1
+
+
 def allocate_full_cache(
     target: Llama, draft: ModelConfig | None, generation: GenerationConfig,
     speculation: SpeculationConfig, prompt_lengths: list[int], capacity: int,
