@@ -27,7 +27,7 @@ class Machine:
     seconds_per_pass: float = 0.0
     """Whatever is around it: sampling, a verdict."""
     share_per_extra_token: float = 0.0
-    """What each token of a block but the first adds, as a share of the pass."""
+    """What each token of a block but the first of each row adds, as a share of the pass."""
 
 
 CPU = Machine(
@@ -97,14 +97,15 @@ def pass_seconds(
 def pass_costs(
     target: ModelConfig, draft: ModelConfig | None, *, machine: Machine, itemsize: int,
     num_tokens: int, num_retrieved: int, hosted_share: float = 0.0,
-    target_bytes: int | None = None, guesser_bytes: int | None = None,
+    target_bytes: int | None = None, guesser_bytes: int | None = None, batch_size: int = 1,
 ) -> Callable[[str, float], float]:  # fmt: skip
     """Nominal seconds of a pass of each stage, for the autotuner.
 
-    The full cache holds `num_tokens` in all its rows together, a share of them in host memory, the
-    retrieval cache `num_retrieved`. A pass of the target reads weights of `target_bytes`, one of
-    the retrieval level `guesser_bytes`; by default what the config implies. The function returned
-    takes the stage ("draft", "retrieval" or "target") and the guesses that the pass verifies.
+    The full cache holds `num_tokens` in all its `batch_size` rows together, a share of them in host
+    memory, the retrieval cache `num_retrieved`. A pass of the target reads weights of
+    `target_bytes`, one of the retrieval level `guesser_bytes`; by default what the config implies.
+    The function returned takes the stage ("draft", "retrieval" or "target") and the guesses that
+    the pass verifies in each row.
     """
     slot_bytes = kv_bytes_per_token(target, itemsize)
 
@@ -120,7 +121,7 @@ def pass_costs(
             weight_bytes = weights_per_pass(config) * itemsize
         return pass_seconds(
             machine, config, weight_bytes=weight_bytes, kv_bytes=kv_bytes,
-            link_bytes=hosted * slots * slot_bytes, num_extra_tokens=num_guesses,
+            link_bytes=hosted * slots * slot_bytes, num_extra_tokens=batch_size * num_guesses,
         )  # fmt: skip
 
     return seconds

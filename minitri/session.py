@@ -250,6 +250,7 @@ class Session:
             num_tokens=sum(self.batch.lengths),
             num_retrieved=sum(self.batch.budgets) if self.retrieval_cache is not None else 0,
             hosted_share=1 - self.full.on_chip / target.config.num_layers,
+            batch_size=len(self.batch.prompts),
         )  # fmt: skip
 
     def _may_use_clock(self) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minitri.settings import SamplingParams
 
-TOP_P_PREFIX = 512
+TOP_P_PREFIXES = (512, 4096)
 """Likeliest tokens that top-p looks at first; a row that needs more is sorted whole."""
 
 
@@ -87,16 +87,30 @@ def _top_p_cutoff(scores_NV: Tensor, top_p: float | Tensor, *, sort_all: bool) -
 
     `sort_all` on a GPU: whether a prefix is enough is a question the host would have to wait for.
     """
-    log_total = scores_NV.logsumexp(-1, keepdim=True)
-    V = scores_NV.shape[-1]
-    for size in (V,) if sort_all else (min(TOP_P_PREFIX, V), V):
-        best = scores_NV.topk(size).values  # (N, size), falling
-        probs = (best - log_total).exp()
-        before = probs.cumsum(-1, dtype=torch.float64) - probs  # mass of the tokens ahead of each
-        num_kept = (before < top_p).sum(-1, keepdim=True).clamp_min(1)
-        if size == V or bool((num_kept < size).all()):
+    log_total_N1, V = scores_NV.logsumexp(-1, keepdim=True), scores_NV.shape[-1]
+    if sort_all:
+        return _cutoff_within(V, scores_NV, log_total_N1, top_p)[0]
+    cutoff_N1 = torch.empty_like(log_total_N1)
+    rows = torch.arange(len(scores_NV), device=scores_NV.device)
+    for size in (*(size for size in TOP_P_PREFIXES if size < V), V):
+        cutoff, num_kept = _cutoff_within(size, scores_NV[rows], log_total_N1[rows], top_p)
+        cutoff_N1[rows] = cutoff
+        rows = rows[num_kept.squeeze(1) == size]
+        if not len(rows):
             break
-    return best.gather(-1, num_kept - 1)
+    return cutoff_N1
+
+
+def _cutoff_within(
+    size: int, scores_NV: Tensor, log_total_N1: Tensor, top_p: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same among the likeliest tokens, and how many of these were kept, (N, 1) both; if it is
+    all of them there may be more."""
+    best = scores_NV.topk(size).values  # (N, size), falling
+    probs = (best - log_total_N1).exp()
+    before = probs.cumsum(-1, dtype=torch.float64) - probs  # mass of the tokens ahead of each
+    num_kept = (before < top_p).sum(-1, keepdim=True).clamp_min(1)
+    return best.gather(-1, num_kept - 1), num_kept
 
 
 def greedy_tokens(logits_NV: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ def test_top_p_looks_further_when_its_first_tokens_do_not_reach_the_mass(monkeyp
     logits[0, 0] = 20.0  # one row is done at once, the others are not
     params = SamplingParams(1.5, top_p=0.9)
     whole = probs_from_logits(logits, params)
-    monkeypatch.setattr(sampling, "TOP_P_PREFIX", 8)
+    monkeypatch.setattr(sampling, "TOP_P_PREFIXES", (4, 8))
     assert torch.equal(probs_from_logits(logits, params), whole)
 
 
