@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <condition_variable>
 #include <cstdint>
@@ -1006,6 +1007,7 @@ struct PassArguments {
     int64_t L, B, T, W, E, H, K, D;
     int64_t kv_layer, kv_batch, kv_head, kv_slot;  // strides, in numbers
     double eps;
+    double* seconds;          // of linear layers and of attention, added up; or null
 };
 
 // Queries and keys of a layer turned by their positions, K and V written into the cache.
@@ -1040,10 +1042,19 @@ void pass(const PassArguments& p) {
     const int64_t R = p.B * p.T, width = (p.H + 2 * p.K) * p.D, heads = p.H * p.D;
     T* qkv = memory.get(R * (width + 2 * heads + p.layers[0].down.E));
     T *queries = qkv + R * width, *mixed = queries + R * heads, *inner = mixed + R * heads;
+    auto timed = [&](int part, auto&& work) {
+        if (p.seconds == nullptr) return work();
+        const auto started = std::chrono::steady_clock::now();
+        work();
+        const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - started;
+        p.seconds[part] += taken.count();
+    };
     auto project = [&](const void* x, const void* norm, const Matrix& m, const void* residual,
                        void* out, bool is_gated) {
-        linear_of<Op>(int(m.bits), {x, norm, m.weights, m.bias, residual, out, R, m.E, m.N, is_gated,
-                                    false, p.eps});
+        timed(0, [&] {
+            linear_of<Op>(int(m.bits), {x, norm, m.weights, m.bias, residual, out, R, m.E, m.N,
+                                        is_gated, false, p.eps});
+        });
     };
     for (int64_t i = 0; i < p.L; ++i) {
         const LayerWeights& layer = p.layers[i];
@@ -1051,8 +1062,10 @@ void pass(const PassArguments& p) {
         rotate_and_write(p, i, qkv, queries);
         const T *keys = static_cast<T*>(p.keys) + i * p.kv_layer;
         const T *values = static_cast<T*>(p.values) + i * p.kv_layer;
-        attention<Op>({queries, keys, values, mixed, p.lengths, p.rule, p.B, p.T, p.H, p.K, p.D,
-                       p.T * heads, heads, p.D, p.kv_batch, p.kv_head, p.kv_slot}, true);
+        timed(1, [&] {
+            attention<Op>({queries, keys, values, mixed, p.lengths, p.rule, p.B, p.T, p.H, p.K, p.D,
+                           p.T * heads, heads, p.D, p.kv_batch, p.kv_head, p.kv_slot}, true);
+        });
         project(mixed, nullptr, layer.o, p.x, p.x, false);
         project(p.x, layer.post_norm, layer.gate_up, nullptr, inner, true);
         project(inner, nullptr, layer.down, p.x, p.x, false);

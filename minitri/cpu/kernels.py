@@ -80,6 +80,7 @@ class PassArguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("L", "B", "T", "W", "E", "H", "K", "D")),
         *((name, ctypes.c_int64) for name in ("kv_layer", "kv_batch", "kv_head", "kv_slot")),
         ("eps", ctypes.c_double),
+        ("seconds", ctypes.POINTER(ctypes.c_double)),
     ]
 
 
@@ -102,6 +103,8 @@ class Kernels:
         library.minitri_instructions.restype = ctypes.c_char_p
         self.instructions: str = library.minitri_instructions().decode()
         """The processor's, as far as the kernels use them."""
+        self.seconds: ctypes.Array[ctypes.c_double] | None = None
+        """Two numbers, if a profile wants them: what linear layers and attention of passes take."""
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -171,6 +174,8 @@ class Kernels:
 
     def run_pass(self, dtype: torch.dtype, arguments: PassArguments) -> None:
         """All layers of a model over a short block, whose K and V are written into a cache."""
+        if self.seconds is not None:
+            arguments.seconds = self.seconds
         self._pass(DTYPES[dtype], ctypes.byref(arguments))
 
     def rotate(self, x_BTHD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
