@@ -152,10 +152,9 @@ MUTANTS = [
         "a drafter's vocabulary cut after the softmax",
         RUNNER + "ModelRunner.next_probs",
         """[..., : self._vocab_size]
-            probs_QV = probs_from_logits(logits_BNV.flatten(0, 1), self.sampling)""",
+            probs_BNV = probs_of_rows(logits_BNV, self._sampling)""",
         """
-            probs_QV = probs_from_logits(logits_BNV.flatten(0, 1), self.sampling)
-            probs_QV = probs_QV[..., : self._vocab_size]""",
+            probs_BNV = probs_of_rows(logits_BNV, self._sampling)[..., : self._vocab_size]""",
         PROBS
         + "test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_behind_it[sampling0]",
     ),
@@ -169,8 +168,8 @@ MUTANTS = [
     Mutant(
         "logits rounded to bfloat16 before the filters",
         RUNNER + "ModelRunner.next_probs",
-        "probs_from_logits(logits_BNV.flatten(0, 1), self.sampling)",
-        "probs_from_logits(logits_BNV.bfloat16().flatten(0, 1), self.sampling).float()",
+        "probs_of_rows(logits_BNV, self._sampling)",
+        "probs_of_rows(logits_BNV.bfloat16(), self._sampling).float()",
         PROBS
         + "test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_behind_it[sampling0]",
     ),

@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 
-from minitri import runner, selftest
+from minitri import selftest
 from minitri.benchmarks.departures import modes
 from minitri.cli.prompts import load_engine
-from minitri.decoding import random_source
+from minitri.decoding import random_source, sampling
 from minitri.decoding.noise import gumbel_argmax, noise_key
 from minitri.decoding.sampling import probs_from_logits, sample
 from minitri.decoding.verification import Verdict, verify
@@ -47,7 +47,7 @@ def swap_top_two(monkeypatch, low: float, high: float):
         swapped_NV = logits_NV.scatter(1, best.indices, best.values.flip(1))
         return probs_from_logits(swapped_NV.where(is_swapped_N1, logits_NV), params, *numbers_3)
 
-    monkeypatch.setattr(runner, "probs_from_logits", broken)
+    monkeypatch.setattr(sampling, "probs_from_logits", broken)
 
 
 def test_sound_code_passes_with_every_method_and_both_modes(check):
