@@ -13,6 +13,7 @@ from minitri.cli.exits import clean_imports, program
 with clean_imports():
     import argparse
     import dataclasses
+    import functools
     import json
     import sys
     from dataclasses import dataclass
@@ -139,19 +140,23 @@ def predict(
     return Prediction(plan, step, retrieval, target, block / expected_tokens(acceptance[1], length))
 
 
+def draft_config(args: argparse.Namespace) -> ModelConfig | None:
+    """The shape of the drafter; None if it is no model."""
+    name = default_draft(args.model) if args.draft == "auto" else args.draft
+    return None if name == "none" or is_lookup(name) else config_of(name)
+
+
 def run_command(args: argparse.Namespace) -> int:
     """Prints the plan. Raises `InputError` with what is missing if no placement fits."""
-    name = default_draft(args.model) if args.draft == "auto" else args.draft
-    config, draft = config_of(args.model), None
-    if name != "none" and not is_lookup(name):
-        draft = config_of(name)
+    config, draft = config_of(args.model), draft_config(args)
     context, itemsize = args.context or config.context_length, 4 if args.dtype == "float32" else 2
     speculation = arguments.speculation_of(args)
     budget = speculation.budget_for(context)
-    needs = demand(
-        config, draft, speculation, num_tokens=context, prompt_lengths=[context] * args.batch,
-        prefill_chunk=args.prefill_chunk, itemsize=itemsize,
+    demand_of = functools.partial(
+        demand, config, draft, speculation, num_tokens=context, prefill_chunk=args.prefill_chunk,
+        itemsize=itemsize,
     )  # fmt: skip
+    needs = demand_of(prompt_lengths=[context] * args.batch)
     gpu_bytes, host_bytes = args.gpu_memory * GIB, args.host_memory * GIB
     by_size = 1000 if args.gpu_memory <= 48 else 2000 if args.gpu_memory <= 80 else 4000
     gpu_gb_s = args.gpu_gb_s or by_size
@@ -160,10 +165,7 @@ def run_command(args: argparse.Namespace) -> int:
     def rows_that_fit(on_chip: int) -> int:
         """Sequences of this context at a time, up to a thousand."""
         for num_rows in range(1, 1001):
-            more = demand(
-                config, draft, speculation, num_tokens=context, prompt_lengths=[context] * num_rows,
-                prefill_chunk=args.prefill_chunk, itemsize=itemsize,
-            )  # fmt: skip
+            more = demand_of(prompt_lengths=[context] * num_rows)
             if more.on_device(on_chip) > gpu_bytes or more.on_host(on_chip) > host_bytes:
                 return num_rows - 1
         return 1000
