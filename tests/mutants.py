@@ -108,7 +108,7 @@ MUTANTS = [
     ),
     Mutant(
         "noise of the wrong sign",
-        NOISE + "gumbel_argmax",
+        NOISE + "gumbel_scores",
         "- (-uniforms.log()).log()",
         "+ (-uniforms.log()).log()",
         NUMBERS + "test_coupled_tokens_follow_the_distribution_at_every_position",
@@ -137,8 +137,8 @@ MUTANTS = [
     Mutant(
         "EOS as bonus token ignored",
         "minitri.generation.Generation._emit",
-        "text = row.push(token, self._settings, eos)",
-        'text = row.push(token, self._settings, () if origin == "bonus" else eos)',
+        "text = row.push(token, eos)",
+        'text = row.push(token, () if origin == "bonus" else eos)',
         "decoding/test_stops_in_blocks.py::test_end_tokens_end_a_text_at_every_offset_of_a_block",
     ),
     Mutant(
@@ -245,7 +245,7 @@ MUTANTS = [
     ),
     Mutant(
         "top-p drops the token that reaches the mass",
-        SAMPLING + "_top_p_cutoff",
+        SAMPLING + "_cutoff_within",
         "probs.cumsum(-1, dtype=torch.float64) - probs",
         "probs.cumsum(-1, dtype=torch.float64)",
         FILTERS
@@ -268,8 +268,8 @@ MUTANTS = [
     Mutant(
         "positions of slots, not of tokens",
         "minitri.model.block.make_block",
-        "for starts in (cache.next_positions, cache.lengths)",
-        "for starts in (cache.lengths, cache.lengths)",
+        "torch.tensor(cache.next_positions)",
+        "torch.tensor(cache.lengths)",
         CHUNKS + "test_what_is_read_behind_the_chosen_stands_where_it_does_in_the_text",
     ),
     Mutant(

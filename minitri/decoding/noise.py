@@ -22,11 +22,16 @@ def gumbel_argmax(probs: Tensor, keys: Tensor) -> Tensor:
 
     With g Gumbel noise this is a sample from p (the Gumbel-max trick).
     """
+    return gumbel_scores(probs, keys).argmax(-1)
+
+
+def gumbel_scores(probs: Tensor, keys: Tensor) -> Tensor:
+    """log p + g of all tokens, (..., V) float64; minus infinity where p is 0."""
     support = probs.nonzero(as_tuple=True)  # a filtered distribution has few such tokens
     uniforms = hashed_uniforms(keys[support[:-1]], support[-1])
     scores = torch.full(probs.shape, -math.inf, dtype=torch.float64, device=probs.device)
     scores[support] = probs[support].double().log() - (-uniforms.log()).log()
-    return scores.argmax(-1)
+    return scores
 
 
 def hashed_uniforms(keys: Tensor, numbers: Tensor) -> Tensor:

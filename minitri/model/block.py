@@ -35,22 +35,32 @@ def read_block(
     return forward_block(model, block, cache, queries_LBTHD)
 
 
-def forward_block(model: Llama, block: Block, cache: Cache, queries_LBTHD: Tensor | None) -> Tensor:
-    """Final hidden states (B, T, E) of a causal block; see `Llama.forward`."""
+def forward_block(
+    model: Llama, block: Block, cache: Cache, queries_LBTHD: Tensor | None,
+    rule_TT: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Final hidden states (B, T, E) of a block; see `Llama.forward`."""
     tokens_BT, positions_BT, slots_BT = block.tokens_BT, block.positions_BT, block.slots_BT
-    return model.forward(tokens_BT, positions_BT, cache, None, slots_BT, queries_LBTHD)
+    return model.forward(tokens_BT, positions_BT, cache, rule_TT, slots_BT, queries_LBTHD)
 
 
-def make_block(model: Llama, blocks: list[list[int]], cache: Cache, size: int) -> Block:
-    """The blocks, padded to `size` tokens, behind what the cache holds; sent in one transfer."""
+def make_block(
+    model: Llama, blocks: list[list[int]], cache: Cache, size: int,
+    depths_T: Tensor | None = None,
+) -> Block:  # fmt: skip
+    """The blocks, padded to `size` tokens, behind what the cache holds; sent in one transfer.
+
+    `depths_T` are the places of a tree's tokens in the text, behind the next position; in a chain
+    each stands behind the one before.
+    """
     tokens_BT = torch.tensor([row + [0] * (size - len(row)) for row in blocks])
     # A drafter may lack the last tokens of the target's vocabulary; what it reads in their place
     # changes only how well it guesses.
     tokens_BT.clamp_(max=model.config.vocab_size - 1)
-    positions_BT, slots_BT = (
-        torch.tensor(starts).unsqueeze(1) + torch.arange(size)
-        for starts in (cache.next_positions, cache.lengths)
-    )
+    offsets_T = torch.arange(size)
+    depths_T = offsets_T if depths_T is None else depths_T
+    positions_BT = torch.tensor(cache.next_positions).unsqueeze(1) + depths_T
+    slots_BT = torch.tensor(cache.lengths).unsqueeze(1) + offsets_T
     sent = torch.stack((tokens_BT, positions_BT, slots_BT)).to(model.device, non_blocking=True)
     return Block(sent[0], sent[1], sent[2] if reads_slots(model.device, size) else None)
 
