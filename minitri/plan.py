@@ -25,7 +25,7 @@ with clean_imports():
     from minitri.errors import InputError, shorten
     from minitri.gpu.placement import GIB, demand, shortage
     from minitri.loading.checkpoint import open_checkpoint
-    from minitri.loading.fetch import committed_path, default_draft, is_lookup
+    from minitri.loading.fetch import committed_path, default_draft, split_draft
     from minitri.loading.named_models import shape_of, unknown_model
     from minitri.model.config import ModelConfig
     from minitri.roofline import (
@@ -135,7 +135,8 @@ def predict(
 
     step = ms(draft, 0) if draft is not None else 0.0
     retrieval, target = ms(config, budget), ms(config, num_tokens, hosted)
-    length, num_rounds = expected_block(acceptance[0], plan)
+    per_round = expected_tokens(acceptance[0], plan.gamma1)
+    length, num_rounds = expected_block(per_round, plan)
     block = num_rounds * (plan.gamma1 * step + retrieval) + target
     return Prediction(plan, step, retrieval, target, block / expected_tokens(acceptance[1], length))
 
@@ -143,7 +144,8 @@ def predict(
 def draft_config(args: argparse.Namespace) -> ModelConfig | None:
     """The shape of the drafter; None if it is no model."""
     name = default_draft(args.model) if args.draft == "auto" else args.draft
-    return None if name == "none" or is_lookup(name) else config_of(name)
+    _, model = split_draft(name)
+    return None if model in ("", "none") else config_of(model)
 
 
 def run_command(args: argparse.Namespace) -> int:

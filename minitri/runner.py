@@ -10,8 +10,10 @@ Legend: B rows, T tokens read at once, N proposed tokens, E hidden size, V vocab
 heads, D head dim.
 """
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,9 +26,10 @@ from minitri.decoding.sampling import pad_vocabulary, probs_of_rows
 from minitri.gpu.captured_steps import CapturedSteps
 from minitri.gpu.graphs import GraphPool
 from minitri.model.block import forward_block, make_block, read_block
-from minitri.model.cache import Cache
+from minitri.model.cache import Cache, TreeCache, gather_path
 from minitri.model.llama import Llama
 from minitri.settings import SamplingParams, SpeculationConfig
+from minitri.trees.shape import TreeShape
 
 
 class ModelRunner:
@@ -86,6 +89,47 @@ class ModelRunner:
         self.cache.advance([len(row) if on else 0 for row, on in zip(fresh, active, strict=True)])
         return probs_BNV
 
+    def next_probs_of_tree(self, blocks: list[list[int]], shape: TreeShape, first: int) -> Tensor:
+        """Distributions (B, T, V) behind each of a tree's nodes from number `first` on, which is 0,
+        the root, or 1 where that has been read.
+
+        `blocks[b]` are the tokens of the first T of these nodes in row b. What the cache holds
+        stays as it is, see `keep_paths`.
+        """
+        T = len(blocks[0])
+        depths_T = torch.tensor(shape.depths[first : first + T]) - first
+        rule_TT = shape.rule_TT[first : first + T, first : first + T].to(self.model.device)
+        block = make_block(self.model, blocks, self.cache, T, depths_T)
+        hidden_BTE = forward_block(self.model, block, self.cache, self.queries_LBTHD, rule_TT)
+        logits_BTV = self.model.logits(hidden_BTE)[..., : self._vocab_size]
+        return pad_vocabulary(probs_of_rows(logits_BTV, self._sampling), self._vocab_size)
+
+    def keep_paths(self, paths: list[list[int]], active: list[bool]) -> None:
+        """Keeps the root of a tree that was just read, and the nodes of a path through it, in every
+        active row."""
+        for b, path in enumerate(paths):
+            if active[b] and path != list(range(1, len(path) + 1)):
+                cast(TreeCache, self.cache).keep_path(b, path)
+                if self.queries_LBTHD is not None:
+                    gather_path(self.queries_LBTHD.transpose(2, 3), b, 0, path)
+        self.cache.advance(
+            [1 + len(path) if on else 0 for path, on in zip(paths, active, strict=True)]
+        )
+
+    def is_greedy(self, b: int) -> bool:
+        """Whether row b's distributions are one-hot."""
+        return self._sampling[b].temperature == 0
+
+    @contextlib.contextmanager
+    def ranking(self) -> Iterator[None]:
+        """Meanwhile greedy rows, too, get the model's own distribution, which ranks the tokens."""
+        own = self._sampling
+        self._set([replace(row, temperature=1.0) if row.temperature == 0 else row for row in own])
+        try:
+            yield
+        finally:
+            self._set(own)
+
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
         """Nothing to do before a step."""
 
@@ -107,12 +151,14 @@ class ModelRunner:
 
     def sample_by(self, sampling: SamplingParams, b: int | None = None) -> None:
         """Changes the filters of all rows, or of row b alone; captured steps have one for all."""
-        if b is not None and self.captured is None:
-            self._sampling[b] = sampling
-            return
-        self._sampling = [sampling] * len(self._sampling)
-        if self.captured is not None:
-            self.captured.sample_by(sampling)
+        changes_all = b is None or self.captured is not None
+        rows = enumerate(self._sampling)
+        self._set([sampling if changes_all or row == b else own for row, own in rows])
+
+    def _set(self, sampling: list[SamplingParams]) -> None:
+        if self.captured is not None and sampling[0] != self._sampling[0]:
+            self.captured.sample_by(sampling[0])
+        self._sampling = sampling
 
 
 class RetrievalRunner(ModelRunner):

@@ -22,9 +22,10 @@ from minitri.caches.policies import make_policy
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import window_problem
 from minitri.decoding.autotuner import Autotuner
-from minitri.decoding.cascade import Cascade, Emitted, Level
+from minitri.decoding.cascade import Cascade, Emitted, Level, Stage
 from minitri.decoding.random_source import CoupledSource, IndependentSource, RandomSource
 from minitri.decoding.stats import LevelStats, Stats
+from minitri.drafters.choice import DrafterChoice
 from minitri.drafters.lookup import LookupDrafter, Sources
 from minitri.errors import InputError, shorten
 from minitri.gpu.graphs import GraphPool, graph_pool
@@ -35,11 +36,17 @@ from minitri.model.llama import Llama
 from minitri.roofline import CPU, GPU, bytes_per_pass, pass_costs
 from minitri.runner import DraftRunner, ModelRunner, RetrievalRunner, prefill
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.trees.level import TreeLevel
+from minitri.trees.random_source import CoupledTrees, IndependentTrees
+from minitri.trees.tuner import TreeTuner
 
 log = logging.getLogger("minitri")
 
 PADDED_BLOCKS = (5, 9)
 """Block sizes that are captured beside the smallest and the largest, where gammas are open."""
+
+CHAINS = Autotuner, Level, IndependentSource, CoupledSource
+TREES = TreeTuner, TreeLevel, IndependentTrees, CoupledTrees
 
 
 @dataclass(frozen=True)
@@ -209,8 +216,9 @@ class Session:
     def _stack(self, batch: Batch, sources: Mapping[str, RandomSource] | None) -> Cascade:
         """The stages of the batch's method over this session's runners."""
         plans = batch.speculation.plans
-        tuner = Autotuner(plans, self._prior_seconds(), use_clock=self._may_use_clock())
-        source = (CoupledSource if batch.speculation.coupled else IndependentSource)(batch.seeds)
+        make_tuner, make_level, independent, coupled = TREES if batch.speculation.tree else CHAINS
+        tuner = make_tuner(plans, self._prior_seconds(), use_clock=self._may_use_clock())
+        source = (coupled if batch.speculation.coupled else independent)(batch.seeds)
         self.source = source
 
         def level(
@@ -218,21 +226,26 @@ class Session:
         ) -> Level:
             self.stats.stages.append(LevelStats(name))
             own = (sources or {}).get(name, source)
-            return Level(runner, own, self.stats.stages[-1], tuner, on_not_finite)
+            return make_level(runner, own, self.stats.stages[-1], tuner, on_not_finite)
 
-        drafter: Level | LookupDrafter | None = None
+        drafter: Stage | None = None
         if self.draft is not None:
             drafter = level("draft", self.draft, self._warn_of_drafter)
+            if self._lookup_sources.takes_turns:
+                lookup = self._lookup(LevelStats("lookup"), None)
+                drafter = choice = DrafterChoice(len(batch.prompts), lookup, drafter, tuner)
+                self.stats.drafters = choice.by_drafter
         elif any(plan.uses_drafter for plan in plans):
             self.stats.stages.append(LevelStats("draft"))
-            config, device = self.models[0].config, self.models[0].device
-            drafter = LookupDrafter(
-                len(batch.prompts), self.stats.stages[-1], tuner, self._lookup_sources,
-                vocab_size=config.vocab_size, device=device,
-            )  # fmt: skip
+            drafter = self._lookup(self.stats.stages[-1], tuner)
         retrieval = level("retrieval", self.retrieval) if self.retrieval is not None else None
         target = level("target", self.target)
         return Cascade(self.sequences, self.stats, tuner, target, retrieval, drafter)
+
+    def _lookup(self, stats: LevelStats, tuner: Autotuner | None) -> LookupDrafter:
+        target, num_rows, sources = self.models[0], len(self.batch.prompts), self._lookup_sources
+        where: dict[str, Any] = {"vocab_size": target.config.vocab_size, "device": target.device}
+        return LookupDrafter(num_rows, stats, tuner, sources, **where)
 
     def _warn_of_drafter(self) -> None:
         assert self.draft is not None
@@ -262,7 +275,8 @@ class Session:
         target, batch = self.models[0], self.batch
         is_same_text = batch.speculation.coupled or batch.sampling.temperature == 0
         is_float32 = target.dtype == torch.float32 and target.device.type == "cpu"
-        is_exact = is_float32 or target.is_row_invariant
+        # The slots of a path, and so the order in which attention adds, depend on the tree.
+        is_exact = is_float32 or (target.is_row_invariant and not batch.speculation.tree)
         return batch.speculation.timed or (is_same_text and is_exact)
 
     def start(self, rows: list[int]) -> list[Emitted]:

@@ -19,6 +19,8 @@ LONGEST_BLOCK = 1 + 2 * MAX_GAMMA
 OPEN_GAMMA1 = (1, 2, 3, 4)
 OPEN_GAMMA2 = (1, 2, 3, 4, 6, 8, 12, 16)
 """What the autotuner chooses from where a gamma is left open."""
+OPEN_DEPTHS = (2, 4)
+"""The same where the guesses are trees."""
 MIN_BUDGET, MAX_BUDGET = 256, 4096
 """Limits of the default budget, in tokens."""
 MAX_CHUNK_SIZE = 1024
@@ -135,6 +137,13 @@ class GenerationConfig:
             check_unicode(text, "a stop string")
 
 
+def num_nodes(tree: str) -> int:
+    """Tokens in a tree of this shape: 12 in 4x3, 16 in 16, 0 in an empty one; -1 of nonsense."""
+    width, by, depth = tree.partition("x")
+    is_shape = width.isdecimal() and (depth.isdecimal() or not by) and len(tree) < 9
+    return int(width) * int(depth or 1) or -1 if is_shape else -bool(tree)
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """How one step of decoding is made: which stages take part, and how far they guess ahead."""
@@ -144,9 +153,11 @@ class StepPlan:
     """Tokens the drafter guesses per round; 0 where there is no drafter."""
     gamma2: int = 0
     """Tokens the retrieval level collects; 0 where there is no such level."""
+    tree: str = ""
+    """Shape of what the lowest stage guesses, as in `SpeculationConfig`; a chain if empty."""
 
     def __str__(self) -> str:
-        gammas = (("gamma1", self.gamma1), ("gamma2", self.gamma2))
+        gammas = (("gamma1", self.gamma1), ("gamma2", self.gamma2), ("tree", self.tree))
         return " ".join([self.method, *(f"{name} {gamma}" for name, gamma in gammas if gamma)])
 
     @property
@@ -159,8 +170,8 @@ class StepPlan:
 
     @property
     def max_guesses(self) -> int:
-        """Longest block that the last level verifies: gamma2 - 1 tokens and a whole inner round."""
-        return self.gamma1 + self.gamma2
+        """Most guesses that a level reads at once: gamma2 - 1 tokens and a whole inner round."""
+        return max(self.gamma1, num_nodes(self.tree)) + self.gamma2
 
 
 @dataclass(frozen=True)
@@ -183,6 +194,9 @@ class SpeculationConfig:
     prompt, from 256 to 4096."""
     chunk_size: int = 8
     """Tokens that are retrieved together."""
+    tree: str = ""
+    """Let the lowest stage guess trees: N, a Sequoia tree of at most N tokens, or WxD, W sequences
+    of D tokens. In bfloat16 a near-tie may then fall the other way. Default: chains."""
     num_sink_tokens: int = 4
     """First tokens of the text, which every small cache keeps."""
     num_recent_tokens: int = 252
@@ -214,6 +228,14 @@ class SpeculationConfig:
             is_open = value is None and name in ("gamma1", "gamma2")
             require(self, name, is_open or is_count(value), AT_LEAST_1)
         require_switches(self, "coupled", "timed")
+        is_tree = isinstance(self.tree, str) and 0 <= num_nodes(self.tree) <= MAX_GAMMA
+        wanted = f"tokens, as in 16, or sequences x tokens, as in 4x3; 1 to {MAX_GAMMA} in all"
+        require(self, "tree", is_tree, wanted)
+        if "x" in self.tree and self.gamma1 not in (None, int(self.tree.partition("x")[2])):
+            problem = (
+                f"gamma1 is {self.gamma1}, but the sequences of a tree {self.tree} are not so long"
+            )
+            raise InputError(f"{problem}; leave one of them out")
         self._check_sizes()
 
     def _check_sizes(self) -> None:
@@ -259,7 +281,26 @@ class SpeculationConfig:
             "retrieval": [StepPlan("retrieval", 0, gamma2) for gamma2 in gammas2],
             "triforce": [StepPlan("triforce", g1, g2) for g1 in gammas1 for g2 in gammas2],
         }
-        return [plan for name in plans if self.method in ("auto", name) for plan in plans[name]]
+        chosen = [*plans] if self.method == "auto" else [self.method]
+        found = [plan for name in chosen for plan in plans[name]]
+        trees = [plan for name in chosen for plan in self._trees(name, gammas2)]
+        return [*found, *trees] if self.method == "auto" else trees or found
+
+    def _trees(self, method: str, gammas2: Sequence[int]) -> list[StepPlan]:
+        """The plans of a method whose lowest stage guesses trees; gamma1 is their depth, or gamma2
+        where the retrieval level grows them."""
+        width, by, depth = self.tree.partition("x")
+        gamma = self.gamma2 if method == "retrieval" else self.gamma1
+        depths = (int(depth),) if by else OPEN_DEPTHS if gamma is None else (gamma,)
+        is_open = self.method == "auto" and num_nodes(width) >= 4 and not by
+        sizes = {self.tree, str(num_nodes(width) // 2)} if is_open else {self.tree}
+        shapes = [(depth, size) for depth in depths for size in sorted(sizes)] if self.tree else []
+        if method == "triforce":
+            return [StepPlan(method, depth, g2, size) for depth, size in shapes for g2 in gammas2]
+        if method == "naive":
+            return [StepPlan(method, depth, 0, size) for depth, size in shapes]
+        is_alone = method == "retrieval" and self.method == method  # too sure of itself for trees
+        return [StepPlan(method, 0, depth, size) for depth, size in shapes] if is_alone else []
 
     @property
     def max_block(self) -> int:

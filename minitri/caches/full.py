@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from minitri.model.cache import BlockKV, round_up_to_stride, write_block
+from minitri.model.cache import BlockKV, gather_path, round_up_to_stride, write_block
 from minitri.model.config import ModelConfig
 
 
@@ -116,6 +116,10 @@ class FullCache:
     def crop(self, num_tokens: list[int]) -> None:
         assert all(new <= old for new, old in zip(num_tokens, self._lengths, strict=True))
         self._set_lengths(num_tokens)
+
+    def keep_path(self, b: int, path: list[int]) -> None:
+        for slots in (self.keys, self.values):
+            gather_path(slots, b, self._lengths[b], path)
 
     def reset(self, b: int) -> None:
         self._set_lengths([0 if b == row else n for row, n in enumerate(self._lengths)])

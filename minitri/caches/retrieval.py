@@ -30,7 +30,7 @@ from torch import Tensor
 from minitri.caches.full import FullCache
 from minitri.caches.policies import Policy
 from minitri.decoding.stats import Rebuilds
-from minitri.model.cache import BlockKV, round_up_to_stride, write_block
+from minitri.model.cache import BlockKV, gather_path, round_up_to_stride, write_block
 from minitri.settings import SpeculationConfig
 
 MEMORY = 0.9
@@ -134,6 +134,10 @@ class RetrievalCache:
         for row, wanted in zip(self.rows, num_tokens, strict=True):
             row.num_guessed = wanted - row.num_committed
             assert row.num_guessed >= 0
+
+    def keep_path(self, b: int, path: list[int]) -> None:
+        for slots in (self.keys, self.values):
+            gather_path(slots, b, self.lengths[b], path)
 
     def reset(self, b: int, budget: int | None = None) -> None:
         """Empties row b, for another text, with another budget if one is given."""

@@ -82,11 +82,18 @@ class Autotuner:
         """Predicted speed; `rate` replaces the acceptance rate of what the target verifies."""
         length, seconds = float(plan.gamma1), plan.gamma1 * self._cost("draft", 0)
         if plan.uses_retrieval:
-            length, num_rounds = expected_block(self._rate("draft"), plan)
+            per_round = expected_tokens(self._rate("draft"), plan.gamma1)
+            length, num_rounds = expected_block(per_round, plan)
             seconds = num_rounds * (seconds + self._cost("retrieval", plan.gamma1))
         if rate is None:
             rate = self._rate("retrieval" if plan.uses_retrieval else "draft")
         return expected_tokens(rate, length) / (seconds + self._cost("target", length))
+
+    def round_seconds(self, num_drawn: int, num_guesses: int) -> float:
+        """Predicted seconds until so many guesses are verified, if a drafter's model draws
+        `num_drawn` of them."""
+        verifier = "retrieval" if self.plan.uses_retrieval else "target"
+        return num_drawn * self._cost("draft", 0) + self._cost(verifier, num_guesses)
 
     def break_even(self) -> float | None:
         """The acceptance rate at which the current plan is as fast as the target alone, at most 1;
@@ -123,9 +130,8 @@ def expected_tokens(rate: float, num_guesses: float) -> float:
     return num_guesses + 1 if rate >= 1 else (1 - rate ** (num_guesses + 1)) / (1 - rate)
 
 
-def expected_block(rate: float, plan: StepPlan) -> tuple[float, float]:
-    """Guesses that the retrieval level collects, and the rounds that takes, if it accepts the
-    drafter's guesses at this rate."""
-    per_round = expected_tokens(rate, plan.gamma1)
+def expected_block(per_round: float, plan: StepPlan) -> tuple[float, float]:
+    """Guesses that the retrieval level collects, and the rounds that takes, at so many tokens per
+    round."""
     length = plan.gamma2 + (per_round - 1) / 2  # the last round overshoots
     return length, length / per_round

@@ -130,11 +130,8 @@ class Level:
             try:
                 emitted, probs_BNV = self.round(sequences, unfinished)
             except NotFiniteError:
-                if self._on_not_finite is None:
-                    raise
-                self._on_not_finite()
-                self._is_off = True  # what was guessed before is a valid, shorter proposal
-                break
+                self._switch_off()
+                break  # what was guessed before is a valid, shorter proposal
             for b, row in enumerate(emitted):
                 probs[b].append(probs_BNV[b, : len(row.tokens)])
                 origins[b] += [*row.origins[:-1], self.stats.name] if row.tokens else []
@@ -148,6 +145,13 @@ class Level:
             return Proposal.nothing(len(sequences))
         rows = [torch.cat(row) for row in probs]
         return Proposal(blocks, torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), origins)
+
+    def _switch_off(self) -> None:
+        """Called in an `except`: this level proposes nothing any more, if it is optional."""
+        if self._on_not_finite is None:
+            raise
+        self._on_not_finite()
+        self._is_off = True
 
     def round(self, sequences: list[list[int]], active: list[bool]) -> tuple[list[Emitted], Tensor]:
         """Lets the stage below guess, and verifies its guesses; returns what `verify` does."""

@@ -220,6 +220,28 @@ class OffloadedFullCache(FullCache):
         super().advance(counts)
         self._prefetch(self.on_chip)
 
+    def keep_path(self, b: int, path: list[int]) -> None:
+        super().keep_path(b, path)
+        staging, start = self._staging, self._lengths[b]
+        row, end = self._rows.start + b, start + 1 + len(path)
+        old, new = (
+            torch.tensor(places).to(self.device) % RING
+            for places in ([start + place for place in path], range(start + 1, end))
+        )
+        for ring, host in (
+            (staging.ring_keys, self.host_keys), (staging.ring_values, self.host_values)
+        ):  # fmt: skip
+            kept_LKTD = ring[:, row].index_select(2, old)
+            ring[:, row, :, new] = kept_LKTD
+            staging.streams.share(kept_LKTD)
+            with staging.streams.copying():
+                for hosted, kept_KTD in enumerate(kept_LKTD):
+                    copy_heads(host[hosted, row, :, start + 1 : end], kept_KTD)
+        with staging.streams.copying():
+            staging.stored.record()
+        for buffer in staging.buffers:
+            buffer.num_held[row] = min(buffer.num_held[row], start)
+
     def _set_lengths(self, lengths: list[int]) -> None:
         super()._set_lengths(lengths)
         for b, length in self._row_lengths():

@@ -10,6 +10,7 @@ Legend: B rows, T tokens of a block, K KV heads, S slots, D head dim.
 
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 STRIDE = 64
@@ -59,6 +60,20 @@ class Cache(Protocol):
 
     def reset(self, b: int) -> None:
         """Empties row b, for another sequence."""
+
+
+class TreeCache(Cache, Protocol):
+    """A cache whose blocks may be trees."""
+
+    def keep_path(self, b: int, path: list[int]) -> None:
+        """Moves K and V of the block's tokens at these places, rising, right behind its first."""
+
+
+def gather_path(slots_LBKSD: Tensor, b: int, start: int, path: list[int]) -> None:
+    """`TreeCache.keep_path` for keys or values of a block that begins at slot `start`."""
+    places = torch.tensor(path).to(slots_LBKSD.device) + start
+    end = start + 1 + len(path)
+    slots_LBKSD[:, b, :, start + 1 : end] = slots_LBKSD[:, b].index_select(2, places)
 
 
 def write_block(

@@ -150,8 +150,8 @@ def test_expected_tokens_are_those_of_independent_guesses():
 
 
 def test_a_block_without_a_drafter_takes_a_round_per_guess():
-    assert expected_block(0.3, RETRIEVAL) == (2, 2)
-    length, num_rounds = expected_block(1.0, StepPlan("triforce", 3, 8))
+    assert expected_block(1.0, RETRIEVAL) == (2, 2)
+    length, num_rounds = expected_block(4.0, StepPlan("triforce", 3, 8))
     assert (length, num_rounds) == (9.5, 9.5 / 4)
 
 

@@ -1,0 +1,115 @@
+"""Shapes of trees of guesses: which node stands behind which.
+
+Node 0 is the root, the last certain token; the others are guesses, ordered by depth, siblings side
+by side in the order in which they are drawn and tested. So a tree's nodes down to some depth are
+its first ones, and a node's slot in the cache is its number behind the root's.
+
+Two kinds (TriForce, section 5.3): `sequences(4, 3)`, independent sequences of guesses, and
+`sequoia`, the tree of a given size that is expected to lead furthest (Sequoia, arXiv 2402.12374).
+
+Legend: N nodes with the root, T nodes of a pass.
+"""
+
+import functools
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """The parent of every node; -1 for the root."""
+
+    parents: tuple[int, ...]
+
+    def __len__(self) -> int:
+        """Nodes, the root included."""
+        return len(self.parents)
+
+    @functools.cached_property
+    def children(self) -> list[list[int]]:
+        """The children of every node, in the order in which they are tested."""
+        children: list[list[int]] = [[] for _ in self.parents]
+        for node, parent in enumerate(self.parents[1:], 1):
+            children[parent].append(node)
+        return children
+
+    @functools.cached_property
+    def depths(self) -> list[int]:
+        """How many tokens behind the root each node stands."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return depths
+
+    @functools.cached_property
+    def inner(self) -> list[int]:
+        """The nodes that have children."""
+        return [node for node, children in enumerate(self.children) if children]
+
+    @functools.cached_property
+    def sizes(self) -> list[int]:
+        """How many nodes stand at each depth, down to the deepest."""
+        return [self.depths.count(depth) for depth in range(self.depths[-1] + 1)]
+
+    @functools.cached_property
+    def rule_TT(self) -> Tensor:
+        """Which nodes each node sees: itself and its ancestors; boolean, for attention."""
+        rule_TT = torch.eye(len(self), dtype=torch.bool)
+        for node, parent in enumerate(self.parents[1:], 1):
+            rule_TT[node] |= rule_TT[parent]
+        return rule_TT
+
+    def expected_tokens(self, rates: Sequence[float]) -> float:
+        """Tokens per round, the verifier's own included, if the r-th child of a node is accepted at
+        `rates[r]` of the times when its parent was."""
+        reached = [1.0]
+        for node, parent in enumerate(self.parents[1:], 1):
+            reached.append(reached[parent] * rates[self.children[parent].index(node)])
+        return sum(reached)
+
+
+def sequences(width: int, depth: int) -> TreeShape:
+    """So many sequences of so many guesses, which differ from their first token on."""
+    return TreeShape((-1, *[0] * width, *range(1, width * (depth - 1) + 1)))
+
+
+def sequoia(rates: Sequence[float], num_nodes: int, max_depth: int) -> TreeShape:
+    """The tree of at most so many guesses with the most expected tokens; see `expected_tokens`.
+
+    `rates` must not rise. Then no node is worth more than its parent or the sibling before it, and
+    the nodes that are worth most, taken one by one, are the optimum that Sequoia finds by a dynamic
+    programme.
+    """
+    taken: list[tuple[int, int, int, int]] = []  # depth, parent, rank, name: all by age
+    waiting = [(-rates[0], 1, 0, 0, 1.0)]  # worth, depth, parent, rank, worth of the parent
+    while waiting and len(taken) < num_nodes:
+        worth, depth, parent, rank, of_parent = heapq.heappop(waiting)
+        name = len(taken) + 1
+        taken.append((depth, parent, rank, name))
+        if rank + 1 < len(rates):
+            sibling = -of_parent * rates[rank + 1]
+            heapq.heappush(waiting, (sibling, depth, parent, rank + 1, of_parent))
+        if depth < max_depth:
+            heapq.heappush(waiting, (worth * rates[0], depth + 1, name, 0, -worth))
+    parents, numbers = [-1], {0: 0}
+    for _, level in itertools.groupby(sorted(taken), key=lambda node: node[0]):
+        for _, parent, _, name in sorted(level, key=lambda node: (numbers[node[1]], node[2])):
+            parents.append(numbers[parent])
+            numbers[name] = len(parents) - 1
+    return TreeShape(tuple(parents))
+
+
+def parse_tree(text: str) -> tuple[int, int]:
+    """Width and depth of "4x3", independent sequences; of "16" the nodes of a Sequoia tree, and 0.
+
+    Raises `ValueError`.
+    """
+    width, _, depth = text.partition("x")
+    if not (width.isdecimal() and (depth.isdecimal() or text == width)):
+        raise ValueError(text)
+    return int(width), int(depth or 0)

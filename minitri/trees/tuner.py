@@ -1,0 +1,98 @@
+"""The autotuner where guesses may be trees: how likely the r-th child of a node is accepted, which
+tree that makes the best one, and how fast it is expected to be.
+
+Rates and shapes depend on counts of the past only, and change between steps, so the text follows
+the target's distribution whatever is chosen.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from minitri.decoding.autotuner import MEMORY, Autotuner, expected_block, expected_tokens
+from minitri.settings import StepPlan
+from minitri.trees.shape import TreeShape, parse_tree, sequences, sequoia
+
+MAX_CHILDREN = 8
+"""Most children that a node of a Sequoia tree has."""
+FIRST_RATE = 0.3
+"""Share of the tests of a younger sibling that are passed, before any was made."""
+FIRST_TESTED = 5.0
+"""Tests that this expectation weighs as much as."""
+RESHAPE = 16
+"""Steps after which the shapes are made anew."""
+
+
+class TreeTuner(Autotuner):
+    """An autotuner that knows trees as well as chains."""
+
+    def __init__(
+        self,
+        plans: list[StepPlan],
+        prior_seconds: Callable[[str, float], float],
+        *,
+        use_clock: bool,
+    ) -> None:
+        super().__init__(plans, prior_seconds, use_clock=use_clock)
+        # Tests of the second, third, ... child of a node, and how many passed; by who drew them.
+        first = (FIRST_TESTED, FIRST_TESTED * FIRST_RATE)
+        self._younger = {stage: [first] * (MAX_CHILDREN - 1) for stage in self._guesses}
+        self._shapes: dict[StepPlan, TreeShape] = {}
+        self._num_steps = 0
+
+    def choose(self) -> StepPlan:
+        if self._num_steps % RESHAPE == 0:
+            self._shapes.clear()
+        self._num_steps += 1
+        return super().choose()
+
+    def shape(self, plan: StepPlan) -> TreeShape:
+        """The tree that a plan asks for: the best one of its size, or independent sequences."""
+        if plan not in self._shapes:
+            width, depth = parse_tree(plan.tree)
+            rates = self._rates(grower(plan))
+            max_depth = plan.gamma1 or plan.gamma2
+            tree = sequences(width, depth) if depth else sequoia(rates, width, max_depth)
+            self._shapes[plan] = tree
+        return self._shapes[plan]
+
+    def note_path(self, stage: str, ranks: Sequence[int], num_rejected: int) -> None:
+        """Learns what became of a row's tree that `stage` has grown: the ranks of the accepted
+        children, the eldest 0, and how many siblings were rejected behind them."""
+        tests = [*ranks, *([num_rejected] if num_rejected else [])]
+        self.note_acceptance(stage, max(len(tests), 1), sum(rank == 0 for rank in ranks))
+        younger = self._younger[stage]
+        for r in range(1, MAX_CHILDREN):
+            tested, passed = younger[r - 1]
+            num_tested = sum(rank >= r for rank in ranks) + (num_rejected > r)
+            num_passed = sum(rank == r for rank in ranks)
+            if num_tested:
+                younger[r - 1] = MEMORY * tested + num_tested, MEMORY * passed + num_passed
+
+    def tokens_per_second(self, plan: StepPlan, rate: float | None = None) -> float:
+        if not plan.tree:
+            return super().tokens_per_second(plan, rate)
+        shape, stage = self.shape(plan), grower(plan)
+        known = list(accumulate(shape.sizes))[:-1]  # nodes when each depth is read, and the root
+        seconds = sum(self._cost(stage, max(num_nodes - 2, 0)) for num_nodes in known)
+        if stage == "draft" and plan.uses_retrieval:
+            per_round = shape.expected_tokens(self._rates(stage))
+            length, num_rounds = expected_block(per_round, plan)
+            seconds = num_rounds * (seconds + self._cost("retrieval", len(shape) - 1))
+            rate = self._rate("retrieval") if rate is None else rate
+            return expected_tokens(rate, length) / (seconds + self._cost("target", length))
+        tokens = shape.expected_tokens(self._rates(stage, rate))
+        return tokens / (seconds + self._cost("target", len(shape) - 1))
+
+    def _rates(self, stage: str, first: float | None = None) -> list[float]:
+        """How often the r-th child of a node is accepted; never rising with r."""
+        rates, left = list[float](), 1.0
+        first = self._rate(stage) if first is None else first
+        for rate in (first, *(passed / tested for tested, passed in self._younger[stage])):
+            rates.append(min(left * rate, *rates[-1:], 1.0))
+            left *= 1 - rate
+        return rates
+
+
+def grower(plan: StepPlan) -> str:
+    """The stage that grows a plan's trees: the lowest one."""
+    return "draft" if plan.uses_drafter else "retrieval"

@@ -1,0 +1,130 @@
+"""Speculative sampling of trees: how the nodes are drawn, and which path through them is accepted.
+
+The children of a node are drawn one after the other without replacement from the drafter's
+distribution behind it. They are tested in that order: the first against the verifier's p, each
+later one against what its rejected siblings left of p, with a fresh random number every time
+(Sequoia, arXiv 2402.12374, algorithm 2; SpecInfer, arXiv 2305.09781). The walk goes on behind an
+accepted child. Where none is accepted the next token comes from what is left. So every token
+follows p exactly, as in a chain (`decoding/verification.py`).
+
+Children may also be *listed*: chosen without chance, as the likeliest ones. That is drawing them
+from a one-hot distribution each. Pure functions; randomness is an argument.
+
+Legend: B rows, N nodes with the root, I inner nodes, V vocab.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minitri.decoding.sampling import sample
+from minitri.decoding.verification import Proposal
+from minitri.trees.shape import TreeShape
+
+MISSING = -1
+"""The token of a child that could not be drawn: its elder siblings are all the tokens there are."""
+
+
+@dataclass(frozen=True)
+class TreeProposal(Proposal):
+    """Guesses of one shape for every row: `tokens[b][i]` is that of node i + 1, or MISSING.
+
+    `probs_BNV` holds, for every inner node in order, what its children were drawn from.
+    """
+
+    shape: TreeShape
+    is_listed: list[bool]
+    """Rows whose nodes were chosen without chance."""
+
+
+def draw_children(probs_V: Tensor, uniforms: list[float]) -> list[int]:
+    """Different tokens, one per number in [0, 1), each drawn from what the others left."""
+    left_V, tokens = probs_V.clone(), list[int]()
+    for uniform in uniforms:
+        token = sample_one(left_V, uniform)
+        tokens.append(token if left_V[token] > 0 else MISSING)
+        left_V[token] = 0
+    return tokens
+
+
+def likeliest(scores_V: Tensor, count: int) -> list[int]:
+    """The tokens with the highest scores, MISSING where only minus infinity is left."""
+    best = scores_V.topk(min(count, len(scores_V)))
+    tokens = [
+        token if score > -math.inf else MISSING
+        for score, token in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    ]
+    return tokens + [MISSING] * (count - len(tokens))
+
+
+def walk(
+    proposal: TreeProposal, b: int, probs_NV: Tensor, uniforms: list[float]
+) -> tuple[list[int], int]:
+    """The accepted nodes of row b, from the root's child on, and the token behind them.
+
+    `probs_NV` are the verifier's distributions behind every node; `uniforms` are independent
+    numbers in [0, 1), one per test of a node, that of the root for the last token.
+    """
+    path, node = list[int](), 0
+    while True:
+        rest_V = probs_NV[node]
+        for child, token, q_V in tested_children(proposal, b, node):
+            q = 1.0 if q_V is None else float(q_V[token])
+            if uniforms[child] * q < float(rest_V[token]):
+                path.append(child)
+                node = child
+                break
+            rest_V = residual(rest_V, token, q_V)
+        else:
+            return path, sample_one(rest_V, uniforms[0])
+
+
+def walk_coupled(proposal: TreeProposal, b: int, choices: list[int]) -> tuple[list[int], int]:
+    """The same where the verifier's token behind every node is known: the path that it takes."""
+    path, node = list[int](), 0
+    while True:
+        for child, token, _ in tested_children(proposal, b, node):
+            if token == choices[node]:
+                path.append(child)
+                node = child
+                break
+        else:
+            return path, choices[node]
+
+
+def tested_children(
+    proposal: TreeProposal, b: int, node: int
+) -> Iterator[tuple[int, int, Tensor | None]]:
+    """The children of a node of row b, their tokens, and the distributions (V,) that these were
+    drawn from, without the siblings before them; None for listed ones."""
+    shape, q_V = proposal.shape, None
+    if shape.children[node] and not proposal.is_listed[b]:
+        q_V = proposal.probs_BNV[b, shape.inner.index(node)].clone()
+    for child in shape.children[node]:
+        token = proposal.tokens[b][child - 1]
+        if token == MISSING:
+            return
+        yield child, token, None if q_V is None else q_V / q_V.sum()
+        if q_V is not None:
+            q_V[token] = 0
+
+
+def residual(rest_V: Tensor, token: int, q_V: Tensor | None) -> Tensor:
+    """What a rejected child leaves of the verifier's distribution, which sums to 1; all of it where
+    nothing is left in floating point."""
+    if q_V is None:
+        left_V = rest_V.clone()
+        left_V[token] = 0
+    else:
+        left_V = (rest_V - q_V).clamp_min(0)
+    mass = float(left_V.sum())
+    return left_V / mass if mass > 0 else rest_V
+
+
+def sample_one(probs_V: Tensor, uniform: float) -> int:
+    """`decoding.sampling.sample` of one row."""
+    uniforms = torch.tensor([uniform], dtype=torch.float64).to(probs_V.device)
+    return int(sample(probs_V.unsqueeze(0), uniforms))
