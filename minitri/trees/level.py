@@ -22,7 +22,7 @@ from minitri.decoding.verification import NotFiniteError, Proposal
 from minitri.trees.random_source import TreeSource
 from minitri.trees.shape import TreeShape
 from minitri.trees.tuner import TreeTuner
-from minitri.trees.verification import MISSING, TreeProposal
+from minitri.trees.verification import MISSING, TreeProposal, likeliest
 
 
 class TreeRunner(Runner, Protocol):
