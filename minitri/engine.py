@@ -50,9 +50,10 @@ def load(
     """Boots an engine: finds or fetches the files, reads config, tokenizer and weights.
 
     `model` is a name from `minitri.MODELS`, a folder or file, or a hub repository ORG/NAME. So is
-    `draft`; or it is `suffix`, which looks the last words up in the text, `datastore:PATH`, which
-    does so in texts of a file, too (`tools/build_datastore.py`), or `auto`, the drafter of a named
-    model, and `suffix` where there is none. With `draft_history` these look into the texts of
+    `draft`; or it is `layers:PATH`, layers of the model that a file names, `suffix`, which looks
+    the last words up in the text, `datastore:PATH`, which does so in texts of a file, too (see
+    `tools/`), or `auto`, the drafter of a named model, and `suffix` where there is none. A lookup
+    and a model with a comma between take turns. With `draft_history` lookups see the texts of
     earlier runs, too: the distribution stays the same, and so do greedy and coupled texts, but no
     seed repeats another text.
     `dtype` is float32, bfloat16, float16 or auto (bfloat16 where that is fast). `device` is cpu,
@@ -102,9 +103,15 @@ class Engine:
         self._pool = SessionPool(model, draft, guesser, sources)
 
     def __repr__(self) -> str:
-        draft = self.draft.config.name if self.draft is not None else self.sources.name
         dtype = str(self.model.dtype).removeprefix("torch.")
-        return f"<Engine {self.config.name}, drafter {draft}, {dtype} on {self.model.device}>"
+        names = f"{self.config.name}, drafter {self.drafter_name}"
+        return f"<Engine {names}, {dtype} on {self.model.device}>"
+
+    @property
+    def drafter_name(self) -> str:
+        """The drafter, or both; a model by its own name."""
+        names = [self.sources.name] if self.draft is None or self.sources.takes_turns else []
+        return ",".join([*names, self.draft.config.name] if self.draft is not None else names)
 
     @property
     def config(self) -> ModelConfig:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 from minitri.errors import InputError, shorten
 from minitri.gpu.attention import BACKENDS
 from minitri.loading.devices import DRAFT_WEIGHTS, DTYPES, WEIGHTS
-from minitri.loading.fetch import default_draft, is_lookup
+from minitri.loading.fetch import default_draft, split_draft
 from minitri.loading.named_models import DEFAULT_MODEL, MODELS
 from minitri.loading.prompts import MAX_SEED
 from minitri.settings import (
@@ -220,10 +220,12 @@ def add_sampling_flags(
 def add_draft_flag(flags: Flags) -> None:
     """Who guesses first."""
     flags.add_argument(
-        "--draft", default="auto", metavar="NAME|DIR|suffix|datastore:FILE|none",
-        help="drafter for naive and triforce: a model of the same vocabulary; suffix, which looks"
-        " the last words up in the text; or datastore:FILE, which does so in other texts, too, see"
-        " tools/build_datastore.py (default: the one that belongs to the model, else suffix)",
+        "--draft", default="auto", metavar="NAME|DIR|layers:FILE|suffix|datastore:FILE|none",
+        help="drafter for naive and triforce: a model of the same vocabulary; layers:FILE, some"
+        " layers of the target (tools/find_layers.py); suffix, which looks the last words up in the"
+        " text; or datastore:FILE, which does so in other texts, too (tools/build_datastore.py); a"
+        " lookup and a model with a comma between take turns (default: the one that belongs to the"
+        " model, else suffix)",
     )  # fmt: skip
     text = "let suffix and datastore look words up in the texts of earlier prompts, too"
     flags.add_argument("--draft-history", action="store_true", help=text)
@@ -291,7 +293,9 @@ def ignored_flags(args: argparse.Namespace) -> list[str]:
         unused += ["draft_history"] * args.draft_history
     if args.method in ("autoregressive", "naive"):
         unused += ["policy", *RETRIEVAL]
-    if args.method == "autoregressive" or (args.method == "naive" and is_lookup(draft_of(args))):
+    if args.method == "autoregressive" or (
+        args.method == "naive" and not split_draft(draft_of(args))[1]
+    ):
         unused += WINDOW
     defaults = vars(SpeculationConfig())
     changed = [name for name in unused if getattr(args, name) != defaults.get(name)]

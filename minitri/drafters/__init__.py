@@ -1,1 +1,1 @@
-"""A stage that guesses without a model: lookup of the last words in texts and a datastore."""
+"""A stage that guesses without a model, by lookup in texts and a datastore; its turns with one."""

@@ -39,6 +39,9 @@ class Sources:
 
     history: History | None = None
     datastore: Datastore | None = None
+    takes_turns: bool = False
+    """Whether lookup takes turns with a model as the drafter, see `choice.py`; else the model, if
+    there is one, is the only drafter."""
 
     @property
     def name(self) -> str:
@@ -61,6 +64,8 @@ class _Row:
     """The guess behind the last certain token."""
     kind: tuple[int, int] = 0, 0
     """Source and size (a power of 2) of the match it came from."""
+    rate: float = 0.0
+    """The chance that a token of the latest guess is right."""
 
     def extend(self, tokens: list[int]) -> None:
         """Adds tokens that are certain; learns from them whether the last guess was right."""
@@ -82,8 +87,8 @@ class _Row:
         if guess:
             # By the rule of succession; that `best` tokens agree is evidence of its own.
             tested, right = self.outcomes.get(kind, (0, 0))
-            rate = (best + right) / (best + 2 + tested)
-            guess = guess[: max(1, int(math.log(LEAST_CHANCE) / math.log(rate)))]
+            self.rate = (best + right) / (best + 2 + tested)
+            guess = guess[: max(1, int(math.log(LEAST_CHANCE) / math.log(self.rate)))]
         if len(sequence) == len(self.text.tokens):
             self.guess, self.kind = guess, kind
         return guess
@@ -93,9 +98,10 @@ class LookupDrafter:
     """Lookup for B rows: a stage of the cascade, see `cascade.Stage`."""
 
     def __init__(
-        self, batch_size: int, stats: LevelStats, tuner: Autotuner, sources: Sources, *,
+        self, batch_size: int, stats: LevelStats, tuner: Autotuner | None, sources: Sources, *,
         vocab_size: int, device: torch.device,
     ) -> None:  # fmt: skip
+        """`tuner`, if there is one, is told what a guess takes."""
         self.stats = stats
         self.gamma = 1  # set before every step, see `Cascade`
         self._tuner = tuner
@@ -124,8 +130,13 @@ class LookupDrafter:
         probs_BNV.scatter_(2, proposal.tokens_BN(self._device).unsqueeze(2), 1.0)
         seconds = time.perf_counter() - started
         self.stats.seconds += seconds
-        self._tuner.note_round(self.stats.name, 0, seconds / self.gamma)
+        if self._tuner is not None:
+            self._tuner.note_round(self.stats.name, 0, seconds / self.gamma)
         return proposal
+
+    def rate(self, b: int) -> float:
+        """The chance that a token of the latest guess for row b is right."""
+        return self._rows[b].rate
 
     def crop(self, lengths: list[int]) -> None:
         """Nothing to do: only tokens that are certain are kept."""

@@ -61,6 +61,8 @@ WHEELS = {
 }
 LOOKUPS, DATASTORE = ("suffix", "ngram"), "datastore:"
 """Drafters that look words up in the text, under today's and an older name, and in a file, too."""
+LAYERS = "layers:"
+"""A drafter of some layers of the target, which a file names."""
 COMMITTED = ("smollm2-135m-draft",)
 """Drafters that come with the source code, under weights/."""
 WEIGHT_FILES = (".gguf", ".safetensors", ".bin")
@@ -104,9 +106,24 @@ def default_draft(model: str) -> str:
     return "suffix" if draft in COMMITTED and committed_path(draft) is None else draft
 
 
-def is_lookup(draft: str) -> bool:
-    """Whether a drafter of this name has no model."""
-    return draft in LOOKUPS or draft.startswith(DATASTORE)
+def split_draft(draft: str) -> tuple[str, str]:
+    """The lookup and the model among the drafters that `draft` names, with commas between; empty
+    where there is none.
+
+    Raises `InputError` unless there is at most one of each.
+    """
+    found = {True: "", False: ""}
+    for name in draft.split(","):
+        is_lookup = name in LOOKUPS or name.startswith(DATASTORE)
+        if found[is_lookup] or (not name and "," in draft):
+            kind, other = "lookup" if is_lookup else "model", found[is_lookup]
+            what = f"more than one {kind}, {other} and {name}" if name else "an empty name"
+            raise InputError(
+                f"the drafter {shorten(draft)} has {what}; give one model, one lookup, or both "
+                "with a comma between"
+            )
+        found[is_lookup] = name
+    return found[True], found[False]
 
 
 def committed_path(name: str) -> Path | None:

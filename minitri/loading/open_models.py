@@ -28,8 +28,9 @@ from minitri.loading.devices import (
     choose_dtype,
     guesser_for,
 )
-from minitri.loading.fetch import DATASTORE, default_draft, is_lookup, locate
+from minitri.loading.fetch import DATASTORE, LAYERS, default_draft, locate, split_draft
 from minitri.loading.hf_config import stretch_rope
+from minitri.loading.layer_subset import read_layers, with_layers
 from minitri.loading.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from minitri.model.llama import Llama
 
@@ -109,15 +110,20 @@ class OpenModels:
         self._draft_weights = draft_weights
         self._is_draft_optional = draft == "auto"
         name = default_draft(model) if draft == "auto" else draft
+        lookup, name = split_draft(name)
+        self._layers: list[int] | None = None
         self.sources = Sources()
-        if is_lookup(name):
-            self.sources = self._open_sources(name, draft_history)
+        if lookup:
+            self.sources = self._open_sources(lookup, draft_history, takes_turns=bool(name))
         elif draft_history:
             raise InputError(
                 f"draft_history is for drafters without a model, got the drafter {name}; leave it "
                 "out, or use the drafter suffix"
             )
-        else:
+        if name.startswith(LAYERS):
+            path, vocabulary = _path(name.removeprefix(LAYERS)), fingerprint(self.tokenizer)
+            self._layers = read_layers(path, self.config, vocabulary)
+        elif name or not lookup:
             with self._or_lookup():
                 self._draft = self._open_draft(name, options)
 
@@ -126,6 +132,8 @@ class OpenModels:
         if it guesses with one."""
         target, drafter = self._target.load(), None
         guesser = guesser_for(target, self._draft_weights)
+        if self._layers is not None:
+            drafter = with_layers(guesser or target, self._layers)
         if self._draft is not None:
             with self._or_lookup():
                 drafter = self._draft.load(target)
@@ -137,15 +145,13 @@ class OpenModels:
             check_same_vocabulary(draft.tokenizer, self.tokenizer, draft.config.name)
         return draft
 
-    def _open_sources(self, name: str, draft_history: bool) -> Sources:
+    def _open_sources(self, name: str, draft_history: bool, *, takes_turns: bool) -> Sources:
         history, datastore = History() if draft_history else None, None
         if name.startswith(DATASTORE):
-            path = Path(name.removeprefix(DATASTORE))
-            with contextlib.suppress(RuntimeError):  # an unknown home
-                path = path.expanduser()
+            path = _path(name.removeprefix(DATASTORE))
             datastore = open_datastore(path, fingerprint(self.tokenizer))
             log.info("datastore: %s, %d tokens", path, datastore.num_tokens)
-        return Sources(history, datastore)
+        return Sources(history, datastore, takes_turns=takes_turns)
 
     @contextlib.contextmanager
     def _or_lookup(self) -> Iterator[None]:
@@ -156,6 +162,13 @@ class OpenModels:
             if not self._is_draft_optional:
                 raise
             log.warning("%s; suffix lookup takes its place", error)
+
+
+def _path(text: str) -> Path:
+    path = Path(text)
+    with contextlib.suppress(RuntimeError):  # an unknown home
+        path = path.expanduser()
+    return path
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
