@@ -119,6 +119,9 @@ class Session:
                 raise InputError(problem)
             log.warning("%s; suffix lookup takes its place", problem)
             draft = None
+        if draft is not None and sources.takes_turns and batch.speculation.tree:
+            tree = batch.speculation.tree
+            raise InputError(f"tree is {tree}, but drafters that take turns guess chains; give one")
         self.models, self.guesser = (target, draft), guesser or target
         self._lookup_sources = sources
         self.shape = batch  # what the memory was made for

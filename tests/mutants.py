@@ -34,6 +34,15 @@ AFTER_STEPS = "caches/test_caches_after_steps.py::"
 PROBS = "test_runner.py::"
 STREAM = "test_stream.py::"
 SESSION = "minitri.session.Session."
+CHOICE = "minitri.drafters.choice.DrafterChoice."
+TURNS = (
+    "drafters/test_choice.py::"
+    "test_a_drafter_that_changes_between_rounds_gives_the_target_distribution"
+)
+TREES = "minitri.trees."
+TREE_ENUMERATION = "trees/test_tree_enumeration.py::"
+TREE = TREE_ENUMERATION + "test_a_tree_that_the_target_verifies_gives_its_distribution[six-10]"
+TREE_CACHE = AFTER_STEPS + "test_the_full_cache_equals_a_fresh_prefill_of_the_accepted_tokens"
 
 MUTANTS = [
     Mutant(
@@ -357,5 +366,107 @@ MUTANTS = [
         "runner.sample_by(sampling, b)",
         "pass",
         STREAM + "test_every_request_gets_what_it_gets_alone[2-triforce-False]",
+    ),
+    Mutant(
+        "siblings share the number of their tests",
+        TREES + "verification.walk",
+        "uniforms[child] * q",
+        "uniforms[node + 1] * q",
+        TREE,
+    ),
+    Mutant(
+        "a younger sibling tested against p, not the residual",
+        TREES + "verification.walk",
+        "< float(rest_V[token])",
+        "< float(probs_NV[node][token])",
+        TREE,
+    ),
+    Mutant(
+        "the token behind a path comes from p, not the residual",
+        TREES + "verification.walk",
+        "sample_one(rest_V, uniforms[0])",
+        "sample_one(probs_NV[node], uniforms[0])",
+        TREE,
+    ),
+    Mutant(
+        "a sibling's q still holds the elder ones",
+        TREES + "verification.tested_children",
+        "q_V[token] = 0",
+        "q_V[token] += 0",
+        TREE,
+    ),
+    Mutant(
+        "children drawn with replacement",
+        TREES + "verification.draw_children",
+        "left_V[token] = 0",
+        "left_V[token] += 0",
+        TREE,
+    ),
+    Mutant(
+        "a tree's tokens numbered by node, not by depth",
+        RUNNER + "ModelRunner.next_probs_of_tree",
+        "shape.depths[first : first + T]",
+        "range(first, first + T)",
+        TREE_CACHE + "[naive tree 3x2-0.02-sampling0-False]",
+    ),
+    Mutant(
+        "a node sees its elder siblings",
+        TREES + "shape.TreeShape.rule_TT.func",
+        "rule_TT[node] |= rule_TT[parent]",
+        "rule_TT[node, :node] = True",
+        "trees/test_shape.py::test_a_node_sees_itself_and_its_ancestors",
+    ),
+    Mutant(
+        "a path gathered in the wrong order",
+        "minitri.model.cache.gather_path",
+        "torch.tensor(path)",
+        "torch.tensor(path[::-1])",
+        TREE_CACHE + "[naive tree 7-0.02-sampling0-False]",
+    ),
+    Mutant(
+        "a tree's rows of p in the order of its nodes, not of the path",
+        TREES + "level.TreeLevel.verify",
+        "probs_BNV[b, [0, *path]]",
+        "probs_BNV[b, : 1 + len(path)]",
+        TREE_ENUMERATION + "test_a_tree_below_two_levels_gives_the_target_distribution[fork]",
+    ),
+    Mutant(
+        "numbers of a tree's children used again for its tests",
+        TREES + "random_source.IndependentTrees._uniforms",
+        "generator=self._generators[b]",
+        "generator=torch.Generator().manual_seed(b)",
+        "trees/test_tree_sampling.py::test_every_child_and_every_test_has_a_number_of_its_own",
+    ),
+    Mutant(
+        "noise of a tree by node, not by position",
+        TREES + "random_source.CoupledTrees.walk",
+        "start + depth",
+        "start + depth + len(depths)",
+        "trees/test_trees_in_runs.py::"
+        "test_greedy_and_coupled_texts_are_autoregressive_ones[naive-7-sampling2-True]",
+    ),
+    Mutant(
+        "a drafter chosen by the tokens that it drew",
+        CHOICE + "propose",
+        "proposal = _merged(found, self._draw(sequences, asked), asked) if any(asked) else found",
+        "drawn = self._draw(sequences, active)\n"
+        "        asked = [row[:1] == [0] for row in drawn.tokens]\n"
+        "        proposal = _merged(found, drawn, asked)",
+        TURNS + "[gammas0-3-DrafterChoice]",
+    ),
+    Mutant(
+        "a drafter that was not asked keeps what was rejected",
+        CHOICE + "crop",
+        "member.crop(lengths)",
+        "member.crop(lengths) if member is self._lookup else None",
+        "drafters/test_choice.py::"
+        "test_both_drafters_know_the_text_and_nothing_else_after_every_step",
+    ),
+    Mutant(
+        "a drawn guess stated as certain",
+        "minitri.drafters.choice._merged",
+        "probs_BNV[b, :n] = proposal.probs_BNV[b, :n]",
+        "probs_BNV[b, :n] = proposal.probs_BNV[b, :n].gt(0)",
+        TURNS + "[gammas0-3-DrafterChoice]",
     ),
 ]
