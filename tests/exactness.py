@@ -177,18 +177,18 @@ def toy_cascade(
 
 
 def output_distribution(
-    build, horizon: int, target: Table, *, num_steps: int = 1, decide=verify
+    build, horizon: int, target: Table, *, num_steps: int = 1, decide=verify, scripted=None
 ) -> torch.Tensor:
     """The distribution of the first `horizon` tokens behind a prompt, (V,) * horizon: a few steps
     of a cascade, all random numbers.
 
-    `build(source, batch_size)` makes the cascade. Where the steps emit fewer tokens the exact
-    target goes on.
+    `build(source, batch_size)` makes the cascade, `scripted` its kind of source. Where the steps
+    emit fewer tokens the exact target goes on.
     """
     total = torch.zeros((target.V,) * horizon, dtype=torch.float64)
     paths: list[tuple[float, list[list[float]]]] = [(1.0, [])]
     while paths:
-        source = ScriptedSource([script for _, script in paths])
+        source = (scripted or ScriptedSource)([script for _, script in paths])
         source.decide = decide
         cascade = build(source, len(paths))
         for _ in range(num_steps):

@@ -96,6 +96,7 @@ def one_of(*values: Any) -> st.SearchStrategy:
 
 SMALL, ANY = st.one_of(st.integers(1, 6), st.none()), st.integers(1, 64)
 GAMMAS = usually(st.tuples(SMALL, SMALL), st.tuples(ANY, SMALL), st.tuples(SMALL, ANY), odds=3)
+TREES = one_of("1", "2", "5", "12", "2x1", "3x2", "4x4", "64", "1x64")
 MAX_PASSES = 400
 """Passes of the small models that a run may take where every guess is rejected."""
 CHUNKS = one_of(4, 8, 1, 2, 3, 5, 16, 64, 1024)
@@ -106,11 +107,13 @@ def speculations(draw: st.DrawFn) -> dict[str, Any]:
     chunk = draw(CHUNKS)
     budgets = st.integers(1, max(32 // chunk, 2)).map(lambda n: n * chunk)
     gamma1, gamma2 = draw(GAMMAS)
+    tree = draw(usually(st.just(""), TREES, odds=3))
     return {
         "method": draw(usually(one_of("triforce", *METHODS[2:]), one_of(*METHODS[:2]))),
         "policy": draw(usually(st.just("retrieval"), st.sampled_from(POLICIES), odds=3)),
         "gamma1": gamma1,
         "gamma2": gamma2,
+        "tree": tree,
         "budget": draw(usually(budgets, st.none(), st.just(chunk * 10**9), odds=9)),
         "chunk_size": chunk,
         "num_sink_tokens": draw(usually(st.integers(0, 6), one_of(20, 300, MAX_COUNT), odds=8)),
@@ -138,6 +141,7 @@ WRONG = {
     "speculation": {
         "method": ["triforc", "", None, "TriForce"],
         "policy": ["lru", None],
+        "tree": ["0", "x", "4x", "65", "8x9", "-4", "4 x 3", 16, None, "9" * 99],
         "gamma1": [0, -1, 65, 10**12, 2.0, "3", True],
         "gamma2": [0, -1, 65, 10**30, 2.5, "3"],
         "budget": [0, -8, 7.5, "x"],

@@ -14,9 +14,11 @@ PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (50, 1, 23)]
 STACKS = [
     ("autoregressive", None), ("naive", None), ("naive", 0.02), ("retrieval", None),
     ("triforce", None), ("triforce", 0.02), ("triforce", 0.0),
+    ("naive tree 3x2", 0.02), ("naive tree 7", 0.02), ("retrieval tree 5", None),
+    ("triforce tree 6", 0.02), ("triforce tree 2x2", 0.0),
 ]  # fmt: skip
-"""Methods, and how much noise makes the drafter differ from the target; None is the n-gram drafter.
-"""
+"""Methods, perhaps with a tree, and how much noise makes the drafter differ from the target; None
+is the n-gram drafter."""
 SMALL = {
     "budget": 16,
     "chunk_size": 4,
@@ -31,7 +33,9 @@ SMALL = {
 def new_rig(method, noise, **settings) -> Rig:
     target = tiny_model(CONFIG)
     draft = None if noise is None else near_copy(target, noise)
-    return Rig(target, PROMPTS, draft=draft, method=method, **{"num_new": 20, **SMALL, **settings})
+    method, _, tree = method.partition(" tree ")
+    settings = {"num_new": 20, **SMALL, "tree": tree, **settings}
+    return Rig(target, PROMPTS, draft=draft, method=method, **settings)
 
 
 @pytest.mark.parametrize(("sampling", "coupled"), [(GREEDY, False), (WARM, False), (WARM, True)])

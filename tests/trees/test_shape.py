@@ -1,0 +1,105 @@
+"""Shapes of trees: what the nodes see, and which tree of a size is the best."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+
+from minitri.errors import InputError
+from minitri.settings import SpeculationConfig, StepPlan
+from minitri.trees.shape import TreeShape, parse_tree, sequences, sequoia
+
+
+def test_independent_sequences_part_at_the_root():
+    shape = sequences(3, 2)
+    assert shape.parents == (-1, 0, 0, 0, 1, 2, 3)
+    assert shape.depths == [0, 1, 1, 1, 2, 2, 2]
+    assert shape.sizes == [1, 3, 3]
+    assert shape.inner == [0, 1, 2, 3]
+    assert sequences(1, 3).parents == (-1, 0, 1, 2)
+
+
+def test_a_node_sees_itself_and_its_ancestors():
+    shape = TreeShape((-1, 0, 0, 1, 3))
+    seen = [row.nonzero().flatten().tolist() for row in shape.rule_TT]
+    assert seen == [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 3, 4]]
+
+
+def test_expected_tokens_are_the_sum_of_the_chances_that_nodes_are_reached():
+    assert TreeShape((-1, 0, 0, 1)).expected_tokens([0.5, 0.2]) == 1 + 0.5 + 0.2 + 0.25
+    assert TreeShape((-1,)).expected_tokens([0.5]) == 1
+
+
+def best_by_dynamic_programme(rates, num_nodes, max_depth):
+    """Sequoia's recursion: how many tokens the best subtree of so many nodes is worth."""
+
+    @functools.cache
+    def tree(nodes, depth):  # of these, one is the subtree's own root
+        return 1 + children(nodes - 1, 0, depth) if nodes else 0.0
+
+    @functools.cache
+    def children(nodes, rank, depth):
+        if nodes == 0 or depth == 0 or rank == len(rates):
+            return 0.0
+        sizes = range(nodes + 1)
+        return max(
+            rates[rank] * tree(n, depth - 1) + children(nodes - n, rank + 1, depth) for n in sizes
+        )
+
+    return tree(num_nodes + 1, max_depth)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_sequoia_finds_what_the_dynamic_programme_finds(seed):
+    rng = random.Random(seed)
+    rates, left = [], 1.0
+    for _ in range(rng.randint(1, 5)):
+        rates.append(min(left * rng.random(), *rates[-1:], 1.0))
+        left -= rates[-1]
+    num_nodes, max_depth = rng.randint(1, 14), rng.randint(1, 5)
+    shape = sequoia(rates, num_nodes, max_depth)
+    assert len(shape) <= num_nodes + 1
+    assert shape.depths[-1] <= max_depth
+    assert shape.depths == sorted(shape.depths)
+    assert all(children == sorted(children) for children in shape.children)
+    wanted = best_by_dynamic_programme(tuple(rates), num_nodes, max_depth)
+    assert shape.expected_tokens(rates) == pytest.approx(wanted)
+
+
+def test_siblings_stand_side_by_side_in_the_order_of_their_chances():
+    shape = sequoia([0.6, 0.3, 0.1], 20, 4)
+    for children in shape.children:
+        assert children == list(range(children[0], children[-1] + 1)) if children else True
+    assert len(shape.children[0]) > len(shape.children[-1])
+
+
+def test_a_tree_of_one_kind_of_plan_is_named_by_its_size():
+    assert parse_tree("16") == (16, 0)
+    assert parse_tree("4x3") == (4, 3)
+    assert str(StepPlan("naive", 3, 0, "4x3")) == "naive gamma1 3 tree 4x3"
+    plans = SpeculationConfig("triforce", gamma2=4, tree="12").plans
+    assert [str(plan) for plan in plans] == [
+        "triforce gamma1 2 gamma2 4 tree 12", "triforce gamma1 4 gamma2 4 tree 12",
+    ]  # fmt: skip
+    assert SpeculationConfig("retrieval", tree="2x5").plans == [StepPlan("retrieval", 0, 5, "2x5")]
+    assert SpeculationConfig("autoregressive", tree="8").max_block == 1
+    assert SpeculationConfig("naive", tree="8x8").max_block == 65
+    chains = SpeculationConfig("auto").plans
+    with_trees = SpeculationConfig("auto", tree="16").plans
+    assert with_trees[: len(chains)] == chains
+    assert {plan.tree for plan in with_trees} == {"", "16", "8"}
+
+
+@pytest.mark.parametrize(
+    "tree", ["0", "x", "4x", "x4", "65", "9x8", "-4", "4 x 3", "0x4", 16, None]
+)
+def test_nonsense_and_trees_that_are_too_large_are_refused(tree):
+    with pytest.raises(InputError, match=r"tree is .*; it must be tokens, as in 16"):
+        SpeculationConfig(tree=tree)
+
+
+def test_sequences_of_a_length_that_gamma1_denies_are_refused():
+    with pytest.raises(InputError, match="gamma1 is 2, but"):
+        SpeculationConfig(gamma1=2, tree="4x3")
