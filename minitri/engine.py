@@ -54,8 +54,7 @@ def load(
     the last words up in the text, `datastore:PATH`, which does so in texts of a file, too (see
     `tools/`), or `auto`, the drafter of a named model, and `suffix` where there is none. A lookup
     and a model with a comma between take turns. With `draft_history` lookups see the texts of
-    earlier runs, too: the distribution stays the same, and so do greedy and coupled texts, but no
-    seed repeats another text.
+    earlier runs, too: all distributions, greedy and coupled texts stay, but no seed repeats a text.
     `dtype` is float32, bfloat16, float16 or auto (bfloat16 where that is fast). `device` is cpu,
     cuda, cuda:N or auto. `attention` names a kernel for short blocks on a GPU, see
     `gpu/attention.py`. `rope_scaling` such as `yarn:4` stretches the context. `weights` `native`
@@ -103,15 +102,9 @@ class Engine:
         self._pool = SessionPool(model, draft, guesser, sources)
 
     def __repr__(self) -> str:
+        draft = self.sources.beside(self.draft.config.name if self.draft is not None else "")
         dtype = str(self.model.dtype).removeprefix("torch.")
-        names = f"{self.config.name}, drafter {self.drafter_name}"
-        return f"<Engine {names}, {dtype} on {self.model.device}>"
-
-    @property
-    def drafter_name(self) -> str:
-        """The drafter, or both; a model by its own name."""
-        names = [self.sources.name] if self.draft is None or self.sources.takes_turns else []
-        return ",".join([*names, self.draft.config.name] if self.draft is not None else names)
+        return f"<Engine {self.config.name}, drafter {draft}, {dtype} on {self.model.device}>"
 
     @property
     def config(self) -> ModelConfig:

@@ -11,6 +11,7 @@ heads, D head dim.
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -30,6 +31,8 @@ from minitri.model.cache import Cache, TreeCache, gather_path
 from minitri.model.llama import Llama
 from minitri.settings import SamplingParams, SpeculationConfig
 from minitri.trees.shape import TreeShape
+
+log = logging.getLogger("minitri")
 
 
 class ModelRunner:
@@ -217,6 +220,12 @@ class DraftRunner(ModelRunner):
             if active[b] and len(sequence) - self.cache.num_tokens[b] > self._max_block:
                 self._read_window(b, sequence[:-1])
         self.cache.slide()
+
+    def warn(self) -> None:
+        """Says why it guesses no more."""
+        model, reason = self.model, "its weights are damaged, or need --dtype float32"
+        what = "the drafter %s computes logits that are not finite in %s and guesses no more; %s"
+        log.warning(what, model.config.name, model.dtype, reason)
 
     def _read_window(self, b: int, tokens: list[int]) -> None:
         """Fills row b with the sinks and the latest of these tokens, whatever was in it."""

@@ -119,9 +119,6 @@ class Session:
                 raise InputError(problem)
             log.warning("%s; suffix lookup takes its place", problem)
             draft = None
-        if draft is not None and sources.takes_turns and batch.speculation.tree:
-            tree = batch.speculation.tree
-            raise InputError(f"tree is {tree}, but drafters that take turns guess chains; give one")
         self.models, self.guesser = (target, draft), guesser or target
         self._lookup_sources = sources
         self.shape = batch  # what the memory was made for
@@ -221,8 +218,7 @@ class Session:
         plans = batch.speculation.plans
         make_tuner, make_level, independent, coupled = TREES if batch.speculation.tree else CHAINS
         tuner = make_tuner(plans, self._prior_seconds(), use_clock=self._may_use_clock())
-        source = (coupled if batch.speculation.coupled else independent)(batch.seeds)
-        self.source = source
+        self.source = source = (coupled if batch.speculation.coupled else independent)(batch.seeds)
 
         def level(
             name: str, runner: ModelRunner, on_not_finite: Callable[[], None] | None = None
@@ -232,29 +228,22 @@ class Session:
             return make_level(runner, own, self.stats.stages[-1], tuner, on_not_finite)
 
         drafter: Stage | None = None
+        lookup = functools.partial(
+            LookupDrafter, len(batch.prompts), sources=self._lookup_sources,
+            vocab_size=self.models[0].config.vocab_size, device=self.models[0].device,
+        )  # fmt: skip
         if self.draft is not None:
-            drafter = level("draft", self.draft, self._warn_of_drafter)
+            drafter = level("draft", self.draft, self.draft.warn)
             if self._lookup_sources.takes_turns:
-                lookup = self._lookup(LevelStats("lookup"), None)
-                drafter = choice = DrafterChoice(len(batch.prompts), lookup, drafter, tuner)
+                found = lookup(stats=LevelStats("lookup"), tuner=None)
+                drafter = choice = DrafterChoice(batch.speculation.tree, found, drafter, tuner)
                 self.stats.drafters = choice.by_drafter
         elif any(plan.uses_drafter for plan in plans):
             self.stats.stages.append(LevelStats("draft"))
-            drafter = self._lookup(self.stats.stages[-1], tuner)
+            drafter = lookup(stats=self.stats.stages[-1], tuner=tuner)
         retrieval = level("retrieval", self.retrieval) if self.retrieval is not None else None
         target = level("target", self.target)
         return Cascade(self.sequences, self.stats, tuner, target, retrieval, drafter)
-
-    def _lookup(self, stats: LevelStats, tuner: Autotuner | None) -> LookupDrafter:
-        target, num_rows, sources = self.models[0], len(self.batch.prompts), self._lookup_sources
-        where: dict[str, Any] = {"vocab_size": target.config.vocab_size, "device": target.device}
-        return LookupDrafter(num_rows, stats, tuner, sources, **where)
-
-    def _warn_of_drafter(self) -> None:
-        assert self.draft is not None
-        model, reason = self.draft.model, "its weights are damaged, or need --dtype float32"
-        what = "the drafter %s computes logits that are not finite in %s and guesses no more; %s"
-        log.warning(what, model.config.name, model.dtype, reason)
 
     def _prior_seconds(self) -> Callable[[str, float], float]:
         """What a round of each stage takes by bytes over bandwidth, before it was measured."""

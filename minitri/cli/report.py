@@ -21,6 +21,11 @@ def where(model: Llama) -> dict[str, str]:
     }  # fmt: skip
 
 
+def draft_name(engine: Engine) -> str:
+    """The name of an engine's drafter, or of both."""
+    return engine.sources.beside(engine.draft.config.name if engine.draft is not None else "")
+
+
 def summary(engine: Engine, run: Generation) -> str:
     """The statistics for people."""
     stats, lines = run.stats, []
@@ -91,7 +96,7 @@ def report(
 ) -> dict[str, Any]:
     """The statistics for programs: the object that --json prints."""
     row, stats = run.rows[0], run.stats
-    draft = engine.drafter_name if args.method in WITH_DRAFTER else None
+    draft = draft_name(engine) if args.method in WITH_DRAFTER else None
     flags = ("model", "method", "temperature", "policy", "coupled")
     numbers = (
         "num_prompt_tokens", "num_generated_tokens", "prefill_seconds", "decode_seconds",

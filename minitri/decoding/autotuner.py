@@ -90,8 +90,7 @@ class Autotuner:
         return expected_tokens(rate, length) / (seconds + self._cost("target", length))
 
     def round_seconds(self, num_drawn: int, num_guesses: int) -> float:
-        """Predicted seconds until so many guesses are verified, if a drafter's model draws
-        `num_drawn` of them."""
+        """Predicted seconds until guesses are verified, of which a model drew so many."""
         verifier = "retrieval" if self.plan.uses_retrieval else "target"
         return num_drawn * self._cost("draft", 0) + self._cost(verifier, num_guesses)
 

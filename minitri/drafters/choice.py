@@ -25,6 +25,7 @@ from minitri.decoding.cascade import Stage
 from minitri.decoding.stats import LevelStats
 from minitri.decoding.verification import Proposal
 from minitri.drafters.lookup import LookupDrafter
+from minitri.errors import InputError
 
 
 @dataclass
@@ -45,16 +46,17 @@ class _Row:
 class DrafterChoice:
     """A lookup and a model that take turns: a stage of the cascade, see `cascade.Stage`."""
 
-    def __init__(
-        self, batch_size: int, lookup: LookupDrafter, model: Stage, tuner: Autotuner
-    ) -> None:
+    def __init__(self, tree: str, lookup: LookupDrafter, model: Stage, tuner: Autotuner) -> None:
+        """Raises `InputError` if a `tree` is wanted: what both guess are chains."""
+        if tree:
+            raise InputError(f"tree is {tree}, but drafters that take turns guess chains; give one")
         self.stats = model.stats
         self.by_drafter = [lookup.stats, LevelStats(model.stats.name)]
         """What became of the guesses of each."""
         self.gamma = 1  # set before every step, see `Cascade`
         self._members = (lookup, model)
         self._lookup, self._model, self._tuner = lookup, model, tuner
-        self._rows = [_Row() for _ in range(batch_size)]
+        self._rows = [_Row() for _ in range(lookup.num_rows)]
         self._unprepared: list[bool] | None = None
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:

@@ -48,6 +48,11 @@ class Sources:
         """The drafter that looks there, as `minitri.load` names it."""
         return "datastore" if self.datastore is not None else "suffix"
 
+    def beside(self, model: str) -> str:
+        """The name of the drafter beside a model, or of both; without one that of the lookup."""
+        names = [self.name] if self.takes_turns or not model else []
+        return ",".join([*names, model] if model else names)
+
     @property
     def all(self) -> list[Source]:
         return [source for source in (self.history, self.datastore) if source is not None]
@@ -133,6 +138,10 @@ class LookupDrafter:
         if self._tuner is not None:
             self._tuner.note_round(self.stats.name, 0, seconds / self.gamma)
         return proposal
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
 
     def rate(self, b: int) -> float:
         """The chance that a token of the latest guess for row b is right."""

@@ -45,7 +45,7 @@ def with_turns(cascade, kind, V):
     model, num_rows = cascade._drafter, len(cascade.sequences)
     where = {"vocab_size": V, "device": CPU}
     lookup = LookupDrafter(num_rows, LevelStats("lookup"), None, Sources(), **where)
-    cascade._drafter = choice = kind(num_rows, lookup, model, cascade._tuner)
+    cascade._drafter = choice = kind("", lookup, model, cascade._tuner)
     return cascade, choice
 
 
@@ -225,6 +225,5 @@ def test_a_tree_is_refused_beside_turns():
 
 def test_an_engine_names_both_drafters():
     engine = turns()
-    assert engine.drafter_name == "suffix,llama"
     assert "drafter suffix,llama," in repr(engine)
     assert near_copy(engine.model, 0.0).config.name == "llama"

@@ -114,7 +114,7 @@ def test_skipping_layers_changes_no_text(deep, layers_file, tmp_path, dtype, kep
 def test_a_drafter_of_layers_has_a_cache_of_its_own_layers(deep, layers_file):
     draft = f"layers:{layers_file}"
     engine = minitri.load(deep, draft=draft, draft_weights="same", dtype="float32", device="cpu")
-    assert engine.drafter_name == "2 layers of deep"
+    assert "drafter 2 layers of deep," in repr(engine)
     assert engine.draft.config.num_layers == 2
     assert engine.draft.lm_head is engine.model.lm_head
     assert engine.draft.layers[1] is engine.model.layers[2]
