@@ -15,6 +15,7 @@ with clean_imports():
     import dataclasses
     import json
     import sys
+    from collections.abc import Sequence
     from typing import Any
 
     from minitri.benchmarks.compare import SLACK, check_on_chip, compare, summarise, table
@@ -69,8 +70,9 @@ def build_parser() -> arguments.OneLineParser:
     )
     add = group.add_argument
     add("--seeds", type=arguments.whole(1, 1000), default=2, metavar="N", help="runs per prompt")
-    text = "may be given several times (default: all of them)"
-    add("--method", action="append", choices=METHODS, dest="methods", help=text)
+    text = "or METHOD:TREE, as in naive:16 or triforce:4x3; several times (default: all methods)"
+    add("--method", type=method_and_tree, action="append", dest="methods", metavar="METHOD",
+        help=text)  # fmt: skip
     text = "a peer, or all whose names begin so; may be given several times: " + ", ".join(PEERS)
     add("--peer", type=peer_names, action="extend", default=[], metavar="NAME", help=text)
     text = "the Python interpreter that has openvino-genai or llama-cpp-python, if not this one"
@@ -87,6 +89,25 @@ def build_parser() -> arguments.OneLineParser:
     arguments.add_gpu_flags(parser)
     parser.set_defaults(method="auto", ignore_eos=True)
     return parser
+
+
+def method_and_tree(text: str) -> str:
+    """A method, perhaps with a tree of guesses behind a colon."""
+    method, _, tree = text.partition(":")
+    try:
+        SpeculationConfig(method, tree=tree)
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def contestants(settings: SpeculationConfig, names: Sequence[str]) -> dict[str, SpeculationConfig]:
+    """The settings of every method that takes part."""
+    pairs = {name: name.partition(":")[::2] for name in dict.fromkeys(["autoregressive", *names])}
+    return {
+        name: dataclasses.replace(settings, method=method, tree=tree or settings.tree)
+        for name, (method, tree) in pairs.items()
+    }
 
 
 def run_command(args: argparse.Namespace) -> None:
@@ -110,7 +131,6 @@ def run_compare(args: argparse.Namespace) -> None:
     """Measures the methods against one another, for every length of the prompts."""
     texts = [read_prompt(file) for file in args.prompt_file or [None]]
     settings = arguments.taken(SpeculationConfig, args, timed=True)
-    methods = dict.fromkeys(["autoregressive", *(args.methods or METHODS)])
     generation = arguments.taken(GenerationConfig, args)
     sampling = arguments.taken(SamplingParams, args)
     seeds = as_seeds(args.seed or 0, args.seeds)
@@ -126,8 +146,7 @@ def run_compare(args: argparse.Namespace) -> None:
         same_length = prompts[start : start + len(texts)]
         with running(engine.model):
             scores = compare(
-                engine, same_length,
-                {name: dataclasses.replace(settings, method=name) for name in methods},
+                engine, same_length, contestants(settings, args.methods or METHODS),
                 sampling=sampling, seeds=seeds,
                 generation=generation, peers=peers,
             )  # fmt: skip

@@ -69,7 +69,7 @@ class Method:
     @property
     def text(self) -> list[int]:
         """All tokens it has written."""
-        return self._cascade.sequences[0][self.stats.num_prompt_tokens :]
+        return self._cascade.sequences[0][len(self._session.batch.prompts[0]) :]
 
     def burst(self, num_tokens: int) -> int:
         """Decodes at least so many tokens; returns how many."""
@@ -111,6 +111,8 @@ class Score:
     """Tokens before the first that differs from the reference's, where none should."""
     plans: Counter[str] = field(default_factory=Counter)
     """Steps per plan."""
+    num_tokens: int = 0
+    """Tokens of these steps."""
 
     def add(self, method: Method, prefill_seconds: float, reference: list[int]) -> None:
         """Counts a run of one of our methods; `prefill_seconds` are without the first token."""
@@ -122,6 +124,7 @@ class Score:
             accepted += level.num_accepted_tokens
             self.guesses[level.name] = accepted, tested + level.num_tested_tokens
         self.plans.update(method.stats.steps_per_plan)
+        self.num_tokens += len(method.text) - 1  # the first came with the prefill
 
     def end_to_end(self, num_new: int) -> list[float]:
         """Seconds of prefill and of decoding `num_new` tokens."""
@@ -249,6 +252,7 @@ def summarise(scores: dict[str, Score], num_new: int) -> dict[str, dict[str, Any
             "end_to_end_seconds": spread(score.end_to_end(num_new)),
             "end_to_end_speedup": ratios(reference.end_to_end(num_new), score.end_to_end(num_new)),
             "acceptance": {level: a / n for level, (a, n) in score.guesses.items() if n},
+            "tokens_per_step": score.num_tokens / max(score.plans.total(), 1),
             "same_tokens": score.num_same,
             "steps_per_plan": score.plans,
         }
@@ -259,8 +263,8 @@ def summarise(scores: dict[str, Score], num_new: int) -> dict[str, dict[str, Any
 def table(result: dict[str, dict[str, Any]], num_new: int) -> str:
     """The result for people; `num_new` tokens were asked for."""
     lines = [
-        f"{'':24s} {'ms/token':>22s} {'speedup':>22s} {'accepted':>11s} {'prefill, s':>10s} "
-        f"{'end to end, s':>14s} {'speedup':>8s}"
+        f"{'':24s} {'ms/token':>22s} {'speedup':>22s} {'a step':>6s} {'accepted':>11s} "
+        f"{'prefill, s':>10s} {'end to end, s':>14s} {'speedup':>8s}"
     ]
     for name, row in result.items():
         ms = "{median:.1f} ({min:.1f} to {max:.1f})".format(**row["ms_per_token"])
@@ -268,8 +272,9 @@ def table(result: dict[str, dict[str, Any]], num_new: int) -> str:
         accepted = " ".join(f"{rate:.3f}" for rate in row["acceptance"].values())
         keys = ("prefill_seconds", "end_to_end_seconds", "end_to_end_speedup")
         prefill, end_to_end, ratio = (row[key]["median"] for key in keys)
+        a_step = f"{row['tokens_per_step']:.2f}" if row["tokens_per_step"] else ""
         lines.append(
-            f"{name:24s} {ms:>22s} {speedup:>22s} {accepted:>11s} {prefill:10.1f} "
+            f"{name:24s} {ms:>22s} {speedup:>22s} {a_step:>6s} {accepted:>11s} {prefill:10.1f} "
             f"{end_to_end:14.1f} {ratio:8.2f}"
         )
         if row["same_tokens"] and name != REFERENCE:

@@ -96,6 +96,24 @@ def test_texts_are_the_same_up_to_the_first_difference():
     assert num_same([7, 2, 3, 4], [1, 2, 3, 4], 4) == 0
 
 
+def test_trees_take_part(folder, capsys):
+    flags = ("--seeds", "1", "--method", "naive", "--method", "naive:2x2", "--method", "naive:5")
+    table, result = run(capsys, "--model", str(folder), "--draft", str(folder), *flags)
+    rows = result["contestants"]
+    assert list(rows) == ["autoregressive", "naive", "naive:2x2", "naive:5"]
+    assert rows["autoregressive"]["tokens_per_step"] == 1
+    assert all(rows[name]["tokens_per_step"] > 1.1 for name in ("naive:2x2", "naive:5"))
+    assert "tree 2x2" in str(rows["naive:2x2"]["steps_per_plan"])
+    assert "a step" in str(table)
+
+
+@pytest.mark.parametrize("method", ["naives", "naive:0", "naive:8x9", "naive:4x"])
+def test_an_unknown_contestant_is_refused(method, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--compare", "--method", method])
+    assert "argument --method" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_peers_take_part(folder, capsys):
     rows = run(capsys, "--model", str(folder), "--peers", "--seeds", "1", "--method", "naive")[1][
@@ -120,11 +138,14 @@ def test_taking_turns_changes_no_text():
                      queries_LTHD) for name in METHODS
     }  # fmt: skip
     take_turns(contestants, 50, 8)
-    sequences = [
-        method._cascade.sequences[0][: len(prompt) + 50] for method in contestants.values()
-    ]
-    assert all(sequence == sequences[0] for sequence in sequences)
-    assert len(sequences[0]) == len(prompt) + 50
+    texts = [method.text[:50] for method in contestants.values()]
+    assert all(text == texts[0] for text in texts)
+    alone = engine.complete(
+        prompt,
+        generation=GenerationConfig(50, ignore_eos=True),
+        speculation=SpeculationConfig("autoregressive"),
+    )
+    assert texts[0] == list(alone.token_ids)
 
 
 @torch.inference_mode()
