@@ -121,6 +121,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "method": {"choices": METHODS}, "policy": {"choices": POLICIES},
     "gamma1": AUTO, "gamma2": AUTO, "budget": AUTO,
     "rebuild_threshold": {"type": float, "metavar": "RATE"},
+    "tree": {"metavar": "N|WxD"},
 }  # fmt: skip
 """How the fields are given on a command line; those that are not here are counts."""
 
@@ -233,7 +234,7 @@ def add_draft_flag(flags: Flags) -> None:
 
 def add_size_flags(flags: Flags) -> None:
     """How far each level guesses ahead, and how much the small caches hold."""
-    add_fields(flags, SpeculationConfig, "gamma1", *RETRIEVAL, *WINDOW)
+    add_fields(flags, SpeculationConfig, "gamma1", *RETRIEVAL, *WINDOW, "tree")
 
 
 def add_rates_flag(flags: Flags, name: str, text: str) -> None:

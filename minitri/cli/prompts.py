@@ -130,4 +130,9 @@ def boot(
             f"--bitwise needs the compiled kernels, which {engine.config.name} on "
             f"{engine.model.device} does not use; run on a CPU with a C++ compiler, or leave it out"
         )
+    if args.bitwise and args.tree:
+        raise InputError(
+            f"--bitwise does not hold with --tree {args.tree}: in which order attention adds up "
+            "depends on the tree; leave one of them out"
+        )
     return engine

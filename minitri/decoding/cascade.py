@@ -236,7 +236,7 @@ class Cascade:
         self.sequences = sequences
         self.active = [True] * len(sequences)
         self._stats = stats
-        self._tuner = tuner
+        self.tuner = tuner
         self._target = target
         self._retrieval = retrieval
         self._drafter = drafter
@@ -249,17 +249,17 @@ class Cascade:
         emitted, _ = self._target.verify(self.sequences, starting, nothing)
         self._commit(emitted, starting)
         self.active = [on or new for on, new in zip(self.active, starting, strict=True)]
-        self._prepare(self._tuner.plan)
+        self._prepare(self.tuner.plan)
         return emitted
 
     def step(self) -> list[Emitted]:
         """Extends every active row by the accepted guesses and one token of the target's own."""
-        plan = self._tuner.choose()
+        plan = self.tuner.choose()
         self._prepare(plan)
         emitted, _ = self._target.round(self.sequences, self.active)
         self._commit(emitted, self.active)
         self._stats.steps_per_plan[str(plan)] = self._stats.steps_per_plan.get(str(plan), 0) + 1
-        self._stats.break_even = self._tuner.break_even()
+        self._stats.break_even = self.tuner.break_even()
         return emitted
 
     def _prepare(self, plan: StepPlan) -> None:

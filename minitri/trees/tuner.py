@@ -49,7 +49,7 @@ class TreeTuner(Autotuner):
         """The tree that a plan asks for: the best one of its size, or independent sequences."""
         if plan not in self._shapes:
             width, depth = parse_tree(plan.tree)
-            rates = self._rates(grower(plan))
+            rates = self.rates(grower(plan))
             max_depth = plan.gamma1 or plan.gamma2
             tree = sequences(width, depth) if depth else sequoia(rates, width, max_depth)
             self._shapes[plan] = tree
@@ -75,15 +75,15 @@ class TreeTuner(Autotuner):
         known = list(accumulate(shape.sizes))[:-1]  # nodes when each depth is read, and the root
         seconds = sum(self._cost(stage, max(num_nodes - 2, 0)) for num_nodes in known)
         if stage == "draft" and plan.uses_retrieval:
-            per_round = shape.expected_tokens(self._rates(stage))
+            per_round = shape.expected_tokens(self.rates(stage))
             length, num_rounds = expected_block(per_round, plan)
             seconds = num_rounds * (seconds + self._cost("retrieval", len(shape) - 1))
             rate = self._rate("retrieval") if rate is None else rate
             return expected_tokens(rate, length) / (seconds + self._cost("target", length))
-        tokens = shape.expected_tokens(self._rates(stage, rate))
+        tokens = shape.expected_tokens(self.rates(stage, rate))
         return tokens / (seconds + self._cost("target", len(shape) - 1))
 
-    def _rates(self, stage: str, first: float | None = None) -> list[float]:
+    def rates(self, stage: str, first: float | None = None) -> list[float]:
         """How often the r-th child of a node is accepted; never rising with r."""
         rates, left = list[float](), 1.0
         first = self._rate(stage) if first is None else first

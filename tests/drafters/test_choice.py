@@ -41,11 +41,11 @@ class Alternating(DrafterChoice):
 
 def with_turns(cascade, kind, V):
     """The cascade with a lookup beside its drafter, which is cheap; returns the choice, too."""
-    cascade._tuner._prior_seconds = cheap_drafter
+    cascade.tuner._prior_seconds = cheap_drafter
     model, num_rows = cascade._drafter, len(cascade.sequences)
     where = {"vocab_size": V, "device": CPU}
     lookup = LookupDrafter(num_rows, LevelStats("lookup"), None, Sources(), **where)
-    cascade._drafter = choice = kind("", lookup, model, cascade._tuner)
+    cascade._drafter = choice = kind("", lookup, model, cascade.tuner)
     return cascade, choice
 
 

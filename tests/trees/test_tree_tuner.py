@@ -21,18 +21,18 @@ def new_tuner(*plans, per_guess=0.0):
 
 def test_the_rates_of_siblings_are_learned_from_paths():
     tuner = new_tuner(TREE)
-    first = tuner._rates("draft")
+    first = tuner.rates("draft")
     assert first[1] == pytest.approx((1 - first[0]) * FIRST_RATE)
     for _ in range(400):  # half of the time the eldest, else the third of four
         tuner.note_path("draft", [0], 0)
         tuner.note_path("draft", [2], 0)
-    rates = tuner._rates("draft")
+    rates = tuner.rates("draft")
     assert rates[0] == pytest.approx(0.5, abs=0.02)
     assert rates[1] < 0.01
     assert rates == sorted(rates, reverse=True)
     for _ in range(400):
         tuner.note_path("draft", [], 3)
-    assert max(tuner._rates("draft")) < 0.01
+    assert max(tuner.rates("draft")) < 0.01
 
 
 def test_a_wider_tree_is_chosen_where_the_eldest_child_is_often_wrong():
@@ -65,7 +65,7 @@ def test_a_tree_is_preferred_only_while_its_nodes_cost_little():
 
 def test_the_prediction_is_tokens_over_seconds():
     tuner, plan = new_tuner(TREE), StepPlan("naive", 2, 0, "2x2")
-    rates = tuner._rates("draft")
+    rates = tuner.rates("draft")
     tokens = 1 + rates[0] + rates[1] + rates[0] ** 2 + rates[1] * rates[0]
     assert sequences(2, 2).expected_tokens(rates) == pytest.approx(tokens)
     assert tuner.tokens_per_second(plan) == pytest.approx(tokens / (2 * 0.2 + 1.0))
