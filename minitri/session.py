@@ -218,13 +218,16 @@ class Session:
         plans = batch.speculation.plans
         make_tuner, make_level, independent, coupled = TREES if batch.speculation.tree else CHAINS
         tuner = make_tuner(plans, self._prior_seconds(), use_clock=self._may_use_clock())
-        self.source = source = (coupled if batch.speculation.coupled else independent)(batch.seeds)
+        if batch.speculation.coupled:
+            self.source = coupled(batch.seeds)
+        else:
+            self.source = independent(batch.seeds, batch.speculation.verification)
 
         def level(
             name: str, runner: ModelRunner, on_not_finite: Callable[[], None] | None = None
         ) -> Level:
             self.stats.stages.append(LevelStats(name))
-            own = (sources or {}).get(name, source)
+            own = (sources or {}).get(name, self.source)
             return make_level(runner, own, self.stats.stages[-1], tuner, on_not_finite)
 
         drafter: Stage | None = None

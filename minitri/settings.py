@@ -7,12 +7,20 @@ these fields (`cli/arguments.py`): the first sentence below a field is its help 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from minitri.errors import (
+    AT_LEAST_1,
+    check_unicode,
+    is_count,
+    is_number,
+    require,
+    require_switches,
+)
 from minitri.errors import InputError, shorten
 
 METHODS = ("auto", "autoregressive", "naive", "retrieval", "triforce")
 POLICIES = ("retrieval", "streaming", "topk", "h2o")
+VERIFICATIONS = ("token", "block")
 MAX_GAMMA = 64
 LONGEST_BLOCK = 1 + 2 * MAX_GAMMA
 """Most tokens that a pass of decoding reads per row: the last certain one and all guesses."""
@@ -25,42 +33,6 @@ MIN_BUDGET, MAX_BUDGET = 256, 4096
 """Limits of the default budget, in tokens."""
 MAX_CHUNK_SIZE = 1024
 MAX_OBSERVATION_WINDOW = 1024
-MAX_COUNT = 2**31 - 1
-AT_LEAST_1 = "a whole number of at least 1 (and below 2^31)"
-
-
-def is_number(value: Any, least: float, most: float) -> bool:
-    """Whether a setting is a number, and neither too small nor too large."""
-    is_real = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_real and least <= value <= most
-
-
-def is_count(value: Any, least: int = 1, most: float = MAX_COUNT) -> bool:
-    """Whether a setting is a whole number, and neither too small nor too large."""
-    return isinstance(value, int) and is_number(value, least, most)
-
-
-def require(settings: Any, name: str, ok: bool, wanted: str) -> None:
-    """Raises `InputError` about a field unless its value is right."""
-    if not ok:
-        value = shorten(repr(getattr(settings, name)), 60)
-        raise InputError(f"{name} is {value}; it must be {wanted}")
-
-
-def require_switches(settings: Any, *names: str) -> None:
-    """Raises `InputError` unless these fields are True or False."""
-    for name in names:
-        require(settings, name, isinstance(getattr(settings, name), bool), "True or False")
-
-
-def check_unicode(text: str, what: str) -> None:
-    """Raises `InputError` for lone surrogates: bytes on a command line that are not UTF-8."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"{what} is not valid Unicode (character {error.start}); give it as UTF-8"
-        ) from None
 
 
 @dataclass(frozen=True)
@@ -197,6 +169,9 @@ class SpeculationConfig:
     tree: str = ""
     """Let the lowest stage guess trees: N, a Sequoia tree of at most N tokens, or WxD, W sequences
     of D tokens. In bfloat16 a near-tie may then fall the other way. Default: chains."""
+    verification: str = "token"
+    """Test chains of guesses token by token, or as a block, which accepts more of them; no
+    difference at temperature 0 or with --coupled."""
     num_sink_tokens: int = 4
     """First tokens of the text, which every small cache keeps."""
     num_recent_tokens: int = 252
@@ -215,7 +190,8 @@ class SpeculationConfig:
     but float32, any GPU). Otherwise it follows predicted costs there."""
 
     def __post_init__(self) -> None:
-        for name, choices in (("method", METHODS), ("policy", POLICIES)):
+        choices_of = {"method": METHODS, "policy": POLICIES, "verification": VERIFICATIONS}
+        for name, choices in choices_of.items():
             if getattr(self, name) not in choices:
                 raise InputError(
                     f"{name} {getattr(self, name)!r} is unknown; use one of {', '.join(choices)}"

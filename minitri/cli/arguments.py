@@ -23,6 +23,7 @@ from minitri.settings import (
     MAX_COUNT,
     METHODS,
     POLICIES,
+    VERIFICATIONS,
     GenerationConfig,
     SamplingParams,
     SpeculationConfig,
@@ -121,7 +122,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "method": {"choices": METHODS}, "policy": {"choices": POLICIES},
     "gamma1": AUTO, "gamma2": AUTO, "budget": AUTO,
     "rebuild_threshold": {"type": float, "metavar": "RATE"},
-    "tree": {"metavar": "N|WxD"},
+    "tree": {"metavar": "N|WxD"}, "verification": {"choices": VERIFICATIONS},
 }  # fmt: skip
 """How the fields are given on a command line; those that are not here are counts."""
 
@@ -234,7 +235,7 @@ def add_draft_flag(flags: Flags) -> None:
 
 def add_size_flags(flags: Flags) -> None:
     """How far each level guesses ahead, and how much the small caches hold."""
-    add_fields(flags, SpeculationConfig, "gamma1", *RETRIEVAL, *WINDOW, "tree")
+    add_fields(flags, SpeculationConfig, "gamma1", *RETRIEVAL, *WINDOW, "tree", "verification")
 
 
 def add_rates_flag(flags: Flags, name: str, text: str) -> None:

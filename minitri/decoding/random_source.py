@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from minitri.decoding.noise import noise_key
-from minitri.decoding.verification import Proposal, Verdict, verify, verify_coupled
+from minitri.decoding.verification import (
+    Proposal,
+    Verdict,
+    verify,
+    verify_block,
+    verify_coupled,
+)
 
 
 class RandomSource(Protocol):
@@ -30,7 +36,9 @@ class RandomSource(Protocol):
 class IndependentSource:
     """Fresh uniform numbers for every decision, from one generator per row."""
 
-    def __init__(self, seeds: list[int]) -> None:
+    def __init__(self, seeds: list[int], verification: str = "token") -> None:
+        """`verification`: as in `SpeculationConfig`."""
+        self._is_by_block = verification == "block"
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def restart(self, b: int, seed: int) -> None:
@@ -50,7 +58,8 @@ class IndependentSource:
             if active[b]:
                 drawn = torch.rand(n + 1, dtype=torch.float64, generator=self._generators[b])
                 uniforms_BN[b, :n], uniforms_BN[b, N] = drawn[:n], drawn[n]
-        return verify(proposal, probs_BNV, uniforms_BN.to(probs_BNV.device, non_blocking=True))
+        decide = verify_block if self._is_by_block else verify
+        return decide(proposal, probs_BNV, uniforms_BN.to(probs_BNV.device, non_blocking=True))
 
 
 class CoupledSource:
