@@ -1,8 +1,13 @@
-"""The one exception for bad input: its message is a single line.
+"""The one exception for bad input, whose message is a single line, and checks that raise it.
 
 It says what is wrong, what was got and what to do. The programs print it and exit with code 2; a
 program that embeds the engine catches `InputError`. Whatever else escapes from minitri is a bug.
 """
+
+from typing import Any
+
+MAX_COUNT = 2**31 - 1
+AT_LEAST_1 = "a whole number of at least 1 (and below 2^31)"
 
 
 class InputError(ValueError):
@@ -13,3 +18,37 @@ def shorten(text: object, limit: int = 200) -> str:
     """One line of at most `limit` characters, to quote another error message inside ours."""
     line = " ".join(str(text).split())
     return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def is_number(value: Any, least: float, most: float) -> bool:
+    """Whether a setting is a number, and neither too small nor too large."""
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_real and least <= value <= most
+
+
+def is_count(value: Any, least: int = 1, most: float = MAX_COUNT) -> bool:
+    """Whether a setting is a whole number, and neither too small nor too large."""
+    return isinstance(value, int) and is_number(value, least, most)
+
+
+def require(settings: Any, name: str, ok: bool, wanted: str) -> None:
+    """Raises `InputError` about a field unless its value is right."""
+    if not ok:
+        value = shorten(repr(getattr(settings, name)), 60)
+        raise InputError(f"{name} is {value}; it must be {wanted}")
+
+
+def require_switches(settings: Any, *names: str) -> None:
+    """Raises `InputError` unless these fields are True or False."""
+    for name in names:
+        require(settings, name, isinstance(getattr(settings, name), bool), "True or False")
+
+
+def check_unicode(text: str, what: str) -> None:
+    """Raises `InputError` for lone surrogates: bytes on a command line that are not UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{what} is not valid Unicode (character {error.start}); give it as UTF-8"
+        ) from None

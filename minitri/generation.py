@@ -18,12 +18,12 @@ import torch
 
 from minitri.decoding.cascade import Cascade, Emitted
 from minitri.decoding.stats import Stats
-from minitri.decoding.stopping import StopScanner
 from minitri.decoding.verification import NotFiniteError
 from minitri.errors import InputError, shorten
 from minitri.gpu.pool import SessionPool
 from minitri.gpu.streams import synchronize
 from minitri.loading.prompts import Prompt
+from minitri.loading.stopping import StopScanner
 from minitri.loading.tokenizer import IncrementalDecoder, Tokenizer
 from minitri.model.llama import Llama
 from minitri.session import Batch, Session

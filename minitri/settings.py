@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 from minitri.errors import (
     AT_LEAST_1,
+    InputError,
     check_unicode,
     is_count,
     is_number,
     require,
     require_switches,
+    shorten,
 )
-from minitri.errors import InputError, shorten
 
 METHODS = ("auto", "autoregressive", "naive", "retrieval", "triforce")
 POLICIES = ("retrieval", "streaming", "topk", "h2o")

@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 
 from minitri import Engine
 from minitri.cpu.attention import attend_cpu
+from minitri.errors import MAX_COUNT
 from minitri.loading.prompts import MAX_SEED
 from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
 from minitri.model.config import ModelConfig
 from minitri.model.llama import Llama
-from minitri.settings import MAX_COUNT, METHODS, POLICIES
+from minitri.settings import METHODS, POLICIES
 from tests.cascades import near_copy
 from tests.conftest import CPU, byte_level_tokenizer, tiny_config, tiny_model
 

@@ -45,7 +45,7 @@ from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.noise import hashed_uniforms, noise_key
 from minitri.decoding.sampling import probs_from_logits
 from minitri.decoding.stats import Stats
-from minitri.decoding.stopping import StopScanner
+from minitri.loading.stopping import StopScanner
 from minitri.session import Session
 from tests.cascades import fresh_read
 from tests.strategies import Case, cases, make_engine

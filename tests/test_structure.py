@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "settings": "errors",
     "model": "errors settings",
     "decoding": "errors settings",
-    "drafters": "errors settings decoding",
+    "drafters": "errors settings decoding model cpu",
     "trees": "settings decoding",
     "roofline": "model",
     "caches": "settings model decoding",

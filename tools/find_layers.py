@@ -26,9 +26,9 @@ from minitri.caches.full import FullCache
 from minitri.cli import arguments
 from minitri.cli.exits import program
 from minitri.cli.prompts import read_prompt
+from minitri.drafters.layer_subset import with_layers, write_layers
 from minitri.engine import load
 from minitri.errors import InputError
-from minitri.loading.layer_subset import with_layers, write_layers
 from minitri.loading.open_models import fingerprint
 from minitri.loading.prompts import MAX_SEED
 from minitri.model.block import read_block

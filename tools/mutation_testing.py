@@ -33,10 +33,11 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-DECODING = "sampling verification cascade random_source noise stopping"
+DECODING = "sampling verification cascade random_source noise"
 FILES = [f"minitri/decoding/{name}.py" for name in DECODING.split()]
 FILES += [f"minitri/caches/{name}.py" for name in ("full", "policies", "retrieval", "streaming")]
-FILES += ["minitri/runner.py", "minitri/session.py"]
+FILES += ["minitri/trees/verification.py", "minitri/trees/level.py"]
+FILES += ["minitri/loading/stopping.py", "minitri/runner.py", "minitri/session.py"]
 
 SUITE = [
     "test_runner.py", "decoding/test_noise.py", "decoding/test_random_source.py",

@@ -13,14 +13,13 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
-from minitri.errors import InputError, shorten
+from minitri.errors import MAX_COUNT, InputError, shorten
 from minitri.gpu.attention import BACKENDS
 from minitri.loading.devices import DRAFT_WEIGHTS, DTYPES, WEIGHTS
 from minitri.loading.fetch import default_draft, split_draft
 from minitri.loading.named_models import DEFAULT_MODEL, MODELS
 from minitri.loading.prompts import MAX_SEED
 from minitri.settings import (
-    MAX_COUNT,
     METHODS,
     POLICIES,
     VERIFICATIONS,

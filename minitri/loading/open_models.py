@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from minitri.drafters.datastore import open_datastore
+from minitri.drafters.layer_subset import read_layers, with_layers
 from minitri.drafters.lookup import Sources
 from minitri.drafters.text import History
 from minitri.errors import InputError, shorten
@@ -30,7 +31,6 @@ from minitri.loading.devices import (
 )
 from minitri.loading.fetch import DATASTORE, LAYERS, default_draft, locate, split_draft
 from minitri.loading.hf_config import stretch_rope
-from minitri.loading.layer_subset import read_layers, with_layers
 from minitri.loading.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from minitri.model.llama import Llama
 

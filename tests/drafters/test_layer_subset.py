@@ -14,9 +14,9 @@ import minitri
 from minitri import generate
 from minitri.cpu.fused import use_kernels
 from minitri.cpu.kernels import load_kernels
+from minitri.drafters.layer_subset import read_layers, with_layers, write_layers
 from minitri.drafters.lookup import Sources
 from minitri.errors import InputError
-from minitri.loading.layer_subset import read_layers, with_layers, write_layers
 from minitri.loading.open_models import fingerprint
 from minitri.model.llama import Llama
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
