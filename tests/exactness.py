@@ -18,7 +18,7 @@ import torch
 from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.cascade import Cascade, Level
 from minitri.decoding.stats import LevelStats, Stats
-from minitri.decoding.verification import Proposal, verify
+from minitri.decoding.verification import Proposal, verify, verify_block
 from minitri.settings import StepPlan
 
 
@@ -108,6 +108,35 @@ def outcomes(
     return found + [(reached * share, [*numbers, number]) for share, number in bonus]
 
 
+def outcomes_of_block(
+    proposal: Proposal, probs_BNV: torch.Tensor, b: int
+) -> list[tuple[float, list[float]]]:
+    """The same for block verification: the longest prefix that passes stays."""
+    tokens, found, reached, numbers = proposal.tokens[b], [], 1.0, [0.5] * len(proposal.tokens[b])
+    n, weights, odds = len(tokens), [1.0], [1.0]
+    for i, token in enumerate(tokens):
+        p, q = probs_BNV[b, i], proposal.probs_BNV[b, i]
+        weights.append(min(1.0, weights[-1] * float(p[token] / q[token])))
+    rests = [weights[i] * probs_BNV[b, i] - proposal.probs_BNV[b, i] for i in range(n)]
+    rests = [rest.clamp_min(0) for rest in rests] + [probs_BNV[b, n]]
+    for weight, rest in zip(weights[1:-1], rests[1:], strict=False):
+        odds.append(1.0 if weight == 1 else float(rest.sum() / (rest.sum() + 1 - weight)))
+    odds += weights[1:][-1:]
+    for i in range(n, -1, -1):
+        if odds[i] > 0 and reached > 0:
+            passed = numbers.copy()
+            if i > 0:
+                passed[i - 1] = odds[i] * (1 - EDGE)
+            found += [
+                (reached * odds[i] * share, [*passed, number])
+                for share, number in cells(rests[i] / rests[i].sum())
+            ]
+        if i > 0:
+            numbers[i - 1] = odds[i] + (1 - odds[i]) * EDGE
+        reached *= 1 - odds[i]
+    return found
+
+
 def cells(probs: torch.Tensor, edges: tuple[float, ...] = UPPER) -> list[tuple[float, float]]:
     """The probability of each possible token, and a number in its cell of the CDF, or its share at
     each of `edges`."""
@@ -133,7 +162,8 @@ class ScriptedSource:
             if not active[b]:
                 continue
             if self.step[b] == len(script) and b not in self.frontier:
-                self.frontier[b] = outcomes(proposal, probs_BNV, b)
+                textbook = outcomes_of_block if self.decide is verify_block else outcomes
+                self.frontier[b] = textbook(proposal, probs_BNV, b)
             if self.step[b] < len(script):
                 numbers = torch.tensor(script[self.step[b]], dtype=torch.float64)
                 uniforms_BN[b, : len(numbers) - 1], uniforms_BN[b, -1] = numbers[:-1], numbers[-1]
