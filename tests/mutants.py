@@ -11,6 +11,8 @@ from tests.mutation import Mutant
 
 DECODING, CACHES = "minitri.decoding.", "minitri.caches."
 VERIFY = DECODING + "verification.verify"
+BLOCK = DECODING + "verification.verify_block"
+NEXT = DECODING + "verification._sample_next"
 INDEPENDENT = DECODING + "random_source.IndependentSource.verify"
 LEVEL = DECODING + "cascade.Level."
 SAMPLING = DECODING + "sampling."
@@ -23,6 +25,9 @@ ENUMERATION = "decoding/test_enumeration.py::"
 BOTH_LEVELS = ENUMERATION + "test_both_levels_together_give_the_target_distribution"
 STOPS = (
     "test_engine.py::test_overlapping_stop_strings_end_a_text_at_the_same_place_however_it_is_cut"
+)
+BLOCKS = (
+    "decoding/test_block_verification.py::test_blocks_at_both_levels_give_the_target_distribution"
 )
 NUMBERS = "decoding/test_noise.py::"
 EQUALITY = "decoding/test_equality.py::"
@@ -47,14 +52,14 @@ TREE_CACHE = AFTER_STEPS + "test_the_full_cache_equals_a_fresh_prefill_of_the_ac
 MUTANTS = [
     Mutant(
         "resample from p-hat",
-        VERIFY,
-        "residual_BV = (p_BV - q_BV).clamp_min(0)",
+        NEXT,
+        "residual_BV = (scale_B1 * p_BV - q_BV).clamp_min(0)",
         "residual_BV = p_BV",
         BOTH_LEVELS + "[3-1-1]",
     ),
     Mutant(
         "bonus token from the wrong row",
-        VERIFY,
+        NEXT,
         "p_BV = probs_BNV[rows, num_accepted]",
         "p_BV = probs_BNV[rows, num_accepted.clamp_max(N - 1)]",
         BOTH_LEVELS + "[3-1-1]",
@@ -75,7 +80,7 @@ MUTANTS = [
     ),
     Mutant(
         "greedy draft scored with soft q",
-        VERIFY,
+        DECODING + "verification._without_guesses",
         "next_tokens = sample(probs_BNV[:, 0], uniforms_BN[:, -1])",
         "next_tokens = probs_BNV[:, 0].argmax(1)",
         BOTH_LEVELS + "[3-1-1]",
@@ -152,7 +157,7 @@ MUTANTS = [
     ),
     Mutant(
         "acceptance number reused for the recovered token",
-        VERIFY,
+        NEXT,
         "sample(residual_BV, uniforms_BN[:, -1])",
         "sample(residual_BV, uniforms_BN[:, N - 1])",
         BOTH_LEVELS + "[3-1-1]",
@@ -198,10 +203,59 @@ MUTANTS = [
     ),
     Mutant(
         "q of the next guess",
-        VERIFY,
+        NEXT,
         "probs_BNV[rows, num_accepted.clamp_max(N - 1)]",
         "probs_BNV[rows, (num_accepted + 1).clamp_max(N - 1)]",
         BOTH_LEVELS + "[3-2-1]",
+    ),
+    Mutant(
+        "a block's recovered token from the residual of single tests",
+        NEXT,
+        "(scale_B1 * p_BV - q_BV)",
+        "(p_BV - q_BV)",
+        BLOCKS + "[3-2-1-4]",
+    ),
+    Mutant(
+        "a block tested without the mass of what its rejection leaves",
+        BLOCK,
+        "(S_BN / (S_BN + 1 - w_BN))",
+        "(S_BN * 0 + w_BN)",
+        BLOCKS + "[3-2-1-4]",
+    ),
+    Mutant(
+        "what a block's rejection leaves, of the guess before",
+        BLOCK,
+        "(scales_BN1[:, 1:N] * probs_BNV[:, 1:N]).sub_(proposal.probs_BNV[:, 1:N])",
+        "(scales_BN1[:, 1:N] * probs_BNV[:, : N - 1]).sub_(proposal.probs_BNV[:, : N - 1])",
+        BLOCKS + "[3-2-1-4]",
+    ),
+    Mutant(
+        "a block's last guess tested as if another followed",
+        BLOCK,
+        "(num_behind_BN > 0)",
+        "(num_behind_BN >= 0)",
+        BLOCKS + "[3-1-1-3]",
+    ),
+    Mutant(
+        "a block's chances grow above 1",
+        BLOCK,
+        ".clamp_max(1)",
+        ".clamp_max(2)",
+        BLOCKS + "[3-2-1-4]",
+    ),
+    Mutant(
+        "a block ends at the first test that fails",
+        BLOCK,
+        "(passes_BN * lengths).amax(1)",
+        "passes_BN.cumprod(1).sum(1)",
+        BLOCKS + "[3-2-1-4]",
+    ),
+    Mutant(
+        "padding accepted with a block",
+        BLOCK,
+        " & (num_behind_BN >= 0)",
+        "",
+        BLOCKS + "[3-2-1-4]",
     ),
     Mutant(
         "accepted guesses counted behind a rejection",
