@@ -43,11 +43,14 @@ CASES = {
     "auto": (FILTERED, SpeculationConfig("auto", **SHORT)),
     "n-grams": (OTHERWISE, SpeculationConfig("triforce", **SHORT)),
     "longer guesses": (OTHERWISE, SpeculationConfig("triforce", gamma1=2, gamma2=2, **SMALL)),
+    "block": (
+        OTHERWISE, SpeculationConfig("triforce", gamma1=2, gamma2=2, verification="block", **SMALL),
+    ),
     "tree": (FILTERED, SpeculationConfig("naive", gamma1=2, tree="4")),
     "tree below": (OTHERWISE, SpeculationConfig("triforce", gamma2=2, tree="2x2", **SMALL)),
     "coupled tree": (OTHERWISE, SpeculationConfig("naive", coupled=True, gamma1=2, tree="4")),
     "coupled": (OTHERWISE, SpeculationConfig("triforce", coupled=True, **SHORT)),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
