@@ -218,10 +218,8 @@ class Session:
         plans = batch.speculation.plans
         make_tuner, make_level, independent, coupled = TREES if batch.speculation.tree else CHAINS
         tuner = make_tuner(plans, self._prior_seconds(), use_clock=self._may_use_clock())
-        if batch.speculation.coupled:
-            self.source = coupled(batch.seeds)
-        else:
-            self.source = independent(batch.seeds, batch.speculation.verification)
+        by_token = independent(batch.seeds, batch.speculation.verification)
+        self.source = coupled(batch.seeds) if batch.speculation.coupled else by_token
 
         def level(
             name: str, runner: ModelRunner, on_not_finite: Callable[[], None] | None = None

@@ -209,9 +209,7 @@ class SpeculationConfig:
         wanted = f"tokens, as in 16, or sequences x tokens, as in 4x3; 1 to {MAX_GAMMA} in all"
         require(self, "tree", is_tree, wanted)
         if "x" in self.tree and self.gamma1 not in (None, int(self.tree.partition("x")[2])):
-            problem = (
-                f"gamma1 is {self.gamma1}, but the sequences of a tree {self.tree} are not so long"
-            )
+            problem = f"gamma1 is {self.gamma1}, but sequences of {self.tree} are not so long"
             raise InputError(f"{problem}; leave one of them out")
         self._check_sizes()
 
@@ -264,8 +262,7 @@ class SpeculationConfig:
         return [*found, *trees] if self.method == "auto" else trees or found
 
     def _trees(self, method: str, gammas2: Sequence[int]) -> list[StepPlan]:
-        """The plans of a method whose lowest stage guesses trees; gamma1 is their depth, or gamma2
-        where the retrieval level grows them."""
+        """The plans of a method with trees; gamma1 is their depth, gamma2 where there is none."""
         width, by, depth = self.tree.partition("x")
         gamma = self.gamma2 if method == "retrieval" else self.gamma1
         depths = (int(depth),) if by else OPEN_DEPTHS if gamma is None else (gamma,)

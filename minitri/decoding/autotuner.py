@@ -28,6 +28,8 @@ HYSTERESIS = 1.02
 """A plan must be predicted to be so many times as fast as the current one to replace it."""
 EXPLORATION = 1.005
 """Factor by which a plan looks faster with every step in which a stage of it was not used."""
+RARITY = 50
+"""A stage is tried again only after so many times as long as it takes to catch up with the text."""
 
 
 class Autotuner:
@@ -51,6 +53,8 @@ class Autotuner:
         # Tested and accepted guesses, older ones weigh less; steps since the stage was used.
         self._guesses = {s: (FIRST_TESTED, FIRST_TESTED * rate) for s, rate in FIRST_RATES.items()}
         self._num_unused = dict.fromkeys(FIRST_RATES, 0)
+        self._seconds_unused = dict.fromkeys(FIRST_RATES, 0.0)
+        self._catching_up = dict.fromkeys(FIRST_RATES, 0.0)
 
     def choose(self) -> StepPlan:
         """The plan of the next step."""
@@ -60,10 +64,17 @@ class Autotuner:
             self.plan = best
         used = _proposers(self.plan)
         self._num_unused = {s: 0 if s in used else n + 1 for s, n in self._num_unused.items()}
+        self._seconds_unused |= dict.fromkeys(used, 0.0)
         return self.plan
+
+    def note_catching_up(self, stage: str, seconds: float) -> None:
+        """Learns how long a stage took to get ready for a step."""
+        if self._use_clock and stage in self._catching_up:
+            self._catching_up[stage] = max(seconds, MEMORY * self._catching_up[stage])
 
     def note_round(self, stage: str, num_guesses: int, seconds: float) -> None:
         """Learns what a round that verified so many guesses took."""
+        self._seconds_unused = {s: n + seconds for s, n in self._seconds_unused.items()}
         # The first round of its length says nothing: it may have compiled or allocated something.
         if (stage, num_guesses) in self._timed and self._use_clock:
             measured = seconds / self._prior(stage, num_guesses)
@@ -104,7 +115,8 @@ class Autotuner:
         return bisect_left(rates, self.tokens_per_second(alone), key=by_rate) / 100
 
     def _optimistic_speed(self, plan: StepPlan) -> float:
-        num_steps = max((self._num_unused[stage] for stage in _proposers(plan)), default=0)
+        due = [s for s, n in self._seconds_unused.items() if n >= RARITY * self._catching_up[s]]
+        num_steps = max((self._num_unused[s] for s in _proposers(plan) if s in due), default=0)
         return self.tokens_per_second(plan) * EXPLORATION ** min(num_steps, 10_000)
 
     def _rate(self, proposer: str) -> float:

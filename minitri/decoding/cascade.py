@@ -188,7 +188,9 @@ class Level:
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
         if not self._is_off:
+            started = time.perf_counter()
             self.runner.prepare(sequences, active)
+            self._tuner.note_catching_up(self.stats.name, time.perf_counter() - started)
 
     def crop(self, lengths: list[int]) -> None:
         """Drops what was rejected, here and in the stages below."""

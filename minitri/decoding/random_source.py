@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from minitri.decoding.noise import noise_key
-from minitri.decoding.verification import (
-    Proposal,
-    Verdict,
-    verify,
-    verify_block,
-    verify_coupled,
-)
+from minitri.decoding.verification import Proposal, Verdict, verify, verify_block, verify_coupled
 
 
 class RandomSource(Protocol):

@@ -72,8 +72,7 @@ class TreeCache(Cache, Protocol):
 def gather_path(slots_LBKSD: Tensor, b: int, start: int, path: list[int]) -> None:
     """`TreeCache.keep_path` for keys or values of a block that begins at slot `start`."""
     places = torch.tensor(path).to(slots_LBKSD.device) + start
-    end = start + 1 + len(path)
-    slots_LBKSD[:, b, :, start + 1 : end] = slots_LBKSD[:, b].index_select(2, places)
+    slots_LBKSD[:, b, :, start + 1 :][:, :, : len(path)] = slots_LBKSD[:, b].index_select(2, places)
 
 
 def write_block(

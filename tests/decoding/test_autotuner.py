@@ -316,3 +316,19 @@ def test_what_is_slow_is_tried_rarely():
     tuner = tuner_after({**COSTS, "draft": 0.2, "retrieval": 0.2}, {"draft": 0.1, "retrieval": 0.1})
     used = [tuner.choose().method for _ in range(1000)]
     assert 1 <= sum(method != "autoregressive" for method in used) < 20
+
+
+def test_what_must_catch_up_for_long_is_tried_rarely():
+    """A drafter that reads its window again for every row of a batch, at 50 times the gain."""
+
+    def steps_between_trials(catching_up):
+        tuner = tuner_after({**COSTS, "draft": 0.2}, {"draft": 0.1}, [AR, NAIVE])
+        tuner.note_catching_up("draft", catching_up)
+        for n in range(5000):
+            if tuner.choose() == NAIVE:
+                return n
+            tuner.note_round("target", 0, COSTS["target"])
+        return None
+
+    assert 50 < steps_between_trials(0.0) < 500
+    assert steps_between_trials(3.0) == pytest.approx(50 * 3.0 / COSTS["target"], abs=40)
