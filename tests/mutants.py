@@ -237,10 +237,10 @@ MUTANTS = [
         BLOCKS + "[3-1-1-3]",
     ),
     Mutant(
-        "a block's chances grow above 1",
+        "a block's chances capped at 1 at the end only",
         BLOCK,
-        ".clamp_max(1)",
-        ".clamp_max(2)",
+        " - logs_BN.cummax(1).values.clamp_min(0)",
+        " - logs_BN.clamp_min(0)",
         BLOCKS + "[3-2-1-4]",
     ),
     Mutant(
@@ -255,7 +255,8 @@ MUTANTS = [
         BLOCK,
         " & (num_behind_BN >= 0)",
         "",
-        BLOCKS + "[3-2-1-4]",
+        "decoding/test_block_verification.py::"
+        "test_a_row_does_not_depend_on_its_neighbours_nor_on_what_pads_it[0.1]",
     ),
     Mutant(
         "accepted guesses counted behind a rejection",

@@ -25,7 +25,7 @@ from minitri.loading.prompts import MAX_SEED
 from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
 from minitri.model.config import ModelConfig
 from minitri.model.llama import Llama
-from minitri.settings import METHODS, POLICIES
+from minitri.settings import METHODS, POLICIES, VERIFICATIONS
 from tests.cascades import near_copy
 from tests.conftest import CPU, byte_level_tokenizer, tiny_config, tiny_model
 
@@ -112,6 +112,7 @@ def speculations(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "method": draw(usually(one_of("triforce", *METHODS[2:]), one_of(*METHODS[:2]))),
         "policy": draw(usually(st.just("retrieval"), st.sampled_from(POLICIES), odds=3)),
+        "verification": draw(st.sampled_from(VERIFICATIONS)),
         "gamma1": gamma1,
         "gamma2": gamma2,
         "tree": tree,
@@ -142,6 +143,7 @@ WRONG = {
     "speculation": {
         "method": ["triforc", "", None, "TriForce"],
         "policy": ["lru", None],
+        "verification": ["blocks", None],
         "tree": ["0", "x", "4x", "65", "8x9", "-4", "4 x 3", 16, None, "9" * 99],
         "gamma1": [0, -1, 65, 10**12, 2.0, "3", True],
         "gamma2": [0, -1, 65, 10**30, 2.5, "3"],

@@ -95,14 +95,12 @@ def verify_block(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> 
         return _without_guesses(probs_BNV, uniforms_BN)
     p_BN, q_BN = _probs_of_guesses(proposal, probs_BNV)
     N, device = p_BN.shape[1], p_BN.device
-    weights = [torch.ones(len(p_BN), dtype=torch.float64, device=device)]
-    for ratio_B in (p_BN.double() / q_BN.double()).unbind(1):
-        weights.append((weights[-1] * ratio_B).clamp_max(1))
-    w_BN = torch.stack(weights, 1)  # (B, N + 1), from w_0 on
-    scales_BN1 = w_BN.to(probs_BNV.dtype).unsqueeze(2)
+    logs_BN = (p_BN.double() / q_BN.double()).log().cumsum(1)
+    w_BN = (logs_BN - logs_BN.cummax(1).values.clamp_min(0)).exp()  # the running product, capped
+    scales_BN1 = F.pad(w_BN, (1, 0), value=1.0).to(probs_BNV.dtype).unsqueeze(2)  # from w_0 on
     left_BNV = (scales_BN1[:, 1:N] * probs_BNV[:, 1:N]).sub_(proposal.probs_BNV[:, 1:N])
-    S_BN = F.pad(left_BNV.clamp_min_(0).sum(2, dtype=torch.float64), (0, 1))
-    w_BN, lengths = w_BN[:, 1:], torch.arange(1, N + 1, device=device)
+    S_BN = F.pad(left_BNV.clamp_min_(0).sum(2), (0, 1)).double()
+    lengths = torch.arange(1, N + 1, device=device)
     num_behind_BN = integers(proposal.counts, device).unsqueeze(1) - lengths
     h_BN = (S_BN / (S_BN + 1 - w_BN)).where((num_behind_BN > 0) & (w_BN < 1), w_BN)
     passes_BN = (uniforms_BN[:, :N] < h_BN) & (num_behind_BN >= 0)
