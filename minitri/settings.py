@@ -21,7 +21,7 @@ from minitri.errors import (
 
 METHODS = ("auto", "autoregressive", "naive", "retrieval", "triforce")
 POLICIES = ("retrieval", "streaming", "topk", "h2o")
-VERIFICATIONS = ("token", "block")
+VERIFICATIONS = ("block", "token")
 MAX_GAMMA = 64
 LONGEST_BLOCK = 1 + 2 * MAX_GAMMA
 """Most tokens that a pass of decoding reads per row: the last certain one and all guesses."""
@@ -170,8 +170,8 @@ class SpeculationConfig:
     tree: str = ""
     """Let the lowest stage guess trees: N, a Sequoia tree of at most N tokens, or WxD, W sequences
     of D tokens. In bfloat16 a near-tie may then fall the other way. Default: chains."""
-    verification: str = "token"
-    """Test chains of guesses token by token, or as a block, which accepts more of them; no
+    verification: str = "block"
+    """Test a chain of guesses as a block, which accepts more of them, or token by token; no
     difference at temperature 0 or with --coupled."""
     num_sink_tokens: int = 4
     """First tokens of the text, which every small cache keeps."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minitri.decoding.noise import noise_key
 from minitri.decoding.verification import Proposal, Verdict, verify, verify_block, verify_coupled
+from minitri.settings import SpeculationConfig
 
 
 class RandomSource(Protocol):
@@ -30,7 +31,9 @@ class RandomSource(Protocol):
 class IndependentSource:
     """Fresh uniform numbers for every decision, from one generator per row."""
 
-    def __init__(self, seeds: list[int], verification: str = "token") -> None:
+    def __init__(
+        self, seeds: list[int], verification: str = SpeculationConfig.verification
+    ) -> None:
         """`verification`: as in `SpeculationConfig`."""
         self._is_by_block = verification == "block"
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]

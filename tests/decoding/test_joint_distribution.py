@@ -43,8 +43,8 @@ CASES = {
     "auto": (FILTERED, SpeculationConfig("auto", **SHORT)),
     "n-grams": (OTHERWISE, SpeculationConfig("triforce", **SHORT)),
     "longer guesses": (OTHERWISE, SpeculationConfig("triforce", gamma1=2, gamma2=2, **SMALL)),
-    "block": (
-        OTHERWISE, SpeculationConfig("triforce", gamma1=2, gamma2=2, verification="block", **SMALL),
+    "by token": (
+        OTHERWISE, SpeculationConfig("triforce", gamma1=2, gamma2=2, verification="token", **SMALL),
     ),
     "tree": (FILTERED, SpeculationConfig("naive", gamma1=2, tree="4")),
     "tree below": (OTHERWISE, SpeculationConfig("triforce", gamma2=2, tree="2x2", **SMALL)),
@@ -101,10 +101,10 @@ def test_a_number_that_is_used_twice_shows(texts_of, monkeypatch, capsys):
     probs = exact_probs(target, FILTERED)
     methods = ("naive", "retrieval", "triforce")
     of_real_code = [texts_of(method)[0][: 4000 // ROWS] for method in methods]
-    monkeypatch.setattr(random_source, "verify", reuse_number)
+    monkeypatch.setattr(random_source, "verify_block", reuse_number)
     for method, real in zip(methods, of_real_code, strict=True):
         with monkeypatch.context() as patching:
-            patching.setattr(random_source, "verify", reuse_number)
+            patching.setattr(random_source, "verify_block", reuse_number)
             reused, _ = count_texts(target, draft, *CASES[method], 4000)
         assert real.sum() == reused.sum() == 4000
         rows.append((method, *(p_value(texts.sum(0), probs) for texts in (real, reused))))

@@ -23,7 +23,7 @@ def test_no_number_of_the_independent_source_serves_twice(monkeypatch):
         assert uniforms_BN.dtype == torch.float64
         return Verdict([0] * len(SEEDS), [0] * len(SEEDS))
 
-    monkeypatch.setattr(random_source, "verify", note)
+    monkeypatch.setattr(random_source, "verify_block", note)
     source, probs = IndependentSource(SEEDS), torch.ones(len(SEEDS), 6, 2)
     for counts in [(0, 0, 0, 0), (5, 2, 1, 0), (1, 1, 1, 1), (0, 5, 3, 4)] * 5:
         tokens = [[0] * n for n in counts]

@@ -15,7 +15,7 @@ from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.decoding import noise, random_source
 from minitri.decoding.noise import gumbel_argmax, hashed_uniforms, noise_key
 from minitri.decoding.random_source import CoupledSource, IndependentSource
-from minitri.decoding.verification import Proposal, Verdict, verify, verify_coupled
+from minitri.decoding.verification import Proposal, Verdict, verify_block, verify_coupled
 from tests.cascades import tiny_engine
 
 PROMPTS = [[5, 6, 7, 8] * 10, [9, 10, 11], list(range(20, 90))]
@@ -26,7 +26,7 @@ SPECULATION = {"gamma1": 2, "gamma2": 3, "budget": 24, "num_recent_tokens": 20}
 class Recorder:
     """Notes the numbers of each row in the order in which they are drawn, decision by decision."""
 
-    def __init__(self, monkeypatch, decide=verify) -> None:
+    def __init__(self, monkeypatch, decide=verify_block) -> None:
         self._decide = decide
         self.decisions: dict[int, list[list[float]]] = {}
         self.keys: dict[int, dict[int, set[int]]] = {}
@@ -34,7 +34,7 @@ class Recorder:
         self._starts: list[int] = []
         for source in (IndependentSource, CoupledSource):
             monkeypatch.setattr(source, "verify", self._noting(source.verify))
-        monkeypatch.setattr(random_source, "verify", self._verify)
+        monkeypatch.setattr(random_source, "verify_block", self._verify)
         monkeypatch.setattr(random_source, "verify_coupled", self._verify_coupled)
 
     def _noting(self, real):
@@ -61,7 +61,7 @@ class Recorder:
         return verify_coupled(proposal, probs_BNV, keys)
 
 
-def run(monkeypatch, prompts, *, seeds, method, coupled=False, decide=verify):
+def run(monkeypatch, prompts, *, seeds, method, coupled=False, decide=verify_block):
     """What was recorded, and the tokens of each row."""
     with monkeypatch.context() as patching:
         recorder = Recorder(patching, decide)
@@ -111,7 +111,9 @@ def test_what_stands_behind_a_short_rows_guesses_never_matters(monkeypatch, meth
             num_padded.append(q_BNV.shape[1] - n)
             uniforms_BN[b, n:-1] = torch.nan
             q_BNV[b, n:] = torch.nan
-        return verify(Proposal(proposal.tokens, q_BNV, proposal.origins), probs_BNV, uniforms_BN)
+        return verify_block(
+            Proposal(proposal.tokens, q_BNV, proposal.origins), probs_BNV, uniforms_BN
+        )
 
     _, tokens = run(monkeypatch, PROMPTS, **settings)
     assert run(monkeypatch, PROMPTS, **settings, decide=poisoned)[1] == tokens
@@ -131,7 +133,7 @@ def streams(monkeypatch) -> list[torch.Tensor]:
             row.append(torch.cat((numbers[:n], numbers[-1:])))
         return Verdict(COUNTS, COUNTS)
 
-    monkeypatch.setattr(random_source, "verify", note)
+    monkeypatch.setattr(random_source, "verify_block", note)
     tokens, probs = [[0] * n for n in COUNTS], torch.ones(len(COUNTS), 5, 1)
     source = IndependentSource(SEEDS)
     for _ in range(4000):

@@ -49,5 +49,5 @@ def test_a_wrong_verification_on_the_device_is_noticed(engine, monkeypatch):
         drawn = sample(probs_BNV[rows, num_accepted], uniforms_BN[:, -1])
         return Verdict(verdict.num_accepted, drawn.tolist())
 
-    monkeypatch.setattr(random_source, "verify", resample_from_p)
+    monkeypatch.setattr(random_source, "verify_block", resample_from_p)
     assert run(engine, "naive").is_alarm

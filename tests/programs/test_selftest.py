@@ -70,7 +70,7 @@ def test_a_verification_that_accepts_everything_is_a_bug(check, monkeypatch):
         sound = verify(proposal, probs_BNV, uniforms_BN)
         return Verdict(proposal.counts, sound.next_tokens)
 
-    monkeypatch.setattr(random_source, "verify", accept_all)
+    monkeypatch.setattr(random_source, "verify_block", accept_all)
     code, lines, _ = check("--method", "naive")
     report = json.loads(lines[-1])
     assert code == 1
@@ -132,7 +132,7 @@ def resample_from_p(proposal, probs_BNV, uniforms_BN):
 
 @pytest.mark.parametrize("broken", [resample_from_p, reuse_number])
 def test_samples_of_a_broken_verification_are_a_bug(check_samples, monkeypatch, broken):
-    monkeypatch.setattr(random_source, "verify", broken)
+    monkeypatch.setattr(random_source, "verify_block", broken)
     code, found = check_samples("--method", "naive", "--method", "triforce")
     assert code == 1
     assert {row["verdict"] for row in found.values()} == {"BUG"}
