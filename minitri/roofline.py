@@ -28,11 +28,14 @@ class Machine:
     """Whatever is around it: sampling, a verdict."""
     share_per_extra_token: float = 0.0
     """What each token of a block but the first of each row adds, as a share of the pass."""
+    share_in_four_bits: float = 0.0
+    """The same where the weights are a copy in 4 bits, so that reading them counts for less."""
 
 
 CPU = Machine(
-    30e9, 25e9, 25e9, seconds_per_layer=0.08e-3, seconds_per_pass=0.8e-3, share_per_extra_token=0.06
-)
+    30e9, 25e9, 25e9, seconds_per_layer=0.08e-3, seconds_per_pass=0.8e-3,
+    share_per_extra_token=0.06, share_in_four_bits=0.2,
+)  # fmt: skip
 GPU = Machine(2e12, 2e12, 25e9, seconds_per_layer=0.05e-3, share_per_extra_token=0.01)
 """Nominal machines: of the right order where nothing was measured, and the same in every run."""
 
@@ -80,7 +83,7 @@ def kv_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
 
 def pass_seconds(
     machine: Machine, config: ModelConfig, *, weight_bytes: float, kv_bytes: float = 0.0,
-    link_bytes: float = 0.0, num_extra_tokens: float = 0.0,
+    link_bytes: float = 0.0, num_extra_tokens: float = 0.0, is_in_four_bits: bool = False,
 ) -> float:  # fmt: skip
     """Seconds of a forward pass that reads so many bytes.
 
@@ -91,7 +94,8 @@ def pass_seconds(
     seconds += weight_bytes / machine.weight_bytes_per_second
     seconds += kv_bytes / machine.kv_bytes_per_second
     seconds = max(seconds, link_bytes / machine.link_bytes_per_second)
-    return seconds * (1 + machine.share_per_extra_token * num_extra_tokens)
+    share = machine.share_in_four_bits if is_in_four_bits else machine.share_per_extra_token
+    return seconds * (1 + share * num_extra_tokens)
 
 
 def pass_costs(
@@ -117,11 +121,14 @@ def pass_costs(
         hosted = hosted_share if stage == "target" else 0.0
         kv_bytes = slots * slot_bytes
         weight_bytes = {"target": target_bytes, "retrieval": guesser_bytes}.get(stage)
+        whole = weights_per_pass(config) * itemsize
+        is_in_four_bits = stage == "retrieval" and (guesser_bytes or whole) < whole / 2
         if weight_bytes is None:
-            weight_bytes = weights_per_pass(config) * itemsize
+            weight_bytes = whole
         return pass_seconds(
             machine, config, weight_bytes=weight_bytes, kv_bytes=kv_bytes,
             link_bytes=hosted * slots * slot_bytes, num_extra_tokens=batch_size * num_guesses,
+            is_in_four_bits=is_in_four_bits,
         )  # fmt: skip
 
     return seconds
