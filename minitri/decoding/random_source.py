@@ -31,11 +31,9 @@ class RandomSource(Protocol):
 class IndependentSource:
     """Fresh uniform numbers for every decision, from one generator per row."""
 
-    def __init__(
-        self, seeds: list[int], verification: str = SpeculationConfig.verification
-    ) -> None:
-        """`verification`: as in `SpeculationConfig`."""
-        self._is_by_block = verification == "block"
+    def __init__(self, seeds: list[int], kind: str = SpeculationConfig.verification) -> None:
+        """`kind`: of verification, as in `SpeculationConfig`."""
+        self._is_by_block = kind == "block"
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def restart(self, b: int, seed: int) -> None:
