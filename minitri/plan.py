@@ -130,7 +130,11 @@ def predict(
 
     def ms(model: ModelConfig, num_slots: int, hosted: float = 0.0) -> float:
         kv, weights = slot * num_slots, itemsize * weights_per_pass(model)
-        options = {"weight_bytes": weights, "kv_bytes": kv, "link_bytes": hosted * kv}
+        options: dict[str, Any] = {
+            "weight_bytes": weights,
+            "kv_bytes": kv,
+            "link_bytes": hosted * kv,
+        }
         return 1e3 * pass_seconds(machine, model, **options)
 
     step = ms(draft, 0) if draft is not None else 0.0
