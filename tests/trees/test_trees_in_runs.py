@@ -51,7 +51,8 @@ def test_a_path_in_host_memory_is_moved_together_too(on_chip, method):
 def test_a_tree_leads_further_than_a_chain_of_its_depth():
     target = tiny_model(CONFIG)
     lengths = []
-    for settings in ({"gamma1": 3}, {"tree": "4x3"}, {"gamma1": 3, "tree": "12"}):
+    by_token = {"gamma1": 3, "verification": "token"}  # as trees are
+    for settings in (by_token, {"tree": "4x3"}, {"gamma1": 3, "tree": "12"}):
         rig = Rig(
             target, PROMPTS, draft=near_copy(target, 0.05), method="naive", sampling=WARM,
             num_new=120, num_recent_tokens=40, **settings,
