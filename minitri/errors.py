@@ -4,8 +4,6 @@ It says what is wrong, what was got and what to do. The programs print it and ex
 program that embeds the engine catches `InputError`. Whatever else escapes from minitri is a bug.
 """
 
-from typing import Any
-
 MAX_COUNT = 2**31 - 1
 AT_LEAST_1 = "a whole number of at least 1 (and below 2^31)"
 
@@ -20,25 +18,26 @@ def shorten(text: object, limit: int = 200) -> str:
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
-def is_number(value: Any, least: float, most: float) -> bool:
+def is_number(value: object, least: float, most: float) -> bool:
     """Whether a setting is a number, and neither too small nor too large."""
-    is_real = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_real and least <= value <= most
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return least <= value <= most
 
 
-def is_count(value: Any, least: int = 1, most: float = MAX_COUNT) -> bool:
+def is_count(value: object, least: int = 1, most: float = MAX_COUNT) -> bool:
     """Whether a setting is a whole number, and neither too small nor too large."""
     return isinstance(value, int) and is_number(value, least, most)
 
 
-def require(settings: Any, name: str, ok: bool, wanted: str) -> None:
+def require(settings: object, name: str, ok: bool, wanted: str) -> None:
     """Raises `InputError` about a field unless its value is right."""
     if not ok:
         value = shorten(repr(getattr(settings, name)), 60)
         raise InputError(f"{name} is {value}; it must be {wanted}")
 
 
-def require_switches(settings: Any, *names: str) -> None:
+def require_switches(settings: object, *names: str) -> None:
     """Raises `InputError` unless these fields are True or False."""
     for name in names:
         require(settings, name, isinstance(getattr(settings, name), bool), "True or False")

@@ -167,12 +167,6 @@ class SpeculationConfig:
     prompt, from 256 to 4096."""
     chunk_size: int = 8
     """Tokens that are retrieved together."""
-    tree: str = ""
-    """Let the lowest stage guess trees: N, a Sequoia tree of at most N tokens, or WxD, W sequences
-    of D tokens. In bfloat16 a near-tie may then fall the other way. Default: chains."""
-    verification: str = "block"
-    """Test a chain of guesses as a block, which accepts more of them, or token by token; no
-    difference at temperature 0 or with --coupled."""
     num_sink_tokens: int = 4
     """First tokens of the text, which every small cache keeps."""
     num_recent_tokens: int = 252
@@ -189,6 +183,12 @@ class SpeculationConfig:
     """Let the autotuner follow the clock even where a seed then no longer repeats its text: at a
     temperature above 0, unless coupled, and wherever a text may depend on the last bits (any dtype
     but float32, any GPU). Otherwise it follows predicted costs there."""
+    verification: str = "block"
+    """Test a chain of guesses as a block, which accepts more of them, or token by token; no
+    difference at temperature 0 or with --coupled."""
+    tree: str = ""
+    """Let the lowest stage guess trees: N, a Sequoia tree of at most N tokens, or WxD, W sequences
+    of D tokens. In bfloat16 a near-tie may then fall the other way. Default: chains."""
 
     def __post_init__(self) -> None:
         choices_of = {"method": METHODS, "policy": POLICIES, "verification": VERIFICATIONS}

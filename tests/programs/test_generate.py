@@ -125,11 +125,27 @@ def test_every_flag_reaches_the_engine(cli, monkeypatch):
         "--stop", "a", "--stop", "b", "--ignore-eos", "--method", "triforce", "--draft", "ngram",
         "--policy", "topk", "--gamma1", "3", "--gamma2", "5", "--budget", "32", "--chunk-size", "4",
         "--num-sink-tokens", "2", "--num-recent-tokens", "9", "--observation-window", "6",
-        "--rebuild-stride", "11", "--rebuild-threshold", "0.5", "--coupled")  # fmt: skip
+        "--rebuild-stride", "11", "--rebuild-threshold", "0.5", "--coupled",
+        "--verification", "token", "--tree", "2x3")  # fmt: skip
     assert seen == {
         "sampling": SamplingParams(0.5, 9, 0.8, 0.1),
         "generation": GenerationConfig(7, ("a", "b"), True, 3, cuda_graphs=False),
-        "speculation": SpeculationConfig("triforce", "topk", 3, 5, 32, 4, 2, 9, 6, 11, 0.5, True),
+        "speculation": SpeculationConfig(
+            "triforce",
+            "topk",
+            3,
+            5,
+            32,
+            4,
+            2,
+            9,
+            6,
+            11,
+            0.5,
+            True,
+            verification="token",
+            tree="2x3",
+        ),
         "seed": 4,
     }
 
