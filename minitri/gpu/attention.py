@@ -5,7 +5,7 @@ shapes never change, and a CUDA graph can replay it.
 and takes the first that is there and agrees with the oracle on this very device:
 
 - `flash-attn`: `flash_attn_with_kvcache`, one kernel over prefix and block, for causal blocks;
-- `triton`: our own kernel of that kind, see `triton_attention.py`;
+- `triton`: our own kernel of that kind, see `kernels/attention.py`;
 - `torch-flash`: PyTorch's FlashAttention-2 for packed sequences. It does not split a sequence, so
   the prefix is presented as several, lest most of a GPU be idle; the block is computed apart, and
   all is merged by log-sum-exp;
@@ -211,7 +211,7 @@ class TritonAttention(Backend):
     only_causal = True
 
     def __init__(self, *, num_processors: int) -> None:
-        from minitri.gpu.triton_attention import attend_short_block
+        from minitri.gpu.kernels.attention import attend_short_block
 
         self._kernel = attend_short_block
         self._num_processors = num_processors

@@ -19,7 +19,7 @@ from tests.model.test_attention import random_case
 
 triton = pytest.importorskip("triton", reason="needs triton, which is made for Linux")
 
-from minitri.gpu.triton_attention import MAX_ROWS, NUM_KEYS  # noqa: E402
+from minitri.gpu.kernels.attention import MAX_ROWS, NUM_KEYS  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

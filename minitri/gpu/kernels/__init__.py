@@ -1,0 +1,1 @@
+"""Kernels in Triton, the kernel compiler that comes with PyTorch for GPUs."""
