@@ -24,9 +24,10 @@ from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.decoding.cascade import Emitted
 from minitri.decoding.sampling import pad_vocabulary, probs_of_rows
+from minitri.decoding.verification import Proposal
 from minitri.gpu.captured_steps import CapturedSteps
 from minitri.gpu.graphs import GraphPool
-from minitri.model.block import forward_block, make_block, read_block
+from minitri.model.block import Block, forward_block, make_block, read_block
 from minitri.model.cache import Cache, TreeCache, gather_path
 from minitri.model.llama import Llama
 from minitri.settings import SamplingParams, SpeculationConfig
@@ -68,29 +69,48 @@ class ModelRunner:
             )  # fmt: skip
 
     def next_probs(
-        self, sequences: list[list[int]], num_guesses: list[int], active: list[bool]
+        self, sequences: list[list[int]], active: list[bool], guesses: Proposal | None = None
     ) -> Tensor:
-        """Distributions (B, max(num_guesses) + 1, V); see `decoding.cascade.Runner`."""
-        fresh = [
+        """Distributions (B, N + 1, V); see `decoding.cascade.Runner`."""
+        certain = [
             sequence[seen:] if on else sequence[-1:]
             for sequence, seen, on in zip(sequences, self.cache.num_tokens, active, strict=True)
         ]
-        N, T = max(num_guesses) + 1, max(map(len, fresh))
-        firsts = [len(row) - 1 - count for row, count in zip(fresh, num_guesses, strict=True)]
-        index_BN = (torch.tensor(firsts).unsqueeze(1) + torch.arange(N)).clamp_(0, T - 1)
-        index_BN = index_BN.to(self.model.device, non_blocking=True)
-        size = self.captured.size_for(T) if self.captured is not None else None
-        if self.captured is not None and size is not None:
-            block = make_block(self.model, fresh, self.cache, size)
-            probs_BNV = take_rows(self.captured.by_size[size](block), index_BN)
-        else:
-            block = make_block(self.model, fresh, self.cache, T)
-            hidden_BTE = forward_block(self.model, block, self.cache, self.queries_LBTHD)
-            logits_BNV = self.model.logits(take_rows(hidden_BTE, index_BN))[..., : self._vocab_size]
-            probs_BNV = probs_of_rows(logits_BNV, self._sampling)
-            probs_BNV = pad_vocabulary(probs_BNV, self._vocab_size)
+        counts = [0] * len(active) if guesses is None else guesses.counts
+        fresh = [row + [0] * count for row, count in zip(certain, counts, strict=True)]
+        N, T = max(counts) + 1, max(map(len, fresh))
+        lasts = torch.tensor([len(row) - 1 for row in certain])
+        index_BN = (lasts.unsqueeze(1) + torch.arange(N)).to(self.model.device, non_blocking=True)
+        size = self._padded_size(T)
+        block = make_block(self.model, fresh, self.cache, size)
+        if guesses is not None and N > 1:
+            block = block.with_guesses(index_BN[:, 1:], guesses.tokens_BN)
+        probs_BNV = self._probs(block, index_BN.clamp(max=T - 1))
         self.cache.advance([len(row) if on else 0 for row, on in zip(fresh, active, strict=True)])
         return probs_BNV
+
+    def next_probs_behind(self, tokens_B: Tensor, active: list[bool]) -> Tensor:
+        """Distributions (B, V); see `decoding.cascade.Runner`."""
+        tokens_B1 = tokens_B.clamp(max=self.model.config.vocab_size - 1).unsqueeze(1)
+        first_B1 = torch.zeros_like(tokens_B1)
+        block = make_block(self.model, [[0]] * len(active), self.cache, self._padded_size(1))
+        block = block.with_guesses(first_B1, tokens_B1)
+        probs_B1V = self._probs(block, first_B1)
+        self.cache.advance([int(on) for on in active])
+        return probs_B1V.squeeze(1)
+
+    def _padded_size(self, T: int) -> int:
+        """Tokens of the captured block that holds T; T itself if there is none."""
+        return (self.captured.size_for(T) if self.captured is not None else None) or T
+
+    def _probs(self, block: Block, index_BN: Tensor) -> Tensor:
+        """Distributions (B, N, V) behind the tokens of a block at these places."""
+        size = block.tokens_BT.shape[1]
+        if self.captured is not None and size in self.captured.by_size:
+            return take_rows(self.captured.by_size[size](block), index_BN)
+        hidden_BTE = forward_block(self.model, block, self.cache, self.queries_LBTHD)
+        logits_BNV = self.model.logits(take_rows(hidden_BTE, index_BN))[..., : self._vocab_size]
+        return pad_vocabulary(probs_of_rows(logits_BNV, self._sampling), self._vocab_size)
 
     def next_probs_of_tree(self, blocks: list[list[int]], shape: TreeShape, first: int) -> Tensor:
         """Distributions (B, T, V) behind each of a tree's nodes from number `first` on, which is 0,

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass, field
 from functools import cache
 
 import torch
 
 from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.cascade import Cascade, Level
+from minitri.decoding.random_source import IndependentSource
 from minitri.decoding.stats import LevelStats, Stats
 from minitri.decoding.verification import Proposal, verify, verify_block
 from minitri.settings import StepPlan
@@ -41,6 +41,13 @@ class Table:
         return own if self.near is None else 0.5 * own + 0.5 * self.near.row(context)
 
 
+def probs_behind(runner, text: list[int], num_guesses: int = 0) -> torch.Tensor:
+    """A runner's distributions (1, N + 1, V) behind the last tokens of a text."""
+    certain, guesses = text[: len(text) - num_guesses], text[len(text) - num_guesses :]
+    q_BNV = torch.ones(1, num_guesses, 1)
+    return runner.next_probs([certain], [True], Proposal.of([guesses], q_BNV, [["draft"]]))
+
+
 class TableRunner:
     """Distributions for the tokens that have been read and not been cropped."""
 
@@ -48,17 +55,22 @@ class TableRunner:
         self.table = table
         self.memory: list[list[int]] = [[] for _ in range(batch_size)]
 
-    def next_probs(self, sequences, num_guesses, active):
-        N = max(num_guesses) + 1
+    def next_probs(self, sequences, active, guesses=None):
+        tokens = [[]] * len(active) if guesses is None else guesses.tokens
+        N = max(map(len, tokens)) + 1
         probs_BNV = torch.zeros(len(sequences), N, self.table.V, dtype=torch.float64)
         for b, sequence in enumerate(sequences):
             if active[b]:
                 memory = self.memory[b]
-                memory += sequence[len(memory) :]
-                for i in range(num_guesses[b] + 1):
-                    context = tuple(memory[: len(memory) - num_guesses[b] + i])
+                memory += [*sequence, *tokens[b]][len(memory) :]
+                for i in range(len(tokens[b]) + 1):
+                    context = tuple(memory[: len(memory) - len(tokens[b]) + i])
                     probs_BNV[b, i] = self.table.row(context)
         return probs_BNV
+
+    def next_probs_behind(self, tokens_B, active):
+        pairs = zip(self.memory, tokens_B.tolist(), strict=True)
+        return self.next_probs([[*memory, token] for memory, token in pairs], active).squeeze(1)
 
     def crop(self, lengths):
         for row, length in zip(self.memory, lengths, strict=True):
@@ -145,30 +157,40 @@ def cells(probs: torch.Tensor, edges: tuple[float, ...] = UPPER) -> list[tuple[f
     return [(share / len(edges), end - share * edge) for share, end in found for edge in edges]
 
 
-@dataclass
-class ScriptedSource:
+class ScriptedSource(IndependentSource):
     """A random source that follows a script per row, and notes decisions beyond them."""
 
-    scripts: list[list[list[float]]]
     decide = staticmethod(verify)
-    step: list[int] = field(default_factory=list)
-    frontier: dict[int, list[tuple[float, list[float]]]] = field(default_factory=dict)
+
+    def __init__(self, scripts: list[list[list[float]]]) -> None:
+        super().__init__([0] * len(scripts))
+        self.scripts, self.step = scripts, [0] * len(scripts)
+        self.frontier: dict[int, list[tuple[float, list[float]]]] = {}
+
+    def sample(self, probs_BV, starts, active):
+        self.note(Proposal.nothing(len(active)), probs_BV.unsqueeze(1), active)
+        return super().sample(probs_BV, starts, active)
 
     def verify(self, proposal, probs_BNV, starts, active):
-        self.step = self.step or [0] * len(self.scripts)
-        shape = (len(active), max(proposal.counts) + 1)
-        uniforms_BN = torch.zeros(shape, dtype=torch.float64)
+        self.note(proposal, probs_BNV, active)
+        return self.decide(proposal, probs_BNV, self._draw(proposal.counts, active))
+
+    def note(self, proposal, probs_BNV, active):
         for b, script in enumerate(self.scripts):
-            if not active[b]:
-                continue
-            if self.step[b] == len(script) and b not in self.frontier:
+            if active[b] and self.step[b] == len(script) and b not in self.frontier:
                 textbook = outcomes_of_block if self.decide is verify_block else outcomes
                 self.frontier[b] = textbook(proposal, probs_BNV, b)
-            if self.step[b] < len(script):
-                numbers = torch.tensor(script[self.step[b]], dtype=torch.float64)
-                uniforms_BN[b, : len(numbers) - 1], uniforms_BN[b, -1] = numbers[:-1], numbers[-1]
-            self.step[b] += 1
-        return self.decide(proposal, probs_BNV, uniforms_BN)
+
+    def _draw(self, counts, active):
+        uniforms_BN = torch.zeros(len(active), max(counts) + 1, dtype=torch.float64)
+        for b, script in enumerate(self.scripts):
+            if active[b]:
+                if self.step[b] < len(script):
+                    numbers = torch.tensor(script[self.step[b]], dtype=torch.float64)
+                    uniforms_BN[b, : len(numbers) - 1] = numbers[:-1]
+                    uniforms_BN[b, -1] = numbers[-1]
+                self.step[b] += 1
+        return uniforms_BN
 
 
 PROMPT = [0, 1]

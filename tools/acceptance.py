@@ -39,6 +39,7 @@ from minitri.cli import arguments
 from minitri.cli.exits import program
 from minitri.cli.prompts import read_prompt
 from minitri.decoding.sampling import sample
+from minitri.decoding.verification import Proposal
 from minitri.engine import Engine, load
 from minitri.errors import InputError
 from minitri.loading.prompts import check_prompt
@@ -120,7 +121,7 @@ class Continuation:
         )
         probs, queries = [], []
         for _ in range(num_new):
-            probs.append(runner.next_probs([self.tokens], [0], [True])[0, -1])
+            probs.append(runner.next_probs([self.tokens], [True])[0, -1])
             queries.append(query[:, 0].clone())
             uniform = torch.rand(1, generator=generator, dtype=torch.float64).to(self.model.device)
             self.tokens.append(int(sample(probs[-1][None], uniform)))
@@ -160,8 +161,10 @@ class Continuation:
         probs = [self.probs_NV[:1]]
         while (num_done := sum(map(len, probs))) + gamma < len(self.probs_NV):
             commit(self.num_prompt + num_done)
-            block = self.tokens[: self.num_prompt + num_done + gamma]
-            probs.append(runner.next_probs([block], [gamma], [True])[0])
+            end = self.num_prompt + num_done
+            nothing = torch.empty(1, gamma, 0, device=self.model.device)
+            guesses = Proposal.of([self.tokens[end : end + gamma]], nothing, [["draft"] * gamma])
+            probs.append(runner.next_probs([self.tokens[:end]], [True], guesses)[0])
         return torch.cat(probs)
 
 

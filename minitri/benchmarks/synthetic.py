@@ -174,6 +174,10 @@ class SyntheticSource:
         self._real = IndependentSource([seed])
         self._generator = torch.Generator().manual_seed(seed)
 
+    def sample(self, probs_BV: Tensor, starts: list[int], active: list[bool]) -> Tensor:
+        """See `RandomSource`."""
+        return self._real.sample(probs_BV, starts, active)
+
     def verify(
         self, proposal: Proposal, probs_BNV: Tensor, starts: list[int], active: list[bool]
     ) -> Verdict:
@@ -183,7 +187,7 @@ class SyntheticSource:
         for count in proposal.counts:
             passes = torch.rand(count, generator=self._generator) < self._rate
             num_accepted.append(int(passes.int().cumprod(0).sum()))
-        return Verdict(num_accepted, real.next_tokens)
+        return dataclasses.replace(real, num_accepted=num_accepted)
 
 
 @torch.inference_mode()

@@ -23,7 +23,9 @@ this code with more or fewer levels:
     retrieval       Level(target, retrieval cache)                 -> Level(target, full cache)
     triforce        Level(draft, ...) -> Level(target, retrieval cache) -> Level(target, full cache)
 
-The draft model is a level without a stage below: it verifies nothing and samples one token a round.
+The draft model is a level without a stage below: it verifies nothing and samples token by token.
+Its tokens stay on the device until the level above has verified them, so that the host waits once a
+round, for the verdict.
 
 Invariants. All levels share one list of tokens per row: the text, and behind it the guesses in
 flight. A cache never holds the last token of a list, which is the next input. Whether another
@@ -80,18 +82,24 @@ class Stage(Follower, Protocol):
     def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
         """Guesses the next tokens of the active rows; leaves `sequences` as they were."""
 
+    def switch_off(self) -> None:
+        """Called where its distributions were not finite: it must guess no more."""
+
 
 class Runner(Follower, Protocol):
     """A model with a cache, as a level sees it; see `runner.py`."""
 
     def next_probs(
-        self, sequences: list[list[int]], num_guesses: list[int], active: list[bool]
+        self, sequences: list[list[int]], active: list[bool], guesses: Proposal | None = None
     ) -> Tensor:
-        """Distributions behind each of row b's last `num_guesses[b] + 1` tokens, in order.
+        """Distributions behind each row's last token and each of the guesses behind it, in order.
 
-        Shape (B, max(num_guesses) + 1, V). Reads what the cache has not seen of the active rows;
-        rows that are not active get numbers that mean nothing.
+        Shape (B, N + 1, V). Reads what the cache has not seen of the active rows; rows that are not
+        active get numbers that mean nothing.
         """
+
+    def next_probs_behind(self, tokens_B: Tensor, active: list[bool]) -> Tensor:
+        """Reads one more token of each active row, which the host need not know: (B, V)."""
 
     def commit(self, emitted: list[Emitted], active: list[bool], *, has_guessed: bool) -> None:
         """Called after every step with what became certain. `has_guessed`: whether the guesses
@@ -122,16 +130,14 @@ class Level:
 
     def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
         """Runs rounds until every active row has a block of at least `gamma` tokens."""
+        if self.below is None:
+            return self._draft(sequences, active)
         starts = [len(sequence) for sequence in sequences]
         probs: list[list[Tensor]] = [[] for _ in sequences]
         origins: list[list[str]] = [[] for _ in sequences]
         unfinished = active
-        while any(unfinished) and not self._is_off:
-            try:
-                emitted, probs_BNV = self.round(sequences, unfinished)
-            except NotFiniteError:
-                self._switch_off()
-                break  # what was guessed before is a valid, shorter proposal
+        while any(unfinished):
+            emitted, probs_BNV = self.round(sequences, unfinished)
             for b, row in enumerate(emitted):
                 probs[b].append(probs_BNV[b, : len(row.tokens)])
                 origins[b] += [*row.origins[:-1], self.stats.name] if row.tokens else []
@@ -141,15 +147,31 @@ class Level:
         blocks = [sequence[start:] for sequence, start in zip(sequences, starts, strict=True)]
         for sequence, start in zip(sequences, starts, strict=True):
             del sequence[start:]
-        if not probs[0]:
-            return Proposal.nothing(len(sequences))
         rows = [torch.cat(row) for row in probs]
-        return Proposal(blocks, torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), origins)
+        return Proposal.of(blocks, torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), origins)
 
-    def _switch_off(self) -> None:
-        """Called in an `except`: this level proposes nothing any more, if it is optional."""
+    def _draft(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
+        """Guesses `gamma` tokens of every active row, one behind the other, on the device."""
+        B, tokens, probs = len(sequences), list[Tensor](), list[Tensor]()
+        if self._is_off:
+            return Proposal.nothing(B)
+        for i in range(self.gamma):
+            started = time.perf_counter()
+            if i == 0:
+                probs.append(self.runner.next_probs(sequences, active).squeeze(1))
+            else:
+                probs.append(self.runner.next_probs_behind(tokens[-1], active))
+            positions = [len(sequence) + i for sequence in sequences]
+            tokens.append(self._source.sample(probs[-1], positions, active))
+            self._record_draft(0, active, time.perf_counter() - started)
+        counts = [self.gamma if on else 0 for on in active]
+        origins = [[self.stats.name] * count for count in counts]
+        return Proposal(counts, torch.stack(tokens, 1), torch.stack(probs, 1), origins)
+
+    def switch_off(self) -> None:
+        """Its distributions are not finite. It proposes nothing any more, if it is optional."""
         if self._on_not_finite is None:
-            raise
+            raise NotFiniteError
         self._on_not_finite()
         self._is_off = True
 
@@ -173,17 +195,16 @@ class Level:
         tokens appended to row b follow the first ones.
         """
         starts = [len(sequence) for sequence in sequences]
-        for sequence, guesses in zip(sequences, proposal.tokens, strict=True):
-            sequence += guesses
-        probs_BNV = self.runner.next_probs(sequences, proposal.counts, active)
+        probs_BNV = self.runner.next_probs(sequences, active, proposal)
         verdict = self._source.verify(proposal, probs_BNV, starts, active)
-        kept = [start + n for start, n in zip(starts, verdict.num_accepted, strict=True)]
-        emitted = []
-        for b, sequence in enumerate(sequences):
-            if active[b]:
-                sequence[kept[b] :] = [verdict.next_tokens[b]]
-            emitted.append(_emitted(proposal, verdict, b) if active[b] else Emitted([], []))
-        self.crop(kept)
+        rows = enumerate(active)
+        emitted = [_emitted(proposal, verdict, b) if on else Emitted([], []) for b, on in rows]
+        for sequence, new in zip(sequences, emitted, strict=True):
+            sequence += new.tokens
+        self.crop([start + n for start, n in zip(starts, verdict.num_accepted, strict=True)])
+        if verdict.is_damaged:
+            assert self.below is not None
+            self.below.switch_off()
         return emitted, probs_BNV
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
@@ -201,6 +222,13 @@ class Level:
     def reset(self, b: int) -> None:
         self.runner.reset(b)
 
+    def _record_draft(self, num_before: int, active: list[bool], seconds: float) -> None:
+        """Notes a pass that guessed one token of each active row, behind so many in the block."""
+        self.stats.seconds += seconds
+        self._tuner.note_round(self.stats.name, num_before, seconds)
+        for _ in range(sum(active)):
+            self.stats.record(0, 0)
+
     def _record(self, proposal: Proposal, emitted: list[Emitted], seconds: float) -> None:
         name, proposer = self.stats.name, self.below.stats.name if self.below is not None else None
         self.stats.seconds += seconds
@@ -216,8 +244,8 @@ class Level:
 
 def _emitted(proposal: Proposal, verdict: Verdict, b: int) -> Emitted:
     n = verdict.num_accepted[b]
-    own = "bonus" if n == len(proposal.tokens[b]) else "recovered"
-    tokens = [*proposal.tokens[b][:n], verdict.next_tokens[b]]
+    own = "bonus" if n == proposal.counts[b] else "recovered"
+    tokens = [*verdict.guesses[b][:n], verdict.next_tokens[b]]
     return Emitted(tokens, [*proposal.origins[b][:n], own])
 
 

@@ -10,13 +10,24 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from minitri.decoding.noise import noise_key
-from minitri.decoding.verification import Proposal, Verdict, verify, verify_block, verify_coupled
+from minitri.decoding.noise import gumbel_argmax, noise_key
+from minitri.decoding.sampling import sample
+from minitri.decoding.verification import (
+    Proposal,
+    Verdict,
+    integers,
+    verify,
+    verify_block,
+    verify_coupled,
+)
 from minitri.settings import SpeculationConfig
 
 
 class RandomSource(Protocol):
-    """Verifies proposals with its own random numbers."""
+    """Samples tokens and verifies proposals with its own random numbers."""
+
+    def sample(self, probs_BV: Tensor, starts: list[int], active: list[bool]) -> Tensor:
+        """A token (B,) of each row, for position `starts[b]`; the host does not wait for it."""
 
     def verify(
         self, proposal: Proposal, probs_BNV: Tensor, starts: list[int], active: list[bool]
@@ -40,6 +51,10 @@ class IndependentSource:
         """Gives row b to another text, with this seed."""
         self._generators[b] = torch.Generator().manual_seed(seed)
 
+    def sample(self, probs_BV: Tensor, starts: list[int], active: list[bool]) -> Tensor:
+        uniforms_B1 = self._draw([0] * len(starts), active)
+        return sample(probs_BV, uniforms_B1.squeeze(1).to(probs_BV.device, non_blocking=True))
+
     def verify(
         self,
         proposal: Proposal,
@@ -47,14 +62,19 @@ class IndependentSource:
         starts: list[int],  # noqa: ARG002 (noise by position needs them)
         active: list[bool],
     ) -> Verdict:
-        N = max(proposal.counts)
+        uniforms_BN = self._draw(proposal.counts, active)
+        decide = verify_block if self._is_by_block else verify
+        return decide(proposal, probs_BNV, uniforms_BN.to(probs_BNV.device, non_blocking=True))
+
+    def _draw(self, counts: list[int], active: list[bool]) -> Tensor:
+        """Numbers (B, N + 1) for the tests of so many guesses, and last for the token behind."""
+        N = max(counts)
         uniforms_BN = torch.zeros(len(active), N + 1, dtype=torch.float64)
-        for b, n in enumerate(proposal.counts):
+        for b, n in enumerate(counts):
             if active[b]:
                 drawn = torch.rand(n + 1, dtype=torch.float64, generator=self._generators[b])
                 uniforms_BN[b, :n], uniforms_BN[b, N] = drawn[:n], drawn[n]
-        decide = verify_block if self._is_by_block else verify
-        return decide(proposal, probs_BNV, uniforms_BN.to(probs_BNV.device, non_blocking=True))
+        return uniforms_BN
 
 
 class CoupledSource:
@@ -67,6 +87,10 @@ class CoupledSource:
         """Gives row b to another text, with this seed."""
         self._seeds[b] = seed
 
+    def sample(self, probs_BV: Tensor, starts: list[int], active: list[bool]) -> Tensor:  # noqa: ARG002
+        keys_B1 = integers(self._keys(starts, 1), probs_BV.device)
+        return gumbel_argmax(probs_BV, keys_B1.squeeze(1))
+
     def verify(
         self,
         proposal: Proposal,
@@ -74,9 +98,12 @@ class CoupledSource:
         starts: list[int],
         active: list[bool],  # noqa: ARG002 (noise is not used up)
     ) -> Verdict:
-        positions = range(max(proposal.counts) + 1)
-        keys = [
-            [noise_key(seed, start + i) for i in positions]
+        keys = self._keys(starts, max(proposal.counts) + 1)
+        return verify_coupled(proposal, probs_BNV, keys)
+
+    def _keys(self, starts: list[int], count: int) -> list[list[int]]:
+        """Keys of the noise of so many positions."""
+        return [
+            [noise_key(seed, start + i) for i in range(count)]
             for seed, start in zip(self._seeds, starts, strict=True)
         ]
-        return verify_coupled(proposal, probs_BNV, keys)

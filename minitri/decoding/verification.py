@@ -7,12 +7,17 @@ algorithm 1; TriForce section 3.3). So does `verify_block`, which looks at all o
 keeps more (Sun et al. 2024, arXiv 2403.10444). `verify_coupled` uses common random numbers instead:
 a guess is kept if the verifier would have said the same. Pure functions; randomness is an argument.
 
+Guesses stay on the device until they are verified: the verdict brings them to the host, and is the
+only thing that the host waits for.
+
 Legend: B rows, N proposed tokens, V vocab.
 """
 
+import functools
 import math
+import operator
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -30,28 +35,35 @@ class NotFiniteError(ArithmeticError):
 class Proposal:
     """Guesses for every row, with the distributions that they were sampled from."""
 
-    tokens: list[list[int]]
-    """Row b's tokens x_1 .. x_n; n may differ from row to row."""
+    counts: list[int]
+    """Guesses n of each row."""
+    tokens_BN: Tensor
+    """Row b's tokens x_1 .. x_n; padded behind n, N being the largest."""
     probs_BNV: Tensor
-    """Row i is q_i, the distribution of x_i given everything before it; padded behind n."""
+    """Row i is q_i, the distribution of x_i given everything before it; padded behind n. Guesses
+    from the first q_i on that is not finite do not count."""
     origins: list[list[str]]
     """The stage that guessed each token: for statistics and display, never for a decision."""
 
-    @property
-    def counts(self) -> list[int]:
-        """Guesses per row."""
-        return [len(row) for row in self.tokens]
+    @classmethod
+    def of(
+        cls, tokens: list[list[int]], probs_BNV: Tensor, origins: list[list[str]], **more: Any
+    ) -> Self:
+        """A proposal of tokens that the host knows."""
+        counts = [len(row) for row in tokens]
+        padded = [row + [0] * (max(counts) - len(row)) for row in tokens]
+        return cls(counts, integers(padded, probs_BNV.device), probs_BNV, origins, **more)
 
     @classmethod
     def nothing(cls, batch_size: int) -> Self:
         """The empty proposal, which a level without a stage below verifies."""
-        empty = torch.empty(batch_size, 0, 0)
-        return cls([[] for _ in range(batch_size)], empty, [[] for _ in range(batch_size)])
+        rows: list[list[Any]] = [[] for _ in range(batch_size)]
+        return cls.of(rows, torch.empty(batch_size, 0, 0), rows)
 
-    def tokens_BN(self, device: torch.device) -> Tensor:
-        """The tokens as one tensor, padded with 0 to the longest row."""
-        N = max(self.counts)
-        return integers([row + [0] * (N - len(row)) for row in self.tokens], device)
+    @functools.cached_property
+    def tokens(self) -> list[list[int]]:
+        """Row b's tokens on the host, which waits for them."""
+        return [row[:n] for row, n in zip(self.tokens_BN.tolist(), self.counts, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -62,6 +74,10 @@ class Verdict:
     """How many guesses stay, from the first on."""
     next_tokens: list[int]
     """The token behind them: recovered where a guess was rejected, else the bonus token."""
+    guesses: list[list[int]]
+    """The tokens that were proposed, padded; at least those that stay."""
+    is_damaged: bool = False
+    """Whether the proposal held distributions that are not finite."""
 
 
 def verify(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> Verdict:
@@ -76,9 +92,9 @@ def verify(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> Verdic
     if not any(proposal.counts):
         return _without_guesses(probs_BNV, uniforms_BN)
     p_BN, q_BN = _probs_of_guesses(proposal, probs_BNV)
-    N = p_BN.shape[1]
-    num_accepted = _num_surviving(uniforms_BN[:, :N] * q_BN < p_BN, proposal.counts)
-    return _sample_next(proposal, probs_BNV, num_accepted, uniforms_BN)
+    N, counts_B = p_BN.shape[1], _usable_counts(proposal)
+    num_accepted = _num_surviving(uniforms_BN[:, :N] * q_BN < p_BN, counts_B)
+    return _sample_next(proposal, probs_BNV, counts_B, num_accepted, uniforms_BN)
 
 
 def verify_block(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> Verdict:
@@ -94,19 +110,19 @@ def verify_block(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> 
     if not any(proposal.counts):
         return _without_guesses(probs_BNV, uniforms_BN)
     p_BN, q_BN = _probs_of_guesses(proposal, probs_BNV)
-    N, device = p_BN.shape[1], p_BN.device
+    N, device, counts_B = p_BN.shape[1], p_BN.device, _usable_counts(proposal)
     logs_BN = (p_BN.double() / q_BN.double()).log().cumsum(1)
     w_BN = (logs_BN - logs_BN.cummax(1).values.clamp_min(0)).exp()  # the running product, capped
     scales_BN1 = F.pad(w_BN, (1, 0), value=1.0).to(probs_BNV.dtype).unsqueeze(2)  # from w_0 on
     left_BNV = (scales_BN1[:, 1:N] * probs_BNV[:, 1:N]).sub_(proposal.probs_BNV[:, 1:N])
     S_BN = F.pad(left_BNV.clamp_min_(0).sum(2), (0, 1)).double()
     lengths = torch.arange(1, N + 1, device=device)
-    num_behind_BN = integers(proposal.counts, device).unsqueeze(1) - lengths
+    num_behind_BN = counts_B.unsqueeze(1) - lengths
     h_BN = (S_BN / (S_BN + 1 - w_BN)).where((num_behind_BN > 0) & (w_BN < 1), w_BN)
     passes_BN = (uniforms_BN[:, :N] < h_BN) & (num_behind_BN >= 0)
     num_accepted = (passes_BN * lengths).amax(1)
     scale_B1 = scales_BN1.squeeze(2).gather(1, num_accepted.unsqueeze(1))
-    return _sample_next(proposal, probs_BNV, num_accepted, uniforms_BN, scale_B1)
+    return _sample_next(proposal, probs_BNV, counts_B, num_accepted, uniforms_BN, scale_B1)
 
 
 def verify_coupled(proposal: Proposal, probs_BNV: Tensor, keys: list[list[int]]) -> Verdict:
@@ -115,48 +131,55 @@ def verify_coupled(proposal: Proposal, probs_BNV: Tensor, keys: list[list[int]])
     `keys[b][i]` names the Gumbel noise g of the position of x_i in row b: every level that samples
     for a position uses the same noise. Raises `NotFiniteError`.
     """
-    B, device = len(proposal.tokens), probs_BNV.device
-    N = max(proposal.counts)
+    B, N, device = len(keys), max(proposal.counts), probs_BNV.device
     choices_BN = gumbel_argmax(probs_BNV[:, : N + 1], integers(keys, device))
-    num_accepted = torch.zeros(B, dtype=torch.int64, device=device)
+    counts_B = num_accepted = torch.zeros(B, dtype=torch.int64, device=device)
     if N:
-        agrees = choices_BN[:, :N] == proposal.tokens_BN(device)
-        num_accepted = _num_surviving(agrees, proposal.counts)
+        counts_B = _usable_counts(proposal)
+        num_accepted = _num_surviving(choices_BN[:, :N] == proposal.tokens_BN, counts_B)
     next_tokens = choices_BN.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
-    return _on_host(probs_BNV, num_accepted, next_tokens)
+    return _on_host(proposal, probs_BNV, counts_B, num_accepted, next_tokens)
 
 
 def _probs_of_guesses(proposal: Proposal, probs_BNV: Tensor) -> tuple[Tensor, Tensor]:
     """p_i(x_i) and q_i(x_i) of all guesses, (B, N) both."""
-    tokens_BN1 = proposal.tokens_BN(probs_BNV.device).unsqueeze(2)
+    tokens_BN1 = proposal.tokens_BN.unsqueeze(2)
     N = tokens_BN1.shape[1]
     p_BN1, q_BN1 = (it[:, :N].gather(2, tokens_BN1) for it in (probs_BNV, proposal.probs_BNV))
     return p_BN1.squeeze(2), q_BN1.squeeze(2)
 
 
+def _usable_counts(proposal: Proposal) -> Tensor:
+    """Guesses of each row (B,) before the first whose distribution is not finite."""
+    are_finite_BN = proposal.probs_BNV.sum(2).isfinite()
+    return are_finite_BN.cumprod(1).sum(1).minimum(integers(proposal.counts, are_finite_BN.device))
+
+
 def _without_guesses(probs_BNV: Tensor, uniforms_BN: Tensor) -> Verdict:
     next_tokens = sample(probs_BNV[:, 0], uniforms_BN[:, -1])
-    return _on_host(probs_BNV, torch.zeros_like(next_tokens), next_tokens)
+    zeros = torch.zeros_like(next_tokens)
+    return _on_host(Proposal.nothing(len(zeros)), probs_BNV, zeros, zeros, next_tokens)
 
 
 def _sample_next(
-    proposal: Proposal, probs_BNV: Tensor, num_accepted: Tensor, uniforms_BN: Tensor,
-    scale_B1: Tensor | float = 1.0,
+    proposal: Proposal, probs_BNV: Tensor, counts_B: Tensor, num_accepted: Tensor,
+    uniforms_BN: Tensor, scale_B1: Tensor | float = 1.0,
 ) -> Verdict:  # fmt: skip
     """The verdict, with a recovered token from max(scale p - q, 0) or a bonus token."""
     N, rows = max(proposal.counts), torch.arange(len(probs_BNV), device=probs_BNV.device)
-    is_rejected = (num_accepted < integers(proposal.counts, rows.device)).unsqueeze(1)
+    is_rejected = (num_accepted < counts_B).unsqueeze(1)
     q_BV = proposal.probs_BNV[rows, num_accepted.clamp_max(N - 1)].where(is_rejected, 0.0)
     p_BV = probs_BNV[rows, num_accepted]
     residual_BV = (scale_B1 * p_BV - q_BV).clamp_min(0)
     residual_BV = residual_BV.where(residual_BV.sum(1, keepdim=True) > 0, p_BV)
-    return _on_host(probs_BNV, num_accepted, sample(residual_BV, uniforms_BN[:, -1]))
+    next_tokens = sample(residual_BV, uniforms_BN[:, -1])
+    return _on_host(proposal, probs_BNV, counts_B, num_accepted, next_tokens)
 
 
-def _num_surviving(passes_BN: Tensor, counts: list[int]) -> Tensor:
+def _num_surviving(passes_BN: Tensor, counts_B: Tensor) -> Tensor:
     """Guesses of each row (B,) before the first that fails its test."""
     N, device = passes_BN.shape[1], passes_BN.device
-    is_guess_BN = torch.arange(N, device=device) < integers(counts, device).unsqueeze(1)
+    is_guess_BN = torch.arange(N, device=device) < counts_B.unsqueeze(1)
     return (passes_BN & is_guess_BN).cumprod(1).sum(1)
 
 
@@ -165,10 +188,20 @@ def integers(values: list[int] | list[list[int]], device: torch.device) -> Tenso
     return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 
 
-def _on_host(probs_BNV: Tensor, num_accepted_B: Tensor, next_tokens_B: Tensor) -> Verdict:
+def _on_host(
+    proposal: Proposal, probs_BNV: Tensor, counts_B: Tensor, num_accepted_B: Tensor,
+    next_tokens_B: Tensor,
+) -> Verdict:  # fmt: skip
     """Everything the host needs in one transfer, a check for NaN and infinity included."""
-    check = probs_BNV.sum().double().expand(len(num_accepted_B))
-    packed = torch.stack((num_accepted_B.double(), next_tokens_B.double(), check)).tolist()
-    if not math.isfinite(packed[2][0]):
+    check_B = probs_BNV.sum().expand_as(counts_B)
+    columns_B4 = torch.stack((num_accepted_B, next_tokens_B, counts_B, check_B), 1).double()
+    packed = torch.cat((columns_B4, proposal.tokens_BN.to(columns_B4)), 1).tolist()
+    if not math.isfinite(packed[0][3]):
         raise NotFiniteError
-    return Verdict([int(n) for n in packed[0]], [int(token) for token in packed[1]])
+    accepted, following, usable, _, *guesses = map(list, zip(*packed, strict=True))
+    return Verdict(
+        [int(n) for n in accepted],
+        [int(token) for token in following],
+        [[int(column[b]) for column in guesses] for b in range(len(packed))],
+        is_damaged=any(map(operator.lt, usable, proposal.counts)),
+    )

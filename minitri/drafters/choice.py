@@ -13,6 +13,8 @@ Rows choose by themselves, so a row's text does not depend on its neighbors.
 
 from dataclasses import dataclass
 
+from torch.nn.utils.rnn import pad_sequence
+
 from minitri.decoding.autotuner import (
     EXPLORATION,
     FIRST_RATES,
@@ -96,6 +98,10 @@ class DrafterChoice:
             self._unprepared = None
         return self._model.propose(sequences, asked)
 
+    def switch_off(self) -> None:
+        """The model guesses no more; asking it costs nothing then."""
+        self._model.switch_off()
+
     def crop(self, lengths: list[int]) -> None:
         """Drops what both know of rejected tokens; behind guesses this is the verdict on them."""
         for row, length in zip(self._rows, lengths, strict=True):
@@ -121,11 +127,9 @@ class DrafterChoice:
 def _merged(found: Proposal, drawn: Proposal, asked: list[bool]) -> Proposal:
     """The rows of one proposal that were asked for, and the others of the other."""
     chosen = [(drawn if is_asked else found, b) for b, is_asked in enumerate(asked)]
-    tokens = [proposal.tokens[b] for proposal, b in chosen]
+    counts = [proposal.counts[b] for proposal, b in chosen]
     origins = [proposal.origins[b] for proposal, b in chosen]
-    shape = (len(tokens), max(map(len, tokens)), found.probs_BNV.shape[2])
-    probs_BNV = found.probs_BNV.new_zeros(shape, dtype=drawn.probs_BNV.dtype)
-    for b, (proposal, _) in enumerate(chosen):
-        if n := len(tokens[b]):
-            probs_BNV[b, :n] = proposal.probs_BNV[b, :n]
-    return Proposal(tokens, probs_BNV, origins)
+    tokens = [proposal.tokens_BN[b, :n] for (proposal, b), n in zip(chosen, counts, strict=True)]
+    probs = [proposal.probs_BNV[b, :n] for (proposal, b), n in zip(chosen, counts, strict=True)]
+    tokens_BN, probs_BNV = (pad_sequence(rows, batch_first=True) for rows in (tokens, probs))
+    return Proposal(counts, tokens_BN, probs_BNV, origins)

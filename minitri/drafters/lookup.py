@@ -131,13 +131,16 @@ class LookupDrafter:
         ]
         shape = (len(tokens), max(map(len, tokens)), self._vocab_size)
         probs_BNV = torch.zeros(shape, device=self._device)
-        proposal = Proposal(tokens, probs_BNV, [[self.stats.name] * len(row) for row in tokens])
-        probs_BNV.scatter_(2, proposal.tokens_BN(self._device).unsqueeze(2), 1.0)
+        proposal = Proposal.of(tokens, probs_BNV, [[self.stats.name] * len(row) for row in tokens])
+        probs_BNV.scatter_(2, proposal.tokens_BN.unsqueeze(2), 1.0)
         seconds = time.perf_counter() - started
         self.stats.seconds += seconds
         if self._tuner is not None:
             self._tuner.note_round(self.stats.name, 0, seconds / self.gamma)
         return proposal
+
+    def switch_off(self) -> None:
+        """Never called: its distributions are one-hot."""
 
     @property
     def num_rows(self) -> int:

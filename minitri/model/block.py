@@ -3,9 +3,11 @@
 Legend: B rows, T tokens of a block, L layers, H query heads, D head dim, E hidden size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minitri.model.cache import Cache
@@ -22,6 +24,12 @@ class Block:
     """Where the tokens stand, for the rotary embedding."""
     slots_BT: Tensor | None
     """Where they belong in the cache; None: the pass goes by the cache's lengths on the host."""
+
+    def with_guesses(self, places_BN: Tensor, tokens_BN: Tensor) -> Self:
+        """The same with other tokens at these places, those behind its end left out."""
+        padded_BT = F.pad(self.tokens_BT, (0, 1))
+        places_BN = places_BN.clamp(max=self.tokens_BT.shape[1])
+        return replace(self, tokens_BT=padded_BT.scatter(1, places_BN, tokens_BN)[:, :-1])
 
 
 def read_block(

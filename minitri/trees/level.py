@@ -56,7 +56,7 @@ class TreeLevel(Level):
             with self.runner.ranking():
                 return self._grow(self._tuner.shape(plan), sequences, active, is_greedy)
         except NotFiniteError:
-            self._switch_off()
+            self.switch_off()
             return Proposal.nothing(len(sequences))
 
     def _grow(
@@ -69,7 +69,7 @@ class TreeLevel(Level):
         for size in shape.sizes[:-1]:
             started = time.perf_counter()
             if first == 0:
-                probs_BNV = self.runner.next_probs(sequences, [0] * B, active)
+                probs_BNV = self.runner.next_probs(sequences, active)
             else:
                 read = [no_missing(block[1 : first + size]) for block in blocks]
                 probs_BNV = self.runner.next_probs_of_tree(read, shape, 1)[:, -size:]
@@ -85,15 +85,11 @@ class TreeLevel(Level):
                             )  # fmt: skip
                             block[children[0] : children[-1] + 1] = drawn
             first += size
-            seconds = time.perf_counter() - started
-            self.stats.seconds += seconds
-            self._tuner.note_round(self.stats.name, max(first - 2, 0), seconds)
-            for _ in range(sum(active)):
-                self.stats.record(0, 0)
-        return TreeProposal(
+            self._record_draft(max(first - 2, 0), active, time.perf_counter() - started)
+        return TreeProposal.of(
             [block[1:] for block in blocks], torch.stack(probs, 1),
-            [[self.stats.name] * (len(shape) - 1)] * B, shape,
-            [self._source.is_listed or greedy for greedy in is_greedy],
+            [[self.stats.name] * (len(shape) - 1)] * B, shape=shape,
+            is_listed=[self._source.is_listed or greedy for greedy in is_greedy],
         )  # fmt: skip
 
     def _draw(

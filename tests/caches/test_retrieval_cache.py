@@ -16,6 +16,7 @@ from minitri.caches.retrieval import MEMORY, RetrievalCache
 from minitri.settings import POLICIES, SamplingParams, SpeculationConfig
 from tests.cascades import GREEDY, WARM, Rig, near_copy, plain_tokens, random_prompt
 from tests.conftest import new_cache, tiny_config, tiny_model
+from tests.exactness import probs_behind
 
 CONFIG = tiny_config()
 L, K, H, D = CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.num_heads, CONFIG.head_dim
@@ -385,7 +386,7 @@ def test_what_is_read_behind_the_chosen_stands_where_it_does_in_the_text():
         rig.start()
         text = [*rig.sequences[0], 7, 9]
         chosen = FullCache(rig.small.keys.clone(), rig.small.values.clone(), [32])
-        probs_BNV = rig.runners["retrieval"].next_probs([text], [2], [True])
+        probs_BNV = probs_behind(rig.runners["retrieval"], text, 2)
         hidden_BTE = target(torch.tensor([text[-3:]]), torch.tensor([[201, 202, 203]]), chosen)
     assert torch.allclose(probs_BNV, target.logits(hidden_BTE).softmax(-1), atol=1e-6)
 

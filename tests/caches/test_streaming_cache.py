@@ -13,6 +13,7 @@ from minitri.caches.streaming import SLIDE
 from minitri.runner import DraftRunner
 from tests.cascades import Rig, fresh_read, near_copy, plain_tokens, random_prompt, tiny_engine
 from tests.conftest import tiny_config, tiny_model
+from tests.exactness import probs_behind
 
 SINKS, RECENT = 3, 12
 CONFIG = tiny_config(num_layers=1)
@@ -57,7 +58,7 @@ def read_on(runner, tokens, start, end):
     """Reads one token at a time as if each had just been committed; yields the length of the text
     and its distribution."""
     for n in range(start, end):
-        probs_BNV = runner.next_probs([tokens[:n]], [0], [True])
+        probs_BNV = runner.next_probs([tokens[:n]], [True])
         yield n, probs_BNV[0, 0]
         runner.prepare([tokens[: n + 1]], [True])
 
@@ -116,12 +117,12 @@ def test_what_is_cropped_leaves_no_trace(start, num_guesses):
         read_on(clean, TEXT, 1, start), read_on(guessing, TEXT, 1, start), strict=True
     ):
         assert torch.equal(distribution, guessed), n
-    guessing.next_probs([TEXT[:start] + wrong[start : start + num_guesses]], [num_guesses], [True])
+    probs_behind(guessing, TEXT[:start] + wrong[start : start + num_guesses], num_guesses)
     guessing.crop([start])
     assert guessing.cache.num_tokens == [start]
     for slots in (guessing.cache.raw_keys, guessing.cache.keys, guessing.cache.values):
         slots[..., guessing.cache.lengths[0] :, :] = torch.nan
-    clean.next_probs([TEXT[:start]], [0], [True])
+    clean.next_probs([TEXT[:start]], [True])
     for runner in (clean, guessing):
         runner.prepare([TEXT[: start + 1]], [True])
     assert guessing.cache.lengths == clean.cache.lengths
@@ -139,7 +140,7 @@ def test_a_prompt_no_longer_than_the_window_is_read_whole(length):
     runner = new_runner(DEEP)
     prompt = TEXT[:length]
     runner.prepare([prompt], [True])
-    distribution = runner.next_probs([prompt], [0], [True])[0, 0]
+    distribution = runner.next_probs([prompt], [True])[0, 0]
     assert torch.allclose(distribution, distribution_of(runner, prompt), atol=1e-5)
     assert runner.cache.lengths == runner.cache.num_tokens == [length]
 
@@ -151,7 +152,7 @@ def test_a_long_prompt_costs_one_pass_over_the_window(length):
     runner.prepare([TEXT[:length]], [True])
     assert runner.cache.lengths == [SINKS + RECENT]
     assert runner.cache.num_tokens == [length - 1]
-    distribution = runner.next_probs([TEXT[:length]], [0], [True])[0, 0]
+    distribution = runner.next_probs([TEXT[:length]], [True])[0, 0]
     seen = TEXT[:length][:SINKS] + TEXT[: length - 1][-RECENT:] + TEXT[length - 1 : length]
     assert torch.allclose(distribution, distribution_of(runner, seen), atol=1e-5)
 
@@ -165,9 +166,7 @@ def test_a_row_that_is_far_behind_is_started_over():
     for each in (runner, fresh):
         each.prepare([text], [True])
         assert each.cache.num_tokens == [159]
-    assert torch.equal(
-        runner.next_probs([text], [0], [True]), fresh.next_probs([text], [0], [True])
-    )
+    assert torch.equal(runner.next_probs([text], [True]), fresh.next_probs([text], [True]))
 
 
 def test_ragged_rows_slide_on_their_own():
@@ -190,10 +189,10 @@ def test_ragged_rows_slide_on_their_own():
 
     rows = prepare(0)
     for i in range(1, 50):
-        probs_BNV = together.next_probs(rows, [0] * 3, [True] * 3)
+        probs_BNV = together.next_probs(rows, [True] * 3)
         for b, runner in enumerate(alone):
             assert torch.allclose(
-                probs_BNV[b], runner.next_probs([rows[b]], [0], [True])[0], atol=1e-6
+                probs_BNV[b], runner.next_probs([rows[b]], [True])[0], atol=1e-6
             ), (i, b)
         rows = prepare(i)
     assert slides == [2, 1, 0]  # one after the other

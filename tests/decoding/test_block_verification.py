@@ -68,7 +68,7 @@ def test_a_block_accepts_at_least_as_much_behind_every_start():
         if share == 0:
             continue
         p_BNV = torch.stack([target.row(prefix) for prefix in prefixes]).unsqueeze(0)
-        proposal = Proposal([[*tokens]], q_NV.unsqueeze(0), [["draft"] * 3])
+        proposal = Proposal.of([[*tokens]], q_NV.unsqueeze(0), [["draft"] * 3])
         for number, (decide, cases) in enumerate(
             ((verify, outcomes), (verify_block, outcomes_of_block))
         ):
@@ -88,7 +88,7 @@ def random_case(counts, seed):
     tokens = torch.multinomial(q_BNV.flatten(0, 1), 1, generator=generator).view(B, N).tolist()
     tokens = [row[:n] for row, n in zip(tokens, counts, strict=True)]
     uniforms_BN = torch.rand(B, N + 1, dtype=torch.float64, generator=generator)
-    return Proposal(tokens, q_BNV, tokens), p_BNV, uniforms_BN
+    return Proposal.of(tokens, q_BNV, tokens), p_BNV, uniforms_BN
 
 
 @pytest.mark.parametrize("edge", [0.0, None, 1 - 2**-53])
@@ -112,7 +112,7 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_what_pads_it(padding):
             proposal.probs_BNV[b, n:] = padding
         together = verify_block(proposal, p_BNV, uniforms_BN)
         for b, n in enumerate(counts):
-            own = Proposal(proposal.tokens[b : b + 1], proposal.probs_BNV[b : b + 1, :n], [[]])
+            own = Proposal.of(proposal.tokens[b : b + 1], proposal.probs_BNV[b : b + 1, :n], [[]])
             numbers = torch.cat((uniforms_BN[b : b + 1, :n], uniforms_BN[b : b + 1, -1:]), 1)
             alone = verify_block(own, p_BNV[b : b + 1, : n + 1], numbers)
             pair = together.num_accepted[b], together.next_tokens[b]
@@ -121,7 +121,7 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_what_pads_it(padding):
 
 def test_equal_distributions_accept_everything_and_a_vanished_residual_falls_back_to_p():
     p_BNV = torch.full((1, 4, 4), 0.25)
-    proposal = Proposal([[2, 0, 1]], p_BNV[:, :3], [["draft"] * 3])
+    proposal = Proposal.of([[2, 0, 1]], p_BNV[:, :3], [["draft"] * 3])
     numbers = torch.tensor([[1 - 2**-53] * 3 + [0.6]], dtype=torch.float64)
     assert verify_block(proposal, p_BNV, numbers).num_accepted == [3]
     numbers[0, :3] = 1.0  # by force

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig, Token
-from minitri.decoding.verification import NotFiniteError
+from minitri.decoding.verification import Proposal
 from tests.cascades import tiny_engine
 from tests.exactness import (
     PROMPT,
@@ -33,10 +33,17 @@ class FailingTable(Table):
 
 
 class CheckedSource(ScriptedSource):
-    def verify(self, proposal, probs_BNV, starts, active):
-        if not probs_BNV.isfinite().all():
-            raise NotFiniteError
-        return super().verify(proposal, probs_BNV, starts, active)
+    """Of damaged proposals those guesses count that came before the damage."""
+
+    def sample(self, probs_BV, starts, active):
+        if not probs_BV.isfinite().all():
+            return torch.zeros(len(active), dtype=torch.int64)
+        return super().sample(probs_BV, starts, active)
+
+    def note(self, proposal, probs_BNV, active):
+        [num_finite] = proposal.probs_BNV.sum(2).isfinite().cumprod(1).sum(1).tolist()
+        counted = [proposal.tokens[0][:num_finite]]
+        super().note(Proposal.of(counted, proposal.probs_BNV, [[]]), probs_BNV, active)
 
 
 @pytest.mark.parametrize("middle", [False, True])
@@ -58,7 +65,7 @@ def test_guesses_made_before_a_failure_count(middle):
             paths += [(weight * share, [*script, more]) for share, more in source.frontier[0]]
         else:
             add_up(total, tuple(cascade.sequences[0][len(PROMPT) :]), weight, target, horizon)
-    assert num_failures >= 5
+    assert num_failures >= 2
     assert float((total - target_distribution(target, horizon)).abs().max()) < 1e-12
 
 

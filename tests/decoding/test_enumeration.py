@@ -68,7 +68,7 @@ def test_a_single_decision_follows_the_distribution_whatever_the_guesses():
             probs = torch.zeros(3, dtype=torch.float64)
             for share, number in cells(q[0]):
                 guess = int((q[0].cumsum(0) <= number).sum())
-                proposal = Proposal([[guess]], q.unsqueeze(0), [["draft"]])
+                proposal = Proposal.of([[guess]], q.unsqueeze(0), [["draft"]])
                 for weight, numbers in outcomes(proposal, p.unsqueeze(0), 0, BOTH):
                     verdict = verify(
                         proposal, p.unsqueeze(0), torch.tensor([numbers], dtype=torch.float64)
@@ -84,7 +84,7 @@ def test_a_biased_last_number_is_noticed():
     small tells."""
     table = Table(3, 0)
     p, q = table.row((0,)), table.row((1,))
-    proposal = Proposal([[int(q.argmax())]], q.view(1, 1, 3), [["draft"]])
+    proposal = Proposal.of([[int(q.argmax())]], q.view(1, 1, 3), [["draft"]])
     rows = torch.stack((p, table.row((0, 1)))).unsqueeze(0)
     tokens = []
     for scale in (1, 0.999):
@@ -101,7 +101,7 @@ def test_a_biased_last_number_is_noticed():
 def test_a_residual_that_vanishes_falls_back_to_p():
     """In float32 u q(x) < p(x) may fail by rounding though p = q; then nothing is left of p - q."""
     p = torch.full((1, 2, 4), 0.25)
-    proposal = Proposal([[2]], p[:, :1] + 1e-8, [["draft"]])
+    proposal = Proposal.of([[2]], p[:, :1] + 1e-8, [["draft"]])
     verdict = verify(proposal, p, torch.tensor([[1.0, 0.6]], dtype=torch.float64))
     assert verdict.num_accepted == [0]
     assert verdict.next_tokens == [2]

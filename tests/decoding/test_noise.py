@@ -21,13 +21,13 @@ def test_no_number_of_the_independent_source_serves_twice(monkeypatch):
         for b, n in enumerate(proposal.counts):
             taken.extend([*uniforms_BN[b, :n].tolist(), float(uniforms_BN[b, -1])])
         assert uniforms_BN.dtype == torch.float64
-        return Verdict([0] * len(SEEDS), [0] * len(SEEDS))
+        return Verdict([0] * len(SEEDS), [0] * len(SEEDS), [[]] * len(SEEDS))
 
     monkeypatch.setattr(random_source, "verify_block", note)
     source, probs = IndependentSource(SEEDS), torch.ones(len(SEEDS), 6, 2)
     for counts in [(0, 0, 0, 0), (5, 2, 1, 0), (1, 1, 1, 1), (0, 5, 3, 4)] * 5:
         tokens = [[0] * n for n in counts]
-        source.verify(Proposal(tokens, probs, tokens), probs, [1] * 4, [True] * 4)
+        source.verify(Proposal.of(tokens, probs, tokens), probs, [1] * 4, [True] * 4)
     assert len(set(taken)) == len(taken) == 200
     assert all(0 <= number < 1 for number in taken)
     assert sum(number * 2**24 % 1 > 0 for number in taken) == 200  # a float32 has 24 bits

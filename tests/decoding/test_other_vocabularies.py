@@ -33,6 +33,7 @@ from tests.chi_square import (
     target_model,
 )
 from tests.conftest import CPU, new_cache
+from tests.exactness import probs_behind
 from tests.gpu_twins.test_graphs import as_on_a_gpu, lengths_on_the_device  # noqa: F401
 
 SAMPLING, NUM_SEEDS = SamplingParams(0.9, top_p=0.97), 4000
@@ -86,7 +87,7 @@ def test_static_steps_give_the_distributions_of_eager_ones(drafter):
     for graphs in (None, GraphPool(CPU)):
         settings = {"vocab_size": V, "graphs": graphs, "block_sizes": (len(text),)}
         runner = ModelRunner(draft, new_cache(draft.config), SAMPLING, **settings)
-        found.append(runner.next_probs([text], [3], [True]).clone())
+        found.append(probs_behind(runner, text, 3).clone())
     assert found[0].shape == (1, 4, V)
     assert torch.allclose(found[0], found[1], atol=1e-6)
     assert torch.allclose(found[1].sum(-1), torch.ones(1, 4))

@@ -7,6 +7,7 @@ noted on its way into the verification.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,9 +112,7 @@ def test_what_stands_behind_a_short_rows_guesses_never_matters(monkeypatch, meth
             num_padded.append(q_BNV.shape[1] - n)
             uniforms_BN[b, n:-1] = torch.nan
             q_BNV[b, n:] = torch.nan
-        return verify_block(
-            Proposal(proposal.tokens, q_BNV, proposal.origins), probs_BNV, uniforms_BN
-        )
+        return verify_block(replace(proposal, probs_BNV=q_BNV), probs_BNV, uniforms_BN)
 
     _, tokens = run(monkeypatch, PROMPTS, **settings)
     assert run(monkeypatch, PROMPTS, **settings, decide=poisoned)[1] == tokens
@@ -131,13 +130,13 @@ def streams(monkeypatch) -> list[torch.Tensor]:
     def note(proposal, probs_BNV, uniforms_BN):
         for row, numbers, n in zip(rows, uniforms_BN, proposal.counts, strict=True):
             row.append(torch.cat((numbers[:n], numbers[-1:])))
-        return Verdict(COUNTS, COUNTS)
+        return Verdict(COUNTS, COUNTS, [])
 
     monkeypatch.setattr(random_source, "verify_block", note)
     tokens, probs = [[0] * n for n in COUNTS], torch.ones(len(COUNTS), 5, 1)
     source = IndependentSource(SEEDS)
     for _ in range(4000):
-        source.verify(Proposal(tokens, probs, tokens), probs, COUNTS, [True] * len(COUNTS))
+        source.verify(Proposal.of(tokens, probs, tokens), probs, COUNTS, [True] * len(COUNTS))
     return [torch.stack(row) for row in rows]
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import minitri
+from minitri.decoding.random_source import IndependentSource
 from minitri.decoding.stats import LevelStats
 from minitri.drafters.choice import DrafterChoice
 from minitri.drafters.lookup import LookupDrafter, Sources
@@ -84,19 +85,11 @@ def test_a_drafter_that_changes_between_rounds_gives_the_target_distribution(
         assert all(stats.num_tested_tokens for stats in choices[-1].by_drafter)
 
 
-class Uniform:
-    """A random source with plain numbers."""
+class Uniform(IndependentSource):
+    """A random source with plain numbers, the same for every row."""
 
     def __init__(self, seed):
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def verify(self, proposal, probs_BNV, starts, active):
-        from minitri.decoding.verification import verify
-
-        shape = (len(active), max(proposal.counts) + 1)
-        return verify(
-            proposal, probs_BNV, torch.rand(shape, dtype=torch.float64, generator=self.generator)
-        )
+        super().__init__([seed] * 2, "token")
 
 
 def test_both_drafters_know_the_text_and_nothing_else_after_every_step():
@@ -214,7 +207,7 @@ def test_a_model_that_fails_leaves_the_guessing_to_lookup(caplog):
     done = text_of(engine, GREEDY, "naive", WORDS * 6)
     assert done.token_ids == text_of(engine, GREEDY, "autoregressive", WORDS * 6).token_ids
     assert "guesses no more" in caplog.text
-    assert done.stats.drafters[1].num_draft_tokens == 0
+    assert done.stats.drafters[1].num_accepted_tokens == 0
 
 
 def test_a_tree_is_refused_beside_turns():

@@ -3,6 +3,8 @@ distribution on a CUDA device, through captured steps and the verification that 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from minitri import SamplingParams, SpeculationConfig
 from minitri.benchmarks.distribution_test import run_test, windows
 from minitri.decoding import random_source
 from minitri.decoding.sampling import sample
-from minitri.decoding.verification import Verdict, verify
+from minitri.decoding.verification import verify
 from tests.conftest import write_hf_folder
 
 SAMPLING = SamplingParams(1.2, top_p=0.95)
@@ -44,10 +46,10 @@ def test_a_wrong_verification_on_the_device_is_noticed(engine, monkeypatch):
 
     def resample_from_p(proposal, probs_BNV, uniforms_BN):
         verdict = verify(proposal, probs_BNV, uniforms_BN)
-        rows = torch.arange(len(proposal.tokens), device=probs_BNV.device)
+        rows = torch.arange(len(probs_BNV), device=probs_BNV.device)
         num_accepted = torch.tensor(verdict.num_accepted, device=probs_BNV.device)
         drawn = sample(probs_BNV[rows, num_accepted], uniforms_BN[:, -1])
-        return Verdict(verdict.num_accepted, drawn.tolist())
+        return replace(verdict, next_tokens=drawn.tolist())
 
     monkeypatch.setattr(random_source, "verify_block", resample_from_p)
     assert run(engine, "naive").is_alarm

@@ -123,7 +123,9 @@ def test_distributions_and_a_verdict_wait_for_the_device_once(sampling):
         with warnings.catch_warnings(record=True, action="always") as seen:
             torch.cuda.set_sync_debug_mode("warn")
             probs_BNV = probs_from_logits(logits_BNV.flatten(0, 1), sampling).unflatten(0, (2, 4))
-            proposal = Proposal(tokens, probs_BNV[:, :3], [["draft"] * len(row) for row in tokens])
+            proposal = Proposal.of(
+                tokens, probs_BNV[:, :3], [["draft"] * len(row) for row in tokens]
+            )
             IndependentSource([0, 1]).verify(proposal, probs_BNV, [5, 5], [True, True])
     finally:
         torch.cuda.set_sync_debug_mode("default")

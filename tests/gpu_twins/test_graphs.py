@@ -21,6 +21,7 @@ from minitri.runner import ModelRunner
 from minitri.settings import LONGEST_BLOCK, MAX_GAMMA, METHODS, SamplingParams
 from tests.cascades import GREEDY, WARM, Rig, near_copy, random_prompt
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
+from tests.exactness import probs_behind
 from tests.gpu_twins.test_attention_pieces import varlen_twin
 from tests.gpu_twins.test_offloaded_cache import offloaded as offloaded_cache
 
@@ -153,7 +154,7 @@ def test_a_static_step_fits_a_model_to_a_smaller_or_larger_vocabulary(
     for graphs in (None, GraphPool(CPU)):
         settings = {"vocab_size": vocab_size, "graphs": graphs, "block_sizes": (4, 30)}
         runner = ModelRunner(model, new_cache(CONFIG), sampling, **settings)
-        found.append(runner.next_probs([tokens], [3], [True]).clone())
+        found.append(probs_behind(runner, tokens, 3).clone())
     assert found[0].shape == (1, 4, vocab_size)
     assert torch.allclose(found[0], found[1], atol=1e-6)
     assert torch.allclose(found[1].sum(-1), torch.ones(1, 4))

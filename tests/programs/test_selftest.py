@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from minitri.cli.prompts import load_engine
 from minitri.decoding import random_source, sampling
 from minitri.decoding.noise import gumbel_argmax, noise_key
 from minitri.decoding.sampling import probs_from_logits, sample
-from minitri.decoding.verification import Verdict, verify
+from minitri.decoding.verification import verify
 from minitri.settings import SamplingParams
 from tests.chi_square import reuse_number
 from tests.conftest import write_hf_folder
@@ -68,7 +69,7 @@ def test_sound_code_passes_with_every_method_and_both_modes(check):
 def test_a_verification_that_accepts_everything_is_a_bug(check, monkeypatch):
     def accept_all(proposal, probs_BNV, uniforms_BN):
         sound = verify(proposal, probs_BNV, uniforms_BN)
-        return Verdict(proposal.counts, sound.next_tokens)
+        return replace(sound, num_accepted=proposal.counts)
 
     monkeypatch.setattr(random_source, "verify_block", accept_all)
     code, lines, _ = check("--method", "naive")
@@ -125,9 +126,9 @@ def test_distributions_without_variance_or_rounded_ones_are_no_bug(check_samples
 def resample_from_p(proposal, probs_BNV, uniforms_BN):
     """The published TriForce code: a rejected guess is replaced by a sample from p itself."""
     verdict = verify(proposal, probs_BNV, uniforms_BN)
-    rows = torch.arange(len(proposal.tokens))
+    rows = torch.arange(len(probs_BNV))
     drawn = sample(probs_BNV[rows, torch.tensor(verdict.num_accepted)], uniforms_BN[:, -1])
-    return Verdict(verdict.num_accepted, drawn.tolist())
+    return replace(verdict, next_tokens=drawn.tolist())
 
 
 @pytest.mark.parametrize("broken", [resample_from_p, reuse_number])

@@ -34,7 +34,7 @@ def test_a_child_without_a_token_is_missing():
 
 def proposal_of(shape, tokens, q_IV, *, is_listed=False):
     origins = [["draft"] * len(tokens)]
-    return TreeProposal([tokens], q_IV.unsqueeze(0), origins, shape, [is_listed])
+    return TreeProposal.of([tokens], q_IV.unsqueeze(0), origins, shape=shape, is_listed=[is_listed])
 
 
 def test_missing_nodes_are_never_tested():

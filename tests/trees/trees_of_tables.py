@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from dataclasses import dataclass
 
 import torch
 
@@ -63,7 +62,6 @@ class FixedTrees(TreeTuner):
         return self._tree
 
 
-@dataclass
 class ScriptedTrees(ScriptedSource):
     """A scripted source that draws and walks trees, too."""
 
@@ -81,7 +79,6 @@ class ScriptedTrees(ScriptedSource):
 
     def next_numbers(self, b, outcomes):
         """What the script says; notes the outcomes of a decision that it says nothing of."""
-        self.step = self.step or [0] * len(self.scripts)
         self.step[b] += 1
         if self.step[b] <= len(self.scripts[b]):
             return self.scripts[b][self.step[b] - 1]
