@@ -13,7 +13,7 @@ DECODING, CACHES = "minitri.decoding.", "minitri.caches."
 VERIFY = DECODING + "verification.verify"
 BLOCK = DECODING + "verification.verify_block"
 NEXT = DECODING + "verification._sample_next"
-INDEPENDENT = DECODING + "random_source.IndependentSource.verify"
+INDEPENDENT = DECODING + "random_source.IndependentSource._draw"
 LEVEL = DECODING + "cascade.Level."
 SAMPLING = DECODING + "sampling."
 NOISE = DECODING + "noise."
@@ -80,9 +80,9 @@ MUTANTS = [
     ),
     Mutant(
         "greedy draft scored with soft q",
-        DECODING + "verification._without_guesses",
-        "next_tokens = sample(probs_BNV[:, 0], uniforms_BN[:, -1])",
-        "next_tokens = probs_BNV[:, 0].argmax(1)",
+        DECODING + "random_source.IndependentSource.sample",
+        "sample(probs_BV, uniforms_B1.squeeze(1).to(probs_BV.device, non_blocking=True))",
+        "probs_BV.argmax(1)",
         BOTH_LEVELS + "[3-1-1]",
     ),
     Mutant(
@@ -122,9 +122,9 @@ MUTANTS = [
     ),
     Mutant(
         "noise of the wrong sign",
-        NOISE + "gumbel_scores",
-        "- (-uniforms.log()).log()",
-        "+ (-uniforms.log()).log()",
+        NOISE + "gumbel",
+        "-(-hashed_uniforms",
+        "(-hashed_uniforms",
         NUMBERS + "test_coupled_tokens_follow_the_distribution_at_every_position",
     ),
     Mutant(
@@ -138,7 +138,7 @@ MUTANTS = [
         "last accepted token dropped from the drafter",
         RUNNER + "ModelRunner.next_probs",
         "sequence[seen:] if on",
-        "sequence[max(seen, len(sequence) - 1 - max(num_guesses)) :] if on",
+        "sequence[max(seen, len(sequence) - 1) :] if on",
         EQUALITY + "test_a_target_that_drafts_for_itself_is_always_right",
     ),
     Mutant(
@@ -164,11 +164,12 @@ MUTANTS = [
     ),
     Mutant(
         "a drafter's vocabulary cut after the softmax",
-        RUNNER + "ModelRunner.next_probs",
+        RUNNER + "ModelRunner._probs",
         """[..., : self._vocab_size]
-            probs_BNV = probs_of_rows(logits_BNV, self._sampling)""",
+        return pad_vocabulary(probs_of_rows(logits_BNV, self._sampling),""",
         """
-            probs_BNV = probs_of_rows(logits_BNV, self._sampling)[..., : self._vocab_size]""",
+        return pad_vocabulary(
+            probs_of_rows(logits_BNV, self._sampling)[..., : self._vocab_size],""",
         PROBS
         + "test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_behind_it[sampling0]",
     ),
@@ -181,7 +182,7 @@ MUTANTS = [
     ),
     Mutant(
         "logits rounded to bfloat16 before the filters",
-        RUNNER + "ModelRunner.next_probs",
+        RUNNER + "ModelRunner._probs",
         "probs_of_rows(logits_BNV, self._sampling)",
         "probs_of_rows(logits_BNV.bfloat16(), self._sampling).float()",
         PROBS
@@ -295,14 +296,14 @@ MUTANTS = [
     ),
     Mutant(
         "coupled: one noise for a whole block",
-        DECODING + "random_source.CoupledSource.verify",
+        DECODING + "random_source.CoupledSource._keys",
         "noise_key(seed, start + i)",
         "noise_key(seed, start)",
         PLANS + "test_any_schedule_gives_the_text_of_the_model_alone[True-True-schedule3]",
     ),
     Mutant(
         "coupled: noise by the place in the block",
-        DECODING + "random_source.CoupledSource.verify",
+        DECODING + "random_source.CoupledSource._keys",
         "noise_key(seed, start + i)",
         "noise_key(seed, i)",
         PLANS + "test_any_schedule_gives_the_text_of_the_model_alone[True-True-schedule3]",
@@ -325,8 +326,8 @@ MUTANTS = [
     Mutant(
         "rejected guesses left in the cache",
         LEVEL + "verify",
-        "self.crop(kept)",
-        "self.crop([length + 1 for length in kept])",
+        "self.crop([start + n for",
+        "self.crop([start + n + 1 for",
         ENUMERATION + "test_nothing_leaks_from_one_step_into_the_next",
     ),
     Mutant(
@@ -518,10 +519,39 @@ MUTANTS = [
         "test_both_drafters_know_the_text_and_nothing_else_after_every_step",
     ),
     Mutant(
+        "a drafted token fetched by the host",
+        LEVEL + "_draft",
+        "tokens.append(self._source.sample(probs[-1], positions, active))",
+        "tokens.append(torch.tensor(self._source.sample(probs[-1], positions, active).tolist()))",
+        "gpu_twins/test_host_round_trips.py::"
+        "test_a_step_waits_once_for_every_verdict[triforce-sampling0-block]",
+    ),
+    Mutant(
+        "guesses read one place too early",
+        RUNNER + "ModelRunner.next_probs",
+        "block.with_guesses(index_BN[:, 1:],",
+        "block.with_guesses(index_BN[:, :-1],",
+        EQUALITY + "test_a_target_that_drafts_for_itself_is_always_right",
+    ),
+    Mutant(
+        "guesses behind a distribution that is not finite count again",
+        DECODING + "verification._usable_counts",
+        "are_finite_BN.cumprod(1).sum(1)",
+        "are_finite_BN.sum(1)",
+        "decoding/test_drafters_that_fail.py::test_a_finite_distribution_behind_a_failure",
+    ),
+    Mutant(
+        "a drafted token's noise is that of the first",
+        LEVEL + "_draft",
+        "[len(sequence) + i for",
+        "[len(sequence) for",
+        EQUALITY + "test_a_target_that_drafts_for_itself_is_always_right",
+    ),
+    Mutant(
         "a drawn guess stated as certain",
         "minitri.drafters.choice._merged",
-        "probs_BNV[b, :n] = proposal.probs_BNV[b, :n]",
-        "probs_BNV[b, :n] = proposal.probs_BNV[b, :n].gt(0)",
+        "probs = [proposal.probs_BNV[b, :n] for",
+        "probs = [proposal.probs_BNV[b, :n].gt(0).to(found.probs_BNV.dtype) for",
         TURNS + "[gammas0-3-DrafterChoice]",
     ),
 ]

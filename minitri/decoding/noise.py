@@ -27,11 +27,22 @@ def gumbel_argmax(probs: Tensor, keys: Tensor) -> Tensor:
 
 def gumbel_scores(probs: Tensor, keys: Tensor) -> Tensor:
     """log p + g of all tokens, (..., V) float64; minus infinity where p is 0."""
+    if probs.is_cuda:  # where the host would have to wait for the support
+        return _dense_scores(probs, keys)
     support = probs.nonzero(as_tuple=True)  # a filtered distribution has few such tokens
-    uniforms = hashed_uniforms(keys[support[:-1]], support[-1])
     scores = torch.full(probs.shape, -math.inf, dtype=torch.float64, device=probs.device)
-    scores[support] = probs[support].double().log() - (-uniforms.log()).log()
+    scores[support] = probs[support].double().log() + gumbel(keys[support[:-1]], support[-1])
     return scores
+
+
+def _dense_scores(probs: Tensor, keys: Tensor) -> Tensor:
+    numbers = torch.arange(probs.shape[-1], device=probs.device)
+    return probs.double().log() + gumbel(keys.unsqueeze(-1), numbers)
+
+
+def gumbel(keys: Tensor, numbers: Tensor) -> Tensor:
+    """The noise of each (key, number), float64."""
+    return -(-hashed_uniforms(keys, numbers).log()).log()
 
 
 def hashed_uniforms(keys: Tensor, numbers: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig, Token
-from minitri.decoding.verification import Proposal
+from minitri.decoding.verification import Proposal, verify, verify_block
 from tests.cascades import tiny_engine
 from tests.exactness import (
     PROMPT,
@@ -110,3 +110,16 @@ def test_a_damaged_target_stops_the_run_and_is_named(method):
     assert "get them again" in str(error.value)
     assert "float32;" in str(error.value)
     assert "--dtype" not in str(error.value)
+
+
+@pytest.mark.parametrize("decide", [verify, verify_block])
+def test_a_finite_distribution_behind_a_failure(decide):
+    """Only the guess in front of it counts: it is decided about as if it stood alone."""
+    q_BNV = torch.tensor([[[1.0, 0, 0], [math.nan] * 3, [0, 0, 1.0]]]).double()
+    p_BNV = torch.tensor([[[0.5, 0.5, 0], [0, 1.0, 0], [0, 0, 1.0], [0, 0, 1.0]]]).double()
+    proposal = Proposal.of([[0, 0, 2]], q_BNV, [["draft"] * 3])
+    for number, outcome in ((0.49, ([1], [1])), (0.51, ([0], [1]))):
+        uniforms_BN = torch.tensor([[number, 0, 0, 0.5]]).double()
+        verdict = decide(proposal, p_BNV, uniforms_BN)
+        assert (verdict.num_accepted, verdict.next_tokens) == outcome
+        assert verdict.is_damaged

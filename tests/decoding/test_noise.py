@@ -59,6 +59,14 @@ def test_the_hash_is_splitmix64_for_numbers_and_for_tensors():
     assert [int(number * 2**52) for number in uniforms] == [x >> 12 for x in published]
 
 
+def test_noise_everywhere_is_that_of_the_possible_tokens():
+    """As on a GPU, where what is possible is not asked."""
+    probs = torch.rand(3, 2, 50, generator=torch.Generator().manual_seed(0)).float()
+    probs[probs < 0.5] = 0
+    keys = torch.arange(6).view(3, 2)
+    assert torch.equal(noise._dense_scores(probs, keys), noise.gumbel_scores(probs, keys))
+
+
 def test_no_seed_repeats_the_noise_of_another_at_another_position():
     keys = {noise_key(seed, position) for seed in range(100) for position in range(100)}
     assert len(keys) == 10_000
