@@ -524,7 +524,7 @@ MUTANTS = [
         "tokens.append(self._source.sample(probs[-1], positions, active))",
         "tokens.append(torch.tensor(self._source.sample(probs[-1], positions, active).tolist()))",
         "gpu_twins/test_host_round_trips.py::"
-        "test_a_step_waits_once_for_every_verdict[triforce-sampling0-block]",
+        "test_a_step_waits_once_for_every_verdict[triforce-sampling0-how0]",
     ),
     Mutant(
         "guesses read one place too early",

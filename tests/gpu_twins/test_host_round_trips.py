@@ -59,25 +59,23 @@ def waits(monkeypatch):
         yield mode.places
 
 
-@pytest.mark.parametrize("verification", ["block", "token", "coupled"])
+@pytest.mark.parametrize(
+    "how", [{"verification": "block"}, {"verification": "token"}, {"coupled": True}]
+)
 @pytest.mark.parametrize("sampling", [GREEDY, WARM])
 @pytest.mark.parametrize("method", ["autoregressive", "naive", "retrieval", "triforce"])
 def test_a_step_waits_once_for_every_verdict(
-    method, sampling, verification, lengths_on_the_device, monkeypatch  # noqa: F811
+    method, sampling, how, lengths_on_the_device, monkeypatch  # noqa: F811
 ):  # fmt: skip
     monkeypatch.setattr(noise, "gumbel_scores", noise._dense_scores)  # as on a GPU
     target = tiny_model(CONFIG)
     draft = near_copy(target, 0.02)
     for model in (target, draft):
         as_on_a_gpu(model, Math())
-    if verification == "coupled":
-        settings = {"coupled": True}
-    else:
-        settings = {"verification": verification}
     rig = Rig(
         target, [random_prompt(CONFIG, 60)], draft=draft, num_new=60,
         graphs=GraphPool(CPU), method=method, sampling=sampling, budget=32, num_recent_tokens=20,
-        gamma1=2, gamma2=4, rebuild_stride=100, **settings,
+        gamma1=2, gamma2=4, rebuild_stride=100, **how,
     )  # fmt: skip
     with torch.inference_mode():
         rig.start()
