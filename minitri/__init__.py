@@ -11,7 +11,6 @@ TYPE_CHECKING = False  # `typing` itself takes milliseconds, in which nothing gu
 if TYPE_CHECKING:
     from typing import Any
 
-    from minitri.decoding.stats import Stats
     from minitri.engine import Engine, load
     from minitri.errors import InputError
     from minitri.generation import (
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from minitri.loading.named_models import MODELS
     from minitri.model.config import ModelConfig
     from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
+    from minitri.stats import Stats
 
 __version__ = "0.1.0"
 
@@ -63,7 +63,7 @@ _HOMES = {
         "Request",
         "Token",
     ),
-    "minitri.decoding.stats": ("Stats",),
+    "minitri.stats": ("Stats",),
 }
 
 

@@ -17,7 +17,6 @@ from typing import Self
 import torch
 
 from minitri.decoding.cascade import Cascade, Emitted
-from minitri.decoding.stats import Stats
 from minitri.decoding.verification import NotFiniteError
 from minitri.errors import InputError, shorten
 from minitri.gpu.pool import SessionPool
@@ -28,6 +27,7 @@ from minitri.loading.tokenizer import IncrementalDecoder, Tokenizer
 from minitri.model.llama import Llama
 from minitri.session import Batch, Session
 from minitri.settings import GenerationConfig, SamplingParams
+from minitri.stats import Stats
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from minitri.caches.streaming import window_problem
 from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.cascade import Cascade, Emitted, Level, Stage
 from minitri.decoding.random_source import CoupledSource, IndependentSource, RandomSource
-from minitri.decoding.stats import LevelStats, Stats
 from minitri.drafters.choice import DrafterChoice
 from minitri.drafters.lookup import LookupDrafter, Sources
 from minitri.errors import InputError, shorten
@@ -36,6 +35,7 @@ from minitri.model.llama import Llama
 from minitri.roofline import CPU, GPU, bytes_per_pass, pass_costs
 from minitri.runner import DraftRunner, ModelRunner, RetrievalRunner, prefill
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.stats import LevelStats, Stats
 from minitri.trees.level import TreeLevel
 from minitri.trees.random_source import CoupledTrees, IndependentTrees
 from minitri.trees.tuner import TreeTuner

@@ -17,9 +17,9 @@ import torch
 from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.cascade import Cascade, Level
 from minitri.decoding.random_source import IndependentSource
-from minitri.decoding.stats import LevelStats, Stats
 from minitri.decoding.verification import Proposal, verify, verify_block
 from minitri.settings import StepPlan
+from minitri.stats import LevelStats, Stats
 
 
 class Table:

@@ -44,9 +44,9 @@ from minitri import (
 from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.noise import hashed_uniforms, noise_key
 from minitri.decoding.sampling import probs_from_logits
-from minitri.decoding.stats import Stats
 from minitri.loading.stopping import StopScanner
 from minitri.session import Session
+from minitri.stats import Stats
 from tests.cascades import fresh_read
 from tests.strategies import Case, cases, make_engine
 

@@ -29,9 +29,9 @@ from torch import Tensor
 
 from minitri.caches.full import FullCache
 from minitri.caches.policies import Policy
-from minitri.decoding.stats import Rebuilds
 from minitri.model.cache import BlockKV, gather_path, round_up_to_stride, write_block
 from minitri.settings import SpeculationConfig
+from minitri.stats import Rebuilds
 
 MEMORY = 0.9
 """Weight of the past in the moving acceptance rate that `rebuild_threshold` is compared with."""

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 
 from minitri.cli.arguments import WITH_DRAFTER
-from minitri.decoding.stats import LevelStats, Stats
 from minitri.engine import Engine
 from minitri.generation import Generation
 from minitri.loading.devices import attention_name
 from minitri.model.llama import Llama
+from minitri.stats import LevelStats, Stats
 
 
 def where(model: Llama) -> dict[str, str]:

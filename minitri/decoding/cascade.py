@@ -45,9 +45,9 @@ from torch import Tensor
 
 from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.random_source import RandomSource
-from minitri.decoding.stats import LevelStats, Stats
 from minitri.decoding.verification import NotFiniteError, Proposal, Verdict
 from minitri.settings import StepPlan
+from minitri.stats import LevelStats, Stats
 
 
 @dataclass(frozen=True)

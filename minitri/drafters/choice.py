@@ -24,10 +24,10 @@ from minitri.decoding.autotuner import (
     expected_tokens,
 )
 from minitri.decoding.cascade import Stage
-from minitri.decoding.stats import LevelStats
 from minitri.decoding.verification import Proposal
 from minitri.drafters.lookup import LookupDrafter
 from minitri.errors import InputError
+from minitri.stats import LevelStats
 
 
 @dataclass

@@ -15,10 +15,10 @@ from typing import Protocol
 import torch
 
 from minitri.decoding.autotuner import Autotuner
-from minitri.decoding.stats import LevelStats
 from minitri.decoding.verification import Proposal
 from minitri.drafters.datastore import Datastore
 from minitri.drafters.text import GrowingText, History
+from minitri.stats import LevelStats
 
 LEAST_CHANCE = 0.05
 """A token is guessed only if the chance that it is accepted is larger: about the cost of one more

@@ -17,8 +17,8 @@ import torch
 
 from minitri import SamplingParams, SpeculationConfig
 from minitri.decoding import random_source
-from minitri.decoding.stats import Stats
 from minitri.session import Session
+from minitri.stats import Stats
 from tests.chi_square import (
     FALSE_ALARM,
     ROWS,

@@ -8,12 +8,12 @@ import torch
 
 import minitri
 from minitri.decoding.random_source import IndependentSource
-from minitri.decoding.stats import LevelStats
 from minitri.drafters.choice import DrafterChoice
 from minitri.drafters.lookup import LookupDrafter, Sources
 from minitri.errors import InputError
 from minitri.session import Session
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.stats import LevelStats
 from tests.cascades import near_copy, tiny_engine
 from tests.conftest import CPU
 from tests.exactness import Table, output_distribution, target_distribution, toy_cascade

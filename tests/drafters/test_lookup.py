@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minitri.decoding.stats import LevelStats
 from minitri.drafters import text as text_module
 from minitri.drafters.lookup import LookupDrafter, Sources
 from minitri.drafters.text import LONGEST, GrowingText, History
 from minitri.settings import StepPlan
+from minitri.stats import LevelStats
 from tests.conftest import CPU
 from tests.exactness import ScheduledTuner
 

@@ -8,8 +8,8 @@ import itertools
 import torch
 
 from minitri.decoding.cascade import Cascade
-from minitri.decoding.stats import LevelStats, Stats
 from minitri.settings import StepPlan
+from minitri.stats import LevelStats, Stats
 from minitri.trees.level import TreeLevel
 from minitri.trees.shape import TreeShape
 from minitri.trees.tuner import TreeTuner
