@@ -16,7 +16,8 @@ from typing import Self
 
 import torch
 
-from minitri.decoding.cascade import Cascade, Emitted
+from minitri.decoding.cascade import Cascade
+from minitri.decoding.level import Emitted
 from minitri.decoding.verification import NotFiniteError
 from minitri.errors import InputError, shorten
 from minitri.gpu.pool import SessionPool

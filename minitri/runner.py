@@ -22,7 +22,7 @@ from torch import Tensor
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
-from minitri.decoding.cascade import Emitted
+from minitri.decoding.level import Emitted
 from minitri.decoding.sampling import pad_vocabulary, probs_of_rows
 from minitri.decoding.verification import Proposal
 from minitri.gpu.captured_steps import CapturedSteps
@@ -71,7 +71,7 @@ class ModelRunner:
     def next_probs(
         self, sequences: list[list[int]], active: list[bool], guesses: Proposal | None = None
     ) -> Tensor:
-        """Distributions (B, N + 1, V); see `decoding.cascade.Runner`."""
+        """Distributions (B, N + 1, V); see `decoding.level.Runner`."""
         certain = [
             sequence[seen:] if on else sequence[-1:]
             for sequence, seen, on in zip(sequences, self.cache.num_tokens, active, strict=True)
@@ -90,7 +90,7 @@ class ModelRunner:
         return probs_BNV
 
     def next_probs_behind(self, tokens_B: Tensor, active: list[bool]) -> Tensor:
-        """Distributions (B, V); see `decoding.cascade.Runner`."""
+        """Distributions (B, V); see `decoding.level.Runner`."""
         tokens_B1 = tokens_B.clamp(max=self.model.config.vocab_size - 1).unsqueeze(1)
         first_B1 = torch.zeros_like(tokens_B1)
         block = make_block(self.model, [[0]] * len(active), self.cache, self._padded_size(1))

@@ -22,7 +22,8 @@ from minitri.caches.policies import make_policy
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import window_problem
 from minitri.decoding.autotuner import Autotuner
-from minitri.decoding.cascade import Cascade, Emitted, Level, Stage
+from minitri.decoding.cascade import Cascade
+from minitri.decoding.level import Emitted, Level, Stage
 from minitri.decoding.random_source import CoupledSource, IndependentSource, RandomSource
 from minitri.drafters.choice import DrafterChoice
 from minitri.drafters.lookup import LookupDrafter, Sources

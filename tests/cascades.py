@@ -8,7 +8,7 @@ from torch import Tensor
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
-from minitri.decoding.cascade import Emitted
+from minitri.decoding.level import Emitted
 from minitri.engine import Engine
 from minitri.gpu.graphs import GraphPool
 from minitri.loading.tokenizer import Tokenizer, TokenizersBackend

@@ -15,7 +15,8 @@ from functools import cache
 import torch
 
 from minitri.decoding.autotuner import Autotuner
-from minitri.decoding.cascade import Cascade, Level
+from minitri.decoding.cascade import Cascade
+from minitri.decoding.level import Level
 from minitri.decoding.random_source import IndependentSource
 from minitri.decoding.verification import Proposal, verify, verify_block
 from minitri.settings import StepPlan

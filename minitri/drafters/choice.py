@@ -23,7 +23,7 @@ from minitri.decoding.autotuner import (
     Autotuner,
     expected_tokens,
 )
-from minitri.decoding.cascade import Stage
+from minitri.decoding.level import Stage
 from minitri.decoding.verification import Proposal
 from minitri.drafters.lookup import LookupDrafter
 from minitri.errors import InputError
@@ -46,7 +46,7 @@ class _Row:
 
 
 class DrafterChoice:
-    """A lookup and a model that take turns: a stage of the cascade, see `cascade.Stage`."""
+    """A lookup and a model that take turns: a stage of the cascade, see `decoding.level.Stage`."""
 
     def __init__(self, tree: str, lookup: LookupDrafter, model: Stage, tuner: Autotuner) -> None:
         """Raises `InputError` if a `tree` is wanted: what both guess are chains."""

@@ -100,7 +100,7 @@ class _Row:
 
 
 class LookupDrafter:
-    """Lookup for B rows: a stage of the cascade, see `cascade.Stage`."""
+    """Lookup for B rows: a stage of the cascade, see `decoding.level.Stage`."""
 
     def __init__(
         self, batch_size: int, stats: LevelStats, tuner: Autotuner | None, sources: Sources, *,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from minitri.decoding.cascade import Emitted, Level, Runner
+from minitri.decoding.level import Emitted, Level, Runner
 from minitri.decoding.verification import NotFiniteError, Proposal
 from minitri.trees.random_source import TreeSource
 from minitri.trees.shape import TreeShape
