@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from minitri.cli import prompts
+from minitri.cli import exits, prompts
 from minitri.errors import InputError
 from minitri.generate import main, seed_of
 from minitri.loading.hf_config import stretch_rope
@@ -160,3 +160,15 @@ def test_a_seed_that_is_drawn_is_told_where_it_matters(caplog, given, speculatio
         assert told in line
         assert f"seed {record.args[0]}" in line
     assert len(caplog.messages) == (3 if told else 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [({}, "1000"), ({"MINITRI_KERNELS": "off"}, None), ({"GOMP_SPINCOUNT": "7"}, "7")],
+)
+def test_waiting_threads_of_pytorch_sleep_beside_compiled_kernels(given, found, monkeypatch):
+    """Unless there are none, or somebody has decided otherwise."""
+    monkeypatch.setattr(os, "environ", dict(given))
+    monkeypatch.setattr(exits, "_has_compiler", lambda: True)
+    with exits.clean_imports():
+        assert os.environ.get("GOMP_SPINCOUNT") == found
