@@ -12,14 +12,7 @@ from torch import Tensor
 
 from minitri.decoding.noise import gumbel_argmax, noise_key
 from minitri.decoding.sampling import sample
-from minitri.decoding.verification import (
-    Proposal,
-    Verdict,
-    integers,
-    verify,
-    verify_block,
-    verify_coupled,
-)
+from minitri.decoding.verification import Proposal, Verdict, verify, verify_block, verify_coupled
 from minitri.settings import SpeculationConfig
 
 
@@ -88,7 +81,7 @@ class CoupledSource:
         self._seeds[b] = seed
 
     def sample(self, probs_BV: Tensor, starts: list[int], active: list[bool]) -> Tensor:  # noqa: ARG002
-        keys_B1 = integers(self._keys(starts, 1), probs_BV.device)
+        keys_B1 = torch.tensor(self._keys(starts, 1)).to(probs_BV.device, non_blocking=True)
         return gumbel_argmax(probs_BV, keys_B1.squeeze(1))
 
     def verify(

@@ -15,7 +15,6 @@ Legend: B rows, N proposed tokens, V vocab.
 
 import functools
 import math
-import operator
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -75,9 +74,9 @@ class Verdict:
     next_tokens: list[int]
     """The token behind them: recovered where a guess was rejected, else the bonus token."""
     guesses: list[list[int]]
-    """The tokens that were proposed, padded; at least those that stay."""
+    """The tokens that were proposed, padded."""
     is_damaged: bool = False
-    """Whether the proposal held distributions that are not finite."""
+    """Whether they came with distributions that are not finite."""
 
 
 def verify(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> Verdict:
@@ -198,10 +197,7 @@ def _on_host(
     packed = torch.cat((columns_B4, proposal.tokens_BN.to(columns_B4)), 1).tolist()
     if not math.isfinite(packed[0][3]):
         raise NotFiniteError
-    accepted, following, usable, _, *guesses = map(list, zip(*packed, strict=True))
-    return Verdict(
-        [int(n) for n in accepted],
-        [int(token) for token in following],
-        [[int(column[b]) for column in guesses] for b in range(len(packed))],
-        is_damaged=any(map(operator.lt, usable, proposal.counts)),
-    )
+    rows = [[int(number) for number in row] for row in packed]
+    is_damaged = any(row[2] < n for row, n in zip(rows, proposal.counts, strict=True))
+    accepted, following, guesses = zip(*((row[0], row[1], row[4:]) for row in rows), strict=True)
+    return Verdict([*accepted], [*following], [*guesses], is_damaged)
