@@ -46,7 +46,10 @@ def num_weights(config: ModelConfig) -> int:
     qkv_heads = config.num_heads + 2 * config.num_kv_heads
     layer = E * D * (qkv_heads + config.num_heads) + 3 * E * inner + 2 * E
     if config.attention_bias:
-        layer += D * qkv_heads + E
+        layer += D * qkv_heads
+    if config.attention_bias if config.output_bias is None else config.output_bias:
+        layer += E
+    layer += 2 * D * config.head_norm
     head = config.vocab_size if config.head_size is None else config.head_size
     tables = 1 if config.tie_word_embeddings or config.draft_of is not None else 2
     return config.num_layers * layer + E + tables * head * E

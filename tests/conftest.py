@@ -52,13 +52,14 @@ def byte_level_tokenizer() -> tokenizers.Tokenizer:
     return pipeline
 
 
-def write_hf_folder(folder: Path, *, seed: int = 0, **changes) -> Path:
-    """A random Llama written by `transformers` itself, with a tokenizer: what a user would
+def write_hf_folder(folder: Path, *, seed: int = 0, model_type: str = "llama", **changes) -> Path:
+    """A random model written by `transformers` itself, with a tokenizer: what a user would
     download."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes}))
+    config = AutoConfig.for_model(model_type, **{**SHAPE, **changes})
+    model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)

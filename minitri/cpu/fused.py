@@ -115,9 +115,12 @@ def weights_of(layer: nn.Module) -> LayerWeights:
     """The addresses of a block's weights, which stay where they are."""
     assert isinstance(layer, Layer)
     attention, mlp = layer.self_attn, layer.mlp
-    norms = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+    norms = (
+        layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm,
+    )  # fmt: skip
     linears = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
-    return LayerWeights(*map(address, norms), *map(matrix_of, linears))
+    weights = (None if norm is None else address(norm.weight) for norm in norms)
+    return LayerWeights(*weights, *map(matrix_of, linears))
 
 
 def matrix_of(layer: nn.Module) -> Matrix:

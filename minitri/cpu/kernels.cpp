@@ -972,6 +972,15 @@ inline void rotate_head(const T* x, const float* cos, const float* sin, T* out, 
     }
 }
 
+// One head through an RMSNorm, in place.
+template <class T>
+inline void norm_head(T* x, const T* weight, double eps, int64_t D) {
+    float sum = 0;
+    for (int64_t d = 0; d < D; ++d) sum += widen(x[d]) * widen(x[d]);
+    const float scale = 1 / std::sqrt(sum / D + float(eps));
+    for (int64_t d = 0; d < D; ++d) narrow(widen(x[d]) * scale * widen(weight[d]), x + d);
+}
+
 // Rotates the first `heads` of each row (total heads, D): out (R, heads, D); cos and sin (R, D).
 template <class T>
 void rotate(const T* x, const float* cos, const float* sin, T* out, int64_t R, int64_t total,
@@ -992,6 +1001,7 @@ struct Matrix {
 
 struct LayerWeights {
     const void *input_norm, *post_norm;
+    const void *q_norm, *k_norm;  // (D): of every head of q and of k before RoPE; or null
     Matrix qkv, o, gate_up, down;
 };
 
@@ -1012,11 +1022,16 @@ struct PassArguments {
 
 // Queries and keys of a layer turned by their positions, K and V written into the cache.
 template <class T>
-void rotate_and_write(const PassArguments& p, int64_t layer, const T* qkv, T* queries) {
+void rotate_and_write(const PassArguments& p, int64_t layer, T* qkv, T* queries) {
+    const T *q_norm = static_cast<const T*>(p.layers[layer].q_norm);
+    const T *k_norm = static_cast<const T*>(p.layers[layer].k_norm);
     const int64_t D = p.D, width = (p.H + 2 * p.K) * D;
     for (int64_t row = 0; row < p.B * p.T; ++row, qkv += width) {
         const int64_t b = row / p.T, t = row % p.T;
         const float *cos = p.cos + row * D, *sin = p.sin + row * D;
+        for (int64_t h = 0; q_norm && h < p.H + p.K; ++h) {
+            norm_head(qkv + h * D, h < p.H ? q_norm : k_norm, p.eps, D);
+        }
         T* q = queries + row * p.H * D;
         for (int64_t h = 0; h < p.H; ++h) rotate_head(qkv + h * D, cos, sin, q + h * D, D);
         if (p.queries && t + p.W >= p.T) {

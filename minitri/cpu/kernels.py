@@ -65,7 +65,7 @@ class LayerWeights(ctypes.Structure):
     """Where the weights of a transformer block are."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm")),
+        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
         *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
     ]
 

@@ -271,8 +271,9 @@ def placements(model: Llama) -> dict[str, Tensor]:
             for kind, parameter in layer.get_submodule(f"{block}.{linear}").named_parameters():
                 for name, rows in zip(sizes, parameter.split([*sizes.values()]), strict=True):
                     places[f"{prefix}.{block}.{name}.{kind}"] = rows
-        for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
-            places[f"{prefix}.{norm}"] = layer.get_parameter(norm)
+        for norm, parameter in layer.named_parameters():
+            if norm.endswith("norm.weight"):
+                places[f"{prefix}.{norm}"] = parameter
     return places
 
 

@@ -3,8 +3,8 @@
 The `gguf` package dequantizes; what stays quantized is repacked by `gguf_blocks.py`. The parser of
 that package is not used: of a damaged header it makes millions of objects. This file parses and
 translates names and conventions to those of Hugging Face, so that nobody else needs to know them.
-One trap: GGUF pairs neighbouring dimensions in its rotary embedding, so it stores the rows of q and
-k in another order; they are put back here.
+One trap: of a Llama, GGUF pairs neighbouring dimensions in the rotary embedding, so it stores the
+rows of q and k in another order; they are put back here.
 """
 
 import importlib
@@ -22,7 +22,7 @@ from torch import Tensor
 from minitri.errors import InputError, shorten
 from minitri.loading.damage import explain, printable
 from minitri.loading.gguf_blocks import BITS, repack
-from minitri.loading.hf_config import as_token_ids, read_fields, read_value
+from minitri.loading.hf_config import as_token_ids, family, read_fields, read_value
 from minitri.model.config import ModelConfig
 
 _GLOBAL_NAMES = {
@@ -36,6 +36,8 @@ _LAYER_NAMES = {
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
@@ -161,10 +163,8 @@ class GgufFile:
             )
             self._metadata = reader.metadata(num_keys)
             self._tensors = reader.tensors(gguf, num_tensors, self._metadata)
-        kind = self.get("general.architecture")
-        if kind != "llama":
-            kind = shorten(repr(kind), 60)
-            raise self._error(f"is a {kind} model; minitri runs the Llama architecture only")
+        self.architecture: str = self.get("general.architecture")
+        self._own = family(self.architecture, path.name)
 
     def _error(self, problem: str) -> InputError:
         return InputError(f"{self.path.name} {problem}")
@@ -182,6 +182,10 @@ class GgufFile:
     def get(self, key: str, default: Any = None) -> Any:
         """The metadata of a key: a number, a text, a boolean, a list of texts or an array."""
         return self._metadata.get(key, default)
+
+    def _shape(self, key: str, default: Any = None) -> Any:
+        """The same of one of the architecture's own keys."""
+        return self.get(f"{self.architecture}.{key}", default)
 
     def flag(self, key: str, default: bool) -> bool:
         """A boolean of the metadata. Raises `TypeError` for anything else."""
@@ -204,8 +208,12 @@ class GgufFile:
     def config(self, name: str) -> ModelConfig:
         """The model's shape."""
         with self.reading("its hyper-parameters"):
-            config = read_fields(self._as_config_json(), name)
-            if self.get("llama.rope.dimension_count", config.head_dim) != config.head_dim:
+            config = replace(
+                read_fields(self._as_config_json(), name),
+                output_bias="blk.0.attn_output.bias" in self._tensors,
+                head_norm=self._own.get("head_norm", False),
+            )
+            if self._shape("rope.dimension_count", config.head_dim) != config.head_dim:
                 raise self._error(
                     "rotates only a part of each head, which no Llama does; check the file"
                 )
@@ -222,21 +230,23 @@ class GgufFile:
 
     def _as_config_json(self) -> dict[str, Any]:
         """The shape under the names of a Hugging Face config.json."""
-        if self.get("llama.expert_count"):
-            raise self._error("is a mixture of experts; minitri runs dense Llama models only")
+        if self._shape("expert_count"):
+            raise self._error("is a mixture of experts; minitri runs dense models only")
+        if self._shape("attention.sliding_window"):
+            raise self._error("has a sliding window, which minitri does not run; use another model")
         if "token_embd.weight" not in self._tensors:
             raise self._error("has no tensor token_embd.weight; get the complete file")
         found: dict[str, Any] = {}
         for name, key in _CONFIG_KEYS.items():
-            found[name] = self.get(f"llama.{key}")
+            found[name] = self._shape(key)
             if found[name] is None:
                 raise self._error(
-                    f"has no llama.{key}; get a GGUF file made by a current llama.cpp"
+                    f"has no {self.architecture}.{key}; get a GGUF file made by a current llama.cpp"
                 )
         eos = [as_token_ids(self.get(f"tokenizer.ggml.{name}_token_id")) for name in ("eos", "eot")]
         return found | {
-            "num_key_value_heads": self.get("llama.attention.head_count_kv"),
-            "head_dim": self.get("llama.attention.key_length"),
+            "num_key_value_heads": self._shape("attention.head_count_kv"),
+            "head_dim": self._shape("attention.key_length"),
             "vocab_size": self._tensors["token_embd.weight"].shape[0],
             # A float32; the shortest decimal that rounds to it is what the author wrote.
             "rms_norm_eps": float(f"{found['rms_norm_eps']:.6g}"),
@@ -250,13 +260,13 @@ class GgufFile:
     def _rope(self) -> dict[str, Any]:
         """The `rope_parameters` of a Hugging Face config.json."""
         for key, neutral in _ROPE_NEUTRAL.items():
-            if self.get(f"llama.rope.scaling.{key}", neutral) != neutral:
+            if self._shape(f"rope.scaling.{key}", neutral) != neutral:
                 raise self._error(
                     f"sets rope.scaling.{key}, which minitri does not run; use another"
                 )
-        factor = self.get("llama.rope.scaling.factor", self.get("llama.rope.scale_linear", 1.0))
-        kind = self.get("llama.rope.scaling.type", "default" if factor == 1 else "linear")
-        found = {name: self.get(f"llama.rope.{key}") for name, key in _ROPE_KEYS.items()}
+        factor = self._shape("rope.scaling.factor", self._shape("rope.scale_linear", 1.0))
+        kind = self._shape("rope.scaling.type", "default" if factor == 1 else "linear")
+        found = {name: self._shape(f"rope.{key}") for name, key in _ROPE_KEYS.items()}
         return found | {"rope_type": "default" if kind == "none" else kind, "factor": factor}
 
     def quantized(self) -> dict[tuple[str, tuple[int, ...]], int]:
@@ -283,7 +293,8 @@ class GgufFile:
             else:
                 weight = self._dequantized(gguf_name, stored)
             for part, heads in (("q_proj", config.num_heads), ("k_proj", config.num_kv_heads)):
-                if part in name and len(weight) % (2 * heads) == 0:  # else it is of a wrong shape
+                fits = len(weight) % (2 * heads) == 0  # else it is of a wrong shape
+                if self.architecture == "llama" and part in name and fits:
                     weight = _neighbours_to_halves(weight, heads)
             yield name, weight
 

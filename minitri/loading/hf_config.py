@@ -16,15 +16,52 @@ _ROPE_NUMBERS = (
 )  # fmt: skip
 
 
-def read_config(config: Mapping[str, Any], name: str) -> ModelConfig:
-    """From the dictionary in a Hugging Face config.json. Raises `InputError` for no Llama."""
-    kind = config.get("model_type")
-    if kind != "llama":
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"attention_bias": True, "output_bias": False},
+    "qwen3": {"head_norm": True},
+}
+"""Architectures by the `model_type` of their config.json, and what each has beside a Llama's
+parts."""
+
+_WITHOUT_DEFAULT = ("num_key_value_heads", "max_position_embeddings")
+"""What a config.json may leave out for a Llama only: others have defaults of their own."""
+
+
+def family(kind: Any, name: str) -> dict[str, Any]:
+    """What an architecture has beside a Llama's parts. Raises `InputError` for others."""
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise InputError(
-            f"{name} is a {shorten(repr(kind), 60)} model; minitri runs the Llama architecture "
-            "(model_type 'llama') only"
+            f"{name} is a {shorten(repr(kind), 60)} model; use one of a kind that minitri runs: "
+            f"{', '.join(FAMILIES)}"
         )
+    return FAMILIES[kind]
+
+
+def read_config(config: Mapping[str, Any], name: str) -> ModelConfig:
+    """From the dictionary in a Hugging Face config.json. Raises `InputError` for a model that is
+    no Llama and none of its relatives."""
+    own = family(config.get("model_type"), name)
+    wrong_kind = (TypeError, ValueError, ZeroDivisionError, OverflowError)
+    problem = f"{name}: config.json holds a value of the wrong kind"
+    try:
+        with explain(problem, *wrong_kind, advice="get the original"):
+            check_supported(config, name)
+            for key in () if config["model_type"] == "llama" else _WITHOUT_DEFAULT:
+                read_value(config, key, int)
+            return dataclasses.replace(read_fields(config, name), **own)
+    except KeyError as missing:
+        raise InputError(
+            f"{name}: config.json has no {missing}; get the complete config of the model"
+        ) from None
+
+
+def check_supported(config: Mapping[str, Any], name: str) -> None:
+    """Raises `InputError` for what the architectures allow and minitri does not run."""
     required = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None}
+    if config.get("use_sliding_window") is not False:
+        required["sliding_window"] = None
     for key, wanted in required.items():
         found = config.get(key)
         if found is not None and (found != wanted or type(found) is not type(wanted)):
@@ -32,15 +69,12 @@ def read_config(config: Mapping[str, Any], name: str) -> ModelConfig:
                 f"{name} has {key}={shorten(repr(found), 60)}, which minitri does not "
                 f"run; use a checkpoint with {key}={wanted}"
             )
-    wrong_kind = (TypeError, ValueError, ZeroDivisionError, OverflowError)
-    problem = f"{name}: config.json holds a value of the wrong kind"
-    try:
-        with explain(problem, *wrong_kind, advice="get the original"):
-            return read_fields(config, name)
-    except KeyError as missing:
+    others = set(map(str, config.get("layer_types") or ())) - {"full_attention"}
+    if others:
         raise InputError(
-            f"{name}: config.json has no {missing}; get the complete config of the model"
-        ) from None
+            f"{name} has layers of the type {shorten(min(others), 60)}, which minitri does not "
+            "run; use a model whose layers all have full_attention"
+        )
 
 
 def read_value(config: Mapping[str, Any], key: str, kind: type[Any], default: Any = None) -> Any:

@@ -4,10 +4,12 @@ A row holds what must be known before any file is read. Its shape serves `minitr
 `bench --load dummy`, which need no weights; a model that really runs has that of its config file.
 """
 
+import dataclasses
 import difflib
 from typing import NamedTuple
 
 from minitri.errors import InputError
+from minitri.loading.hf_config import FAMILIES
 from minitri.model.config import ModelConfig
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -15,12 +17,13 @@ DEFAULT_MODEL = "smollm2-135m"
 
 class NamedModel(NamedTuple):
     """A row of the table: repository on the Hugging Face hub, context length in tokens, default
-    drafter (the name of a model, or `suffix`) and shape."""
+    drafter (the name of a model, or `suffix`), shape and architecture."""
 
     repo: str
     context: int
     draft: str
     shape: tuple[int, int, int, int, int, int, int, bool]
+    kind: str = "llama"
 
 
 _7B = (32, 4096, 11008, 32, 32, 128, 32000, False)
@@ -50,6 +53,22 @@ _ROWS = {
                      (32, 960, 2560, 15, 5, 64, 49152, True)),
     "smollm2-1.7b": ("HuggingFaceTB/SmolLM2-1.7B-Instruct", 8192, "smollm2-135m",
                      (24, 2048, 8192, 32, 32, 64, 49152, True)),
+    "mistral-7b": ("mistralai/Mistral-7B-Instruct-v0.3", 32768, "suffix",
+                   (32, 4096, 14336, 32, 8, 128, 32768, False), "mistral"),
+    "mistral-nemo-12b": ("mistralai/Mistral-Nemo-Instruct-2407", 131072, "suffix",
+                         (40, 5120, 14336, 32, 8, 128, 131072, False), "mistral"),
+    "qwen2.5-0.5b": ("Qwen/Qwen2.5-0.5B-Instruct", 32768, "suffix",
+                     (24, 896, 4864, 14, 2, 64, 151936, True), "qwen2"),
+    "qwen2.5-1.5b": ("Qwen/Qwen2.5-1.5B-Instruct", 32768, "qwen2.5-0.5b",
+                     (28, 1536, 8960, 12, 2, 128, 151936, True), "qwen2"),
+    "qwen2.5-7b": ("Qwen/Qwen2.5-7B-Instruct", 32768, "qwen2.5-0.5b",
+                   (28, 3584, 18944, 28, 4, 128, 152064, False), "qwen2"),
+    "qwen3-0.6b": ("Qwen/Qwen3-0.6B", 40960, "suffix",
+                   (28, 1024, 3072, 16, 8, 128, 151936, True), "qwen3"),
+    "qwen3-4b-256k": ("Qwen/Qwen3-4B-Instruct-2507", 262144, "qwen3-0.6b",
+                      (36, 2560, 9728, 32, 8, 128, 151936, True), "qwen3"),
+    "qwen3-8b": ("Qwen/Qwen3-8B", 40960, "qwen3-0.6b",
+                 (36, 4096, 12288, 32, 8, 128, 151936, False), "qwen3"),
 }  # fmt: skip
 MODELS = {name: NamedModel(*row) for name, row in _ROWS.items()}
 
@@ -59,7 +78,8 @@ def shape_of(name: str) -> ModelConfig | None:
     if name not in MODELS:
         return None
     row = MODELS[name]
-    return ModelConfig(*row.shape[:7], row.context, tie_word_embeddings=row.shape[7], name=name)
+    config = ModelConfig(*row.shape[:7], row.context, tie_word_embeddings=row.shape[7], name=name)
+    return dataclasses.replace(config, **FAMILIES[row.kind])
 
 
 def unknown_model(name: str) -> InputError:

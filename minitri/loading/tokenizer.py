@@ -13,7 +13,7 @@ from typing import Any
 
 import sentencepiece
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from minitri.errors import InputError, check_unicode, shorten
 from minitri.loading.checkpoint import Checkpoint, read_json
@@ -26,6 +26,8 @@ _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_QWEN_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+_WORDS = {"Regex": _LLAMA3_WORDS}, {"Regex": _QWEN_WORDS}
 _SPACE = {"String": " "}
 _LETTERS, _ENDS = "A-Za-zÀ-ÖØ-öø-ÿА-я一-龥ぁ-んァ-ヴ가-힣", " \n，。、"
 _CUT = re.compile(f"[{_LETTERS}](?=[{_ENDS}])")
@@ -107,8 +109,9 @@ def _splits_words(pipeline: tokenizers.Tokenizer) -> bool | None:
     splits = False
     for part in parts:
         kind, pattern = part["type"], part.get("pattern")
-        is_known = kind in ("ByteLevel", "Digits", "Metaspace", "Prepend") or pattern == _SPACE
-        is_split = pattern == {"Regex": _LLAMA3_WORDS} and part.get("behavior") == "Isolated"
+        known = ("ByteLevel", "Digits", "Metaspace", "Prepend", "NFC")
+        is_known = kind in known or pattern == _SPACE
+        is_split = pattern in _WORDS and part.get("behavior") == "Isolated"
         if is_split or part.get("use_regex"):
             splits = True
         elif not is_known or (kind == "ByteLevel" and not splits):
@@ -254,11 +257,14 @@ def _gguf_byte_level_bpe(file: GgufFile) -> Backend:
     """Byte-level BPE; `tokenizer.ggml.pre` names how a text is cut into words first."""
     gpt2: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
     smollm = [pre_tokenizers.Digits(individual_digits=True), *gpt2]
-    llama3 = [
-        pre_tokenizers.Split(tokenizers.Regex(_LLAMA3_WORDS), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-    words = {"default": gpt2, "smollm": smollm, "llama-bpe": llama3}
+    llama3, qwen = (
+        [
+            pre_tokenizers.Split(tokenizers.Regex(pattern["Regex"]), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+        for pattern in _WORDS
+    )
+    words = {"default": gpt2, "smollm": smollm, "llama-bpe": llama3, "qwen2": qwen}
     words |= {"gpt-2": gpt2, "llama3": llama3}
     pre = file.get("tokenizer.ggml.pre", "default")
     if pre not in words:
@@ -275,6 +281,8 @@ def _gguf_byte_level_bpe(file: GgufFile) -> Backend:
     pipeline = tokenizers.Tokenizer(bpe)
     pipeline.pre_tokenizer = pre_tokenizers.Sequence(words[pre])
     pipeline.decoder = decoders.ByteLevel()
+    if words[pre] is qwen:
+        pipeline.normalizer = normalizers.NFC()
     CONTROL, USER_DEFINED = 3, 4
     types = file.column("tokenizer.ggml.token_type", int, [1] * len(tokens))
     pairs = zip(tokens, types, strict=True)

@@ -1,4 +1,4 @@
-"""The shape of a Llama, whatever file describes it: frozen dataclasses that hold no tensors."""
+"""The shape of a model, whatever file describes it: frozen dataclasses that hold no tensors."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -75,7 +75,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a Llama: which tensors it has, and what the forward pass computes with them."""
+    """Which tensors a Llama or one of its relatives has, and what is computed with them."""
 
     num_layers: int
     hidden_size: int
@@ -91,7 +91,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     """The LM head is the embedding table."""
     attention_bias: bool = False
-    """The q, k, v and o projections have biases."""
+    """The q, k, v projections have biases; see `output_bias` for the o projection."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     name: str = "llama"
@@ -102,6 +102,10 @@ class ModelConfig:
     head_size: int | None = None
     """With `draft_of`: tokens that the drafter's LM head covers, the frequent ones of the
     vocabulary. It never guesses the others. That makes it faster, and cannot change a text."""
+    output_bias: bool | None = None
+    """The o projection has a bias; None: if q, k and v have."""
+    head_norm: bool = False
+    """An RMSNorm of every head of q and k before they are rotated, as in Qwen3."""
 
     def __post_init__(self) -> None:
         check_range("num_layers", self.num_layers, 1, 1000)

@@ -28,7 +28,8 @@ EMBEDDING_SAMPLE = 64
 
 
 class Llama(nn.Module):
-    """A Llama of any size, MHA or GQA. Weights are uninitialised until a checkpoint fills them."""
+    """A Llama of any size, MHA or GQA, or one of its relatives, which differ in `ModelConfig`
+    alone. Weights are uninitialised until a checkpoint fills them."""
 
     embedding_sample: Tensor
     """Of a drafter without embeddings: some rows of its target's, see `sample_of_vocabulary`."""
@@ -53,7 +54,7 @@ class Llama(nn.Module):
         self.decoding: Callable[[], AbstractContextManager[None]] = nullcontext  # around every step
         with torch.device(device):
             self.layers = Layers(Layer(config, dtype) for _ in range(config.num_layers))
-            self.norm = RMSNorm(config, dtype)
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
             self.lm_head = make_head(config, dtype)
             if target is None and not config.tie_word_embeddings:
                 table_VE = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
@@ -151,9 +152,10 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config, dtype)
+        E, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(E, eps, dtype)
         self.self_attn = Attention(config, dtype)
-        self.post_attention_layernorm = RMSNorm(config, dtype)
+        self.post_attention_layernorm = RMSNorm(E, eps, dtype)
         self.mlp = MLP(config, dtype)
 
     def forward(self, x_BTE: Tensor, layer: int, shared: Pass) -> Tensor:
@@ -171,7 +173,10 @@ class Attention(nn.Module):
         self.head_dim = D
         bias = config.attention_bias
         self.qkv_proj = Linear(E, (H + 2 * K) * D, bias=bias, dtype=dtype)
-        self.o_proj = Linear(H * D, E, bias=bias, dtype=dtype)
+        has_bias = bias if config.output_bias is None else config.output_bias
+        self.o_proj = Linear(H * D, E, bias=has_bias, dtype=dtype)
+        norms = (RMSNorm(D, config.rms_norm_eps, dtype) if config.head_norm else None for _ in "qk")
+        self.q_norm, self.k_norm = norms
 
     def forward(self, x_BTE: Tensor, layer: int, shared: Pass) -> Tensor:
         return self.o_proj(self.mix(self.qkv_proj(x_BTE), layer, shared))
@@ -179,7 +184,10 @@ class Attention(nn.Module):
     def mix(self, qkv_BTX: Tensor, layer: int, shared: Pass) -> Tensor:
         """What stands between the projections: (B, T, (H + 2 K) D) to (B, T, H D)."""
         heads = qkv_BTX.unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
-        _, raw_BTKD, v_BTKD = heads.split(self.heads, dim=2)
+        raw_q_BTHD, raw_BTKD, v_BTKD = heads.split(self.heads, dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            raw_q_BTHD, raw_BTKD = self.q_norm(raw_q_BTHD), self.k_norm(raw_BTKD)
+            heads = torch.cat((raw_q_BTHD, raw_BTKD), 2)
         rotated = self.rotate(heads[:, :, : sum(self.heads[:2])], shared.rotary)
         q_BTHD, k_BTKD = rotated.split(self.heads[:2], dim=2)
         # Before `update`, in which a cache may already choose by these queries.
@@ -216,11 +224,10 @@ class MLP(nn.Module):
 class RMSNorm(nn.Module):
     """Root-mean-square norm, computed in float32 or better."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
-        weight = torch.empty(config.hidden_size, dtype=dtype)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.eps = config.rms_norm_eps
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)

@@ -20,7 +20,7 @@ from tests.cpu.test_kernels import SOURCE, TOLERANCE, compiled
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
 
-CONFIG = tiny_config(attention_bias=True)
+CONFIG = tiny_config(attention_bias=True, head_norm=True)
 SPECULATION = SpeculationConfig(budget=64, chunk_size=8, num_recent_tokens=40, num_sink_tokens=4)
 B = 2
 LENGTHS = [37, 5]
@@ -101,6 +101,7 @@ MUTANTS = {
                                 "const T *keys = static_cast<T*>(p.keys)"),
     "queries of all rows in one": ("(layer * p.B + b) * p.W", "layer * p.B * p.W"),
     "one norm for both": ("layer.post_norm", "layer.input_norm"),
+    "one norm for q and k": ("h < p.H ? q_norm : k_norm", "q_norm"),
     "no residual": ("layer.down, p.x, p.x", "layer.down, nullptr, p.x"),
 }  # fmt: skip
 """Wrong passes: a text of the source and what stands in its place."""

@@ -23,13 +23,14 @@ NAMES = {
 PARTS = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
 
 
-def _header(path: Path, config: ModelConfig) -> gguf.GGUFWriter:
-    writer = gguf.GGUFWriter(path, "llama")
+def _header(path: Path, config: ModelConfig, architecture: str = "llama") -> gguf.GGUFWriter:
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.context_length)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
@@ -54,11 +55,12 @@ def _finish(
         if name in NAMES:
             stored = NAMES[name]
         else:
-            _, _, number, part = name.removesuffix(".weight").split(".", 3)
-            stored = f"blk.{number}.{PARTS[part]}.weight"
-            if part.endswith(("q_proj", "k_proj")):
+            _, _, number, rest = name.split(".", 3)
+            part, what = rest.rsplit(".", 1)
+            stored = f"blk.{number}.{PARTS[part]}.{what}"
+            if writer.arch == "llama" and part.endswith(("q_proj", "k_proj")):
                 heads = config.num_heads if part.endswith("q_proj") else config.num_kv_heads
-                halves = values.reshape(heads, 2, -1, values.shape[1])
+                halves = values.reshape(heads, 2, -1, *values.shape[1:])
                 values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
         quantization = (
             gguf.GGMLQuantizationType[kind] if values.ndim == 2 else gguf.GGMLQuantizationType.F32
@@ -78,6 +80,7 @@ def write_gguf(
     kind: str = "F32",
     add: Callable[[gguf.GGUFWriter], object] | None = None,
     pre: str = "gpt-2",
+    architecture: str = "llama",
 ) -> Path:
     """A file with a byte-level BPE that cuts words in the way `pre`, and what `add` puts into the
     writer.
@@ -88,7 +91,7 @@ def write_gguf(
     vocab = pipeline.get_vocab(with_added_tokens=True)
     special = {token["content"] for token in content["added_tokens"]}
     tokens = sorted(vocab, key=vocab.__getitem__)
-    writer = _header(path, config)
+    writer = _header(path, config, architecture)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)

@@ -331,7 +331,7 @@ class TestBadFiles:
     @pytest.mark.parametrize(
         ("change", "match"),
         [
-            ({"model_type": "gpt2"}, "is a 'gpt2' model; minitri runs the Llama architecture"),
+            ({"model_type": "gpt2"}, "is a 'gpt2' model; use one of a kind that minitri runs"),
             ({"model_type": None}, "is a None model"),
             ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
             ({"mlp_bias": True}, "mlp_bias=True"),

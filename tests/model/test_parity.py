@@ -22,6 +22,11 @@ KINDS = {
     "one KV head": {"num_key_value_heads": 1},
     "tied": {"tie_word_embeddings": True},
     "attention bias": {"attention_bias": True},
+    "Mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 32},
+    "Qwen2": {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 64},
+    "Qwen2, tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "Qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "Qwen3, bias": {"model_type": "qwen3", "head_dim": 16, "attention_bias": True},
     "own head dim": {"head_dim": 32},
     "theta": {"rope_theta": 500000.0},
     "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
@@ -37,11 +42,11 @@ KINDS = {
 def test_logits_equal_transformers_one_shot_chunked_and_incremental(
     kind, tmp_path, record_property
 ):
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     path = write_hf_folder(tmp_path / "model", **KINDS[kind])
     tokens = torch.randint(0, 320, (1, 150), generator=torch.Generator().manual_seed(1))
-    reference = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.inference_mode():
         wanted = reference(tokens).logits
     model = minitri.load(str(path), dtype="float32", device="cpu").model

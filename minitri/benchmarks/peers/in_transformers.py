@@ -44,8 +44,10 @@ def transformers_config(config: ModelConfig) -> dict[str, Any]:
         "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor"),
     }.get(rope.kind, ())
     scaling |= {name: getattr(rope, name) for name in names if getattr(rope, name) is not None}
+    is_qwen2 = config.attention_bias and config.output_bias is False
+    kind = "Qwen3" if config.head_norm else "Qwen2" if is_qwen2 else "Llama"
     return {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"],
+        "model_type": kind.lower(), "architectures": [f"{kind}ForCausalLM"],
         "num_hidden_layers": config.num_layers, "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size, "head_dim": config.head_dim,
         "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
