@@ -6,7 +6,7 @@ A row holds what must be known before any file is read. Its shape serves `minitr
 
 import dataclasses
 import difflib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from minitri.errors import InputError
 from minitri.loading.hf_config import FAMILIES
@@ -27,7 +27,7 @@ class NamedModel(NamedTuple):
 
 
 _7B = (32, 4096, 11008, 32, 32, 128, 32000, False)
-_ROWS = {
+_ROWS: dict[str, tuple[Any, ...]] = {
     # shape: layers, hidden, intermediate, heads, KV heads, head dim, vocabulary, tied embeddings
     "llama2-7b-128k": ("NousResearch/Yarn-Llama-2-7b-128k", 131072, "llama-68m", _7B),
     "llama2-13b-128k": ("NousResearch/Yarn-Llama-2-13b-128k", 131072, "llama-68m",
