@@ -1,0 +1,41 @@
+"""How often a step of decoding on a CUDA device waits for it: once for every verdict."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from minitri.gpu.attention import choose_backend
+from minitri.settings import SamplingParams
+from tests.cascades import Rig, random_prompt
+from tests.gpu.test_graphs_on_cuda import CONFIG, gpu_model
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("method", ["autoregressive", "naive", "retrieval", "triforce"])
+def test_a_step_waits_once_for_every_verdict(method, coupled):
+    backend = choose_backend(torch.device("cuda"), torch.bfloat16, CONFIG)
+    target, draft = (gpu_model(torch.bfloat16, backend) for _ in range(2))
+    rig = Rig(
+        target, [random_prompt(CONFIG, 600)], draft=draft, num_new=200, prefill_chunk=512,
+        sampling=SamplingParams(0.8, top_p=0.9), method=method, coupled=coupled, budget=64,
+        num_recent_tokens=200, gamma1=2, gamma2=4, rebuild_stride=1000,
+    )  # fmt: skip
+    with torch.inference_mode():
+        rig.start()
+        rig.cascade.step()  # in which the drafter reads its window
+        stages = rig.stats.stages
+        before = [stage.num_rounds for stage in stages]
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                for _ in range(3):
+                    rig.cascade.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    rounds = [stage.num_rounds - num for stage, num in zip(stages, before, strict=True)]
+    waits = [warning for warning in seen if "synchronizing CUDA" in str(warning.message)]
+    assert len(waits) == sum(rounds[1:] or rounds)
