@@ -518,6 +518,14 @@ MUTANTS = [
         "test_both_drafters_know_the_text_and_nothing_else_after_every_step",
     ),
     Mutant(
+        "the copy of fewer bits verifies at the last level",
+        SESSION + "_make_runners",
+        "target, self.full, sampling",
+        "self.guesser, self.full, sampling",
+        "gpu_twins/test_quantized_weights.py::"
+        "test_a_copy_however_wrong_changes_no_text[wrong-triforce-sampling0]",
+    ),
+    Mutant(
         "a drawn guess stated as certain",
         "minitri.drafters.choice._merged",
         "probs_BNV[b, :n] = proposal.probs_BNV[b, :n]",

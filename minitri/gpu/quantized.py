@@ -59,7 +59,7 @@ def quantize(weight_NE: Tensor, form: torch.dtype) -> tuple[Tensor, Tensor]:
     parts = (tensor.split(num_rows) for tensor in (weight_NE, quants_NE, scales_N))
     for weight, quants, scales in zip(*parts, strict=True):
         scales.copy_(weight.abs().amax(1).float().div_(most).clamp_min_(1e-30))
-        rows = weight.float().div_(scales.unsqueeze(1))
+        rows = weight.float() / scales.unsqueeze(1)
         quants.copy_(rows.round_() if form == torch.int8 else rows.clamp_(-most, most))
     return quants_NE, scales_N
 

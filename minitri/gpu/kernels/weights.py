@@ -55,8 +55,8 @@ def multiply_tile(  # type: ignore[no-untyped-def]
 def tile_sizes(M: int, N: int, num_processors: int) -> dict[str, int]:
     """The tile that a program computes, and how it reads.
 
-    Few columns where programs would be too few otherwise. Buffers of all stages stay below 82 KB,
-    of which every GPU from compute capability 8.0 on has more.
+    Few columns where programs would be too few otherwise. All stages take 80 KiB of shared memory
+    at most, which every GPU from compute capability 8.0 on has.
     """
     rows = min(MAX_ROWS, max(16, triton.next_power_of_2(M)))
     is_narrow = rows == 16 and triton.cdiv(N, 32) < 2 * num_processors
