@@ -93,7 +93,7 @@ def eight_bit_copy(model: Llama, name: str) -> Llama:
 
 
 def _copy(module: nn.Module, form: torch.dtype, multiply: Multiply) -> nn.Module:
-    if type(module) in (Linear, TiedHead):
+    if isinstance(module, Linear) and type(module) in (Linear, TiedHead):
         return EightBitLinear(module, form, multiply)
     twin = copy.copy(module)
     children = module.named_children()

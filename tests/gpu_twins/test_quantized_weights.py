@@ -123,8 +123,9 @@ def wrong(model):
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM])
 @pytest.mark.parametrize("method", ["retrieval", "triforce"])
+@pytest.mark.usefixtures("lengths_on_the_device")
 @pytest.mark.parametrize("kind", [*FORMATS, "wrong"])
-def test_a_copy_however_wrong_changes_no_text(kind, method, sampling, lengths_on_the_device):
+def test_a_copy_however_wrong_changes_no_text(kind, method, sampling):
     """Greedy and coupled, by eager and by static steps. It reads no prompt, and it is asked."""
     target = as_on_a_gpu(tiny_model(CONFIG), Math())
     twin, longest = wrong(target) if kind == "wrong" else (eight_bit_copy(target, kind), [0])
