@@ -11,6 +11,7 @@ Legend: N out_features, E in_features.
 import copy
 import functools
 import logging
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -112,8 +113,9 @@ def _kernel(model: Llama, name: str) -> Multiply:
         x = x.to(model.device, model.dtype)
         matrix = quantize(x, FORMATS[name])
         exact = multiply_math(x, *matrix)
-        error = float((kernel(x, *matrix) - exact).abs().max() / exact.abs().max())
-        reason = "" if error < TOLERANCE else f"it is off by {error:.2g}"
+        with warnings.catch_warnings(action="ignore"):  # a compiler's, of its own code
+            error = sum(float((kernel(x[:M], *matrix) - exact[:M]).abs().max()) for M in (3, 35))
+        reason = "" if error <= TOLERANCE * float(exact.max()) else f"it is off by {error:.2g}"
     except Exception as failure:  # a compiler of kernels may raise anything
         reason = shorten(failure, 90)
     if reason:
