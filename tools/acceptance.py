@@ -257,7 +257,7 @@ def main(argv: list[str] | None = None) -> None:
             )
         titles = [Path(file).stem if file else "demo" for file in files]
         copies = {name: rounded_copy(engine.model, args, name) for name in args.copy}
-        found: defaultdict[str, list[Rate]] = defaultdict(list)
+        found: defaultdict[str, list[Rate]] = defaultdict(list, {name: [] for name in names})
         speculations = [dataclasses.replace(settings, policy=name) for name in names]
         for title, text in zip(titles, texts, strict=True):
             prompt = engine.tokenizer.encode(text, args.prompt_tokens)
