@@ -10,7 +10,6 @@ Legend: N out_features, E in_features.
 
 import copy
 import functools
-import logging
 import warnings
 from collections.abc import Callable
 
@@ -21,8 +20,6 @@ from minitri.errors import InputError, shorten
 from minitri.model.linear import Linear, TiedHead
 from minitri.model.llama import Llama
 from minitri.roofline import eight_bit_bytes
-
-log = logging.getLogger("minitri")
 
 FORMATS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 NUMBERS_AT_ONCE = 1 << 24
@@ -89,7 +86,6 @@ def eight_bit_copy(model: Llama, name: str) -> Llama:
     twin._lent_embedding = model.embed
     shared = {id(weight) for weight in model.parameters()}
     twin.num_bytes = sum(w.nbytes for w in twin.parameters() if id(w) not in shared)
-    log.info("guesses take a copy of %s in %s", model.config.name, name)
     return twin
 
 

@@ -21,11 +21,8 @@ SHARES = 4
 MAX_ROWS = 64
 """Rows per program; for further ones W is read again."""
 
-RUNTIME = ["M"]
-"""Varies from call to call: Triton must not compile a kernel for each value."""
 
-
-@triton.jit(do_not_specialize=RUNTIME)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["M"])  # type: ignore[untyped-decorator]
 def multiply_tile(  # type: ignore[no-untyped-def]
     x, weight, scales, out, M, N, E, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     SHARES: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
