@@ -59,10 +59,10 @@ def load(
     cuda, cuda:N or auto. `attention` names a kernel for short blocks on a GPU, see
     `gpu/attention.py`. `rope_scaling` such as `yarn:4` stretches the context. `weights` `native`
     leaves a GGUF file's 4 and 8 bits as they are (on a CPU); `auto` does not. `draft_weights` guess
-    with the retrieval cache: the `same`, or `int4`, a copy in 4 bits, as `auto` does with compiled
-    kernels (on a CPU); the text stays the same. `progress` draws bars on standard error.
-    `before_weights` is given tokenizer and config before the weights are read, which may take
-    minutes: time to check a prompt. Raises `InputError`.
+    with the retrieval cache: the `same`, or a copy, of which the text does not depend: `int4`, as
+    `auto` with compiled kernels (on a CPU), `int8`, or `fp8` (on a GPU). `progress` draws bars on
+    standard error. `before_weights` is given tokenizer and config before the weights are read,
+    which may take minutes: time to check a prompt. Raises `InputError`.
     """
     options = {"dtype": dtype, "device": device, "attention": attention, "weights": weights}
     options["draft_weights"] = draft_weights

@@ -33,6 +33,7 @@ class Rig:
         prompts: list[list[int]],
         *,
         draft: Llama | None = None,
+        guesser: Llama | None = None,
         num_new: int = 40,
         sampling: SamplingParams = GREEDY,
         seed: int = 0,
@@ -46,7 +47,7 @@ class Rig:
         seeds = [seed + b for b in range(len(prompts))]
         generation = GenerationConfig(num_new, prefill_chunk=prefill_chunk)
         batch = Batch(prompts, seeds, sampling, generation, self.speculation)
-        self.session = Session(target, draft, batch, full=full, graphs=graphs)
+        self.session = Session(target, draft, batch, guesser=guesser, full=full, graphs=graphs)
         self.session.begin(batch)
         self.full, self.cascade = self.session.full, self.session.cascade
         self.sequences, self.stats = self.session.sequences, self.session.stats

@@ -548,6 +548,22 @@ MUTANTS = [
         EQUALITY + "test_a_target_that_drafts_for_itself_is_always_right",
     ),
     Mutant(
+        "the copy of fewer bits verifies at the last level",
+        SESSION + "_make_runners",
+        "target, self.full, sampling",
+        "self.guesser, self.full, sampling",
+        "gpu_twins/test_quantized_weights.py::"
+        "test_a_copy_however_wrong_changes_no_text[wrong-triforce-sampling0]",
+    ),
+    Mutant(
+        "a copy of fewer bits rounds the model itself",
+        "minitri.gpu.quantized.quantize",
+        "weight.float() / scales.unsqueeze(1)",
+        "weight.float().div_(scales.unsqueeze(1))",
+        "gpu_twins/test_quantized_weights.py::"
+        "test_a_copy_is_as_large_as_planned_and_shares_the_rest[False-int8]",
+    ),
+    Mutant(
         "a drawn guess stated as certain",
         "minitri.drafters.choice._merged",
         "probs = [proposal.probs_BNV[b, :n] for",

@@ -12,8 +12,11 @@ differences are much better known than the rates, of which the standard error is
 line is JSON.
 
 Rows: a policy's name (guesses with the retrieval cache, accepted by the full one), `draft` (the
-drafter's, by the full cache, as in the method naive) and `draft POLICY` (the drafter's, by the
-retrieval cache, as in triforce).
+drafter's, by the full cache, as in the method naive), `draft POLICY` (the drafter's, by the
+retrieval cache, as in triforce), and with `--copy C`, which stands for `--draft-weights C`, `POLICY
+C` (guesses of such a copy) and `POLICY C overlap` (1 - TV of its distributions from those of the
+plain weights over the same cache). A copy in int8 or fp8 is here a model of rounded weights, which
+in float32 is what `gpu/quantized.py` computes.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import math
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,11 +42,14 @@ from minitri.caches.retrieval import RetrievalCache
 from minitri.cli import arguments
 from minitri.cli.exits import program
 from minitri.cli.prompts import read_prompt
+from minitri.cpu.quantized import quantized_twin
 from minitri.decoding.sampling import sample
 from minitri.decoding.verification import Proposal
 from minitri.engine import Engine, load
 from minitri.errors import InputError
+from minitri.gpu.quantized import FORMATS, quantize
 from minitri.loading.prompts import check_prompt
+from minitri.model.linear import Linear
 from minitri.model.llama import Llama
 from minitri.runner import DraftRunner, ModelRunner, prefill
 from minitri.settings import POLICIES, SamplingParams, SpeculationConfig
@@ -66,6 +73,10 @@ def build_parser() -> arguments.OneLineParser:
     parser.add_argument(
         "--draft", default="none", metavar="auto|NAME|DIR|none",
         help=f"also measure this drafter; auto is the one that belongs to the model {shown}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--copy", action="append", default=[], choices=("int4", *FORMATS),
+        help="also measure a copy of the weights; may be given several times",
     )  # fmt: skip
     arguments.add_sampling_flags(parser)
     arguments.add_size_flags(parser.add_argument_group("speculation"))
@@ -130,11 +141,11 @@ class Continuation:
         self.queries_LNHD = torch.cat(queries, 1)
         """Those of the last prompt token and of every new token but the last."""
 
-    def by_cache(self, cache: RetrievalCache, gamma2: int) -> tuple[Rate, Tensor]:
-        """How many of a retrieval cache's guesses the target accepts, and their distributions
-        (N, V)."""
+    def by_cache(self, model: Llama, cache: RetrievalCache, gamma2: int) -> tuple[Rate, Tensor]:
+        """How many of a model's guesses with a retrieval cache the target accepts, and their
+        distributions (N, V)."""
         vocab_size = self.probs_NV.shape[1]
-        runner = ModelRunner(self.model, cache, self.sampling, vocab_size=vocab_size)
+        runner = ModelRunner(model, cache, self.sampling, vocab_size=vocab_size)
         self.full.crop([self.num_prompt - 1])
 
         def commit(num_tokens: int) -> None:
@@ -184,23 +195,49 @@ def expected_rate(probs_NV: Tensor, verifier_NV: Tensor, gamma: int) -> Rate:
     return rate, math.sqrt(sum(miss * miss for miss in misses)) / sum(tested)
 
 
+def overlap(probs_NV: Tensor, others_NV: Tensor) -> Rate:
+    """Mean of 1 - TV between the rows, but for the first, which is the target's own."""
+    overlap_N = torch.minimum(probs_NV, others_NV).sum(1)[1:]
+    return float(overlap_N.mean()), float(overlap_N.std() / math.sqrt(len(overlap_N)))
+
+
+def rounded_copy(model: Llama, args: argparse.Namespace, name: str) -> Llama:
+    """What guesses with `--draft-weights name`."""
+    if name == "int4":
+        return quantized_twin(model)
+    twin = load(**arguments.model_of(args), draft="suffix").model
+    for layer in twin.modules():
+        if isinstance(layer, Linear):
+            weight_NE, scales_N = quantize(layer.weight, FORMATS[name])
+            layer.weight.copy_(weight_NE.float() * scales_N.unsqueeze(1))
+    twin._lent_embedding = model.embed
+    return twin
+
+
 def measure(
     engine: Engine, prompt: list[int], args: argparse.Namespace,
-    speculations: list[SpeculationConfig], found: dict[str, list[Rate]],
+    speculations: list[SpeculationConfig], copies: dict[str, Llama],
+    found: defaultdict[str, list[Rate]],
 ) -> None:  # fmt: skip
     """Adds the rates behind one prompt to those that were found."""
-    continuation, draft_NV = Continuation(engine, prompt, args, speculations), None
+    settings = [speculation for speculation in speculations for _ in ("", *copies)]
+    continuation, draft_NV = Continuation(engine, prompt, args, settings), None
     if engine.draft is not None:
         draft_NV = continuation.by_drafter(engine.draft, args.gamma1)
         rate = expected_rate(draft_NV, continuation.probs_NV, args.gamma1)
         found["draft"].append(rate)
-    for speculation, cache in zip(speculations, continuation.caches, strict=True):
-        rate, probs_NV = continuation.by_cache(cache, args.gamma2)
-        found[speculation.policy].append(rate)
+    caches = iter(continuation.caches)
+    for policy in (speculation.policy for speculation in speculations):
+        rate, probs_NV = continuation.by_cache(engine.model, next(caches), args.gamma2)
+        found[policy].append(rate)
+        for name, model in copies.items():
+            by_copy, copy_NV = continuation.by_cache(model, next(caches), args.gamma2)
+            found[f"{policy} {name}"].append(by_copy)
+            found[f"{policy} {name} overlap"].append(overlap(copy_NV, probs_NV))
         if draft_NV is not None:
             rate = expected_rate(draft_NV, probs_NV, args.gamma1)
-            found[f"draft {speculation.policy}"].append(rate)
-        print(f"  {speculation.policy} {rate[0]:.3f}", file=sys.stderr, flush=True)
+            found[f"draft {policy}"].append(rate)
+        print(f"  {policy} {rate[0]:.3f}", file=sys.stderr, flush=True)
 
 
 @torch.inference_mode()
@@ -222,15 +259,14 @@ def main(argv: list[str] | None = None) -> None:
                 "can be measured"
             )
         titles = [Path(file).stem if file else "demo" for file in files]
-        found: dict[str, list[Rate]] = {name: [] for name in names}
-        if engine.draft is not None:
-            found |= {name: [] for name in ("draft", *(f"draft {name}" for name in names))}
+        copies = {name: rounded_copy(engine.model, args, name) for name in args.copy}
+        found: defaultdict[str, list[Rate]] = defaultdict(list, {name: [] for name in names})
         speculations = [dataclasses.replace(settings, policy=name) for name in names]
         for title, text in zip(titles, texts, strict=True):
             prompt = engine.tokenizer.encode(text, args.prompt_tokens)
             check_prompt(prompt, engine.config, args.new_tokens)
             print(f"{title}: {len(prompt)} tokens", file=sys.stderr, flush=True)
-            measure(engine, prompt, args, speculations, found)
+            measure(engine, prompt, args, speculations, copies, found)
         show(engine, args, titles, found)
 
 
@@ -244,14 +280,15 @@ def show(
         f"{engine.model.dtype}; expected accepted / tested, with its standard error"
     )
     header = "  ".join(f"{title:>14s}" for title in titles)
-    print(f"{'policy':15s} {'mean':>6s}  {header}")
+    width = max(15, *map(len, found))
+    print(f"{'policy':{width}s} {'mean':>6s}  {header}")
     means = {name: statistics.mean(rate for rate, _ in row) for name, row in found.items()}
     for name, row in found.items():
         cells = [
             f"{rate:6.3f} +- {error:.3f}".rjust(max(len(title), 14))
             for title, (rate, error) in zip(titles, row, strict=True)
         ]
-        print(f"{name:15s} {means[name]:6.3f}  " + "  ".join(cells))
+        print(f"{name:{width}s} {means[name]:6.3f}  " + "  ".join(cells))
     keys = ("prompt_tokens", "new_tokens", "budget", "gamma1", "gamma2", "temperature", "top_p")
     result = {key: getattr(args, key) for key in (*keys, "seed", "rope_scaling")}
     result |= {"dtype": str(engine.model.dtype).removeprefix("torch."), "texts": titles}

@@ -172,8 +172,8 @@ def add_model_flags(flags: Flags) -> None:
          "on a CPU native keeps the Q4_0, Q4_1 and Q8_0 of a GGUF file as they are, which takes "
          "less memory (default: in --dtype)"),
         ("draft-weights", "auto", DRAFT_WEIGHTS, None,
-         "of the target where it guesses with its retrieval cache: its own, or a copy in 4 bits; "
-         "the text stays the same (default: int4 where compiled kernels run)"),
+         "of the target where it guesses with its retrieval cache: its own, or a copy; int4 is for "
+         "CPUs, fp8 for GPUs, the text stays the same (default: int4 where compiled kernels run)"),
         ("rope-scaling", None, None, "KIND:FACTOR",
          "stretch the context, e.g. yarn:4 makes 8K 32K (default: as trained)"),
     ):  # fmt: skip

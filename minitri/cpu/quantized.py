@@ -4,9 +4,9 @@ Groups of 32 weights of a row share a scale and, in 4 bits, an offset, both floa
 q + offset, as in GGUF's Q4_0, Q4_1 and Q8_0. A quantized matrix is a (N, bytes) uint8 tensor whose
 rows hold the q of all groups, then their scales, then their offsets; see `kernels.cpp`.
 
-A model whose file holds such numbers may keep them. `quantized_twin` is a copy of a model in 4 bits
-that shares everything else with it. It reads a third of the bytes per pass, which makes it a good
-proposer for the model itself.
+A model whose file holds such numbers may keep them. `quantized_twin` is a copy of a model in 4 or 8
+bits that shares everything else with it. In 4 it reads a third of the bytes per pass, which makes
+it a good proposer for the model itself.
 
 Legend: N out_features, E in_features, X bytes of a row, G groups of a row, Q = 32 weights of a
 group.
@@ -154,33 +154,33 @@ def keep_quantized(model: Llama, places: Mapping[str, Tensor], stored: Stored) -
     return kept
 
 
-def has_four_bits(model: Llama) -> bool:
-    """Whether no layer of the blocks has more, so that a twin would be hardly smaller."""
+def has_at_most(model: Llama, bits: int) -> bool:
+    """Whether no layer of the blocks has more bits, so that a twin would be hardly smaller."""
     layers = (layer for layer in model.layers.modules() if isinstance(layer, Linear))
-    return all(isinstance(layer, QuantizedLinear) and layer.bits == 4 for layer in layers)
+    return all(isinstance(layer, QuantizedLinear) and layer.bits <= bits for layer in layers)
 
 
-def quantized_twin(model: Llama) -> Llama:
-    """A copy of a model on kernels with linear layers of 4 bits; it shares the rest, among it
+def quantized_twin(model: Llama, bits: int = 4) -> Llama:
+    """A copy of a model on kernels with linear layers of 4 or 8 bits; it shares the rest, among it
     those layers of the model that have as few.
 
     Its LM head has 8 bits: with 4 of them SmolLM2's twin would agree with it on 79 % of the tokens,
     instead of 99.
     """
-    twin, shared = _twin(model), {id(weight) for weight in model.parameters()}
+    twin, shared = _twin(model, bits), {id(weight) for weight in model.parameters()}
     assert isinstance(twin, Llama)
     twin.num_bytes = sum(w.nbytes for w in twin.parameters() if id(w) not in shared)
     twin._lent_embedding = model.embed
     return twin
 
 
-def _twin(module: nn.Module) -> nn.Module:
+def _twin(module: nn.Module, bits: int) -> nn.Module:
     if isinstance(module, KernelLinear) and module.in_features % GROUP == 0:
-        bits = 8 if module.is_head else 4
+        bits = 8 if module.is_head else bits
         if module.bits > bits:
             weight_NE = module.plain_weight(torch.float32)
             return QuantizedLinear(module, quantize(weight_NE, bits), bits)
     twin = take_over(object.__new__(type(module)), module)
     for name, child in module.named_children():
-        twin.add_module(name, _twin(child))
+        twin.add_module(name, _twin(child, bits))
     return twin

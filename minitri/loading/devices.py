@@ -7,9 +7,10 @@ import torch
 from minitri.cpu.attention import attend_cpu
 from minitri.cpu.kernels import MAX_HEAD_DIM, Kernels, load_kernels
 from minitri.cpu.packed import can_pack
-from minitri.cpu.quantized import has_four_bits, quantized_twin
+from minitri.cpu.quantized import has_at_most, quantized_twin
 from minitri.errors import InputError
 from minitri.gpu.attention import GpuAttention, choose_backend
+from minitri.gpu.quantized import FORMATS, eight_bit_copy
 from minitri.model.attention import Attend
 from minitri.model.config import ModelConfig
 from minitri.model.llama import Llama
@@ -18,7 +19,7 @@ log = logging.getLogger("minitri")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-WEIGHTS, DRAFT_WEIGHTS = ("auto", "native"), ("auto", "int4", "same")
+WEIGHTS, DRAFT_WEIGHTS = ("auto", "native"), ("auto", "int4", *FORMATS, "same")
 
 
 def choose_device(name: str) -> torch.device:
@@ -92,21 +93,28 @@ def check_weights(weights: str, draft_weights: str) -> None:
 
 
 def guesser_for(model: Llama, wanted: str) -> Llama | None:
-    """The copy of a model in 4 bits that guesses with the retrieval cache; None: the model does,
-    which may have 4 bits itself.
+    """The copy of a model in 4 or 8 bits that guesses with the retrieval cache; None: the model
+    does, which may have as few itself.
 
     Raises `InputError` if it cannot be had.
     """
-    if wanted == "same":
+    name, device = model.config.name, model.device.type
+    if wanted == "same" or (wanted == "auto" and not model.is_row_invariant):
         return None
+    if device == "cuda" and wanted in FORMATS:
+        return eight_bit_copy(model, wanted)
+    if wanted == "fp8":
+        raise InputError(
+            f"--draft-weights fp8 is for GPUs, and {name} runs on the {device}; use int4 or int8"
+        )
     if not model.is_row_invariant:
-        if wanted == "int4":
-            raise InputError(
-                f"--draft-weights int4 needs the compiled kernels, which {model.config.name} on "
-                f"{model.device} does not use; leave it out"
-            )
-        return None
-    return None if has_four_bits(model) else quantized_twin(model)
+        advice = "use int8, or leave it out" if device == "cuda" else "leave it out"
+        raise InputError(
+            f"--draft-weights {wanted} needs the compiled kernels, which {name} on {model.device} "
+            f"does not use; {advice}"
+        )
+    bits = 8 if wanted == "int8" else 4
+    return None if has_at_most(model, bits) else quantized_twin(model, bits)
 
 
 def attention_name(attend: Attend) -> str:

@@ -128,8 +128,8 @@ class OpenModels:
                 self._draft = self._open_draft(name, options)
 
     def load(self) -> tuple[Llama, Llama | None, Llama | None]:
-        """Reads the weights: the model, its drafter if that is a model, and its copy in 4 bits
-        if it guesses with one."""
+        """Reads the weights: the model, its drafter if that is a model, and its copy in
+        fewer bits if it guesses with one."""
         target, drafter = self._target.load(), None
         guesser = guesser_for(target, self._draft_weights)
         if self._layers is not None:

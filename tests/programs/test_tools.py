@@ -78,6 +78,20 @@ def test_a_drafter_that_is_the_target_is_always_accepted_by_it(folder, texts, ca
     assert mean["draft streaming"] == pytest.approx(mean["streaming"], abs=0.1)
 
 
+def test_a_finer_copy_of_the_weights_overlaps_more_and_changes_no_other_rate(folder, texts, capsys):
+    flags = ["--model", str(folder), "--dtype", "float32", "--prompt-file", texts[0]]
+    flags += ["--budget", "64", "--prompt-tokens", "200", "--new-tokens", "24"]
+    flags += ["--policy", "streaming", "--policy", "retrieval"]
+    means = []
+    for copies in ((), ("--copy", "fp8", "--copy", "int8")):
+        tool("acceptance").main([*flags, *copies])
+        means.append(json.loads(capsys.readouterr().out.splitlines()[-1])["mean"])
+    for policy in ("streaming", "retrieval"):
+        fp8, int8 = (means[1][f"{policy} {name} overlap"] for name in ("fp8", "int8"))
+        assert 0.5 < fp8 < int8 < 1
+        assert means[1][policy] == means[0][policy] != means[1][f"{policy} int8"]
+
+
 def test_a_rate_does_not_depend_on_the_policies_beside_it(folder, texts, capsys):
     """They share the prompt's full cache; h2o watches the prompt being read, the others its last
     tokens."""
