@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 from minitri.errors import MAX_COUNT, InputError, shorten
-from minitri.gpu.attention import BACKENDS
+from minitri.gpu.backend_choice import BACKENDS
 from minitri.loading.devices import DRAFT_WEIGHTS, DTYPES, WEIGHTS
 from minitri.loading.fetch import default_draft, split_draft
 from minitri.loading.named_models import DEFAULT_MODEL, MODELS

@@ -1,15 +1,14 @@
 """Attention on a GPU. For short blocks row lengths are read on the device, so the host never waits,
 shapes never change, and a CUDA graph can replay it.
 
-`GpuAttention` takes short blocks to one of four backends. `choose_backend` tries them in this order
-and takes the first that is there and agrees with the oracle on this very device:
+`GpuAttention` takes short blocks to one of four backends, which `backend_choice.py` chooses:
 
 - `flash-attn`: `flash_attn_with_kvcache`, one kernel over prefix and block, for causal blocks;
 - `triton`: our own kernel of that kind, see `kernels/attention.py`;
 - `torch-flash`: PyTorch's FlashAttention-2 for packed sequences. It does not split a sequence, so
   the prefix is presented as several, lest most of a GPU be idle; the block is computed apart, and
   all is merged by log-sum-exp;
-- `math`: plain formulas over all slots with a mask, for number types and GPUs without the others.
+- `math`: plain formulas over all slots with a mask, where none of the others works.
 
 Longer blocks, which only a prefill has, go to `attend_fused` by their lengths on the host.
 
@@ -17,7 +16,6 @@ Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T ne
 P pieces.
 """
 
-import logging
 import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -26,14 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitri.errors import InputError, shorten
-from minitri.model.attention import attend_math, block_rule, fold, row_by_row, unfold
-from minitri.model.config import ModelConfig
-from minitri.settings import LONGEST_BLOCK
-
-log = logging.getLogger("minitri")
-
-BACKENDS = ("flash-attn", "triton", "torch-flash", "math")
+from minitri.model.attention import block_rule, fold, row_by_row, unfold
 
 SHORTEST_PIECE = 256
 """Slots per piece of a prefix, at least; shorter pieces gain no speed."""
@@ -93,12 +84,21 @@ def attend_fused(
         from torch.nn.attention.bias import causal_lower_right  # here: the import takes seconds
 
         mask = causal_lower_right(T, end)
-    q_BHTD, is_grouped = q_BTHD.transpose(1, 2), q_BTHD.shape[2] > keys_BKSD.shape[1]
     k_BKSD, v_BKSD = keys_BKSD[:, :, :end], values_BKSD[:, :, :end]
-    out_BHTD = F.scaled_dot_product_attention(
-        q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, enable_gqa=is_grouped
-    )
-    return out_BHTD.transpose(1, 2)
+
+    def attend(q_BTHD: Tensor, *, is_grouped: bool) -> Tensor:
+        q_BHTD = q_BTHD.transpose(1, 2)
+        out_BHTD = F.scaled_dot_product_attention(
+            q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, enable_gqa=is_grouped
+        )
+        return out_BHTD.transpose(1, 2)
+
+    H, K = q_BTHD.shape[2], keys_BKSD.shape[1]
+    if H == K or q_BTHD.dtype != torch.float32:
+        return attend(q_BTHD, is_grouped=H > K)
+    # The only fused kernel for float32 knows no groups; plain formulas would hold all scores.
+    groups = q_BTHD.unflatten(2, (K, H // K)).unbind(3)
+    return torch.stack([attend(one, is_grouped=False) for one in groups], 3).flatten(2, 3)
 
 
 class Math(Backend):
@@ -147,7 +147,7 @@ class TorchFlash(Backend):
         """Outputs (P, B, K, R, D) and log-sum-exps (P, B, K, R); empty pieces weigh 0."""
         B, K, R, D = q_BKRD.shape
         S, device = block.keys_BKSD.shape[2], q_BKRD.device
-        wanted = -(-2 * self._num_processors // (B * K))
+        wanted = 2 * self._num_processors // (B * K)  # more than that would take another wave
         P = max(1, min(wanted, S // SHORTEST_PIECE))
         size = -(-S // P)
         # Slot s of row b and head k lies at b * row + k * head + s * token. Read as packed tokens,
@@ -236,69 +236,3 @@ def torch_varlen(
         q_QKD, k, v, *sizes, 0.0, False, False, scale=scale, seqused_k=counts_k
     )
     return out, lse
-
-
-def make_backend(name: str, device: torch.device) -> Backend:
-    """A backend by its name. Raises whatever importing it does."""
-    if name == "flash-attn":
-        return FlashAttn()
-    if name == "math":
-        return Math()
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    if name == "triton":
-        return TritonAttention(num_processors=processors)
-    return TorchFlash(torch_varlen, num_processors=processors)
-
-
-def choose_backend(
-    device: torch.device, dtype: torch.dtype, config: ModelConfig, *, wanted: str = "auto"
-) -> Backend:
-    """The first backend that is there and right; or the one that is `wanted`, else `InputError`."""
-    for name in BACKENDS if wanted == "auto" else (wanted,):
-        try:
-            backend = make_backend(name, device)
-            lengths = (1, 3, 9, LONGEST_BLOCK)
-            error = max(largest_error(backend, device, dtype, config, T) for T in lengths)
-            reason = f"it is off by {error:.2g}"
-        except torch.OutOfMemoryError:
-            raise InputError(
-                f"{device} has no memory left to try attention kernels; free some of it"
-            ) from None
-        except Exception as failure:  # a compiler of kernels may raise anything
-            error, reason = math.inf, shorten(failure, 80)
-        if error <= tolerance(dtype):
-            if name == "math" != wanted and dtype != torch.float32:
-                slow = (
-                    "attention falls back to plain formulas on %s, which read KV many times slower"
-                )
-                log.warning(slow, device)
-            return backend
-        if wanted != "auto":
-            raise InputError(
-                f"--attention {name} fails on {device} in {dtype} ({reason}); use --attention auto"
-            )
-        log.info("attention %s is not used: %s", name, reason)
-    raise InputError(f"no attention backend works on {device} in {dtype}; use --device cpu")
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """The largest error of outputs around 1 that rounding explains."""
-    return {torch.bfloat16: 0.02, torch.float16: 0.003}.get(dtype, 1e-4)
-
-
-def largest_error(
-    backend: Backend, device: torch.device, dtype: torch.dtype, config: ModelConfig, T: int
-) -> float:
-    """Distance from the oracle on a ragged random batch with long, short and empty prefixes."""
-    generator = torch.Generator().manual_seed(0)
-    S, lengths = 2048, [1900, 0, 700]
-    H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
-    q_BTHD = torch.randn(3, T, H, D, generator=generator).to(device, dtype)
-    keys_BKSD, values_BKSD = (
-        torch.randn(3, K, S, D, generator=generator).to(device, dtype) for _ in range(2)
-    )
-    lengths_B = torch.tensor(lengths, device=device)
-    got = backend(ShortBlock(q_BTHD, keys_BKSD, values_BKSD, lengths_B))
-    exact = attend_math(q_BTHD.double(), keys_BKSD.double(), values_BKSD.double(), lengths)
-    error = (got.double() - exact).abs().max()
-    return float(error.nan_to_num(math.inf))

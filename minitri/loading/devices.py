@@ -9,7 +9,8 @@ from minitri.cpu.kernels import MAX_HEAD_DIM, Kernels, load_kernels
 from minitri.cpu.packed import can_pack
 from minitri.cpu.quantized import has_at_most, quantized_twin
 from minitri.errors import InputError
-from minitri.gpu.attention import GpuAttention, choose_backend
+from minitri.gpu.attention import GpuAttention
+from minitri.gpu.backend_choice import choose_backend
 from minitri.gpu.quantized import FORMATS, eight_bit_copy
 from minitri.model.attention import Attend
 from minitri.model.config import ModelConfig

@@ -13,14 +13,8 @@ from minitri.decoding.random_source import IndependentSource
 from minitri.decoding.sampling import probs_from_logits, probs_from_logits_on_device
 from minitri.decoding.verification import Proposal
 from minitri.errors import InputError
-from minitri.gpu.attention import (
-    BACKENDS,
-    GpuAttention,
-    ShortBlock,
-    choose_backend,
-    make_backend,
-    tolerance,
-)
+from minitri.gpu.attention import GpuAttention, ShortBlock
+from minitri.gpu.backend_choice import BACKENDS, choose_backend, make_backend, tolerance
 from minitri.gpu.graphs import GraphPool
 from minitri.model.attention import attend_math
 from minitri.model.block import forward_block, make_block

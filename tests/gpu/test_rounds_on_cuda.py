@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from minitri.gpu.attention import choose_backend
+from minitri.gpu.backend_choice import choose_backend
 from minitri.settings import SamplingParams
 from tests.cascades import Rig, random_prompt
 from tests.gpu.test_graphs_on_cuda import CONFIG, gpu_model

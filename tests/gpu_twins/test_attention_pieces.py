@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from minitri.errors import InputError
-from minitri.gpu import attention as gpu_attention
+from minitri.gpu import backend_choice
 from minitri.gpu.attention import (
     SHORTEST_PIECE,
     FlashAttn,
@@ -15,9 +16,9 @@ from minitri.gpu.attention import (
     Math,
     ShortBlock,
     TorchFlash,
-    choose_backend,
-    largest_error,
+    attend_fused,
 )
+from minitri.gpu.backend_choice import choose_backend, largest_error
 from minitri.model.attention import attend_math, fold, unfold
 from minitri.settings import LONGEST_BLOCK
 from tests.conftest import CPU, tiny_config
@@ -113,7 +114,7 @@ def test_lengths_on_the_host_go_to_the_other_path():
     assert calls == [1, LONGEST_BLOCK]
 
 
-def test_the_first_backend_that_is_right_is_chosen(monkeypatch, caplog):
+def test_backends_that_are_absent_broken_or_wrong_are_not_chosen(monkeypatch, caplog):
     """One cannot be imported, one cannot be compiled, one computes nonsense, the last one works."""
 
     class CompilationError(Exception):
@@ -127,23 +128,95 @@ def test_the_first_backend_that_is_right_is_chosen(monkeypatch, caplog):
 
     made = {"flash-attn": FlashAttn, "triton": uncompiled, "math": Math}
     made["torch-flash"] = lambda: TorchFlash(nonsense, num_processors=4)
-    monkeypatch.setattr(gpu_attention, "make_backend", lambda name, device: made[name]())
+    monkeypatch.setattr(backend_choice, "make_backend", lambda name, device: made[name]())
     caplog.set_level("INFO", "minitri")
-    assert choose_backend(CPU, torch.float32, CONFIG).name == "math"
-    assert "flash-attn is not used" in caplog.text
-    assert "triton is not used: range must be a power of 2" in caplog.text
-    assert "torch-flash is not used: it is off by" in caplog.text
+    assert choose_backend(CPU, torch.float16, CONFIG).name == "math"
+    levels = {record.levelname: record.getMessage() for record in caplog.records}
+    assert "flash-attn is not used on cpu: No module named 'flash_attn'" in levels["INFO"]
+    warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "triton is not used on cpu: range must be a power of 2" in warned[0]
+    assert "torch-flash is not used on cpu: it is off by" in warned[1]
+    assert "falls back to plain formulas" in warned[2]
     with pytest.raises(
-        InputError, match="--attention torch-flash fails on cpu in torch.float32 .it is off by"
+        InputError, match="--attention torch-flash fails on cpu in torch.float16 .it is off by"
     ):
-        choose_backend(CPU, torch.float32, CONFIG, wanted="torch-flash")
+        choose_backend(CPU, torch.float16, CONFIG, wanted="torch-flash")
     made["math"] = FlashAttn
     with pytest.raises(InputError, match="no attention backend works on cpu"):
-        choose_backend(CPU, torch.float32, CONFIG)
+        choose_backend(CPU, torch.float16, CONFIG)
+
+
+def test_those_that_know_no_float32_are_not_tried_in_it(monkeypatch, caplog):
+    tried = []
+
+    def make(name, device):
+        tried.append(name)
+        return Math()
+
+    monkeypatch.setattr(backend_choice, "make_backend", make)
+    choose_backend(CPU, torch.float32, CONFIG)
+    assert tried == ["triton"]
+    assert not caplog.records
+
+
+def test_the_fastest_of_the_right_backends_is_chosen(monkeypatch, caplog):
+    """By the clock of the device, on K and V that fit into no cache."""
+    made = {name: Math() for name in ("flash-attn", "triton", "torch-flash")}
+    for name, backend in made.items():
+        backend.name = name
+    monkeypatch.setattr(backend_choice, "make_backend", lambda name, device: made[name])
+    monkeypatch.setattr(backend_choice, "TIMED_BYTES", 1 << 16)
+    times = iter([0.5, 0.3, 0.4])
+    seen = []
+
+    def milliseconds(work):
+        seen.append(work.args[0])
+        assert work().isfinite().all()
+        return next(times)
+
+    monkeypatch.setattr(backend_choice, "milliseconds", milliseconds)
+    caplog.set_level("INFO", "minitri")
+    assert choose_backend(CPU, torch.float16, CONFIG).name == "triton"
+    assert "attention triton takes 0.300 ms for a token behind" in caplog.text
+    for block in seen:
+        assert block.keys_BKSD.nbytes + block.values_BKSD.nbytes == 1 << 16
+        assert int(block.lengths_B) == block.keys_BKSD.shape[2] - 1
+
+
+def test_grouped_queries_in_float32_reach_no_kernel_that_holds_all_scores(monkeypatch):
+    """As many K and V heads as query heads in every call, which a fused kernel takes."""
+    sdpa, calls = F.scaled_dot_product_attention, []
+
+    def watched(q, k, v, **options):
+        calls.append((q.shape[1], k.shape[1], options["enable_gqa"]))
+        return sdpa(q, k, v, **options)
+
+    for T in (9, 1):  # without a mask, which knows the function by its name
+        q, k, v, lengths = random_case(T, (70, 70), H=6, K=2, D=16)
+        if T == 1:
+            monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+        got = attend_fused(q, k, v, lengths)
+        assert (got - attend_math(q, k, v, lengths)).abs().max() < 3e-6
+    assert calls == [(2, 2, False)] * 3
+
+
+@pytest.mark.parametrize("num_processors", [4, 7])
+def test_pieces_of_a_prefix_make_one_wave(num_processors):
+    """Of two programs for each multiprocessor."""
+    counts = []
+
+    def kernel(q, k, v, begins_q, begins_k, counts_k, *rest):
+        counts.append(len(counts_k))
+        return varlen_twin(q, k, v, begins_q, begins_k, counts_k, *rest)
+
+    q, k, v, lengths = random_case(2, (4000,), H=6, K=3, D=16, S=8192)
+    block = ShortBlock(q, k, v, torch.tensor(lengths))
+    TorchFlash(kernel, num_processors=num_processors)(block)
+    assert counts[0] * 3 <= 2 * num_processors
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_right_backend_passes_its_check_in_every_dtype(dtype, monkeypatch):
-    monkeypatch.setattr(gpu_attention, "make_backend", lambda name, device: Math())
+    monkeypatch.setattr(backend_choice, "make_backend", lambda name, device: Math())
     assert choose_backend(CPU, dtype, CONFIG, wanted="math").name == "math"
     assert largest_error(Math(), CPU, torch.float32, CONFIG, 3) < 1e-5

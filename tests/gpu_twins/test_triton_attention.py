@@ -5,13 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minitri.gpu.attention import (
-    GpuAttention,
-    ShortBlock,
-    TritonAttention,
-    largest_error,
-    tolerance,
-)
+from minitri.gpu.attention import GpuAttention, ShortBlock, TritonAttention
+from minitri.gpu.backend_choice import largest_error, tolerance
 from minitri.model.attention import attend_math
 from minitri.settings import LONGEST_BLOCK
 from tests.conftest import tiny_config

@@ -23,7 +23,7 @@ from torch import Tensor
 NUM_KEYS = 64
 """Keys that a program reads at a time."""
 MAX_ROWS = 64
-"""Rows of queries per program; for further ones K and V are read again."""
+"""Rows of queries per program; for further ones K and V are read again. See `tile_sizes`."""
 MAX_PIECES = 128
 """Largest number of pieces of a prefix."""
 PROGRAMS_PER_PROCESSOR = 2
@@ -108,6 +108,15 @@ def merge_pieces(  # type: ignore[no-untyped-def]
     tl.store(out + place * D + dims, merged_D)
 
 
+def tile_sizes(num_rows: int, dtype: torch.dtype) -> dict[str, int]:
+    """The tile of a program for so many rows of queries. In float32 tiles are smaller, and warps
+    more, or registers would not do, nor shared memory on consumer cards (99 KiB)."""
+    is_wide = dtype == torch.float32
+    most, keys = (MAX_ROWS // 2, NUM_KEYS // 4) if is_wide else (MAX_ROWS, NUM_KEYS)
+    rows = min(most, max(16, triton.next_power_of_2(num_rows)))
+    return {"ROWS": rows, "NUM_KEYS": keys, "num_warps": 8 if is_wide else 4}
+
+
 def attend_short_block(
     q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, lengths_B: Tensor, num_processors: int
 ) -> Tensor:
@@ -119,8 +128,8 @@ def attend_short_block(
         raise RuntimeError(f"it takes heads of 16, 32, 64, ... numbers, not of {D}")
     assert keys_BKSD.stride() == values_BKSD.stride()
     assert keys_BKSD.stride(3) == q_BTHD.stride(3) == 1
-    rows = min(MAX_ROWS, max(16, triton.next_power_of_2(G * T)))
-    num_tiles = triton.cdiv(G * T, rows)
+    sizes = tile_sizes(G * T, q_BTHD.dtype)
+    num_tiles = triton.cdiv(G * T, sizes["ROWS"])
     wanted = PROGRAMS_PER_PROCESSOR * num_processors // (B * K * num_tiles)
     P = min(MAX_PIECES, max(1, wanted))
     outs = q_BTHD.new_empty(B, K, P, G * T, D, dtype=torch.float32)
@@ -131,7 +140,7 @@ def attend_short_block(
     with torch.cuda.device_of(q_BTHD):  # else Triton would launch on the current one
         attend_piece[num_tiles, P, B * K](
             q_BTHD, keys_BKSD, values_BKSD, lengths_B, outs, lses, scale, T, G, K, P,
-            *strides, ROWS=rows, NUM_KEYS=NUM_KEYS, D=D,
+            *strides, D=D, **sizes,
         )  # fmt: skip
         merge_pieces[B * K, G * T](
             outs, lses, out_BTHD, T, G, K, P, PIECES=triton.next_power_of_2(P), D=D

@@ -1,0 +1,202 @@
+"""Compiles every Triton kernel ahead of time, for GPUs that need not be there.
+
+    python tools/compile_kernels.py                 # all architectures, dtypes and tile sizes
+    python tools/compile_kernels.py --arch 86 --kernel attention
+
+Prints a line per case: registers of a thread, bytes that they spill to memory, KiB of shared memory
+of a program, and asynchronous copies in its code. A kernel that does not compile, spills, or needs
+more shared memory than the architecture has ends it with exit code 1. `ptxas` comes with Triton.
+"""
+
+import argparse
+import itertools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}
+"""Shared memory that a program can have, by architecture (compute capability times 10)."""
+TYPES = ("bf16", "fp16", "fp32")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel with the types of its arguments and its compile-time constants."""
+
+    name: str
+    """Of the module in `gpu/kernels`, and what distinguishes the case there."""
+    kernel: Any
+    types: dict[str, str]
+    """Of all arguments that are not constants; those that are not named are int32."""
+    constants: dict[str, Any]
+    """And options of the compiler, whose names are in lower case."""
+    is_pipelined: bool = False
+    """Whether it must read ahead by asynchronous copies."""
+
+
+def attention_cases(dtype: str) -> Iterator[Case]:
+    """One token of a model with and without grouped queries, a block of 16, all heads that fit."""
+    from minitri.gpu.kernels.attention import MAX_PIECES, attend_piece, merge_pieces, tile_sizes
+
+    pointers = dict.fromkeys(("q", "keys", "values", "out"), f"*{dtype}")
+    types = {**pointers, "lengths": "*i64", "outs": "*fp32", "lses": "*fp32", "scale": "fp32"}
+    for D, num_rows in itertools.product((64, 128), (1, 32, 64)):
+        sizes = tile_sizes(num_rows, torch.float32 if dtype == "fp32" else torch.bfloat16)
+        name = f"attention, {num_rows} rows, D={D}"
+        yield Case(name, attend_piece, types, sizes | {"D": D}, is_pipelined=True)
+    for D in (64, 128):
+        constants = {"PIECES": MAX_PIECES, "D": D}
+        yield Case(f"attention, merge D={D}", merge_pieces, types, constants)
+
+
+def weights_cases(dtype: str) -> Iterator[Case]:
+    """Products of one row and of many with matrices of a 7B model."""
+    from minitri.gpu.kernels.weights import SHARES, multiply_tile, tile_sizes
+
+    if dtype == "fp32":
+        return  # rounded to bfloat16 before
+    for kind, M, N in itertools.product(("i8", "fp8e4nv"), (1, 20, 64), (4096, 12288)):
+        constants = tile_sizes(M, N, num_processors=132) | {"SHARES": SHARES, "num_warps": SHARES}
+        types = {"x": f"*{dtype}", "weight": f"*{kind}", "scales": "*fp32", "out": f"*{dtype}"}
+        name = f"weights, {kind.removesuffix('e4nv')}, {M} rows, N={N}"
+        yield Case(name, multiply_tile, types, constants, is_pipelined=True)
+
+
+def fused_cases(dtype: str) -> Iterator[Case]:
+    """What stands between the matrices of a 7B model, with all that it may have to write."""
+    from minitri.gpu.kernels import fused
+
+    several = ("qkv", "q", "keys", "values", "raw_keys", "queries", "x", "change", "weight")
+    types = dict.fromkeys((*several, "total", "normed", "gate_up", "out"), f"*{dtype}")
+    types |= {"cos": "*fp32", "signed_sin": "*fp32", "slots": "*i64", "eps": "fp32"}
+    for D, keeps in itertools.product((64, 128), (False, True)):
+        constants = {
+            "H": 32, "K": 8, "D": D, "SIZE": D, "HEADS": fused.HEADS_PER_PROGRAM,
+            "KEEPS_RAW": keeps, "KEEPS_QUERIES": keeps,
+        }  # fmt: skip
+        yield Case(f"fused, RoPE, D={D}", fused.rotate_and_write, types, constants)
+    for E in (4096, 5120):
+        constants = {"SIZE": 1 << (E - 1).bit_length(), "num_warps": 8}
+        yield Case(f"fused, norm of {E}", fused.add_and_normalize, types, constants)
+    constants = {"SIZE": fused.GATES_PER_PROGRAM}
+    yield Case("fused, SiLU", fused.gate, types, constants)
+
+
+def sampling_cases(dtype: str) -> Iterator[Case]:
+    """All filters at once, and none."""
+    from minitri.gpu.kernels.sampling import BLOCK, NUM_WARPS, filter_row
+    from minitri.gpu.sampling import unit_of_mass
+
+    if dtype != "fp32":
+        return  # logits are float32
+    types = {"logits": "*fp32", "probs": "*fp32", "numbers": "*fp64"}
+    names = ("HAS_TOP_K", "HAS_TOP_P", "HAS_MIN_P")
+    for filters in (True, False):
+        constants = dict.fromkeys(names, filters) | {"UNIT": unit_of_mass(32000)}
+        name = "sampling, every filter" if filters else "sampling, no filter"
+        constants |= {"BLOCK": BLOCK, "num_warps": NUM_WARPS}
+        yield Case(name, filter_row, types, constants)
+
+
+KERNELS = {
+    "attention": attention_cases, "weights": weights_cases, "fused": fused_cases,
+    "sampling": sampling_cases,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a compiled kernel takes."""
+
+    registers: int
+    """Of a thread."""
+    spilled: int
+    """Bytes of a thread's memory that stand in for registers."""
+    shared: float
+    """KiB of shared memory of a program."""
+    asynchronous: int
+    """Instructions that copy to shared memory while the program goes on."""
+
+
+def compiled(case: Case, arch: int) -> Usage:
+    """What a case takes on an architecture. Raises whatever the compiler does."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    constants = {name: value for name, value in case.constants.items() if name.isupper()}
+    options = {name: value for name, value in case.constants.items() if name not in constants}
+    names, types = case.kernel.arg_names, case.types
+    kinds = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    varying = {param.name for param in case.kernel.params if param.do_not_specialize}
+    even = {
+        (i,): [["tt.divisibility", 16]]
+        for i, (name, kind) in enumerate(kinds.items())
+        if name not in varying and kind not in ("constexpr", "fp32")
+    }
+    source = ASTSource(case.kernel, kinds, constants, even)
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    tool = str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.findall(rf"{key}:(\d+)", used)[0]) for key in ("REG", "STACK"))
+    num_copies = len(re.findall(r"cp\.async\.c[ag]", made.asm["ptx"]))
+    return Usage(registers, stack, made.metadata.shared / 1024, num_copies)
+
+
+def problem_of(case: Case, usage: Usage, arch: int) -> str:
+    """What is wrong with a compiled kernel; empty if nothing is."""
+    if usage.spilled:
+        return "spills"
+    if usage.shared > SHARED_KIB[arch]:
+        return "too much shared memory"
+    return "no asynchronous copies" if case.is_pipelined and not usage.asynchronous else ""
+
+
+def lines_of(arch: int, kernel: str, most: int | None) -> Iterator[str]:
+    """A line for every case of a kernel, or the first `most` of a dtype; it ends in what is wrong."""
+    for dtype in TYPES:
+        for case in itertools.islice(KERNELS[kernel](dtype), most):
+            line = f"{arch:4d} {dtype:5s} {case.name:32s}"
+            if arch < 89 and "fp8" in case.name:
+                yield f"{line} refused: no fp8 there"
+                continue
+            usage = compiled(case, arch)
+            yield (
+                f"{line} {usage.registers:9d} {usage.spilled:8d} {usage.shared:8.1f} "
+                f"{usage.asynchronous:8d}  {problem_of(case, usage, arch)}"
+            ).rstrip()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--arch", type=int, action="append", choices=[*SHARED_KIB], help="one of these only")
+    add("--kernel", action="append", choices=[*KERNELS], help="those of one module only")
+    add("--first", type=int, metavar="N", help="the first N cases of each dtype only")
+    args = parser.parse_args()
+    print("arch dtype kernel                            registers  spilled   shared   copies")
+    num_wrong = 0
+    for arch, kernel in itertools.product(args.arch or SHARED_KIB, args.kernel or KERNELS):
+        for line in lines_of(arch, kernel, args.first):
+            print(line, flush=True)
+            num_wrong += not (line[-1].isdigit() or line.endswith("no fp8 there"))
+    return int(num_wrong > 0)
+
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
+    sys.exit(main())
