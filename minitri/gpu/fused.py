@@ -10,6 +10,8 @@ Legend: L layers, B batch, T tokens, S slots, E hidden size, H query heads, K KV
 X = (H + 2 K) D.
 """
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,9 +21,7 @@ from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.gpu.attention import tolerance
 from minitri.gpu.kernels import are_usable
-from minitri.model.config import ModelConfig
-from minitri.model.llama import MLP, Attention, Layer, Layers, Llama, Pass, RMSNorm
-from minitri.model.rope import Rope
+from minitri.model.llama import MLP, Attention, Layer, Layers, Llama, Pass
 
 WRITABLE = (FullCache, RetrievalCache, StreamingCache)
 """Caches that are nothing but tensors (L, B, K, S, D), into which a kernel may write."""
@@ -32,7 +32,8 @@ class FusedAttention(Attention):
 
     def mix(self, qkv_BTX: Tensor, layer: int, shared: Pass) -> Tensor:
         cache, queries, slots_BT = shared.cache, shared.queries_LBTHD, shared.slots_BT
-        if slots_BT is None or type(cache) not in WRITABLE:
+        has_head_norm = getattr(self, "q_norm", None) is not None
+        if slots_BT is None or has_head_norm or type(cache) not in WRITABLE:
             return super().mix(qkv_BTX, layer, shared)
         from minitri.gpu.kernels.fused import rotate_to_cache
 
@@ -59,38 +60,24 @@ class FusedMLP(MLP):
         return self.down_proj(silu_times(self.gate_up_proj(x_BTE)))
 
 
-class FusedNorm(RMSNorm):
-    """A norm that may add what is new to the residual stream first."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.behind(x, None)[1]
-
-    def behind(self, x_BTE: Tensor, change_BTE: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x + change, and its norm."""
-        from minitri.gpu.kernels.fused import add_norm
-
-        return add_norm(x_BTE, change_BTE, self.weight, self.eps)
-
-
 class FusedLayers(Layers):
     """All transformer blocks; each adds what the one before it has left to add."""
 
     def forward(self, x_BTE: Tensor, shared: Pass) -> Tensor:
-        change_BTE = None
+        from minitri.gpu.kernels.fused import add_norm
+
+        change_BTE = torch.zeros_like(x_BTE)
         for number, layer in enumerate(self):
             assert isinstance(layer, Layer)
-            before, between = layer.input_layernorm, layer.post_attention_layernorm
-            assert isinstance(before, FusedNorm)
-            assert isinstance(between, FusedNorm)
-            x_BTE, normed_BTE = before.behind(x_BTE, change_BTE)
+            x_BTE, normed_BTE = add_norm(x_BTE, change_BTE, layer.input_layernorm)
             mixed_BTE = layer.self_attn.forward(normed_BTE, number, shared)
-            x_BTE, normed_BTE = between.behind(x_BTE, mixed_BTE)
+            x_BTE, normed_BTE = add_norm(x_BTE, mixed_BTE, layer.post_attention_layernorm)
             change_BTE = layer.mlp.forward(normed_BTE)
-        return x_BTE if change_BTE is None else x_BTE + change_BTE
+        return x_BTE + change_BTE
 
 
 FUSED: dict[type[nn.Module], type[nn.Module]] = {
-    Attention: FusedAttention, MLP: FusedMLP, RMSNorm: FusedNorm, Layers: FusedLayers,
+    Attention: FusedAttention, MLP: FusedMLP, Layers: FusedLayers
 }  # fmt: skip
 
 
@@ -103,49 +90,42 @@ def fuse(model: Llama) -> Llama:
 
 def fuse_if_possible(model: Llama) -> None:
     """The same on a GPU where the kernels work; elsewhere the model stays as it is."""
-    device, dtype, config = model.device, model.dtype, model.config
-    if device.type == "cuda" and are_usable(
-        f"fused kernels on {device}", lambda: largest_error(device, dtype, config), tolerance(dtype)
-    ):
+    name, limit = f"fused kernels on {model.device}", tolerance(model.dtype)
+    if model.device.type == "cuda" and are_usable(name, lambda: largest_error(model), limit):
         fuse(model)
 
 
 @torch.no_grad()
-def largest_error(device: torch.device, dtype: torch.dtype, config: ModelConfig) -> float:
-    """Distance, relative beside numbers above 1, from plain operations on a random block."""
+def largest_error(model: Llama) -> float:
+    """Distance from plain operations on a random block, relative beside numbers above 1."""
     from minitri.gpu.kernels.fused import add_norm, silu_times
 
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(2, 3, *shape, generator=generator).to(device, dtype)
-
-    E, eps, gate_up = config.hidden_size, config.rms_norm_eps, draw(2 * config.intermediate_size)
-    x_BTE, change_BTE, weight_E = draw(E), draw(E), draw(E)[0, 0]
-    gate, up = gate_up.chunk(2, dim=-1)
-    total_BTE = x_BTE + change_BTE
-    normed, norm = (F.rms_norm(x, (E,), weight_E, eps) for x in (x_BTE, total_BTE))
-    pairs = [(F.silu(gate) * up, silu_times(gate_up))]
-    pairs += zip((x_BTE, normed), add_norm(x_BTE, None, weight_E, eps), strict=True)
-    pairs += zip((total_BTE, norm), add_norm(x_BTE, change_BTE, weight_E, eps), strict=True)
-    qkv_BTX = draw((config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
-    pairs += zip(
-        *(mix_alone(kind, qkv_BTX, config) for kind in (Attention, FusedAttention)), strict=True
+    config, norm, generator = model.config, model.norm, torch.Generator().manual_seed(0)
+    E, num_heads = config.hidden_size, config.num_heads + 2 * config.num_kv_heads
+    x_BTE, change_BTE, gate_up_BTI, qkv_BTX = (
+        torch.randn(2, 3, size, generator=generator).to(model.device, model.dtype)
+        for size in (E, E, 2 * config.intermediate_size, num_heads * config.head_dim)
     )
+    gate, up = gate_up_BTI.chunk(2, dim=-1)
+    plain = [x_BTE + change_BTE, norm(x_BTE + change_BTE), F.silu(gate) * up]
+    fused = [*add_norm(x_BTE, change_BTE, norm), silu_times(gate_up_BTI)]
+    for kind, found in ((Attention, plain), (FusedAttention, fused)):
+        found += mix_alone(kind, qkv_BTX, model)
+    pairs = zip(plain, fused, strict=True)
     errors = [((a - b).abs() / (1 + a.abs())).double().max() for a, b in pairs]
     return float(torch.stack(errors).nan_to_num(torch.inf).max())
 
 
-def mix_alone(kind: type[Attention], qkv_BTX: Tensor, config: ModelConfig) -> list[Tensor]:
+def mix_alone(kind: type[Attention], qkv_BTX: Tensor, model: Llama) -> list[Tensor]:
     """Queries, K, V and latest queries of a block, by a kind of attention."""
-    (B, T, _), K, D, device = qkv_BTX.shape, config.num_kv_heads, config.head_dim, qkv_BTX.device
-    with torch.device("meta"):
-        attention = Attention(config, qkv_BTX.dtype)
+    (B, T, _), config, device = qkv_BTX.shape, model.config, qkv_BTX.device
+    attention = copy.copy(model.layers[0].get_submodule("self_attn"))
     attention.__class__ = kind
+    assert isinstance(attention, Attention)
     slots_BT = torch.arange(B * T, device=device).view(B, T) + 7
-    keys, values = qkv_BTX.new_zeros(2, 1, B, K, 64, D)
+    keys, values = qkv_BTX.new_zeros(2, 1, B, config.num_kv_heads, 64, config.head_dim)
     cache = FullCache(keys, values, [0] * B)
-    queries_LBTHD = qkv_BTX.new_zeros(1, B, T - 1, config.num_heads, D)
-    rotary = Rope(config.rope, D, device).at(slots_BT * 100)
+    queries_LBTHD = qkv_BTX.new_zeros(1, B, T - 1, config.num_heads, config.head_dim)
+    rotary = model.rope.at(slots_BT * 100)
     shared = Pass(rotary, cache, None, slots_BT, None, queries_LBTHD, lambda q, *_: q)
     return [attention.mix(qkv_BTX, 0, shared), keys, values, queries_LBTHD]

@@ -83,7 +83,7 @@ def last_kept(keys_NV: Tensor, masses_NV: Tensor, goal_N1: Tensor | int) -> Tens
     last_N1 = torch.zeros_like(keys_NV[:, :1])
     for bit in reversed(range(KEY_BITS)):
         next_N1 = last_N1 + (1 << bit)
-        ahead_N1 = torch.where(keys_NV < next_N1, masses_NV, 0).sum(-1, keepdim=True)
+        ahead_N1 = masses_NV.masked_fill(keys_NV >= next_N1, 0).sum(-1, keepdim=True)
         last_N1 = torch.where(ahead_N1 < goal_N1, next_N1, last_N1)
     return last_N1
 

@@ -8,23 +8,30 @@ import logging
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitri.caches.full import FullCache
 from minitri.caches.streaming import StreamingCache
 from minitri.drafters.layer_subset import with_layers
-from minitri.gpu import fused
 from minitri.gpu import sampling as gpu_sampling
 from minitri.gpu.attention import GpuAttention, Math, TritonAttention, tolerance
 from minitri.gpu.captured_steps import CapturedSteps
-from minitri.gpu.fused import FusedLayers, fuse, fuse_if_possible, largest_error, mix_alone
+from minitri.gpu.fused import (
+    FusedAttention,
+    FusedLayers,
+    fuse,
+    fuse_if_possible,
+    largest_error,
+    mix_alone,
+)
 from minitri.gpu.graphs import GraphPool
 from minitri.gpu.kernels import are_usable
 from minitri.model import block as block_module
 from minitri.model.block import forward_block, make_block
 from minitri.model.config import ModelConfig
 from minitri.model.llama import Attention, Llama
-from minitri.settings import LONGEST_BLOCK, SamplingParams, SpeculationConfig
+from minitri.settings import SamplingParams, SpeculationConfig
 from tests.cascades import Rig, near_copy, random_prompt
 from tests.conftest import new_cache, tiny_config, tiny_model
 from tests.gpu_twins.test_offloaded_cache import offloaded
@@ -35,6 +42,8 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU  # the interpreter has none
 META = torch.device("meta")
+LIMIT = 8
+"""Tokens of a short block here; the interpreter is slow."""
 LLAMA_7B = ModelConfig(32, 4096, 11008, 32, 32, 128, 32000, 131072)
 
 
@@ -50,19 +59,20 @@ LLAMA_7B = ModelConfig(32, 4096, 11008, 32, 32, 128, 32000, 131072)
 def test_the_kernels_equal_the_plain_operations(shape, dtype):
     """MHA and GQA; heads, rows and gates that fill no tile."""
     config = tiny_config(**shape)
-    assert largest_error(DEVICE, dtype, config) <= tolerance(dtype) / (
-        100 if dtype == torch.float32 else 2
-    )
+    generator = torch.Generator().manual_seed(1)
+    model = Llama(config, dtype=dtype, device=DEVICE)
+    model.norm.weight.copy_(torch.randn(config.hidden_size, generator=generator))
+    assert largest_error(model) <= tolerance(dtype) / (100 if dtype == torch.float32 else 2)
     width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    qkv_BTX = torch.randn(2, 3, width, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
-    plain, ours = (mix_alone(kind, qkv_BTX, config) for kind in (Attention, fused.FusedAttention))
+    qkv_BTX = torch.randn(2, 3, width, generator=generator).to(DEVICE, dtype)
+    plain, ours = (mix_alone(kind, qkv_BTX, model) for kind in (Attention, FusedAttention))
     for wanted, got in zip(plain, ours, strict=True):
-        assert torch.equal(wanted, got)  # K and V to the bit, and nothing in other slots
+        assert torch.equal(wanted, got)  # to the bit, and nothing in other slots
 
 
 @pytest.fixture
 def slots_on_the_device(monkeypatch):
-    monkeypatch.setattr(block_module, "reads_slots", lambda device, size: size <= LONGEST_BLOCK)
+    monkeypatch.setattr(block_module, "reads_slots", lambda device, size: size <= LIMIT)
 
 
 def twins(config, **changes):
@@ -110,7 +120,7 @@ def test_a_pass_leaves_what_a_plain_one_leaves(kind, num_queries, slots_on_the_d
 def test_texts_stay_the_same(method, slots_on_the_device):
     """Full, retrieval and streaming caches, rows of different lengths, captured steps."""
     config = tiny_config()
-    prompts = [random_prompt(config, n, seed=n) for n in (50, 3)]
+    prompts = [random_prompt(config, n, seed=n) for n in (30, 3)]
     gammas = {} if method == "autoregressive" else {"gamma1": 2, "gamma2": 3}
     texts = []
     for target in twins(config):
@@ -118,7 +128,7 @@ def test_texts_stay_the_same(method, slots_on_the_device):
         draft = fuse(draft) if isinstance(target.layers, FusedLayers) else draft
         texts.append(
             Rig(
-                target, prompts, draft=draft, num_new=8, method=method, budget=24,
+                target, prompts, draft=draft, num_new=5, method=method, budget=24,
                 num_recent_tokens=60, graphs=GraphPool(torch.device("cpu")), **gammas,
             ).run()
         )  # fmt: skip
@@ -128,7 +138,7 @@ def test_texts_stay_the_same(method, slots_on_the_device):
 def test_kv_in_host_memory_and_long_blocks_are_written_as_they_were(slots_on_the_device):
     config = tiny_config(context_length=512)
     plain, ours = twins(config)
-    long, short = random_prompt(config, LONGEST_BLOCK + 3), random_prompt(config, 3, seed=3)
+    long, short = random_prompt(config, LIMIT + 3), random_prompt(config, 3, seed=3)
     hosted = offloaded(1, batch_size=1, capacity=256, config=config)
     for cache in (hosted, new_cache(config, 1, 256)):
         expected = new_cache(config, 1, 256)
@@ -214,7 +224,8 @@ class Launches(TorchDispatchMode):
 
 def launches_of_a_pass(config, monkeypatch, *, is_fused: bool) -> int:
     """A captured step of 7 tokens, from their ids to distributions."""
-    monkeypatch.setattr(gpu_sampling, "has_kernel", lambda device: is_fused)
+    monkeypatch.setattr(gpu_sampling, "has_kernel", lambda device: True)
+    monkeypatch.setattr(F, "rms_norm", lambda x, *_: x.clone())  # one kernel, as on a GPU
     model = Llama(config, dtype=torch.bfloat16, device=META)
     model.attend = GpuAttention(TritonAttention(num_processors=132))
     if is_fused:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minitri.model.llama import RMSNorm
 from minitri.model.rope import Rotary
 
 HEADS_PER_PROGRAM = 8
@@ -61,20 +62,19 @@ def rotate_and_write(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def add_and_normalize(  # type: ignore[no-untyped-def]
-    x, change, weight, total, normed, eps, E, HAS_CHANGE: tl.constexpr, SIZE: tl.constexpr
+    x, change, weight, total, normed, eps, E, SIZE: tl.constexpr
 ) -> None:  # fmt: skip
-    """One row: `total` = x + change, and `normed`, its RMSNorm; or, without a change, that of x."""
+    """One row: `total` = x + change, and `normed`, its RMSNorm."""
     row, dims = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
     is_there, place = dims < E, row * E + dims
     x_E = tl.load(x + place, mask=is_there, other=0.0).to(tl.float32)
-    if HAS_CHANGE:
-        x_E += tl.load(change + place, mask=is_there, other=0.0).to(tl.float32)
-        rounded_E = x_E.to(total.dtype.element_ty)
-        tl.store(total + place, rounded_E, mask=is_there)
-        x_E = rounded_E.to(tl.float32)
+    x_E += tl.load(change + place, mask=is_there, other=0.0).to(tl.float32)
+    rounded_E = x_E.to(total.dtype.element_ty)
+    tl.store(total + place, rounded_E, mask=is_there)
+    x_E = rounded_E.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x_E * x_E, 0) / E + eps)
     weight_E = tl.load(weight + dims, mask=is_there, other=0.0).to(tl.float32)
-    tl.store(normed + place, (x_E * scale * weight_E).to(normed.dtype.element_ty), mask=is_there)
+    tl.store(normed + place, (x_E * scale * weight_E).to(rounded_E.dtype), mask=is_there)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -117,22 +117,17 @@ def rotate_to_cache(
     return q_BTHD
 
 
-def add_norm(
-    x_BTE: Tensor, change_BTE: Tensor | None, weight_E: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """x + change, or x where there is no change, and the RMSNorm of that."""
-    E, has_change = x_BTE.shape[-1], change_BTE is not None
-    change = x_BTE if change_BTE is None else change_BTE
+def add_norm(x_BTE: Tensor, change_BTE: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    """x + change, and the norm of that."""
+    total_BTE, normed_BTE, E = torch.empty_like(x_BTE), torch.empty_like(x_BTE), x_BTE.shape[-1]
     assert x_BTE.is_contiguous()
-    assert change.is_contiguous()
-    total = torch.empty_like(x_BTE) if has_change else x_BTE
-    normed = torch.empty_like(x_BTE)
+    assert change_BTE.is_contiguous()
     with torch.cuda.device_of(x_BTE):
         add_and_normalize[(x_BTE.numel() // E,)](
-            x_BTE, change, weight_E, total, normed, eps, E, HAS_CHANGE=has_change,
+            x_BTE, change_BTE, norm.weight, total_BTE, normed_BTE, norm.eps, E,
             SIZE=triton.next_power_of_2(E), num_warps=8,
         )  # fmt: skip
-    return total, normed
+    return total_BTE, normed_BTE
 
 
 def silu_times(gate_up_BTI: Tensor) -> Tensor:

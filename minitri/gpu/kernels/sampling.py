@@ -2,7 +2,7 @@
 the oracle.
 
 One program per row walks it a few times: for the best logit; per filter for a cutoff, by bisection
-between keys that the row has; for the sum of what is left; and to write.
+between keys that the row has; for the mass of what is left; and to write.
 
 Legend: N rows, V vocab.
 """
@@ -95,16 +95,16 @@ def filter_row(  # type: ignore[no-untyped-def]
         goal = tl.load(numbers + 1) * total.to(tl.float64)
         goal = tl.maximum(tl.ceil(goal).to(tl.int64), 1)
         last = last_kept(row, best, temperature, V, last, goal, UNIT, BLOCK)
-    least = tl.load(numbers + 2).to(tl.float32) if HAS_MIN_P else -float("inf")
-    total = 0.0
-    for first in range(0, V, BLOCK):
-        scores, keys = scores_at(row, first, best, temperature, V, BLOCK)
-        total += tl.sum(tl.where((keys <= last) & (scores >= least), tl.exp(scores), 0.0), 0)
+    if HAS_MIN_P:
+        most = tl.abs(tl.load(numbers + 2)).to(tl.float32).to(tl.int32, bitcast=True)
+        last = tl.minimum(last, most)
+    total, _, _ = ahead_of(row, best, temperature, V, last + 1, last, UNIT, BLOCK)
+    whole = (total.to(tl.float64) / UNIT).to(tl.float32)
     for first in range(0, V, BLOCK):
         scores, keys = scores_at(row, first, best, temperature, V, BLOCK)
         ids = first + tl.arange(0, BLOCK)
-        kept = tl.where((keys <= last) & (scores >= least), tl.div_rn(tl.exp(scores), total), 0.0)
-        chosen = tl.where(wanted == 0, (ids == place).to(tl.float32), kept)
+        warm = tl.where(keys <= last, tl.div_rn(tl.exp(scores), whole), 0.0)
+        chosen = tl.where(wanted == 0, (ids == place).to(tl.float32), warm)
         tl.store(out + ids, tl.where(is_bad, float("nan"), chosen), mask=ids < V)
 
 
