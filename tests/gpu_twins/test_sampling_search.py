@@ -17,7 +17,7 @@ from minitri.settings import SamplingParams
 
 pytest.importorskip("triton", reason="needs triton, which is made for Linux")
 
-from minitri.gpu.kernels import sampling as kernels  # noqa: E402
+from minitri.gpu.kernels import sampling as kernels
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -116,7 +116,9 @@ def test_a_large_vocabulary_in_any_order_has_the_same_tokens(way, top_p, monkeyp
     assert torch.equal(found[:, order] > 0, moved > 0)
     exact = probs_from_logits(logits_NV.double(), params)
     assert (found - exact).abs().max() < 1e-7
-    assert ((found > 0) != (exact > 0)).sum() <= 2 * (top_p > 0.9)  # within float32's last bits
+    other_NV = (found > 0) != (exact > 0)
+    assert (exact + found)[other_NV].sum() < 1e-7  # what float32 leaves open
+    assert top_p > 0.9 or not other_NV.any()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -136,6 +138,7 @@ def test_temperature_0_is_one_hot_whatever_the_form(way):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("wanted", [SamplingParams(), SamplingParams(0.8, 5, top_p=0.9, min_p=0.1)])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter's
 def test_logits_that_are_not_finite_give_no_distribution(way, wanted, bad):
     logits_NV = torch.randn(3, 150, generator=torch.Generator().manual_seed(1))
     logits_NV[0, 70] = bad
@@ -156,7 +159,8 @@ def test_a_part_of_each_row_is_read_where_it_lies(way):
     )
 
 
-def test_the_kernel_passes_the_test_before_its_use_and_is_used():
+def test_the_kernel_passes_the_test_before_its_use(monkeypatch):
+    monkeypatch.setattr(kernels, "BLOCK", 8192)
     assert largest_error(DEVICE) < gpu_sampling.TOLERANCE
     assert gpu_sampling.has_kernel(DEVICE) == ON_GPU
 
