@@ -10,8 +10,6 @@ Legend: L layers, B batch, T tokens, S slots, E hidden size, H query heads, K KV
 X = (H + 2 K) D.
 """
 
-import copy
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -98,34 +96,25 @@ def fuse_if_possible(model: Llama) -> None:
 @torch.no_grad()
 def largest_error(model: Llama) -> float:
     """Distance from plain operations on a random block, relative beside numbers above 1."""
-    from minitri.gpu.kernels.fused import add_norm, silu_times
+    from minitri.gpu.kernels.fused import add_norm, rotate_to_cache, silu_times
 
     config, norm, generator = model.config, model.norm, torch.Generator().manual_seed(0)
-    E, num_heads = config.hidden_size, config.num_heads + 2 * config.num_kv_heads
-    x_BTE, change_BTE, gate_up_BTI, qkv_BTX = (
-        torch.randn(2, 3, size, generator=generator).to(model.device, model.dtype)
-        for size in (E, E, 2 * config.intermediate_size, num_heads * config.head_dim)
+    E, H, K, D = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+    x_BTE, change_BTE, gate_up_BTI, qkv_BTX, slots_BKSD = (
+        torch.randn(2, 3, *shape, generator=generator).to(model.device, model.dtype)
+        for shape in ((E,), (E,), (2 * config.intermediate_size,), ((H + 2 * K) * D,), (K, 9, D))
     )
     gate, up = gate_up_BTI.chunk(2, dim=-1)
     plain = [x_BTE + change_BTE, norm(x_BTE + change_BTE), F.silu(gate) * up]
     fused = [*add_norm(x_BTE, change_BTE, norm), silu_times(gate_up_BTI)]
-    for kind, found in ((Attention, plain), (FusedAttention, fused)):
-        found += mix_alone(kind, qkv_BTX, model)
-    pairs = zip(plain, fused, strict=True)
-    errors = [((a - b).abs() / (1 + a.abs())).double().max() for a, b in pairs]
+    slots_BT = torch.arange(6, 9, device=model.device).repeat(2, 1)
+    rotary, heads = model.rope.at(100 * slots_BT), qkv_BTX.unflatten(2, (-1, D))
+    keys_BKSD, values_BKSD = slots_BKSD[:, 0], slots_BKSD[:, 1]
+    plain += [rotary.rotate(heads[:, :, : H + K]), heads[:, :, H + K :]]
+    q_BTHD = rotate_to_cache(
+        qkv_BTX, (H, K), rotary, slots_BT, keys_BKSD, values_BKSD, None, None
+    )  # fmt: skip
+    fused += [torch.cat((q_BTHD, keys_BKSD[:, :, 6:].transpose(1, 2)), 2)]
+    fused += [values_BKSD[:, :, 6:].transpose(1, 2)]
+    errors = [((a - b).abs() / (1 + a.abs())).max() for a, b in zip(plain, fused, strict=True)]
     return float(torch.stack(errors).nan_to_num(torch.inf).max())
-
-
-def mix_alone(kind: type[Attention], qkv_BTX: Tensor, model: Llama) -> list[Tensor]:
-    """Queries, K, V and latest queries of a block, by a kind of attention."""
-    (B, T, _), config, device = qkv_BTX.shape, model.config, qkv_BTX.device
-    attention = copy.copy(model.layers[0].get_submodule("self_attn"))
-    attention.__class__ = kind
-    assert isinstance(attention, Attention)
-    slots_BT = torch.arange(B * T, device=device).view(B, T) + 7
-    keys, values = qkv_BTX.new_zeros(2, 1, B, config.num_kv_heads, 64, config.head_dim)
-    cache = FullCache(keys, values, [0] * B)
-    queries_LBTHD = qkv_BTX.new_zeros(1, B, T - 1, config.num_heads, config.head_dim)
-    rotary = model.rope.at(slots_BT * 100)
-    shared = Pass(rotary, cache, None, slots_BT, None, queries_LBTHD, lambda q, *_: q)
-    return [attention.mix(qkv_BTX, 0, shared), keys, values, queries_LBTHD]

@@ -4,6 +4,7 @@ compiled. And how many launches a pass takes, counted on the meta device."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 
 import pytest
@@ -23,14 +24,13 @@ from minitri.gpu.fused import (
     fuse,
     fuse_if_possible,
     largest_error,
-    mix_alone,
 )
 from minitri.gpu.graphs import GraphPool
 from minitri.gpu.kernels import are_usable
 from minitri.model import block as block_module
 from minitri.model.block import forward_block, make_block
 from minitri.model.config import ModelConfig
-from minitri.model.llama import Attention, Llama
+from minitri.model.llama import Attention, Llama, Pass
 from minitri.settings import SamplingParams, SpeculationConfig
 from tests.cascades import Rig, near_copy, random_prompt
 from tests.conftest import new_cache, tiny_config, tiny_model
@@ -68,6 +68,19 @@ def test_the_kernels_equal_the_plain_operations(shape, dtype):
     plain, ours = (mix_alone(kind, qkv_BTX, model) for kind in (Attention, FusedAttention))
     for wanted, got in zip(plain, ours, strict=True):
         assert torch.equal(wanted, got)  # to the bit, and nothing in other slots
+
+
+def mix_alone(kind, qkv_BTX, model):
+    """Queries, K, V and latest queries of a block, by a kind of attention."""
+    (B, T, _), config = qkv_BTX.shape, model.config
+    attention = copy.copy(model.layers[0].self_attn)
+    attention.__class__ = kind
+    slots_BT = torch.arange(B * T, device=DEVICE).view(B, T) + 7
+    keys, values = qkv_BTX.new_zeros(2, 1, B, config.num_kv_heads, 64, config.head_dim)
+    queries = qkv_BTX.new_zeros(1, B, T - 1, config.num_heads, config.head_dim)
+    rotary, cache = model.rope.at(slots_BT * 100), FullCache(keys, values, [0] * B)
+    shared = Pass(rotary, cache, None, slots_BT, None, queries, lambda q, *_: q)
+    return [attention.mix(qkv_BTX, 0, shared), keys, values, queries]
 
 
 @pytest.fixture
@@ -183,7 +196,7 @@ def test_kernels_that_do_not_work_are_not_used_and_it_says_why(problem, caplog, 
     monkeypatch.delenv("MINITRI_KERNELS", raising=False)
     assert not are_usable("fused kernels", error, 0.1)
     [record] = caplog.records
-    reason = "gcc not found" if problem == "no compiler" else "they are off by 0.5"
+    reason = "gcc not found" if problem == "no compiler" else "off by 0.5"
     assert record.levelno == logging.WARNING
     assert f"fused kernels are not used ({reason})" in record.getMessage()
     assert are_usable("fused kernels", lambda: 0.05, 0.1)

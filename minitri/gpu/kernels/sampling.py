@@ -31,13 +31,6 @@ def scores_at(row, first, best, temperature, V, BLOCK: tl.constexpr):  # type: i
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def masses(scores, UNIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Unnormalised probabilities, where the best token's is UNIT; integers: no order in which they
-    are summed changes the sum."""
-    return (tl.exp(scores) * UNIT).to(tl.int64)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def ahead_of(  # type: ignore[no-untyped-def]
     row, best, temperature, V, key, last, UNIT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -48,8 +41,8 @@ def ahead_of(  # type: ignore[no-untyped-def]
     for first in range(0, V, BLOCK):
         scores, keys = scores_at(row, first, best, temperature, V, BLOCK)
         is_ahead = keys < key
-        counted = tl.full([BLOCK], 1, tl.int64) if UNIT == 0 else masses(scores, UNIT)
-        total += tl.sum(tl.where(is_ahead, counted, 0), 0)
+        mass = tl.where(UNIT == 0, 1.0, tl.exp(scores) * UNIT).to(tl.int64)
+        total += tl.sum(tl.where(is_ahead, mass, 0), 0)
         below = tl.maximum(below, tl.max(tl.where(is_ahead, keys, 0), 0))
         above = tl.minimum(above, tl.min(tl.where(is_ahead, last, keys), 0))
     return total, below, above
