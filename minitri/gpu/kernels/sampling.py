@@ -16,7 +16,7 @@ from minitri.settings import SamplingParams
 
 BLOCK = 8192
 """Logits of a row that its program holds at a time."""
-NUM_WARPS = 16
+NUM_WARPS = 32
 LAST_KEY = tl.constexpr(0x7F800000)
 """The key of a logit of minus infinity."""
 
