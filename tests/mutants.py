@@ -320,8 +320,8 @@ MUTANTS = [
         "minitri.gpu.sampling.last_kept",
         "ahead_N1 < goal_N1",
         "ahead_N1 <= goal_N1",
-        FILTERS + "test_every_combination_of_filters_is_the_distribution_by_definition"
-        "[0.0-0.95-7-0.2]",
+        FILTERS
+        + "test_every_combination_of_filters_is_the_distribution_by_definition[0.0-1.0-7-3.0]",
     ),
     Mutant(
         "fused kernels write no raw keys",

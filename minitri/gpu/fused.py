@@ -3,8 +3,8 @@
 A pass of decoding is made of launches, each of which costs a microsecond or two beside the few that
 it works. So what stands between the matrices is one kernel each (`kernels/fused.py`): RoPE with the
 writing of K and V, the residual addition with the norm behind it, and SiLU with its product. The
-plain modules are the oracle. Blocks without slots on the device, those of a prefill, and caches
-that are more than tensors take RoPE and writing as they are.
+plain modules are the oracle. Blocks without slots on the device (a prefill's), caches that are more
+than tensors (host memory's) and norms of heads leave RoPE and writing plain.
 
 Legend: L layers, B batch, T tokens, S slots, E hidden size, H query heads, K KV heads, D head dim,
 X = (H + 2 K) D.
@@ -30,8 +30,8 @@ class FusedAttention(Attention):
 
     def mix(self, qkv_BTX: Tensor, layer: int, shared: Pass) -> Tensor:
         cache, queries, slots_BT = shared.cache, shared.queries_LBTHD, shared.slots_BT
-        has_head_norm = getattr(self, "q_norm", None) is not None
-        if slots_BT is None or has_head_norm or type(cache) not in WRITABLE:
+        norms_heads = getattr(self, "q_norm", None) is not None
+        if slots_BT is None or norms_heads or type(cache) not in WRITABLE:
             return super().mix(qkv_BTX, layer, shared)
         from minitri.gpu.kernels.fused import rotate_to_cache
 

@@ -23,7 +23,6 @@ from minitri.decoding.sampling import greedy_probs
 from minitri.gpu.kernels import are_usable
 from minitri.settings import SamplingParams
 
-KEY_BITS = 31
 TOLERANCE = 1e-5
 """Largest error of a probability that rounding explains."""
 
@@ -62,9 +61,8 @@ def probs_by_bisection(logits_NV: Tensor, filters: SamplingParams, numbers_3: Te
     scores = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature  # garbage at T = 0
     keys_NV = scores.abs().view(torch.int32)
     if 0 < top_k < V:
-        scores = scores.masked_fill(
-            keys_NV > last_kept(keys_NV, torch.ones_like(keys_NV), top_k), -math.inf
-        )
+        last_N1 = last_kept(keys_NV, torch.ones_like(keys_NV), top_k)
+        scores = scores.masked_fill(keys_NV > last_N1, -math.inf)
     if has_top_p:
         masses_NV = (scores.exp() * unit_of_mass(V)).long()
         goal_N1 = (top_p * masses_NV.sum(-1, keepdim=True).double()).ceil().long().clamp_min(1)
@@ -81,7 +79,7 @@ def last_kept(keys_NV: Tensor, masses_NV: Tensor, goal_N1: Tensor | int) -> Tens
     than all of them.
     """
     last_N1 = torch.zeros_like(keys_NV[:, :1])
-    for bit in reversed(range(KEY_BITS)):
+    for bit in reversed(range(31)):
         next_N1 = last_N1 + (1 << bit)
         ahead_N1 = masses_NV.masked_fill(keys_NV >= next_N1, 0).sum(-1, keepdim=True)
         last_N1 = torch.where(ahead_N1 < goal_N1, next_N1, last_N1)

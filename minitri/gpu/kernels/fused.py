@@ -50,7 +50,7 @@ def rotate_and_write(  # type: ignore[no-untyped-def]
         if place >= 0:
             to_queries = queries + ((b * W + place) * H + heads) * D + dims
             tl.store(to_queries, rotated, mask=is_query)
-    slot = tl.load(slots + row)
+    slot = tl.load(slots + row).to(tl.int64)
     if slot < S:
         is_key = is_there & (heads >= H) & (heads < H + K)
         place_KD = b * kv_b + ((heads - H) % K).to(tl.int64) * kv_h + slot * kv_s + dims
