@@ -317,6 +317,28 @@ MUTANTS = [
         + "test_every_combination_of_filters_is_the_distribution_by_definition[0.0-0.95-0-0.2]",
     ),
     Mutant(
+        "top-k and top-p on a device keep one more",
+        "minitri.gpu.sampling.last_kept",
+        "ahead_N1 < goal_N1",
+        "ahead_N1 <= goal_N1",
+        FILTERS
+        + "test_every_combination_of_filters_is_the_distribution_by_definition[0.0-1.0-7-3.0]",
+    ),
+    Mutant(
+        "fused kernels write no raw keys",
+        "minitri.gpu.fused.FusedAttention.mix",
+        "if isinstance(cache, StreamingCache) else None",
+        "if cache is None else None",
+        "gpu_twins/test_fused.py::test_a_pass_leaves_what_a_plain_one_leaves[2-streaming]",
+    ),
+    Mutant(
+        "fused layers forget the last addition",
+        "minitri.gpu.fused.FusedLayers.forward",
+        "return x_BTE + change_BTE",
+        "return x_BTE",
+        "gpu_twins/test_fused.py::test_a_pass_leaves_what_a_plain_one_leaves[2-full]",
+    ),
+    Mutant(
         "a token of probability 0 sampled at an edge",
         SAMPLING + "sample",
         "right=True",

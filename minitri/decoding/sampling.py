@@ -28,7 +28,7 @@ def probs_from_logits(logits_NV: Tensor, params: SamplingParams) -> Tensor:
     temperature, top-k, top-p, min-p, each filter on what the ones before it left, renormalised.
     """
     if params.temperature == 0:
-        return _greedy_probs(logits_NV)
+        return greedy_probs(logits_NV)
     return _filtered_probs(logits_NV, params, *params.numbers, sort_all=logits_NV.is_cuda)
 
 
@@ -41,19 +41,8 @@ def probs_of_rows(logits_BNV: Tensor, params: Sequence[SamplingParams]) -> Tenso
     return torch.stack([probs_from_logits(logits_NV, own) for logits_NV, own in pairs])
 
 
-def probs_from_logits_on_device(
-    logits_NV: Tensor, filters: SamplingParams, numbers_3: Tensor
-) -> Tensor:
-    """`probs_from_logits` by numbers in a tensor (`SamplingParams.numbers`), for captured steps.
-
-    Of `filters` only `filters.form` counts. Nothing is asked of the host, so a captured step
-    follows other numbers when the tensor is given others. The logits must be float32 or better.
-    """
-    warm = _filtered_probs(logits_NV, filters, *numbers_3, sort_all=True)  # garbage at T = 0
-    return torch.where(numbers_3[0] == 0, _greedy_probs(logits_NV), warm)
-
-
-def _greedy_probs(logits_NV: Tensor) -> Tensor:
+def greedy_probs(logits_NV: Tensor) -> Tensor:
+    """The one-hot distributions of `greedy_tokens`."""
     one = 1 + 0 * logits_NV.amax(-1, keepdim=True)  # NaN where the logits are not finite
     return torch.zeros_like(logits_NV).scatter_(-1, greedy_tokens(logits_NV).unsqueeze(-1), one)
 
@@ -61,9 +50,9 @@ def _greedy_probs(logits_NV: Tensor) -> Tensor:
 def _filtered_probs(
     logits_NV: Tensor,
     filters: SamplingParams,
-    temperature: float | Tensor,
-    top_p: float | Tensor,
-    log_min_p: float | Tensor,
+    temperature: float,
+    top_p: float,
+    log_min_p: float,
     *,
     sort_all: bool,
 ) -> Tensor:
@@ -82,7 +71,7 @@ def _drop_below(scores_NV: Tensor, cutoff_N1: Tensor) -> Tensor:
     return torch.where(scores_NV < cutoff_N1, -math.inf, scores_NV)
 
 
-def _top_p_cutoff(scores_NV: Tensor, top_p: float | Tensor, *, sort_all: bool) -> Tensor:
+def _top_p_cutoff(scores_NV: Tensor, top_p: float, *, sort_all: bool) -> Tensor:
     """Per row (N, 1), the score of the least likely token of the smallest set of mass `top_p`.
 
     `sort_all` on a GPU: whether a prefix is enough is a question the host would have to wait for.
@@ -102,7 +91,7 @@ def _top_p_cutoff(scores_NV: Tensor, top_p: float | Tensor, *, sort_all: bool) -
 
 
 def _cutoff_within(
-    size: int, scores_NV: Tensor, log_total_N1: Tensor, top_p: float | Tensor
+    size: int, scores_NV: Tensor, log_total_N1: Tensor, top_p: float
 ) -> tuple[Tensor, Tensor]:
     """The same among the likeliest tokens, and how many of these were kept, (N, 1) both; if it is
     all of them there may be more."""

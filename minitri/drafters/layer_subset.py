@@ -29,6 +29,8 @@ def with_layers(model: Llama, layers: Sequence[int]) -> Llama:
     view.layers = Layers(whole[number] for number in layers)
     if isinstance(whole, KernelLayers):
         view.layers = KernelLayers(view.layers, whole.kernels)
+    else:
+        view.layers.__class__ = type(whole)
     name = f"{len(layers)} layers of {model.config.name}"
     view.config = dataclasses.replace(model.config, num_layers=len(layers), name=name)
     view.num_bytes = 0

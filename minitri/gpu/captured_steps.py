@@ -10,8 +10,9 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from minitri.decoding.sampling import pad_vocabulary, probs_from_logits_on_device
+from minitri.decoding.sampling import pad_vocabulary
 from minitri.gpu.graphs import GraphedStep, GraphPool
+from minitri.gpu.sampling import probs_from_logits_on_device
 from minitri.model.block import Block, forward_block, make_block
 from minitri.model.cache import Cache
 from minitri.model.llama import Llama

@@ -10,12 +10,13 @@ import torch
 
 from minitri.caches.full import FullCache
 from minitri.decoding.random_source import IndependentSource
-from minitri.decoding.sampling import probs_from_logits, probs_from_logits_on_device
+from minitri.decoding.sampling import probs_from_logits
 from minitri.decoding.verification import Proposal
 from minitri.errors import InputError
 from minitri.gpu.attention import GpuAttention, ShortBlock
 from minitri.gpu.backend_choice import BACKENDS, choose_backend, make_backend, tolerance
 from minitri.gpu.graphs import GraphPool
+from minitri.gpu.sampling import probs_from_logits_on_device
 from minitri.model.attention import attend_math
 from minitri.model.block import forward_block, make_block
 from minitri.model.llama import Llama
