@@ -165,7 +165,7 @@ def problem_of(case: Case, usage: Usage, arch: int) -> str:
 
 
 def lines_of(arch: int, kernel: str, most: int | None) -> Iterator[str]:
-    """A line for every case of a kernel, or the first `most` of a dtype; it ends in what is wrong."""
+    """A line for every case, or the first `most` of each dtype; it ends in what is wrong."""
     for dtype in TYPES:
         for case in itertools.islice(KERNELS[kernel](dtype), most):
             line = f"{arch:4d} {dtype:5s} {case.name:32s}"

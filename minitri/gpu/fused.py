@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
-from minitri.gpu.attention import tolerance
+from minitri.gpu.backend_choice import tolerance
 from minitri.gpu.kernels import are_usable
 from minitri.model.llama import MLP, Attention, Layer, Layers, Llama, Pass
 
@@ -30,8 +30,7 @@ class FusedAttention(Attention):
 
     def mix(self, qkv_BTX: Tensor, layer: int, shared: Pass) -> Tensor:
         cache, queries, slots_BT = shared.cache, shared.queries_LBTHD, shared.slots_BT
-        norms_heads = getattr(self, "q_norm", None) is not None
-        if slots_BT is None or norms_heads or type(cache) not in WRITABLE:
+        if slots_BT is None or self.q_norm is not None or type(cache) not in WRITABLE:
             return super().mix(qkv_BTX, layer, shared)
         from minitri.gpu.kernels.fused import rotate_to_cache
 

@@ -157,10 +157,7 @@ class GgufFile:
             reader = _Reader(path)
             if reader.number("<u4") != gguf.GGUF_MAGIC or reader.number("<u4") not in (2, 3):
                 raise ValueError("it does not begin with GGUF and version 2 or 3")
-            num_tensors, num_keys = (
-                reader.number(most=_MOST_ENTRIES),
-                reader.number(most=_MOST_ENTRIES),
-            )
+            num_tensors, num_keys = (reader.number(most=_MOST_ENTRIES) for _ in range(2))
             self._metadata = reader.metadata(num_keys)
             self._tensors = reader.tensors(gguf, num_tensors, self._metadata)
         self.architecture: str = self.get("general.architecture")
@@ -240,9 +237,8 @@ class GgufFile:
         for name, key in _CONFIG_KEYS.items():
             found[name] = self._shape(key)
             if found[name] is None:
-                raise self._error(
-                    f"has no {self.architecture}.{key}; get a GGUF file made by a current llama.cpp"
-                )
+                key = f"{self.architecture}.{key}"
+                raise self._error(f"has no {key}; get a GGUF file made by a current llama.cpp")
         eos = [as_token_ids(self.get(f"tokenizer.ggml.{name}_token_id")) for name in ("eos", "eot")]
         return found | {
             "num_key_value_heads": self._shape("attention.head_count_kv"),

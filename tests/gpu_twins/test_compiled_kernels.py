@@ -26,12 +26,12 @@ def tool():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["80", "86", "90"])
+@pytest.mark.parametrize("arch", ["80", "86", "89", "90", "100"])
 def test_one_case_of_every_kernel_and_dtype_compiles(arch, tool):
-    """In a process of its own: here Triton is its interpreter."""
+    """In a process of its own: here Triton is its interpreter. Warnings are errors."""
     env = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, TOOL, "--arch", arch, "--first", "1"],
+        [sys.executable, "-W", "error", TOOL, "--arch", arch, "--first", "1"],
         env=env, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

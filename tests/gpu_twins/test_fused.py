@@ -16,7 +16,8 @@ from minitri.caches.full import FullCache
 from minitri.caches.streaming import StreamingCache
 from minitri.drafters.layer_subset import with_layers
 from minitri.gpu import sampling as gpu_sampling
-from minitri.gpu.attention import GpuAttention, Math, TritonAttention, tolerance
+from minitri.gpu.attention import GpuAttention, Math, TritonAttention
+from minitri.gpu.backend_choice import tolerance
 from minitri.gpu.captured_steps import CapturedSteps
 from minitri.gpu.fused import (
     FusedAttention,

@@ -9,6 +9,10 @@ from minitri.errors import shorten
 
 log = logging.getLogger("minitri")
 
+# That products and sums may be fused; Triton 3.9 warns, and would drop kernels where warnings are
+# errors, unless it is told, and later versions do otherwise.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
 
 def are_usable(what: str, largest_error: Callable[[], float], tolerance: float) -> bool:
     """Whether kernels are there, and agree with their oracle on this very device; else it warns.
