@@ -185,9 +185,10 @@ def first_end(code: int) -> tuple[int, bool]:
 
     The others lose it, and then end, too.
     """
-    if not join.cache_info().currsize or _number("WORLD_SIZE", 1) == 1:
-        return code, True
-    own = f"{code} {_number('RANK')}"
+    rank = os.environ.get("RANK", "0")
+    if not join.cache_info().currsize or join().count == 1:
+        return code, rank == "0" or not rank.isdecimal()
+    own = f"{code} {rank}"
     try:
         first = store_of_ranks()[0].compare_set("end", "", own).decode()
     except RuntimeError:  # rank 0 kept the store, and has gone
