@@ -6,15 +6,20 @@ rank 0's may count.
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 import minitri
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
+from minitri.decoding.autotuner import Autotuner
+from minitri.drafters.layer_subset import with_layers
+from minitri.drafters.lookup import Sources
 from minitri.engine import Engine
 from minitri.gpu.offloaded_cache import OffloadedFullCache
 from minitri.model.block import read_block
@@ -23,7 +28,7 @@ from tests.cascades import Rig
 from tests.conftest import CPU, new_cache
 
 PROMPTS = [[5 + 7 * i % 300 for i in range(length)] for length in (90, 3, 41)]
-NUM_NEW = 24
+NUM_NEW = 12
 SETTINGS = {"budget": 32, "chunk_size": 4, "rebuild_stride": 8, "num_recent_tokens": 12}
 METHODS: dict[str, dict[str, Any]] = {
     "autoregressive": {"method": "autoregressive"},
@@ -34,6 +39,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "auto": {"method": "auto"},
 }
 SAMPLINGS = {"greedy": (0.0, False), "coupled": (0.8, True), "independent": (0.8, False)}
+RUNS = [("suffix", name, "coupled") for name in METHODS if name != "autoregressive"]
+RUNS += [("model", name, sampling) for name in METHODS for sampling in SAMPLINGS]
+RUNS += [("layers", "triforce", "coupled"), ("turns", "naive", "coupled")]
 
 
 def load(folder: Path, name: str, draft: str = "suffix", **options: Any) -> Engine:
@@ -62,8 +70,7 @@ def offloaded(engine: Engine) -> list[list[int]]:
         rig = Rig(
             engine.model, PROMPTS, draft=engine.draft, num_new=NUM_NEW, full=full, **speculation
         )
-        rig.run()
-    return [sequence[-NUM_NEW:] for sequence in rig.sequences]
+        return rig.run()
 
 
 def logits(engine: Engine, ranks: Ranks) -> dict[str, Any]:
@@ -73,6 +80,17 @@ def logits(engine: Engine, ranks: Ranks) -> dict[str, Any]:
     with torch.inference_mode():
         found = model.logits(read_block(model, PROMPTS[2:], cache))
     return {"logits": found, "num_bytes": getattr(ranks, "num_bytes_sent", 0) - before}
+
+
+def at_random(seed: int) -> Any:
+    """A method in the place of `Autotuner.choose`."""
+    numbers = random.Random(seed)
+
+    def choose(self) -> Any:
+        self.plan = numbers.choice(self._plans)
+        return self.plan
+
+    return choose
 
 
 def problem(work: Any) -> str:
@@ -107,16 +125,19 @@ def main(folder: Path) -> None:
         real = time.perf_counter
         time.perf_counter = lambda: real() ** 2  # a clock that runs faster and faster
     engines = {"suffix": load(folder, "plain"), "model": load(folder, "plain", "tied")}
-    for draft, engine in engines.items():
-        for sampling, (temperature, coupled) in SAMPLINGS.items():
-            own = ranks.rank if sampling == "independent" else 0
-            for name, method in METHODS.items():
-                found = texts(engine, temperature, coupled, own, **method)
-                seen[f"{name}, {sampling}, {draft}"] = found
-    timed = texts(engines["model"], 0.8, False, 0, method="auto", timed=True)
+    plain, sources = engines["model"], Sources(takes_turns=True)
+    layer = with_layers(plain.model, [0])
+    engines["layers"] = Engine(plain.model, plain.tokenizer, layer)
+    engines["turns"] = Engine(plain.model, plain.tokenizer, plain.draft, sources=sources)
+    for draft, name, sampling in RUNS:
+        seed = ranks.rank if sampling == "independent" else 0
+        found = texts(engines[draft], *SAMPLINGS[sampling], seed, **METHODS[name])
+        seen[f"{name}, {sampling}, {draft}"] = found
+    with patch.object(Autotuner, "choose", at_random(ranks.rank)):
+        chosen = texts(plain, 0.8, False, 0, method="auto")
     tied = load(folder, "tied")
-    seen |= {"timed": timed, "tied": texts(tied, 0.0, False, 0, **METHODS["retrieval"])}
-    seen |= {"offloaded": offloaded(engines["model"]), "pass": logits(engines["suffix"], ranks)}
+    seen |= {"chosen": chosen, "tied": texts(tied, 0.0, False, 0, **METHODS["retrieval"])}
+    seen |= {"offloaded": offloaded(plain), "pass": logits(engines["suffix"], ranks)}
     seen["asked"] = ranks.ask_first(lambda: f"by rank {ranks.rank}" * 1000)
     if ranks.count > 1:
         seen["mistakes"] = mistakes(folder, tied, ranks.rank)
