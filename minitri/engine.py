@@ -60,9 +60,9 @@ def load(
     `gpu/attention.py`. `rope_scaling` such as `yarn:4` stretches the context. `weights` `native`
     leaves a GGUF file's 4 and 8 bits as they are (on a CPU); `auto` does not. `draft_weights` guess
     with the retrieval cache: the `same`, or `int4`, a copy in 4 bits, as `auto` does with compiled
-    kernels (on a CPU); the text stays the same. `progress` draws bars on standard error.
-    `before_weights` is given tokenizer and config before the weights are read, which may take
-    minutes: time to check a prompt. Raises `InputError`.
+    kernels (on a CPU). `progress` draws bars on standard error. `before_weights` is given tokenizer
+    and config before weights are read: time to check a prompt. Under torchrun each process holds a
+    share of the model, and all must make the same calls. Raises `InputError`.
     """
     options = {"dtype": dtype, "device": device, "attention": attention, "weights": weights}
     options["draft_weights"] = draft_weights

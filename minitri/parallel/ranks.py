@@ -14,6 +14,7 @@ import ctypes
 import functools
 import os
 import pickle
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -31,6 +32,8 @@ JOIN_TIMEOUT = timedelta(minutes=2)
 """For ranks that were never started."""
 MESSAGE = 512
 """Bytes of the message in which nearly all decisions fit."""
+DECISIONS = ("sample", "verify", "draw", "walk", "choose", "round_seconds")
+"""Methods of random sources and autotuners whose results steer a run."""
 ADVICE = "start all with one command: torchrun --nproc-per-node 2 -m minitri.generate ..."
 
 T = TypeVar("T")
@@ -114,8 +117,6 @@ class RankGroup(Ranks):
             raise InputError(f"the ranks were given different {what}; {ADVICE}")
 
     def follow_first(self, own: T) -> T:
-        from minitri.parallel.following import Following
-
         return Following(own, self)  # type: ignore[return-value]
 
     def _of_first(self, value: Any) -> Any:
@@ -138,10 +139,31 @@ class RankGroup(Ranks):
         try:
             collective(*arguments, group=self._group)
         except RuntimeError as error:
+            reason = re.sub(r"^\[\S*\] ", "", str(error))  # without a place in gloo's source
             raise InputError(
-                f"rank {self.rank} has lost the other ranks ({shorten(error, 90)}); see what they "
-                "say, and start all of them again"
+                f"rank {self.rank} has lost the other ranks ({shorten(reason, 90)}); one of them "
+                "has ended or does not answer, start all of them again"
             ) from None
+
+
+class Following:
+    """Stands for a random source or an autotuner, whose decisions are those of rank 0."""
+
+    def __init__(self, own: Any, ranks: RankGroup) -> None:
+        self._own, self._ranks = own, ranks
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._own, name)
+        if name not in DECISIONS:
+            return value
+
+        def decide(*arguments: Any, **named: Any) -> Any:
+            decided = self._ranks.agree(lambda: value(*arguments, **named))
+            if name == "choose":  # the autotuner's plan, by which it answers other questions
+                self._own.plan = decided
+            return decided
+
+        return decide
 
 
 @functools.cache
