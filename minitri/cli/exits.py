@@ -72,8 +72,7 @@ def program(
 ) -> "Iterator[Namespace]":
     """What every program does around its work: flags, log, UTF-8 output, and `clean_exits`.
 
-    `parallel`: whether torchrun may start it in several processes, of which the first one speaks.
-    """
+    `parallel`: torchrun may start it in several processes, of which the first one speaks."""
     with clean_exits():
         import logging
 
@@ -101,7 +100,8 @@ def _joins_others(name: str, parallel: bool) -> bool:
 
     if join().rank == 0:
         return False
-    sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 (as long as the process)
+    nowhere = open(os.devnull, "w", encoding="utf-8", errors="replace")  # noqa: PTH123, SIM115
+    sys.stdout = nowhere
     return True
 
 

@@ -163,7 +163,7 @@ def choose_on_chip(
 
 def free_bytes(device: torch.device, ranks: Ranks) -> tuple[float, float]:
     """Memory that each rank can take: of its device, a share of that of the host."""
-    host = ranks.least(free_host_bytes()) / ranks.num_local
+    host = ranks.least(free_host_bytes()) / ranks.count
     on_device = free_device_bytes(device) if device.type == "cuda" else host
     return ranks.least(on_device), host
 

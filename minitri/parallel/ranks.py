@@ -42,7 +42,7 @@ T = TypeVar("T")
 class Ranks:
     """The ranks of a model, as one of them sees them; here it is alone."""
 
-    rank, count, num_local = 0, 1, 1
+    rank, count = 0, 1
 
     def agree(self, decide: Callable[[], T]) -> T:
         """What `decide` returns or raises on rank 0; the others call it, too."""
@@ -71,7 +71,6 @@ class RankGroup(Ranks):
         """`group` None is the default one."""
         self._group = group
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
-        self.num_local = int(os.environ.get("LOCAL_WORLD_SIZE", self.count))
         self.num_bytes_sent = 0
         """By this rank for the layers of models; a replayed CUDA graph is not counted."""
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from minitri.errors import InputError
 from minitri.parallel.ranks import RankGroup
 
-SECONDS = 20
+SECONDS = 10
 """After which a rank whose others do not come is alone."""
 
 
@@ -21,7 +21,7 @@ class ThreadRanks(RankGroup):
     """Rank `rank` of several; what is sent goes through a list that all of them hold."""
 
     def __init__(self, rank: int, sent: list, barrier: threading.Barrier) -> None:
-        self.rank, self.count, self.num_local = rank, len(sent), len(sent)
+        self.rank, self.count = rank, len(sent)
         self.num_bytes_sent, self._sent, self._barrier = 0, sent, barrier
 
     def _call(self, collective: Callable[..., Any], *arguments: Any) -> None:
@@ -54,12 +54,8 @@ def on_ranks(count: int, work: Callable[[ThreadRanks], Any]) -> list[Any]:
     sent, barrier = [None] * count, threading.Barrier(count)
 
     def run(rank: int) -> Any:
-        try:
-            with torch.inference_mode():
-                return work(ThreadRanks(rank, sent, barrier))
-        except BaseException:
-            barrier.abort()
-            raise
+        with torch.inference_mode():
+            return work(ThreadRanks(rank, sent, barrier))
 
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(run, range(count)))
