@@ -61,8 +61,9 @@ def load(
     leaves a GGUF file's 4 and 8 bits as they are (on a CPU); `auto` does not. `draft_weights` guess
     with the retrieval cache: the `same`, or a copy, of which the text does not depend: `int4`, as
     `auto` with compiled kernels (on a CPU), `int8`, or `fp8` (on a GPU). `progress` draws bars on
-    standard error. `before_weights` is given tokenizer and config before the weights are read,
-    which may take minutes: time to check a prompt. Raises `InputError`.
+    standard error. `before_weights` is given tokenizer and config before the weights are read: time
+    to check a prompt. Under torchrun each process holds a share of the model, and all must make the
+    same calls. Raises `InputError`.
     """
     options = {"dtype": dtype, "device": device, "attention": attention, "weights": weights}
     options["draft_weights"] = draft_weights

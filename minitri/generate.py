@@ -21,6 +21,7 @@ with clean_imports():
     from minitri.cli.terminal import LEGEND, stream
     from minitri.engine import MAX_ROWS
     from minitri.loading.prompts import MAX_SEED
+    from minitri.parallel.ranks import join
     from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 log = logging.getLogger("minitri")
@@ -99,7 +100,7 @@ def seed_of(args: argparse.Namespace, speculation: SpeculationConfig) -> int:
     """The seed that was given; or one drawn where it matters, which is told."""
     if args.seed is not None or args.temperature == 0:
         return args.seed or 0
-    seed = secrets.randbelow(MAX_SEED + 1)
+    seed = join().agree(lambda: secrets.randbelow(MAX_SEED + 1))
     if len(speculation.plans) == 1:
         log.info("seed %d; --seed %d repeats this text", seed, seed)
     elif speculation.coupled:
@@ -111,7 +112,7 @@ def seed_of(args: argparse.Namespace, speculation: SpeculationConfig) -> int:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `python -m minitri.generate`."""
-    with program(build_parser, argv) as args:
+    with program(build_parser, argv, parallel=True) as args:
         sys.exit(run_command(args))
 
 

@@ -217,7 +217,7 @@ def run_command(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `python -m minitri.selftest`."""
-    with program(build_parser, argv) as args:
+    with program(build_parser, argv, parallel=True) as args:
         sys.exit(run_command(args))
 
 

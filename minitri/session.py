@@ -216,11 +216,11 @@ class Session:
 
     def _stack(self, batch: Batch, sources: Mapping[str, RandomSource] | None) -> Cascade:
         """The stages of the batch's method over this session's runners."""
-        plans = batch.speculation.plans
+        plans, follow = batch.speculation.plans, self.models[0].ranks.follow_first
         make_tuner, make_level, independent, coupled = TREES if batch.speculation.tree else CHAINS
-        tuner = make_tuner(plans, self._prior_seconds(), use_clock=self._may_use_clock())
+        tuner = follow(make_tuner(plans, self._prior_seconds(), use_clock=self._may_use_clock()))
         by_token = independent(batch.seeds, batch.speculation.verification)
-        self.source = coupled(batch.seeds) if batch.speculation.coupled else by_token
+        self.source = follow(coupled(batch.seeds) if batch.speculation.coupled else by_token)
 
         def level(
             name: str, runner: ModelRunner, on_not_finite: Callable[[], None] | None = None

@@ -47,6 +47,8 @@ TURNS = (
 TREES = "minitri.trees."
 TREE_ENUMERATION = "trees/test_tree_enumeration.py::"
 TREE = TREE_ENUMERATION + "test_a_tree_that_the_target_verifies_gives_its_distribution[six-10]"
+SPLIT, SHARES = "minitri.parallel.split.", "parallel/test_split.py::"
+BIASES = SHARES + "test_shares_give_the_logits_of_the_whole[biases, a vocabulary of 321-2]"
 TREE_CACHE = AFTER_STEPS + "test_the_full_cache_equals_a_fresh_prefill_of_the_accepted_tokens"
 
 MUTANTS = [
@@ -591,5 +593,33 @@ MUTANTS = [
         "probs = [proposal.probs_BNV[b, :n] for",
         "probs = [proposal.probs_BNV[b, :n].gt(0).to(found.probs_BNV.dtype) for",
         TURNS + "[gammas0-3-DrafterChoice]",
+    ),
+    Mutant(
+        "a bias is added by every rank",
+        SPLIT + "_share",
+        "if ranks.rank == 0 else tensor.new_zeros(tensor.shape)",
+        "",
+        BIASES,
+    ),
+    Mutant(
+        "every rank embeds what another one has, too",
+        SPLIT + "SplitLlama.embed",
+        "rows.where(is_here.unsqueeze(-1), 0)",
+        "rows",
+        BIASES,
+    ),
+    Mutant(
+        "a rank follows its own verdict",
+        "minitri.parallel.ranks.RankGroup.agree",
+        "value, error = self._of_first((value, error))",
+        "pass",
+        SHARES + "test_verdicts_of_a_run_are_those_of_rank_0",
+    ),
+    Mutant(
+        "a rank follows its own draft",
+        "minitri.parallel.ranks.RankGroup.agree",
+        "self._call(dist.broadcast, value, 0)",
+        "pass",
+        SHARES + "test_tokens_that_stay_on_the_device_are_those_of_rank_0",
     ),
 ]

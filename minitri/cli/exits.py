@@ -60,27 +60,49 @@ def _handle_ctrl_c(handler: "Handler", *, instead_of: "Handler") -> None:
 
 
 def _stop_at_once(*_: object) -> None:
-    with contextlib.suppress(OSError):
-        os.write(2, b"minitri: interrupted\n")
+    if os.environ.get("RANK", "0") == "0":
+        with contextlib.suppress(OSError):
+            os.write(2, b"minitri: interrupted\n")
     os._exit(130)
 
 
 @contextlib.contextmanager
 def program(
-    build_parser: "Callable[[], ArgumentParser]", argv: list[str] | None
+    build_parser: "Callable[[], ArgumentParser]", argv: list[str] | None, *, parallel: bool = False
 ) -> "Iterator[Namespace]":
-    """What every program does around its work: flags, log, UTF-8 output, and `clean_exits`."""
+    """What every program does around its work: flags, log, UTF-8 output, and `clean_exits`.
+
+    `parallel`: torchrun may start it in several processes, of which the first one speaks."""
     with clean_exits():
         import logging
 
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # all is done by then
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-        args = build_parser().parse_args(argv)
+        parser = build_parser()
+        is_silent = _joins_others(parser.prog, parallel)
+        args = parser.parse_args(argv)
+        args.quiet |= is_silent
         log = logging.getLogger("minitri")
         log.handlers = [logging.StreamHandler()]  # to standard error, message only
         log.setLevel(logging.WARNING if args.quiet else logging.INFO)
+        log.disabled = is_silent
         yield args
+
+
+def _joins_others(name: str, parallel: bool) -> bool:
+    """Joins the other processes, if torchrun has started several; whether this one is silent."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return False
+    if not parallel:
+        raise InputError(f"{name} runs in one process; start it without torchrun")
+    from minitri.parallel.ranks import join
+
+    if join().rank == 0:
+        return False
+    nowhere = open(os.devnull, "w", encoding="utf-8", errors="replace")  # noqa: PTH123, SIM115
+    sys.stdout = nowhere
+    return True
 
 
 @contextlib.contextmanager
@@ -100,6 +122,8 @@ def clean_exits() -> Iterator[None]:
             yield
         finally:
             sys.stdout.flush()
+    except SystemExit as end:
+        sys.exit(_first_end(end.code)[0] if isinstance(end.code, int) and end.code else end.code)
     except InputError as error:
         _end(2, " ".join(str(error).splitlines()))
     except KeyboardInterrupt:
@@ -111,7 +135,7 @@ def clean_exits() -> Iterator[None]:
         # What could not be written is given up, so that Python does not fail again in the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:  # whoever read our output has gone
-            sys.exit(0)
+            sys.exit(_first_end(0)[0])
         _end(2, f"cannot write the output: {error.strerror}; send it elsewhere")
 
 
@@ -123,8 +147,16 @@ def _has_compiler() -> bool:
 
 
 def _end(code: int, line: str) -> "NoReturn":
-    print(f"minitri: {line}", file=sys.stderr)
+    code, is_first = _first_end(code)
+    if is_first:
+        print(f"minitri: {line}", file=sys.stderr)
     sys.exit(code)
+
+
+def _first_end(code: int) -> tuple[int, bool]:
+    """The exit code of whichever process ends first, and whether it is this one."""
+    ranks = sys.modules.get("minitri.parallel.ranks")  # not while modules are imported
+    return ranks.first_end(code) if ranks is not None else (code, True)
 
 
 class _Stderr(io.FileIO):

@@ -15,6 +15,7 @@ from minitri.errors import InputError, shorten
 from minitri.loading.prompts import check_prompt
 from minitri.loading.tokenizer import Tokenizer
 from minitri.model.config import ModelConfig
+from minitri.parallel.ranks import join
 
 log = logging.getLogger("minitri")
 
@@ -28,7 +29,7 @@ MANY_CONTEXTS = 4
 def read_prompt(file: str | None, prompt: str | None = None) -> str:
     """The text of a prompt, of a UTF-8 file, of standard input (`-`), or else of the demo."""
     if prompt is None:
-        prompt = demo_text() if file is None else read_text(file)
+        prompt = demo_text() if file is None else join().ask_first(lambda: read_text(file))
     if not prompt:
         raise InputError("the prompt is empty; give at least one character")
     return prompt

@@ -24,6 +24,7 @@ from minitri.generation import End, Request
 from minitri.loading.prompts import MAX_SEED, as_seeds, check_prompt
 from minitri.loading.tokenizer import Tokenizer
 from minitri.model.config import ModelConfig
+from minitri.parallel.ranks import join
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 log = logging.getLogger("minitri")
@@ -120,7 +121,8 @@ def run_requests(
 ) -> int:  # fmt: skip
     """Writes a line for every line of --prompts; returns the exit code. Raises `InputError` in the
     end if some were wrong."""
-    lines = read_requests(read_text(args.prompts), sampling, generation, args.seed)
+    text = join().ask_first(lambda: read_text(args.prompts))
+    lines = read_requests(text, sampling, generation, args.seed)
     if not lines:
         raise InputError(f"{shorten(args.prompts)} has no lines; write one object a line")
 

@@ -24,7 +24,7 @@ ADVICE = "make it again with tools/find_layers.py"
 
 def with_layers(model: Llama, layers: Sequence[int]) -> Llama:
     """The model without its other layers; it shares everything and has no weights of its own."""
-    view, whole = take_over(object.__new__(Llama), model), model.layers
+    view, whole = take_over(object.__new__(type(model)), model), model.layers
     assert isinstance(view, Llama)
     view.layers = Layers(whole[number] for number in layers)
     if isinstance(whole, KernelLayers):

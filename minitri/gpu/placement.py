@@ -23,6 +23,7 @@ from minitri.gpu.offloaded_cache import RING, OffloadedFullCache
 from minitri.model.cache import round_up_to_stride
 from minitri.model.config import ModelConfig
 from minitri.model.llama import Llama
+from minitri.parallel.ranks import Ranks
 from minitri.roofline import num_weights
 from minitri.settings import GenerationConfig, SpeculationConfig
 
@@ -160,6 +161,13 @@ def choose_on_chip(
     return wanted
 
 
+def free_bytes(device: torch.device, ranks: Ranks) -> tuple[float, float]:
+    """Memory that each rank can take: of its device, a share of that of the host."""
+    host = ranks.least(free_host_bytes()) / ranks.count
+    on_device = free_device_bytes(device) if device.type == "cuda" else host
+    return ranks.least(on_device), host
+
+
 def free_host_bytes() -> float:
     """Host memory that can be taken, by the system and by a container's limit; else infinity."""
     free = [math.inf]
@@ -185,16 +193,14 @@ def most_rows(
     speculation: SpeculationConfig, longest: list[int],
 ) -> int:  # fmt: skip
     """How many texts memory holds at a time, of prompts in falling order of length; at least 1."""
-    on_gpu, L = target.device.type == "cuda", target.config.num_layers
-    host = free_host_bytes()
+    L, (on_device, host) = target.config.num_layers, free_bytes(target.device, target.ranks)
     for num_rows in range(len(longest), 1, -1):
         needs = demand(
             target.config, draft, speculation, num_tokens=longest[0] + generation.max_new_tokens,
             prompt_lengths=longest[:num_rows], prefill_chunk=generation.prefill_chunk,
             itemsize=target.dtype.itemsize,
         )  # fmt: skip
-        there = needs.weights + needs.draft_weights
-        device = there + (free_device_bytes(target.device) if on_gpu else host)
+        device = needs.weights + needs.draft_weights + on_device
         if generation.offload:
             fits = shortage(needs, device, host, target.config.name) is None
         else:
@@ -222,8 +228,9 @@ def allocate_full_cache(
                 config, draft, speculation, num_tokens=capacity, prompt_lengths=prompt_lengths,
                 prefill_chunk=generation.prefill_chunk, itemsize=target.dtype.itemsize,
             )  # fmt: skip
-            there = free_device_bytes(device) + needs.weights + needs.draft_weights
-            on_chip = choose_on_chip(needs, generation, there, free_host_bytes(), config.name)
+            on_device, host = free_bytes(device, target.ranks)
+            there = on_device + needs.weights + needs.draft_weights
+            on_chip = choose_on_chip(needs, generation, there, host, config.name)
         if on_chip == config.num_layers:
             return FullCache.allocate(config, B, capacity, **options)
         placed = "KV cache: %d of %d layers on %s, the others in host memory"

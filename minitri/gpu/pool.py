@@ -33,6 +33,7 @@ class SessionPool:
 
         Raises `InputError` if there is no room.
         """
+        self.target.ranks.check_same("prompts or settings", batch)
         kept, self._kept = self._kept, None
         if kept is not None and can_run(kept, batch):
             session = kept

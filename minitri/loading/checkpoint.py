@@ -37,6 +37,8 @@ from minitri.model.attention import Attend, attend_math
 from minitri.model.config import ModelConfig
 from minitri.model.linear import TrimmedHead
 from minitri.model.llama import Llama, sample_of_vocabulary
+from minitri.parallel.ranks import Ranks
+from minitri.parallel.split import new_model, share_tensors
 
 MIN_SIMILARITY = 0.9
 """Least median cosine between a drafter's sample of embeddings and those of its target. Copies of
@@ -83,7 +85,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def load_model(
     checkpoint: Checkpoint, config: ModelConfig, *, dtype: torch.dtype, device: torch.device,
     attend: Attend = attend_math, target: Llama | None = None, native: bool = False,
-    progress: bool = False,
+    progress: bool = False, ranks: Ranks = Ranks(),  # noqa: B008
 ) -> Llama:  # fmt: skip
     """A model that is ready to run.
 
@@ -102,12 +104,12 @@ def load_model(
     advice = "use a smaller model or dtype, or check the sizes in the config"
     with explain(problem, RuntimeError, TypeError, advice=advice, limit=90):
         # There may be no memory, or sizes may be beyond those of any tensor.
-        model = Llama(config, dtype=dtype, device=device, target=lender, attend=attend)
-    kernels = kernels_for(device, config)
+        model = new_model(config, ranks, dtype=dtype, device=device, target=lender, attend=attend)
+    kernels = kernels_for(device, config) if ranks.count == 1 else None
     if kernels is not None:
         use_kernels(model, kernels)
     tensors = _native_tensors(model, checkpoint) if native else checkpoint.tensors(config)
-    _fill(model, tensors, checkpoint.path, progress)
+    _fill(model, share_tensors(tensors, ranks), checkpoint.path, progress)
     if lender is not None:
         _check_drafter(model, lender, checkpoint.path)
     if kernels is None and can_pack(dtype, device):

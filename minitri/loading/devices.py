@@ -15,6 +15,7 @@ from minitri.gpu.quantized import FORMATS, eight_bit_copy
 from minitri.model.attention import Attend
 from minitri.model.config import ModelConfig
 from minitri.model.llama import Llama
+from minitri.parallel.ranks import Ranks, local_rank
 
 log = logging.getLogger("minitri")
 
@@ -23,10 +24,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 WEIGHTS, DRAFT_WEIGHTS = ("auto", "native"), ("auto", "int4", *FORMATS, "same")
 
 
-def choose_device(name: str) -> torch.device:
+def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B008
     """The device of a name; `auto` is a GPU where there is one. Raises `InputError`."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if ranks.count > 1 and name.startswith("cuda:"):
+        raise InputError(
+            f"device {name!r} is one GPU for {ranks.count} ranks; --device cuda gives each its own"
+        )
+    if ranks.count > 1 and name == "cuda":
+        name = f"cuda:{local_rank()}"
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -61,7 +61,6 @@ _ROPE_NEUTRAL = {"attn_factor": 1, "yarn_attn_factor": 1, "yarn_ext_factor": 1}
 _ROPE_NEUTRAL |= {"yarn_log_multiplier": 0}
 _ROPE_DIVISORS = "rope_freqs.weight"
 
-
 _NUMBERS = dict(enumerate(("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?")))
 _NUMBERS |= {10: "<u8", 11: "<i8", 12: "<f8"}
 _TEXT, _ARRAY = 8, 9

@@ -33,6 +33,8 @@ from minitri.loading.fetch import DATASTORE, LAYERS, default_draft, locate, spli
 from minitri.loading.hf_config import stretch_rope
 from minitri.loading.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from minitri.model.llama import Llama
+from minitri.parallel.ranks import Ranks, join
+from minitri.parallel.split import SplitLlama
 
 log = logging.getLogger("minitri")
 
@@ -43,9 +45,11 @@ class OpenModel:
     def __init__(
         self, name: str, *, dtype: torch.dtype, device: torch.device, attention: str = "auto",
         rope_scaling: str | None = None, weights: str = "auto", progress: bool = False,
+        ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
     ) -> None:  # fmt: skip
         """The arguments are those of `minitri.load`. Raises `InputError`."""
-        located = locate(name, progress=progress)
+        self._ranks = ranks
+        located = ranks.ask_first(lambda: locate(name, progress=progress))
         self._checkpoint = open_checkpoint(located.path)
         config = self._checkpoint.config(located.name)
         if located.context:
@@ -63,7 +67,10 @@ class OpenModel:
         model = load_model(
             self._checkpoint, config, dtype=self._dtype, device=self._device,
             attend=self._attend, target=target, native=self._native, progress=self._progress,
+            ranks=self._ranks if target is None else Ranks(),  # drafters are whole on every rank
         )  # fmt: skip
+        if isinstance(model, SplitLlama):
+            model.add_up()
         log.info(
             "%s on %s, %s, attention %s, context %d tokens, RoPE %s",
             config.name, self._device, str(self._dtype).removeprefix("torch."),
@@ -95,9 +102,11 @@ class OpenModels:
                 raise InputError(
                     f"{name} is {value}; it must be a text, such as those that minitri.load names"
                 )
-        model, draft, place = os.fsdecode(model), os.fsdecode(draft), choose_device(device)
+        model, draft, ranks = os.fsdecode(model), os.fsdecode(draft), join()
+        ranks.check_same("models, or ways to load them", texts)
+        place = choose_device(device, ranks)
         options: dict[str, Any] = {"dtype": choose_dtype(dtype, place), "device": place}
-        options |= {"attention": attention, "progress": progress}
+        options |= {"attention": attention, "progress": progress, "ranks": ranks}
         check_weights(weights, draft_weights)
         self._target = OpenModel(model, rope_scaling=rope_scaling, weights=weights, **options)
         if self._target.tokenizer is None:

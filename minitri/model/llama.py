@@ -22,6 +22,7 @@ from minitri.model.cache import BlockKV, Cache
 from minitri.model.config import ModelConfig
 from minitri.model.linear import Linear, TiedHead, TrimmedHead
 from minitri.model.rope import Rope, Rotary
+from minitri.parallel.ranks import Ranks
 
 EMBEDDING_SAMPLE = 64
 """Rows of its target's embedding table that a drafter without one keeps, to recognise it."""
@@ -52,6 +53,7 @@ class Llama(nn.Module):
         self.attend = attend
         self.is_row_invariant = False  # the bits of a row depend on it alone, in any short pass
         self.decoding: Callable[[], AbstractContextManager[None]] = nullcontext  # around every step
+        self.ranks = Ranks()  # the processes that compute it together
         with torch.device(device):
             self.layers = Layers(Layer(config, dtype) for _ in range(config.num_layers))
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -196,11 +198,9 @@ class Attention(nn.Module):
             shared.queries_LBTHD[layer, :, : latest_BTHD.shape[1]] = latest_BTHD
         block = BlockKV(raw_BTKD, k_BTKD, v_BTKD, shared.slots_BT)
         keys_BKSD, values_BKSD = shared.cache.update(layer, block)
-        lengths = shared.cache.lengths
-        out_BTHD = shared.attend(
-            q_BTHD, keys_BKSD, values_BKSD, lengths, shared.rule_TT, shared.lengths_B
-        )
-        return out_BTHD.flatten(2)
+        lengths, rule_TT = shared.cache.lengths, shared.rule_TT
+        attend, lengths_B = shared.attend, shared.lengths_B
+        return attend(q_BTHD, keys_BKSD, values_BKSD, lengths, rule_TT, lengths_B).flatten(2)
 
     def rotate(self, heads_BTHD: Tensor, rotary: Rotary) -> Tensor:
         """RoPE of queries and keys, (B, T, H + K, D)."""

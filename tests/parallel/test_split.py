@@ -1,0 +1,79 @@
+"""What the shares of a model compute together is what the whole computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minitri.decoding.random_source import IndependentSource
+from minitri.decoding.verification import Proposal
+from minitri.errors import InputError
+from minitri.loading.checkpoint import load_model, open_checkpoint
+from minitri.model.block import read_block
+from minitri.parallel.ranks import Ranks
+from tests.conftest import CPU, new_cache, write_hf_folder
+from tests.parallel.threads import on_ranks
+
+TOKENS = [3, 320, 160, 161, 0, 7]
+SHAPES = {
+    "biases, a vocabulary of 321": {"vocab_size": 321, "attention_bias": True},
+    "tied": {"tie_word_embeddings": True},
+    "one KV head each": {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
+}
+
+
+@pytest.mark.parametrize(("shape", "count"), [*zip(SHAPES, (2, 2, 3), strict=True)])
+def test_shares_give_the_logits_of_the_whole(tmp_path, shape, count):
+    checkpoint = open_checkpoint(write_hf_folder(tmp_path, **SHAPES[shape]))
+    config = checkpoint.config("tiny")
+
+    def logits(ranks):
+        model = load_model(checkpoint, config, dtype=torch.float32, device=CPU, ranks=ranks)
+        if ranks.count > 1:
+            model.add_up()
+        tokens = [token % config.vocab_size for token in TOKENS]
+        cache = new_cache(model.config, dtype=torch.float32)
+        return model.logits(read_block(model, [tokens], cache)), model.num_bytes
+
+    whole, num_bytes = logits(Ranks())
+    for share, share_bytes in on_ranks(count, logits):
+        torch.testing.assert_close(share, whole, rtol=1e-4, atol=1e-4)
+        assert share_bytes < 1.1 * num_bytes / count
+
+
+def test_verdicts_of_a_run_are_those_of_rank_0():
+    """Rank 1 has other random numbers, and logits that differ."""
+    uniform = torch.full((1, 1, 50), 1 / 50)
+
+    def tokens(ranks):
+        source = ranks.follow_first(IndependentSource([ranks.rank]))
+        probs = uniform if ranks.rank == 0 else uniform.roll(1, 2).square()
+        verdicts = [source.verify(Proposal.nothing(1), probs, [0], [True]) for _ in range(20)]
+        return [verdict.next_tokens for verdict in verdicts]
+
+    first, second = on_ranks(2, tokens)
+    assert first == second == tokens(Ranks())
+
+
+def test_tokens_that_stay_on_the_device_are_those_of_rank_0():
+    class Source:
+        def __init__(self, rank):
+            self.rank = rank
+
+        def sample(self):
+            return torch.tensor([7 + self.rank])
+
+    found = on_ranks(2, lambda ranks: ranks.follow_first(Source(ranks.rank)).sample())
+    assert [int(token) for token in found] == [7, 7]
+
+
+def test_memory_is_the_least_of_all_ranks_and_an_error_that_of_rank_0():
+    assert on_ranks(3, lambda ranks: ranks.least(5 - ranks.rank)) == [3, 3, 3]
+
+    def answer(ranks):
+        return ranks.agree(lambda: 1 // ranks.rank)
+
+    with pytest.raises(ZeroDivisionError):
+        on_ranks(2, answer)
+    with pytest.raises(InputError, match="the ranks were given different things; start all"):
+        on_ranks(2, lambda ranks: ranks.check_same("things", ranks.rank))

@@ -1,0 +1,183 @@
+"""A model split over two processes writes the texts of one: gloo on a CPU stands for NCCL on GPUs.
+
+Two ranks and a process alone make the same runs (`worker.py`), at the same time. Everything is
+float32, where only a near-tie could tell them apart.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import SHAPE, write_hf_folder
+from tests.parallel.worker import PROMPTS, RUNS
+
+CASES = [f"{name}, {sampling}, {draft}" for draft, name, sampling in RUNS]
+
+
+def start(program: list[str], num_ranks: int = 1, **options) -> list[subprocess.Popen]:
+    """A process per rank, as torchrun would start them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = []
+    for rank in range(num_ranks):
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
+        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        env |= {name: str(value) for name, value in names.items()}
+        ranks.append(subprocess.Popen([sys.executable, "-m", *program], env=env, **options))
+    return ranks
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """Three random models. A vocabulary of 321 tokens is no multiple of two."""
+    folder = tmp_path_factory.mktemp("split")
+    write_hf_folder(folder / "plain", vocab_size=321, attention_bias=True)
+    write_hf_folder(folder / "tied", seed=1, vocab_size=321, tie_word_embeddings=True)
+    odd = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}
+    write_hf_folder(folder / "odd", **odd)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(models) -> list[dict]:
+    """What a process alone saw, then rank 0 and rank 1."""
+    program = ["tests.parallel.worker", str(models)]
+    for process in start(program) + start(program, 2):
+        assert process.wait(timeout=300) == 0
+    names = ("0 of 1", "0 of 2", "1 of 2")
+    return [torch.load(models / f"{name}.pt", weights_only=True) for name in names]
+
+
+@pytest.mark.parametrize("case", [*CASES, "tied"])
+def test_two_ranks_write_the_text_of_one_process(seen, case):
+    """With every method and drafter, in batches; rank 1's seed is another where that may matter."""
+    (alone, plans), first, second = (them[case] for them in seen)
+    assert first[0] == alone
+    assert first == second
+    assert plans if "auto" in case else plans == first[1]
+
+
+def test_the_kv_cache_of_a_rank_may_be_in_host_memory(seen):
+    alone, first, second = (them["offloaded"] for them in seen)
+    assert alone == first == second
+    assert first == seen[1]["triforce, greedy, model"][0]
+
+
+def test_ranks_that_would_take_different_steps_follow_rank_0(seen):
+    """Each has an autotuner that chooses at random, by a seed of its own."""
+    alone, first, second = (them["chosen"] for them in seen)
+    assert alone == first == second
+    assert len(first[1]) > 3
+
+
+def test_logits_are_those_of_one_process_and_the_same_bits_on_all_ranks(seen):
+    alone, first, second = (them["pass"]["logits"] for them in seen)
+    assert alone.shape == (1, len(PROMPTS[2]), 321)
+    torch.testing.assert_close(first, alone, rtol=1e-4, atol=1e-4)
+    assert torch.equal(first, second)
+
+
+def test_a_pass_sends_two_sums_a_layer_the_embeddings_and_the_logits(seen, capsys):
+    L, E, T = SHAPE["num_hidden_layers"], SHAPE["hidden_size"], len(PROMPTS[2])
+    rows = (321 + 1) // 2
+    expected = 4 * T * ((2 * L + 1) * E + rows)
+    assert [them["pass"]["num_bytes"] for them in seen] == [0, expected, expected]
+    with capsys.disabled():
+        print(f"\n  {expected // T} bytes a token from each of 2 ranks: L = {L}, E = {E}, float32")
+
+
+def test_rank_0_is_asked_and_the_others_hear_it(seen):
+    """More than one message of fixed size."""
+    assert [them["asked"] for them in seen] == ["by rank 0" * 1000] * 3
+
+
+def test_what_does_not_fit_is_one_line_on_all_ranks(seen):
+    first, second = (them["mistakes"] for them in seen[1:])
+    assert first == second
+    told = {
+        "odd heads": "cannot be split over 2 ranks: num_heads=3, num_kv_heads=3",
+        "other flags": "the ranks were given different models, or ways to load them; start all",
+        "other prompts": "the ranks were given different prompts or settings; start all",
+        "int4": "--draft-weights int4 needs the compiled kernels",
+        "one GPU": "is one GPU for 2 ranks",
+        "of rank 0": "rank 0 cannot read it",
+    }
+    for name, line in told.items():
+        assert line in first[name]
+        assert "\n" not in first[name]
+
+
+def generate(models: Path, *flags: str) -> list[str]:
+    model = str(models / "plain")
+    return ["minitri.generate", "--model", model, "--device", "cpu", "--ignore-eos", *flags]
+
+
+def finish(ranks: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
+    """Exit code, output and messages of each."""
+    ended = [rank.communicate(timeout=60) for rank in ranks]
+    pairs = zip(ranks, ended, strict=True)
+    return [(rank.returncode, out, messages) for rank, (out, messages) in pairs]
+
+
+def test_torchrun_shows_one_text_of_one_prompt_from_standard_input(models):
+    program = generate(models, "--prompt-file", "-", "--max-new-tokens", "8", "--method", "naive")
+    program = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        *program,
+    ]
+    text = "She had been forced into prudence"
+    run = subprocess.run(program, input=text, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    alone = subprocess.run(
+        [sys.executable, "-m", *program[6:]], input=text, capture_output=True, text=True
+    )
+    assert run.stdout == alone.stdout
+    assert run.stderr.count("tokens/s") == 2  # the summary, once
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_when_one_rank_ends_all_end_with_one_line(models, how):
+    """A rank that is killed is noticed by the other; one that is interrupted says so itself."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    flags = ("--quiet", "--max-new-tokens", "450", "--method", "autoregressive", "--prompt", "She")
+    ranks = start(generate(models, *flags), 2, **pipes)
+    assert ranks[0].stdout.read(1)  # it has begun
+    if how == signal.SIGKILL:
+        ranks[1].kill()
+        (code, _, messages), _ = finish(ranks)
+        assert code == 2
+        assert messages.count("\n") == 1
+        assert "rank 0 has lost the other ranks" in messages
+    else:
+        ranks[1].send_signal(how)
+        (code, _, messages), (other, _, others) = finish(ranks)
+        assert (code, other) == (130, 130)
+        assert messages + others == ""
+
+
+def test_a_bad_flag_is_told_once(models):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    (code, _, first), (other, _, second) = finish(
+        start(generate(models, "--gamma1", "x"), 2, **pipes)
+    )
+    assert (code, other) == (2, 2)
+    assert (first + second).count("\n") == 1
+
+
+def test_without_torchrun_there_is_no_process_group(engine):
+    assert engine.model.ranks.count == 1
+    assert not torch.distributed.is_initialized()

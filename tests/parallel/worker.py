@@ -1,0 +1,148 @@
+"""What one process, or one of two ranks, makes of the same runs: `python -m tests.parallel.worker`.
+
+Writes what it saw into a file. Ranks are given different seeds and clocks on purpose, where only
+rank 0's may count.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import minitri
+from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
+from minitri.decoding.autotuner import Autotuner
+from minitri.drafters.layer_subset import with_layers
+from minitri.drafters.lookup import Sources
+from minitri.engine import Engine
+from minitri.gpu.offloaded_cache import OffloadedFullCache
+from minitri.model.block import read_block
+from minitri.parallel.ranks import Ranks, join
+from tests.cascades import Rig
+from tests.conftest import CPU, new_cache
+
+PROMPTS = [[5 + 7 * i % 300 for i in range(length)] for length in (90, 3, 41)]
+NUM_NEW = 12
+SETTINGS = {"budget": 32, "chunk_size": 4, "rebuild_stride": 8, "num_recent_tokens": 12}
+METHODS: dict[str, dict[str, Any]] = {
+    "autoregressive": {"method": "autoregressive"},
+    "naive": {"method": "naive", "gamma1": 3},
+    "retrieval": {"method": "retrieval", "gamma2": 3},
+    "triforce": {"method": "triforce", "gamma1": 2, "gamma2": 4},
+    "tree": {"method": "triforce", "gamma1": 2, "gamma2": 3, "tree": "5"},
+    "auto": {"method": "auto"},
+}
+SAMPLINGS = {"greedy": (0.0, False), "coupled": (0.8, True), "independent": (0.8, False)}
+RUNS = [("suffix", name, "coupled") for name in METHODS if name != "autoregressive"]
+RUNS += [("model", name, sampling) for name in METHODS for sampling in SAMPLINGS]
+RUNS += [("layers", "triforce", "coupled"), ("turns", "naive", "coupled")]
+
+
+def load(folder: Path, name: str, draft: str = "suffix", **options: Any) -> Engine:
+    draft = str(folder / draft) if draft != "suffix" else draft
+    options = {"dtype": "float32", "device": "cpu", "draft_weights": "same", **options}
+    return minitri.load(folder / name, draft=draft, **options)
+
+
+def texts(engine: Engine, temperature: float, coupled: bool, seed: int, **method: Any) -> Any:
+    """Tokens and plans of a batch of three prompts of different lengths."""
+    run = engine.generate(
+        PROMPTS, sampling=SamplingParams(temperature, top_p=0.95 if temperature else 1.0),
+        generation=GenerationConfig(NUM_NEW, ignore_eos=True, prefill_chunk=16),
+        speculation=SpeculationConfig(coupled=coupled, **SETTINGS, **method), seed=seed,
+    )  # fmt: skip
+    with run:
+        list(run)
+    return [row.token_ids for row in run.rows], run.stats.steps_per_plan
+
+
+def offloaded(engine: Engine) -> list[list[int]]:
+    """Greedy texts with the KV cache of a layer in host memory."""
+    config, speculation = engine.config, {**SETTINGS, **METHODS["triforce"]}
+    full = OffloadedFullCache(config, 3, 200, on_chip=1, dtype=torch.float32, device=CPU)
+    with torch.inference_mode():
+        rig = Rig(
+            engine.model, PROMPTS, draft=engine.draft, num_new=NUM_NEW, full=full, **speculation
+        )
+        return rig.run()
+
+
+def logits(engine: Engine, ranks: Ranks) -> dict[str, Any]:
+    """Of a block of tokens, and the bytes that this rank sent for it."""
+    model, cache = engine.model, new_cache(engine.config)
+    before = getattr(ranks, "num_bytes_sent", 0)
+    with torch.inference_mode():
+        found = model.logits(read_block(model, PROMPTS[2:], cache))
+    return {"logits": found, "num_bytes": getattr(ranks, "num_bytes_sent", 0) - before}
+
+
+def at_random(seed: int) -> Any:
+    """A method in the place of `Autotuner.choose`."""
+    numbers = random.Random(seed)
+
+    def choose(self) -> Any:
+        self.plan = numbers.choice(self._plans)
+        return self.plan
+
+    return choose
+
+
+def problem(work: Any) -> str:
+    """The one line of an input error."""
+    try:
+        work()
+    except InputError as error:
+        return str(error)
+    return "none"
+
+
+def mistakes(folder: Path, engine: Engine, rank: int) -> dict[str, str]:
+    """What is said where the ranks, or a model, do not fit."""
+    options = SpeculationConfig(method="retrieval")
+    return {
+        "odd heads": problem(lambda: load(folder, "odd")),
+        "other flags": problem(lambda: load(folder, "plain", attention=["auto", "x"][rank])),
+        "other prompts": problem(lambda: engine.generate([PROMPTS[rank]], speculation=options)),
+        "int4": problem(lambda: load(folder, "plain", draft_weights="int4")),
+        "one GPU": problem(lambda: load(folder, "plain", device="cuda:0")),
+        "of rank 0": problem(lambda: join().agree(lambda: fail(rank))),
+    }
+
+
+def fail(rank: int) -> None:
+    raise InputError(f"rank {rank} cannot read it")
+
+
+def main(folder: Path) -> None:
+    ranks, seen = join(), dict[str, Any]()
+    if ranks.rank:
+        real = time.perf_counter
+        time.perf_counter = lambda: real() ** 2  # a clock that runs faster and faster
+    engines = {"suffix": load(folder, "plain"), "model": load(folder, "plain", "tied")}
+    plain, sources = engines["model"], Sources(takes_turns=True)
+    layer = with_layers(plain.model, [0])
+    engines["layers"] = Engine(plain.model, plain.tokenizer, layer)
+    engines["turns"] = Engine(plain.model, plain.tokenizer, plain.draft, sources=sources)
+    for draft, name, sampling in RUNS:
+        seed = ranks.rank if sampling == "independent" else 0
+        found = texts(engines[draft], *SAMPLINGS[sampling], seed, **METHODS[name])
+        seen[f"{name}, {sampling}, {draft}"] = found
+    with patch.object(Autotuner, "choose", at_random(ranks.rank)):
+        chosen = texts(plain, 0.8, False, 0, method="auto")
+    tied = load(folder, "tied")
+    seen |= {"chosen": chosen, "tied": texts(tied, 0.0, False, 0, **METHODS["retrieval"])}
+    seen |= {"offloaded": offloaded(plain), "pass": logits(engines["suffix"], ranks)}
+    seen["asked"] = ranks.ask_first(lambda: f"by rank {ranks.rank}" * 1000)
+    if ranks.count > 1:
+        seen["mistakes"] = mistakes(folder, tied, ranks.rank)
+    torch.save(seen, folder / f"{ranks.rank} of {ranks.count}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
