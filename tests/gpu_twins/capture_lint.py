@@ -1,0 +1,101 @@
+"""What a CUDA graph cannot hold is refused in its CPU twin, where steps run eagerly.
+
+A capture records kernels and the addresses that they read and write. So a captured step may not ask
+a tensor for its numbers, nor make tensors of a size that depends on them, nor copy from fresh host
+memory, which would be gone at a replay; and what it reads beside its inputs must stay where it is.
+All steps of a pool share memory: what one returned may be overwritten when another one runs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from minitri.gpu.graphs import GraphedStep, GraphPool
+
+WAITS = {"_local_scalar_dense", "equal", "is_nonzero"}
+SIZED_BY_DATA = {
+    "nonzero",
+    "masked_select",
+    "unique_dim",
+    "_unique2",
+    "unique_consecutive",
+    "bincount",
+}
+HOST_DATA = {"lift_fresh", "lift_fresh_copy"}
+"""What `torch.tensor` and the like are made of."""
+
+
+class CaptureError(Exception):
+    """A step does what a graph cannot hold."""
+
+
+class Watch(TorchDispatchMode):
+    """One run of a step: refuses operations, and notes the addresses that come from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: set[int] = set()
+        self.outside: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name, kwargs = function.overloadpacket.__name__, kwargs or {}
+        if name in WAITS:
+            raise CaptureError(f"{name}: the host waits for a number")
+        masks = args[1] if name in ("index", "index_put", "index_put_") else ()
+        is_masked = any(index is not None and index.dtype == torch.bool for index in masks)
+        is_repeated = name == "repeat_interleave" and kwargs.get("output_size") is None
+        if name in SIZED_BY_DATA or is_masked or is_repeated:
+            raise CaptureError(f"{name}: a size that depends on data")
+        if name in HOST_DATA:
+            raise CaptureError(f"{name}: numbers from the host")
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and address(tensor) not in self.made:
+                self.outside.add(address(tensor))
+        result = function(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and address(tensor) not in self.outside:
+                self.made.add(address(tensor))
+        return result
+
+
+def address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class LintedPool(GraphPool):
+    """A pool whose steps are watched whenever they run."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.steps: list[GraphedStep] = []
+        self.num_runs = 0
+
+    def capture(self, step, example):
+        known: list[set[int]] = []
+
+        def watched(inputs):
+            self.num_runs += 1
+            with Watch() as watch:
+                output = step(inputs)
+            known.append(watch.outside)
+            if watch.outside != known[0]:
+                raise CaptureError("a tensor from outside has moved since the capture")
+            return output
+
+        graphed = super().capture(watched, example)
+        self.steps.append(graphed)
+        call = graphed.__call__
+
+        class Poisoning(type(graphed)):
+            """Before it runs, what other steps have returned is overwritten."""
+
+            def __call__(self, inputs, pool=self):
+                for other in pool.steps:
+                    if other is not self:
+                        other._output.fill_(torch.nan)
+                return call(inputs)
+
+        graphed.__class__ = Poisoning
+        return graphed

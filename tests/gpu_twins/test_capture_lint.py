@@ -1,0 +1,95 @@
+"""The steps that a GPU captures hold nothing that a graph cannot hold; see `capture_lint.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from minitri.gpu.attention import Math, TorchFlash
+from minitri.settings import SamplingParams
+from tests.cascades import GREEDY, Rig, near_copy, random_prompt
+from tests.conftest import tiny_config, tiny_model
+from tests.gpu_twins.capture_lint import CaptureError, LintedPool
+from tests.gpu_twins.test_attention_pieces import varlen_twin
+from tests.gpu_twins.test_graphs import as_on_a_gpu, lengths_on_the_device  # noqa: F401
+from tests.mutation import Mutant, mutated
+
+CONFIG = tiny_config(num_layers=2)
+PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (60, 3)]
+WARM = SamplingParams(0.8, top_k=20, top_p=0.9, min_p=0.01)
+BACKENDS = {"math": Math(), "torch-flash": TorchFlash(varlen_twin, num_processors=4)}
+
+
+def tokens(pool, backend=None, *, method, sampling=GREEDY, coupled=False):
+    target = tiny_model(CONFIG)
+    draft = near_copy(target, 0.02)
+    if backend is not None:
+        for model in (target, draft):
+            as_on_a_gpu(model, backend)
+    rig = Rig(
+        target, PROMPTS, draft=draft, num_new=16, graphs=pool, method=method, sampling=sampling,
+        coupled=coupled, budget=24, num_recent_tokens=60, gamma1=2, gamma2=3,
+    )  # fmt: skip
+    return rig.run()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM])
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("method", ["autoregressive", "naive", "retrieval", "triforce"])
+def test_captured_steps_hold_what_a_graph_can_hold(
+    method, sampling, coupled, lengths_on_the_device  # noqa: F811
+):  # fmt: skip
+    plain = tokens(None, method=method, sampling=sampling, coupled=coupled)
+    for backend in BACKENDS.values():
+        pool = LintedPool()
+        how = {"method": method, "sampling": sampling, "coupled": coupled}
+        assert tokens(pool, backend, **how) == plain
+        assert pool.num_runs > 2 * len(pool.steps) > 0
+
+
+FORWARD = "minitri.model.llama.Llama.forward"
+MUTANTS = {
+    "the host waits for a number": Mutant(
+        "a number asked for", FORWARD,
+        "self.rope.at(positions_BT)", "self.rope.at(positions_BT + int(positions_BT[0, 0]))", "",
+    ),
+    "index: a size that depends on data": Mutant(
+        "a mask as an index", FORWARD, "self.embed(tokens_BT)",
+        "self.embed(tokens_BT[tokens_BT > -1].view_as(tokens_BT))", "",
+    ),
+    "nonzero: a size that depends on data": Mutant(
+        "places of what is not 0", FORWARD, "self.embed(tokens_BT)",
+        "self.embed(tokens_BT + 0 * tokens_BT.new_ones(3).nonzero().sum())", "",
+    ),
+    "numbers from the host": Mutant(
+        "a fresh host tensor", FORWARD, "self.rope.at(positions_BT)",
+        "self.rope.at(positions_BT + torch.tensor([0]))", "",
+    ),
+    "has moved since the capture": Mutant(
+        "a cache that moves", "minitri.caches.full.FullCache.update",
+        "self._check_room(", "self.keys = self.keys.clone(); self._check_room(", "",
+    ),
+}  # fmt: skip
+"""Changes that trip a rule, by its message."""
+
+
+@pytest.mark.parametrize("message", MUTANTS)
+def test_every_rule_is_tripped_by_a_change(message, lengths_on_the_device):  # noqa: F811
+    with mutated(MUTANTS[message]), pytest.raises(CaptureError, match=message):
+        tokens(LintedPool(), BACKENDS["math"], method="triforce")
+
+
+def test_an_output_that_outlives_the_next_step_is_noticed(lengths_on_the_device):  # noqa: F811
+    """Distributions that are views of a step's buffer."""
+    view = Mutant(
+        "rows not copied", "minitri.runner.ModelRunner._probs",
+        "return take_rows(self.captured.by_size[size](block), index_BN)",
+        "return self.captured.by_size[size](block)[:, : index_BN.shape[1]]", "",
+    )  # fmt: skip
+    how = {"method": "triforce", "sampling": WARM, "coupled": True}
+    plain = tokens(None, **how)
+    with mutated(view):
+        try:
+            found = tokens(LintedPool(), BACKENDS["math"], **how)
+        except ArithmeticError:
+            found = None
+    assert found != plain
