@@ -167,7 +167,7 @@ def add_model_flags(flags: Flags) -> None:
          "of weights and KV cache (default: what is fast here)"),
         ("device", "auto", None, "cpu|cuda|cuda:N", "(default: cuda if it is there)"),
         ("attention", "auto", ("auto", *BACKENDS), None,
-         "kernel for short blocks on a GPU (default: the first that works there)"),
+         "kernel for short blocks on a GPU (default: the fastest that works there)"),
         ("weights", "auto", WEIGHTS, None,
          "on a CPU native keeps the Q4_0, Q4_1 and Q8_0 of a GGUF file as they are, which takes "
          "less memory (default: in --dtype)"),

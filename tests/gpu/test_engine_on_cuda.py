@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import minitri
-from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri import End, GenerationConfig, Request, SamplingParams, SpeculationConfig
 from minitri.gpu.attention import attend_fused
+from minitri.gpu.graphs import clear_workspaces
 from minitri.model.attention import attend_math
 from minitri.settings import METHODS, POLICIES
 from tests.model.test_attention import random_case
@@ -45,6 +46,39 @@ def test_every_method_gives_the_tokens_of_the_cpu(folder, engine, method, policy
     )
 
 
+@pytest.mark.parametrize("tree", ["4", "2x2"])
+@pytest.mark.parametrize("method", ["naive", "retrieval", "triforce"])
+@pytest.mark.parametrize("placement", [{}, {"offload": True, "on_chip": 0}])
+def test_trees_give_the_tokens_of_the_cpu(folder, engine, method, tree, placement):
+    """Accepted paths are moved together in the full, the retrieval and the offloaded cache."""
+    on_gpu = minitri.load(str(folder), draft=str(folder), dtype="float32", device="cuda")
+    prompts = [[5, 6, 7], list(range(10, 200)), [9]]
+    generation = GenerationConfig(max_new_tokens=24, ignore_eos=True, **placement)
+    speculation = SpeculationConfig(method, budget=32, num_recent_tokens=12, tree=tree)
+    events = on_gpu.generate(prompts, generation=generation, speculation=speculation, seed=5)
+    found = {event.row: event.token_ids for event in events if isinstance(event, End)}
+    assert found == tokens(engine, prompts, SpeculationConfig("autoregressive"))
+
+
+def test_a_stream_of_requests_gives_each_its_own_text(folder, engine):
+    """Five through two places: rows that end make room for the next ones."""
+    on_gpu = minitri.load(str(folder), draft=str(folder), dtype="float32", device="cuda")
+    prompts = [[5, 6, 7], list(range(10, 150)), [9], [8] * 30, list(range(40, 60))]
+    requests = [
+        Request(prompt, seed=5, generation=GenerationConfig(8 + 4 * number, ignore_eos=True))
+        for number, prompt in enumerate(prompts)
+    ]
+    speculation = SpeculationConfig("triforce", budget=32, num_recent_tokens=12)
+    events = on_gpu.stream(requests, batch_size=2, speculation=speculation)
+    found = {event.row: event.token_ids for event in events if isinstance(event, End)}
+    for number, request in enumerate(requests):
+        alone = engine.complete(
+            request.prompt, generation=request.generation,
+            speculation=SpeculationConfig("autoregressive"),
+        )  # fmt: skip
+        assert found[number] == alone.token_ids
+
+
 @pytest.mark.parametrize("T", [1, 2, 8, 300])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_attention_on_cuda_equals_the_oracle(T, dtype):
@@ -79,10 +113,12 @@ def test_a_closed_run_frees_its_cache_when_the_engine_is_told_to(folder):
     ):  # libraries take what they keep
         pass
     engine.release()
+    clear_workspaces()  # cuBLAS's, of which every capture drops what there is
     before = torch.cuda.memory_allocated()
     run = engine.generate([[5] * 400] * 64, generation=GenerationConfig(max_new_tokens=50))
     next(run)
     assert run.stats.kv_cache_bytes > 4 << 20
     run.close()
     engine.release()
+    clear_workspaces()
     assert torch.cuda.memory_allocated() <= before + (1 << 20)

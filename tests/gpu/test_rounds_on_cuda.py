@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 
 from minitri.gpu.backend_choice import choose_backend
 from minitri.settings import SamplingParams
 from tests.cascades import Rig, random_prompt
+from tests.gpu.conftest import waits
 from tests.gpu.test_graphs_on_cuda import CONFIG, gpu_model
 
 
@@ -28,14 +27,8 @@ def test_a_step_waits_once_for_every_verdict(method, coupled):
         rig.cascade.step()  # in which the drafter reads its window
         stages = rig.stats.stages
         before = [stage.num_rounds for stage in stages]
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                for _ in range(3):
-                    rig.cascade.step()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+        with waits() as found:
+            for _ in range(3):
+                rig.cascade.step()
     rounds = [stage.num_rounds - num for stage, num in zip(stages, before, strict=True)]
-    waits = [warning for warning in seen if "synchronizing CUDA" in str(warning.message)]
-    assert len(waits) == sum(rounds[1:] or rounds)
+    assert len(found) == sum(rounds[1:] or rounds)
