@@ -34,6 +34,7 @@ class RowInWork(OffloadedFullCache):
         """Shares the memory of row b."""
         vars(self).update(vars(full.row(b)))
         self._lengths = [start]
+        self._staging.stored.wait()  # what stood there is written over
 
     def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
         if layer < self.on_chip:

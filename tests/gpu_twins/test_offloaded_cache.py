@@ -2,9 +2,10 @@
 it so.
 
 On a CPU copies happen at once, so a missing wait would never show. The twin here, `Recorder`, runs
-everything in order, too, but keeps a vector clock for the computation and for the copy stream,
-notes which bytes every PyTorch operation reads and writes, and reports two operations on the same
-bytes, one of them a write, that no chain of events puts in order.
+everything in order, too, but keeps a vector clock for the computation and for the streams of
+copies, notes which bytes every PyTorch operation reads and writes, and reports two operations on
+the same bytes, one of them a write, that no chain of events puts in order. `Timeline` says how long
+streams that wait for one another would take.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitri.caches.full import FullCache
-from minitri.gpu import offloaded_cache as offloaded_module
-from minitri.gpu.offloaded_cache import RING, OffloadedFullCache, host_memory
+from minitri.gpu.offloaded_cache import RING, Link, OffloadedFullCache
 from minitri.gpu.streams import Streams
 from minitri.model.cache import BlockKV
 from minitri.settings import METHODS, POLICIES
@@ -31,7 +31,7 @@ NEVER = 10**6
 
 
 def offloaded(
-    on_chip: int, batch_size: int = 3, capacity: int = 512, streams=None, config=CONFIG
+    on_chip: int, batch_size: int = 3, capacity: int = 512, streams=None, config=CONFIG, **settings
 ) -> OffloadedFullCache:
     return OffloadedFullCache(
         config,
@@ -41,6 +41,7 @@ def offloaded(
         dtype=torch.float32,
         device=CPU,
         streams=streams or Streams(),
+        **settings,
     )
 
 
@@ -66,7 +67,8 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clocks = {name: {"compute": 0, "copy": 0} for name in ("compute", "copy")}
+        names = ("compute", "to device", "to host")
+        self.clocks = {name: dict.fromkeys(names, 0) for name in names}
         self.current = "compute"
         self.copies_wait = True
         self.watched: list[tuple[int, int]] = []
@@ -75,10 +77,10 @@ class Recorder(TorchDispatchMode):
         """Pairs of operations of different streams on the same bytes that events put in order."""
 
     @contextlib.contextmanager
-    def copying(self):
+    def copying(self, way):
         queued = self.event()
         queued.record()
-        self.current = "copy"
+        self.current = way
         if self.copies_wait:
             queued.wait()
         yield
@@ -114,27 +116,35 @@ class Recorder(TorchDispatchMode):
         start = tensor.data_ptr()
         if not any(low <= start < high for low, high in self.watched) or not tensor.numel():
             return
-        reach = (
-            sum(
-                (size - 1) * stride
-                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-            )
-            + 1
-        )
-        end = start + reach * tensor.element_size()
-        for low, high, was_write, stream, time in self.history:
-            if stream != self.current and (is_write or was_write) and low < end and start < high:
-                if clock[stream] < time:
-                    raise RaceError(f"{self.current} and {stream} use the same bytes")
-                self.num_ordered += 1
-        self.history.append((start, end, is_write, self.current, clock[self.current]))
+        for start, end in spans(tensor):
+            for low, high, was_write, stream, time in self.history:
+                if low < end and start < high and (is_write or was_write):
+                    if clock[stream] < time:
+                        raise RaceError(f"{self.current} and {stream} use the same bytes")
+                    self.num_ordered += stream != self.current
+            self.history.append((start, end, is_write, self.current, clock[self.current]))
 
 
-def record_run(break_event=lambda cache: None, *, on_chip: int = 1, **settings) -> Recorder:
+def spans(tensor) -> list[tuple[int, int]]:
+    """The bytes of a tensor, as intervals: a slice of all heads leaves out what is between."""
+    starts, length = [tensor.data_ptr()], tensor.element_size()
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted(dims):
+        step = stride * tensor.element_size()
+        if len(starts) == 1 and step <= length:  # dense so far
+            length += (size - 1) * step
+        else:
+            starts = [start + i * step for start in starts for i in range(size)]
+    return [(start, start + length) for start in starts]
+
+
+def record_run(
+    break_event=lambda cache: None, *, on_chip: int = 1, num_buffers: int = 2, **settings
+) -> Recorder:
     """A run through an offloaded cache, with events broken on purpose or not."""
     target, recorder = tiny_model(CONFIG), Recorder()
     with recorder:
-        full = offloaded(on_chip, streams=recorder)
+        full = offloaded(on_chip, streams=recorder, num_buffers=num_buffers)
         recorder.watch(full)
         break_event(full)
         prompts = [
@@ -148,22 +158,51 @@ def record_run(break_event=lambda cache: None, *, on_chip: int = 1, **settings) 
     return recorder
 
 
-@pytest.mark.parametrize("on_chip", [0, 1, 4])
+@pytest.mark.parametrize(("on_chip", "num_buffers"), [(0, 2), (0, 3), (1, 2), (1, 4), (4, 2)])
 @pytest.mark.parametrize("method", ["autoregressive", "retrieval"])
-def test_every_conflict_is_put_in_order_by_events(method, on_chip):
-    recorder = record_run(method=method, on_chip=on_chip)
+def test_every_conflict_is_put_in_order_by_events(method, on_chip, num_buffers):
+    recorder = record_run(method=method, on_chip=on_chip, num_buffers=num_buffers)
     assert recorder.num_ordered > 1000
 
 
-@pytest.mark.parametrize("name", ["ready", "stored"])
-def test_an_event_that_is_missing_is_noticed(name):
+def record_trees(break_event=lambda cache: None) -> None:
+    """Guesses as trees, whose blocks are read and not kept, over buffers that keep their layer."""
+    target, recorder = tiny_model(CONFIG), Recorder()
+    with recorder:
+        full = offloaded(3, streams=recorder)
+        recorder.watch(full)
+        break_event(full)
+        block = torch.zeros(3, 4, CONFIG.num_kv_heads, CONFIG.head_dim)
+        for _ in range(3):
+            for layer in range(5):
+                full.update(layer, BlockKV(block, block, block))
+        Rig(
+            target, PROMPTS, draft=near_copy(target, 0.02), full=full, method="naive", tree="6",
+            num_new=12, num_recent_tokens=60,
+        ).run()  # fmt: skip
+
+
+def test_trees_need_no_other_events():
+    record_trees()
+
+
+@pytest.mark.parametrize(
+    ("name", "stream", "run"),
+    [
+        ("ready", "compute", lambda break_event: record_run(break_event, method="retrieval")),
+        ("stored", "to device", lambda break_event: record_run(break_event, method="retrieval")),
+        ("stored", "compute", record_trees),
+    ],
+)
+def test_a_wait_that_is_missing_is_noticed(name, stream, run):
     def break_event(cache: OffloadedFullCache) -> None:
-        owners = [cache._staging] if name == "stored" else cache._staging.buffers
-        for owner in owners:
-            getattr(owner, name).wait = lambda: None
+        recorder = cache._staging.streams
+        for owner in [cache._staging] if name == "stored" else cache._staging.buffers:
+            event = getattr(owner, name)
+            event.wait = lambda wait=event.wait: recorder.current == stream or wait()
 
     with pytest.raises(RaceError):
-        record_run(break_event, method="retrieval")
+        run(break_event)
 
 
 @pytest.mark.parametrize("name", ["_fetch", "_write_back"])
