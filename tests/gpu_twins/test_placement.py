@@ -88,9 +88,13 @@ def test_caches_are_counted_as_they_are_allocated(speculation, lengths):
     session = Session(target, target, batch, full=full)
     small = session.retrieval_cache
     means = small._policy._means
-    held = session.num_cache_bytes - full.num_bytes + means.nbytes + small._queries.nbytes
+    held = session.num_cache_bytes - full.num_bytes + small._queries.nbytes
     verified = 3 * B * speculation.max_block * config.num_heads * config.head_dim * 4
     assert needs.small_caches == held + verified
+    assert needs.parts(3)["small KV caches"] == held + verified + means.nbytes
+    assert needs.parts(2)["small KV caches"] == held + verified + means.nbytes / 3  # of one layer
+    hidden_states = needs.parts(2)["activations"] - needs.parts(3)["activations"]
+    assert hidden_states == max(lengths) * config.hidden_size * 4
     offloaded = OffloadedFullCache(
         config, B, num_tokens + speculation.max_block, on_chip=1, dtype=torch.float32, device=CPU
     )
