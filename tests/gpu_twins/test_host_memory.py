@@ -1,4 +1,4 @@
-"""Host memory that caches borrow, one after the other; a stand-in for CUDA notes what it is asked."""
+"""Host memory that caches borrow, one after the other; a stand-in for CUDA notes its calls."""
 
 from __future__ import annotations
 
