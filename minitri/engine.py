@@ -183,7 +183,8 @@ class Engine:
         prompts = sorted((row.prompt for row in rows), key=len, reverse=True)[:batch_size]
         if batch_size is not None:
             draft, lengths = self.draft.config if self.draft else None, list(map(len, prompts))
-            prompts = prompts[: most_rows(self.model, draft, run, speculation, lengths)]
+            host = self._pool.host.num_free_bytes
+            prompts = prompts[: most_rows(self.model, draft, run, speculation, lengths, host)]
         sampling, *others = {request.sampling: None for request in requests}
         if others and self.model.device.type == "cuda" and run.cuda_graphs:
             raise InputError(

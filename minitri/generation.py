@@ -16,7 +16,6 @@ from typing import Self
 
 import torch
 
-from minitri.decoding.cascade import Cascade
 from minitri.decoding.level import Emitted
 from minitri.decoding.verification import NotFiniteError
 from minitri.errors import InputError, shorten
@@ -204,7 +203,8 @@ class Generation(Iterator[Event]):
                         rows[b] = row = waiting.popleft()
                         session.admit(b, row.prompt, row.request.seed, row.request.sampling)
                         reading[b] = self._prefill(row, b, session)
-                ready = yield from _read(reading, cascade)
+                is_whole = session.full.on_chip == self._model.config.num_layers
+                ready = yield from _read(reading, cascade.active if is_whole else [])
                 emitted = self._start(session, ready) if ready else self._step(session)
                 yield from self._emit(session, rows, emitted)
         except GeneratorExit:  # closed; after any other error the session is not kept
@@ -260,9 +260,9 @@ class Generation(Iterator[Event]):
 
 
 def _read(
-    reading: dict[int, Iterator[PrefillProgress]], cascade: Cascade
+    reading: dict[int, Iterator[PrefillProgress]], others: list[bool]
 ) -> Generator[PrefillProgress, None, list[int]]:
-    """Reads prompts: all of them to their ends, or a single chunk while other rows go on.
+    """Reads prompts: all of them to their ends, or a single chunk while any other row goes on.
 
     Returns the places of those that have been read.
     """
@@ -274,8 +274,8 @@ def _read(
                 del reading[b]
                 done.append(b)
                 break
-            if any(cascade.active):
+            if any(others):
                 return done
-        if any(cascade.active):
+        if any(others):
             break
     return done

@@ -27,6 +27,8 @@ from minitri.decoding.sampling import pad_vocabulary, probs_of_rows
 from minitri.decoding.verification import Proposal
 from minitri.gpu.captured_steps import CapturedSteps
 from minitri.gpu.graphs import GraphPool
+from minitri.gpu.layer_major import read_by_layers
+from minitri.gpu.offloaded_cache import OffloadedFullCache
 from minitri.model.block import Block, forward_block, make_block, read_block
 from minitri.model.cache import Cache, TreeCache, gather_path
 from minitri.model.llama import Llama
@@ -273,8 +275,11 @@ def prefill(
     """Reads a prompt but for its last token into row b, `chunk` tokens at a time.
 
     Yields how many tokens have been read. After every chunk `watch` is given the rotated queries
-    (L, T, H, D) of its last tokens, at most `max_queries`.
+    (L, T, H, D) of its last tokens, at most `max_queries`. A cache in host memory is filled layer
+    by layer, unless all queries are wanted: see `gpu/layer_major.py`.
     """
+    if isinstance(full, OffloadedFullCache) and (watch is None or max_queries is not None):
+        yield from read_by_layers(model, prompt, full, b, chunk, watch, max_queries or 0)
     config = model.config
     while full.lengths[b] < len(prompt) - 1:
         start = full.lengths[b]

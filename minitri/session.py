@@ -29,6 +29,7 @@ from minitri.drafters.choice import DrafterChoice
 from minitri.drafters.lookup import LookupDrafter, Sources
 from minitri.errors import InputError, shorten
 from minitri.gpu.graphs import GraphPool, graph_pool
+from minitri.gpu.host_memory import HostMemory
 from minitri.gpu.offloaded_cache import OffloadedFullCache
 from minitri.gpu.placement import allocate_full_cache
 from minitri.model.cache import round_up_to_stride
@@ -105,13 +106,15 @@ class Session:
         sources: Sources = Sources(),  # noqa: B008 (frozen)
         full: FullCache | None = None,
         graphs: GraphPool | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         """Allocates and captures for batches of this shape; `begin` must follow.
 
         Without a `draft` the last words are looked up in the text, and in `sources`. `guesser`, a
-        rough copy of the target, takes its place at the retrieval level. `full` and `graphs` are
-        for tests: by default the full cache goes where it fits, and passes are captured on a GPU,
-        but for those that stream K and V from host memory. Raises `InputError` if there is no room.
+        rough copy of the target, takes its place at the retrieval level. `host` lends memory for K
+        and V. `full` and `graphs` are for tests: by default the full cache goes where it fits, and
+        passes are captured on a GPU, but for those that stream K and V from host memory. Raises
+        `InputError` if there is no room.
         """
         if not any(plan.uses_drafter for plan in batch.speculation.plans):
             draft = None
@@ -125,7 +128,7 @@ class Session:
         self.shape = batch  # what the memory was made for
         self.full = full if full is not None else allocate_full_cache(
             target, draft.config if draft is not None else None, batch.generation,
-            batch.speculation, batch.lengths, batch.capacity,
+            batch.speculation, batch.lengths, batch.capacity, host,
         )  # fmt: skip
         if graphs is None:
             graphs = graph_pool(target.device, wanted=batch.generation.cuda_graphs)

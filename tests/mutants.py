@@ -44,6 +44,10 @@ TURNS = (
     "drafters/test_choice.py::"
     "test_a_drafter_that_changes_between_rounds_gives_the_target_distribution"
 )
+OFFLOADED = "minitri.gpu.offloaded_cache.OffloadedFullCache."
+LAYERS = "minitri.gpu.layer_major."
+RACES = "gpu_twins/test_offloaded_cache.py::"
+BY_LAYERS = "gpu_twins/test_layer_major.py::"
 TREES = "minitri.trees."
 TREE_ENUMERATION = "trees/test_tree_enumeration.py::"
 TREE = TREE_ENUMERATION + "test_a_tree_that_the_target_verifies_gives_its_distribution[six-10]"
@@ -621,5 +625,61 @@ MUTANTS = [
         "self._call(dist.broadcast, value, 0)",
         "pass",
         SHARES + "test_tokens_that_stay_on_the_device_are_those_of_rank_0",
+    ),
+    Mutant(
+        "a layer that is not waited for",
+        OFFLOADED + "_update_hosted",
+        "buffer.ready.wait()",
+        "pass",
+        RACES + "test_every_conflict_is_put_in_order_by_events[retrieval-1-2]",
+    ),
+    Mutant(
+        "a layer fetched before it is stored",
+        OFFLOADED + "_fetch",
+        "staging.stored.wait()",
+        "pass",
+        RACES + "test_every_conflict_is_put_in_order_by_events[retrieval-1-2]",
+    ),
+    Mutant(
+        "a block written over one that is on its way",
+        OFFLOADED + "update",
+        "self._staging.stored.wait()",
+        "pass",
+        RACES + "test_trees_need_no_other_events",
+    ),
+    Mutant(
+        "a prompt read over a block that is on its way",
+        LAYERS + "RowInWork.__init__",
+        "self._staging.stored.wait()",
+        "pass",
+        RACES + "test_trees_need_no_other_events",
+    ),
+    Mutant(
+        "a buffer that changed its layer and does not say when",
+        OFFLOADED + "_fetch",
+        "if not (missing or is_other):",
+        "if not missing:",
+        RACES + "test_every_conflict_is_put_in_order_by_events[retrieval-1-2]",
+    ),
+    Mutant(
+        "a prefix fetched again for every chunk",
+        LAYERS + "RowInWork.update",
+        "buffer.num_held[self._rows.start] =",
+        "_ =",
+        BY_LAYERS + "test_nothing_travels_twice[0]",
+    ),
+    Mutant(
+        "queries of the last chunk alone",
+        LAYERS + "first_watched",
+        "num_last = 1 + -(-(window - 1) // size)",
+        "num_last = 1",
+        BY_LAYERS + "test_the_retrieval_cache_is_as_if_it_had_seen_every_chunk[200-16-16]",
+    ),
+    Mutant(
+        "a prompt that counts as read before its last layer",
+        LAYERS + "read_by_layers",
+        "yield chunks[done // L].end",
+        "yield end",
+        BY_LAYERS + "test_k_and_v_are_those_of_a_cache_on_the_device[2-0-200]",
     ),
 ]

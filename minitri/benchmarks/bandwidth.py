@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from minitri.gpu.offloaded_cache import host_memory
+from minitri.gpu.host_memory import host_memory
 from minitri.gpu.streams import synchronize
 
 REPEATS = 7
@@ -22,8 +22,7 @@ def read_bandwidth(device: torch.device) -> float:
 def copy_bandwidth(device: torch.device, *, from_host: bool) -> float:
     """Bytes per second of a copy: read and written on the device, or sent to it from the host."""
     target = torch.empty(_num_bytes(device), dtype=torch.uint8, device=device)
-    shape = tuple(target.shape)
-    source = host_memory(shape, torch.uint8, device) if from_host else torch.empty_like(target)
+    source = host_memory(target.nbytes, device) if from_host else torch.empty_like(target)
     source.zero_()
     seconds = _seconds(lambda: target.copy_(source, non_blocking=True), device)
     return (1 if from_host else 2) * target.nbytes / seconds

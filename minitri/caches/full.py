@@ -93,8 +93,12 @@ class FullCache:
         yield from zip(self.keys[:, b], self.values[:, b], strict=True)
 
     def tokens(self, b: int, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (L, K, T, D) of row b's tokens from `start` to `end`, on the device."""
-        return self.keys[:, b, :, start:end], self.values[:, b, :, start:end]
+        """Keys and values (L, K, T, D) of row b's tokens from `start` to `end`, on the device; on a
+        GPU copied by a kernel each, where a view of more than 2 GB would take many."""
+        if self.device.type == "cpu":
+            return self.keys[:, b, :, start:end], self.values[:, b, :, start:end]
+        places = torch.arange(start, end, device=self.device)
+        return self.keys[:, b].index_select(2, places), self.values[:, b].index_select(2, places)
 
     def copy_from(self, other: "FullCache") -> None:
         """Fills this empty cache with all that another one holds, which is on the device."""

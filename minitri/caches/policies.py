@@ -23,8 +23,8 @@ from torch import Tensor
 
 from minitri.caches.full import FullCache
 
-TOKENS_AT_ONCE = 4096
-"""`ChunkRetrieval` averages about so many keys at a time; they may come from host memory."""
+TOKENS_AT_ONCE = 256
+"""`ChunkRetrieval` averages about so many keys at a time, of all layers; a GPU copies them."""
 
 NEIGHBOR = 0.99
 """Share of a chunk's score that the next chunk gets at least; below 1, so that they never tie."""
@@ -59,7 +59,8 @@ def make_policy(name: str, full: FullCache, chunk_size: int) -> Policy:
 
 
 class ChunkRetrieval:
-    """Attention to the mean key of each chunk. Means are made once, when a chunk is whole.
+    """Attention to the mean key of each chunk. Means are made once, when a chunk is whole; where
+    not all layers are on the device, from the keys that visit it, whenever scores are asked for.
 
     A chunk counts nearly as much as the one before it, at least: what a query looks for often
     begins in one chunk and ends in the next, which only later queries will look for. In the needle
@@ -71,25 +72,22 @@ class ChunkRetrieval:
     def __init__(self, full: FullCache, chunk_size: int) -> None:
         L, B, K, S, D = full.shape
         self.unit = chunk_size
-        shape = (L, B, K, S // chunk_size, D)
+        self._is_kept = full.on_chip == L
+        shape = (L * self._is_kept, B, K, S // chunk_size, D)
         self._means = torch.empty(shape, dtype=full.dtype, device=full.device)
         self._num_means = [0] * B
 
-    def observe(
-        self,
-        full: FullCache,
-        b: int,
-        queries_LTHD: Tensor,  # noqa: ARG002 (means need keys alone)
-        end: int,
-    ) -> None:
-        M, whole = self.unit, end // self.unit
+    def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:  # noqa: ARG002
+        M, whole = self.unit, end // self.unit if self._is_kept else 0
         while (done := self._num_means[b]) < whole:
             upto = self._num_means[b] = min(whole, done + -(-TOKENS_AT_ONCE // M))
             keys_LKTD, _ = full.tokens(b, done * M, upto * M)
             self._means[:, b, :, done:upto] = keys_LKTD.unflatten(2, (upto - done, M)).mean(3)
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, keys_KSD: Tensor) -> Tensor:
-        means_KND = self._means[layer, b, :, : keys_KSD.shape[1] // self.unit]
+        M, N = self.unit, keys_KSD.shape[1] // self.unit
+        units_KNMD = keys_KSD[:, : N * M].unflatten(1, (N, M))
+        means_KND = self._means[layer, b, :, :N] if self._is_kept else units_KNMD.mean(2)
         scores_KN = attention_received(q_KRD, means_KND)
         scores_KN[:, 1:] = torch.maximum(scores_KN[:, 1:], NEIGHBOR * scores_KN[:, :-1])
         return scores_KN

@@ -19,7 +19,6 @@ Legend: L layers, B batch, T tokens, S slots, K KV heads, H query heads, D head 
 unit (chunk), C units kept, W observation window, R = H / K times the tokens in it.
 """
 
-import functools
 import math
 import time
 from dataclasses import dataclass
@@ -66,14 +65,9 @@ class RetrievalCache:
     """A small copy of a full cache: `budget` committed tokens per row, room for a block behind."""
 
     def __init__(
-        self,
-        full: FullCache,
-        policy: Policy,
-        speculation: SpeculationConfig,
-        *,
-        budgets: list[int],
-        num_heads: int,
-    ) -> None:
+        self, full: FullCache, policy: Policy, speculation: SpeculationConfig, *,
+        budgets: list[int], num_heads: int,
+    ) -> None:  # fmt: skip
         """Empty; `commit` fills it."""
         L, B, K, _, D = full.shape
         self._full = full
@@ -81,7 +75,7 @@ class RetrievalCache:
         self._settings = speculation
         self.max_budget = min(max(budgets), self._longest_text)
         slots = round_up_to_stride(self.max_budget + speculation.room)
-        empty = functools.partial(torch.empty, dtype=full.dtype, device=full.device)
+        empty = full.keys.new_empty
         self.keys, self.values = empty(L, B, K, slots, D), empty(L, B, K, slots, D)
         # Of the tokens in the observation window; a ring buffer.
         self._queries = empty(L, B, speculation.observation_window, num_heads, D)

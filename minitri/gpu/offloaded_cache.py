@@ -2,38 +2,46 @@
 5.2).
 
 K and V of the first `on_chip` layers stay on the device. Those of the others live in page-locked
-host memory, and are copied to one of two staging buffers while they are attended to: while layer l
-computes, layer l + 1 is copied, and once a pass is over, the first two are copied for the next one.
-Only valid tokens are copied, and what a pass adds is written back behind the computation. A ring of
-the latest tokens stays on the device, from which the retrieval cache takes them.
+host memory, and are copied to one of N staging buffers, at least two, before they are attended to:
+while layer l computes, the next N - 1 are copied, and once a pass is over, the first N for the next
+one, while others guess. Only valid tokens are copied, and what a pass adds is written back behind
+the computation. A ring of the latest tokens stays on the device, from which the retrieval cache
+takes them.
 
-Copies run on a stream of their own. Nothing waits for the whole device. A copy waits for what was
-computed before it was queued: attention over its buffer, or the block that it writes back. The
-computation waits until a layer is `ready` in its buffer and, before it reads host memory directly,
-until all blocks are `stored` there. The cache holds what `FullCache` holds, to the bit.
+Copies to the device and copies to the host run on a stream each. Nothing waits for the whole
+device. A copy waits for what was computed before it was queued: attention over its buffer, or the
+block that it writes back. The computation waits until a layer is `ready` in its buffer. All blocks
+must be `stored` before a stream reads host memory, and before it writes what they were copied from.
+The cache holds what `FullCache` holds, to the bit.
 
 Legend: L layers, B batch, S slots, K KV heads, D head dim, T new tokens.
 """
 
-import contextlib
 import copy
-import logging
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
+from minitri.gpu.host_memory import HostMemory
 from minitri.gpu.streams import CudaStreams, Streams
 from minitri.model.cache import BlockKV, round_up_to_stride, write_block
 from minitri.model.config import ModelConfig
 
-log = logging.getLogger("minitri")
-
 RING = 128
 """Latest tokens of every row whose K and V stay on the device."""
+
+
+@dataclass
+class Link:
+    """Bytes that have travelled between host and device."""
+
+    to_device: int = 0
+    to_host: int = 0
 
 
 class StagingBuffer:
@@ -49,14 +57,15 @@ class StagingBuffer:
 
 
 class Staging:
-    """What the rows of a cache share: two buffers, the copy stream, the ring of latest tokens."""
+    """What the rows of a cache share: buffers, streams, the ring of latest tokens."""
 
-    def __init__(self, shape: tuple[int, ...], streams: Streams, like: Tensor) -> None:
-        """`shape` is (L, B, K, S, D) of the layers in host memory; `like` has dtype and device."""
+    def __init__(self, shape: tuple[int, ...], num: int, streams: Streams, like: Tensor) -> None:
+        """`shape` is (L, B, K, S, D) of the layers in host memory, which get `num` buffers; `like`
+        has dtype and device."""
         L, B, K, S, D = shape
-        self.streams = streams
+        self.streams, self.link = streams, Link()
         self.stored = streams.event()
-        pairs = (like.new_empty(2, B, K, S, D) for _ in range(min(L, 2)))
+        pairs = (like.new_empty(2, B, K, S, D) for _ in range(min(L, num)))
         self.buffers = [StagingBuffer(keys, values, streams) for keys, values in pairs]
         self.ring_keys, self.ring_values = (like.new_empty(L, B, K, RING, D) for _ in range(2))
         self.ring_starts = [0] * B  # first token of each row that is in the ring
@@ -71,9 +80,11 @@ class OffloadedFullCache(FullCache):
 
     def __init__(
         self, config: ModelConfig, batch_size: int, capacity: int, *, on_chip: int,
-        dtype: torch.dtype, device: torch.device, streams: Streams | None = None,
+        dtype: torch.dtype, device: torch.device, num_buffers: int = 2,
+        host: HostMemory | None = None, streams: Streams | None = None,
     ) -> None:  # fmt: skip
-        """An empty cache that keeps `on_chip` layers on the device, fewer than there are."""
+        """An empty cache that keeps `on_chip` layers on the device, fewer than there are; `host`
+        lends the memory of the others."""
         assert 0 <= on_chip < config.num_layers
         shape = (batch_size, config.num_kv_heads, round_up_to_stride(capacity), config.head_dim)
         keys, values = (torch.empty(on_chip, *shape, dtype=dtype, device=device) for _ in range(2))
@@ -81,9 +92,10 @@ class OffloadedFullCache(FullCache):
         if streams is None:
             streams = CudaStreams(device) if device.type == "cuda" else Streams()
         hosted = (config.num_layers - on_chip, *shape)
-        self._staging = Staging(hosted, streams, keys)
+        self._staging = Staging(hosted, num_buffers, streams, keys)
         self._rows = slice(0, batch_size)  # of the shared memory that are this cache's
-        self.host_keys, self.host_values = (host_memory(hosted, dtype, device) for _ in range(2))
+        host = host or HostMemory(device)
+        self.host_keys, self.host_values = (host.lend(self, hosted, dtype) for _ in range(2))
 
     def rebuild_while_staged(self, cache: RetrievalCache, queries_LBTHD: Tensor) -> None:
         """Has a retrieval cache, where a rebuild is due, select from each layer while it is here.
@@ -103,38 +115,52 @@ class OffloadedFullCache(FullCache):
         return self.on_chip + self.host_keys.shape[0], B, K, S, D
 
     @property
+    def link(self) -> Link:
+        """What has travelled so far, for whichever row."""
+        return self._staging.link
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of keys and values on the device and in host memory, less the staging buffers."""
         return super().num_bytes + 2 * self.host_keys.nbytes
 
     def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
         """See `model.cache.Cache`."""
-        is_here = layer < self.on_chip
-        on_device = super().update(layer, block) if is_here else self._update_hosted(layer, block)
+        if layer < self.on_chip:
+            on_device = super().update(layer, block)
+        else:
+            buffer = self._prefetch(layer)
+            self._staging.stored.wait()  # what a pass wrote that was not kept is written over
+            on_device = self._update_hosted(buffer, block)
         if self.on_layer_staged is not None:
             self.on_layer_staged(layer, *on_device)
         return on_device
 
-    def _update_hosted(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
-        """Stages a layer from host memory, writes the block, and queues its way back."""
-        T = block.keys_BTKD.shape[1]
+    def _update_hosted(self, buffer: StagingBuffer, block: BlockKV) -> tuple[Tensor, Tensor]:
+        """Writes a block behind the prefixes in a buffer, and queues its way to host memory."""
+        T, hosted = block.keys_BTKD.shape[1], buffer.layer - self.on_chip
         self._check_room(T)
-        buffer = self._prefetch(layer)
         buffer.ready.wait()
         on_device = buffer.keys[self._rows], buffer.values[self._rows]
         write_block(*on_device, block, self._lengths)
-        self._write_ring(layer - self.on_chip, block)
-        self._write_back(layer - self.on_chip, buffer, T)
+        self._write_ring(hosted, block)
+        self._write_back(hosted, buffer, T)
         return on_device
 
     def _write_back(self, hosted: int, buffer: StagingBuffer, T: int) -> None:
         """Queues the copies of the T tokens behind each row's prefix to host memory."""
-        with self._staging.streams.copying():
+        staging, both = self._staging, self._both(hosted, buffer)
+        with staging.streams.copying("to host"):
             for b, start in self._row_lengths():
                 new = slice(start, start + T)
-                copy_heads(self.host_keys[hosted, b, :, new], buffer.keys[b, :, new])
-                copy_heads(self.host_values[hosted, b, :, new], buffer.values[b, :, new])
-            self._staging.stored.record()
+                for host_BKSD, here_BKSD in both:
+                    staging.link.to_host += copy_heads(host_BKSD[b, :, new], here_BKSD[b, :, new])
+            staging.stored.record()
+
+    def _both(self, hosted: int, buffer: StagingBuffer) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Keys, and values, of a layer in host memory, each with the place for it in a buffer."""
+        keys, values = self.host_keys[hosted], self.host_values[hosted]
+        return (keys, buffer.keys), (values, buffer.values)
 
     def _write_ring(self, hosted: int, block: BlockKV) -> None:
         """Writes the block into the ring, at its positions modulo RING."""
@@ -151,24 +177,33 @@ class OffloadedFullCache(FullCache):
                 staging.ring_starts[b] = max(min(staging.ring_starts[b], start), start + T - RING)
 
     def _prefetch(self, layer: int) -> StagingBuffer:
-        """Queues the copies of a layer in host memory and of the next one; the first's buffer."""
+        """Queues the copies of a layer in host memory and of the next ones, as many as there are
+        buffers; the first's buffer."""
         buffer = self._fetch(layer)
-        if layer + 1 < self.shape[0]:
-            self._fetch(layer + 1)
+        for number in range(layer + 1, min(layer + len(self._staging.buffers), self.shape[0])):
+            self._fetch(number)
         return buffer
 
     def _fetch(self, layer: int) -> StagingBuffer:
-        """Queues the copy of those tokens of a layer that its staging buffer lacks."""
-        hosted = layer - self.on_chip
-        buffer = self._staging.buffers[hosted % 2]
-        if buffer.layer != layer:
+        """Queues the copy of those tokens of a layer that its staging buffer lacks, if any."""
+        staging, hosted = self._staging, layer - self.on_chip
+        buffer = staging.buffers[hosted % len(staging.buffers)]
+        is_other = buffer.layer != layer
+        if is_other:
             buffer.layer, buffer.num_held = layer, [0] * len(buffer.num_held)
-        with self._staging.streams.copying():
-            for b, length in self._row_lengths():
-                missing = slice(buffer.num_held[b], length)
-                copy_heads(buffer.keys[b, :, missing], self.host_keys[hosted, b, :, missing])
-                copy_heads(buffer.values[b, :, missing], self.host_values[hosted, b, :, missing])
-                buffer.num_held[b] = max(buffer.num_held[b], length)
+        missing = [
+            (b, slice(buffer.num_held[b], length))
+            for b, length in self._row_lengths()
+            if buffer.num_held[b] < length
+        ]
+        if not (missing or is_other):
+            return buffer
+        with staging.streams.copying("to device"):
+            staging.stored.wait()
+            for b, old in missing:
+                for host_BKSD, here_BKSD in self._both(hosted, buffer):
+                    staging.link.to_device += copy_heads(here_BKSD[b, :, old], host_BKSD[b, :, old])
+                buffer.num_held[b] = old.stop
             buffer.ready.record()
         return buffer
 
@@ -197,14 +232,17 @@ class OffloadedFullCache(FullCache):
     def _read(self, host_LKTD: Tensor) -> Tensor:
         read_LKTD = torch.empty(host_LKTD.shape, dtype=self.dtype, device=self.device)
         for target_KTD, source_KTD in zip(read_LKTD, host_LKTD, strict=True):
-            copy_heads(target_KTD, source_KTD)
+            self.link.to_device += copy_heads(target_KTD, source_KTD)
         return read_LKTD
 
     def copy_from(self, other: FullCache) -> None:
         ours = (*self.keys, *self.host_keys, *self.values, *self.host_values)
-        for ours_BKSD, theirs_BKSD in zip(ours, (*other.keys, *other.values), strict=True):
+        pairs = zip(ours, (*other.keys, *other.values), strict=True)
+        for number, (ours_BKSD, theirs_BKSD) in enumerate(pairs):
+            is_hosted = number % self.shape[0] >= self.on_chip
             for b, length in enumerate(other.lengths):
-                copy_heads(ours_BKSD[b, :, :length], theirs_BKSD[b, :, :length])
+                num_bytes = copy_heads(ours_BKSD[b, :, :length], theirs_BKSD[b, :, :length])
+                self.link.to_host += is_hosted * num_bytes
         self._staging.ring_starts = list(other.lengths)  # none of these tokens is in the ring
         self.advance(other.lengths)
 
@@ -234,10 +272,12 @@ class OffloadedFullCache(FullCache):
             kept_LKTD = ring[:, row].index_select(2, old)
             ring[:, row, :, new] = kept_LKTD
             staging.streams.share(kept_LKTD)
-            with staging.streams.copying():
-                for hosted, kept_KTD in enumerate(kept_LKTD):
-                    copy_heads(host[hosted, row, :, start + 1 : end], kept_KTD)
-        with staging.streams.copying():
+            with staging.streams.copying("to host"):
+                for host_KTD, kept_KTD in zip(
+                    host[:, row, :, start + 1 : end], kept_LKTD, strict=True
+                ):
+                    staging.link.to_host += copy_heads(host_KTD, kept_KTD)
+        with staging.streams.copying("to host"):
             staging.stored.record()
         for buffer in staging.buffers:
             buffer.num_held[row] = min(buffer.num_held[row], start)
@@ -253,40 +293,10 @@ class OffloadedFullCache(FullCache):
         return zip(range(self._rows.start, self._rows.stop), self._lengths, strict=True)
 
 
-def copy_heads(target_KTD: Tensor, source_KTD: Tensor) -> None:
+def copy_heads(target_KTD: Tensor, source_KTD: Tensor) -> int:
     """Copies without waiting, head by head: between host and device, what is not contiguous would
-    go through a contiguous clone."""
+    go through a contiguous clone. Returns the bytes."""
     if target_KTD.shape[1]:
         for target_TD, source_TD in zip(target_KTD, source_KTD, strict=True):
             target_TD.copy_(source_TD, non_blocking=True)
-
-
-def host_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised host memory; for a GPU page-locked, so that copies run beside the computation.
-
-    It is registered rather than taken from PyTorch's pinned allocator, which rounds up to powers of
-    two.
-    """
-    tensor = torch.empty(shape, dtype=dtype)
-    if device.type != "cuda":
-        return tensor
-    error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
-    if int(error) == 0:
-        weakref.finalize(tensor, unregister, tensor.data_ptr(), device)
-        return tensor
-    with contextlib.suppress(RuntimeError):  # CUDA reports the error once more, to the next call
-        torch.zeros(1, device=device)
-    log.warning(
-        "%.1f GB of host memory could not be page-locked (CUDA error %d), so the KV cache travels "
-        "at a part of the link's speed, while nothing computes; raise the limit on locked memory "
-        "(ulimit -l)",
-        tensor.nbytes / 1e9,
-        int(error),
-    )
-    return tensor
-
-
-def unregister(address: int, device: torch.device) -> None:
-    """Unlocks host memory that is about to be freed, once no copy from it can be under way."""
-    torch.cuda.synchronize(device)
-    torch.cuda.cudart().cudaHostUnregister(address)
+    return target_KTD.nbytes

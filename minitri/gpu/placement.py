@@ -19,6 +19,7 @@ import torch
 from minitri.caches.full import FullCache
 from minitri.caches.streaming import SLIDE
 from minitri.errors import InputError
+from minitri.gpu.host_memory import HostMemory
 from minitri.gpu.offloaded_cache import RING, OffloadedFullCache
 from minitri.model.cache import round_up_to_stride
 from minitri.model.config import ModelConfig
@@ -30,6 +31,9 @@ from minitri.settings import GenerationConfig, SpeculationConfig
 log = logging.getLogger("minitri")
 
 GIB = 1 << 30
+MAX_BUFFERS = 4
+"""Staging buffers, at most: while others guess a link moves two layers, or three of a small one."""
+
 RESERVE = GIB
 """Device memory left to the CUDA context, workspaces of libraries, graphs and allocator waste."""
 
@@ -45,21 +49,26 @@ class Demand:
     ring_layer: int
     """Latest tokens that stay on the device, of one layer in host memory."""
     small_caches: int
-    """Retrieval cache with its chunk means, and the drafter's window."""
+    """Retrieval cache and the drafter's window."""
+    means_layer: int
+    """Chunk means of one layer; those of all layers are kept where all K and V are here."""
     activations: int
     """While a chunk of the prompt is read, or a block verified; an estimate."""
+    hidden_states: int
+    """Of a prompt that is read layer by layer."""
     num_layers: int
 
     def parts(self, on_chip: int) -> dict[str, int]:
         """Bytes on the device by what they are for."""
         hosted = self.num_layers - on_chip
+        num_means, hidden_states = (1, self.hidden_states) if hosted else (on_chip, 0)
         return {
             "weights": self.weights,
             "drafter's weights": self.draft_weights,
             "full KV cache": on_chip * self.kv_layer,
             "staging buffers": min(hosted, 2) * self.kv_layer + hosted * self.ring_layer,
-            "small KV caches": self.small_caches,
-            "activations": self.activations,
+            "small KV caches": self.small_caches + num_means * self.means_layer,
+            "activations": self.activations + hidden_states,
             "reserve, graphs": RESERVE,
         }
 
@@ -76,6 +85,11 @@ class Demand:
         choices = range(self.num_layers + 1)
         return max((n for n in choices if self.on_device(n) <= device_bytes), default=None)
 
+    def num_buffers(self, on_chip: int, device_bytes: float) -> int:
+        """Staging buffers that fit beside so many layers; none would be worth a layer less."""
+        spare = (device_bytes - self.on_device(on_chip)) // self.kv_layer
+        return int(min(max(2, 2 + spare), MAX_BUFFERS))
+
 
 def demand(
     config: ModelConfig, draft: ModelConfig | None, speculation: SpeculationConfig, *,
@@ -85,12 +99,13 @@ def demand(
     None stands for lookup."""
     B, L, K, D = len(prompt_lengths), config.num_layers, config.num_kv_heads, config.head_dim
     H, block, chunk = config.num_heads, speculation.max_block, speculation.chunk_size
-    slots, small = round_up_to_stride(num_tokens + block), 0
+    slots, small, means = round_up_to_stride(num_tokens + block), 0, 0
     if any(plan.uses_retrieval for plan in speculation.plans):
         longest = max(speculation.budget_for(length) for length in prompt_lengths)
         budget = min(longest, -(-slots // chunk) * chunk)
         held = round_up_to_stride(budget + speculation.room)
-        small += B * L * K * D * (2 * held + slots // chunk)
+        small += B * L * K * D * 2 * held
+        means = B * K * D * (slots // chunk)
         small += B * L * H * D * (speculation.observation_window + block)
     draft_weights = 0
     if draft is not None and any(plan.uses_drafter for plan in speculation.plans):
@@ -106,6 +121,8 @@ def demand(
         kv_layer=2 * B * K * slots * D * itemsize,
         ring_layer=2 * B * K * RING * D * itemsize,
         small_caches=small * itemsize,
+        means_layer=means * itemsize,
+        hidden_states=max(prompt_lengths) * config.hidden_size * itemsize,
         activations=max(prefill_chunk, B * block) * row * itemsize + sampling,
         num_layers=L,
     )
@@ -190,10 +207,11 @@ def free_device_bytes(device: torch.device) -> float:
 
 def most_rows(
     target: Llama, draft: ModelConfig | None, generation: GenerationConfig,
-    speculation: SpeculationConfig, longest: list[int],
+    speculation: SpeculationConfig, longest: list[int], kept_host_bytes: int = 0,
 ) -> int:  # fmt: skip
     """How many texts memory holds at a time, of prompts in falling order of length; at least 1."""
     L, (on_device, host) = target.config.num_layers, free_bytes(target.device, target.ranks)
+    host += kept_host_bytes
     for num_rows in range(len(longest), 1, -1):
         needs = demand(
             target.config, draft, speculation, num_tokens=longest[0] + generation.max_new_tokens,
@@ -213,14 +231,16 @@ def most_rows(
 def allocate_full_cache(
     target: Llama, draft: ModelConfig | None, generation: GenerationConfig,
     speculation: SpeculationConfig, prompt_lengths: list[int], capacity: int,
+    host: HostMemory | None = None,
 ) -> FullCache:  # fmt: skip
     """An empty full cache with `capacity` slots per prompt, on the device or partly on the host.
 
-    Raises `InputError` if there is no room for it and what else a run needs.
+    `host` lends memory there. Raises `InputError` if there is no room for it and what else a run
+    needs.
     """
     config, device, B = target.config, target.device, len(prompt_lengths)
     options: dict[str, Any] = {"dtype": target.dtype, "device": device}
-    on_chip = config.num_layers
+    on_chip, host = config.num_layers, host or HostMemory(device)
     check_offload(target, generation)
     try:
         if device.type == "cuda":
@@ -228,11 +248,13 @@ def allocate_full_cache(
                 config, draft, speculation, num_tokens=capacity, prompt_lengths=prompt_lengths,
                 prefill_chunk=generation.prefill_chunk, itemsize=target.dtype.itemsize,
             )  # fmt: skip
-            on_device, host = free_bytes(device, target.ranks)
+            on_device, on_host = free_bytes(device, target.ranks)
             there = on_device + needs.weights + needs.draft_weights
-            on_chip = choose_on_chip(needs, generation, there, host, config.name)
+            on_host += host.num_free_bytes
+            on_chip = choose_on_chip(needs, generation, there, on_host, config.name)
+            options |= {"num_buffers": needs.num_buffers(on_chip, there), "host": host}
         if on_chip == config.num_layers:
-            return FullCache.allocate(config, B, capacity, **options)
+            return FullCache.allocate(config, B, capacity, dtype=target.dtype, device=device)
         placed = "KV cache: %d of %d layers on %s, the others in host memory"
         log.info(placed, on_chip, config.num_layers, device)
         return OffloadedFullCache(config, B, capacity, on_chip=on_chip, **options)

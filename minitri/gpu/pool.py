@@ -2,12 +2,13 @@
 
 There capturing graphs takes longer than many runs, so a run of as many texts, not longer and with
 the same settings, begins in the memory of the last one and captures nothing. On a CPU nothing is
-captured and nothing is kept.
+captured and nothing is kept. Host memory of a KV cache is kept in any case.
 """
 
 import dataclasses
 
 from minitri.drafters.lookup import Sources
+from minitri.gpu.host_memory import HostMemory
 from minitri.gpu.offloaded_cache import OffloadedFullCache
 from minitri.model.llama import Llama
 from minitri.session import Batch, Session
@@ -25,6 +26,7 @@ class SessionPool:
         self._draft = draft
         self._guesser = guesser
         self._sources = sources
+        self.host = HostMemory(target.device)
         self._kept: Session | None = None
         self._num_runs = 0
 
@@ -40,8 +42,9 @@ class SessionPool:
         else:
             del kept  # gives up its memory for the new one
             session = Session(
-                self.target, self._draft, batch, guesser=self._guesser, sources=self._sources
-            )
+                self.target, self._draft, batch, guesser=self._guesser, sources=self._sources,
+                host=self.host,
+            )  # fmt: skip
         session.begin(batch)
         self._num_runs += 1
         session.number = self._num_runs
@@ -62,6 +65,7 @@ class SessionPool:
     def clear(self) -> None:
         """Frees what is kept; a run that is under way will not be kept either."""
         self._kept = None
+        self.host.clear()
         self._num_runs += 1
 
 

@@ -1,10 +1,14 @@
-"""A second stream of work beside the computation, and events by which the latter waits for it."""
+"""Streams of copies beside the computation, and events by which one waits for another."""
 
 import contextlib
 from collections.abc import Iterator
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+Way = Literal["to device", "to host"]
+"""Where copies go."""
 
 
 class NoEvent:
@@ -16,11 +20,12 @@ class NoEvent:
 
 
 class Streams:
-    """A copy stream beside the current one; here, as on a CPU, all runs in program order."""
+    """Streams of copies beside the current one; here, as on a CPU, all runs in program order."""
 
     @contextlib.contextmanager
-    def copying(self) -> Iterator[None]:
-        """What is queued inside runs on the copy stream, behind what the current one has so far."""
+    def copying(self, way: Way) -> Iterator[None]:  # noqa: ARG002 (there is but one stream)
+        """What is queued inside runs on the stream for that way, behind what the current one has so
+        far."""
         yield
 
     def event(self) -> NoEvent | torch.cuda.Event:
@@ -28,26 +33,28 @@ class Streams:
         return NoEvent()
 
     def share(self, tensor: Tensor) -> None:
-        """Keeps a tensor's memory from reuse until the copy stream is done with it."""
+        """Keeps a tensor's memory from reuse until no stream of copies needs it."""
 
 
 class CudaStreams(Streams):
-    """A copy stream on a CUDA device."""
+    """A stream for each way on a CUDA device, since a link carries both at once."""
 
     def __init__(self, device: torch.device) -> None:
-        self._copies = torch.cuda.Stream(device)
+        self._copies = {way: torch.cuda.Stream(device) for way in get_args(Way)}
 
     @contextlib.contextmanager
-    def copying(self) -> Iterator[None]:
-        self._copies.wait_stream(torch.cuda.current_stream(self._copies.device))
-        with torch.cuda.stream(self._copies):
+    def copying(self, way: Way) -> Iterator[None]:
+        stream = self._copies[way]
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
             yield
 
     def event(self) -> torch.cuda.Event:
         return torch.cuda.Event()
 
     def share(self, tensor: Tensor) -> None:
-        tensor.record_stream(self._copies)
+        for stream in self._copies.values():
+            tensor.record_stream(stream)
 
 
 def synchronize(device: torch.device) -> None:

@@ -2,9 +2,10 @@
 it so.
 
 On a CPU copies happen at once, so a missing wait would never show. The twin here, `Recorder`, runs
-everything in order, too, but keeps a vector clock for the computation and for the copy stream,
-notes which bytes every PyTorch operation reads and writes, and reports two operations on the same
-bytes, one of them a write, that no chain of events puts in order.
+everything in order, too, but keeps a vector clock for the computation and for the streams of
+copies, notes which bytes every PyTorch operation reads and writes, and reports two operations on
+the same bytes, one of them a write, that no chain of events puts in order. `Timeline` says how long
+streams that wait for one another would take.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitri.caches.full import FullCache
-from minitri.gpu import offloaded_cache as offloaded_module
-from minitri.gpu.offloaded_cache import RING, OffloadedFullCache, host_memory
+from minitri.gpu.offloaded_cache import RING, Link, OffloadedFullCache
 from minitri.gpu.streams import Streams
 from minitri.model.cache import BlockKV
 from minitri.settings import METHODS, POLICIES
@@ -27,11 +27,12 @@ from tests.conftest import CPU, new_cache, tiny_config, tiny_model
 
 CONFIG = tiny_config(num_layers=5)
 PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (60, 3, 21)]
-NEVER = 10**6
+TOKEN = 2 * CONFIG.num_kv_heads * CONFIG.head_dim * 4
+"""Bytes of K and V of a token in one layer."""
 
 
 def offloaded(
-    on_chip: int, batch_size: int = 3, capacity: int = 512, streams=None, config=CONFIG
+    on_chip: int, batch_size: int = 3, capacity: int = 512, streams=None, config=CONFIG, **settings
 ) -> OffloadedFullCache:
     return OffloadedFullCache(
         config,
@@ -41,6 +42,7 @@ def offloaded(
         dtype=torch.float32,
         device=CPU,
         streams=streams or Streams(),
+        **settings,
     )
 
 
@@ -66,7 +68,8 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clocks = {name: {"compute": 0, "copy": 0} for name in ("compute", "copy")}
+        names = ("compute", "to device", "to host")
+        self.clocks = {name: dict.fromkeys(names, 0) for name in names}
         self.current = "compute"
         self.copies_wait = True
         self.watched: list[tuple[int, int]] = []
@@ -75,10 +78,10 @@ class Recorder(TorchDispatchMode):
         """Pairs of operations of different streams on the same bytes that events put in order."""
 
     @contextlib.contextmanager
-    def copying(self):
+    def copying(self, way):
         queued = self.event()
         queued.record()
-        self.current = "copy"
+        self.current = way
         if self.copies_wait:
             queued.wait()
         yield
@@ -114,27 +117,35 @@ class Recorder(TorchDispatchMode):
         start = tensor.data_ptr()
         if not any(low <= start < high for low, high in self.watched) or not tensor.numel():
             return
-        reach = (
-            sum(
-                (size - 1) * stride
-                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-            )
-            + 1
-        )
-        end = start + reach * tensor.element_size()
-        for low, high, was_write, stream, time in self.history:
-            if stream != self.current and (is_write or was_write) and low < end and start < high:
-                if clock[stream] < time:
-                    raise RaceError(f"{self.current} and {stream} use the same bytes")
-                self.num_ordered += 1
-        self.history.append((start, end, is_write, self.current, clock[self.current]))
+        for start, end in spans(tensor):
+            for low, high, was_write, stream, time in self.history:
+                if low < end and start < high and (is_write or was_write):
+                    if clock[stream] < time:
+                        raise RaceError(f"{self.current} and {stream} use the same bytes")
+                    self.num_ordered += stream != self.current
+            self.history.append((start, end, is_write, self.current, clock[self.current]))
 
 
-def record_run(break_event=lambda cache: None, *, on_chip: int = 1, **settings) -> Recorder:
+def spans(tensor) -> list[tuple[int, int]]:
+    """The bytes of a tensor, as intervals: a slice of all heads leaves out what is between."""
+    starts, length = [tensor.data_ptr()], tensor.element_size()
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted(dims):
+        step = stride * tensor.element_size()
+        if len(starts) == 1 and step <= length:  # dense so far
+            length += (size - 1) * step
+        else:
+            starts = [start + i * step for start in starts for i in range(size)]
+    return [(start, start + length) for start in starts]
+
+
+def record_run(
+    break_event=lambda cache: None, *, on_chip: int = 1, num_buffers: int = 2, **settings
+) -> Recorder:
     """A run through an offloaded cache, with events broken on purpose or not."""
     target, recorder = tiny_model(CONFIG), Recorder()
     with recorder:
-        full = offloaded(on_chip, streams=recorder)
+        full = offloaded(on_chip, streams=recorder, num_buffers=num_buffers)
         recorder.watch(full)
         break_event(full)
         prompts = [
@@ -148,22 +159,51 @@ def record_run(break_event=lambda cache: None, *, on_chip: int = 1, **settings) 
     return recorder
 
 
-@pytest.mark.parametrize("on_chip", [0, 1, 4])
+@pytest.mark.parametrize(("on_chip", "num_buffers"), [(0, 2), (0, 3), (1, 2), (1, 4), (4, 2)])
 @pytest.mark.parametrize("method", ["autoregressive", "retrieval"])
-def test_every_conflict_is_put_in_order_by_events(method, on_chip):
-    recorder = record_run(method=method, on_chip=on_chip)
+def test_every_conflict_is_put_in_order_by_events(method, on_chip, num_buffers):
+    recorder = record_run(method=method, on_chip=on_chip, num_buffers=num_buffers)
     assert recorder.num_ordered > 1000
 
 
-@pytest.mark.parametrize("name", ["ready", "stored"])
-def test_an_event_that_is_missing_is_noticed(name):
+def record_trees(break_event=lambda cache: None) -> None:
+    """Guesses as trees, whose blocks are read and not kept, over buffers that keep their layer."""
+    target, recorder = tiny_model(CONFIG), Recorder()
+    with recorder:
+        full = offloaded(3, streams=recorder)
+        recorder.watch(full)
+        break_event(full)
+        block = torch.zeros(3, 4, CONFIG.num_kv_heads, CONFIG.head_dim)
+        for _ in range(3):
+            for layer in range(5):
+                full.update(layer, BlockKV(block, block, block))
+        Rig(
+            target, PROMPTS, draft=near_copy(target, 0.02), full=full, method="naive", tree="6",
+            num_new=12, num_recent_tokens=60,
+        ).run()  # fmt: skip
+
+
+def test_trees_need_no_other_events():
+    record_trees()
+
+
+@pytest.mark.parametrize(
+    ("name", "stream", "run"),
+    [
+        ("ready", "compute", lambda break_event: record_run(break_event, method="retrieval")),
+        ("stored", "to device", lambda break_event: record_run(break_event, method="retrieval")),
+        ("stored", "compute", record_trees),
+    ],
+)
+def test_a_wait_that_is_missing_is_noticed(name, stream, run):
     def break_event(cache: OffloadedFullCache) -> None:
-        owners = [cache._staging] if name == "stored" else cache._staging.buffers
-        for owner in owners:
-            getattr(owner, name).wait = lambda: None
+        recorder = cache._staging.streams
+        for owner in [cache._staging] if name == "stored" else cache._staging.buffers:
+            event = getattr(owner, name)
+            event.wait = lambda wait=event.wait: recorder.current == stream or wait()
 
     with pytest.raises(RaceError):
-        record_run(break_event, method="retrieval")
+        run(break_event)
 
 
 @pytest.mark.parametrize("name", ["_fetch", "_write_back"])
@@ -294,58 +334,39 @@ def test_of_a_row_that_is_read_layer_by_layer_only_its_own_tokens_travel():
     for layer in range(5):
         cache.update(layer, BlockKV(block, block, block))
     cache.advance([40, 40, 40])
-    fetched = []
-    copy_heads = offloaded_module.copy_heads
-    with pytest.MonkeyPatch.context() as patching:
-        patching.setattr(
-            offloaded_module,
-            "copy_heads",
-            lambda to, source: (fetched.append(to.shape[1]), copy_heads(to, source)),
-        )
-        layers = iter(cache.layers(1))
-        for _ in range(5):
-            keys_KSD, _ = next(layers)
-            assert torch.equal(keys_KSD[:, :40], block[1].transpose(0, 1))
-    assert sum(fetched) == 3 * 2 * 40  # the first two layers were there
+    before = cache.link.to_device
+    layers = iter(cache.layers(1))
+    for _ in range(5):
+        keys_KSD, _ = next(layers)
+        assert torch.equal(keys_KSD[:, :40], block[1].transpose(0, 1))
+    assert cache.link.to_device - before == 3 * 40 * TOKEN  # the first two layers were there
 
 
 @pytest.mark.parametrize("on_chip", [0, 2])
 @pytest.mark.parametrize("policy", ["retrieval", "streaming", "topk"])
 @pytest.mark.parametrize("is_shown", [True, False])
-def test_rebuilding_the_retrieval_cache_moves_nothing_over_the_link(
-    policy, on_chip, is_shown, monkeypatch
-):
+def test_rebuilding_the_retrieval_cache_moves_nothing_over_the_link(policy, on_chip, is_shown):
     """In every step here; each layer travels once, because the rebuild is made while the pass of
     the target has it on the device. Without that, every step would need a second pass."""
-    full, travelled = offloaded(on_chip, batch_size=1), [0]
+    full, hosted = offloaded(on_chip, batch_size=1), 5 - on_chip
     rig = Rig(
         tiny_model(CONFIG), [random_prompt(CONFIG, 90)], full=full, method="retrieval",
         policy=policy, budget=24, rebuild_stride=1, gamma2=2, num_new=20,
     )  # fmt: skip
     if not is_shown:
         full.on_layer_staged = None
-    host = [
-        (slots.data_ptr(), slots.data_ptr() + slots.nbytes)
-        for slots in (full.host_keys, full.host_values)
-    ]
-
-    def count(target_KTD, source_KTD):
-        if any(start <= source_KTD.data_ptr() < end for start, end in host):
-            travelled[0] += source_KTD.shape[1]
-        return copy_heads(target_KTD, source_KTD)
-
-    copy_heads = offloaded_module.copy_heads
-    monkeypatch.setattr(offloaded_module, "copy_heads", count)
     num_steps = 0
     with torch.inference_mode():
         rig.start()
-        assert (travelled[0] <= 2 * (5 - on_chip) * 91) == is_shown
+        # Two layers of five for the next pass; of three, one is left from reading, one from here.
+        num_layers = {5: 7, 3: 3}[hosted]
+        assert (full.link.to_device <= num_layers * 90 * TOKEN) == is_shown
         while any(rig.cascade.active):
-            travelled[0], longest = 0, full.lengths[0] + rig.speculation.max_block
+            before, longest = full.link.to_device, full.lengths[0] + rig.speculation.max_block
             rig.step()
             num_steps += 1
-            assert 0 < travelled[0] <= 2 * (5 - on_chip) * longest or not is_shown
-            assert travelled[0] > 2 * (5 - on_chip) * longest or is_shown
+            assert full.link.to_device > before
+            assert (full.link.to_device - before <= hosted * longest * TOKEN) == is_shown
     assert rig.stats.rebuilds.count == num_steps + 1
 
 
@@ -412,5 +433,55 @@ def test_more_than_it_holds_is_refused():
         cache.update(0, BlockKV(block, block, block))
 
 
-def test_host_memory_on_a_machine_without_a_gpu_is_ordinary_memory():
-    assert host_memory((2, 3), torch.float16, CPU).shape == (2, 3)
+class Timeline(Streams):
+    """Streams that only say how far they are: a copy to the device takes a unit of time for the 400
+    tokens of a layer, everything else none."""
+
+    def __init__(self) -> None:
+        self.now = {"compute": 0.0, "to device": 0.0, "to host": 0.0}
+        self.current = "compute"
+        self.link, self.num_counted = Link(), 0
+
+    @contextlib.contextmanager
+    def copying(self, way):
+        self.now[way] = max(self.now[way], self.now["compute"])
+        self.current = way
+        yield
+        self.current = "compute"
+
+    def event(self) -> TimelineEvent:
+        return TimelineEvent(self)
+
+
+class TimelineEvent:
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline, self._time = timeline, 0.0
+
+    def record(self) -> None:
+        it = self._timeline
+        if it.current == "to device":
+            it.now[it.current] += (it.link.to_device - it.num_counted) / (400 * TOKEN)
+            it.num_counted = it.link.to_device
+        self._time = it.now[it.current]
+
+    def wait(self) -> None:
+        now = self._timeline.now
+        now[self._timeline.current] = max(now[self._timeline.current], self._time)
+
+
+@pytest.mark.parametrize(("num_buffers", "idle"), [(2, 2), (3, 1), (4, 0)])
+def test_the_link_is_busy_while_others_guess_as_long_as_there_are_buffers(num_buffers, idle):
+    """A step fetches five layers, a unit of time each. Guessing takes four of them, in which as
+    many layers are fetched as there are buffers."""
+    timeline = Timeline()
+    cache = offloaded(0, batch_size=1, streams=timeline, num_buffers=num_buffers)
+    timeline.link, ends = cache.link, []
+    for size in (400, 1, 1, 1):
+        block = torch.zeros(1, size, CONFIG.num_kv_heads, CONFIG.head_dim)
+        for layer in range(5):
+            cache.update(layer, BlockKV(block, block, block))
+        ends.append(timeline.now["compute"])
+        cache.advance([size])
+        timeline.now["compute"] += 4
+    steps = [after - before for before, after in itertools.pairwise(ends[1:])]
+    assert steps == pytest.approx([5 + idle] * 2, abs=0.05)

@@ -13,6 +13,7 @@ from minitri.errors import InputError
 from minitri.gpu.offloaded_cache import RING, OffloadedFullCache
 from minitri.gpu.placement import (
     GIB,
+    MAX_BUFFERS,
     RESERVE,
     choose_on_chip,
     demand,
@@ -88,9 +89,13 @@ def test_caches_are_counted_as_they_are_allocated(speculation, lengths):
     session = Session(target, target, batch, full=full)
     small = session.retrieval_cache
     means = small._policy._means
-    held = session.num_cache_bytes - full.num_bytes + means.nbytes + small._queries.nbytes
+    held = session.num_cache_bytes - full.num_bytes + small._queries.nbytes
     verified = 3 * B * speculation.max_block * config.num_heads * config.head_dim * 4
     assert needs.small_caches == held + verified
+    assert needs.parts(3)["small KV caches"] == held + verified + means.nbytes
+    assert needs.parts(2)["small KV caches"] == held + verified + means.nbytes / 3  # of one layer
+    hidden_states = needs.parts(2)["activations"] - needs.parts(3)["activations"]
+    assert hidden_states == max(lengths) * config.hidden_size * 4
     offloaded = OffloadedFullCache(
         config, B, num_tokens + speculation.max_block, on_chip=1, dtype=torch.float32, device=CPU
     )
@@ -123,6 +128,17 @@ def test_the_most_layers_that_fit_do_fit_and_one_more_does_not():
     assert needs.most_on_chip(141 * GIB) == 32
 
 
+def test_what_is_left_beside_the_layers_is_for_staging_buffers():
+    """At least two, which every placement has; a layer on the device is worth more than a third."""
+    needs = seven_b()
+    for gib in (23.2, 40, 48, 72):
+        best = needs.most_on_chip(gib * GIB)
+        assert needs.num_buffers(best, gib * GIB) == 2
+        assert needs.num_buffers(best - 1, gib * GIB) == 3
+    assert needs.num_buffers(0, 60 * GIB) == MAX_BUFFERS
+    assert needs.num_buffers(20, 24 * GIB) == 2
+
+
 def test_an_engine_places_layers_by_the_same_numbers():
     needs, offload = seven_b(), functools.partial(GenerationConfig, offload=True)
     there = {"host_bytes": 256 * GIB, "name": "m"}
@@ -138,7 +154,7 @@ def test_an_engine_places_layers_by_the_same_numbers():
     with pytest.raises(InputError, match="--on-chip is 33 layers, but m has 32"):
         choose_on_chip(needs, offload(on_chip=33), device_bytes=80 * GIB, **there)
     with pytest.raises(InputError, match=r"--on-chip 31 needs .* 2\d layers fit"):
-        choose_on_chip(needs, offload(on_chip=31), device_bytes=80 * GIB, **there)
+        choose_on_chip(needs, offload(on_chip=31), device_bytes=72 * GIB, **there)
     with pytest.raises(InputError, match="even with its whole KV cache in host memory, got 12.0"):
         choose_on_chip(needs, offload(), device_bytes=12 * GIB, **there)
     with pytest.raises(InputError, match="of host memory beside .* got 1.0"):
@@ -177,11 +193,11 @@ def run(capsys, *flags: str) -> tuple[int, list[str], str]:
     return exit_.value.code, captured.out.splitlines(), captured.err
 
 
-@pytest.mark.parametrize(("gib", "best"), [("24", 0), ("80", 29), ("141", 32)])
+@pytest.mark.parametrize(("gib", "best"), [("24", 1), ("80", 31), ("141", 32)])
 def test_a_plan_for_seven_billion_weights_behind_122k_tokens(capsys, gib, best):
-    """By hand: 12.55 GiB of weights, 61 GiB of KV in 32 layers of 1.91, twice that to stage, 5.9
-    of small caches (2 for
-    the budget, 3.8 for chunk means), 1 in reserve."""
+    """By hand: 12.55 GiB of weights, 61 GiB of KV in 32 layers of 1.91, twice that to stage, 2.2 of
+    small caches (2 for the budget, 0.12 for the chunk means of one layer), 1.2 of activations (0.95
+    for hidden states of the prompt), 1 in reserve."""
     code, lines, _ = run(capsys, "--context", "124928", "--gpu-memory", gib, "--budget", "4096")
     result = json.loads(lines[-1])
     assert (code, result["on_chip"]) == (0, best)
@@ -190,7 +206,7 @@ def test_a_plan_for_seven_billion_weights_behind_122k_tokens(capsys, gib, best):
     assert rows[best]["fits"]
     assert rows[32]["parts"]["full KV cache"] == 32 * 2 * 32 * 124992 * 128 * 2
     assert rows[0]["device_bytes"] / GIB == pytest.approx(
-        12.55 + 0.13 + 3.88 + 5.85 + 0.23 + 1, abs=0.03
+        12.55 + 0.13 + 3.88 + 2.16 + 1.19 + 1, abs=0.03
     )
     assert rows[0]["host_bytes"] / GIB == pytest.approx(61.03, abs=0.01)
 

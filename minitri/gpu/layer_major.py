@@ -1,0 +1,118 @@
+"""Reading a prompt layer by layer, into a full cache whose K and V are in host memory.
+
+Chunk by chunk, every layer would fetch all that the chunks before have left there, for each chunk
+anew: 3.8 TB for 122,880 tokens of a 7B model. Here a layer reads all chunks before the next one
+does. Its K and V stay in a staging buffer meanwhile and travel once, to the host, behind the
+computation; nothing comes back. What is kept instead are hidden states of the whole prompt, on the
+device, or in host memory where they do not fit.
+
+Layers compute the same blocks behind the same prefixes, so K and V are the same bits. Until the
+last layer is done the row counts as empty, and no pass over the cache may come between.
+
+Legend: L layers, B batch (1), T tokens of a chunk, H query heads, D head dim, E hidden size.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from minitri.caches.full import FullCache
+from minitri.gpu.offloaded_cache import OffloadedFullCache
+from minitri.gpu.placement import RESERVE, free_device_bytes
+from minitri.model.block import make_block
+from minitri.model.cache import BlockKV
+from minitri.model.llama import Llama, Pass
+
+
+class RowInWork(OffloadedFullCache):
+    """A row of an offloaded cache, as far as the chunks before one reach: a layer reads chunk
+    behind chunk, before the next layer does, and nothing travels but what is new."""
+
+    def __init__(self, full: OffloadedFullCache, b: int, start: int) -> None:
+        """Shares the memory of row b."""
+        vars(self).update(vars(full.row(b)))
+        self._lengths = [start]
+        self._staging.stored.wait()  # what stood there is written over
+
+    def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
+        if layer < self.on_chip:
+            return FullCache.update(self, layer, block)
+        buffer = self._fetch(layer)
+        on_device = self._update_hosted(buffer, block)
+        buffer.num_held[self._rows.start] = self._lengths[0] + block.keys_BTKD.shape[1]
+        return on_device
+
+
+class Chunk:
+    """A chunk of a prompt on its way through the layers."""
+
+    def __init__(self, model: Llama, cache: RowInWork, tokens: list[int], num_queries: int) -> None:
+        """`num_queries`: of how many last tokens the queries are wanted."""
+        self._cache, self.end = cache, cache.lengths[0] + len(tokens)
+        self._block = make_block(model, [tokens], cache, len(tokens))
+        self.hidden_BTE = model.embed(self._block.tokens_BT)
+        config, T = model.config, min(num_queries, len(tokens))
+        shape = (config.num_layers, 1, T, config.num_heads, config.head_dim)
+        self.queries_LBTHD = self.hidden_BTE.new_empty(shape) if T else None
+
+    def go_through(self, model: Llama, number: int, home: torch.device) -> None:
+        """Computes one layer; hidden states wait for the next one at `home`."""
+        slots_BT = self._block.slots_BT
+        lengths_B = None if slots_BT is None else slots_BT[:, 0].contiguous()
+        rotary = model.rope.at(self._block.positions_BT)
+        cache, queries_LBTHD = self._cache, self.queries_LBTHD
+        shared = Pass(rotary, cache, None, slots_BT, lengths_B, queries_LBTHD, model.attend)
+        x_BTE = self.hidden_BTE.to(model.device, non_blocking=True)
+        x_BTE = model.layers[number].forward(x_BTE, number, shared)
+        self.hidden_BTE = x_BTE.to(home, non_blocking=True)  # to the host: into page-locked memory
+
+
+def read_by_layers(
+    model: Llama, prompt: list[int], full: OffloadedFullCache, b: int, chunk: int,
+    watch: Callable[[Tensor], None] | None, max_queries: int,
+) -> Iterator[int]:  # fmt: skip
+    """`runner.prefill` for a cache in host memory.
+
+    Yields as often, whenever as much has been computed as for one more chunk. `watch` is called at
+    the end, for the last chunks: those whose queries a ring of `max_queries` would still hold.
+    """
+    L, before, end = model.config.num_layers, list(full.lengths), len(prompt) - 1
+    starts = range(before[b], end, chunk)
+    first = first_watched(len(starts), chunk, max_queries) if watch is not None else len(starts)
+    chunks, home = [], home_of_hidden(model, end - before[b])
+    for n, start in enumerate(starts):
+        tokens = prompt[start : min(start + chunk, end)]
+        num_queries = max_queries if n >= first else 0
+        chunks.append(Chunk(model, RowInWork(full, b, start), tokens, num_queries))
+        chunks[-1].hidden_BTE = chunks[-1].hidden_BTE.to(home, non_blocking=True)
+    for done in range(L * len(chunks)):
+        chunks[done % len(chunks)].go_through(model, done // len(chunks), home)
+        if done % L == L - 1 and done // L < len(chunks) - 1:
+            yield chunks[done // L].end
+            assert full.lengths == before, "another pass came between two layers of a prompt"
+    if chunks:
+        counts = [end - n if b == row else 0 for row, n in enumerate(before)]
+        FullCache.advance(full, counts)  # fetches nothing: a pass or another prompt follows
+    for read in chunks[first:]:
+        if watch is not None and read.queries_LBTHD is not None:
+            watch(read.queries_LBTHD[:, 0])
+    if chunks:
+        yield end
+
+
+def first_watched(num_chunks: int, chunk: int, window: int) -> int:
+    """The first chunk whose queries must be observed, so that a ring of `window` ends up as if all
+    had been: those that are left out fill it a whole number of times."""
+    size = min(chunk, window)  # queries of a chunk
+    num_last = 1 + -(-(window - 1) // size)  # enough to fill it, if the last chunk is one token
+    period = window // math.gcd(window, size)
+    return max(0, num_chunks - num_last) // period * period
+
+
+def home_of_hidden(model: Llama, num_tokens: int) -> torch.device:
+    """Where hidden states of so many tokens are kept from one layer to the next."""
+    num_bytes = num_tokens * model.config.hidden_size * model.dtype.itemsize
+    is_tight = model.device.type == "cuda" and num_bytes + RESERVE > free_device_bytes(model.device)
+    return torch.device("cpu") if is_tight else model.device

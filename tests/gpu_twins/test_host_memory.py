@@ -1,0 +1,170 @@
+"""Host memory that caches borrow, one after the other; a stand-in for CUDA notes its calls."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+
+from minitri import session
+from minitri.gpu import host_memory as module
+from minitri.gpu.host_memory import HostMemory, first_touch, host_memory
+from minitri.settings import SpeculationConfig
+from tests.conftest import CPU
+from tests.gpu_twins.test_graphs import lengths_on_the_device  # noqa: F401 (a fixture of `pools`)
+from tests.gpu_twins.test_offloaded_cache import offloaded
+from tests.gpu_twins.test_session_pool import gpu_engine, pools, say  # noqa: F401 (a fixture)
+
+
+class Borrower:
+    """Something that may be collected."""
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[int]:
+    """Sizes of the blocks that were allocated."""
+    sizes: list[int] = []
+    allocate = module.host_memory
+    monkeypatch.setattr(
+        module, "host_memory", lambda size, device: (sizes.append(size), allocate(size, device))[1]
+    )
+    return sizes
+
+
+def test_memory_comes_back_when_its_borrower_is_gone_and_serves_the_next_one(made):
+    host, borrower = HostMemory(CPU), Borrower()
+    tensor = host.lend(borrower, (3, 5), torch.float32)
+    assert (tensor.shape, tensor.dtype, host.num_free_bytes) == ((3, 5), torch.float32, 0)
+    address = tensor.data_ptr()
+    other = host.lend(borrower, (3, 5), torch.float32)  # the first one is in use
+    assert other.data_ptr() != address
+    del borrower, tensor, other
+    assert host.num_free_bytes == 120
+    again = [host.lend(host, (7,), torch.float64), host.lend(host, (60,), torch.uint8)]
+    assert address in {tensor.data_ptr() for tensor in again}
+    assert made == [60, 60]
+
+
+def test_a_block_that_is_too_small_makes_room_for_a_larger_one(made):
+    host, borrower = HostMemory(CPU), Borrower()
+    host.lend(borrower, (50,), torch.uint8)
+    host.lend(borrower, (70,), torch.uint8)
+    del borrower
+    assert host.lend(host, (60,), torch.uint8).nbytes == 60
+    assert host.num_free_bytes == 50  # the smallest that is large enough was taken
+    host.lend(host, (80,), torch.uint8)
+    assert (host.num_free_bytes, made) == (0, [50, 70, 80])
+
+
+def test_what_is_kept_is_free_for_any_kind_of_use():
+    """A run computes in inference mode, whose tensors cannot be written outside of it."""
+    host, borrower = HostMemory(CPU), Borrower()
+    with torch.inference_mode():
+        host.lend(borrower, (4,), torch.float32)
+    del borrower
+    host.lend(host, (4,), torch.float32).fill_(1.0)
+
+
+def report_again(*settings, **more):
+    raise RuntimeError("CUDA error: out of memory")
+
+
+class Cudart:
+    """What of the CUDA runtime is called; a call that fails returns an error number."""
+
+    def __init__(self, error: int) -> None:
+        self.error, self.calls = error, []
+
+    def cudaHostRegister(self, address, num_bytes, flags):
+        self.calls.append(("register", address, num_bytes, flags))
+        return self.error
+
+    def cudaHostUnregister(self, address):
+        self.calls.append(("unregister", address))
+
+
+@pytest.mark.parametrize("error", [0, 2])
+def test_memory_is_touched_then_registered_once_and_unregistered_when_it_is_given_up(
+    error, monkeypatch, caplog
+):
+    """Where it cannot be, one line says what that costs."""
+    cudart, cuda = Cudart(error), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: cudart.calls.append("wait"))
+    monkeypatch.setattr(module, "first_touch", lambda block: cudart.calls.append("touch"))
+    monkeypatch.setattr(torch, "zeros", report_again)
+    host, borrower = HostMemory(cuda), Borrower()
+    address = host.lend(borrower, (5, 4), torch.float32).data_ptr()
+    assert cudart.calls == ["touch", ("register", address, 80, 0)]
+    del borrower, cudart.calls[:]
+    borrower = Borrower()
+    assert host.lend(borrower, (4, 4), torch.float32).data_ptr() == address
+    del borrower
+    assert cudart.calls == ["wait"]  # for copies of the last borrower
+    host.clear()
+    gc.collect()
+    assert cudart.calls[1:] == ([] if error else ["wait", ("unregister", address)])
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * bool(error)
+    assert all("(CUDA error 2), so the KV cache" in record.message for record in caplog.records)
+
+
+def test_a_first_touch_finds_every_page():
+    """The system counts them; before the touch it has none."""
+    num_bytes = 16 << 20
+    block = host_memory(num_bytes, CPU)
+    before = resident_bytes(block)
+    first_touch(block)
+    assert resident_bytes(block) - before >= num_bytes - before > num_bytes // 2
+
+
+def resident_bytes(block) -> int:
+    """How much of a block is in memory, by /proc."""
+    if not Path("/proc/self/smaps").exists():
+        pytest.skip("this system does not say which pages are in memory")
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        start, dash, rest = line.split(" ", 1)[0].partition("-")
+        if dash and int(start, 16) <= block.data_ptr() < int(rest, 16):
+            size = next(it for it in lines if it.startswith("Rss:"))
+            return int(size.split()[1]) * 1024
+    raise AssertionError
+
+
+def test_huge_pages_are_asked_for_where_the_system_has_them(monkeypatch):
+    asked, real = [], mmap.mmap
+
+    class Memory(real):
+        def madvise(self, *advice):
+            asked.append(advice)
+            raise OSError("no huge pages here")
+
+    monkeypatch.setattr(mmap, "mmap", Memory)
+    assert host_memory(100, CPU).shape == (100,)
+    assert asked == [(mmap.MADV_HUGEPAGE,)]
+
+
+def test_the_next_run_of_an_engine_takes_over_host_memory_until_it_is_released(
+    pools,  # noqa: F811
+    made,
+    monkeypatch,
+):
+    """Also where the session is not kept, and for shorter texts; texts stay as they are."""
+    engine, fresh = gpu_engine(), gpu_engine()
+
+    def allocate(*settings):
+        return offloaded(0, 1, settings[5], config=engine.config, host=settings[6])
+
+    monkeypatch.setattr(session, "allocate_full_cache", allocate)
+    speculation = SpeculationConfig("retrieval", gamma2=3, budget=24, num_recent_tokens=40)
+    offload = {"offload": True, "prefill_chunk": 32}
+    say(engine, (300,), speculation, **offload)
+    num_made = len(made)
+    again = say(engine, (200,), speculation, seed=5, **offload)
+    assert (num_made, len(made)) == (2, 2)
+    assert again == say(fresh, (200,), speculation, seed=5, **offload)
+    assert engine._pool.host.num_free_bytes == sum(made[:2])
+    engine.release()
+    assert engine._pool.host.num_free_bytes == 0
