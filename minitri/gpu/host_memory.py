@@ -1,9 +1,8 @@
-"""Host memory for K and V: page-locked where a GPU is to copy it, and kept from one run to the
-next.
+"""Host memory for K and V: page-locked where a GPU is to copy it.
 
-To page-lock memory the system must first find every page of it. That takes tens of seconds for
-60 GiB in pages of 4 KiB by one thread, so pages are huge where the system has such, several threads
-touch them, and a cache that is gone leaves its memory to the next one.
+The system must find every page first, tens of seconds for 60 GiB of 4 KiB each by one thread. So
+pages are huge, if there are such, several threads touch them, and a cache that is gone leaves its
+memory to the next one.
 """
 
 import contextlib
@@ -64,7 +63,7 @@ def host_memory(num_bytes: int, device: torch.device) -> Tensor:
     They are registered rather than taken from PyTorch's pinned allocator, which rounds up to powers
     of two.
     """
-    memory = mmap.mmap(-1, num_bytes)
+    memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones: 4 KiB
     with contextlib.suppress(AttributeError, OSError):  # no such system, or huge pages are off
         memory.madvise(mmap.MADV_HUGEPAGE)
     block = torch.frombuffer(memory, dtype=torch.uint8)
@@ -77,13 +76,12 @@ def host_memory(num_bytes: int, device: torch.device) -> Tensor:
         return block
     with contextlib.suppress(RuntimeError):  # CUDA reports the error once more, to the next call
         torch.zeros(1, device=device)
-    log.warning(
+    problem = (
         "%.1f GB of host memory could not be page-locked (CUDA error %d), so the KV cache travels "
         "at a part of the link's speed, while nothing computes; raise the limit on locked memory "
-        "(ulimit -l)",
-        num_bytes / 1e9,
-        int(error),
+        "(ulimit -l)"
     )
+    log.warning(problem, num_bytes / 1e9, int(error))
     return block
 
 

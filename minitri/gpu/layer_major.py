@@ -1,13 +1,12 @@
 """Reading a prompt layer by layer, into a full cache whose K and V are in host memory.
 
-Chunk by chunk, every layer would fetch all that the chunks before have left there, for each chunk
-anew: 3.8 TB for 122,880 tokens of a 7B model. Here a layer reads all chunks before the next one
-does. Its K and V stay in a staging buffer meanwhile and travel once, to the host, behind the
-computation; nothing comes back. What is kept instead are hidden states of the whole prompt, on the
-device, or in host memory where they do not fit.
+Chunk by chunk, every layer would fetch what the chunks before have left there, for each chunk anew:
+3.8 TB for 122,880 tokens of a 7B model. Here a layer reads all chunks before the next one does. Its
+K and V stay in a staging buffer meanwhile and travel once, to the host. What is kept are hidden
+states of the whole prompt, on the device, or in host memory where they do not fit.
 
 Layers compute the same blocks behind the same prefixes, so K and V are the same bits. Until the
-last layer is done the row counts as empty, and no pass over the cache may come between.
+last layer is done the row counts as empty, and no other pass may come between.
 
 Legend: L layers, B batch (1), T tokens of a chunk, H query heads, D head dim, E hidden size.
 """
@@ -80,6 +79,8 @@ def read_by_layers(
     """
     L, before, end = model.config.num_layers, list(full.lengths), len(prompt) - 1
     starts = range(before[b], end, chunk)
+    if not starts:
+        return
     first = first_watched(len(starts), chunk, max_queries) if watch is not None else len(starts)
     chunks, home = [], home_of_hidden(model, end - before[b])
     for n, start in enumerate(starts):
@@ -92,14 +93,12 @@ def read_by_layers(
         if done % L == L - 1 and done // L < len(chunks) - 1:
             yield chunks[done // L].end
             assert full.lengths == before, "another pass came between two layers of a prompt"
-    if chunks:
-        counts = [end - n if b == row else 0 for row, n in enumerate(before)]
-        FullCache.advance(full, counts)  # fetches nothing: a pass or another prompt follows
+    counts = [end - n if b == row else 0 for row, n in enumerate(before)]
+    FullCache.advance(full, counts)  # fetches nothing: a pass or another prompt follows
     for read in chunks[first:]:
         if watch is not None and read.queries_LBTHD is not None:
             watch(read.queries_LBTHD[:, 0])
-    if chunks:
-        yield end
+    yield end
 
 
 def first_watched(num_chunks: int, chunk: int, window: int) -> int:
