@@ -72,7 +72,7 @@ def attend_piece(  # type: ignore[no-untyped-def]
             is_block = (slots >= length) & (slots < last)
             from_rule = rule + t[:, None] * T + (slots - length)[None, :]
             sees = tl.load(from_rule, mask=is_block[None, :], other=0) != 0
-            sees = sees | (slots < tl.minimum(length, last))[None, :]
+            sees = sees | (slots < length)[None, :]
         else:
             sees = (slots[None, :] <= length + t[:, None]) & (slots[None, :] < last)
         scores_RS = tl.where(sees, scores_RS, -float("inf"))
