@@ -331,6 +331,22 @@ MUTANTS = [
         + "test_every_combination_of_filters_is_the_distribution_by_definition[0.0-1.0-7-3.0]",
     ),
     Mutant(
+        "a tree read as a chain by the kernel",
+        "minitri.gpu.kernels.attention.attend_short_block",
+        "HAS_RULE=has_rule",
+        "HAS_RULE=False",
+        "gpu_twins/test_triton_attention.py::"
+        "test_a_trees_rule_replaces_causality_inside_the_block[heads0-prefixes0-6]",
+    ),
+    Mutant(
+        "all scores of a chunk held at once in float32",
+        "minitri.gpu.attention.attend_fused",
+        "if H == K or q_BTHD.dtype != torch.float32:",
+        "if H >= K:",
+        "gpu_twins/test_attention_pieces.py::"
+        "test_a_chunk_of_a_long_prompt_in_float32_never_holds_all_scores",
+    ),
+    Mutant(
         "fused kernels write no raw keys",
         "minitri.gpu.fused.FusedAttention.mix",
         "if isinstance(cache, StreamingCache) else None",

@@ -43,15 +43,24 @@ class Case:
 
 
 def attention_cases(dtype: str) -> Iterator[Case]:
-    """One token of a model with and without grouped queries, a block of 16, all heads that fit."""
+    """One token, and blocks of some rows with and without a tree's rule; the merging."""
     from minitri.gpu.kernels.attention import MAX_PIECES, attend_piece, merge_pieces, tile_sizes
 
     pointers = dict.fromkeys(("q", "keys", "values", "out"), f"*{dtype}")
-    types = {**pointers, "lengths": "*i64", "outs": "*fp32", "lses": "*fp32", "scale": "fp32"}
-    for D, num_rows in itertools.product((64, 128), (1, 32, 64)):
-        sizes = tile_sizes(num_rows, torch.float32 if dtype == "fp32" else torch.bfloat16)
-        name = f"attention, {num_rows} rows, D={D}"
-        yield Case(name, attend_piece, types, sizes | {"D": D}, is_pipelined=True)
+    types = {
+        **pointers,
+        "lengths": "*i64",
+        "rule": "*i1",
+        "outs": "*fp32",
+        "lses": "*fp32",
+        "scale": "fp32",
+    }
+    number_type = torch.float32 if dtype == "fp32" else torch.bfloat16
+    for D, num_rows, has_rule in itertools.product((64, 128), (1, 32, 64), (False, True)):
+        constants = tile_sizes(num_rows, number_type, has_rule=has_rule)
+        constants |= {"D": D, "HAS_RULE": has_rule}
+        name = f"attention, {num_rows} rows, D={D}{', tree' * has_rule}"
+        yield Case(name, attend_piece, types, constants, is_pipelined=True)
     for D in (64, 128):
         constants = {"PIECES": MAX_PIECES, "D": D}
         yield Case(f"attention, merge D={D}", merge_pieces, types, constants)

@@ -208,7 +208,6 @@ class TritonAttention(Backend):
     """Our own kernel."""
 
     name = "triton"
-    only_causal = True
 
     def __init__(self, *, num_processors: int) -> None:
         from minitri.gpu.kernels.attention import attend_short_block
@@ -217,8 +216,7 @@ class TritonAttention(Backend):
         self._num_processors = num_processors
 
     def __call__(self, block: ShortBlock) -> Tensor:
-        assert block.rule_TT is None
-        return self._kernel(*block[:4], self._num_processors)
+        return self._kernel(*block, self._num_processors)
 
 
 def torch_varlen(

@@ -126,7 +126,8 @@ def tolerance(dtype: torch.dtype) -> float:
 def largest_error(
     backend: Backend, device: torch.device, dtype: torch.dtype, config: ModelConfig, T: int
 ) -> float:
-    """Distance from the oracle on a ragged random batch with long, short and empty prefixes."""
+    """Distance from the oracle on a ragged random batch with long, short and empty prefixes, of
+    chains and, where the backend takes them, of trees."""
     generator = torch.Generator().manual_seed(0)
     S, lengths = 2048, [1900, 0, 700]
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
@@ -135,7 +136,11 @@ def largest_error(
         torch.randn(3, K, S, D, generator=generator).to(device, dtype) for _ in range(2)
     )
     lengths_B = torch.tensor(lengths, device=device)
-    got = backend(ShortBlock(q_BTHD, keys_BKSD, values_BKSD, lengths_B))
-    exact = attend_math(q_BTHD.double(), keys_BKSD.double(), values_BKSD.double(), lengths)
-    error = (got.double() - exact).abs().max()
-    return float(error.nan_to_num(math.inf))
+    tree_TT = torch.eye(T, dtype=torch.bool) | (torch.rand(T, T, generator=generator) < 0.3).tril()
+    errors = []
+    for rule_TT in [None] if backend.only_causal else [None, tree_TT.to(device)]:
+        got = backend(ShortBlock(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT))
+        wide = (q_BTHD.double(), keys_BKSD.double(), values_BKSD.double())
+        error = (got.double() - attend_math(*wide, lengths, rule_TT)).abs().max()
+        errors.append(float(error.nan_to_num(math.inf)))
+    return max(errors)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from minitri.errors import InputError
 from minitri.gpu import backend_choice
@@ -198,6 +200,46 @@ def test_grouped_queries_in_float32_reach_no_kernel_that_holds_all_scores(monkey
         got = attend_fused(q, k, v, lengths)
         assert (got - attend_math(q, k, v, lengths)).abs().max() < 3e-6
     assert calls == [(2, 2, False)] * 3
+
+
+def test_a_chunk_of_a_long_prompt_in_float32_never_holds_all_scores(monkeypatch):
+    """What PyTorch would allocate on a GPU for 1,024 tokens behind 121,856 of a model with grouped
+    queries, on the meta device: its choice of a kernel, by the rules of the CUDA build, and the
+    real shapes of everything that comes of it."""
+    from torch.nn.attention import bias
+
+    def is_efficient(params):  # what the kernel takes in float32: as many heads of K and V
+        return not params.enable_gqa and params.query.shape[1] == params.key.shape[1]
+
+    class Largest(TorchDispatchMode):
+        numbers, kernels = 0, 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            self.kernels += func is torch.ops.aten._efficient_attention_forward.default
+            made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+            held = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if
+                    isinstance(x, torch.Tensor)}  # fmt: skip
+            fresh = [x.numel() for x in made if x.untyped_storage()._cdata not in held]
+            self.numbers = max([self.numbers, *fresh])
+            return out
+
+    monkeypatch.setattr(bias, "can_use_flash_attention", lambda params: False)
+    monkeypatch.setattr(bias, "can_use_efficient_attention", is_efficient)
+    monkeypatch.setattr(bias, "_raise_kernel_warnings", lambda params: None)
+    T, end, H, K, D = 1024, 122_880, 32, 8, 128
+    q = torch.empty(1, T, H, D, device="meta")
+    keys, values = (torch.empty(1, K, end, D, device="meta") for _ in range(2))
+    mask = bias.causal_lower_right(T, end)  # which cannot be made while a mode watches
+    monkeypatch.setattr(
+        bias, "causal_lower_right", lambda *size: mask if size == (T, end) else None
+    )
+    with Largest() as largest:
+        out = attend_fused(q, keys, values, [end - T])
+    assert out.shape == q.shape
+    assert largest.kernels == H // K
+    assert largest.numbers <= q.numel()
+    assert q.numel() * 4 < T * end  # not even the scores of one head
 
 
 @pytest.mark.parametrize("num_processors", [4, 7])

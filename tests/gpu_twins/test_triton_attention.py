@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minitri.gpu.attention import GpuAttention, ShortBlock, TritonAttention
+from minitri.gpu import attention
+from minitri.gpu.attention import GpuAttention, Math, ShortBlock, TritonAttention
 from minitri.gpu.backend_choice import largest_error, tolerance
 from minitri.model.attention import attend_math
 from minitri.settings import LONGEST_BLOCK
@@ -40,11 +41,12 @@ def backends():
     return [TritonAttention(num_processors=n) for n in (1, 9)]
 
 
-def error_of(backend, q, keys, values, lengths, rows=slice(None)) -> float:
+def error_of(backend, q, keys, values, lengths, rows=slice(None), rule=None) -> float:
     """The largest one, by the oracle, of a case on the CPU, from these rows of it."""
-    exact = attend_math(q.double(), keys.double(), values.double(), lengths)[rows]
+    exact = attend_math(q.double(), keys.double(), values.double(), lengths, rule)[rows]
     q, keys, values = (tensor.to(DEVICE)[rows] for tensor in (q, keys, values))
-    got = backend(ShortBlock(q, keys, values, torch.tensor(lengths, device=DEVICE)[rows]))
+    lengths_B = torch.tensor(lengths, device=DEVICE)[rows]
+    got = backend(ShortBlock(q, keys, values, lengths_B, None if rule is None else rule.to(DEVICE)))
     assert got.is_contiguous()
     return float((got.double().cpu() - exact).abs().max().nan_to_num(torch.inf))
 
@@ -87,8 +89,8 @@ def test_a_part_of_a_cache_is_read_where_it_lies(rows):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_passes_the_test_of_every_boot(dtype):
     backend = TritonAttention(num_processors=9)
-    config = tiny_config(num_heads=3, num_kv_heads=1, head_dim=128)
-    for T in (3, LONGEST_BLOCK):
+    config = tiny_config(num_heads=1, num_kv_heads=1, head_dim=128)
+    for T in (3, LONGEST_BLOCK if dtype != torch.float32 or ON_GPU else NUM_KEYS // 2):
         assert largest_error(backend, DEVICE, dtype, config, T) <= tolerance(dtype)
 
 
@@ -98,8 +100,59 @@ def test_heads_of_odd_sizes_are_refused():
         backends()[0](ShortBlock(q, keys, values, torch.tensor(lengths)))
 
 
-def test_a_tree_goes_to_the_plain_formulas():
+def random_rule(T: int) -> torch.Tensor:
+    """Every token sees itself and some of those before it; a part of a larger tensor."""
+    some = torch.rand(T + 1, T + 1, generator=torch.Generator().manual_seed(T)) < 0.3
+    return (torch.eye(T + 1, dtype=torch.bool) | some.tril())[1:, 1:]
+
+
+@pytest.mark.parametrize("T", [1, 6, 17])
+@pytest.mark.parametrize("prefixes", [(0,), (NUM_KEYS - 3, 2 * NUM_KEYS)])
+@pytest.mark.parametrize("heads", [(2, 2), (3, 1)])
+def test_a_trees_rule_replaces_causality_inside_the_block(T, prefixes, heads):
+    """Blocks within a tile of keys, across its border and from it on; more rows than a tile."""
+    rule = random_rule(T)
+    assert T == 1 or not rule.is_contiguous()
+    case = random_case(T, prefixes, *heads, D=D, S=NUM_KEYS * 3)
+    for backend in backends():
+        assert error_of(backend, *case, rule=rule) < 3e-6
+    if T > 1:  # the rule does something
+        q, keys, values, lengths = case
+        chain = backends()[0](
+            ShortBlock(*(x.to(DEVICE) for x in (q, keys, values)), torch.tensor(lengths).to(DEVICE))
+        )
+        exact = attend_math(q, keys, values, lengths, rule)
+        assert (chain.cpu() - exact).abs().max() > 1e-3
+
+
+def test_only_a_backend_that_is_causal_leaves_trees_to_the_plain_formulas(monkeypatch):
     q, keys, values, lengths = random_case(3, (20, 60), 4, 2, D=D, S=NUM_KEYS * 2)
-    rule = torch.eye(3, dtype=torch.bool)
-    got = GpuAttention(backends()[0])(q, keys, values, lengths, rule, torch.tensor(lengths))
-    assert (got - attend_math(q, keys, values, lengths, rule)).abs().max() < 3e-6
+    case = [tensor.to(DEVICE) for tensor in (q, keys, values)]
+    rule, lengths_B = random_rule(3).to(DEVICE), torch.tensor(lengths, device=DEVICE)
+    exact = attend_math(*case, lengths, rule)
+    plain = []
+
+    class Spy(Math):
+        def __call__(self, block):
+            plain.append(block)
+            return super().__call__(block)
+
+    class Causal(TritonAttention):
+        only_causal = True
+
+    monkeypatch.setattr(attention, "Math", Spy)
+    for backend, num_plain in ((backends()[0], 0), (Causal(num_processors=1), 1)):
+        got = GpuAttention(backend)(*case, lengths, rule, lengths_B)
+        assert (got - exact).abs().max() < 3e-6
+        assert len(plain) == num_plain
+
+
+def test_a_backend_that_is_wrong_for_trees_only_fails_the_test_of_every_boot():
+    class ForgetsRules(TritonAttention):
+        def __call__(self, block):
+            return super().__call__(block._replace(rule_TT=None))
+
+    config = tiny_config(num_heads=2, num_kv_heads=2, head_dim=16)
+    for kind, is_right in ((TritonAttention, True), (ForgetsRules, False)):
+        error = largest_error(kind(num_processors=2), DEVICE, torch.float32, config, 3)
+        assert (error <= tolerance(torch.float32)) is is_right

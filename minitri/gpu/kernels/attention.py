@@ -35,13 +35,15 @@ RUNTIME = ["T", "G", "num_kv_heads", "num_pieces"]
 
 @triton.jit(do_not_specialize=RUNTIME)  # type: ignore[untyped-decorator]
 def attend_piece(  # type: ignore[no-untyped-def]
-    q, keys, values, lengths, outs, lses, scale, T, G, num_kv_heads, num_pieces,
+    q, keys, values, lengths, rule, outs, lses, scale, T, G, num_kv_heads, num_pieces,
     q_b, q_t, q_h, kv_b, kv_h, kv_s, ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, D: tl.constexpr,
+    HAS_RULE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Output (R, D) and log-sum-exp (R,), to base 2, of one KV head over one piece of its keys.
 
     A running softmax: sums are scaled down whenever a larger score turns up. `scale` has a factor
-    of log2(e); `q_b` and the like are strides. Programs that share keys run side by side.
+    of log2(e); `q_b` and the like are strides. Programs that share keys run side by side. `rule` is
+    read with `HAS_RULE` only; without it the block is causal.
     """
     tile, piece, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, k = head // num_kv_heads, head % num_kv_heads
@@ -66,7 +68,13 @@ def attend_piece(  # type: ignore[no-untyped-def]
         is_there = (slots < last)[:, None]
         keys_SD = tl.load(keys + places, mask=is_there, other=0.0)
         scores_RS = tl.dot(tile_RD, tl.trans(keys_SD), input_precision="ieee") * scale
-        sees = (slots[None, :] <= length + t[:, None]) & (slots[None, :] < last)
+        if HAS_RULE:
+            is_block = (slots >= length) & (slots < last)
+            from_rule = rule + t[:, None] * T + (slots - length)[None, :]
+            sees = tl.load(from_rule, mask=is_block[None, :], other=0) != 0
+            sees = sees | (slots < length)[None, :]
+        else:
+            sees = (slots[None, :] <= length + t[:, None]) & (slots[None, :] < last)
         scores_RS = tl.where(sees, scores_RS, -float("inf"))
         new_most = tl.maximum(most, tl.max(scores_RS, 1))
         is_first = new_most == -float("inf")  # no key was seen by this row yet
@@ -108,19 +116,22 @@ def merge_pieces(  # type: ignore[no-untyped-def]
     tl.store(out + place * D + dims, merged_D)
 
 
-def tile_sizes(num_rows: int, dtype: torch.dtype) -> dict[str, int]:
+def tile_sizes(num_rows: int, dtype: torch.dtype, *, has_rule: bool) -> dict[str, int]:
     """The tile of a program for so many rows of queries. In float32 tiles are smaller, and warps
-    more, or registers would not do, nor shared memory on consumer cards (99 KiB)."""
+    more, or registers would not do, nor shared memory on consumer cards (99 KiB). With 4 warps
+    rules, and 32 rows on sm_100, would spill, too."""
     is_wide = dtype == torch.float32
     most, keys = (MAX_ROWS // 2, NUM_KEYS // 4) if is_wide else (MAX_ROWS, NUM_KEYS)
     rows = min(most, max(16, triton.next_power_of_2(num_rows)))
-    return {"ROWS": rows, "NUM_KEYS": keys, "num_warps": 8 if is_wide else 4}
+    warps = 8 if is_wide or has_rule or rows == 32 else 4
+    return {"ROWS": rows, "NUM_KEYS": keys, "num_warps": warps}
 
 
 def attend_short_block(
-    q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, lengths_B: Tensor, num_processors: int
-) -> Tensor:
-    """Causal attention (B, T, H, D) over prefix and block in one pass."""
+    q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, lengths_B: Tensor,
+    rule_TT: Tensor | None, num_processors: int,
+) -> Tensor:  # fmt: skip
+    """Attention (B, T, H, D) over prefix and block in one pass; causal without a rule."""
     B, T, H, D = q_BTHD.shape
     K = keys_BKSD.shape[1]
     G = H // K
@@ -128,7 +139,9 @@ def attend_short_block(
         raise RuntimeError(f"it takes heads of 16, 32, 64, ... numbers, not of {D}")
     assert keys_BKSD.stride() == values_BKSD.stride()
     assert keys_BKSD.stride(3) == q_BTHD.stride(3) == 1
-    sizes = tile_sizes(G * T, q_BTHD.dtype)
+    has_rule = rule_TT is not None
+    rule = rule_TT.contiguous() if rule_TT is not None else lengths_B  # the latter is not read
+    sizes = tile_sizes(G * T, q_BTHD.dtype, has_rule=has_rule)
     num_tiles = triton.cdiv(G * T, sizes["ROWS"])
     wanted = PROGRAMS_PER_PROCESSOR * num_processors // (B * K * num_tiles)
     P = min(MAX_PIECES, max(1, wanted))
@@ -139,8 +152,8 @@ def attend_short_block(
     strides = (*q_BTHD.stride()[:3], *keys_BKSD.stride()[:3])
     with torch.cuda.device_of(q_BTHD):  # else Triton would launch on the current one
         attend_piece[num_tiles, P, B * K](
-            q_BTHD, keys_BKSD, values_BKSD, lengths_B, outs, lses, scale, T, G, K, P,
-            *strides, D=D, **sizes,
+            q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule, outs, lses, scale, T, G, K, P,
+            *strides, D=D, HAS_RULE=has_rule, **sizes,
         )  # fmt: skip
         merge_pieces[B * K, G * T](
             outs, lses, out_BTHD, T, G, K, P, PIECES=triton.next_power_of_2(P), D=D
