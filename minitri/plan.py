@@ -23,7 +23,7 @@ with clean_imports():
     from minitri.cli import arguments
     from minitri.decoding.autotuner import expected_block, expected_tokens
     from minitri.errors import InputError, shorten
-    from minitri.gpu.placement import GIB, demand, shortage
+    from minitri.gpu.placement import CONTEXT, GIB, demand, shortage
     from minitri.loading.checkpoint import open_checkpoint
     from minitri.loading.fetch import committed_path, default_draft, split_draft
     from minitri.loading.named_models import shape_of, unknown_model
@@ -163,7 +163,7 @@ def run_command(args: argparse.Namespace) -> int:
         itemsize=itemsize,
     )  # fmt: skip
     needs = demand_of(prompt_lengths=[context] * args.batch)
-    gpu_bytes, host_bytes = args.gpu_memory * GIB, args.host_memory * GIB
+    gpu_bytes, host_bytes = args.gpu_memory * GIB - CONTEXT, args.host_memory * GIB
     by_size = 1000 if args.gpu_memory <= 48 else 2000 if args.gpu_memory <= 80 else 4000
     gpu_gb_s = args.gpu_gb_s or by_size
     machine = Machine(gpu_gb_s * 1e9, gpu_gb_s * 1e9, args.link_gb_s * 1e9)

@@ -79,6 +79,15 @@ def four_bit_bytes(config: ModelConfig) -> int:
     return config.num_layers * layer + config.vocab_size * (-(-E // 64) * 64 + E // 32 * 2)
 
 
+def eight_bit_bytes(config: ModelConfig) -> int:
+    """Bytes of a copy in 8 bits with a scale of 4 bytes per row: `gpu/quantized.py`."""
+    E, inner = config.hidden_size, config.intermediate_size
+    heads_width = config.num_heads * config.head_dim
+    rows = heads_width + 2 * config.num_kv_heads * config.head_dim + 2 * inner
+    layer = rows * (E + 4) + E * (heads_width + 4 + inner + 4)
+    return config.num_layers * layer + config.vocab_size * (E + 4)
+
+
 def kv_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
     """Bytes of K and V of one token in all layers."""
     return config.kv_values_per_token * itemsize

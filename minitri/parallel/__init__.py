@@ -1,0 +1,1 @@
+"""One model on several devices: a process each, started by torchrun."""

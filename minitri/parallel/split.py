@@ -1,0 +1,120 @@
+"""A Llama split over ranks: heads, MLP and vocabulary. Tensor parallelism, Megatron-LM's cut
+(arXiv 1909.08053).
+
+A rank holds some KV heads with their query heads, some columns of the MLP and some rows of the
+vocabulary, and computes with them as if they were all: its `config` is that of the share, but for
+the vocabulary. Residual stream and norms are everywhere the same. What leaves the heads and the MLP
+is added up over the ranks, two sums a layer; embeddings are a third sum, logits are gathered. K and
+V of its own heads stay on each rank, whatever the cache, and retrieval chooses chunks per KV head,
+so caches send nothing.
+
+Legend: E hidden size, R rows of the vocabulary on a rank, V vocab.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minitri.errors import InputError
+from minitri.model.config import ModelConfig
+from minitri.model.llama import Llama
+from minitri.parallel.ranks import RankGroup, Ranks
+
+SPLIT = ("num_heads", "num_kv_heads", "intermediate_size")
+"""Sizes of which each rank has its share."""
+ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+COLUMNS = ("o_proj", "down_proj")
+TABLES = ("embed_tokens", "lm_head")
+"""How a matrix is cut, by the name of its tensor in a checkpoint."""
+
+
+class SplitLlama(Llama):
+    """A rank's share of a Llama; all ranks call its methods together."""
+
+    ranks: RankGroup
+
+    def __init__(self, config: ModelConfig, *, ranks: RankGroup, **options: Any) -> None:
+        """A share of the model of `config`; `options` as for `Llama`. Raises `InputError` if it
+        cannot be split."""
+        share = share_of(config, ranks)
+        super().__init__(share, **options)
+        self.ranks, self._num_rows = ranks, share.vocab_size
+        self.config = dataclasses.replace(share, vocab_size=config.vocab_size)
+
+    def add_up(self) -> None:
+        """Has linear layers over a share of their inputs add up what all ranks compute."""
+        for layer in self.layers:
+            for parent, name in ((layer.self_attn, "o_proj"), (layer.mlp, "down_proj")):
+                setattr(parent, name, Summed(getattr(parent, name), self.ranks))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        if self._lent_embedding is not None:
+            return super().embed(tokens)
+        own = tokens - self.ranks.rank * self._num_rows
+        is_here = (own >= 0) & (own < self._num_rows)
+        rows = super().embed(own.where(is_here, 0))
+        return self.ranks.sum(rows.where(is_here.unsqueeze(-1), 0))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.ranks.gather(self.lm_head(hidden))[..., : self.config.vocab_size].float()
+
+
+class Summed(nn.Module):
+    """A linear layer over this rank's share of its inputs, added up over all ranks."""
+
+    def __init__(self, part: nn.Module, ranks: RankGroup) -> None:
+        super().__init__()
+        self.part, self.ranks = part, ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ranks.sum(self.part(x))
+
+
+def new_model(config: ModelConfig, ranks: Ranks, **options: Any) -> Llama:
+    """A model without weights yet, or this rank's share of one."""
+    if isinstance(ranks, RankGroup):
+        return SplitLlama(config, ranks=ranks, **options)
+    return Llama(config, **options)
+
+
+def share_of(config: ModelConfig, ranks: Ranks) -> ModelConfig:
+    """The shape of a rank's share. Raises `InputError` if heads or MLP cannot be split evenly."""
+    for name in SPLIT:
+        if getattr(config, name) % ranks.count:
+            given = ", ".join(f"{name}={getattr(config, name)}" for name in SPLIT)
+            raise InputError(
+                f"{config.name} cannot be split over {ranks.count} ranks: {given} must be "
+                "multiples of that; use another --nproc-per-node, or another model"
+            )
+    sizes = {name: getattr(config, name) // ranks.count for name in SPLIT}
+    return dataclasses.replace(config, vocab_size=-(-config.vocab_size // ranks.count), **sizes)
+
+
+def share_tensors(
+    tensors: Iterator[tuple[str, Tensor]], ranks: Ranks
+) -> Iterator[tuple[str, Tensor]]:
+    """A rank's share of every tensor of a checkpoint, which is read one by one."""
+    for name, tensor in tensors:
+        yield name, _share(name, tensor, ranks)
+
+
+def _share(name: str, tensor: Tensor, ranks: Ranks) -> Tensor:
+    module, _, kind = name.rpartition(".")
+    module = module.rpartition(".")[2]
+    is_bias = kind == "bias"
+    if tensor.dim() != 2 - is_bias or tensor.is_meta:
+        return tensor  # a damaged one, which loading refuses
+    if module in ROWS:
+        return tensor.tensor_split(ranks.count)[ranks.rank]
+    if module in COLUMNS and is_bias:  # added once
+        return tensor if ranks.rank == 0 else tensor.new_zeros(tensor.shape)
+    if module in COLUMNS:
+        return tensor.tensor_split(ranks.count, 1)[ranks.rank]
+    if module in TABLES:
+        num_rows = -(-len(tensor) // ranks.count)
+        part_RE = tensor[ranks.rank * num_rows :][:num_rows]
+        return F.pad(part_RE, (0, 0, 0, num_rows - len(part_RE)))
+    return tensor
