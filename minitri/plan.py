@@ -109,6 +109,16 @@ def draft_config(args: argparse.Namespace) -> ModelConfig | None:
     return None if model in ("", "none") else config_of(model)
 
 
+def machine_of(args: argparse.Namespace) -> Machine:
+    """A card of this size, with the bandwidths that are given."""
+    card = next(card for most, card in CARDS.items() if args.gpu_memory <= most)
+    memory = 1e9 * args.gpu_gb_s if args.gpu_gb_s else card.kv_bytes_per_second
+    return dataclasses.replace(
+        card, weight_bytes_per_second=memory, kv_bytes_per_second=memory,
+        link_bytes_per_second=1e9 * args.link_gb_s,
+    )  # fmt: skip
+
+
 def run_command(args: argparse.Namespace) -> int:
     """Prints the plan. Raises `InputError` with what is missing if no placement fits."""
     config, draft = config_of(args.model), draft_config(args)
@@ -121,11 +131,7 @@ def run_command(args: argparse.Namespace) -> int:
     )  # fmt: skip
     needs = demand_of(prompt_lengths=[context] * args.batch)
     gpu_bytes, host_bytes = args.gpu_memory * GIB - CONTEXT, args.host_memory * GIB / args.gpus
-    machine = next(card for most, card in CARDS.items() if args.gpu_memory <= most)
-    gpu_gb_s = args.gpu_gb_s or machine.kv_bytes_per_second / 1e9
-    bandwidths = (f"{name}_bytes_per_second" for name in ("weight", "kv", "link"))
-    speeds = (1e9 * gpu_gb_s, 1e9 * gpu_gb_s, 1e9 * args.link_gb_s)
-    machine = dataclasses.replace(machine, **dict(zip(bandwidths, speeds, strict=True)))
+    machine = machine_of(args)
 
     def rows_that_fit(on_chip: int) -> int:
         """Sequences of this context at a time, up to a thousand."""
@@ -159,7 +165,8 @@ def run_command(args: argparse.Namespace) -> int:
     print(
         f"{config.name}, {context} tokens, batch {args.batch}, {args.dtype}, drafter "
         f"{draft.name if draft else 'suffix'}, budget {budget}; {args.gpus} x a GPU of "
-        f"{args.gpu_memory:g} GiB, {gpu_bytes / GIB:.1f} of them free, at {gpu_gb_s:g} GB/s, "
+        f"{args.gpu_memory:g} GiB, {gpu_bytes / GIB:.1f} of them free, at "
+        f"{machine.kv_bytes_per_second / 1e9:g} GB/s, "
         f"{args.host_memory:g} GiB of host memory over {args.link_gb_s:g} GB/s per GPU"
     )
     print(table(placements, config.num_layers))

@@ -237,6 +237,7 @@ def table(phases: list[Phase], machine: Machine, measured: dict[str, float] | No
         cells += [f"{it.flops / 1e9:.1f}", f"{it.launches:.0f}", f"{it.eager_launches:.0f}"]
         cells += [str(it.round_trips), f"{it.ms(machine):.3f}"]
         if measured is not None:
-            cells.append(f"{measured[it.name]:.3f}" if it.name in measured else "")
+            stage = it.name.split()[0]  # draft, retrieval, target or commit
+            cells.append(f"{measured[stage]:.3f}" if stage in measured else "")
         lines.append(f"{it.name:24s}" + "".join(f"{cell:>11}" for cell in cells))
     return "\n".join(lines)
