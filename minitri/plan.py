@@ -16,25 +16,19 @@ with clean_imports():
     import functools
     import json
     import sys
-    from dataclasses import dataclass
     from pathlib import Path
     from typing import Any
 
+    from minitri.benchmarks.ledger import CARDS, Workload, predict
+    from minitri.benchmarks.ledger import table as ledger_table
     from minitri.cli import arguments
-    from minitri.decoding.autotuner import expected_block, expected_tokens
     from minitri.errors import InputError, shorten
-    from minitri.gpu.placement import GIB, demand, shortage
+    from minitri.gpu.placement import CONTEXT, GIB, demand, shortage
     from minitri.loading.checkpoint import open_checkpoint
     from minitri.loading.fetch import committed_path, default_draft, split_draft
     from minitri.loading.named_models import shape_of, unknown_model
     from minitri.model.config import ModelConfig
-    from minitri.roofline import (
-        Machine,
-        four_bit_bytes,
-        kv_bytes_per_token,
-        pass_seconds,
-        weights_per_pass,
-    )
+    from minitri.roofline import Machine, four_bit_bytes
     from minitri.settings import StepPlan
 
 
@@ -59,14 +53,23 @@ def build_parser() -> arguments.OneLineParser:
     add("--dtype", choices=dtypes, default="bfloat16", help=text)
     group = parser.add_argument_group("machine")
     for name, default, text in (
-        ("gpu-memory", 24, "memory of the GPU in GiB"),
+        ("gpu-memory", 24, "nominal memory of a GPU in GiB"),
         ("host-memory", 256, "memory that may be page-locked, in GiB"),
         ("gpu-gb-s", None, "GB/s at which the GPU reads its memory (default: by its size, 1000, "
          "2000 or 4000)"),
-        ("link-gb-s", 25, "GB/s from host memory to the GPU: 25 for PCIe 4.0 x16, 50 for 5.0"),
+        ("link-gb-s", 25, "GB/s from host memory to each GPU: 25 for PCIe 4.0 x16, 50 for 5.0"),
     ):  # fmt: skip
         group.add_argument(f"--{name}", type=number, metavar="X", default=default, help=text)
+    text = "GPUs that share the model by tensor parallelism (torchrun)"
+    group.add_argument("--gpus", type=arguments.whole(1, 64), metavar="N", default=1, help=text)
+    group.add_argument("--kernels", choices=("fused", "plain"), default="fused", help="between "
+                       "matrices")  # fmt: skip
+    text = "print the ledger: bytes, FLOPs, launches and waits of each phase"
+    group.add_argument("--explain", action="store_true", help=text)
     group = parser.add_argument_group("speculation")
+    text = "of the retrieval level: the model's own, or a copy in 8 bits"
+    group.add_argument("--draft-weights", choices=("same", "int8", "fp8"), default="same",
+                       help=text)  # fmt: skip
     arguments.add_rates_flag(group, "acceptance", "acceptance rates to expect")
     arguments.add_draft_flag(group)
     arguments.add_size_flags(group)
@@ -99,52 +102,6 @@ def config_of(name: str) -> ModelConfig:
     return open_checkpoint(path).config(path.resolve().name)
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """Milliseconds of each phase and per token."""
-
-    plan: StepPlan
-    """The gammas of the cascade."""
-    draft: float
-    retrieval: float
-    target: float
-    """A pass over the full cache: an autoregressive token, or the verification of a block."""
-    cascade: float
-    """Per token, all phases together."""
-
-    @property
-    def speedup(self) -> float:
-        """Of the cascade over autoregressive decoding."""
-        return self.target / self.cascade
-
-
-def predict(
-    config: ModelConfig, draft: ModelConfig | None, machine: Machine, *, on_chip: int,
-    num_tokens: int, budget: int, plan: StepPlan, acceptance: tuple[float, float],
-    batch_size: int = 1, itemsize: int = 2,
-) -> Prediction:  # fmt: skip
-    """Bytes over bandwidth behind `num_tokens`, if guesses of the drafter and of the retrieval
-    level are accepted at these rates."""
-    slot = batch_size * kv_bytes_per_token(config, itemsize)
-    hosted = (config.num_layers - on_chip) / config.num_layers
-
-    def ms(model: ModelConfig, num_slots: int, hosted: float = 0.0) -> float:
-        kv, weights = slot * num_slots, itemsize * weights_per_pass(model)
-        options: dict[str, Any] = {
-            "weight_bytes": weights,
-            "kv_bytes": kv,
-            "link_bytes": hosted * kv,
-        }
-        return 1e3 * pass_seconds(machine, model, **options)
-
-    step = ms(draft, 0) if draft is not None else 0.0
-    retrieval, target = ms(config, budget), ms(config, num_tokens, hosted)
-    per_round = expected_tokens(acceptance[0], plan.gamma1)
-    length, num_rounds = expected_block(per_round, plan)
-    block = num_rounds * (plan.gamma1 * step + retrieval) + target
-    return Prediction(plan, step, retrieval, target, block / expected_tokens(acceptance[1], length))
-
-
 def draft_config(args: argparse.Namespace) -> ModelConfig | None:
     """The shape of the drafter; None if it is no model."""
     name = default_draft(args.model) if args.draft == "auto" else args.draft
@@ -152,21 +109,29 @@ def draft_config(args: argparse.Namespace) -> ModelConfig | None:
     return None if model in ("", "none") else config_of(model)
 
 
+def machine_of(args: argparse.Namespace) -> Machine:
+    """A card of this size, with the bandwidths that are given."""
+    card = next(card for most, card in CARDS.items() if args.gpu_memory <= most)
+    memory = 1e9 * args.gpu_gb_s if args.gpu_gb_s else card.kv_bytes_per_second
+    return dataclasses.replace(
+        card, weight_bytes_per_second=memory, kv_bytes_per_second=memory,
+        link_bytes_per_second=1e9 * args.link_gb_s,
+    )  # fmt: skip
+
+
 def run_command(args: argparse.Namespace) -> int:
     """Prints the plan. Raises `InputError` with what is missing if no placement fits."""
     config, draft = config_of(args.model), draft_config(args)
     context, itemsize = args.context or config.context_length, 4 if args.dtype == "float32" else 2
-    speculation = arguments.speculation_of(args)
+    speculation, has_copy = arguments.speculation_of(args), args.draft_weights != "same"
     budget = speculation.budget_for(context)
     demand_of = functools.partial(
         demand, config, draft, speculation, num_tokens=context, prefill_chunk=args.prefill_chunk,
-        itemsize=itemsize,
+        itemsize=itemsize, num_gpus=args.gpus, has_copy=has_copy,
     )  # fmt: skip
     needs = demand_of(prompt_lengths=[context] * args.batch)
-    gpu_bytes, host_bytes = args.gpu_memory * GIB, args.host_memory * GIB
-    by_size = 1000 if args.gpu_memory <= 48 else 2000 if args.gpu_memory <= 80 else 4000
-    gpu_gb_s = args.gpu_gb_s or by_size
-    machine = Machine(gpu_gb_s * 1e9, gpu_gb_s * 1e9, args.link_gb_s * 1e9)
+    gpu_bytes, host_bytes = args.gpu_memory * GIB - CONTEXT, args.host_memory * GIB / args.gpus
+    machine = machine_of(args)
 
     def rows_that_fit(on_chip: int) -> int:
         """Sequences of this context at a time, up to a thousand."""
@@ -176,14 +141,16 @@ def run_command(args: argparse.Namespace) -> int:
                 return num_rows - 1
         return 1000
 
+    def workload(on_chip: int) -> Workload:
+        return Workload(
+            config, draft, on_chip, context, budget, batch_size=args.batch, itemsize=itemsize,
+            num_gpus=args.gpus, has_copy=has_copy, is_fused=args.kernels == "fused",
+        )  # fmt: skip
+
     def place(on_chip: int) -> dict[str, Any]:
         predictions = [
-            predict(
-                config, draft, machine, on_chip=on_chip, num_tokens=context, budget=budget,
-                plan=plan, acceptance=args.acceptance, batch_size=args.batch, itemsize=itemsize,
-            )
-            for plan in speculation.plans
-        ]  # fmt: skip
+            predict(workload(on_chip), machine, plan, args.acceptance) for plan in speculation.plans
+        ]
         fastest = min(predictions, key=lambda prediction: prediction.cascade)
         on_device, on_host = needs.on_device(on_chip), needs.on_host(on_chip)
         return {
@@ -197,11 +164,14 @@ def run_command(args: argparse.Namespace) -> int:
     placements = [place(n) for n in sorted({config.num_layers, best or 0, 0}, reverse=True)]
     print(
         f"{config.name}, {context} tokens, batch {args.batch}, {args.dtype}, drafter "
-        f"{draft.name if draft else 'suffix'}, budget {budget}; a GPU of {args.gpu_memory:g} GiB "
-        f"at {gpu_gb_s:g} GB/s, {args.host_memory:g} GiB of host memory over {args.link_gb_s:g} "
-        "GB/s"
+        f"{draft.name if draft else 'suffix'}, budget {budget}; {args.gpus} x a GPU of "
+        f"{args.gpu_memory:g} GiB, {gpu_bytes / GIB:.1f} of them free, at "
+        f"{machine.kv_bytes_per_second / 1e9:g} GB/s, "
+        f"{args.host_memory:g} GiB of host memory over {args.link_gb_s:g} GB/s per GPU"
     )
     print(table(placements, config.num_layers))
+    if args.explain:
+        explain(workload(best or 0), machine, placements, args)
     copy_bytes = four_bit_bytes(config)
     print(f"On a CPU guesses take a copy in 4 bits, {copy_bytes / GIB:.2f} GiB (--draft-weights).")
     result = {
@@ -212,6 +182,24 @@ def run_command(args: argparse.Namespace) -> int:
     if (missing := shortage(needs, gpu_bytes, host_bytes, config.name)) is not None:
         raise InputError(missing)
     return 0
+
+
+def explain(
+    workload: Workload, machine: Machine, placements: list[dict[str, Any]],
+    args: argparse.Namespace,
+) -> None:  # fmt: skip
+    """Prints the ledger of the best placement, on each GPU."""
+    placement = next(row for row in placements if row["on_chip"] == workload.on_chip)
+    plan = StepPlan(**placement["predicted_ms"]["plan"])
+    phases, num_tokens = workload.phases(plan, args.acceptance)
+    alone = workload.phases(StepPlan("autoregressive"), args.acceptance)[0][0]
+    chunk = workload.prefill(args.prefill_chunk)
+    phases += [dataclasses.replace(alone, name="autoregressive", per_step=0.0), chunk]
+    where, L = f"{workload.on_chip} of {workload.config.num_layers}", workload.num_tokens
+    print(f"\nLedger, {plan}, {num_tokens:.2f} tokens a step, KV of {where} layers on the GPU:")
+    print(ledger_table(phases, machine))
+    seconds = 1e-3 * chunk.ms(machine) * L / args.prefill_chunk
+    print(f"The prompt takes {seconds:.0f} s. Constants: {machine}")
 
 
 def table(placements: list[dict[str, Any]], L: int) -> str:
@@ -229,7 +217,8 @@ def table(placements: list[dict[str, Any]], L: int) -> str:
             "draft step, ms": ms["draft"],
             "retrieval verification, ms": ms["retrieval"],
             "full verification, ms": ms["target"],
-            "autoregressive, ms/token": ms["target"],
+            "commit, ms": ms["commit"],
+            "autoregressive, ms/token": ms["autoregressive"],
             "gamma1, gamma2": "{gamma1}, {gamma2}".format(**ms["plan"]),
             "cascade, ms/token": ms["cascade"],
             "speedup": ms["speedup"],

@@ -7,6 +7,7 @@ anything, by `python -m minitri.plan`, and by benchmarks that say how far from i
 Legend: L layers, K KV heads, D head dim, E hidden size.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -30,6 +31,16 @@ class Machine:
     """What each token of a block but the first of each row adds, as a share of the pass."""
     share_in_four_bits: float = 0.0
     """The same where the weights are a copy in 4 bits, so that reading them counts for less."""
+    # What only the ledger counts, `benchmarks/ledger.py`:
+    flops_per_second: float = math.inf
+    seconds_per_launch: float = 0.0
+    """Of a kernel on the device, beside its bytes."""
+    seconds_per_eager_launch: float = 0.0
+    """On the host, of a kernel outside of CUDA graphs."""
+    seconds_per_round_trip: float = 0.0
+    """Of the host's waiting for the device, in which that does nothing."""
+    seconds_per_sum: float = 0.0
+    """Of a small tensor over all GPUs."""
 
 
 CPU = Machine(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from minitri.benchmarks.bandwidth import copy_bandwidth, idle_share
 from minitri.benchmarks.compare import spread
+from minitri.benchmarks.ledger import CARDS, Workload, table
 from minitri.benchmarks.plots import draw_contexts
 from minitri.caches.full import FullCache
 from minitri.cli.arguments import add_rates_flag, draft_of, positive, speculation_of, taken
@@ -34,7 +35,7 @@ from minitri.loading.devices import attention_for, choose_device, choose_dtype
 from minitri.loading.named_models import shape_of, unknown_model
 from minitri.model.config import ModelConfig
 from minitri.model.llama import Llama
-from minitri.roofline import kv_bytes_per_token, weights_per_pass
+from minitri.roofline import CPU, kv_bytes_per_token, weights_per_pass
 from minitri.session import Batch, Session
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
@@ -145,6 +146,7 @@ def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
             "link_bytes_per_second": hosted / seconds,
         })  # fmt: skip
         print(line(rows[-1], memory, link), flush=True)
+        print(ledger(target, draft, setup, rows[-1], (memory, link)), flush=True)
     return result
 
 
@@ -162,6 +164,25 @@ def line(row: dict[str, Any], memory: float, link: float) -> str:
         f"{together['ms_per_token']:.2f} ms/token, {together['tokens_per_step']:.2f} tokens per "
         f"step ({phases}); speedup {row['speedup']:.2f}, synthetic"
     )
+
+
+def ledger(
+    target: Llama, draft: Llama | None, setup: Setup, row: dict[str, Any],
+    bytes_per_second: tuple[float, float],
+) -> str:  # fmt: skip
+    """Predicted and measured milliseconds of each phase, at the bandwidths of copies."""
+    memory, link = bytes_per_second
+    machine = dataclasses.replace(
+        CARDS[1e9] if target.device.type == "cuda" else CPU, weight_bytes_per_second=memory,
+        kv_bytes_per_second=memory, link_bytes_per_second=link,
+    )  # fmt: skip
+    workload = Workload(
+        target.config, draft.config if draft is not None else None, row["cascade"]["on_chip"],
+        row["context"], setup.speculation.budget_for(row["context"]),
+        itemsize=setup.dtype.itemsize, is_fused="Fused" in type(target.layers).__name__,
+    )  # fmt: skip
+    phases, _ = workload.phases(setup.speculation.plans[0], setup.acceptance)
+    return table(phases, machine, row["cascade"]["phase_ms"])
 
 
 class SyntheticSource:
@@ -205,16 +226,21 @@ def decode(
         stage.seconds = 0.0
     stats.commit_seconds = stats.rebuilds.seconds = 0.0
     before, times = len(tokens), []
+    rounds_before = [stage.num_rounds for stage in stats.stages]
     while len(tokens) - before < setup.generation.max_new_tokens:
         started = time.perf_counter()
         session.step()
         times.append(1e3 * (time.perf_counter() - started))
     stats.num_decoded_tokens = num_tokens = len(tokens) - before
     on_gpu = target.device.type == "cuda"
+    seconds = {"commit": stats.commit_seconds / len(times)}
+    for stage, num_before in zip(stats.stages, rounds_before, strict=True):
+        seconds[stage.name] = stage.seconds / max(stage.num_rounds - num_before, 1)
     return {
         "synthetic": True, "method": method, "context": context,
         "ms_per_token": sum(times) / num_tokens, "ms_per_step": spread(times),
         "tokens_per_step": num_tokens / len(times), "phase_ms_per_token": phase_ms(stats),
+        "phase_ms": {name: 1e3 * value for name, value in seconds.items()},
         "idle_share": idle_share(session.step, PROFILED_STEPS) if on_gpu else None,
         "on_chip": session.full.on_chip, "num_graphs": stats.num_graphs,
         "capture_seconds": stats.capture_seconds,

@@ -8,8 +8,10 @@ Legend: L layers, B batch, S slots, K KV heads, H query heads, D head dim, V voc
 """
 
 import contextlib
+import itertools
 import logging
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,8 @@ from minitri.model.cache import round_up_to_stride
 from minitri.model.config import ModelConfig
 from minitri.model.llama import Llama
 from minitri.parallel.ranks import Ranks
-from minitri.roofline import num_weights
+from minitri.parallel.split import SPLIT, share_of
+from minitri.roofline import eight_bit_bytes, num_weights
 from minitri.settings import GenerationConfig, SpeculationConfig
 
 log = logging.getLogger("minitri")
@@ -33,9 +36,11 @@ log = logging.getLogger("minitri")
 GIB = 1 << 30
 MAX_BUFFERS = 4
 """Staging buffers, at most: while others guess a link moves two layers, or three of a small one."""
-
-RESERVE = GIB
-"""Device memory left to the CUDA context, workspaces of libraries, graphs and allocator waste."""
+CONTEXT = int(0.8 * GIB)
+"""What a card's nominal size loses to the driver and the CUDA context before a model is loaded: 24
+GB cards have 23.2 GiB free."""
+RESERVE = GIB // 2
+"""Free device memory left to workspaces of libraries, graphs and allocator waste."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,8 @@ class Demand:
     hidden_states: int
     """Of a prompt that is read layer by layer."""
     num_layers: int
+    given: dict[str, Any]
+    """What `demand` was given."""
 
     def parts(self, on_chip: int) -> dict[str, int]:
         """Bytes on the device by what they are for."""
@@ -64,7 +71,7 @@ class Demand:
         num_means, hidden_states = (1, self.hidden_states) if hosted else (on_chip, 0)
         return {
             "weights": self.weights,
-            "drafter's weights": self.draft_weights,
+            "weights that only guess": self.draft_weights,
             "full KV cache": on_chip * self.kv_layer,
             "staging buffers": min(hosted, 2) * self.kv_layer + hosted * self.ring_layer,
             "small KV caches": self.small_caches + num_means * self.means_layer,
@@ -94,9 +101,15 @@ class Demand:
 def demand(
     config: ModelConfig, draft: ModelConfig | None, speculation: SpeculationConfig, *,
     num_tokens: int, prompt_lengths: list[int], prefill_chunk: int = 1024, itemsize: int = 2,
+    num_gpus: int = 1, has_copy: bool = False,
 ) -> Demand:  # fmt: skip
     """Bytes for sequences of up to `num_tokens`, prompts of these lengths included; a `draft` of
-    None stands for lookup."""
+    None stands for lookup. Of several GPUs that share the model, on each; with `has_copy` the
+    retrieval level guesses with a copy of the weights in 8 bits."""
+    given = locals()
+    ranks, vocab_size = Ranks(), config.vocab_size
+    ranks.count = num_gpus
+    config = share_of(config, ranks)
     B, L, K, D = len(prompt_lengths), config.num_layers, config.num_kv_heads, config.head_dim
     H, block, chunk = config.num_heads, speculation.max_block, speculation.chunk_size
     slots, small, means = round_up_to_stride(num_tokens + block), 0, 0
@@ -107,14 +120,14 @@ def demand(
         small += B * L * K * D * 2 * held
         means = B * K * D * (slots // chunk)
         small += B * L * H * D * (speculation.observation_window + block)
-    draft_weights = 0
+    draft_weights = eight_bit_bytes(config) if has_copy else 0
     if draft is not None and any(plan.uses_drafter for plan in speculation.plans):
-        draft_weights = num_weights(draft) * itemsize
+        draft_weights += num_weights(draft) * itemsize
         window = speculation.num_sink_tokens + speculation.num_recent_tokens + SLIDE
         window += speculation.room
         small += 3 * B * draft.num_layers * draft.num_kv_heads * draft.head_dim * window
     row = 8 * config.hidden_size + 3 * config.intermediate_size + 4 * (H + 2 * K) * D
-    sampling = 40 * B * block * config.vocab_size  # logits, sorted, with places and running sums
+    sampling = 40 * B * block * vocab_size  # logits, sorted, with places and running sums
     return Demand(
         weights=num_weights(config) * itemsize,
         draft_weights=draft_weights,
@@ -125,7 +138,33 @@ def demand(
         hidden_states=max(prompt_lengths) * config.hidden_size * itemsize,
         activations=max(prefill_chunk, B * block) * row * itemsize + sampling,
         num_layers=L,
+        given=given,
     )
+
+
+def what_fits(needs: Demand, device_bytes: float, host_bytes: float) -> str:
+    """What of the same run would fit: a shorter context, smaller chunks or numbers, more GPUs."""
+    given, tokens, chunk = needs.given, needs.given["num_tokens"], needs.given["prefill_chunk"]
+    more, smaller = 2 * given["num_gpus"], [1 << bits for bits in range(16, 5, -1)]
+
+    def fits(host_bytes: float = host_bytes, **changes: Any) -> bool:
+        other = demand(**given | changes)
+        best = other.most_on_chip(device_bytes)
+        return best is not None and other.on_host(best) <= host_bytes
+
+    def is_too_long(thousands: int) -> bool:
+        lengths = [min(length, 1024 * thousands) for length in given["prompt_lengths"]]
+        return not fits(num_tokens=1024 * thousands, prompt_lengths=lengths)
+
+    most = 1024 * (bisect_left(range(tokens // 1024 + 1), True, lo=1, key=is_too_long) - 1)
+    found = [f"a context of {most} tokens"] if 0 < most < tokens else []
+    chunks = (size for size in smaller if size < chunk and fits(prefill_chunk=size))
+    found += [f"--prefill-chunk {size}" for size in itertools.islice(chunks, 1)]
+    found += ["--dtype bfloat16"] if given["itemsize"] > 2 and fits(itemsize=2) else []
+    if all(getattr(given["config"], name) % more == 0 for name in SPLIT):
+        is_enough = fits(host_bytes * given["num_gpus"] / more, num_gpus=more)
+        found += ["twice as many such GPUs (torchrun)"] if is_enough else []
+    return " or ".join(found) + " would fit" if found else "use a smaller model or dtype"
 
 
 def shortage(needs: Demand, device_bytes: float, host_bytes: float, name: str) -> str | None:
@@ -134,14 +173,14 @@ def shortage(needs: Demand, device_bytes: float, host_bytes: float, name: str) -
     if best is None:
         return (
             f"{name} needs {needs.on_device(0) / GIB:.2f} GiB on the device even with its whole KV "
-            f"cache in host memory, got {device_bytes / GIB:.2f}; shorten the context, lower "
-            "--prefill-chunk, or use a smaller model or dtype"
+            f"cache in host memory, got {device_bytes / GIB:.2f}; "
+            + what_fits(needs, device_bytes, host_bytes)
         )
     if needs.on_host(best) > host_bytes:
         return (
             f"the KV cache of {name} needs {needs.on_host(best) / GIB:.2f} GiB of host memory "
-            f"beside {best} layers on the device, got {host_bytes / GIB:.2f}; shorten the context, "
-            "or use a smaller batch or dtype"
+            f"beside {best} layers on the device, got {host_bytes / GIB:.2f}; "
+            + what_fits(needs, device_bytes, host_bytes)
         )
     return None
 

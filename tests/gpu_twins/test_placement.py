@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig, plan
+from minitri.benchmarks.ledger import Workload, predict
 from minitri.errors import InputError
 from minitri.gpu.offloaded_cache import RING, OffloadedFullCache
 from minitri.gpu.placement import (
@@ -20,7 +21,6 @@ from minitri.gpu.placement import (
     free_host_bytes,
 )
 from minitri.loading.named_models import MODELS, shape_of
-from minitri.plan import predict
 from minitri.roofline import CPU as CPU_MACHINE
 from minitri.roofline import GPU as GPU_MACHINE
 from minitri.roofline import Machine, num_weights, pass_costs, weights_per_pass
@@ -169,19 +169,19 @@ def test_predictions_are_bytes_over_bandwidth():
     """7B at 100,000 tokens: 13.2 GB of weights read, 52.4 GB of KV, 2.1 GB of it within the
     budget."""
     config, draft = shape_of("llama2-7b-128k"), shape_of("llama-68m")
-    settings = {
-        "num_tokens": 100_000,
-        "budget": 4096,
-        "plan": StepPlan("triforce", 2, 6),
-        "acceptance": (0.0, 1.0),
-    }
-    here = predict(config, draft, Machine(2e12, 2e12, 50e9), on_chip=32, **settings)
+    plan = StepPlan("triforce", 2, 6)
+
+    def predicted(on_chip: int):
+        workload = Workload(config, draft, on_chip, num_tokens=100_000, budget=4096)
+        return predict(workload, Machine(2e12, 2e12, 50e9), plan, (0.0, 1.0))
+
+    here, half = predicted(32), predicted(16)
     assert here.target == pytest.approx(1e3 * (13.215e9 + 52.43e9) / 2e12, rel=1e-3)
     assert here.retrieval == pytest.approx(1e3 * (13.215e9 + 2.147e9) / 2e12, rel=1e-3)
     # No guess of the drafter is accepted: a round of two draft steps and one verification for
     # each of six tokens.
-    assert here.cascade == pytest.approx((6 * (2 * here.draft + here.retrieval) + here.target) / 7)
-    half = predict(config, draft, Machine(2e12, 2e12, 50e9), on_chip=16, **settings)
+    step = 6 * (2 * here.draft + here.retrieval) + here.target + here.commit
+    assert here.cascade == pytest.approx(step / 7)
     assert half.target == pytest.approx(1e3 * 52.43e9 / 2 / 50e9, rel=1e-3)
     assert half.speedup == pytest.approx(half.target / half.cascade)
 
