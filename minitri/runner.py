@@ -27,8 +27,8 @@ from minitri.decoding.sampling import pad_vocabulary, probs_of_rows
 from minitri.decoding.verification import Proposal
 from minitri.gpu.captured_steps import CapturedSteps
 from minitri.gpu.graphs import GraphPool
-from minitri.gpu.layer_major import read_by_layers
-from minitri.gpu.offloaded_cache import OffloadedFullCache
+from minitri.gpu.offload.layer_major import read_by_layers
+from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.block import Block, forward_block, make_block, read_block
 from minitri.model.cache import Cache, TreeCache, gather_path
 from minitri.model.llama import Llama
@@ -276,7 +276,7 @@ def prefill(
 
     Yields how many tokens have been read. After every chunk `watch` is given the rotated queries
     (L, T, H, D) of its last tokens, at most `max_queries`. A cache in host memory is filled layer
-    by layer, unless all queries are wanted: see `gpu/layer_major.py`.
+    by layer, unless all queries are wanted: see `gpu/offload/layer_major.py`.
     """
     if isinstance(full, OffloadedFullCache) and (watch is None or max_queries is not None):
         yield from read_by_layers(model, prompt, full, b, chunk, watch, max_queries or 0)

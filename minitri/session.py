@@ -29,8 +29,8 @@ from minitri.drafters.choice import DrafterChoice
 from minitri.drafters.lookup import LookupDrafter, Sources
 from minitri.errors import InputError, shorten
 from minitri.gpu.graphs import GraphPool, graph_pool
-from minitri.gpu.host_memory import HostMemory
-from minitri.gpu.offloaded_cache import OffloadedFullCache
+from minitri.gpu.offload.host_memory import HostMemory
+from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.gpu.placement import allocate_full_cache
 from minitri.model.cache import round_up_to_stride
 from minitri.model.llama import Llama

@@ -44,8 +44,8 @@ TURNS = (
     "drafters/test_choice.py::"
     "test_a_drafter_that_changes_between_rounds_gives_the_target_distribution"
 )
-OFFLOADED = "minitri.gpu.offloaded_cache.OffloadedFullCache."
-LAYERS = "minitri.gpu.layer_major."
+OFFLOADED = "minitri.gpu.offload.offloaded_cache.OffloadedFullCache."
+LAYERS = "minitri.gpu.offload.layer_major."
 RACES = "gpu_twins/test_offloaded_cache.py::"
 BY_LAYERS = "gpu_twins/test_layer_major.py::"
 TREES = "minitri.trees."

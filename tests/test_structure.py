@@ -93,7 +93,7 @@ def test_the_algorithm_and_the_caches_know_nothing_of_networks_and_files():
 def test_the_core_is_short_enough_to_read():
     files = [file for file in FILES if module_name(file).split(".")[0] in CORE]
     assert sum(num_lines(file) for file in files) <= 3500
-    assert sum(num_lines(file) for file in FILES) <= 14500
+    assert sum(num_lines(file) for file in FILES) <= 15500
 
 
 def num_lines(file: Path) -> int:

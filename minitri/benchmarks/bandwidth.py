@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from minitri.gpu.host_memory import host_memory
+from minitri.gpu.offload.host_memory import host_memory
 from minitri.gpu.streams import synchronize
 
 REPEATS = 7

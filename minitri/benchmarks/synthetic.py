@@ -30,7 +30,7 @@ from minitri.decoding.verification import Proposal, Verdict
 from minitri.errors import InputError
 from minitri.generation import running
 from minitri.gpu.fused import fuse_if_possible
-from minitri.gpu.offloaded_cache import OffloadedFullCache
+from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.loading.devices import attention_for, choose_device, choose_dtype
 from minitri.loading.named_models import shape_of, unknown_model
 from minitri.model.config import ModelConfig

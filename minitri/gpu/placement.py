@@ -2,7 +2,7 @@
 
 An engine boots with these numbers and `python -m minitri.plan` prints them. The KV cache of the
 first `on_chip` layers lives on the device, that of the others in host memory, see
-`offloaded_cache.py`.
+`offload/offloaded_cache.py`.
 
 Legend: L layers, B batch, S slots, K KV heads, H query heads, D head dim, V vocab.
 """
@@ -21,8 +21,8 @@ import torch
 from minitri.caches.full import FullCache
 from minitri.caches.streaming import SLIDE
 from minitri.errors import InputError
-from minitri.gpu.host_memory import HostMemory
-from minitri.gpu.offloaded_cache import RING, OffloadedFullCache
+from minitri.gpu.offload.host_memory import HostMemory
+from minitri.gpu.offload.offloaded_cache import RING, OffloadedFullCache
 from minitri.model.cache import round_up_to_stride
 from minitri.model.config import ModelConfig
 from minitri.model.llama import Llama

@@ -8,8 +8,8 @@ captured and nothing is kept. Host memory of a KV cache is kept in any case.
 import dataclasses
 
 from minitri.drafters.lookup import Sources
-from minitri.gpu.host_memory import HostMemory
-from minitri.gpu.offloaded_cache import OffloadedFullCache
+from minitri.gpu.offload.host_memory import HostMemory
+from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.llama import Llama
 from minitri.session import Batch, Session
 from minitri.settings import SpeculationConfig

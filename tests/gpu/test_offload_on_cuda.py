@@ -9,7 +9,7 @@ import minitri
 from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.caches.full import FullCache
 from minitri.errors import InputError
-from minitri.gpu.offloaded_cache import OffloadedFullCache
+from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.cache import BlockKV
 from tests.conftest import tiny_config, write_hf_folder
 

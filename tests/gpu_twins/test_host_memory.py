@@ -11,7 +11,7 @@ import torch
 
 from minitri import session
 from minitri.gpu import host_memory as module
-from minitri.gpu.host_memory import HostMemory, first_touch, host_memory
+from minitri.gpu.offload.host_memory import HostMemory, first_touch, host_memory
 from minitri.settings import SpeculationConfig
 from tests.conftest import CPU
 from tests.gpu_twins.test_graphs import lengths_on_the_device  # noqa: F401 (a fixture of `pools`)

@@ -10,7 +10,7 @@ import torch
 
 from minitri import GenerationConfig, PrefillProgress, Request, SpeculationConfig, runner, session
 from minitri.gpu import layer_major
-from minitri.gpu.layer_major import first_watched, home_of_hidden
+from minitri.gpu.offload.layer_major import first_watched, home_of_hidden
 from minitri.gpu.placement import RESERVE
 from minitri.runner import prefill
 from tests.cascades import WARM, Rig, random_prompt, tiny_engine

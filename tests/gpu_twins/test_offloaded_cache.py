@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitri.caches.full import FullCache
-from minitri.gpu.offloaded_cache import RING, Link, OffloadedFullCache
+from minitri.gpu.offload.offloaded_cache import RING, Link, OffloadedFullCache
 from minitri.gpu.streams import Streams
 from minitri.model.cache import BlockKV
 from minitri.settings import METHODS, POLICIES

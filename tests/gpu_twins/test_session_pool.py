@@ -11,7 +11,7 @@ import torch
 from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig, session
 from minitri.gpu.attention import Math
 from minitri.gpu.graphs import GraphPool
-from minitri.gpu.offloaded_cache import OffloadedFullCache
+from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.gpu.pool import can_run
 from minitri.session import Batch
 from minitri.settings import METHODS, POLICIES

@@ -21,7 +21,7 @@ from minitri.decoding.autotuner import Autotuner
 from minitri.drafters.layer_subset import with_layers
 from minitri.drafters.lookup import Sources
 from minitri.engine import Engine
-from minitri.gpu.offloaded_cache import OffloadedFullCache
+from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.block import read_block
 from minitri.parallel.ranks import Ranks, join
 from tests.cascades import Rig

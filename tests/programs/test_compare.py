@@ -24,7 +24,7 @@ from minitri.benchmarks.peers.in_transformers import (
     transformers_model,
     transformers_peer,
 )
-from minitri.gpu.offloaded_cache import RING
+from minitri.gpu.offload.offloaded_cache import RING
 from minitri.session import Batch
 from minitri.settings import METHODS
 from tests.cascades import random_prompt, tiny_engine

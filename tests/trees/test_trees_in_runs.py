@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minitri.gpu.offloaded_cache import OffloadedFullCache
+from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.gpu.streams import Streams
 from tests.cascades import GREEDY, WARM, Rig, near_copy, plain_tokens, random_prompt
 from tests.conftest import CPU, tiny_config, tiny_model

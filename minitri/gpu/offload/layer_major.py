@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache
-from minitri.gpu.offloaded_cache import OffloadedFullCache
+from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.gpu.placement import RESERVE, free_device_bytes
 from minitri.model.block import make_block
 from minitri.model.cache import BlockKV

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
-from minitri.gpu.host_memory import HostMemory
+from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.streams import CudaStreams, Streams
 from minitri.model.cache import BlockKV, round_up_to_stride, write_block
 from minitri.model.config import ModelConfig
