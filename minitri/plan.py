@@ -13,7 +13,6 @@ from minitri.cli.exits import clean_imports, program
 with clean_imports():
     import argparse
     import dataclasses
-    import functools
     import json
     import sys
     from pathlib import Path
@@ -124,54 +123,47 @@ def run_command(args: argparse.Namespace) -> int:
     config, draft = config_of(args.model), draft_config(args)
     context, itemsize = args.context or config.context_length, 4 if args.dtype == "float32" else 2
     speculation, has_copy = arguments.speculation_of(args), args.draft_weights != "same"
-    budget = speculation.budget_for(context)
-    demand_of = functools.partial(
-        demand, config, draft, speculation, num_tokens=context, prefill_chunk=args.prefill_chunk,
+    needs = demand(
+        config, draft, speculation, num_tokens=context, prefill_chunk=args.prefill_chunk,
         itemsize=itemsize, num_gpus=args.gpus, has_copy=has_copy,
+        prompt_lengths=[context] * args.batch,
     )  # fmt: skip
-    needs = demand_of(prompt_lengths=[context] * args.batch)
+    work = Workload(
+        config, draft, 0, context, speculation.budget_for(context), batch_size=args.batch,
+        itemsize=itemsize, num_gpus=args.gpus, has_copy=has_copy, is_fused=args.kernels == "fused",
+    )  # fmt: skip
     gpu_bytes, host_bytes = args.gpu_memory * GIB - CONTEXT, args.host_memory * GIB / args.gpus
     machine = machine_of(args)
 
     def rows_that_fit(on_chip: int) -> int:
         """Sequences of this context at a time, up to a thousand."""
         for num_rows in range(1, 1001):
-            more = demand_of(prompt_lengths=[context] * num_rows)
+            more = demand(**needs.given | {"prompt_lengths": [context] * num_rows})
             if more.on_device(on_chip) > gpu_bytes or more.on_host(on_chip) > host_bytes:
                 return num_rows - 1
         return 1000
 
-    def workload(on_chip: int) -> Workload:
-        return Workload(
-            config, draft, on_chip, context, budget, batch_size=args.batch, itemsize=itemsize,
-            num_gpus=args.gpus, has_copy=has_copy, is_fused=args.kernels == "fused",
-        )  # fmt: skip
-
     def place(on_chip: int) -> dict[str, Any]:
-        predictions = [
-            predict(workload(on_chip), machine, plan, args.acceptance) for plan in speculation.plans
-        ]
-        fastest = min(predictions, key=lambda prediction: prediction.cascade)
+        workload = dataclasses.replace(work, on_chip=on_chip)
+        rates, plans = args.acceptance, speculation.plans
+        fastest = min(
+            (predict(workload, machine, plan, rates) for plan in plans),
+            key=lambda ms: ms["cascade"],
+        )
         on_device, on_host = needs.on_device(on_chip), needs.on_host(on_chip)
         return {
             "on_chip": on_chip, "fits": on_device <= gpu_bytes and on_host <= host_bytes,
             "rows_that_fit": rows_that_fit(on_chip),
             "device_bytes": on_device, "host_bytes": on_host, "parts": needs.parts(on_chip),
-            "predicted_ms": dataclasses.asdict(fastest) | {"speedup": fastest.speedup},
+            "predicted_ms": fastest,
         }  # fmt: skip
 
     best = needs.most_on_chip(gpu_bytes)
     placements = [place(n) for n in sorted({config.num_layers, best or 0, 0}, reverse=True)]
-    print(
-        f"{config.name}, {context} tokens, batch {args.batch}, {args.dtype}, drafter "
-        f"{draft.name if draft else 'suffix'}, budget {budget}; {args.gpus} x a GPU of "
-        f"{args.gpu_memory:g} GiB, {gpu_bytes / GIB:.1f} of them free, at "
-        f"{machine.kv_bytes_per_second / 1e9:g} GB/s, "
-        f"{args.host_memory:g} GiB of host memory over {args.link_gb_s:g} GB/s per GPU"
-    )
+    print(title(work, machine, args))
     print(table(placements, config.num_layers))
     if args.explain:
-        explain(workload(best or 0), machine, placements, args)
+        explain(dataclasses.replace(work, on_chip=best or 0), machine, placements, args)
     copy_bytes = four_bit_bytes(config)
     print(f"On a CPU guesses take a copy in 4 bits, {copy_bytes / GIB:.2f} GiB (--draft-weights).")
     result = {
@@ -182,6 +174,17 @@ def run_command(args: argparse.Namespace) -> int:
     if (missing := shortage(needs, gpu_bytes, host_bytes, config.name)) is not None:
         raise InputError(missing)
     return 0
+
+
+def title(work: Workload, machine: Machine, args: argparse.Namespace) -> str:
+    """What is planned, and for which machine."""
+    free, speed = args.gpu_memory - CONTEXT / GIB, machine.kv_bytes_per_second / 1e9
+    return (
+        f"{work.config.name}, {work.num_tokens} tokens, batch {args.batch}, {args.dtype}, drafter "
+        f"{work.draft.name if work.draft else 'suffix'}, budget {work.budget}; {args.gpus} GPU of "
+        f"{args.gpu_memory:g} GiB, {free:.1f} of them free, at {speed:g} GB/s, "
+        f"{args.host_memory:g} GiB of host memory over {args.link_gb_s:g} GB/s per GPU"
+    )
 
 
 def explain(

@@ -37,23 +37,16 @@ REBUILD_LAUNCHES = 31
 """Of a rebuilt layer."""
 HOSTED_COPIES = 4
 """Per row, KV head and layer in host memory: K and V to the device, and what is new back."""
-SMALL_CARD = Machine(
-    1e12, 1e12, 25e9, flops_per_second=100e12, seconds_per_launch=1.6e-6,
-    seconds_per_eager_launch=5e-6, seconds_per_round_trip=60e-6, seconds_per_sum=12e-6,
-)  # fmt: skip
-"""A card of up to 48 GiB with PCIe 4.0 x16; a launch is what a kernel of a graph that does nothing
-takes, a round trip a copy to the host, the Python behind it and the next launch, a sum an
-all-reduce without NVLink."""
 CARDS = {
-    48: SMALL_CARD,
-    80: dataclasses.replace(
-        SMALL_CARD, weight_bytes_per_second=2e12, kv_bytes_per_second=2e12, flops_per_second=200e12
-    ),
-    1e9: dataclasses.replace(
-        SMALL_CARD, weight_bytes_per_second=4e12, kv_bytes_per_second=4e12, flops_per_second=500e12
-    ),
-}
-"""By memory in GiB: what an A100 and an H200 read, and the FLOP/s of large products there."""
+    size: Machine(
+        speed, speed, 25e9, flops_per_second=flops, seconds_per_launch=1.6e-6,
+        seconds_per_eager_launch=5e-6, seconds_per_round_trip=60e-6, seconds_per_sum=12e-6,
+    )
+    for size, speed, flops in ((48, 1e12, 100e12), (80, 2e12, 200e12), (1e9, 4e12, 500e12))
+}  # fmt: skip
+"""By memory in GiB: what an A100, an H200 and smaller cards read, and the FLOP/s of large products
+there. A launch in a graph is an empty kernel, a round trip a copy to the host, the Python behind it
+and the next launch, a sum an all-reduce without NVLink. The link is PCIe 4.0 x16."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +71,11 @@ class Phase:
     sums: int = 0
     """Of tensors of all GPUs."""
     model: ModelConfig | None = None
+
+    @property
+    def stage(self) -> str:
+        """Draft, retrieval, target or commit."""
+        return self.name.split()[0]
 
     def ms(self, machine: Machine) -> float:
         """Predicted milliseconds."""
@@ -191,39 +189,18 @@ class Workload:
         return phases, num_tokens
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """Milliseconds of each phase and per token."""
-
-    plan: StepPlan
-    """The gammas of the cascade."""
-    draft: float
-    retrieval: float
-    target: float
-    """A pass over the full cache: an autoregressive token, or the verification of a block."""
-    commit: float
-    cascade: float
-    """Per token, all phases together."""
-    autoregressive: float
-
-    @property
-    def speedup(self) -> float:
-        """Of the cascade over autoregressive decoding."""
-        return self.autoregressive / self.cascade
-
-
 def predict(
-    workload: Workload, machine: Machine, plan: StepPlan, acceptance: tuple[float, float]
-) -> Prediction:
-    """If guesses of the drafter and of the retrieval level are accepted at these rates."""
-    phases, num_tokens = workload.phases(plan, acceptance)
-    alone, _ = workload.phases(StepPlan("autoregressive"), acceptance)
-    ms = {phase.name: phase.ms(machine) for phase in phases}
-    cascade = sum(phase.per_step * ms[phase.name] for phase in phases) / num_tokens
-    return Prediction(
-        plan, ms.get("draft step", 0.0), ms.get("retrieval verification", 0.0),
-        ms["target verification"], ms.get("commit", 0.0), cascade, alone[0].ms(machine),
-    )  # fmt: skip
+    work: Workload, machine: Machine, plan: StepPlan, acceptance: tuple[float, float]
+) -> dict[str, Any]:
+    """Milliseconds of each phase and per token, if guesses of the drafter and of the retrieval
+    level are accepted at these rates."""
+    phases, num_tokens = work.phases(plan, acceptance)
+    alone = work.phases(StepPlan("autoregressive"), acceptance)[0][0].ms(machine)
+    ms = dict.fromkeys(("draft", "retrieval", "target", "commit"), 0.0)
+    ms |= {phase.stage: phase.ms(machine) for phase in phases}
+    cascade = sum(phase.per_step * ms[phase.stage] for phase in phases) / num_tokens
+    ms |= {"cascade": cascade, "autoregressive": alone, "speedup": alone / cascade}
+    return {"plan": dataclasses.asdict(plan), **ms}
 
 
 def table(phases: list[Phase], machine: Machine, measured: dict[str, float] | None = None) -> str:
@@ -237,7 +214,6 @@ def table(phases: list[Phase], machine: Machine, measured: dict[str, float] | No
         cells += [f"{it.flops / 1e9:.1f}", f"{it.launches:.0f}", f"{it.eager_launches:.0f}"]
         cells += [str(it.round_trips), f"{it.ms(machine):.3f}"]
         if measured is not None:
-            stage = it.name.split()[0]  # draft, retrieval, target or commit
-            cells.append(f"{measured[stage]:.3f}" if stage in measured else "")
+            cells.append(f"{measured[it.stage]:.3f}" if it.stage in measured else "")
         lines.append(f"{it.name:24s}" + "".join(f"{cell:>11}" for cell in cells))
     return "\n".join(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from minitri.benchmarks.ledger import Workload, predict
 from minitri.errors import InputError
 from minitri.gpu.offload.offloaded_cache import RING, OffloadedFullCache
 from minitri.gpu.placement import (
+    CONTEXT,
     GIB,
     MAX_BUFFERS,
     RESERVE,
@@ -21,9 +23,11 @@ from minitri.gpu.placement import (
     free_host_bytes,
 )
 from minitri.loading.named_models import MODELS, shape_of
+from minitri.parallel.ranks import Ranks
+from minitri.parallel.split import share_of
 from minitri.roofline import CPU as CPU_MACHINE
 from minitri.roofline import GPU as GPU_MACHINE
-from minitri.roofline import Machine, num_weights, pass_costs, weights_per_pass
+from minitri.roofline import Machine, eight_bit_bytes, num_weights, pass_costs, weights_per_pass
 from minitri.session import Batch, Session
 from minitri.settings import StepPlan
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
@@ -176,14 +180,14 @@ def test_predictions_are_bytes_over_bandwidth():
         return predict(workload, Machine(2e12, 2e12, 50e9), plan, (0.0, 1.0))
 
     here, half = predicted(32), predicted(16)
-    assert here.target == pytest.approx(1e3 * (13.215e9 + 52.43e9) / 2e12, rel=1e-3)
-    assert here.retrieval == pytest.approx(1e3 * (13.215e9 + 2.147e9) / 2e12, rel=1e-3)
+    assert here["target"] == pytest.approx(1e3 * (13.215e9 + 52.43e9) / 2e12, rel=1e-3)
+    assert here["retrieval"] == pytest.approx(1e3 * (13.215e9 + 2.147e9) / 2e12, rel=1e-3)
     # No guess of the drafter is accepted: a round of two draft steps and one verification for
     # each of six tokens.
-    step = 6 * (2 * here.draft + here.retrieval) + here.target + here.commit
-    assert here.cascade == pytest.approx(step / 7)
-    assert half.target == pytest.approx(1e3 * 52.43e9 / 2 / 50e9, rel=1e-3)
-    assert half.speedup == pytest.approx(half.target / half.cascade)
+    step = 6 * (2 * here["draft"] + here["retrieval"]) + here["target"] + here["commit"]
+    assert here["cascade"] == pytest.approx(step / 7)
+    assert half["target"] == pytest.approx(1e3 * 52.43e9 / 2 / 50e9, rel=1e-3)
+    assert half["speedup"] == pytest.approx(half["target"] / half["cascade"])
 
 
 def run(capsys, *flags: str) -> tuple[int, list[str], str]:
@@ -209,6 +213,60 @@ def test_a_plan_for_seven_billion_weights_behind_122k_tokens(capsys, gib, best):
         12.55 + 0.13 + 3.88 + 2.16 + 1.19 + 0.5, abs=0.03
     )
     assert rows[0]["host_bytes"] / GIB == pytest.approx(61.03, abs=0.01)
+
+
+def test_the_context_of_cuda_is_counted_in_a_plan_and_not_at_boot(capsys):
+    """A 24 GB card has 23.2 GiB free: what fits at boot fits in the plan, to the byte."""
+    needs = seven_b(122880)
+    exact = needs.on_device(0)
+    assert choose_on_chip(
+        needs, GenerationConfig(offload=True), device_bytes=exact, host_bytes=256 * GIB, name="m"
+    ) == 0  # fmt: skip
+    for spare, code in ((0, 0), (-2e-9, 2)):
+        size = repr((exact + CONTEXT) / GIB + spare)
+        flags = ("--context", "122880", "--gamma1", "2", "--gamma2", "6", "--gpu-memory", size)
+        assert run(capsys, *flags)[0] == code
+    assert run(capsys, "--context", "122880", "--gpu-memory", "24")[0] == 0
+
+
+def test_a_plan_that_does_not_fit_says_what_would(capsys):
+    """And that does: each piece of advice is taken."""
+    small = ("--context", "122880", "--gpu-memory", "24", "--prefill-chunk", "16384")
+    code, _, error = run(capsys, *small)
+    tokens, chunk = re.search(
+        r"a context of (\d+) tokens or --prefill-chunk (\d+) or", error
+    ).groups()
+    assert code == 2
+    assert "twice as many such GPUs (torchrun) would fit" in error
+    assert run(capsys, *small, "--context", tokens)[0] == 0
+    assert run(capsys, *small, "--context", str(int(tokens) + 1024))[0] == 2
+    assert run(capsys, *small, "--prefill-chunk", chunk)[0] == 0
+    assert run(capsys, *small, "--prefill-chunk", str(2 * int(chunk)))[0] == 2
+    assert run(capsys, *small, "--gpus", "2")[0] == 0
+    error = run(capsys, "--gpu-memory", "36", "--dtype", "float32")[2]
+    assert "--dtype bfloat16" in error
+    assert "use a smaller model or dtype" in run(capsys, "--gpu-memory", "3")[2]
+
+
+def test_two_gpus_share_weights_and_kv_but_not_the_drafter():
+    config, draft = shape_of("llama2-7b-128k"), shape_of("llama-68m")
+    options = {"num_tokens": 122880, "prompt_lengths": [122880]}
+    one = demand(config, draft, TRIFORCE, **options)
+    two = demand(config, draft, TRIFORCE, num_gpus=2, **options)
+    norms = (2 * config.num_layers + 1) * config.hidden_size * 2
+    assert two.weights - norms == (one.weights - norms) / 2
+    assert two.kv_layer == one.kv_layer / 2
+    assert two.draft_weights == one.draft_weights
+    copied = demand(config, draft, TRIFORCE, num_gpus=2, has_copy=True, **options)
+    assert copied.draft_weights - two.draft_weights == eight_bit_bytes(two_gpu_share(config))
+    with pytest.raises(InputError, match="cannot be split over 3 ranks"):
+        demand(config, draft, TRIFORCE, num_gpus=3, **options)
+
+
+def two_gpu_share(config):
+    ranks = Ranks()
+    ranks.count = 2
+    return share_of(config, ranks)
 
 
 def test_gammas_are_the_fastest_for_where_the_kv_cache_is(capsys):
