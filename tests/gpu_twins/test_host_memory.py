@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minitri import session
-from minitri.gpu import host_memory as module
+from minitri.gpu.offload import host_memory as module
 from minitri.gpu.offload.host_memory import HostMemory, first_touch, host_memory
 from minitri.settings import SpeculationConfig
 from tests.conftest import CPU

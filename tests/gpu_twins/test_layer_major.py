@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minitri import GenerationConfig, PrefillProgress, Request, SpeculationConfig, runner, session
-from minitri.gpu import layer_major
+from minitri.gpu.offload import layer_major
 from minitri.gpu.offload.layer_major import first_watched, home_of_hidden
 from minitri.gpu.placement import RESERVE
 from minitri.runner import prefill
