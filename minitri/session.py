@@ -32,6 +32,7 @@ from minitri.gpu.graphs import GraphPool, graph_pool
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.gpu.placement import allocate_full_cache
+from minitri.gpu.streams import clock_of
 from minitri.model.cache import round_up_to_stride
 from minitri.model.llama import Llama
 from minitri.roofline import CPU, GPU, bytes_per_pass, pass_costs
@@ -220,6 +221,7 @@ class Session:
     def _stack(self, batch: Batch, sources: Mapping[str, RandomSource] | None) -> Cascade:
         """The stages of the batch's method over this session's runners."""
         plans, follow = batch.speculation.plans, self.models[0].ranks.follow_first
+        clock = clock_of(self.models[0].device)
         make_tuner, make_level, independent, coupled = TREES if batch.speculation.tree else CHAINS
         tuner = follow(make_tuner(plans, self._prior_seconds(), use_clock=self._may_use_clock()))
         by_token = independent(batch.seeds, batch.speculation.verification)
@@ -230,7 +232,7 @@ class Session:
         ) -> Level:
             self.stats.stages.append(LevelStats(name))
             own = (sources or {}).get(name, self.source)
-            return make_level(runner, own, self.stats.stages[-1], tuner, on_not_finite)
+            return make_level(runner, own, self.stats.stages[-1], tuner, on_not_finite, clock)
 
         drafter: Stage | None = None
         lookup = functools.partial(
@@ -248,7 +250,7 @@ class Session:
             drafter = lookup(stats=self.stats.stages[-1], tuner=tuner)
         retrieval = level("retrieval", self.retrieval) if self.retrieval is not None else None
         target = level("target", self.target)
-        return Cascade(self.sequences, self.stats, tuner, target, retrieval, drafter)
+        return Cascade(self.sequences, self.stats, tuner, target, retrieval, drafter, clock)
 
     def _prior_seconds(self) -> Callable[[str, float], float]:
         """What a round of each stage takes by bytes over bandwidth, before it was measured."""

@@ -94,6 +94,10 @@ class Stats:
     """Spent on capturing graphs for this run."""
     graph_bytes: int = 0
 
+    def note_commit(self, seconds: float) -> None:
+        """Adds to `commit_seconds`."""
+        self.commit_seconds += seconds
+
     @property
     def levels(self) -> list[LevelStats]:
         """The stages that verify something, from the lowest upwards: all but the first."""

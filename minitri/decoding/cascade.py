@@ -33,9 +33,9 @@ round is run is decided before its first token is sampled, and no emitted token 
 token thrown away for what it is would bend the distribution.
 """
 
-import time
 from collections.abc import Collection
 
+from minitri.clock import Clock
 from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.level import Emitted, Level, Stage
 from minitri.decoding.verification import Proposal
@@ -54,6 +54,7 @@ class Cascade:
         target: Level,
         retrieval: Level | None = None,
         drafter: Stage | None = None,
+        clock: Clock = Clock(),  # noqa: B008 (it holds nothing)
     ) -> None:
         """`sequences` are the texts, a list per row, extended in place. `tuner` says before each
         step which stages take part; `stats` are those of the run."""
@@ -64,6 +65,7 @@ class Cascade:
         self._target = target
         self._retrieval = retrieval
         self._drafter = drafter
+        self._clock = clock
 
     def start(self, rows: Collection[int] | None = None) -> list[Emitted]:
         """Samples the first tokens of these rows, or of all, by the target alone, whose cache lacks
@@ -88,10 +90,10 @@ class Cascade:
 
     def _prepare(self, plan: StepPlan) -> None:
         """Stacks the stages of a plan and lets them catch up with the text."""
-        started = time.perf_counter()
+        started = self._clock.now()
         for stage in self._stack(plan):
             stage.prepare(self.sequences, self.active)
-        self._stats.commit_seconds += time.perf_counter() - started
+        self._clock.since(started, self._stats.note_commit)
 
     def _stack(self, plan: StepPlan) -> list[Stage]:
         """Puts the stages of a plan on top of one another; returns them from the lowest upwards."""
@@ -115,11 +117,11 @@ class Cascade:
         cache takes over their exact K and V, and is rebuilt if that is due. The drafter's cache
         slides and catches up before the next step that uses it (`Stage.prepare`).
         """
-        started = time.perf_counter()
+        started = self._clock.now()
         if self._retrieval is not None:
             has_guessed = self._target.below is self._retrieval
             self._retrieval.runner.commit(emitted, active, has_guessed=has_guessed)
-        self._stats.commit_seconds += time.perf_counter() - started
+        self._clock.since(started, self._stats.note_commit)
 
     def retire(self, b: int) -> None:
         """Ends row b. Its caches are emptied, so that it costs no attention any more."""

@@ -4,14 +4,15 @@ above; and the protocols of stages and of runners, models with a cache.
 Legend: B rows, N proposed tokens, V vocab.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from minitri.clock import Clock
 from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.random_source import RandomSource
 from minitri.decoding.verification import NotFiniteError, Proposal, Verdict
@@ -78,13 +79,10 @@ class Level:
     """One level of the cascade: verifies the stage below it, proposes to the level above."""
 
     def __init__(
-        self,
-        runner: Runner,
-        source: RandomSource,
-        stats: LevelStats,
-        tuner: Autotuner,
+        self, runner: Runner, source: RandomSource, stats: LevelStats, tuner: Autotuner,
         on_not_finite: Callable[[], None] | None = None,
-    ) -> None:
+        clock: Clock = Clock(),  # noqa: B008 (it holds nothing)
+    ) -> None:  # fmt: skip
         """`on_not_finite` makes this level optional: where its distributions are not finite it is
         called, and the level proposes nothing any more."""
         self.runner = runner
@@ -94,6 +92,7 @@ class Level:
         self._source = source
         self._tuner = tuner
         self._on_not_finite = on_not_finite
+        self._clock = clock
         self._is_off = False
 
     def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
@@ -124,14 +123,14 @@ class Level:
         if self._is_off:
             return Proposal.nothing(B)
         for i in range(self.gamma):
-            started = time.perf_counter()
+            started = self._clock.now()
             if i == 0:
                 probs.append(self.runner.next_probs(sequences, active).squeeze(1))
             else:
                 probs.append(self.runner.next_probs_behind(tokens[-1], active))
             positions = [len(sequence) + i for sequence in sequences]
             tokens.append(self._source.sample(probs[-1], positions, active))
-            self._record_draft(0, active, time.perf_counter() - started)
+            self._record_draft(0, active, started)
         counts = [self.gamma if on else 0 for on in active]
         origins = [[self.stats.name] * count for count in counts]
         return Proposal(counts, torch.stack(tokens, 1), torch.stack(probs, 1), origins)
@@ -149,9 +148,10 @@ class Level:
             proposal = Proposal.nothing(len(sequences))
         else:
             proposal = self.below.propose(sequences, active)
-        started = time.perf_counter()
+        started = self._clock.now()
         emitted, probs_BNV = self.verify(sequences, active, proposal)
-        self._record(proposal, emitted, time.perf_counter() - started)
+        self._clock.settle()
+        self._record(proposal, emitted, started)
         return emitted, probs_BNV
 
     def verify(
@@ -177,9 +177,9 @@ class Level:
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
         if not self._is_off:
-            started = time.perf_counter()
+            started = self._clock.now()
             self.runner.prepare(sequences, active)
-            self._tuner.note_catching_up(self.stats.name, time.perf_counter() - started)
+            self._clock.since(started, partial(self._tuner.note_catching_up, self.stats.name))
 
     def crop(self, lengths: list[int]) -> None:
         """Drops what was rejected, here and in the stages below."""
@@ -190,17 +190,19 @@ class Level:
     def reset(self, b: int) -> None:
         self.runner.reset(b)
 
-    def _record_draft(self, num_before: int, active: list[bool], seconds: float) -> None:
-        """Notes a pass that guessed one token of each active row, behind so many in the block."""
+    def _note_seconds(self, num_guesses: int, seconds: float) -> None:
         self.stats.seconds += seconds
-        self._tuner.note_round(self.stats.name, num_before, seconds)
+        self._tuner.note_round(self.stats.name, num_guesses, seconds)
+
+    def _record_draft(self, num_before: int, active: list[bool], started: Any) -> None:
+        """Notes a pass that guessed one token of each active row, behind so many in the block."""
+        self._clock.since(started, partial(self._note_seconds, num_before))
         for _ in range(sum(active)):
             self.stats.record(0, 0)
 
-    def _record(self, proposal: Proposal, emitted: list[Emitted], seconds: float) -> None:
-        name, proposer = self.stats.name, self.below.stats.name if self.below is not None else None
-        self.stats.seconds += seconds
-        self._tuner.note_round(name, max(proposal.counts), seconds)
+    def _record(self, proposal: Proposal, emitted: list[Emitted], started: Any) -> None:
+        proposer = self.below.stats.name if self.below is not None else None
+        self._clock.since(started, partial(self._note_seconds, max(proposal.counts)))
         for row, num_draft in zip(emitted, proposal.counts, strict=True):
             if row.tokens:
                 num_accepted = len(row.tokens) - 1

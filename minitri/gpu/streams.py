@@ -1,11 +1,13 @@
 """Streams of copies beside the computation, and events by which one waits for another."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from minitri.clock import Clock
 
 Way = Literal["to device", "to host"]
 """Where copies go."""
@@ -55,6 +57,31 @@ class CudaStreams(Streams):
     def share(self, tensor: Tensor) -> None:
         for stream in self._copies.values():
             tensor.record_stream(stream)
+
+
+class CudaClock(Clock):
+    """Events in the device's work. What it took is known when it is done; nobody waits for it."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[torch.cuda.Event, torch.cuda.Event, Callable[[float], None]]] = []
+
+    def now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def since(self, start: torch.cuda.Event, take: Callable[[float], None]) -> None:
+        self._open.append((start, self.now(), take))
+
+    def settle(self) -> None:
+        for start, end, take in self._open:
+            take(1e-3 * start.elapsed_time(end))
+        self._open.clear()
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock for what a device does."""
+    return CudaClock() if device.type == "cuda" else Clock()
 
 
 def synchronize(device: torch.device) -> None:

@@ -9,9 +9,9 @@ sampled from, so nothing above knows of trees.
 Legend: B rows, N nodes, V vocab.
 """
 
-import time
 from contextlib import AbstractContextManager
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ class TreeLevel(Level):
         B, probs, first = len(sequences), list[Tensor](), 0
         blocks = [[sequence[-1]] + [MISSING] * (len(shape) - 1) for sequence in sequences]
         for size in shape.sizes[:-1]:
-            started = time.perf_counter()
+            started = self._clock.now()
             if first == 0:
                 probs_BNV = self.runner.next_probs(sequences, active)
             else:
@@ -85,7 +85,7 @@ class TreeLevel(Level):
                             )  # fmt: skip
                             block[children[0] : children[-1] + 1] = drawn
             first += size
-            self._record_draft(max(first - 2, 0), active, time.perf_counter() - started)
+            self._record_draft(max(first - 2, 0), active, started)
         return TreeProposal.of(
             [block[1:] for block in blocks], torch.stack(probs, 1),
             [[self.stats.name] * (len(shape) - 1)] * B, shape=shape,
@@ -137,12 +137,11 @@ class TreeLevel(Level):
         num_rejected = sum(token != MISSING for token in rejected)
         self._tuner.note_path(self.below.stats.name, ranks, num_rejected)
 
-    def _record(self, proposal: Proposal, emitted: list[Emitted], seconds: float) -> None:
+    def _record(self, proposal: Proposal, emitted: list[Emitted], started: Any) -> None:
         if not isinstance(proposal, TreeProposal):
-            super()._record(proposal, emitted, seconds)
+            super()._record(proposal, emitted, started)
             return
-        self.stats.seconds += seconds
-        self._tuner.note_round(self.stats.name, len(proposal.shape) - 1, seconds)
+        self._clock.since(started, partial(self._note_seconds, len(proposal.shape) - 1))
         for row in emitted:
             if row.tokens:
                 self.stats.record(proposal.shape.depths[-1], len(row.tokens) - 1)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from minitri.gpu.backend_choice import choose_backend
+from minitri.gpu.streams import clock_of
 from minitri.settings import SamplingParams
 from tests.cascades import Rig, random_prompt
 from tests.gpu.conftest import waits
@@ -32,3 +33,18 @@ def test_a_step_waits_once_for_every_verdict(method, coupled):
                 rig.cascade.step()
     rounds = [stage.num_rounds - num for stage, num in zip(stages, before, strict=True)]
     assert len(found) == sum(rounds[1:] or rounds)
+
+
+def test_the_clock_tells_what_the_device_took():
+    """Not what the host took to launch it; known without waiting, once the device is done."""
+    clock, seconds = clock_of(torch.device("cuda")), []
+    a = torch.randn(8192, 8192, device="cuda")
+    for num in (2, 20):
+        started = clock.now()
+        for _ in range(num):
+            a @ a
+        clock.since(started, seconds.append)
+    assert not seconds
+    torch.cuda.synchronize()
+    clock.settle()
+    assert 5 < seconds[1] / seconds[0] < 20
