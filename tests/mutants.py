@@ -582,7 +582,7 @@ MUTANTS = [
         DECODING + "verification._usable_counts",
         "are_finite_BN.cumprod(1).sum(1)",
         "are_finite_BN.sum(1)",
-        "decoding/test_drafters_that_fail.py::test_a_finite_distribution_behind_a_failure",
+        "decoding/test_drafters_that_fail.py::test_a_finite_distribution_behind_a_failure[verify_block]",
     ),
     Mutant(
         "a drafted token's noise is that of the first",
