@@ -45,7 +45,7 @@ has_gpu=false
 python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' && has_gpu=true
 if $has_gpu; then nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv | tee -a "$report"; fi
 
-big=(--load dummy --model llama2-7b-128k --context 122880 --method triforce --new-tokens 48 --repeats 1)
+big=(--load dummy --shape llama2-7b-128k --context 122880 --method triforce --new-tokens 48 --repeats 1)
 part "tests on the device" 180 python -m pytest -q -rN --maxfail=10 tests/gpu
 gpu_part "attention and other kernels against their oracles" 90 \
     python -m pytest -q tests/gpu_twins/test_triton_attention.py tests/gpu_twins/test_fused.py \

@@ -31,7 +31,7 @@ from minitri.errors import InputError
 from minitri.generation import running
 from minitri.gpu.fused import fuse_if_possible
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.loading.devices import attention_for, choose_device, choose_dtype
+from minitri.loading.devices import attention_for, choose_device, choose_dtype, guesser_for
 from minitri.loading.named_models import shape_of, unknown_model
 from minitri.model.config import ModelConfig
 from minitri.model.llama import Llama
@@ -73,6 +73,7 @@ class Setup:
     dtype: torch.dtype
     device: torch.device
     attention: str = "auto"
+    draft_weights: str = "same"
 
 
 def setup_of(args: argparse.Namespace) -> Setup:
@@ -97,6 +98,7 @@ def setup_of(args: argparse.Namespace) -> Setup:
     return Setup(
         target, shape_of(draft_of(args)), speculation_of(args), generation,
         args.synthetic_acceptance, choose_dtype(args.dtype, device), device, args.attention,
+        args.draft_weights,
     )  # fmt: skip
 
 
@@ -117,6 +119,7 @@ def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
     config, speculation, itemsize = setup.target, setup.speculation, setup.dtype.itemsize
     target = random_model(config, setup)
     draft = random_model(setup.draft, setup) if setup.draft else None
+    guesser = guesser_for(target, setup.draft_weights)
     memory, link = (copy_bandwidth(setup.device, from_host=hosted) for hosted in (False, True))
     rows: list[dict[str, Any]] = []
     result = {
@@ -136,7 +139,7 @@ def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
     for context in contexts:
         with running(target):
             alone = decode(target, draft, context, setup, "autoregressive")
-            together = decode(target, draft, context, setup, speculation.method)
+            together = decode(target, draft, context, setup, speculation.method, guesser)
         seconds, kv = 1e-3 * alone["ms_per_step"]["median"], slot * context
         hosted = kv * (1 - alone["on_chip"] / config.num_layers)
         rows.append({
@@ -214,10 +217,11 @@ class SyntheticSource:
 
 @torch.inference_mode()
 def decode(
-    target: Llama, draft: Llama | None, context: int, setup: Setup, method: str
-) -> dict[str, Any]:
+    target: Llama, draft: Llama | None, context: int, setup: Setup, method: str,
+    guesser: Llama | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Decodes behind `context` made-up tokens; milliseconds per token and per phase."""
-    session = fresh_session(target, draft, context, setup, method)
+    session = fresh_session(target, draft, context, setup, method, guesser)
     cascade, stats, tokens = session.cascade, session.stats, session.sequences[0]
     cascade.start()
     for _ in range(WARMUP_STEPS):
@@ -248,8 +252,9 @@ def decode(
 
 
 def fresh_session(
-    target: Llama, draft: Llama | None, context: int, setup: Setup, method: str
-) -> Session:
+    target: Llama, draft: Llama | None, context: int, setup: Setup, method: str,
+    guesser: Llama | None = None,
+) -> Session:  # fmt: skip
     """A session whose full cache holds a made-up prompt but for its last token."""
     speculation = dataclasses.replace(setup.speculation, method=method)
     num_new = setup.generation.max_new_tokens + MARGIN * speculation.max_block
@@ -257,7 +262,7 @@ def fresh_session(
     vocab_size = min(model.config.vocab_size for model in (target, draft) if model is not None)
     prompt = random.Random(0).choices(range(vocab_size), k=context)
     batch = Batch([prompt], [0], SAMPLING, generation, speculation)
-    session = Session(target, draft, batch)
+    session = Session(target, draft, batch, guesser=guesser)
     low, high = setup.acceptance
     session.begin(batch, sources={
         "draft": IndependentSource([0]),
