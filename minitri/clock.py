@@ -17,4 +17,4 @@ class Clock:
         take(time.perf_counter() - start)
 
     def settle(self) -> None:
-        """Called when the device has done all that it was told: gives out what is known now."""
+        """Waits until the device has done all that is timed, and gives out the seconds."""

@@ -228,9 +228,8 @@ class Generation(Iterator[Event]):
     def _start(self, session: Session, ready: list[int]) -> list[Emitted]:
         """The first tokens of rows whose prompts have been read: a part of the prefill."""
         stats, started = self.stats, time.perf_counter()
-        apart = stats.commit_seconds, stats.rebuilds.seconds
-        emitted = session.start(ready)
-        stats.commit_seconds, stats.rebuilds.seconds = apart
+        with stats.apart():
+            emitted = session.start(ready)
         stats.prefill_seconds += time.perf_counter() - started
         return emitted
 

@@ -195,6 +195,7 @@ class Session:
         if self.retrieval_cache is not None:
             self.retrieval_cache.restart(batch.budgets)
             stats.rebuilds = self.retrieval_cache.rebuilds
+        stats.rebuilds.clock = clock_of(self.models[0].device)
         for runner in (self.draft, self.retrieval, self.target):
             if runner is not None:
                 runner.sample_by(batch.sampling)
@@ -221,7 +222,7 @@ class Session:
     def _stack(self, batch: Batch, sources: Mapping[str, RandomSource] | None) -> Cascade:
         """The stages of the batch's method over this session's runners."""
         plans, follow = batch.speculation.plans, self.models[0].ranks.follow_first
-        clock = clock_of(self.models[0].device)
+        clock = self.stats.rebuilds.clock
         make_tuner, make_level, independent, coupled = TREES if batch.speculation.tree else CHAINS
         tuner = follow(make_tuner(plans, self._prior_seconds(), use_clock=self._may_use_clock()))
         by_token = independent(batch.seeds, batch.speculation.verification)

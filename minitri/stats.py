@@ -1,7 +1,11 @@
 """What a run did and how long it took: plain numbers, live while the run goes on."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from minitri.clock import Clock
 
 
 @dataclass
@@ -62,6 +66,11 @@ class Rebuilds:
     count: int = 0
     seconds: float = 0.0
     """Unless the rebuild was part of a verification pass."""
+    clock: Clock = field(default_factory=Clock, repr=False)
+
+    def note(self, seconds: float) -> None:
+        """Adds to `seconds`."""
+        self.seconds += seconds
 
 
 @dataclass
@@ -97,6 +106,15 @@ class Stats:
     def note_commit(self, seconds: float) -> None:
         """Adds to `commit_seconds`."""
         self.commit_seconds += seconds
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Commits and rebuilds of the block are not counted: they belong to a prefill."""
+        self.rebuilds.clock.settle()
+        before = self.commit_seconds, self.rebuilds.seconds
+        yield
+        self.rebuilds.clock.settle()
+        self.commit_seconds, self.rebuilds.seconds = before
 
     @property
     def levels(self) -> list[LevelStats]:

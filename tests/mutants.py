@@ -48,6 +48,7 @@ OFFLOADED = "minitri.gpu.offload.offloaded_cache.OffloadedFullCache."
 LAYERS = "minitri.gpu.offload.layer_major."
 RACES = "gpu_twins/test_offloaded_cache.py::"
 BY_LAYERS = "gpu_twins/test_layer_major.py::"
+CLOCK = "gpu_twins/test_device_clock.py::"
 TREES = "minitri.trees."
 TREE_ENUMERATION = "trees/test_tree_enumeration.py::"
 TREE = TREE_ENUMERATION + "test_a_tree_that_the_target_verifies_gives_its_distribution[six-10]"
@@ -697,5 +698,26 @@ MUTANTS = [
         "yield chunks[done // L].end",
         "yield end",
         BY_LAYERS + "test_k_and_v_are_those_of_a_cache_on_the_device[2-0-200]",
+    ),
+    Mutant(
+        "the last step's seconds are never read",
+        "minitri.decoding.cascade.Cascade.retire",
+        "self._clock.settle()",
+        "pass",
+        CLOCK + "test_every_stage_is_charged_for_its_own_work",
+    ),
+    Mutant(
+        "seconds of a prefill arrive while decoding",
+        "minitri.stats.Stats.apart",
+        "yield\n        self.rebuilds.clock.settle()",
+        "yield",
+        CLOCK + "test_the_first_build_belongs_to_the_prefill",
+    ),
+    Mutant(
+        "an event is read before the device has passed it",
+        "minitri.gpu.streams.CudaClock.settle",
+        "end.synchronize()",
+        "pass",
+        CLOCK + "test_every_stage_is_charged_for_its_own_work",
     ),
 ]

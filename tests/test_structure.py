@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "settings": "errors",
     "model": "errors settings parallel",
     "parallel": "errors model",
-    "stats": "",
+    "stats": "clock",
     "clock": "",
     "decoding": "errors settings stats clock",
     "drafters": "errors settings stats decoding model cpu",

@@ -20,7 +20,6 @@ unit (chunk), C units kept, W observation window, R = H / K times the tokens in 
 """
 
 import math
-import time
 from dataclasses import dataclass
 
 import torch
@@ -198,11 +197,11 @@ class RetrievalCache:
     def _rebuild(self, b: int, queries_LTHD: Tensor, known: int) -> None:
         row, M = self.rows[b], self._policy.unit
         if row.rebuilt_at != known:
-            started = time.perf_counter()
+            started = self.rebuilds.clock.now()
             for layer, (keys_KSD, values_KSD) in enumerate(self._full.layers(b)):
                 prefix = keys_KSD[:, :known], values_KSD[:, :known]
                 self._select(layer, b, queries_LTHD[layer, 0], *prefix)
-            self.rebuilds.seconds += time.perf_counter() - started
+            self.rebuilds.clock.since(started, self.rebuilds.note)
         self.rebuilds.count += 1
         row.is_built = True
         row.num_held, row.num_overwritten = row.budget, 0

@@ -126,6 +126,7 @@ class Cascade:
     def retire(self, b: int) -> None:
         """Ends row b. Its caches are emptied, so that it costs no attention any more."""
         self.active[b] = False
+        self._clock.settle()
         for stage in (self._target, self._retrieval, self._drafter):
             if stage is not None:
                 stage.reset(b)

@@ -60,7 +60,8 @@ class CudaStreams(Streams):
 
 
 class CudaClock(Clock):
-    """Events in the device's work. What it took is known when it is done; nobody waits for it."""
+    """Events in the device's work. What it took is known when it is done: behind every verdict,
+    which the host has waited for anyway."""
 
     def __init__(self) -> None:
         self._open: list[tuple[torch.cuda.Event, torch.cuda.Event, Callable[[float], None]]] = []
@@ -75,6 +76,7 @@ class CudaClock(Clock):
 
     def settle(self) -> None:
         for start, end, take in self._open:
+            end.synchronize()
             take(1e-3 * start.elapsed_time(end))
         self._open.clear()
 

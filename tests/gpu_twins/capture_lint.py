@@ -2,13 +2,17 @@
 
 A capture records kernels and the addresses that they read and write. So a captured step may not ask
 a tensor for its numbers, nor make tensors of a size that depends on them, nor copy from fresh host
-memory, which would be gone at a replay; and what it reads beside its inputs must stay where it is.
-All steps of a pool share memory: what one returned may be overwritten when another one runs.
+memory, which would be gone at a replay, nor draw random numbers of its own; and what it reads
+beside its inputs must stay where it is. All steps of a pool share memory: what one returned may be
+overwritten when another one runs, and what else it made, when it is over.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,10 +29,31 @@ SIZED_BY_DATA = {
 }
 HOST_DATA = {"lift_fresh", "lift_fresh_copy"}
 """What `torch.tensor` and the like are made of."""
+ASKS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.cpu}
+"""What asks for all numbers of a tensor, on a CPU without an operation that is dispatched."""
 
 
 class CaptureError(Exception):
     """A step does what a graph cannot hold."""
+
+
+class NoQuestions(TorchFunctionMode):
+    """Refuses methods of tensors that wait for the device."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in ASKS:
+            raise CaptureError(f"{function.__name__}: the host waits for a number")
+        return function(*args, **(kwargs or {}))
+
+
+def as_kernel(twin):
+    """A stand-in for a compiled kernel, which reads numbers on the device."""
+
+    def run(*args, **kwargs):
+        with torch._C.DisableTorchFunction():
+            return twin(*args, **kwargs)
+
+    return run
 
 
 class Watch(TorchDispatchMode):
@@ -38,6 +63,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.made: set[int] = set()
         self.outside: set[int] = set()
+        self.storages: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name, kwargs = function.overloadpacket.__name__, kwargs or {}
@@ -50,6 +76,8 @@ class Watch(TorchDispatchMode):
             raise CaptureError(f"{name}: a size that depends on data")
         if name in HOST_DATA:
             raise CaptureError(f"{name}: numbers from the host")
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            raise CaptureError(f"{name}: random numbers that are no input")
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, torch.Tensor) and address(tensor) not in self.made:
                 self.outside.add(address(tensor))
@@ -57,7 +85,14 @@ class Watch(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and address(tensor) not in self.outside:
                 self.made.add(address(tensor))
+                self.storages[address(tensor)] = StorageWeakRef(tensor.untyped_storage())
         return result
+
+    def check_nothing_stays(self, output):
+        """Beside its output a step may leave no tensor that it made."""
+        for place, storage in self.storages.items():
+            if place != address(output) and not storage.expired():
+                raise CaptureError("a tensor made in a step stays when it is over")
 
 
 def address(tensor: torch.Tensor) -> int:
@@ -77,11 +112,13 @@ class LintedPool(GraphPool):
 
         def watched(inputs):
             self.num_runs += 1
-            with Watch() as watch:
+            with Watch() as watch, NoQuestions():
                 output = step(inputs)
             known.append(watch.outside)
             if watch.outside != known[0]:
                 raise CaptureError("a tensor from outside has moved since the capture")
+            if len(known) > 1:  # what the first run, a warm-up, has left comes from outside later
+                watch.check_nothing_stays(output)
             return output
 
         graphed = super().capture(watched, example)

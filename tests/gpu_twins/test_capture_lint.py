@@ -8,7 +8,7 @@ from minitri.gpu.attention import Math, TorchFlash
 from minitri.settings import SamplingParams
 from tests.cascades import GREEDY, Rig, near_copy, random_prompt
 from tests.conftest import tiny_config, tiny_model
-from tests.gpu_twins.capture_lint import CaptureError, LintedPool
+from tests.gpu_twins.capture_lint import CaptureError, LintedPool, as_kernel
 from tests.gpu_twins.test_attention_pieces import varlen_twin
 from tests.gpu_twins.test_graphs import as_on_a_gpu, lengths_on_the_device  # noqa: F401
 from tests.mutation import Mutant, mutated
@@ -16,7 +16,7 @@ from tests.mutation import Mutant, mutated
 CONFIG = tiny_config(num_layers=2)
 PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (60, 3)]
 WARM = SamplingParams(0.8, top_k=20, top_p=0.9, min_p=0.01)
-BACKENDS = {"math": Math(), "torch-flash": TorchFlash(varlen_twin, num_processors=4)}
+BACKENDS = {"math": Math(), "torch-flash": TorchFlash(as_kernel(varlen_twin), num_processors=4)}
 
 
 def tokens(pool, backend=None, *, method, sampling=GREEDY, coupled=False):
@@ -34,7 +34,7 @@ def tokens(pool, backend=None, *, method, sampling=GREEDY, coupled=False):
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM])
 @pytest.mark.parametrize("coupled", [False, True])
-@pytest.mark.parametrize("method", ["autoregressive", "naive", "retrieval", "triforce"])
+@pytest.mark.parametrize("method", ["autoregressive", "naive", "retrieval", "triforce", "auto"])
 def test_captured_steps_hold_what_a_graph_can_hold(
     method, sampling, coupled, lengths_on_the_device  # noqa: F811
 ):  # fmt: skip
@@ -51,6 +51,19 @@ MUTANTS = {
     "the host waits for a number": Mutant(
         "a number asked for", FORWARD,
         "self.rope.at(positions_BT)", "self.rope.at(positions_BT + int(positions_BT[0, 0]))", "",
+    ),
+    "tolist: the host waits for a number": Mutant(
+        "all numbers asked for", FORWARD,
+        "self.rope.at(positions_BT)", "self.rope.at(positions_BT + len(positions_BT.tolist()))", "",
+    ),
+    "bernoulli_: random numbers that are no input": Mutant(
+        "random numbers", FORWARD,
+        "self.rope.at(positions_BT)", "self.rope.at(positions_BT.clone().bernoulli_())", "",
+    ),
+    "made in a step stays": Mutant(
+        "a memo of the latest block", FORWARD,
+        "self.rope.at(positions_BT)", "self.rope.at(vars(self).setdefault('memo', []).append("
+        "positions_BT + 0) or self.memo[-1])", "",
     ),
     "index: a size that depends on data": Mutant(
         "a mask as an index", FORWARD, "self.embed(tokens_BT)",

@@ -5,17 +5,21 @@ Memory is sparse: only pages that are written exist.
 
 from __future__ import annotations
 
+import importlib.util
 import mmap
 
 import pytest
 import torch
 
 from minitri.caches.full import FullCache
+from minitri.caches.policies import make_policy
+from minitri.caches.retrieval import RetrievalCache
 from minitri.cpu.kernels import load_kernels
 from minitri.gpu.attention import ShortBlock, TritonAttention
 from minitri.model.attention import attend_math
 from minitri.model.cache import BlockKV, gather_path
 from minitri.model.rope import Rope, RopeConfig
+from minitri.settings import SpeculationConfig
 from tests.model.test_attention import random_case
 
 L, K, S, D = 32, 32, 122_880, 128
@@ -94,3 +98,98 @@ def test_the_compiled_cpu_kernel_reads_heads_that_are_far_apart():
     kernels = load_kernels()
     got = kernels.attend(q, far_apart(k), far_apart(v), lengths)
     assert (got.double() - exact).abs().max() < 1e-5
+
+
+def test_the_retrieval_cache_finds_chunks_at_the_far_end():
+    """Of the first and the last layer and head, 16 billion numbers apart: the only keys that look
+    like the query are in the middle and near the end of the text."""
+    keys, values = (
+        sparse(L * K * S * D, torch.bfloat16).view(L, 1, K, S, D)[::31, :, ::31] for _ in range(2)
+    )
+    full, middle, end = FullCache(keys, values, [0]), S // 16, S // 8 - 9
+    speculation = SpeculationConfig("retrieval", num_sink_tokens=8, num_recent_tokens=8)
+    policy = make_policy("retrieval", full, 8)
+    cache = RetrievalCache(full, policy, speculation, budgets=[64], num_heads=2)
+    query = torch.randn(D, generator=torch.Generator().manual_seed(0)).bfloat16() * 4
+    for chunk in (middle, end):
+        slots = slice(chunk * 8, chunk * 8 + 8)
+        keys[:, :, :, slots], values[:, :, :, slots] = query, chunk % 251
+    queries_LTHD = query.expand(2, 1, 2, D)
+    full.advance([S - 2])
+    cache.observe(0, queries_LTHD)
+    full.advance([1])
+    cache.commit(0, queries_LTHD, was_rejected=False)
+    assert cache.rebuilds.count == 1
+    for chunk in (middle, end):
+        assert (cache.values[:, 0, :, :64] == chunk % 251).all(3).sum(2).eq(8).all()
+        assert (cache.keys[:, 0, :, :64] == query).all(3).sum(2).eq(16).all()
+
+
+ROWS = 6
+"""Of the real size: the last of them begins behind 2^31 numbers, though none is as large."""
+
+
+def many_rows() -> list[torch.Tensor]:
+    """Keys and values of the first and the last head of six rows, in the middle of more memory: a
+    wrong offset finds zeros, not a fault."""
+    num = ROWS * K * S * D
+    flat = [sparse(3 * num, torch.float16)[num : 2 * num] for _ in range(2)]
+    return [slots.view(ROWS, K, S, D)[:, ::31] for slots in flat]
+
+
+def kernels(name, tmp_path, old="", new=""):
+    """A module of Triton kernels, with a change."""
+    pytest.importorskip("triton", reason="needs triton, which is made for Linux")
+    if torch.cuda.is_available():
+        pytest.skip("sparse memory is the host's")
+    spec = importlib.util.find_spec(f"minitri.gpu.kernels.{name}")
+    source, file = spec.loader.get_source(spec.name), tmp_path / f"{name}.py"
+    assert old in source
+    file.write_text(source.replace(old, new) if old else source)
+    spec = importlib.util.spec_from_file_location(f"changed_{name}", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def error_of_reading(attend):
+    lengths = [0, 3, 70, 1, 17, 66]
+    q, *near, _ = random_case(2, lengths, H=4, K=2, D=D, S=80, dtype=torch.float16)
+    far = many_rows()
+    for there, here in zip(far, near, strict=True):
+        there[:, :, :80] = here
+    exact = attend_math(q.double(), *(slots.double() for slots in near), lengths)
+    return float((attend(q, *far, lengths).double() - exact).abs().max())
+
+
+def attend_by(module):
+    backend = TritonAttention(num_processors=2)
+    backend._kernel = module.attend_short_block
+    return lambda q, k, v, lengths: backend(ShortBlock(q, k, v, torch.tensor(lengths)))
+
+
+def error_of_writing(module):
+    """K and V written to the last slots of each row."""
+    qkv_BTX, far = torch.randn(ROWS, 2, 8 * D).half(), many_rows()
+    slots_BT = torch.arange(S - 2, S).repeat(ROWS, 1)
+    rotary = Rope(RopeConfig(), D, torch.device("cpu")).at(slots_BT)
+    module.rotate_to_cache(qkv_BTX, (4, 2), rotary, slots_BT, *far, None, None)
+    heads = qkv_BTX.unflatten(2, (8, D))
+    wanted = rotary.rotate(heads[:, :, 4:6]), heads[:, :, 6:]
+    got = (slots[:, :, S - 2 :].transpose(1, 2) for slots in far)
+    return max(float((a - b).abs().max()) for a, b in zip(got, wanted, strict=True))
+
+
+def test_kernels_reach_rows_that_are_far_apart(tmp_path):
+    """A stride of 32 bits times a row is an offset of 64."""
+    assert error_of_reading(attend_by(kernels("attention", tmp_path))) < 3e-3
+    assert error_of_writing(kernels("fused", tmp_path)) < 2e-3
+    if (compiled := load_kernels()) is not None:
+        assert error_of_reading(compiled.attend) < 3e-3
+
+
+def test_offsets_of_32_bits_are_noticed(tmp_path):
+    changed = kernels("attention", tmp_path, "tl.program_id(2).to(tl.int64)", "tl.program_id(2)")
+    assert error_of_reading(attend_by(changed)) > 0.1
+    changed = kernels("fused", tmp_path, "(row // T).to(tl.int64)", "row // T")
+    assert error_of_writing(changed) > 0.1

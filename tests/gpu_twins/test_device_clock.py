@@ -1,0 +1,132 @@
+"""On a GPU seconds are read from events, late, and charged to the stage that spent them; here the
+device is a made-up one."""
+
+from __future__ import annotations
+
+import torch
+
+import minitri.session
+from minitri import GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.caches.full import FullCache
+from minitri.clock import Clock
+from minitri.decoding.random_source import IndependentSource
+from minitri.gpu.streams import CudaClock
+from minitri.runner import ModelRunner
+from tests.cascades import Rig, near_copy, random_prompt, tiny_engine
+from tests.conftest import tiny_config, tiny_model
+
+REBUILD = 1000.0
+CONFIG = tiny_config(num_layers=1, context_length=512)
+SETTINGS = {
+    "method": "triforce", "gamma1": 2, "gamma2": 3, "budget": 48, "num_recent_tokens": 60,
+    "rebuild_stride": 1,
+}  # fmt: skip
+"""Every step rebuilds the retrieval cache."""
+
+
+class Device:
+    """A device that does in order what it is given, while the host goes on until a verdict."""
+
+    def __init__(self, monkeypatch, make_clock=CudaClock) -> None:
+        self.queued = self.done = 0.0
+        """When all that it was given will be done, and what it has done, in seconds."""
+        device = self
+
+        class Event:
+            """A mark in the queue."""
+
+            def __init__(self, enable_timing) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = device.queued
+
+            def synchronize(self) -> None:
+                device.done = max(device.done, self.at)
+
+            def elapsed_time(self, other) -> float:
+                assert max(self.at, other.at) <= device.done, "not ready"
+                return 1e3 * (other.at - self.at)
+
+        layers, verify = FullCache.layers, IndependentSource.verify
+
+        def rebuilt(cache, b):
+            self.queued += REBUILD
+            return layers(cache, b)
+
+        def verified(*arguments):
+            verdict = verify(*arguments)
+            self.done = self.queued
+            return verdict
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(FullCache, "layers", rebuilt)
+        monkeypatch.setattr(IndependentSource, "verify", verified)
+        monkeypatch.setattr(minitri.session, "clock_of", lambda _: make_clock())
+        monkeypatch.setattr("minitri.clock.time.perf_counter", lambda: self.done)
+
+
+def test_seconds_are_told_once_and_in_order(monkeypatch):
+    device, told, clock = Device(monkeypatch), [], CudaClock()
+    for seconds in (2.0, 3.0):
+        started = clock.now()
+        device.queued += seconds
+        clock.since(started, told.append)
+    assert told == []  # and nobody waited
+    assert device.done == 0
+    for _ in range(2):
+        clock.settle()
+        assert told == [2.0, 3.0]
+
+
+def timed_run(monkeypatch, costs, make_clock=CudaClock):
+    device = Device(monkeypatch, make_clock)
+    target = tiny_model(CONFIG)
+    rig = Rig(
+        target, [random_prompt(CONFIG, 120)], draft=near_copy(target, 0.02), num_new=24, **SETTINGS
+    )
+    names = {id(runner): name for name, runner in rig.runners.items()}
+
+    def timed(run):
+        def call(runner, *arguments):
+            device.queued += costs[names[id(runner)]]
+            return run(runner, *arguments)
+
+        return call
+
+    for name in ("next_probs", "next_probs_behind"):
+        monkeypatch.setattr(ModelRunner, name, timed(getattr(ModelRunner, name)))
+    rig.run()
+    return rig.stats
+
+
+COSTS = {"draft": 1.0, "retrieval": 10.0, "target": 100.0}
+
+
+def test_every_stage_is_charged_for_its_own_work(monkeypatch):
+    """All of it, the last step's too: a rebuild that the device does during the next guesses is not
+    charged to them."""
+    stats = timed_run(monkeypatch, COSTS)
+    assert stats.rebuilds.count > 2
+    assert stats.rebuilds.seconds == stats.commit_seconds == stats.rebuilds.count * REBUILD
+    for stage in stats.stages:
+        assert stage.seconds == stage.num_rounds * COSTS[stage.name], stage.name
+
+
+def test_a_clock_of_the_host_would_charge_others(monkeypatch):
+    """It passes while the host waits, which is for a verdict."""
+    stats = timed_run(monkeypatch, COSTS, Clock)
+    draft, retrieval, _ = stats.stages
+    assert draft.seconds == stats.rebuilds.seconds == 0
+    assert retrieval.seconds > 10 * retrieval.num_rounds * COSTS["retrieval"]
+
+
+def test_the_first_build_belongs_to_the_prefill(monkeypatch):
+    device = Device(monkeypatch)
+    stats = tiny_engine().complete(
+        list(range(10, 200)), generation=GenerationConfig(12, ignore_eos=True),
+        sampling=SamplingParams(0.8), speculation=SpeculationConfig(**SETTINGS),
+    ).stats  # fmt: skip
+    assert stats.rebuilds.count > 2
+    assert device.done == stats.rebuilds.count * REBUILD
+    assert stats.rebuilds.seconds == stats.commit_seconds == device.done - REBUILD
