@@ -78,8 +78,9 @@ MUTANTS = {
         "self.rope.at(positions_BT + torch.tensor([0]))", "",
     ),
     "has moved since the capture": Mutant(
-        "a cache that moves", "minitri.caches.full.FullCache.update",
-        "self._check_room(", "self.keys = self.keys.clone(); self._check_room(", "",
+        "a cache that moves", "minitri.runner.ModelRunner._probs",
+        "size = block.tokens_BT.shape[1]",
+        "self.cache.keys = self.cache.keys.clone(); size = block.tokens_BT.shape[1]", "",
     ),
 }  # fmt: skip
 """Changes that trip a rule, by its message."""
