@@ -1,4 +1,4 @@
-"""The session pool: keeps shapes and graphs from one run to the next, of a text only what the next may begin with."""
+"""The session pool: keeps shapes and graphs for the next run, and texts it may begin with."""
 
 from __future__ import annotations
 

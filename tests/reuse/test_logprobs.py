@@ -81,7 +81,7 @@ def test_rows_may_ask_for_different_numbers():
         Request([5, n], generation=GenerationConfig(6, ignore_eos=True, logprobs=n))
         for n in (None, 2, 5)
     ]
-    for event in engine.stream(wanted[1:] + [Request([7, 7])]):
+    for event in engine.stream([*wanted[1:], Request([7, 7])]):
         if isinstance(event, Token):
             assert len(event.top_logprobs) == (2, 5, 0)[event.row]
 
