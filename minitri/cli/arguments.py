@@ -10,9 +10,12 @@ import dataclasses
 import inspect
 import itertools
 import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from minitri import __version__
 from minitri.errors import MAX_COUNT, InputError, shorten
 from minitri.gpu.backend_choice import BACKENDS
 from minitri.loading.devices import DRAFT_WEIGHTS, DTYPES, WEIGHTS
@@ -60,12 +63,15 @@ class OneLineParser(argparse.ArgumentParser):
     """Says what is wrong with the flags in one line, without the usage text in front."""
 
     def __init__(self, program: str = "", *examples: str, **settings: Any) -> None:
-        """`examples` are flags of `python -m minitri.PROGRAM`."""
+        """`examples` are flags of `python -m minitri.PROGRAM`, or `minitri PROGRAM`."""
         if program:
-            command = f"python -m minitri.{program}"
+            is_command = Path(sys.argv[0]).stem == "minitri"
+            command = f"minitri {program}" if is_command else f"python -m minitri.{program}"
             lines = ["examples:", *(f"  {command} {flags}" for flags in examples)]
             settings |= {"prog": command, "epilog": "\n".join(lines)}
         super().__init__(formatter_class=HelpFormatter, **settings)
+        text = "show the version of minitri and exit"
+        self.add_argument("--version", action="version", version=f"minitri {__version__}", help=text)
 
     def error(self, message: str) -> NoReturn:
         """Raises the line, for exit code 2."""
@@ -124,6 +130,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "tree": {"metavar": "N|WxD"}, "verification": {"choices": VERIFICATIONS},
 }  # fmt: skip
 """How the fields are given on a command line; those that are not here are counts."""
+SHORT = {"max_new_tokens": ["-n"], "model": ["-m"], "quiet": ["-q"]}
 
 
 def add_fields(flags: Flags, settings: type[Settings], *names: str) -> None:
@@ -134,13 +141,14 @@ def add_fields(flags: Flags, settings: type[Settings], *names: str) -> None:
         text = text[:1].lower() + text[1:] + (f" (default: {default})" if default else "")
         options = {"default": getattr(settings(), name), "help": text.replace("%", "%%")}
         options |= KINDS.get(name, {"type": whole(), "metavar": "N"})
-        flags.add_argument(f"--{name.replace('_', '-')}", **options)
+        flags.add_argument(*SHORT.get(name, []), f"--{name.replace('_', '-')}", **options)
 
 
 def add_switches(flags: Flags, **texts: str) -> None:
     """Flags without a value, each with its help text."""
     for name, text in texts.items():
-        flags.add_argument(f"--{name}", action="store_true", help=text)
+        names = *SHORT.get(name, []), f"--{name.replace('_', '-')}"
+        flags.add_argument(*names, action="store_true", help=text)
 
 
 def field_texts(settings: type) -> dict[str, str]:
@@ -178,7 +186,7 @@ def add_model_flags(flags: Flags) -> None:
          "stretch the context, e.g. yarn:4 makes 8K 32K (default: as trained)"),
     ):  # fmt: skip
         options: dict[str, Any] = {"choices": choices, "metavar": metavar, "help": text}
-        flags.add_argument(f"--{name}", default=default, **options)
+        flags.add_argument(*SHORT.get(name, []), f"--{name}", default=default, **options)
     text = "cores of a CPU to compute on (default: all; leave some to other programs)"
     flags.add_argument("--threads", type=whole(1, MAX_THREADS), metavar="N", help=text)
     text = "stop with an error where texts might differ in the last bits: without compiled kernels"
