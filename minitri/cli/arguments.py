@@ -71,7 +71,9 @@ class OneLineParser(argparse.ArgumentParser):
             settings |= {"prog": command, "epilog": "\n".join(lines)}
         super().__init__(formatter_class=HelpFormatter, **settings)
         text = "show the version of minitri and exit"
-        self.add_argument("--version", action="version", version=f"minitri {__version__}", help=text)
+        self.add_argument(
+            "--version", action="version", version=f"minitri {__version__}", help=text
+        )
 
     def error(self, message: str) -> NoReturn:
         """Raises the line, for exit code 2."""
@@ -194,11 +196,15 @@ def add_model_flags(flags: Flags) -> None:
 
 
 def add_prompt_flags(
-    parser: argparse.ArgumentParser, *, max_prompt_tokens: int | None = None
+    parser: argparse.ArgumentParser,
+    *,
+    max_prompt_tokens: int | None = None,
+    default: str = "--demo",
 ) -> Flags:
     """What the model reads, and how much it writes; returns the group of which one may be given."""
-    group = parser.add_argument_group("prompt (default: --demo)").add_mutually_exclusive_group()
-    group.add_argument("--prompt", metavar="TEXT", help="the prompt itself")
+    group = parser.add_argument_group(f"prompt (default: {default})")
+    group = group.add_mutually_exclusive_group()
+    group.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt itself")
     group.add_argument("--prompt-file", metavar="FILE", help="a UTF-8 file; - is standard input")
     group.add_argument("--demo", action="store_true", help="Python's own help texts, 700 KB")
     kept = max_prompt_tokens or f"all; {DEMO_PROMPT_TOKENS} of the demo"
@@ -206,6 +212,8 @@ def add_prompt_flags(
         "--max-prompt-tokens", type=positive, metavar="N", default=max_prompt_tokens,
         help=f"keep the first N tokens of the prompt (default: {kept})",
     )  # fmt: skip
+    text = "keep as many tokens as fit of a prompt too long for the context, or --max-prompt-tokens"
+    parser.add_argument("--fit", choices=("first", "last"), help=text + " (default: an error)")
     add_fields(parser, GenerationConfig, "max_new_tokens")
     return group
 
@@ -218,10 +226,10 @@ def add_gpu_flags(flags: Flags) -> None:
 
 
 def add_sampling_flags(
-    parser: argparse.ArgumentParser, seed: str = "of the first run (default: 0)"
+    parser: argparse.ArgumentParser, seed: str = "of the first run (default: 0)", about: str = ""
 ) -> None:
     """The distribution of the next token, and the seed with its help text."""
-    group = parser.add_argument_group("sampling")
+    group = parser.add_argument_group("sampling", about)
     add_fields(group, SamplingParams, "temperature", "top_k", "top_p", "min_p")
     group.add_argument("--seed", type=whole(0, MAX_SEED), metavar="N", help=seed)
 
@@ -253,9 +261,11 @@ def add_rates_flag(flags: Flags, name: str, text: str) -> None:
 
 
 def taken(settings: type[Settings], args: argparse.Namespace, **others: Any) -> Settings:
-    """Settings by the flags that are named after their fields. Raises `InputError`."""
-    names = {field.name for field in dataclasses.fields(settings)}
-    given = {name: value for name, value in vars(args).items() if name in names}
+    """Settings by the flags that are named after their fields, and that were given or have a
+    default. Raises `InputError`."""
+    names = [field.name for field in dataclasses.fields(settings)]
+    flags = {name: getattr(args, name, None) for name in names}
+    given = {name: value for name, value in flags.items() if value is not None}
     return settings(**{**given, **others})
 
 
@@ -270,7 +280,7 @@ def model_of(args: argparse.Namespace) -> dict[str, Any]:
     options = {name: getattr(args, name) for name in names}
     is_used = getattr(args, "method", None) in WITH_DRAFTER
     options["draft_history"] = getattr(args, "draft_history", False) and is_used
-    return {**options, "progress": not args.quiet}
+    return {**options, "progress": not args.quiet and sys.stderr.isatty()}
 
 
 def speculation_of(args: argparse.Namespace) -> SpeculationConfig:

@@ -1,6 +1,7 @@
 """What a run did, in words for people and in numbers for programs."""
 
 import argparse
+from collections import Counter
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from minitri.engine import Engine
 from minitri.generation import Generation
 from minitri.loading.devices import attention_name
 from minitri.model.llama import Llama
+from minitri.roofline import CPU, GPU
 from minitri.stats import LevelStats, Stats
 
 
@@ -26,8 +28,43 @@ def draft_name(engine: Engine) -> str:
     return engine.sources.beside(engine.draft.config.name if engine.draft is not None else "")
 
 
-def summary(engine: Engine, run: Generation) -> str:
-    """The statistics for people."""
+GUESSED = ("draft", "lookup", "retrieval")
+"""Origins of tokens that the target only verified."""
+
+
+def outline(engine: Engine, run: Generation, origins: Counter[str]) -> str:
+    """The statistics for people, in a line; `origins` counts tokens."""
+    stats, total = run.stats, origins.total()
+    seconds = stats.prefill_seconds + stats.decode_seconds
+    took = f"{total} tokens in {seconds:.2f} s, {stats.prefill_seconds:.2f} s of it for the prompt"
+    parts = [took]
+    if stats.tokens_per_second is not None:
+        parts.append(f"decoded at {stats.tokens_per_second:.1f} tokens/s")
+    if (gain := speedup(engine, run)) is not None:
+        parts.append(f"about {gain:.2f} times as fast as without speculation")
+    if total and stats.levels:
+        parts.append(f"{sum(origins[name] for name in GUESSED) / total:.0%} guessed")
+    return ", ".join(parts)
+
+
+def speedup(engine: Engine, run: Generation) -> float | None:
+    """Speed of decoding over that of the target alone, by estimate; None if there is none.
+
+    Passes of the target were measured as they verified guesses. Without them they take less, by
+    the machine's nominal share for each (`roofline.py`). Of batches nothing is known.
+    """
+    stats, on_gpu = run.stats, engine.model.device.type == "cuda"
+    target = stats.stages[-1]
+    if len(run.rows) > 1 or not target.num_draft_tokens or not stats.decode_seconds:
+        return None
+    share = (GPU if on_gpu else CPU).share_per_extra_token
+    num_guesses = target.num_draft_tokens / target.num_rounds
+    alone = target.seconds / target.num_rounds / (1 + share * num_guesses)
+    return alone * stats.num_decoded_tokens / stats.decode_seconds
+
+
+def details(engine: Engine, run: Generation) -> str:
+    """The statistics for people who tune: of --stats."""
     stats, lines = run.stats, []
     if stats.prefill_seconds:
         rate = stats.num_prefilled_tokens / stats.prefill_seconds
