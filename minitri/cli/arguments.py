@@ -68,7 +68,7 @@ class OneLineParser(argparse.ArgumentParser):
             is_command = Path(sys.argv[0]).stem == "minitri"
             command = f"minitri {program}" if is_command else f"python -m minitri.{program}"
             lines = ["examples:", *(f"  {command} {flags}" for flags in examples)]
-            settings |= {"prog": command, "epilog": "\n".join(lines)}
+            settings |= {"prog": command, "epilog": "\n".join(lines), "usage": "%(prog)s [flags]"}
         super().__init__(formatter_class=HelpFormatter, **settings)
         text = "show the version of minitri and exit"
         self.add_argument(
@@ -212,8 +212,11 @@ def add_prompt_flags(
         "--max-prompt-tokens", type=positive, metavar="N", default=max_prompt_tokens,
         help=f"keep the first N tokens of the prompt (default: {kept})",
     )  # fmt: skip
-    text = "keep as many tokens as fit of a prompt too long for the context, or --max-prompt-tokens"
-    parser.add_argument("--fit", choices=("first", "last"), help=text + " (default: an error)")
+    text = (
+        "keep the first or last tokens of a prompt too long for the context, or for "
+        "--max-prompt-tokens (default: an error; the first for --max-prompt-tokens)"
+    )
+    parser.add_argument("--fit", choices=("first", "last"), help=text)
     add_fields(parser, GenerationConfig, "max_new_tokens")
     return group
 
@@ -226,7 +229,9 @@ def add_gpu_flags(flags: Flags) -> None:
 
 
 def add_sampling_flags(
-    parser: argparse.ArgumentParser, seed: str = "of the first run (default: 0)", about: str = ""
+    parser: argparse.ArgumentParser,
+    seed: str = "of the first run (default: 0)",
+    about: str | None = None,
 ) -> None:
     """The distribution of the next token, and the seed with its help text."""
     group = parser.add_argument_group("sampling", about)

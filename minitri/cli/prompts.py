@@ -110,8 +110,10 @@ def encode(
     text: str, tokenizer: Tokenizer, config: ModelConfig, max_tokens: int | None, num_new: int,
     fit: str | None = None,
 ) -> list[int]:  # fmt: skip
-    """Token ids of a prompt, at most `max_tokens`, or what `fit` keeps. Raises `InputError` if it is
-    far too long."""
+    """Token ids of a prompt, at most `max_tokens`, or what `fit` keeps of it.
+
+    Raises `InputError` if it is far too long.
+    """
     if fit is not None:
         room = min(max_tokens or config.context_length, config.context_length - num_new)
         ids = tokenizer.encode(text, room + 1) if fit == "first" else last(text, tokenizer, room)

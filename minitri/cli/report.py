@@ -41,7 +41,7 @@ def outline(engine: Engine, run: Generation, origins: Counter[str]) -> str:
     if stats.tokens_per_second is not None:
         parts.append(f"decoded at {stats.tokens_per_second:.1f} tokens/s")
     if (gain := speedup(engine, run)) is not None:
-        parts.append(f"about {gain:.2f} times as fast as without speculation")
+        parts.append(f"about {gain:.1f} times as fast as without speculation")
     if total and stats.levels:
         parts.append(f"{sum(origins[name] for name in GUESSED) / total:.0%} guessed")
     return ", ".join(parts)
