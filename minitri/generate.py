@@ -40,7 +40,7 @@ def build_parser() -> arguments.OneLineParser:
         description="Generates text from a Llama model after a prompt as long as its context.",
     )
     arguments.add_model_flags(parser)
-    group = arguments.add_prompt_flags(parser, default="standard input if piped, else --demo")
+    group = arguments.add_prompt_flags(parser, default="standard input if piped, else demo")
     group.add_argument("text", nargs="?", metavar="TEXT", help="the same as --prompt TEXT")
     group.add_argument(
         "--prompts", metavar="FILE", help="many: a file with a JSON object a line, see the README; "

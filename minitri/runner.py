@@ -18,13 +18,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.decoding.level import Emitted
 from minitri.decoding.sampling import pad_vocabulary, probs_of_rows
-from minitri.decoding.verification import Proposal
+from minitri.decoding.verification import Proposal, integers
 from minitri.gpu.captured_steps import CapturedSteps
 from minitri.gpu.graphs import GraphPool
 from minitri.gpu.offload.layer_major import read_by_layers
@@ -32,10 +33,13 @@ from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.block import Block, forward_block, make_block, read_block
 from minitri.model.cache import Cache, TreeCache, gather_path
 from minitri.model.llama import Llama
-from minitri.settings import SamplingParams, SpeculationConfig
+from minitri.settings import LONGEST_BLOCK, SamplingParams, SpeculationConfig
 from minitri.trees.shape import TreeShape
 
 log = logging.getLogger("minitri")
+
+LogProbs = tuple[float, tuple[tuple[int, float], ...]]
+"""Of a token; and of the likeliest ones at its place, the best first."""
 
 
 class ModelRunner:
@@ -63,6 +67,7 @@ class ModelRunner:
         self._sampling = [sampling] * len(cache.lengths)
         self.queries_LBTHD = queries_LBTHD
         self._vocab_size = vocab_size
+        self.keeps_logits = False
         self.captured: CapturedSteps | None = None
         if graphs is not None:
             self.captured = CapturedSteps(
@@ -108,11 +113,22 @@ class ModelRunner:
     def _probs(self, block: Block, index_BN: Tensor) -> Tensor:
         """Distributions (B, N, V) behind the tokens of a block at these places."""
         size = block.tokens_BT.shape[1]
-        if self.captured is not None and size in self.captured.by_size:
+        if self.captured is not None and size in self.captured.by_size and not self.keeps_logits:
             return take_rows(self.captured.by_size[size](block), index_BN)
         hidden_BTE = forward_block(self.model, block, self.cache, self.queries_LBTHD)
         logits_BNV = self.model.logits(take_rows(hidden_BTE, index_BN))[..., : self._vocab_size]
+        self._logits_BNV = logits_BNV
         return pad_vocabulary(probs_of_rows(logits_BNV, self._sampling), self._vocab_size)
+
+    def log_probs(self, b: int, tokens: list[int], num_top: int) -> list[LogProbs]:
+        """Log-probabilities of the tokens that the last pass put behind the text of row b, and of
+        the likeliest at each place: the model's own, before temperature and filters. With captured
+        steps `keeps_logits` must have been set before."""
+        scores_NV = self._logits_BNV[b, : len(tokens)].log_softmax(-1)
+        own = scores_NV.gather(1, integers(tokens, scores_NV.device).unsqueeze(1)).squeeze(1)
+        best, ids = (it.tolist() for it in scores_NV.topk(min(num_top, scores_NV.shape[1])))
+        pairs = [tuple(zip(*row, strict=True)) for row in zip(ids, best, strict=True)]
+        return list(zip(own.tolist(), pairs, strict=True))
 
     def next_probs_of_tree(self, blocks: list[list[int]], shape: TreeShape, first: int) -> Tensor:
         """Distributions (B, T, V) behind each of a tree's nodes from number `first` on, which is 0,
@@ -127,11 +143,14 @@ class ModelRunner:
         block = make_block(self.model, blocks, self.cache, T, depths_T)
         hidden_BTE = forward_block(self.model, block, self.cache, self.queries_LBTHD, rule_TT)
         logits_BTV = self.model.logits(hidden_BTE)[..., : self._vocab_size]
+        self._logits_BNV = logits_BTV
         return pad_vocabulary(probs_of_rows(logits_BTV, self._sampling), self._vocab_size)
 
     def keep_paths(self, paths: list[list[int]], active: list[bool]) -> None:
         """Keeps the root of a tree that was just read, and the nodes of a path through it, in every
         active row."""
+        nodes = pad_sequence([torch.tensor([0, *path]) for path in paths], batch_first=True)
+        self._logits_BNV = take_rows(self._logits_BNV, nodes.to(self.model.device))
         for b, path in enumerate(paths):
             if active[b] and path != list(range(1, len(path) + 1)):
                 cast(TreeCache, self.cache).keep_path(b, path)
@@ -274,23 +293,28 @@ def prefill(
 ) -> Iterator[int]:
     """Reads a prompt but for its last token into row b, `chunk` tokens at a time.
 
-    Yields how many tokens have been read. After every chunk `watch` is given the rotated queries
+    Yields how many tokens have been read. K and V do not depend on where chunks begin, to the bit
+    where the model is row-invariant, but for prompts of up to `LONGEST_BLOCK` tokens. After every chunk `watch` is given the rotated queries
     (L, T, H, D) of its last tokens, at most `max_queries`. A cache in host memory is filled layer
     by layer, unless all queries are wanted: see `gpu/offload/layer_major.py`.
     """
     if isinstance(full, OffloadedFullCache) and (watch is None or max_queries is not None):
         yield from read_by_layers(model, prompt, full, b, chunk, watch, max_queries or 0)
-    config = model.config
+    config, least = model.config, LONGEST_BLOCK + 1 if model.is_row_invariant else 1
     while full.lengths[b] < len(prompt) - 1:
-        start = full.lengths[b]
-        piece = prompt[start : min(start + chunk, len(prompt) - 1)]
-        queries_LBTHD = None
+        start, row = full.lengths[b], full.row(b)
+        end = min(start + max(chunk, least), len(prompt) - 1)
+        # Shorter blocks have other kernels: some tokens are read again, so that bits are the same
+        # wherever chunks begin.
+        first = max(0, min(start, end - least))
+        row.crop([first])
+        queries_LBTHD, num_new = None, end - start
         if watch is not None:
-            T = len(piece) if max_queries is None else min(max_queries, len(piece))
+            T = num_new if max_queries is None else min(max_queries, num_new)
             shape = (config.num_layers, 1, T, config.num_heads, config.head_dim)
             queries_LBTHD = torch.empty(shape, dtype=model.dtype, device=model.device)
-        read_block(model, [piece], full.row(b), queries_LBTHD)
-        full.advance([len(piece) if b == other else 0 for other in range(len(full.lengths))])
+        read_block(model, [prompt[first:end]], row, queries_LBTHD)
+        full.advance([num_new if b == other else 0 for other in range(len(full.lengths))])
         if watch is not None and queries_LBTHD is not None:
             watch(queries_LBTHD[:, 0])
         yield full.lengths[b]

@@ -70,10 +70,7 @@ class OneLineParser(argparse.ArgumentParser):
             lines = ["examples:", *(f"  {command} {flags}" for flags in examples)]
             settings |= {"prog": command, "epilog": "\n".join(lines), "usage": "%(prog)s [flags]"}
         super().__init__(formatter_class=HelpFormatter, **settings)
-        text = "show the version of minitri and exit"
-        self.add_argument(
-            "--version", action="version", version=f"minitri {__version__}", help=text
-        )
+        self.add_argument("--version", action="version", version=f"minitri {__version__}")
 
     def error(self, message: str) -> NoReturn:
         """Raises the line, for exit code 2."""
@@ -196,10 +193,7 @@ def add_model_flags(flags: Flags) -> None:
 
 
 def add_prompt_flags(
-    parser: argparse.ArgumentParser,
-    *,
-    max_prompt_tokens: int | None = None,
-    default: str = "--demo",
+    parser: argparse.ArgumentParser, *, max_prompt_tokens: int | None = None, default: str = "demo"
 ) -> Flags:
     """What the model reads, and how much it writes; returns the group of which one may be given."""
     group = parser.add_argument_group(f"prompt (default: {default})")
@@ -212,10 +206,7 @@ def add_prompt_flags(
         "--max-prompt-tokens", type=positive, metavar="N", default=max_prompt_tokens,
         help=f"keep the first N tokens of the prompt (default: {kept})",
     )  # fmt: skip
-    text = (
-        "keep the first or last tokens of a prompt too long for the context, or for "
-        "--max-prompt-tokens (default: an error; the first for --max-prompt-tokens)"
-    )
+    text = "tokens that are kept of a prompt too long for the context (default: an error)"
     parser.add_argument("--fit", choices=("first", "last"), help=text)
     add_fields(parser, GenerationConfig, "max_new_tokens")
     return group

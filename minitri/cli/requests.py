@@ -22,7 +22,7 @@ from minitri.cli.prompts import boot, cut, encode, read_text
 from minitri.cli.report import details, outline
 from minitri.cli.sampling import SAMPLING, model_sampling, seed_of
 from minitri.errors import InputError, shorten
-from minitri.generation import End, Request, Token
+from minitri.events import End, Request, Token
 from minitri.loading.prompts import MAX_SEED, as_seeds, check_prompt
 from minitri.loading.tokenizer import Tokenizer
 from minitri.model.config import ModelConfig
