@@ -52,7 +52,7 @@ def build_parser() -> arguments.OneLineParser:
     )
     arguments.add_fields(parser, GenerationConfig, "prefill_chunk")
     arguments.add_gpu_flags(parser)
-    arguments.add_fields(parser, GenerationConfig, "stop", "ignore_eos")
+    arguments.add_fields(parser, GenerationConfig, "stop", "ignore_eos", "logprobs")
     arguments.add_sampling_flags(
         parser,
         "makes a text repeatable: the same command with the same seed writes the same text "
@@ -110,10 +110,10 @@ def run_command(args: argparse.Namespace) -> int:
         show = colored if args.color else plain
     if show is colored:
         log.info(LEGEND)
-    finish_reason, origins = stream(run, show, quiet=args.quiet)
+    finish_reason, tokens = stream(run, show, quiet=args.quiet)
     if show in (json_line, nothing):
-        print(json.dumps(report(engine, run, args, finish_reason)), flush=True)
-    log.info(outline(engine, run, origins))
+        print(json.dumps(report(engine, run, args, finish_reason, tokens)), flush=True)
+    log.info(outline(engine, run))
     if args.stats:
         log.info(details(engine, run))
     return 130 if finish_reason == "interrupted" else 0

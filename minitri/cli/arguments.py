@@ -123,6 +123,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "top_p": {"type": float, "metavar": "P"}, "min_p": {"type": float, "metavar": "P"},
     "stop": {"action": "append", "metavar": "TEXT", "default": []},
     "ignore_eos": SWITCH, "offload": SWITCH, "coupled": SWITCH,
+    "logprobs": {"type": whole(), "metavar": "K"},
     "method": {"choices": METHODS}, "policy": {"choices": POLICIES},
     "gamma1": AUTO, "gamma2": AUTO, "budget": AUTO,
     "rebuild_threshold": {"type": float, "metavar": "RATE"},

@@ -1,13 +1,14 @@
 """What a run did, in words for people and in numbers for programs."""
 
 import argparse
-from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from minitri.cli.arguments import WITH_DRAFTER
 from minitri.engine import Engine
+from minitri.events import Token
 from minitri.generation import Generation
 from minitri.loading.devices import attention_name
 from minitri.model.llama import Llama
@@ -32,9 +33,9 @@ GUESSED = ("draft", "lookup", "retrieval")
 """Origins of tokens that the target only verified."""
 
 
-def outline(engine: Engine, run: Generation, origins: Counter[str]) -> str:
-    """The statistics for people, in a line; `origins` counts tokens."""
-    stats, total = run.stats, origins.total()
+def outline(engine: Engine, run: Generation) -> str:
+    """The statistics for people, in a line."""
+    stats, total = run.stats, run.stats.num_generated_tokens
     seconds = stats.prefill_seconds + stats.decode_seconds
     took = f"{total} tokens in {seconds:.2f} s, {stats.prefill_seconds:.2f} s of it for the prompt"
     parts = [took]
@@ -43,7 +44,8 @@ def outline(engine: Engine, run: Generation, origins: Counter[str]) -> str:
     if (gain := speedup(engine, run)) is not None:
         parts.append(f"about {gain:.1f} times as fast as without speculation")
     if total and stats.levels:
-        parts.append(f"{sum(origins[name] for name in GUESSED) / total:.0%} guessed")
+        counts = [row.stats.by_origin.get(name, 0) for row in run.rows for name in GUESSED]
+        parts.append(f"{sum(counts) / total:.0%} guessed")
     return ", ".join(parts)
 
 
@@ -128,9 +130,18 @@ def phase_ms(stats: Stats) -> dict[str, float]:
     return {name: ms * value for name, value in seconds.items()}
 
 
+def log_probs(tokens: Sequence[Token]) -> dict[str, Any]:
+    """What --logprobs adds to the report of a text: for each token its own, and the likeliest."""
+    if not tokens or tokens[0].logprob is None:
+        return {}
+    likeliest = [token.top_logprobs for token in tokens]
+    return {"logprobs": [token.logprob for token in tokens], "top_logprobs": likeliest}
+
+
 def report(
-    engine: Engine, run: Generation, args: argparse.Namespace, finish_reason: str
-) -> dict[str, Any]:
+    engine: Engine, run: Generation, args: argparse.Namespace, finish_reason: str,
+    tokens: Sequence[Token],
+) -> dict[str, Any]:  # fmt: skip
     """The statistics for programs: the object that --json prints."""
     row, stats = run.rows[0], run.stats
     draft = draft_name(engine) if args.method in WITH_DRAFTER else None
@@ -144,9 +155,11 @@ def report(
         **{name: getattr(stats, name) for name in numbers},
         **where(engine.model),
         "text": row.text, "token_ids": row.token_ids, "finish_reason": finish_reason,
-        "seed": args.seed, "draft": draft,
+        "seed": args.seed, "draft": draft, "num_cached_tokens": row.stats.num_cached_tokens,
+        "tokens_by_origin": row.stats.by_origin, "speedup_estimate": speedup(engine, run),
         "levels": [level.as_dict() for level in stats.levels],
         "drafters": [drafter.as_dict() for drafter in stats.drafters],
         "phase_ms_per_token": phase_ms(stats), "num_rebuilds": stats.rebuilds.count,
         "break_even_acceptance": stats.break_even, "num_cuda_graphs": stats.num_graphs,
+        **log_probs(tokens),
     }  # fmt: skip

@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 import json
 import logging
-from collections import Counter
+from collections import defaultdict
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from tqdm import tqdm
 
 from minitri.cli.prompts import boot, cut, encode, read_text
-from minitri.cli.report import details, outline
+from minitri.cli.report import details, log_probs, outline
 from minitri.cli.sampling import SAMPLING, model_sampling, seed_of
 from minitri.errors import InputError, shorten
 from minitri.events import End, Request, Token
@@ -148,18 +148,19 @@ def run_requests(
     run = engine.stream(
         requests, batch_size=args.batch_size, generation=generation, speculation=speculation
     )
-    quiet, num_done, origins = True if args.quiet else None, 0, Counter[str]()
+    quiet, num_done = True if args.quiet else None, 0
+    tokens: defaultdict[int, list[Token]] = defaultdict(list)
     with closing(run), tqdm(total=len(good), unit=" prompts", disable=quiet) as bar:
         try:
             for event in run:
                 if isinstance(event, Token):
-                    origins[event.origin] += 1
+                    tokens[event.row].append(event)
                 if isinstance(event, End):
                     line, row = good[event.row], run.rows[event.row]
                     print(line.answer(
                         text=event.text, token_ids=event.token_ids,
                         finish_reason=event.finish_reason, seed=row.request.seed,
-                        num_prompt_tokens=row.num_prompt_tokens,
+                        num_prompt_tokens=row.num_prompt_tokens, **log_probs(tokens.pop(event.row)),
                     ), flush=True)  # fmt: skip
                     num_done += 1
                     bar.update()
@@ -167,7 +168,7 @@ def run_requests(
             bar.close()
             log.info("interrupted: %d of %d prompts are written", num_done, len(good))
             return 130
-    log.info(outline(engine, run, origins))
+    log.info(outline(engine, run))
     if args.stats:
         log.info(details(engine, run))
     if len(good) < len(lines):

@@ -1,7 +1,6 @@
 """Shows a run as it goes: text or a line of JSON per token, a progress bar, colors by origin."""
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
@@ -53,6 +52,8 @@ def colored(token: Token) -> str:
 def json_line(token: Token) -> str:
     """A token as a line of JSON."""
     shown = {name: getattr(token, name) for name in ("token_id", "text", "origin")}
+    if token.logprob is not None:
+        shown |= {"logprob": token.logprob, "top_logprobs": token.top_logprobs}
     return json.dumps(shown) + "\n"
 
 
@@ -63,23 +64,23 @@ def nothing(_: Token) -> str:
 
 def stream(
     run: Generation, show: Callable[[Token], str], *, quiet: bool
-) -> tuple[str, Counter[str]]:
+) -> tuple[str, list[Token]]:
     """Shows a run of one prompt as it goes; returns how it finished, `interrupted` by Ctrl-C, and
-    the tokens by origin."""
-    finish_reason, origins = "interrupted", Counter[str]()
+    its tokens."""
+    finish_reason, tokens = "interrupted", []
     try:
         for event in with_bar(run, quiet=quiet):
             if isinstance(event, End):
                 finish_reason = event.finish_reason
                 break
-            origins[event.origin] += 1
+            tokens.append(event)
             print(show(event), end="", flush=True)
     except KeyboardInterrupt:
         pass
     finally:
         if show in (plain, colored):
             print(flush=True)
-    return finish_reason, origins
+    return finish_reason, tokens
 
 
 def finish(run: Generation, *, quiet: bool) -> End:

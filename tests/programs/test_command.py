@@ -159,6 +159,25 @@ def test_each_token_is_a_line_of_json_and_the_report_is_the_last(run):
     assert "".join(line["text"] for line in lines) == report["text"]
     assert {line["origin"] for line in lines} <= {"draft", "retrieval", "recovered", "bonus"}
     assert set(last) == set(report)
+    assert "logprobs" not in report
+
+
+def test_log_probabilities_are_in_all_json(run, engine, tmp_path):
+    flags = ("-n", "6", "--logprobs", "2", "--temperature", "0")
+    report = json.loads(run(PROMPT, *flags, "--json")[1])
+    lines = [*map(json.loads, run(PROMPT, *flags, "--json-stream")[1].splitlines())][:-1]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": PROMPT}))
+    answer = json.loads(run("--prompts", str(file), *flags)[1])
+    assert run(PROMPT, *flags)[1] == run(PROMPT, "-n", "6")[1]
+    for logprobs, likeliest in (
+        (report["logprobs"], report["top_logprobs"]),
+        (answer["logprobs"], answer["top_logprobs"]),
+        ([line["logprob"] for line in lines], [line["top_logprobs"] for line in lines]),
+    ):
+        assert [pairs[0][1] for pairs in likeliest] == logprobs  # greedy: the likeliest
+        assert [pairs[0][0] for pairs in likeliest] == report["token_ids"]
+        assert all(len(pairs) == 2 and pairs[1][1] <= pairs[0][1] < 0 for pairs in likeliest)
 
 
 @pytest.mark.parametrize("flag", ["--json", "--json-stream"])
