@@ -115,7 +115,7 @@ def encode(
     Raises `InputError` if it is far too long.
     """
     if fit is not None:
-        room = min(max_tokens or config.context_length, config.context_length - num_new)
+        room = room_for(config, max_tokens, num_new)
         ids = tokenizer.encode(text, room + 1) if fit == "first" else last(text, tokenizer, room)
         return cut(ids, room, fit, num_head=ids[:1] == [tokenizer.bos_token_id])
     limit = max_tokens or MANY_CONTEXTS * config.context_length + 1
@@ -126,6 +126,11 @@ def encode(
             f"holds; keep {max(1, config.context_length - num_new)} (--max-prompt-tokens)"
         )
     return ids
+
+
+def room_for(config: ModelConfig, max_tokens: int | None, num_new: int) -> int:
+    """Tokens that --fit may keep of a prompt."""
+    return max(1, min(max_tokens or config.context_length, config.context_length - num_new))
 
 
 def last(text: str, tokenizer: Tokenizer, room: int) -> list[int]:

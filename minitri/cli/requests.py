@@ -18,7 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from minitri.cli.prompts import boot, cut, encode, read_text
+from minitri.cli.prompts import boot, cut, encode, read_text, room_for
 from minitri.cli.report import details, log_probs, outline
 from minitri.cli.sampling import SAMPLING, model_sampling, seed_of
 from minitri.errors import InputError, shorten
@@ -185,8 +185,7 @@ def _encoded(
         ids = encode(request.prompt, tokenizer, config, most, num_new, args.fit)
     else:
         ids = list(request.prompt)
-        room = min(most or config.context_length, config.context_length - num_new)
-        ids = cut(ids, room, args.fit) if args.fit else ids[:most]
+        ids = cut(ids, room_for(config, most, num_new), args.fit) if args.fit else ids[:most]
     check_prompt(ids, config, num_new)
     return dataclasses.replace(request, prompt=ids)
 

@@ -143,6 +143,19 @@ def test_fit_keeps_the_first_or_last_tokens_and_says_so(engine, caplog, run):
     assert (code, json.loads(out)["num_prompt_tokens"]) == (0, room)
     assert f"prompt: only its last {room} tokens, the others do not fit" in err
     assert run(text, "-n", "8")[0] == 2
+    for fit in ("first", "last"):
+        assert "holds 512 minus max_new_tokens=600" in run(PROMPT, "-n", "600", "--fit", fit)[2]
+
+
+def test_fit_is_for_each_line_of_a_file_of_prompts(run, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "x " * 3000}, {"token_ids": [5] * 700}, {"prompt": PROMPT}]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    code, out, _ = run("--prompts", str(file), "-n", "12", "--fit", "last")
+    counts = {line["line"]: line["num_prompt_tokens"] for line in map(json.loads, out.splitlines())}
+    assert code == 0
+    assert (counts[1], counts[2]) == (500, 500)
+    assert counts[3] < 500
 
 
 def test_ends_that_must_stay_are_not_cut():
