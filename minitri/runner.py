@@ -33,7 +33,7 @@ from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.block import Block, forward_block, make_block, read_block
 from minitri.model.cache import Cache, TreeCache, gather_path
 from minitri.model.llama import Llama
-from minitri.settings import LONGEST_BLOCK, SamplingParams, SpeculationConfig
+from minitri.settings import SamplingParams, SpeculationConfig
 from minitri.trees.shape import TreeShape
 
 log = logging.getLogger("minitri")
@@ -293,28 +293,25 @@ def prefill(
 ) -> Iterator[int]:
     """Reads a prompt but for its last token into row b, `chunk` tokens at a time.
 
-    Yields how many tokens have been read. K and V do not depend on where chunks begin, to the bit
-    where the model is row-invariant, but for prompts of up to `LONGEST_BLOCK` tokens. After every chunk `watch` is given the rotated queries
+    Yields how many tokens have been read. Where the model is row-invariant, K and V do not depend,
+    to the bit, on where chunks begin. After every chunk `watch` is given the rotated queries
     (L, T, H, D) of its last tokens, at most `max_queries`. A cache in host memory is filled layer
     by layer, unless all queries are wanted: see `gpu/offload/layer_major.py`.
     """
     if isinstance(full, OffloadedFullCache) and (watch is None or max_queries is not None):
         yield from read_by_layers(model, prompt, full, b, chunk, watch, max_queries or 0)
-    config, least = model.config, LONGEST_BLOCK + 1 if model.is_row_invariant else 1
+    config = model.config
     while full.lengths[b] < len(prompt) - 1:
-        start, row = full.lengths[b], full.row(b)
-        end = min(start + max(chunk, least), len(prompt) - 1)
-        # Shorter blocks have other kernels: some tokens are read again, so that bits are the same
-        # wherever chunks begin.
-        first = max(0, min(start, end - least))
-        row.crop([first])
-        queries_LBTHD, num_new = None, end - start
+        start = full.lengths[b]
+        piece = prompt[start : min(start + chunk, len(prompt) - 1)]
+        queries_LBTHD = None
         if watch is not None:
-            T = num_new if max_queries is None else min(max_queries, num_new)
+            T = len(piece) if max_queries is None else min(max_queries, len(piece))
             shape = (config.num_layers, 1, T, config.num_heads, config.head_dim)
             queries_LBTHD = torch.empty(shape, dtype=model.dtype, device=model.device)
-        read_block(model, [prompt[first:end]], row, queries_LBTHD)
-        full.advance([num_new if b == other else 0 for other in range(len(full.lengths))])
+        with model.reading_prompt():
+            read_block(model, [piece], full.row(b), queries_LBTHD)
+        full.advance([len(piece) if b == other else 0 for other in range(len(full.lengths))])
         if watch is not None and queries_LBTHD is not None:
             watch(queries_LBTHD[:, 0])
         yield full.lengths[b]

@@ -38,7 +38,7 @@ from minitri.model.cache import round_up_to_stride
 from minitri.model.llama import Llama
 from minitri.roofline import CPU, GPU, bytes_per_pass, pass_costs
 from minitri.runner import DraftRunner, ModelRunner, RetrievalRunner, prefill
-from minitri.settings import LONGEST_BLOCK, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.stats import LevelStats, Stats
 from minitri.trees.level import TreeLevel
 from minitri.trees.random_source import CoupledTrees, IndependentTrees
@@ -264,14 +264,13 @@ class Session:
         self.cascade.retire(b)
 
     def _num_exact(self, b: int) -> int:
-        """First tokens of row b whose K and V are, to the bit, those of a longer prompt.
+        """First tokens of row b whose K and V are what a prefill would give.
 
-        Blocks of decoding have kernels of their own, whose bits do not depend on the block.
+        On compiled kernels that is to the bit, so tokens that were generated do not count: decoding
+        has kernels of its own, which round otherwise.
         """
         held, read = self._num_certain[b], self._num_prompt[b] - 1
-        if not self.models[0].is_row_invariant:
-            return held
-        return min(held, read) if read > LONGEST_BLOCK else 0
+        return min(held, read) if self.models[0].is_row_invariant else held
 
     def _note_certain(self) -> None:
         """The full cache holds so many tokens of each row that will stay, whatever comes next."""
