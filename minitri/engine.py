@@ -76,7 +76,9 @@ def load(
     if before_weights is not None:
         before_weights(files.tokenizer, files.config)
     target, drafter, guesser = files.load()
-    return Engine(target, files.tokenizer, drafter, guesser, files.sources)
+    engine = Engine(target, files.tokenizer, drafter, guesser, files.sources)
+    engine.sampling_defaults = files.sampling_defaults
+    return engine
 
 
 class Engine:
@@ -103,6 +105,8 @@ class Engine:
         self.draft = draft
         self.guesser = guesser
         self.sources = sources
+        self.sampling_defaults = SamplingParams()
+        """What the model's generation_config.json recommends; nothing here applies it."""
         self._pool = SessionPool(model, draft, guesser, sources)
 
     def __repr__(self) -> str:

@@ -42,7 +42,7 @@ def build_parser() -> arguments.OneLineParser:
     )
     add, count, number = parser.add_argument, arguments.positive, positive_number
     text = "a named model, or a folder or file whose config is read"
-    add("--model", metavar="NAME|PATH", default="llama2-7b-128k", help=text)
+    add("-m", "--model", metavar="NAME|PATH", default="llama2-7b-128k", help=text)
     text = "tokens, prompt and output (default: all it holds)"
     add("--context", type=count, metavar="N", help=text)
     add("--batch", type=arguments.whole(1, 65536), metavar="N", default=1, help="sequences")

@@ -82,6 +82,15 @@ def shape_of(name: str) -> ModelConfig | None:
     return dataclasses.replace(config, **FAMILIES[row.kind])
 
 
+def table() -> str:
+    """The named models in a table for people."""
+    rows = [("name", "repository", "drafter", "context, tokens")]
+    rows += [(name, row.repo, row.draft, str(row.context)) for name, row in MODELS.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(lines)
+
+
 def unknown_model(name: str) -> InputError:
     """The error for a model that is neither a name, nor a path, nor a hub repository."""
     close = difflib.get_close_matches(name, MODELS, n=1)
