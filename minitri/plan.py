@@ -21,12 +21,12 @@ with clean_imports():
     from minitri.benchmarks.ledger import CARDS, Workload, predict
     from minitri.benchmarks.ledger import table as ledger_table
     from minitri.cli import arguments
+    from minitri.config import ModelConfig
     from minitri.errors import InputError, shorten
     from minitri.gpu.placement import CONTEXT, GIB, demand, shortage
     from minitri.loading.checkpoint import open_checkpoint
     from minitri.loading.fetch import committed_path, default_draft, split_draft
     from minitri.loading.named_models import shape_of, unknown_model
-    from minitri.model.config import ModelConfig
     from minitri.roofline import Machine, four_bit_bytes
     from minitri.settings import StepPlan
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from minitri.cli.arguments import DEMO_PROMPT_TOKENS, model_of
+from minitri.config import ModelConfig
 from minitri.engine import Engine, load
 from minitri.errors import InputError, shorten
 from minitri.loading.prompts import check_prompt
 from minitri.loading.tokenizer import Tokenizer
-from minitri.model.config import ModelConfig
 from minitri.parallel.ranks import join
 
 log = logging.getLogger("minitri")

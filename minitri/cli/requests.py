@@ -21,11 +21,11 @@ from tqdm import tqdm
 from minitri.cli.prompts import boot, cut, encode, read_text, room_for
 from minitri.cli.report import details, log_probs, outline
 from minitri.cli.sampling import SAMPLING, model_sampling, seed_of
+from minitri.config import ModelConfig
 from minitri.errors import InputError, shorten
 from minitri.events import End, Request, Token
 from minitri.loading.prompts import MAX_SEED, as_seeds, check_prompt
 from minitri.loading.tokenizer import Tokenizer
-from minitri.model.config import ModelConfig
 from minitri.parallel.ranks import join
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 

@@ -8,9 +8,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from minitri.config import ROPE_KINDS, ModelConfig, RopeConfig
 from minitri.errors import InputError, shorten
 from minitri.loading.damage import explain, printable
-from minitri.model.config import ROPE_KINDS, ModelConfig, RopeConfig
 from minitri.settings import SamplingParams
 
 log = logging.getLogger("minitri")

@@ -8,9 +8,9 @@ import dataclasses
 import difflib
 from typing import Any, NamedTuple
 
+from minitri.config import ModelConfig
 from minitri.errors import InputError
 from minitri.loading.hf_config import FAMILIES
-from minitri.model.config import ModelConfig
 
 DEFAULT_MODEL = "smollm2-135m"
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig, session
+from minitri.events import Batch
 from minitri.gpu.attention import Math
 from minitri.gpu.graphs import GraphPool
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.gpu.pool import can_run
-from minitri.session import Batch
+from minitri.reuse.pool import can_run
 from minitri.settings import METHODS, POLICIES
 from tests.cascades import random_prompt, tiny_engine
 from tests.conftest import CPU

@@ -184,8 +184,8 @@ def test_a_file_of_another_model_dtype_or_rope_is_refused(saved, folder, tmp_pat
 WRITERS = """
 import os, sys, torch
 from types import SimpleNamespace
-from minitri.loading.kv_snapshot import write_snapshot
-from minitri.model.config import ModelConfig
+from minitri.reuse.snapshot import write_snapshot
+from minitri.config import ModelConfig
 from minitri.parallel.ranks import Ranks
 config = ModelConfig(40, 64, 64, 2, 2, 32, 100, 4096)
 model = SimpleNamespace(config=config, fingerprint="x", ranks=Ranks(), dtype=torch.float32)

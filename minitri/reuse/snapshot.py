@@ -21,9 +21,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minitri.caches.prefix import KVSource
 from minitri.errors import InputError, shorten
 from minitri.model.llama import Llama
+from minitri.reuse.prefix import KVSource
 
 FORMAT = "minitri KV snapshot 1"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
