@@ -48,6 +48,7 @@ OFFLOADED = "minitri.gpu.offload.offloaded_cache.OffloadedFullCache."
 LAYERS = "minitri.gpu.offload.layer_major."
 RACES = "gpu_twins/test_offloaded_cache.py::"
 BY_LAYERS = "gpu_twins/test_layer_major.py::"
+PREFIX, PREFIXES = "minitri.reuse.prefix.PrefixCache.", "reuse/test_prefixes.py::"
 CLOCK = "gpu_twins/test_device_clock.py::"
 TREES = "minitri.trees."
 TREE_ENUMERATION = "trees/test_tree_enumeration.py::"
@@ -158,8 +159,8 @@ MUTANTS = [
     Mutant(
         "EOS as bonus token ignored",
         "minitri.generation.Generation._emit",
-        "text = row.push(token, eos)",
-        'text = row.push(token, () if origin == "bonus" else eos)',
+        "text = row.push(token, origin, eos)",
+        'text = row.push(token, origin, () if origin == "bonus" else eos)',
         "decoding/test_stops_in_blocks.py::test_end_tokens_end_a_text_at_every_offset_of_a_block",
     ),
     Mutant(
@@ -173,6 +174,7 @@ MUTANTS = [
         "a drafter's vocabulary cut after the softmax",
         RUNNER + "ModelRunner._probs",
         """[..., : self._vocab_size]
+        self._logits_BNV = logits_BNV
         return pad_vocabulary(probs_of_rows(logits_BNV, self._sampling),""",
         """
         return pad_vocabulary(
@@ -719,5 +721,69 @@ MUTANTS = [
         "end.synchronize()",
         "pass",
         CLOCK + "test_every_stage_is_charged_for_its_own_work",
+    ),
+    Mutant(
+        "what idle rows wrote stays where a text goes on",
+        PREFIX + "_fill",
+        "self._full.write(layer, b, keys_KTD, values_KTD)\n            return",
+        "return",
+        PREFIXES + "test_idle_rows_are_restored",
+    ),
+    Mutant(
+        "a copy of a row takes what idle rows wrote",
+        "minitri.reuse.prefix.HeldRow.layers",
+        "if self.first is None:",
+        "if True:",
+        PREFIXES + "test_idle_rows_are_restored_for_others",
+    ),
+    Mutant(
+        "one token too many counts as common",
+        "minitri.reuse.prefix.num_common",
+        "return next(number for",
+        "return 1 + next(number for",
+        PREFIXES + "test_nothing_of_other_texts_is_read",
+    ),
+    Mutant(
+        "guesses in flight count as certain",
+        PREFIX + "keep",
+        "text[: self._num_certain[b]], self._num_exact(b)",
+        "text[: self._full.lengths[b]], self._full.lengths[b]",
+        PREFIXES + "test_ctrl_c_in_the_middle_of_a_step_loses_nothing_that_was_certain",
+    ),
+    Mutant(
+        "K and V of decoding taken for those of a prompt",
+        PREFIX + "_num_exact",
+        "return held if self._reads_alike else",
+        "return held if True else",
+        PREFIXES + "test_on_compiled_kernels_texts_are_equal_to_the_bit[bfloat16]",
+    ),
+    Mutant(
+        "a short chunk of a prompt read like a block of decoding",
+        "minitri.cpu.kernels.Kernels.is_short",
+        " and not self._reads_prompt",
+        "",
+        "cpu/test_pass.py::test_chunks_of_a_prompt_may_begin_anywhere[bfloat16]",
+    ),
+    Mutant(
+        "log-probabilities behind the filters",
+        RUNNER + "ModelRunner.log_probs",
+        "self._logits_BNV[b, : len(tokens)]",
+        "(self._logits_BNV[b, : len(tokens)] / 0.8)",
+        "reuse/test_logprobs.py::test_they_are_those_of_the_plain_forward_pass",
+    ),
+    Mutant(
+        "log-probabilities of a tree's first nodes, not of its path",
+        RUNNER + "ModelRunner.keep_paths",
+        "torch.tensor([0, *path]) for path in paths",
+        "torch.arange(1 + len(path)) for path in paths",
+        "reuse/test_logprobs.py::"
+        "test_they_are_those_of_autoregressive_decoding[sampling0-naive-3x2]",
+    ),
+    Mutant(
+        "guesses for a request that wants none",
+        "minitri.decoding.cascade.Cascade.step",
+        "on and guess for",
+        "on for",
+        "reuse/test_open_runs.py::test_a_request_without_speculation_stands_beside_others[False-]",
     ),
 ]

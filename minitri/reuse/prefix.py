@@ -120,12 +120,12 @@ class PrefixCache:
             self._guard(b, row.tokens[:num_tokens], min(row.num_exact, num_tokens))
 
     def best_place(self, places: list[int], prompt: list[int]) -> int:
-        """Of these rows without a text the one that holds most of the prompt's beginning, or else
-        the one of which least is lost."""
+        """Of these rows without a text the one where a prompt saves most copying and loses least of
+        what other prompts might begin with."""
 
-        def gain(b: int) -> tuple[int, int]:
+        def gain(b: int) -> int:
             row = self._ended[b]
-            return (num_common(row, prompt), -len(row.tokens)) if row else (0, 0)
+            return 2 * num_common(row, prompt) - len(row.tokens) if row is not None else 0
 
         return max(places, key=gain)
 

@@ -14,6 +14,7 @@ from minitri.caches.streaming import StreamingCache
 from minitri.cpu.fused import KernelLayers, use_kernels
 from minitri.cpu.kernels import Kernels, load_kernels
 from minitri.cpu.quantized import quantized_twin
+from minitri.runner import prefill
 from minitri.settings import SpeculationConfig
 from tests.conftest import tiny_config, tiny_model
 from tests.cpu.test_kernels import SOURCE, TOLERANCE, compiled
@@ -138,3 +139,20 @@ def test_a_copy_of_a_model_does_not_take_its_weights(kernels):
     rough = twin(tokens, tokens, filled_cache("full", torch.float32))
     assert not torch.equal(rough, before)
     assert torch.equal(model(tokens, tokens, filled_cache("full", torch.float32)), before)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_chunks_of_a_prompt_may_begin_anywhere(kernels, dtype):
+    """K and V have the same bits: a text may go on behind what an earlier one left."""
+    model = tiny_model(CONFIG, dtype=getattr(torch, dtype))
+    use_kernels(model, kernels)
+    prompt = torch.randint(0, CONFIG.vocab_size, (401,), generator=torch.manual_seed(0)).tolist()
+    caches = []
+    for ends in ([400], [256, 400], [1, 2, 9, 140, 141, 270, 399, 400], range(50, 401, 50)):
+        cache = FullCache.allocate(CONFIG, 1, 448, dtype=model.dtype, device=model.device)
+        for end in ends:
+            for _ in prefill(model, prompt[: end + 1], cache, 0, chunk=1024):
+                pass
+        caches.append((cache.keys[..., :400, :], cache.values[..., :400, :]))
+    for pair in caches[1:]:
+        assert all(torch.equal(*both) for both in zip(pair, caches[0], strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -19,6 +20,7 @@ from minitri import (
 )
 from minitri.settings import METHODS, POLICIES
 from tests.cascades import random_prompt, tiny_engine
+from tests.gpu_twins.test_offloaded_cache import offloaded
 
 WARM = SamplingParams(0.9, 30)
 SETTINGS = {"budget": 32, "num_recent_tokens": 16, "observation_window": 4}
@@ -137,24 +139,30 @@ def test_ctrl_c_in_the_middle_of_a_step_loses_nothing_that_was_certain(
     """Guesses were in the caches when it came."""
     engine.release()
     speculation = settings_of("triforce")
-    run = engine.generate(document, speculation=speculation, generation=GenerationConfig(30))
+    generation = GenerationConfig(30, ignore_eos=True)
+    run = engine.generate(
+        document, speculation=speculation, generation=generation, sampling=WARM, seed=2
+    )
     for event in run:
         if isinstance(event, Token):
             break
     session = run._events.gi_frame.f_locals["session"]
-    monkeypatch.setattr(type(session.source), "verify", interrupt)
+    target = session.cascade._target
+
+    def crop(lengths):
+        if session.full.lengths > lengths:
+            raise KeyboardInterrupt
+        type(target).crop(target, lengths)
+
+    monkeypatch.setattr(target, "crop", crop)  # what was rejected is still there, what came is not
     with pytest.raises(KeyboardInterrupt):
         list(run)
-    monkeypatch.undo()
-    assert engine.held_tokens[:150] == document[:150]
-    again, cached = say(engine, [[*document, 4]], speculation)
+    prompt = [*engine.held_tokens, *range(20)]  # the last are always read
+    assert prompt[:150] == document
+    again, cached = say(engine, [prompt], speculation, num_new=40)
     assert cached[0] > 140
     engine.release()
-    assert say(engine, [[*document, 4]], speculation)[0] == again
-
-
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+    assert say(engine, [prompt], speculation, num_new=40)[0] == again
 
 
 def test_a_longer_run_takes_the_text_along(engine, document):
@@ -200,3 +208,71 @@ def test_nothing_of_other_texts_is_read():
     again, cached = say(engine, [prompt], speculation)
     assert cached[0] == 60 + (prompt[60] == document[60])
     assert say(tiny_engine(), [prompt], speculation)[0] == again
+
+
+def test_idle_rows_are_restored_for_others(engine, document):
+    """A text that has ended is taken over by another row, while a third has made many steps."""
+    engine.release()
+    speculation = settings_of("triforce")
+    run = engine.open(
+        batch_size=3, generation=GenerationConfig(reserve=256), speculation=speculation
+    )
+
+    def ask(prompt, num_new):
+        generation = GenerationConfig(num_new, ignore_eos=True)
+        run.submit(Request(prompt, generation=generation, sampling=WARM))
+
+    ask(document, 2)
+    ask(random_prompt(engine.config, 40, seed=5), 100)
+    tokens, ends = 0, dict[int, End]()
+    for event in run:
+        tokens += isinstance(event, Token)
+        if isinstance(event, Token) and tokens == 30:
+            ask(document[:60], 8)  # too short to take the place of the first
+        if isinstance(event, End):
+            ends[event.row] = event
+        if isinstance(event, minitri.Idle):
+            break
+    run.close()
+    assert ends[2].row_stats.num_cached_tokens == 55
+    engine.release()
+    generation = GenerationConfig(8, ignore_eos=True)
+    alone = engine.complete(
+        document[:60], sampling=WARM, speculation=speculation, generation=generation
+    )
+    assert ends[2].token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_compiled_kernels_texts_are_equal_to_the_bit(folder, dtype):
+    """So tokens that were generated are read again: decoding rounds otherwise than a prefill."""
+    engine = minitri.load(folder, dtype=dtype, device="cpu")
+    if not engine.model.is_row_invariant:
+        pytest.skip("no compiled kernels here")
+    document = random_prompt(engine.config, 150, seed=1)
+    first, _ = say(engine, [document], settings_of("triforce"))
+    prompt = [*document, *first[0], 9, 8, 7]
+    say(engine, [prompt], settings_of("triforce"))
+    kept = engine._pool._kept.full
+    ours = [slots[:, 0, :, : len(prompt) - 1].clone() for slots in (kept.keys, kept.values)]
+    engine.release()
+    say(engine, [prompt], settings_of("triforce"))
+    fresh = engine._pool._kept.full
+    for slots, own in zip((fresh.keys, fresh.values), ours, strict=True):
+        assert torch.equal(slots[:, 0, :, : len(prompt) - 1], own)
+
+
+@pytest.mark.parametrize("on_chip", [0, 1])
+def test_a_cache_in_host_memory_serves_too(on_chip, monkeypatch):
+    engine, fresh = tiny_engine(), tiny_engine()
+    document = random_prompt(engine.config, 200, seed=1)  # more than the ring holds
+    for it in (engine, fresh):
+        hosted = functools.partial(offloaded, on_chip, batch_size=2, config=it.config)
+        monkeypatch.setattr("minitri.session.allocate_full_cache", lambda *_, f=hosted: f())
+    settings = {"offload": True, "on_chip": on_chip}
+    speculation = settings_of("triforce")
+    say(engine, [document, document[:50]], speculation, **settings)
+    prompts = [[*document, 5, 6], [*document, 7]]
+    again, cached = say(engine, prompts, speculation, **settings)
+    assert cached == [197, 196]
+    assert say(fresh, prompts, speculation, **settings) == (again, [0, 196])
