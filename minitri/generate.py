@@ -15,6 +15,7 @@ with clean_imports():
     import sys
 
     from minitri.cli import arguments
+    from minitri.cli.kv import add_kv_flags, check_kv_flags, load_kv, save_kv
     from minitri.cli.prompts import load_engine, max_tokens_of, read_prompt
     from minitri.cli.report import details, outline, report
     from minitri.cli.requests import run_requests
@@ -52,6 +53,7 @@ def build_parser() -> arguments.OneLineParser:
     )
     arguments.add_fields(parser, GenerationConfig, "prefill_chunk")
     arguments.add_gpu_flags(parser)
+    add_kv_flags(parser)
     arguments.add_fields(parser, GenerationConfig, "stop", "ignore_eos", "logprobs")
     arguments.add_sampling_flags(
         parser,
@@ -86,6 +88,7 @@ def run_command(args: argparse.Namespace) -> int:
     speculation, draft = arguments.speculation_of(args), arguments.draft_of(args)
     for flag in arguments.ignored_flags(args):
         log.warning("%s is ignored: --method %s has no use for it", flag, args.method)
+    check_kv_flags(args)
     args.prompt = args.text if args.prompt is None else args.prompt
     is_given = args.demo or any(
         x is not None for x in (args.prompt, args.prompt_file, args.prompts)
@@ -101,6 +104,7 @@ def run_command(args: argparse.Namespace) -> int:
     sampling = dataclasses.replace(sampling, **model_sampling(args, engine))
     vars(args).update(dataclasses.asdict(sampling))
     args.seed = seed_of(args, speculation)
+    load_kv(args, engine)
     run = engine.generate(
         prompt, sampling=sampling, generation=generation, speculation=speculation, seed=args.seed
     )
@@ -116,6 +120,8 @@ def run_command(args: argparse.Namespace) -> int:
     log.info(outline(engine, run))
     if args.stats:
         log.info(details(engine, run))
+    run.close()
+    save_kv(args, engine, run.rows[0].stats.num_cached_tokens)
     return 130 if finish_reason == "interrupted" else 0
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from minitri.cli.kv import load_kv, save_kv
 from minitri.cli.prompts import boot, cut, encode, read_text, room_for
 from minitri.cli.report import details, log_probs, outline
 from minitri.cli.sampling import SAMPLING, model_sampling, seed_of
@@ -145,6 +146,7 @@ def run_requests(
     args.temperature = defaults.get("temperature", args.temperature)
     first_seed = seed_of(args, speculation) if args.seed is None else 0
     requests = [_completed(line, defaults, first_seed) for line in good]
+    load_kv(args, engine)
     run = engine.stream(
         requests, batch_size=args.batch_size, generation=generation, speculation=speculation
     )
@@ -171,6 +173,7 @@ def run_requests(
     log.info(outline(engine, run))
     if args.stats:
         log.info(details(engine, run))
+    save_kv(args, engine, max(row.stats.num_cached_tokens for row in run.rows))
     if len(good) < len(lines):
         num_wrong = len(lines) - len(good)
         raise InputError(f"{num_wrong} of {len(lines)} lines were wrong, the others are written")

@@ -58,7 +58,7 @@ class Cascade:
         """`sequences` are the texts, a list per row, extended in place. `tuner` says before each
         step which stages take part; `stats` are those of the run."""
         self.sequences = sequences
-        self.active = [True] * len(sequences)
+        self.active = [False] * len(sequences)  # until they start
         self.guessing = [True] * len(sequences)
         self._stats = stats
         self.tuner = tuner
