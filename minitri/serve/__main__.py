@@ -102,9 +102,9 @@ def run_command(args: argparse.Namespace) -> None:
         engine = boot(args, arguments.draft_of(args), lambda *_: None)
         context = min(args.context or DEFAULT_CONTEXT, engine.config.context_length)
         run = arguments.taken(GenerationConfig, args, reserve=context)
-        options = {"batch_size": args.batch_size, "generation": run, "speculation": speculation}
+        options = {"sampling": sampling, "generation": run, "speculation": speculation}
         protocol = Protocol(engine, {engine.config.name, args.model}, sampling, context)
-        with Worker(lambda: engine.open(**options)) as worker:
+        with Worker(lambda: engine.open(batch_size=args.batch_size, **options)) as worker:
             service = Service(
                 engine, worker, protocol, num_rows=args.batch_size, max_queue=args.max_queue,
                 seconds=args.time_limit, api_key=key,

@@ -57,6 +57,11 @@ class Worker:
     def is_alive(self) -> bool:
         return self._thread.is_alive() and not self._stopping
 
+    @property
+    def num_running(self) -> int:
+        """Requests that the run has, waiting ones included."""
+        return len(self._jobs)
+
     def submit(self, request: Request, deliver: Deliver) -> Job:
         """Puts a request behind the others."""
         job = Job(request, deliver)
