@@ -13,19 +13,12 @@ if TYPE_CHECKING:
 
     from minitri.engine import Engine, load
     from minitri.errors import InputError
-    from minitri.generation import (
-        Completion,
-        End,
-        Event,
-        Generation,
-        PrefillProgress,
-        Request,
-        Token,
-    )
+    from minitri.events import Completion, End, Event, Idle, PrefillProgress, Request, Token
+    from minitri.generation import Generation
     from minitri.loading.named_models import MODELS
     from minitri.model.config import ModelConfig
     from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
-    from minitri.stats import Stats
+    from minitri.stats import RowStats, Stats
 
 __version__ = "0.1.0"
 
@@ -37,10 +30,12 @@ __all__ = [
     "Event",
     "Generation",
     "GenerationConfig",
+    "Idle",
     "InputError",
     "ModelConfig",
     "PrefillProgress",
     "Request",
+    "RowStats",
     "SamplingParams",
     "SpeculationConfig",
     "Stats",
@@ -54,16 +49,17 @@ _HOMES = {
     "minitri.settings": ("GenerationConfig", "SamplingParams", "SpeculationConfig"),
     "minitri.engine": ("Engine", "load"),
     "minitri.errors": ("InputError",),
-    "minitri.generation": (
+    "minitri.events": (
         "Completion",
         "End",
         "Event",
-        "Generation",
+        "Idle",
         "PrefillProgress",
         "Request",
         "Token",
     ),
-    "minitri.stats": ("Stats",),
+    "minitri.generation": ("Generation",),
+    "minitri.stats": ("RowStats", "Stats"),
 }
 
 

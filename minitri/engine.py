@@ -17,9 +17,11 @@ from typing import Any
 
 from minitri.drafters.lookup import Sources
 from minitri.errors import InputError, shorten
-from minitri.generation import Completion, End, Generation, Request, Row
+from minitri.events import Completion, End, Request
+from minitri.generation import Generation, Row
 from minitri.gpu.placement import most_rows
 from minitri.gpu.pool import SessionPool
+from minitri.loading.kv_snapshot import Snapshot, write_snapshot
 from minitri.loading.named_models import DEFAULT_MODEL
 from minitri.loading.open_models import OpenModels
 from minitri.loading.prompts import Prompt, as_seeds, check_prompt, encode_prompts
@@ -80,8 +82,9 @@ def load(
 class Engine:
     """A model and its tokenizer, ready to generate any number of times, one after the other.
 
-    On a GPU it keeps caches and captured graphs of the last run, so that the next one of the same
-    settings, with as many texts that are not longer, starts at once; see `release`. Some attention
+    It keeps the caches, and on a GPU the captured graphs, of the last run. The next one starts
+    behind what its prompts have in common with those texts, and where it has the same settings and
+    as many texts that are not longer, it captures nothing; see `release`. Some attention
     kernels cut a cache by its size, so that there, in the last bits, a text may depend on how long
     the texts before it were.
     """
@@ -117,19 +120,23 @@ class Engine:
         *,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
-        speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008 (frozen)
+        speculation: SpeculationConfig | bool = True,
+        method: str | None = None,
         seed: int | Sequence[int] = 0,
     ) -> Generation:
         """Starts a run over one prompt or several; each is a text or a list of token ids.
 
-        A single `seed` gives row b the seed `seed + b`. A row's tokens depend on its own prompt and
-        seed alone, up to the last bits of the arithmetic. One exception: where method or gammas are
-        open, at a temperature above 0 and uncoupled, rows share the autotuner's choices; and a
-        drafter that fails in one row drafts for none. Raises `InputError` here, before any work, if
+        With `speculation` False nothing is guessed; `method` replaces that of the settings. Of a
+        prompt that begins like a text of the last run only the rest is read. A single `seed` gives
+        row b the seed `seed + b`. A row's tokens depend on its own prompt and seed alone, up to the
+        last bits of the arithmetic. One exception: where method or gammas are open, at a
+        temperature above 0 and uncoupled, rows share the autotuner's choices; and a drafter that
+        fails in one row drafts for none. Raises `InputError` here, before any work, if
         a prompt is empty, too long, or has tokens outside the vocabulary.
         """
-        wanted = (SamplingParams, GenerationConfig, SpeculationConfig)
-        for given, kind in zip((sampling, generation, speculation), wanted, strict=True):
+        speculation = _as_config(speculation, method)
+        wanted = (SamplingParams, GenerationConfig)
+        for given, kind in zip((sampling, generation), wanted, strict=True):
             if not isinstance(given, kind):
                 raise InputError(f"got {shorten(repr(given), 60)} where a {kind.__name__} belongs")
         ids = encode_prompts(prompts, self.tokenizer)
@@ -144,7 +151,7 @@ class Engine:
         *,
         batch_size: int = MAX_ROWS,
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
-        speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008 (frozen)
+        speculation: SpeculationConfig | bool = True,
     ) -> Generation:
         """Starts a run over any number of requests, at most `batch_size` of them at a time.
 
@@ -154,14 +161,63 @@ class Engine:
         before any work if a request is wrong, and says which.
         """
         listed: list[Any] = list(requests)
-        for number, request in enumerate(listed):
-            if not isinstance(request, Request):
-                given = shorten(repr(request), 60)
-                raise InputError(f"request {number} is {given}; give a Request")
         if not (isinstance(batch_size, int) and batch_size > 0 and listed):
             what = f"batch_size is {shorten(repr(batch_size), 60)} for {len(listed)} requests"
             raise InputError(f"{what}; both must be at least 1")
-        return self._run(listed, batch_size, generation, speculation)
+        return self._run(listed, batch_size, generation, _as_config(speculation))
+
+    def open(
+        self,
+        *,
+        batch_size: int = MAX_ROWS,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
+        generation: GenerationConfig = GenerationConfig(reserve=4096),  # noqa: B008 (frozen)
+        speculation: SpeculationConfig | bool = True,
+    ) -> Generation:
+        """Starts a run without requests, which goes on until it is closed: see `Generation.submit`.
+
+        Its rows have room for `generation.reserve` tokens each, prompt and output. Where there is
+        nothing to do its events are `Idle`. With captured graphs, on a GPU, requests must have
+        filters of the kinds that `sampling` has, or temperature 0; those whose numbers differ
+        wait for one another. Raises `InputError` if there is no room.
+        """
+        config, run = _as_config(speculation), generation
+        if not 1 < run.reserve <= self.config.context_length:
+            raise InputError(
+                f"reserve is {run.reserve} tokens; give from 2 to {self.config.context_length}, "
+                f"the context of {self.config.name}"
+            )
+        run = dataclasses.replace(run, max_new_tokens=1)
+        batch = Batch([[0]] * batch_size, [0] * batch_size, sampling, run, config)
+
+        def make_row(number: int, request: Request) -> Row:
+            row = self._make_row(number, request)
+            num_tokens = len(row.prompt) + request.generation.max_new_tokens
+            if num_tokens > run.reserve:
+                raise InputError(
+                    f"prompt and output are {len(row.prompt)} + {num_tokens - len(row.prompt)} "
+                    f"tokens, but there is room for {run.reserve}; shorten the prompt, lower "
+                    "max_new_tokens, or reserve more"
+                )
+            if self.model.device.type == "cuda" and run.cuda_graphs:
+                forms = {sampling.form, request.sampling.form}
+                if request.sampling.temperature > 0 and len(forms) > 1:
+                    raise InputError(
+                        f"captured graphs have the filters of {sampling}, got {request.sampling}; "
+                        "use the same kinds of filters, or switch cuda_graphs off"
+                    )
+            return row
+
+        return Generation([], batch, self._pool, make_row)
+
+    def _make_row(self, number: int, request: Request) -> Row:
+        """A request, checked."""
+        if not isinstance(request, Request):
+            raise InputError(f"request {number} is {shorten(repr(request), 60)}; give a Request")
+        [ids] = encode_prompts([request.prompt], self.tokenizer)
+        check_prompt(ids, self.config, request.generation.max_new_tokens)
+        as_seeds(request.seed, 1)
+        return Row(number, request, ids, self.tokenizer)
 
     def _run(
         self, requests: list[Request], batch_size: int | None, run: GenerationConfig,
@@ -171,13 +227,10 @@ class Engine:
         rows = []
         for number, request in enumerate(requests):
             try:
-                [ids] = encode_prompts([request.prompt], self.tokenizer)
-                check_prompt(ids, self.config, request.generation.max_new_tokens)
-                as_seeds(request.seed, 1)
+                rows.append(self._make_row(number, request))
             except InputError as error:
                 where = f"request {number}: " if len(requests) > 1 else ""
                 raise InputError(f"{where}{error}") from None
-            rows.append(Row(number, request, ids, self.tokenizer))
         num_new = max(request.generation.max_new_tokens for request in requests)
         run = dataclasses.replace(run, max_new_tokens=num_new)
         prompts = sorted((row.prompt for row in rows), key=len, reverse=True)[:batch_size]
@@ -202,6 +255,44 @@ class Engine:
             end = next(event for event in run if isinstance(event, End))
         return Completion(end.text, end.token_ids, end.finish_reason, end.stats)
 
+    @property
+    def held_tokens(self) -> list[int]:
+        """The longest text whose K and V are kept from the last run, or come from a snapshot."""
+        held = self._pool.held
+        return list(held.tokens) if held is not None else []
+
+    def save_kv(self, path: str | os.PathLike[str]) -> int:
+        """Writes K and V of `held_tokens` to a file, for `load_kv`; returns how many tokens.
+
+        The file appears when it is complete, or stays as it was. Raises `InputError`.
+        """
+        held = self._pool.held
+        if held is None:
+            raise InputError("there is no KV cache to save; let the engine read a prompt first")
+        return write_snapshot(os.fsdecode(path), held, self.model)
+
+    def load_kv(self, path: str | os.PathLike[str]) -> int:
+        """Opens a file of `save_kv`: texts that begin like its tokens start behind them from now
+        on, until `release`. Returns how many tokens it holds.
+
+        Raises `InputError` if it is damaged, or not of this model, dtype and RoPE.
+        """
+        self._pool.snapshot = snapshot = Snapshot(os.fsdecode(path), self.model)
+        return len(snapshot.tokens)
+
     def release(self) -> None:
-        """Frees the caches and graphs that are kept on a GPU from one run to the next."""
+        """Frees the caches and graphs that are kept from one run to the next."""
         self._pool.clear()
+
+
+def _as_config(
+    speculation: SpeculationConfig | bool, method: str | None = None
+) -> SpeculationConfig:
+    """What to speculate: settings, the default ones, or nothing."""
+    config: Any = speculation
+    if isinstance(speculation, bool):
+        config = SpeculationConfig("auto" if speculation else "autoregressive")
+    if not isinstance(config, SpeculationConfig):
+        given = shorten(repr(speculation), 60)
+        raise InputError(f"got {given} where a SpeculationConfig belongs, or True or False")
+    return config if method is None else dataclasses.replace(config, method=method)

@@ -10,8 +10,7 @@ cut here at the end of a text. It knows neither files nor flags, and nothing her
 import contextlib
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator
 from typing import Self
 
 import torch
@@ -19,81 +18,15 @@ import torch
 from minitri.decoding.level import Emitted
 from minitri.decoding.verification import NotFiniteError
 from minitri.errors import InputError, shorten
+from minitri.events import End, Event, Idle, PrefillProgress, Request, Token
 from minitri.gpu.pool import SessionPool
 from minitri.gpu.streams import synchronize
-from minitri.loading.prompts import Prompt
 from minitri.loading.stopping import StopScanner
 from minitri.loading.tokenizer import IncrementalDecoder, Tokenizer
 from minitri.model.llama import Llama
+from minitri.runner import LogProbs
 from minitri.session import Batch, Session
-from minitri.settings import GenerationConfig, SamplingParams
-from minitri.stats import Stats
-
-
-@dataclass(frozen=True)
-class Request:
-    """A text to go on with, and how."""
-
-    prompt: Prompt
-    """A text or token ids."""
-    seed: int = 0
-    sampling: SamplingParams = SamplingParams()  # noqa: RUF009 (frozen)
-    generation: GenerationConfig = GenerationConfig()  # noqa: RUF009 (frozen)
-    """Of these `max_new_tokens`, `stop` and `ignore_eos`; the rest is of a run, not of a text."""
-
-
-@dataclass(frozen=True)
-class PrefillProgress:
-    """A chunk of a prompt has been read."""
-
-    row: int
-    """Number of the request, like that of all events."""
-    num_done: int
-    """Tokens of this prompt read so far."""
-    num_tokens: int
-    """Tokens of this prompt."""
-
-
-@dataclass(frozen=True)
-class Token:
-    """A new token of one row."""
-
-    row: int
-    token_id: int
-    text: str
-    """Text that became certain with this token; empty while a character or a possible stop string
-    is incomplete."""
-    origin: str
-    """Where it came from: the stage that guessed it, `draft` or `retrieval` (or `lookup`, where it
-    takes turns with a drafter's model), or the target itself, `recovered` or `bonus`."""
-
-
-@dataclass(frozen=True)
-class End:
-    """One row is finished; the others go on."""
-
-    row: int
-    finish_reason: str
-    """`eos`, `stop` or `length`."""
-    text: str
-    """All text of the row: that of its `Token` events put together."""
-    token_ids: tuple[int, ...]
-    """All tokens generated, an end-of-sequence token included."""
-    stats: Stats = field(repr=False)
-    """The statistics of the whole batch, live."""
-
-
-@dataclass(frozen=True)
-class Completion:
-    """The whole output of one prompt; see `Engine.complete`."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    stats: Stats = field(repr=False)
-
-
-Event = PrefillProgress | Token | End
+from minitri.stats import RowStats
 
 
 @contextlib.contextmanager
@@ -117,6 +50,9 @@ def running(model: Llama) -> Iterator[None]:
         ) from None
 
 
+CANCELLED = "cancelled"
+
+
 class Row:
     """The output of one request: its tokens, its text, and whether it is done."""
 
@@ -127,6 +63,7 @@ class Row:
         self.token_ids: list[int] = []
         self.text = ""
         self.finish_reason: str | None = None
+        self.stats = RowStats(len(ids))
         self._decoder = IncrementalDecoder(tokenizer, ids)
         self._scanner = StopScanner(request.generation.stop)
 
@@ -134,9 +71,11 @@ class Row:
     def num_prompt_tokens(self) -> int:
         return len(self.prompt)
 
-    def push(self, token: int, eos: tuple[int, ...]) -> str:
+    def push(self, token: int, origin: str, eos: tuple[int, ...]) -> str:
         """Takes in a token; returns the text that may be shown now. Sets `finish_reason`."""
         self.token_ids.append(token)
+        self.stats.num_generated_tokens += 1
+        self.stats.by_origin[origin] = self.stats.by_origin.get(origin, 0) + 1
         if token in eos and not self.request.generation.ignore_eos:
             self.finish_reason = "eos"
             fresh = self._scanner.push(self._decoder.flush())
@@ -160,13 +99,20 @@ class Generation(Iterator[Event]):
     """A run in progress: iterate for its events, read `stats` at any time; `close`, or the end of a
     with statement, ends it."""
 
-    def __init__(self, rows: list[Row], batch: Batch, pool: SessionPool) -> None:
+    def __init__(
+        self, rows: list[Row], batch: Batch, pool: SessionPool,
+        make_row: Callable[[int, Request], Row] | None = None,
+    ) -> None:  # fmt: skip
         """Takes models and memory for the run from the `pool`; returns the memory at the end.
 
         The memory is made for `batch`: as many rows as run at a time, none of them shorter than
-        another one that will take its place.
+        another one that will take its place. With `make_row`, which checks a request with its
+        number, the run goes on until it is closed.
         """
-        self._model, self.rows = pool.target, rows
+        self._model, self.rows, self._make_row = pool.target, rows, make_row
+        self._waiting, self._num_requests = deque(rows), len(rows)
+        self._running: dict[int, Row] = {}  # by their places in the batch
+        self._reading: dict[int, Iterator[PrefillProgress]] = {}
         with torch.inference_mode(), running(self._model):
             session = pool.open(batch)
         self.stats = session.stats
@@ -188,93 +134,153 @@ class Generation(Iterator[Event]):
         )
         return f"<Generation of {self._model.config.name}: {'; '.join(states)}>"
 
+    def submit(self, request: Request) -> int:
+        """Adds a request to a run that stays open; returns its number, by which events name it.
+
+        Call it between two events. Raises `InputError` if the request is wrong.
+        """
+        if self._make_row is None:
+            raise InputError("this run takes no more requests; Engine.open starts one that does")
+        row = self._make_row(self._num_requests, request)
+        self._num_requests += 1
+        self._waiting.append(row)
+        return row.number
+
+    def cancel(self, number: int) -> None:
+        """Ends a request before its time, if it has not ended; no `End` follows. Call it between
+        two events."""
+        for row in (*self._waiting, *self._running.values()):
+            if row.number == number:
+                row.finish_reason = CANCELLED
+
     def close(self) -> None:
         """Ends the run and gives up its memory; further events raise `StopIteration`."""
         self._events.close()
 
     def _run(self, session: Session, pool: SessionPool) -> Generator[Event, None, None]:
-        cascade, waiting = session.cascade, deque(self.rows)
-        rows: dict[int, Row] = {}  # by their places in the batch
-        reading: dict[int, Iterator[PrefillProgress]] = {}
         try:
-            while waiting or rows:
-                for b in range(len(cascade.active)):
-                    if waiting and b not in rows:
-                        rows[b] = row = waiting.popleft()
-                        session.admit(b, row.prompt, row.request.seed, row.request.sampling)
-                        reading[b] = self._prefill(row, b, session)
-                is_whole = session.full.on_chip == self._model.config.num_layers
-                ready = yield from _read(reading, cascade.active if is_whole else [])
-                emitted = self._start(session, ready) if ready else self._step(session)
-                yield from self._emit(session, rows, emitted)
-        except GeneratorExit:  # closed; after any other error the session is not kept
+            while True:
+                self._admit(session)
+                if self._running:
+                    yield from self._advance(session)
+                elif self._make_row is not None:
+                    yield Idle()
+                elif not self._waiting:
+                    break
+        except (GeneratorExit, KeyboardInterrupt) as error:
+            # After other errors the session is not kept.
+            session.is_broken = isinstance(error, KeyboardInterrupt)
+            for b in self._running:
+                session.retire(b)
             pool.put(session)
             raise
         pool.put(session)
 
+    def _admit(self, session: Session) -> None:
+        """Gives the free places to waiting requests; cancelled ones go."""
+        for b, row in list(self._running.items()):
+            if row.finish_reason is not None:
+                self._leave(session, b)
+        while self._waiting:
+            row = self._waiting[0]
+            places = [b for b in range(len(session.sequences)) if b not in self._running]
+            sampling = {it.request.sampling for it in self._running.values()}
+            must_wait = session.samples_alike and sampling - {row.request.sampling}
+            if row.finish_reason is None and (must_wait or not places):
+                return
+            self._waiting.popleft()
+            if row.finish_reason is None:
+                b = session.prefix.best_place(places, row.prompt)
+                request, self._running[b] = row.request, row
+                session.admit(
+                    b, row.prompt, request.seed, request.sampling, speculation=request.speculation
+                )
+                wants_logprobs = request.generation.logprobs is not None
+                session.target.keeps_logits = session.target.keeps_logits or wants_logprobs
+                self._reading[b] = self._prefill(row, b, session)
+
+    def _leave(self, session: Session, b: int) -> None:
+        """Row b is free for another request."""
+        session.retire(b)
+        del self._running[b]
+        self._reading.pop(b, None)
+
+    def _advance(self, session: Session) -> Iterator[Event]:
+        """Reads prompts, or makes a step; shows what that gave."""
+        is_whole = session.full.on_chip == self._model.config.num_layers
+        active = session.cascade.active
+        is_short = is_whole and (any(active) or self._make_row is not None)
+        ready = yield from self._read(only_a_chunk=is_short)
+        if not (ready or any(active)):
+            return
+        started = time.perf_counter()
+        with self.stats.apart() if ready else contextlib.nullcontext():
+            emitted = session.start(ready) if ready else session.step()
+        seconds = time.perf_counter() - started
+        for b, row in self._running.items():
+            row.stats.num_steps += bool(emitted[b].tokens)
+            if b in ready:
+                row.stats.prefill_seconds += seconds
+            elif emitted[b].tokens:
+                row.stats.decode_seconds += seconds
+        if ready:  # the first tokens are a part of the prefill
+            self.stats.prefill_seconds += seconds
+        else:
+            self.stats.decode_seconds += seconds
+        yield from self._emit(session, emitted)
+
+    def _read(self, *, only_a_chunk: bool) -> Generator[PrefillProgress, None, list[int]]:
+        """Reads prompts: all of them to their ends, or a single chunk of one.
+
+        Returns the places of those that have been read.
+        """
+        ready = []
+        for b, prompt in list(self._reading.items()):
+            for event in prompt:
+                yield event
+                if event.num_done == event.num_tokens:
+                    del self._reading[b]
+                    ready.append(b)
+                    break
+                if only_a_chunk:
+                    break
+            if only_a_chunk:
+                break
+        return ready
+
     def _prefill(self, row: Row, b: int, session: Session) -> Iterator[PrefillProgress]:
         """Reads a prompt in chunks. `Cascade.start` reads its last token, reported here as read."""
-        stats, num_tokens = self.stats, len(row.prompt)
-        chunks, done = session.prefill(b), 0
+        stats, num_tokens, started = self.stats, len(row.prompt), time.perf_counter()
+        done = row.stats.num_cached_tokens = session.reuse(b)
+        chunks = session.prefill(b)
         while done < num_tokens:
-            started = time.perf_counter()
             end = next(chunks, num_tokens - 1)
             synchronize(self._model.device)
             read, done = done, num_tokens if end == num_tokens - 1 else end
+            seconds = time.perf_counter() - started
             stats.num_prefilled_tokens += done - read
-            stats.prefill_seconds += time.perf_counter() - started
-            yield PrefillProgress(row.number, done, num_tokens)
+            stats.prefill_seconds += seconds
+            row.stats.prefill_seconds += seconds
+            yield PrefillProgress(row.number, done, num_tokens, row.stats.num_cached_tokens)
+            started = time.perf_counter()
 
-    def _start(self, session: Session, ready: list[int]) -> list[Emitted]:
-        """The first tokens of rows whose prompts have been read: a part of the prefill."""
-        stats, started = self.stats, time.perf_counter()
-        with stats.apart():
-            emitted = session.start(ready)
-        stats.prefill_seconds += time.perf_counter() - started
-        return emitted
-
-    def _step(self, session: Session) -> list[Emitted]:
-        started = time.perf_counter()
-        emitted = session.step()
-        self.stats.decode_seconds += time.perf_counter() - started
-        return emitted
-
-    def _emit(
-        self, session: Session, rows: dict[int, Row], emitted: list[Emitted]
-    ) -> Iterator[Event]:
+    def _emit(self, session: Session, emitted: list[Emitted]) -> Iterator[Event]:
         """Shows the new tokens row by row; rows that have ended leave the batch."""
         eos = self._model.config.eos_token_ids
-        for b, row in list(rows.items()):
-            for token, origin in zip(emitted[b].tokens, emitted[b].origins, strict=True):
-                self.stats.num_decoded_tokens += bool(row.token_ids)
-                self.stats.num_generated_tokens += 1
-                text = row.push(token, eos)
-                yield Token(row.number, token, text, origin)
-                if row.finish_reason is not None:
-                    session.cascade.retire(b)
-                    del rows[b]
-                    ids = tuple(row.token_ids)
-                    yield End(row.number, row.finish_reason, row.text, ids, self.stats)
+        for b, row in list(self._running.items()):
+            tokens, num_top = emitted[b].tokens, row.request.generation.logprobs
+            scores: list[LogProbs | tuple[None, tuple[()]]] = [(None, ())] * len(tokens)
+            if num_top is not None and tokens:
+                scores = [*session.target.log_probs(b, tokens, num_top)]
+            for token, origin, score in zip(tokens, emitted[b].origins, scores, strict=True):
+                if row.finish_reason is None:
+                    self.stats.num_decoded_tokens += bool(row.token_ids)
+                    self.stats.num_generated_tokens += 1
+                    text = row.push(token, origin, eos)
+                    yield Token(row.number, token, text, origin, *score)
+                if row.finish_reason is not None:  # ended, or was cancelled meanwhile
+                    self._leave(session, b)
+                    if row.finish_reason != CANCELLED:
+                        ids, reason = tuple(row.token_ids), row.finish_reason
+                        yield End(row.number, reason, row.text, ids, self.stats, row.stats)
                     break
-
-
-def _read(
-    reading: dict[int, Iterator[PrefillProgress]], others: list[bool]
-) -> Generator[PrefillProgress, None, list[int]]:
-    """Reads prompts: all of them to their ends, or a single chunk while any other row goes on.
-
-    Returns the places of those that have been read.
-    """
-    done = []
-    for b in list(reading):
-        for event in reading[b]:
-            yield event
-            if event.num_done == event.num_tokens:
-                del reading[b]
-                done.append(b)
-                break
-            if any(others):
-                return done
-        if any(others):
-            break
-    return done

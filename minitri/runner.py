@@ -18,13 +18,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.decoding.level import Emitted
 from minitri.decoding.sampling import pad_vocabulary, probs_of_rows
-from minitri.decoding.verification import Proposal
+from minitri.decoding.verification import Proposal, integers
 from minitri.gpu.captured_steps import CapturedSteps
 from minitri.gpu.graphs import GraphPool
 from minitri.gpu.offload.layer_major import read_by_layers
@@ -36,6 +37,9 @@ from minitri.settings import SamplingParams, SpeculationConfig
 from minitri.trees.shape import TreeShape
 
 log = logging.getLogger("minitri")
+
+LogProbs = tuple[float, tuple[tuple[int, float], ...]]
+"""Of a token; and of the likeliest ones at its place, the best first."""
 
 
 class ModelRunner:
@@ -63,6 +67,7 @@ class ModelRunner:
         self._sampling = [sampling] * len(cache.lengths)
         self.queries_LBTHD = queries_LBTHD
         self._vocab_size = vocab_size
+        self.keeps_logits = False
         self.captured: CapturedSteps | None = None
         if graphs is not None:
             self.captured = CapturedSteps(
@@ -108,11 +113,22 @@ class ModelRunner:
     def _probs(self, block: Block, index_BN: Tensor) -> Tensor:
         """Distributions (B, N, V) behind the tokens of a block at these places."""
         size = block.tokens_BT.shape[1]
-        if self.captured is not None and size in self.captured.by_size:
+        if self.captured is not None and size in self.captured.by_size and not self.keeps_logits:
             return take_rows(self.captured.by_size[size](block), index_BN)
         hidden_BTE = forward_block(self.model, block, self.cache, self.queries_LBTHD)
         logits_BNV = self.model.logits(take_rows(hidden_BTE, index_BN))[..., : self._vocab_size]
+        self._logits_BNV = logits_BNV
         return pad_vocabulary(probs_of_rows(logits_BNV, self._sampling), self._vocab_size)
+
+    def log_probs(self, b: int, tokens: list[int], num_top: int) -> list[LogProbs]:
+        """Log-probabilities of the tokens that the last pass put behind the text of row b, and of
+        the likeliest at each place: the model's own, before temperature and filters. With captured
+        steps `keeps_logits` must have been set before."""
+        scores_NV = self._logits_BNV[b, : len(tokens)].log_softmax(-1)
+        own = scores_NV.gather(1, integers(tokens, scores_NV.device).unsqueeze(1)).squeeze(1)
+        best, ids = (it.tolist() for it in scores_NV.topk(min(num_top, scores_NV.shape[1])))
+        pairs = [tuple(zip(*row, strict=True)) for row in zip(ids, best, strict=True)]
+        return list(zip(own.tolist(), pairs, strict=True))
 
     def next_probs_of_tree(self, blocks: list[list[int]], shape: TreeShape, first: int) -> Tensor:
         """Distributions (B, T, V) behind each of a tree's nodes from number `first` on, which is 0,
@@ -127,11 +143,14 @@ class ModelRunner:
         block = make_block(self.model, blocks, self.cache, T, depths_T)
         hidden_BTE = forward_block(self.model, block, self.cache, self.queries_LBTHD, rule_TT)
         logits_BTV = self.model.logits(hidden_BTE)[..., : self._vocab_size]
+        self._logits_BNV = logits_BTV
         return pad_vocabulary(probs_of_rows(logits_BTV, self._sampling), self._vocab_size)
 
     def keep_paths(self, paths: list[list[int]], active: list[bool]) -> None:
         """Keeps the root of a tree that was just read, and the nodes of a path through it, in every
         active row."""
+        nodes = pad_sequence([torch.tensor([0, *path]) for path in paths], batch_first=True)
+        self._logits_BNV = take_rows(self._logits_BNV, nodes.to(self.model.device))
         for b, path in enumerate(paths):
             if active[b] and path != list(range(1, len(path) + 1)):
                 cast(TreeCache, self.cache).keep_path(b, path)

@@ -19,6 +19,7 @@ import torch
 
 from minitri.caches.full import FullCache
 from minitri.caches.policies import make_policy
+from minitri.caches.prefix import PrefixCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import window_problem
 from minitri.decoding.autotuner import Autotuner
@@ -68,10 +69,15 @@ class Batch:
         return [len(prompt) for prompt in self.prompts]
 
     @property
+    def most_lengths(self) -> list[int]:
+        """Tokens of the longest prompt that each row must have room for, now or later."""
+        return [max(length, self.generation.reserve) for length in self.lengths]
+
+    @property
     def capacity(self) -> int:
         """Slots that each row needs: prompt, output, and the guesses of the last step."""
-        num_new = self.generation.max_new_tokens + self.speculation.max_block - 1
-        return max(self.lengths) + num_new
+        num_tokens = max(self.lengths) + self.generation.max_new_tokens
+        return max(num_tokens, self.generation.reserve) + self.speculation.max_block - 1
 
     @property
     def budgets(self) -> list[int]:
@@ -96,6 +102,7 @@ class Session:
     source: IndependentSource | CoupledSource
     stats: Stats
     number: int = 0  # of the run, for the pool
+    is_broken: bool = False  # interrupted in the middle of a step: only its full cache is of use
 
     def __init__(
         self,
@@ -129,8 +136,9 @@ class Session:
         self.shape = batch  # what the memory was made for
         self.full = full if full is not None else allocate_full_cache(
             target, draft.config if draft is not None else None, batch.generation,
-            batch.speculation, batch.lengths, batch.capacity, host,
+            batch.speculation, batch.most_lengths, batch.capacity, host,
         )  # fmt: skip
+        self.prefix = PrefixCache(self.full, batch.speculation.max_block)
         if graphs is None:
             graphs = graph_pool(target.device, wanted=batch.generation.cuda_graphs)
         self.graphs = graphs
@@ -155,8 +163,9 @@ class Session:
         if any(plan.uses_retrieval for plan in plans):
             policy = make_policy(speculation.policy, self.full, speculation.chunk_size)
             self.retrieval_cache = RetrievalCache(
-                self.full, policy, speculation, budgets=batch.budgets, num_heads=config.num_heads
-            )
+                self.full, policy, speculation, num_heads=config.num_heads,
+                budgets=[batch.budget_for(length) for length in batch.most_lengths],
+            )  # fmt: skip
             sizes = {1, 1 + max(plan.gamma1 for plan in plans)}
             self.retrieval = RetrievalRunner(
                 self.guesser, self.retrieval_cache, sampling, self.queries_LBTHD, block_sizes=sizes,
@@ -191,6 +200,7 @@ class Session:
             self.full.reset(b)
             if self.draft is not None:
                 self.draft.reset(b)
+        self._note_certain()
         stats = Stats(kv_cache_bytes=self.num_cache_bytes)
         if self.retrieval_cache is not None:
             self.retrieval_cache.restart(batch.budgets)
@@ -205,10 +215,14 @@ class Session:
         self.stats = stats
         self.cascade = self._stack(batch, sources)
 
-    def admit(self, b: int, prompt: list[int], seed: int, sampling: SamplingParams) -> None:
-        """Gives row b, which is empty, to another text; `prefill` and `start` must follow."""
+    def admit(
+        self, b: int, prompt: list[int], seed: int, sampling: SamplingParams,
+        *, speculation: bool = True,
+    ) -> None:  # fmt: skip
+        """Gives row b, which is empty, to another text, for which nothing is guessed without
+        `speculation`; `prefill` and `start` must follow."""
         self.sequences[b][:] = prompt
-        self.cascade.active[b] = False
+        self.cascade.active[b], self.cascade.guessing[b] = False, speculation
         history = self._lookup_sources.history
         if history is not None and not self.batch.speculation.coupled:
             seed = history.fresh_seed(seed)
@@ -218,6 +232,37 @@ class Session:
         for runner in (self.draft, self.retrieval, self.target):
             if runner is not None:
                 runner.sample_by(sampling, b)
+
+    @property
+    def samples_alike(self) -> bool:
+        """Whether all rows must have the same filters: those of captured steps."""
+        runners = (self.draft, self.retrieval, self.target)
+        return any(it.captured is not None for it in runners if it is not None)
+
+    def reuse(self, b: int) -> int:
+        """Begins the text of row b with the K and V of its first tokens that other texts left, if
+        any; returns how many.
+
+        The last tokens are always read: their queries choose what the retrieval cache holds.
+        """
+        prompt, cache = self.sequences[b], self.retrieval_cache
+        most = len(prompt) - 1 - self.batch.speculation.observation_window * (cache is not None)
+        if cache is not None and cache.max_prompt_queries is None:
+            most = 0  # its policy must see all of them
+        num_tokens = self.prefix.take(b, prompt, most, self.sequences)
+        if cache is not None:
+            cache.reset(b, self.batch.budget_for(len(prompt)), num_tokens)
+        self._note_certain()
+        return num_tokens
+
+    def retire(self, b: int) -> None:
+        """Ends the text of row b; the next ones may begin with what it leaves in the full cache."""
+        self.prefix.keep(b, self.sequences[b][: self._num_certain[b]])
+        self.cascade.retire(b)
+
+    def _note_certain(self) -> None:
+        """The full cache holds so many tokens of each row that will stay, whatever comes next."""
+        self._num_certain = list(self.full.lengths)
 
     def _stack(self, batch: Batch, sources: Mapping[str, RandomSource] | None) -> Cascade:
         """The stages of the batch's method over this session's runners."""
@@ -282,21 +327,27 @@ class Session:
     def start(self, rows: list[int]) -> list[Emitted]:
         """The first tokens of rows whose prompts have been read."""
         with self.models[0].decoding():
-            return self.cascade.start(rows)
+            emitted = self.cascade.start(rows)
+        self._note_certain()
+        return emitted
 
     def step(self) -> list[Emitted]:
         """A step of the cascade; a CPU gives its cores to the kernels meanwhile."""
         with self.models[0].decoding():
-            return self.cascade.step()
+            emitted = self.cascade.step()
+        self._note_certain()
+        return emitted
 
     def prefill(self, b: int) -> Iterator[int]:
         """Reads the prompt of row b but for its last token in chunks; yields how many tokens it has
         read."""
         self.stats.num_prompt_tokens += len(self.sequences[b])
         cache = self.retrieval_cache
-        return prefill(
+        for num_read in prefill(
             self.models[0], self.sequences[b], self.full, b,
             chunk=self.batch.generation.prefill_chunk,
             watch=functools.partial(cache.observe, b) if cache is not None else None,
             max_queries=cache.max_prompt_queries if cache is not None else None,
-        )  # fmt: skip
+        ):  # fmt: skip
+            self._note_certain()
+            yield num_read

@@ -30,6 +30,7 @@ OPEN_GAMMA2 = (1, 2, 3, 4, 6, 8, 12, 16)
 """What the autotuner chooses from where a gamma is left open."""
 OPEN_DEPTHS = (2, 4)
 """The same where the guesses are trees."""
+MAX_LOGPROBS = 20
 MIN_BUDGET, MAX_BUDGET = 256, 4096
 """Limits of the default budget, in tokens."""
 MAX_CHUNK_SIZE = 1024
@@ -79,6 +80,10 @@ class GenerationConfig:
     """End before this text; may be given several times; $'\\n' is a line break in most shells."""
     ignore_eos: bool = False
     """Go on after an end-of-sequence token."""
+    logprobs: int | None = None
+    """Give the log-probability of every token, and those of the K likeliest, 0 to 20 (in JSON)."""
+    reserve: int = 0
+    """Make room in the KV cache for texts of N tokens, prompt and output, for longer runs later."""
     prefill_chunk: int = 1024
     """Read the prompt N tokens at a time; bounds the memory of activations."""
     offload: bool = False
@@ -92,6 +97,9 @@ class GenerationConfig:
         for name in ("max_new_tokens", "prefill_chunk"):
             require(self, name, is_count(getattr(self, name)), AT_LEAST_1)
         require_switches(self, "ignore_eos", "offload", "cuda_graphs")
+        is_fine = self.logprobs is None or is_count(self.logprobs, 0, MAX_LOGPROBS)
+        require(self, "logprobs", is_fine, f"a number of tokens from 0 to {MAX_LOGPROBS}")
+        require(self, "reserve", is_count(self.reserve, 0), "0 or a positive number of tokens")
         is_fine = self.on_chip is None or is_count(self.on_chip, 0)
         require(self, "on_chip", is_fine, "0 or a positive number of layers")
         if self.on_chip is not None and not self.offload:

@@ -21,7 +21,8 @@ from minitri import (
     Token,
 )
 from minitri.decoding.sampling import probs_from_logits
-from minitri.generation import Request, Row
+from minitri.events import Request
+from minitri.generation import Row
 from minitri.loading.devices import choose_dtype
 from minitri.loading.stopping import StopScanner
 from tests.conftest import CPU, new_cache

@@ -32,7 +32,7 @@ from minitri.cli.exits import program
 from minitri.cli.prompts import read_prompt
 from minitri.engine import Engine, load
 from minitri.errors import InputError
-from minitri.generation import Token
+from minitri.events import Token
 from minitri.loading.tokenizer import Tokenizer
 from minitri.settings import POLICIES, GenerationConfig, SpeculationConfig
 

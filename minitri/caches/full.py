@@ -100,6 +100,21 @@ class FullCache:
         places = torch.arange(start, end, device=self.device)
         return self.keys[:, b].index_select(2, places), self.values[:, b].index_select(2, places)
 
+    def held_layers(self, b: int, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values (K, T, D) of the first T slots of row b, whatever its length; else like
+        `layers`."""
+        for keys_KSD, values_KSD in zip(self.keys[:, b], self.values[:, b], strict=True):
+            yield keys_KSD[:, :num_tokens], values_KSD[:, :num_tokens]
+
+    def write(self, layer: int, b: int, keys_KTD: Tensor, values_KTD: Tensor) -> None:
+        """Writes K and V of the first tokens of row b, which is empty; see `restore`."""
+        for slots, new_KTD in ((self.keys, keys_KTD), (self.values, values_KTD)):
+            slots[layer, b, :, : new_KTD.shape[1]] = new_KTD
+
+    def restore(self, b: int, num_tokens: int) -> None:
+        """Row b, which was empty, holds so many tokens: they stand in its first slots."""
+        self._set_lengths([num_tokens if b == row else n for row, n in enumerate(self._lengths)])
+
     def copy_from(self, other: "FullCache") -> None:
         """Fills this empty cache with all that another one holds, which is on the device."""
         end = max(other.lengths)

@@ -132,11 +132,12 @@ class RetrievalCache:
         for slots in (self.keys, self.values):
             gather_path(slots, b, self.lengths[b], path)
 
-    def reset(self, b: int, budget: int | None = None) -> None:
-        """Empties row b, for another text, with another budget if one is given."""
+    def reset(self, b: int, budget: int | None = None, num_tokens: int = 0) -> None:
+        """Empties row b, for another text, with another budget if one is given, whose first
+        `num_tokens` the full cache holds already."""
         budget = self.rows[b].budget if budget is None else min(budget, self._longest_text)
         assert budget <= self.max_budget
-        self.rows[b] = Row(budget, self._settings.num_sink_tokens)
+        self.rows[b] = Row(budget, self._settings.num_sink_tokens, num_queries=num_tokens)
         self._policy.reset(b)
 
     def observe(self, b: int, queries_LTHD: Tensor) -> None:

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from minitri.cli.prompts import boot, encode, read_text
 from minitri.cli.report import summary
 from minitri.errors import InputError, shorten
-from minitri.generation import End, Request
+from minitri.events import End, Request
 from minitri.loading.prompts import MAX_SEED, as_seeds, check_prompt
 from minitri.loading.tokenizer import Tokenizer
 from minitri.model.config import ModelConfig

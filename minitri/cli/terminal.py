@@ -5,7 +5,8 @@ from contextlib import closing
 
 from tqdm import tqdm
 
-from minitri.generation import End, Generation, PrefillProgress, Token
+from minitri.events import End, PrefillProgress, Token
+from minitri.generation import Generation
 
 COLORS = {
     "draft": ("\x1b[32m", "guessed by the drafter"),
@@ -28,8 +29,9 @@ def with_bar(run: Generation, *, quiet: bool) -> Iterator[Token | End]:
     total, disable = run.rows[0].num_prompt_tokens, True if quiet else None
     with tqdm(total=total, leave=False, bar_format=BAR, disable=disable) as bar:
         for event in run:
-            if not isinstance(event, PrefillProgress):
+            if isinstance(event, Token | End):
                 yield event
+            if not isinstance(event, PrefillProgress):
                 continue
             bar.update(event.num_done - bar.n)
             if event.num_done == event.num_tokens:

@@ -60,6 +60,7 @@ class Cascade:
         step which stages take part; `stats` are those of the run."""
         self.sequences = sequences
         self.active = [True] * len(sequences)
+        self.guessing = [True] * len(sequences)
         self._stats = stats
         self.tuner = tuner
         self._target = target
@@ -82,7 +83,8 @@ class Cascade:
         """Extends every active row by the accepted guesses and one token of the target's own."""
         plan = self.tuner.choose()
         self._prepare(plan)
-        emitted, _ = self._target.round(self.sequences, self.active)
+        guessing = [on and guess for on, guess in zip(self.active, self.guessing, strict=True)]
+        emitted, _ = self._target.round(self.sequences, self.active, guessing)
         self._commit(emitted, self.active)
         self._stats.steps_per_plan[str(plan)] = self._stats.steps_per_plan.get(str(plan), 0) + 1
         self._stats.break_even = self.tuner.break_even()

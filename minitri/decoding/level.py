@@ -142,16 +142,20 @@ class Level:
         self._on_not_finite()
         self._is_off = True
 
-    def round(self, sequences: list[list[int]], active: list[bool]) -> tuple[list[Emitted], Tensor]:
-        """Lets the stage below guess, and verifies its guesses; returns what `verify` does."""
-        if self.below is None:
+    def round(
+        self, sequences: list[list[int]], active: list[bool], guessing: list[bool] | None = None
+    ) -> tuple[list[Emitted], Tensor]:
+        """Lets the stage below guess, for the rows that are `guessing` (None: for all active ones),
+        and verifies its guesses; returns what `verify` does."""
+        guessing = active if guessing is None else guessing
+        if self.below is None or not any(guessing):
             proposal = Proposal.nothing(len(sequences))
         else:
-            proposal = self.below.propose(sequences, active)
+            proposal = self.below.propose(sequences, guessing)
         started = self._clock.now()
         emitted, probs_BNV = self.verify(sequences, active, proposal)
         self._clock.settle()
-        self._record(proposal, emitted, started)
+        self._record(proposal, emitted, started, guessing)
         return emitted, probs_BNV
 
     def verify(
@@ -200,14 +204,17 @@ class Level:
         for _ in range(sum(active)):
             self.stats.record(0, 0)
 
-    def _record(self, proposal: Proposal, emitted: list[Emitted], started: Any) -> None:
+    def _record(
+        self, proposal: Proposal, emitted: list[Emitted], started: Any, guessing: list[bool]
+    ) -> None:
         proposer = self.below.stats.name if self.below is not None else None
         self._clock.since(started, partial(self._note_seconds, max(proposal.counts)))
-        for row, num_draft in zip(emitted, proposal.counts, strict=True):
+        rows = zip(emitted, proposal.counts, guessing, strict=True)
+        for row, num_draft, is_guessing in rows:
             if row.tokens:
                 num_accepted = len(row.tokens) - 1
                 num_tested = self.stats.record(num_draft, num_accepted)
-                if proposer is not None:
+                if proposer is not None and is_guessing:
                     # No guess at all counts as one that was rejected: nothing was gained.
                     self._tuner.note_acceptance(proposer, max(num_tested, 1), num_accepted)
 

@@ -1,12 +1,14 @@
-"""The session pool: keeps the session of an engine's last run for the next one, on a GPU.
+"""The session pool: keeps the session of an engine's last run for the next one.
 
-There capturing graphs takes longer than many runs, so a run of as many texts, not longer and with
-the same settings, begins in the memory of the last one and captures nothing. On a CPU nothing is
-captured and nothing is kept. Host memory of a KV cache is kept in any case.
+A run of as many texts that fits into its memory, with the same settings, begins there: with the
+graphs that were captured on a GPU, and behind those first tokens of its prompts that the full cache
+still holds. Other settings make another session over the same full cache. Host memory of a KV cache
+is kept in any case.
 """
 
 import dataclasses
 
+from minitri.caches.prefix import KVSource
 from minitri.drafters.lookup import Sources
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
@@ -28,6 +30,7 @@ class SessionPool:
         self._sources = sources
         self.host = HostMemory(target.device)
         self._kept: Session | None = None
+        self.snapshot: KVSource | None = None
         self._num_runs = 0
 
     def open(self, batch: Batch) -> Session:
@@ -40,31 +43,50 @@ class SessionPool:
         if kept is not None and can_run(kept, batch):
             session = kept
         else:
+            full = kept.full if kept is not None and fits(kept, batch) else None
+            old = (
+                kept.prefix if kept is not None and (full or self._is_worth(kept, batch)) else None
+            )
             del kept  # gives up its memory for the new one
             session = Session(
                 self.target, self._draft, batch, guesser=self._guesser, sources=self._sources,
-                host=self.host,
+                full=full, host=self.host,
             )  # fmt: skip
+            if old is not None:
+                session.prefix.adopt(old)
+        session.prefix.snapshot = self.snapshot
         session.begin(batch)
         self._num_runs += 1
         session.number = self._num_runs
         return session
 
+    def _is_worth(self, kept: Session, batch: Batch) -> bool:
+        """Whether what a session holds is to be copied into a larger cache, for which there must be
+        room beside it."""
+        on_gpu = self.target.device.type == "cuda" or isinstance(kept.full, OffloadedFullCache)
+        return not on_gpu and any(kept.prefix.num_shared(prompt) > 0 for prompt in batch.prompts)
+
     def put(self, session: Session) -> None:
-        """Keeps a session whose run is over, if it is the latest and captured something.
+        """Keeps a session whose run is over, if it is the latest.
 
         With `offload` and no `on_chip` a shorter text may have room for more layers on the device,
-        so such a session serves one run only.
+        so such a session serves one run only, unless memory was reserved for longer ones.
         """
-        is_latest = session.number == self._num_runs
+        is_latest, generation = session.number == self._num_runs, session.shape.generation
         is_fitted = isinstance(session.full, OffloadedFullCache)
-        is_fitted &= session.shape.generation.on_chip is None
-        if is_latest and session.graphs is not None and not is_fitted:
+        is_fitted &= generation.on_chip is None and not generation.reserve
+        if is_latest and not is_fitted:
             self._kept = session
+
+    @property
+    def held(self) -> KVSource | None:
+        """The longest text whose K and V are kept."""
+        row = self._kept.prefix.longest if self._kept is not None else None
+        return row or self.snapshot
 
     def clear(self) -> None:
         """Frees what is kept; a run that is under way will not be kept either."""
-        self._kept = None
+        self._kept = self.snapshot = None
         self.host.clear()
         self._num_runs += 1
 
@@ -72,16 +94,26 @@ class SessionPool:
 def can_run(session: Session, new: Batch) -> bool:
     """Whether the memory of a session, and what was captured in it, serve another batch."""
     old, cache = session.shape, session.retrieval_cache
-    placed = ("offload", "on_chip", "cuda_graphs")
     runners = (session.draft, session.retrieval, session.target)
     return (
-        all(it.can_sample_by(new.sampling) for it in runners if it is not None)
-        and len(new.prompts) == len(old.prompts)
-        and new.capacity <= session.full.capacity
+        not session.is_broken
+        and fits(session, new)
+        and all(it.can_sample_by(new.sampling) for it in runners if it is not None)
         and new.generation.prefill_chunk <= old.generation.prefill_chunk
-        and all(getattr(new.generation, n) == getattr(old.generation, n) for n in placed)
         and _shapes(new.speculation) == _shapes(old.speculation)
         and (cache is None or max(new.budgets) <= cache.max_budget)
+    )
+
+
+def fits(session: Session, new: Batch) -> bool:
+    """Whether the full cache of a session serves another batch."""
+    old, placed = session.shape, ("offload", "on_chip", "cuda_graphs")
+    is_sound = not (session.is_broken and isinstance(session.full, OffloadedFullCache))
+    return (
+        is_sound
+        and len(new.prompts) == len(old.prompts)
+        and new.capacity <= session.full.capacity
+        and all(getattr(new.generation, n) == getattr(old.generation, n) for n in placed)
     )
 
 

@@ -30,9 +30,10 @@ from minitri.errors import InputError, shorten
 from minitri.gpu.fused import fuse_if_possible
 from minitri.loading.damage import explain, printable
 from minitri.loading.devices import kernels_for
-from minitri.loading.gguf_blocks import BITS
-from minitri.loading.gguf_file import GgufFile
+from minitri.loading.gguf.blocks import BITS
+from minitri.loading.gguf.file import GgufFile
 from minitri.loading.hf_config import as_token_ids, read_config
+from minitri.loading.kv_snapshot import sampled
 from minitri.model.attention import Attend, attend_math
 from minitri.model.config import ModelConfig
 from minitri.model.linear import TrimmedHead
@@ -282,20 +283,21 @@ def placements(model: Llama) -> dict[str, Tensor]:
 
 
 def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progress: bool) -> None:
-    places = placements(model)
+    places, samples = placements(model), dict[str, str]()
     missing, unexpected = dict.fromkeys(places), []
-    options: dict[str, Any] = {"unit": " tensors", "leave": False}
     disable = None if progress else True  # None: where standard error is no terminal
-    with tqdm(total=len(places), desc="loading weights", disable=disable, **options) as bar:
+    with tqdm(desc="loading weights", total=len(places), leave=False, disable=disable) as bar:
         for name, tensor in tensors:
             if name in missing:
                 _check_tensor(f"{path}: {name}", tensor, places[name])
                 places[name].copy_(tensor)
+                samples[name] = sampled(tensor)
                 del missing[name]
                 bar.update()
             # A tied head may be stored all the same; old files store what the config implies.
             elif name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
                 unexpected.append(name)
+    model.fingerprint = sampled(torch.tensor(bytearray(repr(sorted(samples.items())).encode())))
     for problem, names in (("lacks", list(missing)), ("has unexpected", unexpected)):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""

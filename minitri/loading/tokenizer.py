@@ -18,7 +18,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from minitri.errors import InputError, check_unicode, shorten
 from minitri.loading.checkpoint import Checkpoint, read_json
 from minitri.loading.damage import explain
-from minitri.loading.gguf_file import GgufFile
+from minitri.loading.gguf.file import GgufFile
 from minitri.loading.hf_config import read_value
 from minitri.model.config import ModelConfig
 

@@ -53,6 +53,7 @@ class Llama(nn.Module):
         self.attend = attend
         self.is_row_invariant = False  # the bits of a row depend on it alone, in any short pass
         self.decoding: Callable[[], AbstractContextManager[None]] = nullcontext  # around every step
+        self.fingerprint = ""  # of the files that its weights were read from
         self.ranks = Ranks()  # the processes that compute it together
         with torch.device(device):
             self.layers = Layers(Layer(config, dtype) for _ in range(config.num_layers))

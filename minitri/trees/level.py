@@ -137,9 +137,11 @@ class TreeLevel(Level):
         num_rejected = sum(token != MISSING for token in rejected)
         self._tuner.note_path(self.below.stats.name, ranks, num_rejected)
 
-    def _record(self, proposal: Proposal, emitted: list[Emitted], started: Any) -> None:
+    def _record(
+        self, proposal: Proposal, emitted: list[Emitted], started: Any, guessing: list[bool]
+    ) -> None:
         if not isinstance(proposal, TreeProposal):
-            super()._record(proposal, emitted, started)
+            super()._record(proposal, emitted, started, guessing)
             return
         self._clock.since(started, partial(self._note_seconds, len(proposal.shape) - 1))
         for row in emitted:

@@ -18,7 +18,7 @@ import minitri
 from minitri.errors import InputError
 from minitri.loading.checkpoint import Folder, open_checkpoint, read_json, weight_files
 from minitri.loading.fetch import Located
-from minitri.loading.gguf_file import GgufFile, hugging_face_name
+from minitri.loading.gguf.file import GgufFile, hugging_face_name
 from minitri.loading.hf_config import stretch_rope
 from minitri.model.config import ModelConfig, RopeConfig
 from minitri.model.rope import rope_frequencies

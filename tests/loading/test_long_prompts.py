@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from minitri.loading import tokenizer as module
-from minitri.loading.gguf_file import GgufFile
+from minitri.loading.gguf.file import GgufFile
 from minitri.loading.tokenizer import (
     SentencePieceBackend,
     Tokenizer,

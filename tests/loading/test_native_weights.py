@@ -20,7 +20,7 @@ from minitri.cpu.kernels import load_kernels
 from minitri.cpu.quantized import QuantizedLinear, QuantizedTiedHead, dequantize
 from minitri.loading import devices
 from minitri.loading.checkpoint import Folder
-from minitri.loading.gguf_blocks import BITS, repack
+from minitri.loading.gguf.blocks import BITS, repack
 from minitri.model.block import read_block
 from minitri.roofline import CPU, bytes_per_pass
 from minitri.settings import LONGEST_BLOCK

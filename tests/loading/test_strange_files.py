@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from minitri.errors import InputError
 from minitri.loading.checkpoint import Folder
-from minitri.loading.gguf_file import GgufFile
+from minitri.loading.gguf.file import GgufFile
 from minitri.loading.hf_config import read_config
 from minitri.model.config import RopeConfig
 from tests.conftest import byte_level_tokenizer, edit_json

@@ -9,7 +9,7 @@ import sentencepiece
 
 from minitri.errors import InputError
 from minitri.loading.checkpoint import Folder
-from minitri.loading.gguf_file import GgufFile
+from minitri.loading.gguf.file import GgufFile
 from minitri.loading.tokenizer import (
     IncrementalDecoder,
     Tokenizer,

@@ -28,7 +28,7 @@ from torch import Tensor
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.gpu.offload.host_memory import HostMemory
-from minitri.gpu.streams import CudaStreams, Streams
+from minitri.gpu.streams import CudaStreams, Streams, synchronize
 from minitri.model.cache import BlockKV, round_up_to_stride, write_block
 from minitri.model.config import ModelConfig
 
@@ -234,6 +234,24 @@ class OffloadedFullCache(FullCache):
         for target_KTD, source_KTD in zip(read_LKTD, host_LKTD, strict=True):
             self.link.to_device += copy_heads(target_KTD, source_KTD)
         return read_LKTD
+
+    def held_layers(self, b: int, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from super().held_layers(b, num_tokens)
+        synchronize(self.device)
+        for keys_BKSD, values_BKSD in zip(self.host_keys, self.host_values, strict=True):
+            yield keys_BKSD[b, :, :num_tokens], values_BKSD[b, :, :num_tokens]
+
+    def write(self, layer: int, b: int, keys_KTD: Tensor, values_KTD: Tensor) -> None:
+        if layer < self.on_chip:
+            super().write(layer, b, keys_KTD, values_KTD)
+            return
+        synchronize(self.device)
+        for host, new_KTD in ((self.host_keys, keys_KTD), (self.host_values, values_KTD)):
+            host[layer - self.on_chip, b, :, : new_KTD.shape[1]] = new_KTD
+
+    def restore(self, b: int, num_tokens: int) -> None:
+        super().restore(b, num_tokens)
+        self._staging.ring_starts[b] = num_tokens  # none of these tokens is in the ring
 
     def copy_from(self, other: FullCache) -> None:
         ours = (*self.keys, *self.host_keys, *self.values, *self.host_values)

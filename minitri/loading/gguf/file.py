@@ -1,6 +1,6 @@
 """A GGUF file: llama.cpp's container of weights, hyper-parameters and tokenizer in one.
 
-The `gguf` package dequantizes; what stays quantized is repacked by `gguf_blocks.py`. The parser of
+The `gguf` package dequantizes; what stays quantized is repacked by `blocks.py`. The parser of
 that package is not used: of a damaged header it makes millions of objects. This file parses and
 translates names and conventions to those of Hugging Face, so that nobody else needs to know them.
 One trap: of a Llama, GGUF pairs neighbouring dimensions in the rotary embedding, so it stores the
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from minitri.errors import InputError, shorten
 from minitri.loading.damage import explain, printable
-from minitri.loading.gguf_blocks import BITS, repack
+from minitri.loading.gguf.blocks import BITS, repack
 from minitri.loading.hf_config import as_token_ids, family, read_fields, read_value
 from minitri.model.config import ModelConfig
 

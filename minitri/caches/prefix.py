@@ -1,0 +1,142 @@
+"""The prefix cache: what the rows of a full cache still hold of texts that have ended, so that a
+text which begins like one of them need not be read from its start.
+
+A row without a text has the length 0, so that it costs no attention; but the passes of other rows
+write what means nothing to its first slots. These are put aside when its text ends, and put back
+when the next one takes over. Only K, V and their tokens are kept: all else is made anew from them
+and from the last tokens of the prompt, which are always read.
+
+Legend: L layers, B rows, T tokens, K KV heads, D head dim.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from minitri.caches.full import FullCache
+
+
+class KVSource(Protocol):
+    """Tokens whose K and V are at hand."""
+
+    @property
+    def tokens(self) -> list[int]: ...
+
+    def layers(self, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values (K, T, D) of the first T tokens, layer by layer; each pair is valid until
+        the next is asked for."""
+
+
+@dataclass(frozen=True)
+class HeldRow:
+    """A `KVSource`: a row of a full cache, whose text has ended or goes on."""
+
+    full: FullCache
+    b: int
+    tokens: list[int]
+    first: tuple[Tensor, Tensor] | None = None
+    """Keys and values (L, K, T, D) of the first tokens, where they may have been written over."""
+
+    def layers(self, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for layer, (keys_KSD, values_KSD) in enumerate(self.full.held_layers(self.b, num_tokens)):
+            if self.first is None:
+                yield keys_KSD, values_KSD
+            else:
+                pairs = zip((keys_KSD, values_KSD), self.first, strict=True)
+                keys, values = (restored(slots, first[layer]) for slots, first in pairs)
+                yield keys, values
+
+
+def restored(slots_KTD: Tensor, first_KTD: Tensor) -> Tensor:
+    """A copy of these slots, the first of them written over."""
+    first_KTD = first_KTD[:, : slots_KTD.shape[1]].to(slots_KTD.device)
+    return torch.cat((first_KTD, slots_KTD[:, first_KTD.shape[1] :]), 1)
+
+
+class PrefixCache:
+    """The rows of a full cache as places where the next texts may begin."""
+
+    def __init__(self, full: FullCache, num_guarded: int) -> None:
+        """The passes of other rows write to at most `num_guarded` slots of a row without a text."""
+        self._full = full
+        self._num_guarded = num_guarded
+        self._ended: list[HeldRow | None] = [None] * len(full.lengths)
+        self.snapshot: KVSource | None = None
+
+    @property
+    def longest(self) -> HeldRow | None:
+        """The row that holds the most tokens of a text that has ended."""
+        rows = [row for row in self._ended if row is not None and row.tokens]
+        return max(rows, key=lambda row: len(row.tokens), default=None)
+
+    def num_shared(self, prompt: list[int]) -> int:
+        """Tokens of the prompt that are at hand, in whichever row without a text."""
+        rows = (row for row in self._ended if row is not None)
+        return max((num_common(row.tokens, prompt) for row in rows), default=0)
+
+    def keep(self, b: int, tokens: list[int]) -> None:
+        """The text of row b ends, whose first slots hold these tokens; call before its reset."""
+        first = self._full.tokens(b, 0, min(len(tokens), self._num_guarded))
+        keys, values = (slots_LKTD.clone() for slots_LKTD in first)
+        self._ended[b] = HeldRow(self._full, b, list(tokens), (keys, values))
+
+    def adopt(self, other: "PrefixCache") -> None:
+        """Takes over what another cache holds, as far as there is room for it."""
+        self.snapshot = other.snapshot
+        held = (row for row in other._ended if row is not None and row.tokens)
+        longest = sorted(held, key=lambda row: -len(row.tokens))[: len(self._ended)]
+        is_same = self._full is other._full
+        for place, row in enumerate(longest):
+            b, num_tokens = row.b if is_same else place, min(len(row.tokens), self._full.capacity)
+            self._fill(b, row, num_tokens)
+            self.keep(b, row.tokens[:num_tokens])
+
+    def best_place(self, places: list[int], prompt: list[int]) -> int:
+        """Of these rows without a text the one that holds most of the prompt's beginning, or else
+        the one of which least is lost."""
+
+        def gain(b: int) -> tuple[int, int]:
+            row = self._ended[b]
+            return (num_common(row.tokens, prompt), -len(row.tokens)) if row else (0, 0)
+
+        return max(places, key=gain)
+
+    def take(self, b: int, prompt: list[int], most: int, texts: list[list[int]]) -> int:
+        """Fills row b, which is empty, with the longest beginning of the prompt that is at hand, of
+        at most `most` tokens; returns how many. `texts` are those of the rows that go on."""
+        sources: list[KVSource] = [row for row in self._ended if row is not None]
+        for other, length in enumerate(self._full.lengths):
+            if length:
+                sources.append(HeldRow(self._full, other, texts[other][:length]))
+        if self.snapshot is not None:
+            sources.append(self.snapshot)
+        own, self._ended[b] = self._ended[b], None
+        if not sources or most <= 0:
+            return 0
+        # Of equally long ones the row's own, which need not be copied.
+        best = max(sources, key=lambda it: (num_common(it.tokens, prompt), it is own))
+        num_tokens = min(num_common(best.tokens, prompt), most)
+        self._fill(b, best, num_tokens)
+        self._full.restore(b, num_tokens)
+        return num_tokens
+
+    def _fill(self, b: int, source: KVSource, num_tokens: int) -> None:
+        """Copies K and V of the first tokens into row b, as far as they are not there."""
+        if isinstance(source, HeldRow) and (source.full, source.b) == (self._full, b):
+            assert source.first is not None
+            for layer, (keys_KTD, values_KTD) in enumerate(zip(*source.first, strict=True)):
+                self._full.write(layer, b, keys_KTD, values_KTD)
+            return
+        for layer, (keys_KTD, values_KTD) in enumerate(source.layers(num_tokens)):
+            self._full.write(layer, b, keys_KTD, values_KTD)
+
+
+def num_common(one: list[int], other: list[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    longest = min(len(one), len(other))
+    if one[:longest] == other[:longest]:
+        return longest
+    return next(n for n, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])

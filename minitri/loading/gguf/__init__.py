@@ -1,0 +1,1 @@
+"""GGUF files: quantized blocks, and the models that are made of them."""
