@@ -97,7 +97,7 @@ class Service:
         raise ApiError(413, "request_too_large", message, connection="close")
 
     def _check_key(self, request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
         if self.api_key and not hmac.compare_digest(given, self.api_key.encode()):
             message = "the API key is missing or wrong; send Authorization: Bearer KEY"
             raise ApiError(401, "invalid_api_key", message, connection="close")

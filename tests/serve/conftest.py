@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import threading
 import time
@@ -38,16 +39,51 @@ class Server:
         assert response.status_code == status, response.text
         return response.json()["error"]["message"]
 
-    def wait_until_free(self) -> None:
+    def raw(self, head: str = "", body: bytes = b"", **fields) -> socket.socket:
+        """A connection that has sent a POST and waits for nothing."""
+        if fields:
+            body = json.dumps(fields).encode()
+            head = f"Content-Length: {len(body)}"
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        request = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{head}\r\n"
+        kind = "Content-Type: application/json\r\n\r\n"
+        connection.sendall((request + kind).encode() + body)
+        return connection
+
+    def wait(self, is_so) -> None:
         deadline = time.monotonic() + 20
-        while self.service.num_open or self.service.worker.num_running:
-            assert time.monotonic() < deadline, "a row was lost"
+        while not is_so():
+            assert time.monotonic() < deadline
             time.sleep(0.01)
+
+    def wait_until_free(self) -> None:
+        """No row is lost."""
+        self.wait(lambda: not (self.service.num_open or self.service.worker.num_running))
+
+
+class Watched:
+    """A run with something to do before each of its events."""
+
+    def __init__(self, run, before) -> None:
+        self._run, self._before = run, before
+        self.submit, self.cancel = run.submit, run.cancel
+
+    def __next__(self):
+        self._before()
+        return next(self._run)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._run.close()
 
 
 @contextlib.contextmanager
-def serving(engine, *, open_run=None, num_rows=NUM_ROWS, max_queue=100, seconds=60.0, **options):
-    """A server in a thread; `open_run` takes the place of the engine's run."""
+def serving(
+    engine, *, before=lambda: None, num_rows=NUM_ROWS, max_queue=100, seconds=60.0, **options
+):
+    """A server in a thread, whose worker calls `before` before each event."""
     run = {
         "batch_size": num_rows,
         "generation": GenerationConfig(reserve=CONTEXT),
@@ -55,7 +91,7 @@ def serving(engine, *, open_run=None, num_rows=NUM_ROWS, max_queue=100, seconds=
     }
     protocol = Protocol(engine, {"tiny"}, SamplingParams(temperature=1.0), CONTEXT)
     listener = socket.create_server(("127.0.0.1", 0))
-    with listener, Worker(open_run or (lambda: engine.open(**run))) as worker:
+    with listener, Worker(lambda: Watched(engine.open(**run), before)) as worker:
         service = Service(
             engine, worker, protocol, num_rows=num_rows, max_queue=max_queue, seconds=seconds,
             **options,

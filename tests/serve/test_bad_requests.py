@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import socket
-import time
+import threading
 
 import openai
 import pytest
 
+from minitri.errors import InputError
 from tests.serve.conftest import CONTEXT, serving
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -23,7 +23,6 @@ TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
         ({"prompt": [1, True]}, ["[1, True]", "token ids"]),
         ({"prompt": [1, 320]}, ["token id 320", "0 to 319"]),
         ({"prompt": [1, -1]}, ["token id -1"]),
-        ({"prompt": "\ud800"}, ["not valid Unicode"]),
         ({"n": 2}, ["'n' is 2", "not supported", "give 1"]),
         ({"echo": True}, ["'echo' is True", "not supported"]),
         ({"max_tokns": 3}, ["'max_tokns' is 3", "unknown", "max_tokens"]),
@@ -87,6 +86,15 @@ def test_a_body_that_is_no_object_is_refused(server, body):
     assert "send an object" in response.json()["error"]["message"]
 
 
+def test_text_that_is_no_unicode_is_refused(server):
+    for field in ("prompt", "stop"):
+        body = json.dumps({"prompt": "She", field: "\ud800"}).encode()
+        headers = {"content-type": "application/json"}
+        response = server.http.post(TEXT, content=body, headers=headers)
+        assert response.status_code == 400
+        assert "not valid Unicode" in response.json()["error"]["message"]
+
+
 def test_other_types_models_paths_and_methods_are_refused(server):
     plain = server.http.post(TEXT, content=b"{}", headers={"content-type": "text/plain"})
     assert plain.status_code == 415
@@ -101,32 +109,24 @@ def test_other_types_models_paths_and_methods_are_refused(server):
         assert response.json()["error"]["type"] == "invalid_request_error"
 
 
-def raw(server, head: str, *, body: bytes = b"") -> socket.socket:
-    """A connection that has sent these lines of a POST."""
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
-    lines = [f"POST {TEXT} HTTP/1.1", "Host: x", "Content-Type: application/json", head, "", ""]
-    connection.sendall("\r\n".join(lines).encode() + body)
-    return connection
-
-
 def test_a_body_beyond_the_limit_is_refused_before_it_is_read(server):
-    with raw(server, "Content-Length: 100000000") as connection:
+    with server.raw("Content-Length: 100000000") as connection:
         assert b" 413 " in connection.recv(20)
     chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
-    with raw(server, "Transfer-Encoding: chunked", body=chunk * 17) as connection:
+    with server.raw("Transfer-Encoding: chunked", body=chunk * 17) as connection:
         assert b" 413 " in connection.recv(20)
     assert server.post(prompt="x" * (1 << 21)).status_code == 413
 
 
 def test_a_client_that_does_not_finish_its_body_is_cut_off(engine):
     with serving(engine, body_seconds=0.2) as server:
-        with raw(server, "Content-Length: 100", body=b'{"prompt"') as connection:
+        with server.raw("Content-Length: 100", body=b'{"prompt"') as connection:
             received = b""
             while part := connection.recv(4096):  # to the end of the connection
                 received += part
         assert b" 408 " in received
         assert server.post(prompt="She had", max_tokens=1).status_code == 200
-        with raw(server, "Content-Length: 100", body=b'{"prompt"'):
+        with server.raw("Content-Length: 100", body=b'{"prompt"'):
             pass
         assert server.post(prompt="She had", max_tokens=1).status_code == 200
 
@@ -156,40 +156,28 @@ def test_a_request_ends_at_the_time_limit_and_frees_its_row(engine):
 
 
 def test_beyond_the_queue_requests_are_asked_to_come_later(engine):
-    with serving(engine, num_rows=1, max_queue=1) as server:
-        fields = {"prompt": "She had", "max_tokens": 390, "ignore_eos": True, "stream": True}
-        with (
-            server.http.stream("POST", TEXT, json=fields),
-            server.http.stream("POST", TEXT, json=fields | {"prompt": "x"}),
-        ):
-            response = server.post(**fields)
-            assert response.status_code == 503
-            assert response.headers["retry-after"] == "1"
+    gate = threading.Event()
+    with serving(engine, before=gate.wait, num_rows=1, max_queue=1) as server:
+        with server.raw(prompt="She had"), server.raw(prompt="x"):
+            server.wait(lambda: server.service.num_open == 2)
+            response = server.post(prompt="She had")
+            gate.set()
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"
         server.wait_until_free()
         assert server.post(prompt="She had", max_tokens=1).status_code == 200
 
 
 def test_a_run_that_fails_ends_its_requests_and_is_opened_again(engine, monkeypatch, caplog):
     monkeypatch.setattr("minitri.serve.worker.RETRY_SECONDS", 0.0)
-    with serving(engine) as server:
-        generation = type(engine.generate("x", generation=_short()))
-        original, failures = generation.__next__, [RuntimeError("broken")]
-        monkeypatch.setattr(
-            generation, "__next__",
-            lambda run: original(run) if not failures else _raise(failures.pop()),
-        )  # fmt: skip
-        response = server.post(prompt="She had", max_tokens=4)
-        assert response.status_code == 500
-        assert "RuntimeError('broken')" in response.json()["error"]["message"]
-        assert server.post(prompt="She had", max_tokens=4).status_code == 200
-        assert "the run failed: broken" in caplog.text
+    failures = [InputError("out of memory"), RuntimeError("broken")]
 
+    def fail():
+        if failures:
+            raise failures.pop()
 
-def _short():
-    from minitri.settings import GenerationConfig
-
-    return GenerationConfig(1)
-
-
-def _raise(error):
-    raise error
+    with serving(engine, before=fail) as server:
+        assert "RuntimeError('broken')" in server.error(prompt="She had", status=500)
+        assert "out of memory" in server.error(prompt="She had", status=400)
+        assert server.post(prompt="She had").status_code == 200
+    assert "the run failed: broken" in caplog.text
