@@ -34,8 +34,8 @@ from minitri.serve.worker import Worker
 from minitri.stats import RowStats
 
 log = logging.getLogger("minitri")
-FAREWELL_SECONDS = 5.0
-"""For a client to take the error that ends its answer."""
+FAREWELL_SECONDS = 2.0
+"""For a client to take in an error, whatever it is doing."""
 
 
 class Service:
@@ -68,7 +68,8 @@ class Service:
         kind = request.headers.get("content-type", "")
         if kind.partition(";")[0].strip().lower() != "application/json":  # nor from any web page
             got = f"the body's type is {shorten(repr(kind), 60)}"
-            raise ApiError(415, "unsupported_media_type", f"{got}; send application/json")
+            message = f"{got}; send application/json"
+            raise ApiError(415, "unsupported_media_type", message, connection="close")
         try:
             async with asyncio.timeout(self.body_seconds):
                 body = await self._body(request)
@@ -237,9 +238,28 @@ class Answer(Response):
                     await response(scope, receive, send)
 
 
-def answer(status: int, content: dict[str, Any], **headers: str) -> Response:
+class Refusal(Response):
+    """An answer that may come before the client has sent all of its request.
+
+    For a moment the rest is read and dropped: who is still sending would otherwise see a connection
+    that was reset, and not the answer.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends it."""
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send({**start, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_SECONDS):
+                while (await receive()).get("more_body"):
+                    pass
+        await send({"type": "http.response.body", "body": b""})
+
+
+def answer(status: int, content: dict[str, Any]) -> Response:
     """A response of JSON."""
-    return Response(to_json(content), status, headers, "application/json")
+    return Response(to_json(content), status, media_type="application/json")
 
 
 def failure(error: Exception) -> Response:
@@ -248,4 +268,5 @@ def failure(error: Exception) -> Response:
         error = ApiError(error.status_code, "invalid_request", f"{error.detail}; see the README")
     elif not isinstance(error, ApiError):
         error = ApiError(400, "invalid_request", str(error))
-    return answer(error.status, error.content, **error.headers)
+    kind = Refusal if "connection" in error.headers else Response
+    return kind(to_json(error.content), error.status, error.headers, "application/json")
