@@ -10,9 +10,11 @@ from minitri.cli.exits import clean_imports, program
 with clean_imports():
     import argparse
     import contextlib
+    import functools
     import logging
     import os
     import socket
+    from typing import Any
 
     from minitri.cli import arguments
     from minitri.cli.prompts import boot
@@ -39,15 +41,18 @@ def build_parser() -> arguments.OneLineParser:
     )
     arguments.add_model_flags(parser)
     group = parser.add_argument_group("server")
-    for name, default, text in (
-        ("context", None, "tokens that a prompt and its answer may have; each row takes the memory "
-         f"for it (default: {DEFAULT_CONTEXT}, or the model's context if that is shorter)"),
-        ("batch-size", MAX_ROWS, "requests that run at a time, if memory allows"),
-        ("max-queue", 64, "requests that wait for a row; more are answered with 503"),
-        ("time-limit", 600, "seconds for a request, waiting included"),
-    ):  # fmt: skip
-        options = {"type": arguments.positive, "metavar": "N", "help": text}
-        group.add_argument(f"--{name}", default=default, **options)
+    count: dict[str, Any] = {"type": arguments.positive, "metavar": "N"}
+    text = (
+        "tokens that a prompt and its answer may have, for which each row takes memory (default: "
+    )
+    text += f"{DEFAULT_CONTEXT}, or the model's context if that is shorter)"
+    group.add_argument("--context", **count, help=text)
+    text = "requests that run at a time"
+    group.add_argument("--batch-size", default=MAX_ROWS, **count, help=text)
+    text = "requests that wait for a row; more are answered with 503"
+    group.add_argument("--max-queue", default=64, **count, help=text)
+    text = "seconds for a request, waiting included"
+    group.add_argument("--time-limit", default=600, **count, help=text)
     group.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all")
     text = "0: any that is free"
     group.add_argument("--port", type=arguments.whole(0, 65535), default=8000, help=text)
@@ -102,9 +107,12 @@ def run_command(args: argparse.Namespace) -> None:
         engine = boot(args, arguments.draft_of(args), lambda *_: None)
         context = min(args.context or DEFAULT_CONTEXT, engine.config.context_length)
         run = arguments.taken(GenerationConfig, args, reserve=context)
-        options = {"sampling": sampling, "generation": run, "speculation": speculation}
         protocol = Protocol(engine, {engine.config.name, args.model}, sampling, context)
-        with Worker(lambda: engine.open(batch_size=args.batch_size, **options)) as worker:
+        open_run = functools.partial(
+            engine.open, batch_size=args.batch_size, sampling=sampling, generation=run,
+            speculation=speculation,
+        )  # fmt: skip
+        with Worker(open_run) as worker:
             service = Service(
                 engine, worker, protocol, num_rows=args.batch_size, max_queue=args.max_queue,
                 seconds=args.time_limit, api_key=key,

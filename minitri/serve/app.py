@@ -11,10 +11,9 @@ import asyncio
 import contextlib
 import functools
 import hmac
-import itertools
 import logging
 import time
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 from starlette.applications import Starlette
@@ -31,7 +30,6 @@ from minitri.events import End, Event, Token
 from minitri.serve.answers import WRITERS, num_guessed, to_json
 from minitri.serve.protocol import ApiError, Call, Protocol
 from minitri.serve.worker import Worker
-from minitri.stats import RowStats
 
 log = logging.getLogger("minitri")
 FAREWELL_SECONDS = 2.0
@@ -50,7 +48,7 @@ class Service:
         self.num_rows, self.max_open = num_rows, num_rows + max_queue
         self.seconds, self.body_seconds, self.api_key = seconds, body_seconds, api_key
         self.num_open = 0
-        self.totals: Counter[str] = Counter()
+        self.totals: defaultdict[str, float] = defaultdict(float)
         complete = functools.partial(functools.partial, self.complete)
         routes = [
             Route("/v1/models", self.models),
@@ -121,26 +119,21 @@ class Service:
         self._check_key(request)
         num_running = min(self.num_open, self.num_rows)
         gauges = {"running": num_running, "waiting": self.num_open - num_running}
+        rows = [(f"requests_{name}", "gauge", float(value)) for name, value in gauges.items()]
+        rows += [(f"{name}_total", "counter", value) for name, value in self.totals.items()]
         lines = [
-            f"# TYPE minitri_requests_{name} gauge\nminitri_requests_{name} {value}"
-            for name, value in gauges.items()
+            f"# TYPE minitri_{n} {kind}\nminitri_{n} {value:.12g}\n" for n, kind, value in rows
         ]
-        by_name = itertools.groupby(sorted(self.totals), lambda key: key.partition("{")[0])
-        for name, keys in by_name:
-            lines.append(f"# TYPE minitri_{name} counter")
-            lines += [f"minitri_{key} {self.totals[key]:.12g}" for key in keys]
-        return PlainTextResponse("\n".join([*lines, ""]))
+        return PlainTextResponse("".join(lines))
 
-    def count(self, stats: RowStats) -> None:
-        """Adds a text that is complete to the totals."""
-        self.totals["prompt_tokens_total"] += stats.num_prompt_tokens
-        self.totals["cached_tokens_total"] += stats.num_cached_tokens
-        self.totals["generated_tokens_total"] += stats.num_generated_tokens
-        self.totals["guessed_tokens_total"] += num_guessed(stats)
+    def count(self, **amounts: float) -> None:
+        """Adds to the totals."""
+        for name, amount in amounts.items():
+            self.totals[name] += amount
 
     async def refuse(self, _: Request, error: Exception) -> Response:
         """OpenAI's JSON for what went wrong."""
-        self.totals['requests_total{outcome="refused"}'] += 1
+        self.count(requests_refused=1)
         return failure(error)
 
 
@@ -181,8 +174,7 @@ class Answer(Response):
             service.worker.cancel(job)
             service.num_open -= 1
             seconds = time.monotonic() - started
-            service.totals[f'requests_total{{outcome="{outcome}"}}'] += 1
-            service.totals["request_seconds_total"] += seconds
+            service.count(**{f"requests_{outcome}": 1, "request_seconds": seconds})
             log.info("%s: %s after %.1f s", self._writer.id, outcome, seconds)
 
     async def _watch(self, receive: Receive) -> None:
@@ -201,7 +193,13 @@ class Answer(Response):
             if body:
                 await self._send(send, body, more=not is_end)
             if isinstance(event, End):
-                self._service.count(event.row_stats)
+                stats = event.row_stats
+                self._service.count(
+                    prompt_tokens=stats.num_prompt_tokens,
+                    cached_tokens=stats.num_cached_tokens,
+                    generated_tokens=stats.num_generated_tokens,
+                    guessed_tokens=num_guessed(stats),
+                )
                 return event.finish_reason
         return "left"
 
@@ -245,7 +243,7 @@ class Refusal(Response):
     that was reset, and not the answer.
     """
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         """Sends it."""
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})

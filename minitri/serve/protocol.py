@@ -25,9 +25,10 @@ MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
 TEXT_TOKENS = 16
 """New tokens of /v1/completions unless the client says how many: OpenAI's default."""
 SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]
-TYPES = {
-    "model": str, "stream": bool, "stream_options": dict, "seed": int, "speculation": bool,
-    "max_tokens": int, "max_completion_tokens": int, "messages": list, "prompt": (str, list),
+TYPES: dict[str, tuple[type, ...]] = {
+    "model": (str,), "stream": (bool,), "stream_options": (dict,), "speculation": (bool,),
+    "seed": (int,), "max_tokens": (int,), "max_completion_tokens": (int,), "messages": (list,),
+    "prompt": (str, list),
 }  # fmt: skip
 """Of fields that no settings class checks."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -134,8 +135,8 @@ class Protocol:
 
     def _prompt(self, prompt: str | list[Any]) -> list[int]:
         """Token ids of a text, of ids, or of a list with one of those."""
-        if len(prompt) == 1 and isinstance(prompt[0], str | list):
-            [prompt] = prompt
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+            prompt = prompt[0]
         if isinstance(prompt, str):
             return self._tokenizer.encode(prompt) if prompt else []
         if all(type(token) is int for token in prompt):
@@ -157,10 +158,9 @@ def _fields(body: bytes, known: set[str]) -> dict[str, Any]:
         got = f"{shorten(repr(name), 60)} is {shorten(repr(value), 60)}"
         if name not in known:
             raise InputError(f"{got}, which is unknown here; known are {', '.join(sorted(known))}")
-        kind = TYPES.get(name, object)
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            kinds = kind if isinstance(kind, tuple) else (kind,)
-            raise InputError(f"{got}; give a {' or '.join(kind.__name__ for kind in kinds)}")
+        if name in TYPES and type(value) not in TYPES[name]:  # True is no number
+            kinds = " or ".join(kind.__name__ for kind in TYPES[name])
+            raise InputError(f"{got}; give a value of type {kinds}")
         if name in NEUTRAL and value not in NEUTRAL[name]:
             raise InputError(f"{got}, which is not supported; give {NEUTRAL[name][0]!r}, or none")
     return fields

@@ -14,7 +14,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Self
 
@@ -34,8 +33,8 @@ class Job:
 
     request: Request
     deliver: Deliver
-    number: int | None = None
-    """In the run; None before it is there."""
+    number: int = -1
+    """In the run; -1 before it is there."""
     is_cancelled: bool = False
 
 
@@ -43,15 +42,13 @@ class Worker:
     """Runs requests of any thread in one run."""
 
     def __init__(self, open_run: Callable[[], Generation]) -> None:
-        """Raises what `open_run` raises, which is called in the thread."""
+        """Raises what `open_run` raises."""
         self._open = open_run
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # None: wake up and stop
         self._jobs: dict[int, Job] = {}
         self._stopping = False
-        ready: Future[None] = Future()
-        self._thread = threading.Thread(target=self._work, args=(ready,), daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(open_run(),), daemon=True)
         self._thread.start()
-        ready.result()
 
     @property
     def is_alive(self) -> bool:
@@ -85,17 +82,13 @@ class Worker:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _work(self, ready: Future[None]) -> None:
+    def _work(self, run: Generation | None) -> None:
         while not self._stopping:
             try:
-                with self._open() as run:
-                    if not ready.done():
-                        ready.set_result(None)
+                with run or self._open() as run:
                     self._serve(run)
             except Exception as error:
-                if not ready.done():
-                    ready.set_exception(error)
-                    return
+                run = None
                 log.error("the run failed: %s", error, exc_info=not isinstance(error, InputError))
                 for job in self._jobs.values():
                     job.deliver(error)
@@ -120,13 +113,12 @@ class Worker:
                     del self._jobs[event.row]
 
     def _take(self, run: Generation, job: Job) -> None:
-        if not job.is_cancelled:
+        if self._jobs.get(job.number) is job:
+            run.cancel(job.number)
+            del self._jobs[job.number]
+        elif not job.is_cancelled:
             try:
                 job.number = run.submit(job.request)
+                self._jobs[job.number] = job
             except InputError as error:
                 job.deliver(error)
-            else:
-                self._jobs[job.number] = job
-        elif self._jobs.get(job.number or 0) is job:
-            run.cancel(job.number or 0)
-            del self._jobs[job.number or 0]
