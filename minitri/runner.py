@@ -293,7 +293,8 @@ def prefill(
 ) -> Iterator[int]:
     """Reads a prompt but for its last token into row b, `chunk` tokens at a time.
 
-    Yields how many tokens have been read. After every chunk `watch` is given the rotated queries
+    Yields how many tokens have been read. Where the model is row-invariant, K and V do not depend,
+    to the bit, on where chunks begin. After every chunk `watch` is given the rotated queries
     (L, T, H, D) of its last tokens, at most `max_queries`. A cache in host memory is filled layer
     by layer, unless all queries are wanted: see `gpu/offload/layer_major.py`.
     """
@@ -308,7 +309,8 @@ def prefill(
             T = len(piece) if max_queries is None else min(max_queries, len(piece))
             shape = (config.num_layers, 1, T, config.num_heads, config.head_dim)
             queries_LBTHD = torch.empty(shape, dtype=model.dtype, device=model.device)
-        read_block(model, [piece], full.row(b), queries_LBTHD)
+        with model.reading_prompt():
+            read_block(model, [piece], full.row(b), queries_LBTHD)
         full.advance([len(piece) if b == other else 0 for other in range(len(full.lengths))])
         if watch is not None and queries_LBTHD is not None:
             watch(queries_LBTHD[:, 0])

@@ -196,6 +196,7 @@ class Session:
         """
         self.batch = batch
         self.sequences = [list(prompt) for prompt in batch.prompts]
+        self._num_prompt = batch.lengths
         for b in range(len(batch.prompts)):
             self.full.reset(b)
             if self.draft is not None:
@@ -221,7 +222,7 @@ class Session:
     ) -> None:  # fmt: skip
         """Gives row b, which is empty, to another text, for which nothing is guessed without
         `speculation`; `prefill` and `start` must follow."""
-        self.sequences[b][:] = prompt
+        self.sequences[b][:], self._num_prompt[b] = prompt, len(prompt)
         self.cascade.active[b], self.cascade.guessing[b] = False, speculation
         history = self._lookup_sources.history
         if history is not None and not self.batch.speculation.coupled:
@@ -249,7 +250,8 @@ class Session:
         most = len(prompt) - 1 - self.batch.speculation.observation_window * (cache is not None)
         if cache is not None and cache.max_prompt_queries is None:
             most = 0  # its policy must see all of them
-        num_tokens = self.prefix.take(b, prompt, most, self.sequences)
+        others = [self.sequences[o][: self._num_exact(o)] for o in range(len(self.sequences))]
+        num_tokens = self.prefix.take(b, prompt, most, others)
         if cache is not None:
             cache.reset(b, self.batch.budget_for(len(prompt)), num_tokens)
         self._note_certain()
@@ -257,8 +259,18 @@ class Session:
 
     def retire(self, b: int) -> None:
         """Ends the text of row b; the next ones may begin with what it leaves in the full cache."""
-        self.prefix.keep(b, self.sequences[b][: self._num_certain[b]])
+        tokens = self.sequences[b][: self._num_certain[b]]
+        self.prefix.keep(b, tokens, self._num_exact(b))
         self.cascade.retire(b)
+
+    def _num_exact(self, b: int) -> int:
+        """First tokens of row b whose K and V are what a prefill would give.
+
+        On compiled kernels that is to the bit, so tokens that were generated do not count: decoding
+        has kernels of its own, which round otherwise.
+        """
+        held, read = self._num_certain[b], self._num_prompt[b] - 1
+        return min(held, read) if self.models[0].is_row_invariant else held
 
     def _note_certain(self) -> None:
         """The full cache holds so many tokens of each row that will stay, whatever comes next."""

@@ -25,6 +25,11 @@ class KVSource(Protocol):
     @property
     def tokens(self) -> list[int]: ...
 
+    @property
+    def num_exact(self) -> int:
+        """First tokens that another text may begin with: the K and V of those that were generated
+        may differ in the last bits from what a prefill would give."""
+
     def layers(self, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values (K, T, D) of the first T tokens, layer by layer; each pair is valid until
         the next is asked for."""
@@ -37,6 +42,7 @@ class HeldRow:
     full: FullCache
     b: int
     tokens: list[int]
+    num_exact: int
     first: tuple[Tensor, Tensor] | None = None
     """Keys and values (L, K, T, D) of the first tokens, where they may have been written over."""
 
@@ -75,13 +81,13 @@ class PrefixCache:
     def num_shared(self, prompt: list[int]) -> int:
         """Tokens of the prompt that are at hand, in whichever row without a text."""
         rows = (row for row in self._ended if row is not None)
-        return max((num_common(row.tokens, prompt) for row in rows), default=0)
+        return max((num_common(row, prompt) for row in rows), default=0)
 
-    def keep(self, b: int, tokens: list[int]) -> None:
+    def keep(self, b: int, tokens: list[int], num_exact: int) -> None:
         """The text of row b ends, whose first slots hold these tokens; call before its reset."""
         first = self._full.tokens(b, 0, min(len(tokens), self._num_guarded))
         keys, values = (slots_LKTD.clone() for slots_LKTD in first)
-        self._ended[b] = HeldRow(self._full, b, list(tokens), (keys, values))
+        self._ended[b] = HeldRow(self._full, b, list(tokens), num_exact, (keys, values))
 
     def adopt(self, other: "PrefixCache") -> None:
         """Takes over what another cache holds, as far as there is room for it."""
@@ -92,7 +98,7 @@ class PrefixCache:
         for place, row in enumerate(longest):
             b, num_tokens = row.b if is_same else place, min(len(row.tokens), self._full.capacity)
             self._fill(b, row, num_tokens)
-            self.keep(b, row.tokens[:num_tokens])
+            self.keep(b, row.tokens[:num_tokens], min(row.num_exact, num_tokens))
 
     def best_place(self, places: list[int], prompt: list[int]) -> int:
         """Of these rows without a text the one that holds most of the prompt's beginning, or else
@@ -100,25 +106,25 @@ class PrefixCache:
 
         def gain(b: int) -> tuple[int, int]:
             row = self._ended[b]
-            return (num_common(row.tokens, prompt), -len(row.tokens)) if row else (0, 0)
+            return (num_common(row, prompt), -len(row.tokens)) if row else (0, 0)
 
         return max(places, key=gain)
 
     def take(self, b: int, prompt: list[int], most: int, texts: list[list[int]]) -> int:
         """Fills row b, which is empty, with the longest beginning of the prompt that is at hand, of
-        at most `most` tokens; returns how many. `texts` are those of the rows that go on."""
+        at most `most` tokens; returns how many. `texts` are what the other rows hold exactly."""
         sources: list[KVSource] = [row for row in self._ended if row is not None]
-        for other, length in enumerate(self._full.lengths):
-            if length:
-                sources.append(HeldRow(self._full, other, texts[other][:length]))
+        for other, text in enumerate(texts):
+            if text:
+                sources.append(HeldRow(self._full, other, text, len(text)))
         if self.snapshot is not None:
             sources.append(self.snapshot)
         own, self._ended[b] = self._ended[b], None
         if not sources or most <= 0:
             return 0
         # Of equally long ones the row's own, which need not be copied.
-        best = max(sources, key=lambda it: (num_common(it.tokens, prompt), it is own))
-        num_tokens = min(num_common(best.tokens, prompt), most)
+        best = max(sources, key=lambda it: (num_common(it, prompt), it is own))
+        num_tokens = min(num_common(best, prompt), most)
         self._fill(b, best, num_tokens)
         self._full.restore(b, num_tokens)
         return num_tokens
@@ -134,9 +140,11 @@ class PrefixCache:
             self._full.write(layer, b, keys_KTD, values_KTD)
 
 
-def num_common(one: list[int], other: list[int]) -> int:
-    """How many tokens two texts begin with alike."""
-    longest = min(len(one), len(other))
-    if one[:longest] == other[:longest]:
+def num_common(source: KVSource, prompt: list[int]) -> int:
+    """How many tokens of a prompt may be taken from a source."""
+    longest = min(source.num_exact, len(prompt))
+    tokens = source.tokens
+    if tokens[:longest] == prompt[:longest]:
         return longest
-    return next(n for n, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
+    pairs = zip(tokens, prompt, strict=False)
+    return next(number for number, (token, other) in enumerate(pairs) if token != other)

@@ -2,8 +2,8 @@
 
 A short pass is one call for all layers. Each of them reads its weights, K and V once: RMSNorm with
 the projection behind it, RoPE, attention, projections with the residual addition behind them, and
-gate, up and SiLU together. Weights stay plain, as they were loaded. Blocks of more than
-LONGEST_BLOCK tokens, of a prefill, take the plain layers, but for attention and RoPE.
+gate, up and SiLU together. Weights stay plain, as they were loaded. Blocks of a
+prompt, or of more than LONGEST_BLOCK tokens, take the plain layers, but for attention and RoPE.
 
 Legend: L layers, B batch, T tokens, S slots, E hidden size, H query heads, K KV heads, D head dim.
 """
@@ -39,7 +39,8 @@ class KernelLinear(Linear):
         self.in_features = plain.weight.shape[1]
 
     def forward(self, x: Tensor) -> Tensor:
-        if is_short(x):
+        num_tokens = x.shape[-2] if x.dim() > 1 else 1
+        if self.kernels.is_short(num_tokens):
             return self.kernels.linear(
                 x,
                 self.weight,
@@ -48,7 +49,9 @@ class KernelLinear(Linear):
                 bias=self.bias,
                 is_wide=self.is_head,
             )
-        return F.linear(x, self.plain_weight(x.dtype), self.bias)
+        # Fewer rows might be multiplied in another way, with other last bits.
+        padded = F.pad(x, (0, 0, 0, max(0, LONGEST_BLOCK + 1 - num_tokens)))
+        return F.linear(padded, self.plain_weight(x.dtype), self.bias)[..., :num_tokens, :]
 
     def plain_weight(self, dtype: torch.dtype) -> Tensor:  # noqa: ARG002 (for other kinds)
         """W of shape (out_features, in_features)."""
@@ -82,7 +85,7 @@ class KernelLayers(Layers):
 
     def forward(self, x_BTE: Tensor, shared: Pass) -> Tensor:
         cache, rule, queries = shared.cache, shared.rule_TT, shared.queries_LBTHD
-        if not (is_short(x_BTE) and type(cache) in WRITABLE):
+        if not (self.kernels.is_short(x_BTE.shape[1]) and type(cache) in WRITABLE):
             return super().forward(x_BTE, shared)
         assert isinstance(cache, WRITABLE)
         if self._weights is None:
@@ -130,11 +133,6 @@ def matrix_of(layer: nn.Module) -> Matrix:
     return Matrix(weights, bias, layer.out_features, layer.in_features, layer.bits)
 
 
-def is_short(x: Tensor) -> bool:
-    """Whether (..., T, X) is a block of decoding; longer ones are matrix multiplications."""
-    return x.dim() < 2 or x.shape[-2] <= LONGEST_BLOCK
-
-
 def use_kernels(model: Llama, kernels: Kernels) -> None:
     """Puts kernels in the place of a model's linear layers, attention and blocks."""
     for parent in reversed(list(model.modules())):  # a copy of a module holds what it has by then
@@ -150,7 +148,7 @@ def use_kernels(model: Llama, kernels: Kernels) -> None:
             setattr(parent, name, new)
     model.attend = kernels.attend
     model.is_row_invariant = True
-    model.decoding = kernels.alone
+    model.decoding, model.reading_prompt = kernels.alone, kernels.reading_prompt
 
 
 def take_over(new: nn.Module, other: nn.Module) -> nn.Module:

@@ -103,6 +103,7 @@ class Kernels:
         library.minitri_instructions.restype = ctypes.c_char_p
         self.instructions: str = library.minitri_instructions().decode()
         """The processor's, as far as the kernels use them."""
+        self._reads_prompt = False
         self.seconds: ctypes.Array[ctypes.c_double] | None = None
         """Two numbers, if a profile wants them: what linear layers and attention of passes take."""
 
@@ -121,13 +122,28 @@ class Kernels:
         finally:
             torch.set_num_threads(num_threads)
 
+    @contextlib.contextmanager
+    def reading_prompt(self) -> Iterator[None]:
+        """Blocks of any length are computed like long ones meanwhile: to the bit, K and V do not
+        depend on where the chunks of a prompt begin."""
+        self._reads_prompt = True
+        try:
+            yield
+        finally:
+            self._reads_prompt = False
+
+    def is_short(self, num_tokens: int) -> bool:
+        """Whether a block of so many tokens is one of decoding; long ones are matrix
+        multiplications."""
+        return num_tokens <= LONGEST_BLOCK and not self._reads_prompt
+
     def attend(
         self, q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, prefix_lengths: list[int],
         rule_TT: Tensor | None = None, lengths_B: Tensor | None = None,  # noqa: ARG002 (contract)
     ) -> Tensor:  # fmt: skip
         """Attention of a block; the contract is `model.attention.Attend`.
 
-        Only blocks of up to LONGEST_BLOCK tokens are row-invariant.
+        Row-invariant among short blocks, and among long ones.
         """
         B, T, H, D = q_BTHD.shape
         assert q_BTHD.stride(3) == keys_BKSD.stride(3) == 1
@@ -141,8 +157,7 @@ class Kernels:
             ctypes.addressof(lengths), address(rule),
             B, T, H, keys_BKSD.shape[1], D, *q_BTHD.stride()[:3], *keys_BKSD.stride()[:3],
         )  # fmt: skip
-        is_short = T <= LONGEST_BLOCK
-        self._attention(DTYPES[q_BTHD.dtype], is_short, ctypes.byref(arguments))
+        self._attention(DTYPES[q_BTHD.dtype], self.is_short(T), ctypes.byref(arguments))
         return out_BTHD
 
     def linear(

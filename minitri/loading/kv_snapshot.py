@@ -59,6 +59,7 @@ class Snapshot:
                 )
         with self._reading():
             self.tokens: list[int] = self._file.get_tensor("tokens").tolist()
+            self.num_exact = int(facts["num_exact"])
             self._check(model)
 
     def layers(self, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -80,6 +81,8 @@ class Snapshot:
                 raise ValueError(f"{name} has shape {list(tensor.shape)}, not {shape}")
             if checksum not in (None, zlib.crc32(as_bytes(tensor))):
                 raise ValueError(f"the checksum of {name} is wrong")
+        if not 0 <= self.num_exact <= len(self.tokens):
+            raise ValueError(f"{self.num_exact} of {len(self.tokens)} tokens are said to be exact")
         if not all(0 <= token < model.config.vocab_size for token in self.tokens):
             raise ValueError("its tokens are not those of the model")
 
@@ -87,7 +90,14 @@ class Snapshot:
     def _reading(self) -> Iterator[None]:
         try:
             yield
-        except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:
+        except (
+            SafetensorError,
+            OSError,
+            LookupError,
+            ValueError,
+            TypeError,
+            RuntimeError,
+        ) as error:
             reason = shorten(error, 90)
             raise InputError(
                 f"the KV snapshot {self._name} is damaged ({reason}); {ADVICE}"
@@ -96,7 +106,8 @@ class Snapshot:
 
 def write_snapshot(name: str, source: KVSource, model: Llama) -> int:
     """Writes all tokens of a source to a file; returns how many. Raises `InputError`."""
-    path, facts, num_tokens = Path(name), manifest(model), len(source.tokens)
+    path, num_tokens = Path(name), len(source.tokens)
+    facts = manifest(model) | {"num_exact": str(source.num_exact)}
     unfinished = path.with_name(path.name + ".unfinished")
     try:
         try:

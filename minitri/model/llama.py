@@ -52,7 +52,10 @@ class Llama(nn.Module):
         self.config = config
         self.attend = attend
         self.is_row_invariant = False  # the bits of a row depend on it alone, in any short pass
-        self.decoding: Callable[[], AbstractContextManager[None]] = nullcontext  # around every step
+        self.decoding: Callable[[], AbstractContextManager[None]] = (
+            nullcontext  # around every step,
+        )
+        self.reading_prompt: Callable[[], AbstractContextManager[None]] = nullcontext  # and chunk
         self.fingerprint = ""  # of the files that its weights were read from
         self.ranks = Ranks()  # the processes that compute it together
         with torch.device(device):
