@@ -157,7 +157,7 @@ def _timings(stats: RowStats) -> Json:
         "prompt_ms": 1e3 * stats.prefill_seconds,
         "predicted_n": stats.num_generated_tokens,
         "predicted_ms": 1e3 * stats.decode_seconds,
-        "predicted_per_second": stats.num_generated_tokens / max(stats.decode_seconds, 1e-6),
+        "predicted_per_second": (stats.num_generated_tokens - 1) / max(stats.decode_seconds, 1e-6),
         "draft_n_accepted": num_guessed(stats),
         "num_steps": stats.num_steps,
     }

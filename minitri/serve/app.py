@@ -57,7 +57,7 @@ class Service:
             Route("/metrics", self.metrics),
             Route("/health", self.health),
         ]
-        handled: list[type[Exception]] = [ApiError, InputError, HTTPException]
+        handled: list[type[Exception]] = [ApiError, InputError, HTTPException, Exception]
         self.app = Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, self.refuse))
 
     async def complete(self, request: Request, *, is_chat: bool) -> Response:
@@ -185,10 +185,8 @@ class Answer(Response):
     async def _follow(self, send: Send) -> str:
         """Sends what the run says; returns how it ended."""
         while (event := await self._events.get()) is not None:
-            if isinstance(event, InputError):
-                raise event
             if isinstance(event, Exception):
-                raise ApiError(500, "internal_error", f"a bug: {shorten(repr(event))}; see the log")
+                raise event if isinstance(event, InputError) else bug(event)
             body, is_end = self._worded(event), isinstance(event, End)
             if body:
                 await self._send(send, body, more=not is_end)
@@ -260,11 +258,18 @@ def answer(status: int, content: dict[str, Any]) -> Response:
     return Response(to_json(content), status, media_type="application/json")
 
 
+def bug(error: Exception) -> ApiError:
+    """What a client is told of one; the traceback is in the log."""
+    return ApiError(500, "internal_error", f"a bug: {shorten(repr(error))}; see the server's log")
+
+
 def failure(error: Exception) -> Response:
     """OpenAI's JSON for what went wrong."""
     if isinstance(error, HTTPException):
         error = ApiError(error.status_code, "invalid_request", f"{error.detail}; see the README")
-    elif not isinstance(error, ApiError):
+    elif isinstance(error, InputError):
         error = ApiError(400, "invalid_request", str(error))
+    elif not isinstance(error, ApiError):
+        error = bug(error)
     kind = Refusal if "connection" in error.headers else Response
     return kind(to_json(error.content), error.status, error.headers, "application/json")
