@@ -113,6 +113,7 @@ class Session:
         guesser: Llama | None = None,
         sources: Sources = Sources(),  # noqa: B008 (frozen)
         full: FullCache | None = None,
+        held: PrefixCache | None = None,
         graphs: GraphPool | None = None,
         host: HostMemory | None = None,
     ) -> None:
@@ -120,9 +121,9 @@ class Session:
 
         Without a `draft` the last words are looked up in the text, and in `sources`. `guesser`, a
         rough copy of the target, takes its place at the retrieval level. `host` lends memory for K
-        and V. `full` and `graphs` are for tests: by default the full cache goes where it fits, and
-        passes are captured on a GPU, but for those that stream K and V from host memory. Raises
-        `InputError` if there is no room.
+        and V. `held` are texts that an earlier session leaves, in `full` or in another full cache.
+        By default the full cache goes where it fits, and passes are captured on a GPU, but for
+        those that stream K and V from host memory. Raises `InputError` if there is no room.
         """
         if not any(plan.uses_drafter for plan in batch.speculation.plans):
             draft = None
@@ -139,6 +140,8 @@ class Session:
             batch.speculation, batch.most_lengths, batch.capacity, host,
         )  # fmt: skip
         self.prefix = PrefixCache(self.full, batch.speculation.max_block)
+        if held is not None:  # before captures write to the slots of rows without a text
+            self.prefix.adopt(held)
         if graphs is None:
             graphs = graph_pool(target.device, wanted=batch.generation.cuda_graphs)
         self.graphs = graphs
@@ -262,6 +265,7 @@ class Session:
         tokens = self.sequences[b][: self._num_certain[b]]
         self.prefix.keep(b, tokens, self._num_exact(b))
         self.cascade.retire(b)
+        self._num_certain[b] = 0
 
     def _num_exact(self, b: int) -> int:
         """First tokens of row b whose K and V are what a prefill would give.

@@ -192,7 +192,7 @@ def test_what_waits_for_more_appears_when_an_end_token_comes(engine, monkeypatch
     for tokens, shown in ((half, "\ufffd"), (begun, "EN")):
         request = Request([5], generation=GenerationConfig(stop=("END",)))
         row = Row(0, request, [5], engine.tokenizer)
-        text = "".join(row.push(token, (2,)) for token in [*tokens, 2])
+        text = "".join(row.push(token, "bonus", (2,)) for token in [*tokens, 2])
         assert (text, row.finish_reason) == (shown, "eos")
 
 
@@ -483,6 +483,7 @@ def test_a_cache_that_does_not_fit_says_how_large_it_is(engine, monkeypatch):
     def out_of_memory(*_, **__):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
+    engine.release()
     monkeypatch.setattr("minitri.session.FullCache.allocate", out_of_memory)
     with pytest.raises(InputError, match=r"KV cache for 1 x 35 tokens needs .* GB"):
         engine.generate([1, 2, 3], generation=GenerationConfig(max_new_tokens=12))

@@ -16,6 +16,9 @@ from minitri.model.llama import Llama
 from minitri.session import Batch, Session
 from minitri.settings import SpeculationConfig
 
+WORTH_COPYING = 64
+"""Tokens at the beginning of a prompt for which two full caches may be in memory for a moment."""
+
 
 class SessionPool:
     """Sessions over two models; at most one is kept, of the run that was opened last."""
@@ -50,10 +53,8 @@ class SessionPool:
             del kept  # gives up its memory for the new one
             session = Session(
                 self.target, self._draft, batch, guesser=self._guesser, sources=self._sources,
-                full=full, host=self.host,
+                full=full, held=old, host=self.host,
             )  # fmt: skip
-            if old is not None:
-                session.prefix.adopt(old)
         session.prefix.snapshot = self.snapshot
         session.begin(batch)
         self._num_runs += 1
@@ -64,7 +65,9 @@ class SessionPool:
         """Whether what a session holds is to be copied into a larger cache, for which there must be
         room beside it."""
         on_gpu = self.target.device.type == "cuda" or isinstance(kept.full, OffloadedFullCache)
-        return not on_gpu and any(kept.prefix.num_shared(prompt) > 0 for prompt in batch.prompts)
+        return not on_gpu and any(
+            kept.prefix.num_shared(prompt) >= WORTH_COPYING for prompt in batch.prompts
+        )
 
     def put(self, session: Session) -> None:
         """Keeps a session whose run is over, if it is the latest.
