@@ -102,6 +102,8 @@ def run_command(args: argparse.Namespace) -> None:
         raise InputError(f"{error}; install it: pip install 'minitri[serve]'") from None
     sampling = arguments.taken(SamplingParams, args)
     speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
+    for flag in arguments.ignored_flags(args):
+        log.warning("%s is ignored: --method %s has no use for it", flag, args.method)
     key = args.api_key or os.environ.get("MINITRI_API_KEY")
     with listen(args.host, args.port) as listener:
         engine = boot(args, arguments.draft_of(args), lambda *_: None)
@@ -123,9 +125,10 @@ def run_command(args: argparse.Namespace) -> None:
             )  # fmt: skip
             host, port, *_ = listener.getsockname()
             log.info(
-                "%s at http://%s:%d/v1; %d requests at a time, of %d tokens each; Ctrl-C ends",
+                "%s at http://%s:%d/v1: %d requests at a time, of %d tokens each (%.2g GiB of KV "
+                "caches); Ctrl-C ends",
                 engine.config.name, f"[{host}]" if ":" in host else host, port, args.batch_size,
-                context,
+                context, worker.kv_cache_bytes / (1 << 30),
             )  # fmt: skip
             with contextlib.suppress(KeyboardInterrupt):
                 uvicorn.Server(config).run(sockets=[listener])

@@ -187,9 +187,10 @@ class Answer(Response):
         while (event := await self._events.get()) is not None:
             if isinstance(event, Exception):
                 raise event if isinstance(event, InputError) else bug(event)
-            body, is_end = self._worded(event), isinstance(event, End)
-            if body:
-                await self._send(send, body, more=not is_end)
+            if isinstance(event, Token):
+                self._tokens.append(event)
+            if self._call.stream or isinstance(event, End):
+                await self._send(send, self._worded(event), more=not isinstance(event, End))
             if isinstance(event, End):
                 stats = event.row_stats
                 self._service.count(
@@ -203,15 +204,14 @@ class Answer(Response):
 
     def _worded(self, event: Event) -> bytes:
         """What an event adds to the answer."""
-        writer, chunks = self._writer, []
-        if isinstance(event, Token) and not self._call.stream:
-            self._tokens.append(event)
-        elif isinstance(event, Token):
-            chunks = [*([] if self._has_begun else writer.first()), *writer.chunk(event)]
-        elif isinstance(event, End) and not self._call.stream:
+        writer = self._writer
+        if isinstance(event, End) and not self._call.stream:
             return to_json(writer.whole(self._tokens, event))
+        chunks = [] if self._has_begun else writer.first()
+        if isinstance(event, Token):
+            chunks += writer.chunk(event)
         elif isinstance(event, End):
-            chunks = writer.last(event)
+            chunks += writer.last(event)
         done = b"data: [DONE]\n\n" if isinstance(event, End) else b""
         return b"".join(b"data: %b\n\n" % to_json(chunk) for chunk in chunks) + done
 
@@ -228,10 +228,10 @@ class Answer(Response):
         response = failure(error)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_SECONDS):
-                if self._has_begun:
-                    await self._send(send, b"data: %b\n\n" % bytes(response.body), more=False)
-                else:
+                if not self._has_begun:
                     await response(scope, receive, send)
+                elif self._call.stream:
+                    await self._send(send, b"data: %b\n\n" % bytes(response.body), more=False)
 
 
 class Refusal(Response):

@@ -66,7 +66,7 @@ class Watched:
 
     def __init__(self, run, before) -> None:
         self._run, self._before = run, before
-        self.submit, self.cancel = run.submit, run.cancel
+        self.submit, self.cancel, self.stats = run.submit, run.cancel, run.stats
 
     def __next__(self):
         self._before()

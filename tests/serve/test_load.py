@@ -13,7 +13,7 @@ NUM_CLIENTS = 12
 
 def test_a_client_that_leaves_frees_its_row(engine):
     """Also one that leaves before its row runs, or while it reads a stream."""
-    gate, turns = threading.Event(), iter(range(4))
+    gate, turns = threading.Event(), iter(range(2))
     before = lambda: next(turns, None) is None and gate.wait(20)  # noqa: E731
     with serving(engine, before=before, num_rows=1) as server:
         fields = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "stream": True}
