@@ -11,12 +11,12 @@ TYPE_CHECKING = False  # `typing` itself takes milliseconds, in which nothing gu
 if TYPE_CHECKING:
     from typing import Any
 
+    from minitri.config import ModelConfig
     from minitri.engine import Engine, load
     from minitri.errors import InputError
     from minitri.events import Completion, End, Event, Idle, PrefillProgress, Request, Token
     from minitri.generation import Generation
     from minitri.loading.named_models import MODELS
-    from minitri.model.config import ModelConfig
     from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
     from minitri.stats import RowStats, Stats
 
@@ -45,7 +45,7 @@ __all__ = [
 
 _HOMES = {
     "minitri.loading.named_models": ("MODELS",),
-    "minitri.model.config": ("ModelConfig",),
+    "minitri.config": ("ModelConfig",),
     "minitri.settings": ("GenerationConfig", "SamplingParams", "SpeculationConfig"),
     "minitri.engine": ("Engine", "load"),
     "minitri.errors": ("InputError",),

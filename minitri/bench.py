@@ -57,8 +57,8 @@ def build_parser() -> arguments.OneLineParser:
     add, count, demo = parser.add_argument, arguments.positive, arguments.DEMO_PROMPT_TOKENS
     text = "UTF-8 text, or - for standard input; --compare takes several (default: Python's help)"
     add("--prompt-file", action="append", metavar="FILE", help=text)
-    add("--prompt-tokens", type=count, default=demo, metavar="N", help="of the prompt")
-    text, dest = "to decode, at least 4", "max_new_tokens"
+    add("--prompt-tokens", type=count, default=demo, metavar="N", help="tokens of the prompt")
+    text, dest = "tokens to decode, at least 4", "max_new_tokens"
     add("--new-tokens", type=arguments.whole(4), default=64, metavar="N", dest=dest, help=text)
     add("--repeats", type=count, default=3, metavar="N", help="runs to measure")
     group = parser.add_argument_group("--compare: every method, in turns, on the same prompts")

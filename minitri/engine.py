@@ -15,20 +15,19 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from minitri.config import ModelConfig
 from minitri.drafters.lookup import Sources
 from minitri.errors import InputError, shorten
-from minitri.events import Completion, End, Request
+from minitri.events import Batch, Completion, End, Request
 from minitri.generation import Generation, Row
 from minitri.gpu.placement import most_rows
-from minitri.gpu.pool import SessionPool
-from minitri.loading.kv_snapshot import Snapshot, write_snapshot
 from minitri.loading.named_models import DEFAULT_MODEL
 from minitri.loading.open_models import OpenModels
 from minitri.loading.prompts import Prompt, as_seeds, check_prompt, encode_prompts
 from minitri.loading.tokenizer import Tokenizer
-from minitri.model.config import ModelConfig
 from minitri.model.llama import Llama
-from minitri.session import Batch
+from minitri.reuse.pool import SessionPool
+from minitri.reuse.snapshot import Snapshot, write_snapshot
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 MAX_ROWS = 8
@@ -76,7 +75,9 @@ def load(
     if before_weights is not None:
         before_weights(files.tokenizer, files.config)
     target, drafter, guesser = files.load()
-    return Engine(target, files.tokenizer, drafter, guesser, files.sources)
+    engine = Engine(target, files.tokenizer, drafter, guesser, files.sources)
+    engine.sampling_defaults = files.sampling_defaults
+    return engine
 
 
 class Engine:
@@ -103,6 +104,8 @@ class Engine:
         self.draft = draft
         self.guesser = guesser
         self.sources = sources
+        self.sampling_defaults = SamplingParams()
+        """What the model's generation_config.json recommends; nothing here applies it."""
         self._pool = SessionPool(model, draft, guesser, sources)
 
     def __repr__(self) -> str:

@@ -1,9 +1,10 @@
-"""What goes into a run and what comes out: requests, typed events, and statistics of a row."""
+"""What goes into a run, and what comes out of it: requests, batches, and typed events."""
 
 from dataclasses import dataclass, field
 
 from minitri.loading.prompts import Prompt
-from minitri.settings import GenerationConfig, SamplingParams
+from minitri.model.cache import round_up_to_stride
+from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.stats import RowStats, Stats
 
 
@@ -20,6 +21,43 @@ class Request:
     a text."""
     speculation: bool = True
     """Whether anything is guessed for this text, if the run speculates."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts, each with its seed, and how to sample, stop and speculate."""
+
+    prompts: list[list[int]]
+    seeds: list[int]
+    sampling: SamplingParams
+    generation: GenerationConfig
+    speculation: SpeculationConfig
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt."""
+        return [len(prompt) for prompt in self.prompts]
+
+    @property
+    def most_lengths(self) -> list[int]:
+        """Tokens of the longest prompt that each row must have room for, now or later."""
+        return [max(length, self.generation.reserve) for length in self.lengths]
+
+    @property
+    def capacity(self) -> int:
+        """Slots that each row needs: prompt, output, and the guesses of the last step."""
+        num_tokens = max(self.lengths) + self.generation.max_new_tokens
+        return max(num_tokens, self.generation.reserve) + self.speculation.max_block - 1
+
+    @property
+    def budgets(self) -> list[int]:
+        """Tokens in the retrieval cache of each row."""
+        return [self.budget_for(length) for length in self.lengths]
+
+    def budget_for(self, length: int) -> int:
+        """The same for a prompt of this length: never more than a text here can fill."""
+        unit, slots = self.speculation.chunk_size, round_up_to_stride(self.capacity)
+        return min(self.speculation.budget_for(length), -(-slots // unit) * unit)
 
 
 @dataclass(frozen=True)

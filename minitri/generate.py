@@ -1,26 +1,27 @@
-"""The command line: `python -m minitri.generate`.
+"""The command line: `minitri "The sea was"`, or `python -m minitri.generate`.
 
 Text goes to standard output as it is generated, everything else to standard error. With --json the
-only line on standard output is one JSON object. Exit codes: 0 done, 2 bad usage or bad input (one
-line), 130 interrupted; 1 is a bug.
+only line on standard output is one JSON object, with --json-stream there is one per token before
+it. Exit codes: 0 done, 2 bad usage or bad input (one line), 130 interrupted; 1 is a bug.
 """
 
-from minitri.cli.exits import clean_imports, program
+from minitri.cli.exits import clean_imports, is_piped, program
 
 with clean_imports():
     import argparse
+    import dataclasses
     import json
     import logging
-    import secrets
     import sys
 
     from minitri.cli import arguments
     from minitri.cli.prompts import load_engine, max_tokens_of, read_prompt
-    from minitri.cli.report import report, summary
+    from minitri.cli.report import details, outline, report
     from minitri.cli.requests import run_requests
-    from minitri.cli.terminal import LEGEND, stream
+    from minitri.cli.sampling import SAMPLING, model_sampling, seed_of
+    from minitri.cli.terminal import LEGEND, colored, json_line, nothing, plain, stream
     from minitri.engine import MAX_ROWS
-    from minitri.loading.prompts import MAX_SEED
+    from minitri.loading.named_models import table
     from minitri.parallel.ranks import join
     from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
@@ -31,15 +32,17 @@ def build_parser() -> arguments.OneLineParser:
     """All flags of the program."""
     parser = arguments.OneLineParser(
         "generate",
-        "--prompt 'The sea was' --max-new-tokens 40",
+        "'The sea was' -n 40",
         "--prompt-file novel.txt --max-prompt-tokens 8000 --temperature 0.6 --top-p 0.9",
         "--demo --method triforce --draft suffix --budget 1024 --color",
-        "--prompt-file - --rope-scaling yarn:4 --json < novel.txt",
+        "--rope-scaling yarn:4 --fit last --json < novel.txt",
         "--prompts questions.jsonl --max-new-tokens 64 > answers.jsonl",
         description="Generates text from a Llama model after a prompt as long as its context.",
     )
     arguments.add_model_flags(parser)
-    arguments.add_prompt_flags(parser).add_argument(
+    group = arguments.add_prompt_flags(parser, default="standard input if piped, else demo")
+    group.add_argument("text", nargs="?", metavar="TEXT", help="the same as --prompt TEXT")
+    group.add_argument(
         "--prompts", metavar="FILE", help="many: a file with a JSON object a line, see the README; "
         "writes one a line, too, as each is done; - is standard input",
     )  # fmt: skip
@@ -49,12 +52,14 @@ def build_parser() -> arguments.OneLineParser:
     )
     arguments.add_fields(parser, GenerationConfig, "prefill_chunk")
     arguments.add_gpu_flags(parser)
-    arguments.add_fields(parser, GenerationConfig, "stop", "ignore_eos")
+    arguments.add_fields(parser, GenerationConfig, "stop", "ignore_eos", "logprobs")
     arguments.add_sampling_flags(
         parser,
         "makes a text repeatable: the same command with the same seed writes the same text "
         "(default: a new one each time; open methods and gammas then follow the clock)",
+        "default: as the model's generation_config.json says, or else greedy",
     )
+    parser.set_defaults(**dict.fromkeys(SAMPLING))
     group = parser.add_argument_group("speculation (none of this changes the text's distribution)")
     arguments.add_fields(group, SpeculationConfig, "method")
     arguments.add_draft_flag(group)
@@ -64,9 +69,13 @@ def build_parser() -> arguments.OneLineParser:
     arguments.add_switches(
         parser,
         color="color each token by the stage it came from",
-        json="print one JSON object instead of the text",
+        json="print one JSON object instead of the text; errors are one, too",
+        json_stream="print a JSON object per token, and at the end that of --json",
+        stats="all statistics, not only a line of them",
         quiet="no progress, log or statistics on standard error",
     )
+    text = "show the models that have names and exit"
+    parser.add_argument("--list-models", action="version", version=table(), help=text)
     return parser
 
 
@@ -77,37 +86,37 @@ def run_command(args: argparse.Namespace) -> int:
     speculation, draft = arguments.speculation_of(args), arguments.draft_of(args)
     for flag in arguments.ignored_flags(args):
         log.warning("%s is ignored: --method %s has no use for it", flag, args.method)
+    args.prompt = args.text if args.prompt is None else args.prompt
+    is_given = args.demo or any(
+        x is not None for x in (args.prompt, args.prompt_file, args.prompts)
+    )
+    if not is_given and join().ask_first(is_piped):
+        log.info("prompt: standard input")
+        args.prompt_file = "-"
     if args.prompts is not None:
-        args.seed = seed_of(args, speculation)
         return run_requests(args, sampling, generation, speculation, draft)
     text, max_tokens = read_prompt(args.prompt_file, args.prompt), max_tokens_of(args)
-    args.seed = seed_of(args, speculation)
     num_new = generation.max_new_tokens
     engine, [prompt] = load_engine(args, draft, [(text, max_tokens)], num_new=num_new)
+    sampling = dataclasses.replace(sampling, **model_sampling(args, engine))
+    vars(args).update(dataclasses.asdict(sampling))
+    args.seed = seed_of(args, speculation)
     run = engine.generate(
         prompt, sampling=sampling, generation=generation, speculation=speculation, seed=args.seed
     )
-    if args.color and not args.json:
-        log.info(LEGEND)
-    finish_reason = stream(run, as_json=args.json, quiet=args.quiet, color=args.color)
-    if args.json:
-        print(json.dumps(report(engine, run, args, finish_reason)), flush=True)
-    log.info(summary(engine, run))
-    return 130 if finish_reason == "interrupted" else 0
-
-
-def seed_of(args: argparse.Namespace, speculation: SpeculationConfig) -> int:
-    """The seed that was given; or one drawn where it matters, which is told."""
-    if args.seed is not None or args.temperature == 0:
-        return args.seed or 0
-    seed = join().agree(lambda: secrets.randbelow(MAX_SEED + 1))
-    if len(speculation.plans) == 1:
-        log.info("seed %d; --seed %d repeats this text", seed, seed)
-    elif speculation.coupled:
-        log.info("seed %d; --seed %d repeats this text, up to rounding", seed, seed)
+    if args.json or args.json_stream:
+        show = json_line if args.json_stream else nothing
     else:
-        log.info("seed %d; the text follows the clock, too: give --seed if it has to repeat", seed)
-    return seed
+        show = colored if args.color else plain
+    if show is colored:
+        log.info(LEGEND)
+    finish_reason, tokens = stream(run, show, quiet=args.quiet)
+    if show in (json_line, nothing):
+        print(json.dumps(report(engine, run, args, finish_reason, tokens)), flush=True)
+    log.info(outline(engine, run))
+    if args.stats:
+        log.info(details(engine, run))
+    return 130 if finish_reason == "interrupted" else 0
 
 
 def main(argv: list[str] | None = None) -> None:

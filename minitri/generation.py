@@ -18,14 +18,14 @@ import torch
 from minitri.decoding.level import Emitted
 from minitri.decoding.verification import NotFiniteError
 from minitri.errors import InputError, shorten
-from minitri.events import End, Event, Idle, PrefillProgress, Request, Token
-from minitri.gpu.pool import SessionPool
+from minitri.events import Batch, End, Event, Idle, PrefillProgress, Request, Token
 from minitri.gpu.streams import synchronize
 from minitri.loading.stopping import StopScanner
 from minitri.loading.tokenizer import IncrementalDecoder, Tokenizer
 from minitri.model.llama import Llama
+from minitri.reuse.pool import SessionPool
 from minitri.runner import LogProbs
-from minitri.session import Batch, Session
+from minitri.session import Session
 from minitri.stats import RowStats
 
 

@@ -21,12 +21,12 @@ with clean_imports():
     from minitri.benchmarks.ledger import CARDS, Workload, predict
     from minitri.benchmarks.ledger import table as ledger_table
     from minitri.cli import arguments
+    from minitri.config import ModelConfig
     from minitri.errors import InputError, shorten
     from minitri.gpu.placement import CONTEXT, GIB, demand, shortage
     from minitri.loading.checkpoint import open_checkpoint
     from minitri.loading.fetch import committed_path, default_draft, split_draft
     from minitri.loading.named_models import shape_of, unknown_model
-    from minitri.model.config import ModelConfig
     from minitri.roofline import Machine, four_bit_bytes
     from minitri.settings import StepPlan
 
@@ -42,7 +42,7 @@ def build_parser() -> arguments.OneLineParser:
     )
     add, count, number = parser.add_argument, arguments.positive, positive_number
     text = "a named model, or a folder or file whose config is read"
-    add("--model", metavar="NAME|PATH", default="llama2-7b-128k", help=text)
+    add("-m", "--model", metavar="NAME|PATH", default="llama2-7b-128k", help=text)
     text = "tokens, prompt and output (default: all it holds)"
     add("--context", type=count, metavar="N", help=text)
     add("--batch", type=arguments.whole(1, 65536), metavar="N", default=1, help="sequences")

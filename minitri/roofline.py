@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from minitri.model.config import ModelConfig
+from minitri.config import ModelConfig
 from minitri.model.llama import Llama
 
 

@@ -3,7 +3,7 @@
 `Session(...)` allocates the caches for a batch of prompts, puts runners over them and, on a GPU,
 captures their forward passes. `begin` starts a run in this memory; `prefill` reads the prompts
 while the retrieval cache observes them; `cascade.start` and `cascade.step` make tokens. When the
-run is over another one that fits may begin in the same memory (`gpu/pool.py`). Generation,
+run is over another one that fits may begin in the same memory (`reuse/pool.py`). Generation,
 benchmarks and tests all use this class.
 
 Legend: L layers, B batch, T tokens of a block, H query heads, D head dim.
@@ -12,14 +12,12 @@ Legend: L layers, B batch, T tokens of a block, H query heads, D head dim.
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from minitri.caches.full import FullCache
 from minitri.caches.policies import make_policy
-from minitri.caches.prefix import PrefixCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import window_problem
 from minitri.decoding.autotuner import Autotuner
@@ -29,16 +27,17 @@ from minitri.decoding.random_source import CoupledSource, IndependentSource, Ran
 from minitri.drafters.choice import DrafterChoice
 from minitri.drafters.lookup import LookupDrafter, Sources
 from minitri.errors import InputError, shorten
+from minitri.events import Batch
 from minitri.gpu.graphs import GraphPool, graph_pool
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.gpu.placement import allocate_full_cache
 from minitri.gpu.streams import clock_of
-from minitri.model.cache import round_up_to_stride
 from minitri.model.llama import Llama
+from minitri.reuse.prefix import PrefixCache
 from minitri.roofline import CPU, GPU, bytes_per_pass, pass_costs
 from minitri.runner import DraftRunner, ModelRunner, RetrievalRunner, prefill
-from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.settings import SamplingParams
 from minitri.stats import LevelStats, Stats
 from minitri.trees.level import TreeLevel
 from minitri.trees.random_source import CoupledTrees, IndependentTrees
@@ -51,43 +50,6 @@ PADDED_BLOCKS = (5, 9)
 
 CHAINS = Autotuner, Level, IndependentSource, CoupledSource
 TREES = TreeTuner, TreeLevel, IndependentTrees, CoupledTrees
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Prompts, each with its seed, and how to sample, stop and speculate."""
-
-    prompts: list[list[int]]
-    seeds: list[int]
-    sampling: SamplingParams
-    generation: GenerationConfig
-    speculation: SpeculationConfig
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each prompt."""
-        return [len(prompt) for prompt in self.prompts]
-
-    @property
-    def most_lengths(self) -> list[int]:
-        """Tokens of the longest prompt that each row must have room for, now or later."""
-        return [max(length, self.generation.reserve) for length in self.lengths]
-
-    @property
-    def capacity(self) -> int:
-        """Slots that each row needs: prompt, output, and the guesses of the last step."""
-        num_tokens = max(self.lengths) + self.generation.max_new_tokens
-        return max(num_tokens, self.generation.reserve) + self.speculation.max_block - 1
-
-    @property
-    def budgets(self) -> list[int]:
-        """Tokens in the retrieval cache of each row."""
-        return [self.budget_for(length) for length in self.lengths]
-
-    def budget_for(self, length: int) -> int:
-        """The same for a prompt of this length: never more than a text here can fill."""
-        unit, slots = self.speculation.chunk_size, round_up_to_stride(self.capacity)
-        return min(self.speculation.budget_for(length), -(-slots // unit) * unit)
 
 
 class Session:
@@ -139,7 +101,9 @@ class Session:
             target, draft.config if draft is not None else None, batch.generation,
             batch.speculation, batch.most_lengths, batch.capacity, host,
         )  # fmt: skip
-        self.prefix = PrefixCache(self.full, batch.speculation.max_block)
+        self.prefix = PrefixCache(
+            self.full, batch.speculation.max_block, reads_alike=not target.is_row_invariant
+        )
         if held is not None:  # before captures write to the slots of rows without a text
             self.prefix.adopt(held)
         if graphs is None:
@@ -187,6 +151,11 @@ class Session:
         )  # fmt: skip
 
     @property
+    def runners(self) -> list[ModelRunner]:
+        """Those that there are."""
+        return [it for it in (self.draft, self.retrieval, self.target) if it is not None]
+
+    @property
     def num_cache_bytes(self) -> int:
         """Bytes of all caches."""
         caches = (self.full, self.retrieval_cache, self.draft.cache if self.draft else None)
@@ -199,20 +168,19 @@ class Session:
         """
         self.batch = batch
         self.sequences = [list(prompt) for prompt in batch.prompts]
-        self._num_prompt = batch.lengths
+        self.prefix.num_prompt = batch.lengths
         for b in range(len(batch.prompts)):
             self.full.reset(b)
             if self.draft is not None:
                 self.draft.reset(b)
-        self._note_certain()
+        self.prefix.note_certain()
         stats = Stats(kv_cache_bytes=self.num_cache_bytes)
         if self.retrieval_cache is not None:
             self.retrieval_cache.restart(batch.budgets)
             stats.rebuilds = self.retrieval_cache.rebuilds
         stats.rebuilds.clock = clock_of(self.models[0].device)
-        for runner in (self.draft, self.retrieval, self.target):
-            if runner is not None:
-                runner.sample_by(batch.sampling)
+        for runner in self.runners:
+            runner.sample_by(batch.sampling)
         if self.graphs is not None:
             stats.num_graphs, stats.graph_bytes = self.graphs.num_graphs, self.graphs.num_bytes
             stats.capture_seconds, self.graphs.capture_seconds = self.graphs.capture_seconds, 0.0
@@ -225,7 +193,7 @@ class Session:
     ) -> None:  # fmt: skip
         """Gives row b, which is empty, to another text, for which nothing is guessed without
         `speculation`; `prefill` and `start` must follow."""
-        self.sequences[b][:], self._num_prompt[b] = prompt, len(prompt)
+        self.sequences[b][:], self.prefix.num_prompt[b] = prompt, len(prompt)
         self.cascade.active[b], self.cascade.guessing[b] = False, speculation
         history = self._lookup_sources.history
         if history is not None and not self.batch.speculation.coupled:
@@ -233,15 +201,13 @@ class Session:
         self.source.restart(b, seed)
         if self.retrieval_cache is not None:
             self.retrieval_cache.reset(b, self.batch.budget_for(len(prompt)))
-        for runner in (self.draft, self.retrieval, self.target):
-            if runner is not None:
-                runner.sample_by(sampling, b)
+        for runner in self.runners:
+            runner.sample_by(sampling, b)
 
     @property
     def samples_alike(self) -> bool:
         """Whether all rows must have the same filters: those of captured steps."""
-        runners = (self.draft, self.retrieval, self.target)
-        return any(it.captured is not None for it in runners if it is not None)
+        return any(runner.captured is not None for runner in self.runners)
 
     def reuse(self, b: int) -> int:
         """Begins the text of row b with the K and V of its first tokens that other texts left, if
@@ -253,32 +219,15 @@ class Session:
         most = len(prompt) - 1 - self.batch.speculation.observation_window * (cache is not None)
         if cache is not None and cache.max_prompt_queries is None:
             most = 0  # its policy must see all of them
-        others = [self.sequences[o][: self._num_exact(o)] for o in range(len(self.sequences))]
-        num_tokens = self.prefix.take(b, prompt, most, others)
+        num_tokens = self.prefix.take(b, self.sequences, most)
         if cache is not None:
             cache.reset(b, self.batch.budget_for(len(prompt)), num_tokens)
-        self._note_certain()
         return num_tokens
 
     def retire(self, b: int) -> None:
         """Ends the text of row b; the next ones may begin with what it leaves in the full cache."""
-        tokens = self.sequences[b][: self._num_certain[b]]
-        self.prefix.keep(b, tokens, self._num_exact(b))
+        self.prefix.keep(b, self.sequences[b])
         self.cascade.retire(b)
-        self._num_certain[b] = 0
-
-    def _num_exact(self, b: int) -> int:
-        """First tokens of row b whose K and V are what a prefill would give.
-
-        On compiled kernels that is to the bit, so tokens that were generated do not count: decoding
-        has kernels of its own, which round otherwise.
-        """
-        held, read = self._num_certain[b], self._num_prompt[b] - 1
-        return min(held, read) if self.models[0].is_row_invariant else held
-
-    def _note_certain(self) -> None:
-        """The full cache holds so many tokens of each row that will stay, whatever comes next."""
-        self._num_certain = list(self.full.lengths)
 
     def _stack(self, batch: Batch, sources: Mapping[str, RandomSource] | None) -> Cascade:
         """The stages of the batch's method over this session's runners."""
@@ -344,14 +293,14 @@ class Session:
         """The first tokens of rows whose prompts have been read."""
         with self.models[0].decoding():
             emitted = self.cascade.start(rows)
-        self._note_certain()
+        self.prefix.note_certain()
         return emitted
 
     def step(self) -> list[Emitted]:
         """A step of the cascade; a CPU gives its cores to the kernels meanwhile."""
         with self.models[0].decoding():
             emitted = self.cascade.step()
-        self._note_certain()
+        self.prefix.note_certain()
         return emitted
 
     def prefill(self, b: int) -> Iterator[int]:
@@ -365,5 +314,5 @@ class Session:
             watch=functools.partial(cache.observe, b) if cache is not None else None,
             max_queries=cache.max_prompt_queries if cache is not None else None,
         ):  # fmt: skip
-            self._note_certain()
+            self.prefix.note_certain()
             yield num_read

@@ -8,14 +8,15 @@ from torch import Tensor
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
+from minitri.config import ModelConfig
 from minitri.decoding.level import Emitted
 from minitri.engine import Engine
+from minitri.events import Batch
 from minitri.gpu.graphs import GraphPool
 from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
 from minitri.model.block import read_block
-from minitri.model.config import ModelConfig
 from minitri.model.llama import Llama
-from minitri.session import Batch, Session
+from minitri.session import Session
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from tests.conftest import CPU, byte_level_tokenizer, new_cache, tiny_config, tiny_model
 

@@ -19,10 +19,11 @@ from torch import Tensor
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.decoding.sampling import probs_from_logits
 from minitri.decoding.verification import Proposal, Verdict, verify
+from minitri.events import Batch
 from minitri.model.attention import fold, unfold
 from minitri.model.llama import Llama
 from minitri.runner import DraftRunner
-from minitri.session import Batch, Session
+from minitri.session import Session
 from minitri.stats import Stats
 from tests.conftest import new_cache, tiny_config, tiny_model
 

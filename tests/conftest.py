@@ -13,10 +13,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import minitri
 from minitri.caches.full import FullCache
+from minitri.config import ModelConfig
 from minitri.cpu.attention import attend_cpu
 from minitri.errors import InputError
 from minitri.loading.fetch import locate
-from minitri.model.config import ModelConfig
 from minitri.model.llama import Llama
 
 if not torch.cuda.is_available():

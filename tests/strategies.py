@@ -19,11 +19,11 @@ import torch
 from hypothesis import strategies as st
 
 from minitri import Engine
+from minitri.config import ModelConfig
 from minitri.cpu.attention import attend_cpu
 from minitri.errors import MAX_COUNT
 from minitri.loading.prompts import MAX_SEED
 from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
-from minitri.model.config import ModelConfig
 from minitri.model.llama import Llama
 from minitri.settings import METHODS, POLICIES, VERIFICATIONS
 from tests.cascades import near_copy

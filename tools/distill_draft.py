@@ -38,6 +38,7 @@ from tqdm import tqdm
 
 from minitri.cli.arguments import OneLineParser, add_model_flags, positive
 from minitri.cli.exits import program
+from minitri.config import ModelConfig, RopeConfig
 from minitri.cpu.attention import attend_cpu
 from minitri.decoding.sampling import probs_from_logits
 from minitri.engine import Engine, load
@@ -45,7 +46,6 @@ from minitri.errors import InputError
 from minitri.loading.checkpoint import open_checkpoint, placements
 from minitri.loading.fetch import locate
 from minitri.model.cache import BlockKV
-from minitri.model.config import ModelConfig, RopeConfig
 from minitri.model.linear import TrimmedHead
 from minitri.model.llama import Llama, sample_of_vocabulary
 from minitri.settings import SamplingParams, SpeculationConfig

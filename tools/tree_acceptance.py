@@ -20,9 +20,10 @@ from pathlib import Path
 import torch
 
 from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig, load
+from minitri.events import Batch
 from minitri.plan import config_of
 from minitri.roofline import Machine, pass_costs
-from minitri.session import Batch, Session
+from minitri.session import Session
 from minitri.settings import StepPlan
 from minitri.trees.shape import sequences
 from minitri.trees.tuner import TreeTuner

@@ -22,7 +22,8 @@ from torch import Tensor
 from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig, load
 from minitri.decoding.random_source import IndependentSource
 from minitri.decoding.verification import Proposal, Verdict
-from minitri.session import Batch, Session
+from minitri.events import Batch
+from minitri.session import Session
 from minitri.settings import VERIFICATIONS
 
 PLANS = {

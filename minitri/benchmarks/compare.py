@@ -24,11 +24,12 @@ from minitri.benchmarks.peers import StartPeer
 from minitri.caches.full import FullCache
 from minitri.engine import Engine
 from minitri.errors import InputError
+from minitri.events import Batch
 from minitri.gpu.placement import check_offload
 from minitri.gpu.streams import synchronize
 from minitri.loading.prompts import check_prompt
 from minitri.runner import prefill
-from minitri.session import Batch, Session
+from minitri.session import Session
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 log = logging.getLogger("minitri")

@@ -14,8 +14,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from minitri.config import ModelConfig
 from minitri.decoding.autotuner import expected_block, expected_tokens
-from minitri.model.config import ModelConfig
 from minitri.parallel.ranks import Ranks
 from minitri.parallel.split import share_of
 from minitri.roofline import (

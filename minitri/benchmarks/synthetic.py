@@ -24,19 +24,20 @@ from minitri.benchmarks.plots import draw_contexts
 from minitri.caches.full import FullCache
 from minitri.cli.arguments import add_rates_flag, draft_of, positive, speculation_of, taken
 from minitri.cli.report import phase_ms, where
+from minitri.config import ModelConfig
 from minitri.cpu.packed import can_pack, pack_linears
 from minitri.decoding.random_source import IndependentSource
 from minitri.decoding.verification import Proposal, Verdict
 from minitri.errors import InputError
+from minitri.events import Batch
 from minitri.generation import running
 from minitri.gpu.fused import fuse_if_possible
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.loading.devices import attention_for, choose_device, choose_dtype, guesser_for
 from minitri.loading.named_models import shape_of, unknown_model
-from minitri.model.config import ModelConfig
 from minitri.model.llama import Llama
 from minitri.roofline import CPU, kv_bytes_per_token, weights_per_pass
-from minitri.session import Batch, Session
+from minitri.session import Session
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 SAMPLING = SamplingParams(0.6, top_p=0.9)

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from minitri.config import ModelConfig
 from minitri.model.cache import BlockKV, gather_path, round_up_to_stride, write_block
-from minitri.model.config import ModelConfig
 
 
 class FullCache:

@@ -17,8 +17,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from minitri.config import ModelConfig
 from minitri.model.cache import BlockKV, write_behind
-from minitri.model.config import ModelConfig
 from minitri.model.rope import Rope
 from minitri.settings import SpeculationConfig
 

@@ -10,9 +10,12 @@ import dataclasses
 import inspect
 import itertools
 import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from minitri import __version__
 from minitri.errors import MAX_COUNT, InputError, shorten
 from minitri.gpu.backend_choice import BACKENDS
 from minitri.loading.devices import DRAFT_WEIGHTS, DTYPES, WEIGHTS
@@ -60,12 +63,14 @@ class OneLineParser(argparse.ArgumentParser):
     """Says what is wrong with the flags in one line, without the usage text in front."""
 
     def __init__(self, program: str = "", *examples: str, **settings: Any) -> None:
-        """`examples` are flags of `python -m minitri.PROGRAM`."""
+        """`examples` are flags of `python -m minitri.PROGRAM`, or `minitri PROGRAM`."""
         if program:
-            command = f"python -m minitri.{program}"
+            is_command = Path(sys.argv[0]).stem == "minitri"
+            command = f"minitri {program}" if is_command else f"python -m minitri.{program}"
             lines = ["examples:", *(f"  {command} {flags}" for flags in examples)]
-            settings |= {"prog": command, "epilog": "\n".join(lines)}
+            settings |= {"prog": command, "epilog": "\n".join(lines), "usage": "%(prog)s [flags]"}
         super().__init__(formatter_class=HelpFormatter, **settings)
+        self.add_argument("--version", action="version", version=f"minitri {__version__}")
 
     def error(self, message: str) -> NoReturn:
         """Raises the line, for exit code 2."""
@@ -118,12 +123,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "top_p": {"type": float, "metavar": "P"}, "min_p": {"type": float, "metavar": "P"},
     "stop": {"action": "append", "metavar": "TEXT", "default": []},
     "ignore_eos": SWITCH, "offload": SWITCH, "coupled": SWITCH,
+    "logprobs": {"type": whole(), "metavar": "K"},
     "method": {"choices": METHODS}, "policy": {"choices": POLICIES},
     "gamma1": AUTO, "gamma2": AUTO, "budget": AUTO,
     "rebuild_threshold": {"type": float, "metavar": "RATE"},
     "tree": {"metavar": "N|WxD"}, "verification": {"choices": VERIFICATIONS},
 }  # fmt: skip
 """How the fields are given on a command line; those that are not here are counts."""
+SHORT = {"max_new_tokens": ["-n"], "model": ["-m"], "quiet": ["-q"]}
 
 
 def add_fields(flags: Flags, settings: type[Settings], *names: str) -> None:
@@ -134,13 +141,14 @@ def add_fields(flags: Flags, settings: type[Settings], *names: str) -> None:
         text = text[:1].lower() + text[1:] + (f" (default: {default})" if default else "")
         options = {"default": getattr(settings(), name), "help": text.replace("%", "%%")}
         options |= KINDS.get(name, {"type": whole(), "metavar": "N"})
-        flags.add_argument(f"--{name.replace('_', '-')}", **options)
+        flags.add_argument(*SHORT.get(name, []), f"--{name.replace('_', '-')}", **options)
 
 
 def add_switches(flags: Flags, **texts: str) -> None:
     """Flags without a value, each with its help text."""
     for name, text in texts.items():
-        flags.add_argument(f"--{name}", action="store_true", help=text)
+        names = *SHORT.get(name, []), f"--{name.replace('_', '-')}"
+        flags.add_argument(*names, action="store_true", help=text)
 
 
 def field_texts(settings: type) -> dict[str, str]:
@@ -178,7 +186,7 @@ def add_model_flags(flags: Flags) -> None:
          "stretch the context, e.g. yarn:4 makes 8K 32K (default: as trained)"),
     ):  # fmt: skip
         options: dict[str, Any] = {"choices": choices, "metavar": metavar, "help": text}
-        flags.add_argument(f"--{name}", default=default, **options)
+        flags.add_argument(*SHORT.get(name, []), f"--{name}", default=default, **options)
     text = "cores of a CPU to compute on (default: all; leave some to other programs)"
     flags.add_argument("--threads", type=whole(1, MAX_THREADS), metavar="N", help=text)
     text = "stop with an error where texts might differ in the last bits: without compiled kernels"
@@ -186,11 +194,12 @@ def add_model_flags(flags: Flags) -> None:
 
 
 def add_prompt_flags(
-    parser: argparse.ArgumentParser, *, max_prompt_tokens: int | None = None
+    parser: argparse.ArgumentParser, *, max_prompt_tokens: int | None = None, default: str = "demo"
 ) -> Flags:
     """What the model reads, and how much it writes; returns the group of which one may be given."""
-    group = parser.add_argument_group("prompt (default: --demo)").add_mutually_exclusive_group()
-    group.add_argument("--prompt", metavar="TEXT", help="the prompt itself")
+    group = parser.add_argument_group(f"prompt (default: {default})")
+    group = group.add_mutually_exclusive_group()
+    group.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt itself")
     group.add_argument("--prompt-file", metavar="FILE", help="a UTF-8 file; - is standard input")
     group.add_argument("--demo", action="store_true", help="Python's own help texts, 700 KB")
     kept = max_prompt_tokens or f"all; {DEMO_PROMPT_TOKENS} of the demo"
@@ -198,6 +207,8 @@ def add_prompt_flags(
         "--max-prompt-tokens", type=positive, metavar="N", default=max_prompt_tokens,
         help=f"keep the first N tokens of the prompt (default: {kept})",
     )  # fmt: skip
+    text = "tokens that are kept of a prompt too long for the context (default: an error)"
+    parser.add_argument("--fit", choices=("first", "last"), help=text)
     add_fields(parser, GenerationConfig, "max_new_tokens")
     return group
 
@@ -210,10 +221,12 @@ def add_gpu_flags(flags: Flags) -> None:
 
 
 def add_sampling_flags(
-    parser: argparse.ArgumentParser, seed: str = "of the first run (default: 0)"
+    parser: argparse.ArgumentParser,
+    seed: str = "of the first run (default: 0)",
+    about: str | None = None,
 ) -> None:
     """The distribution of the next token, and the seed with its help text."""
-    group = parser.add_argument_group("sampling")
+    group = parser.add_argument_group("sampling", about)
     add_fields(group, SamplingParams, "temperature", "top_k", "top_p", "min_p")
     group.add_argument("--seed", type=whole(0, MAX_SEED), metavar="N", help=seed)
 
@@ -245,9 +258,11 @@ def add_rates_flag(flags: Flags, name: str, text: str) -> None:
 
 
 def taken(settings: type[Settings], args: argparse.Namespace, **others: Any) -> Settings:
-    """Settings by the flags that are named after their fields. Raises `InputError`."""
-    names = {field.name for field in dataclasses.fields(settings)}
-    given = {name: value for name, value in vars(args).items() if name in names}
+    """Settings by the flags that are named after their fields, and that were given or have a
+    default. Raises `InputError`."""
+    names = [field.name for field in dataclasses.fields(settings)]
+    flags = {name: getattr(args, name, None) for name in names}
+    given = {name: value for name, value in flags.items() if value is not None}
     return settings(**{**given, **others})
 
 
@@ -262,7 +277,7 @@ def model_of(args: argparse.Namespace) -> dict[str, Any]:
     options = {name: getattr(args, name) for name in names}
     is_used = getattr(args, "method", None) in WITH_DRAFTER
     options["draft_history"] = getattr(args, "draft_history", False) and is_used
-    return {**options, "progress": not args.quiet}
+    return {**options, "progress": not args.quiet and sys.stderr.isatty()}
 
 
 def speculation_of(args: argparse.Namespace) -> SpeculationConfig:

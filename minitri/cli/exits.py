@@ -9,6 +9,7 @@ import errno
 import io
 import os
 import signal
+import stat
 import sys
 from collections.abc import Callable, Iterator
 
@@ -73,7 +74,9 @@ def program(
     """What every program does around its work: flags, log, UTF-8 output, and `clean_exits`.
 
     `parallel`: torchrun may start it in several processes, of which the first one speaks."""
-    with clean_exits():
+    words = sys.argv[1:] if argv is None else argv
+    as_json = any(word in ("--json", "--json-stream") for word in words)
+    with clean_exits(), _errors_as_json() if as_json else contextlib.nullcontext():
         import logging
 
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # all is done by then
@@ -81,13 +84,29 @@ def program(
             sys.stdout.reconfigure(encoding="utf-8", errors="replace")
         parser = build_parser()
         is_silent = _joins_others(parser.prog, parallel)
-        args = parser.parse_args(argv)
+        with contextlib.suppress(ImportError):
+            import argcomplete
+
+            argcomplete.autocomplete(parser)
+        args = parser.parse_args(words)
         args.quiet |= is_silent
         log = logging.getLogger("minitri")
         log.handlers = [logging.StreamHandler()]  # to standard error, message only
         log.setLevel(logging.WARNING if args.quiet else logging.INFO)
         log.disabled = is_silent
         yield args
+
+
+@contextlib.contextmanager
+def _errors_as_json() -> "Iterator[None]":
+    """Puts bad input on standard output, too, for programs that read objects there."""
+    try:
+        yield
+    except InputError as error:
+        import json
+
+        print(json.dumps({"error": str(error)}, ensure_ascii=False), flush=True)
+        raise
 
 
 def _joins_others(name: str, parallel: bool) -> bool:
@@ -137,6 +156,15 @@ def clean_exits() -> Iterator[None]:
         if error.errno == errno.EPIPE:  # whoever read our output has gone
             sys.exit(_first_end(0)[0])
         _end(2, f"cannot write the output: {error.strerror}; send it elsewhere")
+
+
+def is_piped() -> bool:
+    """Whether standard input is a pipe or a file: no terminal, nor /dev/null, nor closed."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):  # None, closed, or replaced by a test
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
 
 def _has_compiler() -> bool:

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from minitri.cli.arguments import DEMO_PROMPT_TOKENS, model_of
+from minitri.config import ModelConfig
 from minitri.engine import Engine, load
 from minitri.errors import InputError, shorten
 from minitri.loading.prompts import check_prompt
 from minitri.loading.tokenizer import Tokenizer
-from minitri.model.config import ModelConfig
 from minitri.parallel.ranks import join
 
 log = logging.getLogger("minitri")
@@ -99,16 +99,25 @@ def load_engine(
 
     def check(tokenizer: Tokenizer, config: ModelConfig) -> None:
         for text, max_tokens in texts:
-            prompts.append(ids := encode(text, tokenizer, config, max_tokens, num_new))
+            fit = getattr(args, "fit", None)
+            prompts.append(ids := encode(text, tokenizer, config, max_tokens, num_new, fit))
             check_prompt(ids, config, num_new)
 
     return boot(args, draft, check), prompts
 
 
 def encode(
-    text: str, tokenizer: Tokenizer, config: ModelConfig, max_tokens: int | None, num_new: int
-) -> list[int]:
-    """Token ids of a prompt, at most `max_tokens`. Raises `InputError` if it is far too long."""
+    text: str, tokenizer: Tokenizer, config: ModelConfig, max_tokens: int | None, num_new: int,
+    fit: str | None = None,
+) -> list[int]:  # fmt: skip
+    """Token ids of a prompt, at most `max_tokens`, or what `fit` keeps of it.
+
+    Raises `InputError` if it is far too long.
+    """
+    if fit is not None:
+        room = room_for(config, max_tokens, num_new)
+        ids = tokenizer.encode(text, room + 1) if fit == "first" else last(text, tokenizer, room)
+        return cut(ids, room, fit, num_head=ids[:1] == [tokenizer.bos_token_id])
     limit = max_tokens or MANY_CONTEXTS * config.context_length + 1
     ids = tokenizer.encode(text, limit)
     if max_tokens is None and len(ids) == limit:
@@ -117,6 +126,29 @@ def encode(
             f"holds; keep {max(1, config.context_length - num_new)} (--max-prompt-tokens)"
         )
     return ids
+
+
+def room_for(config: ModelConfig, max_tokens: int | None, num_new: int) -> int:
+    """Tokens that --fit may keep of a prompt."""
+    return max(1, min(max_tokens or config.context_length, config.context_length - num_new))
+
+
+def last(text: str, tokenizer: Tokenizer, room: int) -> list[int]:
+    """Token ids of the end of a text: more than `room`, unless the whole has no more."""
+    size = 8 * room
+    while len(ids := tokenizer.encode(text[-size:])) <= room + 1 and size < len(text):
+        size *= 2
+    return ids
+
+
+def cut(ids: list[int], room: int, fit: str, *, num_head: int = 0, num_tail: int = 0) -> list[int]:
+    """At most `room` tokens, the first or the last ones, beside those at both ends that stay."""
+    middle, num = ids[num_head : len(ids) - num_tail], room - num_head - num_tail
+    if len(middle) <= num or num < 1:
+        return ids
+    log.info("prompt: only its %s %d tokens, the others do not fit", fit, room)
+    kept = middle[:num] if fit == "first" else middle[-num:]
+    return [*ids[:num_head], *kept, *ids[len(ids) - num_tail :]]
 
 
 def boot(

@@ -1,15 +1,18 @@
 """What a run did, in words for people and in numbers for programs."""
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from minitri.cli.arguments import WITH_DRAFTER
 from minitri.engine import Engine
+from minitri.events import Token
 from minitri.generation import Generation
 from minitri.loading.devices import attention_name
 from minitri.model.llama import Llama
+from minitri.roofline import CPU, GPU
 from minitri.stats import LevelStats, Stats
 
 
@@ -26,8 +29,44 @@ def draft_name(engine: Engine) -> str:
     return engine.sources.beside(engine.draft.config.name if engine.draft is not None else "")
 
 
-def summary(engine: Engine, run: Generation) -> str:
-    """The statistics for people."""
+GUESSED = ("draft", "lookup", "retrieval")
+"""Origins of tokens that the target only verified."""
+
+
+def outline(engine: Engine, run: Generation) -> str:
+    """The statistics for people, in a line."""
+    stats, total = run.stats, run.stats.num_generated_tokens
+    seconds = stats.prefill_seconds + stats.decode_seconds
+    took = f"{total} tokens in {seconds:.2f} s, {stats.prefill_seconds:.2f} s of it for the prompt"
+    parts = [took]
+    if stats.tokens_per_second is not None:
+        parts.append(f"decoded at {stats.tokens_per_second:.1f} tokens/s")
+    if (gain := speedup(engine, run)) is not None:
+        parts.append(f"about {gain:.1f} times as fast as without speculation")
+    if total and stats.levels:
+        counts = [row.stats.by_origin.get(name, 0) for row in run.rows for name in GUESSED]
+        parts.append(f"{sum(counts) / total:.0%} guessed")
+    return ", ".join(parts)
+
+
+def speedup(engine: Engine, run: Generation) -> float | None:
+    """Speed of decoding over that of the target alone, by estimate; None if there is none.
+
+    Passes of the target were measured as they verified guesses. Without them they take less, by
+    the machine's nominal share for each (`roofline.py`). Of batches nothing is known.
+    """
+    stats, on_gpu = run.stats, engine.model.device.type == "cuda"
+    target = stats.stages[-1]
+    if len(run.rows) > 1 or not target.num_draft_tokens or not stats.decode_seconds:
+        return None
+    share = (GPU if on_gpu else CPU).share_per_extra_token
+    num_guesses = target.num_draft_tokens / target.num_rounds
+    alone = target.seconds / target.num_rounds / (1 + share * num_guesses)
+    return alone * stats.num_decoded_tokens / stats.decode_seconds
+
+
+def details(engine: Engine, run: Generation) -> str:
+    """The statistics for people who tune: of --stats."""
     stats, lines = run.stats, []
     if stats.prefill_seconds:
         rate = stats.num_prefilled_tokens / stats.prefill_seconds
@@ -91,9 +130,18 @@ def phase_ms(stats: Stats) -> dict[str, float]:
     return {name: ms * value for name, value in seconds.items()}
 
 
+def log_probs(tokens: Sequence[Token]) -> dict[str, Any]:
+    """What --logprobs adds to the report of a text: for each token its own, and the likeliest."""
+    if not tokens or tokens[0].logprob is None:
+        return {}
+    likeliest = [token.top_logprobs for token in tokens]
+    return {"logprobs": [token.logprob for token in tokens], "top_logprobs": likeliest}
+
+
 def report(
-    engine: Engine, run: Generation, args: argparse.Namespace, finish_reason: str
-) -> dict[str, Any]:
+    engine: Engine, run: Generation, args: argparse.Namespace, finish_reason: str,
+    tokens: Sequence[Token],
+) -> dict[str, Any]:  # fmt: skip
     """The statistics for programs: the object that --json prints."""
     row, stats = run.rows[0], run.stats
     draft = draft_name(engine) if args.method in WITH_DRAFTER else None
@@ -107,9 +155,11 @@ def report(
         **{name: getattr(stats, name) for name in numbers},
         **where(engine.model),
         "text": row.text, "token_ids": row.token_ids, "finish_reason": finish_reason,
-        "seed": args.seed, "draft": draft,
+        "seed": args.seed, "draft": draft, "num_cached_tokens": row.stats.num_cached_tokens,
+        "tokens_by_origin": row.stats.by_origin, "speedup_estimate": speedup(engine, run),
         "levels": [level.as_dict() for level in stats.levels],
         "drafters": [drafter.as_dict() for drafter in stats.drafters],
         "phase_ms_per_token": phase_ms(stats), "num_rebuilds": stats.rebuilds.count,
         "break_even_acceptance": stats.break_even, "num_cuda_graphs": stats.num_graphs,
+        **log_probs(tokens),
     }  # fmt: skip

@@ -11,25 +11,26 @@ import argparse
 import dataclasses
 import json
 import logging
+from collections import defaultdict
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
 
-from minitri.cli.prompts import boot, encode, read_text
-from minitri.cli.report import summary
+from minitri.cli.prompts import boot, cut, encode, read_text, room_for
+from minitri.cli.report import details, log_probs, outline
+from minitri.cli.sampling import SAMPLING, model_sampling, seed_of
+from minitri.config import ModelConfig
 from minitri.errors import InputError, shorten
-from minitri.events import End, Request
+from minitri.events import End, Request, Token
 from minitri.loading.prompts import MAX_SEED, as_seeds, check_prompt
 from minitri.loading.tokenizer import Tokenizer
-from minitri.model.config import ModelConfig
 from minitri.parallel.ranks import join
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 log = logging.getLogger("minitri")
 
-SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]
 ENDING = ["max_new_tokens", "stop", "ignore_eos"]
 KNOWN = ["prompt", "token_ids", "id", "seed", *ENDING, *SAMPLING]
 """What a line may say."""
@@ -45,6 +46,8 @@ class Line:
     """Its `id`; by default the number."""
     request: Request | None = None
     error: str = ""
+    fields: frozenset[str] = frozenset()
+    """What it says itself."""
 
     def answer(self, **others: Any) -> str:
         """A line of the output."""
@@ -72,6 +75,7 @@ def read_requests(
                     f"id {shorten(repr(line.name), 60)} was there before; give another"
                 )
             names.add(line.name)
+            line.fields = frozenset(fields)
             own = (seed + len(lines) - 1) % (MAX_SEED + 1)
             line.request = _request(fields, sampling, generation, own)
         except InputError as error:
@@ -122,7 +126,7 @@ def run_requests(
     """Writes a line for every line of --prompts; returns the exit code. Raises `InputError` in the
     end if some were wrong."""
     text = join().ask_first(lambda: read_text(args.prompts))
-    lines = read_requests(text, sampling, generation, args.seed)
+    lines = read_requests(text, sampling, generation, args.seed or 0)
     if not lines:
         raise InputError(f"{shorten(args.prompts)} has no lines; write one object a line")
 
@@ -130,27 +134,33 @@ def run_requests(
         for line in lines:
             try:
                 if line.request is not None:
-                    line.request = _encoded(line.request, tokenizer, config, args.max_prompt_tokens)
+                    line.request = _encoded(line.request, tokenizer, config, args)
             except InputError as error:
                 line.request, line.error = None, str(error)
         _report_errors(lines)
 
     engine = boot(args, draft, check)
     good = [line for line in lines if line.request is not None]
-    requests = [line.request for line in good if line.request is not None]
+    defaults = model_sampling(args, engine)
+    args.temperature = defaults.get("temperature", args.temperature)
+    first_seed = seed_of(args, speculation) if args.seed is None else 0
+    requests = [_completed(line, defaults, first_seed) for line in good]
     run = engine.stream(
         requests, batch_size=args.batch_size, generation=generation, speculation=speculation
     )
     quiet, num_done = True if args.quiet else None, 0
+    tokens: defaultdict[int, list[Token]] = defaultdict(list)
     with closing(run), tqdm(total=len(good), unit=" prompts", disable=quiet) as bar:
         try:
             for event in run:
+                if isinstance(event, Token):
+                    tokens[event.row].append(event)
                 if isinstance(event, End):
                     line, row = good[event.row], run.rows[event.row]
                     print(line.answer(
                         text=event.text, token_ids=event.token_ids,
                         finish_reason=event.finish_reason, seed=row.request.seed,
-                        num_prompt_tokens=row.num_prompt_tokens,
+                        num_prompt_tokens=row.num_prompt_tokens, **log_probs(tokens.pop(event.row)),
                     ), flush=True)  # fmt: skip
                     num_done += 1
                     bar.update()
@@ -158,7 +168,9 @@ def run_requests(
             bar.close()
             log.info("interrupted: %d of %d prompts are written", num_done, len(good))
             return 130
-    log.info(summary(engine, run))
+    log.info(outline(engine, run))
+    if args.stats:
+        log.info(details(engine, run))
     if len(good) < len(lines):
         num_wrong = len(lines) - len(good)
         raise InputError(f"{num_wrong} of {len(lines)} lines were wrong, the others are written")
@@ -166,13 +178,28 @@ def run_requests(
 
 
 def _encoded(
-    request: Request, tokenizer: Tokenizer, config: ModelConfig, max_tokens: int | None
+    request: Request, tokenizer: Tokenizer, config: ModelConfig, args: argparse.Namespace
 ) -> Request:
-    ids, num_new = request.prompt, request.generation.max_new_tokens
-    ids = encode(ids, tokenizer, config, max_tokens, num_new) if isinstance(ids, str) else list(ids)
-    ids = ids[:max_tokens]
+    num_new, most = request.generation.max_new_tokens, args.max_prompt_tokens
+    if isinstance(request.prompt, str):
+        ids = encode(request.prompt, tokenizer, config, most, num_new, args.fit)
+    else:
+        ids = list(request.prompt)
+        ids = cut(ids, room_for(config, most, num_new), args.fit) if args.fit else ids[:most]
     check_prompt(ids, config, num_new)
     return dataclasses.replace(request, prompt=ids)
+
+
+def _completed(line: Line, defaults: dict[str, Any], first_seed: int) -> Request:
+    """Its request, with the model's sampling and the seed that was drawn where it says nothing."""
+    assert line.request is not None
+    sampling = {name: value for name, value in defaults.items() if name not in line.fields}
+    seed = line.request.seed + first_seed * ("seed" not in line.fields)
+    return dataclasses.replace(
+        line.request,
+        seed=seed % (MAX_SEED + 1),
+        sampling=dataclasses.replace(line.request.sampling, **sampling),
+    )
 
 
 def _report_errors(lines: list[Line]) -> None:

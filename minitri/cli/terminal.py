@@ -1,6 +1,7 @@
-"""Shows a run in a terminal: text as it is generated, a progress bar, colors by origin."""
+"""Shows a run as it goes: text or a line of JSON per token, a progress bar, colors by origin."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from contextlib import closing
 
 from tqdm import tqdm
@@ -38,21 +39,48 @@ def with_bar(run: Generation, *, quiet: bool) -> Iterator[Token | End]:
                 bar.close()
 
 
-def stream(run: Generation, *, as_json: bool, quiet: bool, color: bool) -> str:
-    """Shows a run of one prompt as it goes; returns how it finished, `interrupted` by Ctrl-C."""
+def plain(token: Token) -> str:
+    """A token as text."""
+    return token.text
+
+
+def colored(token: Token) -> str:
+    """A token as text in the color of its origin."""
+    return f"{COLORS[token.origin][0]}{token.text}{RESET}" if token.text else ""
+
+
+def json_line(token: Token) -> str:
+    """A token as a line of JSON."""
+    shown = {name: getattr(token, name) for name in ("token_id", "text", "origin")}
+    if token.logprob is not None:
+        shown |= {"logprob": token.logprob, "top_logprobs": token.top_logprobs}
+    return json.dumps(shown) + "\n"
+
+
+def nothing(_: Token) -> str:
+    """No token is shown."""
+    return ""
+
+
+def stream(
+    run: Generation, show: Callable[[Token], str], *, quiet: bool
+) -> tuple[str, list[Token]]:
+    """Shows a run of one prompt as it goes; returns how it finished, `interrupted` by Ctrl-C, and
+    its tokens."""
+    finish_reason, tokens = "interrupted", []
     try:
         for event in with_bar(run, quiet=quiet):
             if isinstance(event, End):
-                return event.finish_reason
-            if not as_json:
-                colored = f"{COLORS[event.origin][0]}{event.text}{RESET}" if event.text else ""
-                print(colored if color else event.text, end="", flush=True)
+                finish_reason = event.finish_reason
+                break
+            tokens.append(event)
+            print(show(event), end="", flush=True)
     except KeyboardInterrupt:
-        return "interrupted"
+        pass
     finally:
-        if not as_json:
+        if show in (plain, colored):
             print(flush=True)
-    raise AssertionError("a run ended without an End event")
+    return finish_reason, tokens
 
 
 def finish(run: Generation, *, quiet: bool) -> End:

@@ -35,12 +35,11 @@ token thrown away for what it is would bend the distribution.
 
 from collections.abc import Collection
 
-from minitri.clock import Clock
 from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.level import Emitted, Level, Stage
 from minitri.decoding.verification import Proposal
 from minitri.settings import StepPlan
-from minitri.stats import Stats
+from minitri.stats import Clock, Stats
 
 
 class Cascade:

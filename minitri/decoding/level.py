@@ -12,11 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from minitri.clock import Clock
 from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.random_source import RandomSource
 from minitri.decoding.verification import NotFiniteError, Proposal, Verdict
-from minitri.stats import LevelStats
+from minitri.stats import Clock, LevelStats
 
 
 @dataclass(frozen=True)

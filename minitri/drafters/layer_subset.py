@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from minitri.config import ModelConfig
 from minitri.cpu.fused import KernelLayers, take_over
 from minitri.errors import InputError, shorten
-from minitri.model.config import ModelConfig
 from minitri.model.llama import Layers, Llama
 
 FORMAT = "minitri layers 1"

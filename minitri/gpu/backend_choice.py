@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from minitri.config import ModelConfig
 from minitri.errors import InputError, shorten
 from minitri.gpu.attention import (
     Backend,
@@ -24,7 +25,6 @@ from minitri.gpu.attention import (
 )
 from minitri.model.attention import attend_math
 from minitri.model.cache import round_up_to_stride
-from minitri.model.config import ModelConfig
 from minitri.settings import LONGEST_BLOCK
 
 log = logging.getLogger("minitri")

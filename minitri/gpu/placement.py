@@ -20,11 +20,11 @@ import torch
 
 from minitri.caches.full import FullCache
 from minitri.caches.streaming import SLIDE
+from minitri.config import ModelConfig
 from minitri.errors import InputError
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import RING, OffloadedFullCache
 from minitri.model.cache import round_up_to_stride
-from minitri.model.config import ModelConfig
 from minitri.model.llama import Llama
 from minitri.parallel.ranks import Ranks
 from minitri.parallel.split import SPLIT, share_of

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from minitri.clock import Clock
+from minitri.stats import Clock
 
 Way = Literal["to device", "to host"]
 """Where copies go."""

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from minitri.config import ModelConfig
 from minitri.cpu.fused import use_kernels
 from minitri.cpu.packed import can_pack, pack_linears
 from minitri.cpu.quantized import keep_quantized
@@ -33,13 +34,12 @@ from minitri.loading.devices import kernels_for
 from minitri.loading.gguf.blocks import BITS
 from minitri.loading.gguf.file import GgufFile
 from minitri.loading.hf_config import as_token_ids, read_config
-from minitri.loading.kv_snapshot import sampled
 from minitri.model.attention import Attend, attend_math
-from minitri.model.config import ModelConfig
 from minitri.model.linear import TrimmedHead
 from minitri.model.llama import Llama, sample_of_vocabulary
 from minitri.parallel.ranks import Ranks
 from minitri.parallel.split import new_model, share_tensors
+from minitri.reuse.snapshot import sampled
 
 MIN_SIMILARITY = 0.9
 """Least median cosine between a drafter's sample of embeddings and those of its target. Copies of

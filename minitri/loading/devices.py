@@ -4,6 +4,7 @@ import logging
 
 import torch
 
+from minitri.config import ModelConfig
 from minitri.cpu.attention import attend_cpu
 from minitri.cpu.kernels import MAX_HEAD_DIM, Kernels, load_kernels
 from minitri.cpu.packed import can_pack
@@ -13,7 +14,6 @@ from minitri.gpu.attention import GpuAttention
 from minitri.gpu.backend_choice import choose_backend
 from minitri.gpu.quantized import FORMATS, eight_bit_copy
 from minitri.model.attention import Attend
-from minitri.model.config import ModelConfig
 from minitri.model.llama import Llama
 from minitri.parallel.ranks import Ranks, local_rank
 

@@ -1,15 +1,19 @@
 """A Hugging Face config.json, and `--rope-scaling`: from words to a `ModelConfig`."""
 
 import dataclasses
+import logging
 import math
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from minitri.config import ROPE_KINDS, ModelConfig, RopeConfig
 from minitri.errors import InputError, shorten
 from minitri.loading.damage import explain, printable
-from minitri.model.config import ROPE_KINDS, ModelConfig, RopeConfig
+from minitri.settings import SamplingParams
+
+log = logging.getLogger("minitri")
 
 _ROPE_NUMBERS = (
     "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor",
@@ -184,6 +188,22 @@ def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
         )
     rope = RopeConfig(theta, kind, factor, base)
     return dataclasses.replace(config, rope=rope, context_length=int(base * factor))
+
+
+def read_sampling(settings: Mapping[str, Any], name: str) -> SamplingParams:
+    """How a generation_config.json wants texts to be sampled: greedily unless `do_sample` is true.
+
+    Malformed values warn, and are as none.
+    """
+    greedy = SamplingParams()
+    if settings.get("do_sample") is not True:
+        return greedy
+    given = {field: settings[field] for field in vars(greedy) if settings.get(field) is not None}
+    try:
+        return SamplingParams(**{"temperature": 1.0, **given})
+    except InputError as error:
+        log.warning("%s: generation_config.json is not followed: %s", name, error)
+        return greedy
 
 
 def as_token_ids(value: Any) -> tuple[int, ...]:

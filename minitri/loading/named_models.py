@@ -8,9 +8,9 @@ import dataclasses
 import difflib
 from typing import Any, NamedTuple
 
+from minitri.config import ModelConfig
 from minitri.errors import InputError
 from minitri.loading.hf_config import FAMILIES
-from minitri.model.config import ModelConfig
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -80,6 +80,15 @@ def shape_of(name: str) -> ModelConfig | None:
     row = MODELS[name]
     config = ModelConfig(*row.shape[:7], row.context, tie_word_embeddings=row.shape[7], name=name)
     return dataclasses.replace(config, **FAMILIES[row.kind])
+
+
+def table() -> str:
+    """The named models in a table for people."""
+    rows = [("name", "repository", "drafter", "context, tokens")]
+    rows += [(name, row.repo, row.draft, str(row.context)) for name, row in MODELS.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(lines)
 
 
 def unknown_model(name: str) -> InputError:

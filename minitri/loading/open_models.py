@@ -20,7 +20,7 @@ from minitri.drafters.layer_subset import read_layers, with_layers
 from minitri.drafters.lookup import Sources
 from minitri.drafters.text import History
 from minitri.errors import InputError, shorten
-from minitri.loading.checkpoint import load_model, open_checkpoint
+from minitri.loading.checkpoint import Folder, load_model, open_checkpoint, read_json
 from minitri.loading.devices import (
     attention_for,
     attention_name,
@@ -30,11 +30,12 @@ from minitri.loading.devices import (
     guesser_for,
 )
 from minitri.loading.fetch import DATASTORE, LAYERS, default_draft, locate, split_draft
-from minitri.loading.hf_config import stretch_rope
+from minitri.loading.hf_config import read_sampling, stretch_rope
 from minitri.loading.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from minitri.model.llama import Llama
 from minitri.parallel.ranks import Ranks, join
 from minitri.parallel.split import SplitLlama
+from minitri.settings import SamplingParams
 
 log = logging.getLogger("minitri")
 
@@ -60,6 +61,14 @@ class OpenModel:
         self._dtype, self._device = dtype, device
         self._attend = attention_for(device, dtype, config, attention)
         self._native, self._progress = weights == "native", progress
+
+    @property
+    def sampling_defaults(self) -> SamplingParams:
+        """How its generation_config.json wants texts to be sampled; greedily if there is none."""
+        folder = self._checkpoint.folder if isinstance(self._checkpoint, Folder) else None
+        file = folder and folder / "generation_config.json"
+        settings = read_json(file) if file and file.exists() else {}
+        return read_sampling(settings, self.config.name)
 
     def load(self, target: Llama | None = None) -> Llama:
         """Reads the weights. `target` lends its embedding table to a drafter that has none."""
@@ -115,6 +124,7 @@ class OpenModels:
                 f"table of its own, not a model; give it as --draft, and the other as --model"
             )
         self.config, self.tokenizer = self._target.config, self._target.tokenizer
+        self.sampling_defaults = self._target.sampling_defaults
         self._draft: OpenModel | None = None
         self._draft_weights = draft_weights
         self._is_draft_optional = draft == "auto"

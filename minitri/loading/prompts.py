@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from minitri.config import LONGEST_CONTEXT, ModelConfig
 from minitri.errors import InputError, shorten
 from minitri.loading.tokenizer import Tokenizer
-from minitri.model.config import LONGEST_CONTEXT, ModelConfig
 
 Prompt = str | Sequence[int]
 MAX_SEED = 2**32 - 1

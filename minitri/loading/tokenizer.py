@@ -15,12 +15,12 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from minitri.config import ModelConfig
 from minitri.errors import InputError, check_unicode, shorten
 from minitri.loading.checkpoint import Checkpoint, read_json
 from minitri.loading.damage import explain
 from minitri.loading.gguf.file import GgufFile
 from minitri.loading.hf_config import read_value
-from minitri.model.config import ModelConfig
 
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minitri.config import ModelConfig
 from minitri.model.attention import Attend, attend_math
 from minitri.model.cache import BlockKV, Cache
-from minitri.model.config import ModelConfig
 from minitri.model.linear import Linear, TiedHead, TrimmedHead
 from minitri.model.rope import Rope, Rotary
 from minitri.parallel.ranks import Ranks

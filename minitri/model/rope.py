@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minitri.model.config import RopeConfig
+from minitri.config import RopeConfig
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minitri.config import ModelConfig
 from minitri.errors import InputError
-from minitri.model.config import ModelConfig
 from minitri.model.llama import Llama
 from minitri.parallel.ranks import RankGroup, Ranks
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minitri import session as session_module
-from minitri.clock import Clock
+from minitri.stats import Clock
 from tests.cascades import Rig, near_copy, random_prompt
 from tests.conftest import tiny_config, tiny_model
 

@@ -15,7 +15,8 @@ import torch
 
 import minitri
 from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
-from minitri.session import Batch, Session
+from minitri.events import Batch
+from minitri.session import Session
 from tests.conftest import write_hf_folder
 
 PROMPTS = [[5, 6, 7], list(range(10, 60)), [9], [4] * 20]

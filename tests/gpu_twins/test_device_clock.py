@@ -8,10 +8,10 @@ import torch
 import minitri.session
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.caches.full import FullCache
-from minitri.clock import Clock
 from minitri.decoding.random_source import IndependentSource
 from minitri.gpu.streams import CudaClock
 from minitri.runner import ModelRunner
+from minitri.stats import Clock
 from tests.cascades import Rig, near_copy, random_prompt, tiny_engine
 from tests.conftest import tiny_config, tiny_model
 
@@ -63,7 +63,7 @@ class Device:
         monkeypatch.setattr(FullCache, "layers", rebuilt)
         monkeypatch.setattr(IndependentSource, "verify", verified)
         monkeypatch.setattr(minitri.session, "clock_of", lambda _: make_clock())
-        monkeypatch.setattr("minitri.clock.time.perf_counter", lambda: self.done)
+        monkeypatch.setattr("minitri.stats.time.perf_counter", lambda: self.done)
 
 
 def test_seconds_are_told_once_and_in_order(monkeypatch):

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minitri.benchmarks.ledger import LAUNCHES
 from minitri.caches.full import FullCache
 from minitri.caches.streaming import StreamingCache
+from minitri.config import ModelConfig
 from minitri.drafters.layer_subset import with_layers
 from minitri.gpu import sampling as gpu_sampling
 from minitri.gpu.attention import GpuAttention, Math, TritonAttention
@@ -31,7 +32,6 @@ from minitri.gpu.graphs import GraphPool
 from minitri.gpu.kernels import are_usable
 from minitri.model import block as block_module
 from minitri.model.block import forward_block, make_block
-from minitri.model.config import ModelConfig
 from minitri.model.llama import Attention, Llama, Pass
 from minitri.settings import SamplingParams, SpeculationConfig
 from tests.cascades import Rig, near_copy, random_prompt

@@ -12,6 +12,7 @@ import torch
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig, plan
 from minitri.benchmarks.ledger import Workload, predict
 from minitri.errors import InputError
+from minitri.events import Batch
 from minitri.gpu.offload.offloaded_cache import RING, OffloadedFullCache
 from minitri.gpu.placement import (
     CONTEXT,
@@ -28,7 +29,7 @@ from minitri.parallel.split import share_of
 from minitri.roofline import CPU as CPU_MACHINE
 from minitri.roofline import GPU as GPU_MACHINE
 from minitri.roofline import Machine, eight_bit_bytes, num_weights, pass_costs, weights_per_pass
-from minitri.session import Batch, Session
+from minitri.session import Session
 from minitri.settings import StepPlan
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
 

@@ -1,4 +1,4 @@
-"""The session pool: keeps shapes and graphs from one run to the next, of a text only what the next may begin with."""
+"""The session pool: keeps shapes and graphs for the next run, and texts it may begin with."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig, session
+from minitri.events import Batch
 from minitri.gpu.attention import Math
 from minitri.gpu.graphs import GraphPool
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.gpu.pool import can_run
-from minitri.session import Batch
+from minitri.reuse.pool import can_run
 from minitri.settings import METHODS, POLICIES
 from tests.cascades import random_prompt, tiny_engine
 from tests.conftest import CPU

@@ -13,7 +13,7 @@ import sentencepiece
 import tokenizers
 import torch
 
-from minitri.model.config import ModelConfig
+from minitri.config import ModelConfig
 
 NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",

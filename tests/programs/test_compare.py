@@ -24,8 +24,8 @@ from minitri.benchmarks.peers.in_transformers import (
     transformers_model,
     transformers_peer,
 )
+from minitri.events import Batch
 from minitri.gpu.offload.offloaded_cache import RING
-from minitri.session import Batch
 from minitri.settings import METHODS
 from tests.cascades import random_prompt, tiny_engine
 from tests.gpu_twins.test_offloaded_cache import offloaded

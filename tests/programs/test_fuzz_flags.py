@@ -61,9 +61,12 @@ def command_lines(program: ModuleType) -> st.SearchStrategy[list[str]]:
     hostile = st.sampled_from(VALUES) | st.text(max_size=9)
     often, rarely = [], [hostile.map(lambda value: [value])]
     for action in program.build_parser()._actions[1:]:  # without --help
-        [name] = action.option_strings
+        if not action.option_strings:
+            rarely.append(hostile.map(lambda value: ["--", value]))
+            continue
+        name = action.option_strings[-1]
+        often += [st.just([name]) for name in action.option_strings if action.nargs == 0]
         if action.nargs == 0:
-            often.append(st.just([name]))
             continue
         fine = st.sampled_from([*(action.choices or FINE.get(action.metavar, VALUES))])
         often.append(fine.map(lambda value, name=name: [name, value]))

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from minitri.cli import exits, prompts
+from minitri.config import RopeConfig
 from minitri.errors import InputError
 from minitri.generate import main, seed_of
 from minitri.loading.hf_config import stretch_rope
 from minitri.loading.prompts import check_prompt
-from minitri.model.config import RopeConfig
 from minitri.settings import SpeculationConfig
 from tests.conftest import tiny_config
 

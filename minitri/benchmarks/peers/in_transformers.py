@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from minitri.benchmarks.peers import StartPeer
+from minitri.config import ModelConfig
 from minitri.engine import Engine
 from minitri.loading.checkpoint import open_checkpoint
-from minitri.model.config import ModelConfig
 
 
 def transformers_model(path: Path, engine: Engine) -> Any:

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
+from minitri.config import ModelConfig
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.streams import CudaStreams, Streams, synchronize
 from minitri.model.cache import BlockKV, round_up_to_stride, write_block
-from minitri.model.config import ModelConfig
 
 RING = 128
 """Latest tokens of every row whose K and V stay on the device."""

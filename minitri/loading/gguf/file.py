@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minitri.config import ModelConfig
 from minitri.errors import InputError, shorten
 from minitri.loading.damage import explain, printable
 from minitri.loading.gguf.blocks import BITS, repack
 from minitri.loading.hf_config import as_token_ids, family, read_fields, read_value
-from minitri.model.config import ModelConfig
 
 _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",

@@ -65,12 +65,25 @@ def restored(slots_KTD: Tensor, first_KTD: Tensor) -> Tensor:
 class PrefixCache:
     """The rows of a full cache as places where the next texts may begin."""
 
-    def __init__(self, full: FullCache, num_guarded: int) -> None:
-        """The passes of other rows write to at most `num_guarded` slots of a row without a text."""
-        self._full = full
-        self._num_guarded = num_guarded
+    def __init__(self, full: FullCache, num_guarded: int, *, reads_alike: bool) -> None:
+        """The passes of other rows write to at most `num_guarded` slots of a row without a text.
+        `reads_alike`: K and V of tokens that were generated count as those of a prompt. On compiled
+        kernels they do not, since decoding has kernels of its own, which round otherwise: a text
+        is, to the bit, what it would be without this cache."""
+        self._full, self._num_guarded, self._reads_alike = full, num_guarded, reads_alike
         self._ended: list[HeldRow | None] = [None] * len(full.lengths)
+        self._num_certain = list(full.lengths)
+        self.num_prompt = list(full.lengths)
+        """Tokens of each row's prompt."""
         self.snapshot: KVSource | None = None
+
+    def note_certain(self) -> None:
+        """What the full cache holds now will stay; what a step adds may be taken back."""
+        self._num_certain = list(self._full.lengths)
+
+    def _num_exact(self, b: int) -> int:
+        held, num_read = self._num_certain[b], self.num_prompt[b] - 1
+        return held if self._reads_alike else min(held, num_read)
 
     @property
     def longest(self) -> HeldRow | None:
@@ -83,11 +96,17 @@ class PrefixCache:
         rows = (row for row in self._ended if row is not None)
         return max((num_common(row, prompt) for row in rows), default=0)
 
-    def keep(self, b: int, tokens: list[int], num_exact: int) -> None:
-        """The text of row b ends, whose first slots hold these tokens; call before its reset."""
+    def keep(self, b: int, text: list[int]) -> None:
+        """The text of row b ends; call before its reset."""
+        if self._num_certain[b]:  # else it has not begun, and what stood there before still does
+            self._guard(b, text[: self._num_certain[b]], self._num_exact(b))
+            self._num_certain[b] = 0
+
+    def _guard(self, b: int, tokens: list[int], num_exact: int) -> None:
+        """Row b holds these tokens; the first are put aside."""
         first = self._full.tokens(b, 0, min(len(tokens), self._num_guarded))
         keys, values = (slots_LKTD.clone() for slots_LKTD in first)
-        self._ended[b] = HeldRow(self._full, b, list(tokens), num_exact, (keys, values))
+        self._ended[b] = HeldRow(self._full, b, tokens, num_exact, (keys, values))
 
     def adopt(self, other: "PrefixCache") -> None:
         """Takes over what another cache holds, as far as there is room for it."""
@@ -98,7 +117,7 @@ class PrefixCache:
         for place, row in enumerate(longest):
             b, num_tokens = row.b if is_same else place, min(len(row.tokens), self._full.capacity)
             self._fill(b, row, num_tokens)
-            self.keep(b, row.tokens[:num_tokens], min(row.num_exact, num_tokens))
+            self._guard(b, row.tokens[:num_tokens], min(row.num_exact, num_tokens))
 
     def best_place(self, places: list[int], prompt: list[int]) -> int:
         """Of these rows without a text the one that holds most of the prompt's beginning, or else
@@ -110,13 +129,14 @@ class PrefixCache:
 
         return max(places, key=gain)
 
-    def take(self, b: int, prompt: list[int], most: int, texts: list[list[int]]) -> int:
-        """Fills row b, which is empty, with the longest beginning of the prompt that is at hand, of
-        at most `most` tokens; returns how many. `texts` are what the other rows hold exactly."""
+    def take(self, b: int, texts: list[list[int]], most: int) -> int:
+        """Fills row b, which is empty, with the longest beginning of its text that is at hand, of
+        at most `most` tokens; returns how many. `texts` are those of all rows."""
+        prompt = texts[b]
         sources: list[KVSource] = [row for row in self._ended if row is not None]
         for other, text in enumerate(texts):
-            if text:
-                sources.append(HeldRow(self._full, other, text, len(text)))
+            if num_exact := self._num_exact(other):
+                sources.append(HeldRow(self._full, other, text[:num_exact], num_exact))
         if self.snapshot is not None:
             sources.append(self.snapshot)
         own, self._ended[b] = self._ended[b], None
@@ -127,6 +147,7 @@ class PrefixCache:
         num_tokens = min(num_common(best, prompt), most)
         self._fill(b, best, num_tokens)
         self._full.restore(b, num_tokens)
+        self.note_certain()
         return num_tokens
 
     def _fill(self, b: int, source: KVSource, num_tokens: int) -> None:

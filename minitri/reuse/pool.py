@@ -8,12 +8,13 @@ is kept in any case.
 
 import dataclasses
 
-from minitri.caches.prefix import KVSource
 from minitri.drafters.lookup import Sources
+from minitri.events import Batch
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.llama import Llama
-from minitri.session import Batch, Session
+from minitri.reuse.prefix import KVSource
+from minitri.session import Session
 from minitri.settings import SpeculationConfig
 
 WORTH_COPYING = 64
@@ -97,11 +98,10 @@ class SessionPool:
 def can_run(session: Session, new: Batch) -> bool:
     """Whether the memory of a session, and what was captured in it, serve another batch."""
     old, cache = session.shape, session.retrieval_cache
-    runners = (session.draft, session.retrieval, session.target)
     return (
         not session.is_broken
         and fits(session, new)
-        and all(it.can_sample_by(new.sampling) for it in runners if it is not None)
+        and all(runner.can_sample_by(new.sampling) for runner in session.runners)
         and new.generation.prefill_chunk <= old.generation.prefill_chunk
         and _shapes(new.speculation) == _shapes(old.speculation)
         and (cache is None or max(new.budgets) <= cache.max_budget)

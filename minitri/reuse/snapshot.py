@@ -21,9 +21,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minitri.caches.prefix import KVSource
 from minitri.errors import InputError, shorten
 from minitri.model.llama import Llama
+from minitri.reuse.prefix import KVSource
 
 FORMAT = "minitri KV snapshot 1"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -108,8 +108,8 @@ def write_snapshot(name: str, source: KVSource, model: Llama) -> int:
     """Writes all tokens of a source to a file; returns how many. Raises `InputError`."""
     path, num_tokens = Path(name), len(source.tokens)
     facts = manifest(model) | {"num_exact": str(source.num_exact)}
-    unfinished = path.with_name(path.name + ".unfinished")
     try:
+        unfinished = path.with_name(path.name + ".unfinished")
         try:
             with unfinished.open("wb") as file:
                 _write_header(file, facts, contents(model, num_tokens))
@@ -122,7 +122,7 @@ def write_snapshot(name: str, source: KVSource, model: Llama) -> int:
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name, or no name
         reason = shorten(getattr(error, "strerror", None) or error, 90)
         raise InputError(
             f"cannot write {shorten(name)} ({reason}); name a file in a folder with room"
@@ -135,8 +135,10 @@ def manifest(model: Llama) -> dict[str, str]:
     if not model.fingerprint or model.ranks.count > 1:
         why = "is divided among processes" if model.ranks.count > 1 else "was not read from a file"
         raise InputError(f"{model.config.name} {why}, so its KV cache is neither saved nor loaded")
-    rope, dtype = repr(model.config.rope), DTYPES[model.dtype]
-    return {"format": FORMAT, "weights": model.fingerprint, "rope": rope, "dtype": dtype}
+    rope, dtype = model.config.rope, DTYPES[model.dtype]
+    facts = {"format": FORMAT, "weights": model.fingerprint, "dtype": dtype}
+    digest = hashlib.sha256(repr(rope).encode()).hexdigest()
+    return facts | {"rope": f"{rope.describe()}, {digest[:16]}"}
 
 
 def contents(model: Llama, num_tokens: int) -> dict[str, tuple[str, list[int]]]:

@@ -1,0 +1,60 @@
+# PYTHON_ARGCOMPLETE_OK
+"""The command `minitri`, the same as `python -m minitri`: one of the programs, or a text to go on.
+
+    minitri "The sea was" -n 40         # the same as minitri generate "The sea was" -n 40
+    minitri plan --context 32000        # the same as python -m minitri.plan --context 32000
+
+Imports next to nothing, so that its help is there at once.
+"""
+
+import os
+import sys
+from importlib import import_module
+
+from minitri import __version__
+from minitri.cli.exits import clean_exits, is_piped
+
+PROGRAMS = {
+    "generate": ("", "a text goes on; what begins with none of these words is for it"),
+    "chat": (".__main__", "questions and answers, about documents if you like"),
+    "serve": (".__main__", "the endpoints of OpenAI's API on this machine"),
+    "plan": ("", "what fits on a GPU, and how fast it can be"),
+    "bench": ("", "speed of every method on this machine"),
+    "selftest": ("", "does speculation change the text on your weights?"),
+}
+"""Where below `minitri.NAME` the program's `main` is, and what it does."""
+
+HELP = f"""usage: minitri TEXT | minitri PROGRAM ... | ... | minitri
+
+{"".join(f"  {name:10s}{text}{chr(10)}" for name, (_, text) in PROGRAMS.items())}
+examples:
+  minitri "The sea was" -n 40           40 tokens more, by the default model
+  minitri -m llama3.2-1b < novel.txt    a prompt from a file or a pipe
+  minitri generate --help               all flags of a program
+  minitri --list-models                 the models that have names; --version: of minitri
+"""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of `minitri` and `python -m minitri`."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow; argcomplete answers
+        argv = os.environ.get("COMP_LINE", "").split()[1:]
+        os.environ["_ARGCOMPLETE"] = "2" if argv[:1] and argv[0] in PROGRAMS else "1"
+    elif argv in (["-h"], ["--help"]) or (not argv and not is_piped()):
+        answer(HELP)
+    elif argv == ["--version"]:
+        answer(f"minitri {__version__}\n")
+    name = argv.pop(0) if argv and argv[0] in PROGRAMS else "generate"
+    import_module(f"minitri.{name}{PROGRAMS[name][0]}").main(argv)
+
+
+def answer(text: str) -> None:
+    """Prints it and ends."""
+    with clean_exits():
+        sys.stdout.write(text)
+        sys.exit()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Runs that stay open: requests come and go, and none depends on another."""
+
+from __future__ import annotations
+
+import pytest
+
+from minitri import (
+    End,
+    GenerationConfig,
+    Idle,
+    InputError,
+    Request,
+    SamplingParams,
+    SpeculationConfig,
+    Token,
+)
+from tests.cascades import random_prompt
+
+WARM = SamplingParams(0.9, 30)
+SPECULATION = SpeculationConfig("triforce", gamma1=2, gamma2=3, budget=32, num_recent_tokens=16)
+
+
+def start(engine, batch_size=2, reserve=128, speculation=SPECULATION):
+    generation = GenerationConfig(reserve=reserve, prefill_chunk=16)
+    return engine.open(batch_size=batch_size, generation=generation, speculation=speculation)
+
+
+def request(engine, number: int, num_new: int = 12, **settings) -> Request:
+    prompt = random_prompt(engine.config, 20 + 9 * number, seed=number)
+    generation = GenerationConfig(num_new, ignore_eos=True)
+    sampling = (SamplingParams(), WARM)[number % 2]
+    return Request(prompt, seed=number, sampling=sampling, generation=generation, **settings)
+
+
+def until_idle(run) -> dict[int, End]:
+    ends = {}
+    for event in run:
+        if isinstance(event, Idle):
+            return ends
+        if isinstance(event, End):
+            ends[event.row] = event
+    raise AssertionError("an open run has ended by itself")
+
+
+def alone(engine, wanted: Request, speculation=SPECULATION) -> tuple[int, ...]:
+    engine.release()
+    return engine.complete(
+        wanted.prompt, seed=wanted.seed, sampling=wanted.sampling, speculation=speculation,
+        generation=wanted.generation,
+    ).token_ids  # fmt: skip
+
+
+def test_requests_that_come_later_get_what_they_get_alone(engine):
+    run, wanted = start(engine), [request(engine, number) for number in range(6)]
+    assert isinstance(next(run), Idle)
+    numbers = [run.submit(it) for it in wanted[:3]]
+    ends = until_idle(run)
+    numbers += [run.submit(it) for it in wanted[3:]]
+    ends |= until_idle(run)
+    run.close()
+    assert numbers == [0, 1, 2, 3, 4, 5] == sorted(ends)
+    for number, it in zip(numbers, wanted, strict=True):
+        assert ends[number].token_ids == alone(engine, it)
+
+
+def test_a_cancelled_request_says_no_more_and_its_row_is_free(engine):
+    run = start(engine, batch_size=1)
+    first, second, third = (run.submit(request(engine, number)) for number in range(3))
+    seen = []
+    for event in run:
+        if isinstance(event, Token):
+            seen.append(event.row)
+            if seen == [first] * 3:
+                run.cancel(first)
+                run.cancel(second)  # which still waits
+        if isinstance(event, End):
+            seen.append("end")
+            assert event.row == third
+        if isinstance(event, Idle):
+            break
+    assert seen == [first] * 3 + [third] * 12 + ["end"]
+    run.close()
+
+
+def test_a_prompt_that_is_cancelled_is_read_no_further(engine):
+    run = start(engine, batch_size=1)
+    number = run.submit(request(engine, 8))
+    assert next(run).num_done == 16
+    run.cancel(number)
+    assert isinstance(next(run), Idle)
+    run.close()
+    assert len(engine.held_tokens) == 16
+
+
+@pytest.mark.parametrize("tree", ["", "2x2"])
+@pytest.mark.parametrize("coupled", [False, True])
+def test_a_request_without_speculation_stands_beside_others(engine, coupled, tree):
+    """Nothing is guessed for it; it takes as many steps as it has tokens."""
+    changes = {"gamma1": 2, "gamma2": 3, "budget": 32, "num_recent_tokens": 16, "tree": tree}
+    speculation = SpeculationConfig("triforce", coupled=coupled, **changes)
+    run = start(engine, speculation=speculation)
+    wanted = [request(engine, 2 * n, speculation=n == 1) for n in range(2)]
+    for it in wanted:
+        run.submit(it)
+    ends = until_idle(run)
+    run.close()
+    assert ends[0].row_stats.num_steps == 12
+    assert set(ends[0].row_stats.by_origin) <= {"bonus", "recovered"}
+    assert ends[1].row_stats.num_steps < 12
+    for number, it in enumerate(wanted):
+        assert ends[number].token_ids == alone(engine, it)
+
+
+def test_statistics_of_a_row_are_its_own(engine):
+    run = start(engine)
+    for number in range(3):
+        run.submit(request(engine, number, num_new=5 + number))
+    for number, end in until_idle(run).items():
+        stats = end.row_stats
+        assert stats.num_prompt_tokens == 20 + 9 * number
+        assert stats.num_generated_tokens == sum(stats.by_origin.values()) == 5 + number
+        assert 1 < stats.num_steps <= 5 + number
+        assert stats.prefill_seconds > 0 < stats.decode_seconds
+    run.close()
+
+
+def test_what_is_wrong_is_said_and_the_run_goes_on(engine):
+    run = start(engine)
+    for wrong, message in (
+        (Request([1] * 120), "120 \\+ 256 tokens, but there is room for 128"),
+        (Request(""), "the prompt is empty"),
+        (Request([5], seed=-1), "seed is -1"),
+        ("hello", "request 0 is 'hello'; give a Request"),
+    ):
+        with pytest.raises(InputError, match=message):
+            run.submit(wrong)
+    number = run.submit(request(engine, 1))
+    assert list(until_idle(run)) == [number]
+    run.close()
+    closed = engine.generate("fine")
+    with pytest.raises(InputError, match="takes no more requests"):
+        closed.submit(request(engine, 1))
+    closed.close()
+
+
+@pytest.mark.parametrize("reserve", [0, 1, 10**6])
+def test_a_room_that_no_text_has_is_refused(engine, reserve):
+    with pytest.raises(InputError, match=f"reserve is {reserve} tokens; give from 2 to"):
+        start(engine, reserve=reserve)
+
+
+def test_speculation_is_chosen_per_call(engine):
+    prompt = random_prompt(engine.config, 60)
+    texts = []
+    for settings in ({}, {"speculation": False}, {"method": "naive"}, {"method": "triforce"}):
+        run = engine.generate(prompt, generation=GenerationConfig(16), **settings)
+        texts.append([event.token_id for event in run if isinstance(event, Token)])
+        if settings:
+            chosen = settings.get("method", "autoregressive")
+            assert all(plan.startswith(chosen) for plan in run.stats.steps_per_plan)
+    assert texts[1:] == texts[:1] * 3
+    with pytest.raises(InputError, match="got 'fast' where a SpeculationConfig belongs"):
+        engine.generate(prompt, speculation="fast")

@@ -1,0 +1,202 @@
+"""Prefix reuse: a text that begins like an earlier one is what a fresh run writes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import minitri
+from minitri import (
+    End,
+    GenerationConfig,
+    PrefillProgress,
+    Request,
+    SamplingParams,
+    SpeculationConfig,
+    Token,
+)
+from minitri.settings import METHODS, POLICIES
+from tests.cascades import random_prompt, tiny_engine
+
+WARM = SamplingParams(0.9, 30)
+SETTINGS = {"budget": 32, "num_recent_tokens": 16, "observation_window": 4}
+
+
+def settings_of(method: str, **changes) -> SpeculationConfig:
+    gammas = {} if method == "auto" else {"gamma1": 2, "gamma2": 3}
+    return SpeculationConfig(method, **{**SETTINGS, **gammas, **changes})
+
+
+def say(engine, prompts, speculation, num_new=20, sampling=WARM, seed=0, **settings):
+    """Texts of a run, and how many tokens of each prompt were not read."""
+    generation = GenerationConfig(num_new, ignore_eos=True, prefill_chunk=16, **settings)
+    run = engine.generate(
+        prompts, sampling=sampling, generation=generation, speculation=speculation, seed=seed
+    )
+    ends = sorted((event for event in run if isinstance(event, End)), key=lambda end: end.row)
+    return [list(end.token_ids) for end in ends], [e.row_stats.num_cached_tokens for e in ends]
+
+
+@pytest.fixture(scope="module")
+def document(engine):
+    return random_prompt(engine.config, 150, seed=1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_second_question_gets_the_answer_of_a_fresh_run(engine, document, method, policy):
+    if policy != "retrieval" and method not in ("retrieval", "triforce"):
+        pytest.skip("no cache that has a policy")
+    speculation = settings_of(method, policy=policy)
+    engine.release()
+    first, cached = say(engine, [document], speculation)
+    assert cached == [0]
+    questions = [[*document, *first[0], 9, 8, 7], [*document, 5, 6], document[:90], document[1:]]
+    for prompt in questions:
+        again, cached = say(engine, [prompt], speculation, seed=4)
+        engine.release()
+        fresh, none = say(engine, [prompt], speculation, seed=4)
+        assert none == [0]
+        assert again == fresh
+        if prompt[0] != document[0] or (policy == "h2o" and method != "auto"):
+            assert cached == [0]  # that policy must see all queries of a prompt
+        elif policy == "retrieval":
+            window = 0 if method in ("autoregressive", "naive") else 4
+            assert cached[0] >= min(len(document) - 1, len(prompt) - 1 - window)
+        say(engine, [document], speculation)
+
+
+def test_questions_of_a_batch_share_the_document(engine, document):
+    """The first row reads it, the others take it over."""
+    engine.release()
+    prompts = [[*document, number, 3] for number in range(4)]
+    together, cached = say(engine, prompts, settings_of("triforce"))
+    assert cached == [0, 147, 147, 147]
+    for prompt, text in zip(prompts, together, strict=True):
+        engine.release()
+        seed = prompts.index(prompt)
+        assert say(engine, [prompt], settings_of("triforce"), seed=seed)[0] == [text]
+
+
+def test_idle_rows_are_restored(engine, document):
+    """While other rows go on, their passes write to the first slots of rows that have ended."""
+    engine.release()
+    speculation, wanted = settings_of("triforce"), list[Request]()
+    for number, num_new in enumerate((2, 30, 8, 8)):
+        prompt = [*document, 3] if number in (0, 2) else random_prompt(engine.config, 40, number)
+        generation = GenerationConfig(num_new, ignore_eos=True)
+        wanted.append(Request(prompt, seed=number, sampling=WARM, generation=generation))
+    # Row 0 ends at once; its place is taken only when the third request comes, much later.
+    run = engine.open(
+        batch_size=2, generation=GenerationConfig(reserve=256), speculation=speculation
+    )
+    ends, tokens = dict[int, End](), 0
+    for request in wanted[:2]:
+        run.submit(request)
+    for event in run:
+        if isinstance(event, Token):
+            tokens += 1
+            if tokens == 20:
+                run.submit(wanted[2])
+        if isinstance(event, End):
+            ends[event.row] = event
+        if isinstance(event, minitri.Idle):
+            break
+    run.close()
+    assert ends[2].row_stats.num_cached_tokens >= 145
+    for number in (0, 1, 2):
+        engine.release()
+        alone = engine.complete(
+            wanted[number].prompt, seed=number, sampling=WARM, speculation=speculation,
+            generation=wanted[number].generation,
+        )  # fmt: skip
+        assert ends[number].token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize("event", [PrefillProgress, Token])
+def test_a_run_that_is_left_leaves_what_it_has_read(engine, document, event):
+    engine.release()
+    speculation = settings_of("triforce")
+    run = engine.generate(
+        document, speculation=speculation, generation=GenerationConfig(20, prefill_chunk=16)
+    )
+    for number, it in enumerate(run):
+        if isinstance(it, event) and number > 4:
+            break
+    run.close()
+    held = engine.held_tokens
+    assert len(held) >= (149 if event is Token else 48)
+    assert held[:150] == document[: len(held)]
+
+
+def test_ctrl_c_in_the_middle_of_a_step_loses_nothing_that_was_certain(
+    engine, document, monkeypatch
+):
+    """Guesses were in the caches when it came."""
+    engine.release()
+    speculation = settings_of("triforce")
+    run = engine.generate(document, speculation=speculation, generation=GenerationConfig(30))
+    for event in run:
+        if isinstance(event, Token):
+            break
+    session = run._events.gi_frame.f_locals["session"]
+    monkeypatch.setattr(type(session.source), "verify", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        list(run)
+    monkeypatch.undo()
+    assert engine.held_tokens[:150] == document[:150]
+    again, cached = say(engine, [[*document, 4]], speculation)
+    assert cached[0] > 140
+    engine.release()
+    assert say(engine, [[*document, 4]], speculation)[0] == again
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_longer_run_takes_the_text_along(engine, document):
+    """Its full cache is larger than that of the last run, from which K and V are copied."""
+    engine.release()
+    speculation = settings_of("retrieval")
+    first, _ = say(engine, [document], speculation)
+    prompt = [*document, *first[0], *random_prompt(engine.config, 200, seed=9)]
+    again, cached = say(engine, [prompt], speculation)
+    assert cached[0] >= 149
+    engine.release()
+    assert say(engine, [prompt], speculation)[0] == again
+
+
+def test_memory_that_is_reserved_serves_longer_runs(engine, document):
+    engine.release()
+    say(engine, [document], settings_of("triforce"), reserve=400)
+    kept = engine._pool._kept
+    say(engine, [document * 2], settings_of("triforce"), reserve=400)
+    assert engine._pool._kept is kept
+
+
+def test_another_method_begins_with_the_same_text(engine, document):
+    engine.release()
+    say(engine, [document], settings_of("autoregressive"))
+    text, cached = say(engine, [document], settings_of("triforce"), sampling=SamplingParams())
+    assert cached == [145]
+    engine.release()
+    assert say(engine, [document], settings_of("naive"), sampling=SamplingParams())[0] == text
+
+
+def test_nothing_of_other_texts_is_read():
+    """All that earlier texts left is NaN but for the tokens in common."""
+    engine = tiny_engine()
+    document = random_prompt(engine.config, 100, seed=1)
+    speculation = settings_of("triforce")
+    say(engine, [document], speculation)
+    kept = engine._pool._kept
+    with torch.inference_mode():
+        for slots in (kept.full.keys, kept.full.values):
+            slots[..., 60:, :] = math.nan
+    prompt = [*document[:60], *random_prompt(engine.config, 40, seed=2)]
+    again, cached = say(engine, [prompt], speculation)
+    assert cached[0] == 60 + (prompt[60] == document[60])
+    assert say(tiny_engine(), [prompt], speculation)[0] == again
