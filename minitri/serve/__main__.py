@@ -63,7 +63,8 @@ def build_parser() -> arguments.OneLineParser:
     arguments.add_gpu_flags(group)
     group = parser.add_argument_group(
         "sampling where a request does not say: as in OpenAI's API at temperature 1, 16 tokens of "
-        "a text, a chat to the end of the context, a new seed, which the answer tells"
+        "a text, a chat to the end of the context, a new seed, which the answer tells (captured "
+        "graphs on a GPU know only the kinds of filters that are given here)"
     )
     arguments.add_fields(group, SamplingParams, "temperature", "top_k", "top_p", "min_p")
     parser.set_defaults(temperature=1.0)
@@ -107,7 +108,7 @@ def run_command(args: argparse.Namespace) -> None:
     key = args.api_key or os.environ.get("MINITRI_API_KEY")
     with listen(args.host, args.port) as listener:
         engine = boot(args, arguments.draft_of(args), lambda *_: None)
-        context = min(args.context or DEFAULT_CONTEXT, engine.config.context_length)
+        context = args.context or min(DEFAULT_CONTEXT, engine.config.context_length)
         run = arguments.taken(GenerationConfig, args, reserve=context)
         protocol = Protocol(engine, {engine.config.name, args.model}, sampling, context)
         open_run = functools.partial(
