@@ -1,0 +1,125 @@
+"""The thread that owns the engine and its one open run, in which all requests are rows.
+
+    with Worker(lambda: engine.open(batch_size=8, generation=GenerationConfig(reserve=8192))) as w:
+        job = w.submit(request, deliver)  # calls deliver(event) in its thread until an End
+        w.cancel(job)
+
+Other threads leave messages, which it takes between two events of the run; with nothing to do it
+sleeps. A request that is wrong gets the `InputError` as its event and the others go on. When the
+run itself fails, its requests get the error, and a new run is opened for the next ones.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+from minitri.errors import InputError
+from minitri.events import End, Event, Idle, Request
+from minitri.generation import Generation
+
+log = logging.getLogger("minitri")
+Deliver = Callable[[Event | Exception], None]
+RETRY_SECONDS = 1.0
+"""Before a new run is opened behind one that failed, which may fail at once, too."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A request on its way, and who is told of its events."""
+
+    request: Request
+    deliver: Deliver
+    number: int = -1
+    """In the run; -1 before it is there."""
+    is_cancelled: bool = False
+
+
+class Worker:
+    """Runs requests of any thread in one run."""
+
+    def __init__(self, open_run: Callable[[], Generation]) -> None:
+        """Raises what `open_run` raises."""
+        self._open, run = open_run, open_run()
+        self.kv_cache_bytes = run.stats.kv_cache_bytes
+        self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # None: wake up and stop
+        self._jobs: dict[int, Job] = {}
+        self._stopping = False
+        self._thread = threading.Thread(target=self._work, args=(run,), daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive() and not self._stopping
+
+    @property
+    def num_running(self) -> int:
+        """Requests that the run has, waiting ones included."""
+        return len(self._jobs)
+
+    def submit(self, request: Request, deliver: Deliver) -> Job:
+        """Puts a request behind the others."""
+        job = Job(request, deliver)
+        self._inbox.put(job)
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Takes a request out, wherever it is; nothing happens if it has ended."""
+        job.is_cancelled = True
+        self._inbox.put(job)
+
+    def close(self) -> None:
+        """Ends the run and the thread; requests that still run are dropped."""
+        self._stopping = True
+        self._inbox.put(None)
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _work(self, run: Generation | None) -> None:
+        while not self._stopping:
+            try:
+                with run or self._open() as run:
+                    self._serve(run)
+            except Exception as error:
+                run = None
+                log.error("the run failed: %s", error, exc_info=not isinstance(error, InputError))
+                for job in self._jobs.values():
+                    job.deliver(error)
+                self._jobs.clear()
+                time.sleep(RETRY_SECONDS)
+
+    def _serve(self, run: Generation) -> None:
+        is_idle = True
+        while True:
+            while is_idle or not self._inbox.empty():
+                job = self._inbox.get()
+                if job is None:
+                    return
+                self._take(run, job)
+                is_idle = not self._jobs
+            event = next(run)
+            if isinstance(event, Idle):
+                is_idle = True
+            elif event.row in self._jobs:
+                self._jobs[event.row].deliver(event)
+                if isinstance(event, End):
+                    del self._jobs[event.row]
+
+    def _take(self, run: Generation, job: Job) -> None:
+        if self._jobs.get(job.number) is job:
+            run.cancel(job.number)
+            del self._jobs[job.number]
+        elif not job.is_cancelled:
+            try:
+                job.number = run.submit(job.request)
+                self._jobs[job.number] = job
+            except InputError as error:
+                job.deliver(error)

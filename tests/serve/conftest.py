@@ -1,0 +1,114 @@
+"""A server of the tiny model on a port of its own, with real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from minitri.serve.app import Service
+from minitri.serve.protocol import Protocol
+from minitri.serve.worker import Worker
+from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
+
+CONTEXT, NUM_ROWS = 400, 4
+
+
+class Server:
+    """Its service, address and clients."""
+
+    def __init__(self, service: Service, port: int) -> None:
+        self.service, self.port = service, port
+        self.url = f"http://127.0.0.1:{port}"
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+        self.openai = openai.OpenAI(base_url=self.url + "/v1", api_key="x", max_retries=0)
+
+    def post(self, path="/v1/completions", **fields) -> httpx.Response:
+        return self.http.post(path, json=fields)
+
+    def error(self, path="/v1/completions", status=400, **fields) -> str:
+        """The message of a request that must be refused."""
+        response = self.post(path, **fields)
+        assert response.status_code == status, response.text
+        return response.json()["error"]["message"]
+
+    def raw(self, head: str = "", body: bytes = b"", **fields) -> socket.socket:
+        """A connection that has sent a POST and waits for nothing."""
+        if fields:
+            body = json.dumps(fields).encode()
+            head = f"Content-Length: {len(body)}"
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        request = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{head}\r\n"
+        kind = "Content-Type: application/json\r\n\r\n"
+        connection.sendall((request + kind).encode() + body)
+        return connection
+
+    def wait(self, is_so) -> None:
+        deadline = time.monotonic() + 20
+        while not is_so():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def wait_until_free(self) -> None:
+        """No row is lost."""
+        self.wait(lambda: not (self.service.num_open or self.service.worker.num_running))
+
+
+class Watched:
+    """A run with something to do before each of its events."""
+
+    def __init__(self, run, before) -> None:
+        self._run, self._before = run, before
+        self.submit, self.cancel, self.stats = run.submit, run.cancel, run.stats
+
+    def __next__(self):
+        self._before()
+        return next(self._run)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._run.close()
+
+
+@contextlib.contextmanager
+def serving(
+    engine, *, before=lambda: None, num_rows=NUM_ROWS, max_queue=100, seconds=60.0, **options
+):
+    """A server in a thread, whose worker calls `before` before each event."""
+    run = {
+        "batch_size": num_rows,
+        "generation": GenerationConfig(reserve=CONTEXT),
+        "speculation": SpeculationConfig("triforce", gamma1=2, gamma2=4, coupled=True),
+    }
+    protocol = Protocol(engine, {"tiny"}, SamplingParams(temperature=1.0), CONTEXT)
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener, Worker(lambda: Watched(engine.open(**run), before)) as worker:
+        service = Service(
+            engine, worker, protocol, num_rows=num_rows, max_queue=max_queue, seconds=seconds,
+            **options,
+        )  # fmt: skip
+        server = uvicorn.Server(uvicorn.Config(service.app, log_config=None))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        own = Server(service, listener.getsockname()[1])
+        try:
+            with own.http, own.openai:
+                yield own
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="session")
+def server(engine):
+    with serving(engine) as running:
+        yield running

@@ -1,0 +1,132 @@
+"""Answers of the server, by the real `openai` client, against the engine itself."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from minitri.loading.tokenizer import Tokenizer
+from minitri.serve.answers import shown, spelled
+from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
+from tests.conftest import SENTENCES, byte_level_tokenizer
+
+PROMPT = "She had been forced into prudence"
+
+
+def own_text(engine, prompt=PROMPT, *, seed=7, num=24, temperature=1.0, **settings) -> str:
+    """What the engine says by itself."""
+    return engine.complete(
+        prompt,
+        seed=seed,
+        sampling=SamplingParams(temperature=temperature),
+        generation=GenerationConfig(num, **settings),
+        speculation=SpeculationConfig("autoregressive", coupled=True),
+    ).text
+
+
+def complete(server, **fields):
+    defaults = {"model": "tiny", "prompt": PROMPT, "seed": 7, "max_tokens": 24}
+    return server.openai.completions.create(**{**defaults, **fields})
+
+
+def test_a_text_is_the_engines_own(server, engine):
+    answer = complete(server)
+    assert answer.choices[0].text == own_text(engine)
+    assert complete(server, temperature=0).choices[0].text == own_text(engine, temperature=0.0)
+    assert answer.usage.completion_tokens == 24
+    assert answer.usage.prompt_tokens == len(engine.tokenizer.encode(PROMPT))
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_a_stream_gives_the_same_text_and_ends_with_usage(server):
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(complete(server, **options))
+    whole = complete(server)
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text
+    reasons = [c.choices[0].finish_reason for c in chunks if c.choices]
+    assert reasons == [None] * (len(reasons) - 1) + ["length"]
+    assert not chunks[-1].choices
+    assert chunks[-1].usage.completion_tokens == 24
+    raw = server.post(prompt=PROMPT, stream=True, max_tokens=2).text
+    assert raw.endswith("\n\ndata: [DONE]\n\n")
+
+
+def test_a_text_ends_before_a_stop_string(server):
+    text = complete(server).choices[0].text
+    stop = text[10:13]
+    answer = complete(server, stop=[stop])
+    assert answer.choices[0].text == text[: text.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+    streamed = "".join(c.choices[0].text for c in complete(server, stop=stop, stream=True))
+    assert streamed == answer.choices[0].text
+
+
+def test_a_seed_that_was_drawn_is_told_and_repeats_the_text(server):
+    fields = {"prompt": PROMPT, "max_tokens": 20}
+    first, second = (server.post(**fields).json() for _ in range(2))
+    assert first["seed"] != second["seed"]
+    again = server.post(**fields, seed=first["seed"]).json()
+    assert again["choices"][0]["text"] == first["choices"][0]["text"]
+
+
+def test_a_prompt_may_be_token_ids(server, engine):
+    ids = engine.tokenizer.encode(PROMPT)
+    texts = {complete(server, prompt=p).choices[0].text for p in (PROMPT, ids, [ids], [PROMPT])}
+    assert len(texts) == 1
+
+
+def test_logprobs_are_of_the_tokens_of_the_text(server, engine):
+    answer = complete(server, logprobs=3, temperature=0)
+    found = answer.choices[0].logprobs
+    assert len(found.tokens) == len(found.token_logprobs) == len(found.text_offset) == 24
+    for name, logprob, top in zip(
+        found.tokens, found.token_logprobs, found.top_logprobs, strict=True
+    ):
+        assert len(top) == 3
+        assert top[name] == logprob == max(top.values())  # greedy
+        assert sum(map(math.exp, top.values())) < 1
+    chunks = list(complete(server, logprobs=3, temperature=0, stream=True))
+    streamed = [c.choices[0].logprobs for c in chunks if c.choices[0].logprobs]
+    assert [name for part in streamed for name in part.tokens] == found.tokens
+    assert [n for part in streamed for n in part.text_offset] == found.text_offset
+
+
+def test_a_call_without_speculation_says_the_same(server):
+    answer = complete(server)
+    alone = complete(server, extra_body={"speculation": False})
+    assert alone.choices[0].text == answer.choices[0].text
+    assert alone.usage.completion_tokens_details.accepted_prediction_tokens == 0
+    assert alone.timings["num_steps"] == 24
+    assert answer.timings["num_steps"] < 24
+    assert answer.usage.completion_tokens_details.accepted_prediction_tokens > 0
+
+
+def test_a_longer_prompt_is_read_from_where_it_was_left(server):
+    long = " ".join(SENTENCES[:2] * 3)
+    complete(server, prompt=long)
+    answer = complete(server, prompt=long + " And so")
+    assert answer.usage.prompt_tokens_details.cached_tokens > 200
+    read = answer.usage.prompt_tokens - answer.usage.prompt_tokens_details.cached_tokens
+    assert answer.timings["prompt_n"] == read
+
+
+@pytest.mark.parametrize("text", [*SENTENCES, "\x00\x7f\xa0"])
+def test_bytes_of_tokens_make_up_the_text(text):
+    from minitri.loading.tokenizer import TokenizersBackend
+
+    tokenizer = Tokenizer(TokenizersBackend(byte_level_tokenizer()), None)
+    names = [spelled(tokenizer, token) for token in tokenizer.encode(text)]
+    assert b"".join(names).decode() == text
+    assert shown(b"\xf0\x9f") == r"bytes:\xf0\x9f"
+
+
+def test_models_health_and_metrics(server):
+    assert [model.id for model in server.openai.models.list()] == ["tiny"]
+    assert server.http.get("/health").json() == {"status": "ok"}
+    complete(server)
+    lines = server.http.get("/metrics").text.splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert int(values["minitri_requests_length_total"]) > 0
+    assert int(values["minitri_generated_tokens_total"]) >= 24
+    assert values["minitri_requests_running"] == "0"
