@@ -20,8 +20,8 @@ from minitri.decoding.verification import NotFiniteError
 from minitri.errors import InputError, shorten
 from minitri.events import Batch, End, Event, Idle, PrefillProgress, Request, Token
 from minitri.gpu.streams import synchronize
-from minitri.loading.stopping import StopScanner
-from minitri.loading.tokenizer import IncrementalDecoder, Tokenizer
+from minitri.loading.text_stream import IncrementalDecoder, StopScanner
+from minitri.loading.tokenizer import Tokenizer
 from minitri.model.llama import Llama
 from minitri.reuse.pool import SessionPool
 from minitri.runner import LogProbs

@@ -24,7 +24,7 @@ from minitri.decoding.sampling import probs_from_logits
 from minitri.events import Request
 from minitri.generation import Row
 from minitri.loading.devices import choose_dtype
-from minitri.loading.stopping import StopScanner
+from minitri.loading.text_stream import StopScanner
 from tests.conftest import CPU, new_cache
 
 PROMPTS = [[5, 6, 7], list(range(10, 60)), [9], [4] * 20]

@@ -44,7 +44,7 @@ from minitri import (
 from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.noise import hashed_uniforms, noise_key
 from minitri.decoding.sampling import probs_from_logits
-from minitri.loading.stopping import StopScanner
+from minitri.loading.text_stream import StopScanner
 from minitri.session import Session
 from minitri.stats import Stats
 from tests.cascades import fresh_read

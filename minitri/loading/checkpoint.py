@@ -42,8 +42,7 @@ from minitri.parallel.split import new_model, share_tensors
 from minitri.reuse.snapshot import sampled
 
 MIN_SIMILARITY = 0.9
-"""Least median cosine between a drafter's sample of embeddings and those of its target. Copies of
-one model differ a little, by quantization; different models have nothing in common."""
+"""Least median cosine of a drafter's sample of embeddings: copies of one model differ a little."""
 
 
 class Folder:
@@ -283,8 +282,8 @@ def placements(model: Llama) -> dict[str, Tensor]:
 
 
 def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progress: bool) -> None:
-    places, samples = placements(model), dict[str, str]()
-    missing, unexpected = dict.fromkeys(places), []
+    places = placements(model)
+    missing, unexpected, samples = dict.fromkeys(places), [], dict[str, str]()
     disable = None if progress else True  # None: where standard error is no terminal
     with tqdm(desc="loading weights", total=len(places), leave=False, disable=disable) as bar:
         for name, tensor in tensors:
@@ -294,7 +293,6 @@ def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progr
                 samples[name] = sampled(tensor)
                 del missing[name]
                 bar.update()
-            # A tied head may be stored all the same; old files store what the config implies.
             elif name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
                 unexpected.append(name)
     model.fingerprint = sampled(torch.tensor(bytearray(repr(sorted(samples.items())).encode())))

@@ -1,33 +1,36 @@
 """Text to token ids and back: sentencepiece, tokenizer.json, and the tokenizer in a GGUF file.
 
 The libraries tokenize. This file picks the right one, adds the BOS token where the model wants it,
-and streams: `IncrementalDecoder` gives the text of a growing sequence piece by piece, never half a
-UTF-8 character, never without its spaces.
+and writes conversations as the model's chat template says.
 """
 
+import functools
 import json
-import os.path
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import sentencepiece
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import models
 
 from minitri.config import ModelConfig
 from minitri.errors import InputError, check_unicode, shorten
+from minitri.loading.chat_template import (
+    ChatTemplate,
+    Message,
+    read_chat_template,
+    special_tokens_of,
+)
 from minitri.loading.checkpoint import Checkpoint, read_json
 from minitri.loading.damage import explain
 from minitri.loading.gguf.file import GgufFile
+from minitri.loading.gguf.tokenizer import WORDS, byte_level_bpe, sentencepiece_model
 from minitri.loading.hf_config import read_value
 
-_LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
-_WORDS = {"Regex": _LLAMA3_WORDS}, {"Regex": _QWEN_WORDS}
+SETTINGS = "tokenizer_config.json"
 _SPACE = {"String": " "}
 _LETTERS, _ENDS = "A-Za-zÀ-ÖØ-öø-ÿА-я一-龥ぁ-んァ-ヴ가-힣", " \n，。、"
 _CUT = re.compile(f"[{_LETTERS}](?=[{_ENDS}])")
@@ -59,6 +62,14 @@ class SentencePieceBackend:
 
     def encode(self, text: str) -> list[int]:
         return list(self._processor.encode(text))
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Token ids of a text in which control tokens are spelled out."""
+        ids = range(self.num_tokens)
+        marks = {self.token(token): token for token in ids if self._processor.is_control(token)}
+        parts = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
+        pieces = ([marks[part]] if part in marks else self.encode(part) for part in parts)
+        return [token for piece in pieces for token in piece]
 
     def decode(self, ids: list[int]) -> str:
         # A model's vocabulary may be padded beyond the pieces, and the library refuses such ids.
@@ -93,6 +104,8 @@ class TokenizersBackend:
     def encode(self, text: str) -> list[int]:
         return self._pipeline.encode(text, add_special_tokens=False).ids
 
+    encode_marked = encode
+
     def decode(self, ids: list[int]) -> str:
         return self._pipeline.decode(ids, skip_special_tokens=True)
 
@@ -111,7 +124,7 @@ def _splits_words(pipeline: tokenizers.Tokenizer) -> bool | None:
         kind, pattern = part["type"], part.get("pattern")
         known = ("ByteLevel", "Digits", "Metaspace", "Prepend", "NFC")
         is_known = kind in known or pattern == _SPACE
-        is_split = pattern in _WORDS and part.get("behavior") == "Isolated"
+        is_split = pattern in WORDS and part.get("behavior") == "Isolated"
         if is_split or part.get("use_regex"):
             splits = True
         elif not is_known or (kind == "ByteLevel" and not splits):
@@ -123,11 +136,18 @@ Backend = SentencePieceBackend | TokenizersBackend
 
 
 class Tokenizer:
-    """A tokenizer library together with the model's rule for BOS."""
+    """A tokenizer library together with the model's rules for BOS and for conversations."""
 
-    def __init__(self, backend: Backend, bos_token_id: int | None) -> None:
-        """`bos_token_id` goes before every prompt that does not begin with it; None: no BOS."""
-        self._backend = backend
+    def __init__(
+        self, backend: Backend, bos_token_id: int | None, template: str | None = None,
+        special_tokens: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        """`bos_token_id` goes before every prompt that does not begin with it; None: no BOS.
+
+        `template` is the source of a chat template, `special_tokens` what it knows by name.
+        """
+        self._backend, self._template = backend, template
+        self._special_tokens = special_tokens
         self.bos_token_id = bos_token_id
         self.num_tokens = backend.num_tokens  # one more than the largest token id
 
@@ -141,6 +161,25 @@ class Tokenizer:
             ids.insert(0, self.bos_token_id)
         return ids[:max_tokens]
 
+    @functools.cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """The model's chat template, if it has one. Raises `InputError` if that is broken."""
+        return ChatTemplate(self._template, self._special_tokens) if self._template else None
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation, up to where the model's next answer begins.
+
+        Raises `InputError` if the model has no template, or if that refuses the conversation.
+        """
+        if self.chat_template is None:
+            raise InputError(
+                "this model has no chat template: it completes texts; use an instruct model, or "
+                "write the conversation into the prompt"
+            )
+        text = self.chat_template.render(messages)
+        check_unicode(text, "the conversation")
+        return self._backend.encode_marked(text)
+
     def decode(self, ids: list[int]) -> str:
         """Text without control tokens; bytes that are no UTF-8 give U+FFFD."""
         return self._backend.decode(ids)
@@ -148,39 +187,6 @@ class Tokenizer:
     def token(self, number: int) -> str | None:
         """How the vocabulary spells a token; None for an unused id."""
         return self._backend.token(number)
-
-
-class IncrementalDecoder:
-    """The text of a growing token sequence, piece by piece.
-
-    How a token reads depends on its neighbours: a leading space, one character whose bytes are
-    several tokens. So each step decodes a short window twice, with and without the new tokens, and
-    gives out the difference. A window that ends in U+FFFD may end in half a character, and waits.
-    """
-
-    CONTEXT = 6
-    """Tokens of the prompt that the first new token is decoded after."""
-
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
-        self._tokenizer = tokenizer
-        self._ids = prompt[-self.CONTEXT :]
-        self._window = 0  # first token of the window
-        self._read = len(self._ids)  # first token whose text has not been given out
-
-    def push(self, token: int) -> str:
-        """The text that became certain with this token; may be empty."""
-        self._ids.append(token)
-        if self._tokenizer.decode(self._ids[self._window :]).endswith("\ufffd"):
-            return ""
-        return self.flush()
-
-    def flush(self) -> str:
-        """All text not given out yet, whatever may follow; broken characters as U+FFFD."""
-        known = self._tokenizer.decode(self._ids[self._window : self._read])
-        text = self._tokenizer.decode(self._ids[self._window :])
-        self._window, self._read = self._read, len(self._ids)
-        # Not just text[len(known):]: a prompt may end inside a character, then `known` in U+FFFD.
-        return text[len(os.path.commonprefix((known, text))) :]  # noqa: RUF071
 
 
 def load_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> Tokenizer:
@@ -200,7 +206,8 @@ def load_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> Tokenizer:
             f"{checkpoint.path} asks for a BOS token but its config has bos_token_id="
             f"{config.bos_token_id}; set it to a token below {config.vocab_size}"
         )
-    return Tokenizer(backend, config.bos_token_id if add_bos else None)
+    bos = config.bos_token_id if add_bos else None
+    return Tokenizer(backend, bos, *_chat_template(checkpoint, config, backend))
 
 
 def check_same_vocabulary(draft: Tokenizer, target: Tokenizer, draft_name: str) -> None:
@@ -219,9 +226,26 @@ def check_same_vocabulary(draft: Tokenizer, target: Tokenizer, draft_name: str) 
             )
 
 
+def _chat_template(
+    checkpoint: Checkpoint, config: ModelConfig, backend: Backend
+) -> tuple[str | None, dict[str, str]]:
+    """The source of a model's chat template, and the special tokens that it knows by name."""
+    ids = {"bos_token": config.bos_token_id, "eos_token": (*config.eos_token_ids, None)[0]}
+    tokens = {name: backend.token(i) or "" for name, i in ids.items() if i is not None}
+    if isinstance(checkpoint, GgufFile):
+        settings, stored = {}, checkpoint.get("tokenizer.chat_template")
+    else:
+        file, own = (checkpoint.folder / name for name in (SETTINGS, "chat_template.jinja"))
+        settings = read_json(file) if file.exists() else {}
+        with explain(f"{own} cannot be read", OSError, ValueError):
+            stored = own.read_text("utf-8") if own.exists() else None
+    with explain(f"{checkpoint.path} holds a wrong value", TypeError, advice="correct it"):
+        return read_chat_template(settings, stored), tokens | special_tokens_of(settings)
+
+
 def _from_folder(folder: Path) -> tuple[Backend, bool]:
     """The backend, and whether prompts start with BOS."""
-    settings_file, file = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    settings_file, file = folder / SETTINGS, folder / "tokenizer.json"
     settings = read_json(settings_file) if settings_file.exists() else {}
     if not file.exists():
         file = folder / "tokenizer.model"
@@ -244,70 +268,15 @@ def _from_folder(folder: Path) -> tuple[Backend, bool]:
 def _from_gguf(file: GgufFile) -> tuple[Backend, bool]:
     """The backend, and whether prompts start with BOS."""
     kind = file.get("tokenizer.ggml.model")
-    readers = {"gpt2": _gguf_byte_level_bpe, "llama": _gguf_sentencepiece}
-    if kind not in readers:
+    if kind not in ("gpt2", "llama"):
         raise InputError(
             f"{file.path.name} has a tokenizer of type {shorten(repr(kind), 60)}; minitri reads "
             "gpt2 and llama ones"
         )
-    return readers[kind](file), file.flag("tokenizer.ggml.add_bos_token", kind == "llama")
-
-
-def _gguf_byte_level_bpe(file: GgufFile) -> Backend:
-    """Byte-level BPE; `tokenizer.ggml.pre` names how a text is cut into words first."""
-    gpt2: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    smollm = [pre_tokenizers.Digits(individual_digits=True), *gpt2]
-    llama3, qwen = (
-        [
-            pre_tokenizers.Split(tokenizers.Regex(pattern["Regex"]), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-        for pattern in _WORDS
+    is_pieces = kind == "llama"
+    backend: Backend = (
+        SentencePieceBackend(sentencepiece_model(file))
+        if is_pieces
+        else TokenizersBackend(byte_level_bpe(file))
     )
-    words = {"default": gpt2, "smollm": smollm, "llama-bpe": llama3, "qwen2": qwen}
-    words |= {"gpt-2": gpt2, "llama3": llama3}
-    pre = file.get("tokenizer.ggml.pre", "default")
-    if pre not in words:
-        raise InputError(
-            f"{file.path.name} cuts words in the way {shorten(repr(pre), 60)}; minitri knows "
-            f"{', '.join(words)}"
-        )
-    tokens = file.column("tokenizer.ggml.tokens", str)
-    vocab = {token: number for number, token in enumerate(tokens)}
-    if len(vocab) < len(tokens):
-        raise ValueError(f"{len(tokens) - len(vocab)} of {len(tokens)} tokens are there twice")
-    merges = [tuple(merge.split(" ")) for merge in file.column("tokenizer.ggml.merges", str)]
-    bpe = models.BPE(vocab=vocab, merges=merges, ignore_merges=words[pre] is llama3)
-    pipeline = tokenizers.Tokenizer(bpe)
-    pipeline.pre_tokenizer = pre_tokenizers.Sequence(words[pre])
-    pipeline.decoder = decoders.ByteLevel()
-    if words[pre] is qwen:
-        pipeline.normalizer = normalizers.NFC()
-    CONTROL, USER_DEFINED = 3, 4
-    types = file.column("tokenizer.ggml.token_type", int, [1] * len(tokens))
-    pairs = zip(tokens, types, strict=True)
-    added = {token: kind == CONTROL for token, kind in pairs if kind in (CONTROL, USER_DEFINED)}
-    for token, special in added.items():
-        pipeline.add_tokens([tokenizers.AddedToken(token, special=special, normalized=False)])
-    return TokenizersBackend(pipeline)
-
-
-def _gguf_sentencepiece(file: GgufFile) -> Backend:
-    """A sentencepiece model with the pieces, scores and types of the file."""
-    module = "sentencepiece.sentencepiece_model_pb2"
-    messages = file.package("protobuf", "has a sentencepiece tokenizer", module)
-    model = messages.ModelProto()
-    kinds = {"tokens": str, "scores": float, "token_type": int}
-    columns = [file.column(f"tokenizer.ggml.{name}", kind) for name, kind in kinds.items()]
-    for piece, score, token_type in zip(*columns, strict=True):
-        model.pieces.add(piece=piece, score=score, type=token_type)
-    trainer, normalizer = model.trainer_spec, model.normalizer_spec
-    trainer.model_type, trainer.byte_fallback = messages.TrainerSpec.BPE, True
-    trainer.unk_id = file.get("tokenizer.ggml.unknown_token_id", 0)
-    trainer.bos_id = file.get("tokenizer.ggml.bos_token_id", 1)
-    trainer.eos_id = file.get("tokenizer.ggml.eos_token_id", 2)
-    trainer.pad_id = -1
-    normalizer.name = "identity"
-    normalizer.add_dummy_prefix = file.flag("tokenizer.ggml.add_space_prefix", True)
-    normalizer.remove_extra_whitespaces, normalizer.escape_whitespaces = False, True
-    return SentencePieceBackend(model.SerializeToString())
+    return backend, file.flag("tokenizer.ggml.add_bos_token", is_pieces)

@@ -10,8 +10,8 @@ import sentencepiece
 from minitri.errors import InputError
 from minitri.loading.checkpoint import Folder
 from minitri.loading.gguf.file import GgufFile
+from minitri.loading.text_stream import IncrementalDecoder
 from minitri.loading.tokenizer import (
-    IncrementalDecoder,
     Tokenizer,
     TokenizersBackend,
     load_tokenizer,

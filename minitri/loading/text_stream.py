@@ -1,0 +1,77 @@
+"""Text as it grows, token by token: whole characters, and stop strings wherever borders fall."""
+
+import os.path
+from collections.abc import Sequence
+
+from minitri.loading.tokenizer import Tokenizer
+
+
+class StopScanner:
+    """Lets text through until a stop string appears; the string and what follows are dropped.
+
+    The stop string that is complete first counts, and of several that end together the longest.
+    Text that may be the beginning of a stop string is held back until the next pieces decide.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = stop
+        self._held = ""
+        self.found = False
+
+    def push(self, text: str) -> str:
+        """Takes in a piece; returns what may be shown. Sets `found` at the first stop string."""
+        if self.found:
+            return ""
+        text = self._held + text
+        starts = ((text.find(stop), len(stop)) for stop in self._stop)
+        ends = [(start + length, start) for start, length in starts if start >= 0]
+        if ends:
+            self.found, self._held = True, ""
+            return text[: min(ends)[1]]
+        keep = max((overlap(text, stop) for stop in self._stop), default=0)
+        cut = len(text) - keep
+        self._held = text[cut:]
+        return text[:cut]
+
+    def flush(self) -> str:
+        """What was held back, once nothing can follow."""
+        held, self._held = self._held, ""
+        return held
+
+
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`."""
+    return next((n for n in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class IncrementalDecoder:
+    """The text of a growing token sequence, piece by piece.
+
+    How a token reads depends on its neighbours: a leading space, one character whose bytes are
+    several tokens. So each step decodes a short window twice, with and without the new tokens, and
+    gives out the difference. A window that ends in U+FFFD may end in half a character, and waits.
+    """
+
+    CONTEXT = 6
+    """Tokens of the prompt that the first new token is decoded after."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids = prompt[-self.CONTEXT :]
+        self._window = 0  # first token of the window
+        self._read = len(self._ids)  # first token whose text has not been given out
+
+    def push(self, token: int) -> str:
+        """The text that became certain with this token; may be empty."""
+        self._ids.append(token)
+        if self._tokenizer.decode(self._ids[self._window :]).endswith("\ufffd"):
+            return ""
+        return self.flush()
+
+    def flush(self) -> str:
+        """All text not given out yet, whatever may follow; broken characters as U+FFFD."""
+        known = self._tokenizer.decode(self._ids[self._window : self._read])
+        text = self._tokenizer.decode(self._ids[self._window :])
+        self._window, self._read = self._read, len(self._ids)
+        # Not just text[len(known):]: a prompt may end inside a character, then `known` in U+FFFD.
+        return text[len(os.path.commonprefix((known, text))) :]  # noqa: RUF071

@@ -1,0 +1,179 @@
+"""Chat templates: what `transformers` makes of them, and nothing that a template may try."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import tokenizers
+
+import minitri
+from minitri import InputError
+from minitri.loading.chat_template import ChatTemplate
+from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
+from tests.conftest import byte_level_tokenizer, edit_json, write_hf_folder
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": " Who is <Anne> & 'why'?\n"},
+    {"role": "assistant", "content": "Anne Elliot."},
+    {"role": "user", "content": "日本語"},
+]
+CHATML = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are helpful<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + "
+    "message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA3 = """{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" + system_message + "<|eot_id|>" }}
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or 'tool_calls' in message) %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+        {{- message['content'] | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+MISTRAL = """{%- set ns = namespace(index=0) -%}
+{{ bos_token }}{% for message in messages %}
+{% if message['role'] == 'user' %}
+{% set ns.index = ns.index + 1 %}
+[INST] {{ message['content'] }} #{{ ns.index }} [/INST]
+{% elif message['role'] == 'assistant' %}
+{% generation %} {{ message['content'] | tojson }}{{ eos_token }}{% endgeneration %}
+{% elif message['role'] == 'system' %}{% continue %}
+{% else %}{{ raise_exception('Only user and assistant!') }}{% endif %}
+{% endfor %}"""
+NEEDS_PAIRS = "{{ raise_exception('Roles must alternate') if messages|length == 2 else 'fine' }}"
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, MISTRAL, NEEDS_PAIRS])
+@pytest.mark.parametrize("with_answer", [False, True])
+@pytest.mark.parametrize("messages", [TALK, TALK[1:2], TALK[:3]])
+def test_a_conversation_reads_as_in_transformers(template, with_answer, messages):
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level_tokenizer(), bos_token="<s>", eos_token="</s>",
+        chat_template=template,
+    )  # fmt: skip
+    wanted = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=with_answer)
+    ours = ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"})
+    assert ours.render(messages, add_generation_prompt=with_answer) == wanted
+
+
+@pytest.fixture
+def with_template(tmp_path):
+    """A folder whose tokenizer has control tokens, and a way to give it a template."""
+    folder = write_hf_folder(tmp_path / "tiny", vocab_size=330)
+    pipeline = byte_level_tokenizer()
+    pipeline.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>"])
+    pipeline.save(str(folder / "tokenizer.json"))
+
+    def write(template, **settings):
+        content = {"chat_template": template, "bos_token": {"content": "<s>"}, **settings}
+        (folder / "tokenizer_config.json").write_text(json.dumps(content))
+        return minitri.load(folder, device="cpu").tokenizer
+
+    return folder, write
+
+
+def test_control_tokens_are_tokens_and_bos_is_not_doubled(with_template):
+    _, write = with_template
+    tokenizer = write("{{ bos_token }}" + CHATML)
+    ids = tokenizer.encode_chat(TALK)
+    named = [tokenizer.token(number) for number in ids]
+    assert named[0] == "<s>"
+    assert named.count("<s>") == 1
+    assert named.count("<|im_start|>") == 5
+    assert named.count("<|im_end|>") == 4
+    assert "Who is <Anne> & 'why'?" in tokenizer.decode(ids)
+
+
+def test_of_several_templates_the_default_counts_and_a_file_counts_most(with_template):
+    folder, write = with_template
+    several = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    assert write(several).chat_template.render([]) == "D"
+    assert write(several[:1]).chat_template.render([]) == "T"
+    (folder / "chat_template.jinja").write_text("F{{ bos_token }}")
+    assert write(several).chat_template.render([]) == "F<s>"
+
+
+def test_a_model_without_a_template_says_so(folder):
+    tokenizer = minitri.load(folder, device="cpu").tokenizer
+    assert tokenizer.chat_template is None
+    with pytest.raises(InputError, match="this model has no chat template: it completes texts"):
+        tokenizer.encode_chat(TALK)
+
+
+def test_a_template_of_the_wrong_type_is_named(with_template):
+    folder, write = with_template
+    with pytest.raises(InputError, match="holds a wrong value \\(chat_template is 5"):
+        write(5)
+    edit_json(folder / "tokenizer_config.json", chat_template=None)
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(InputError, match="chat_template.jinja cannot be read"):
+        minitri.load(folder, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{% if %}", "is not valid"),
+        ("{{ messages[0].__class__.__mro__ }}", "access to attribute '__class__'"),
+        ("{{ ''.__class__.__base__.__subclasses__() }}", "access to attribute '__class__'"),
+        ("{{ raise_exception.__globals__.x }}", "access to attribute '__globals__'"),
+        ("{{ messages.append(1) }}", "access to attribute 'append'"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", "access to attribute '__init__'"),
+        ("{% for i in range(1000000000) %}x{% endfor %}", "Range too big"),
+        ("{{ 'x' * 1000000000000 }}", "it computes"),
+        ("{{ 9 ** 999999999 }}", "it computes"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ messages[0]['role'].foo.bar }}", "has no attribute 'foo'"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{{ 5 + 'a' }}", "unsupported operand"),
+    ],
+)
+def test_what_a_template_may_not_do_is_one_line(template, problem):
+    with pytest.raises(InputError, match=problem) as error:
+        ChatTemplate(template, {}).render(TALK)
+    assert "\n" not in str(error.value)
+    assert "chat template" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ messages.__class__ }}", "{{ '{0.__class__}'.format(messages) }}"]
+)
+def test_what_a_template_may_not_see_is_empty(template):
+    assert ChatTemplate(template, {}).render(TALK) == ""
+
+
+def test_a_template_that_does_not_end_is_ended(monkeypatch):
+    monkeypatch.setattr("minitri.loading.chat_template.MAX_SECONDS", 0.2)
+    loop = "{% for i in range(99999) %}"
+    endless = loop * 4 + "{% set x = i %}" + "{% endfor %}" * 4
+    started = time.monotonic()
+    with pytest.raises(InputError, match="it takes longer than 0.2 s"):
+        ChatTemplate(endless, {}).render(TALK)
+    assert time.monotonic() - started < 20
+    monkeypatch.setattr("minitri.loading.chat_template.MAX_CHARACTERS", 1000)
+    with pytest.raises(InputError, match="it writes more than"):
+        ChatTemplate("{% for i in range(9999) %}x{% endfor %}", {}).render(TALK)
+
+
+def test_a_pipeline_without_settings_has_no_template():
+    tokenizer = Tokenizer(TokenizersBackend(tokenizers.Tokenizer.from_str(
+        byte_level_tokenizer().to_str()
+    )), None)  # fmt: skip
+    assert tokenizer.chat_template is None
