@@ -129,7 +129,7 @@ def test_every_flag_reaches_the_engine(cli, monkeypatch):
         "--verification", "token", "--tree", "2x3")  # fmt: skip
     assert seen == {
         "sampling": SamplingParams(0.5, 9, 0.8, 0.1),
-        "generation": GenerationConfig(7, ("a", "b"), True, 3, cuda_graphs=False),
+        "generation": GenerationConfig(7, ("a", "b"), True, prefill_chunk=3, cuda_graphs=False),
         "speculation": SpeculationConfig(
             "triforce",
             "topk",
