@@ -150,8 +150,8 @@ def encode_chat(
     if fit is None:
         return ids
     empty = ids_of("")
-    num_head = len(os.path.commonprefix([ids, empty]))
-    num_tail = len(os.path.commonprefix([ids[::-1], empty[num_head:][::-1]]))
+    num_head = len(os.path.commonprefix([ids, empty]))  # noqa: RUF071 (of lists)
+    num_tail = len(os.path.commonprefix([ids[::-1], empty[num_head:][::-1]]))  # noqa: RUF071
     room = room_for(config, max_tokens, num_new)
     return cut(ids, room, fit, num_head=num_head, num_tail=num_tail)
 
