@@ -22,6 +22,7 @@ with clean_imports():
     from minitri.cli.sampling import SAMPLING, model_sampling, seed_of
     from minitri.cli.terminal import LEGEND, colored, json_line, nothing, plain, stream
     from minitri.engine import MAX_ROWS
+    from minitri.errors import InputError
     from minitri.loading.named_models import table
     from minitri.parallel.ranks import join
     from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
@@ -35,6 +36,7 @@ def build_parser() -> arguments.OneLineParser:
         "generate",
         "'The sea was' -n 40",
         "--prompt-file novel.txt --max-prompt-tokens 8000 --temperature 0.6 --top-p 0.9",
+        "--chat 'Why is the sea salty?' --system 'Answer in one sentence.'",
         "--demo --method triforce --draft suffix --budget 1024 --color",
         "--rope-scaling yarn:4 --fit last --json < novel.txt",
         "--prompts questions.jsonl --max-new-tokens 64 > answers.jsonl",
@@ -70,11 +72,15 @@ def build_parser() -> arguments.OneLineParser:
     arguments.add_fields(group, SpeculationConfig, "coupled")
     arguments.add_switches(
         parser,
+        chat="the prompt is a message: put it into the model's chat template",
         color="color each token by the stage it came from",
         json="print one JSON object instead of the text; errors are one, too",
         json_stream="print a JSON object per token, and at the end that of --json",
         stats="all statistics, not only a line of them",
         quiet="no progress, log or statistics on standard error",
+    )
+    parser.add_argument(
+        "--system", metavar="TEXT", help="with --chat: a message of the system first"
     )
     text = "show the models that have names and exit"
     parser.add_argument("--list-models", action="version", version=table(), help=text)
@@ -86,6 +92,8 @@ def run_command(args: argparse.Namespace) -> int:
     sampling = arguments.taken(SamplingParams, args)
     generation = arguments.taken(GenerationConfig, args, stop=tuple(args.stop))
     speculation, draft = arguments.speculation_of(args), arguments.draft_of(args)
+    if args.system is not None and not args.chat:
+        raise InputError("--system has a text, but nothing is a message; add --chat")
     for flag in arguments.ignored_flags(args):
         log.warning("%s is ignored: --method %s has no use for it", flag, args.method)
     check_kv_flags(args)

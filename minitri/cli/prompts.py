@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os.path
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -99,8 +100,12 @@ def load_engine(
 
     def check(tokenizer: Tokenizer, config: ModelConfig) -> None:
         for text, max_tokens in texts:
-            fit = getattr(args, "fit", None)
-            prompts.append(ids := encode(text, tokenizer, config, max_tokens, num_new, fit))
+            if getattr(args, "chat", False):
+                ids = encode_chat(text, tokenizer, config, max_tokens, num_new, args)
+            else:
+                fit = getattr(args, "fit", None)
+                ids = encode(text, tokenizer, config, max_tokens, num_new, fit)
+            prompts.append(ids)
             check_prompt(ids, config, num_new)
 
     return boot(args, draft, check), prompts
@@ -126,6 +131,29 @@ def encode(
             f"holds; keep {max(1, config.context_length - num_new)} (--max-prompt-tokens)"
         )
     return ids
+
+
+def encode_chat(
+    text: str, tokenizer: Tokenizer, config: ModelConfig, max_tokens: int | None, num_new: int,
+    args: argparse.Namespace,
+) -> list[int]:  # fmt: skip
+    """Token ids of a conversation that begins with this message, in the model's template.
+
+    What is cut is cut from the message. Raises `InputError` if the model has no template.
+    """
+    system = [{"role": "system", "content": args.system}] if args.system is not None else []
+
+    def ids_of(content: str) -> list[int]:
+        return tokenizer.encode_chat([*system, {"role": "user", "content": content}])
+
+    ids, fit = ids_of(text), args.fit or ("first" if max_tokens else None)
+    if fit is None:
+        return ids
+    empty = ids_of("")
+    num_head = len(os.path.commonprefix([ids, empty]))  # noqa: RUF071 (of lists)
+    num_tail = len(os.path.commonprefix([ids[::-1], empty[num_head:][::-1]]))  # noqa: RUF071
+    room = room_for(config, max_tokens, num_new)
+    return cut(ids, room, fit, num_head=num_head, num_tail=num_tail)
 
 
 def room_for(config: ModelConfig, max_tokens: int | None, num_new: int) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 from tqdm import tqdm
 
 from minitri.cli.kv import load_kv, save_kv
-from minitri.cli.prompts import boot, cut, encode, read_text, room_for
+from minitri.cli.prompts import boot, cut, encode, encode_chat, read_text, room_for
 from minitri.cli.report import details, log_probs, outline
 from minitri.cli.sampling import SAMPLING, model_sampling, seed_of
 from minitri.config import ModelConfig
@@ -184,7 +184,9 @@ def _encoded(
     request: Request, tokenizer: Tokenizer, config: ModelConfig, args: argparse.Namespace
 ) -> Request:
     num_new, most = request.generation.max_new_tokens, args.max_prompt_tokens
-    if isinstance(request.prompt, str):
+    if isinstance(request.prompt, str) and args.chat:
+        ids = encode_chat(request.prompt, tokenizer, config, most, num_new, args)
+    elif isinstance(request.prompt, str):
         ids = encode(request.prompt, tokenizer, config, most, num_new, args.fit)
     else:
         ids = list(request.prompt)

@@ -13,11 +13,12 @@ from types import SimpleNamespace
 import pytest
 
 import minitri
+from minitri import Engine, bench, generate, plan, selftest
 from minitri import __main__ as command
-from minitri import bench, generate, plan, selftest
 from minitri.cli import arguments, exits, prompts, report
 from minitri.errors import InputError
 from minitri.loading.named_models import MODELS
+from minitri.loading.tokenizer import Tokenizer
 from minitri.roofline import CPU
 from minitri.stats import LevelStats, Stats
 from tests.conftest import edit_json
@@ -163,6 +164,42 @@ def test_ends_that_must_stay_are_not_cut():
     assert prompts.cut(ids, 8, "first", num_head=2, num_tail=3) == [0, 1, 2, 3, 4, 17, 18, 19]
     assert prompts.cut(ids, 8, "last", num_head=2, num_tail=3) == [0, 1, 14, 15, 16, 17, 18, 19]
     assert prompts.cut(ids, 20, "last") == prompts.cut(ids, 0, "last") == ids
+
+
+def test_a_message_is_put_into_the_template_and_only_it_is_cut(run, engine, monkeypatch, tmp_path):
+    def encode_chat(tokenizer, messages):
+        text = "".join(f"<s>{it['role']}\n{it['content']}</s>" for it in messages)
+        return tokenizer.encode(f"{text}<s>assistant\n")
+
+    monkeypatch.setattr(Tokenizer, "encode_chat", encode_chat, raising=False)
+    prompts_seen = []
+    generate_in_engine = Engine.stream
+
+    def spy(self, requests, **settings):
+        prompts_seen.extend(request.prompt for request in requests)
+        return generate_in_engine(self, requests, **settings)
+
+    monkeypatch.setattr(Engine, "stream", spy)
+    system, tokenizer, config = (
+        {"role": "system", "content": "Short!"},
+        engine.tokenizer,
+        engine.config,
+    )
+    flags, user = ("--chat", "--system", "Short!", "-n", "8"), {"role": "user", "content": PROMPT}
+    whole = encode_chat(tokenizer, [system, user])
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": PROMPT}))
+    assert run("--prompts", str(file), *flags)[0] == 0
+    assert prompts_seen == [whole]
+    assert json.loads(run(PROMPT, *flags, "--json")[1])["num_prompt_tokens"] == len(whole)
+    args = SimpleNamespace(system="Short!", fit="last")
+    text = f"{PROMPT}. " * 100
+    cut = prompts.encode_chat(text, tokenizer, config, None, 8, args)
+    told = tokenizer.decode(cut)
+    assert len(cut) == config.context_length - 8
+    assert told.startswith("system\nShort!user\n")
+    assert told.endswith(text[-200:] + "assistant\n")
+    assert run(PROMPT, "--system", "Short!")[0] == 2
 
 
 def test_each_token_is_a_line_of_json_and_the_report_is_the_last(run):
