@@ -106,6 +106,7 @@ class Engine:
         self.sources = sources
         self.sampling_defaults = SamplingParams()
         """What the model's generation_config.json recommends; nothing here applies it."""
+        self.snapshot_note = ""
         self._pool = SessionPool(model, draft, guesser, sources)
 
     def __repr__(self) -> str:
@@ -264,7 +265,7 @@ class Engine:
         held = self._pool.held
         return list(held.tokens) if held is not None else []
 
-    def save_kv(self, path: str | os.PathLike[str]) -> int:
+    def save_kv(self, path: str | os.PathLike[str], note: str = "") -> int:
         """Writes K and V of `held_tokens` to a file, for `load_kv`; returns how many tokens.
 
         The file appears when it is complete, or stays as it was. Raises `InputError`.
@@ -272,15 +273,16 @@ class Engine:
         held = self._pool.held
         if held is None:
             raise InputError("there is no KV cache to save; let the engine read a prompt first")
-        return write_snapshot(os.fsdecode(path), held, self.model)
+        return write_snapshot(os.fsdecode(path), held, self.model, note)
 
     def load_kv(self, path: str | os.PathLike[str]) -> int:
         """Opens a file of `save_kv`: texts that begin like its tokens start behind them from now
-        on, until `release`. Returns how many tokens it holds.
+        on, until `release`. Returns how many tokens it holds; its note is in `snapshot_note`.
 
         Raises `InputError` if it is damaged, or not of this model, dtype and RoPE.
         """
         self._pool.snapshot = snapshot = Snapshot(os.fsdecode(path), self.model)
+        self.snapshot_note = snapshot.note
         return len(snapshot.tokens)
 
     def release(self) -> None:

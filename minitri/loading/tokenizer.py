@@ -176,7 +176,13 @@ class Tokenizer:
                 "this model has no chat template: it completes texts; use an instruct model, or "
                 "write the conversation into the prompt"
             )
-        text = self.chat_template.render(messages)
+        return self.encode_marked(self.chat_template.render(messages))
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Token ids of a piece of a text in which control tokens are spelled out; no BOS is added.
+
+        Raises `InputError` for lone surrogates.
+        """
         check_unicode(text, "the conversation")
         return self._backend.encode_marked(text)
 

@@ -59,7 +59,7 @@ class Snapshot:
                 )
         with self._reading():
             self.tokens: list[int] = self._file.get_tensor("tokens").tolist()
-            self.num_exact = int(facts["num_exact"])
+            self.num_exact, self.note = int(facts["num_exact"]), facts["note"]
             self._check(model)
 
     def layers(self, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -104,10 +104,13 @@ class Snapshot:
             ) from None
 
 
-def write_snapshot(name: str, source: KVSource, model: Llama) -> int:
-    """Writes all tokens of a source to a file; returns how many. Raises `InputError`."""
+def write_snapshot(name: str, source: KVSource, model: Llama, note: str = "") -> int:
+    """Writes all tokens of a source to a file, and a note; returns how many tokens.
+
+    Raises `InputError`.
+    """
     path, num_tokens = Path(name), len(source.tokens)
-    facts = manifest(model) | {"num_exact": str(source.num_exact)}
+    facts = manifest(model) | {"num_exact": str(source.num_exact), "note": note}
     try:
         unfinished = path.with_name(path.name + ".unfinished")
         try:

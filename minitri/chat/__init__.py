@@ -1,0 +1,1 @@
+"""Questions and answers at a terminal."""
