@@ -18,8 +18,8 @@ from typing import Any
 from minitri.config import ModelConfig
 from minitri.drafters.lookup import Sources
 from minitri.errors import InputError, shorten
-from minitri.events import Batch, Completion, End, Request
-from minitri.generation import Generation, Row
+from minitri.events import Batch, Completion, End, Request, Row
+from minitri.generation import Generation
 from minitri.gpu.placement import most_rows
 from minitri.loading.named_models import DEFAULT_MODEL
 from minitri.loading.open_models import OpenModels
@@ -180,39 +180,44 @@ class Engine:
     ) -> Generation:
         """Starts a run without requests, which goes on until it is closed: see `Generation.submit`.
 
-        Its rows have room for `generation.reserve` tokens each, prompt and output. Where there is
-        nothing to do its events are `Idle`. With captured graphs, on a GPU, requests must have
-        filters of the kinds that `sampling` has, or temperature 0; those whose numbers differ
-        wait for one another. Raises `InputError` if there is no room.
+        A row has room for `generation.reserve` tokens, prompt and output. With captured graphs, on
+        a GPU, requests must have filters of the kinds that `sampling` has, or temperature 0; those
+        whose numbers differ wait for one another. Raises `InputError` if there is no room.
         """
-        config, run = _as_config(speculation), generation
-        if not 1 < run.reserve <= self.config.context_length:
+        room = generation.reserve
+        if not (1 < room <= self.config.context_length and batch_size > 0):
             raise InputError(
-                f"reserve is {run.reserve} tokens; give from 2 to {self.config.context_length}, "
-                f"the context of {self.config.name}"
+                f"reserve is {room} tokens for each of {batch_size} rows; give from 2 to "
+                f"{self.config.context_length}, the context of {self.config.name}, and a row"
             )
-        run = dataclasses.replace(run, max_new_tokens=1)
-        batch = Batch([[0]] * batch_size, [0] * batch_size, sampling, run, config)
+        run = dataclasses.replace(generation, max_new_tokens=1)
+        rows = [[0]] * batch_size, [0] * batch_size
+        batch = Batch(*rows, sampling, run, _as_config(speculation))
 
         def make_row(number: int, request: Request) -> Row:
-            row = self._make_row(number, request)
-            num_tokens = len(row.prompt) + request.generation.max_new_tokens
-            if num_tokens > run.reserve:
+            row, num_new = self._make_row(number, request), request.generation.max_new_tokens
+            if len(row.prompt) + num_new > room:
                 raise InputError(
-                    f"prompt and output are {len(row.prompt)} + {num_tokens - len(row.prompt)} "
-                    f"tokens, but there is room for {run.reserve}; shorten the prompt, lower "
-                    "max_new_tokens, or reserve more"
+                    f"prompt and output are {len(row.prompt)} + {num_new} tokens, but there is "
+                    f"room for {room}; shorten the prompt, lower max_new_tokens, or reserve more"
                 )
-            if self.model.device.type == "cuda" and run.cuda_graphs:
-                forms = {sampling.form, request.sampling.form}
-                if request.sampling.temperature > 0 and len(forms) > 1:
-                    raise InputError(
-                        f"captured graphs have the filters of {sampling}, got {request.sampling}; "
-                        "use the same kinds of filters, or switch cuda_graphs off"
-                    )
+            self._captured_filters([sampling, request.sampling], run)
             return row
 
         return Generation([], batch, self._pool, make_row)
+
+    def _captured_filters(
+        self, wanted: list[SamplingParams], run: GenerationConfig
+    ) -> SamplingParams:
+        """The filters to capture. Raises `InputError` if one graph cannot apply all these."""
+        kinds = {it.form: it for it in wanted if it.temperature > 0} or {wanted[0].form: wanted[0]}
+        first, *others = kinds.values()
+        if others and self.model.device.type == "cuda" and run.cuda_graphs:
+            raise InputError(
+                f"captured graphs have filters of one kind, got {first} and {others[0]}; give "
+                "every request the same kinds, or switch cuda_graphs off"
+            )
+        return first
 
     def _make_row(self, number: int, request: Request) -> Row:
         """A request, checked."""
@@ -242,12 +247,7 @@ class Engine:
             draft, lengths = self.draft.config if self.draft else None, list(map(len, prompts))
             host = self._pool.host.num_free_bytes
             prompts = prompts[: most_rows(self.model, draft, run, speculation, lengths, host)]
-        sampling, *others = {request.sampling: None for request in requests}
-        if others and self.model.device.type == "cuda" and run.cuda_graphs:
-            raise InputError(
-                f"captured graphs sample all rows alike, got {sampling} and {others[0]}; give "
-                "every request the same, or switch cuda_graphs off"
-            )
+        sampling = self._captured_filters([request.sampling for request in requests], run)
         batch = Batch(prompts, [0] * len(prompts), sampling, run, speculation)
         return Generation(rows, batch, self._pool)
 
@@ -268,7 +268,7 @@ class Engine:
     def save_kv(self, path: str | os.PathLike[str], note: str = "") -> int:
         """Writes K and V of `held_tokens` to a file, for `load_kv`; returns how many tokens.
 
-        The file appears when it is complete, or stays as it was. Raises `InputError`.
+        The file appears when it is complete. Raises `InputError`.
         """
         held = self._pool.held
         if held is None:

@@ -11,22 +11,19 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from minitri.decoding.level import Emitted
 from minitri.decoding.verification import NotFiniteError
 from minitri.errors import InputError, shorten
-from minitri.events import Batch, End, Event, Idle, PrefillProgress, Request, Token
+from minitri.events import CANCELLED, Batch, End, Event, Idle, PrefillProgress, Request, Row, Token
 from minitri.gpu.streams import synchronize
-from minitri.loading.text_stream import IncrementalDecoder, StopScanner
-from minitri.loading.tokenizer import Tokenizer
 from minitri.model.llama import Llama
 from minitri.reuse.pool import SessionPool
 from minitri.runner import LogProbs
 from minitri.session import Session
-from minitri.stats import RowStats
 
 
 @contextlib.contextmanager
@@ -48,51 +45,6 @@ def running(model: Llama) -> Iterator[None]:
             f"{model.config.name} computed logits that are not finite in {model.dtype}; the "
             f"weights are damaged, {advice}"
         ) from None
-
-
-CANCELLED = "cancelled"
-
-
-class Row:
-    """The output of one request: its tokens, its text, and whether it is done."""
-
-    def __init__(self, number: int, request: Request, ids: list[int], tokenizer: Tokenizer) -> None:
-        self.number = number
-        self.request = request
-        self.prompt = ids
-        self.token_ids: list[int] = []
-        self.text = ""
-        self.finish_reason: str | None = None
-        self.stats = RowStats(len(ids))
-        self._decoder = IncrementalDecoder(tokenizer, ids)
-        self._scanner = StopScanner(request.generation.stop)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt)
-
-    def push(self, token: int, origin: str, eos: tuple[int, ...]) -> str:
-        """Takes in a token; returns the text that may be shown now. Sets `finish_reason`."""
-        self.token_ids.append(token)
-        self.stats.num_generated_tokens += 1
-        self.stats.by_origin[origin] = self.stats.by_origin.get(origin, 0) + 1
-        if token in eos and not self.request.generation.ignore_eos:
-            self.finish_reason = "eos"
-            fresh = self._scanner.push(self._decoder.flush())
-        else:
-            fresh = self._scanner.push(self._decoder.push(token))
-            if (
-                not self._scanner.found
-                and len(self.token_ids) == self.request.generation.max_new_tokens
-            ):
-                self.finish_reason = "length"
-                fresh += self._scanner.push(self._decoder.flush())
-        if self._scanner.found:
-            self.finish_reason = "stop"
-        elif self.finish_reason:
-            fresh += self._scanner.flush()
-        self.text += fresh
-        return fresh
 
 
 class Generation(Iterator[Event]):
@@ -217,16 +169,15 @@ class Generation(Iterator[Event]):
         with self.stats.apart() if ready else contextlib.nullcontext():
             emitted = session.start(ready) if ready else session.step()
         seconds = time.perf_counter() - started
-        for b, row in self._running.items():
-            row.stats.num_steps += bool(emitted[b].tokens)
-            if b in ready:
-                row.stats.prefill_seconds += seconds
-            elif emitted[b].tokens:
-                row.stats.decode_seconds += seconds
-        if ready:  # the first tokens are a part of the prefill
-            self.stats.prefill_seconds += seconds
-        else:
-            self.stats.decode_seconds += seconds
+        rows = [row.stats for b, row in self._running.items() if emitted[b].tokens]
+        for row in rows:
+            row.num_steps += 1
+        every: list[Any] = [self.stats, *rows]
+        for stats in every:
+            if ready:  # the first tokens are a part of the prefill
+                stats.prefill_seconds += seconds
+            else:
+                stats.decode_seconds += seconds
         yield from self._emit(session, emitted)
 
     def _read(self, *, only_a_chunk: bool) -> Generator[PrefillProgress, None, list[int]]:

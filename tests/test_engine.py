@@ -21,8 +21,7 @@ from minitri import (
     Token,
 )
 from minitri.decoding.sampling import probs_from_logits
-from minitri.events import Request
-from minitri.generation import Row
+from minitri.events import Request, Row
 from minitri.loading.devices import choose_dtype
 from minitri.loading.text_stream import StopScanner
 from tests.conftest import CPU, new_cache

@@ -17,23 +17,25 @@ MAY_IMPORT = {
     "errors": "",
     "folders": "errors",
     "settings": "errors",
-    "model": "errors settings parallel",
-    "parallel": "errors model",
-    "stats": "clock",
-    "clock": "",
-    "decoding": "errors settings stats clock",
-    "drafters": "errors settings stats decoding model cpu",
+    "config": "errors",
+    "stats": "",
+    "events": "settings stats model loading",
+    "model": "errors config settings parallel",
+    "parallel": "errors config model",
+    "decoding": "errors settings stats",
+    "drafters": "errors config settings stats decoding model cpu",
     "trees": "settings stats decoding",
-    "roofline": "model",
-    "caches": "settings stats model decoding",
+    "roofline": "config model",
+    "caches": "config settings stats model decoding",
     "cpu": "settings errors folders model caches",
-    "gpu": "errors settings stats model decoding drafters caches roofline session parallel clock",
+    "gpu": "errors config settings stats model decoding drafters caches roofline parallel",
     "runner": "errors settings model decoding caches gpu trees",
-    "session": "errors settings stats model decoding drafters trees caches roofline gpu runner",
-    "loading": "errors folders settings model drafters cpu gpu parallel",
-    "devices": "errors model cpu gpu parallel",
-    "generation": "errors settings stats model decoding gpu runner session loading",
-    "engine": "errors settings stats model drafters gpu session loading devices generation",
+    "reuse": "errors events settings model drafters caches gpu session",
+    "session": "errors events settings stats model decoding drafters trees caches roofline gpu "
+    "runner reuse",
+    "loading": "errors config folders settings model drafters cpu gpu parallel reuse",
+    "generation": "errors events settings stats model decoding gpu runner session loading reuse",
+    "engine": "errors config events settings model drafters gpu session loading generation reuse",
 }
 """By room or file, the others that it may import. Programs, cli and benchmarks may import all."""
 CORE = ("decoding", "model", "caches", "session", "generation", "engine", "settings")
@@ -65,7 +67,7 @@ def ours(file: Path) -> set[str]:
 def test_a_room_imports_only_what_it_may(file):
     room = module_name(file).split(".")[0]
     if room not in MAY_IMPORT:
-        programs = {"generate", "bench", "plan", "selftest", "serve", "__main__"}
+        programs = {"generate", "chat", "serve", "bench", "plan", "selftest", "__main__"}
         assert room in {"cli", "benchmarks", *programs}
         return
     others = {name.split(".")[0] for name in ours(file)} - {room}
@@ -95,7 +97,7 @@ def test_the_algorithm_and_the_caches_know_nothing_of_networks_and_files():
 def test_the_core_is_short_enough_to_read():
     files = [file for file in FILES if module_name(file).split(".")[0] in CORE]
     assert sum(num_lines(file) for file in files) <= 3500
-    assert sum(num_lines(file) for file in FILES) <= 15500
+    assert sum(num_lines(file) for file in FILES) <= 18000
 
 
 def num_lines(file: Path) -> int:

@@ -100,11 +100,8 @@ class FullCache:
         places = torch.arange(start, end, device=self.device)
         return self.keys[:, b].index_select(2, places), self.values[:, b].index_select(2, places)
 
-    def held_layers(self, b: int, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values (K, T, D) of the first T slots of row b, whatever its length; else like
-        `layers`."""
-        for keys_KSD, values_KSD in zip(self.keys[:, b], self.values[:, b], strict=True):
-            yield keys_KSD[:, :num_tokens], values_KSD[:, :num_tokens]
+    held_layers = layers
+    """The same of all slots of row b, whatever its length."""
 
     def write(self, layer: int, b: int, keys_KTD: Tensor, values_KTD: Tensor) -> None:
         """Writes K and V of the first tokens of row b, which is empty; see `restore`."""

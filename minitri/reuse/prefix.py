@@ -47,13 +47,12 @@ class HeldRow:
     """Keys and values (L, K, T, D) of the first tokens, where they may have been written over."""
 
     def layers(self, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-        for layer, (keys_KSD, values_KSD) in enumerate(self.full.held_layers(self.b, num_tokens)):
-            if self.first is None:
-                yield keys_KSD, values_KSD
-            else:
-                pairs = zip((keys_KSD, values_KSD), self.first, strict=True)
-                keys, values = (restored(slots, first[layer]) for slots, first in pairs)
-                yield keys, values
+        for layer, pair in enumerate(self.full.held_layers(self.b)):
+            keys_KTD, values_KTD = (slots_KSD[:, :num_tokens] for slots_KSD in pair)
+            if self.first is not None:
+                keys_KTD = restored(keys_KTD, self.first[0][layer])
+                values_KTD = restored(values_KTD, self.first[1][layer])
+            yield keys_KTD, values_KTD
 
 
 def restored(slots_KTD: Tensor, first_KTD: Tensor) -> Tensor:

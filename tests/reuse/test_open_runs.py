@@ -145,8 +145,15 @@ def test_what_is_wrong_is_said_and_the_run_goes_on(engine):
 
 @pytest.mark.parametrize("reserve", [0, 1, 10**6])
 def test_a_room_that_no_text_has_is_refused(engine, reserve):
-    with pytest.raises(InputError, match=f"reserve is {reserve} tokens; give from 2 to"):
+    with pytest.raises(
+        InputError, match=f"reserve is {reserve} tokens for each of 2 rows; give from 2"
+    ):
         start(engine, reserve=reserve)
+
+
+def test_a_run_of_no_rows_is_refused(engine):
+    with pytest.raises(InputError, match="for each of 0 rows"):
+        start(engine, batch_size=0)
 
 
 def test_speculation_is_chosen_per_call(engine):

@@ -235,11 +235,10 @@ class OffloadedFullCache(FullCache):
             self.link.to_device += copy_heads(target_KTD, source_KTD)
         return read_LKTD
 
-    def held_layers(self, b: int, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from super().held_layers(b, num_tokens)
+    def held_layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(self.keys[:, b], self.values[:, b], strict=True)
         synchronize(self.device)
-        for keys_BKSD, values_BKSD in zip(self.host_keys, self.host_values, strict=True):
-            yield keys_BKSD[b, :, :num_tokens], values_BKSD[b, :, :num_tokens]
+        yield from zip(self.host_keys[:, b], self.host_values[:, b], strict=True)
 
     def write(self, layer: int, b: int, keys_KTD: Tensor, values_KTD: Tensor) -> None:
         if layer < self.on_chip:
