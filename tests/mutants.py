@@ -408,14 +408,14 @@ MUTANTS = [
     ),
     Mutant(
         "the first stop string of the list, not of the text",
-        "minitri.loading.stopping.StopScanner.push",
+        "minitri.loading.text_stream.StopScanner.push",
         "min(ends)[1]",
         "ends[0][1]",
         STOPS + "[stop3-xlate-xl]",
     ),
     Mutant(
         "of two stop strings that end together the shorter",
-        "minitri.loading.stopping.StopScanner.push",
+        "minitri.loading.text_stream.StopScanner.push",
         "min(ends)[1]",
         "min(ends, key=lambda end: (end[0], -end[1]))[1]",
         STOPS + "[stop1-xabcd-x]",
@@ -444,7 +444,7 @@ MUTANTS = [
     ),
     Mutant(
         "text that may begin a stop string is not held back",
-        "minitri.loading.stopping.StopScanner.push",
+        "minitri.loading.text_stream.StopScanner.push",
         "cut = len(text) - keep",
         "cut = len(text)",
         "test_engine.py::test_stop_strings_do_not_care_how_text_is_cut[pieces1]",
