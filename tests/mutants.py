@@ -732,8 +732,8 @@ MUTANTS = [
     Mutant(
         "a copy of a row takes what idle rows wrote",
         "minitri.reuse.prefix.HeldRow.layers",
-        "if self.first is None:",
-        "if True:",
+        "if self.first is not None:",
+        "if False:",
         PREFIXES + "test_idle_rows_are_restored_for_others",
     ),
     Mutant(

@@ -1,9 +1,12 @@
-"""/v1/chat/completions by the real `openai` client; the template is a stand-in."""
+"""/v1/chat/completions by the real `openai` client; most tests have a stand-in for the template."""
 
 from __future__ import annotations
 
+import openai
 import pytest
 
+from minitri.loading.chat_template import ChatTemplate
+from tests.loading.test_chat_template import CHATML
 from tests.serve.test_completions import own_text
 
 MESSAGES = [
@@ -80,3 +83,18 @@ def test_a_chat_without_max_tokens_may_fill_the_context(chat, server):
     usage = chat(max_completion_tokens=None, extra_body={"ignore_eos": True}).usage
     assert usage.total_tokens == CONTEXT
     assert usage.completion_tokens_details.accepted_prediction_tokens > 0
+
+
+def test_the_models_own_template_is_used(server, engine, monkeypatch):
+    template, tokenizer = ChatTemplate(CHATML, {}), engine.tokenizer
+    monkeypatch.setitem(vars(tokenizer), "chat_template", template)
+    answer = server.openai.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "Who?"}], seed=5, max_tokens=4
+    )
+    wanted = template.render([{"role": "user", "content": "Who?"}])
+    assert answer.usage.prompt_tokens == len(tokenizer.encode_marked(wanted))
+
+
+def test_a_model_without_a_template_is_a_bad_request(server):
+    with pytest.raises(openai.BadRequestError, match="has no chat template"):
+        server.openai.chat.completions.create(model="tiny", messages=MESSAGES)
