@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from minitri.loading.gguf.file import GgufFile
-from minitri.loading.gguf.tokenizer import WORDS
+from minitri.loading.gguf.tokenizer import WORDS as PATTERNS
 from minitri.loading.tokenizer import (
     SentencePieceBackend,
     Tokenizer,
@@ -96,7 +96,7 @@ SENTENCEPIECE = {
 }
 SPLIT_LLAMA3 = pre_tokenizers.Sequence(
     [
-        pre_tokenizers.Split(tokenizers.Regex(WORDS[0]["Regex"]), "isolated"),
+        pre_tokenizers.Split(tokenizers.Regex(PATTERNS[0]["Regex"]), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ]
 )
