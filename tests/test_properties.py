@@ -182,7 +182,9 @@ def check_counts(stats: Stats, ends: dict[int, End], prompts: list[list[int]]) -
     lengths = [len(end.token_ids) for end in ends.values()]
     assert stats.num_generated_tokens == sum(lengths)
     assert stats.num_decoded_tokens == sum(lengths) - len(lengths)
-    assert stats.num_prefilled_tokens == stats.num_prompt_tokens == sum(map(len, prompts))
+    num_cached = sum(end.row_stats.num_cached_tokens for end in ends.values())
+    assert stats.num_prompt_tokens == sum(map(len, prompts))
+    assert stats.num_prefilled_tokens == stats.num_prompt_tokens - num_cached
     assert sum(stats.steps_per_plan.values()) <= max(lengths) - 1  # a token a step at least
     for level in stats.stages:
         assert 0 <= level.num_accepted_tokens <= level.num_tested_tokens <= level.num_draft_tokens

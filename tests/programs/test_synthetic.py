@@ -153,6 +153,6 @@ def test_nonsense_is_refused_in_one_line(capsys, flags, message):
 
 def test_generate_cannot_reach_made_up_verdicts(capsys):
     with pytest.raises(SystemExit) as exit_:
-        generate.main(["--prompt", "x", "--load", "dummy"])
+        generate.main(["--prompt", "x", "--accept=0.9,0.9"])
     assert exit_.value.code == 2
     assert "unrecognized arguments" in capsys.readouterr().err
