@@ -126,19 +126,20 @@ class Engine:
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
         speculation: SpeculationConfig | bool = True,
         method: str | None = None,
+        drafter: str | None = None,
         seed: int | Sequence[int] = 0,
     ) -> Generation:
         """Starts a run over one prompt or several; each is a text or a list of token ids.
 
-        With `speculation` False nothing is guessed; `method` replaces that of the settings. Of a
-        prompt that begins like a text of the last run only the rest is read. A single `seed` gives
-        row b the seed `seed + b`. A row's tokens depend on its own prompt and seed alone, up to the
-        last bits of the arithmetic. One exception: where method or gammas are open, at a
-        temperature above 0 and uncoupled, rows share the autotuner's choices; and a drafter that
-        fails in one row drafts for none. Raises `InputError` here, before any work, if
+        With `speculation` False nothing is guessed; `method` and `drafter` replace those of the
+        settings. Of a prompt that begins like a text of the last run only the rest is read. A
+        single `seed` gives row b the seed `seed + b`. A row's tokens depend on its own prompt and
+        seed alone, up to the last bits of the arithmetic. One exception: where method or gammas are
+        open, at a temperature above 0 and uncoupled, rows share the autotuner's choices; and a
+        drafter that fails in one row drafts for none. Raises `InputError` here, before any work, if
         a prompt is empty, too long, or has tokens outside the vocabulary.
         """
-        speculation = _as_config(speculation, method)
+        speculation = _as_config(speculation, method=method, drafter=drafter)
         wanted = (SamplingParams, GenerationConfig)
         for given, kind in zip((sampling, generation), wanted, strict=True):
             if not isinstance(given, kind):
@@ -291,13 +292,14 @@ class Engine:
 
 
 def _as_config(
-    speculation: SpeculationConfig | bool, method: str | None = None
-) -> SpeculationConfig:
-    """What to speculate: settings, the default ones, or nothing."""
+    speculation: SpeculationConfig | bool, **changes: str | None
+) -> SpeculationConfig:  # fmt: skip
+    """What to speculate: settings, the default ones, or nothing; some changed."""
     config: Any = speculation
     if isinstance(speculation, bool):
         config = SpeculationConfig("auto" if speculation else "autoregressive")
     if not isinstance(config, SpeculationConfig):
         given = shorten(repr(speculation), 60)
         raise InputError(f"got {given} where a SpeculationConfig belongs, or True or False")
-    return config if method is None else dataclasses.replace(config, method=method)
+    wanted: Any = {name: value for name, value in changes.items() if value is not None}
+    return dataclasses.replace(config, **wanted)

@@ -107,7 +107,8 @@ class Generation(Iterator[Event]):
 
     def close(self) -> None:
         """Ends the run and gives up its memory; further events raise `StopIteration`."""
-        self._events.close()
+        with torch.inference_mode(), running(self._model):
+            self._events.close()
 
     def _run(self, session: Session, pool: SessionPool) -> Generator[Event, None, None]:
         try:

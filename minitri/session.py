@@ -87,7 +87,8 @@ class Session:
         By default the full cache goes where it fits, and passes are captured on a GPU, but for
         those that stream K and V from host memory. Raises `InputError` if there is no room.
         """
-        if not any(plan.uses_drafter for plan in batch.speculation.plans):
+        uses_drafter = any(plan.uses_drafter for plan in batch.speculation.plans)
+        if batch.speculation.drafter == "lookup" or not uses_drafter:
             draft = None
         if draft is not None and (problem := window_problem(draft.config, batch.speculation)):
             if batch.speculation.method != "auto":

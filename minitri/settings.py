@@ -22,6 +22,7 @@ from minitri.errors import (
 METHODS = ("auto", "autoregressive", "naive", "retrieval", "triforce")
 POLICIES = ("retrieval", "streaming", "topk", "h2o")
 VERIFICATIONS = ("block", "token")
+DRAFTERS = ("engine", "lookup")
 MAX_GAMMA = 64
 LONGEST_BLOCK = 1 + 2 * MAX_GAMMA
 """Most tokens that a pass of decoding reads per row: the last certain one and all guesses."""
@@ -198,8 +199,12 @@ class SpeculationConfig:
     """Let the lowest stage guess trees: N, a Sequoia tree of at most N tokens, or WxD, W sequences
     of D tokens. In bfloat16 a near-tie may then fall the other way. Default: chains."""
 
+    drafter: str = "engine"
+    """Who drafts: the drafter that the engine has, or lookup in the text in its place."""
+
     def __post_init__(self) -> None:
         choices_of = {"method": METHODS, "policy": POLICIES, "verification": VERIFICATIONS}
+        choices_of["drafter"] = DRAFTERS
         for name, choices in choices_of.items():
             if getattr(self, name) not in choices:
                 raise InputError(

@@ -14,7 +14,7 @@ from minitri import (
     SpeculationConfig,
     Token,
 )
-from tests.cascades import random_prompt
+from tests.cascades import random_prompt, tiny_engine
 
 WARM = SamplingParams(0.9, 30)
 SPECULATION = SpeculationConfig("triforce", gamma1=2, gamma2=3, budget=32, num_recent_tokens=16)
@@ -168,3 +168,18 @@ def test_speculation_is_chosen_per_call(engine):
     assert texts[1:] == texts[:1] * 3
     with pytest.raises(InputError, match="got 'fast' where a SpeculationConfig belongs"):
         engine.generate(prompt, speculation="fast")
+
+
+def test_the_drafter_is_chosen_per_call():
+    engine = tiny_engine()
+    prompt, texts, names = random_prompt(engine.config, 60), [], []
+    for drafter in ("engine", "lookup", None):
+        run = engine.generate(
+            prompt, method="naive", drafter=drafter, generation=GenerationConfig(16)
+        )
+        names.append(run._events.gi_frame.f_locals["session"].draft is not None)
+        texts.append([event.token_id for event in run if isinstance(event, Token)])
+    assert names == [True, False, True]
+    assert texts[1:] == texts[:1] * 2
+    with pytest.raises(InputError, match="drafter 'best' is unknown; use one of engine, lookup"):
+        engine.generate(prompt, drafter="best")
