@@ -46,8 +46,9 @@ def build_parser() -> arguments.OneLineParser:
     group = arguments.add_prompt_flags(parser, default="standard input if piped, else demo")
     group.add_argument("text", nargs="?", metavar="TEXT", help="the same as --prompt TEXT")
     group.add_argument(
-        "--prompts", metavar="FILE", help="many: a file with a JSON object a line, see the README; "
-        "writes one a line, too, as each is done; - is standard input",
+        "--prompts", metavar="FILE", help="many: a file with a JSON object a line, such as "
+        '{"prompt": "Once", "id": 7, "seed": 3, "max_new_tokens": 40, "temperature": 0.6}; writes '
+        "one a line, too, as each is done; - is standard input",
     )  # fmt: skip
     text = "--prompts that run at a time, if memory allows (default: %(default)s)"
     parser.add_argument(
