@@ -226,7 +226,13 @@ def toy_cascade(
         return level(TableRunner(table, batch_size), source, LevelStats(name), tuner)
 
     stages = make(target, "target"), make(middle, "retrieval"), make(draft, "draft")
-    return Cascade([list(PROMPT) for _ in range(batch_size)], Stats(), tuner, *stages)
+    return running(Cascade([list(PROMPT) for _ in range(batch_size)], Stats(), tuner, *stages))
+
+
+def running(cascade: Cascade) -> Cascade:
+    """All rows take part from the first step on, without `start`, which would draw a token."""
+    cascade.active = [True] * len(cascade.sequences)
+    return cascade
 
 
 def output_distribution(
@@ -252,6 +258,7 @@ def output_distribution(
                 longer += [(weight * share, [*script, more]) for share, more in source.frontier[b]]
             else:
                 tokens = tuple(cascade.sequences[b][len(PROMPT) :])
+                assert len(tokens) >= num_steps  # every step of every row adds one at least
                 add_up(total, tokens, weight, target, horizon)
         paths = longer
     return total

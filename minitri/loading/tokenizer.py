@@ -237,7 +237,8 @@ def _chat_template(
 ) -> tuple[str | None, dict[str, str]]:
     """The source of a model's chat template, and the special tokens that it knows by name."""
     ids = {"bos_token": config.bos_token_id, "eos_token": (*config.eos_token_ids, None)[0]}
-    tokens = {name: backend.token(i) or "" for name, i in ids.items() if i is not None}
+    known = ((name, i) for name, i in ids.items() if i is not None and i < backend.num_tokens)
+    tokens = {name: backend.token(i) or "" for name, i in known}
     if isinstance(checkpoint, GgufFile):
         settings, stored = {}, checkpoint.get("tokenizer.chat_template")
     else:

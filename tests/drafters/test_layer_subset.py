@@ -193,7 +193,7 @@ def test_the_command_line_reports_both_drafters(deep, layers_file, capsys):
     assert code == 0
     assert report["draft"] == "suffix,2 layers of deep"
     assert [drafter["name"] for drafter in report["drafters"]] == ["lookup", "draft"]
-    code, out, err = run(generate.main, capsys, *flags, "--color")
+    code, out, err = run(generate.main, capsys, *flags, "--color", "--stats")
     assert code == 0
     assert "by draft " in err
 

@@ -177,7 +177,7 @@ def test_prompts_that_join_a_batch_are_read_to_their_ends(method, monkeypatch):
     progress = [(it.row, it.num_done) for it in events if isinstance(it, PrefillProgress)]
     assert progress[:6] == [(0, n) for n in (16, 32, 48, 64, 80, 90)]
     assert [done for row, done in progress if row == 2] == [*range(16, 120, 16), 120]
-    first = events.index(PrefillProgress(2, 16, 120))
+    first = events.index(PrefillProgress(2, 16, 120, 0))
     assert all(isinstance(event, PrefillProgress) for event in events[first : first + 8])
 
 

@@ -14,7 +14,7 @@ from minitri.trees.level import TreeLevel
 from minitri.trees.shape import TreeShape
 from minitri.trees.tuner import TreeTuner
 from minitri.trees.verification import MISSING, TreeProposal, draw_children, walk
-from tests.exactness import EDGE, PROMPT, ScriptedSource, Table, TableRunner, cells
+from tests.exactness import EDGE, PROMPT, ScriptedSource, Table, TableRunner, cells, running
 
 
 class TreeTableRunner(TableRunner):
@@ -146,4 +146,4 @@ def tree_cascade(
         return level(TreeTableRunner(table, batch_size), source, LevelStats(name), tuner)
 
     stages = make(target, "target"), make(middle, "retrieval"), make(draft, "draft")
-    return Cascade([list(PROMPT) for _ in range(batch_size)], Stats(), tuner, *stages)
+    return running(Cascade([list(PROMPT) for _ in range(batch_size)], Stats(), tuner, *stages))
