@@ -27,7 +27,6 @@ from minitri.loading.prompts import Prompt, as_seeds, check_prompt, encode_promp
 from minitri.loading.tokenizer import Tokenizer
 from minitri.model.llama import Llama
 from minitri.reuse.pool import SessionPool
-from minitri.reuse.snapshot import Snapshot, write_snapshot
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 MAX_ROWS = 8
@@ -271,10 +270,7 @@ class Engine:
 
         The file appears when it is complete. Raises `InputError`.
         """
-        held = self._pool.held
-        if held is None:
-            raise InputError("there is no KV cache to save; let the engine read a prompt first")
-        return write_snapshot(os.fsdecode(path), held, self.model, note)
+        return self._pool.save(os.fsdecode(path), note)
 
     def load_kv(self, path: str | os.PathLike[str]) -> int:
         """Opens a file of `save_kv`: texts that begin like its tokens start behind them from now
@@ -282,7 +278,7 @@ class Engine:
 
         Raises `InputError` if it is damaged, or not of this model, dtype and RoPE.
         """
-        self._pool.snapshot = snapshot = Snapshot(os.fsdecode(path), self.model)
+        snapshot = self._pool.load(os.fsdecode(path))
         self.snapshot_note = snapshot.note
         return len(snapshot.tokens)
 

@@ -18,6 +18,7 @@ import torch
 
 from minitri.caches.full import FullCache
 from minitri.caches.policies import make_policy
+from minitri.caches.prefixes import PrefixCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import window_problem
 from minitri.decoding.autotuner import Autotuner
@@ -34,7 +35,6 @@ from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.gpu.placement import allocate_full_cache
 from minitri.gpu.streams import clock_of
 from minitri.model.llama import Llama
-from minitri.reuse.prefix import PrefixCache
 from minitri.roofline import CPU, GPU, bytes_per_pass, pass_costs
 from minitri.runner import DraftRunner, ModelRunner, RetrievalRunner, prefill
 from minitri.settings import SamplingParams

@@ -48,7 +48,7 @@ OFFLOADED = "minitri.gpu.offload.offloaded_cache.OffloadedFullCache."
 LAYERS = "minitri.gpu.offload.layer_major."
 RACES = "gpu_twins/test_offloaded_cache.py::"
 BY_LAYERS = "gpu_twins/test_layer_major.py::"
-PREFIX, PREFIXES = "minitri.reuse.prefix.PrefixCache.", "reuse/test_prefixes.py::"
+PREFIX, PREFIXES = "minitri.caches.prefixes.PrefixCache.", "reuse/test_prefixes.py::"
 CLOCK = "gpu_twins/test_device_clock.py::"
 TREES = "minitri.trees."
 TREE_ENUMERATION = "trees/test_tree_enumeration.py::"
@@ -723,14 +723,14 @@ MUTANTS = [
     ),
     Mutant(
         "a copy of a row takes what idle rows wrote",
-        "minitri.reuse.prefix.HeldRow.layers",
+        "minitri.caches.prefixes.HeldRow.layers",
         "if self.first is not None:",
         "if False:",
         PREFIXES + "test_idle_rows_are_restored_for_others",
     ),
     Mutant(
         "one token too many counts as common",
-        "minitri.reuse.prefix.num_common",
+        "minitri.caches.prefixes.num_common",
         "return next(number for",
         "return 1 + next(number for",
         PREFIXES + "test_nothing_of_other_texts_is_read",

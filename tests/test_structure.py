@@ -26,14 +26,14 @@ MAY_IMPORT = {
     "drafters": "errors config settings stats decoding model cpu",
     "trees": "settings stats decoding",
     "roofline": "config model",
-    "caches": "config settings stats model decoding",
+    "caches": "errors config settings stats model decoding",
     "cpu": "settings errors folders model caches",
     "gpu": "errors config settings stats model decoding drafters caches roofline parallel",
     "runner": "errors settings model decoding caches gpu trees",
     "reuse": "errors events settings model drafters caches gpu session",
     "session": "errors events settings stats model decoding drafters trees caches roofline gpu "
-    "runner reuse",
-    "loading": "errors config folders settings model drafters cpu gpu parallel reuse",
+    "runner",
+    "loading": "errors config folders settings model caches drafters cpu gpu parallel",
     "generation": "errors events settings stats model decoding gpu runner session loading reuse",
     "engine": "errors config events settings model drafters gpu session loading generation reuse",
 }
@@ -95,7 +95,9 @@ def test_the_algorithm_and_the_caches_know_nothing_of_networks_and_files():
 
 
 def test_the_core_is_short_enough_to_read():
+    reused = ("caches.prefixes", "caches.snapshots")  # between runs, no part of one
     files = [file for file in FILES if module_name(file).split(".")[0] in CORE]
+    files = [file for file in files if module_name(file) not in reused]
     assert sum(num_lines(file) for file in files) <= 3500
     assert sum(num_lines(file) for file in FILES) <= 18000
 

@@ -41,7 +41,7 @@ from minitri.caches.policies import make_policy
 from minitri.caches.retrieval import RetrievalCache
 from minitri.cli import arguments
 from minitri.cli.exits import program
-from minitri.cli.prompts import read_prompt
+from minitri.cli.inputs import read_prompt
 from minitri.cpu.quantized import quantized_twin
 from minitri.decoding.sampling import sample
 from minitri.decoding.verification import Proposal

@@ -8,12 +8,14 @@ is kept in any case.
 
 import dataclasses
 
+from minitri.caches.prefixes import KVSource
+from minitri.caches.snapshots import Origin, Snapshot, write_snapshot
 from minitri.drafters.lookup import Sources
+from minitri.errors import InputError
 from minitri.events import Batch
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.llama import Llama
-from minitri.reuse.prefix import KVSource
 from minitri.session import Session
 from minitri.settings import SpeculationConfig
 
@@ -34,7 +36,7 @@ class SessionPool:
         self._sources = sources
         self.host = HostMemory(target.device)
         self._kept: Session | None = None
-        self.snapshot: KVSource | None = None
+        self.snapshot: Snapshot | None = None
         self._num_runs = 0
 
     def open(self, batch: Batch) -> Session:
@@ -87,6 +89,26 @@ class SessionPool:
         """The longest text whose K and V are kept."""
         row = self._kept.prefix.longest if self._kept is not None else None
         return row or self.snapshot
+
+    def save(self, path: str, note: str) -> int:
+        """Writes `held` to a file, and a note; returns how many tokens. Raises `InputError`."""
+        if self.held is None:
+            raise InputError("there is no KV cache to save; let the engine read a prompt first")
+        return write_snapshot(path, self.held, self._origin(), note)
+
+    def load(self, path: str) -> Snapshot:
+        """Opens a file of `save` for the texts of later runs. Raises `InputError`."""
+        self.snapshot = Snapshot(path, self._origin())
+        return self.snapshot
+
+    def _origin(self) -> Origin:
+        """What K and V here depend on. Raises `InputError` if no file can say so."""
+        model, is_split = self.target, self.target.ranks.count > 1
+        if is_split or not model.fingerprint:
+            why = "is divided among processes" if is_split else "was not read from a file"
+            name = model.config.name
+            raise InputError(f"{name} {why}, so its KV cache is neither saved nor loaded")
+        return Origin(model.config, model.dtype, model.fingerprint)
 
     def clear(self) -> None:
         """Frees what is kept; a run that is under way will not be kept either."""
