@@ -21,9 +21,9 @@ from minitri import (
     Token,
 )
 from minitri.decoding.sampling import probs_from_logits
-from minitri.events import Request, Row
 from minitri.loading.devices import choose_dtype
 from minitri.loading.text_stream import StopScanner
+from minitri.requests import Request, Row
 from tests.conftest import CPU, new_cache
 
 PROMPTS = [[5, 6, 7], list(range(10, 60)), [9], [4] * 20]

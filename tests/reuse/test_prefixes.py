@@ -146,11 +146,11 @@ def test_ctrl_c_in_the_middle_of_a_step_loses_nothing_that_was_certain(
     for event in run:
         if isinstance(event, Token):
             break
-    session = run._events.gi_frame.f_locals["session"]
+    session = run._events.gi_frame.f_locals["stack"]
     target = session.cascade._target
 
     def crop(lengths):
-        if session.full.lengths > lengths:
+        if session.memory.full.lengths > lengths:
             raise KeyboardInterrupt
         type(target).crop(target, lengths)
 
