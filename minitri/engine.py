@@ -29,7 +29,6 @@ from minitri.memory import MemoryShape, Models
 from minitri.model.llama import Llama
 from minitri.pool import MemoryPool
 from minitri.requests import Request, Row
-from minitri.reuse.snapshot import Snapshot, write_snapshot
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 MAX_ROWS = 8
@@ -273,10 +272,7 @@ class Engine:
 
         The file appears when it is complete. Raises `InputError`.
         """
-        held = self._pool.held
-        if held is None:
-            raise InputError("there is no KV cache to save; let the engine read a prompt first")
-        return write_snapshot(os.fsdecode(path), held, self.model, note)
+        return self._pool.save(os.fsdecode(path), note)
 
     def load_kv(self, path: str | os.PathLike[str]) -> int:
         """Opens a file of `save_kv`: texts that begin like its tokens start behind them from now
@@ -284,7 +280,7 @@ class Engine:
 
         Raises `InputError` if it is damaged, or not of this model, dtype and RoPE.
         """
-        self._pool.snapshot = snapshot = Snapshot(os.fsdecode(path), self.model)
+        snapshot = self._pool.load(os.fsdecode(path))
         self.snapshot_note = snapshot.note
         return len(snapshot.tokens)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minitri.caches.full import FullCache
 from minitri.caches.policies import make_policy
+from minitri.caches.prefixes import PrefixCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import window_problem
 from minitri.drafters.lookup import Sources
@@ -25,7 +26,6 @@ from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.gpu.placement import allocate_full_cache
 from minitri.model.cache import round_up_to_stride
 from minitri.model.llama import Llama
-from minitri.reuse.prefix import PrefixCache
 from minitri.runner import DraftRunner, ModelRunner, RetrievalRunner
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 

@@ -9,10 +9,12 @@ cache is kept in any case.
 import dataclasses
 from collections.abc import Sequence
 
+from minitri.caches.prefixes import KVSource
+from minitri.caches.snapshots import Origin, Snapshot, write_snapshot
+from minitri.errors import InputError
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.memory import Memory, MemoryShape, Models, allocate
-from minitri.reuse.prefix import KVSource
 from minitri.settings import SpeculationConfig
 
 WORTH_COPYING = 64
@@ -25,7 +27,7 @@ class MemoryPool:
     def __init__(self, models: Models) -> None:
         self.models = models
         self.host = HostMemory(models.target.device)
-        self.snapshot: KVSource | None = None
+        self.snapshot: Snapshot | None = None
         self._kept: Memory | None = None
         self._is_whole = True  # False: interrupted in a step, only its full cache is of use
         self._latest: Memory | None = None
@@ -65,6 +67,27 @@ class MemoryPool:
         """The longest text whose K and V are kept."""
         row = self._kept.prefix.longest if self._kept is not None else None
         return row or self.snapshot
+
+    def save(self, path: str, note: str) -> int:
+        """Writes `held` to a file, and a note; returns how many tokens. Raises `InputError`."""
+        if self.held is None:
+            raise InputError("there is no KV cache to save; let the engine read a prompt first")
+        return write_snapshot(path, self.held, self._origin(), note)
+
+    def load(self, path: str) -> Snapshot:
+        """Opens a file of `save` for the texts of later runs. Raises `InputError`."""
+        self.snapshot = Snapshot(path, self._origin())
+        return self.snapshot
+
+    def _origin(self) -> Origin:
+        """What K and V here depend on. Raises `InputError` if no file can say so."""
+        model = self.models.target
+        is_split = model.ranks.count > 1
+        if is_split or not model.fingerprint:
+            why = "is divided among processes" if is_split else "was not read from a file"
+            name = model.config.name
+            raise InputError(f"{name} {why}, so its KV cache is neither saved nor loaded")
+        return Origin(model.config, model.dtype, model.fingerprint)
 
     def clear(self) -> None:
         """Frees what is kept; a run that is under way will not be kept either."""

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from minitri.caches.snapshots import sampled
 from minitri.config import ModelConfig
 from minitri.cpu.fused import use_kernels
 from minitri.cpu.packed import can_pack, pack_linears
@@ -39,7 +40,6 @@ from minitri.model.linear import TrimmedHead
 from minitri.model.llama import Llama, sample_of_vocabulary
 from minitri.parallel.ranks import Ranks
 from minitri.parallel.split import new_model, share_tensors
-from minitri.reuse.snapshot import sampled
 
 MIN_SIMILARITY = 0.9
 """Least median cosine of a drafter's sample of embeddings: copies of one model differ a little."""

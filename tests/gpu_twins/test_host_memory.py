@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minitri import session
+from minitri import memory
 from minitri.gpu.offload import host_memory as module
 from minitri.gpu.offload.host_memory import HostMemory, first_touch, host_memory
 from minitri.settings import SpeculationConfig
@@ -167,7 +167,7 @@ def test_the_next_run_of_an_engine_takes_over_host_memory_until_it_is_released(
     def allocate(*settings):
         return offloaded(0, 1, settings[5], config=engine.config, host=settings[6])
 
-    monkeypatch.setattr(session, "allocate_full_cache", allocate)
+    monkeypatch.setattr(memory, "allocate_full_cache", allocate)
     speculation = SpeculationConfig("retrieval", gamma2=3, budget=24, num_recent_tokens=40)
     offload = {"offload": True, "prefill_chunk": 32}
     say(engine, (300,), speculation, **offload)

@@ -268,7 +268,7 @@ def test_a_cache_in_host_memory_serves_too(on_chip, monkeypatch):
     document = random_prompt(engine.config, 200, seed=1)  # more than the ring holds
     for it in (engine, fresh):
         hosted = functools.partial(offloaded, on_chip, batch_size=2, config=it.config)
-        monkeypatch.setattr("minitri.session.allocate_full_cache", lambda *_, f=hosted: f())
+        monkeypatch.setattr("minitri.memory.allocate_full_cache", lambda *_, f=hosted: f())
     settings = {"offload": True, "on_chip": on_chip}
     speculation = settings_of("triforce")
     say(engine, [document, document[:50]], speculation, **settings)
