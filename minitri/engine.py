@@ -58,14 +58,14 @@ def load(
     and a model with a comma between take turns. With `draft_history` lookups see the texts of
     earlier runs, too: all distributions, greedy and coupled texts stay, but no seed repeats a text.
     `dtype` is float32, bfloat16, float16 or auto (bfloat16 where that is fast). `device` is cpu,
-    cuda, cuda:N or auto. `attention` names a kernel for short blocks on a GPU, see
-    `gpu/attention.py`. `rope_scaling` such as `yarn:4` stretches the context. `weights` `native`
+    cuda, cuda:N or auto. `attention` names a backend of `gpu/attention_backends.py` for short
+    blocks on a GPU. `rope_scaling` such as `yarn:4` stretches the context. `weights` `native`
     leaves a GGUF file's 4 and 8 bits as they are (on a CPU); `auto` does not. `draft_weights` guess
     with the retrieval cache: the `same`, or a copy, of which the text does not depend: `int4`, as
-    `auto` with compiled kernels (on a CPU), `int8`, or `fp8` (on a GPU). `progress` draws bars on
-    standard error. `before_weights` is given tokenizer and config before the weights are read: time
-    to check a prompt. Under torchrun each process holds a share of the model, and all must make the
-    same calls. Raises `InputError`.
+    `auto` with compiled kernels (on a CPU), or `int8`. `progress` draws bars on standard error.
+    `before_weights` is given tokenizer and config before the weights are read: time to check a
+    prompt. Under torchrun each process holds a share of the model, and all must make the same
+    calls. Raises `InputError`.
     """
     options = {"dtype": dtype, "device": device, "attention": attention, "weights": weights}
     options["draft_weights"] = draft_weights

@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig, memory
-from minitri.gpu.attention import Math
 from minitri.gpu.graphs import GraphPool
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.memory import MemoryShape
 from minitri.settings import METHODS, POLICIES
 from tests.cascades import random_prompt, tiny_engine
 from tests.conftest import CPU
-from tests.gpu_twins.test_graphs import as_on_a_gpu, lengths_on_the_device  # noqa: F401 (a fixture)
+from tests.gpu_twins.conftest import as_on_a_gpu
 from tests.gpu_twins.test_offloaded_cache import offloaded
 
 WARM = SamplingParams(0.9, 30, top_p=0.95, min_p=0.01)
@@ -24,7 +23,7 @@ SETTINGS = {"budget": 24, "num_recent_tokens": 40, "rebuild_stride": 5}
 
 
 @pytest.fixture
-def pools(lengths_on_the_device, monkeypatch):  # noqa: F811
+def pools(lengths_on_the_device, monkeypatch):
     """The pools of graphs that runs have made; engines behave as on a GPU."""
     made = []
 
@@ -40,7 +39,7 @@ def gpu_engine(**settings):
     engine = tiny_engine(**settings)
     for model in (engine.model, engine.draft):
         if model is not None:
-            as_on_a_gpu(model, Math())
+            as_on_a_gpu(model)
     return engine
 
 

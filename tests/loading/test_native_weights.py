@@ -139,10 +139,7 @@ def test_only_the_file_s_own_bytes_are_held(file):
 
 def test_the_autotuner_s_priors_know_the_true_bytes(file):
     native, plain = (load(file, name) for name in ("native", "auto"))
-    costs = [
-        Rig(engine.model, [[5, 6, 7]], method="retrieval").session._prior_seconds()
-        for engine in (native, plain)
-    ]
+    costs = [Rig(engine.model, [[5, 6, 7]], method="retrieval") for engine in (native, plain)]
     saved = bytes_per_pass(plain.model) - bytes_per_pass(native.model)
     for stage in ("target", "retrieval"):
         difference = costs[1](stage, 0) - costs[0](stage, 0)
