@@ -14,7 +14,6 @@ from minitri.gpu.offload import host_memory as module
 from minitri.gpu.offload.host_memory import HostMemory, first_touch, host_memory
 from minitri.settings import SpeculationConfig
 from tests.conftest import CPU
-from tests.gpu_twins.test_graphs import lengths_on_the_device  # noqa: F401 (a fixture of `pools`)
 from tests.gpu_twins.test_offloaded_cache import offloaded
 from tests.gpu_twins.test_session_pool import gpu_engine, pools, say  # noqa: F401 (a fixture)
 
