@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 from minitri import __version__
 from minitri.errors import MAX_COUNT, InputError, shorten
-from minitri.gpu.backend_choice import BACKENDS
+from minitri.gpu.attention_backends import BACKENDS
 from minitri.loading.devices import DRAFT_WEIGHTS, DTYPES, WEIGHTS
 from minitri.loading.fetch import LOOKUPS, default_draft
 from minitri.loading.named_models import DEFAULT_MODEL, MODELS
@@ -178,7 +178,7 @@ def add_model_flags(flags: Flags) -> None:
     add("--dtype", default="auto", choices=("auto", *DTYPES), help=text)
     text = "(default: cuda if it is there)"
     add("--device", default="auto", metavar="cpu|cuda|cuda:N", help=text)
-    text = "kernel for short blocks on a GPU (default: the best that works there)"
+    text = "kernel for short blocks on a GPU (default: the first that works there)"
     add("--attention", default="auto", choices=("auto", *BACKENDS), help=text)
     text = "on a CPU native keeps the 4 and 8 bits of a GGUF file (default: in --dtype)"
     add("--weights", default="auto", choices=WEIGHTS, help=text)
