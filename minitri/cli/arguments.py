@@ -127,7 +127,7 @@ def add_fields(flags: Flags, settings: type[Settings], *names: str) -> None:
     for name in names:
         text, _, default = texts.get(name, "").rstrip(".").partition(". Default: ")
         text = text[:1].lower() + text[1:] + (f" (default: {default})" if default else "")
-        options = {"default": fields[name].default, "help": text.replace("%", "%%")}
+        options: dict[str, Any] = {"default": fields[name].default, "help": text.replace("%", "%%")}
         options |= kind_of(fields[name])
         flags.add_argument(*SHORT.get(name, []), f"--{name.replace('_', '-')}", **options)
 

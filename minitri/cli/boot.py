@@ -1,8 +1,8 @@
 """From flags to an engine that is ready: weights, threads, sampling, seed, a KV snapshot.
 
-    engine, [prompt] = load_engine(args, draft, [(text, max_tokens)], num_new=256)
-    sampling = dataclasses.replace(flags, **model_sampling(args, engine))
-    seed = seed_of(args, speculation)
+engine, [prompt] = load_engine(args, draft, [(text, max_tokens)], num_new=256)
+sampling = dataclasses.replace(flags, **model_sampling(args, engine))
+seed = seed_of(args, speculation)
 """
 
 import argparse

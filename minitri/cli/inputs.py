@@ -15,11 +15,8 @@ from minitri.parallel.ranks import join
 
 log = logging.getLogger("minitri")
 
-MAX_PROMPT_BYTES = 64 << 20
-"""Of a file: 16 million tokens of English. It bounds the memory for a file that has no end."""
-
-MANY_CONTEXTS = 4
-"""A prompt this many times too long is not tokenized to its end, which may take minutes."""
+MAX_PROMPT_BYTES = 16 << 20
+"""Of a file: 4 million tokens of English. It bounds the memory for a file that has no end."""
 
 
 def read_prompt(file: str | None, prompt: str | None = None) -> str:
@@ -84,27 +81,19 @@ def encode(
     """Token ids of a prompt, at most `max_tokens`, by --fit, --chat and --system.
 
     With --chat the text is a message, and what is cut is cut from it, not from the template. Raises
-    `InputError` if the prompt is far too long, or if the model has no template.
+    `InputError` if the model has no template.
     """
-    fit, room = getattr(args, "fit", None), room_for(config, max_tokens, num_new)
+    fit = getattr(args, "fit", None)
+    tails: list[list[int]] = [[]]
     if getattr(args, "chat", False):
-        ids = _in_template(text, tokenizer, args)
-        fit = fit or ("first" if max_tokens else None)
-        empty = _in_template("", tokenizer, args) if fit else []
+        ids, empty = (_in_template(content, tokenizer, args) for content in (text, ""))
         num_head = len(os.path.commonprefix([ids, empty]))  # noqa: RUF071 (of lists)
         tails = [ids[::-1], empty[num_head:][::-1]]
-        num_tail = len(os.path.commonprefix(tails))  # noqa: RUF071
-        return cut(ids, room, fit, num_head=num_head, num_tail=num_tail)
-    if fit is not None:
-        ids = tokenizer.encode(text, room + 1) if fit == "first" else _end(text, tokenizer, room)
-        return cut(ids, room, fit, num_head=ids[:1] == [tokenizer.bos_token_id])
-    limit = max_tokens or MANY_CONTEXTS * config.context_length + 1
-    ids = tokenizer.encode(text, limit)
-    if max_tokens is None and len(ids) == limit:
-        keep = max(1, config.context_length - num_new)
-        what = f"{limit} tokens or more, {MANY_CONTEXTS} times what {config.name} holds"
-        raise InputError(f"prompt has {what}; keep {keep} (--max-prompt-tokens)")
-    return ids
+    else:
+        ids = tokenizer.encode(text, max_tokens if fit is None else None)
+        num_head = int(ids[:1] == [tokenizer.bos_token_id])
+    num_tail = len(os.path.commonprefix(tails))  # noqa: RUF071
+    return cut(ids, config, max_tokens, num_new, fit, num_head=num_head, num_tail=num_tail)
 
 
 def _in_template(message: str, tokenizer: Tokenizer, args: argparse.Namespace | None) -> list[int]:
@@ -113,26 +102,26 @@ def _in_template(message: str, tokenizer: Tokenizer, args: argparse.Namespace | 
     return tokenizer.encode_chat([*messages, {"role": "user", "content": message}])
 
 
-def room_for(config: ModelConfig, max_tokens: int | None, num_new: int) -> int:
-    """Tokens that --fit may keep of a prompt."""
-    return max(1, min(max_tokens or config.context_length, config.context_length - num_new))
-
-
-def _end(text: str, tokenizer: Tokenizer, room: int) -> list[int]:
-    """Token ids of the end of a text: more than `room`, unless the whole has no more."""
-    size = 8 * room
-    while len(ids := tokenizer.encode(text[-size:])) <= room + 1 and size < len(text):
-        size *= 2
-    return ids
-
-
 def cut(
-    ids: list[int], room: int, fit: str | None, *, num_head: int = 0, num_tail: int = 0
+    ids: list[int],
+    config: ModelConfig,
+    max_tokens: int | None,
+    num_new: int,
+    fit: str | None,
+    *,
+    num_head: int = 0,
+    num_tail: int = 0,
 ) -> list[int]:
-    """At most `room` tokens, the first or the last ones, with those at both ends that stay."""
+    """The first tokens of a prompt, or the last ones, with those at both ends that stay.
+
+    At most `max_tokens`; with `fit` so few that `num_new` more fit into the context.
+    """
+    room = max_tokens or len(ids)
+    if fit is not None:
+        room = max(1, min(room, config.context_length - num_new))
     middle, num = ids[num_head : len(ids) - num_tail], room - num_head - num_tail
-    if fit is None or len(middle) <= num or num < 1:
+    if len(middle) <= num or num < 1:
         return ids
-    log.info("prompt: only its %s %d tokens, the others do not fit", fit, room)
-    kept = middle[:num] if fit == "first" else middle[-num:]
+    log.info("prompt: only its %s %d tokens, the others do not fit", fit or "first", room)
+    kept = middle[-num:] if fit == "last" else middle[:num]
     return [*ids[:num_head], *kept, *ids[len(ids) - num_tail :]]

@@ -18,7 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from minitri.cli.boot import SAMPLING, boot, load_kv, model_sampling, save_kv, seed_of
-from minitri.cli.inputs import cut, encode, read_text, room_for
+from minitri.cli.inputs import cut, encode, read_text
 from minitri.cli.report import details, log_probs, outline
 from minitri.config import ModelConfig
 from minitri.errors import InputError, shorten
@@ -39,7 +39,7 @@ KNOWN = ["prompt", "token_ids", "id", "seed", *ENDING, *SAMPLING]
 
 @dataclasses.dataclass
 class Line:
-    """A line of the file: what it asks for, or what is wrong with it."""
+    """A line of the file, and what it asks for."""
 
     number: int
     """From 1 on."""
@@ -48,67 +48,55 @@ class Line:
     name: Any
     """Its `id`; by default the number."""
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)
-    error: str = ""
 
-    def answer(self, **others: Any) -> str:
-        """A line of the output."""
-        return json.dumps({"id": self.name, "line": self.number, **others}, ensure_ascii=False)
+    def read(self, content: str) -> None:
+        """Takes the object in. Raises `InputError` unless it has one prompt and known fields."""
+        try:
+            fields = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            problem = f"it is no JSON: {shorten(error, 90)}"
+            raise InputError(f"{problem}; write one object a line") from None
+        if not isinstance(fields, dict):
+            line = shorten(content, 60)
+            raise InputError(f'it is {line}; write an object, such as {{"prompt": ...}}')
+        if unknown := sorted(fields.keys() - set(KNOWN)):
+            known = ", ".join(KNOWN)
+            raise InputError(f"{shorten(unknown[0], 60)!r} is unknown; known are {known}")
+        if ("prompt" in fields) == ("token_ids" in fields):
+            raise InputError("it has prompt and token_ids, or neither; give one of them")
+        ids = fields.get("token_ids", [])
+        are_ids = isinstance(ids, list) and all(type(token) is int for token in ids)
+        for name, is_fine, wanted in (
+            ("prompt", isinstance(fields.get("prompt", ""), str), "a text"),
+            ("token_ids", are_ids, "a list of whole numbers"),
+            ("id", isinstance(fields.get("id", ""), str | int), "a text or number"),
+        ):
+            if not is_fine:
+                raise InputError(f"{name} is {shorten(repr(fields[name]), 60)}; give {wanted}")
+        self.name, self.fields = fields.get("id", self.number), fields
+
+    def encode(self, tokenizer: Tokenizer, config: ModelConfig, args: argparse.Namespace) -> None:
+        """Puts token ids in the place of its prompt. Raises `InputError`."""
+        num_new = self.fields.get("max_new_tokens", args.max_new_tokens)
+        sizes = config, args.max_prompt_tokens, num_new
+        if "prompt" in self.fields:
+            ids = encode(self.fields.pop("prompt"), tokenizer, *sizes, args)
+        else:
+            ids = cut(self.fields["token_ids"], *sizes, args.fit)
+        check_prompt(ids, config, num_new)
+        self.fields["token_ids"] = ids
 
     def request(self, sampling: SamplingParams, generation: GenerationConfig, seed: int) -> Request:
         """What it asks for; the rest is by these settings. Raises `InputError`."""
         own = self.fields
         [seed] = as_seeds(own.get("seed", (seed + self.index) % (MAX_SEED + 1)), 1)
-        prompt = own["prompt"] if "prompt" in own else own["token_ids"]
         sampling = dataclasses.replace(sampling, **{n: own[n] for n in SAMPLING if n in own})
         generation = dataclasses.replace(generation, **{n: own[n] for n in ENDING if n in own})
-        return Request(prompt, seed, sampling, generation)
+        return Request(own.get("token_ids", ()), seed, sampling, generation)
 
-
-def read_lines(text: str, sampling: SamplingParams, generation: GenerationConfig) -> list[Line]:
-    """The lines of a file that are not empty, each checked as far as no model is needed."""
-    lines: list[Line] = []
-    names = set()
-    for number, content in enumerate(text.splitlines(), 1):
-        if not content.strip():
-            continue
-        line = Line(number, len(lines), number)
-        lines.append(line)
-        try:
-            fields = _object(content)
-            name = fields.get("id", number)
-            if not isinstance(name, str | int):
-                raise InputError(f"id is {shorten(repr(name), 60)}; give a text or number")
-            line.name, line.fields = name, fields
-            if name in names:
-                name = shorten(repr(name), 60)
-                raise InputError(f"id {name} was there before; give another")
-            names.add(name)
-            line.request(sampling, generation, 0)
-        except InputError as error:
-            line.error = str(error)
-    return lines
-
-
-def _object(content: str) -> dict[str, Any]:
-    """The object in a line. Raises `InputError` unless it has a prompt and known fields."""
-    try:
-        fields = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"it is no JSON: {shorten(error, 90)}; write one object a line") from None
-    if not isinstance(fields, dict):
-        line = shorten(content, 60)
-        raise InputError(f'it is {line}; write an object, such as {{"prompt": ...}}')
-    if unknown := sorted(fields.keys() - set(KNOWN)):
-        known = ", ".join(KNOWN)
-        raise InputError(f"{shorten(unknown[0], 60)!r} is unknown; known are {known}")
-    if ("prompt" in fields) == ("token_ids" in fields):
-        raise InputError("it has prompt and token_ids, or neither; give one of them")
-    if not isinstance(text := fields.get("prompt", ""), str):
-        raise InputError(f"prompt is {shorten(repr(text), 60)}; give a text")
-    ids = fields.get("token_ids", [])
-    if not (isinstance(ids, list) and all(type(token) is int for token in ids)):
-        raise InputError(f"token_ids is {shorten(repr(ids), 60)}; give a list of whole numbers")
-    return fields
+    def answer(self, **others: Any) -> str:
+        """A line of the output."""
+        return json.dumps({"id": self.name, "line": self.number, **others}, ensure_ascii=False)
 
 
 def run_lines(
@@ -121,60 +109,49 @@ def run_lines(
     """Writes a line for every line of --prompts; returns the exit code. Raises `InputError` in the
     end if some were wrong."""
     text = join().ask_first(lambda: read_text(args.prompts))
-    lines = read_lines(text, sampling, generation)
-    if not lines:
+    contents = [item for item in enumerate(text.splitlines(), 1) if item[1].strip()]
+    if not contents:
         raise InputError(f"{shorten(args.prompts)} has no lines; write one object a line")
+    lines: dict[Any, Line] = {}
 
     def check(tokenizer: Tokenizer, config: ModelConfig) -> None:
-        for line in lines:
+        for index, (number, content) in enumerate(contents):
+            line = Line(number, index, number)
             try:
-                if not line.error:
-                    num_new = line.fields.get("max_new_tokens", generation.max_new_tokens)
-                    _encode(line, tokenizer, config, num_new, args)
+                line.read(content)
+                if line.name in lines:
+                    name = shorten(repr(line.name), 60)
+                    raise InputError(f"id {name} was there before; give another")
+                line.request(sampling, generation, 0)
+                line.encode(tokenizer, config, args)
+                lines[line.name] = line
             except InputError as error:
-                line.error = str(error)
-            if line.error:
-                print(line.answer(error=line.error), flush=True)
-                log.warning("line %d: %s", line.number, line.error)
-        if all(line.error for line in lines):
-            raise InputError(f"all {len(lines)} lines are wrong; nothing is left to run")
+                print(line.answer(error=str(error)), flush=True)
+                log.warning("line %d: %s", number, error)
+        if not lines:
+            raise InputError(f"all {len(contents)} lines are wrong; nothing is left to run")
 
     engine = boot(args, draft, check)
     sampling = dataclasses.replace(sampling, **model_sampling(args, engine))
     args.temperature = sampling.temperature
     seed = seed_of(args, speculation)
-    good = [line for line in lines if not line.error]
     load_kv(args, engine)
-    requests = [line.request(sampling, generation, seed) for line in good]
+    requests = [line.request(sampling, generation, seed) for line in lines.values()]
     run = engine.stream(
         requests, batch_size=args.batch_size, generation=generation, speculation=speculation
     )
     with closing(run):
-        num_done = _write(run, good, quiet=args.quiet)
-    if num_done < len(good):
-        log.info("interrupted: %d of %d prompts are written", num_done, len(good))
+        num_done = _write(run, [*lines.values()], quiet=args.quiet)
+    if num_done < len(lines):
+        log.info("interrupted: %d of %d prompts are written", num_done, len(lines))
         return 130
     log.info(outline(engine, run))
     if args.stats:
         log.info(details(engine, run))
     save_kv(args, engine, max(row.stats.num_cached_tokens for row in run.rows))
-    if num_wrong := len(lines) - len(good):
-        raise InputError(f"{num_wrong} of {len(lines)} lines were wrong, the others are written")
+    if num_wrong := len(contents) - len(lines):
+        raise InputError(f"{num_wrong} of {len(contents)} lines were wrong, the others are written")
     return 0
-
-
-def _encode(
-    line: Line, tokenizer: Tokenizer, config: ModelConfig, num_new: int, args: argparse.Namespace
-) -> None:
-    """Puts token ids in the place of its prompt. Raises `InputError`."""
-    most = args.max_prompt_tokens
-    if "prompt" in line.fields:
-        ids = encode(line.fields.pop("prompt"), tokenizer, config, most, num_new, args)
-    else:
-        ids = line.fields["token_ids"]
-        ids = cut(ids, room_for(config, most, num_new), args.fit) if args.fit else ids[:most]
-    check_prompt(ids, config, num_new)
-    line.fields["token_ids"] = ids
 
 
 def _write(run: Generation, lines: list[Line], *, quiet: bool) -> int:
@@ -188,7 +165,7 @@ def _write(run: Generation, lines: list[Line], *, quiet: bool) -> int:
                     tokens[event.row].append(event)
                 if isinstance(event, End):
                     row = run.rows[event.row]
-                    answer = {"text": event.text, "token_ids": event.token_ids}
+                    answer: dict[str, Any] = {"text": event.text, "token_ids": event.token_ids}
                     answer |= {"finish_reason": event.finish_reason, "seed": row.request.seed}
                     answer |= {"num_prompt_tokens": row.num_prompt_tokens}
                     answer |= log_probs(tokens.pop(event.row))

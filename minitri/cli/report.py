@@ -134,8 +134,8 @@ def report(
     """The statistics for programs: the object that --json prints."""
     row, stats = run.rows[0], run.stats
     flags = ("model", "method", "temperature", "coupled", "seed")
-    numbers = ("num_prompt_tokens", "num_generated_tokens", "prefill_seconds", "decode_seconds")
-    numbers += ("ms_per_token", "tokens_per_second", "steps_per_plan", "kv_cache_bytes")
+    numbers = ["num_prompt_tokens", "num_generated_tokens", "prefill_seconds", "decode_seconds"]
+    numbers += ["ms_per_token", "tokens_per_second", "steps_per_plan", "kv_cache_bytes"]
     return {
         **{name: getattr(args, name) for name in flags},
         **{name: getattr(stats, name) for name in numbers},

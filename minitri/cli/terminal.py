@@ -66,7 +66,7 @@ def stream(
 ) -> tuple[str, list[Token]]:
     """Shows a run of one prompt as it goes; returns how it finished, `interrupted` by Ctrl-C, and
     its tokens."""
-    tokens = []
+    tokens: list[Token] = []
     try:
         for event in with_bar(run, quiet=quiet):
             if isinstance(event, End):
