@@ -247,6 +247,7 @@ class OffloadedFullCache(FullCache):
         synchronize(self.device)
         for host, new_KTD in ((self.host_keys, keys_KTD), (self.host_values, values_KTD)):
             host[layer - self.on_chip, b, :, : new_KTD.shape[1]] = new_KTD
+        self._staging.ring_starts[b] = keys_KTD.shape[1]  # none of these tokens is in the ring
 
     def restore(self, b: int, num_tokens: int) -> None:
         super().restore(b, num_tokens)
