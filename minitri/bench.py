@@ -25,7 +25,7 @@ with clean_imports():
     from minitri.benchmarks.synthetic import add_synthetic_flags, run_synthetic
     from minitri.cli import arguments
     from minitri.cli.prompts import load_engine, read_prompt
-    from minitri.cli.report import draft_name, where
+    from minitri.cli.report import where
     from minitri.engine import Engine
     from minitri.errors import InputError
     from minitri.generation import running
@@ -174,7 +174,7 @@ def print_comparison(
     flags = ("model", "temperature", "top_p", "coupled", "seeds")
     facts = {
         **{name: getattr(args, name) for name in flags}, **where(engine.model),
-        "draft": draft_name(engine), "num_prompt_tokens": lengths,
+        "draft": engine.drafter_name, "num_prompt_tokens": lengths,
         "num_new_tokens": args.max_new_tokens, "contestants": result,
     }  # fmt: skip
     print(json.dumps(facts), flush=True)

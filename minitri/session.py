@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from minitri.caches.full import FullCache
 from minitri.caches.policies import make_policy
@@ -25,8 +26,9 @@ from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.cascade import Cascade
 from minitri.decoding.level import Emitted, Level, Stage
 from minitri.decoding.random_source import CoupledSource, IndependentSource, RandomSource
-from minitri.drafters.choice import DrafterChoice
-from minitri.drafters.lookup import LookupDrafter, Sources
+from minitri.decoding.sampling import probs_of_rows
+from minitri.drafters.lookup import LookupDrafter
+from minitri.drafters.plugin import Drafter, PluggedDrafter
 from minitri.errors import InputError, shorten
 from minitri.events import Batch
 from minitri.gpu.graphs import GraphPool, graph_pool
@@ -73,7 +75,7 @@ class Session:
         batch: Batch,
         *,
         guesser: Llama | None = None,
-        sources: Sources = Sources(),  # noqa: B008 (frozen)
+        drafter: Drafter | None = None,
         full: FullCache | None = None,
         held: PrefixCache | None = None,
         graphs: GraphPool | None = None,
@@ -81,8 +83,9 @@ class Session:
     ) -> None:
         """Allocates and captures for batches of this shape; `begin` must follow.
 
-        Without a `draft` the last words are looked up in the text, and in `sources`. `guesser`, a
-        rough copy of the target, takes its place at the retrieval level. `host` lends memory for K
+        `drafter` guesses in the place of a `draft` model; without either the last words are looked
+        up in the text. `guesser`, a rough copy of the target, takes its place at the retrieval
+        level. `host` lends memory for K
         and V. `held` are texts that an earlier session leaves, in `full` or in another full cache.
         By default the full cache goes where it fits, and passes are captured on a GPU, but for
         those that stream K and V from host memory. Raises `InputError` if there is no room.
@@ -96,7 +99,7 @@ class Session:
             log.warning("%s; suffix lookup takes its place", problem)
             draft = None
         self.models, self.guesser = (target, draft), guesser or target
-        self._lookup_sources = sources
+        self._drafter = drafter
         self.shape = batch  # what the memory was made for
         self.full = full if full is not None else allocate_full_cache(
             target, draft.config if draft is not None else None, batch.generation,
@@ -196,9 +199,6 @@ class Session:
         `speculation`; `prefill` and `start` must follow."""
         self.sequences[b][:], self.prefix.num_prompt[b] = prompt, len(prompt)
         self.cascade.active[b], self.cascade.guessing[b] = False, speculation
-        history = self._lookup_sources.history
-        if history is not None and not self.batch.speculation.coupled:
-            seed = history.fresh_seed(seed)
         self.source.restart(b, seed)
         if self.retrieval_cache is not None:
             self.retrieval_cache.reset(b, self.batch.budget_for(len(prompt)))
@@ -247,22 +247,26 @@ class Session:
             return make_level(runner, own, self.stats.stages[-1], tuner, on_not_finite, clock)
 
         drafter: Stage | None = None
-        lookup = functools.partial(
-            LookupDrafter, len(batch.prompts), sources=self._lookup_sources,
-            vocab_size=self.models[0].config.vocab_size, device=self.models[0].device,
-        )  # fmt: skip
         if self.draft is not None:
             drafter = level("draft", self.draft, self.draft.warn)
-            if self._lookup_sources.takes_turns:
-                found = lookup(stats=LevelStats("lookup"), tuner=None)
-                drafter = choice = DrafterChoice(batch.speculation.tree, found, drafter, tuner)
-                self.stats.drafters = choice.by_drafter
         elif any(plan.uses_drafter for plan in plans):
             self.stats.stages.append(LevelStats("draft"))
-            drafter = lookup(stats=self.stats.stages[-1], tuner=tuner)
+            drafter = self._without_model(batch, tuner)
         retrieval = level("retrieval", self.retrieval) if self.retrieval is not None else None
         target = level("target", self.target)
         return Cascade(self.sequences, self.stats, tuner, target, retrieval, drafter, clock)
+
+    def _without_model(self, batch: Batch, tuner: Autotuner) -> Stage:
+        """The engine's drafter from outside, or lookup."""
+        target, stats = self.models[0], self.stats.stages[-1]
+        where: dict[str, Any] = {"vocab_size": target.config.vocab_size, "device": target.device}
+        if self._drafter is None or batch.speculation.drafter == "lookup":
+            return LookupDrafter(len(batch.prompts), stats, tuner, **where)
+
+        def filtered(logits_BNV: Tensor) -> Tensor:
+            return probs_of_rows(logits_BNV, self.target._sampling)
+
+        return PluggedDrafter(self._drafter, stats, tuner, self.source, filtered, **where)
 
     def _prior_seconds(self) -> Callable[[str, float], float]:
         """What a round of each stage takes by bytes over bandwidth, before it was measured."""

@@ -49,16 +49,11 @@ class Method:
     def __init__(self, engine: Engine, batch: Batch, full: FullCache, queries_LTHD: Tensor) -> None:
         """`full` holds the one prompt but for its last token, and is copied; the queries are those
         of its last tokens."""
-        others: dict[str, Any] = {"guesser": engine.guesser, "sources": engine.sources}
+        others: dict[str, Any] = {"guesser": engine.guesser, "drafter": engine.drafter}
         session = Session(engine.model, engine.draft, batch, **others)
         session.begin(batch)
         session.full.copy_from(full)
         if (cache := session.retrieval_cache) is not None:
-            if cache.max_prompt_queries is None:
-                raise InputError(
-                    f"--policy {batch.speculation.policy} must watch the prompt being read; "
-                    "compare another one"
-                )
             cache.observe(0, queries_LTHD)
         self.stats, self._cascade, self._session = session.stats, session.cascade, session
         self.should_repeat = batch.sampling.temperature == 0 or batch.speculation.coupled

@@ -69,7 +69,6 @@ def build_parser() -> arguments.OneLineParser:
     group = parser.add_argument_group("speculation (none of this changes the text's distribution)")
     arguments.add_fields(group, SpeculationConfig, "method")
     arguments.add_draft_flag(group)
-    arguments.add_fields(group, SpeculationConfig, "policy")
     arguments.add_size_flags(group)
     arguments.add_fields(group, SpeculationConfig, "coupled")
     arguments.add_switches(

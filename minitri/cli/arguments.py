@@ -19,12 +19,11 @@ from minitri import __version__
 from minitri.errors import MAX_COUNT, InputError, shorten
 from minitri.gpu.backend_choice import BACKENDS
 from minitri.loading.devices import DRAFT_WEIGHTS, DTYPES, WEIGHTS
-from minitri.loading.fetch import default_draft, split_draft
+from minitri.loading.fetch import LOOKUPS, default_draft
 from minitri.loading.named_models import DEFAULT_MODEL, MODELS
 from minitri.loading.prompts import MAX_SEED
 from minitri.settings import (
     METHODS,
-    POLICIES,
     VERIFICATIONS,
     GenerationConfig,
     SamplingParams,
@@ -124,7 +123,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "stop": {"action": "append", "metavar": "TEXT", "default": []},
     "ignore_eos": SWITCH, "offload": SWITCH, "coupled": SWITCH,
     "logprobs": {"type": whole(), "metavar": "K"},
-    "method": {"choices": METHODS}, "policy": {"choices": POLICIES},
+    "method": {"choices": METHODS},
     "gamma1": AUTO, "gamma2": AUTO, "budget": AUTO,
     "rebuild_threshold": {"type": float, "metavar": "RATE"},
     "tree": {"metavar": "N|WxD"}, "verification": {"choices": VERIFICATIONS},
@@ -234,15 +233,13 @@ def add_sampling_flags(
 def add_draft_flag(flags: Flags) -> None:
     """Who guesses first."""
     flags.add_argument(
-        "--draft", default="auto", metavar="NAME|DIR|layers:FILE|suffix|datastore:FILE|none",
-        help="drafter for naive and triforce: a model of the same vocabulary; layers:FILE, some"
-        " layers of the target (tools/find_layers.py); suffix, which looks the last words up in the"
-        " text; or datastore:FILE, which does so in other texts, too (tools/build_datastore.py); a"
-        " lookup and a model with a comma between take turns (default: the one that belongs to the"
-        " model, else suffix)",
-    )  # fmt: skip
-    text = "let suffix and datastore look words up in the texts of earlier prompts, too"
-    flags.add_argument("--draft-history", action="store_true", help=text)
+        "--draft",
+        default="auto",
+        metavar="NAME|DIR|suffix|none",
+        help="drafter for naive and triforce: a model of the same vocabulary, or suffix, which "
+        "looks the last words up in the text (default: the one that belongs to the model, else "
+        "suffix)",
+    )
 
 
 def add_size_flags(flags: Flags) -> None:
@@ -275,8 +272,6 @@ def model_of(args: argparse.Namespace) -> dict[str, Any]:
         args.draft_weights = "same"
     names = ("model", "dtype", "device", "attention", "rope_scaling", "weights", "draft_weights")
     options = {name: getattr(args, name) for name in names}
-    is_used = getattr(args, "method", None) in WITH_DRAFTER
-    options["draft_history"] = getattr(args, "draft_history", False) and is_used
     return {**options, "progress": not args.quiet and sys.stderr.isatty()}
 
 
@@ -286,7 +281,7 @@ def speculation_of(args: argparse.Namespace) -> SpeculationConfig:
 
 
 def draft_of(args: argparse.Namespace) -> str:
-    """The drafter that the flags ask for: a name, a path, `suffix` or a datastore.
+    """The drafter that the flags ask for: a name, a path, or `suffix`.
 
     Raises `InputError` if one is missing.
     """
@@ -306,12 +301,10 @@ def ignored_flags(args: argparse.Namespace) -> list[str]:
     unused: list[str] = []
     if args.method in ("autoregressive", "retrieval"):
         unused += ["gamma1"] if args.draft in ("auto", "none") else ["draft", "gamma1"]
-        unused += ["draft_history"] * args.draft_history
     if args.method in ("autoregressive", "naive"):
-        unused += ["policy", *RETRIEVAL]
-    if args.method == "autoregressive" or (
-        args.method == "naive" and not split_draft(draft_of(args))[1]
-    ):
+        unused += RETRIEVAL
+    is_lookup = args.method == "naive" and draft_of(args) in LOOKUPS
+    if args.method == "autoregressive" or is_lookup:
         unused += WINDOW
     defaults = vars(SpeculationConfig())
     changed = [name for name in unused if getattr(args, name) != defaults.get(name)]

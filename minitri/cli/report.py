@@ -24,12 +24,7 @@ def where(model: Llama) -> dict[str, str]:
     }  # fmt: skip
 
 
-def draft_name(engine: Engine) -> str:
-    """The name of an engine's drafter, or of both."""
-    return engine.sources.beside(engine.draft.config.name if engine.draft is not None else "")
-
-
-GUESSED = ("draft", "lookup", "retrieval")
+GUESSED = ("draft", "retrieval")
 """Origins of tokens that the target only verified."""
 
 
@@ -80,7 +75,6 @@ def details(engine: Engine, run: Generation) -> str:
             f"{stats.decode_seconds:.2f} s, {stats.ms_per_token:.1f} ms/token, "
             f"{stats.tokens_per_second:.1f} tokens/s"
         )
-    lines += [f"by {level_line(drafter)}" for drafter in stats.drafters]
     lines += [level_line(level) for level in stats.levels if level.num_rounds]
     if stats.levels and stats.num_decoded_tokens:
         phases = ", ".join(f"{name} {ms:.1f}" for name, ms in phase_ms(stats).items())
@@ -125,7 +119,7 @@ def level_line(level: LevelStats) -> str:
 def phase_ms(stats: Stats) -> dict[str, float]:
     """Milliseconds per decoded token of each stage, of rebuilds, and of other commits."""
     rebuild, ms = stats.rebuilds.seconds, 1e3 / max(stats.num_decoded_tokens, 1)
-    seconds = {stage.name: stage.seconds for stage in (*stats.drafters, *stats.stages)}
+    seconds = {stage.name: stage.seconds for stage in stats.stages}
     seconds |= {"rebuild": rebuild, "commit": stats.commit_seconds - rebuild}
     return {name: ms * value for name, value in seconds.items()}
 
@@ -144,8 +138,8 @@ def report(
 ) -> dict[str, Any]:  # fmt: skip
     """The statistics for programs: the object that --json prints."""
     row, stats = run.rows[0], run.stats
-    draft = draft_name(engine) if args.method in WITH_DRAFTER else None
-    flags = ("model", "method", "temperature", "policy", "coupled")
+    draft = engine.drafter_name if args.method in WITH_DRAFTER else None
+    flags = ("model", "method", "temperature", "coupled")
     numbers = (
         "num_prompt_tokens", "num_generated_tokens", "prefill_seconds", "decode_seconds",
         "ms_per_token", "tokens_per_second", "steps_per_plan", "kv_cache_bytes",
@@ -158,7 +152,6 @@ def report(
         "seed": args.seed, "draft": draft, "num_cached_tokens": row.stats.num_cached_tokens,
         "tokens_by_origin": row.stats.by_origin, "speedup_estimate": speedup(engine, run),
         "levels": [level.as_dict() for level in stats.levels],
-        "drafters": [drafter.as_dict() for drafter in stats.drafters],
         "phase_ms_per_token": phase_ms(stats), "num_rebuilds": stats.rebuilds.count,
         "break_even_acceptance": stats.break_even, "num_cuda_graphs": stats.num_graphs,
         **log_probs(tokens),

@@ -10,7 +10,7 @@ import dataclasses
 
 from minitri.caches.prefixes import KVSource
 from minitri.caches.snapshots import Origin, Snapshot, write_snapshot
-from minitri.drafters.lookup import Sources
+from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError
 from minitri.events import Batch
 from minitri.gpu.offload.host_memory import HostMemory
@@ -27,13 +27,13 @@ class SessionPool:
     """Sessions over two models; at most one is kept, of the run that was opened last."""
 
     def __init__(
-        self, target: Llama, draft: Llama | None, guesser: Llama | None, sources: Sources
+        self, target: Llama, draft: Llama | None, guesser: Llama | None, drafter: Drafter | None
     ) -> None:
-        """Models of a `Session`, and where it looks words up."""
+        """Models and drafter of a `Session`."""
         self.target = target
         self._draft = draft
         self._guesser = guesser
-        self._sources = sources
+        self._drafter = drafter
         self.host = HostMemory(target.device)
         self._kept: Session | None = None
         self.snapshot: Snapshot | None = None
@@ -55,7 +55,7 @@ class SessionPool:
             )
             del kept  # gives up its memory for the new one
             session = Session(
-                self.target, self._draft, batch, guesser=self._guesser, sources=self._sources,
+                self.target, self._draft, batch, guesser=self._guesser, drafter=self._drafter,
                 full=full, held=old, host=self.host,
             )  # fmt: skip
         session.prefix.snapshot = self.snapshot

@@ -74,7 +74,6 @@ def build_parser() -> arguments.OneLineParser:
     )
     arguments.add_fields(group, SpeculationConfig, "method")
     arguments.add_draft_flag(group)
-    arguments.add_fields(group, SpeculationConfig, "policy")
     arguments.add_size_flags(group)
     arguments.add_fields(group, SpeculationConfig, "coupled")
     return parser

@@ -105,9 +105,12 @@ class OffloadedFullCache(FullCache):
         weak = weakref.proxy(cache)  # which holds this one: a cycle would keep both after the run
 
         def on_layer(layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
-            weak.rebuild_layer(layer, queries_LBTHD[layer], keys_BKSD, values_BKSD)
+            if layer == 0:
+                weak.plan_rebuild()
+            weak.select(layer, queries_LBTHD[layer, :, 0], keys_BKSD, values_BKSD)
 
         self.on_layer_staged = on_layer
+        cache.selects_in_pass = True
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:

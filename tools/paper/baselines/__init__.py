@@ -1,0 +1,1 @@
+"""Drafters and policies of other papers, by the protocols `minitri.Drafter` and `minitri.Policy`."""
