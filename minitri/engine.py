@@ -54,14 +54,14 @@ def load(
     a named model, and `suffix` where there is none. A `drafter` is an object of yours that guesses
     in its place, see `minitri.Drafter`.
     `dtype` is float32, bfloat16, float16 or auto (bfloat16 where that is fast). `device` is cpu,
-    cuda, cuda:N or auto. `attention` names a kernel for short blocks on a GPU, see
-    `gpu/attention.py`. `rope_scaling` such as `yarn:4` stretches the context. `weights` `native`
+    cuda, cuda:N or auto. `attention` names a backend of `gpu/attention_backends.py` for short
+    blocks on a GPU. `rope_scaling` such as `yarn:4` stretches the context. `weights` `native`
     leaves a GGUF file's 4 and 8 bits as they are (on a CPU); `auto` does not. `draft_weights` guess
     with the retrieval cache: the `same`, or a copy, of which the text does not depend: `int4`, as
-    `auto` with compiled kernels (on a CPU), `int8`, or `fp8` (on a GPU). `progress` draws bars on
-    standard error. `before_weights` is given tokenizer and config before the weights are read: time
-    to check a prompt. Under torchrun each process holds a share of the model, and all must make the
-    same calls. Raises `InputError`.
+    `auto` with compiled kernels (on a CPU), or `int8`. `progress` draws bars on standard error.
+    `before_weights` is given tokenizer and config before the weights are read: time to check a
+    prompt. Under torchrun each process holds a share of the model, and all must make the same
+    calls. Raises `InputError`.
     """
     options = {"dtype": dtype, "device": device, "attention": attention, "weights": weights}
     options["draft_weights"] = draft_weights

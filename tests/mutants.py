@@ -326,42 +326,34 @@ MUTANTS = [
         + "test_every_combination_of_filters_is_the_distribution_by_definition[0.0-0.95-0-0.2]",
     ),
     Mutant(
-        "top-k and top-p on a device keep one more",
-        "minitri.gpu.sampling.last_kept",
-        "ahead_N1 < goal_N1",
-        "ahead_N1 <= goal_N1",
-        FILTERS
-        + "test_every_combination_of_filters_is_the_distribution_by_definition[0.0-1.0-7-3.0]",
-    ),
-    Mutant(
         "a tree read as a chain by the kernel",
-        "minitri.gpu.kernels.attention.attend_short_block",
+        "minitri.gpu.kernels.flash_decoding.attend_short_block",
         "HAS_RULE=has_rule",
         "HAS_RULE=False",
-        "gpu_twins/test_triton_attention.py::"
-        "test_a_trees_rule_replaces_causality_inside_the_block[heads0-prefixes0-6]",
+        "gpu_twins/test_attention_backends.py::"
+        "test_a_trees_rule_replaces_causality_inside_the_block[heads0-prefixes0-3-triton 1]",
     ),
     Mutant(
         "all scores of a chunk held at once in float32",
-        "minitri.gpu.attention.attend_fused",
+        "minitri.gpu.attention_backends.attend_fused",
         "if H == K or q_BTHD.dtype != torch.float32:",
         "if H >= K:",
-        "gpu_twins/test_attention_pieces.py::"
+        "gpu_twins/test_attention_backends.py::"
         "test_a_chunk_of_a_long_prompt_in_float32_never_holds_all_scores",
     ),
     Mutant(
         "fused kernels write no raw keys",
-        "minitri.gpu.fused.FusedAttention.mix",
+        "minitri.gpu.fused_modules.FusedAttention.mix",
         "if isinstance(cache, StreamingCache) else None",
         "if cache is None else None",
-        "gpu_twins/test_fused.py::test_a_pass_leaves_what_a_plain_one_leaves[2-streaming]",
+        "gpu_twins/test_fused_modules.py::test_a_pass_leaves_what_a_plain_one_leaves[2-streaming]",
     ),
     Mutant(
         "fused layers forget the last addition",
-        "minitri.gpu.fused.FusedLayers.forward",
+        "minitri.gpu.fused_modules.FusedLayers.forward",
         "return x_BTE + change_BTE",
         "return x_BTE",
-        "gpu_twins/test_fused.py::test_a_pass_leaves_what_a_plain_one_leaves[2-full]",
+        "gpu_twins/test_fused_modules.py::test_a_pass_leaves_what_a_plain_one_leaves[2-full]",
     ),
     Mutant(
         "a token of probability 0 sampled at an edge",
@@ -599,16 +591,16 @@ MUTANTS = [
         SESSION + "_make_runners",
         "target, self.full, sampling",
         "self.guesser, self.full, sampling",
-        "gpu_twins/test_quantized_weights.py::"
+        "gpu_twins/test_eight_bits.py::"
         "test_a_copy_however_wrong_changes_no_text[wrong-triforce-sampling0]",
     ),
     Mutant(
         "a copy of fewer bits rounds the model itself",
-        "minitri.gpu.quantized.quantize",
+        "minitri.gpu.eight_bits.quantize",
         "weight.float() / scales.unsqueeze(1)",
         "weight.float().div_(scales.unsqueeze(1))",
-        "gpu_twins/test_quantized_weights.py::"
-        "test_a_copy_is_as_large_as_planned_and_shares_the_rest[False-int8]",
+        "gpu_twins/test_eight_bits.py::"
+        "test_a_copy_is_as_large_as_planned_and_shares_the_rest[False]",
     ),
     Mutant(
         "a drawn guess stated as certain",

@@ -71,15 +71,12 @@ def test_a_room_imports_only_what_it_may(file):
         assert room in {"cli", "benchmarks", *programs}
         return
     others = {name.split(".")[0] for name in ours(file)} - {room}
-    if module_name(file) == "caches.policies":
-        others -= {"benchmarks"}  # policies that exist for comparison, if one is asked for
     assert others <= set(MAY_IMPORT[room].split())
 
 
 def test_imports_make_no_circle():
-    """Imports inside functions count, but for that of policies which exist for comparison."""
+    """Imports inside functions count."""
     graph = {module_name(file): ours(file) for file in FILES}
-    graph["caches.policies"].discard("benchmarks")
     assert len(list(TopologicalSorter(graph).static_order())) >= len(FILES)
 
 

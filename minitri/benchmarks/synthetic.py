@@ -31,7 +31,7 @@ from minitri.decoding.verification import Proposal, Verdict
 from minitri.errors import InputError
 from minitri.events import Batch
 from minitri.generation import running
-from minitri.gpu.fused import fuse_if_possible
+from minitri.gpu.fused_modules import fuse_if_possible
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.loading.devices import attention_for, choose_device, choose_dtype, guesser_for
 from minitri.loading.named_models import shape_of, unknown_model
@@ -289,8 +289,7 @@ def random_model(config: ModelConfig, setup: Setup) -> Llama:
             weight.fill_(1)
     if can_pack(setup.dtype, setup.device):
         pack_linears(model)
-    fuse_if_possible(model)
-    return model.eval()
+    return fuse_if_possible(model).eval()
 
 
 def fill_cache(full: FullCache) -> None:

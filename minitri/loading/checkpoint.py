@@ -29,7 +29,7 @@ from minitri.cpu.fused import use_kernels
 from minitri.cpu.packed import can_pack, pack_linears
 from minitri.cpu.quantized import keep_quantized
 from minitri.errors import InputError, shorten
-from minitri.gpu.fused import fuse_if_possible
+from minitri.gpu.fused_modules import fuse_if_possible
 from minitri.loading.damage import explain, printable
 from minitri.loading.devices import kernels_for
 from minitri.loading.gguf.blocks import BITS
@@ -114,8 +114,7 @@ def load_model(
         _check_drafter(model, lender, checkpoint.path)
     if kernels is None and can_pack(dtype, device):
         pack_linears(model)
-    fuse_if_possible(model)
-    return model.eval()
+    return fuse_if_possible(model).eval()
 
 
 def _native_tensors(model: Llama, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:

@@ -3,6 +3,7 @@ length matters."""
 
 from __future__ import annotations
 
+from baselines.policies import policy_of
 import pytest
 import torch
 
@@ -112,7 +113,7 @@ def poison(rig: Rig) -> None:
 def test_poisoned_slots_change_nothing(method, noise, policy, sampling, coupled):
     """A cache of NaN from the start and after every step: the same tokens, and the same guesses on
     the way."""
-    settings = {"sampling": sampling, "coupled": coupled, "policy": policy, "num_new": 14}
+    settings = {"sampling": sampling, "coupled": coupled, "policy": policy_of(policy), "num_new": 14}
     clean, poisoned = new_rig(method, noise, **settings), new_rig(method, noise, **settings)
     poison(poisoned)
     tokens = poisoned.run(poison)

@@ -4,6 +4,7 @@ since."""
 from __future__ import annotations
 
 import itertools
+from baselines.policies import NAMES, policy_of
 import math
 
 import pytest
@@ -13,7 +14,7 @@ from minitri.caches import policies
 from minitri.caches.full import FullCache
 from minitri.caches.policies import NEIGHBOR, make_policy
 from minitri.caches.retrieval import MEMORY, RetrievalCache
-from minitri.settings import POLICIES, SamplingParams, SpeculationConfig
+from minitri.settings import SamplingParams, SpeculationConfig
 from tests.cascades import GREEDY, WARM, Rig, near_copy, plain_tokens, random_prompt
 from tests.conftest import new_cache, tiny_config, tiny_model
 from tests.exactness import probs_behind
@@ -152,7 +153,7 @@ def test_a_build_holds_exactly_what_the_policy_chooses(name, M, length, window):
     check_build(bench, name, budget=48, M=M, sinks=-(-4 // M), recent=8 // M)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("window", [1, 4, 9])
 def test_a_build_after_several_rounds_asks_the_latest_queries(name, window):
     """Blocks of several tokens, longer and shorter than the window: the policy sees all of their
@@ -241,7 +242,7 @@ def committed_sizes(seed: int, num: int) -> list[int]:
     return torch.randint(1, 8, (num,), generator=generator).tolist()
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("budget", "chunk_size", "prompt"),
     [
@@ -394,7 +395,7 @@ def test_what_is_read_behind_the_chosen_stands_where_it_does_in_the_text():
 PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (60, 3, 21)]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", NAMES)
 @pytest.mark.parametrize("method", ["retrieval", "triforce"])
 def test_a_budget_for_the_whole_text_gives_the_full_cache(method, policy):
     """K and V are the same bits after every step, nothing is ever chosen, and no guess of this
@@ -418,7 +419,7 @@ def test_a_budget_for_the_whole_text_gives_the_full_cache(method, policy):
     assert top.num_accepted_tokens == top.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", NAMES)
 @pytest.mark.parametrize(("budget", "chunk_size"), [(1, 1), (8, 8), (24, 8)])
 def test_no_budget_and_no_chunk_size_changes_a_token(policy, budget, chunk_size):
     """A budget of one chunk too, beside prompts shorter than a chunk and no multiple of it."""

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from minitri import SamplingParams, SpeculationConfig
-from minitri.gpu.attention import Math
 from minitri.gpu.graphs import GraphPool
 from minitri.model.llama import Llama
 from minitri.runner import ModelRunner
@@ -34,7 +33,7 @@ from tests.chi_square import (
 )
 from tests.conftest import CPU, new_cache
 from tests.exactness import probs_behind
-from tests.gpu_twins.test_graphs import as_on_a_gpu, lengths_on_the_device  # noqa: F401
+from tests.gpu_twins.conftest import as_on_a_gpu, lengths_on_the_device  # noqa: F401
 
 SAMPLING, NUM_SEEDS = SamplingParams(0.9, top_p=0.97), 4000
 
@@ -81,7 +80,7 @@ def test_texts_follow_the_targets_distribution(drafter, method, monkeypatch):
 @pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "n-grams"])
 def test_static_steps_give_the_distributions_of_eager_ones(drafter):
     """As on a GPU: cut before the softmax, padded behind it, and 0 where the head lacks a token."""
-    draft = as_on_a_gpu(DRAFTERS[drafter](target_model()), Math())
+    draft = as_on_a_gpu(DRAFTERS[drafter](target_model()))
     text = [token % draft.config.vocab_size % V for token in PROMPT]
     found = []
     for graphs in (None, GraphPool(CPU)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from baselines.policies import NAMES, policy_of
 import math
 
 import pytest
@@ -10,14 +11,13 @@ import torch
 
 from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig, session
 from minitri.events import Batch
-from minitri.gpu.attention import Math
 from minitri.gpu.graphs import GraphPool
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.reuse.pool import can_run
-from minitri.settings import METHODS, POLICIES
+from minitri.settings import METHODS
 from tests.cascades import random_prompt, tiny_engine
 from tests.conftest import CPU
-from tests.gpu_twins.test_graphs import as_on_a_gpu, lengths_on_the_device  # noqa: F401 (a fixture)
+from tests.gpu_twins.conftest import as_on_a_gpu
 from tests.gpu_twins.test_offloaded_cache import offloaded
 
 WARM = SamplingParams(0.9, 30, top_p=0.95, min_p=0.01)
@@ -25,7 +25,7 @@ SETTINGS = {"budget": 24, "num_recent_tokens": 40, "rebuild_stride": 5}
 
 
 @pytest.fixture
-def pools(lengths_on_the_device, monkeypatch):  # noqa: F811
+def pools(lengths_on_the_device, monkeypatch):
     """The pools of graphs that runs have made; engines behave as on a GPU."""
     made = []
 
@@ -41,7 +41,7 @@ def gpu_engine(**settings):
     engine = tiny_engine(**settings)
     for model in (engine.model, engine.draft):
         if model is not None:
-            as_on_a_gpu(model, Math())
+            as_on_a_gpu(model)
     return engine
 
 
@@ -75,7 +75,7 @@ def spoil(session) -> None:
         tensor.fill_(math.nan)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", NAMES)
 @pytest.mark.parametrize("method", METHODS)
 def test_the_next_run_captures_nothing_and_says_what_it_would_have_said_first(
     method, policy, pools
@@ -85,7 +85,7 @@ def test_the_next_run_captures_nothing_and_says_what_it_would_have_said_first(
     if policy != "retrieval" and method not in ("retrieval", "triforce"):
         pytest.skip("no cache that has a policy")
     gammas = {} if method == "auto" else {"gamma1": 2, "gamma2": 3}
-    settings = {"method": method, "policy": policy, **gammas, **SETTINGS}
+    settings = {"method": method, "policy": policy_of(policy), **gammas, **SETTINGS}
     speculation = SpeculationConfig(**settings)
     engine = gpu_engine()
     say(engine, (90, 33), speculation, WARM)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from baselines.policies import NAMES, policy_of
 import math
 
 import pytest
@@ -18,7 +19,7 @@ from minitri import (
     SpeculationConfig,
     Token,
 )
-from minitri.settings import METHODS, POLICIES
+from minitri.settings import METHODS
 from tests.cascades import random_prompt, tiny_engine
 from tests.gpu_twins.test_offloaded_cache import offloaded
 
@@ -46,7 +47,7 @@ def document(engine):
     return random_prompt(engine.config, 150, seed=1)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", NAMES)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_second_question_gets_the_answer_of_a_fresh_run(engine, document, method, policy):
     if policy != "retrieval" and method not in ("retrieval", "triforce"):

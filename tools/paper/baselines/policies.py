@@ -4,7 +4,8 @@
 - `HeavyHitters` (H2O): attention that a token has received so far, from every query.
 - `LatestTokens` (StreamingLLM): the later, the better.
 
-Their chunks are single tokens: give `chunk_size=1`. All choose from the full cache at every
+The importance of a chunk is that of all its tokens; with `chunk_size=1`, as `speculation_with`
+sets it, each token stands for itself. All choose from the full cache at every
 rebuild. For `LatestTokens` that changes nothing: a token that has left the window never comes back.
 `HeavyHitters` is not the published method, which evicts for good, while the prompt is read already,
 and then adds up the attention of what is left only. So its figures must not be compared with those
@@ -28,10 +29,14 @@ QUERIES_AT_ONCE = 64
 
 
 def speculation_with(name: str, settings: minitri.SpeculationConfig) -> minitri.SpeculationConfig:
-    """These settings with a policy of `POLICIES`."""
-    if name == "retrieval":
-        return settings
-    return dataclasses.replace(settings, policy=POLICIES[name](), chunk_size=1)
+    """These settings with another policy; all but the paper's choose single tokens."""
+    own = settings.chunk_size if name == "retrieval" else 1
+    return dataclasses.replace(settings, policy=policy_of(name), chunk_size=own)
+
+
+def policy_of(name: str) -> str | minitri.Policy:
+    """What `SpeculationConfig(policy=...)` takes for a name of `NAMES`."""
+    return name if name == "retrieval" else POLICIES[name]()
 
 
 class TopTokens(minitri.Policy):
