@@ -15,8 +15,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from baselines.policies import NAMES, policy_of
 import torch
+from baselines.policies import NAMES
 from hypothesis import strategies as st
 
 from minitri import Engine
@@ -112,7 +112,7 @@ def speculations(draw: st.DrawFn) -> dict[str, Any]:
     tree = draw(usually(st.just(""), TREES, odds=3))
     return {
         "method": draw(usually(one_of("triforce", *METHODS[2:]), one_of(*METHODS[:2]))),
-        "policy": draw(usually(st.just("retrieval"), st.sampled_from(NAMES).map(policy_of), odds=3)),
+        "policy": draw(usually(st.just("retrieval"), st.sampled_from(NAMES), odds=3)),
         "verification": draw(st.sampled_from(VERIFICATIONS)),
         "gamma1": gamma1,
         "gamma2": gamma2,

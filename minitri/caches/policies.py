@@ -22,6 +22,7 @@ Legend: L layers, B batch, T tokens, S slots, K KV heads, G query heads per KV h
 D head dim, N chunks, M tokens of a chunk, R = G times tokens in the observation window.
 """
 
+import copy
 import math
 from typing import Any, Protocol
 
@@ -41,8 +42,8 @@ NEIGHBOR = 0.99
 class Policy(Protocol):
     """Scores chunks: derive from it, and give an object to `SpeculationConfig(policy=...)`.
 
-    One object serves one run at a time. Only `scores` must be written; the rest is for policies
-    that learn something on the way.
+    Only `scores` must be written; the rest is for policies that learn something on the way. Every
+    run works with a deep copy, so it has a state of its own.
     """
 
     wants_prompt: bool = False
@@ -63,7 +64,11 @@ class Policy(Protocol):
 
 def make_policy(policy: Any, full: FullCache, chunk_size: int) -> Policy:
     """What `SpeculationConfig.policy` stands for, over a full cache."""
-    return ChunkRetrieval(full, chunk_size) if policy == "retrieval" else CheckedPolicy(policy)
+    return (
+        ChunkRetrieval(full, chunk_size)
+        if policy == "retrieval"
+        else CheckedPolicy(copy.deepcopy(policy))
+    )
 
 
 class ChunkRetrieval:

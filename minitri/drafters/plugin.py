@@ -22,7 +22,6 @@ Legend: B rows, V vocab.
 
 import time
 from collections.abc import Callable, Sequence
-from numbers import Integral
 from typing import Protocol
 
 import torch
@@ -106,10 +105,10 @@ class PluggedDrafter:
             if answer is None:
                 return None
             probs_V = torch.zeros_like(self._no_guess_V)
-            if isinstance(answer, Integral):
+            if isinstance(answer, int):
                 if not 0 <= answer < len(probs_V):
-                    raise self._broken(f"guessed {answer}; a token is below {len(probs_V)}")
-                probs_V[int(answer)] = 1
+                    raise self._broken(f"guessed {answer}; a token is from 0 to {len(probs_V) - 1}")
+                probs_V[answer] = 1
                 return probs_V.log()
             given = torch.as_tensor(answer)
             if given.shape != probs_V.shape:

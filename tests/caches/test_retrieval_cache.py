@@ -4,11 +4,11 @@ since."""
 from __future__ import annotations
 
 import itertools
-from baselines.policies import NAMES, policy_of
 import math
 
 import pytest
 import torch
+from baselines.policies import NAMES, policy_of
 
 from minitri.caches import policies
 from minitri.caches.full import FullCache
@@ -37,7 +37,7 @@ class Bench:
         for slots in (self.full.keys, self.full.values):
             slots.copy_(torch.randn(slots.shape, generator=generator))
         self.queries = torch.randn(batch_size, L, capacity, H, D, generator=generator) * 3
-        self.policy = make_policy(policy, self.full, speculation.get("chunk_size", 8))
+        self.policy = make_policy(policy_of(policy), self.full, speculation.get("chunk_size", 8))
         settings = {"rebuild_stride": NEVER, "num_recent_tokens": 8, **speculation}
         self.speculation = SpeculationConfig("retrieval", **settings)
         self.cache = RetrievalCache(
@@ -171,7 +171,7 @@ def test_a_build_after_several_rounds_asks_the_latest_queries(name, window):
 
 
 def test_the_streaming_policy_holds_sinks_and_the_latest():
-    bench = Bench("streaming", budget=32, num_sink_tokens=4)
+    bench = Bench("streaming", budget=32, chunk_size=1, num_sink_tokens=4)
     bench.read(199)
     bench.commit(1)
     assert all(
@@ -270,7 +270,7 @@ def test_every_token_since_the_last_build_is_held_once(name, budget, chunk_size,
         was_built, end = bench.commit(count), bench.full.lengths[0]
         assert bench.cache.num_tokens == [end]
         assert bench.cache.lengths == [min(end, budget)]
-        M = bench.policy.unit
+        M = chunk_size
         built_at = (end - count) // M * M if was_built else built_at
         for heads in bench.held():
             for slots in heads:
@@ -412,7 +412,7 @@ def test_a_budget_for_the_whole_text_gives_the_full_cache(method, policy):
                 ):
                     assert torch.equal(small[:, b, :, :length], large[:, b, :, :length])
 
-    rig = Rig(target, PROMPTS, method=method, policy=policy, budget=112)
+    rig = Rig(target, PROMPTS, method=method, policy=policy_of(policy), budget=112)
     assert rig.run(compare) == plain_tokens(target, PROMPTS)
     top = rig.stats.levels[-1]
     assert rig.stats.rebuilds.count == 0
@@ -429,7 +429,7 @@ def test_no_budget_and_no_chunk_size_changes_a_token(policy, budget, chunk_size)
         PROMPTS,
         num_new=24,
         method="triforce",
-        policy=policy,
+        policy=policy_of(policy),
         budget=budget,
         chunk_size=chunk_size,
     )

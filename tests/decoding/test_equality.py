@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 from types import SimpleNamespace
 
-from baselines.policies import policy_of
 import pytest
 import torch
+from baselines.policies import policy_of
 
 import minitri
 from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
@@ -50,7 +50,8 @@ def texts(engine, draft, distribution, prompts=PROMPTS, num_new=NUM_NEW, seed=7,
 
 
 GRID = [
-    {"method": method, "policy": policy_of(policy), "gamma1": gamma1, "gamma2": gamma2, "budget": budget,
+    {"method": method, "policy": policy_of(policy), "gamma1": gamma1, "gamma2": gamma2,
+     "budget": budget,
      "chunk_size": chunk, "num_recent_tokens": recent, "rebuild_stride": stride,
      "rebuild_threshold": threshold}
     for method, policy, (

@@ -3,9 +3,9 @@ release."""
 
 from __future__ import annotations
 
-from baselines.policies import NAMES, policy_of
 import pytest
 import torch
+from baselines.policies import NAMES, policy_of
 
 import minitri
 from minitri import End, GenerationConfig, Request, SamplingParams, SpeculationConfig

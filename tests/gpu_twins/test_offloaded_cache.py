@@ -13,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 
-from baselines.policies import NAMES, policy_of
 import pytest
 import torch
+from baselines.policies import NAMES, policy_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitri.caches.full import FullCache

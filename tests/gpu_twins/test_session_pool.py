@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-from baselines.policies import NAMES, policy_of
 import math
 
 import pytest
 import torch
+from baselines.policies import NAMES, policy_of
 
 from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig, session
 from minitri.events import Batch
@@ -196,7 +196,7 @@ def test_an_older_run_puts_nothing_in_the_place_of_a_newer_one(pools):
 
 
 def test_a_run_inside_inference_mode_leaves_what_one_outside_can_use(pools):
-    speculation = SpeculationConfig("retrieval", "h2o", gamma2=3, **SETTINGS)
+    speculation = SpeculationConfig("retrieval", policy_of("h2o"), gamma2=3, **SETTINGS)
     engine = gpu_engine()
     with torch.inference_mode():
         say(engine, (90, 33), speculation)

@@ -8,8 +8,8 @@ import json
 import sys
 from pathlib import Path
 
-from baselines.policies import NAMES
 import pytest
+from baselines.policies import NAMES
 
 from minitri.errors import InputError
 

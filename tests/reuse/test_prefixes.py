@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from baselines.policies import NAMES, policy_of
 import math
 
 import pytest
 import torch
+from baselines.policies import NAMES, policy_of
 
 import minitri
 from minitri import (
@@ -52,7 +52,7 @@ def document(engine):
 def test_a_second_question_gets_the_answer_of_a_fresh_run(engine, document, method, policy):
     if policy != "retrieval" and method not in ("retrieval", "triforce"):
         pytest.skip("no cache that has a policy")
-    speculation = settings_of(method, policy=policy)
+    speculation = settings_of(method, policy=policy_of(policy))
     engine.release()
     first, cached = say(engine, [document], speculation)
     assert cached == [0]

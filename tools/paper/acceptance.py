@@ -1,6 +1,6 @@
 """How many guesses of the retrieval cache the target accepts, by policy, and how many of a drafter.
 
-    python tools/paper/acceptance.py --prompt-file A --prompt-file B --prompt-tokens 8000 --policy all
+    python tools/paper/acceptance.py --prompt-file A --prompt-file B --prompt-tokens 8000
 
 Reads the first tokens of every text once and lets the target continue it, remembering the
 distribution of every token. Then the same continuation is put through a retrieval cache of each

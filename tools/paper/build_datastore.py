@@ -17,13 +17,13 @@ import time
 from pathlib import Path
 
 import torch
+from baselines.datastore import write_datastore
 
 from minitri.cli import arguments
 from minitri.cli.exits import program
 from minitri.errors import InputError, shorten
 from minitri.loading.named_models import DEFAULT_MODEL
 from minitri.loading.open_models import OpenModel
-from baselines.datastore import write_datastore
 
 
 def build_parser() -> arguments.OneLineParser:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from baselines.skipped_layers import with_layers, write_layers
 from torch import Tensor
 
 from minitri.caches.full import FullCache
@@ -31,7 +32,6 @@ from minitri.errors import InputError
 from minitri.loading.prompts import MAX_SEED
 from minitri.model.block import read_block
 from minitri.model.llama import Llama
-from baselines.skipped_layers import with_layers, write_layers
 
 WINDOW, NUM_SCORED = 128, 64
 """Tokens of a window, and how many of its last ones are scored."""

@@ -20,7 +20,6 @@ JSON.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import random
 import statistics

@@ -1,1 +1,1 @@
-"""Drafters and policies of other papers, by the protocols `minitri.Drafter` and `minitri.Policy`."""
+"""Baselines of the paper, by the protocols `minitri.Drafter` and `minitri.Policy`."""

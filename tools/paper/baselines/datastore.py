@@ -106,7 +106,11 @@ def write_datastore(path: Path, texts: list[list[int]], tokenizer: Tokenizer) ->
     small = np.uint16 if num_tokens < 1 << 16 else np.uint32
     tokens = np.concatenate([np.array([*text, num_tokens], small) for text in texts])
     order = sorted_places(tokens).astype(np.uint32)
-    facts = {"format": FORMAT, "vocabulary": fingerprint(tokenizer), "checksum": _checksum(tokens, order)}
+    facts = {
+        "format": FORMAT,
+        "vocabulary": fingerprint(tokenizer),
+        "checksum": _checksum(tokens, order),
+    }
     arrays = {"tokens": torch.from_numpy(tokens), "order": torch.from_numpy(order)}
     unfinished = path.with_name(path.name + ".unfinished")
     try:

@@ -16,6 +16,8 @@ Legend: see `minitri/caches/policies.py`.
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +36,9 @@ def speculation_with(name: str, settings: minitri.SpeculationConfig) -> minitri.
     return dataclasses.replace(settings, policy=policy_of(name), chunk_size=own)
 
 
-def policy_of(name: str) -> str | minitri.Policy:
+def policy_of(name: Any) -> Any:
     """What `SpeculationConfig(policy=...)` takes for a name of `NAMES`."""
-    return name if name == "retrieval" else POLICIES[name]()
+    return POLICIES[name]() if isinstance(name, str) and name in POLICIES else name
 
 
 class TopTokens(minitri.Policy):
@@ -89,5 +91,9 @@ class HeavyHitters(minitri.Policy):
         self._received.pop(b, None)
 
 
-POLICIES = {"streaming": LatestTokens, "topk": TopTokens, "h2o": HeavyHitters}
+POLICIES: dict[str, Callable[[], minitri.Policy]] = {
+    "streaming": LatestTokens,
+    "topk": TopTokens,
+    "h2o": HeavyHitters,
+}
 NAMES = ("retrieval", *POLICIES)
