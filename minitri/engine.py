@@ -18,15 +18,17 @@ from typing import Any
 from minitri.config import ModelConfig
 from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError, shorten
-from minitri.events import Batch, Completion, End, Request, Row
+from minitri.events import Completion, End
 from minitri.generation import Generation
 from minitri.gpu.placement import most_rows
 from minitri.loading.named_models import DEFAULT_MODEL
 from minitri.loading.open_models import OpenModels
 from minitri.loading.prompts import Prompt, as_seeds, check_prompt, encode_prompts
 from minitri.loading.tokenizer import Tokenizer
+from minitri.memory import MemoryShape, Models
 from minitri.model.llama import Llama
-from minitri.reuse.pool import SessionPool
+from minitri.pool import MemoryPool
+from minitri.requests import Request, Row
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 MAX_ROWS = 8
@@ -71,8 +73,8 @@ def load(
     )  # fmt: skip
     if before_weights is not None:
         before_weights(files.tokenizer, files.config)
-    target, draft_model, guesser = files.load()
-    engine = Engine(target, files.tokenizer, draft_model, guesser, drafter)
+    target, draft_model, retrieval_model = files.load()
+    engine = Engine(target, files.tokenizer, draft_model, retrieval_model, drafter)
     engine.sampling_defaults = files.sampling_defaults
     return engine
 
@@ -89,22 +91,23 @@ class Engine:
 
     def __init__(
         self, model: Llama, tokenizer: Tokenizer, draft: Llama | None = None,
-        guesser: Llama | None = None, drafter: Drafter | None = None,
+        retrieval_model: Llama | None = None, drafter: Drafter | None = None,
     ) -> None:  # fmt: skip
         """`draft` is the model of the first level of the cascade, `drafter` an object that guesses
         in its place; without both the last words are looked up in the text.
 
-        `guesser`, a copy of the model that may be rough, takes its place at the retrieval level.
+        `retrieval_model`, a copy of the model in fewer bits, guesses with the retrieval cache.
         """
         self.model = model
         self.tokenizer = tokenizer
         self.draft = draft
-        self.guesser = guesser
+        self.retrieval_model = retrieval_model
         self.drafter = drafter
         self.sampling_defaults = SamplingParams()
         """What the model's generation_config.json recommends; nothing here applies it."""
         self.snapshot_note = ""
-        self._pool = SessionPool(model, draft, guesser, drafter)
+        self.models = Models(model, retrieval_model or model, draft, drafter)
+        self._pool = MemoryPool(self.models)
 
     def __repr__(self) -> str:
         name, dtype = self.config.name, str(self.model.dtype).removeprefix("torch.")
@@ -195,8 +198,7 @@ class Engine:
                 f"{self.config.context_length}, the context of {self.config.name}, and a row"
             )
         run = dataclasses.replace(generation, max_new_tokens=1)
-        rows = [[0]] * batch_size, [0] * batch_size
-        batch = Batch(*rows, sampling, run, _as_config(speculation))
+        shape = MemoryShape((1,) * batch_size, sampling, run, _as_config(speculation))
 
         def make_row(number: int, request: Request) -> Row:
             row, num_new = self._make_row(number, request), request.generation.max_new_tokens
@@ -208,7 +210,7 @@ class Engine:
             self._captured_filters([sampling, request.sampling], run)
             return row
 
-        return Generation([], batch, self._pool, make_row)
+        return Generation([], shape, self._pool, make_row)
 
     def _captured_filters(
         self, wanted: list[SamplingParams], run: GenerationConfig
@@ -246,14 +248,14 @@ class Engine:
                 raise InputError(f"{where}{error}") from None
         num_new = max(request.generation.max_new_tokens for request in requests)
         run = dataclasses.replace(run, max_new_tokens=num_new)
-        prompts = sorted((row.prompt for row in rows), key=len, reverse=True)[:batch_size]
+        lengths = sorted((len(row.prompt) for row in rows), reverse=True)[:batch_size]
         if batch_size is not None:
-            draft, lengths = self.draft.config if self.draft else None, list(map(len, prompts))
+            draft = self.draft.config if self.draft else None
             host = self._pool.host.num_free_bytes
-            prompts = prompts[: most_rows(self.model, draft, run, speculation, lengths, host)]
+            lengths = lengths[: most_rows(self.model, draft, run, speculation, lengths, host)]
         sampling = self._captured_filters([request.sampling for request in requests], run)
-        batch = Batch(prompts, [0] * len(prompts), sampling, run, speculation)
-        return Generation(rows, batch, self._pool)
+        shape = MemoryShape(tuple(lengths), sampling, run, speculation)
+        return Generation(rows, shape, self._pool)
 
     def complete(self, prompt: Prompt, **settings: Any) -> Completion:
         """All that a model says behind one prompt; `settings` are those of `generate`."""
