@@ -65,10 +65,13 @@ def load(
     prompt. Under torchrun each process holds a share of the model, and all must make the same
     calls. Raises `InputError`.
     """
+    if drafter is not None and (draft != "auto" or not callable(getattr(drafter, "guess", None))):
+        given = f"drafter is {shorten(repr(drafter), 60)} with draft {shorten(repr(draft), 60)}"
+        raise InputError(f"{given}; give a minitri.Drafter, or a draft, but not both")
     options = {"dtype": dtype, "device": device, "attention": attention, "weights": weights}
     options["draft_weights"] = draft_weights
     files = OpenModels(
-        model, draft if drafter is None else own_drafter(drafter, draft),
+        model, draft if drafter is None else "suffix",
         rope_scaling=rope_scaling, progress=progress, **options,
     )  # fmt: skip
     if before_weights is not None:
@@ -291,16 +294,6 @@ class Engine:
     def release(self) -> None:
         """Frees the caches and graphs that are kept from one run to the next."""
         self._pool.clear()
-
-
-def own_drafter(drafter: Drafter, draft: str | os.PathLike[str]) -> str:
-    """The `draft` to load next to a drafter of one's own: none. Raises `InputError`."""
-    if not callable(getattr(drafter, "guess", None)):
-        given = shorten(repr(drafter), 60)
-        raise InputError(f"drafter is {given}; give an object with the method of minitri.Drafter")
-    if draft != "auto":
-        raise InputError(f"draft is {shorten(repr(draft), 60)} next to a drafter; give one of them")
-    return "suffix"
 
 
 def _as_config(

@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.cascade import Cascade
 from minitri.decoding.level import Emitted, Level, Stage
 from minitri.decoding.meter import Meter
 from minitri.decoding.random_source import CoupledSource, IndependentSource, RandomSource
-from minitri.decoding.sampling import probs_of_rows
 from minitri.drafters.lookup import LookupDrafter
 from minitri.drafters.plugin import PluggedDrafter
 from minitri.gpu.streams import clock_of
@@ -90,11 +88,8 @@ class Stack:
         where: dict[str, Any] = {"vocab_size": target.config.vocab_size, "device": target.device}
         if models.drafter is None or self.shape.speculation.drafter == "lookup":
             return LookupDrafter(self.shape.num_rows, stats, self.tuner, **where)
-
-        def filtered(logits_BNV: Tensor) -> Tensor:
-            return probs_of_rows(logits_BNV, self.memory.target.sampling)
-
-        return PluggedDrafter(models.drafter, stats, self.tuner, self.source, filtered, **where)
+        runner = self.memory.target
+        return PluggedDrafter(models.drafter, stats, self.tuner, self.source, runner, **where)
 
     def admit(self, b: int, prompt: list[int], request: Request) -> None:
         """Gives row b, which is empty, to a request with this prompt; `prefill` and `start` must

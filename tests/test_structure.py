@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "model": "errors config settings parallel",
     "parallel": "errors config model",
     "decoding": "errors settings stats",
-    "drafters": "errors stats decoding",
+    "drafters": "errors settings stats decoding",
     "trees": "settings stats decoding model runner",
     "roofline": "config model",
     "caches": "errors config settings stats model decoding",

@@ -11,9 +11,8 @@ The whole of one that keeps the chunks with the largest key:
 
     engine.generate(prompt, speculation=minitri.SpeculationConfig(policy=Largest()))
 
-A policy decides what the cheap guesses of the retrieval level see, never what the target sees: it
-changes the speed, and no text. One that raises, or whose scores have another shape or are NaN, ends
-the run with an `InputError` that names it.
+A policy changes the speed, and no text: the target sees the whole cache. One that raises, or whose
+scores have another shape or are NaN, ends the run with an `InputError` that names it.
 
 With grouped-query attention the G query heads of a KV head share its slots, so their attention is
 added up, and so is that of the tokens in the observation window.
@@ -118,12 +117,10 @@ class CheckedPolicy:
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:
         scores_KN = self._call("scores", layer, b, q_KRD, chunks_KNMD)
-        shape = list(chunks_KNMD.shape[:2])
-        if not isinstance(scores_KN, Tensor) or list(scores_KN.shape) != shape:
-            given = list(getattr(scores_KN, "shape", [])) or shorten(repr(scores_KN), 60)
-            raise self._broken(f"gave scores {given}; give a tensor of shape {shape}")
-        if scores_KN.isnan().any():
-            raise self._broken("gave scores that are NaN; give numbers")
+        shape = getattr(scores_KN, "shape", ())
+        if shape != chunks_KNMD.shape[:2] or bool(scores_KN.isnan().any()):
+            wanted = f"give numbers of shape {list(chunks_KNMD.shape[:2])}"
+            raise self._broken(f"gave scores of shape {list(shape)}, or NaN; {wanted}")
         return scores_KN.to(q_KRD.device, torch.float32)
 
     def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
@@ -136,8 +133,8 @@ class CheckedPolicy:
         try:
             return getattr(self._policy, method)(*arguments)
         except Exception as error:
-            what = f"{type(error).__name__} ({shorten(error, 90)})"
-            raise self._broken(f"raised {what} in {method}; mend it") from error
+            what = f"raised {type(error).__name__} ({shorten(error, 90)}) in {method}; mend it"
+            raise self._broken(what) from error
 
     def _broken(self, what: str) -> InputError:
         return InputError(f"the policy {type(self._policy).__name__} {what}")

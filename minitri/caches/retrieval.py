@@ -1,10 +1,10 @@
 """The retrieval cache: the part of the target's KV cache that matters now (TriForce, section 4.1).
 
 Per layer and KV head it holds `budget` tokens of the full cache, chosen by a policy, and after them
-the block that is being guessed. Slots are ordered from the least important to the most; the
-exact K and V of tokens that have been committed overwrite the least important ones, one slot after
-another. So the prefix has the same length from one rebuild to the next. Keys are rotated at
-absolute positions, hence the order of slots means nothing to attention.
+the block that is being guessed. Slots are ordered from the least important to the most; exact K and
+V of tokens that have been committed overwrite the least important ones. So the prefix has the same
+length from one rebuild to the next, and output can be of any length. While a text is no longer than
+the budget the cache holds all of it, and equals the full cache.
 
 It is rebuilt when half of it has been overwritten, at a stride, or when the target rejects too
 much. A rebuild belongs to a pass of the target: it is due or not before that pass, selects among
@@ -12,9 +12,7 @@ the tokens committed by then, and asks with the queries of the latest of them (a
 window, as in SnapKV), the first token of that pass included. So it costs no pass of its own, and
 takes three steps: it is planned, selects from every layer, and is finished by `commit`. Where the
 full cache is on the device `commit` takes all three; where it is in host memory, the first two are
-taken in the pass, while each layer is on the device. Output can be of any length.
-
-While a text is no longer than the budget the cache holds all of it, and equals the full cache.
+taken in the pass, while each layer is on the device.
 
 Legend: L layers, B batch, T tokens, S slots, K KV heads, H query heads, D head dim, M tokens of a
 chunk, N chunks, C of them kept, W observation window, R = H / K times the tokens in it.
@@ -81,7 +79,7 @@ class RetrievalCache:
         self._full = full
         self._policy = policy
         self._settings = speculation
-        self.max_budget = min(max(budgets), self._longest_text)
+        self.max_budget = max(budgets)
         slots = round_up_to_stride(self.max_budget + speculation.room)
         empty = full.keys.new_empty
         self.keys, self.values = empty(L, B, K, slots, D), empty(L, B, K, slots, D)
@@ -89,17 +87,10 @@ class RetrievalCache:
         self._queries = empty(L, B, speculation.observation_window, num_heads, D)
         self.restart(budgets)
 
-    @property
-    def _longest_text(self) -> int:
-        """Slots that a text can fill at most, in whole chunks."""
-        M = self._settings.chunk_size
-        return -(-self._full.capacity // M) * M
-
     def restart(self, budgets: list[int]) -> None:
         """Empties all rows, for other texts with these budgets; none may exceed `max_budget`."""
-        limited = [min(budget, self._longest_text) for budget in budgets]
-        assert max(limited) <= self.max_budget
-        self.rows = [Row(budget, self._settings.num_sink_tokens) for budget in limited]
+        assert max(budgets) <= self.max_budget
+        self.rows = [Row(budget, self._settings.num_sink_tokens) for budget in budgets]
         self.rebuilds = Rebuilds()
         for b in range(len(budgets)):
             self._policy.reset(b)
@@ -145,7 +136,7 @@ class RetrievalCache:
     def reset(self, b: int, budget: int | None = None, num_tokens: int = 0) -> None:
         """Empties row b, for another text, with another budget if one is given, whose first
         `num_tokens` the full cache holds already."""
-        budget = self.rows[b].budget if budget is None else min(budget, self._longest_text)
+        budget = self.rows[b].budget if budget is None else budget
         assert budget <= self.max_budget
         self.rows[b] = Row(budget, self._settings.num_sink_tokens, num_queries=num_tokens)
         self._policy.reset(b)
@@ -187,10 +178,12 @@ class RetrievalCache:
         known = end - queries_LTHD.shape[1]  # before that pass
         num_accepted = end - known - 1
         num_tested = num_accepted + was_rejected
-        if not self.selects_in_pass:
-            row.is_planned = self._is_due(row, known)
-            if row.is_planned:
-                self._select_from_all(b, queries_LTHD[:, 0], known)
+        if not self.selects_in_pass and self._is_due(row, known):
+            row.is_planned, started = True, self.rebuilds.clock.now()
+            for layer, (keys_KSD, values_KSD) in enumerate(self._full.layers(b)):
+                prefix = keys_KSD[:, :known], values_KSD[:, :known]
+                self._select(layer, b, queries_LTHD[layer, 0], *prefix)
+            self.rebuilds.clock.since(started, self.rebuilds.note)
         if row.is_planned:
             self.finish(b, known)
         elif num_tested and has_guessed:
@@ -211,14 +204,6 @@ class RetrievalCache:
             or row.acceptance < self._settings.rebuild_threshold
         )
 
-    def _select_from_all(self, b: int, queries_LHD: Tensor, known: int) -> None:
-        """Selects for row b from every layer of a full cache on the device."""
-        started = self.rebuilds.clock.now()
-        for layer, (keys_KSD, values_KSD) in enumerate(self._full.layers(b)):
-            prefix = keys_KSD[:, :known], values_KSD[:, :known]
-            self._select(layer, b, queries_LHD[layer], *prefix)
-        self.rebuilds.clock.since(started, self.rebuilds.note)
-
     def finish(self, b: int, known: int) -> None:
         """Row b now holds what was selected for all layers among the first `known` tokens."""
         row, M = self.rows[b], self._settings.chunk_size
@@ -231,10 +216,8 @@ class RetrievalCache:
     def _select(
         self, layer: int, b: int, query_HD: Tensor, keys_KSD: Tensor, values_KSD: Tensor
     ) -> None:
-        """Fills the slots of a layer with the best chunks of the full cache, best last.
-
-        `query_HD` joins the observed queries. Sinks and recent tokens are always kept.
-        """
+        """Fills the slots of a layer with the best chunks of the full cache, best last; sinks and
+        recent tokens are always kept. `query_HD` joins the observed queries."""
         M, K, W = self._settings.chunk_size, self.keys.shape[2], self._queries.shape[2]
         N, C = keys_KSD.shape[1] // M, self.rows[b].budget // M
         recent = min(-(-self._settings.num_recent_tokens // M), max(1, C // 4))

@@ -21,7 +21,7 @@ Legend: B rows, V vocab.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -29,8 +29,10 @@ from torch import Tensor
 
 from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.random_source import RandomSource
+from minitri.decoding.sampling import probs_of_rows
 from minitri.decoding.verification import Proposal
 from minitri.errors import InputError, shorten
+from minitri.settings import SamplingParams
 from minitri.stats import LevelStats
 
 TOLERANCE = 1e-3
@@ -50,6 +52,12 @@ class Drafter(Protocol):
         """
 
 
+class Filters(Protocol):
+    """What knows the filters of each row, as the target's runner does."""
+
+    sampling: list[SamplingParams]
+
+
 class PluggedDrafter:
     """A `Drafter` for B rows: a stage of the cascade, see `decoding.level.Stage`."""
 
@@ -59,19 +67,18 @@ class PluggedDrafter:
         stats: LevelStats,
         tuner: Autotuner,
         source: RandomSource,
-        filtered: Callable[[Tensor], Tensor],
+        runner: Filters,
         *,
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        """`filtered` makes distributions of logits (B, N, V) by the filters of each row; `tuner` is
-        told what a guess takes."""
+        """`runner` has the filters of the rows; `tuner` is told what a guess takes."""
         self.stats = stats
         self.gamma = 1  # set before every step, see `Cascade`
         self._drafter = drafter
         self._tuner = tuner
         self._source = source
-        self._filtered = filtered
+        self._runner = runner
         self._no_guess_V = torch.zeros(vocab_size, device=device)
 
     def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
@@ -86,7 +93,7 @@ class PluggedDrafter:
             if not any(asked):
                 break
             logits_BV = torch.stack([self._no_guess_V if row is None else row for row in rows])
-            probs.append(self._filtered(logits_BV.unsqueeze(1)).squeeze(1))
+            probs.append(probs_of_rows(logits_BV.unsqueeze(1), self._runner.sampling).squeeze(1))
             drawn_B = self._source.sample(probs[-1], [len(text) for text in texts], asked)
             for own, token, on in zip(guesses, drawn_B.tolist(), asked, strict=True):
                 own += [token] * on

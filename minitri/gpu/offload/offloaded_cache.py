@@ -98,10 +98,8 @@ class OffloadedFullCache(FullCache):
         self.host_keys, self.host_values = (host.lend(self, hosted, dtype) for _ in range(2))
 
     def rebuild_while_staged(self, cache: RetrievalCache, queries_LBTHD: Tensor) -> None:
-        """Has a retrieval cache, where a rebuild is due, select from each layer while it is here.
-
-        `queries_LBTHD` are those of the pass under way, as far as it has come.
-        """
+        """Has a retrieval cache select from each layer while it is here; the queries are those of
+        the pass under way, as far as it has come."""
         weak = weakref.proxy(cache)  # which holds this one: a cycle would keep both after the run
 
         def on_layer(layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
