@@ -13,13 +13,15 @@ from types import SimpleNamespace
 import pytest
 
 import minitri
-from minitri import Engine, bench, generate, plan, selftest
+from minitri import Engine, generate, plan
 from minitri import __main__ as command
+from minitri.bench import __main__ as bench
 from minitri.cli import arguments, exits, inputs, report
 from minitri.errors import InputError
 from minitri.loading.named_models import MODELS
 from minitri.loading.tokenizer import Tokenizer
 from minitri.roofline import CPU
+from minitri.selftest import __main__ as selftest
 from minitri.stats import LevelStats, Stats
 from tests.conftest import edit_json
 
@@ -42,7 +44,7 @@ def run(folder, capsys):
 
 @pytest.mark.parametrize("program", [generate, plan, bench, selftest])
 def test_a_program_is_a_word_of_the_command(run, program):
-    name = program.__name__.removeprefix("minitri.")
+    name = program.__name__.split(".")[1]
     help_text = run("--help", program=program.main, model=None)
     assert run(name, "--help", model=None) == help_text
     assert f"python -m minitri.{name} " in help_text[1]
