@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from baselines.policies import NAMES
 from hypothesis import strategies as st
 
 from minitri import Engine
@@ -29,6 +28,7 @@ from minitri.model.llama import Llama
 from minitri.settings import METHODS, VERIFICATIONS
 from tests.cascades import near_copy
 from tests.conftest import CPU, byte_level_tokenizer, tiny_config, tiny_model
+from tools.paper.baselines.policies import NAMES
 
 VOCAB = 320
 CONFIG = tiny_config(vocab_size=VOCAB, context_length=512)

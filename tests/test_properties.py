@@ -28,7 +28,6 @@ from dataclasses import dataclass
 import hypothesis
 import pytest
 import torch
-from baselines.policies import policy_of
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -49,6 +48,7 @@ from minitri.loading.text_stream import StopScanner
 from minitri.stats import Stats
 from tests.cascades import fresh_read
 from tests.strategies import Case, cases, make_engine
+from tools.paper.baselines.policies import policy_of
 
 NUM_EXAMPLES = int(os.environ.get("MINITRI_FUZZ_EXAMPLES", "100"))
 FUZZ_SEED = int(os.environ.get("MINITRI_FUZZ_SEED", "0"))

@@ -297,7 +297,7 @@ def settings_for(kind: Any, rest: Settings) -> Any:
     names = {field.name for field in dataclasses.fields(kind)} & set(rest)
     found = {name: rest.pop(name) for name in names}
     if not hasattr(settings, "POLICIES") and found.get("policy", "retrieval") != "retrieval":
-        sys.path.insert(0, str(ROOT / "tools/paper"))
+        sys.path.insert(0, str(ROOT))
         found["policy"] = importlib.import_module("baselines.policies").policy_of(found["policy"])
     return kind(**found)
 

@@ -32,7 +32,7 @@ with clean_imports():
     from minitri.cli import arguments
     from minitri.cli.boot import load_engine
     from minitri.cli.inputs import read_prompt
-    from minitri.cli.report import draft_name, where
+    from minitri.cli.report import where
     from minitri.cli.terminal import finish
     from minitri.engine import Engine
     from minitri.errors import InputError
@@ -208,7 +208,7 @@ def print_comparison(
     facts = {
         **{name: getattr(args, name) for name in flags},
         **where(engine.model),
-        "draft": draft_name(engine),
+        "draft": engine.drafter_name,
         "num_prompt_tokens": lengths,
         "num_new_tokens": args.max_new_tokens,
         "contestants": result,

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from baselines.policies import policy_of
 
 from tests.cascades import GREEDY, WARM, Rig, fresh_read, near_copy, plain_tokens, random_prompt
 from tests.conftest import tiny_config, tiny_model
+from tools.paper.baselines.policies import policy_of
 
 CONFIG = tiny_config()
 PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (50, 1, 23)]

@@ -8,7 +8,6 @@ import math
 
 import pytest
 import torch
-from baselines.policies import NAMES, policy_of
 
 from minitri.caches import policies
 from minitri.caches.full import FullCache
@@ -18,6 +17,7 @@ from minitri.settings import SamplingParams, SpeculationConfig
 from tests.cascades import GREEDY, WARM, Rig, near_copy, plain_tokens, random_prompt
 from tests.conftest import new_cache, tiny_config, tiny_model
 from tests.exactness import probs_behind
+from tools.paper.baselines.policies import NAMES, policy_of
 
 CONFIG = tiny_config()
 L, K, H, D = CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.num_heads, CONFIG.head_dim

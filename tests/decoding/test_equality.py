@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from baselines.policies import policy_of
 
 import minitri
 from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
@@ -20,6 +19,7 @@ from minitri.memory import MemoryShape
 from minitri.parallel.ranks import Ranks
 from minitri.stack import may_use_clock
 from tests.conftest import write_hf_folder
+from tools.paper.baselines.policies import policy_of
 
 PROMPTS = [[5, 6, 7], list(range(10, 60)), [9], [4] * 20]
 """Ragged; one shorter than a chunk, one a single token, one all repetition, which n-grams love."""

@@ -5,23 +5,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import runpy
 from collections import Counter
 from pathlib import Path
 
-import baselines.datastore
 import numpy as np
 import pytest
 import torch
-from baselines.datastore import (
-    LONGEST,
-    Datastore,
-    fingerprint,
-    open_datastore,
-    sorted_places,
-    write_datastore,
-)
-from baselines.skipped_layers import SkippedLayers, read_layers, with_layers, write_layers
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -32,8 +21,23 @@ from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
 from minitri.model.llama import Llama
 from tests.cascades import fresh_read, random_prompt
 from tests.conftest import SENTENCES, byte_level_tokenizer, tiny_config, tiny_model, write_hf_folder
+from tools.paper import build_datastore, find_layers
+from tools.paper.baselines import datastore
+from tools.paper.baselines.datastore import (
+    LONGEST,
+    Datastore,
+    fingerprint,
+    open_datastore,
+    sorted_places,
+    write_datastore,
+)
+from tools.paper.baselines.skipped_layers import (
+    SkippedLayers,
+    read_layers,
+    with_layers,
+    write_layers,
+)
 
-PAPER = Path(__file__).parent.parent.parent / "tools/paper"
 PROMPT = "She had been forced into prudence; she had been"
 LENGTH = minitri.GenerationConfig(24, ignore_eos=True)
 END = 30
@@ -106,7 +110,7 @@ def test_a_file_holds_what_was_written_and_is_mapped(file, tmp_path, monkeypatch
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(baselines.datastore, "save_file", full_disk)
+    monkeypatch.setattr(datastore, "save_file", full_disk)
     with pytest.raises(InputError, match="No space"):
         write_datastore(file, [[3, 4]], WORDS)
     assert list(tmp_path.iterdir()) == [file]
@@ -232,19 +236,18 @@ def test_a_file_of_layers_that_does_not_fit_is_refused_in_one_line(deep, tmp_pat
     assert "\n" not in str(caught.value)
 
 
-def run_tool(monkeypatch, capsys, name: str, *flags: object) -> tuple[int, str, str]:
-    monkeypatch.syspath_prepend(str(PAPER))
+def run_tool(capsys, tool, *flags: object) -> tuple[int, str, str]:
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(PAPER / name))["main"]([str(flag) for flag in flags])
+        tool.main([str(flag) for flag in flags])
     return (ended.value.code, *capsys.readouterr())
 
 
-def test_the_tools_write_what_the_drafters_read(folder, tmp_path, monkeypatch, capsys):
+def test_the_tools_write_what_the_drafters_read(folder, tmp_path, capsys):
     (tmp_path / "text").write_text("\n".join(SENTENCES * 20), encoding="utf-8")
     engine = minitri.load(folder, draft="suffix", device="cpu")
     flags = ("--model", folder, "--out", tmp_path / "store", tmp_path / "text")
-    code, out, _ = run_tool(monkeypatch, capsys, "build_datastore.py", *flags)
+    code, out, _ = run_tool(capsys, build_datastore, *flags)
     assert code == 0
     assert " tokens of 1 texts" in out
     store = open_datastore(tmp_path / "store", engine.tokenizer)
@@ -252,9 +255,7 @@ def test_the_tools_write_what_the_drafters_read(folder, tmp_path, monkeypatch, c
     assert store.guess(tokens[:-1], 0) == tokens[-1]
     flags = (folder, tmp_path / "text", "--keep", "1", "--dtype", "float32", "--swaps", "3")
     for name in ("one", "two"):
-        code, out, _ = run_tool(
-            monkeypatch, capsys, "find_layers.py", *flags, "--out", tmp_path / name
-        )
+        code, out, _ = run_tool(capsys, find_layers, *flags, "--out", tmp_path / name)
         assert code == 0
         assert "overlap 0." in out
     assert (tmp_path / "one").read_text() == (tmp_path / "two").read_text()
@@ -264,31 +265,31 @@ def test_the_tools_write_what_the_drafters_read(folder, tmp_path, monkeypatch, c
 @pytest.mark.parametrize(
     ("tool", "flags", "words"),
     [
-        ("find_layers.py", ["--keep", "5"], "--keep is 5"),
-        ("find_layers.py", ["--keep", "0"], "whole number"),
-        ("find_layers.py", ["--temperature", "-1"], "temperature is -1.0"),
-        ("find_layers.py", ["--temperature", "nan"], "temperature is nan"),
-        ("find_layers.py", ["--out", "missing/it"], "cannot write missing/it"),
-        ("find_layers.py", ["--windows", "0"], "whole number"),
-        ("find_layers.py", ["{short}"], "128 or more"),
-        ("build_datastore.py", ["missing text"], "cannot read missing text"),
-        ("build_datastore.py", ["{folder}/model.safetensors"], "UTF-8"),
-        ("build_datastore.py", [], "arguments are required"),
-        ("build_datastore.py", ["{short}", "--out", "missing/it"], "cannot write missing/it"),
-        ("build_datastore.py", ["{short}", "--model", "no such model"], "unknown model"),
+        (find_layers, ["--keep", "5"], "--keep is 5"),
+        (find_layers, ["--keep", "0"], "whole number"),
+        (find_layers, ["--temperature", "-1"], "temperature is -1.0"),
+        (find_layers, ["--temperature", "nan"], "temperature is nan"),
+        (find_layers, ["--out", "missing/it"], "cannot write missing/it"),
+        (find_layers, ["--windows", "0"], "whole number"),
+        (find_layers, ["{short}"], "128 or more"),
+        (build_datastore, ["missing text"], "cannot read missing text"),
+        (build_datastore, ["{folder}/model.safetensors"], "UTF-8"),
+        (build_datastore, [], "arguments are required"),
+        (build_datastore, ["{short}", "--out", "missing/it"], "cannot write missing/it"),
+        (build_datastore, ["{short}", "--model", "no such model"], "unknown model"),
     ],
 )
-def test_bad_input_to_a_tool_is_one_line(folder, tmp_path, monkeypatch, capsys, tool, flags, words):
+def test_bad_input_to_a_tool_is_one_line(folder, tmp_path, capsys, tool, flags, words):
     text, short = tmp_path / "text", tmp_path / "short"
     text.write_text("\n".join(SENTENCES * 20), encoding="utf-8")
     short.write_text("short")
     flags = [flag.format(folder=folder, short=short) for flag in flags]
-    if tool == "build_datastore.py":
+    if tool == build_datastore:
         flags = ["--model", folder, "--out", tmp_path / "it", *flags]
     else:
         texts = [] if flags == [str(short)] else [text]
         flags = [folder, *texts, *flags, *([] if "--keep" in flags else ["--keep", "2"])]
         flags += [] if "--out" in flags else ["--out", tmp_path / "it"]
-    code, out, err = run_tool(monkeypatch, capsys, tool, *flags)
+    code, out, err = run_tool(capsys, tool, *flags)
     assert (code, out) == (2, "")
     assert words in err.splitlines()[-1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from baselines.policies import NAMES, policy_of
 
 import minitri
 from minitri import End, GenerationConfig, Request, SamplingParams, SpeculationConfig
@@ -14,6 +13,7 @@ from minitri.gpu.graphs import clear_workspaces
 from minitri.model.attention import attend_math
 from minitri.settings import METHODS
 from tests.model.test_attention import random_case
+from tools.paper.baselines.policies import NAMES, policy_of
 
 
 def tokens(engine, prompts, speculation=SpeculationConfig(), sampling=SamplingParams()):  # noqa: B008 (frozen)

@@ -15,7 +15,6 @@ import itertools
 
 import pytest
 import torch
-from baselines.policies import NAMES, policy_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitri.caches.full import FullCache
@@ -25,6 +24,7 @@ from minitri.model.cache import BlockKV
 from minitri.settings import METHODS
 from tests.cascades import WARM, Rig, near_copy, plain_tokens, random_prompt
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
+from tools.paper.baselines.policies import NAMES, policy_of
 
 CONFIG = tiny_config(num_layers=5)
 PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (60, 3, 21)]

@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from baselines.policies import NAMES, policy_of
 
 from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig, memory
 from minitri.gpu.graphs import GraphPool
@@ -18,6 +17,7 @@ from tests.cascades import random_prompt, tiny_engine
 from tests.conftest import CPU
 from tests.gpu_twins.conftest import as_on_a_gpu
 from tests.gpu_twins.test_offloaded_cache import offloaded
+from tools.paper.baselines.policies import NAMES, policy_of
 
 WARM = SamplingParams(0.9, 30, top_p=0.95, min_p=0.01)
 SETTINGS = {"budget": 24, "num_recent_tokens": 40, "rebuild_stride": 5}

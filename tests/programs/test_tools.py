@@ -7,13 +7,13 @@ import importlib
 import json
 
 import pytest
-from baselines.policies import NAMES
 
 from minitri.errors import InputError
+from tools.paper.baselines.policies import NAMES
 
 
 def tool(name: str):
-    return importlib.import_module(f"tools.{name}")
+    return importlib.import_module(f"tools.paper.{name}")
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from baselines.policies import NAMES, policy_of
 
 import minitri
 from minitri import (
@@ -22,6 +21,7 @@ from minitri import (
 from minitri.settings import METHODS
 from tests.cascades import random_prompt, tiny_engine
 from tests.gpu_twins.test_offloaded_cache import offloaded
+from tools.paper.baselines.policies import NAMES, policy_of
 
 WARM = SamplingParams(0.9, 30)
 SETTINGS = {"budget": 32, "num_recent_tokens": 16, "observation_window": 4}

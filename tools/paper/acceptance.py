@@ -1,6 +1,6 @@
 """How many guesses of the retrieval cache the target accepts, by policy, and how many of a drafter.
 
-    python tools/paper/acceptance.py --prompt-file A --prompt-file B --prompt-tokens 8000
+    python -m tools.paper.acceptance --prompt-file A --prompt-file B --prompt-tokens 8000
 
 Reads the first tokens of every text once and lets the target continue it, remembering the
 distribution of every token. Then the same continuation is put through a retrieval cache of each
@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from baselines.policies import NAMES, speculation_with
 from torch import Tensor
 
 from minitri.caches.full import FullCache
@@ -54,6 +53,7 @@ from minitri.model.linear import Linear
 from minitri.model.llama import Llama
 from minitri.runner import DraftRunner, ModelRunner, prefill
 from minitri.settings import SamplingParams, SpeculationConfig
+from tools.paper.baselines.policies import NAMES, speculation_with
 
 
 def build_parser() -> arguments.OneLineParser:

@@ -1,7 +1,7 @@
 """Builds a datastore out of texts, for a drafter that looks words up there (REST, arXiv
 2311.08252).
 
-    python tools/paper/build_datastore.py --model smollm2-135m --out novels.datastore a.txt b.txt
+    python -m tools.paper.build_datastore --model smollm2-135m --out novels.datastore a.txt b.txt
 
 The texts are cut into the model's tokens, and all their places are sorted by what stands before
 them (`baselines/datastore.py`). It needs about 60 bytes of memory per token meanwhile, and
@@ -17,13 +17,13 @@ import time
 from pathlib import Path
 
 import torch
-from baselines.datastore import write_datastore
 
 from minitri.cli import arguments
 from minitri.cli.exits import program
 from minitri.errors import InputError, shorten
 from minitri.loading.named_models import DEFAULT_MODEL
 from minitri.loading.open_models import OpenModel
+from tools.paper.baselines.datastore import write_datastore
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -61,7 +61,7 @@ def read_text(file: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point of `python tools/paper/build_datastore.py`."""
+    """Entry point of `python -m tools.paper.build_datastore`."""
     with program(build_parser, argv) as args:
         run_command(args)
         sys.exit(0)

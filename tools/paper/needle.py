@@ -1,6 +1,6 @@
 """The needle test (TriForce, table 1): how well each policy follows the target to one hidden fact.
 
-    python tools/paper/needle.py --prompt-file novel.txt --prompt-tokens 2000 --prompt-tokens 8000
+    python -m tools.paper.needle --prompt-file novel.txt --prompt-tokens 2000 --prompt-tokens 8000
 
 One sentence with a seven-digit number stands at some depth of a text, and the question behind the
 text asks for it, in the chat format of SmolLM2 and the words of the RULER benchmark. As there, the
@@ -26,8 +26,6 @@ import statistics
 import sys
 from typing import Any
 
-from baselines.policies import NAMES, speculation_with
-
 from minitri.cli import arguments
 from minitri.cli.exits import program
 from minitri.cli.inputs import read_prompt
@@ -36,6 +34,7 @@ from minitri.errors import InputError
 from minitri.events import Token
 from minitri.loading.tokenizer import Tokenizer
 from minitri.settings import GenerationConfig, SpeculationConfig
+from tools.paper.baselines.policies import NAMES, speculation_with
 
 HEAD = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nA special magic "

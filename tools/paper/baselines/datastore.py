@@ -128,7 +128,7 @@ def write_datastore(path: Path, texts: list[list[int]], tokenizer: Tokenizer) ->
 
 def open_datastore(path: Path, tokenizer: Tokenizer) -> Datastore:
     """Maps a datastore of this tokenizer's tokens into memory. Raises `InputError`."""
-    advice = "build it again with tools/paper/build_datastore.py"
+    advice = "build it again with tools.paper.build_datastore"
     if not path.is_file():
         raise InputError(f"there is no datastore {path}; {advice}")
     try:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baselines.datastore import fingerprint
 from minitri.caches.streaming import StreamingCache
 from minitri.config import ModelConfig
 from minitri.errors import InputError, shorten
@@ -28,9 +27,10 @@ from minitri.loading.tokenizer import Tokenizer
 from minitri.model.block import read_block
 from minitri.model.llama import Layers, Llama
 from minitri.settings import MAX_GAMMA, SpeculationConfig
+from tools.paper.baselines.datastore import fingerprint
 
 FORMAT = "minitri layers 1"
-ADVICE = "make it again with tools/paper/find_layers.py"
+ADVICE = "make it again with tools.paper.find_layers"
 SETTINGS = SpeculationConfig("naive", gamma1=MAX_GAMMA)
 """By which the window of the drafter's cache is made."""
 
