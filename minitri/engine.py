@@ -18,15 +18,17 @@ from typing import Any
 from minitri.config import ModelConfig
 from minitri.drafters.lookup import Sources
 from minitri.errors import InputError, shorten
-from minitri.events import Batch, Completion, End, Request, Row
+from minitri.events import Completion, End
 from minitri.generation import Generation
 from minitri.gpu.placement import most_rows
 from minitri.loading.named_models import DEFAULT_MODEL
 from minitri.loading.open_models import OpenModels
 from minitri.loading.prompts import Prompt, as_seeds, check_prompt, encode_prompts
 from minitri.loading.tokenizer import Tokenizer
+from minitri.memory import MemoryShape, Models
 from minitri.model.llama import Llama
-from minitri.reuse.pool import SessionPool
+from minitri.pool import MemoryPool
+from minitri.requests import Request, Row
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 MAX_ROWS = 8
@@ -73,8 +75,8 @@ def load(
     )  # fmt: skip
     if before_weights is not None:
         before_weights(files.tokenizer, files.config)
-    target, drafter, guesser = files.load()
-    engine = Engine(target, files.tokenizer, drafter, guesser, files.sources)
+    target, drafter, retrieval_model = files.load()
+    engine = Engine(target, files.tokenizer, drafter, retrieval_model, files.sources)
     engine.sampling_defaults = files.sampling_defaults
     return engine
 
@@ -91,22 +93,23 @@ class Engine:
 
     def __init__(
         self, model: Llama, tokenizer: Tokenizer, draft: Llama | None = None,
-        guesser: Llama | None = None, sources: Sources = Sources(),  # noqa: B008 (frozen)
+        retrieval_model: Llama | None = None, sources: Sources = Sources(),  # noqa: B008 (frozen)
     ) -> None:  # fmt: skip
         """`draft` is the model behind the first level of the cascade; None: lookup, in the text
         and in `sources`.
 
-        `guesser`, a copy of the model that may be rough, takes its place at the retrieval level.
+        `retrieval_model`, a copy of the model in fewer bits, guesses with the retrieval cache.
         """
         self.model = model
         self.tokenizer = tokenizer
         self.draft = draft
-        self.guesser = guesser
+        self.retrieval_model = retrieval_model
         self.sources = sources
         self.sampling_defaults = SamplingParams()
         """What the model's generation_config.json recommends; nothing here applies it."""
         self.snapshot_note = ""
-        self._pool = SessionPool(model, draft, guesser, sources)
+        self.models = Models(model, retrieval_model or model, draft, sources)
+        self._pool = MemoryPool(self.models)
 
     def __repr__(self) -> str:
         draft = self.sources.beside(self.draft.config.name if self.draft is not None else "")
@@ -191,8 +194,7 @@ class Engine:
                 f"{self.config.context_length}, the context of {self.config.name}, and a row"
             )
         run = dataclasses.replace(generation, max_new_tokens=1)
-        rows = [[0]] * batch_size, [0] * batch_size
-        batch = Batch(*rows, sampling, run, _as_config(speculation))
+        shape = MemoryShape((1,) * batch_size, sampling, run, _as_config(speculation))
 
         def make_row(number: int, request: Request) -> Row:
             row, num_new = self._make_row(number, request), request.generation.max_new_tokens
@@ -204,7 +206,7 @@ class Engine:
             self._captured_filters([sampling, request.sampling], run)
             return row
 
-        return Generation([], batch, self._pool, make_row)
+        return Generation([], shape, self._pool, make_row)
 
     def _captured_filters(
         self, wanted: list[SamplingParams], run: GenerationConfig
@@ -242,14 +244,14 @@ class Engine:
                 raise InputError(f"{where}{error}") from None
         num_new = max(request.generation.max_new_tokens for request in requests)
         run = dataclasses.replace(run, max_new_tokens=num_new)
-        prompts = sorted((row.prompt for row in rows), key=len, reverse=True)[:batch_size]
+        lengths = sorted((len(row.prompt) for row in rows), reverse=True)[:batch_size]
         if batch_size is not None:
-            draft, lengths = self.draft.config if self.draft else None, list(map(len, prompts))
+            draft = self.draft.config if self.draft else None
             host = self._pool.host.num_free_bytes
-            prompts = prompts[: most_rows(self.model, draft, run, speculation, lengths, host)]
+            lengths = lengths[: most_rows(self.model, draft, run, speculation, lengths, host)]
         sampling = self._captured_filters([request.sampling for request in requests], run)
-        batch = Batch(prompts, [0] * len(prompts), sampling, run, speculation)
-        return Generation(rows, batch, self._pool)
+        shape = MemoryShape(tuple(lengths), sampling, run, speculation)
+        return Generation(rows, shape, self._pool)
 
     def complete(self, prompt: Prompt, **settings: Any) -> Completion:
         """All that a model says behind one prompt; `settings` are those of `generate`."""

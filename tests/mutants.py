@@ -38,7 +38,7 @@ WINDOW = "caches/test_streaming_cache.py::"
 AFTER_STEPS = "caches/test_caches_after_steps.py::"
 PROBS = "test_runner.py::"
 STREAM = "test_stream.py::"
-SESSION = "minitri.session.Session."
+STACK = "minitri.stack.Stack."
 CHOICE = "minitri.drafters.choice.DrafterChoice."
 TURNS = (
     "drafters/test_choice.py::"
@@ -172,13 +172,11 @@ MUTANTS = [
     ),
     Mutant(
         "a drafter's vocabulary cut after the softmax",
-        RUNNER + "ModelRunner._probs",
+        RUNNER + "ModelRunner.output",
         """[..., : self._vocab_size]
-        self._logits_BNV = logits_BNV
-        return pad_vocabulary(probs_of_rows(logits_BNV, self._sampling),""",
+        probs_BNV = probs_of_rows(logits_BNV, self._sampling)""",
         """
-        return pad_vocabulary(
-            probs_of_rows(logits_BNV, self._sampling)[..., : self._vocab_size],""",
+        probs_BNV = probs_of_rows(logits_BNV, self._sampling)[..., : self._vocab_size]""",
         PROBS
         + "test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_behind_it[sampling0]",
     ),
@@ -191,7 +189,7 @@ MUTANTS = [
     ),
     Mutant(
         "logits rounded to bfloat16 before the filters",
-        RUNNER + "ModelRunner._probs",
+        RUNNER + "ModelRunner.output",
         "probs_of_rows(logits_BNV, self._sampling)",
         "probs_of_rows(logits_BNV.bfloat16(), self._sampling).float()",
         PROBS
@@ -443,22 +441,22 @@ MUTANTS = [
     ),
     Mutant(
         "a row that is given to another text goes on with its noise",
-        SESSION + "admit",
+        STACK + "admit",
         "self.source.restart(b, seed)",
         "pass",
         STREAM + "test_every_request_gets_what_it_gets_alone[2-naive-False]",
     ),
     Mutant(
         "a row's own seed is not used",
-        SESSION + "admit",
+        STACK + "admit",
         "self.source.restart(b, seed)",
         "pass",
         "test_engine.py::test_seeds_decide_and_belong_to_rows",
     ),
     Mutant(
         "a new text is sampled by the old one's filters",
-        SESSION + "admit",
-        "runner.sample_by(sampling, b)",
+        STACK + "admit",
+        "runner.sample_by(request.sampling, b)",
         "pass",
         STREAM + "test_every_request_gets_what_it_gets_alone[2-triforce-False]",
     ),
@@ -499,7 +497,7 @@ MUTANTS = [
     ),
     Mutant(
         "a tree's tokens numbered by node, not by depth",
-        RUNNER + "ModelRunner.next_probs_of_tree",
+        TREES + "reader.TreeRunner.next_probs_of_tree",
         "shape.depths[first : first + T]",
         "range(first, first + T)",
         TREE_CACHE + "[naive tree 3x2-0.02-sampling0-False]",
@@ -521,8 +519,8 @@ MUTANTS = [
     Mutant(
         "a tree's rows of p in the order of its nodes, not of the path",
         TREES + "level.TreeLevel.verify",
-        "probs_BNV[b, [0, *path]]",
-        "probs_BNV[b, : 1 + len(path)]",
+        "output.probs_BNV[b, [0, *path]]",
+        "output.probs_BNV[b, : 1 + len(path)]",
         TREE_ENUMERATION + "test_a_tree_below_two_levels_gives_the_target_distribution[fork]",
     ),
     Mutant(
@@ -588,9 +586,11 @@ MUTANTS = [
     ),
     Mutant(
         "the copy of fewer bits verifies at the last level",
-        SESSION + "_make_runners",
-        "target, self.full, sampling",
-        "self.guesser, self.full, sampling",
+        "minitri.memory.allocate",
+        """verifying = ModelRunner(
+            target,""",
+        """verifying = ModelRunner(
+            models.retrieval,""",
         "gpu_twins/test_eight_bits.py::"
         "test_a_copy_however_wrong_changes_no_text[wrong-triforce-sampling0]",
     ),
@@ -758,16 +758,16 @@ MUTANTS = [
     ),
     Mutant(
         "log-probabilities behind the filters",
-        RUNNER + "ModelRunner.log_probs",
-        "self._logits_BNV[b, : len(tokens)]",
-        "(self._logits_BNV[b, : len(tokens)] / 0.8)",
+        SAMPLING + "log_probs",
+        "logits_NV.log_softmax",
+        "(logits_NV / 0.8).log_softmax",
         "reuse/test_logprobs.py::test_they_are_those_of_the_plain_forward_pass",
     ),
     Mutant(
         "log-probabilities of a tree's first nodes, not of its path",
-        RUNNER + "ModelRunner.keep_paths",
-        "torch.tensor([0, *path]) for path in paths",
-        "torch.arange(1 + len(path)) for path in paths",
+        TREES + "level.TreeLevel.verify",
+        "output.logits_BNV[b, [0, *path]]",
+        "output.logits_BNV[b, : 1 + len(path)]",
         "reuse/test_logprobs.py::"
         "test_they_are_those_of_autoregressive_decoding[sampling0-naive-3x2]",
     ),

@@ -132,7 +132,7 @@ class Continuation:
         )
         probs, queries = [], []
         for _ in range(num_new):
-            probs.append(runner.next_probs([self.tokens], [True])[0, -1])
+            probs.append(runner.next_probs([self.tokens], [True]).probs_BNV[0, -1])
             queries.append(query[:, 0].clone())
             uniform = torch.rand(1, generator=generator, dtype=torch.float64).to(self.model.device)
             self.tokens.append(int(sample(probs[-1][None], uniform)))
@@ -175,7 +175,7 @@ class Continuation:
             end = self.num_prompt + num_done
             nothing = torch.empty(1, gamma, 0, device=self.model.device)
             guesses = Proposal.of([self.tokens[end : end + gamma]], nothing, [["draft"] * gamma])
-            probs.append(runner.next_probs([self.tokens[:end]], [True], guesses)[0])
+            probs.append(runner.next_probs([self.tokens[:end]], [True], guesses).probs_BNV[0])
         return torch.cat(probs)
 
 

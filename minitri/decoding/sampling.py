@@ -17,6 +17,9 @@ from torch import Tensor
 
 from minitri.settings import SamplingParams
 
+LogProbs = tuple[float, tuple[tuple[int, float], ...]]
+"""Of a token; and of the likeliest ones at its place, the best first."""
+
 TOP_P_PREFIXES = (512, 4096)
 """Likeliest tokens that top-p looks at first; a row that needs more is sorted whole."""
 
@@ -128,3 +131,14 @@ def pad_vocabulary(probs_BNV: Tensor, vocab_size: int) -> Tensor:
     """Gives tokens that a drafter does not have the probability 0."""
     missing = vocab_size - probs_BNV.shape[-1]
     return F.pad(probs_BNV, (0, missing)) if missing else probs_BNV
+
+
+def log_probs(logits_NV: Tensor, tokens: list[int], num_top: int) -> list[LogProbs]:
+    """Log-probabilities of N tokens, and of the likeliest at each place, by the model alone: before
+    temperature and filters."""
+    scores_NV = logits_NV.log_softmax(-1)
+    tokens_N1 = torch.tensor(tokens, device=scores_NV.device).unsqueeze(1)
+    own = scores_NV.gather(1, tokens_N1).squeeze(1).tolist()
+    best, ids = (it.tolist() for it in scores_NV.topk(min(num_top, scores_NV.shape[1])))
+    pairs = [tuple(zip(*row, strict=True)) for row in zip(ids, best, strict=True)]
+    return list(zip(own, pairs, strict=True))

@@ -17,7 +17,6 @@ from minitri import SamplingParams, SpeculationConfig
 from minitri.gpu.graphs import GraphPool
 from minitri.model.llama import Llama
 from minitri.runner import ModelRunner
-from minitri.session import Session
 from tests.chi_square import (
     FALSE_ALARM,
     PROMPT,
@@ -63,7 +62,7 @@ DRAFTERS = {
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_texts_follow_the_targets_distribution(drafter, method, monkeypatch):
     """`auto` takes all methods in turns, the one without a drafter included."""
-    monkeypatch.setattr(Session, "_prior_seconds", costs_that_change)
+    monkeypatch.setattr("minitri.stack.prior_seconds", costs_that_change)
     target = target_model()
     probs = exact_probs(target, SAMPLING)
     assert smallest_distance(probs, NUM_SEEDS) < 0.09

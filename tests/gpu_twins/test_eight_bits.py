@@ -124,7 +124,7 @@ def test_a_copy_however_wrong_changes_no_text(kind, method, sampling):
     draft = near_copy(target, 0.02) if method == "triforce" else None
     for graphs in (None, GraphPool(CPU)):
         rig = Rig(
-            target, PROMPTS, draft=draft, guesser=twin, graphs=graphs, method=method,
+            target, PROMPTS, draft=draft, retrieval_model=twin, graphs=graphs, method=method,
             gamma1=2, gamma2=3, budget=24, num_recent_tokens=60, **settings,
         )  # fmt: skip
         assert rig.run() == exact
