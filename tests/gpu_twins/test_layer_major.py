@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minitri import GenerationConfig, PrefillProgress, Request, SpeculationConfig, runner, session
+from minitri import GenerationConfig, PrefillProgress, Request, SpeculationConfig, memory, runner
 from minitri.gpu.offload import layer_major
 from minitri.gpu.offload.layer_major import first_watched, home_of_hidden
 from minitri.gpu.placement import RESERVE
@@ -168,7 +168,7 @@ def test_prompts_that_join_a_batch_are_read_to_their_ends(method, monkeypatch):
         for it in requests
     ]
     monkeypatch.setattr(
-        session, "allocate_full_cache", lambda *_: offloaded(1, 2, config=engine.config)
+        memory, "allocate_full_cache", lambda *_: offloaded(1, 2, config=engine.config)
     )
     chunked = GenerationConfig(prefill_chunk=16)
     run = engine.stream(requests, batch_size=2, generation=chunked, speculation=speculation)
