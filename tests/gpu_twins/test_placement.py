@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig, plan
-from minitri.benchmarks.ledger import Workload, predict
 from minitri.errors import InputError
 from minitri.gpu.offload.offloaded_cache import RING, OffloadedFullCache
 from minitri.gpu.placement import (
@@ -22,6 +21,7 @@ from minitri.gpu.placement import (
     demand,
     free_host_bytes,
 )
+from minitri.ledger import Workload, predict
 from minitri.loading.named_models import MODELS, shape_of
 from minitri.memory import MemoryShape, Models, allocate
 from minitri.parallel.ranks import Ranks

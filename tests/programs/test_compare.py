@@ -10,8 +10,8 @@ import threading
 import pytest
 import torch
 
-from minitri import GenerationConfig, SamplingParams, SpeculationConfig, bench, load, memory
-from minitri.benchmarks.compare import (
+from minitri import GenerationConfig, SamplingParams, SpeculationConfig, load, memory
+from minitri.bench.compare import (
     Method,
     Score,
     num_same,
@@ -19,17 +19,18 @@ from minitri.benchmarks.compare import (
     summarise,
     take_turns,
 )
-from minitri.benchmarks.peers.in_transformers import (
-    prompt_lookup_peer,
-    transformers_model,
-    transformers_peer,
-)
 from minitri.gpu.offload.offloaded_cache import RING
 from minitri.requests import Request
 from minitri.settings import METHODS
 from tests.cascades import random_prompt, tiny_engine
 from tests.gpu_twins.test_offloaded_cache import offloaded
 from tests.programs.test_tools import texts  # noqa: F401 (a fixture)
+from tools.bench import __main__ as bench
+from tools.bench.peers.in_transformers import (
+    prompt_lookup_peer,
+    transformers_model,
+    transformers_peer,
+)
 
 FLAGS = ("--compare", "--dtype", "float32", "--device", "cpu", "--prompt-tokens", "150",
     "--new-tokens", "24",
@@ -195,10 +196,10 @@ def test_speedups_are_taken_prompt_by_prompt():
     [
         (
             ["--prompt-file", "a", "--prompt-file", "b"],
-            "several --prompt-file need --compare; give one",
+            "--prompt-file needs --compare; add it",
         ),
-        (["--coupled"], "need --compare; add it"),
-        (["--sweep-tokens", "100"], "need --compare; add it"),
+        (["--coupled"], "needs --compare; add it"),
+        (["--sweep-tokens", "100"], "needs --compare; add it"),
         (["--compare", "--seeds", "0"], "not a whole number from 1 to"),
         (
             ["--compare", "--prompt-file", "no-such-file"],

@@ -16,13 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig, bench, load
-from minitri.benchmarks.peers.choice import PEERS, find_peers, peer_names
-from minitri.benchmarks.peers.float16 import as_float16, is_quantized
-from minitri.benchmarks.peers.process import Worker, worker_peer
+from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig, load
 from minitri.loading.checkpoint import Folder
 from tests.conftest import byte_level_tokenizer
 from tests.loading.gguf_writer import write_gguf
+from tools.bench import __main__ as bench
+from tools.bench.peers.choice import PEERS, find_peers, peer_names
+from tools.bench.peers.float16 import as_float16, is_quantized
+from tools.bench.peers.process import Worker, worker_peer
 
 STAND_IN = """
 import os

@@ -8,9 +8,15 @@ import json
 import pytest
 import torch
 
-from minitri import bench, generate
-from minitri.benchmarks.bandwidth import covered
-from minitri.benchmarks.synthetic import (
+from minitri import generate
+from minitri.decoding.verification import Proposal
+from minitri.roofline import kv_bytes_per_token, weights_per_pass
+from minitri.settings import GenerationConfig, SpeculationConfig
+from tests.conftest import CPU, new_cache, tiny_config
+from tests.gpu_twins.test_offloaded_cache import offloaded
+from tools.bench import __main__ as bench
+from tools.bench.bandwidth import covered
+from tools.bench.synthetic import (
     Setup,
     SyntheticSource,
     decode,
@@ -19,11 +25,6 @@ from minitri.benchmarks.synthetic import (
     random_model,
     sweep_contexts,
 )  # fmt: skip
-from minitri.decoding.verification import Proposal
-from minitri.roofline import kv_bytes_per_token, weights_per_pass
-from minitri.settings import GenerationConfig, SpeculationConfig
-from tests.conftest import CPU, new_cache, tiny_config
-from tests.gpu_twins.test_offloaded_cache import offloaded
 
 CONFIG = tiny_config()
 TRIFORCE = SpeculationConfig("triforce", gamma1=2, gamma2=3, budget=32, num_recent_tokens=40)

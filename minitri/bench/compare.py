@@ -5,7 +5,7 @@ of tokens each, round after round, so that a machine whose speed drifts is as sl
 the other. A speedup is autoregressive milliseconds per token over those of the method, of one
 prompt and one seed; medians and ranges are taken over these. End to end means prefill and decoding
 together. At temperature 0, or coupled, all methods should write the same text, and what is the same
-is counted. With `--peers` other programs take their turns (`peers/`).
+is counted. Other programs may take their turns, too: those of `tools/bench`.
 """
 
 import dataclasses
@@ -13,14 +13,13 @@ import logging
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minitri.benchmarks.peers import StartPeer
 from minitri.caches.full import FullCache
 from minitri.engine import Engine
 from minitri.errors import InputError
@@ -41,6 +40,13 @@ SETTLE_SECONDS = 0.02
 """Pause before a turn: for 5 to 10 ms OpenMP's threads go on spinning behind the last one's."""
 SLACK = 2 * BURST
 """Tokens of room behind those that are asked for: a last burst may be longer."""
+
+
+StartPeer = Callable[[list[int], int], Iterator[int]]
+"""Another program: continues a prompt by some number of tokens, one at a time; the first follows
+the prefill. What is loaded for it is loaded before it returns."""
+Result = dict[str, dict[str, Any]]
+"""Figures of every contestant, by its name."""
 
 
 class Method:
@@ -243,7 +249,7 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def summarise(scores: dict[str, Score], num_new: int) -> dict[str, dict[str, Any]]:
+def summarise(scores: dict[str, Score], num_new: int) -> Result:
     """Medians and ranges, with speedups over the reference prompt by prompt and seed by seed."""
 
     def ratios(ours: list[float], theirs: list[float]) -> dict[str, float]:
@@ -267,7 +273,7 @@ def summarise(scores: dict[str, Score], num_new: int) -> dict[str, dict[str, Any
     }
 
 
-def table(result: dict[str, dict[str, Any]], num_new: int) -> str:
+def table(result: Result, num_new: int) -> str:
     """The result for people; `num_new` tokens were asked for."""
     lines = [
         f"{'':24s} {'ms/token':>22s} {'speedup':>22s} {'a step':>6s} {'accepted':>11s} "
