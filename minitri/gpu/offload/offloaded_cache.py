@@ -236,6 +236,7 @@ class OffloadedFullCache(FullCache):
         host_PKTD = self._staging.host_PLBKSD[:, layer - self.on_chip, b, :, : keys_KTD.shape[1]]
         for host_KTD, new_KTD in zip(host_PKTD, (keys_KTD, values_KTD), strict=True):
             host_KTD.copy_(new_KTD)
+        self._staging.ring_starts[b] = keys_KTD.shape[1]  # none of these tokens is in the ring
 
     def restore(self, b: int, num_tokens: int) -> None:
         super().restore(b, num_tokens)
