@@ -1,11 +1,11 @@
-"""Every method on the same prompts in one run: `python -m minitri.bench --compare`.
+"""Methods on the same prompts in one run: what `python -m minitri.bench` measures.
 
-A prompt is read once; every method gets a copy of the cache. Then the methods take turns, a burst
-of tokens each, round after round, so that a machine whose speed drifts is as slow for one as for
-the other. A speedup is autoregressive milliseconds per token over those of the method, of one
-prompt and one seed; medians and ranges are taken over these. End to end means prefill and decoding
-together. At temperature 0, or coupled, all methods should write the same text, and what is the same
-is counted. Other programs may take their turns, too: those of `tools/bench`.
+A prompt is read once; every method begins with a copy of its K and V. Then the methods take turns,
+a burst of tokens each, round after round, so that a machine whose speed drifts is as slow for one
+as for the other. A speedup is milliseconds per token of the first method over those of another, of
+one prompt and one seed; medians and ranges are taken over these. End to end means prefill and
+decoding together. At temperature 0, or coupled, all methods should write the same text, and what is
+the same is counted. Other programs may take their turns, too: those of `tools/bench`.
 """
 
 import dataclasses
@@ -13,34 +13,29 @@ import logging
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from minitri.caches.full import FullCache
+from minitri.caches.prefixes import PrefixCache
 from minitri.engine import Engine
-from minitri.errors import InputError
 from minitri.gpu.placement import check_offload
 from minitri.gpu.streams import synchronize
 from minitri.loading.prompts import check_prompt
 from minitri.requests import Request
-from minitri.runner import prefill
-from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
-from minitri.stack import begin
+from minitri.settings import SpeculationConfig
+from minitri.stack import Stack, begin
+from minitri.stats import Stats
 
 log = logging.getLogger("minitri")
 
-REFERENCE = "autoregressive"
 BURST = 32
 """Tokens that a contestant decodes in a turn."""
 SETTLE_SECONDS = 0.02
-"""Pause before a turn: for 5 to 10 ms OpenMP's threads go on spinning behind the last one's."""
+"""Pause before a turn: OpenMP's threads go on spinning for 5 to 10 ms after the last one's."""
 SLACK = 2 * BURST
-"""Tokens of room behind those that are asked for: a last burst may be longer."""
-
+"""Tokens of room after those that are asked for: a last burst may be longer."""
 
 StartPeer = Callable[[list[int], int], Iterator[int]]
 """Another program: continues a prompt by some number of tokens, one at a time; the first follows
@@ -49,178 +44,148 @@ Result = dict[str, dict[str, Any]]
 """Figures of every contestant, by its name."""
 
 
-class Method:
-    """One of our methods behind a prompt that has been read."""
+class Contestant:
+    """A method or another program, decoding after one prompt with one seed."""
 
     def __init__(
         self,
-        engine: Engine,
-        request: Request,
-        speculation: SpeculationConfig,
-        full: FullCache,
-        queries_LTHD: Tensor,
+        blocks: Iterator[list[int]],
+        *,
+        read_seconds: float = 0.0,
+        should_repeat: bool,
+        stats: Stats | None = None,
     ) -> None:
-        """`full` holds the prompt but for its last token, and is copied; the queries are those of
-        its last tokens."""
-        stack = begin(engine.models, [request], speculation)
-        stack.memory.full.copy_from(full)
-        if (cache := stack.memory.retrieval_cache) is not None:
-            if cache.max_prompt_queries is None:
-                raise InputError(
-                    f"--policy {speculation.policy} must watch the prompt being read; "
-                    "compare another one"
-                )
-            cache.observe(0, queries_LTHD)
-        self.stats, self._cascade, self._stack = stack.stats, stack.cascade, stack
-        self._num_prompt = len(request.prompt)
-        self.should_repeat = request.sampling.temperature == 0 or speculation.coupled
-        """Whether its text should be that of every other method."""
-        started = time.perf_counter()
-        self._cascade.start()
-        self.start_seconds = time.perf_counter() - started
-
-    @property
-    def text(self) -> list[int]:
-        """All tokens it has written."""
-        return self._cascade.sequences[0][self._num_prompt :]
-
-    def burst(self, num_tokens: int) -> int:
-        """Decodes at least so many tokens; returns how many."""
-        before = len(self.text)
-        while len(self.text) - before < num_tokens:
-            self._stack.step()
-        return len(self.text) - before
-
-
-class Peer:
-    """Another program, as an iterator over its tokens; the first one follows its prefill."""
-
-    def __init__(self, tokens: Iterator[int]) -> None:
-        self._tokens = tokens
+        """`blocks` are the tokens of its steps; `read_seconds` the time of what comes before."""
+        self._blocks, self.stats = blocks, stats
+        self.should_repeat = should_repeat
+        """Whether its text should be that of every other contestant."""
         self.text: list[int] = []
         """All tokens it has written."""
         started = time.perf_counter()
         self.burst(1)
-        self.prefill_seconds = time.perf_counter() - started
+        self.prefill_seconds = read_seconds + time.perf_counter() - started
+        self.num_first, self.decode_seconds = len(self.text), 0.0
 
-    def burst(self, num_tokens: int) -> int:
-        """See `Method.burst`."""
-        self.text += [next(self._tokens) for _ in range(num_tokens)]
-        return num_tokens
+    def burst(self, num_tokens: int) -> None:
+        """Decodes at least this number of tokens."""
+        wanted = len(self.text) + num_tokens
+        while len(self.text) < wanted:
+            self.text += next(self._blocks)
 
+    def end(self) -> None:
+        """Gives up its memory."""
+        self._blocks = iter(())
 
-Contestant = Method | Peer
+    @property
+    def num_decoded(self) -> int:
+        """Tokens after those of the prefill."""
+        return len(self.text) - self.num_first
 
+    @property
+    def ms_per_token(self) -> float:
+        return 1e3 * self.decode_seconds / self.num_decoded
 
-@dataclass
-class Score:
-    """What one contestant did, an entry per prompt and seed."""
-
-    ms_per_token: list[float] = field(default_factory=list)
-    prefill_seconds: list[float] = field(default_factory=list)
-    guesses: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Per level, from the lowest upwards: accepted and tested guesses in all runs together."""
-    num_same: list[int] = field(default_factory=list)
-    """Tokens before the first that differs from the reference's, where none should."""
-    plans: Counter[str] = field(default_factory=Counter)
-    """Steps per plan."""
-    num_tokens: int = 0
-    """Tokens of these steps."""
-
-    def add(self, method: Method, prefill_seconds: float, reference: list[int]) -> None:
-        """Counts a run of one of our methods; `prefill_seconds` are without the first token."""
-        if method.should_repeat:
-            self.num_same.append(num_same(method.text, reference, len(reference)))
-        self.prefill_seconds.append(prefill_seconds + method.start_seconds)
-        for level in method.stats.levels:
-            accepted, tested = self.guesses.get(level.name, (0, 0))
-            accepted += level.num_accepted_tokens
-            self.guesses[level.name] = accepted, tested + level.num_tested_tokens
-        self.plans.update(method.stats.steps_per_plan)
-        self.num_tokens += len(method.text) - 1  # the first came with the prefill
-
-    def end_to_end(self, num_new: int) -> list[float]:
+    def end_to_end(self, num_new: int) -> float:
         """Seconds of prefill and of decoding `num_new` tokens."""
-        pairs = zip(self.prefill_seconds, self.ms_per_token, strict=True)
-        return [seconds + 1e-3 * num_new * ms for seconds, ms in pairs]
+        return self.prefill_seconds + 1e-3 * num_new * self.ms_per_token
 
 
-@torch.inference_mode()
-def read_prompt_once(
-    engine: Engine, prompt: list[int], max_queries: int, chunk: int = 1024
-) -> tuple[FullCache, Tensor, float]:
-    """Reads a prompt but for its last token; returns the full cache, the queries (L, T, H, D) of
-    its last tokens, at most `max_queries`, and the seconds it took."""
-    model = engine.model
-    full = FullCache.allocate(model.config, 1, len(prompt), dtype=model.dtype, device=model.device)
-    shape = (model.config.num_layers, 0, model.config.num_heads, model.config.head_dim)
-    latest_LTHD = torch.empty(shape, dtype=model.dtype, device=model.device)
-
-    def watch(queries_LTHD: Tensor) -> None:
-        nonlocal latest_LTHD
-        latest_LTHD = torch.cat((latest_LTHD, queries_LTHD), 1)[:, -max_queries:]
-
-    synchronize(model.device)
+def read_once(engine: Engine, request: Request) -> tuple[PrefixCache, float]:
+    """What holds the K and V of a prompt but for its last token, and the seconds it took."""
+    generation = dataclasses.replace(
+        request.generation, max_new_tokens=1, offload=False, on_chip=None, cuda_graphs=False
+    )
+    request = dataclasses.replace(request, generation=generation)
+    stack = begin(engine.models, [request], SpeculationConfig("autoregressive"))
+    synchronize(engine.model.device)
     started = time.perf_counter()
-    for _ in prefill(model, prompt, full, 0, chunk=chunk, watch=watch, max_queries=max_queries):
+    for _ in stack.prefill(0):
         pass
-    synchronize(model.device)
-    return full, latest_LTHD, time.perf_counter() - started
+    synchronize(engine.model.device)
+    seconds = time.perf_counter() - started
+    stack.retire(0)
+    return stack.memory.prefix, seconds
 
 
-def check_on_chip(generation: GenerationConfig) -> None:
-    """Raises `InputError` if methods could keep different numbers of layers on the GPU."""
-    if generation.offload and generation.on_chip is None:
-        raise InputError(
-            "--compare --offload needs --on-chip N, so that all methods keep as many layers on the "
-            "GPU"
-        )
+def start_method(
+    engine: Engine,
+    request: Request,
+    speculation: SpeculationConfig,
+    read: PrefixCache,
+    read_seconds: float,
+) -> Contestant:
+    """One of our methods after a prompt that `read` holds."""
+    stack = begin(engine.models, [request], speculation, held=read)
+    stack.reuse(0)
+    for _ in stack.prefill(0):  # what the retrieval cache has to observe
+        pass
+    return Contestant(
+        steps(stack),
+        read_seconds=read_seconds,
+        should_repeat=request.sampling.temperature == 0 or speculation.coupled,
+        stats=stack.stats,
+    )
+
+
+def steps(stack: Stack) -> Iterator[list[int]]:
+    """The tokens of the first row, step by step, without an end."""
+    yield stack.start([0])[0].tokens
+    while True:
+        yield stack.step()[0].tokens
 
 
 @torch.inference_mode()
 def compare(
-    engine: Engine, prompts: Sequence[list[int]], speculations: dict[str, SpeculationConfig], *,
-    sampling: SamplingParams, seeds: Sequence[int], generation: GenerationConfig,
+    engine: Engine,
+    requests: Sequence[Request],
+    seeds: Sequence[int],
+    speculations: dict[str, SpeculationConfig],
     peers: dict[str, StartPeer],
-) -> dict[str, Score]:  # fmt: skip
-    """Lets every method decode `generation.max_new_tokens` behind every prompt, for every seed.
+) -> dict[str, list[Contestant]]:
+    """Lets every method decode after every prompt, which are token ids, for every seed; returns who
+    has decoded, by name.
 
-    Peers run once per prompt, beside the first seed. With `generation.offload` the prompt is read
+    Peers run once per prompt, with the first seed, and greedily. With `offload` the prompt is read
     on the device all the same. Progress goes to the log.
     """
-    num_new = generation.max_new_tokens
-    check_offload(engine.model, generation)
-    room = dataclasses.replace(generation, max_new_tokens=num_new + SLACK)
-    for prompt in prompts:
-        check_prompt(prompt, engine.config, room.max_new_tokens)
-    scores = {name: Score() for name in (*speculations, *peers)}
-    window = max(speculation.observation_window for speculation in speculations.values())
-    for number, prompt in enumerate(prompts, 1):
-        full, queries_LTHD, seconds = read_prompt_once(engine, prompt, window)
-        progress = number, len(prompts), len(prompt), seconds
-        log.info("prompt %d of %d: %d tokens read in %.1f s", *progress)
-        others = {name: Peer(peer(prompt, room.max_new_tokens)) for name, peer in peers.items()}
-        for name in others:
-            scores[name].prefill_seconds.append(others[name].prefill_seconds)
-            log.info("  %s has read it in %.1f s", name, others[name].prefill_seconds)
+    done: dict[str, list[Contestant]] = {name: [] for name in (*speculations, *peers)}
+    for given in requests:
+        check_offload(engine.model, given.generation)
+        num_new, prompt = given.generation.max_new_tokens, [int(token) for token in given.prompt]
+        check_prompt(prompt, engine.config, num_new + SLACK)
+        room = dataclasses.replace(given.generation, max_new_tokens=num_new + SLACK)
+        request = dataclasses.replace(given, generation=room)
+        read, seconds = read_once(engine, request)
+        log.info("%d tokens read in %.1f s", len(prompt), seconds)
+        running = {}
+        for name, start in peers.items():
+            blocks = ([token] for token in start(prompt, num_new + SLACK))
+            running[name] = Contestant(blocks, should_repeat=given.sampling.temperature == 0)
+            log.info("  %s has read it in %.1f s", name, running[name].prefill_seconds)
         for seed in seeds:
-            methods = {}
+            request = dataclasses.replace(request, seed=seed)
             for name, speculation in speculations.items():
-                request = Request(prompt, seed, sampling, room)
-                methods[name] = Method(engine, request, speculation, full, queries_LTHD)
-            times = take_turns({**methods, **others}, num_new, BURST)
-            reference = methods[REFERENCE].text[:num_new]
-            for name, ms in times.items():
-                scores[name].ms_per_token.append(ms)
-                if name in methods:
-                    scores[name].add(methods[name], seconds, reference)
-                elif sampling.temperature == 0:  # peers are greedy, and round in their own ways
-                    scores[name].num_same.append(num_same(others[name].text, reference, num_new))
-            line = ", ".join(f"{name} {ms:.1f}" for name, ms in times.items())
-            log.info("  seed %d, ms/token: %s", seed, line)
-            others = {}
-            del methods  # gives up their memory for the next ones
-    return scores
+                running[name] = start_method(engine, request, speculation, read, seconds)
+            take_turns(list(running.values()), num_new)
+            times = (f"{name} {it.ms_per_token:.1f}" for name, it in running.items())
+            log.info("  seed %d, ms/token: %s", seed, ", ".join(times))
+            for name, it in running.items():
+                it.end()
+                done[name].append(it)
+            running = {}
+    return done
+
+
+def take_turns(contestants: list[Contestant], num_new: int, burst: int = BURST) -> None:
+    """Lets all decode `num_new` tokens; the order of the turns changes from round to round."""
+    while any(it.num_decoded < num_new for it in contestants):
+        for it in contestants:
+            if it.num_decoded < num_new:
+                time.sleep(SETTLE_SECONDS)
+                started = time.perf_counter()
+                it.burst(min(burst, num_new - it.num_decoded))
+                it.decode_seconds += time.perf_counter() - started
+        contestants.append(contestants.pop(0))
 
 
 def num_same(tokens: list[int], others: list[int], num_tokens: int) -> int:
@@ -229,48 +194,40 @@ def num_same(tokens: list[int], others: list[int], num_tokens: int) -> int:
     return next((i for i, (one, other) in enumerate(pairs) if one != other), num_tokens)
 
 
-def take_turns(contestants: Mapping[str, Contestant], num_new: int, burst: int) -> dict[str, float]:
-    """Milliseconds per token of each; the order of the turns changes from round to round."""
-    tokens, seconds = dict.fromkeys(contestants, 0), dict.fromkeys(contestants, 0.0)
-    order = list(contestants)
-    while any(count < num_new for count in tokens.values()):
-        for name in order:
-            if tokens[name] < num_new:
-                time.sleep(SETTLE_SECONDS)
-                started = time.perf_counter()
-                tokens[name] += contestants[name].burst(min(burst, num_new - tokens[name]))
-                seconds[name] += time.perf_counter() - started
-        order.append(order.pop(0))
-    return {name: 1e3 * seconds[name] / tokens[name] for name in contestants}
-
-
-def spread(values: list[float]) -> dict[str, float]:
+def spread(values: Sequence[float]) -> dict[str, float]:
     """Median and range."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def summarise(scores: dict[str, Score], num_new: int) -> Result:
-    """Medians and ranges, with speedups over the reference prompt by prompt and seed by seed."""
-
-    def ratios(ours: list[float], theirs: list[float]) -> dict[str, float]:
-        every = len(ours) // len(theirs)  # a peer runs once per prompt, beside the first seed
-        return spread([a / b for a, b in zip(ours[::every], theirs, strict=True)])
-
-    reference = scores[REFERENCE]
-    return {
-        name: {
-            "ms_per_token": spread(score.ms_per_token),
-            "speedup": ratios(reference.ms_per_token, score.ms_per_token),
-            "prefill_seconds": spread(score.prefill_seconds),
-            "end_to_end_seconds": spread(score.end_to_end(num_new)),
-            "end_to_end_speedup": ratios(reference.end_to_end(num_new), score.end_to_end(num_new)),
-            "acceptance": {level: a / n for level, (a, n) in score.guesses.items() if n},
-            "tokens_per_step": score.num_tokens / max(score.plans.total(), 1),
-            "same_tokens": score.num_same,
-            "steps_per_plan": score.plans,
+def summarise(done: dict[str, list[Contestant]], num_new: int) -> Result:
+    """Medians and ranges, with speedups over the first method prompt by prompt and seed by seed."""
+    result = {}
+    first = next(iter(done.values()))
+    for name, own in done.items():
+        reference = first[:: len(first) // len(own)]  # a peer runs with the first seed only
+        pairs = list(zip(reference, own, strict=True))
+        all_stats = [it.stats for it in own if it.stats is not None]
+        plans = sum((Counter(stats.steps_per_plan) for stats in all_stats), Counter())
+        accepted: Counter[str] = Counter()
+        tested: Counter[str] = Counter()
+        for level in (level for stats in all_stats for level in stats.levels):
+            accepted[level.name] += level.num_accepted_tokens
+            tested[level.name] += level.num_tested_tokens
+        ratios = [one.end_to_end(num_new) / it.end_to_end(num_new) for one, it in pairs]
+        result[name] = {
+            "ms_per_token": spread([it.ms_per_token for it in own]),
+            "speedup": spread([one.ms_per_token / it.ms_per_token for one, it in pairs]),
+            "prefill_seconds": spread([it.prefill_seconds for it in own]),
+            "end_to_end_seconds": spread([it.end_to_end(num_new) for it in own]),
+            "end_to_end_speedup": spread(ratios),
+            "acceptance": {level: accepted[level] / n for level, n in tested.items() if n},
+            "tokens_per_step": sum(it.num_decoded for it in own) / max(plans.total(), 1),
+            "same_tokens": [
+                num_same(it.text, one.text, num_new) for one, it in pairs if it.should_repeat
+            ],
+            "steps_per_plan": plans,
         }
-        for name, score in scores.items()
-    }
+    return result
 
 
 def table(result: Result, num_new: int) -> str:
@@ -279,20 +236,21 @@ def table(result: Result, num_new: int) -> str:
         f"{'':24s} {'ms/token':>22s} {'speedup':>22s} {'a step':>6s} {'accepted':>11s} "
         f"{'prefill, s':>10s} {'end to end, s':>14s} {'speedup':>8s}"
     ]
+    reference = next(iter(result))
     for name, row in result.items():
         ms = "{median:.1f} ({min:.1f} to {max:.1f})".format(**row["ms_per_token"])
         speedup = "{median:.2f} ({min:.2f} to {max:.2f})".format(**row["speedup"])
         accepted = " ".join(f"{rate:.3f}" for rate in row["acceptance"].values())
         keys = ("prefill_seconds", "end_to_end_seconds", "end_to_end_speedup")
         prefill, end_to_end, ratio = (row[key]["median"] for key in keys)
-        a_step = f"{row['tokens_per_step']:.2f}" if row["tokens_per_step"] else ""
+        a_step = f"{row['tokens_per_step']:.2f}" if row["steps_per_plan"] else ""
         lines.append(
             f"{name:24s} {ms:>22s} {speedup:>22s} {a_step:>6s} {accepted:>11s} {prefill:10.1f} "
             f"{end_to_end:14.1f} {ratio:8.2f}"
         )
-        if row["same_tokens"] and name != REFERENCE:
+        if row["same_tokens"] and name != reference:
             counts = ", ".join(map(str, row["same_tokens"]))
-            lines.append(f"{'':24s} the text of {REFERENCE} for {counts} of {num_new} tokens")
+            lines.append(f"{'':24s} the text of {reference} for {counts} of {num_new} tokens")
         if len(row["steps_per_plan"]) > 1:
             most_used = row["steps_per_plan"].most_common(4)
             lines.append(f"{'':24s} plans: " + ", ".join(f"{plan}: {n}" for plan, n in most_used))

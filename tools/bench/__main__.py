@@ -38,7 +38,9 @@ def build_parser() -> arguments.OneLineParser:
         profile="say where the time of a decoding step goes",
         peers="other programs take part: all of --peer that can run here",
     )
-    add = parser.add_argument
+    add, count = parser.add_argument, arguments.positive
+    text = "runs to measure, without --compare"
+    add("--repeats", type=count, default=3, metavar="N", help=text)
     text = "a peer, or all whose names begin so; may be given several times: " + ", ".join(PEERS)
     add("--peer", type=peer_names, action="extend", default=[], metavar="NAME", help=text)
     text = "the Python interpreter that has openvino-genai or llama-cpp-python, if not this one"
@@ -57,7 +59,7 @@ def run_compare(args: argparse.Namespace) -> None:
         wanted = PEERS if args.peers else args.peer
         return find_peers(locate(args.model).path, engine, wanted, dict(args.peer_python))
 
-    title, results = bench.run_compare(args, peers)
+    title, results = bench.measure(args, peers)
     if args.plot and not args.sweep_tokens:
         [(length, result)] = results.items()
         draw_speedups(args.plot, result, f"{title}, {length} prompt tokens")
@@ -72,16 +74,15 @@ def run_compare(args: argparse.Namespace) -> None:
 
 def run_command(args: argparse.Namespace) -> None:
     """Does what the flags say. Raises `InputError`."""
+    of_comparisons = ("peers", "peer", "peer_python", "plot", "methods", "sweep_tokens", "coupled")
+    given = [f"--{name.replace('_', '-')}" for name in of_comparisons if getattr(args, name)]
     if args.load == "dummy":
         run_synthetic(args)
     elif args.compare:
         run_compare(args)
-    elif args.peers or args.peer or args.peer_python or args.plot or args.methods:
-        raise InputError(
-            "--peers, --peer, --peer-python, --plot and --method need --compare; add it"
-        )
+    elif given or len(args.prompt_file or []) > 1:
+        raise InputError(f"{', '.join(given) or 'several --prompt-file'}: these need --compare")
     else:
-        bench.check_alone(args)
         run_floor(args)
 
 
