@@ -306,7 +306,7 @@ def fill_cache(full: FullCache) -> None:
     tensors = [full.keys, full.values]
     if isinstance(full, OffloadedFullCache):
         staging = full._staging
-        tensors += [full.host_keys, full.host_values, staging.ring_keys, staging.ring_values]
+        tensors += [staging.host_PLBKSD, staging.ring_PLBKTD]
     for tensor in tensors:
         fill(tensor, 1.0)
 
