@@ -6,6 +6,8 @@ import json
 import os
 from pathlib import Path
 
+os.environ["OMP_NUM_THREADS"] = "1"  # for tests side by side, and programs that they start
+
 import pytest
 import tokenizers
 import torch
@@ -19,6 +21,7 @@ from minitri.errors import InputError
 from minitri.loading.fetch import locate
 from minitri.model.llama import Llama
 
+torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = (
         "1"  # before anything imports Triton, whose kernels then run on the CPU
@@ -99,6 +102,13 @@ def new_cache(
     config: ModelConfig, batch_size: int = 1, capacity: int = 64, dtype=torch.float32
 ) -> FullCache:
     return FullCache.allocate(config, batch_size, capacity, dtype=dtype, device=CPU)
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(scope="session")
