@@ -6,6 +6,8 @@ import json
 import os
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests run in parallel processes
+
 import pytest
 import tokenizers
 import torch
@@ -24,6 +26,7 @@ if not torch.cuda.is_available():
         "1"  # before anything imports Triton, whose kernels then run on the CPU
     )
 
+torch.set_num_threads(1)
 CPU = torch.device("cpu")
 
 SENTENCES = [
