@@ -35,7 +35,6 @@ class MemoryPool:
     def open(self, shape: MemoryShape, prompts: Sequence[list[int]]) -> Memory:
         """Memory for a run over these prompts: what was kept, or new. Raises `InputError` if there
         is no room."""
-        self.models.target.ranks.check_same("prompts or settings", (shape, prompts))
         kept, self._kept = self._kept, None
         if kept is not None and self._can_run(kept, shape):
             memory = kept

@@ -10,8 +10,8 @@ case the tool records token ids, texts, counts of accepted guesses, and a digest
 that an LM head returned, in call order: this pins the logits of target, retrieval level and drafter
 bit for bit.
 
-Where method or gammas are open and the text cannot depend on them (float32 at temperature 0, or
-coupled), the autotuner may follow the clock. Then tokens are the same in every run but passes are
+Where method or gammas are open and the text cannot depend on them (at temperature 0, or coupled),
+the autotuner may follow the clock. Then tokens are the same in every run but passes are
 not: of such a case tokens and texts are recorded, the rest is null.
 
 Bits are the same only on the same processor with the same PyTorch; `--check` warns where these
@@ -35,7 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NoReturn
@@ -65,6 +65,7 @@ TINY: Settings = {
     "rebuild_stride": 16, "temperature": 0.8, "max_new_tokens": 32, "ignore_eos": True,
 }  # fmt: skip
 RAGGED: Settings = {**TINY, "prompts": "ragged"}
+TREE: Settings = {**RAGGED, "gamma1": None, "gamma2": 3}
 LONG: Settings = {**TINY, "model": "mha", "prompts": "long", "budget": None, "max_new_tokens": 64}
 REAL: Settings = {
     "model": "smollm2-135m", "draft": "auto", "prompts": "topics", "seed": 7, "method": "triforce",
@@ -135,6 +136,10 @@ def all_cases() -> dict[str, Settings]:
         cross("prompt", TINY, over("prefill_chunk", 1, 7, 64), over("policy", "retrieval", "h2o")),
         cross("rope", TINY, over("rope_scaling", "linear:2", "llama3:4", "yarn:4"), SAMPLED),
         cross("seed", RAGGED, over("seed", 0, (3, 1, 4)), triforce, SAMPLED | COUPLED),
+        cross("stream", RAGGED, over("run", "stream"), dtypes, methods, samplers),
+        cross("reuse", RAGGED, over("run", "again", "snapshot"), dtypes, cached, samplers),
+        cross("logprobs", RAGGED, over("logprobs", 0, 3), dtypes, methods, SAMPLED),
+        cross("tree", TREE, over("tree", "4x2"), f32, naive | triforce, samplers),
         cross("real", REAL, f32, methods, GREEDY),
         cross("real", REAL, bf16, methods, SAMPLED),
         cross("real", REAL, f32, triforce, SAMPLED | COUPLED),
@@ -256,16 +261,26 @@ def head_calls(engine: minitri.Engine) -> Iterator[list[str]]:
     """A list that takes shape and digest of all that the engine's LM heads return meanwhile."""
     calls: list[str] = []
 
-    def note(name: str, _module: nn.Module, _inputs: Any, output: Tensor) -> None:
-        digest = hashlib.sha256(output.float().contiguous().numpy().tobytes()).hexdigest()[:16]
-        calls.append(f"{name} {'x'.join(map(str, output.shape))} {digest}")
+    def noted(name: str, head: nn.Module) -> Callable[[Tensor], Tensor]:
+        plain = head.forward
 
-    with contextlib.ExitStack() as stack:
-        for name, model in (("target", engine.model), ("draft", engine.draft)):
-            if model is not None:
-                hook = model.lm_head.register_forward_hook(functools.partial(note, name))
-                stack.callback(hook.remove)
+        def forward(hidden: Tensor) -> Tensor:
+            output: Tensor = plain(hidden)
+            digest = hashlib.sha256(output.float().contiguous().numpy().tobytes()).hexdigest()[:16]
+            calls.append(f"{name} {'x'.join(map(str, output.shape))} {digest}")
+            return output
+
+        return forward
+
+    models = {"target": engine.model, "draft": engine.draft}
+    heads = {name: model.lm_head for name, model in models.items() if model is not None}
+    for name, head in heads.items():
+        head.forward = noted(name, head)  # type: ignore[method-assign]
+    try:
         yield calls
+    finally:
+        for head in heads.values():
+            del head.forward
 
 
 @functools.lru_cache(maxsize=1)
@@ -287,7 +302,7 @@ def follows_clock(settings: Settings) -> bool:
         settings[gamma] is None for gamma in uses.get(settings["method"], ())
     )
     one_text = settings["temperature"] == 0 or settings.get("coupled", False)
-    return is_open and one_text and settings["dtype"] == "float32"
+    return is_open and one_text
 
 
 def settings_for(kind: Any, rest: Settings) -> Any:
@@ -301,6 +316,7 @@ def run_case(folder: Path, settings: Settings) -> dict[str, Any]:
     rest = dict(settings)
     place = {key: rest.pop(key, None) for key in ("model", "draft", "dtype", "rope_scaling")}
     prompts, seed = prompts_of(rest.pop("prompts")), rest.pop("seed")
+    run = RUNS[rest.pop("run", "batch")]
     wishes = {
         "sampling": settings_for(minitri.SamplingParams, rest),
         "generation": settings_for(minitri.GenerationConfig, rest),
@@ -310,16 +326,69 @@ def run_case(folder: Path, settings: Settings) -> dict[str, Any]:
         raise minitri.InputError(f"minitri has no setting {', '.join(rest)}; adapt the grid to it")
     engine = engine_for(folder, **place)
     with head_calls(engine) as calls:
-        events = list(engine.generate(prompts, seed=seed, **wishes))
+        events = run(engine, prompts, seed, wishes)
     if not calls:
         raise RuntimeError("no LM head was called through its module; nothing would be pinned")
     return record_of(settings, events, calls)
+
+
+def run_batch(
+    engine: minitri.Engine, prompts: list[Any], seed: Any, wishes: dict[str, Any]
+) -> list[Any]:
+    """All prompts at once."""
+    return list(engine.generate(prompts, seed=seed, **wishes))
+
+
+def run_stream(
+    engine: minitri.Engine, prompts: list[Any], seed: int, wishes: dict[str, Any]
+) -> list[Any]:
+    """Twice the prompts through two rows; one request is cancelled after its fifth token."""
+    speculation = wishes.pop("speculation")
+    requests = [minitri.Request(prompt, seed + i, **wishes) for i, prompt in enumerate(prompts * 2)]
+    events: list[Any] = []
+    with engine.stream(requests, batch_size=2, speculation=speculation) as stream:
+        for event in stream:
+            events.append(event)
+            if sum(isinstance(e, minitri.Token) and e.row == 1 for e in events) == 5:
+                stream.cancel(1)
+    return events
+
+
+def run_again(
+    engine: minitri.Engine, prompts: list[Any], seed: int, wishes: dict[str, Any]
+) -> list[Any]:
+    """A text, and another one that begins with it: K and V are used again."""
+    engine.release()
+    events = list(engine.generate(prompts[-1], seed=seed, **wishes))
+    end = next(event for event in events if isinstance(event, minitri.End))
+    longer = [*prompts[-1], *end.token_ids, *prompts[-1][:9]]
+    return list(engine.generate(longer, seed=seed, **wishes))
+
+
+def run_snapshot(
+    engine: minitri.Engine, prompts: list[Any], seed: int, wishes: dict[str, Any]
+) -> list[Any]:
+    """The same over a file of K and V."""
+    engine.release()
+    list(engine.generate(prompts[-1], seed=seed, **wishes))
+    with tempfile.TemporaryDirectory() as folder:
+        engine.save_kv(Path(folder) / "held.kv")
+        engine.release()
+        engine.load_kv(Path(folder) / "held.kv")
+        longer = [*prompts[-1], *prompts[-1][:9]]
+        events = list(engine.generate(longer, seed=seed, **wishes))
+        engine.release()
+    return events
+
+
+RUNS = {"batch": run_batch, "stream": run_stream, "again": run_again, "snapshot": run_snapshot}
 
 
 def record_of(settings: Settings, events: list[Any], calls: list[str]) -> dict[str, Any]:
     ends = sorted((e for e in events if isinstance(e, minitri.End)), key=lambda end: end.row)
     rows = [[e for e in events if isinstance(e, minitri.Token) and e.row == b.row] for b in ends]
     pieces = [json.dumps([token.text for token in row]) for row in rows]
+    scores = [[(t.logprob, t.top_logprobs) for t in row if t.logprob is not None] for row in rows]
     stats: Any = ends[0].stats
     fixed = not follows_clock(settings)
     # Not the same name in every revision.
@@ -330,6 +399,8 @@ def record_of(settings: Settings, events: list[Any], calls: list[str]) -> dict[s
         "tokens": [list(end.token_ids) for end in ends],
         "finish": [end.finish_reason for end in ends],
         "texts": [hashlib.sha256(text.encode()).hexdigest()[:16] for text in pieces],
+        "scores": hashlib.sha256(json.dumps(scores).encode()).hexdigest()[:16],
+        "cached": [end.row_stats.num_cached_tokens for end in ends],
         "origins": ["".join(ORIGINS[t.origin] for t in row) for row in rows] if fixed else None,
         "levels": levels if fixed else None,
         "num_rebuilds": num_rebuilds if fixed else None,
