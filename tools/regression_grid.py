@@ -277,7 +277,7 @@ def head_calls(engine: minitri.Engine) -> Iterator[list[str]]:
     models = {"target": engine.model, "draft": engine.draft}
     heads = {name: model.lm_head for name, model in models.items() if model is not None}
     for name, head in heads.items():
-        head.forward = noted(name, head)  # type: ignore[method-assign]
+        head.forward = noted(name, head)  # type: ignore[assignment, method-assign]
     try:
         yield calls
     finally:
