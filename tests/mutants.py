@@ -408,8 +408,9 @@ MUTANTS = [
     Mutant(
         "lookup learns guesses",
         "minitri.drafters.lookup._Row.propose",
-        "(self.text, *sources)):",
-        "(self.text, *sources)):\n            self.text.extend(sequence[len(self.text.tokens) :])",
+        "length, guess = self.text.lookup(sequence, gamma)",
+        "self.text.extend(sequence[len(self.text.tokens) :])\n"
+        "        length, guess = self.text.lookup(sequence, gamma)",
         "drafters/test_lookup.py::test_rejected_guesses_are_never_learnt",
     ),
     Mutant(
