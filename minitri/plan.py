@@ -21,7 +21,7 @@ with clean_imports():
     from minitri.cli import arguments
     from minitri.config import ModelConfig
     from minitri.errors import InputError, shorten
-    from minitri.gpu.placement import CONTEXT, GIB, demand, shortage
+    from minitri.gpu.placement import CONTEXT, GIB, Load, demand, shortage
     from minitri.ledger import CARDS, Workload, predict
     from minitri.ledger import table as ledger_table
     from minitri.loading.checkpoint import open_checkpoint
@@ -123,11 +123,18 @@ def run_command(args: argparse.Namespace) -> int:
     config, draft = config_of(args.model), draft_config(args)
     context, itemsize = args.context or config.context_length, 4 if args.dtype == "float32" else 2
     speculation, has_copy = arguments.speculation_of(args), args.draft_weights != "same"
-    needs = demand(
-        config, draft, speculation, num_tokens=context, prefill_chunk=args.prefill_chunk,
-        itemsize=itemsize, num_gpus=args.gpus, has_copy=has_copy,
+    load = Load(
+        config,
+        draft,
+        speculation,
+        num_tokens=context,
         prompt_lengths=[context] * args.batch,
-    )  # fmt: skip
+        prefill_chunk=args.prefill_chunk,
+        itemsize=itemsize,
+        num_gpus=args.gpus,
+        has_copy=has_copy,
+    )
+    needs = demand(load)
     work = Workload(
         config, draft, 0, context, speculation.budget_for(context), batch_size=args.batch,
         itemsize=itemsize, num_gpus=args.gpus, has_copy=has_copy, is_fused=args.kernels == "fused",
@@ -138,7 +145,7 @@ def run_command(args: argparse.Namespace) -> int:
     def rows_that_fit(on_chip: int) -> int:
         """Sequences of this context at a time, up to a thousand."""
         for num_rows in range(1, 1001):
-            more = demand(**needs.given | {"prompt_lengths": [context] * num_rows})
+            more = demand(dataclasses.replace(load, prompt_lengths=[context] * num_rows))
             if more.on_device(on_chip) > gpu_bytes or more.on_host(on_chip) > host_bytes:
                 return num_rows - 1
         return 1000
@@ -171,7 +178,7 @@ def run_command(args: argparse.Namespace) -> int:
         "draft_weights_bytes": copy_bytes,
     }  # fmt: skip
     print(json.dumps(result))
-    if (missing := shortage(needs, gpu_bytes, host_bytes, config.name)) is not None:
+    if (missing := shortage(needs, gpu_bytes, host_bytes)) is not None:
         raise InputError(missing)
     return 0
 
