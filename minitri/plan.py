@@ -122,17 +122,8 @@ def run_command(args: argparse.Namespace) -> int:
     config, draft = config_of(args.model), draft_config(args)
     context, itemsize = args.context or config.context_length, 4 if args.dtype == "float32" else 2
     speculation, has_copy = arguments.speculation_of(args), args.draft_weights != "same"
-    load = Load(
-        config,
-        draft,
-        speculation,
-        num_tokens=context,
-        prompt_lengths=[context] * args.batch,
-        prefill_chunk=args.prefill_chunk,
-        itemsize=itemsize,
-        num_gpus=args.gpus,
-        has_copy=has_copy,
-    )
+    how = (args.prefill_chunk, itemsize, args.gpus, has_copy)
+    load = Load(config, draft, speculation, context, [context] * args.batch, *how)
     needs = demand(load)
     work = Workload(
         config, draft, 0, context, speculation.budget_for(context), batch_size=args.batch,
