@@ -15,14 +15,21 @@ from minitri.errors import InputError
 from minitri.gpu.allocation import free_host_bytes
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.gpu.placement import CONTEXT, GIB, MAX_BUFFERS, RESERVE, Load, choose_on_chip, demand
-from minitri.ledger import Workload, predict
 from minitri.loading.named_models import MODELS, shape_of
 from minitri.memory import MemoryShape, Models, allocate
 from minitri.parallel.ranks import Ranks
 from minitri.parallel.split import share_of
+from minitri.phases import predict
 from minitri.roofline import CPU as CPU_MACHINE
 from minitri.roofline import GPU as GPU_MACHINE
-from minitri.roofline import Machine, eight_bit_bytes, num_weights, pass_costs, weights_per_pass
+from minitri.roofline import (
+    Machine,
+    Workload,
+    eight_bit_bytes,
+    num_weights,
+    pass_costs,
+    weights_per_pass,
+)
 from minitri.settings import StepPlan
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
 
@@ -140,7 +147,7 @@ def test_predictions_are_bytes_over_bandwidth():
     budget."""
 
     def predicted(on_chip: int):
-        workload = Workload(SEVEN_B, DRAFT, on_chip, num_tokens=100_000, budget=4096)
+        workload = Workload(SEVEN_B, DRAFT, 100_000, 4096, hosted_share=1 - on_chip / 32)
         plan = StepPlan("triforce", 2, 6)
         return predict(workload, Machine(2e12, 2e12, 50e9), plan, (0.0, 1.0))
 
