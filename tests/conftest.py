@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # for tests side by side, and programs that they start
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests run in parallel processes
 
 import pytest
 import tokenizers
@@ -21,12 +21,12 @@ from minitri.errors import InputError
 from minitri.loading.fetch import locate
 from minitri.model.llama import Llama
 
-torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = (
         "1"  # before anything imports Triton, whose kernels then run on the CPU
     )
 
+torch.set_num_threads(1)
 CPU = torch.device("cpu")
 
 SENTENCES = [

@@ -11,8 +11,8 @@ on SmolLM2-135M. Of every case the tool records token ids, texts, counts of acce
 digest of every tensor that an LM head returned, in call order: this pins the logits of target,
 retrieval level and drafter bit for bit.
 
-Where method or gammas are open and the text cannot depend on them (float32 at temperature 0, or
-coupled), the autotuner may follow the clock. Then tokens are the same in every run but passes are
+Where method or gammas are open and the text cannot depend on them (at temperature 0, or coupled),
+the autotuner may follow the clock. Then tokens are the same in every run but passes are
 not: of such a case tokens and texts are recorded, the rest is null.
 
 Bits are the same only on the same processor with the same PyTorch; `--check` warns where these
@@ -282,7 +282,7 @@ def head_calls(engine: minitri.Engine) -> Iterator[list[str]]:
     models = {"target": engine.model, "draft": engine.draft}
     heads = {name: model.lm_head for name, model in models.items() if model is not None}
     for name, head in heads.items():
-        head.forward = noted(name, head)  # type: ignore[method-assign]
+        head.forward = noted(name, head)  # type: ignore[assignment, method-assign]
     try:
         yield calls
     finally:
@@ -309,7 +309,7 @@ def follows_clock(settings: Settings) -> bool:
         settings[gamma] is None for gamma in uses.get(settings["method"], ())
     )
     one_text = settings["temperature"] == 0 or settings.get("coupled", False)
-    return is_open and one_text and settings["dtype"] == "float32"
+    return is_open and one_text
 
 
 def settings_for(kind: Any, rest: Settings) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from minitri import generate
 from minitri.decoding.verification import Proposal
-from minitri.roofline import kv_bytes_per_token, weights_per_pass
+from minitri.roofline import weights_per_pass
 from minitri.settings import GenerationConfig, SpeculationConfig
 from tests.conftest import CPU, new_cache, tiny_config
 from tests.gpu_twins.test_offloaded_cache import offloaded
@@ -85,7 +85,7 @@ def test_time_at_work_counts_what_overlaps_once():
 
 
 def test_bytes_are_weights_and_kv():
-    weights, slot = weights_per_pass(CONFIG) * 4, kv_bytes_per_token(CONFIG, 4)
+    weights, slot = weights_per_pass(CONFIG) * 4, CONFIG.kv_values_per_token * 4
     model = random_model(
         CONFIG, Setup(CONFIG, None, TRIFORCE, GenerationConfig(), (1.0, 1.0), torch.float32, CPU)
     )
