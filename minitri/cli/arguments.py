@@ -50,6 +50,7 @@ RETRIEVAL += ["rebuild_stride", "rebuild_threshold"]
 CHOICES = {"method": METHODS, "verification": VERIFICATIONS}
 METAVARS = {"temperature": "T", "top_k": "K", "top_p": "P", "min_p": "P", "logprobs": "K"}
 METAVARS |= {"stop": "TEXT", "rebuild_threshold": "RATE", "tree": "N|WxD"}
+SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]
 SHORT = {"max_new_tokens": ["-n"], "quiet": ["-q"]}
 
 
@@ -115,11 +116,6 @@ def two_rates(text: str) -> tuple[float, float]:
     return first, second
 
 
-def auto_or_whole(text: str) -> int | None:
-    """A flag's value that is a whole number, or `auto`, which is None."""
-    return None if text == "auto" else whole()(text)
-
-
 def add_fields(flags: Flags, settings: type[Settings], *names: str) -> None:
     """A flag for each of these fields of a settings class."""
     texts = field_texts(settings)
@@ -143,9 +139,10 @@ def kind_of(field: dataclasses.Field[Any]) -> dict[str, Any]:
         return {"action": "append", "metavar": METAVARS[name], "default": []}
     if field.type in (float, str):
         return {"type": field.type, "metavar": METAVARS[name]}
-    is_open = field.type == int | None
-    metavar = METAVARS.get(name, "N|auto" if is_open else "N")
-    return {"type": auto_or_whole if is_open else whole(), "metavar": metavar}
+    if field.type is int:
+        return {"type": whole(), "metavar": "N"}
+    metavar = METAVARS.get(name, "N|auto")
+    return {"type": lambda text: None if text == "auto" else whole()(text), "metavar": metavar}
 
 
 def field_texts(settings: type) -> dict[str, str]:
@@ -171,26 +168,26 @@ def add_switches(flags: Flags, **texts: str) -> None:
 
 def add_model_flags(flags: Flags) -> None:
     """Which model runs, and how."""
-    add = flags.add_argument
     text = "a named model, a folder or file, or a hub repository; names: " + ", ".join(MODELS)
-    add("-m", "--model", default=DEFAULT_MODEL, metavar="NAME|PATH|ORG/REPO", help=text)
-    text = "of weights and KV cache (default: what is fast here)"
-    add("--dtype", default="auto", choices=("auto", *DTYPES), help=text)
+    name = "NAME|PATH|ORG/REPO"
+    flags.add_argument("-m", "--model", default=DEFAULT_MODEL, metavar=name, help=text)
+    copy = "of the target (same), or of a copy in fewer bits, where it guesses with the retrieval "
+    copy += "cache; the text stays the same (default: int4 where compiled kernels run)"
+    for name, choices, text in (
+        ("dtype", ("auto", *DTYPES), "of weights and KV cache (default: what is fast here)"),
+        ("attention", ("auto", *BACKENDS), "of short blocks on a GPU (default: first that works)"),
+        ("weights", WEIGHTS, "native keeps the 4 or 8 bits of a GGUF file (default: in --dtype)"),
+        ("draft-weights", DRAFT_WEIGHTS, copy),
+    ):
+        flags.add_argument(f"--{name}", default="auto", choices=choices, help=text)
     text = "(default: cuda if it is there)"
-    add("--device", default="auto", metavar="cpu|cuda|cuda:N", help=text)
-    text = "kernel for short blocks on a GPU (default: the first that works there)"
-    add("--attention", default="auto", choices=("auto", *BACKENDS), help=text)
-    text = "on a CPU native keeps the 4 and 8 bits of a GGUF file (default: in --dtype)"
-    add("--weights", default="auto", choices=WEIGHTS, help=text)
-    text = "weights that guess with the retrieval cache: the target's own (same) or a copy in fewer"
-    text += " bits; the text stays the same (default: int4 where compiled kernels run)"
-    add("--draft-weights", default="auto", choices=DRAFT_WEIGHTS, help=text)
+    flags.add_argument("--device", default="auto", metavar="cpu|cuda|cuda:N", help=text)
     text = "stretch the context, e.g. yarn:4 makes 8K 32K (default: as trained)"
-    add("--rope-scaling", metavar="KIND:FACTOR", help=text)
+    flags.add_argument("--rope-scaling", metavar="KIND:FACTOR", help=text)
     text = "cores of a CPU to compute on (default: all; leave some to other programs)"
-    add("--threads", type=whole(1, 1024), metavar="N", help=text)
+    flags.add_argument("--threads", type=whole(1, 1024), metavar="N", help=text)
     text = "stop with an error where texts might differ in the last bits: without compiled kernels"
-    add("--bitwise", action="store_true", help=text)
+    flags.add_argument("--bitwise", action="store_true", help=text)
 
 
 def add_prompt_flags(
@@ -202,10 +199,9 @@ def add_prompt_flags(
     group.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt itself")
     group.add_argument("--prompt-file", metavar="FILE", help="a UTF-8 file; - is standard input")
     group.add_argument("--demo", action="store_true", help="Python's own help texts, 700 KB")
-    kept = max_prompt_tokens or f"all; {DEMO_PROMPT_TOKENS} of the demo"
-    text = f"keep the first N tokens of the prompt (default: {kept})"
-    options: dict[str, Any] = {"type": positive, "metavar": "N", "default": max_prompt_tokens}
-    parser.add_argument("--max-prompt-tokens", help=text, **options)
+    text = f"keep the first N tokens of the prompt (default of the demo: {DEMO_PROMPT_TOKENS})"
+    parser.add_argument("--max-prompt-tokens", type=positive, metavar="N", help=text)
+    parser.set_defaults(max_prompt_tokens=max_prompt_tokens)
     text = "tokens that are kept of a prompt too long for the context (default: an error)"
     parser.add_argument("--fit", choices=("first", "last"), help=text)
     add_fields(parser, GenerationConfig, "max_new_tokens")
@@ -218,14 +214,19 @@ def add_gpu_flags(flags: Flags) -> None:
 
 
 def add_sampling_flags(
-    parser: argparse.ArgumentParser,
-    seed: str = "of the first run (default: 0)",
-    about: str | None = None,
+    parser: argparse.ArgumentParser, seed: str = "of the first run (default: 0)", about: str = ""
 ) -> None:
     """The distribution of the next token, and the seed with its help text."""
     group = parser.add_argument_group("sampling", about)
-    add_fields(group, SamplingParams, "temperature", "top_k", "top_p", "min_p")
+    add_fields(group, SamplingParams, *SAMPLING)
     group.add_argument("--seed", type=whole(0, MAX_SEED), metavar="N", help=seed)
+
+
+def add_open_sampling_flags(parser: argparse.ArgumentParser, seed: str) -> None:
+    """Sampling that the model's files decide where no flag does: flags are None then."""
+    about = "default: as the model's generation_config.json says, or else greedy"
+    add_sampling_flags(parser, seed, about)
+    parser.set_defaults(**dict.fromkeys(SAMPLING))
 
 
 def add_draft_flag(flags: Flags) -> None:
@@ -259,8 +260,7 @@ def add_rates_flag(flags: Flags, name: str, text: str) -> None:
 def taken(settings: type[Settings], args: argparse.Namespace, **others: Any) -> Settings:
     """Settings by the flags that are named after their fields, and that were given or have a
     default. Raises `InputError`."""
-    names = [field.name for field in dataclasses.fields(settings)]
-    flags = {name: getattr(args, name, None) for name in names}
+    flags = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(settings)}
     given = {name: value for name, value in flags.items() if value is not None}
     return settings(**{**given, **others})
 

@@ -6,7 +6,6 @@ seed = seed_of(args, speculation)
 """
 
 import argparse
-import dataclasses
 import logging
 import os
 import secrets
@@ -28,9 +27,6 @@ from minitri.settings import SamplingParams, SpeculationConfig
 
 log = logging.getLogger("minitri")
 
-SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]
-"""Flags that are None where nothing was given."""
-
 
 def boot(
     args: argparse.Namespace, draft: str, check: Callable[[Tokenizer, ModelConfig], None]
@@ -39,13 +35,10 @@ def boot(
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     engine = load(**model_of(args), draft=draft, before_weights=check)
-    if args.bitwise and not engine.model.is_row_invariant:
-        where = f"{engine.config.name} on {engine.model.device}"
-        problem = f"--bitwise needs the compiled kernels, which {where} does not use"
+    if args.bitwise and (args.tree or not engine.model.is_row_invariant):
+        what = f"{engine.config.name} on {engine.model.device}" if not args.tree else "--tree"
+        problem = f"--bitwise needs the compiled kernels and chains of guesses, not {what}"
         raise InputError(f"{problem}; run on a CPU with a C++ compiler, or leave it out")
-    if args.bitwise and args.tree:
-        problem = f"--bitwise does not hold with --tree {args.tree}, which changes sums' order"
-        raise InputError(f"{problem}; leave one of them out")
     return engine
 
 

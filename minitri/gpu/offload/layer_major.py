@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache
+from minitri.gpu.allocation import free_device_bytes
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.gpu.placement import RESERVE, free_device_bytes
+from minitri.gpu.placement import RESERVE
 from minitri.model.block import make_block
 from minitri.model.cache import BlockKV
 from minitri.model.llama import Llama, Pass
