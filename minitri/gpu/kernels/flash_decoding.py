@@ -45,7 +45,9 @@ def attend_piece(  # type: ignore[no-untyped-def]
     of log2(e); `q_b` and the like are strides. Programs that share keys run side by side. `rule` is
     read with `HAS_RULE` only; without it the block is causal.
     """
-    tile, piece, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    tile = tl.program_id(0)
+    piece = tl.program_id(1)
+    head = tl.program_id(2).to(tl.int64)
     b, k = head // num_kv_heads, head % num_kv_heads
     length = tl.load(lengths + b).to(tl.int32)
     end = length + T
@@ -53,7 +55,8 @@ def attend_piece(  # type: ignore[no-untyped-def]
     first = piece * share
     last = tl.minimum(first + share, end)
 
-    rows, dims = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    dims = tl.arange(0, D)
     t = rows % T
     is_row = rows < G * T
     from_q = q + b * q_b + t * q_t + (k * G + rows // T) * q_h
@@ -97,14 +100,16 @@ def attend_piece(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=RUNTIME)  # type: ignore[untyped-decorator]
 def merge_pieces(  # type: ignore[no-untyped-def]
     outs, lses, out, T, G, num_kv_heads, num_pieces, PIECES: tl.constexpr, D: tl.constexpr
-) -> None:  # fmt: skip
+) -> None:
     """Merges the pieces of one row of one KV head by their log-sum-exps.
 
     At least one piece has keys: the row's own. `PIECES` is a power of two, at least `num_pieces`.
     """
-    head, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1)
     b, k = head // num_kv_heads, head % num_kv_heads
-    pieces, dims = tl.arange(0, PIECES), tl.arange(0, D)
+    pieces = tl.arange(0, PIECES)
+    dims = tl.arange(0, D)
     is_piece = pieces < num_pieces
     places = (head * num_pieces + pieces) * G * T + row
     lse = tl.load(lses + places, mask=is_piece, other=-float("inf"))
