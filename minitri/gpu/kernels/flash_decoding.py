@@ -64,10 +64,9 @@ def attend_piece(  # type: ignore[no-untyped-def]
     most = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out_RD = tl.zeros([ROWS, D], tl.float32)
-    from_kv = b * kv_b + k * kv_h
     for start in range(first, last, NUM_KEYS):
         slots = start + tl.arange(0, NUM_KEYS)
-        places = from_kv + slots[:, None] * kv_s + dims[None, :]
+        places = b * kv_b + k * kv_h + slots[:, None] * kv_s + dims[None, :]
         is_there = (slots < last)[:, None]
         keys_SD = tl.load(keys + places, mask=is_there, other=0.0)
         scores_RS = tl.dot(tile_RD, tl.trans(keys_SD), input_precision="ieee") * scale
@@ -80,14 +79,13 @@ def attend_piece(  # type: ignore[no-untyped-def]
             sees = (slots[None, :] <= length + t[:, None]) & (slots[None, :] < last)
         scores_RS = tl.where(sees, scores_RS, -float("inf"))
         new_most = tl.maximum(most, tl.max(scores_RS, 1))
-        is_first = new_most == -float("inf")  # no key was seen by this row yet
-        base = tl.where(is_first, 0.0, new_most)
+        base = tl.where(new_most == -float("inf"), 0.0, new_most)  # -inf: no key was seen yet
         probs_RS = tl.exp2(scores_RS - base[:, None])
         decay = tl.exp2(most - base)
         total = total * decay + tl.sum(probs_RS, 1)
         values_SD = tl.load(values + places, mask=is_there, other=0.0)
-        p_RS = probs_RS.to(values_SD.dtype)
-        out_RD = out_RD * decay[:, None] + tl.dot(p_RS, values_SD, input_precision="ieee")
+        probs_RS = probs_RS.to(values_SD.dtype)
+        out_RD = out_RD * decay[:, None] + tl.dot(probs_RS, values_SD, input_precision="ieee")
         most = new_most
     saw_any = total > 0.0
     out_RD = out_RD / tl.where(saw_any, total, 1.0)[:, None]
