@@ -381,7 +381,7 @@ MUTANTS = [
         STREAMING + "slide",
         "rotated_LTKD = self._rope.at(positions).rotate(moved_LTKD)",
         "rotated_LTKD = self._rope.at(positions + 1).rotate(moved_LTKD)",
-        WINDOW + "test_keys_are_the_raw_keys_rotated_by_their_slots",
+        WINDOW + "test_a_deep_model_keeps_sinks_and_rotates_keys_by_their_slots",
     ),
     Mutant(
         "a retired row's cache is not emptied",

@@ -1,6 +1,6 @@
 """A tour of the method on real weights, in two minutes: four pictures in one PNG, and a few lines.
 
-    python tools/tour.py --prompt-file novel.txt --out tour.png
+    python -m tools.tour --prompt-file novel.txt --out tour.png
 
 1. Where the attention of the latest tokens lies: few tokens hold nearly all of it, and which ones
    no fixed window knows (TriForce, section 3.1).
