@@ -26,7 +26,7 @@ SETTINGS = {
 class Device:
     """A device that does in order what it is given, while the host goes on until a verdict."""
 
-    def __init__(self, monkeypatch, make_clock=CudaClock) -> None:
+    def __init__(self, monkeypatch) -> None:
         self.queued = self.done = 0.0
         """When all that it was given will be done, and what it has done, in seconds."""
         device = self
@@ -61,7 +61,7 @@ class Device:
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(FullCache, "layers", rebuilt)
         monkeypatch.setattr(IndependentSource, "verify", verified)
-        monkeypatch.setattr(minitri.stack, "clock_of", lambda _: make_clock())
+        monkeypatch.setattr(minitri.stack, "clock_of", lambda _: CudaClock())
         monkeypatch.setattr("minitri.stats.time.perf_counter", lambda: self.done)
 
 
@@ -78,8 +78,8 @@ def test_seconds_are_told_once_and_in_order(monkeypatch):
         assert told == [2.0, 3.0]
 
 
-def timed_run(monkeypatch, costs, make_clock=CudaClock):
-    device = Device(monkeypatch, make_clock)
+def timed_run(monkeypatch, costs):
+    device = Device(monkeypatch)
     target = tiny_model(CONFIG)
     rig = Rig(
         target, [random_prompt(CONFIG, 120)], draft=near_copy(target, 0.02), num_new=24, **SETTINGS
