@@ -21,7 +21,7 @@ with clean_imports():
     from minitri.cli import arguments
     from minitri.config import ModelConfig
     from minitri.errors import InputError, shorten
-    from minitri.gpu.placement import CONTEXT, GIB, Demand, demand, shortage
+    from minitri.gpu.placement import CONTEXT, GIB, Demand, Load, demand, shortage
     from minitri.loading.checkpoint import open_checkpoint
     from minitri.loading.fetch import LOOKUPS, committed_path, default_draft
     from minitri.loading.named_models import shape_of, unknown_model
@@ -121,17 +121,9 @@ def run_command(args: argparse.Namespace) -> int:
     config, draft = config_of(args.model), draft_config(args)
     context, itemsize = args.context or config.context_length, 4 if args.dtype == "float32" else 2
     speculation, has_copy = arguments.speculation_of(args), args.draft_weights != "same"
-    needs = demand(
-        config,
-        draft,
-        speculation,
-        num_tokens=context,
-        prefill_chunk=args.prefill_chunk,
-        itemsize=itemsize,
-        num_gpus=args.gpus,
-        has_copy=has_copy,
-        prompt_lengths=[context] * args.batch,
-    )
+    how = (args.prefill_chunk, itemsize, args.gpus, has_copy)
+    load = Load(config, draft, speculation, context, [context] * args.batch, *how)
+    needs = demand(load)
     ranks, L = Ranks(), config.num_layers
     ranks.count = args.gpus
     share = share_of(config, ranks)
@@ -170,7 +162,7 @@ def run_command(args: argparse.Namespace) -> int:
     print(f"On a CPU guesses take a copy in 4 bits, {copy_bytes / GIB:.2f} GiB (--draft-weights).")
     result = {"model": config.name, "context": context, "on_chip": best, "placements": placements}
     print(json.dumps(result | {"draft_weights_bytes": copy_bytes}))
-    if (missing := shortage(needs, gpu_bytes, host_bytes, config.name)) is not None:
+    if (missing := shortage(needs, gpu_bytes, host_bytes)) is not None:
         raise InputError(missing)
     return 0
 
@@ -188,10 +180,10 @@ def place(
 
     `free_bytes` are those of the GPU and of host memory.
     """
-    context, L = work.num_tokens // work.batch_size, needs.num_layers
+    context, L = work.num_tokens // work.batch_size, needs.load.config.num_layers
 
     def fits(num_rows: int) -> bool:
-        more = demand(**needs.given | {"prompt_lengths": [context] * num_rows})
+        more = demand(dataclasses.replace(needs.load, prompt_lengths=[context] * num_rows))
         return more.on_device(on_chip) <= free_bytes[0] and more.on_host(on_chip) <= free_bytes[1]
 
     here = dataclasses.replace(work, hosted_share=1 - on_chip / L)
