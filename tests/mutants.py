@@ -187,7 +187,7 @@ caches/test_retrieval_cache.py
   sinks may be dropped
     RetrievalCache._select: scores_KN[:, :sinks] = scores_KN[:, N - recent:] = math.inf
     => scores_KN[:, N - recent:] = math.inf
-caches/test_streaming_cache.py::test_keys_are_the_raw_keys_rotated_by_their_slots
+caches/test_streaming_cache.py::test_a_deep_model_keeps_sinks_and_rotates_keys_by_their_slots
   a window slides but its keys keep their rotation
     StreamingCache.slide: self._rope.at(positions)
     => self._rope.at(positions + 1)

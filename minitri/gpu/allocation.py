@@ -63,7 +63,8 @@ def demand_of(
     """What a run needs here, and the bytes there are on the device, weights included, and on the
     host."""
     load = Load(target.config, draft, speculation, num_tokens, prompt_lengths)
-    chunk, itemsize = generation.prefill_chunk, target.dtype.itemsize
+    chunk = generation.prefill_chunk
+    itemsize = target.dtype.itemsize
     needs = demand(replace(load, prefill_chunk=chunk, itemsize=itemsize))
     on_device, on_host = free_bytes(target.device, target.ranks)
     return needs, on_device + needs.weights + needs.draft_weights, on_host
@@ -106,7 +107,9 @@ def allocate_full_cache(
     `host` lends memory there. Raises `InputError` if there is no room for it and what else a run
     needs.
     """
-    config, device, B = target.config, target.device, len(prompt_lengths)
+    config = target.config
+    device = target.device
+    B = len(prompt_lengths)
     check_offload(target, generation)
     options: dict[str, Any] = {"dtype": target.dtype, "device": device}
     on_chip = config.num_layers

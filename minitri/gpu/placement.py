@@ -108,10 +108,14 @@ def demand(load: Load) -> Demand:
     """Bytes that a run needs. Raises `InputError` if the model cannot be split over its GPUs."""
     ranks = Ranks()
     ranks.count = load.num_gpus
-    config, speculation = share_of(load.config, ranks), load.speculation
-    B, L, D = len(load.prompt_lengths), config.num_layers, config.head_dim
+    config = share_of(load.config, ranks)
+    speculation = load.speculation
+    B = len(load.prompt_lengths)
+    L = config.num_layers
+    D = config.head_dim
     H, K = config.num_heads, config.num_kv_heads
-    block, chunk = speculation.max_block, speculation.chunk_size
+    block = speculation.max_block
+    chunk = speculation.chunk_size
     slots = round_up_to_stride(load.num_tokens + block)
     small = means = 0  # numbers
     if any(plan.uses_retrieval for plan in speculation.plans):
@@ -171,7 +175,8 @@ def what_fits(needs: Demand, device_bytes: float, host_bytes: float) -> str:
 
 def shortage(needs: Demand, device_bytes: float, host_bytes: float) -> str | None:
     """What is too small for every placement, and what to do; None if some placement fits."""
-    name, best = needs.load.config.name, needs.most_on_chip(device_bytes)
+    name = needs.load.config.name
+    best = needs.most_on_chip(device_bytes)
     if best is None:
         missing = (
             f"{name} needs {needs.on_device(0) / GIB:.2f} GiB on the device even with its whole KV "
@@ -192,7 +197,9 @@ def choose_on_chip(
 ) -> int:
     """Layers whose KV stays on the device: all without `offload`, else `on_chip` or the most that
     fit. `device_bytes` include what weights have already taken. Raises `InputError`."""
-    name, L, gib = needs.load.config.name, needs.load.config.num_layers, device_bytes / GIB
+    name = needs.load.config.name
+    L = needs.load.config.num_layers
+    gib = device_bytes / GIB
     if not generation.offload:
         if needs.on_device(L) - RESERVE > device_bytes:
             raise InputError(
