@@ -10,7 +10,6 @@ import dataclasses
 import inspect
 import itertools
 import logging
-import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -43,10 +42,9 @@ DEMO_PROMPT_TOKENS = 4000
 WITH_DRAFTER = ("auto", "naive", "triforce")
 """Methods that a drafter guesses for."""
 WINDOW = ["num_sink_tokens", "num_recent_tokens"]
-"""Settings of the drafter's cache."""
 RETRIEVAL = ["gamma2", "budget", "chunk_size", "observation_window"]
 RETRIEVAL += ["rebuild_stride", "rebuild_threshold"]
-"""Settings of the retrieval level."""
+"""Settings of the drafter's cache, and of the retrieval level."""
 CHOICES = {"method": METHODS, "verification": VERIFICATIONS}
 METAVARS = {"temperature": "T", "top_k": "K", "top_p": "P", "min_p": "P", "logprobs": "K"}
 METAVARS |= {"stop": "TEXT", "rebuild_threshold": "RATE", "tree": "N|WxD"}
@@ -106,14 +104,10 @@ positive = whole(1)
 
 def two_rates(text: str) -> tuple[float, float]:
     """A flag's value such as 0.46,0.92."""
-    try:
-        first, second = map(float, text.split(","))
-    except ValueError:
-        first = second = math.nan
-    if not (0 <= first <= 1 and 0 <= second <= 1):
-        wanted = "two rates from 0 to 1, such as 0.46,0.92"
-        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
-    return first, second
+    rate = r"(0?\.[0-9]+|0|1|1\.0+)"
+    if not (found := re.fullmatch(f"{rate},{rate}", text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not two rates from 0 to 1, as in 0.46,0.92")
+    return float(found[1]), float(found[2])
 
 
 def add_fields(flags: Flags, settings: type[Settings], *names: str) -> None:
@@ -146,11 +140,8 @@ def kind_of(field: dataclasses.Field[Any]) -> dict[str, Any]:
 
 
 def field_texts(settings: type) -> dict[str, str]:
-    """The text below each field of a class; empty where its source is not at hand."""
-    try:
-        [definition] = ast.parse(inspect.getsource(settings)).body
-    except (OSError, TypeError):
-        return {}
+    """The text below each field of a class."""
+    [definition] = ast.parse(inspect.getsource(settings)).body
     assert isinstance(definition, ast.ClassDef)
     texts = {}
     for field, below in itertools.pairwise(definition.body):
@@ -258,8 +249,7 @@ def add_rates_flag(flags: Flags, name: str, text: str) -> None:
 
 
 def taken(settings: type[Settings], args: argparse.Namespace, **others: Any) -> Settings:
-    """Settings by the flags that are named after their fields, and that were given or have a
-    default. Raises `InputError`."""
+    """Settings by the flags that are named after their fields. Raises `InputError`."""
     flags = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(settings)}
     given = {name: value for name, value in flags.items() if value is not None}
     return settings(**{**given, **others})
@@ -283,15 +273,11 @@ def speculation_of(args: argparse.Namespace) -> SpeculationConfig:
 
 
 def draft_of(args: argparse.Namespace) -> str:
-    """The drafter that the flags ask for: a name, a path or `suffix`.
-
-    Raises `InputError` if one is missing.
-    """
+    """The drafter that the flags ask for. Raises `InputError` if one is missing."""
     if args.method not in WITH_DRAFTER:
         return "suffix"  # which costs nothing and is not used
     if args.draft == "none":
-        problem = f"--method {args.method} needs a drafter, got --draft none"
-        raise InputError(f"{problem}; use --method retrieval")
+        raise InputError(f"--method {args.method} needs a drafter; give --draft suffix or another")
     if args.draft == "auto" and args.method != "auto":
         return default_draft(args.model)  # must be had; for --method auto `load` may do without
     return str(args.draft)

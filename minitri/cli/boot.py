@@ -104,11 +104,10 @@ def add_kv_flags(flags: Flags) -> None:
 def check_kv_flags(args: argparse.Namespace) -> None:
     """Raises `InputError`, before minutes of work, for files that cannot be read or written."""
     if args.load_kv is not None and not Path(args.load_kv).is_file():
-        name = shorten(args.load_kv)
-        raise InputError(f"there is no KV snapshot {name}; save one with --save-kv")
+        raise InputError(f"no KV snapshot {shorten(args.load_kv)}; save one with --save-kv")
     if args.save_kv is not None and not os.access(Path(args.save_kv).absolute().parent, os.W_OK):
-        name = shorten(args.save_kv)
-        raise InputError(f"cannot write {name}: its folder is missing or read-only; name another")
+        problem = f"cannot write {shorten(args.save_kv)}: its folder is missing or read-only"
+        raise InputError(f"{problem}; name another")
 
 
 def load_kv(args: argparse.Namespace, engine: Engine) -> None:
@@ -120,8 +119,7 @@ def load_kv(args: argparse.Namespace, engine: Engine) -> None:
 def save_kv(args: argparse.Namespace, engine: Engine, num_cached: int) -> None:
     """Does what --save-kv says. `num_cached` tokens of the prompt were not read."""
     if args.load_kv is not None and not num_cached:
-        what = "the prompt does not begin like the text of the KV snapshot %s, so it was of no use"
-        log.warning(what, shorten(args.load_kv))
+        log.warning("--load-kv was of no use: the prompt begins unlike the text of the snapshot")
     if args.save_kv is not None:
         num_tokens = engine.save_kv(args.save_kv)
         size = Path(args.save_kv).stat().st_size / 1e6

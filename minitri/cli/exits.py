@@ -117,6 +117,8 @@ def clean_exits(*, as_json: bool = False) -> Iterator[None]:
             raise
         finally:
             sys.stdout.flush()
+    except SystemExit as end:  # others that run with this process end with its code
+        raise _end(end.code) if isinstance(end.code, int) and end.code else end from None
     except InputError as error:
         raise _end(2, " ".join(str(error).splitlines())) from None
     except KeyboardInterrupt:

@@ -48,6 +48,7 @@ def test_a_path_in_host_memory_is_moved_together_too(on_chip, method):
     assert rig.stats.levels[-1].num_accepted_tokens > 10
 
 
+@pytest.mark.slow
 def test_a_tree_leads_further_than_a_chain_of_its_depth():
     """Over four seeds: 2.2 tokens a step, 2.4 and 2.6."""
     target = tiny_model(CONFIG)
