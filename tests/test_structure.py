@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "engine": "errors config events settings model drafters gpu loading requests memory pool "
     "generation",
 }
-"""By room or file, the others that it may import. Programs, cli and benchmarks may import all."""
+"""By room or file, the others that it may import. Programs and cli may import all."""
 FILES = sorted(file for file in PACKAGE.rglob("*.py") if file != PACKAGE / "__init__.py")
 
 
@@ -73,7 +73,7 @@ def test_a_room_imports_only_what_it_may(file):
     room = module_name(file).split(".")[0]
     if room not in MAY_IMPORT:
         programs = {"generate", "chat", "serve", "bench", "plan", "selftest", "__main__"}
-        assert room in {"cli", "benchmarks", *programs}
+        assert room in {"cli", *programs}
         return
     others = {name.split(".")[0] for name in ours(file)} - {room}
     assert others <= set(MAY_IMPORT[room].split())
