@@ -99,13 +99,13 @@ def test_the_algorithm_and_the_caches_know_nothing_of_networks_and_files():
 def test_the_code_is_short_enough_to_read():
     """Limits only fall. Tokens are those of Python without comments, docstrings and layout."""
     texts = [file.read_text(encoding="utf-8") for file in FILES]
-    assert sum(text.count("\n") for text in texts) <= 16_400
-    assert sum(map(num_tokens, texts)) <= 110_000
+    assert sum(text.count("\n") for text in texts) <= 16_250
+    assert sum(map(num_tokens, texts)) <= 108_800
     everything = [file for name in ("minitri", "tests", "tools") for file in python_files(name)]
     assert (
-        sum(file.read_text(encoding="utf-8").count("fmt" + ": skip") for file in everything) < 280
+        sum(file.read_text(encoding="utf-8").count("fmt" + ": skip") for file in everything) < 205
     )
-    assert sum(map(num_lines, python_files("tests"))) <= 20_300
+    assert sum(map(num_lines, python_files("tests"))) <= 19_300
     assert sum(num_lines(file) for file in PACKAGE.rglob("cpu/*.[ch]*")) <= 1_250
 
 
