@@ -210,7 +210,7 @@ def rounded_copy(model: Llama, args: argparse.Namespace, name: str) -> Llama:
         if isinstance(layer, Linear):
             weight_NE, scales_N = quantize(layer.weight, FORMATS[name])
             layer.weight.copy_(weight_NE.float() * scales_N.unsqueeze(1))
-    twin._lent_embedding = model.embed
+    twin.lent_embedding = model.embed
     return twin
 
 

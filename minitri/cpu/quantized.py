@@ -170,7 +170,7 @@ def quantized_twin(model: Llama, bits: int = 4) -> Llama:
     twin, shared = _twin(model, bits), {id(weight) for weight in model.parameters()}
     assert isinstance(twin, Llama)
     twin.num_bytes = sum(w.nbytes for w in twin.parameters() if id(w) not in shared)
-    twin._lent_embedding = model.embed
+    twin.lent_embedding = model.embed
     return twin
 
 

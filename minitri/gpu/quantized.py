@@ -83,7 +83,7 @@ def eight_bit_copy(model: Llama, name: str) -> Llama:
             f"{model.device} than are free; leave it out"
         ) from None
     assert isinstance(twin, Llama)
-    twin._lent_embedding = model.embed
+    twin.lent_embedding = model.embed
     shared = {id(weight) for weight in model.parameters()}
     twin.num_bytes = sum(w.nbytes for w in twin.parameters() if id(w) not in shared)
     return twin

@@ -12,6 +12,7 @@ Legend: L layers, B batch, T new tokens, E hidden size, K KV heads, H query head
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -68,7 +69,7 @@ class Llama(nn.Module):
             if config.head_size is not None:
                 sample = torch.empty(EMBEDDING_SAMPLE, config.hidden_size, dtype=dtype)
                 self.register_buffer("embedding_sample", sample)
-        self._lent_embedding = target.embed if target is not None else None
+        self.lent_embedding = target.embed if target is not None else None
         self.rope = Rope(config.rope, config.head_dim, device)
         self.num_bytes = sum(weight.numel() * weight.element_size() for weight in self.parameters())
 
@@ -105,8 +106,8 @@ class Llama(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Rows of the embedding table: (...) integers to (..., E)."""
-        if self._lent_embedding is not None:
-            return self._lent_embedding(tokens).to(self.dtype)
+        if self.lent_embedding is not None:
+            return self.lent_embedding(tokens).to(self.dtype)
         if isinstance(self.lm_head, TiedHead):
             return self.lm_head.rows(tokens)
         return F.embedding(tokens, self.embed_tokens)
@@ -126,7 +127,7 @@ def make_head(config: ModelConfig, dtype: torch.dtype) -> Linear | TrimmedHead:
     if config.head_size is not None:
         return TrimmedHead(config.hidden_size, config.head_size, config.vocab_size, dtype=dtype)
     head = TiedHead if config.tie_word_embeddings else Linear
-    return head(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+    return head.empty(config.hidden_size, config.vocab_size, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -160,9 +161,9 @@ class Layer(nn.Module):
         super().__init__()
         E, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(E, eps, dtype)
-        self.self_attn = Attention(config, dtype)
+        self.self_attn = Attention.empty(config, dtype)
         self.post_attention_layernorm = RMSNorm(E, eps, dtype)
-        self.mlp = MLP(config, dtype)
+        self.mlp = MLP.empty(config, dtype)
 
     def forward(self, x_BTE: Tensor, layer: int, shared: Pass) -> Tensor:
         x_BTE = x_BTE + self.self_attn.forward(self.input_layernorm(x_BTE), layer, shared)
@@ -172,17 +173,39 @@ class Layer(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention with a fused q, k, v projection."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        qkv_proj: Linear,
+        o_proj: Linear,
+        q_norm: "RMSNorm | None",
+        k_norm: "RMSNorm | None",
+    ) -> None:
         super().__init__()
+        self.config = config
+        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self.head_dim = config.head_dim
+        self.qkv_proj, self.o_proj = qkv_proj, o_proj
+        self.q_norm, self.k_norm = q_norm, k_norm
+
+    @classmethod
+    def empty(cls, config: ModelConfig, dtype: torch.dtype) -> Self:
+        """Attention whose weights a checkpoint is to fill."""
         H, K, D, E = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
-        self.heads = (H, K, K)
-        self.head_dim = D
         bias = config.attention_bias
-        self.qkv_proj = Linear(E, (H + 2 * K) * D, bias=bias, dtype=dtype)
         has_bias = bias if config.output_bias is None else config.output_bias
-        self.o_proj = Linear(H * D, E, bias=has_bias, dtype=dtype)
         norms = (RMSNorm(D, config.rms_norm_eps, dtype) if config.head_norm else None for _ in "qk")
-        self.q_norm, self.k_norm = norms
+        return cls(
+            config,
+            Linear.empty(E, (H + 2 * K) * D, bias=bias, dtype=dtype),
+            Linear.empty(H * D, E, bias=has_bias, dtype=dtype),
+            *norms,
+        )
+
+    @classmethod
+    def like(cls, other: "Attention") -> Self:
+        """Another kind of attention over the parts of this one."""
+        return cls(other.config, other.qkv_proj, other.o_proj, other.q_norm, other.k_norm)
 
     def forward(self, x_BTE: Tensor, layer: int, shared: Pass) -> Tensor:
         return self.o_proj(self.mix(self.qkv_proj(x_BTE), layer, shared))
@@ -214,11 +237,20 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU with a fused gate and up projection."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, gate_up_proj: Linear, down_proj: Linear) -> None:
         super().__init__()
+        self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
+
+    @classmethod
+    def empty(cls, config: ModelConfig, dtype: torch.dtype) -> Self:
+        """An MLP whose weights a checkpoint is to fill."""
         E, inner = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = Linear(E, 2 * inner, bias=False, dtype=dtype)
-        self.down_proj = Linear(inner, E, bias=False, dtype=dtype)
+        return cls(Linear.empty(E, 2 * inner, dtype=dtype), Linear.empty(inner, E, dtype=dtype))
+
+    @classmethod
+    def like(cls, other: "MLP") -> Self:
+        """Another kind of MLP over the parts of this one."""
+        return cls(other.gate_up_proj, other.down_proj)
 
     def forward(self, x_BTE: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x_BTE).chunk(2, dim=-1)

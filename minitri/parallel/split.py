@@ -51,7 +51,7 @@ class SplitLlama(Llama):
                 setattr(parent, name, Summed(getattr(parent, name), self.ranks))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        if self._lent_embedding is not None:
+        if self.lent_embedding is not None:
             return super().embed(tokens)
         own = tokens - self.ranks.rank * self._num_rows
         is_here = (own >= 0) & (own < self._num_rows)
