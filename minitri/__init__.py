@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from minitri.config import ModelConfig
     from minitri.engine import Engine, load
     from minitri.errors import InputError
-    from minitri.events import Completion, End, Event, Idle, PrefillProgress, Request, Token
+    from minitri.events import Completion, End, Event, Idle, PrefillProgress, Token
     from minitri.generation import Generation
     from minitri.loading.named_models import MODELS
+    from minitri.requests import Request
     from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
     from minitri.stats import RowStats, Stats
 
@@ -55,9 +56,9 @@ _HOMES = {
         "Event",
         "Idle",
         "PrefillProgress",
-        "Request",
         "Token",
     ),
+    "minitri.requests": ("Request",),
     "minitri.generation": ("Generation",),
     "minitri.stats": ("RowStats", "Stats"),
 }

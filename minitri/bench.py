@@ -24,7 +24,8 @@ with clean_imports():
     from minitri.benchmarks.plots import draw_contexts, draw_speedups, png_file
     from minitri.benchmarks.synthetic import add_synthetic_flags, run_synthetic
     from minitri.cli import arguments
-    from minitri.cli.prompts import load_engine, read_prompt
+    from minitri.cli.boot import load_engine
+    from minitri.cli.inputs import read_prompt
     from minitri.cli.report import draft_name, where
     from minitri.engine import Engine
     from minitri.errors import InputError

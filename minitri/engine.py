@@ -18,16 +18,17 @@ from typing import Any
 from minitri.config import ModelConfig
 from minitri.drafters.lookup import Sources
 from minitri.errors import InputError, shorten
-from minitri.events import Batch, Completion, End, Request, Row
+from minitri.events import Completion, End
 from minitri.generation import Generation
 from minitri.gpu.placement import most_rows
 from minitri.loading.named_models import DEFAULT_MODEL
 from minitri.loading.open_models import OpenModels
 from minitri.loading.prompts import Prompt, as_seeds, check_prompt, encode_prompts
 from minitri.loading.tokenizer import Tokenizer
+from minitri.memory import MemoryShape, Models
 from minitri.model.llama import Llama
-from minitri.reuse.pool import SessionPool
-from minitri.reuse.snapshot import Snapshot, write_snapshot
+from minitri.pool import MemoryPool
+from minitri.requests import Request, Row
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 MAX_ROWS = 8
@@ -57,14 +58,14 @@ def load(
     and a model with a comma between take turns. With `draft_history` lookups see the texts of
     earlier runs, too: all distributions, greedy and coupled texts stay, but no seed repeats a text.
     `dtype` is float32, bfloat16, float16 or auto (bfloat16 where that is fast). `device` is cpu,
-    cuda, cuda:N or auto. `attention` names a kernel for short blocks on a GPU, see
-    `gpu/attention.py`. `rope_scaling` such as `yarn:4` stretches the context. `weights` `native`
+    cuda, cuda:N or auto. `attention` names a backend of `gpu/attention_backends.py` for short
+    blocks on a GPU. `rope_scaling` such as `yarn:4` stretches the context. `weights` `native`
     leaves a GGUF file's 4 and 8 bits as they are (on a CPU); `auto` does not. `draft_weights` guess
     with the retrieval cache: the `same`, or a copy, of which the text does not depend: `int4`, as
-    `auto` with compiled kernels (on a CPU), `int8`, or `fp8` (on a GPU). `progress` draws bars on
-    standard error. `before_weights` is given tokenizer and config before the weights are read: time
-    to check a prompt. Under torchrun each process holds a share of the model, and all must make the
-    same calls. Raises `InputError`.
+    `auto` with compiled kernels (on a CPU), or `int8`. `progress` draws bars on standard error.
+    `before_weights` is given tokenizer and config before the weights are read: time to check a
+    prompt. Under torchrun each process holds a share of the model, and all must make the same
+    calls. Raises `InputError`.
     """
     options = {"dtype": dtype, "device": device, "attention": attention, "weights": weights}
     options["draft_weights"] = draft_weights
@@ -74,8 +75,8 @@ def load(
     )  # fmt: skip
     if before_weights is not None:
         before_weights(files.tokenizer, files.config)
-    target, drafter, guesser = files.load()
-    engine = Engine(target, files.tokenizer, drafter, guesser, files.sources)
+    target, drafter, retrieval_model = files.load()
+    engine = Engine(target, files.tokenizer, drafter, retrieval_model, files.sources)
     engine.sampling_defaults = files.sampling_defaults
     return engine
 
@@ -92,22 +93,23 @@ class Engine:
 
     def __init__(
         self, model: Llama, tokenizer: Tokenizer, draft: Llama | None = None,
-        guesser: Llama | None = None, sources: Sources = Sources(),  # noqa: B008 (frozen)
+        retrieval_model: Llama | None = None, sources: Sources = Sources(),  # noqa: B008 (frozen)
     ) -> None:  # fmt: skip
         """`draft` is the model behind the first level of the cascade; None: lookup, in the text
         and in `sources`.
 
-        `guesser`, a copy of the model that may be rough, takes its place at the retrieval level.
+        `retrieval_model`, a copy of the model in fewer bits, guesses with the retrieval cache.
         """
         self.model = model
         self.tokenizer = tokenizer
         self.draft = draft
-        self.guesser = guesser
+        self.retrieval_model = retrieval_model
         self.sources = sources
         self.sampling_defaults = SamplingParams()
         """What the model's generation_config.json recommends; nothing here applies it."""
         self.snapshot_note = ""
-        self._pool = SessionPool(model, draft, guesser, sources)
+        self.models = Models(model, retrieval_model or model, draft, sources)
+        self._pool = MemoryPool(self.models)
 
     def __repr__(self) -> str:
         draft = self.sources.beside(self.draft.config.name if self.draft is not None else "")
@@ -192,8 +194,7 @@ class Engine:
                 f"{self.config.context_length}, the context of {self.config.name}, and a row"
             )
         run = dataclasses.replace(generation, max_new_tokens=1)
-        rows = [[0]] * batch_size, [0] * batch_size
-        batch = Batch(*rows, sampling, run, _as_config(speculation))
+        shape = MemoryShape((1,) * batch_size, sampling, run, _as_config(speculation))
 
         def make_row(number: int, request: Request) -> Row:
             row, num_new = self._make_row(number, request), request.generation.max_new_tokens
@@ -205,7 +206,7 @@ class Engine:
             self._captured_filters([sampling, request.sampling], run)
             return row
 
-        return Generation([], batch, self._pool, make_row)
+        return Generation([], shape, self._pool, make_row)
 
     def _captured_filters(
         self, wanted: list[SamplingParams], run: GenerationConfig
@@ -243,14 +244,14 @@ class Engine:
                 raise InputError(f"{where}{error}") from None
         num_new = max(request.generation.max_new_tokens for request in requests)
         run = dataclasses.replace(run, max_new_tokens=num_new)
-        prompts = sorted((row.prompt for row in rows), key=len, reverse=True)[:batch_size]
+        lengths = sorted((len(row.prompt) for row in rows), reverse=True)[:batch_size]
         if batch_size is not None:
-            draft, lengths = self.draft.config if self.draft else None, list(map(len, prompts))
+            draft = self.draft.config if self.draft else None
             host = self._pool.host.num_free_bytes
-            prompts = prompts[: most_rows(self.model, draft, run, speculation, lengths, host)]
+            lengths = lengths[: most_rows(self.model, draft, run, speculation, lengths, host)]
         sampling = self._captured_filters([request.sampling for request in requests], run)
-        batch = Batch(prompts, [0] * len(prompts), sampling, run, speculation)
-        return Generation(rows, batch, self._pool)
+        shape = MemoryShape(tuple(lengths), sampling, run, speculation)
+        return Generation(rows, shape, self._pool)
 
     def complete(self, prompt: Prompt, **settings: Any) -> Completion:
         """All that a model says behind one prompt; `settings` are those of `generate`."""
@@ -271,10 +272,7 @@ class Engine:
 
         The file appears when it is complete. Raises `InputError`.
         """
-        held = self._pool.held
-        if held is None:
-            raise InputError("there is no KV cache to save; let the engine read a prompt first")
-        return write_snapshot(os.fsdecode(path), held, self.model, note)
+        return self._pool.save(os.fsdecode(path), note)
 
     def load_kv(self, path: str | os.PathLike[str]) -> int:
         """Opens a file of `save_kv`: texts that begin like its tokens start behind them from now
@@ -282,7 +280,7 @@ class Engine:
 
         Raises `InputError` if it is damaged, or not of this model, dtype and RoPE.
         """
-        self._pool.snapshot = snapshot = Snapshot(os.fsdecode(path), self.model)
+        snapshot = self._pool.load(os.fsdecode(path))
         self.snapshot_note = snapshot.note
         return len(snapshot.tokens)
 

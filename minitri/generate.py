@@ -15,11 +15,19 @@ with clean_imports():
     import sys
 
     from minitri.cli import arguments
-    from minitri.cli.kv import add_kv_flags, check_kv_flags, load_kv, save_kv
-    from minitri.cli.prompts import load_engine, max_tokens_of, read_prompt
+    from minitri.cli.boot import (
+        SAMPLING,
+        add_kv_flags,
+        check_kv_flags,
+        load_engine,
+        load_kv,
+        model_sampling,
+        save_kv,
+        seed_of,
+    )
+    from minitri.cli.inputs import max_tokens_of, read_prompt
+    from minitri.cli.jsonl import run_requests
     from minitri.cli.report import details, outline, report
-    from minitri.cli.requests import run_requests
-    from minitri.cli.sampling import SAMPLING, model_sampling, seed_of
     from minitri.cli.terminal import LEGEND, colored, json_line, nothing, plain, stream
     from minitri.engine import MAX_ROWS
     from minitri.errors import InputError

@@ -11,19 +11,22 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from minitri.decoding.level import Emitted
+from minitri.decoding.sampling import LogProbs, log_probs
 from minitri.decoding.verification import NotFiniteError
 from minitri.errors import InputError, shorten
-from minitri.events import CANCELLED, Batch, End, Event, Idle, PrefillProgress, Request, Row, Token
+from minitri.events import End, Event, Idle, PrefillProgress, Token
 from minitri.gpu.streams import synchronize
+from minitri.memory import MemoryShape
 from minitri.model.llama import Llama
-from minitri.reuse.pool import SessionPool
-from minitri.runner import LogProbs
-from minitri.session import Session
+from minitri.pool import MemoryPool
+from minitri.requests import CANCELLED, Request, Row
+from minitri.stack import Stack
+from minitri.stats import RowStats, Stats
 
 
 @contextlib.contextmanager
@@ -52,23 +55,24 @@ class Generation(Iterator[Event]):
     with statement, ends it."""
 
     def __init__(
-        self, rows: list[Row], batch: Batch, pool: SessionPool,
+        self,
+        rows: list[Row],
+        shape: MemoryShape,
+        pool: MemoryPool,
         make_row: Callable[[int, Request], Row] | None = None,
-    ) -> None:  # fmt: skip
-        """Takes models and memory for the run from the `pool`; returns the memory at the end.
+    ) -> None:
+        """Takes memory of this shape for the run from the `pool`; returns it at the end.
 
-        The memory is made for `batch`: as many rows as run at a time, none of them shorter than
-        another one that will take its place. With `make_row`, which checks a request with its
-        number, the run goes on until it is closed.
+        With `make_row`, which checks a request with its number, the run goes on until it is closed.
         """
-        self._model, self.rows, self._make_row = pool.target, rows, make_row
+        self._model, self.rows, self._make_row = pool.models.target, rows, make_row
         self._waiting, self._num_requests = deque(rows), len(rows)
         self._running: dict[int, Row] = {}  # by their places in the batch
         self._reading: dict[int, Iterator[PrefillProgress]] = {}
         with torch.inference_mode(), running(self._model):
-            session = pool.open(batch)
-        self.stats = session.stats
-        self._events = self._run(session, pool)  # this alone holds the session
+            stack = Stack(pool.open(shape, [row.prompt for row in rows]), shape)
+        self.stats = stack.stats
+        self._events = self._run(stack, pool)  # this alone holds the memory
 
     def __next__(self) -> Event:
         with torch.inference_mode(), running(self._model):
@@ -110,82 +114,68 @@ class Generation(Iterator[Event]):
         with torch.inference_mode(), running(self._model):
             self._events.close()
 
-    def _run(self, session: Session, pool: SessionPool) -> Generator[Event, None, None]:
+    def _run(self, stack: Stack, pool: MemoryPool) -> Generator[Event, None, None]:
         try:
             while True:
-                self._admit(session)
+                self._admit(stack)
                 if self._running:
-                    yield from self._advance(session)
+                    yield from self._advance(stack)
                 elif self._make_row is not None:
                     yield Idle()
                 elif not self._waiting:
                     break
         except (GeneratorExit, KeyboardInterrupt) as error:
-            # After other errors the session is not kept.
-            session.is_broken = isinstance(error, KeyboardInterrupt)
+            # After other errors the memory is not kept.
             for b in self._running:
-                session.retire(b)
-            pool.put(session)
+                stack.retire(b)
+            pool.put(stack.memory, is_whole=not isinstance(error, KeyboardInterrupt))
             raise
-        pool.put(session)
+        pool.put(stack.memory)
 
-    def _admit(self, session: Session) -> None:
+    def _admit(self, stack: Stack) -> None:
         """Gives the free places to waiting requests; cancelled ones go."""
         for b, row in list(self._running.items()):
             if row.finish_reason is not None:
-                self._leave(session, b)
+                self._leave(stack, b)
+        memory = stack.memory
         while self._waiting:
             row = self._waiting[0]
-            places = [b for b in range(len(session.sequences)) if b not in self._running]
+            places = [b for b in range(memory.shape.num_rows) if b not in self._running]
             sampling = {it.request.sampling for it in self._running.values()}
-            must_wait = session.samples_alike and sampling - {row.request.sampling}
+            must_wait = memory.samples_alike and sampling - {row.request.sampling}
             if row.finish_reason is None and (must_wait or not places):
                 return
             self._waiting.popleft()
             if row.finish_reason is None:
-                b = session.prefix.best_place(places, row.prompt)
-                request, self._running[b] = row.request, row
-                session.admit(
-                    b, row.prompt, request.seed, request.sampling, speculation=request.speculation
-                )
-                wants_logprobs = request.generation.logprobs is not None
-                session.target.keeps_logits = session.target.keeps_logits or wants_logprobs
-                self._reading[b] = self._prefill(row, b, session)
+                b = memory.prefix.best_place(places, row.prompt)
+                self._running[b] = row
+                stack.admit(b, row.prompt, row.request)
+                self._reading[b] = self._prefill(row, b, stack)
 
-    def _leave(self, session: Session, b: int) -> None:
+    def _leave(self, stack: Stack, b: int) -> None:
         """Row b is free for another request."""
-        session.retire(b)
+        stack.retire(b)
         del self._running[b]
         self._reading.pop(b, None)
 
-    def _advance(self, session: Session) -> Iterator[Event]:
-        """Reads prompts, or makes a step; shows what that gave."""
-        is_whole = session.full.on_chip == self._model.config.num_layers
-        active = session.cascade.active
-        is_short = is_whole and (any(active) or self._make_row is not None)
-        ready = yield from self._read(only_a_chunk=is_short)
-        if not (ready or any(active)):
-            return
-        started = time.perf_counter()
-        with self.stats.apart() if ready else contextlib.nullcontext():
-            emitted = session.start(ready) if ready else session.step()
-        seconds = time.perf_counter() - started
-        rows = [row.stats for b, row in self._running.items() if emitted[b].tokens]
-        for row in rows:
-            row.num_steps += 1
-        every: list[Any] = [self.stats, *rows]
-        for stats in every:
-            if ready:  # the first tokens are a part of the prefill
-                stats.prefill_seconds += seconds
-            else:
-                stats.decode_seconds += seconds
-        yield from self._emit(session, emitted)
+    def _advance(self, stack: Stack) -> Iterator[Event]:
+        """Reads prompts; starts the rows that are read, else makes a step."""
+        ready = yield from self._read(stack)
+        if ready:
+            with self.stats.apart():
+                emitted = self._timed(stack, ready)
+            yield from self._emit(stack, emitted)
+        elif any(stack.cascade.active):
+            yield from self._emit(stack, self._timed(stack))
 
-    def _read(self, *, only_a_chunk: bool) -> Generator[PrefillProgress, None, list[int]]:
-        """Reads prompts: all of them to their ends, or a single chunk of one.
+    def _read(self, stack: Stack) -> Generator[PrefillProgress, None, list[int]]:
+        """Reads prompts to their ends, or a single chunk where rows decode meanwhile, or others may
+        come; a cache in host memory is read whole, since it is filled layer by layer.
 
         Returns the places of those that have been read.
         """
+        is_on_device = stack.memory.full.on_chip == self._model.config.num_layers
+        only_a_chunk = is_on_device and (any(stack.cascade.active) or self._make_row is not None)
         ready = []
         for b, prompt in list(self._reading.items()):
             for event in prompt:
@@ -200,11 +190,11 @@ class Generation(Iterator[Event]):
                 break
         return ready
 
-    def _prefill(self, row: Row, b: int, session: Session) -> Iterator[PrefillProgress]:
+    def _prefill(self, row: Row, b: int, stack: Stack) -> Iterator[PrefillProgress]:
         """Reads a prompt in chunks. `Cascade.start` reads its last token, reported here as read."""
         stats, num_tokens, started = self.stats, len(row.prompt), time.perf_counter()
-        done = row.stats.num_cached_tokens = session.reuse(b)
-        chunks = session.prefill(b)
+        done = row.stats.num_cached_tokens = stack.reuse(b)
+        chunks = stack.prefill(b)
         while done < num_tokens:
             end = next(chunks, num_tokens - 1)
             synchronize(self._model.device)
@@ -216,14 +206,36 @@ class Generation(Iterator[Event]):
             yield PrefillProgress(row.number, done, num_tokens, row.stats.num_cached_tokens)
             started = time.perf_counter()
 
-    def _emit(self, session: Session, emitted: list[Emitted]) -> Iterator[Event]:
+    def _timed(self, stack: Stack, ready: list[int] | None = None) -> list[Emitted]:
+        """The first tokens of rows that are ready, or a step of the others; with its time."""
+        rows = self._running.values()
+        wants_logits = any(row.request.generation.logprobs is not None for row in rows)
+        started = time.perf_counter()
+        if ready:
+            emitted = stack.start(ready, wants_logits=wants_logits)
+        else:
+            emitted = stack.step(wants_logits=wants_logits)
+        seconds = time.perf_counter() - started
+        taking_part = [row.stats for b, row in self._running.items() if emitted[b].tokens]
+        for row_stats in taking_part:
+            row_stats.num_steps += 1
+        every: list[Stats | RowStats] = [self.stats, *taking_part]
+        for stats in every:
+            if ready:  # the first tokens are a part of the prefill
+                stats.prefill_seconds += seconds
+            else:
+                stats.decode_seconds += seconds
+        return emitted
+
+    def _emit(self, stack: Stack, emitted: list[Emitted]) -> Iterator[Event]:
         """Shows the new tokens row by row; rows that have ended leave the batch."""
         eos = self._model.config.eos_token_ids
         for b, row in list(self._running.items()):
             tokens, num_top = emitted[b].tokens, row.request.generation.logprobs
             scores: list[LogProbs | tuple[None, tuple[()]]] = [(None, ())] * len(tokens)
-            if num_top is not None and tokens:
-                scores = [*session.target.log_probs(b, tokens, num_top)]
+            logits_NV = emitted[b].logits_NV
+            if num_top is not None and logits_NV is not None:
+                scores = [*log_probs(logits_NV, tokens, num_top)]
             for token, origin, score in zip(tokens, emitted[b].origins, scores, strict=True):
                 if row.finish_reason is None:
                     self.stats.num_decoded_tokens += bool(row.token_ids)
@@ -231,7 +243,7 @@ class Generation(Iterator[Event]):
                     text = row.push(token, origin, eos)
                     yield Token(row.number, token, text, origin, *score)
                 if row.finish_reason is not None:  # ended, or was cancelled meanwhile
-                    self._leave(session, b)
+                    self._leave(stack, b)
                     if row.finish_reason != CANCELLED:
                         ids, reason = tuple(row.token_ids), row.finish_reason
                         yield End(row.number, reason, row.text, ids, self.stats, row.stats)

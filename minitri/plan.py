@@ -67,7 +67,7 @@ def build_parser() -> arguments.OneLineParser:
     group.add_argument("--explain", action="store_true", help=text)
     group = parser.add_argument_group("speculation")
     text = "of the retrieval level: the model's own, or a copy in 8 bits"
-    group.add_argument("--draft-weights", choices=("same", "int8", "fp8"), default="same",
+    group.add_argument("--draft-weights", choices=("same", "int8"), default="same",
                        help=text)  # fmt: skip
     arguments.add_rates_flag(group, "acceptance", "acceptance rates to expect")
     arguments.add_draft_flag(group)

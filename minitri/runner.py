@@ -10,36 +10,29 @@ Legend: B rows, T tokens read at once, N proposed tokens, E hidden size, V vocab
 heads, D head dim.
 """
 
-import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
-from minitri.decoding.level import Emitted
+from minitri.decoding.level import Emitted, Output
 from minitri.decoding.sampling import pad_vocabulary, probs_of_rows
-from minitri.decoding.verification import Proposal, integers
+from minitri.decoding.verification import Proposal
 from minitri.gpu.captured_steps import CapturedSteps
 from minitri.gpu.graphs import GraphPool
 from minitri.gpu.offload.layer_major import read_by_layers
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.block import Block, forward_block, make_block, read_block
-from minitri.model.cache import Cache, TreeCache, gather_path
+from minitri.model.cache import Cache
 from minitri.model.llama import Llama
 from minitri.settings import SamplingParams, SpeculationConfig
-from minitri.trees.shape import TreeShape
 
 log = logging.getLogger("minitri")
-
-LogProbs = tuple[float, tuple[tuple[int, float], ...]]
-"""Of a token; and of the likeliest ones at its place, the best first."""
 
 
 class ModelRunner:
@@ -67,7 +60,6 @@ class ModelRunner:
         self._sampling = [sampling] * len(cache.lengths)
         self.queries_LBTHD = queries_LBTHD
         self._vocab_size = vocab_size
-        self.keeps_logits = False
         self.captured: CapturedSteps | None = None
         if graphs is not None:
             self.captured = CapturedSteps(
@@ -76,11 +68,16 @@ class ModelRunner:
             )  # fmt: skip
 
     def next_probs(
-        self, sequences: list[list[int]], active: list[bool], guesses: Proposal | None = None
-    ) -> Tensor:
+        self,
+        sequences: list[list[int]],
+        active: list[bool],
+        guesses: Proposal | None = None,
+        *,
+        wants_logits: bool = False,
+    ) -> Output:
         """Distributions (B, N + 1, V); see `decoding.level.Runner`."""
         certain = [
-            sequence[seen:] if on else sequence[-1:]
+            sequence[seen:] if on else sequence[-1:] or [0]
             for sequence, seen, on in zip(sequences, self.cache.num_tokens, active, strict=True)
         ]
         counts = [0] * len(active) if guesses is None else guesses.counts
@@ -92,87 +89,37 @@ class ModelRunner:
         block = make_block(self.model, fresh, self.cache, size)
         if guesses is not None and N > 1:
             block = block.with_guesses(index_BN[:, 1:], guesses.tokens_BN)
-        probs_BNV = self._probs(block, index_BN.clamp(max=T - 1))
+        output = self._run(block, index_BN.clamp(max=T - 1), wants_logits=wants_logits)
         self.cache.advance([len(row) if on else 0 for row, on in zip(fresh, active, strict=True)])
-        return probs_BNV
+        return output
 
-    def next_probs_behind(self, tokens_B: Tensor, active: list[bool]) -> Tensor:
+    def next_probs_after(self, tokens_B: Tensor, active: list[bool]) -> Tensor:
         """Distributions (B, V); see `decoding.level.Runner`."""
         tokens_B1 = tokens_B.clamp(max=self.model.config.vocab_size - 1).unsqueeze(1)
         first_B1 = torch.zeros_like(tokens_B1)
         block = make_block(self.model, [[0]] * len(active), self.cache, self._padded_size(1))
         block = block.with_guesses(first_B1, tokens_B1)
-        probs_B1V = self._probs(block, first_B1)
+        output = self._run(block, first_B1)
         self.cache.advance([int(on) for on in active])
-        return probs_B1V.squeeze(1)
+        return output.probs_BNV.squeeze(1)
 
     def _padded_size(self, T: int) -> int:
         """Tokens of the captured block that holds T; T itself if there is none."""
         return (self.captured.size_for(T) if self.captured is not None else None) or T
 
-    def _probs(self, block: Block, index_BN: Tensor) -> Tensor:
-        """Distributions (B, N, V) behind the tokens of a block at these places."""
+    def _run(self, block: Block, index_BN: Tensor, *, wants_logits: bool = False) -> Output:
+        """What a pass over a block gives after the tokens at these places."""
         size = block.tokens_BT.shape[1]
-        if self.captured is not None and size in self.captured.by_size and not self.keeps_logits:
-            return take_rows(self.captured.by_size[size](block), index_BN)
+        if self.captured is not None and size in self.captured.by_size and not wants_logits:
+            return Output(take_rows(self.captured.by_size[size](block), index_BN))
         hidden_BTE = forward_block(self.model, block, self.cache, self.queries_LBTHD)
-        logits_BNV = self.model.logits(take_rows(hidden_BTE, index_BN))[..., : self._vocab_size]
-        self._logits_BNV = logits_BNV
-        return pad_vocabulary(probs_of_rows(logits_BNV, self._sampling), self._vocab_size)
+        return self.output(take_rows(hidden_BTE, index_BN))
 
-    def log_probs(self, b: int, tokens: list[int], num_top: int) -> list[LogProbs]:
-        """Log-probabilities of the tokens that the last pass put behind the text of row b, and of
-        the likeliest at each place: the model's own, before temperature and filters. With captured
-        steps `keeps_logits` must have been set before."""
-        scores_NV = self._logits_BNV[b, : len(tokens)].log_softmax(-1)
-        own = scores_NV.gather(1, integers(tokens, scores_NV.device).unsqueeze(1)).squeeze(1)
-        best, ids = (it.tolist() for it in scores_NV.topk(min(num_top, scores_NV.shape[1])))
-        pairs = [tuple(zip(*row, strict=True)) for row in zip(ids, best, strict=True)]
-        return list(zip(own.tolist(), pairs, strict=True))
-
-    def next_probs_of_tree(self, blocks: list[list[int]], shape: TreeShape, first: int) -> Tensor:
-        """Distributions (B, T, V) behind each of a tree's nodes from number `first` on, which is 0,
-        the root, or 1 where that has been read.
-
-        `blocks[b]` are the tokens of the first T of these nodes in row b. What the cache holds
-        stays as it is, see `keep_paths`.
-        """
-        T = len(blocks[0])
-        depths_T = torch.tensor(shape.depths[first : first + T]) - first
-        rule_TT = shape.rule_TT[first : first + T, first : first + T].to(self.model.device)
-        block = make_block(self.model, blocks, self.cache, T, depths_T)
-        hidden_BTE = forward_block(self.model, block, self.cache, self.queries_LBTHD, rule_TT)
-        logits_BTV = self.model.logits(hidden_BTE)[..., : self._vocab_size]
-        self._logits_BNV = logits_BTV
-        return pad_vocabulary(probs_of_rows(logits_BTV, self._sampling), self._vocab_size)
-
-    def keep_paths(self, paths: list[list[int]], active: list[bool]) -> None:
-        """Keeps the root of a tree that was just read, and the nodes of a path through it, in every
-        active row."""
-        nodes = pad_sequence([torch.tensor([0, *path]) for path in paths], batch_first=True)
-        self._logits_BNV = take_rows(self._logits_BNV, nodes.to(self.model.device))
-        for b, path in enumerate(paths):
-            if active[b] and path != list(range(1, len(path) + 1)):
-                cast(TreeCache, self.cache).keep_path(b, path)
-                if self.queries_LBTHD is not None:
-                    gather_path(self.queries_LBTHD.transpose(2, 3), b, 0, path)
-        self.cache.advance(
-            [1 + len(path) if on else 0 for path, on in zip(paths, active, strict=True)]
-        )
-
-    def is_greedy(self, b: int) -> bool:
-        """Whether row b's distributions are one-hot."""
-        return self._sampling[b].temperature == 0
-
-    @contextlib.contextmanager
-    def ranking(self) -> Iterator[None]:
-        """Meanwhile greedy rows, too, get the model's own distribution, which ranks the tokens."""
-        own = self._sampling
-        self._set([replace(row, temperature=1.0) if row.temperature == 0 else row for row in own])
-        try:
-            yield
-        finally:
-            self._set(own)
+    def output(self, hidden_BNE: Tensor) -> Output:
+        """Logits, and the distributions that the filters of each row make of them."""
+        logits_BNV = self.model.logits(hidden_BNE)[..., : self._vocab_size]
+        probs_BNV = probs_of_rows(logits_BNV, self._sampling)
+        return Output(pad_vocabulary(probs_BNV, self._vocab_size), logits_BNV)
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
         """Nothing to do before a step."""
@@ -193,13 +140,19 @@ class ModelRunner:
         """Whether what was captured, if anything, can apply these filters, too."""
         return self.captured is None or self.captured.can_sample_by(sampling)
 
-    def sample_by(self, sampling: SamplingParams, b: int | None = None) -> None:
-        """Changes the filters of all rows, or of row b alone; captured steps have one for all."""
-        changes_all = b is None or self.captured is not None
+    def sample_by(self, sampling: SamplingParams, b: int) -> None:
+        """Changes the filters of row b; captured steps have one kind for all rows."""
         rows = enumerate(self._sampling)
-        self._set([sampling if changes_all or row == b else own for row, own in rows])
+        is_shared = self.captured is not None
+        self.sampling = [sampling if is_shared or row == b else own for row, own in rows]
 
-    def _set(self, sampling: list[SamplingParams]) -> None:
+    @property
+    def sampling(self) -> list[SamplingParams]:
+        """The filters of each row."""
+        return self._sampling
+
+    @sampling.setter
+    def sampling(self, sampling: list[SamplingParams]) -> None:
         if self.captured is not None and sampling[0] != self._sampling[0]:
             self.captured.sample_by(sampling[0])
         self._sampling = sampling

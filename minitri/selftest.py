@@ -31,7 +31,8 @@ with clean_imports():
     from minitri.benchmarks.departures import Mode, explain, modes
     from minitri.benchmarks.distribution_test import FALSE_ALARM, POWER, run_test, windows
     from minitri.cli import arguments
-    from minitri.cli.prompts import load_engine, read_prompt
+    from minitri.cli.boot import load_engine
+    from minitri.cli.inputs import read_prompt
     from minitri.cli.report import where
     from minitri.cli.terminal import finish
     from minitri.engine import Engine, load

@@ -11,13 +11,14 @@ from minitri.caches.streaming import StreamingCache
 from minitri.config import ModelConfig
 from minitri.decoding.level import Emitted
 from minitri.engine import Engine
-from minitri.events import Batch
 from minitri.gpu.graphs import GraphPool
 from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
+from minitri.memory import Models
 from minitri.model.block import read_block
 from minitri.model.llama import Llama
-from minitri.session import Session
+from minitri.requests import Request
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.stack import begin
 from tests.conftest import CPU, byte_level_tokenizer, new_cache, tiny_config, tiny_model
 
 GREEDY = SamplingParams()
@@ -34,7 +35,7 @@ class Rig:
         prompts: list[list[int]],
         *,
         draft: Llama | None = None,
-        guesser: Llama | None = None,
+        retrieval_model: Llama | None = None,
         num_new: int = 40,
         sampling: SamplingParams = GREEDY,
         seed: int = 0,
@@ -45,16 +46,17 @@ class Rig:
     ) -> None:
         self.prompts, self.num_new = prompts, num_new
         self.speculation = SpeculationConfig(**speculation)
-        seeds = [seed + b for b in range(len(prompts))]
         generation = GenerationConfig(num_new, prefill_chunk=prefill_chunk)
-        batch = Batch(prompts, seeds, sampling, generation, self.speculation)
-        self.session = Session(target, draft, batch, guesser=guesser, full=full, graphs=graphs)
-        self.session.begin(batch)
-        self.full, self.cascade = self.session.full, self.session.cascade
+        requests = [
+            Request(prompt, seed + b, sampling, generation) for b, prompt in enumerate(prompts)
+        ]
+        models = Models(target, retrieval_model or target, draft)
+        self.session = begin(models, requests, self.speculation, full=full, graphs=graphs)
+        memory = self.memory = self.session.memory
+        self.full, self.cascade = memory.full, self.session.cascade
         self.sequences, self.stats = self.session.sequences, self.session.stats
-        self.small = self.session.retrieval_cache
-        runners = {"target": self.session.target, "retrieval": self.session.retrieval}
-        runners["draft"] = self.session.draft
+        self.small = memory.retrieval_cache
+        runners = {"target": memory.target, "retrieval": memory.retrieval, "draft": memory.draft}
         self.runners = {name: runner for name, runner in runners.items() if runner is not None}
         for b in range(len(prompts)):
             for _ in self.session.prefill(b):

@@ -19,11 +19,12 @@ from torch import Tensor
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.decoding.sampling import probs_from_logits
 from minitri.decoding.verification import Proposal, Verdict, verify
-from minitri.events import Batch
+from minitri.memory import Memory, MemoryShape, Models
 from minitri.model.attention import fold, unfold
 from minitri.model.llama import Llama
+from minitri.requests import Request
 from minitri.runner import DraftRunner
-from minitri.session import Session
+from minitri.stack import Stack, begin
 from minitri.stats import Stats
 from tests.conftest import new_cache, tiny_config, tiny_model
 
@@ -98,9 +99,8 @@ def count_texts(
     generation, runs, stats = GenerationConfig(NUM_TOKENS), [], []
     for first in range(0, num_seeds, ROWS):
         seeds = list(range(first, first + ROWS))
-        batch = Batch([PROMPT] * ROWS, seeds, sampling, generation, speculation)
-        session = Session(target, draft, batch)
-        session.begin(batch)
+        requests = [Request(PROMPT, seed, sampling, generation) for seed in seeds]
+        session = begin(Models(target, target, draft), requests, speculation)
         read_prompt_once(session)
         cascade = session.cascade
         cascade.start()
@@ -117,10 +117,11 @@ def count_texts(
     return torch.stack(runs), stats
 
 
-def read_prompt_once(session: Session) -> None:
+def read_prompt_once(session: Stack) -> None:
     """Reads the prompt for the first row, and hands what came of it to the others: in the full
     cache, to the retrieval cache, and in the drafter's window."""
-    full, cache, seen = session.full, session.retrieval_cache, []
+    memory = session.memory
+    full, cache, seen = memory.full, memory.retrieval_cache, []
     if cache is not None:
         observe = cache.observe
         cache.observe = lambda b, queries: (seen.append(queries.clone()), observe(b, queries))
@@ -133,8 +134,8 @@ def read_prompt_once(session: Session) -> None:
         for b in range(1, len(full.lengths)):
             for queries in seen:
                 observe(b, queries)
-    if session.draft is not None:
-        session.draft._read_window = windows_read_once(session.draft)
+    if memory.draft is not None:
+        memory.draft._read_window = windows_read_once(memory.draft)
 
 
 def windows_read_once(draft: DraftRunner) -> Callable[[int, list[int]], None]:
@@ -155,10 +156,14 @@ def windows_read_once(draft: DraftRunner) -> Callable[[int, list[int]], None]:
     return read_or_copy
 
 
-def costs_that_change(session: Session) -> Callable[[str, float], float]:
+RUNS = itertools.count()
+"""Numbers of the runs, which seed their costs."""
+
+
+def costs_that_change(memory: Memory, shape: MemoryShape) -> Callable[[str, float], float]:
     """Predicted costs after which the autotuner takes every plan now and then, and another one
     from step to step."""
-    numbers = random.Random(session.batch.seeds[0])
+    numbers = random.Random(next(RUNS))
     return lambda stage, num_guesses: numbers.choice([1.0, 10.0, 100.0])
 
 

@@ -122,6 +122,6 @@ def real_weights() -> Path:
 
 @pytest.fixture(scope="session")
 def long_text() -> str:
-    from minitri.cli.prompts import demo_text
+    from minitri.cli.inputs import demo_text
 
     return demo_text()

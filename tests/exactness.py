@@ -16,7 +16,8 @@ import torch
 
 from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.cascade import Cascade
-from minitri.decoding.level import Level
+from minitri.decoding.level import Level, Output
+from minitri.decoding.meter import Meter
 from minitri.decoding.random_source import IndependentSource
 from minitri.decoding.verification import Proposal, verify, verify_block
 from minitri.settings import StepPlan
@@ -46,7 +47,8 @@ def probs_behind(runner, text: list[int], num_guesses: int = 0) -> torch.Tensor:
     """A runner's distributions (1, N + 1, V) behind the last tokens of a text."""
     certain, guesses = text[: len(text) - num_guesses], text[len(text) - num_guesses :]
     q_BNV = torch.ones(1, num_guesses, 1)
-    return runner.next_probs([certain], [True], Proposal.of([guesses], q_BNV, [["draft"]]))
+    proposal = Proposal.of([guesses], q_BNV, [["draft"]])
+    return runner.next_probs([certain], [True], proposal).probs_BNV
 
 
 class TableRunner:
@@ -56,7 +58,7 @@ class TableRunner:
         self.table = table
         self.memory: list[list[int]] = [[] for _ in range(batch_size)]
 
-    def next_probs(self, sequences, active, guesses=None):
+    def next_probs(self, sequences, active, guesses=None, *, wants_logits=False):
         tokens = [[]] * len(active) if guesses is None else guesses.tokens
         N = max(map(len, tokens)) + 1
         probs_BNV = torch.zeros(len(sequences), N, self.table.V, dtype=torch.float64)
@@ -67,11 +69,12 @@ class TableRunner:
                 for i in range(len(tokens[b]) + 1):
                     context = tuple(memory[: len(memory) - len(tokens[b]) + i])
                     probs_BNV[b, i] = self.table.row(context)
-        return probs_BNV
+        return Output(probs_BNV)
 
-    def next_probs_behind(self, tokens_B, active):
+    def next_probs_after(self, tokens_B, active):
         pairs = zip(self.memory, tokens_B.tolist(), strict=True)
-        return self.next_probs([[*memory, token] for memory, token in pairs], active).squeeze(1)
+        texts = [[*memory, token] for memory, token in pairs]
+        return self.next_probs(texts, active).probs_BNV.squeeze(1)
 
     def crop(self, lengths):
         for row, length in zip(self.memory, lengths, strict=True):
@@ -223,10 +226,13 @@ def toy_cascade(
     def make(table, name):
         if table is None:
             return None
-        return level(TableRunner(table, batch_size), source, LevelStats(name), tuner)
+        return level(TableRunner(table, batch_size), source, LevelStats(name), meter)
 
+    stats = Stats()
+    meter = Meter(stats, tuner)
     stages = make(target, "target"), make(middle, "retrieval"), make(draft, "draft")
-    return running(Cascade([list(PROMPT) for _ in range(batch_size)], Stats(), tuner, *stages))
+    texts = [list(PROMPT) for _ in range(batch_size)]
+    return running(Cascade(texts, stats, tuner, *stages, meter=meter))
 
 
 def running(cascade: Cascade) -> Cascade:

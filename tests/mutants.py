@@ -38,7 +38,7 @@ WINDOW = "caches/test_streaming_cache.py::"
 AFTER_STEPS = "caches/test_caches_after_steps.py::"
 PROBS = "test_runner.py::"
 STREAM = "test_stream.py::"
-SESSION = "minitri.session.Session."
+STACK = "minitri.stack.Stack."
 CHOICE = "minitri.drafters.choice.DrafterChoice."
 TURNS = (
     "drafters/test_choice.py::"
@@ -48,7 +48,7 @@ OFFLOADED = "minitri.gpu.offload.offloaded_cache.OffloadedFullCache."
 LAYERS = "minitri.gpu.offload.layer_major."
 RACES = "gpu_twins/test_offloaded_cache.py::"
 BY_LAYERS = "gpu_twins/test_layer_major.py::"
-PREFIX, PREFIXES = "minitri.reuse.prefix.PrefixCache.", "reuse/test_prefixes.py::"
+PREFIX, PREFIXES = "minitri.caches.prefixes.PrefixCache.", "reuse/test_prefixes.py::"
 CLOCK = "gpu_twins/test_device_clock.py::"
 TREES = "minitri.trees."
 TREE_ENUMERATION = "trees/test_tree_enumeration.py::"
@@ -172,13 +172,11 @@ MUTANTS = [
     ),
     Mutant(
         "a drafter's vocabulary cut after the softmax",
-        RUNNER + "ModelRunner._probs",
+        RUNNER + "ModelRunner.output",
         """[..., : self._vocab_size]
-        self._logits_BNV = logits_BNV
-        return pad_vocabulary(probs_of_rows(logits_BNV, self._sampling),""",
+        probs_BNV = probs_of_rows(logits_BNV, self._sampling)""",
         """
-        return pad_vocabulary(
-            probs_of_rows(logits_BNV, self._sampling)[..., : self._vocab_size],""",
+        probs_BNV = probs_of_rows(logits_BNV, self._sampling)[..., : self._vocab_size]""",
         PROBS
         + "test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_behind_it[sampling0]",
     ),
@@ -191,7 +189,7 @@ MUTANTS = [
     ),
     Mutant(
         "logits rounded to bfloat16 before the filters",
-        RUNNER + "ModelRunner._probs",
+        RUNNER + "ModelRunner.output",
         "probs_of_rows(logits_BNV, self._sampling)",
         "probs_of_rows(logits_BNV.bfloat16(), self._sampling).float()",
         PROBS
@@ -326,42 +324,34 @@ MUTANTS = [
         + "test_every_combination_of_filters_is_the_distribution_by_definition[0.0-0.95-0-0.2]",
     ),
     Mutant(
-        "top-k and top-p on a device keep one more",
-        "minitri.gpu.sampling.last_kept",
-        "ahead_N1 < goal_N1",
-        "ahead_N1 <= goal_N1",
-        FILTERS
-        + "test_every_combination_of_filters_is_the_distribution_by_definition[0.0-1.0-7-3.0]",
-    ),
-    Mutant(
         "a tree read as a chain by the kernel",
-        "minitri.gpu.kernels.attention.attend_short_block",
+        "minitri.gpu.kernels.flash_decoding.attend_short_block",
         "HAS_RULE=has_rule",
         "HAS_RULE=False",
-        "gpu_twins/test_triton_attention.py::"
-        "test_a_trees_rule_replaces_causality_inside_the_block[heads0-prefixes0-6]",
+        "gpu_twins/test_attention_backends.py::"
+        "test_a_trees_rule_replaces_causality_inside_the_block[heads0-prefixes0-3-triton 1]",
     ),
     Mutant(
         "all scores of a chunk held at once in float32",
-        "minitri.gpu.attention.attend_fused",
+        "minitri.gpu.attention_backends.attend_fused",
         "if H == K or q_BTHD.dtype != torch.float32:",
         "if H >= K:",
-        "gpu_twins/test_attention_pieces.py::"
+        "gpu_twins/test_attention_backends.py::"
         "test_a_chunk_of_a_long_prompt_in_float32_never_holds_all_scores",
     ),
     Mutant(
         "fused kernels write no raw keys",
-        "minitri.gpu.fused.FusedAttention.mix",
+        "minitri.gpu.fused_modules.FusedAttention.mix",
         "if isinstance(cache, StreamingCache) else None",
         "if cache is None else None",
-        "gpu_twins/test_fused.py::test_a_pass_leaves_what_a_plain_one_leaves[2-streaming]",
+        "gpu_twins/test_fused_modules.py::test_a_pass_leaves_what_a_plain_one_leaves[2-streaming]",
     ),
     Mutant(
         "fused layers forget the last addition",
-        "minitri.gpu.fused.FusedLayers.forward",
+        "minitri.gpu.fused_modules.FusedLayers.forward",
         "return x_BTE + change_BTE",
         "return x_BTE",
-        "gpu_twins/test_fused.py::test_a_pass_leaves_what_a_plain_one_leaves[2-full]",
+        "gpu_twins/test_fused_modules.py::test_a_pass_leaves_what_a_plain_one_leaves[2-full]",
     ),
     Mutant(
         "a token of probability 0 sampled at an edge",
@@ -451,22 +441,22 @@ MUTANTS = [
     ),
     Mutant(
         "a row that is given to another text goes on with its noise",
-        SESSION + "admit",
+        STACK + "admit",
         "self.source.restart(b, seed)",
         "pass",
         STREAM + "test_every_request_gets_what_it_gets_alone[2-naive-False]",
     ),
     Mutant(
         "a row's own seed is not used",
-        SESSION + "admit",
+        STACK + "admit",
         "self.source.restart(b, seed)",
         "pass",
         "test_engine.py::test_seeds_decide_and_belong_to_rows",
     ),
     Mutant(
         "a new text is sampled by the old one's filters",
-        SESSION + "admit",
-        "runner.sample_by(sampling, b)",
+        STACK + "admit",
+        "runner.sample_by(request.sampling, b)",
         "pass",
         STREAM + "test_every_request_gets_what_it_gets_alone[2-triforce-False]",
     ),
@@ -507,7 +497,7 @@ MUTANTS = [
     ),
     Mutant(
         "a tree's tokens numbered by node, not by depth",
-        RUNNER + "ModelRunner.next_probs_of_tree",
+        TREES + "reader.TreeRunner.next_probs_of_tree",
         "shape.depths[first : first + T]",
         "range(first, first + T)",
         TREE_CACHE + "[naive tree 3x2-0.02-sampling0-False]",
@@ -529,8 +519,8 @@ MUTANTS = [
     Mutant(
         "a tree's rows of p in the order of its nodes, not of the path",
         TREES + "level.TreeLevel.verify",
-        "probs_BNV[b, [0, *path]]",
-        "probs_BNV[b, : 1 + len(path)]",
+        "output.probs_BNV[b, [0, *path]]",
+        "output.probs_BNV[b, : 1 + len(path)]",
         TREE_ENUMERATION + "test_a_tree_below_two_levels_gives_the_target_distribution[fork]",
     ),
     Mutant(
@@ -596,19 +586,21 @@ MUTANTS = [
     ),
     Mutant(
         "the copy of fewer bits verifies at the last level",
-        SESSION + "_make_runners",
-        "target, self.full, sampling",
-        "self.guesser, self.full, sampling",
-        "gpu_twins/test_quantized_weights.py::"
+        "minitri.memory.allocate",
+        """verifying = ModelRunner(
+            target,""",
+        """verifying = ModelRunner(
+            models.retrieval,""",
+        "gpu_twins/test_eight_bits.py::"
         "test_a_copy_however_wrong_changes_no_text[wrong-triforce-sampling0]",
     ),
     Mutant(
         "a copy of fewer bits rounds the model itself",
-        "minitri.gpu.quantized.quantize",
+        "minitri.gpu.eight_bits.quantize",
         "weight.float() / scales.unsqueeze(1)",
         "weight.float().div_(scales.unsqueeze(1))",
-        "gpu_twins/test_quantized_weights.py::"
-        "test_a_copy_is_as_large_as_planned_and_shares_the_rest[False-int8]",
+        "gpu_twins/test_eight_bits.py::"
+        "test_a_copy_is_as_large_as_planned_and_shares_the_rest[False]",
     ),
     Mutant(
         "a drawn guess stated as certain",
@@ -731,14 +723,14 @@ MUTANTS = [
     ),
     Mutant(
         "a copy of a row takes what idle rows wrote",
-        "minitri.reuse.prefix.HeldRow.layers",
+        "minitri.caches.prefixes.HeldRow.layers",
         "if self.first is not None:",
         "if False:",
         PREFIXES + "test_idle_rows_are_restored_for_others",
     ),
     Mutant(
         "one token too many counts as common",
-        "minitri.reuse.prefix.num_common",
+        "minitri.caches.prefixes.num_common",
         "return next(number for",
         "return 1 + next(number for",
         PREFIXES + "test_nothing_of_other_texts_is_read",
@@ -766,16 +758,16 @@ MUTANTS = [
     ),
     Mutant(
         "log-probabilities behind the filters",
-        RUNNER + "ModelRunner.log_probs",
-        "self._logits_BNV[b, : len(tokens)]",
-        "(self._logits_BNV[b, : len(tokens)] / 0.8)",
+        SAMPLING + "log_probs",
+        "logits_NV.log_softmax",
+        "(logits_NV / 0.8).log_softmax",
         "reuse/test_logprobs.py::test_they_are_those_of_the_plain_forward_pass",
     ),
     Mutant(
         "log-probabilities of a tree's first nodes, not of its path",
-        RUNNER + "ModelRunner.keep_paths",
-        "torch.tensor([0, *path]) for path in paths",
-        "torch.arange(1 + len(path)) for path in paths",
+        TREES + "level.TreeLevel.verify",
+        "output.logits_BNV[b, [0, *path]]",
+        "output.logits_BNV[b, : 1 + len(path)]",
         "reuse/test_logprobs.py::"
         "test_they_are_those_of_autoregressive_decoding[sampling0-naive-3x2]",
     ),

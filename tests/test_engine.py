@@ -21,9 +21,9 @@ from minitri import (
     Token,
 )
 from minitri.decoding.sampling import probs_from_logits
-from minitri.events import Request, Row
 from minitri.loading.devices import choose_dtype
 from minitri.loading.text_stream import StopScanner
+from minitri.requests import Request, Row
 from tests.conftest import CPU, new_cache
 
 PROMPTS = [[5, 6, 7], list(range(10, 60)), [9], [4] * 20]
@@ -483,6 +483,6 @@ def test_a_cache_that_does_not_fit_says_how_large_it_is(engine, monkeypatch):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     engine.release()
-    monkeypatch.setattr("minitri.session.FullCache.allocate", out_of_memory)
+    monkeypatch.setattr("minitri.memory.FullCache.allocate", out_of_memory)
     with pytest.raises(InputError, match=r"KV cache for 1 x 35 tokens needs .* GB"):
         engine.generate([1, 2, 3], generation=GenerationConfig(max_new_tokens=12))

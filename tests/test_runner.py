@@ -25,7 +25,7 @@ def probs_behind(model, tokens: list[int], sampling, vocab_size: int) -> torch.T
     """The distribution (1, V) that a runner gives there."""
     cache = new_cache(model.config, 1, len(tokens), model.dtype)
     runner = ModelRunner(model, cache, sampling, vocab_size=vocab_size)
-    return runner.next_probs([tokens], [True])[:, 0]
+    return runner.next_probs([tokens], [True]).probs_BNV[:, 0]
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(1.0), FILTERED, SamplingParams()])

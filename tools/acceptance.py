@@ -15,8 +15,8 @@ Rows: a policy's name (guesses with the retrieval cache, accepted by the full on
 drafter's, by the full cache, as in the method naive), `draft POLICY` (the drafter's, by the
 retrieval cache, as in triforce), and with `--copy C`, which stands for `--draft-weights C`, `POLICY
 C` (guesses of such a copy) and `POLICY C overlap` (1 - TV of its distributions from those of the
-plain weights over the same cache). A copy in int8 or fp8 is here a model of rounded weights, which
-in float32 is what `gpu/quantized.py` computes.
+plain weights over the same cache). A copy in int8 is here a model of rounded weights, which
+in float32 is what `gpu/eight_bits.py` computes.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from minitri.caches.policies import make_policy
 from minitri.caches.retrieval import RetrievalCache
 from minitri.cli import arguments
 from minitri.cli.exits import program
-from minitri.cli.prompts import read_prompt
+from minitri.cli.inputs import read_prompt
 from minitri.cpu.quantized import quantized_twin
 from minitri.decoding.sampling import sample
 from minitri.decoding.verification import Proposal
 from minitri.engine import Engine, load
 from minitri.errors import InputError
-from minitri.gpu.quantized import FORMATS, quantize
+from minitri.gpu.eight_bits import quantize
 from minitri.loading.prompts import check_prompt
 from minitri.model.linear import Linear
 from minitri.model.llama import Llama
@@ -75,7 +75,7 @@ def build_parser() -> arguments.OneLineParser:
         help=f"also measure this drafter; auto is the one that belongs to the model {shown}",
     )  # fmt: skip
     parser.add_argument(
-        "--copy", action="append", default=[], choices=("int4", *FORMATS),
+        "--copy", action="append", default=[], choices=("int4", "int8"),
         help="also measure a copy of the weights; may be given several times",
     )  # fmt: skip
     arguments.add_sampling_flags(parser)
@@ -132,7 +132,7 @@ class Continuation:
         )
         probs, queries = [], []
         for _ in range(num_new):
-            probs.append(runner.next_probs([self.tokens], [True])[0, -1])
+            probs.append(runner.next_probs([self.tokens], [True]).probs_BNV[0, -1])
             queries.append(query[:, 0].clone())
             uniform = torch.rand(1, generator=generator, dtype=torch.float64).to(self.model.device)
             self.tokens.append(int(sample(probs[-1][None], uniform)))
@@ -175,7 +175,7 @@ class Continuation:
             end = self.num_prompt + num_done
             nothing = torch.empty(1, gamma, 0, device=self.model.device)
             guesses = Proposal.of([self.tokens[end : end + gamma]], nothing, [["draft"] * gamma])
-            probs.append(runner.next_probs([self.tokens[:end]], [True], guesses)[0])
+            probs.append(runner.next_probs([self.tokens[:end]], [True], guesses).probs_BNV[0])
         return torch.cat(probs)
 
 
@@ -208,7 +208,7 @@ def rounded_copy(model: Llama, args: argparse.Namespace, name: str) -> Llama:
     twin = load(**arguments.model_of(args), draft="suffix").model
     for layer in twin.modules():
         if isinstance(layer, Linear):
-            weight_NE, scales_N = quantize(layer.weight, FORMATS[name])
+            weight_NE, scales_N = quantize(layer.weight)
             layer.weight.copy_(weight_NE.float() * scales_N.unsqueeze(1))
     twin.lent_embedding = model.embed
     return twin

@@ -25,7 +25,7 @@ from torch import Tensor
 from minitri.caches.full import FullCache
 from minitri.cli import arguments
 from minitri.cli.exits import program
-from minitri.cli.prompts import read_prompt
+from minitri.cli.inputs import read_prompt
 from minitri.drafters.layer_subset import with_layers, write_layers
 from minitri.engine import load
 from minitri.errors import InputError

@@ -36,8 +36,13 @@ ROOT = Path(__file__).parent.parent
 DECODING = "sampling verification cascade random_source noise"
 FILES = [f"minitri/decoding/{name}.py" for name in DECODING.split()]
 FILES += [f"minitri/caches/{name}.py" for name in ("full", "policies", "retrieval", "streaming")]
-FILES += ["minitri/trees/verification.py", "minitri/trees/level.py", "minitri/reuse/prefix.py"]
-FILES += ["minitri/loading/text_stream.py", "minitri/runner.py", "minitri/session.py"]
+FILES += ["minitri/trees/verification.py", "minitri/trees/level.py", "minitri/caches/prefixes.py"]
+FILES += [
+    "minitri/loading/text_stream.py",
+    "minitri/runner.py",
+    "minitri/memory.py",
+    "minitri/stack.py",
+]
 
 SUITE = [
     "test_runner.py", "decoding/test_noise.py", "decoding/test_random_source.py",
@@ -54,7 +59,7 @@ FIRST = {
     "sampling": "decoding/test_sampling.py", "stopping": "test_engine.py",
     "full": "model/test_full_cache.py", "policies": "caches/test_retrieval_cache.py",
     "retrieval": "caches/test_retrieval_cache.py", "streaming": "caches/test_streaming_cache.py",
-    "session": "gpu_twins/test_session_pool.py",
+    "memory": "gpu_twins/test_session_pool.py",
 }  # fmt: skip
 """The tests that know a file best."""
 

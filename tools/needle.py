@@ -29,7 +29,7 @@ from typing import Any
 
 from minitri.cli import arguments
 from minitri.cli.exits import program
-from minitri.cli.prompts import read_prompt
+from minitri.cli.inputs import read_prompt
 from minitri.engine import Engine, load
 from minitri.errors import InputError
 from minitri.events import Token

@@ -29,8 +29,9 @@ from minitri.benchmarks.plots import png_file
 from minitri.caches.full import FullCache
 from minitri.caches.policies import ChunkRetrieval, attention_received
 from minitri.cli import arguments
+from minitri.cli.boot import load_engine
 from minitri.cli.exits import program
-from minitri.cli.prompts import load_engine, read_prompt
+from minitri.cli.inputs import read_prompt
 from minitri.cli.terminal import LEGEND, colored
 from minitri.engine import Engine
 from minitri.errors import InputError

@@ -20,11 +20,12 @@ from pathlib import Path
 import torch
 
 from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig, load
-from minitri.events import Batch
+from minitri.memory import Models
 from minitri.plan import config_of
+from minitri.requests import Request
 from minitri.roofline import Machine, pass_costs
-from minitri.session import Session
 from minitri.settings import StepPlan
+from minitri.stack import Stack, begin
 from minitri.trees.shape import sequences
 from minitri.trees.tuner import TreeTuner
 
@@ -34,12 +35,12 @@ GPU = Machine(4e12, 4e12, 50e9, seconds_per_layer=0.02e-3, share_per_extra_token
 
 @torch.inference_mode()
 def run(engine: Engine, prompt: list[int], seed: int, sampling: SamplingParams, plan: StepPlan,
-        num_new: int) -> Session:  # fmt: skip
+        num_new: int) -> Stack:  # fmt: skip
     """A session that has made `num_new` tokens by this plan."""
     speculation = SpeculationConfig("naive", gamma1=plan.gamma1, tree=plan.tree)
-    batch = Batch([prompt], [seed], sampling, GenerationConfig(num_new), speculation)
-    session = Session(engine.model, engine.draft, batch)
-    session.begin(batch)
+    request = Request(prompt, seed, sampling, GenerationConfig(num_new))
+    models = Models(engine.model, engine.model, engine.draft)
+    session = begin(models, [request], speculation)
     for _ in session.prefill(0):
         pass
     session.start([0])
@@ -49,7 +50,7 @@ def run(engine: Engine, prompt: list[int], seed: int, sampling: SamplingParams, 
 
 
 def evaluate(
-    sessions: list[Session], plan: StepPlan, costs: Callable[[str, float], float]
+    sessions: list[Stack], plan: StepPlan, costs: Callable[[str, float], float]
 ) -> dict[str, float]:
     """Tokens a step as measured, as the rates by rank predict, and what the former give on a GPU,
     if passes cost so much there."""

@@ -15,6 +15,7 @@ import argparse
 import json
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +23,9 @@ from torch import Tensor
 from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig, load
 from minitri.decoding.random_source import IndependentSource
 from minitri.decoding.verification import Proposal, Verdict
-from minitri.events import Batch
-from minitri.session import Session
+from minitri.requests import Request
 from minitri.settings import VERIFICATIONS
+from minitri.stack import begin
 
 PLANS = {
     "naive, gamma1 4": ("naive", 4, None),
@@ -64,14 +65,14 @@ def run(
 ) -> tuple[dict[str, WatchedSource], int]:  # fmt: skip
     """The sources of the levels that verify, and the steps that `num_new` tokens took."""
     sampling, generation = SamplingParams(temperature), GenerationConfig(num_new)
-    batch = Batch([prompt], [seed], sampling, generation, speculation)
-    session = Session(engine.model, engine.draft, batch, guesser=engine.guesser)
+    request = Request(prompt, seed, sampling, generation)
     names = ["target"] + ["retrieval"] * (speculation.method == "triforce")
     sources = {
         name: WatchedSource(10 * seed + i, speculation.verification)
         for i, name in enumerate(names, 1)
     }
-    session.begin(batch, sources={"retrieval": IndependentSource([10 * seed]), **sources})
+    own: dict[str, Any] = {"retrieval": IndependentSource([10 * seed]), **sources}
+    session = begin(engine.models, [request], speculation, sources=own)
     for _ in session.prefill(0):
         pass
     session.start([0])

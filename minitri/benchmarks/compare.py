@@ -24,13 +24,13 @@ from minitri.benchmarks.peers import StartPeer
 from minitri.caches.full import FullCache
 from minitri.engine import Engine
 from minitri.errors import InputError
-from minitri.events import Batch
 from minitri.gpu.placement import check_offload
 from minitri.gpu.streams import synchronize
 from minitri.loading.prompts import check_prompt
+from minitri.requests import Request
 from minitri.runner import prefill
-from minitri.session import Session
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.stack import begin
 
 log = logging.getLogger("minitri")
 
@@ -46,22 +46,28 @@ SLACK = 2 * BURST
 class Method:
     """One of our methods behind a prompt that has been read."""
 
-    def __init__(self, engine: Engine, batch: Batch, full: FullCache, queries_LTHD: Tensor) -> None:
-        """`full` holds the one prompt but for its last token, and is copied; the queries are those
-        of its last tokens."""
-        others: dict[str, Any] = {"guesser": engine.guesser, "sources": engine.sources}
-        session = Session(engine.model, engine.draft, batch, **others)
-        session.begin(batch)
-        session.full.copy_from(full)
-        if (cache := session.retrieval_cache) is not None:
+    def __init__(
+        self,
+        engine: Engine,
+        request: Request,
+        speculation: SpeculationConfig,
+        full: FullCache,
+        queries_LTHD: Tensor,
+    ) -> None:
+        """`full` holds the prompt but for its last token, and is copied; the queries are those of
+        its last tokens."""
+        stack = begin(engine.models, [request], speculation)
+        stack.memory.full.copy_from(full)
+        if (cache := stack.memory.retrieval_cache) is not None:
             if cache.max_prompt_queries is None:
                 raise InputError(
-                    f"--policy {batch.speculation.policy} must watch the prompt being read; "
+                    f"--policy {speculation.policy} must watch the prompt being read; "
                     "compare another one"
                 )
             cache.observe(0, queries_LTHD)
-        self.stats, self._cascade, self._session = session.stats, session.cascade, session
-        self.should_repeat = batch.sampling.temperature == 0 or batch.speculation.coupled
+        self.stats, self._cascade, self._stack = stack.stats, stack.cascade, stack
+        self._num_prompt = len(request.prompt)
+        self.should_repeat = request.sampling.temperature == 0 or speculation.coupled
         """Whether its text should be that of every other method."""
         started = time.perf_counter()
         self._cascade.start()
@@ -70,13 +76,13 @@ class Method:
     @property
     def text(self) -> list[int]:
         """All tokens it has written."""
-        return self._cascade.sequences[0][len(self._session.batch.prompts[0]) :]
+        return self._cascade.sequences[0][self._num_prompt :]
 
     def burst(self, num_tokens: int) -> int:
         """Decodes at least so many tokens; returns how many."""
         before = len(self.text)
         while len(self.text) - before < num_tokens:
-            self._session.step()
+            self._stack.step()
         return len(self.text) - before
 
 
@@ -194,8 +200,8 @@ def compare(
         for seed in seeds:
             methods = {}
             for name, speculation in speculations.items():
-                batch = Batch([prompt], [seed], sampling, room, speculation)
-                methods[name] = Method(engine, batch, full, queries_LTHD)
+                request = Request(prompt, seed, sampling, room)
+                methods[name] = Method(engine, request, speculation, full, queries_LTHD)
             times = take_turns({**methods, **others}, num_new, BURST)
             reference = methods[REFERENCE].text[:num_new]
             for name, ms in times.items():

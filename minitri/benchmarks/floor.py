@@ -15,7 +15,8 @@ import torch
 from minitri.benchmarks.bandwidth import read_bandwidth
 from minitri.benchmarks.compare import spread
 from minitri.cli.arguments import taken
-from minitri.cli.prompts import load_engine, read_prompt
+from minitri.cli.boot import load_engine
+from minitri.cli.inputs import read_prompt
 from minitri.cli.report import where
 from minitri.cli.terminal import finish
 from minitri.cpu.kernels import Kernels, load_kernels

@@ -29,16 +29,17 @@ from minitri.cpu.packed import can_pack, pack_linears
 from minitri.decoding.random_source import IndependentSource
 from minitri.decoding.verification import Proposal, Verdict
 from minitri.errors import InputError
-from minitri.events import Batch
 from minitri.generation import running
-from minitri.gpu.fused import fuse_if_possible
+from minitri.gpu.fused_modules import fuse_if_possible
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.loading.devices import attention_for, choose_device, choose_dtype, guesser_for
 from minitri.loading.named_models import shape_of, unknown_model
+from minitri.memory import Models
 from minitri.model.llama import Llama
+from minitri.requests import Request
 from minitri.roofline import CPU, kv_bytes_per_token, weights_per_pass
-from minitri.session import Session
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.stack import Stack, begin
 
 SAMPLING = SamplingParams(0.6, top_p=0.9)
 WARMUP_STEPS = 3
@@ -249,7 +250,7 @@ def decode(
         "tokens_per_step": num_tokens / len(times), "phase_ms_per_token": phase_ms(stats),
         "phase_ms": {name: 1e3 * value for name, value in seconds.items()},
         "idle_share": idle_share(session.step, PROFILED_STEPS) if on_gpu else None,
-        "on_chip": session.full.on_chip, "num_graphs": stats.num_graphs,
+        "on_chip": session.memory.full.on_chip, "num_graphs": stats.num_graphs,
         "capture_seconds": stats.capture_seconds,
     }  # fmt: skip
 
@@ -257,25 +258,29 @@ def decode(
 def fresh_session(
     target: Llama, draft: Llama | None, context: int, setup: Setup, method: str,
     guesser: Llama | None = None,
-) -> Session:  # fmt: skip
+) -> Stack:  # fmt: skip
     """A session whose full cache holds a made-up prompt but for its last token."""
     speculation = dataclasses.replace(setup.speculation, method=method)
     num_new = setup.generation.max_new_tokens + MARGIN * speculation.max_block
     generation = dataclasses.replace(setup.generation, max_new_tokens=num_new)
     vocab_size = min(model.config.vocab_size for model in (target, draft) if model is not None)
     prompt = random.Random(0).choices(range(vocab_size), k=context)
-    batch = Batch([prompt], [0], SAMPLING, generation, speculation)
-    session = Session(target, draft, batch, guesser=guesser)
     low, high = setup.acceptance
-    session.begin(batch, sources={
+    sources: dict[str, Any] = {
         "draft": IndependentSource([0]),
         "retrieval": SyntheticSource(low, seed=0),
         "target": SyntheticSource(low if method == "naive" else high, seed=1),
-    })  # fmt: skip
-    fill_cache(session.full)
-    session.full.advance([context - 1])
-    if session.retrieval_cache is not None:
-        session.retrieval_cache.observe(0, torch.zeros_like(session.queries_LBTHD[:, 0, :1]))
+    }
+    models = Models(target, guesser or target, draft)
+    request = Request(prompt, 0, SAMPLING, generation)
+    session = begin(models, [request], speculation, sources=sources)
+    memory = session.memory
+    fill_cache(memory.full)
+    memory.full.advance([context - 1])
+    if memory.retrieval_cache is not None:
+        assert memory.target.queries_LBTHD is not None
+        queries_LTHD = torch.zeros_like(memory.target.queries_LBTHD[:, 0, :1])
+        memory.retrieval_cache.observe(0, queries_LTHD)
     return session
 
 
@@ -289,8 +294,7 @@ def random_model(config: ModelConfig, setup: Setup) -> Llama:
             weight.fill_(1)
     if can_pack(setup.dtype, setup.device):
         pack_linears(model)
-    fuse_if_possible(model)
-    return model.eval()
+    return fuse_if_possible(model).eval()
 
 
 def fill_cache(full: FullCache) -> None:

@@ -15,9 +15,9 @@ with clean_imports():
     from minitri.chat.conversation import Conversation
     from minitri.chat.screen import Lines, stoppable
     from minitri.cli import arguments
-    from minitri.cli.prompts import boot, read_text
+    from minitri.cli.boot import SAMPLING, boot, model_sampling, seed_of
+    from minitri.cli.inputs import read_text
     from minitri.cli.report import details, outline
-    from minitri.cli.sampling import SAMPLING, model_sampling, seed_of
     from minitri.cli.terminal import LEGEND, colored, plain, with_bar
     from minitri.config import ModelConfig
     from minitri.engine import Engine

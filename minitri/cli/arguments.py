@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 from minitri import __version__
 from minitri.errors import MAX_COUNT, InputError, shorten
-from minitri.gpu.backend_choice import BACKENDS
+from minitri.gpu.attention_backends import BACKENDS
 from minitri.loading.devices import DRAFT_WEIGHTS, DTYPES, WEIGHTS
 from minitri.loading.fetch import default_draft, split_draft
 from minitri.loading.named_models import DEFAULT_MODEL, MODELS
@@ -175,13 +175,13 @@ def add_model_flags(flags: Flags) -> None:
          "of weights and KV cache (default: what is fast here)"),
         ("device", "auto", None, "cpu|cuda|cuda:N", "(default: cuda if it is there)"),
         ("attention", "auto", ("auto", *BACKENDS), None,
-         "kernel for short blocks on a GPU (default: the fastest that works there)"),
+         "kernel for short blocks on a GPU (default: the first that works there)"),
         ("weights", "auto", WEIGHTS, None,
          "on a CPU native keeps the Q4_0, Q4_1 and Q8_0 of a GGUF file as they are, which takes "
          "less memory (default: in --dtype)"),
         ("draft-weights", "auto", DRAFT_WEIGHTS, None,
          "of the target where it guesses with its retrieval cache: its own, or a copy; int4 is for "
-         "CPUs, fp8 for GPUs, the text stays the same (default: int4 where compiled kernels run)"),
+         "CPUs, the text stays the same (default: int4 where compiled kernels run)"),
         ("rope-scaling", None, None, "KIND:FACTOR",
          "stretch the context, e.g. yarn:4 makes 8K 32K (default: as trained)"),
     ):  # fmt: skip

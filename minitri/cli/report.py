@@ -91,7 +91,7 @@ def details(engine: Engine, run: Generation) -> str:
             f"graphs   {stats.num_graphs} captured in {stats.capture_seconds:.2f} s, "
             f"{stats.graph_bytes / 1e6:.0f} MB; attention {attention_name(engine.model.attend)}"
         )
-    models = (engine.model, engine.draft, engine.guesser)
+    models = (engine.model, engine.draft, engine.retrieval_model)
     weights = sum(model.num_bytes for model in models if model is not None)
     caches = f"KV caches {stats.kv_cache_bytes / 1e6:.0f} MB"
     return "\n".join([*lines, f"memory   weights {weights / 1e6:.0f} MB, {caches}"])

@@ -27,7 +27,7 @@ The draft model is a level without a stage below: it verifies nothing and sample
 Its tokens stay on the device until the level above has verified them, so that the host waits once a
 round, for the verdict.
 
-Invariants. All levels share one list of tokens per row: the text, and behind it the guesses in
+Invariants. All levels share one list of tokens per row: the text, and after it the guesses in
 flight. A cache never holds the last token of a list, which is the next input. Whether another
 round is run is decided before its first token is sampled, and no emitted token is discarded: a
 token thrown away for what it is would bend the distribution.
@@ -37,9 +37,10 @@ from collections.abc import Collection
 
 from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.level import Emitted, Level, Stage
+from minitri.decoding.meter import Meter
 from minitri.decoding.verification import Proposal
 from minitri.settings import StepPlan
-from minitri.stats import Clock, Stats
+from minitri.stats import Stats
 
 
 class Cascade:
@@ -53,7 +54,8 @@ class Cascade:
         target: Level,
         retrieval: Level | None = None,
         drafter: Stage | None = None,
-        clock: Clock = Clock(),  # noqa: B008 (it holds nothing)
+        *,
+        meter: Meter,
     ) -> None:
         """`sequences` are the texts, a list per row, extended in place. `tuner` says before each
         step which stages take part; `stats` are those of the run."""
@@ -65,25 +67,31 @@ class Cascade:
         self._target = target
         self._retrieval = retrieval
         self._drafter = drafter
-        self._clock = clock
+        self._meter = meter
 
-    def start(self, rows: Collection[int] | None = None) -> list[Emitted]:
+    def start(
+        self, rows: Collection[int] | None = None, *, wants_logits: bool = False
+    ) -> list[Emitted]:
         """Samples the first tokens of these rows, or of all, by the target alone, whose cache lacks
         the last token of each prompt. From then on every step extends them."""
         nothing = Proposal.nothing(len(self.sequences))
         starting = [rows is None or b in rows for b in range(len(self.sequences))]
-        emitted, _ = self._target.verify(self.sequences, starting, nothing)
+        emitted, _ = self._target.verify(
+            self.sequences, starting, nothing, wants_logits=wants_logits
+        )
         self._commit(emitted, starting)
         self.active = [on or new for on, new in zip(self.active, starting, strict=True)]
         self._prepare(self.tuner.plan)
         return emitted
 
-    def step(self) -> list[Emitted]:
+    def step(self, *, wants_logits: bool = False) -> list[Emitted]:
         """Extends every active row by the accepted guesses and one token of the target's own."""
         plan = self.tuner.choose()
         self._prepare(plan)
         guessing = [on and guess for on, guess in zip(self.active, self.guessing, strict=True)]
-        emitted, _ = self._target.round(self.sequences, self.active, guessing)
+        emitted, _ = self._target.round(
+            self.sequences, self.active, guessing, wants_logits=wants_logits
+        )
         self._commit(emitted, self.active)
         self._stats.steps_per_plan[str(plan)] = self._stats.steps_per_plan.get(str(plan), 0) + 1
         self._stats.break_even = self.tuner.break_even()
@@ -91,10 +99,9 @@ class Cascade:
 
     def _prepare(self, plan: StepPlan) -> None:
         """Stacks the stages of a plan and lets them catch up with the text."""
-        started = self._clock.now()
-        for stage in self._stack(plan):
-            stage.prepare(self.sequences, self.active)
-        self._clock.since(started, self._stats.note_commit)
+        with self._meter.commit():
+            for stage in self._stack(plan):
+                stage.prepare(self.sequences, self.active)
 
     def _stack(self, plan: StepPlan) -> list[Stage]:
         """Puts the stages of a plan on top of one another; returns them from the lowest upwards."""
@@ -118,16 +125,15 @@ class Cascade:
         cache takes over their exact K and V, and is rebuilt if that is due. The drafter's cache
         slides and catches up before the next step that uses it (`Stage.prepare`).
         """
-        started = self._clock.now()
         if self._retrieval is not None:
             has_guessed = self._target.below is self._retrieval
-            self._retrieval.runner.commit(emitted, active, has_guessed=has_guessed)
-        self._clock.since(started, self._stats.note_commit)
+            with self._meter.commit():
+                self._retrieval.runner.commit(emitted, active, has_guessed=has_guessed)
 
     def retire(self, b: int) -> None:
         """Ends row b. Its caches are emptied, so that it costs no attention any more."""
         self.active[b] = False
-        self._clock.settle()
+        self._meter.settle()
         for stage in (self._target, self._retrieval, self._drafter):
             if stage is not None:
                 stage.reset(b)

@@ -5,17 +5,25 @@ Legend: B rows, N proposed tokens, V vocab.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from minitri.decoding.autotuner import Autotuner
+from minitri.decoding.meter import Meter
 from minitri.decoding.random_source import RandomSource
 from minitri.decoding.verification import NotFiniteError, Proposal, Verdict
-from minitri.stats import Clock, LevelStats
+from minitri.stats import LevelStats
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a pass of a model gives: distributions, and the logits they were made of."""
+
+    probs_BNV: Tensor
+    logits_BNV: Tensor | None = None
+    """None where the pass was captured, and they were not asked for."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +33,8 @@ class Emitted:
     tokens: list[int]
     origins: list[str]
     """The stage that guessed the token (`draft`, `retrieval`), or `recovered` or `bonus`."""
+    logits_NV: Tensor | None = field(default=None, compare=False, repr=False)
+    """The verifier's logits at the place of each token, if its pass kept them."""
 
 
 class Follower(Protocol):
@@ -34,7 +44,7 @@ class Follower(Protocol):
         """Called before a step that uses it, when all `sequences` are certain."""
 
     def crop(self, lengths: list[int]) -> None:
-        """Drops what it knows of row b behind the first `lengths[b]` tokens: it was rejected."""
+        """Drops what it knows of row b after the first `lengths[b]` tokens: it was rejected."""
 
     def reset(self, b: int) -> None:
         """Drops all that it knows of row b."""
@@ -58,15 +68,16 @@ class Runner(Follower, Protocol):
     """A model with a cache, as a level sees it; see `runner.py`."""
 
     def next_probs(
-        self, sequences: list[list[int]], active: list[bool], guesses: Proposal | None = None
-    ) -> Tensor:
-        """Distributions behind each row's last token and each of the guesses behind it, in order.
+        self, sequences: list[list[int]], active: list[bool], guesses: Proposal | None = None,
+        *, wants_logits: bool = False,
+    ) -> Output:  # fmt: skip
+        """Distributions after each row's last token and after each of its guesses, in order.
 
         Shape (B, N + 1, V). Reads what the cache has not seen of the active rows; rows that are not
-        active get numbers that mean nothing.
+        active get numbers that mean nothing. The output has logits if they are asked for.
         """
 
-    def next_probs_behind(self, tokens_B: Tensor, active: list[bool]) -> Tensor:
+    def next_probs_after(self, tokens_B: Tensor, active: list[bool]) -> Tensor:
         """Reads one more token of each active row, which the host need not know: (B, V)."""
 
     def commit(self, emitted: list[Emitted], active: list[bool], *, has_guessed: bool) -> None:
@@ -78,10 +89,13 @@ class Level:
     """One level of the cascade: verifies the stage below it, proposes to the level above."""
 
     def __init__(
-        self, runner: Runner, source: RandomSource, stats: LevelStats, tuner: Autotuner,
+        self,
+        runner: Runner,
+        source: RandomSource,
+        stats: LevelStats,
+        meter: Meter,
         on_not_finite: Callable[[], None] | None = None,
-        clock: Clock = Clock(),  # noqa: B008 (it holds nothing)
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`on_not_finite` makes this level optional: where its distributions are not finite it is
         called, and the level proposes nothing any more."""
         self.runner = runner
@@ -89,9 +103,8 @@ class Level:
         self.below: Stage | None = None  # like gamma, set before every step: see `Cascade`
         self.gamma = 1
         self._source = source
-        self._tuner = tuner
+        self._meter = meter
         self._on_not_finite = on_not_finite
-        self._clock = clock
         self._is_off = False
 
     def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
@@ -117,19 +130,18 @@ class Level:
         return Proposal.of(blocks, torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), origins)
 
     def _draft(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
-        """Guesses `gamma` tokens of every active row, one behind the other, on the device."""
-        B, tokens, probs = len(sequences), list[Tensor](), list[Tensor]()
+        """Guesses `gamma` tokens of every active row, one after the other, on the device."""
         if self._is_off:
-            return Proposal.nothing(B)
+            return Proposal.nothing(len(sequences))
+        tokens, probs = list[Tensor](), list[Tensor]()
         for i in range(self.gamma):
-            started = self._clock.now()
-            if i == 0:
-                probs.append(self.runner.next_probs(sequences, active).squeeze(1))
-            else:
-                probs.append(self.runner.next_probs_behind(tokens[-1], active))
-            positions = [len(sequence) + i for sequence in sequences]
-            tokens.append(self._source.sample(probs[-1], positions, active))
-            self._record_draft(0, active, started)
+            with self._meter.drafting(self.stats, sum(active)):
+                if i == 0:
+                    probs.append(self.runner.next_probs(sequences, active).probs_BNV.squeeze(1))
+                else:
+                    probs.append(self.runner.next_probs_after(tokens[-1], active))
+                positions = [len(sequence) + i for sequence in sequences]
+                tokens.append(self._source.sample(probs[-1], positions, active))
         counts = [self.gamma if on else 0 for on in active]
         origins = [[self.stats.name] * count for count in counts]
         return Proposal(counts, torch.stack(tokens, 1), torch.stack(probs, 1), origins)
@@ -142,7 +154,12 @@ class Level:
         self._is_off = True
 
     def round(
-        self, sequences: list[list[int]], active: list[bool], guessing: list[bool] | None = None
+        self,
+        sequences: list[list[int]],
+        active: list[bool],
+        guessing: list[bool] | None = None,
+        *,
+        wants_logits: bool = False,
     ) -> tuple[list[Emitted], Tensor]:
         """Lets the stage below guess, for the rows that are `guessing` (None: for all active ones),
         and verifies its guesses; returns what `verify` does."""
@@ -151,14 +168,21 @@ class Level:
             proposal = Proposal.nothing(len(sequences))
         else:
             proposal = self.below.propose(sequences, guessing)
-        started = self._clock.now()
-        emitted, probs_BNV = self.verify(sequences, active, proposal)
-        self._clock.settle()
-        self._record(proposal, emitted, started, guessing)
+        with self._meter.round(self.stats, max(proposal.counts)):
+            emitted, probs_BNV = self.verify(sequences, active, proposal, wants_logits=wants_logits)
+        proposer = self.below.stats.name if self.below is not None else None
+        for b, row in enumerate(emitted):
+            if row.tokens:
+                self._note_verdict(proposal, b, row, proposer if guessing[b] else None)
         return emitted, probs_BNV
 
     def verify(
-        self, sequences: list[list[int]], active: list[bool], proposal: Proposal
+        self,
+        sequences: list[list[int]],
+        active: list[bool],
+        proposal: Proposal,
+        *,
+        wants_logits: bool = False,
     ) -> tuple[list[Emitted], Tensor]:
         """Verifies a proposal in one forward pass and appends the outcome to the active rows.
 
@@ -166,23 +190,24 @@ class Level:
         tokens appended to row b follow the first ones.
         """
         starts = [len(sequence) for sequence in sequences]
-        probs_BNV = self.runner.next_probs(sequences, active, proposal)
-        verdict = self._source.verify(proposal, probs_BNV, starts, active)
+        output = self.runner.next_probs(sequences, active, proposal, wants_logits=wants_logits)
+        verdict = self._source.verify(proposal, output.probs_BNV, starts, active)
         rows = enumerate(active)
-        emitted = [_emitted(proposal, verdict, b) if on else Emitted([], []) for b, on in rows]
+        emitted = [
+            _emitted(proposal, verdict, output, b) if on else Emitted([], []) for b, on in rows
+        ]
         for sequence, new in zip(sequences, emitted, strict=True):
             sequence += new.tokens
         self.crop([start + n for start, n in zip(starts, verdict.num_accepted, strict=True)])
         if verdict.is_damaged:
             assert self.below is not None
             self.below.switch_off()
-        return emitted, probs_BNV
+        return emitted, output.probs_BNV
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
         if not self._is_off:
-            started = self._clock.now()
-            self.runner.prepare(sequences, active)
-            self._clock.since(started, partial(self._tuner.note_catching_up, self.stats.name))
+            with self._meter.catching_up(self.stats):
+                self.runner.prepare(sequences, active)
 
     def crop(self, lengths: list[int]) -> None:
         """Drops what was rejected, here and in the stages below."""
@@ -193,33 +218,16 @@ class Level:
     def reset(self, b: int) -> None:
         self.runner.reset(b)
 
-    def _note_seconds(self, num_guesses: int, seconds: float) -> None:
-        self.stats.seconds += seconds
-        self._tuner.note_round(self.stats.name, num_guesses, seconds)
-
-    def _record_draft(self, num_before: int, active: list[bool], started: Any) -> None:
-        """Notes a pass that guessed one token of each active row, behind so many in the block."""
-        self._clock.since(started, partial(self._note_seconds, num_before))
-        for _ in range(sum(active)):
-            self.stats.record(0, 0)
-
-    def _record(
-        self, proposal: Proposal, emitted: list[Emitted], started: Any, guessing: list[bool]
+    def _note_verdict(
+        self, proposal: Proposal, b: int, emitted: Emitted, proposer: str | None
     ) -> None:
-        proposer = self.below.stats.name if self.below is not None else None
-        self._clock.since(started, partial(self._note_seconds, max(proposal.counts)))
-        rows = zip(emitted, proposal.counts, guessing, strict=True)
-        for row, num_draft, is_guessing in rows:
-            if row.tokens:
-                num_accepted = len(row.tokens) - 1
-                num_tested = self.stats.record(num_draft, num_accepted)
-                if proposer is not None and is_guessing:
-                    # No guess at all counts as one that was rejected: nothing was gained.
-                    self._tuner.note_acceptance(proposer, max(num_tested, 1), num_accepted)
+        num_accepted = len(emitted.tokens) - 1
+        self._meter.note_verdict(self.stats, proposer, proposal.counts[b], num_accepted)
 
 
-def _emitted(proposal: Proposal, verdict: Verdict, b: int) -> Emitted:
+def _emitted(proposal: Proposal, verdict: Verdict, output: Output, b: int) -> Emitted:
     n = verdict.num_accepted[b]
     own = "bonus" if n == proposal.counts[b] else "recovered"
     tokens = [*verdict.guesses[b][:n], verdict.next_tokens[b]]
-    return Emitted(tokens, [*proposal.origins[b][:n], own])
+    logits_NV = None if output.logits_BNV is None else output.logits_BNV[b, : len(tokens)]
+    return Emitted(tokens, [*proposal.origins[b][:n], own], logits_NV)

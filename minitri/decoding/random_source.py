@@ -5,6 +5,7 @@
 numbers from its own seed only, so its tokens do not depend on what else is in the batch.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -35,10 +36,14 @@ class RandomSource(Protocol):
 class IndependentSource:
     """Fresh uniform numbers for every decision, from one generator per row."""
 
-    def __init__(self, seeds: list[int], kind: str = SpeculationConfig.verification) -> None:
-        """`kind`: of verification, as in `SpeculationConfig`."""
+    def __init__(
+        self, seeds: Sequence[int] = (), kind: str = SpeculationConfig.verification
+    ) -> None:
+        """`seeds` of the first rows; `kind`: of verification, as in `SpeculationConfig`."""
         self._is_by_block = kind == "block"
-        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self._generators: dict[int, torch.Generator] = {}
+        for b, seed in enumerate(seeds):
+            self.restart(b, seed)
 
     def restart(self, b: int, seed: int) -> None:
         """Gives row b to another text, with this seed."""
@@ -70,8 +75,8 @@ class IndependentSource:
 class CoupledSource:
     """Noise by seed and position, the same for every level that samples for a position."""
 
-    def __init__(self, seeds: list[int]) -> None:
-        self._seeds = list(seeds)
+    def __init__(self, seeds: Sequence[int] = ()) -> None:
+        self._seeds = dict(enumerate(seeds))
 
     def restart(self, b: int, seed: int) -> None:
         """Gives row b to another text, with this seed."""
@@ -90,7 +95,5 @@ class CoupledSource:
 
     def _keys(self, starts: list[int], count: int) -> list[list[int]]:
         """Keys of the noise of so many positions."""
-        return [
-            [noise_key(seed, start + i) for i in range(count)]
-            for seed, start in zip(self._seeds, starts, strict=True)
-        ]
+        rows = [(self._seeds.get(b, 0), start) for b, start in enumerate(starts)]
+        return [[noise_key(seed, start + i) for i in range(count)] for seed, start in rows]

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from minitri.settings import SamplingParams
 
+LogProbs = tuple[float, tuple[tuple[int, float], ...]]
+"""Of a token; and of the likeliest ones at its place, the best first."""
+
 TOP_P_PREFIXES = (512, 4096)
 """Likeliest tokens that top-p looks at first; a row that needs more is sorted whole."""
 
@@ -29,7 +32,7 @@ def probs_from_logits(logits_NV: Tensor, params: SamplingParams) -> Tensor:
     """
     if params.temperature == 0:
         return greedy_probs(logits_NV)
-    return _filtered_probs(logits_NV, params, *params.numbers, sort_all=logits_NV.is_cuda)
+    return filtered_probs(logits_NV, params, *params.numbers, sort_all=logits_NV.is_cuda)
 
 
 def probs_of_rows(logits_BNV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -47,15 +50,16 @@ def greedy_probs(logits_NV: Tensor) -> Tensor:
     return torch.zeros_like(logits_NV).scatter_(-1, greedy_tokens(logits_NV).unsqueeze(-1), one)
 
 
-def _filtered_probs(
+def filtered_probs(
     logits_NV: Tensor,
     filters: SamplingParams,
-    temperature: float,
-    top_p: float,
-    log_min_p: float,
+    temperature: float | Tensor,
+    top_p: float | Tensor,
+    log_min_p: float | Tensor,
     *,
     sort_all: bool,
 ) -> Tensor:
+    """`probs_from_logits` for a temperature above 0; by tensors nothing is asked of the host."""
     top_k, has_top_p, has_min_p = filters.form
     scores = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature  # the best is 0
     if 0 < top_k < scores.shape[-1]:
@@ -71,18 +75,20 @@ def _drop_below(scores_NV: Tensor, cutoff_N1: Tensor) -> Tensor:
     return torch.where(scores_NV < cutoff_N1, -math.inf, scores_NV)
 
 
-def _top_p_cutoff(scores_NV: Tensor, top_p: float, *, sort_all: bool) -> Tensor:
+def _top_p_cutoff(scores_NV: Tensor, top_p: float | Tensor, *, sort_all: bool) -> Tensor:
     """Per row (N, 1), the score of the least likely token of the smallest set of mass `top_p`.
 
     `sort_all` on a GPU: whether a prefix is enough is a question the host would have to wait for.
     """
     log_total_N1, V = scores_NV.logsumexp(-1, keepdim=True), scores_NV.shape[-1]
     if sort_all:
-        return _cutoff_within(V, scores_NV, log_total_N1, top_p)[0]
+        best_NV = scores_NV.sort(-1, descending=True).values
+        return _cutoff_within(best_NV, log_total_N1, top_p)[0]
     cutoff_N1 = torch.empty_like(log_total_N1)
     rows = torch.arange(len(scores_NV), device=scores_NV.device)
     for size in (*(size for size in TOP_P_PREFIXES if size < V), V):
-        cutoff, num_kept = _cutoff_within(size, scores_NV[rows], log_total_N1[rows], top_p)
+        best = scores_NV[rows].topk(size).values
+        cutoff, num_kept = _cutoff_within(best, log_total_N1[rows], top_p)
         cutoff_N1[rows] = cutoff
         rows = rows[num_kept.squeeze(1) == size]
         if not len(rows):
@@ -91,11 +97,10 @@ def _top_p_cutoff(scores_NV: Tensor, top_p: float, *, sort_all: bool) -> Tensor:
 
 
 def _cutoff_within(
-    size: int, scores_NV: Tensor, log_total_N1: Tensor, top_p: float
+    best: Tensor, log_total_N1: Tensor, top_p: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same among the likeliest tokens, and how many of these were kept, (N, 1) both; if it is
-    all of them there may be more."""
-    best = scores_NV.topk(size).values  # (N, size), falling
+    """The same among the scores of the likeliest tokens (N, size), falling, and how many of these
+    were kept, (N, 1) both; if it is all of them there may be more."""
     probs = (best - log_total_N1).exp()
     before = probs.cumsum(-1, dtype=torch.float64) - probs  # mass of the tokens ahead of each
     num_kept = (before < top_p).sum(-1, keepdim=True).clamp_min(1)
@@ -126,3 +131,14 @@ def pad_vocabulary(probs_BNV: Tensor, vocab_size: int) -> Tensor:
     """Gives tokens that a drafter does not have the probability 0."""
     missing = vocab_size - probs_BNV.shape[-1]
     return F.pad(probs_BNV, (0, missing)) if missing else probs_BNV
+
+
+def log_probs(logits_NV: Tensor, tokens: list[int], num_top: int) -> list[LogProbs]:
+    """Log-probabilities of N tokens, and of the likeliest at each place, by the model alone: before
+    temperature and filters."""
+    scores_NV = logits_NV.log_softmax(-1)
+    tokens_N1 = torch.tensor(tokens, device=scores_NV.device).unsqueeze(1)
+    own = scores_NV.gather(1, tokens_N1).squeeze(1).tolist()
+    best, ids = (it.tolist() for it in scores_NV.topk(min(num_top, scores_NV.shape[1])))
+    pairs = [tuple(zip(*row, strict=True)) for row in zip(ids, best, strict=True)]
+    return list(zip(own, pairs, strict=True))

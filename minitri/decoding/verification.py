@@ -14,7 +14,6 @@ Legend: B rows, N proposed tokens, V vocab.
 """
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -37,9 +36,9 @@ class Proposal:
     counts: list[int]
     """Guesses n of each row."""
     tokens_BN: Tensor
-    """Row b's tokens x_1 .. x_n; padded behind n, N being the largest."""
+    """Row b's tokens x_1 .. x_n; padded after n, N being the largest."""
     probs_BNV: Tensor
-    """Row i is q_i, the distribution of x_i given everything before it; padded behind n. Guesses
+    """Row i is q_i, the distribution of x_i given everything before it; padded after n. Guesses
     from the first q_i on that is not finite do not count."""
     origins: list[list[str]]
     """The stage that guessed each token: for statistics and display, never for a decision."""
@@ -72,7 +71,7 @@ class Verdict:
     num_accepted: list[int]
     """How many guesses stay, from the first on."""
     next_tokens: list[int]
-    """The token behind them: recovered where a guess was rejected, else the bonus token."""
+    """The token after them: recovered where a guess was rejected, else the bonus token."""
     guesses: list[list[int]]
     """The tokens that were proposed, padded."""
     is_damaged: bool = False
@@ -102,7 +101,7 @@ def verify_block(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> 
     Block verification (Sun et al. 2024, algorithm 2): no fewer tokens in expectation than `verify`,
     whose arguments these are, and the same distribution. x_1 .. x_i stay with probability
     w_i = min(w_{i-1} p_i(x_i) / q_i(x_i), 1), whatever else does. With S_i the mass of
-    max(w_i p_{i+1} - q_{i+1}, 0), from which the recovered token behind them comes,
+    max(w_i p_{i+1} - q_{i+1}, 0), from which the recovered token after them comes,
     h_i = S_i / (S_i + 1 - w_i); h_n = w_n. As long as a round has not ended the next token
     therefore follows p_{i+1}, so this too is exact at every level.
     """
@@ -116,9 +115,9 @@ def verify_block(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> 
     left_BNV = (scales_BN1[:, 1:N] * probs_BNV[:, 1:N]).sub_(proposal.probs_BNV[:, 1:N])
     S_BN = F.pad(left_BNV.clamp_min_(0).sum(2), (0, 1)).double()
     lengths = torch.arange(1, N + 1, device=device)
-    num_behind_BN = counts_B.unsqueeze(1) - lengths
-    h_BN = (S_BN / (S_BN + 1 - w_BN)).where((num_behind_BN > 0) & (w_BN < 1), w_BN)
-    passes_BN = (uniforms_BN[:, :N] < h_BN) & (num_behind_BN >= 0)
+    num_after_BN = counts_B.unsqueeze(1) - lengths
+    h_BN = (S_BN / (S_BN + 1 - w_BN)).where((num_after_BN > 0) & (w_BN < 1), w_BN)
+    passes_BN = (uniforms_BN[:, :N] < h_BN) & (num_after_BN >= 0)
     num_accepted = (passes_BN * lengths).amax(1)
     scale_B1 = scales_BN1.squeeze(2).gather(1, num_accepted.unsqueeze(1))
     return _sample_next(proposal, probs_BNV, counts_B, num_accepted, uniforms_BN, scale_B1)
@@ -188,16 +187,24 @@ def integers(values: list[int] | list[list[int]], device: torch.device) -> Tenso
 
 
 def _on_host(
-    proposal: Proposal, probs_BNV: Tensor, counts_B: Tensor, num_accepted_B: Tensor,
+    proposal: Proposal,
+    probs_BNV: Tensor,
+    counts_B: Tensor,
+    num_accepted_B: Tensor,
     next_tokens_B: Tensor,
-) -> Verdict:  # fmt: skip
-    """Everything the host needs in one transfer, a check for NaN and infinity included."""
-    check_B = probs_BNV.sum().expand_as(counts_B)
-    columns_B4 = torch.stack((num_accepted_B, next_tokens_B, counts_B, check_B), 1).double()
-    packed = torch.cat((columns_B4, proposal.tokens_BN.to(columns_B4)), 1).tolist()
-    if not math.isfinite(packed[0][3]):
-        raise NotFiniteError
-    rows = [[int(number) for number in row] for row in packed]
-    is_damaged = any(row[2] < n for row, n in zip(rows, proposal.counts, strict=True))
-    accepted, following, guesses = zip(*((row[0], row[1], row[4:]) for row in rows), strict=True)
-    return Verdict([*accepted], [*following], [*guesses], is_damaged)
+) -> Verdict:
+    """The verdict, brought to the host in one transfer: rows of whole numbers, the guesses last."""
+    is_finite_B = probs_BNV.sum().isfinite().to(torch.int64).expand_as(counts_B)
+    columns = torch.stack((num_accepted_B, next_tokens_B, counts_B, is_finite_B), 1)
+    rows = torch.cat((columns, proposal.tokens_BN.to(columns)), 1).tolist()
+    accepted, following, guessed, is_damaged = list[int](), list[int](), list[list[int]](), False
+    for (num_accepted, next_token, num_usable, is_finite, *guesses), num_guesses in zip(
+        rows, proposal.counts, strict=True
+    ):
+        if not is_finite:
+            raise NotFiniteError
+        is_damaged |= num_usable < num_guesses
+        accepted.append(num_accepted)
+        following.append(next_token)
+        guessed.append(guesses)
+    return Verdict(accepted, following, guessed, is_damaged)

@@ -23,12 +23,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from minitri.caches.snapshots import sampled
 from minitri.config import ModelConfig
 from minitri.cpu.fused import use_kernels
 from minitri.cpu.packed import can_pack, pack_linears
 from minitri.cpu.quantized import keep_quantized
 from minitri.errors import InputError, shorten
-from minitri.gpu.fused import fuse_if_possible
+from minitri.gpu.fused_modules import fuse_if_possible
 from minitri.loading.damage import explain, printable
 from minitri.loading.devices import kernels_for
 from minitri.loading.gguf.blocks import BITS
@@ -39,7 +40,6 @@ from minitri.model.linear import TrimmedHead
 from minitri.model.llama import Llama, sample_of_vocabulary
 from minitri.parallel.ranks import Ranks
 from minitri.parallel.split import new_model, share_tensors
-from minitri.reuse.snapshot import sampled
 
 MIN_SIMILARITY = 0.9
 """Least median cosine of a drafter's sample of embeddings: copies of one model differ a little."""
@@ -114,8 +114,7 @@ def load_model(
         _check_drafter(model, lender, checkpoint.path)
     if kernels is None and can_pack(dtype, device):
         pack_linears(model)
-    fuse_if_possible(model)
-    return model.eval()
+    return fuse_if_possible(model).eval()
 
 
 def _native_tensors(model: Llama, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:

@@ -10,9 +10,8 @@ from minitri.cpu.kernels import MAX_HEAD_DIM, Kernels, load_kernels
 from minitri.cpu.packed import can_pack
 from minitri.cpu.quantized import has_at_most, quantized_twin
 from minitri.errors import InputError
-from minitri.gpu.attention import GpuAttention
-from minitri.gpu.backend_choice import choose_backend
-from minitri.gpu.quantized import FORMATS, eight_bit_copy
+from minitri.gpu.attention_backends import GpuAttention, choose_attention
+from minitri.gpu.eight_bits import eight_bit_copy
 from minitri.model.attention import Attend
 from minitri.model.llama import Llama
 from minitri.parallel.ranks import Ranks, local_rank
@@ -21,7 +20,7 @@ log = logging.getLogger("minitri")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-WEIGHTS, DRAFT_WEIGHTS = ("auto", "native"), ("auto", "int4", *FORMATS, "same")
+WEIGHTS, DRAFT_WEIGHTS = ("auto", "native"), ("auto", "int4", "int8", "same")
 
 
 def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B008
@@ -79,7 +78,7 @@ def attention_for(
     Raises `InputError` if the kernel does not work there.
     """
     if device.type == "cuda":
-        return GpuAttention(choose_backend(device, dtype, config, wanted=wanted))
+        return choose_attention(device, dtype, config, wanted=wanted)
     if wanted != "auto":
         raise InputError(f"--attention {wanted} is for GPUs; leave it out on the {device.type}")
     kernels = kernels_for(device, config)
@@ -109,12 +108,8 @@ def guesser_for(model: Llama, wanted: str) -> Llama | None:
     name, device = model.config.name, model.device.type
     if wanted == "same" or (wanted == "auto" and not model.is_row_invariant):
         return None
-    if device == "cuda" and wanted in FORMATS:
-        return eight_bit_copy(model, wanted)
-    if wanted == "fp8":
-        raise InputError(
-            f"--draft-weights fp8 is for GPUs, and {name} runs on the {device}; use int4 or int8"
-        )
+    if device == "cuda" and wanted == "int8":
+        return eight_bit_copy(model)
     if not model.is_row_invariant:
         advice = "use int8, or leave it out" if device == "cuda" else "leave it out"
         raise InputError(
@@ -128,6 +123,6 @@ def guesser_for(model: Llama, wanted: str) -> Llama | None:
 def attention_name(attend: Attend) -> str:
     """The name of a model's attention, for the log and the statistics."""
     if isinstance(attend, GpuAttention):
-        return attend.backend.name
+        return attend.name
     kernels = getattr(attend, "__self__", None)
     return f"compiled ({kernels.instructions})" if isinstance(kernels, Kernels) else "cpu"

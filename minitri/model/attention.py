@@ -7,8 +7,8 @@ and rules. The rule is causal (None) or a (T, T) boolean tensor, True where a qu
 key of the block (column).
 
 `Attend` is the contract. `attend_math` here is the oracle of all tests; `cpu/attention.py` and
-`gpu/attention.py` hold the fast implementations. All are for inference: gradients behind a prefix
-are not promised.
+`gpu/attention_backends.py` hold the fast implementations. All are for inference: gradients after a
+prefix are not promised.
 
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T.
 """

@@ -1,48 +1,36 @@
-"""Other modules in a model, made from those that it has: for kernels, or for fewer bits."""
+"""Replaces modules of a network by others that compute the same in another way."""
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
 from minitri.model.llama import Llama
 
 Factories = Mapping[type[nn.Module], Callable[[Any], nn.Module]]
-"""By exact type of a module: what makes another one of it."""
-
-Module = TypeVar("Module", bound=nn.Module)
 
 
-def replace_modules(model: nn.Module, factories: Factories) -> None:
-    """Puts what the factory of its type makes in the place of every module inside a model.
+def replace_modules(module: nn.Module, factories: Factories) -> Any:
+    """A copy of a module that shares its weights, where every module of exactly one of these types
+    is what its factory makes of it.
 
-    Inner modules come first: a factory finds those that were made of them. One module after the
-    other is replaced, so a factory that takes weights away has at most one of them in memory twice.
+    A factory is called with a module whose children have been replaced already.
     """
-    for name, child in list(model.named_children()):
-        replace_modules(child, factories)
-        if type(child) in factories:
-            setattr(model, name, factories[type(child)](child))
-
-
-def shared_copy(module: Module) -> Module:
-    """Modules of their own over the very same weights."""
     twin = copy.copy(module)
-    twin._modules = {
-        name: None if child is None else shared_copy(child)
-        for name, child in module._modules.items()
-    }
-    return twin
+    children = module.named_children()
+    twin._modules = {name: replace_modules(child, factories) for name, child in children}
+    make = factories.get(type(module))
+    return twin if make is None else make(twin)
 
 
 def copy_with(model: Llama, factories: Factories) -> Llama:
-    """A copy of a model with other modules, which shares its embeddings and all else with it.
+    """A copy of a model with other modules, which embeds tokens by the model's own table.
 
-    Its `num_bytes` are those that it does not share.
+    Its `num_bytes` are those that the model does not share with it.
     """
-    twin, shared = shared_copy(model), {id(weight) for weight in model.parameters()}
-    replace_modules(twin, factories)
+    twin: Llama = replace_modules(model, factories)
     twin.lent_embedding = model.embed
+    shared = {id(weight) for weight in model.parameters()}
     twin.num_bytes = sum(w.nbytes for w in twin.parameters() if id(w) not in shared)
     return twin

@@ -17,7 +17,7 @@ with clean_imports():
     from typing import Any
 
     from minitri.cli import arguments
-    from minitri.cli.prompts import boot
+    from minitri.cli.boot import boot
     from minitri.engine import MAX_ROWS
     from minitri.errors import InputError
     from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig

@@ -17,8 +17,8 @@ from typing import Any
 
 from minitri.engine import Engine
 from minitri.errors import InputError, check_unicode, shorten
-from minitri.events import Request
 from minitri.loading.prompts import MAX_SEED, as_seeds, check_prompt
+from minitri.requests import Request
 from minitri.settings import GenerationConfig, SamplingParams
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1000

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from typing import Self
 
 from minitri.errors import InputError
-from minitri.events import End, Event, Idle, Request
+from minitri.events import End, Event, Idle
 from minitri.generation import Generation
+from minitri.requests import Request
 
 log = logging.getLogger("minitri")
 Deliver = Callable[[Event | Exception], None]

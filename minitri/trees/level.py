@@ -9,28 +9,30 @@ sampled from, so nothing above knows of trees.
 Legend: B rows, N nodes, V vocab.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from minitri.decoding.level import Emitted, Level, Runner
+from minitri.decoding.level import Emitted, Level, Output, Runner
+from minitri.decoding.meter import Meter
 from minitri.decoding.verification import NotFiniteError, Proposal
+from minitri.stats import LevelStats
 from minitri.trees.random_source import TreeSource
 from minitri.trees.shape import TreeShape
 from minitri.trees.tuner import TreeTuner
 from minitri.trees.verification import MISSING, TreeProposal, likeliest
 
 
-class TreeRunner(Runner, Protocol):
-    """A runner that reads trees; see `runner.ModelRunner`."""
+class TreeReader(Protocol):
+    """Reads trees with the model and the cache of a level's runner; see `trees/reader.py`."""
 
     def next_probs_of_tree(
         self, blocks: list[list[int]], shape: TreeShape, first: int
-    ) -> Tensor: ...
+    ) -> Output: ...
 
     def keep_paths(self, paths: list[list[int]], active: list[bool]) -> None: ...
 
@@ -42,19 +44,32 @@ class TreeRunner(Runner, Protocol):
 class TreeLevel(Level):
     """A `Level` that guesses trees where the plan has some, and verifies whatever it is given."""
 
-    runner: TreeRunner
     _source: TreeSource
-    _tuner: TreeTuner
+
+    def __init__(
+        self,
+        runner: Runner,
+        source: TreeSource,
+        stats: LevelStats,
+        meter: Meter,
+        on_not_finite: Callable[[], None] | None,
+        trees: TreeReader,
+        tuner: TreeTuner,
+    ) -> None:
+        """`trees` reads trees with the model and the cache of `runner`."""
+        super().__init__(runner, source, stats, meter, on_not_finite)
+        self.trees = trees
+        self.tuner = tuner
 
     def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
         """A tree for every active row if this is the lowest level, and the plan has one."""
-        plan = self._tuner.plan
+        plan = self.tuner.plan
         if not plan.tree or self.below is not None or self._is_off:
             return super().propose(sequences, active)
-        is_greedy = [self.runner.is_greedy(b) for b in range(len(sequences))]
+        is_greedy = [self.trees.is_greedy(b) for b in range(len(sequences))]
         try:
-            with self.runner.ranking():
-                return self._grow(self._tuner.shape(plan), sequences, active, is_greedy)
+            with self.trees.ranking():
+                return self._grow(self.tuner.shape(plan), sequences, active, is_greedy)
         except NotFiniteError:
             self.switch_off()
             return Proposal.nothing(len(sequences))
@@ -67,30 +82,43 @@ class TreeLevel(Level):
         B, probs, first = len(sequences), list[Tensor](), 0
         blocks = [[sequence[-1]] + [MISSING] * (len(shape) - 1) for sequence in sequences]
         for size in shape.sizes[:-1]:
-            started = self._clock.now()
-            if first == 0:
-                probs_BNV = self.runner.next_probs(sequences, active)
-            else:
-                read = [no_missing(block[1 : first + size]) for block in blocks]
-                probs_BNV = self.runner.next_probs_of_tree(read, shape, 1)[:, -size:]
-            require_finite(probs_BNV)
-            for node, probs_BV in enumerate(probs_BNV.unbind(1), first):
-                if children := shape.children[node]:
-                    probs.append(probs_BV)
-                    for b, block in enumerate(blocks):
-                        if active[b] and block[node] != MISSING:
-                            drawn = self._draw(
-                                b, probs_BV[b], len(children),
-                                len(sequences[b]) + shape.depths[node], is_greedy=is_greedy[b],
-                            )  # fmt: skip
-                            block[children[0] : children[-1] + 1] = drawn
-            first += size
-            self._record_draft(max(first - 2, 0), active, started)
+            with self._meter.drafting(self.stats, sum(active), max(first + size - 2, 0)):
+                if first == 0:
+                    probs_BNV = self.runner.next_probs(sequences, active).probs_BNV
+                else:
+                    read = [no_missing(block[1 : first + size]) for block in blocks]
+                    output = self.trees.next_probs_of_tree(read, shape, 1)
+                    probs_BNV = output.probs_BNV[:, -size:]
+                require_finite(probs_BNV)
+                for node, probs_BV in enumerate(probs_BNV.unbind(1), first):
+                    if shape.children[node]:
+                        probs.append(probs_BV)
+                        self._grow_node(node, shape, probs_BV, blocks, sequences, active, is_greedy)
+                first += size
         return TreeProposal.of(
             [block[1:] for block in blocks], torch.stack(probs, 1),
             [[self.stats.name] * (len(shape) - 1)] * B, shape=shape,
             is_listed=[self._source.is_listed or greedy for greedy in is_greedy],
         )  # fmt: skip
+
+    def _grow_node(
+        self,
+        node: int,
+        shape: TreeShape,
+        probs_BV: Tensor,
+        blocks: list[list[int]],
+        sequences: list[list[int]],
+        active: list[bool],
+        is_greedy: list[bool],
+    ) -> None:
+        """Draws the children of a node in every active row that has it."""
+        children = shape.children[node]
+        for b, block in enumerate(blocks):
+            if active[b] and block[node] != MISSING:
+                position = len(sequences[b]) + shape.depths[node]
+                block[children[0] : children[-1] + 1] = self._draw(
+                    b, probs_BV[b], len(children), position, is_greedy=is_greedy[b]
+                )
 
     def _draw(
         self, b: int, probs_V: Tensor, num_children: int, position: int, *, is_greedy: bool
@@ -100,57 +128,54 @@ class TreeLevel(Level):
         return self._source.draw(b, probs_V, num_children, position)
 
     def verify(
-        self, sequences: list[list[int]], active: list[bool], proposal: Proposal
+        self,
+        sequences: list[list[int]],
+        active: list[bool],
+        proposal: Proposal,
+        *,
+        wants_logits: bool = False,
     ) -> tuple[list[Emitted], Tensor]:
         """See `Level.verify`. Of a tree, the accepted path and one token more are appended."""
         if not isinstance(proposal, TreeProposal):
-            return super().verify(sequences, active, proposal)
+            return super().verify(sequences, active, proposal, wants_logits=wants_logits)
         starts, shape = [len(sequence) for sequence in sequences], proposal.shape
         rows = zip(sequences, proposal.tokens, strict=True)
         blocks = [no_missing([sequence[-1], *guesses]) for sequence, guesses in rows]
-        probs_BNV = self.runner.next_probs_of_tree(blocks, shape, 0)
-        require_finite(probs_BNV)
+        output = self.trees.next_probs_of_tree(blocks, shape, 0)
+        require_finite(output.probs_BNV)
         paths, emitted = list[list[int]](), list[Emitted]()
         for b, sequence in enumerate(sequences):
             path, new = list[int](), Emitted([], [])
             if active[b]:
-                path, token = self._source.walk(proposal, b, probs_BNV[b], starts[b])
+                path, token = self._source.walk(proposal, b, output.probs_BNV[b], starts[b])
                 last = path[-1] if path else 0
                 own = "recovered" if shape.children[last] else "bonus"
                 guesses = [proposal.tokens[b][node - 1] for node in path]
                 origins = [proposal.origins[b][node - 1] for node in path]
-                new = Emitted([*guesses, token], [*origins, own])
+                logits_NV = None if output.logits_BNV is None else output.logits_BNV[b, [0, *path]]
+                new = Emitted([*guesses, token], [*origins, own], logits_NV)
                 sequence += new.tokens
-                self._note_path(proposal, b, path)
             paths.append(path)
             emitted.append(new)
-        self.runner.keep_paths(paths, active)
+        self.trees.keep_paths(paths, active)
         self.crop([start + len(path) for start, path in zip(starts, paths, strict=True)])
-        kept = [probs_BNV[b, [0, *path]] for b, path in enumerate(paths)]
+        kept = [output.probs_BNV[b, [0, *path]] for b, path in enumerate(paths)]
         return emitted, pad_sequence(kept, batch_first=True)
 
-    def _note_path(self, proposal: TreeProposal, b: int, path: list[int]) -> None:
-        assert self.below is not None
-        children, parents = proposal.shape.children, [0, *path]
-        ranks = [children[parent].index(node) for parent, node in zip(parents, path, strict=False)]
-        rejected = (proposal.tokens[b][node - 1] for node in children[parents[-1]])
-        num_rejected = sum(token != MISSING for token in rejected)
-        self._tuner.note_path(self.below.stats.name, ranks, num_rejected)
-
-    def _record(
-        self, proposal: Proposal, emitted: list[Emitted], started: Any, guessing: list[bool]
+    def _note_verdict(
+        self, proposal: Proposal, b: int, emitted: Emitted, proposer: str | None
     ) -> None:
         if not isinstance(proposal, TreeProposal):
-            super()._record(proposal, emitted, started, guessing)
-            return
-        self._clock.since(started, partial(self._note_seconds, len(proposal.shape) - 1))
-        for row in emitted:
-            if row.tokens:
-                self.stats.record(proposal.shape.depths[-1], len(row.tokens) - 1)
+            super()._note_verdict(proposal, b, emitted, proposer)
+        elif proposer is None or not proposal.has_guesses(b):
+            self.stats.record(0, 0)
+        else:
+            self.stats.record(proposal.shape.depths[-1], len(emitted.tokens) - 1)
+            self.tuner.note_path(proposer, *proposal.ranks_of(b, emitted.tokens[:-1]))
 
 
 def no_missing(tokens: list[int]) -> list[int]:
-    """Any token in the place of missing ones, which nothing behind them outlives."""
+    """Any token in the place of missing ones, which nothing after them outlives."""
     return [max(token, 0) for token in tokens]
 
 

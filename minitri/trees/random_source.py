@@ -45,7 +45,9 @@ class IndependentTrees(IndependentSource):
     def walk(
         self, proposal: TreeProposal, b: int, probs_NV: Tensor, start: int  # noqa: ARG002
     ) -> tuple[list[int], int]:  # fmt: skip
-        return walk(proposal, b, probs_NV, self._uniforms(b, len(proposal.shape)))
+        # A row without guesses takes as many numbers as it would without trees next to it.
+        count = len(proposal.shape) if proposal.has_guesses(b) else 1
+        return walk(proposal, b, probs_NV, self._uniforms(b, count))
 
     def _uniforms(self, b: int, count: int) -> list[float]:
         numbers = torch.rand(count, dtype=torch.float64, generator=self._generators[b])

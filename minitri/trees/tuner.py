@@ -8,7 +8,13 @@ the target's distribution whatever is chosen.
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-from minitri.decoding.autotuner import MEMORY, Autotuner, expected_block, expected_tokens
+from minitri.decoding.autotuner import (
+    FIRST_RATES,
+    MEMORY,
+    Autotuner,
+    expected_block,
+    expected_tokens,
+)
 from minitri.settings import StepPlan
 from minitri.trees.shape import TreeShape, parse_tree, sequences, sequoia
 
@@ -38,18 +44,28 @@ class TreeTuner(Autotuner):
         self._younger = {stage: [first] * (MAX_CHILDREN - 1) for stage in self._guesses}
         self._shapes: dict[StepPlan, TreeShape] = {}
         self._num_steps = 0
+        self._keeps_shapes = False
 
     def choose(self) -> StepPlan:
-        if self._num_steps % RESHAPE == 0:
+        if self._num_steps % RESHAPE == 0 and not self._keeps_shapes:
             self._shapes.clear()
         self._num_steps += 1
         return super().choose()
+
+    def keep_shapes(self) -> None:
+        """From now on trees have the shapes of the first expectations: a text that depends on them
+        must not depend on what became of the guesses for other rows."""
+        if not self._keeps_shapes:
+            self._keeps_shapes = True
+            self._shapes.clear()
 
     def shape(self, plan: StepPlan) -> TreeShape:
         """The tree that a plan asks for: the best one of its size, or independent sequences."""
         if plan not in self._shapes:
             width, depth = parse_tree(plan.tree)
-            rates = self.rates(grower(plan))
+            stage = grower(plan)
+            first = falling_rates(FIRST_RATES[stage], [FIRST_RATE] * (MAX_CHILDREN - 1))
+            rates = first if self._keeps_shapes else self.rates(stage)
             max_depth = plan.gamma1 or plan.gamma2
             tree = sequences(width, depth) if depth else sequoia(rates, width, max_depth)
             self._shapes[plan] = tree
@@ -85,12 +101,18 @@ class TreeTuner(Autotuner):
 
     def rates(self, stage: str, first: float | None = None) -> list[float]:
         """How often the r-th child of a node is accepted; never rising with r."""
-        rates, left = list[float](), 1.0
         first = self._rate(stage) if first is None else first
-        for rate in (first, *(passed / tested for tested, passed in self._younger[stage])):
-            rates.append(min(left * rate, *rates[-1:], 1.0))
-            left *= 1 - rate
-        return rates
+        return falling_rates(first, [passed / tested for tested, passed in self._younger[stage]])
+
+
+def falling_rates(first: float, younger: Sequence[float]) -> list[float]:
+    """How often the r-th child of a node is accepted: the first one, and each younger sibling if
+    it is tested."""
+    rates, left = list[float](), 1.0
+    for rate in (first, *younger):
+        rates.append(min(left * rate, *rates[-1:], 1.0))
+        left *= 1 - rate
+    return rates
 
 
 def grower(plan: StepPlan) -> str:

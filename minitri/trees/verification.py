@@ -39,6 +39,21 @@ class TreeProposal(Proposal):
     is_listed: list[bool]
     """Rows whose nodes were chosen without chance."""
 
+    def has_guesses(self, b: int) -> bool:
+        """Whether anything was guessed for row b; else all its nodes are missing."""
+        return any(token != MISSING for token in self.tokens[b])
+
+    def ranks_of(self, b: int, path: list[int]) -> tuple[list[int], int]:
+        """Of an accepted path of tokens in row b: which child of its parent each was, the eldest 0,
+        and how many siblings were rejected after them."""
+        ranks, node, tokens = list[int](), 0, [MISSING, *self.tokens[b]]
+        for token in path:
+            siblings = [tokens[child] for child in self.shape.children[node]]
+            ranks.append(siblings.index(token))
+            node = self.shape.children[node][ranks[-1]]
+        rejected = [child for child in self.shape.children[node] if tokens[child] != MISSING]
+        return ranks, len(rejected)
+
 
 def draw_children(probs_V: Tensor, uniforms: list[float]) -> list[int]:
     """Different tokens, one per number in [0, 1), each drawn from what the others left."""

@@ -58,7 +58,7 @@ def read_on(runner, tokens, start, end):
     """Reads one token at a time as if each had just been committed; yields the length of the text
     and its distribution."""
     for n in range(start, end):
-        probs_BNV = runner.next_probs([tokens[:n]], [True])
+        probs_BNV = runner.next_probs([tokens[:n]], [True]).probs_BNV
         yield n, probs_BNV[0, 0]
         runner.prepare([tokens[: n + 1]], [True])
 
@@ -140,7 +140,7 @@ def test_a_prompt_no_longer_than_the_window_is_read_whole(length):
     runner = new_runner(DEEP)
     prompt = TEXT[:length]
     runner.prepare([prompt], [True])
-    distribution = runner.next_probs([prompt], [True])[0, 0]
+    distribution = runner.next_probs([prompt], [True]).probs_BNV[0, 0]
     assert torch.allclose(distribution, distribution_of(runner, prompt), atol=1e-5)
     assert runner.cache.lengths == runner.cache.num_tokens == [length]
 
@@ -152,7 +152,7 @@ def test_a_long_prompt_costs_one_pass_over_the_window(length):
     runner.prepare([TEXT[:length]], [True])
     assert runner.cache.lengths == [SINKS + RECENT]
     assert runner.cache.num_tokens == [length - 1]
-    distribution = runner.next_probs([TEXT[:length]], [True])[0, 0]
+    distribution = runner.next_probs([TEXT[:length]], [True]).probs_BNV[0, 0]
     seen = TEXT[:length][:SINKS] + TEXT[: length - 1][-RECENT:] + TEXT[length - 1 : length]
     assert torch.allclose(distribution, distribution_of(runner, seen), atol=1e-5)
 
@@ -166,7 +166,9 @@ def test_a_row_that_is_far_behind_is_started_over():
     for each in (runner, fresh):
         each.prepare([text], [True])
         assert each.cache.num_tokens == [159]
-    assert torch.equal(runner.next_probs([text], [True]), fresh.next_probs([text], [True]))
+    assert torch.equal(
+        runner.next_probs([text], [True]).probs_BNV, fresh.next_probs([text], [True]).probs_BNV
+    )
 
 
 def test_ragged_rows_slide_on_their_own():
@@ -189,10 +191,10 @@ def test_ragged_rows_slide_on_their_own():
 
     rows = prepare(0)
     for i in range(1, 50):
-        probs_BNV = together.next_probs(rows, [True] * 3)
+        probs_BNV = together.next_probs(rows, [True] * 3).probs_BNV
         for b, runner in enumerate(alone):
             assert torch.allclose(
-                probs_BNV[b], runner.next_probs([rows[b]], [True])[0], atol=1e-6
+                probs_BNV[b], runner.next_probs([rows[b]], [True]).probs_BNV[0], atol=1e-6
             ), (i, b)
         rows = prepare(i)
     assert slides == [2, 1, 0]  # one after the other
@@ -270,7 +272,7 @@ def test_auto_takes_ngrams_where_the_drafter_cannot_hold_its_window(caplog):
     assert "its window needs" in caplog.text
     assert "suffix lookup takes its place" in caplog.text
     assert rig.run() == plain_tokens(target, prompts, num_new=20)
-    assert rig.session.draft is None
+    assert rig.memory.draft is None
 
 
 def test_a_second_prompt_meets_a_fresh_cache():

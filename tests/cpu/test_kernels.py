@@ -292,7 +292,7 @@ def test_a_copy_in_4_bits_is_as_large_as_planned_and_guesses_like_its_model(fold
     cache = FullCache.allocate(model.config, 1, 40, dtype=model.dtype, device=model.device)
     exact, rough = (m.logits(m(tokens, positions, cache)) for m in (model, twin))
     assert 0 < (exact - rough).norm() / exact.norm() < 0.6  # random weights: worse than any
-    finer = load(folder, device="cpu", dtype="float32", draft_weights="int8").guesser
+    finer = load(folder, device="cpu", dtype="float32", draft_weights="int8").retrieval_model
     assert {layer.bits for layer in finer.modules() if isinstance(layer, KernelLinear)} == {8}
     assert 0 < (exact - finer.logits(finer(tokens, positions, cache))).norm() < exact.norm() / 10
     assert torch.equal(exact, model.logits(model(tokens, positions, cache)))  # it is as it was

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minitri import session as session_module
+from minitri import stack
 from minitri.stats import Clock
 from tests.cascades import Rig, near_copy, random_prompt
 from tests.conftest import tiny_config, tiny_model
@@ -36,7 +36,7 @@ class LateClock(Clock):
 @pytest.mark.parametrize("tree", ["", "4"])
 def test_every_round_is_timed_once_although_it_is_known_late(tree, monkeypatch):
     clock = LateClock()
-    monkeypatch.setattr(session_module, "clock_of", lambda device: clock)
+    monkeypatch.setattr(stack, "clock_of", lambda device: clock)
     target = tiny_model(CONFIG)
     rig = Rig(
         target, [random_prompt(CONFIG, 40)], draft=near_copy(target, 0.02), num_new=60,

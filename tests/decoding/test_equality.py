@@ -15,8 +15,9 @@ import torch
 
 import minitri
 from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
-from minitri.events import Batch
-from minitri.session import Session
+from minitri.memory import MemoryShape
+from minitri.parallel.ranks import Ranks
+from minitri.stack import may_use_clock
 from tests.conftest import write_hf_folder
 
 PROMPTS = [[5, 6, 7], list(range(10, 60)), [9], [4] * 20]
@@ -167,9 +168,8 @@ def test_a_clock_chooses_plans_only_where_the_text_cannot_depend_on_them(
 ):
     sampling, coupled = distribution
     speculation = SpeculationConfig("auto", coupled=coupled, timed=timed)
-    batch = Batch([[1]], [0], sampling, GenerationConfig(4), speculation)
+    shape = MemoryShape((1,), sampling, GenerationConfig(4), speculation)
     target = SimpleNamespace(
-        dtype=dtype, device=torch.device(device), is_row_invariant=is_row_invariant
+        dtype=dtype, device=torch.device(device), is_row_invariant=is_row_invariant, ranks=Ranks()
     )
-    run = SimpleNamespace(models=(target, None), batch=batch)
-    assert Session._may_use_clock(run) == may
+    assert may_use_clock(SimpleNamespace(target=target), shape) == may

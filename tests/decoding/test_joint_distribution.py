@@ -17,7 +17,6 @@ import torch
 
 from minitri import SamplingParams, SpeculationConfig
 from minitri.decoding import random_source
-from minitri.session import Session
 from minitri.stats import Stats
 from tests.chi_square import (
     FALSE_ALARM,
@@ -63,7 +62,7 @@ def texts_of():
         draft = None if case == "n-grams" else other_model()
         num_seeds = NUM_SEEDS if sampling == FILTERED else NUM_SEEDS // 4
         with pytest.MonkeyPatch.context() as patching:
-            patching.setattr(Session, "_prior_seconds", costs_that_change)
+            patching.setattr("minitri.stack.prior_seconds", costs_that_change)
             return count_texts(target_model(), draft, sampling, speculation, num_seeds)
 
     return texts

@@ -14,11 +14,9 @@ import pytest
 import torch
 
 from minitri import SamplingParams, SpeculationConfig
-from minitri.gpu.attention import Math
 from minitri.gpu.graphs import GraphPool
 from minitri.model.llama import Llama
 from minitri.runner import ModelRunner
-from minitri.session import Session
 from tests.chi_square import (
     FALSE_ALARM,
     PROMPT,
@@ -34,7 +32,7 @@ from tests.chi_square import (
 )
 from tests.conftest import CPU, new_cache
 from tests.exactness import probs_behind
-from tests.gpu_twins.test_graphs import as_on_a_gpu, lengths_on_the_device  # noqa: F401
+from tests.gpu_twins.conftest import as_on_a_gpu, lengths_on_the_device  # noqa: F401
 
 SAMPLING, NUM_SEEDS = SamplingParams(0.9, top_p=0.97), 4000
 
@@ -64,7 +62,7 @@ DRAFTERS = {
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_texts_follow_the_targets_distribution(drafter, method, monkeypatch):
     """`auto` takes all methods in turns, the one without a drafter included."""
-    monkeypatch.setattr(Session, "_prior_seconds", costs_that_change)
+    monkeypatch.setattr("minitri.stack.prior_seconds", costs_that_change)
     target = target_model()
     probs = exact_probs(target, SAMPLING)
     assert smallest_distance(probs, NUM_SEEDS) < 0.09
@@ -81,7 +79,7 @@ def test_texts_follow_the_targets_distribution(drafter, method, monkeypatch):
 @pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "n-grams"])
 def test_static_steps_give_the_distributions_of_eager_ones(drafter):
     """As on a GPU: cut before the softmax, padded behind it, and 0 where the head lacks a token."""
-    draft = as_on_a_gpu(DRAFTERS[drafter](target_model()), Math())
+    draft = as_on_a_gpu(DRAFTERS[drafter](target_model()))
     text = [token % draft.config.vocab_size % V for token in PROMPT]
     found = []
     for graphs in (None, GraphPool(CPU)):

@@ -15,7 +15,7 @@ from minitri.decoding.sampling import (
     sample,
 )
 from minitri.errors import InputError
-from minitri.gpu.sampling import probs_from_logits_on_device
+from minitri.gpu.captured_steps import probs_by_tensor
 from minitri.settings import SamplingParams
 
 
@@ -58,9 +58,7 @@ def test_every_combination_of_filters_is_the_distribution_by_definition(
     for wanted in (params, SamplingParams(), SamplingParams(0, top_p=0.4)):
         numbers = torch.tensor(wanted.numbers, dtype=torch.float64)
         row = logits.float()
-        assert torch.equal(
-            probs_from_logits_on_device(row, others, numbers), probs_from_logits(row, wanted)
-        )
+        assert torch.equal(probs_by_tensor(row, others, numbers), probs_from_logits(row, wanted))
 
 
 @pytest.mark.parametrize("wanted", [SamplingParams(), SamplingParams(0.8, 5, top_p=0.9, min_p=0.1)])
@@ -72,7 +70,7 @@ def test_logits_that_are_not_finite_give_no_distribution_by_numbers_either(bad, 
         SamplingParams(0.7, 5, top_p=0.8, min_p=0.3),
         torch.tensor(wanted.numbers, dtype=torch.float64),
     )
-    distribution = probs_from_logits_on_device(logits, form, numbers)
+    distribution = probs_by_tensor(logits, form, numbers)
     assert not distribution[0].sum().isfinite()
     assert distribution[1].sum() == pytest.approx(1)
 

@@ -11,7 +11,6 @@ from minitri.decoding.random_source import IndependentSource
 from minitri.drafters.choice import DrafterChoice
 from minitri.drafters.lookup import LookupDrafter, Sources
 from minitri.errors import InputError
-from minitri.session import Session
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.stats import LevelStats
 from tests.cascades import near_copy, tiny_engine
@@ -58,8 +57,8 @@ def prompt_with_words_to_look_up(monkeypatch):
 @pytest.fixture(autouse=True)
 def plain_costs(monkeypatch):
     """Tiny models cost what a drafter's should, by no clock."""
-    monkeypatch.setattr(Session, "_prior_seconds", lambda session: cheap_drafter)
-    monkeypatch.setattr(Session, "_may_use_clock", lambda session: False)
+    monkeypatch.setattr("minitri.stack.prior_seconds", lambda *_: cheap_drafter)
+    monkeypatch.setattr("minitri.stack.may_use_clock", lambda *_: False)
 
 
 @pytest.mark.parametrize("kind", [DrafterChoice, Alternating])

@@ -252,7 +252,8 @@ def test_what_was_written_is_read(tmp_path):
 def test_real_layers_and_their_turns_with_lookup_change_no_text(real_weights, long_text):
     engine = minitri.load("smollm2-135m", draft="suffix", dtype="float32", device="cpu")
     prompt, layers = engine.tokenizer.encode(long_text, 300), [*range(6), *range(20, 30)]
-    models = engine.model, engine.tokenizer, with_layers(engine.model, layers), engine.guesser
+    drafter = with_layers(engine.model, layers)
+    models = engine.model, engine.tokenizer, drafter, engine.retrieval_model
     alone, turns = minitri.Engine(*models), minitri.Engine(*models, Sources(takes_turns=True))
     for sampling, coupled in ((SamplingParams(0.0), False), (SamplingParams(0.8), True)):
         settings = {"sampling": sampling, "generation": LENGTH, "seed": 5}

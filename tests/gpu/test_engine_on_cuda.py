@@ -8,7 +8,7 @@ import torch
 
 import minitri
 from minitri import End, GenerationConfig, Request, SamplingParams, SpeculationConfig
-from minitri.gpu.attention import attend_fused
+from minitri.gpu.attention_backends import attend_fused
 from minitri.gpu.graphs import clear_workspaces
 from minitri.model.attention import attend_math
 from minitri.settings import METHODS, POLICIES

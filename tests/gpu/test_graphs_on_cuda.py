@@ -13,10 +13,9 @@ from minitri.decoding.random_source import IndependentSource
 from minitri.decoding.sampling import probs_from_logits
 from minitri.decoding.verification import Proposal
 from minitri.errors import InputError
-from minitri.gpu.attention import GpuAttention, ShortBlock
-from minitri.gpu.backend_choice import BACKENDS, choose_backend, make_backend, tolerance
+from minitri.gpu.attention_backends import BACKENDS, TOLERANCES, choose_attention
+from minitri.gpu.captured_steps import probs_by_tensor
 from minitri.gpu.graphs import GraphPool
-from minitri.gpu.sampling import probs_from_logits_on_device
 from minitri.model.attention import attend_math
 from minitri.model.block import forward_block, make_block
 from minitri.model.llama import Llama
@@ -32,9 +31,9 @@ CONFIG = tiny_config(
 )
 
 
-def backend_or_skip(name: str, dtype: torch.dtype):
+def attention_or_skip(name: str, dtype: torch.dtype):
     try:
-        return choose_backend(torch.device("cuda"), dtype, CONFIG, wanted=name)
+        return choose_attention(torch.device("cuda"), dtype, CONFIG, wanted=name)
     except InputError as error:
         pytest.skip(str(error))
 
@@ -43,29 +42,25 @@ def backend_or_skip(name: str, dtype: torch.dtype):
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (9, 3)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_backend_agrees_with_the_oracle(name, heads, dtype):
-    backend_or_skip(name, dtype)
-    backend = make_backend(name, torch.device("cuda"))
+    attend = attention_or_skip(name, dtype)
     for T in range(1, 17):
         q, k, v, lengths = random_case(
             T, (0, 1, 700, 2047), *heads, D=64, S=2304, seed=T, dtype=dtype
         )
-        got = (
-            backend(ShortBlock(q.cuda(), k.cuda(), v.cuda(), torch.tensor(lengths).cuda()))
-            .double()
-            .cpu()
-        )
+        lengths_B = torch.tensor(lengths).cuda()
+        got = attend(q.cuda(), k.cuda(), v.cuda(), lengths, None, lengths_B).double().cpu()
         exact = attend_math(q.double(), k.double(), v.double(), lengths)
-        assert (got - exact).abs().max() < 2 * tolerance(dtype), T
+        assert (got - exact).abs().max() < 2 * TOLERANCES[dtype], T
 
 
-def gpu_model(dtype: torch.dtype, backend) -> Llama:
+def gpu_model(dtype: torch.dtype, attend) -> Llama:
     model = Llama(CONFIG, dtype=dtype, device=torch.device("cuda")).eval()
     generator = torch.Generator("cuda").manual_seed(0)
     for name, weight in model.named_parameters():
         weight.fill_(1) if name.endswith("norm.weight") else weight.normal_(
             0, 0.05, generator=generator
         )
-    model.attend = GpuAttention(backend)
+    model.attend = attend
     return model
 
 
@@ -74,7 +69,7 @@ def gpu_model(dtype: torch.dtype, backend) -> Llama:
 def test_a_replay_has_the_bits_of_an_eager_pass(name):
     """The same block behind a prefix that grows and shrinks, at changing temperatures, 0 too:
     probabilities, K, V."""
-    model = gpu_model(torch.bfloat16, backend_or_skip(name, torch.bfloat16))
+    model = gpu_model(torch.bfloat16, attention_or_skip(name, torch.bfloat16))
     cache = FullCache.allocate(CONFIG, 2, 1024, dtype=model.dtype, device=model.device)
     pool = GraphPool(torch.device("cuda"))
     runner = ModelRunner(
@@ -88,9 +83,7 @@ def test_a_replay_has_the_bits_of_an_eager_pass(name):
         runner.sample_by(SamplingParams() if kept == 2 else warm)
         inputs = make_block(model, blocks, cache, size)
         logits_BTV = model.logits(forward_block(model, inputs, cache, None))
-        eager = probs_from_logits_on_device(
-            logits_BTV.flatten(0, 1), WARM, runner.captured._numbers_3
-        )
+        eager = probs_by_tensor(logits_BTV.flatten(0, 1), WARM, runner.captured._numbers_3)
         eager = eager.unflatten(0, logits_BTV.shape[:2])
         places = [
             slots[:, :, :, : cache.lengths[0] + size].clone()
@@ -124,7 +117,9 @@ def test_distributions_and_a_verdict_wait_for_the_device_once(sampling):
 
 @torch.inference_mode()
 def test_a_replay_allocates_nothing_and_waits_for_nothing():
-    model = gpu_model(torch.bfloat16, choose_backend(torch.device("cuda"), torch.bfloat16, CONFIG))
+    model = gpu_model(
+        torch.bfloat16, choose_attention(torch.device("cuda"), torch.bfloat16, CONFIG)
+    )
     cache = FullCache.allocate(CONFIG, 1, 1024, dtype=model.dtype, device=model.device)
     cache.advance([700])
     inputs = make_block(model, [[0, 1, 2, 3]], cache, 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minitri.gpu.backend_choice import choose_backend
+from minitri.gpu.attention_backends import choose_attention
 from minitri.gpu.streams import clock_of
 from minitri.settings import SamplingParams
 from tests.cascades import Rig, random_prompt
@@ -16,8 +16,8 @@ from tests.gpu.test_graphs_on_cuda import CONFIG, gpu_model
 @pytest.mark.parametrize("coupled", [False, True])
 @pytest.mark.parametrize("method", ["autoregressive", "naive", "retrieval", "triforce"])
 def test_a_step_waits_once_for_every_verdict(method, coupled):
-    backend = choose_backend(torch.device("cuda"), torch.bfloat16, CONFIG)
-    target, draft = (gpu_model(torch.bfloat16, backend) for _ in range(2))
+    attend = choose_attention(torch.device("cuda"), torch.bfloat16, CONFIG)
+    target, draft = (gpu_model(torch.bfloat16, attend) for _ in range(2))
     rig = Rig(
         target, [random_prompt(CONFIG, 600)], draft=draft, num_new=200, prefill_chunk=512,
         sampling=SamplingParams(0.8, top_p=0.9), method=method, coupled=coupled, budget=64,

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from minitri.gpu.attention import Math, TorchFlash
 from minitri.settings import SamplingParams
 from tests.cascades import GREEDY, Rig, near_copy, random_prompt
 from tests.conftest import tiny_config, tiny_model
-from tests.gpu_twins.capture_lint import CaptureError, LintedPool, as_kernel
-from tests.gpu_twins.test_attention_pieces import varlen_twin
-from tests.gpu_twins.test_graphs import as_on_a_gpu, lengths_on_the_device  # noqa: F401
+from tests.gpu_twins.capture_lint import CaptureError, LintedPool
+from tests.gpu_twins.conftest import TWINS, as_on_a_gpu
 from tests.mutation import Mutant, mutated
 
 CONFIG = tiny_config(num_layers=2)
 PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (60, 3)]
 WARM = SamplingParams(0.8, top_k=20, top_p=0.9, min_p=0.01)
-BACKENDS = {"math": Math(), "torch-flash": TorchFlash(as_kernel(varlen_twin), num_processors=4)}
 
 
 def tokens(pool, backend=None, *, method, sampling=GREEDY, coupled=False):
@@ -36,10 +33,10 @@ def tokens(pool, backend=None, *, method, sampling=GREEDY, coupled=False):
 @pytest.mark.parametrize("coupled", [False, True])
 @pytest.mark.parametrize("method", ["autoregressive", "naive", "retrieval", "triforce", "auto"])
 def test_captured_steps_hold_what_a_graph_can_hold(
-    method, sampling, coupled, lengths_on_the_device  # noqa: F811
+    method, sampling, coupled, lengths_on_the_device
 ):  # fmt: skip
     plain = tokens(None, method=method, sampling=sampling, coupled=coupled)
-    for backend in BACKENDS.values():
+    for backend in TWINS.values():
         pool = LintedPool()
         how = {"method": method, "sampling": sampling, "coupled": coupled}
         assert tokens(pool, backend, **how) == plain
@@ -87,12 +84,12 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("message", MUTANTS)
-def test_every_rule_is_tripped_by_a_change(message, lengths_on_the_device):  # noqa: F811
+def test_every_rule_is_tripped_by_a_change(message, lengths_on_the_device):
     with mutated(MUTANTS[message]), pytest.raises(CaptureError, match=message):
-        tokens(LintedPool(), BACKENDS["math"], method="triforce")
+        tokens(LintedPool(), TWINS["math"], method="triforce")
 
 
-def test_an_output_that_outlives_the_next_step_is_noticed(lengths_on_the_device):  # noqa: F811
+def test_an_output_that_outlives_the_next_step_is_noticed(lengths_on_the_device):
     """Distributions that are views of a step's buffer."""
     view = Mutant(
         "rows not copied", "minitri.runner.ModelRunner._probs",
@@ -103,7 +100,7 @@ def test_an_output_that_outlives_the_next_step_is_noticed(lengths_on_the_device)
     plain = tokens(None, **how)
     with mutated(view):
         try:
-            found = tokens(LintedPool(), BACKENDS["math"], **how)
+            found = tokens(LintedPool(), TWINS["math"], **how)
         except ArithmeticError:
             found = None
     assert found != plain

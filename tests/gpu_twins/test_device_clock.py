@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-import minitri.session
+import minitri.stack
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.caches.full import FullCache
 from minitri.decoding.random_source import IndependentSource
@@ -62,7 +62,7 @@ class Device:
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(FullCache, "layers", rebuilt)
         monkeypatch.setattr(IndependentSource, "verify", verified)
-        monkeypatch.setattr(minitri.session, "clock_of", lambda _: make_clock())
+        monkeypatch.setattr(minitri.stack, "clock_of", lambda _: make_clock())
         monkeypatch.setattr("minitri.stats.time.perf_counter", lambda: self.done)
 
 
@@ -88,13 +88,13 @@ def timed_run(monkeypatch, costs, make_clock=CudaClock):
     names = {id(runner): name for name, runner in rig.runners.items()}
 
     def timed(run):
-        def call(runner, *arguments):
+        def call(runner, *arguments, **more):
             device.queued += costs[names[id(runner)]]
-            return run(runner, *arguments)
+            return run(runner, *arguments, **more)
 
         return call
 
-    for name in ("next_probs", "next_probs_behind"):
+    for name in ("next_probs", "next_probs_after"):
         monkeypatch.setattr(ModelRunner, name, timed(getattr(ModelRunner, name)))
     rig.run()
     return rig.stats

@@ -10,24 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from minitri.caches.full import FullCache
-from minitri.caches.retrieval import RetrievalCache
-from minitri.caches.streaming import StreamingCache
 from minitri.errors import InputError
-from minitri.gpu.attention import GpuAttention, Math, TorchFlash
 from minitri.gpu.graphs import GraphedStep, GraphPool
-from minitri.model import block as block_module
 from minitri.runner import ModelRunner
-from minitri.settings import LONGEST_BLOCK, MAX_GAMMA, METHODS, SamplingParams
+from minitri.settings import MAX_GAMMA, METHODS, SamplingParams
 from tests.cascades import GREEDY, WARM, Rig, near_copy, random_prompt
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
 from tests.exactness import probs_behind
-from tests.gpu_twins.test_attention_pieces import varlen_twin
+from tests.gpu_twins.conftest import TWINS, as_on_a_gpu
 from tests.gpu_twins.test_offloaded_cache import offloaded as offloaded_cache
 
 CONFIG = tiny_config(num_layers=3)
 PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (60, 3, 21)]
-UNREADABLE = -(10**9)
 
 
 @dataclass(frozen=True)
@@ -69,42 +63,7 @@ def test_a_pool_counts_what_it_has_captured():
     assert (pool.num_graphs, pool.capture_seconds, pool.num_bytes) == (2, 0, 0)
 
 
-@pytest.fixture
-def lengths_on_the_device(monkeypatch):
-    """Passes as on a GPU. While a step over static buffers runs, what the host knows of lengths is
-    nonsense: a graph would have it as it was at capture."""
-    in_step = []
-    monkeypatch.setattr(block_module, "reads_slots", lambda device, size: size <= LONGEST_BLOCK)
-    for cls in (FullCache, RetrievalCache, StreamingCache):
-        honest = cls.lengths.fget
-
-        def lengths(self, honest=honest):
-            return [UNREADABLE] * len(honest(self)) if in_step else honest(self)
-
-        monkeypatch.setattr(cls, "lengths", property(lengths))
-    capture = GraphPool.capture
-
-    def capture_and_watch(pool, step, example):
-        def watched(inputs):
-            in_step.append(True)
-            try:
-                return step(inputs)
-            finally:
-                in_step.pop()
-
-        return capture(pool, watched, example)
-
-    monkeypatch.setattr(GraphPool, "capture", capture_and_watch)
-
-
-def as_on_a_gpu(model, backend):
-    model.attend = GpuAttention(backend)
-    return model
-
-
-@pytest.mark.parametrize(
-    "backend", [Math(), TorchFlash(varlen_twin, num_processors=4)], ids=lambda it: it.name
-)
+@pytest.mark.parametrize("backend", TWINS.values(), ids=TWINS)
 @pytest.mark.parametrize("sampling", [GREEDY, WARM, SamplingParams(0.7, top_p=0.8)])
 @pytest.mark.parametrize("method", METHODS)
 def test_static_steps_give_the_tokens_of_eager_ones(
@@ -148,7 +107,7 @@ def test_a_static_step_fits_a_model_to_a_smaller_or_larger_vocabulary(
     vocab_size, sampling, lengths_on_the_device
 ):
     """Cut before the softmax, padded behind it: the distributions of eager passes."""
-    model = as_on_a_gpu(tiny_model(CONFIG), Math())
+    model = as_on_a_gpu(tiny_model(CONFIG))
     tokens = [token % 40 for token in random_prompt(CONFIG, 30)]
     found = []
     for graphs in (None, GraphPool(CPU)):
@@ -173,10 +132,10 @@ def test_kv_from_host_memory_is_streamed_by_eager_steps(lengths_on_the_device):
         "num_recent_tokens": 60,
     }
     tokens = Rig(target, PROMPTS, draft=near_copy(target, 0.02), **settings).run()
-    draft = as_on_a_gpu(near_copy(target, 0.02), Math())
+    draft = as_on_a_gpu(near_copy(target, 0.02))
     pool = GraphPool(CPU)
     full = offloaded_cache(1, config=CONFIG)
-    rig = Rig(as_on_a_gpu(target, Math()), PROMPTS, draft=draft, graphs=pool, full=full, **settings)
+    rig = Rig(as_on_a_gpu(target), PROMPTS, draft=draft, graphs=pool, full=full, **settings)
     assert rig.run() == tokens
     assert rig.runners["target"].captured is None
     assert (
@@ -194,7 +153,7 @@ def test_blocks_of_the_largest_gammas_do_not_read_lengths_from_the_host(lengths_
     settings = {"num_new": 80, "budget": 24, "num_recent_tokens": 12}
     plain = Rig(target, PROMPTS[:1], method="autoregressive", num_new=80).run()
     for model in (target, draft):
-        as_on_a_gpu(model, Math())
+        as_on_a_gpu(model)
     for gammas in (
         {"method": "retrieval", "gamma2": MAX_GAMMA},
         {"method": "naive", "gamma1": MAX_GAMMA},
@@ -205,7 +164,7 @@ def test_blocks_of_the_largest_gammas_do_not_read_lengths_from_the_host(lengths_
 
 
 def test_a_run_that_is_over_frees_its_cache(lengths_on_the_device):
-    target = as_on_a_gpu(tiny_model(CONFIG), Math())
+    target = as_on_a_gpu(tiny_model(CONFIG))
     full = new_cache(CONFIG, 3, 256)
     rig = Rig(
         target, PROMPTS, method="retrieval", budget=24, gamma2=3, full=full, graphs=GraphPool(CPU)

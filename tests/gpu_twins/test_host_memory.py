@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from minitri import session
+from minitri import memory
 from minitri.gpu.offload import host_memory as module
 from minitri.gpu.offload.host_memory import HostMemory, first_touch, host_memory
 from minitri.settings import SpeculationConfig
 from tests.conftest import CPU
-from tests.gpu_twins.test_graphs import lengths_on_the_device  # noqa: F401 (a fixture of `pools`)
 from tests.gpu_twins.test_offloaded_cache import offloaded
 from tests.gpu_twins.test_session_pool import gpu_engine, pools, say  # noqa: F401 (a fixture)
 
@@ -167,7 +166,7 @@ def test_the_next_run_of_an_engine_takes_over_host_memory_until_it_is_released(
     def allocate(*settings):
         return offloaded(0, 1, settings[5], config=engine.config, host=settings[6])
 
-    monkeypatch.setattr(session, "allocate_full_cache", allocate)
+    monkeypatch.setattr(memory, "allocate_full_cache", allocate)
     speculation = SpeculationConfig("retrieval", gamma2=3, budget=24, num_recent_tokens=40)
     offload = {"offload": True, "prefill_chunk": 32}
     say(engine, (300,), speculation, **offload)

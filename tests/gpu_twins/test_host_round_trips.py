@@ -14,11 +14,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitri.decoding import noise
-from minitri.gpu.attention import Math
 from minitri.gpu.graphs import GraphPool
 from tests.cascades import GREEDY, WARM, Rig, near_copy, random_prompt
 from tests.conftest import CPU, tiny_config, tiny_model
-from tests.gpu_twins.test_graphs import as_on_a_gpu, lengths_on_the_device  # noqa: F401
+from tests.gpu_twins.conftest import as_on_a_gpu
 
 CONFIG = tiny_config(num_layers=2)
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "unique_consecutive"}
@@ -65,13 +64,13 @@ def waits(monkeypatch):
 @pytest.mark.parametrize("sampling", [GREEDY, WARM])
 @pytest.mark.parametrize("method", ["autoregressive", "naive", "retrieval", "triforce"])
 def test_a_step_waits_once_for_every_verdict(
-    method, sampling, how, lengths_on_the_device, monkeypatch  # noqa: F811
+    method, sampling, how, lengths_on_the_device, monkeypatch
 ):  # fmt: skip
     monkeypatch.setattr(noise, "gumbel_scores", noise._dense_scores)  # as on a GPU
     target = tiny_model(CONFIG)
     draft = near_copy(target, 0.02)
     for model in (target, draft):
-        as_on_a_gpu(model, Math())
+        as_on_a_gpu(model)
     rig = Rig(
         target, [random_prompt(CONFIG, 60)], draft=draft, num_new=60,
         graphs=GraphPool(CPU), method=method, sampling=sampling, budget=32, num_recent_tokens=20,

@@ -15,7 +15,6 @@ from minitri.caches.full import FullCache
 from minitri.caches.policies import make_policy
 from minitri.caches.retrieval import RetrievalCache
 from minitri.cpu.kernels import load_kernels
-from minitri.gpu.attention import ShortBlock, TritonAttention
 from minitri.model.attention import attend_math
 from minitri.model.cache import BlockKV, gather_path
 from minitri.model.rope import Rope, RopeConfig
@@ -69,14 +68,16 @@ def test_triton_attention_reads_heads_that_are_far_apart():
     exact = attend_math(q.double(), k.double(), v.double(), lengths)
     if torch.cuda.is_available():
         pytest.skip("sparse memory is the host's")
-    block = ShortBlock(q, far_apart(k), far_apart(v), torch.tensor(lengths))
-    got = TritonAttention(num_processors=4)(block)
+    from minitri.gpu.kernels.flash_decoding import attend_short_block
+
+    far = far_apart(k), far_apart(v)
+    got = attend_short_block(q, *far, torch.tensor(lengths), num_processors=4)
     assert (got.double() - exact).abs().max() < 0.01
 
 
 def test_the_fused_kernel_writes_to_heads_that_are_far_apart():
     pytest.importorskip("triton", reason="needs triton, which is made for Linux")
-    from minitri.gpu.kernels.fused import rotate_to_cache
+    from minitri.gpu.kernels.elementwise import rotate_to_cache
 
     if torch.cuda.is_available():
         pytest.skip("sparse memory is the host's")
@@ -85,7 +86,7 @@ def test_the_fused_kernel_writes_to_heads_that_are_far_apart():
     rotary = Rope(RopeConfig(), 16, torch.device("cpu")).at(slots_BT)
     found = []
     for keys, values in ((near.clone(), near.clone()), (far_apart(near), far_apart(near))):
-        rotate_to_cache(qkv, (4, 2), rotary, slots_BT, keys, values, None, None)
+        rotate_to_cache(qkv, (4, 2), rotary, slots_BT, keys, values)
         found.append((keys.clone(), values.clone()))
     assert found[0][0].any()
     assert all(map(torch.equal, *found))
@@ -163,9 +164,9 @@ def error_of_reading(attend):
 
 
 def attend_by(module):
-    backend = TritonAttention(num_processors=2)
-    backend._kernel = module.attend_short_block
-    return lambda q, k, v, lengths: backend(ShortBlock(q, k, v, torch.tensor(lengths)))
+    return lambda q, k, v, lengths: module.attend_short_block(
+        q, k, v, torch.tensor(lengths), num_processors=2
+    )
 
 
 def error_of_writing(module):
@@ -173,7 +174,7 @@ def error_of_writing(module):
     qkv_BTX, far = torch.randn(ROWS, 2, 8 * D).half(), many_rows()
     slots_BT = torch.arange(S - 2, S).repeat(ROWS, 1)
     rotary = Rope(RopeConfig(), D, torch.device("cpu")).at(slots_BT)
-    module.rotate_to_cache(qkv_BTX, (4, 2), rotary, slots_BT, *far, None, None)
+    module.rotate_to_cache(qkv_BTX, (4, 2), rotary, slots_BT, *far)
     heads = qkv_BTX.unflatten(2, (8, D))
     wanted = rotary.rotate(heads[:, :, 4:6]), heads[:, :, 6:]
     got = (slots[:, :, S - 2 :].transpose(1, 2) for slots in far)
@@ -182,14 +183,16 @@ def error_of_writing(module):
 
 def test_kernels_reach_rows_that_are_far_apart(tmp_path):
     """A stride of 32 bits times a row is an offset of 64."""
-    assert error_of_reading(attend_by(kernels("attention", tmp_path))) < 3e-3
-    assert error_of_writing(kernels("fused", tmp_path)) < 2e-3
+    assert error_of_reading(attend_by(kernels("flash_decoding", tmp_path))) < 3e-3
+    assert error_of_writing(kernels("elementwise", tmp_path)) < 2e-3
     if (compiled := load_kernels()) is not None:
         assert error_of_reading(compiled.attend) < 3e-3
 
 
 def test_offsets_of_32_bits_are_noticed(tmp_path):
-    changed = kernels("attention", tmp_path, "tl.program_id(2).to(tl.int64)", "tl.program_id(2)")
+    changed = kernels(
+        "flash_decoding", tmp_path, "tl.program_id(2).to(tl.int64)", "tl.program_id(2)"
+    )
     assert error_of_reading(attend_by(changed)) > 0.1
-    changed = kernels("fused", tmp_path, "(row // T).to(tl.int64)", "row // T")
+    changed = kernels("elementwise", tmp_path, "(row // T).to(tl.int64)", "row // T")
     assert error_of_writing(changed) > 0.1

@@ -12,7 +12,6 @@ import torch
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig, plan
 from minitri.benchmarks.ledger import Workload, predict
 from minitri.errors import InputError
-from minitri.events import Batch
 from minitri.gpu.offload.offloaded_cache import RING, OffloadedFullCache
 from minitri.gpu.placement import (
     CONTEXT,
@@ -24,12 +23,12 @@ from minitri.gpu.placement import (
     free_host_bytes,
 )
 from minitri.loading.named_models import MODELS, shape_of
+from minitri.memory import MemoryShape, Models, allocate
 from minitri.parallel.ranks import Ranks
 from minitri.parallel.split import share_of
 from minitri.roofline import CPU as CPU_MACHINE
 from minitri.roofline import GPU as GPU_MACHINE
 from minitri.roofline import Machine, eight_bit_bytes, num_weights, pass_costs, weights_per_pass
-from minitri.session import Session
 from minitri.settings import StepPlan
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
 
@@ -89,9 +88,8 @@ def test_caches_are_counted_as_they_are_allocated(speculation, lengths):
     )
     full = new_cache(config, B, num_tokens + speculation.max_block)
     assert needs.kv_layer * 3 == full.num_bytes
-    prompts = [[0] * length for length in lengths]
-    batch = Batch(prompts, [0, 0], SamplingParams(), GenerationConfig(100), speculation)
-    session = Session(target, target, batch, full=full)
+    shape = MemoryShape(tuple(lengths), SamplingParams(), GenerationConfig(100), speculation)
+    session = allocate(Models(target, target, target), shape, full=full)
     small = session.retrieval_cache
     means = small._policy._means
     held = session.num_cache_bytes - full.num_bytes + small._queries.nbytes

@@ -8,16 +8,14 @@ import math
 import pytest
 import torch
 
-from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig, session
-from minitri.events import Batch
-from minitri.gpu.attention import Math
+from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig, memory
 from minitri.gpu.graphs import GraphPool
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.reuse.pool import can_run
+from minitri.memory import MemoryShape
 from minitri.settings import METHODS, POLICIES
 from tests.cascades import random_prompt, tiny_engine
 from tests.conftest import CPU
-from tests.gpu_twins.test_graphs import as_on_a_gpu, lengths_on_the_device  # noqa: F401 (a fixture)
+from tests.gpu_twins.conftest import as_on_a_gpu
 from tests.gpu_twins.test_offloaded_cache import offloaded
 
 WARM = SamplingParams(0.9, 30, top_p=0.95, min_p=0.01)
@@ -25,7 +23,7 @@ SETTINGS = {"budget": 24, "num_recent_tokens": 40, "rebuild_stride": 5}
 
 
 @pytest.fixture
-def pools(lengths_on_the_device, monkeypatch):  # noqa: F811
+def pools(lengths_on_the_device, monkeypatch):
     """The pools of graphs that runs have made; engines behave as on a GPU."""
     made = []
 
@@ -33,7 +31,7 @@ def pools(lengths_on_the_device, monkeypatch):  # noqa: F811
         made.append(GraphPool(CPU))
         return made[-1] if wanted else None
 
-    monkeypatch.setattr(session, "graph_pool", graph_pool)
+    monkeypatch.setattr(memory, "graph_pool", graph_pool)
     return made
 
 
@@ -41,7 +39,7 @@ def gpu_engine(**settings):
     engine = tiny_engine(**settings)
     for model in (engine.model, engine.draft):
         if model is not None:
-            as_on_a_gpu(model, Math())
+            as_on_a_gpu(model)
     return engine
 
 
@@ -62,13 +60,13 @@ def say(engine, lengths, speculation, sampling=WARM, seed=0, num_new=24, **setti
 @torch.inference_mode()
 def spoil(session) -> None:
     """NaN wherever a number of the last text may have stayed, and no text to begin with."""
-    session.prefix._ended = [None] * len(session.sequences)
+    session.prefix._ended = [None] * session.shape.num_rows
     holders, small = [session.full], session.retrieval_cache
     if isinstance(session.full, OffloadedFullCache):
         holders += [session.full._staging, *session.full._staging.buffers]
     holders += [small, small._policy] if small else []
     holders += [session.draft.cache] if session.draft else []
-    tensors = [session.queries_LBTHD]
+    tensors = [session.target.queries_LBTHD]
     for holder in holders:
         tensors += [value for value in vars(holder).values() if isinstance(value, torch.Tensor)]
     for tensor in tensors:
@@ -112,7 +110,7 @@ def test_kv_in_host_memory_is_kept_too(on_chip, pools, monkeypatch):
     speculation = SpeculationConfig("triforce", gamma1=2, gamma2=3, **SETTINGS)
     engine, fresh = gpu_engine(), gpu_engine()
     monkeypatch.setattr(
-        session, "allocate_full_cache",
+        memory, "allocate_full_cache",
         lambda *settings: offloaded(on_chip, batch_size=2, config=engine.config),
     )  # fmt: skip
     say(engine, (300, 33), speculation, offload=True, on_chip=on_chip)  # more than the ring holds
@@ -155,9 +153,9 @@ def test_a_larger_budget_is_not_squeezed_in(pools):
     say(engine, (300,), speculation, num_new=200)
     kept = engine._pool._kept
     for length, fits in ((400, True), (1100, False)):
-        batch = Batch([[1] * length], [0], WARM, GenerationConfig(60), speculation)
-        assert batch.capacity <= kept.full.capacity or not fits
-        assert can_run(kept, batch) == fits
+        shape = MemoryShape((length,), WARM, GenerationConfig(60), speculation)
+        assert shape.capacity <= kept.full.capacity or not fits
+        assert engine._pool._can_run(kept, shape) == fits
 
 
 def test_a_run_that_is_left_is_kept_and_one_that_fails_is_not(pools):
@@ -208,7 +206,7 @@ def test_layers_that_were_fitted_to_one_run_are_not_kept(pools, monkeypatch):
     """With KV in host memory and no `on_chip` given; a shorter text may have room for all."""
     engine = gpu_engine()
     hosted = offloaded(1, batch_size=1, config=engine.config)
-    monkeypatch.setattr(session, "allocate_full_cache", lambda *settings: hosted)
+    monkeypatch.setattr(memory, "allocate_full_cache", lambda *settings: hosted)
     say(engine, (90,), SpeculationConfig("naive", gamma1=2, **SETTINGS), offload=True)
     assert engine._pool._kept is None
 
@@ -247,7 +245,7 @@ def test_other_filters_capture_anew_though_the_target_was_not_captured(pools, mo
     speculation = SpeculationConfig("triforce", gamma1=2, gamma2=3, **SETTINGS)
     engine, fresh = gpu_engine(), gpu_engine()
     hosted = lambda *settings: offloaded(1, batch_size=1, config=engine.config)  # noqa: E731
-    monkeypatch.setattr(session, "allocate_full_cache", hosted)
+    monkeypatch.setattr(memory, "allocate_full_cache", hosted)
     settings = {"offload": True, "on_chip": 1}
     say(engine, (90,), speculation, SamplingParams(0.9, 2), **settings)
     again, first = (

@@ -139,10 +139,7 @@ def test_only_the_file_s_own_bytes_are_held(file):
 
 def test_the_autotuner_s_priors_know_the_true_bytes(file):
     native, plain = (load(file, name) for name in ("native", "auto"))
-    costs = [
-        Rig(engine.model, [[5, 6, 7]], method="retrieval").session._prior_seconds()
-        for engine in (native, plain)
-    ]
+    costs = [Rig(engine.model, [[5, 6, 7]], method="retrieval") for engine in (native, plain)]
     saved = bytes_per_pass(plain.model) - bytes_per_pass(native.model)
     for stage in ("target", "retrieval"):
         difference = costs[1](stage, 0) - costs[0](stage, 0)
@@ -194,13 +191,13 @@ def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(weights, t
     """The copy shares the LM head, which has 8 bits in both."""
     for kind in ("Q4_0", "Q4_1"):
         path = write(weights, tmp_path / "4.gguf", kind)
-        assert load(path).guesser is None
+        assert load(path).retrieval_model is None
         for wanted in ("int4", "int8"):
-            assert load(path, draft_weights=wanted).guesser is None
-        assert load(path, "auto").guesser is not None
+            assert load(path, draft_weights=wanted).retrieval_model is None
+        assert load(path, "auto").retrieval_model is not None
     path = write(weights, tmp_path / "8.gguf", "Q8_0", v_proj="F16")
     engine = load(path)
-    model, twin = engine.model, engine.guesser
+    model, twin = engine.model, engine.retrieval_model
     assert twin.lm_head.weight is model.lm_head.weight
     sizes = [layer.bits for layer in twin.layers.modules() if isinstance(layer, KernelLinear)]
     assert sizes == [4] * 8
@@ -208,7 +205,7 @@ def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(weights, t
         part.nbytes for name, part in twin.named_parameters() if "norm" in name or "head" in name
     )
     assert (logits(twin) - logits(model)).abs().mean() < 0.5
-    assert load(path, draft_weights="same").guesser is None
+    assert load(path, draft_weights="same").retrieval_model is None
 
 
 def test_what_cannot_stay_quantized_is_refused_in_one_line(weights, tmp_path, monkeypatch):

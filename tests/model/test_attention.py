@@ -7,7 +7,7 @@ import torch
 
 from minitri.cpu import attention
 from minitri.cpu.attention import PIECES, SHORT_BLOCK, SPLIT_PREFIX, attend_cpu, merge_by_lse
-from minitri.gpu.attention import attend_fused
+from minitri.gpu.attention_backends import attend_fused
 from minitri.model.attention import attend_math
 
 

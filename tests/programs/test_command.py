@@ -15,7 +15,7 @@ import pytest
 import minitri
 from minitri import Engine, bench, generate, plan, selftest
 from minitri import __main__ as command
-from minitri.cli import arguments, exits, prompts, report
+from minitri.cli import arguments, exits, inputs, report
 from minitri.errors import InputError
 from minitri.loading.named_models import MODELS
 from minitri.loading.tokenizer import Tokenizer
@@ -130,14 +130,14 @@ def test_fit_keeps_the_first_or_last_tokens_and_says_so(engine, caplog, run):
     text, config = " ".join(f"{PROMPT} {n}." for n in range(100)), engine.config
     ids, room = engine.tokenizer.encode(text), config.context_length - 8
     kept = {
-        fit: prompts.encode(text, engine.tokenizer, config, None, 8, fit)
+        fit: inputs.encode(text, engine.tokenizer, config, None, 8, fit)
         for fit in ("first", "last")
     }
     assert kept["first"] == ids[:room]
     has_bos = ids[0] == engine.tokenizer.bos_token_id
     assert kept["last"] == ids[:has_bos] + ids[len(ids) - room + has_bos :]
-    assert prompts.encode(text, engine.tokenizer, config, 20, 8, "last")[-9:] == ids[-9:]
-    assert prompts.encode(PROMPT, engine.tokenizer, config, None, 8, "last") == (
+    assert inputs.encode(text, engine.tokenizer, config, 20, 8, "last")[-9:] == ids[-9:]
+    assert inputs.encode(PROMPT, engine.tokenizer, config, None, 8, "last") == (
         engine.tokenizer.encode(PROMPT)
     )
     code, out, err = run(text, "-n", "8", "--fit", "last", "--json")
@@ -161,9 +161,9 @@ def test_fit_is_for_each_line_of_a_file_of_prompts(run, tmp_path):
 
 def test_ends_that_must_stay_are_not_cut():
     ids = [*range(20)]
-    assert prompts.cut(ids, 8, "first", num_head=2, num_tail=3) == [0, 1, 2, 3, 4, 17, 18, 19]
-    assert prompts.cut(ids, 8, "last", num_head=2, num_tail=3) == [0, 1, 14, 15, 16, 17, 18, 19]
-    assert prompts.cut(ids, 20, "last") == prompts.cut(ids, 0, "last") == ids
+    assert inputs.cut(ids, 8, "first", num_head=2, num_tail=3) == [0, 1, 2, 3, 4, 17, 18, 19]
+    assert inputs.cut(ids, 8, "last", num_head=2, num_tail=3) == [0, 1, 14, 15, 16, 17, 18, 19]
+    assert inputs.cut(ids, 20, "last") == inputs.cut(ids, 0, "last") == ids
 
 
 def test_a_message_is_put_into_the_template_and_only_it_is_cut(run, engine, monkeypatch, tmp_path):
@@ -194,7 +194,7 @@ def test_a_message_is_put_into_the_template_and_only_it_is_cut(run, engine, monk
     assert json.loads(run(PROMPT, *flags, "--json")[1])["num_prompt_tokens"] == len(whole)
     args = SimpleNamespace(system="Short!", fit="last")
     text = f"{PROMPT}. " * 100
-    cut = prompts.encode_chat(text, tokenizer, config, None, 8, args)
+    cut = inputs.encode_chat(text, tokenizer, config, None, 8, args)
     told = tokenizer.decode(cut)
     assert len(cut) == config.context_length - 8
     assert told.startswith("system\nShort!user\n")

@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 
-from minitri import GenerationConfig, SamplingParams, SpeculationConfig, bench, load, session
+from minitri import GenerationConfig, SamplingParams, SpeculationConfig, bench, load, memory
 from minitri.benchmarks.compare import (
     Method,
     Score,
@@ -24,8 +24,8 @@ from minitri.benchmarks.peers.in_transformers import (
     transformers_model,
     transformers_peer,
 )
-from minitri.events import Batch
 from minitri.gpu.offload.offloaded_cache import RING
+from minitri.requests import Request
 from minitri.settings import METHODS
 from tests.cascades import random_prompt, tiny_engine
 from tests.gpu_twins.test_offloaded_cache import offloaded
@@ -123,8 +123,8 @@ def test_peers_take_part(folder, capsys):
     assert all(row["ms_per_token"]["median"] > 0 for row in rows.values())
 
 
-def batch_of(prompt: list[int], speculation: SpeculationConfig) -> Batch:
-    return Batch([prompt], [0], SamplingParams(), GenerationConfig(80), speculation)
+def request_of(prompt: list[int]) -> Request:
+    return Request(prompt, 0, SamplingParams(), GenerationConfig(80))
 
 
 @torch.inference_mode()
@@ -133,8 +133,8 @@ def test_taking_turns_changes_no_text():
     prompt = random_prompt(engine.config, 90)
     full, queries_LTHD, _ = read_prompt_once(engine, prompt, 16, chunk=32)
     contestants = {
-        name: Method(engine, batch_of(prompt, SpeculationConfig(name, budget=64,
-            num_recent_tokens=40)), full,
+        name: Method(engine, request_of(prompt), SpeculationConfig(name, budget=64,
+            num_recent_tokens=40), full,
                      queries_LTHD) for name in METHODS
     }  # fmt: skip
     take_turns(contestants, 50, 8)
@@ -162,12 +162,12 @@ def test_methods_over_kv_in_host_memory_say_the_same(monkeypatch):
                 if on_chip is not None:
                     hosted = offloaded(on_chip, batch_size=1, config=engine.config)
                     patching.setattr(
-                        session, "allocate_full_cache", lambda *settings, hosted=hosted: hosted
+                        memory, "allocate_full_cache", lambda *settings, hosted=hosted: hosted
                     )
                 speculation = SpeculationConfig(
                     name, budget=64, chunk_size=4, num_recent_tokens=40, rebuild_stride=6
                 )
-                method = Method(engine, batch_of(prompt, speculation), full, queries_LTHD)
+                method = Method(engine, request_of(prompt), speculation, full, queries_LTHD)
                 take_turns({name: method}, 50, 8)
                 said.append(method._cascade.sequences[0][: len(prompt) + 50])
     assert len(said[0]) == len(prompt) + 50

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from minitri import bench, generate, plan
 from minitri.benchmarks import floor, synthetic
-from minitri.cli import prompts
+from minitri.cli import boot
 from tests.cascades import tiny_engine
 
 FUZZ = settings(
@@ -91,7 +91,7 @@ def tiny_models():
         sys.exit(0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompts, "load", load)
+        patch.setattr(boot, "load", load)
         patch.setattr(bench, "find_peers", lambda *_: {})
         patch.setattr(bench, "compare", end)
         patch.setattr(floor, "plain_decoding", end)

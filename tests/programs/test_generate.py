@@ -18,7 +18,7 @@ import pytest
 
 from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.benchmarks import floor
-from minitri.cli import prompts
+from minitri.cli import inputs
 from minitri.generate import main
 
 JSON_KEYS = {
@@ -85,7 +85,7 @@ def test_prompts_come_from_files_stdin_and_the_demo(cli, tmp_path, monkeypatch):
         json.loads(cli("--prompt", "She had been forced", "--json")[1])["token_ids"]
         == from_file["token_ids"]
     )
-    monkeypatch.setattr(prompts, "DEMO_PROMPT_TOKENS", 100)
+    monkeypatch.setattr(inputs, "DEMO_PROMPT_TOKENS", 100)
     for flags in (("--demo",), ()):
         code, out, err = cli(*flags, "--json")
         assert (code, json.loads(out)["num_prompt_tokens"]) == (0, 100)

@@ -10,7 +10,7 @@ import torch
 
 from minitri import selftest
 from minitri.benchmarks.departures import modes
-from minitri.cli.prompts import load_engine
+from minitri.cli.boot import load_engine
 from minitri.decoding import random_source, sampling
 from minitri.decoding.noise import gumbel_argmax, noise_key
 from minitri.decoding.sampling import probs_from_logits, sample

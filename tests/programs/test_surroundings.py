@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from minitri.cli import exits, prompts
+from minitri.cli import exits, inputs
 from minitri.config import RopeConfig
 from minitri.errors import InputError
 from minitri.generate import main, seed_of
@@ -81,17 +81,17 @@ def test_names_of_the_package_are_imported_when_they_are_asked_for():
 def test_files_that_are_no_prompt_are_refused(tmp_path, monkeypatch, content, message, from_stdin):
     file = tmp_path / "prompt"
     file.write_bytes(content)
-    monkeypatch.setattr(prompts, "MAX_PROMPT_BYTES", 64)
+    monkeypatch.setattr(inputs, "MAX_PROMPT_BYTES", 64)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content)))
     with pytest.raises(InputError, match=re.escape(message) + ".{0,60}$"):
-        prompts.read_prompt("-" if from_stdin else str(file))
+        inputs.read_prompt("-" if from_stdin else str(file))
 
 
 def test_a_file_without_end_is_read_up_to_a_bound():
     if not os.path.exists("/dev/zero"):  # noqa: PTH110
         pytest.skip("needs /dev/zero")
     with pytest.raises(InputError, match="/dev/zero has more than 64 MB"):
-        prompts.read_prompt("/dev/zero")
+        inputs.read_prompt("/dev/zero")
 
 
 def test_a_text_many_times_too_long_is_not_tokenized_to_its_end(folder, capsys, tmp_path):

@@ -83,12 +83,12 @@ def test_a_finer_copy_of_the_weights_overlaps_more_and_changes_no_other_rate(fol
     flags += ["--budget", "64", "--prompt-tokens", "200", "--new-tokens", "24"]
     flags += ["--policy", "streaming", "--policy", "retrieval"]
     means = []
-    for copies in ((), ("--copy", "fp8", "--copy", "int8")):
+    for copies in ((), ("--copy", "int4", "--copy", "int8")):
         tool("acceptance").main([*flags, *copies])
         means.append(json.loads(capsys.readouterr().out.splitlines()[-1])["mean"])
     for policy in ("streaming", "retrieval"):
-        fp8, int8 = (means[1][f"{policy} {name} overlap"] for name in ("fp8", "int8"))
-        assert 0.5 < fp8 < int8 < 1
+        int4, int8 = (means[1][f"{policy} {name} overlap"] for name in ("int4", "int8"))
+        assert 0.5 < int4 < int8 < 1
         assert means[1][policy] == means[0][policy] != means[1][f"{policy} int8"]
 
 

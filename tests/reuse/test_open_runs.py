@@ -177,7 +177,7 @@ def test_the_drafter_is_chosen_per_call():
         run = engine.generate(
             prompt, method="naive", drafter=drafter, generation=GenerationConfig(16)
         )
-        names.append(run._events.gi_frame.f_locals["session"].draft is not None)
+        names.append(run._events.gi_frame.f_locals["stack"].memory.draft is not None)
         texts.append([event.token_id for event in run if isinstance(event, Token)])
     assert names == [True, False, True]
     assert texts[1:] == texts[:1] * 2

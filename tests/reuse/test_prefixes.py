@@ -146,11 +146,11 @@ def test_ctrl_c_in_the_middle_of_a_step_loses_nothing_that_was_certain(
     for event in run:
         if isinstance(event, Token):
             break
-    session = run._events.gi_frame.f_locals["session"]
+    session = run._events.gi_frame.f_locals["stack"]
     target = session.cascade._target
 
     def crop(lengths):
-        if session.full.lengths > lengths:
+        if session.memory.full.lengths > lengths:
             raise KeyboardInterrupt
         type(target).crop(target, lengths)
 
@@ -268,7 +268,7 @@ def test_a_cache_in_host_memory_serves_too(on_chip, monkeypatch):
     document = random_prompt(engine.config, 200, seed=1)  # more than the ring holds
     for it in (engine, fresh):
         hosted = functools.partial(offloaded, on_chip, batch_size=2, config=it.config)
-        monkeypatch.setattr("minitri.session.allocate_full_cache", lambda *_, f=hosted: f())
+        monkeypatch.setattr("minitri.memory.allocate_full_cache", lambda *_, f=hosted: f())
     settings = {"offload": True, "on_chip": on_chip}
     speculation = settings_of("triforce")
     say(engine, [document, document[:50]], speculation, **settings)

@@ -184,11 +184,9 @@ def test_a_file_of_another_model_dtype_or_rope_is_refused(saved, folder, tmp_pat
 WRITERS = """
 import os, sys, torch
 from types import SimpleNamespace
-from minitri.reuse.snapshot import write_snapshot
+from minitri.caches.snapshots import Origin, write_snapshot
 from minitri.config import ModelConfig
-from minitri.parallel.ranks import Ranks
-config = ModelConfig(40, 64, 64, 2, 2, 32, 100, 4096)
-model = SimpleNamespace(config=config, fingerprint="x", ranks=Ranks(), dtype=torch.float32)
+origin = Origin(ModelConfig(40, 64, 64, 2, 2, 32, 100, 4096), torch.float32, "x")
 pair = torch.ones(2, 2000, 32)
 source = SimpleNamespace(
     tokens=[1] * 2000, num_exact=2000, layers=lambda n: ((pair, pair) for _ in range(40)),
@@ -200,7 +198,7 @@ for _ in sys.stdin:
         print("gone", flush=True)
     else:
         while True:
-            write_snapshot(sys.argv[1], source, model)
+            write_snapshot(sys.argv[1], source, origin)
 """
 
 

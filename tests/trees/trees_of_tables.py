@@ -8,6 +8,8 @@ import itertools
 import torch
 
 from minitri.decoding.cascade import Cascade
+from minitri.decoding.level import Output
+from minitri.decoding.meter import Meter
 from minitri.settings import StepPlan
 from minitri.stats import LevelStats, Stats
 from minitri.trees.level import TreeLevel
@@ -34,7 +36,7 @@ class TreeTableRunner(TableRunner):
                 seen = shape.rule_TT[first + i, first : first + T].nonzero().flatten().tolist()
                 context = (*self.memory[b], *(block[j] for j in seen))
                 probs_BTV[b, i] = self.table.row(context)
-        return probs_BTV
+        return Output(probs_BTV)
 
     def keep_paths(self, paths, active):
         for b, path in enumerate(paths):
@@ -143,7 +145,11 @@ def tree_cascade(
     def make(table, name):
         if table is None:
             return None
-        return level(TreeTableRunner(table, batch_size), source, LevelStats(name), tuner)
+        runner = TreeTableRunner(table, batch_size)
+        return level(runner, source, LevelStats(name), meter, None, runner, tuner)
 
+    stats = Stats()
+    meter = Meter(stats, tuner)
     stages = make(target, "target"), make(middle, "retrieval"), make(draft, "draft")
-    return running(Cascade([list(PROMPT) for _ in range(batch_size)], Stats(), tuner, *stages))
+    texts = [list(PROMPT) for _ in range(batch_size)]
+    return running(Cascade(texts, stats, tuner, *stages, meter=meter))

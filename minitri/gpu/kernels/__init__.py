@@ -1,32 +1,28 @@
 """Kernels in Triton, the kernel compiler that comes with PyTorch for GPUs."""
 
-import logging
 import os
 import warnings
 from collections.abc import Callable
 
-from minitri.errors import shorten
+import torch
 
-log = logging.getLogger("minitri")
+from minitri.errors import InputError, shorten
 
 # That products and sums may be fused; Triton 3.9 warns, and would drop kernels where warnings are
 # errors, unless it is told, and later versions do otherwise.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
-def are_usable(what: str, largest_error: Callable[[], float], tolerance: float) -> bool:
-    """Whether kernels are there, and agree with their oracle on this very device; else it warns.
+def problem_with(largest_error: Callable[[], float], tolerance: float) -> str:
+    """Why a kernel cannot be used on this very device; empty if it agrees with its oracle.
 
-    The environment variable MINITRI_KERNELS=off stands for no kernels.
+    Raises `InputError` if there is no memory left to try it.
     """
-    if os.environ.get("MINITRI_KERNELS") == "off":
-        return False
     try:
         with warnings.catch_warnings(action="ignore"):  # a compiler's, of its own code
             error = largest_error()
+    except torch.OutOfMemoryError:
+        raise InputError("the GPU has no memory left to try kernels; free some of it") from None
     except Exception as failure:  # a compiler of kernels may raise anything
-        log.warning("%s are not used (%s); decoding is slower", what, shorten(failure, 80))
-        return False
-    if not error <= tolerance:
-        log.warning("%s are not used (off by %.2g); decoding is slower", what, error)
-    return error <= tolerance
+        return shorten(failure, 80)
+    return "" if error <= tolerance else f"it is off by {error:.2g}"

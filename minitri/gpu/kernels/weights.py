@@ -1,4 +1,4 @@
-"""Products of a few rows with a matrix of 8 bits: what the linear layers of `gpu/quantized.py` run.
+"""Products of a few rows with a matrix of 8 bits: what the linear layers of `eight_bits.py` run.
 
 A pass of decoding reads every weight for a few rows, so bytes count, and all multiprocessors should
 read at once. A program computes some columns of the output. Its warps share their rows of W: each
@@ -63,7 +63,7 @@ def tile_sizes(M: int, N: int, num_processors: int) -> dict[str, int]:
 
 
 def multiply(x: Tensor, weight_NE: Tensor, scales_N: Tensor, num_processors: int) -> Tensor:
-    """scales * x W^T, (..., N), for (..., E); W is int8 or float8_e4m3fn.
+    """scales * x W^T, (..., N), for (..., E); W is int8.
 
     On a GPU float32 rows are rounded to bfloat16 before.
     """

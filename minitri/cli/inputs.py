@@ -4,17 +4,12 @@ import argparse
 import logging
 import os.path
 import sys
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-import torch
-
-from minitri.cli.arguments import DEMO_PROMPT_TOKENS, model_of
+from minitri.cli.arguments import DEMO_PROMPT_TOKENS
 from minitri.config import ModelConfig
-from minitri.engine import Engine, load
 from minitri.errors import InputError, shorten
-from minitri.loading.prompts import check_prompt
 from minitri.loading.tokenizer import Tokenizer
 from minitri.parallel.ranks import join
 
@@ -85,32 +80,6 @@ def max_tokens_of(args: argparse.Namespace) -> int | None:
     return limit
 
 
-def load_engine(
-    args: argparse.Namespace,
-    draft: str,
-    texts: Sequence[tuple[str, int | None]],
-    *,
-    num_new: int,
-) -> tuple[Engine, list[list[int]]]:
-    """Boots the engine that the flags ask for; its prompts are checked before it reads weights.
-
-    Each text goes with the number of tokens that are kept. Raises `InputError`.
-    """
-    prompts: list[list[int]] = []
-
-    def check(tokenizer: Tokenizer, config: ModelConfig) -> None:
-        for text, max_tokens in texts:
-            if getattr(args, "chat", False):
-                ids = encode_chat(text, tokenizer, config, max_tokens, num_new, args)
-            else:
-                fit = getattr(args, "fit", None)
-                ids = encode(text, tokenizer, config, max_tokens, num_new, fit)
-            prompts.append(ids)
-            check_prompt(ids, config, num_new)
-
-    return boot(args, draft, check), prompts
-
-
 def encode(
     text: str, tokenizer: Tokenizer, config: ModelConfig, max_tokens: int | None, num_new: int,
     fit: str | None = None,
@@ -177,23 +146,3 @@ def cut(ids: list[int], room: int, fit: str, *, num_head: int = 0, num_tail: int
     log.info("prompt: only its %s %d tokens, the others do not fit", fit, room)
     kept = middle[:num] if fit == "first" else middle[-num:]
     return [*ids[:num_head], *kept, *ids[len(ids) - num_tail :]]
-
-
-def boot(
-    args: argparse.Namespace, draft: str, check: Callable[[Tokenizer, ModelConfig], None]
-) -> Engine:
-    """Boots the engine that the flags ask for, with `check` before the weights are read."""
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    engine = load(**model_of(args), draft=draft, before_weights=check)
-    if args.bitwise and not engine.model.is_row_invariant:
-        raise InputError(
-            f"--bitwise needs the compiled kernels, which {engine.config.name} on "
-            f"{engine.model.device} does not use; run on a CPU with a C++ compiler, or leave it out"
-        )
-    if args.bitwise and args.tree:
-        raise InputError(
-            f"--bitwise does not hold with --tree {args.tree}: in which order attention adds up "
-            "depends on the tree; leave one of them out"
-        )
-    return engine

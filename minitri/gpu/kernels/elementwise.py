@@ -1,8 +1,8 @@
-"""Elementwise work of a transformer block, fused: what `gpu/fused.py` runs between its matrices.
+"""Elementwise work of a transformer block, fused: what `fused_modules.py` runs between matrices.
 
 Each kernel reads what the one before it has written once, computes in float32, and rounds once, to
 the model's number type, wherever it stores; the sum of a residual addition is rounded before the
-norm reads it, as where it is stored. Rows depend on nothing beside them.
+norm reads it, as where it is stored. A row depends on no other.
 
 Legend: B batch, S slots, K KV heads, H query heads, D head dim, T new tokens, X = (H + 2 K) D,
 E hidden size, I inner size of the MLP, W tokens that a buffer of queries holds.
@@ -29,7 +29,7 @@ def rotate_and_write(  # type: ignore[no-untyped-def]
     """RoPE of some heads of one token: queries to `q` and the latest W of a block to `queries`,
     keys, and values as they are, to their slot.
 
-    `kv_b` and the like are strides. A slot behind the last one is not written.
+    `kv_b` and the like are strides. A slot after the last one is not written.
     """
     row = tl.program_id(0)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -88,45 +88,61 @@ def gate(gate_up, out, I, SIZE: tl.constexpr) -> None:  # type: ignore[no-untype
 
 
 def rotate_to_cache(
-    qkv_BTX: Tensor, num_heads: tuple[int, int], rotary: Rotary, slots_BT: Tensor,
-    keys_BKSD: Tensor, values_BKSD: Tensor, raw_keys_BKSD: Tensor | None,
-    queries_BWHD: Tensor | None,
-) -> Tensor:  # fmt: skip
+    qkv_BTX: Tensor,
+    num_heads: tuple[int, int],
+    rotary: Rotary,
+    slots_BT: Tensor,
+    keys_BKSD: Tensor,
+    values_BKSD: Tensor,
+    raw_keys_BKSD: Tensor | None = None,
+    queries_BWHD: Tensor | None = None,
+) -> Tensor:
     """Rotated queries (B, T, H, D) of a block whose K and V it writes to their slots.
 
     Where they are given, `raw_keys_BKSD` takes the keys as they came, and `queries_BWHD` the
     queries of the block's last tokens.
     """
-    (B, T, _), (H, K) = qkv_BTX.shape, num_heads
+    B, T, _ = qkv_BTX.shape
+    H, K = num_heads
     S, D = keys_BKSD.shape[2:]
     q_BTHD = qkv_BTX.new_empty(B, T, H, D)
-    raw, queries = keys_BKSD if raw_keys_BKSD is None else raw_keys_BKSD, queries_BWHD
+    raw = keys_BKSD if raw_keys_BKSD is None else raw_keys_BKSD
+    queries = q_BTHD if queries_BWHD is None else queries_BWHD
     assert keys_BKSD.stride() == values_BKSD.stride() == raw.stride()
     assert keys_BKSD.stride(3) == 1
     inputs = (qkv_BTX, rotary.cos, rotary.signed_sin, slots_BT)
-    assert all(tensor.is_contiguous() for tensor in inputs)
-    assert queries is None or queries.is_contiguous()
+    assert all(tensor.is_contiguous() for tensor in (*inputs, queries))
+    outputs = (q_BTHD, keys_BKSD, values_BKSD, raw, queries)
     grid = (B * T, triton.cdiv(H + 2 * K, HEADS_PER_PROGRAM))
     with torch.cuda.device_of(qkv_BTX):  # else Triton would launch on the current one
         rotate_and_write[grid](
-            *inputs, q_BTHD, keys_BKSD, values_BKSD, raw, q_BTHD if queries is None else queries,
-            T, S, T if queries is None else queries.shape[1], *keys_BKSD.stride()[:3], H=H, K=K,
-            D=D, SIZE=triton.next_power_of_2(D), HEADS=HEADS_PER_PROGRAM,
-            KEEPS_RAW=raw_keys_BKSD is not None, KEEPS_QUERIES=queries is not None,
-        )  # fmt: skip
+            *inputs,
+            *outputs,
+            T,
+            S,
+            queries.shape[1],
+            *keys_BKSD.stride()[:3],
+            H=H,
+            K=K,
+            D=D,
+            SIZE=triton.next_power_of_2(D),
+            HEADS=HEADS_PER_PROGRAM,
+            KEEPS_RAW=raw_keys_BKSD is not None,
+            KEEPS_QUERIES=queries_BWHD is not None,
+        )
     return q_BTHD
 
 
 def add_norm(x_BTE: Tensor, change_BTE: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
     """x + change, and the norm of that."""
-    total_BTE, normed_BTE, E = torch.empty_like(x_BTE), torch.empty_like(x_BTE), x_BTE.shape[-1]
+    E = x_BTE.shape[-1]
+    total_BTE, normed_BTE = torch.empty_like(x_BTE), torch.empty_like(x_BTE)
     assert x_BTE.is_contiguous()
     assert change_BTE.is_contiguous()
+    tensors = (x_BTE, change_BTE, norm.weight, total_BTE, normed_BTE)
+    size = triton.next_power_of_2(E)
     with torch.cuda.device_of(x_BTE):
-        add_and_normalize[(x_BTE.numel() // E,)](
-            x_BTE, change_BTE, norm.weight, total_BTE, normed_BTE, norm.eps, E,
-            SIZE=triton.next_power_of_2(E), num_warps=8,
-        )  # fmt: skip
+        add_and_normalize[(x_BTE.numel() // E,)](*tensors, norm.eps, E, SIZE=size, num_warps=8)
     return total_BTE, normed_BTE
 
 

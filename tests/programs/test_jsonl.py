@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig
-from minitri.cli import requests
+from minitri.cli import jsonl
 from minitri.generate import main
 
 
@@ -117,7 +117,7 @@ def test_ctrl_c_leaves_every_finished_text_written(answers, monkeypatch):
             nonlocal ends
             for event in events:
                 yield event
-                ends += isinstance(event, requests.End)
+                ends += isinstance(event, jsonl.End)
                 if ends == 3:
                     raise KeyboardInterrupt
 
@@ -134,7 +134,7 @@ def test_ctrl_c_leaves_every_finished_text_written(answers, monkeypatch):
 def test_ten_thousand_prompts_wait_in_a_queue():
     """Reading them takes no time to speak of, and every line keeps its number."""
     text = "\n".join(json.dumps({"prompt": f"number {i}"}) for i in range(10_000))
-    lines = requests.read_requests(text, SamplingParams(), GenerationConfig(), 2**32 - 5)
+    lines = jsonl.read_requests(text, SamplingParams(), GenerationConfig(), 2**32 - 5)
     assert [line.number for line in lines] == list(range(1, 10_001))
     assert {line.request.seed for line in lines} == {*range(2**32 - 5, 2**32), *range(9995)}
 

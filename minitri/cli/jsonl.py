@@ -18,16 +18,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from minitri.cli.kv import load_kv, save_kv
-from minitri.cli.prompts import boot, cut, encode, encode_chat, read_text, room_for
+from minitri.cli.boot import SAMPLING, boot, load_kv, model_sampling, save_kv, seed_of
+from minitri.cli.inputs import cut, encode, encode_chat, read_text, room_for
 from minitri.cli.report import details, log_probs, outline
-from minitri.cli.sampling import SAMPLING, model_sampling, seed_of
 from minitri.config import ModelConfig
 from minitri.errors import InputError, shorten
-from minitri.events import End, Request, Token
+from minitri.events import End, Token
 from minitri.loading.prompts import MAX_SEED, as_seeds, check_prompt
 from minitri.loading.tokenizer import Tokenizer
 from minitri.parallel.ranks import join
+from minitri.requests import Request
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 log = logging.getLogger("minitri")

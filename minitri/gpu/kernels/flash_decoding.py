@@ -1,4 +1,4 @@
-"""Attention of a short block in one pass over K and V: the `triton` backend of `gpu/attention.py`.
+"""Attention of a short block in one pass over K and V: the `triton` backend.
 
 Decoding reads the whole KV cache for a few rows of queries, so every byte should be read once, by
 all multiprocessors (FlashDecoding). The query heads of a KV head and the tokens of the block are
@@ -117,45 +117,50 @@ def merge_pieces(  # type: ignore[no-untyped-def]
 
 
 def tile_sizes(num_rows: int, dtype: torch.dtype, *, has_rule: bool) -> dict[str, int]:
-    """The tile of a program for so many rows of queries. In float32 tiles are smaller, and warps
+    """The tile of a program for `num_rows` rows of queries. In float32 tiles are smaller, and warps
     more, or registers would not do, nor shared memory on consumer cards (99 KiB). With 4 warps
     rules, and 32 rows on sm_100, would spill, too."""
     is_wide = dtype == torch.float32
-    most, keys = (MAX_ROWS // 2, NUM_KEYS // 4) if is_wide else (MAX_ROWS, NUM_KEYS)
+    most = MAX_ROWS // 2 if is_wide else MAX_ROWS
     rows = min(most, max(16, triton.next_power_of_2(num_rows)))
+    keys = NUM_KEYS // 4 if is_wide else NUM_KEYS
     warps = 8 if is_wide or has_rule or rows == 32 else 4
     return {"ROWS": rows, "NUM_KEYS": keys, "num_warps": warps}
 
 
 def attend_short_block(
-    q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, lengths_B: Tensor,
-    rule_TT: Tensor | None, num_processors: int,
-) -> Tensor:  # fmt: skip
+    q_BTHD: Tensor,
+    keys_BKSD: Tensor,
+    values_BKSD: Tensor,
+    lengths_B: Tensor,
+    rule_TT: Tensor | None = None,
+    *,
+    num_processors: int,
+) -> Tensor:
     """Attention (B, T, H, D) over prefix and block in one pass; causal without a rule."""
     B, T, H, D = q_BTHD.shape
     K = keys_BKSD.shape[1]
-    G = H // K
+    R = H // K * T
     if D < 16 or D & (D - 1):
         raise RuntimeError(f"it takes heads of 16, 32, 64, ... numbers, not of {D}")
     assert keys_BKSD.stride() == values_BKSD.stride()
     assert keys_BKSD.stride(3) == q_BTHD.stride(3) == 1
     has_rule = rule_TT is not None
     rule = rule_TT.contiguous() if rule_TT is not None else lengths_B  # the latter is not read
-    sizes = tile_sizes(G * T, q_BTHD.dtype, has_rule=has_rule)
-    num_tiles = triton.cdiv(G * T, sizes["ROWS"])
+    sizes = tile_sizes(R, q_BTHD.dtype, has_rule=has_rule)
+    num_tiles = triton.cdiv(R, sizes["ROWS"])
     wanted = PROGRAMS_PER_PROCESSOR * num_processors // (B * K * num_tiles)
     P = min(MAX_PIECES, max(1, wanted))
-    outs = q_BTHD.new_empty(B, K, P, G * T, D, dtype=torch.float32)
-    lses = q_BTHD.new_empty(B, K, P, G * T, dtype=torch.float32)
+    outs = q_BTHD.new_empty(B, K, P, R, D, dtype=torch.float32)
+    lses = q_BTHD.new_empty(B, K, P, R, dtype=torch.float32)
     out_BTHD = torch.empty_like(q_BTHD, memory_format=torch.contiguous_format)
     scale = math.log2(math.e) / math.sqrt(D)
+    tensors = (q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule, outs, lses)
+    counts = (T, H // K, K, P)
     strides = (*q_BTHD.stride()[:3], *keys_BKSD.stride()[:3])
     with torch.cuda.device_of(q_BTHD):  # else Triton would launch on the current one
         attend_piece[num_tiles, P, B * K](
-            q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule, outs, lses, scale, T, G, K, P,
-            *strides, D=D, HAS_RULE=has_rule, **sizes,
-        )  # fmt: skip
-        merge_pieces[B * K, G * T](
-            outs, lses, out_BTHD, T, G, K, P, PIECES=triton.next_power_of_2(P), D=D
+            *tensors, scale, *counts, *strides, D=D, HAS_RULE=has_rule, **sizes
         )
+        merge_pieces[B * K, R](outs, lses, out_BTHD, *counts, PIECES=triton.next_power_of_2(P), D=D)
     return out_BTHD

@@ -14,6 +14,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,15 +22,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from minitri.caches.prefixes import KVSource
+from minitri.config import ModelConfig
 from minitri.errors import InputError, shorten
-from minitri.model.llama import Llama
-from minitri.reuse.prefix import KVSource
 
 FORMAT = "minitri KV snapshot 1"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 SAMPLE = 4096
 """Numbers of each weight, evenly spread, by which weights are recognised."""
 ADVICE = "read the text again and save anew"
+DAMAGES = SafetensorError, OSError, LookupError, ValueError, TypeError, RuntimeError
+"""What reading a file that is not as it was written may raise."""
 
 
 def sampled(weight: Tensor) -> str:
@@ -39,28 +42,63 @@ def sampled(weight: Tensor) -> str:
     return hashlib.sha256(some.numpy().tobytes()).hexdigest()
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What K and V of a text depend on besides the text."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    fingerprint: str
+    """Of the weights."""
+
+    @property
+    def manifest(self) -> dict[str, str]:
+        """The same in words, for the header of a file."""
+        rope = self.config.rope
+        digest = hashlib.sha256(repr(rope).encode()).hexdigest()
+        return {
+            "format": FORMAT,
+            "weights": self.fingerprint,
+            "dtype": DTYPES[self.dtype],
+            "rope": f"{rope.describe()}, {digest[:16]}",
+        }
+
+    def contents(self, num_tokens: int) -> dict[str, tuple[str, list[int]]]:
+        """Dtype and shape of all tensors of a file, in their order."""
+        config = self.config
+        names = [f"{kind}.{n}" for n in range(config.num_layers) for kind in ("keys", "values")]
+        one = (DTYPES[self.dtype], [config.num_kv_heads, num_tokens, config.head_dim])
+        checksums = ("I64", [1 + len(names)])
+        return {
+            "tokens": ("I32", [num_tokens]),
+            **dict.fromkeys(names, one),
+            "checksums": checksums,
+        }
+
+
 class Snapshot:
     """A `KVSource`: a file of `write_snapshot`, open."""
 
-    def __init__(self, name: str, model: Llama) -> None:
+    def __init__(self, name: str, origin: Origin) -> None:
         """Raises `InputError` unless the file is whole, and of this model, dtype and RoPE."""
-        self._name, wanted = shorten(name), manifest(model)
+        self._name = shorten(name)
+        self._num_layers = origin.config.num_layers
         if not Path(name).is_file():
             raise InputError(f"there is no KV snapshot {self._name}; give a file that was saved")
         with self._reading():
             self._file = safe_open(name, "pt").__enter__()
             facts = self._file.metadata() or {}
-        for fact, value in wanted.items():
+        for fact, value in origin.manifest.items():
             if facts.get(fact) != value:
                 had, now = shorten(repr(facts.get(fact)), 60), shorten(repr(value), 60)
                 raise InputError(
-                    f"the KV snapshot {self._name} has {fact} {had}, {model.config.name} has {now} "
-                    f"here; {ADVICE}"
+                    f"the KV snapshot {self._name} has {fact} {had}, {origin.config.name} has "
+                    f"{now} here; {ADVICE}"
                 )
         with self._reading():
             self.tokens: list[int] = self._file.get_tensor("tokens").tolist()
             self.num_exact, self.note = int(facts["num_exact"]), facts["note"]
-            self._check(model)
+            self._check(origin)
 
     def layers(self, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
         """See `KVSource`."""
@@ -69,13 +107,11 @@ class Snapshot:
             keys_KTD, values_KTD = (slots[:, :num_tokens] for slots in slices)
             yield keys_KTD, values_KTD
 
-    def _check(self, model: Llama) -> None:
+    def _check(self, origin: Origin) -> None:
         """Raises `ValueError` unless all that the file holds is as it was written."""
-        self._num_layers = model.config.num_layers
-        for (name, (_, shape)), checksum in zip(
-            contents(model, len(self.tokens)).items(),
-            [*self._file.get_tensor("checksums").tolist(), None], strict=True,
-        ):  # fmt: skip
+        checksums = [*self._file.get_tensor("checksums").tolist(), None]
+        contents = origin.contents(len(self.tokens))
+        for (name, (_, shape)), checksum in zip(contents.items(), checksums, strict=True):
             tensor = self._file.get_tensor(name)
             if list(tensor.shape) != shape:
                 raise ValueError(f"{name} has shape {list(tensor.shape)}, not {shape}")
@@ -83,39 +119,32 @@ class Snapshot:
                 raise ValueError(f"the checksum of {name} is wrong")
         if not 0 <= self.num_exact <= len(self.tokens):
             raise ValueError(f"{self.num_exact} of {len(self.tokens)} tokens are said to be exact")
-        if not all(0 <= token < model.config.vocab_size for token in self.tokens):
+        if not all(0 <= token < origin.config.vocab_size for token in self.tokens):
             raise ValueError("its tokens are not those of the model")
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
         try:
             yield
-        except (
-            SafetensorError,
-            OSError,
-            LookupError,
-            ValueError,
-            TypeError,
-            RuntimeError,
-        ) as error:
+        except DAMAGES as error:
             reason = shorten(error, 90)
             raise InputError(
                 f"the KV snapshot {self._name} is damaged ({reason}); {ADVICE}"
             ) from None
 
 
-def write_snapshot(name: str, source: KVSource, model: Llama, note: str = "") -> int:
+def write_snapshot(name: str, source: KVSource, origin: Origin, note: str = "") -> int:
     """Writes all tokens of a source to a file, and a note; returns how many tokens.
 
     Raises `InputError`.
     """
     path, num_tokens = Path(name), len(source.tokens)
-    facts = manifest(model) | {"num_exact": str(source.num_exact), "note": note}
+    facts = origin.manifest | {"num_exact": str(source.num_exact), "note": note}
     try:
         unfinished = path.with_name(path.name + ".unfinished")
         try:
             with unfinished.open("wb") as file:
-                _write_header(file, facts, contents(model, num_tokens))
+                _write_header(file, facts, origin.contents(num_tokens))
                 checksums = [_write(file, torch.tensor(source.tokens, dtype=torch.int32))]
                 for pair in source.layers(num_tokens):
                     checksums += [_write(file, slots_KTD) for slots_KTD in pair]
@@ -131,26 +160,6 @@ def write_snapshot(name: str, source: KVSource, model: Llama, note: str = "") ->
             f"cannot write {shorten(name)} ({reason}); name a file in a folder with room"
         ) from None
     return num_tokens
-
-
-def manifest(model: Llama) -> dict[str, str]:
-    """What K and V of a text depend on beside the text. Raises `InputError` without a file."""
-    if not model.fingerprint or model.ranks.count > 1:
-        why = "is divided among processes" if model.ranks.count > 1 else "was not read from a file"
-        raise InputError(f"{model.config.name} {why}, so its KV cache is neither saved nor loaded")
-    rope, dtype = model.config.rope, DTYPES[model.dtype]
-    facts = {"format": FORMAT, "weights": model.fingerprint, "dtype": dtype}
-    digest = hashlib.sha256(repr(rope).encode()).hexdigest()
-    return facts | {"rope": f"{rope.describe()}, {digest[:16]}"}
-
-
-def contents(model: Llama, num_tokens: int) -> dict[str, tuple[str, list[int]]]:
-    """Dtype and shape of all tensors of a file, in their order."""
-    config, dtype = model.config, DTYPES[model.dtype]
-    names = [f"{kind}.{n}" for n in range(config.num_layers) for kind in ("keys", "values")]
-    one = (dtype, [config.num_kv_heads, num_tokens, config.head_dim])
-    checksums = ("I64", [1 + len(names)])
-    return {"tokens": ("I32", [num_tokens]), **dict.fromkeys(names, one), "checksums": checksums}
 
 
 def _write_header(

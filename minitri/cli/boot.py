@@ -1,0 +1,143 @@
+"""From flags to an engine that is ready: weights, threads, sampling, seed, a KV snapshot.
+
+engine, [prompt] = load_engine(args, draft, [(text, max_tokens)], num_new=256)
+sampling = dataclasses.replace(flags, **model_sampling(args, engine))
+seed = seed_of(args, speculation)
+"""
+
+import argparse
+import dataclasses
+import logging
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minitri.cli.arguments import Flags, model_of
+from minitri.cli.inputs import encode, encode_chat
+from minitri.config import ModelConfig
+from minitri.engine import Engine, load
+from minitri.errors import InputError, shorten
+from minitri.loading.prompts import MAX_SEED, check_prompt
+from minitri.loading.tokenizer import Tokenizer
+from minitri.parallel.ranks import join
+from minitri.settings import SamplingParams, SpeculationConfig
+
+log = logging.getLogger("minitri")
+
+SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]
+"""Flags that are None where nothing was given."""
+
+
+def model_sampling(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
+    """What the model's files say of sampling where no flag does, which is told in a line."""
+    plain, wanted = vars(SamplingParams()), vars(engine.sampling_defaults)
+    found = {
+        name: value
+        for name, value in wanted.items()
+        if value != plain[name] and getattr(args, name) is None and args.temperature != 0
+    }
+    if found:
+        values = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in found.items())
+        line = "sampling as the model's generation_config.json says: %s; --temperature 0 is greedy"
+        log.info(line, values)
+    return found
+
+
+def seed_of(args: argparse.Namespace, speculation: SpeculationConfig) -> int:
+    """The seed that was given; or one drawn where it matters, which is told."""
+    if args.seed is not None or not args.temperature:
+        return args.seed or 0
+    seed = join().agree(lambda: secrets.randbelow(MAX_SEED + 1))
+    if len(speculation.plans) == 1:
+        log.info("seed %d; --seed %d repeats this text", seed, seed)
+    elif speculation.coupled:
+        log.info("seed %d; --seed %d repeats this text, up to rounding", seed, seed)
+    else:
+        log.info("seed %d; the text follows the clock, too: give --seed if it has to repeat", seed)
+    return seed
+
+
+def load_engine(
+    args: argparse.Namespace,
+    draft: str,
+    texts: Sequence[tuple[str, int | None]],
+    *,
+    num_new: int,
+) -> tuple[Engine, list[list[int]]]:
+    """Boots the engine that the flags ask for; its prompts are checked before it reads weights.
+
+    Each text goes with the number of tokens that are kept. Raises `InputError`.
+    """
+    prompts: list[list[int]] = []
+
+    def check(tokenizer: Tokenizer, config: ModelConfig) -> None:
+        for text, max_tokens in texts:
+            if getattr(args, "chat", False):
+                ids = encode_chat(text, tokenizer, config, max_tokens, num_new, args)
+            else:
+                fit = getattr(args, "fit", None)
+                ids = encode(text, tokenizer, config, max_tokens, num_new, fit)
+            prompts.append(ids)
+            check_prompt(ids, config, num_new)
+
+    return boot(args, draft, check), prompts
+
+
+def boot(
+    args: argparse.Namespace, draft: str, check: Callable[[Tokenizer, ModelConfig], None]
+) -> Engine:
+    """Boots the engine that the flags ask for, with `check` before the weights are read."""
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    engine = load(**model_of(args), draft=draft, before_weights=check)
+    if args.bitwise and not engine.model.is_row_invariant:
+        raise InputError(
+            f"--bitwise needs the compiled kernels, which {engine.config.name} on "
+            f"{engine.model.device} does not use; run on a CPU with a C++ compiler, or leave it out"
+        )
+    if args.bitwise and args.tree:
+        raise InputError(
+            f"--bitwise does not hold with --tree {args.tree}: in which order attention adds up "
+            "depends on the tree; leave one of them out"
+        )
+    return engine
+
+
+def add_kv_flags(flags: Flags) -> None:
+    """Both flags."""
+    text = "start behind what the prompt has in common with the text whose KV cache FILE holds"
+    flags.add_argument("--load-kv", metavar="FILE", help=text)
+    text = "in the end write the KV cache to FILE (60 GB for 7B at 120,000 tokens, 0.19 GB for "
+    text += "the default model at 8,000)"
+    flags.add_argument("--save-kv", metavar="FILE", help=text)
+
+
+def check_kv_flags(args: argparse.Namespace) -> None:
+    """Raises `InputError`, before minutes of work, for files that cannot be read or written."""
+    if args.load_kv is not None and not Path(args.load_kv).is_file():
+        name = shorten(args.load_kv)
+        raise InputError(f"there is no KV snapshot {name}; save one with --save-kv")
+    if args.save_kv is not None and not os.access(Path(args.save_kv).absolute().parent, os.W_OK):
+        name = shorten(args.save_kv)
+        raise InputError(f"cannot write {name}: its folder is missing or read-only; name another")
+
+
+def load_kv(args: argparse.Namespace, engine: Engine) -> None:
+    """Does what --load-kv says."""
+    if args.load_kv is not None:
+        log.info("KV snapshot: %d tokens", engine.load_kv(args.load_kv))
+
+
+def save_kv(args: argparse.Namespace, engine: Engine, num_cached: int) -> None:
+    """Does what --save-kv says. `num_cached` tokens of the prompt were not read."""
+    if args.load_kv is not None and not num_cached:
+        what = "the prompt does not begin like the text of the KV snapshot %s, so it was of no use"
+        log.warning(what, shorten(args.load_kv))
+    if args.save_kv is not None:
+        num_tokens = engine.save_kv(args.save_kv)
+        size = Path(args.save_kv).stat().st_size / 1e6
+        log.info("saved the KV cache of %d tokens, %.0f MB", num_tokens, size)

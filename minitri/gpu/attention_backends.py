@@ -1,0 +1,228 @@
+"""Attention on a GPU: backends for short blocks, and which of them a model uses.
+
+For short blocks row lengths are read on the device, so the host never waits, shapes never change,
+and a CUDA graph can replay it. `choose_attention` takes the first of these that works on this very
+device and agrees with the oracle:
+
+- `triton`: our own kernel, see `kernels/flash_decoding.py`;
+- `flash`: FlashAttention-2 from the flash-attn package, or else PyTorch's. It takes no float32 and
+  no trees;
+- `math`: plain formulas over all slots with a mask.
+
+Longer blocks, which only a prefill has, go to `attend_fused` by their lengths on the host.
+
+Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T.
+"""
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minitri.config import ModelConfig
+from minitri.errors import InputError
+from minitri.gpu.kernels import problem_with
+from minitri.model.attention import attend_math, block_rule, fold, row_by_row, unfold
+from minitri.settings import LONGEST_BLOCK
+
+log = logging.getLogger("minitri")
+
+BACKENDS = ("triton", "flash", "math")
+"""In order of preference."""
+
+Backend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""Attention (B, T, H, D) of a short block: q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT."""
+
+TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.003, torch.float32: 1e-4}
+"""The largest error of outputs around 1 that rounding explains."""
+
+
+def attend_masked(
+    q_BTHD: Tensor,
+    keys_BKSD: Tensor,
+    values_BKSD: Tensor,
+    lengths_B: Tensor,
+    rule_TT: Tensor | None = None,
+) -> Tensor:
+    """The `math` backend: all slots, masked, in float32 or better."""
+    T = q_BTHD.shape[1]
+    K, S = keys_BKSD.shape[1:3]
+    exact = torch.promote_types(q_BTHD.dtype, torch.float32)
+    q_BKRD = fold(q_BTHD, K).to(exact) / math.sqrt(q_BTHD.shape[3])
+    # Slot s is in the block if 0 <= s - length < T. After it may be anything, even NaN.
+    offsets_BS = torch.arange(S, device=q_BTHD.device) - lengths_B.unsqueeze(1)
+    is_after_B1S1 = (offsets_BS >= T)[:, None, :, None]
+    rule_TT = block_rule(T, rule_TT, q_BTHD.device)
+    rule_TX = F.pad(F.pad(rule_TT, (1, 0), value=True), (0, 1))  # prefix, block, what comes after
+    unseen_BTS = ~rule_TX[:, offsets_BS.clamp(-1, T) + 1].transpose(0, 1)
+    unseen_B1RS = unseen_BTS.repeat(1, q_BKRD.shape[2] // T, 1).unsqueeze(1)
+    scores_BKRS = q_BKRD @ keys_BKSD.to(exact).masked_fill(is_after_B1S1, 0).transpose(2, 3)
+    probs_BKRS = scores_BKRS.masked_fill(unseen_B1RS, -math.inf).softmax(-1)
+    out_BKRD = probs_BKRS @ values_BKSD.to(exact).masked_fill(is_after_B1S1, 0)
+    return unfold(out_BKRD, T).to(q_BTHD.dtype)
+
+
+def attend_flash(
+    kernel: Callable[..., Tensor],
+    q_BTHD: Tensor,
+    keys_BKSD: Tensor,
+    values_BKSD: Tensor,
+    lengths_B: Tensor,
+    rule_TT: Tensor | None = None,
+) -> Tensor:
+    """The `flash` backend: `kernel` is flash_attn's `flash_attn_with_kvcache`, or like it."""
+    if rule_TT is not None:
+        return attend_masked(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
+    k_BSKD, v_BSKD = (slots.transpose(1, 2) for slots in (keys_BKSD, values_BKSD))
+    ends_B = (lengths_B + q_BTHD.shape[1]).int()
+    return kernel(q_BTHD, k_BSKD, v_BSKD, cache_seqlens=ends_B, causal=True)
+
+
+def torch_flash(
+    q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, *, cache_seqlens: Tensor, causal: bool
+) -> Tensor:
+    """PyTorch's FlashAttention-2 for packed sequences, called like `flash_attn_with_kvcache`."""
+    B, T, H, D = q_BTHD.shape
+    S, K = k_BSKD.shape[1:3]
+    row, token, head, _ = k_BSKD.stride()
+    assert v_BSKD.stride() == k_BSKD.stride()
+    assert row % token == 0
+    # Read as packed tokens, row b begins at token b * row / token.
+    step = row // token
+    packed = ((B - 1) * step + S, K, D), (token, head, 1)
+    k, v = k_BSKD.as_strided(*packed), v_BSKD.as_strided(*packed)
+    rows = torch.arange(B + 1, device=q_BTHD.device, dtype=torch.int32)
+    sizes = (rows * T, rows * step, T, S)
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        q_BTHD.reshape(B * T, H, D), k, v, *sizes, 0.0, causal, False, seqused_k=cache_seqlens
+    )
+    return out.view(B, T, H, D)
+
+
+def attend_fused(
+    q_BTHD: Tensor,
+    keys_BKSD: Tensor,
+    values_BKSD: Tensor,
+    prefix_lengths: list[int],
+    rule_TT: Tensor | None = None,
+    lengths_B: Tensor | None = None,  # noqa: ARG001 (the contract's)
+) -> Tensor:
+    """PyTorch's fused attention, one kernel over prefix and block, by lengths on the host."""
+    if min(prefix_lengths) < max(prefix_lengths):
+        return row_by_row(attend_fused, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT)
+    T = q_BTHD.shape[1]
+    end = prefix_lengths[0] + T
+    mask = None
+    if rule_TT is not None:
+        mask = F.pad(rule_TT, (end - T, 0), value=True)
+    elif T > 1:
+        from torch.nn.attention.bias import causal_lower_right  # here: the import takes seconds
+
+        mask = causal_lower_right(T, end)
+    q_BHTD = q_BTHD.transpose(1, 2)
+    k_BKSD = keys_BKSD[:, :, :end]
+    v_BKSD = values_BKSD[:, :, :end]
+    H, K = q_BHTD.shape[1], k_BKSD.shape[1]
+    attend = partial(F.scaled_dot_product_attention, attn_mask=mask)
+    if H == K or q_BTHD.dtype != torch.float32:
+        return attend(q_BHTD, k_BKSD, v_BKSD, enable_gqa=H > K).transpose(1, 2)
+    # The only fused kernel for float32 knows no groups; plain formulas would hold all scores.
+    groups = q_BHTD.unflatten(1, (K, H // K)).unbind(2)
+    outs = [attend(q_BKTD, k_BKSD, v_BKSD, enable_gqa=False) for q_BKTD in groups]
+    return torch.stack(outs, 2).flatten(1, 2).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class GpuAttention:
+    """The `Attend` of a model on a GPU: a backend for short blocks, `attend_fused` for others."""
+
+    backend: Backend = attend_masked
+    name: str = "math"
+
+    def __call__(
+        self,
+        q_BTHD: Tensor,
+        keys_BKSD: Tensor,
+        values_BKSD: Tensor,
+        prefix_lengths: list[int],
+        rule_TT: Tensor | None = None,
+        lengths_B: Tensor | None = None,
+    ) -> Tensor:
+        if lengths_B is None:
+            return attend_fused(q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT)
+        return self.backend(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
+
+
+def make_backend(name: str, device: torch.device) -> Backend:
+    """A backend by its name. Raises whatever importing it does."""
+    if name == "math":
+        return attend_masked
+    if name == "flash":
+        try:
+            from flash_attn import flash_attn_with_kvcache
+        except ImportError:
+            return partial(attend_flash, torch_flash)
+        return partial(attend_flash, flash_attn_with_kvcache)
+    from minitri.gpu.kernels.flash_decoding import attend_short_block
+
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return partial(attend_short_block, num_processors=processors)
+
+
+def choose_attention(
+    device: torch.device, dtype: torch.dtype, config: ModelConfig, *, wanted: str = "auto"
+) -> GpuAttention:
+    """The first of `BACKENDS` that is there and right, or the one that is `wanted`.
+
+    Why another one cannot be used is a warning. Raises `InputError` if none is left.
+    """
+    for name in BACKENDS if wanted == "auto" else (wanted,):
+        if name == "flash" and wanted == "auto" and dtype == torch.float32:
+            continue
+        largest = partial(error_of, name, device, dtype, config)
+        problem = problem_with(largest, TOLERANCES[dtype])
+        if not problem:
+            return GpuAttention(make_backend(name, device), name)
+        if wanted != "auto":
+            raise InputError(
+                f"--attention {name} fails on {device} in {dtype} ({problem}); use --attention auto"
+            )
+        log.warning(
+            "attention %s is not used on %s (%s); decoding is slower", name, device, problem
+        )
+    raise InputError(f"no attention backend works on {device} in {dtype}; use --device cpu")
+
+
+def error_of(name: str, device: torch.device, dtype: torch.dtype, config: ModelConfig) -> float:
+    """Distance of a backend from the oracle for blocks of some lengths."""
+    backend = make_backend(name, device)
+    lengths = (1, 3, 9, LONGEST_BLOCK)
+    return max(largest_error(backend, device, dtype, config, T) for T in lengths)
+
+
+def largest_error(
+    backend: Backend, device: torch.device, dtype: torch.dtype, config: ModelConfig, T: int
+) -> float:
+    """Distance from the oracle on a ragged random batch with long, short and empty prefixes, of
+    chains and of trees."""
+    generator = torch.Generator().manual_seed(0)
+    S, lengths = 2048, [1900, 0, 700]
+    H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
+    q_BTHD, keys_BKSD, values_BKSD = (
+        torch.randn(3, *shape, D, generator=generator).to(device, dtype)
+        for shape in ((T, H), (K, S), (K, S))
+    )
+    lengths_B = torch.tensor(lengths, device=device)
+    tree_TT = torch.eye(T, dtype=torch.bool) | (torch.rand(T, T, generator=generator) < 0.3).tril()
+    errors = []
+    for rule_TT in (None, tree_TT.to(device)):
+        got = backend(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
+        wide = (q_BTHD.double(), keys_BKSD.double(), values_BKSD.double())
+        error = (got.double() - attend_math(*wide, lengths, rule_TT)).abs().max()
+        errors.append(float(error.nan_to_num(math.inf)))
+    return max(errors)

@@ -1,0 +1,232 @@
+"""What a run computes with, allocated once: caches, runners over them, captured graphs.
+
+`allocate` reads as the boot order. A `Memory` is frozen and holds no text: `stack.py` puts the
+stages of a step over it, and another run that fits may take it over (`pool.py`).
+
+Legend: L layers, B rows, T tokens of a block, H query heads, D head dim.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minitri.caches.full import FullCache
+from minitri.caches.policies import make_policy
+from minitri.caches.prefixes import PrefixCache
+from minitri.caches.retrieval import RetrievalCache
+from minitri.caches.streaming import window_problem
+from minitri.drafters.lookup import Sources
+from minitri.errors import InputError, shorten
+from minitri.gpu.graphs import GraphPool, graph_pool
+from minitri.gpu.offload.host_memory import HostMemory
+from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
+from minitri.gpu.placement import allocate_full_cache
+from minitri.model.cache import round_up_to_stride
+from minitri.model.llama import Llama
+from minitri.runner import DraftRunner, ModelRunner, RetrievalRunner
+from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
+
+log = logging.getLogger("minitri")
+
+PADDED_BLOCKS = (5, 9)
+"""Block sizes that are captured next to the smallest and the largest, where gammas are open."""
+
+
+@dataclass(frozen=True, eq=False)
+class Models:
+    """The models of an engine."""
+
+    target: Llama
+    retrieval: Llama
+    """Guesses with the retrieval cache: the target, or a copy of it in fewer bits."""
+    draft: Llama | None = None
+    """None: lookup, in the text and in `sources`."""
+    sources: Sources = Sources()  # noqa: RUF009 (frozen)
+
+
+@dataclass(frozen=True)
+class MemoryShape:
+    """What a run needs memory for."""
+
+    prompt_lengths: tuple[int, ...]
+    """Tokens of the longest prompt of each row: as many rows as texts run at a time."""
+    sampling: SamplingParams
+    """The filters that captured steps apply."""
+    generation: GenerationConfig
+    speculation: SpeculationConfig
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.prompt_lengths)
+
+    @property
+    def reserved_lengths(self) -> list[int]:
+        """Tokens of the longest prompt that each row must have room for, now or later."""
+        return [max(length, self.generation.reserve) for length in self.prompt_lengths]
+
+    @property
+    def capacity(self) -> int:
+        """Slots that each row needs: prompt, output, and the guesses of the last step."""
+        num_tokens = max(self.prompt_lengths) + self.generation.max_new_tokens
+        return max(num_tokens, self.generation.reserve) + self.speculation.max_block - 1
+
+    @property
+    def budgets(self) -> list[int]:
+        """Tokens in the retrieval cache of each row."""
+        return [self.budget_for(length) for length in self.prompt_lengths]
+
+    def budget_for(self, length: int) -> int:
+        """The budget for a prompt of this length: never more than a text here can fill."""
+        unit, slots = self.speculation.chunk_size, round_up_to_stride(self.capacity)
+        return min(self.speculation.budget_for(length), -(-slots // unit) * unit)
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """Caches, runners and captured graphs of a run."""
+
+    models: Models
+    shape: MemoryShape
+    """What it was made for."""
+    full: FullCache
+    prefix: PrefixCache
+    """What the rows of the full cache still hold of texts that have ended."""
+    target: ModelRunner
+    retrieval: RetrievalRunner | None
+    draft: DraftRunner | None
+    graphs: GraphPool | None
+
+    @property
+    def retrieval_cache(self) -> RetrievalCache | None:
+        return self.retrieval.cache if self.retrieval is not None else None
+
+    @property
+    def runners(self) -> list[ModelRunner]:
+        """Those that there are."""
+        return [it for it in (self.draft, self.retrieval, self.target) if it is not None]
+
+    @property
+    def num_cache_bytes(self) -> int:
+        """Bytes of all caches."""
+        caches = (self.full, self.retrieval_cache, self.draft.cache if self.draft else None)
+        return sum(cache.num_bytes for cache in caches if cache is not None)
+
+    @property
+    def samples_alike(self) -> bool:
+        """Whether all rows must have the same filters: those of captured steps."""
+        return any(runner.captured is not None for runner in self.runners)
+
+
+def allocate(
+    models: Models,
+    shape: MemoryShape,
+    *,
+    full: FullCache | None = None,
+    held: PrefixCache | None = None,
+    graphs: GraphPool | None = None,
+    host: HostMemory | None = None,
+) -> Memory:
+    """Allocates and captures for runs of this shape.
+
+    `full` is a full cache to take over; `held` are texts that another run left, in `full` or
+    elsewhere; `host` lends memory for K and V. By default the full cache goes where it fits, and
+    passes are captured on a GPU, but for those that stream K and V from host memory. Raises
+    `InputError` if there is no room.
+    """
+    target, speculation, generation = models.target, shape.speculation, shape.generation
+    draft = _draft_model(models.draft, speculation)
+    if full is None:
+        draft_config = draft.config if draft is not None else None
+        lengths, capacity = shape.reserved_lengths, shape.capacity
+        full = allocate_full_cache(
+            target, draft_config, generation, speculation, lengths, capacity, host
+        )
+    prefix = PrefixCache(full, speculation.max_block, reads_alike=not target.is_row_invariant)
+    if held is not None:  # before captures write to the slots of rows without a text
+        prefix.adopt(held)
+    if graphs is None:
+        graphs = graph_pool(target.device, wanted=generation.cuda_graphs)
+    common: dict[str, Any] = {"vocab_size": target.config.vocab_size, "graphs": graphs}
+    queries_LBTHD = _empty_queries(target, shape)
+    try:
+        drafting = None
+        if draft is not None:
+            drafting = DraftRunner(draft, shape.num_rows, shape.sampling, speculation, **common)
+        retrieval = _retrieval_runner(models, shape, full, queries_LBTHD, common)
+        if full.on_chip < target.config.num_layers:
+            common["graphs"] = None
+        verifying = ModelRunner(
+            target,
+            full,
+            shape.sampling,
+            queries_LBTHD=queries_LBTHD,
+            block_sizes=_target_blocks(speculation),
+            **common,
+        )
+    except RuntimeError as error:  # out of memory, on CUDA too
+        raise InputError(
+            f"the small KV caches do not fit on {target.device} next to the full one "
+            f"({shorten(error, 90)}); lower budget or num_recent_tokens, or shorten the prompt"
+        ) from None
+    return Memory(models, shape, full, prefix, verifying, retrieval, drafting, graphs)
+
+
+def _draft_model(draft: Llama | None, speculation: SpeculationConfig) -> Llama | None:
+    """The draft model that a run needs, if any; lookup takes the place of one that cannot serve."""
+    uses_drafter = any(plan.uses_drafter for plan in speculation.plans)
+    if draft is None or speculation.drafter == "lookup" or not uses_drafter:
+        return None
+    if problem := window_problem(draft.config, speculation):
+        if speculation.method != "auto":
+            raise InputError(problem)
+        log.warning("%s; suffix lookup takes its place", problem)
+        return None
+    return draft
+
+
+def _empty_queries(target: Llama, shape: MemoryShape) -> Tensor:
+    """Room for the rotated queries (L, B, T, H, D) of the target's latest block: a rebuild of the
+    retrieval cache needs no pass of its own."""
+    config = target.config
+    size = (config.num_layers, shape.num_rows, shape.speculation.max_block)
+    return torch.empty(
+        *size, config.num_heads, config.head_dim, dtype=target.dtype, device=target.device
+    )
+
+
+def _retrieval_runner(
+    models: Models,
+    shape: MemoryShape,
+    full: FullCache,
+    queries_LBTHD: Tensor,
+    common: dict[str, Any],
+) -> RetrievalRunner | None:
+    """The retrieval cache and what runs over it; None if no plan uses it."""
+    speculation = shape.speculation
+    plans = [plan for plan in speculation.plans if plan.uses_retrieval]
+    if not plans:
+        return None
+    cache = RetrievalCache(
+        full,
+        make_policy(speculation.policy, full, speculation.chunk_size),
+        speculation,
+        num_heads=models.target.config.num_heads,
+        budgets=[shape.budget_for(length) for length in shape.reserved_lengths],
+    )
+    if isinstance(full, OffloadedFullCache):
+        full.rebuild_while_staged(cache, queries_LBTHD)
+    sizes = {1, 1 + max(plan.gamma1 for plan in speculation.plans)}
+    return RetrievalRunner(
+        models.retrieval, cache, shape.sampling, queries_LBTHD, block_sizes=sizes, **common
+    )
+
+
+def _target_blocks(speculation: SpeculationConfig) -> set[int]:
+    """Block sizes of the target that are captured."""
+    sizes = {1, speculation.max_block}
+    if len(speculation.plans) > 1:  # short blocks are not padded to the longest of all plans
+        sizes |= {size for size in PADDED_BLOCKS if size < speculation.max_block}
+    return sizes

@@ -1,0 +1,132 @@
+"""The memory pool: keeps the memory of an engine's last run for the next one.
+
+A run of as many texts that fits into that memory, with the same settings, begins there: with the
+graphs that were captured on a GPU, and after those first tokens of its prompts that the full cache
+still holds. Other settings make new small caches over the same full cache. Host memory of a KV
+cache is kept in any case.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+
+from minitri.caches.prefixes import KVSource
+from minitri.caches.snapshots import Origin, Snapshot, write_snapshot
+from minitri.errors import InputError
+from minitri.gpu.offload.host_memory import HostMemory
+from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
+from minitri.memory import Memory, MemoryShape, Models, allocate
+from minitri.settings import SpeculationConfig
+
+WORTH_COPYING = 64
+"""Tokens at the beginning of a prompt for which two full caches may be in memory for a moment."""
+
+
+class MemoryPool:
+    """The memory of runs over some models; at most one is kept, of the run that was opened last."""
+
+    def __init__(self, models: Models) -> None:
+        self.models = models
+        self.host = HostMemory(models.target.device)
+        self.snapshot: Snapshot | None = None
+        self._kept: Memory | None = None
+        self._is_whole = True  # False: interrupted in a step, only its full cache is of use
+        self._latest: weakref.ref[Memory] | None = None  # the run alone keeps its memory
+
+    def open(self, shape: MemoryShape, prompts: Sequence[list[int]]) -> Memory:
+        """Memory for a run over these prompts: what was kept, or new. Raises `InputError` if there
+        is no room."""
+        self.models.target.ranks.check_same("prompts or settings", (shape, prompts))
+        kept, self._kept = self._kept, None
+        if kept is not None and self._can_run(kept, shape):
+            memory = kept
+        else:
+            full = kept.full if kept is not None and self._fits(kept, shape) else None
+            held = None
+            if kept is not None and (full is not None or self._is_worth_copying(kept, prompts)):
+                held = kept.prefix
+            del kept  # gives up its memory for the new one
+            memory = allocate(self.models, shape, full=full, held=held, host=self.host)
+        memory.prefix.snapshot = self.snapshot
+        self._latest = weakref.ref(memory)
+        return memory
+
+    def put(self, memory: Memory, *, is_whole: bool = True) -> None:
+        """Keeps the memory of a run that is over, if it is the latest.
+
+        With `offload` and no `on_chip` a shorter text may have room for more layers on the device,
+        so such a memory serves one run only, unless it was reserved for longer texts.
+        """
+        generation = memory.shape.generation
+        is_fitted = isinstance(memory.full, OffloadedFullCache)
+        is_fitted &= generation.on_chip is None and not generation.reserve
+        is_latest = self._latest is not None and self._latest() is memory
+        if is_latest and not is_fitted:
+            self._kept, self._is_whole = memory, is_whole
+
+    @property
+    def held(self) -> KVSource | None:
+        """The longest text whose K and V are kept."""
+        row = self._kept.prefix.longest if self._kept is not None else None
+        return row or self.snapshot
+
+    def save(self, path: str, note: str) -> int:
+        """Writes `held` to a file, and a note; returns how many tokens. Raises `InputError`."""
+        if self.held is None:
+            raise InputError("there is no KV cache to save; let the engine read a prompt first")
+        return write_snapshot(path, self.held, self._origin(), note)
+
+    def load(self, path: str) -> Snapshot:
+        """Opens a file of `save` for the texts of later runs. Raises `InputError`."""
+        self.snapshot = Snapshot(path, self._origin())
+        return self.snapshot
+
+    def _origin(self) -> Origin:
+        """What K and V here depend on. Raises `InputError` if no file can say so."""
+        model = self.models.target
+        is_split = model.ranks.count > 1
+        if is_split or not model.fingerprint:
+            why = "is divided among processes" if is_split else "was not read from a file"
+            name = model.config.name
+            raise InputError(f"{name} {why}, so its KV cache is neither saved nor loaded")
+        return Origin(model.config, model.dtype, model.fingerprint)
+
+    def clear(self) -> None:
+        """Frees what is kept; a run that is under way will not be kept either."""
+        self._kept = self.snapshot = self._latest = None
+        self.host.clear()
+
+    def _is_worth_copying(self, kept: Memory, prompts: Sequence[list[int]]) -> bool:
+        """Whether what a run left is to be copied into a larger cache, for which there must be room
+        next to it."""
+        if kept.full.device.type == "cuda" or isinstance(kept.full, OffloadedFullCache):
+            return False
+        return any(kept.prefix.num_shared(prompt) >= WORTH_COPYING for prompt in prompts)
+
+    def _can_run(self, kept: Memory, new: MemoryShape) -> bool:
+        """Whether the memory, and what was captured in it, serve a run of another shape."""
+        old, cache = kept.shape, kept.retrieval_cache
+        return (
+            self._is_whole
+            and self._fits(kept, new)
+            and all(runner.can_sample_by(new.sampling) for runner in kept.runners)
+            and new.generation.prefill_chunk <= old.generation.prefill_chunk
+            and _small_caches(new.speculation) == _small_caches(old.speculation)
+            and (cache is None or max(new.budgets) <= cache.max_budget)
+        )
+
+    def _fits(self, kept: Memory, new: MemoryShape) -> bool:
+        """Whether the full cache serves a run of another shape."""
+        old, placed = kept.shape, ("offload", "on_chip", "cuda_graphs")
+        is_sound = self._is_whole or not isinstance(kept.full, OffloadedFullCache)
+        return (
+            is_sound
+            and new.num_rows == old.num_rows
+            and new.capacity <= kept.full.capacity
+            and all(getattr(new.generation, n) == getattr(old.generation, n) for n in placed)
+        )
+
+
+def _small_caches(speculation: SpeculationConfig) -> SpeculationConfig:
+    """The settings without those that every run may choose anew."""
+    return dataclasses.replace(speculation, coupled=False, timed=False)

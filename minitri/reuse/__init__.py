@@ -1,1 +1,0 @@
-"""What outlives a run: its session, K and V of its texts, snapshots of them in files."""

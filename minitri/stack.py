@@ -1,0 +1,259 @@
+"""A run over a memory: the texts of its rows, and the stages that a step stacks over each other.
+
+`admit` gives a row to a text, which is the only way a text starts; `prefill` reads its prompt while
+the retrieval cache observes it; `start` and `step` make tokens; `retire` ends it. What the
+autotuner expects of a round before any was measured, and when it may follow the clock, is decided
+here.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from minitri.decoding.autotuner import Autotuner
+from minitri.decoding.cascade import Cascade
+from minitri.decoding.level import Emitted, Level, Stage
+from minitri.decoding.meter import Meter
+from minitri.decoding.random_source import CoupledSource, IndependentSource, RandomSource
+from minitri.drafters.choice import DrafterChoice
+from minitri.drafters.lookup import LookupDrafter
+from minitri.gpu.streams import clock_of
+from minitri.memory import Memory, MemoryShape, Models, allocate
+from minitri.requests import Request
+from minitri.roofline import CPU, GPU, bytes_per_pass, pass_costs
+from minitri.runner import ModelRunner, prefill
+from minitri.settings import SpeculationConfig
+from minitri.stats import LevelStats, Stats
+from minitri.trees.level import TreeLevel
+from minitri.trees.random_source import CoupledTrees, IndependentTrees
+from minitri.trees.reader import TreeRunner
+from minitri.trees.tuner import TreeTuner
+
+
+class Stack:
+    """The texts of a run, and the cascade that extends them."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        shape: MemoryShape,
+        sources: Mapping[str, RandomSource] | None = None,
+    ) -> None:
+        """Empties the memory, which must fit the `shape` of the run.
+
+        `sources` replaces the random sources of the named stages: for made-up verdicts.
+        """
+        self.memory, self.shape = memory, shape
+        self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
+        self.stats = _empty(memory, shape)
+        clock = self.stats.rebuilds.clock
+        self.tuner = _tuner(memory, shape)
+        self.source = _random_source(shape.speculation)
+        self._meter = Meter(self.stats, self.tuner, clock)
+        self.cascade = self._cascade(sources or {})
+
+    def _cascade(self, sources: Mapping[str, RandomSource]) -> Cascade:
+        """The stages over the runners of the memory, from the lowest upwards."""
+        memory, speculation = self.memory, self.shape.speculation
+
+        def level(
+            name: str, runner: ModelRunner, on_not_finite: Callable[[], None] | None = None
+        ) -> Level:
+            stats = LevelStats(name)
+            self.stats.stages.append(stats)
+            own: Any = sources.get(name, self.source)
+            if isinstance(self.tuner, TreeTuner):
+                trees = TreeRunner(runner)
+                return TreeLevel(runner, own, stats, self._meter, on_not_finite, trees, self.tuner)
+            return Level(runner, own, stats, self._meter, on_not_finite)
+
+        drafter: Stage | None = None
+        target_model = memory.models.target
+        lookup = functools.partial(
+            LookupDrafter,
+            self.shape.num_rows,
+            sources=memory.models.sources,
+            vocab_size=target_model.config.vocab_size,
+            device=target_model.device,
+        )
+        if memory.draft is not None:
+            drafter = level("draft", memory.draft, memory.draft.warn)
+            if memory.models.sources.takes_turns:
+                found = lookup(stats=LevelStats("lookup"), tuner=None)
+                drafter = choice = DrafterChoice(speculation.tree, found, drafter, self.tuner)
+                self.stats.drafters = choice.by_drafter
+        elif any(plan.uses_drafter for plan in speculation.plans):
+            self.stats.stages.append(LevelStats("draft"))
+            drafter = lookup(stats=self.stats.stages[-1], tuner=self.tuner)
+        retrieval = level("retrieval", memory.retrieval) if memory.retrieval is not None else None
+        target = level("target", memory.target)
+        return Cascade(
+            self.sequences, self.stats, self.tuner, target, retrieval, drafter, meter=self._meter
+        )
+
+    def admit(self, b: int, prompt: list[int], request: Request) -> None:
+        """Gives row b, which is empty, to a request with this prompt; `prefill` and `start` must
+        follow."""
+        memory, speculation, seed = self.memory, self.shape.speculation, request.seed
+        self.sequences[b][:] = prompt
+        memory.prefix.num_prompt[b] = len(prompt)
+        self.cascade.active[b] = False
+        self.cascade.guessing[b] = request.speculation
+        history = memory.models.sources.history
+        if history is not None and not speculation.coupled:
+            seed = history.fresh_seed(seed)
+        self.source.restart(b, seed)
+        if memory.retrieval_cache is not None:
+            memory.retrieval_cache.reset(b, self.shape.budget_for(len(prompt)))
+        for runner in memory.runners:
+            runner.sample_by(request.sampling, b)
+        depends_on_shapes = request.sampling.temperature > 0 and not speculation.coupled
+        if isinstance(self.tuner, TreeTuner) and depends_on_shapes and not speculation.timed:
+            self.tuner.keep_shapes()
+
+    def reuse(self, b: int) -> int:
+        """Begins the text of row b with the K and V of its first tokens that other texts left, if
+        any; returns how many.
+
+        The last tokens are always read: their queries choose what the retrieval cache holds.
+        """
+        prompt, cache = self.sequences[b], self.memory.retrieval_cache
+        most = len(prompt) - 1
+        if cache is not None:
+            most -= self.shape.speculation.observation_window
+            if cache.max_prompt_queries is None:
+                most = 0  # its policy must see all of them
+        num_tokens = self.memory.prefix.take(b, self.sequences, most)
+        if cache is not None:
+            cache.reset(b, self.shape.budget_for(len(prompt)), num_tokens)
+        return num_tokens
+
+    def prefill(self, b: int) -> Iterator[int]:
+        """Reads the prompt of row b but for its last token in chunks; yields how many tokens it has
+        read."""
+        self.stats.num_prompt_tokens += len(self.sequences[b])
+        memory, cache = self.memory, self.memory.retrieval_cache
+        for num_read in prefill(
+            memory.models.target,
+            self.sequences[b],
+            memory.full,
+            b,
+            chunk=self.shape.generation.prefill_chunk,
+            watch=functools.partial(cache.observe, b) if cache is not None else None,
+            max_queries=cache.max_prompt_queries if cache is not None else None,
+        ):
+            memory.prefix.note_certain()
+            yield num_read
+
+    def start(self, rows: list[int], *, wants_logits: bool = False) -> list[Emitted]:
+        """The first tokens of rows whose prompts have been read."""
+        with self.memory.models.target.decoding():
+            emitted = self.cascade.start(rows, wants_logits=wants_logits)
+        self.memory.prefix.note_certain()
+        return emitted
+
+    def step(self, *, wants_logits: bool = False) -> list[Emitted]:
+        """A step of the cascade; a CPU gives its cores to the kernels meanwhile."""
+        with self.memory.models.target.decoding():
+            emitted = self.cascade.step(wants_logits=wants_logits)
+        self.memory.prefix.note_certain()
+        return emitted
+
+    def retire(self, b: int) -> None:
+        """Ends the text of row b; the next ones may begin with what it leaves in the full cache."""
+        self.memory.prefix.keep(b, self.sequences[b])
+        self.cascade.retire(b)
+
+
+def begin(
+    models: Models,
+    requests: Sequence[Request],
+    speculation: SpeculationConfig,
+    *,
+    sources: Mapping[str, RandomSource] | None = None,
+    **memory: Any,
+) -> Stack:
+    """A stack over memory of its own, one row for each request, whose prompts are token ids: a run
+    without text and events, for measurements. `memory` is passed to `allocate`."""
+    first, prompts = requests[0], [[int(token) for token in it.prompt] for it in requests]
+    lengths = tuple(len(prompt) for prompt in prompts)
+    shape = MemoryShape(lengths, first.sampling, first.generation, speculation)
+    stack = Stack(allocate(models, shape, **memory), shape, sources)
+    for b, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
+        stack.admit(b, prompt, request)
+    return stack
+
+
+def _empty(memory: Memory, shape: MemoryShape) -> Stats:
+    """Empties all caches for another run; the statistics that it begins with."""
+    memory.prefix.num_prompt = list(shape.prompt_lengths)
+    for b in range(shape.num_rows):
+        memory.full.reset(b)
+        if memory.draft is not None:
+            memory.draft.reset(b)
+    memory.prefix.note_certain()
+    stats = Stats(kv_cache_bytes=memory.num_cache_bytes)
+    if memory.retrieval_cache is not None:
+        memory.retrieval_cache.restart(shape.budgets)
+        stats.rebuilds = memory.retrieval_cache.rebuilds
+    stats.rebuilds.clock = clock_of(memory.models.target.device)
+    for runner in memory.runners:
+        runner.sampling = [shape.sampling] * shape.num_rows
+    if memory.graphs is not None:
+        stats.num_graphs, stats.graph_bytes = memory.graphs.num_graphs, memory.graphs.num_bytes
+        stats.capture_seconds, memory.graphs.capture_seconds = memory.graphs.capture_seconds, 0.0
+    return stats
+
+
+def _random_source(speculation: SpeculationConfig) -> IndependentSource | CoupledSource:
+    """Where random numbers come from; `restart` gives each row its seed."""
+    if speculation.coupled:
+        return CoupledTrees() if speculation.tree else CoupledSource()
+    make = IndependentTrees if speculation.tree else IndependentSource
+    return make(kind=speculation.verification)
+
+
+def _tuner(memory: Memory, shape: MemoryShape) -> Autotuner:
+    """What chooses the plan of each step."""
+    make = TreeTuner if shape.speculation.tree else Autotuner
+    return make(
+        shape.speculation.plans,
+        prior_seconds(memory, shape),
+        use_clock=may_use_clock(memory.models, shape),
+    )
+
+
+def prior_seconds(memory: Memory, shape: MemoryShape) -> Callable[[str, float], float]:
+    """What a round of each stage takes by bytes over bandwidth, before it was measured."""
+    models = memory.models
+    target = models.target
+    return pass_costs(
+        target.config,
+        memory.draft.model.config if memory.draft is not None else None,
+        machine=GPU if target.device.type == "cuda" else CPU,
+        itemsize=target.dtype.itemsize,
+        target_bytes=bytes_per_pass(target),
+        guesser_bytes=bytes_per_pass(models.retrieval),
+        num_tokens=sum(shape.prompt_lengths),
+        num_retrieved=sum(shape.budgets) if memory.retrieval is not None else 0,
+        hosted_share=1 - memory.full.on_chip / target.config.num_layers,
+        batch_size=shape.num_rows,
+    )
+
+
+def may_use_clock(models: Models, shape: MemoryShape) -> bool:
+    """Whether the autotuner may follow measured times: if all plans write the same text.
+
+    Unless it is row-invariant, the length of a block may decide a near-tie in other dtypes than
+    float32, and on a GPU. Ranks that compute one model together must choose alike.
+    """
+    target, speculation = models.target, shape.speculation
+    if target.ranks.count > 1:
+        return False
+    is_same_text = speculation.coupled or shape.sampling.temperature == 0
+    is_float32 = target.dtype == torch.float32 and target.device.type == "cpu"
+    # The slots of a path, and so the order in which attention adds, depend on the tree.
+    is_exact = is_float32 or (target.is_row_invariant and not speculation.tree)
+    return speculation.timed or (is_same_text and is_exact)

@@ -1,0 +1,276 @@
+"""Every backend for short blocks equals the oracle: on a CPU the Triton kernel is run by Triton's
+interpreter and PyTorch's flash kernel has a stand-in; on a GPU they are compiled."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from minitri.errors import InputError
+from minitri.gpu import attention_backends
+from minitri.gpu.attention_backends import (
+    TOLERANCES,
+    GpuAttention,
+    attend_fused,
+    attend_masked,
+    choose_attention,
+    largest_error,
+)
+from minitri.model.attention import attend_math, fold, unfold
+from minitri.settings import LONGEST_BLOCK
+from tests.conftest import CPU, tiny_config
+from tests.gpu_twins.conftest import TWINS
+from tests.model.test_attention import random_case
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+D = 64 if ON_GPU else 16
+TILE = 64
+"""Keys of a tile of the kernel."""
+CONFIG = tiny_config(num_heads=6, num_kv_heads=2, head_dim=16)
+
+try:
+    import triton
+
+    from minitri.gpu.kernels.flash_decoding import MAX_ROWS, NUM_KEYS, attend_short_block
+
+    @triton.jit
+    def count(out, n):
+        for i in range(0, n):
+            triton.language.store(out + i, i)
+
+    count[(1,)](torch.zeros(3, device=DEVICE), 3)
+    assert NUM_KEYS == TILE
+    KERNELS = {f"triton {n}": partial(attend_short_block, num_processors=n) for n in (1, 9)}
+except ImportError:
+    KERNELS = {}
+except triton.runtime.errors.InterpreterError:  # of older versions next to a newer NumPy
+    KERNELS = {}
+
+BACKENDS = {**TWINS, **KERNELS}
+ours = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+needs_triton = pytest.mark.skipif(not KERNELS, reason="needs triton and its interpreter")
+
+
+def random_rule(T: int) -> torch.Tensor:
+    """Every token sees itself and some of those before it; a part of a larger tensor."""
+    some = torch.rand(T + 1, T + 1, generator=torch.Generator().manual_seed(T)) < 0.3
+    return (torch.eye(T + 1, dtype=torch.bool) | some.tril())[1:, 1:]
+
+
+def error_of(backend, q, keys, values, lengths, rows=slice(None), rule=None) -> float:
+    """The largest one, by the oracle, of a case on the CPU, from these rows of it."""
+    exact = attend_math(q.double(), keys.double(), values.double(), lengths, rule)[rows]
+    q, keys, values = (tensor.to(DEVICE)[rows] for tensor in (q, keys, values))
+    lengths_B = torch.tensor(lengths, device=DEVICE)[rows]
+    got = backend(q, keys, values, lengths_B, None if rule is None else rule.to(DEVICE))
+    return float((got.double().cpu() - exact).abs().max().nan_to_num(torch.inf))
+
+
+@ours
+@pytest.mark.parametrize("T", [1, 5, 16])
+@pytest.mark.parametrize("prefixes", [(0,), (0, 37, TILE + 5), (TILE - 1, 2 * TILE, 300)])
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (5, 1)])
+def test_every_backend_equals_the_oracle(T, prefixes, heads, backend):
+    """MHA, GQA and MQA, ragged rows, empty rows, prefixes that end on and around the border of a
+    tile, NaN after."""
+    case = random_case(T, prefixes, *heads, D=D, S=TILE * 5 + 40)
+    assert error_of(backend, *case) < 3e-6
+
+
+@ours
+@pytest.mark.parametrize("T", [3, 17])
+@pytest.mark.parametrize("prefixes", [(0,), (TILE - 3, 2 * TILE)])
+@pytest.mark.parametrize("heads", [(2, 2), (5, 1)])
+def test_a_trees_rule_replaces_causality_inside_the_block(T, prefixes, heads, backend):
+    """Blocks within a tile of keys, across its border and from it on; more rows than a tile."""
+    rule = random_rule(T)
+    assert not rule.is_contiguous()
+    case = random_case(T, prefixes, *heads, D=D, S=TILE * 3)
+    assert error_of(backend, *case, rule=rule) < 3e-6
+    assert largest_difference(attend_math(*case, rule), attend_math(*case)) > 1e-3
+
+
+def largest_difference(left, right) -> float:
+    return float((left - right).abs().max())
+
+
+@ours
+@pytest.mark.parametrize("rows", [slice(0, 3), slice(1, 2), slice(1, 3)])
+def test_a_part_of_a_cache_is_read_where_it_lies(rows, backend):
+    """Rows of a larger cache, and queries and slots that are parts of larger tensors: nothing is
+    copied, offsets count."""
+    q, keys, values, lengths = random_case(2, (40, 200, 7), 4, 2, D=D, S=TILE * 4)
+    wide_q = torch.cat((torch.full_like(q, torch.nan), q), 2)[:, :, 4:]
+    keys, values = (
+        torch.cat((slots, torch.full_like(slots, torch.nan)), 1)[:, :2] for slots in (keys, values)
+    )
+    assert not wide_q.is_contiguous()
+    assert error_of(backend, wide_q, keys, values, lengths, rows) < 3e-6
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32] + [torch.bfloat16] * ON_GPU)
+def test_the_kernel_passes_the_test_of_every_boot(dtype):
+    """More rows than a tile, too; the interpreter takes bfloat16 for integers."""
+    config = tiny_config(num_heads=1, num_kv_heads=1, head_dim=128)
+    longest = LONGEST_BLOCK if dtype != torch.float32 or ON_GPU else MAX_ROWS // 2
+    for T in (3, longest):
+        error = largest_error(KERNELS["triton 9"], DEVICE, dtype, config, T)
+        assert error <= TOLERANCES[dtype]
+    case = random_case(17, (70, 3), 5, 1, D=D, S=TILE * 2)
+    assert MAX_ROWS < 17 * 5
+    assert error_of(KERNELS["triton 9"], *case) < 3e-6
+
+
+@needs_triton
+def test_heads_of_odd_sizes_are_refused():
+    q, keys, values, lengths = random_case(1, (20,), 4, 2, D=48)
+    with pytest.raises(RuntimeError, match="not of 48"):
+        KERNELS["triton 1"](q, keys, values, torch.tensor(lengths))
+
+
+@pytest.mark.parametrize("wrong", ["forgets rules", "is not finite"])
+def test_a_wrong_backend_fails_the_test_of_every_boot(wrong):
+    def backend(q, keys, values, lengths_B, rule_TT):
+        if wrong == "forgets rules":
+            return attend_masked(q, keys, values, lengths_B)
+        return attend_masked(q, keys, values, lengths_B, rule_TT) / 0
+
+    for one, is_right in ((attend_masked, True), (backend, False)):
+        error = largest_error(one, CPU, torch.float32, CONFIG, 3)
+        assert (error <= TOLERANCES[torch.float32]) is is_right
+
+
+def test_folding_is_undone_by_unfolding():
+    q = torch.randn(2, 3, 6, 4)
+    assert fold(q, 2).shape == (2, 2, 9, 4)
+    assert torch.equal(unfold(fold(q, 2), 3), q)
+
+
+def test_lengths_on_the_host_go_to_the_other_path():
+    calls = []
+
+    def spy(q_BTHD, *rest):
+        calls.append(q_BTHD.shape[1])
+        return attend_masked(q_BTHD, *rest)
+
+    attend = GpuAttention(spy)
+    for T, on_device in ((1, True), (LONGEST_BLOCK, True), (4, False)):
+        q, k, v, lengths = random_case(T, (30, 3))
+        got = attend(q, k, v, lengths, None, torch.tensor(lengths) if on_device else None)
+        assert (got - attend_math(q, k, v, lengths)).abs().max() < 3e-6
+    assert calls == [1, LONGEST_BLOCK]
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The backends that there are, by name, and which of them were tried."""
+
+    def make(name, device):
+        tried.append(name)
+        return backends[name]()
+
+    tried, backends = [], dict.fromkeys(attention_backends.BACKENDS, lambda: attend_masked)
+    monkeypatch.setattr(attention_backends, "make_backend", make)
+    return backends, tried
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_first_that_is_there_and_right_is_chosen(dtype, made, caplog):
+    """Flash knows no float32."""
+    backends, tried = made
+    assert choose_attention(CPU, dtype, CONFIG).name == "triton"
+    assert set(tried) == {"triton"}
+    assert not caplog.records
+
+    def uncompiled():
+        raise NotImplementedError("range must be a power of 2")
+
+    backends["triton"] = uncompiled
+    expected = "math" if dtype == torch.float32 else "flash"
+    assert choose_attention(CPU, dtype, CONFIG).name == expected
+    assert "triton is not used on cpu (range must be a power of 2)" in caplog.text
+
+
+def test_what_is_absent_or_wrong_is_not_chosen(made, caplog):
+    backends, _ = made
+    for name in ("triton", "flash"):
+        backends[name] = lambda: lambda q, *rest: q
+    assert choose_attention(CPU, torch.float16, CONFIG).name == "math"
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "it is off by" in caplog.text
+    with pytest.raises(InputError, match="--attention flash fails"):
+        choose_attention(CPU, torch.float16, CONFIG, wanted="flash")
+    backends["math"] = backends["flash"]
+    with pytest.raises(InputError, match="no attention backend works"):
+        choose_attention(CPU, torch.float16, CONFIG)
+
+    def too_large():
+        raise torch.OutOfMemoryError
+
+    backends["math"] = too_large
+    with pytest.raises(InputError, match="no memory left"):
+        choose_attention(CPU, torch.float16, CONFIG)
+
+
+def test_grouped_queries_in_float32_reach_no_kernel_that_holds_all_scores(monkeypatch):
+    """As many K and V heads as query heads in every call, which a fused kernel takes."""
+    sdpa, calls = F.scaled_dot_product_attention, []
+
+    def watched(q, k, v, **options):
+        calls.append((q.shape[1], k.shape[1], options["enable_gqa"]))
+        return sdpa(q, k, v, **options)
+
+    for T in (9, 1):  # without a mask, which knows the function by its name
+        q, k, v, lengths = random_case(T, (70, 70), H=6, K=2, D=16)
+        if T == 1:
+            monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+        got = attend_fused(q, k, v, lengths)
+        assert (got - attend_math(q, k, v, lengths)).abs().max() < 3e-6
+    assert calls == [(2, 2, False)] * 3
+
+
+def test_a_chunk_of_a_long_prompt_in_float32_never_holds_all_scores(monkeypatch):
+    """What PyTorch would allocate on a GPU for 1,024 tokens after 121,856 of a model with grouped
+    queries, on the meta device: its choice of a kernel, by the rules of the CUDA build, and the
+    real shapes of everything that comes of it."""
+    from torch.nn.attention import bias
+
+    def is_efficient(params):  # what the kernel takes in float32: as many heads of K and V
+        return not params.enable_gqa and params.query.shape[1] == params.key.shape[1]
+
+    class Largest(TorchDispatchMode):
+        numbers, kernels = 0, 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            self.kernels += func is torch.ops.aten._efficient_attention_forward.default
+            made, given = (
+                [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+                for tree in (out, (args, kwargs))
+            )
+            held = {x.untyped_storage()._cdata for x in given}
+            fresh = [x.numel() for x in made if x.untyped_storage()._cdata not in held]
+            self.numbers = max([self.numbers, *fresh])
+            return out
+
+    monkeypatch.setattr(bias, "can_use_flash_attention", lambda params: False)
+    monkeypatch.setattr(bias, "can_use_efficient_attention", is_efficient)
+    monkeypatch.setattr(bias, "_raise_kernel_warnings", lambda params: None)
+    T, end, H, K = 1024, 122_880, 32, 8
+    q = torch.empty(1, T, H, 128, device="meta")
+    keys, values = (torch.empty(1, K, end, 128, device="meta") for _ in range(2))
+    mask = bias.causal_lower_right(T, end)  # which cannot be made while a mode watches
+    monkeypatch.setattr(bias, "causal_lower_right", lambda *size: mask)
+    with Largest() as largest:
+        out = attend_fused(q, keys, values, [end - T])
+    assert out.shape == q.shape
+    assert largest.kernels == H // K
+    assert largest.numbers <= q.numel()
+    assert q.numel() * 4 < T * end  # not even the scores of one head
