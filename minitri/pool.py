@@ -36,7 +36,7 @@ class MemoryPool:
     def open(self, shape: MemoryShape, prompts: Sequence[list[int]]) -> Memory:
         """Memory for a run over these prompts: what was kept, or new. Raises `InputError` if there
         is no room."""
-        self.models.target.ranks.check_same("prompts or settings", (shape, prompts))
+        self.models.target.execution.ranks.check_same("prompts or settings", (shape, prompts))
         kept, self._kept = self._kept, None
         if kept is not None and self._can_run(kept, shape):
             memory = kept
@@ -84,12 +84,12 @@ class MemoryPool:
     def _origin(self) -> Origin:
         """What K and V here depend on. Raises `InputError` if no file can say so."""
         model = self.models.target
-        is_split = model.ranks.count > 1
-        if is_split or not model.fingerprint:
+        is_split, fingerprint = model.execution.ranks.count > 1, model.execution.fingerprint
+        if is_split or not fingerprint:
             why = "is divided among processes" if is_split else "was not read from a file"
             name = model.config.name
             raise InputError(f"{name} {why}, so its KV cache is neither saved nor loaded")
-        return Origin(model.config, model.dtype, model.fingerprint)
+        return Origin(model.config, model.dtype, fingerprint)
 
     def clear(self) -> None:
         """Frees what is kept; a run that is under way will not be kept either."""

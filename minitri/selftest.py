@@ -100,7 +100,8 @@ class SelfTest:
             model, self.exact_engine.model, self.prompt + got[:n], mode,
             expected=expected[n], got=got[n], seed=self._args.seed, block=speculation.max_block,
         )  # fmt: skip
-        is_bitwise = model.is_row_invariant and not speculation.tree  # the bits are always the same
+        # Are the bits always the same?
+        is_bitwise = model.execution.is_row_invariant and not speculation.tree
         is_tie = found.is_tie and not is_bitwise
         verdict = "numeric tie" if is_tie else "BUG"
         print(

@@ -94,7 +94,7 @@ def boot(
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     engine = load(**model_of(args), draft=draft, before_weights=check)
-    if args.bitwise and not engine.model.is_row_invariant:
+    if args.bitwise and not engine.model.execution.is_row_invariant:
         raise InputError(
             f"--bitwise needs the compiled kernels, which {engine.config.name} on "
             f"{engine.model.device} does not use; run on a CPU with a C++ compiler, or leave it out"

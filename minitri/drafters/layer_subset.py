@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from minitri.config import ModelConfig
-from minitri.cpu.fused import KernelLayers, take_over
+from minitri.cpu.kernel_layers import KernelLayers
 from minitri.errors import InputError, shorten
 from minitri.model.llama import Layers, Llama
+from minitri.model.replace import replace_modules
 
 FORMAT = "minitri layers 1"
 ADVICE = "make it again with tools/find_layers.py"
@@ -24,13 +25,12 @@ ADVICE = "make it again with tools/find_layers.py"
 
 def with_layers(model: Llama, layers: Sequence[int]) -> Llama:
     """The model without its other layers; it shares everything and has no weights of its own."""
-    view, whole = take_over(object.__new__(type(model)), model), model.layers
-    assert isinstance(view, Llama)
-    view.layers = Layers(whole[number] for number in layers)
+    view: Llama = replace_modules(model, {})
+    whole, kept = model.layers, [view.layers[number] for number in layers]
     if isinstance(whole, KernelLayers):
-        view.layers = KernelLayers(view.layers, whole.kernels)
+        view.layers = KernelLayers(Layers(kept), whole.kernels)
     else:
-        view.layers.__class__ = type(whole)
+        view.layers = type(whole)(kept)
     name = f"{len(layers)} layers of {model.config.name}"
     view.config = dataclasses.replace(model.config, num_layers=len(layers), name=name)
     view.num_bytes = 0

@@ -15,7 +15,7 @@ import os
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
@@ -23,7 +23,7 @@ from minitri.caches.streaming import StreamingCache
 from minitri.gpu.attention_backends import TOLERANCES
 from minitri.gpu.kernels import problem_with
 from minitri.model.llama import MLP, Attention, Layer, Layers, Llama, Pass
-from minitri.model.replace import Factories, replace_modules
+from minitri.model.replace import replace_modules
 
 log = logging.getLogger("minitri")
 
@@ -33,6 +33,15 @@ WRITABLE = (FullCache, RetrievalCache, StreamingCache)
 
 class FusedAttention(Attention):
     """Attention whose queries are rotated and whose K and V are written by one kernel."""
+
+    def __init__(self, plain: Attention) -> None:
+        nn.Module.__init__(self)
+        self.heads = plain.heads
+        self.head_dim = plain.head_dim
+        self.qkv_proj = plain.qkv_proj
+        self.o_proj = plain.o_proj
+        self.q_norm = plain.q_norm
+        self.k_norm = plain.k_norm
 
     def mix(self, qkv_BTX: Tensor, layer: int, shared: Pass) -> Tensor:
         cache = shared.cache
@@ -61,6 +70,11 @@ class FusedAttention(Attention):
 class FusedMLP(MLP):
     """SwiGLU with one kernel between its matrices."""
 
+    def __init__(self, plain: MLP) -> None:
+        nn.Module.__init__(self)
+        self.gate_up_proj = plain.gate_up_proj
+        self.down_proj = plain.down_proj
+
     def forward(self, x_BTE: Tensor) -> Tensor:
         from minitri.gpu.kernels.elementwise import silu_times
 
@@ -85,7 +99,7 @@ class FusedLayers(Layers):
 
 def fuse(model: Llama) -> Llama:
     """A model on fused kernels, which shares all weights of this one."""
-    fused: Factories = {Attention: FusedAttention.like, MLP: FusedMLP.like, Layers: FusedLayers}
+    fused = {Attention: FusedAttention, MLP: FusedMLP, Layers: FusedLayers}
     return replace_modules(model, fused)
 
 

@@ -25,8 +25,8 @@ from minitri.errors import InputError
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import RING, OffloadedFullCache
 from minitri.model.cache import round_up_to_stride
+from minitri.model.execution import Ranks
 from minitri.model.llama import Llama
-from minitri.parallel.ranks import Ranks
 from minitri.parallel.split import SPLIT, share_of
 from minitri.roofline import eight_bit_bytes, num_weights
 from minitri.settings import GenerationConfig, SpeculationConfig
@@ -249,7 +249,10 @@ def most_rows(
     speculation: SpeculationConfig, longest: list[int], kept_host_bytes: int = 0,
 ) -> int:  # fmt: skip
     """How many texts memory holds at a time, of prompts in falling order of length; at least 1."""
-    L, (on_device, host) = target.config.num_layers, free_bytes(target.device, target.ranks)
+    L, (on_device, host) = (
+        target.config.num_layers,
+        free_bytes(target.device, target.execution.ranks),
+    )
     host += kept_host_bytes
     for num_rows in range(len(longest), 1, -1):
         needs = demand(
@@ -287,7 +290,7 @@ def allocate_full_cache(
                 config, draft, speculation, num_tokens=capacity, prompt_lengths=prompt_lengths,
                 prefill_chunk=generation.prefill_chunk, itemsize=target.dtype.itemsize,
             )  # fmt: skip
-            on_device, on_host = free_bytes(device, target.ranks)
+            on_device, on_host = free_bytes(device, target.execution.ranks)
             there = on_device + needs.weights + needs.draft_weights
             on_host += host.num_free_bytes
             on_chip = choose_on_chip(needs, generation, there, on_host, config.name)

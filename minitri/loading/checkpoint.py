@@ -9,6 +9,7 @@ target they would guess badly without any error. So their files keep a sample of
 they were made with, and loading compares it with the table that is lent.
 """
 
+import dataclasses
 import json
 import pickle
 import warnings
@@ -25,9 +26,9 @@ from tqdm import tqdm
 
 from minitri.caches.snapshots import sampled
 from minitri.config import ModelConfig
-from minitri.cpu.fused import use_kernels
+from minitri.cpu.kernel_layers import use_kernels
+from minitri.cpu.low_bit_models import keep_quantized
 from minitri.cpu.packed import can_pack, pack_linears
-from minitri.cpu.quantized import keep_quantized
 from minitri.errors import InputError, shorten
 from minitri.gpu.fused_modules import fuse_if_possible
 from minitri.loading.damage import explain, printable
@@ -36,9 +37,9 @@ from minitri.loading.gguf.blocks import BITS
 from minitri.loading.gguf.file import GgufFile
 from minitri.loading.hf_config import as_token_ids, read_config
 from minitri.model.attention import Attend, attend_math
+from minitri.model.execution import Ranks
 from minitri.model.linear import TrimmedHead
 from minitri.model.llama import Llama, sample_of_vocabulary
-from minitri.parallel.ranks import Ranks
 from minitri.parallel.split import new_model, share_tensors
 
 MIN_SIMILARITY = 0.9
@@ -119,7 +120,7 @@ def load_model(
 
 def _native_tensors(model: Llama, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file, for a model whose layers wait for quantized ones where they can."""
-    if not model.is_row_invariant:
+    if not model.execution.is_row_invariant:
         raise InputError(
             f"--weights native needs the compiled kernels, which {model.config.name} on "
             f"{model.device} does not use; leave it out"
@@ -294,7 +295,8 @@ def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progr
                 bar.update()
             elif name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
                 unexpected.append(name)
-    model.fingerprint = sampled(torch.tensor(bytearray(repr(sorted(samples.items())).encode())))
+    digest = sampled(torch.tensor(bytearray(repr(sorted(samples.items())).encode())))
+    model.execution = dataclasses.replace(model.execution, fingerprint=digest)
     for problem, names in (("lacks", list(missing)), ("has unexpected", unexpected)):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""

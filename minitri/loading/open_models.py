@@ -32,8 +32,9 @@ from minitri.loading.devices import (
 from minitri.loading.fetch import DATASTORE, LAYERS, default_draft, locate, split_draft
 from minitri.loading.hf_config import read_sampling, stretch_rope
 from minitri.loading.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
+from minitri.model.execution import Ranks
 from minitri.model.llama import Llama
-from minitri.parallel.ranks import Ranks, join
+from minitri.parallel.ranks import join
 from minitri.parallel.split import SplitLlama
 from minitri.settings import SamplingParams
 

@@ -9,10 +9,7 @@ runs only on the rows whose logits somebody wants.
 Legend: L layers, B batch, T new tokens, E hidden size, K KV heads, H query heads, D head dim.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +18,9 @@ from torch import Tensor, nn
 from minitri.config import ModelConfig
 from minitri.model.attention import Attend, attend_math
 from minitri.model.cache import BlockKV, Cache
+from minitri.model.execution import Execution
 from minitri.model.linear import Linear, TiedHead, TrimmedHead
 from minitri.model.rope import Rope, Rotary
-from minitri.parallel.ranks import Ranks
 
 EMBEDDING_SAMPLE = 64
 """Rows of its target's embedding table that a drafter without one keeps, to recognise it."""
@@ -52,13 +49,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.attend = attend
-        self.is_row_invariant = False  # the bits of a row depend on it alone, in any short pass
-        self.decoding: Callable[[], AbstractContextManager[None]] = (
-            nullcontext  # around every step,
-        )
-        self.reading_prompt: Callable[[], AbstractContextManager[None]] = nullcontext  # and chunk
-        self.fingerprint = ""  # of the files that its weights were read from
-        self.ranks = Ranks()  # the processes that compute it together
+        self.execution = Execution()
         with torch.device(device):
             self.layers = Layers(Layer(config, dtype) for _ in range(config.num_layers))
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -89,6 +80,8 @@ class Llama(nn.Module):
         rule_TT: Tensor | None = None,
         slots_BT: Tensor | None = None,
         queries_LBTHD: Tensor | None = None,
+        *,
+        is_prompt: bool = False,
     ) -> Tensor:
         """Final hidden states (B, T, E) of a block, whose K and V it writes into the cache.
 
@@ -96,12 +89,16 @@ class Llama(nn.Module):
         `slots_BT` are the slots right behind the prefixes, so that lengths are read on the device;
         without them they are read on the host. `queries_LBTHD`, if given, is filled with every
         layer's rotated queries of the block, or of its last tokens if there is room for fewer.
-        The lengths of the cache stay as they are: call `cache.advance` with the tokens to keep.
+        With `is_prompt` blocks of any length are computed like long ones: to the bit, K and V do
+        not depend on where the chunks of a prompt begin. The lengths of the cache stay as they are:
+        call `cache.advance` with the tokens to keep.
         """
         x_BTE = self.embed(tokens_BT)
         lengths_B = None if slots_BT is None else slots_BT[:, 0].contiguous()
         rotary = self.rope.at(positions_BT)
-        shared = Pass(rotary, cache, rule_TT, slots_BT, lengths_B, queries_LBTHD, self.attend)
+        shared = Pass(
+            rotary, cache, rule_TT, slots_BT, lengths_B, queries_LBTHD, self.attend, is_prompt
+        )
         return self.norm(self.layers.forward(x_BTE, shared))
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -141,6 +138,7 @@ class Pass:
     lengths_B: Tensor | None
     queries_LBTHD: Tensor | None
     attend: Attend
+    is_prompt: bool = False
 
 
 class Layers(nn.ModuleList):
@@ -161,9 +159,9 @@ class Layer(nn.Module):
         super().__init__()
         E, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(E, eps, dtype)
-        self.self_attn = Attention.empty(config, dtype)
+        self.self_attn = Attention(config, dtype)
         self.post_attention_layernorm = RMSNorm(E, eps, dtype)
-        self.mlp = MLP.empty(config, dtype)
+        self.mlp = MLP(config, dtype)
 
     def forward(self, x_BTE: Tensor, layer: int, shared: Pass) -> Tensor:
         x_BTE = x_BTE + self.self_attn.forward(self.input_layernorm(x_BTE), layer, shared)
@@ -173,39 +171,17 @@ class Layer(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention with a fused q, k, v projection."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        qkv_proj: Linear,
-        o_proj: Linear,
-        q_norm: "RMSNorm | None",
-        k_norm: "RMSNorm | None",
-    ) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        self.config = config
-        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        self.head_dim = config.head_dim
-        self.qkv_proj, self.o_proj = qkv_proj, o_proj
-        self.q_norm, self.k_norm = q_norm, k_norm
-
-    @classmethod
-    def empty(cls, config: ModelConfig, dtype: torch.dtype) -> Self:
-        """Attention whose weights a checkpoint is to fill."""
         H, K, D, E = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
+        self.heads = (H, K, K)
+        self.head_dim = D
         bias = config.attention_bias
+        self.qkv_proj = Linear.empty(E, (H + 2 * K) * D, bias=bias, dtype=dtype)
         has_bias = bias if config.output_bias is None else config.output_bias
+        self.o_proj = Linear.empty(H * D, E, bias=has_bias, dtype=dtype)
         norms = (RMSNorm(D, config.rms_norm_eps, dtype) if config.head_norm else None for _ in "qk")
-        return cls(
-            config,
-            Linear.empty(E, (H + 2 * K) * D, bias=bias, dtype=dtype),
-            Linear.empty(H * D, E, bias=has_bias, dtype=dtype),
-            *norms,
-        )
-
-    @classmethod
-    def like(cls, other: "Attention") -> Self:
-        """Another kind of attention over the parts of this one."""
-        return cls(other.config, other.qkv_proj, other.o_proj, other.q_norm, other.k_norm)
+        self.q_norm, self.k_norm = norms
 
     def forward(self, x_BTE: Tensor, layer: int, shared: Pass) -> Tensor:
         return self.o_proj(self.mix(self.qkv_proj(x_BTE), layer, shared))
@@ -217,7 +193,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             raw_q_BTHD, raw_BTKD = self.q_norm(raw_q_BTHD), self.k_norm(raw_BTKD)
             heads = torch.cat((raw_q_BTHD, raw_BTKD), 2)
-        rotated = self.rotate(heads[:, :, : sum(self.heads[:2])], shared.rotary)
+        rotated = shared.rotary.rotate(heads[:, :, : sum(self.heads[:2])])
         q_BTHD, k_BTKD = rotated.split(self.heads[:2], dim=2)
         # Before `update`, in which a cache may already choose by these queries.
         if shared.queries_LBTHD is not None:
@@ -229,28 +205,15 @@ class Attention(nn.Module):
         attend, lengths_B = shared.attend, shared.lengths_B
         return attend(q_BTHD, keys_BKSD, values_BKSD, lengths, rule_TT, lengths_B).flatten(2)
 
-    def rotate(self, heads_BTHD: Tensor, rotary: Rotary) -> Tensor:
-        """RoPE of queries and keys, (B, T, H + K, D)."""
-        return rotary.rotate(heads_BTHD)
-
 
 class MLP(nn.Module):
     """SwiGLU with a fused gate and up projection."""
 
-    def __init__(self, gate_up_proj: Linear, down_proj: Linear) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
-
-    @classmethod
-    def empty(cls, config: ModelConfig, dtype: torch.dtype) -> Self:
-        """An MLP whose weights a checkpoint is to fill."""
         E, inner = config.hidden_size, config.intermediate_size
-        return cls(Linear.empty(E, 2 * inner, dtype=dtype), Linear.empty(inner, E, dtype=dtype))
-
-    @classmethod
-    def like(cls, other: "MLP") -> Self:
-        """Another kind of MLP over the parts of this one."""
-        return cls(other.gate_up_proj, other.down_proj)
+        self.gate_up_proj = Linear.empty(E, 2 * inner, dtype=dtype)
+        self.down_proj = Linear.empty(inner, E, dtype=dtype)
 
     def forward(self, x_BTE: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x_BTE).chunk(2, dim=-1)

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from minitri.config import ModelConfig
 from minitri.errors import InputError
+from minitri.model.execution import Execution, Ranks
 from minitri.model.llama import Llama
-from minitri.parallel.ranks import RankGroup, Ranks
+from minitri.parallel.ranks import RankGroup
 
 SPLIT = ("num_heads", "num_kv_heads", "intermediate_size")
 """Sizes of which each rank has its share."""
@@ -42,6 +43,7 @@ class SplitLlama(Llama):
         share = share_of(config, ranks)
         super().__init__(share, **options)
         self.ranks, self._num_rows = ranks, share.vocab_size
+        self.execution = Execution(ranks=ranks)
         self.config = dataclasses.replace(share, vocab_size=config.vocab_size)
 
     def add_up(self) -> None:

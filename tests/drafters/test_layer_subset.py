@@ -12,7 +12,7 @@ import torch
 
 import minitri
 from minitri import generate
-from minitri.cpu.fused import use_kernels
+from minitri.cpu.kernel_layers import use_kernels
 from minitri.cpu.kernels import load_kernels
 from minitri.drafters.layer_subset import read_layers, with_layers, write_layers
 from minitri.drafters.lookup import Sources
@@ -96,7 +96,7 @@ def test_skipping_layers_changes_no_text(deep, layers_file, tmp_path, dtype, kep
     draft = f"layers:{layers_file}" + (",suffix" if kept is None else "")
     weights = "same" if dtype == "float32" else "auto"
     engine = minitri.load(deep, draft=draft, dtype=dtype, draft_weights=weights, device="cpu")
-    if dtype == "bfloat16" and not engine.model.is_row_invariant:
+    if dtype == "bfloat16" and not engine.model.execution.is_row_invariant:
         pytest.skip("without compiled kernels texts may differ in the last bits")
     texts, accepted = set(), {}
     for method in ("autoregressive", "naive", "triforce", "auto"):

@@ -24,7 +24,7 @@ from minitri.gpu.placement import (
 )
 from minitri.loading.named_models import MODELS, shape_of
 from minitri.memory import MemoryShape, Models, allocate
-from minitri.parallel.ranks import Ranks
+from minitri.model.execution import Ranks
 from minitri.parallel.split import share_of
 from minitri.roofline import CPU as CPU_MACHINE
 from minitri.roofline import GPU as GPU_MACHINE

@@ -15,6 +15,7 @@ from minitri.decoding import random_source, sampling
 from minitri.decoding.noise import gumbel_argmax, noise_key
 from minitri.decoding.sampling import probs_from_logits, sample
 from minitri.decoding.verification import verify
+from minitri.model.execution import Execution
 from minitri.settings import SamplingParams
 from tests.chi_square import reuse_number
 from tests.conftest import write_hf_folder
@@ -167,7 +168,7 @@ def loading(*, is_row_invariant):
 
     def load(*args, **settings):
         engine, prompts = load_engine(*args, **settings)
-        engine.model.is_row_invariant = is_row_invariant
+        engine.model.execution = Execution(is_row_invariant=is_row_invariant)
         return engine, prompts
 
     return load

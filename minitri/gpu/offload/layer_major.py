@@ -64,8 +64,7 @@ class Chunk:
         cache, queries_LBTHD = self._cache, self.queries_LBTHD
         shared = Pass(rotary, cache, None, slots_BT, lengths_B, queries_LBTHD, model.attend)
         x_BTE = self.hidden_BTE.to(model.device, non_blocking=True)
-        with model.reading_prompt():
-            x_BTE = model.layers[number].forward(x_BTE, number, shared)
+        x_BTE = model.layers[number].forward(x_BTE, number, shared)
         self.hidden_BTE = x_BTE.to(home, non_blocking=True)  # to the host: into page-locked memory
 
 
