@@ -19,8 +19,8 @@ PROGRAMS = {
     "chat": (".__main__", "questions and answers, about documents if you like"),
     "serve": (".__main__", "the endpoints of OpenAI's API on this machine"),
     "plan": ("", "what fits on a GPU, and how fast it can be"),
-    "bench": ("", "speed of every method on this machine"),
-    "selftest": ("", "does speculation change the text on your weights?"),
+    "bench": (".__main__", "speed of every method on this machine"),
+    "selftest": (".__main__", "does speculation change the text on your weights?"),
 }
 """Where below `minitri.NAME` the program's `main` is, and what it does."""
 

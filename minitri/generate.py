@@ -14,26 +14,17 @@ with clean_imports():
     import logging
     import sys
 
-    from minitri.cli import arguments
-    from minitri.cli.boot import (
-        SAMPLING,
-        add_kv_flags,
-        check_kv_flags,
-        load_engine,
-        load_kv,
-        model_sampling,
-        save_kv,
-        seed_of,
-    )
+    from minitri.cli import arguments, boot
     from minitri.cli.inputs import max_tokens_of, read_prompt
-    from minitri.cli.jsonl import run_requests
+    from minitri.cli.jsonl import run_lines
     from minitri.cli.report import details, outline, report
     from minitri.cli.terminal import LEGEND, colored, json_line, nothing, plain, stream
-    from minitri.engine import MAX_ROWS
+    from minitri.engine import MAX_ROWS, Engine
     from minitri.errors import InputError
+    from minitri.generation import Generation
     from minitri.loading.named_models import table
     from minitri.parallel.ranks import join
-    from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
+    from minitri.settings import GenerationConfig, SamplingParams
 
 log = logging.getLogger("minitri")
 
@@ -53,18 +44,15 @@ def build_parser() -> arguments.OneLineParser:
     arguments.add_model_flags(parser)
     group = arguments.add_prompt_flags(parser, default="standard input if piped, else demo")
     group.add_argument("text", nargs="?", metavar="TEXT", help="the same as --prompt TEXT")
-    group.add_argument(
-        "--prompts", metavar="FILE", help="many: a file with a JSON object a line, such as "
-        '{"prompt": "Once", "id": 7, "seed": 3, "max_new_tokens": 40, "temperature": 0.6}; writes '
-        "one a line, too, as each is done; - is standard input",
-    )  # fmt: skip
-    text = "--prompts that run at a time, if memory allows (default: %(default)s)"
-    parser.add_argument(
-        "--batch-size", type=arguments.positive, default=MAX_ROWS, metavar="N", help=text
-    )
+    text = "many: a file with a JSON object a line, such as "
+    text += '{"prompt": "Once", "id": 7, "seed": 3, "max_new_tokens": 40, "temperature": 0.6}; '
+    text += "writes one a line, too, as each is done; - is standard input"
+    group.add_argument("--prompts", metavar="FILE", help=text)
+    text, count = "--prompts that run at a time, if memory allows", arguments.positive
+    parser.add_argument("--batch-size", type=count, default=MAX_ROWS, metavar="N", help=text)
     arguments.add_fields(parser, GenerationConfig, "prefill_chunk")
     arguments.add_gpu_flags(parser)
-    add_kv_flags(parser)
+    boot.add_kv_flags(parser)
     arguments.add_fields(parser, GenerationConfig, "stop", "ignore_eos", "logprobs")
     arguments.add_sampling_flags(
         parser,
@@ -72,13 +60,8 @@ def build_parser() -> arguments.OneLineParser:
         "(default: a new one each time; open methods and gammas then follow the clock)",
         "default: as the model's generation_config.json says, or else greedy",
     )
-    parser.set_defaults(**dict.fromkeys(SAMPLING))
-    group = parser.add_argument_group("speculation (none of this changes the text's distribution)")
-    arguments.add_fields(group, SpeculationConfig, "method")
-    arguments.add_draft_flag(group)
-    arguments.add_fields(group, SpeculationConfig, "policy")
-    arguments.add_size_flags(group)
-    arguments.add_fields(group, SpeculationConfig, "coupled")
+    parser.set_defaults(**dict.fromkeys(boot.SAMPLING))
+    arguments.add_speculation_flags(parser, "none of this changes the text's distribution")
     arguments.add_switches(
         parser,
         chat="the prompt is a message: put it into the model's chat template",
@@ -88,9 +71,8 @@ def build_parser() -> arguments.OneLineParser:
         stats="all statistics, not only a line of them",
         quiet="no progress, log or statistics on standard error",
     )
-    parser.add_argument(
-        "--system", metavar="TEXT", help="with --chat: a message of the system first"
-    )
+    text = "with --chat: a message of the system first"
+    parser.add_argument("--system", metavar="TEXT", help=text)
     text = "show the models that have names and exit"
     parser.add_argument("--list-models", action="version", version=table(), help=text)
     return parser
@@ -99,47 +81,51 @@ def build_parser() -> arguments.OneLineParser:
 def run_command(args: argparse.Namespace) -> int:
     """Does what the flags say; returns the exit code."""
     sampling = arguments.taken(SamplingParams, args)
-    generation = arguments.taken(GenerationConfig, args, stop=tuple(args.stop))
+    generation = arguments.taken(GenerationConfig, args)
     speculation, draft = arguments.speculation_of(args), arguments.draft_of(args)
     if args.system is not None and not args.chat:
         raise InputError("--system has a text, but nothing is a message; add --chat")
-    for flag in arguments.ignored_flags(args):
-        log.warning("%s is ignored: --method %s has no use for it", flag, args.method)
-    check_kv_flags(args)
+    arguments.warn_of_ignored(args)
+    boot.check_kv_flags(args)
     args.prompt = args.text if args.prompt is None else args.prompt
-    is_given = args.demo or any(
-        x is not None for x in (args.prompt, args.prompt_file, args.prompts)
-    )
+    is_given = args.demo or (args.prompt, args.prompt_file, args.prompts) != (None, None, None)
     if not is_given and join().ask_first(is_piped):
         log.info("prompt: standard input")
         args.prompt_file = "-"
     if args.prompts is not None:
-        return run_requests(args, sampling, generation, speculation, draft)
-    text, max_tokens = read_prompt(args.prompt_file, args.prompt), max_tokens_of(args)
+        return run_lines(args, sampling, generation, speculation, draft)
+    text = read_prompt(args.prompt_file, args.prompt), max_tokens_of(args)
     num_new = generation.max_new_tokens
-    engine, [prompt] = load_engine(args, draft, [(text, max_tokens)], num_new=num_new)
-    sampling = dataclasses.replace(sampling, **model_sampling(args, engine))
-    vars(args).update(dataclasses.asdict(sampling))
-    args.seed = seed_of(args, speculation)
-    load_kv(args, engine)
+    engine, [prompt] = boot.load_engine(args, draft, [text], num_new=num_new)
+    sampling = dataclasses.replace(sampling, **boot.model_sampling(args, engine))
+    args.temperature = sampling.temperature
+    args.seed = boot.seed_of(args, speculation)
+    boot.load_kv(args, engine)
     run = engine.generate(
         prompt, sampling=sampling, generation=generation, speculation=speculation, seed=args.seed
     )
-    if args.json or args.json_stream:
-        show = json_line if args.json_stream else nothing
+    finish_reason = show(args, engine, run)
+    run.close()
+    boot.save_kv(args, engine, run.rows[0].stats.num_cached_tokens)
+    return 130 if finish_reason == "interrupted" else 0
+
+
+def show(args: argparse.Namespace, engine: Engine, run: Generation) -> str:
+    """Writes a run's text or JSON as it goes, then its statistics; returns how it finished."""
+    as_json = args.json or args.json_stream
+    if as_json:
+        write = json_line if args.json_stream else nothing
     else:
-        show = colored if args.color else plain
-    if show is colored:
+        write = colored if args.color else plain
+    if write is colored:
         log.info(LEGEND)
-    finish_reason, tokens = stream(run, show, quiet=args.quiet)
-    if show in (json_line, nothing):
-        print(json.dumps(report(engine, run, args, finish_reason, tokens)), flush=True)
+    finish_reason, tokens = stream(run, write, quiet=args.quiet)
+    end = json.dumps(report(engine, run, args, finish_reason, tokens)) if as_json else ""
+    print(end, flush=True)
     log.info(outline(engine, run))
     if args.stats:
         log.info(details(engine, run))
-    run.close()
-    save_kv(args, engine, run.rows[0].stats.num_cached_tokens)
-    return 130 if finish_reason == "interrupted" else 0
+    return finish_reason
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -18,12 +18,12 @@ with clean_imports():
     from pathlib import Path
     from typing import Any
 
-    from minitri.benchmarks.ledger import CARDS, Workload, predict
-    from minitri.benchmarks.ledger import table as ledger_table
     from minitri.cli import arguments
     from minitri.config import ModelConfig
     from minitri.errors import InputError, shorten
     from minitri.gpu.placement import CONTEXT, GIB, demand, shortage
+    from minitri.ledger import CARDS, Workload, predict
+    from minitri.ledger import table as ledger_table
     from minitri.loading.checkpoint import open_checkpoint
     from minitri.loading.fetch import committed_path, default_draft, split_draft
     from minitri.loading.named_models import shape_of, unknown_model

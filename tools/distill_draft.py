@@ -1,6 +1,6 @@
 """Makes a drafter for a target that minitri loads: a few of its layers, trained to imitate it.
 
-    python tools/distill_draft.py --text a.txt --text b.txt --held-out c.txt --out my-drafter
+    python -m tools.distill_draft --text a.txt --text b.txt --held-out c.txt --out my-drafter
     python -m minitri.generate --draft my-drafter --method triforce --demo
 
 The drafter starts as some of the target's own layers, reads tokens from the target's embedding
@@ -31,7 +31,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from distill_data import BATCH, LabelStore, W, continue_texts, label, read_texts, sequences_of
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -49,6 +48,7 @@ from minitri.model.cache import BlockKV
 from minitri.model.linear import TrimmedHead
 from minitri.model.llama import Llama, sample_of_vocabulary
 from minitri.settings import SamplingParams, SpeculationConfig
+from tools.distill_data import BATCH, LabelStore, W, continue_texts, label, read_texts, sequences_of
 
 SAMPLINGS = {
     "T=0": SamplingParams(0.0),

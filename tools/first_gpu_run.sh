@@ -51,13 +51,13 @@ gpu_part "attention and other kernels against their oracles" 90 \
     python -m pytest -q tests/gpu_twins/test_triton_attention.py tests/gpu_twins/test_fused.py \
     tests/gpu_twins/test_sampling_search.py tests/gpu_twins/test_quantized_weights.py
 part "selftest" 110 python -m minitri.selftest --model "$model" --max-new-tokens 48
-gpu_part "7B at 122,880 tokens, on chip" 120 python -m minitri.bench "${big[@]}"
-gpu_part "the same with 8 bits for guesses" 100 python -m minitri.bench "${big[@]}" --draft-weights int8
-gpu_part "the same, offloaded" 150 python -m minitri.bench "${big[@]}" --offload --on-chip 0
+gpu_part "7B at 122,880 tokens, on chip" 120 python -m tools.bench "${big[@]}"
+gpu_part "the same with 8 bits for guesses" 100 python -m tools.bench "${big[@]}" --draft-weights int8
+gpu_part "the same, offloaded" 150 python -m tools.bench "${big[@]}" --offload --on-chip 0
 part "methods on real weights" 120 python -m minitri.bench --compare --model "$model" \
     --prompt-tokens 4000 --new-tokens 64 --seeds 1 --quiet
 for backend in triton torch-flash; do
-    gpu_part "attention $backend" 60 python -m minitri.bench "${big[@]}" --attention $backend
+    gpu_part "attention $backend" 60 python -m tools.bench "${big[@]}" --attention $backend
 done
 say "$failed parts failed; the whole report is $report"
 exit $failed

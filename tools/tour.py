@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitri.benchmarks.plots import png_file
 from minitri.caches.full import FullCache
 from minitri.caches.policies import ChunkRetrieval, attention_received
 from minitri.cli import arguments
@@ -38,6 +37,7 @@ from minitri.errors import InputError
 from minitri.events import Token
 from minitri.runner import prefill
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
+from tools.bench.plots import png_file
 
 WINDOW, SHIFT, CHUNK, NUM_SINKS = 16, 128, 8, 4
 """Tokens that ask together, and how far before them others asked; tokens of a chunk; sinks."""

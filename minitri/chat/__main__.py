@@ -66,12 +66,7 @@ def build_parser() -> arguments.OneLineParser:
         "default: as the model's generation_config.json says, or else greedy",
     )  # fmt: skip
     parser.set_defaults(**dict.fromkeys(SAMPLING))
-    group = parser.add_argument_group("speculation (none of this changes the text's distribution)")
-    arguments.add_fields(group, SpeculationConfig, "method")
-    arguments.add_draft_flag(group)
-    arguments.add_fields(group, SpeculationConfig, "policy")
-    arguments.add_size_flags(group)
-    arguments.add_fields(group, SpeculationConfig, "coupled")
+    arguments.add_speculation_flags(parser, "none of this changes the text's distribution")
     arguments.add_switches(
         parser,
         color="color each token by the stage it came from",
@@ -218,8 +213,7 @@ def run_command(args: argparse.Namespace) -> None:
     """Chats until /quit or the end of the input."""
     sampling = arguments.taken(SamplingParams, args)
     speculation, draft = arguments.speculation_of(args), arguments.draft_of(args)
-    for flag in arguments.ignored_flags(args):
-        log.warning("%s is ignored: --method %s has no use for it", flag, args.method)
+    arguments.warn_of_ignored(args)
     documents = [read_text(file) for file in args.document]
     lines = Lines([command.split()[0] for command in HELP])
 

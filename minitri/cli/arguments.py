@@ -1,7 +1,7 @@
 """The flags of the programs, in groups that they share, and the settings that flags stand for.
 
-Flags for a field of `SamplingParams`, `GenerationConfig` or `SpeculationConfig` take their default
-from the field and their help from the text below it. This module loads nothing, prints nothing.
+Flags for a field of `SamplingParams`, `GenerationConfig` or `SpeculationConfig` take their kind and
+default from the field and their help from the text below it. This module loads nothing.
 """
 
 import argparse
@@ -9,9 +9,11 @@ import ast
 import dataclasses
 import inspect
 import itertools
+import logging
+import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -19,44 +21,47 @@ from minitri import __version__
 from minitri.errors import MAX_COUNT, InputError, shorten
 from minitri.gpu.attention_backends import BACKENDS
 from minitri.loading.devices import DRAFT_WEIGHTS, DTYPES, WEIGHTS
-from minitri.loading.fetch import default_draft, split_draft
+from minitri.loading.fetch import LOOKUPS, default_draft
 from minitri.loading.named_models import DEFAULT_MODEL, MODELS
 from minitri.loading.prompts import MAX_SEED
 from minitri.settings import (
     METHODS,
-    POLICIES,
     VERIFICATIONS,
     GenerationConfig,
     SamplingParams,
     SpeculationConfig,
 )
 
+log = logging.getLogger("minitri")
+
 Settings = TypeVar("Settings", SamplingParams, GenerationConfig, SpeculationConfig)
 Flags = argparse._ActionsContainer
 """A parser, or a group of its flags."""
 
-MAX_THREADS = 1024
 DEMO_PROMPT_TOKENS = 4000
 """Length of the built-in prompt where no other is asked for: read in seconds on a laptop."""
 WITH_DRAFTER = ("auto", "naive", "triforce")
 """Methods that a drafter guesses for."""
-WINDOW = ("num_sink_tokens", "num_recent_tokens")
+WINDOW = ["num_sink_tokens", "num_recent_tokens"]
 """Settings of the drafter's cache."""
-RETRIEVAL = (
-    "gamma2", "budget", "chunk_size", "observation_window", "rebuild_stride", "rebuild_threshold",
-)  # fmt: skip
+RETRIEVAL = ["gamma2", "budget", "chunk_size", "observation_window"]
+RETRIEVAL += ["rebuild_stride", "rebuild_threshold"]
 """Settings of the retrieval level."""
+CHOICES = {"method": METHODS, "verification": VERIFICATIONS}
+METAVARS = {"temperature": "T", "top_k": "K", "top_p": "P", "min_p": "P", "logprobs": "K"}
+METAVARS |= {"stop": "TEXT", "rebuild_threshold": "RATE", "tree": "N|WxD"}
+SHORT = {"max_new_tokens": ["-n"], "quiet": ["-q"]}
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Shows the default of a flag that has one, unless its help text tells it."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        text, value = action.help or "", action.default
-        is_value = isinstance(value, int | float | str) and not isinstance(value, bool)
-        if not is_value or value == argparse.SUPPRESS or "default:" in text:
+        text, default = action.help or "", action.default
+        if default in (None, False, "", argparse.SUPPRESS) or action.nargs == 0:
             return text
-        return f"{text} (default: {'%(default)g' if isinstance(value, float) else '%(default)s'})"
+        is_told = "default:" in text or not isinstance(default, int | float | str)
+        return text if is_told else f"{text} (default: %(default)s)"
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -84,11 +89,11 @@ class OneLineParser(argparse.ArgumentParser):
 
 def whole(least: int = -MAX_COUNT, most: int = MAX_COUNT) -> Callable[[str], int]:
     """How to read a flag's value that must be a whole number within bounds."""
-    bounds = f" from {least} to {most}" if least > -MAX_COUNT else f" of at most {most}"
 
     def read(text: str) -> int:
         if re.fullmatch("-?[0-9]{1,10}", text) and least <= int(text) <= most:
             return int(text)
+        bounds = f" from {least} to {most}" if least > -MAX_COUNT else f" of at most {most}"
         value = shorten(repr(text), 60)
         raise argparse.ArgumentTypeError(f"{value} is not a whole number{bounds}")
 
@@ -101,13 +106,12 @@ positive = whole(1)
 def two_rates(text: str) -> tuple[float, float]:
     """A flag's value such as 0.46,0.92."""
     try:
-        first, second = (float(part) for part in text.split(","))
+        first, second = map(float, text.split(","))
     except ValueError:
-        first = second = -1.0
+        first = second = math.nan
     if not (0 <= first <= 1 and 0 <= second <= 1):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not two rates from 0 to 1, such as 0.46,0.92"
-        )
+        wanted = "two rates from 0 to 1, such as 0.46,0.92"
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
     return first, second
 
 
@@ -116,39 +120,32 @@ def auto_or_whole(text: str) -> int | None:
     return None if text == "auto" else whole()(text)
 
 
-SWITCH: dict[str, Any] = {"action": "store_true"}
-AUTO: dict[str, Any] = {"type": auto_or_whole, "metavar": "N|auto"}
-KINDS: dict[str, dict[str, Any]] = {
-    "temperature": {"type": float, "metavar": "T"}, "top_k": {"type": whole(), "metavar": "K"},
-    "top_p": {"type": float, "metavar": "P"}, "min_p": {"type": float, "metavar": "P"},
-    "stop": {"action": "append", "metavar": "TEXT", "default": []},
-    "ignore_eos": SWITCH, "offload": SWITCH, "coupled": SWITCH,
-    "logprobs": {"type": whole(), "metavar": "K"},
-    "method": {"choices": METHODS}, "policy": {"choices": POLICIES},
-    "gamma1": AUTO, "gamma2": AUTO, "budget": AUTO,
-    "rebuild_threshold": {"type": float, "metavar": "RATE"},
-    "tree": {"metavar": "N|WxD"}, "verification": {"choices": VERIFICATIONS},
-}  # fmt: skip
-"""How the fields are given on a command line; those that are not here are counts."""
-SHORT = {"max_new_tokens": ["-n"], "model": ["-m"], "quiet": ["-q"]}
-
-
 def add_fields(flags: Flags, settings: type[Settings], *names: str) -> None:
     """A flag for each of these fields of a settings class."""
     texts = field_texts(settings)
+    fields = {field.name: field for field in dataclasses.fields(settings)}
     for name in names:
         text, _, default = texts.get(name, "").rstrip(".").partition(". Default: ")
         text = text[:1].lower() + text[1:] + (f" (default: {default})" if default else "")
-        options = {"default": getattr(settings(), name), "help": text.replace("%", "%%")}
-        options |= KINDS.get(name, {"type": whole(), "metavar": "N"})
+        options: dict[str, Any] = {"default": fields[name].default, "help": text.replace("%", "%%")}
+        options |= kind_of(fields[name])
         flags.add_argument(*SHORT.get(name, []), f"--{name.replace('_', '-')}", **options)
 
 
-def add_switches(flags: Flags, **texts: str) -> None:
-    """Flags without a value, each with its help text."""
-    for name, text in texts.items():
-        names = *SHORT.get(name, []), f"--{name.replace('_', '-')}"
-        flags.add_argument(*names, action="store_true", help=text)
+def kind_of(field: dataclasses.Field[Any]) -> dict[str, Any]:
+    """How a field is given on a command line, by its type."""
+    name = field.name
+    if name in CHOICES:
+        return {"choices": CHOICES[name]}
+    if field.type is bool:
+        return {"action": argparse.BooleanOptionalAction if field.default else "store_true"}
+    if field.type == Sequence[str]:
+        return {"action": "append", "metavar": METAVARS[name], "default": []}
+    if field.type in (float, str):
+        return {"type": field.type, "metavar": METAVARS[name]}
+    is_open = field.type == int | None
+    metavar = METAVARS.get(name, "N|auto" if is_open else "N")
+    return {"type": auto_or_whole if is_open else whole(), "metavar": metavar}
 
 
 def field_texts(settings: type) -> dict[str, str]:
@@ -165,32 +162,35 @@ def field_texts(settings: type) -> dict[str, str]:
     return texts
 
 
+def add_switches(flags: Flags, **texts: str) -> None:
+    """Flags without a value, each with its help text."""
+    for name, text in texts.items():
+        names = *SHORT.get(name, []), f"--{name.replace('_', '-')}"
+        flags.add_argument(*names, action="store_true", help=text)
+
+
 def add_model_flags(flags: Flags) -> None:
     """Which model runs, and how."""
-    names = ", ".join(MODELS)
-    for name, default, choices, metavar, text in (
-        ("model", DEFAULT_MODEL, None, "NAME|PATH|ORG/REPO", "a named model, a folder or file, or "
-         f"a hub repository (default: %(default)s); names: {names}"),
-        ("dtype", "auto", ("auto", *DTYPES), None,
-         "of weights and KV cache (default: what is fast here)"),
-        ("device", "auto", None, "cpu|cuda|cuda:N", "(default: cuda if it is there)"),
-        ("attention", "auto", ("auto", *BACKENDS), None,
-         "kernel for short blocks on a GPU (default: the first that works there)"),
-        ("weights", "auto", WEIGHTS, None,
-         "on a CPU native keeps the Q4_0, Q4_1 and Q8_0 of a GGUF file as they are, which takes "
-         "less memory (default: in --dtype)"),
-        ("draft-weights", "auto", DRAFT_WEIGHTS, None,
-         "of the target where it guesses with its retrieval cache: its own, or a copy; int4 is for "
-         "CPUs, the text stays the same (default: int4 where compiled kernels run)"),
-        ("rope-scaling", None, None, "KIND:FACTOR",
-         "stretch the context, e.g. yarn:4 makes 8K 32K (default: as trained)"),
-    ):  # fmt: skip
-        options: dict[str, Any] = {"choices": choices, "metavar": metavar, "help": text}
-        flags.add_argument(*SHORT.get(name, []), f"--{name}", default=default, **options)
+    add = flags.add_argument
+    text = "a named model, a folder or file, or a hub repository; names: " + ", ".join(MODELS)
+    add("-m", "--model", default=DEFAULT_MODEL, metavar="NAME|PATH|ORG/REPO", help=text)
+    text = "of weights and KV cache (default: what is fast here)"
+    add("--dtype", default="auto", choices=("auto", *DTYPES), help=text)
+    text = "(default: cuda if it is there)"
+    add("--device", default="auto", metavar="cpu|cuda|cuda:N", help=text)
+    text = "kernel for short blocks on a GPU (default: the first that works there)"
+    add("--attention", default="auto", choices=("auto", *BACKENDS), help=text)
+    text = "on a CPU native keeps the 4 and 8 bits of a GGUF file (default: in --dtype)"
+    add("--weights", default="auto", choices=WEIGHTS, help=text)
+    text = "weights that guess with the retrieval cache: the target's own (same) or a copy in fewer"
+    text += " bits; the text stays the same (default: int4 where compiled kernels run)"
+    add("--draft-weights", default="auto", choices=DRAFT_WEIGHTS, help=text)
+    text = "stretch the context, e.g. yarn:4 makes 8K 32K (default: as trained)"
+    add("--rope-scaling", metavar="KIND:FACTOR", help=text)
     text = "cores of a CPU to compute on (default: all; leave some to other programs)"
-    flags.add_argument("--threads", type=whole(1, MAX_THREADS), metavar="N", help=text)
+    add("--threads", type=whole(1, 1024), metavar="N", help=text)
     text = "stop with an error where texts might differ in the last bits: without compiled kernels"
-    flags.add_argument("--bitwise", action="store_true", help=text)
+    add("--bitwise", action="store_true", help=text)
 
 
 def add_prompt_flags(
@@ -203,10 +203,9 @@ def add_prompt_flags(
     group.add_argument("--prompt-file", metavar="FILE", help="a UTF-8 file; - is standard input")
     group.add_argument("--demo", action="store_true", help="Python's own help texts, 700 KB")
     kept = max_prompt_tokens or f"all; {DEMO_PROMPT_TOKENS} of the demo"
-    parser.add_argument(
-        "--max-prompt-tokens", type=positive, metavar="N", default=max_prompt_tokens,
-        help=f"keep the first N tokens of the prompt (default: {kept})",
-    )  # fmt: skip
+    text = f"keep the first N tokens of the prompt (default: {kept})"
+    options: dict[str, Any] = {"type": positive, "metavar": "N", "default": max_prompt_tokens}
+    parser.add_argument("--max-prompt-tokens", help=text, **options)
     text = "tokens that are kept of a prompt too long for the context (default: an error)"
     parser.add_argument("--fit", choices=("first", "last"), help=text)
     add_fields(parser, GenerationConfig, "max_new_tokens")
@@ -215,9 +214,7 @@ def add_prompt_flags(
 
 def add_gpu_flags(flags: Flags) -> None:
     """Where the KV cache is, and how a GPU computes."""
-    add_fields(flags, GenerationConfig, "offload", "on_chip")
-    text = "on a GPU, launch every kernel by itself"
-    flags.add_argument("--no-cuda-graphs", dest="cuda_graphs", action="store_false", help=text)
+    add_fields(flags, GenerationConfig, "offload", "on_chip", "cuda_graphs")
 
 
 def add_sampling_flags(
@@ -233,21 +230,23 @@ def add_sampling_flags(
 
 def add_draft_flag(flags: Flags) -> None:
     """Who guesses first."""
-    flags.add_argument(
-        "--draft", default="auto", metavar="NAME|DIR|layers:FILE|suffix|datastore:FILE|none",
-        help="drafter for naive and triforce: a model of the same vocabulary; layers:FILE, some"
-        " layers of the target (tools/find_layers.py); suffix, which looks the last words up in the"
-        " text; or datastore:FILE, which does so in other texts, too (tools/build_datastore.py); a"
-        " lookup and a model with a comma between take turns (default: the one that belongs to the"
-        " model, else suffix)",
-    )  # fmt: skip
-    text = "let suffix and datastore look words up in the texts of earlier prompts, too"
-    flags.add_argument("--draft-history", action="store_true", help=text)
+    text = "drafter for naive and triforce: a model of the same vocabulary, or suffix, which looks "
+    text += "the last words up in the text (default: the one made for the model, else suffix)"
+    flags.add_argument("--draft", default="auto", metavar="NAME|DIR|suffix|none", help=text)
 
 
 def add_size_flags(flags: Flags) -> None:
     """How far each level guesses ahead, and how much the small caches hold."""
     add_fields(flags, SpeculationConfig, "gamma1", *RETRIEVAL, *WINDOW, "tree", "verification")
+
+
+def add_speculation_flags(parser: argparse.ArgumentParser, about: str) -> None:
+    """Everything about guessing, in a group of its own."""
+    group = parser.add_argument_group(f"speculation ({about})")
+    add_fields(group, SpeculationConfig, "method")
+    add_draft_flag(group)
+    add_size_flags(group)
+    add_fields(group, SpeculationConfig, "coupled")
 
 
 def add_rates_flag(flags: Flags, name: str, text: str) -> None:
@@ -275,8 +274,6 @@ def model_of(args: argparse.Namespace) -> dict[str, Any]:
         args.draft_weights = "same"
     names = ("model", "dtype", "device", "attention", "rope_scaling", "weights", "draft_weights")
     options = {name: getattr(args, name) for name in names}
-    is_used = getattr(args, "method", None) in WITH_DRAFTER
-    options["draft_history"] = getattr(args, "draft_history", False) and is_used
     return {**options, "progress": not args.quiet and sys.stderr.isatty()}
 
 
@@ -286,33 +283,30 @@ def speculation_of(args: argparse.Namespace) -> SpeculationConfig:
 
 
 def draft_of(args: argparse.Namespace) -> str:
-    """The drafter that the flags ask for: a name, a path, `suffix` or a datastore.
+    """The drafter that the flags ask for: a name, a path or `suffix`.
 
     Raises `InputError` if one is missing.
     """
     if args.method not in WITH_DRAFTER:
         return "suffix"  # which costs nothing and is not used
     if args.draft == "none":
-        raise InputError(
-            f"--method {args.method} needs a drafter, got --draft none; use --method retrieval"
-        )
+        problem = f"--method {args.method} needs a drafter, got --draft none"
+        raise InputError(f"{problem}; use --method retrieval")
     if args.draft == "auto" and args.method != "auto":
         return default_draft(args.model)  # must be had; for --method auto `load` may do without
     return str(args.draft)
 
 
-def ignored_flags(args: argparse.Namespace) -> list[str]:
-    """Flags that were set although the method has no use for them."""
-    unused: list[str] = []
-    if args.method in ("autoregressive", "retrieval"):
-        unused += ["gamma1"] if args.draft in ("auto", "none") else ["draft", "gamma1"]
-        unused += ["draft_history"] * args.draft_history
-    if args.method in ("autoregressive", "naive"):
-        unused += ["policy", *RETRIEVAL]
-    if args.method == "autoregressive" or (
-        args.method == "naive" and not split_draft(draft_of(args))[1]
-    ):
-        unused += WINDOW
-    defaults = vars(SpeculationConfig())
-    changed = [name for name in unused if getattr(args, name) != defaults.get(name)]
-    return [f"--{name.replace('_', '-')}" for name in changed]
+def warn_of_ignored(args: argparse.Namespace) -> None:
+    """Names the flags that were set although the method has no use for them."""
+    uses_drafter = args.method in WITH_DRAFTER
+    uses_retrieval = args.method not in ("autoregressive", "naive")
+    uses_window = uses_retrieval or (uses_drafter and draft_of(args) not in LOOKUPS)
+    unused = [] if uses_drafter else ["draft", "gamma1"]
+    unused += [] if uses_retrieval else RETRIEVAL
+    unused += [] if uses_window else WINDOW
+    unset = {"draft": "none" if args.draft == "none" else "auto", **vars(SpeculationConfig())}
+    for name in unused:
+        if getattr(args, name) != unset[name]:
+            flag = name.replace("_", "-")
+            log.warning("--%s is ignored: --method %s has no use for it", flag, args.method)

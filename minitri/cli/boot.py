@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from minitri.cli.arguments import Flags, model_of
-from minitri.cli.inputs import encode, encode_chat
+from minitri.cli.inputs import encode
 from minitri.config import ModelConfig
 from minitri.engine import Engine, load
 from minitri.errors import InputError, shorten
@@ -32,33 +32,21 @@ SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]
 """Flags that are None where nothing was given."""
 
 
-def model_sampling(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
-    """What the model's files say of sampling where no flag does, which is told in a line."""
-    plain, wanted = vars(SamplingParams()), vars(engine.sampling_defaults)
-    found = {
-        name: value
-        for name, value in wanted.items()
-        if value != plain[name] and getattr(args, name) is None and args.temperature != 0
-    }
-    if found:
-        values = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in found.items())
-        line = "sampling as the model's generation_config.json says: %s; --temperature 0 is greedy"
-        log.info(line, values)
-    return found
-
-
-def seed_of(args: argparse.Namespace, speculation: SpeculationConfig) -> int:
-    """The seed that was given; or one drawn where it matters, which is told."""
-    if args.seed is not None or not args.temperature:
-        return args.seed or 0
-    seed = join().agree(lambda: secrets.randbelow(MAX_SEED + 1))
-    if len(speculation.plans) == 1:
-        log.info("seed %d; --seed %d repeats this text", seed, seed)
-    elif speculation.coupled:
-        log.info("seed %d; --seed %d repeats this text, up to rounding", seed, seed)
-    else:
-        log.info("seed %d; the text follows the clock, too: give --seed if it has to repeat", seed)
-    return seed
+def boot(
+    args: argparse.Namespace, draft: str, check: Callable[[Tokenizer, ModelConfig], None]
+) -> Engine:
+    """Boots the engine that the flags ask for, with `check` before the weights are read."""
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    engine = load(**model_of(args), draft=draft, before_weights=check)
+    if args.bitwise and not engine.model.execution.is_row_invariant:
+        where = f"{engine.config.name} on {engine.model.device}"
+        problem = f"--bitwise needs the compiled kernels, which {where} does not use"
+        raise InputError(f"{problem}; run on a CPU with a C++ compiler, or leave it out")
+    if args.bitwise and args.tree:
+        problem = f"--bitwise does not hold with --tree {args.tree}, which changes sums' order"
+        raise InputError(f"{problem}; leave one of them out")
+    return engine
 
 
 def load_engine(
@@ -76,40 +64,44 @@ def load_engine(
 
     def check(tokenizer: Tokenizer, config: ModelConfig) -> None:
         for text, max_tokens in texts:
-            if getattr(args, "chat", False):
-                ids = encode_chat(text, tokenizer, config, max_tokens, num_new, args)
-            else:
-                fit = getattr(args, "fit", None)
-                ids = encode(text, tokenizer, config, max_tokens, num_new, fit)
-            prompts.append(ids)
-            check_prompt(ids, config, num_new)
+            prompts.append(encode(text, tokenizer, config, max_tokens, num_new, args))
+            check_prompt(prompts[-1], config, num_new)
 
     return boot(args, draft, check), prompts
 
 
-def boot(
-    args: argparse.Namespace, draft: str, check: Callable[[Tokenizer, ModelConfig], None]
-) -> Engine:
-    """Boots the engine that the flags ask for, with `check` before the weights are read."""
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    engine = load(**model_of(args), draft=draft, before_weights=check)
-    if args.bitwise and not engine.model.execution.is_row_invariant:
-        raise InputError(
-            f"--bitwise needs the compiled kernels, which {engine.config.name} on "
-            f"{engine.model.device} does not use; run on a CPU with a C++ compiler, or leave it out"
-        )
-    if args.bitwise and args.tree:
-        raise InputError(
-            f"--bitwise does not hold with --tree {args.tree}: in which order attention adds up "
-            "depends on the tree; leave one of them out"
-        )
-    return engine
+def model_sampling(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
+    """What the model's files say of sampling where no flag does, which is told in a line."""
+    plain = SamplingParams()
+    found = {
+        name: value
+        for name, value in vars(engine.sampling_defaults).items()
+        if value != getattr(plain, name) and getattr(args, name) is None and args.temperature != 0
+    }
+    if found:
+        values = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in found.items())
+        line = "sampling as the model's generation_config.json says: %s; --temperature 0 is greedy"
+        log.info(line, values)
+    return found
+
+
+def seed_of(args: argparse.Namespace, speculation: SpeculationConfig) -> int:
+    """The seed that was given; or one drawn where it matters, which is told."""
+    if args.seed is not None or not args.temperature:
+        return args.seed or 0
+    seed = join().agree(lambda: secrets.randbelow(MAX_SEED + 1))
+    repeats = f"--seed {seed} repeats this text"
+    if len(speculation.plans) > 1:
+        repeats += ", up to rounding"
+        if not speculation.coupled:
+            repeats = "the text follows the clock, too: give --seed if it has to repeat"
+    log.info("seed %d; %s", seed, repeats)
+    return seed
 
 
 def add_kv_flags(flags: Flags) -> None:
-    """Both flags."""
-    text = "start behind what the prompt has in common with the text whose KV cache FILE holds"
+    """The flags of a KV snapshot: K and V of a prompt from a file, and into one."""
+    text = "start after what the prompt has in common with the text whose KV cache FILE holds"
     flags.add_argument("--load-kv", metavar="FILE", help=text)
     text = "in the end write the KV cache to FILE (60 GB for 7B at 120,000 tokens, 0.19 GB for "
     text += "the default model at 8,000)"

@@ -18,11 +18,8 @@ from minitri.errors import InputError
 TYPE_CHECKING = False  # `typing` itself takes milliseconds, in which nothing guards Ctrl-C yet
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-    from typing import Any, NoReturn
 
     from _typeshed import ReadableBuffer
-
-    Handler = Callable[..., Any]
 
 WRITE_ERRORS = (errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPIPE)
 """What may happen to a write although there is no bug."""
@@ -35,36 +32,25 @@ def clean_imports() -> Iterator[None]:
     For the seconds that importing PyTorch takes. Extension modules lose exceptions there.
     """
     _open_closed_files()
-    try:
-        os.getcwd()  # noqa: PTH109 (imports more)
-    except FileNotFoundError:  # on which a library of PyTorch ends the process, in its own words
-        _end(2, "the current folder has gone; change to one that is there")
-    _handle_ctrl_c(_stop_at_once, instead_of=signal.default_int_handler)
+    _on_ctrl_c(_stop_at_once, instead_of=signal.default_int_handler)
+    import shutil
+
     # PyTorch's large tensors in pages of 2 MB: weights and KV caches are read 5 % faster on Linux.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # Threads of PyTorch that wait would spin on the cores of compiled kernels: with them asleep
+    # Waiting threads of PyTorch would spin on the cores of compiled kernels: with them asleep
     # prompts are read 15 % faster. Without a compiler spinning is faster.
-    if os.environ.get("MINITRI_KERNELS") != "off" and _has_compiler():
+    has_kernels = os.environ.get("MINITRI_KERNELS") != "off"
+    if has_kernels and shutil.which(os.environ.get("CXX", "c++")):
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
+        os.getcwd()  # noqa: PTH109 (imports more); a library of PyTorch aborts without it
         yield
     except ModuleNotFoundError as error:
-        _end(2, f"{error}; install it: pip install -e . in the folder of minitri")
+        raise _end(2, f"{error}; install it: pip install -e . in the folder of minitri") from None
+    except FileNotFoundError as error:
+        raise _end(2, f"no current folder: {error}; change to one that is there") from None
     finally:
-        _handle_ctrl_c(signal.default_int_handler, instead_of=_stop_at_once)
-
-
-def _handle_ctrl_c(handler: "Handler", *, instead_of: "Handler") -> None:
-    with contextlib.suppress(ValueError):  # in a thread other than the main one
-        if signal.getsignal(signal.SIGINT) is instead_of:
-            signal.signal(signal.SIGINT, handler)
-
-
-def _stop_at_once(*_: object) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        with contextlib.suppress(OSError):
-            os.write(2, b"minitri: interrupted\n")
-    os._exit(130)
+        _on_ctrl_c(signal.default_int_handler, instead_of=_stop_at_once)
 
 
 @contextlib.contextmanager
@@ -75,8 +61,7 @@ def program(
 
     `parallel`: torchrun may start it in several processes, of which the first one speaks."""
     words = sys.argv[1:] if argv is None else argv
-    as_json = any(word in ("--json", "--json-stream") for word in words)
-    with clean_exits(), _errors_as_json() if as_json else contextlib.nullcontext():
+    with clean_exits(as_json=bool({"--json", "--json-stream"} & {*words})):
         import logging
 
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # all is done by then
@@ -97,18 +82,6 @@ def program(
         yield args
 
 
-@contextlib.contextmanager
-def _errors_as_json() -> "Iterator[None]":
-    """Puts bad input on standard output, too, for programs that read objects there."""
-    try:
-        yield
-    except InputError as error:
-        import json
-
-        print(json.dumps({"error": str(error)}, ensure_ascii=False), flush=True)
-        raise
-
-
 def _joins_others(name: str, parallel: bool) -> bool:
     """Joins the other processes, if torchrun has started several; whether this one is silent."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
@@ -117,18 +90,17 @@ def _joins_others(name: str, parallel: bool) -> bool:
         raise InputError(f"{name} runs in one process; start it without torchrun")
     from minitri.parallel.ranks import join
 
-    if join().rank == 0:
-        return False
-    nowhere = open(os.devnull, "w", encoding="utf-8", errors="replace")  # noqa: PTH123, SIM115
-    sys.stdout = nowhere
-    return True
+    if join().rank:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
+    return join().rank > 0
 
 
 @contextlib.contextmanager
-def clean_exits() -> Iterator[None]:
+def clean_exits(*, as_json: bool = False) -> Iterator[None]:
     """Ends the program with a code and at most one line.
 
-    That is for bad input, Ctrl-C, a full disk and a closed pipe; anything else is a bug.
+    That is for bad input (with `as_json` an object on standard output, too), Ctrl-C, a full disk
+    and a closed pipe; anything else is a bug.
     """
     _open_closed_files()
     if sys.stderr is sys.__stderr__:  # not captured by a test
@@ -136,26 +108,31 @@ def clean_exits() -> Iterator[None]:
         sys.stderr = io.TextIOWrapper(raw, "utf-8", "replace", line_buffering=True)
     try:
         if sys.stdout is None:
-            raise InputError("standard output is closed; send it somewhere, such as > /dev/null")
+            raise _end(2, "standard output is closed; send it somewhere, such as > /dev/null")
         try:
             yield
+        except InputError as error:
+            if as_json:
+                import json
+
+                print(json.dumps({"error": str(error)}, ensure_ascii=False))
+            raise
         finally:
             sys.stdout.flush()
-    except SystemExit as end:
-        sys.exit(_first_end(end.code)[0] if isinstance(end.code, int) and end.code else end.code)
     except InputError as error:
-        _end(2, " ".join(str(error).splitlines()))
+        raise _end(2, " ".join(str(error).splitlines())) from None
     except KeyboardInterrupt:
-        _handle_ctrl_c(lambda *_: os._exit(130), instead_of=signal.default_int_handler)
-        _end(130, "interrupted")
+        _on_ctrl_c(lambda *_: os._exit(130), instead_of=signal.default_int_handler)
+        raise _end(130, "interrupted") from None
     except OSError as error:
         if error.errno not in WRITE_ERRORS:
             raise
         # What could not be written is given up, so that Python does not fail again in the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:  # whoever read our output has gone
-            sys.exit(_first_end(0)[0])
-        _end(2, f"cannot write the output: {error.strerror}; send it elsewhere")
+            raise _end(0) from None
+        line = f"cannot write the output: {error.strerror}; send it elsewhere"
+        raise _end(2, line) from None
 
 
 def is_piped() -> bool:
@@ -167,34 +144,37 @@ def is_piped() -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
 
-def _has_compiler() -> bool:
-    """A guess; `cpu/build.py` knows."""
-    import shutil
-
-    return bool(os.environ.get("CXX")) or any(map(shutil.which, ("c++", "g++", "clang++")))
-
-
-def _end(code: int, line: str) -> "NoReturn":
-    code, is_first = _first_end(code)
-    if is_first:
+def _end(code: int, line: str = "") -> SystemExit:
+    """Says why, and with which code to end: that of the process which ends first, if several
+    run together."""
+    is_first = True
+    if (ranks := sys.modules.get("minitri.parallel.ranks")) is not None:
+        code, is_first = ranks.first_end(code)
+    if line and is_first:
         print(f"minitri: {line}", file=sys.stderr)
-    sys.exit(code)
+    return SystemExit(code)
 
 
-def _first_end(code: int) -> tuple[int, bool]:
-    """The exit code of whichever process ends first, and whether it is this one."""
-    ranks = sys.modules.get("minitri.parallel.ranks")  # not while modules are imported
-    return ranks.first_end(code) if ranks is not None else (code, True)
+def _on_ctrl_c(handler: Callable[..., object], *, instead_of: Callable[..., object]) -> None:
+    with contextlib.suppress(ValueError):  # in a thread other than the main one
+        if signal.getsignal(signal.SIGINT) is instead_of:
+            signal.signal(signal.SIGINT, handler)
+
+
+def _stop_at_once(*_: object) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        with contextlib.suppress(OSError):
+            os.write(2, b"minitri: interrupted\n")
+    os._exit(130)
 
 
 class _Stderr(io.FileIO):
     """Standard error, which may be full or gone: no reason to stop."""
 
     def write(self, data: "ReadableBuffer") -> int:
-        try:
-            return super().write(data)
-        except OSError:
-            return len(memoryview(data))
+        with contextlib.suppress(OSError):
+            super().write(data)
+        return len(memoryview(data))
 
 
 def _open_closed_files() -> None:

@@ -15,11 +15,8 @@ from minitri.parallel.ranks import join
 
 log = logging.getLogger("minitri")
 
-MAX_PROMPT_BYTES = 64 << 20
-"""Of a file: 16 million tokens of English. It bounds the memory for a file that has no end."""
-
-MANY_CONTEXTS = 4
-"""A prompt so many times too long is not tokenized to its end, which may take minutes."""
+MAX_PROMPT_BYTES = 16 << 20
+"""Of a file: 4 million tokens of English. It bounds the memory for a file that has no end."""
 
 
 def read_prompt(file: str | None, prompt: str | None = None) -> str:
@@ -35,32 +32,25 @@ def read_text(file: str) -> str:
     """What a file or standard input (`-`) holds. Raises `InputError` unless that is text."""
     source = "standard input" if file == "-" else shorten(file)
     if file == "-" and sys.stdin is None:
-        raise InputError(
-            "there is no standard input to read the prompt from; give --prompt or a file"
-        )
+        raise InputError("there is no standard input to read; give --prompt or a file")
     try:
         with nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream:
             content = stream.read(MAX_PROMPT_BYTES + 1) or b""  # None where nothing waits
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = getattr(error, "strerror", None) or error
-        raise InputError(
-            f"cannot read the prompt from {source}: {reason}; check --prompt-file"
-        ) from None
+        line = f"cannot read the prompt from {source}: {reason}; check --prompt-file"
+        raise InputError(line) from None
     if len(content) > MAX_PROMPT_BYTES:
-        raise InputError(
-            f"{source} has more than {MAX_PROMPT_BYTES >> 20} MB, and no model reads as much; "
-            "give a part of it"
-        )
+        size = f"more than {MAX_PROMPT_BYTES >> 20} MB"
+        raise InputError(f"{source} has {size}, and no model reads as much; give a part of it")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"{source} is not UTF-8 text (byte {error.start}); convert it, or give another file"
-        ) from None
+        problem = f"is not UTF-8 text (byte {error.start}); convert it, or give another file"
+        raise InputError(f"{source} {problem}") from None
     if "\0" in text:
-        raise InputError(
-            f"{source} is not text: character {text.index(chr(0))} is NUL; give another file"
-        )
+        problem = f"is not text: character {text.index(chr(0))} is NUL"
+        raise InputError(f"{source} {problem}; give another file")
     return text
 
 
@@ -81,68 +71,57 @@ def max_tokens_of(args: argparse.Namespace) -> int | None:
 
 
 def encode(
-    text: str, tokenizer: Tokenizer, config: ModelConfig, max_tokens: int | None, num_new: int,
-    fit: str | None = None,
-) -> list[int]:  # fmt: skip
-    """Token ids of a prompt, at most `max_tokens`, or what `fit` keeps of it.
+    text: str,
+    tokenizer: Tokenizer,
+    config: ModelConfig,
+    max_tokens: int | None,
+    num_new: int,
+    args: argparse.Namespace | None = None,
+) -> list[int]:
+    """Token ids of a prompt, at most `max_tokens`, by --fit, --chat and --system.
 
-    Raises `InputError` if it is far too long.
+    With --chat the text is a message, and what is cut is cut from it, not from the template. Raises
+    `InputError` if the model has no template.
     """
+    fit = getattr(args, "fit", None)
+    tails: list[list[int]] = [[]]
+    if getattr(args, "chat", False):
+        ids, empty = (_in_template(content, tokenizer, args) for content in (text, ""))
+        num_head = len(os.path.commonprefix([ids, empty]))  # noqa: RUF071 (of lists)
+        tails = [ids[::-1], empty[num_head:][::-1]]
+    else:
+        ids = tokenizer.encode(text, max_tokens if fit is None else None)
+        num_head = int(ids[:1] == [tokenizer.bos_token_id])
+    num_tail = len(os.path.commonprefix(tails))  # noqa: RUF071
+    return cut(ids, config, max_tokens, num_new, fit, num_head=num_head, num_tail=num_tail)
+
+
+def _in_template(message: str, tokenizer: Tokenizer, args: argparse.Namespace | None) -> list[int]:
+    system = getattr(args, "system", None)
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return tokenizer.encode_chat([*messages, {"role": "user", "content": message}])
+
+
+def cut(
+    ids: list[int],
+    config: ModelConfig,
+    max_tokens: int | None,
+    num_new: int,
+    fit: str | None,
+    *,
+    num_head: int = 0,
+    num_tail: int = 0,
+) -> list[int]:
+    """The first tokens of a prompt, or the last ones, with those at both ends that stay.
+
+    At most `max_tokens`; with `fit` so few that `num_new` more fit into the context.
+    """
+    room = max_tokens or len(ids)
     if fit is not None:
-        room = room_for(config, max_tokens, num_new)
-        ids = tokenizer.encode(text, room + 1) if fit == "first" else last(text, tokenizer, room)
-        return cut(ids, room, fit, num_head=ids[:1] == [tokenizer.bos_token_id])
-    limit = max_tokens or MANY_CONTEXTS * config.context_length + 1
-    ids = tokenizer.encode(text, limit)
-    if max_tokens is None and len(ids) == limit:
-        raise InputError(
-            f"prompt has {limit} tokens or more, {MANY_CONTEXTS} times what {config.name} "
-            f"holds; keep {max(1, config.context_length - num_new)} (--max-prompt-tokens)"
-        )
-    return ids
-
-
-def encode_chat(
-    text: str, tokenizer: Tokenizer, config: ModelConfig, max_tokens: int | None, num_new: int,
-    args: argparse.Namespace,
-) -> list[int]:  # fmt: skip
-    """Token ids of a conversation that begins with this message, in the model's template.
-
-    What is cut is cut from the message. Raises `InputError` if the model has no template.
-    """
-    system = [{"role": "system", "content": args.system}] if args.system is not None else []
-
-    def ids_of(content: str) -> list[int]:
-        return tokenizer.encode_chat([*system, {"role": "user", "content": content}])
-
-    ids, fit = ids_of(text), args.fit or ("first" if max_tokens else None)
-    if fit is None:
-        return ids
-    empty = ids_of("")
-    num_head = len(os.path.commonprefix([ids, empty]))  # noqa: RUF071 (of lists)
-    num_tail = len(os.path.commonprefix([ids[::-1], empty[num_head:][::-1]]))  # noqa: RUF071
-    room = room_for(config, max_tokens, num_new)
-    return cut(ids, room, fit, num_head=num_head, num_tail=num_tail)
-
-
-def room_for(config: ModelConfig, max_tokens: int | None, num_new: int) -> int:
-    """Tokens that --fit may keep of a prompt."""
-    return max(1, min(max_tokens or config.context_length, config.context_length - num_new))
-
-
-def last(text: str, tokenizer: Tokenizer, room: int) -> list[int]:
-    """Token ids of the end of a text: more than `room`, unless the whole has no more."""
-    size = 8 * room
-    while len(ids := tokenizer.encode(text[-size:])) <= room + 1 and size < len(text):
-        size *= 2
-    return ids
-
-
-def cut(ids: list[int], room: int, fit: str, *, num_head: int = 0, num_tail: int = 0) -> list[int]:
-    """At most `room` tokens, the first or the last ones, beside those at both ends that stay."""
+        room = max(1, min(room, config.context_length - num_new))
     middle, num = ids[num_head : len(ids) - num_tail], room - num_head - num_tail
     if len(middle) <= num or num < 1:
         return ids
-    log.info("prompt: only its %s %d tokens, the others do not fit", fit, room)
-    kept = middle[:num] if fit == "first" else middle[-num:]
+    log.info("prompt: only its %s %d tokens, the others do not fit", fit or "first", room)
+    kept = middle[-num:] if fit == "last" else middle[:num]
     return [*ids[:num_head], *kept, *ids[len(ids) - num_tail :]]

@@ -13,17 +13,17 @@ import json
 import logging
 from collections import defaultdict
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
 
 from minitri.cli.boot import SAMPLING, boot, load_kv, model_sampling, save_kv, seed_of
-from minitri.cli.inputs import cut, encode, encode_chat, read_text, room_for
+from minitri.cli.inputs import cut, encode, read_text
 from minitri.cli.report import details, log_probs, outline
 from minitri.config import ModelConfig
 from minitri.errors import InputError, shorten
 from minitri.events import End, Token
+from minitri.generation import Generation
 from minitri.loading.prompts import MAX_SEED, as_seeds, check_prompt
 from minitri.loading.tokenizer import Tokenizer
 from minitri.parallel.ranks import join
@@ -37,181 +37,141 @@ KNOWN = ["prompt", "token_ids", "id", "seed", *ENDING, *SAMPLING]
 """What a line may say."""
 
 
-@dataclass
+@dataclasses.dataclass
 class Line:
-    """A line of the file: a request, or what is wrong with it."""
+    """A line of the file, and what it asks for."""
 
     number: int
     """From 1 on."""
+    index: int
+    """Among the lines that are not empty, from 0 on: seeds count by it."""
     name: Any
     """Its `id`; by default the number."""
-    request: Request | None = None
-    error: str = ""
-    fields: frozenset[str] = frozenset()
-    """What it says itself."""
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def read(self, content: str) -> None:
+        """Takes the object in. Raises `InputError` unless it has one prompt and known fields."""
+        try:
+            fields = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            problem = f"it is no JSON: {shorten(error, 90)}"
+            raise InputError(f"{problem}; write one object a line") from None
+        if not isinstance(fields, dict):
+            line = shorten(content, 60)
+            raise InputError(f'it is {line}; write an object, such as {{"prompt": ...}}')
+        if unknown := sorted(fields.keys() - set(KNOWN)):
+            known = ", ".join(KNOWN)
+            raise InputError(f"{shorten(unknown[0], 60)!r} is unknown; known are {known}")
+        if ("prompt" in fields) == ("token_ids" in fields):
+            raise InputError("it has prompt and token_ids, or neither; give one of them")
+        ids = fields.get("token_ids", [])
+        are_ids = isinstance(ids, list) and all(type(token) is int for token in ids)
+        for name, is_fine, wanted in (
+            ("prompt", isinstance(fields.get("prompt", ""), str), "a text"),
+            ("token_ids", are_ids, "a list of whole numbers"),
+            ("id", isinstance(fields.get("id", ""), str | int), "a text or number"),
+        ):
+            if not is_fine:
+                raise InputError(f"{name} is {shorten(repr(fields[name]), 60)}; give {wanted}")
+        self.name, self.fields = fields.get("id", self.number), fields
+
+    def encode(self, tokenizer: Tokenizer, config: ModelConfig, args: argparse.Namespace) -> None:
+        """Puts token ids in the place of its prompt. Raises `InputError`."""
+        num_new = self.fields.get("max_new_tokens", args.max_new_tokens)
+        sizes = config, args.max_prompt_tokens, num_new
+        if "prompt" in self.fields:
+            ids = encode(self.fields.pop("prompt"), tokenizer, *sizes, args)
+        else:
+            ids = cut(self.fields["token_ids"], *sizes, args.fit)
+        check_prompt(ids, config, num_new)
+        self.fields["token_ids"] = ids
+
+    def request(self, sampling: SamplingParams, generation: GenerationConfig, seed: int) -> Request:
+        """What it asks for; the rest is by these settings. Raises `InputError`."""
+        own = self.fields
+        [seed] = as_seeds(own.get("seed", (seed + self.index) % (MAX_SEED + 1)), 1)
+        sampling = dataclasses.replace(sampling, **{n: own[n] for n in SAMPLING if n in own})
+        generation = dataclasses.replace(generation, **{n: own[n] for n in ENDING if n in own})
+        return Request(own.get("token_ids", ()), seed, sampling, generation)
 
     def answer(self, **others: Any) -> str:
         """A line of the output."""
         return json.dumps({"id": self.name, "line": self.number, **others}, ensure_ascii=False)
 
 
-def read_requests(
-    text: str, sampling: SamplingParams, generation: GenerationConfig, seed: int
-) -> list[Line]:
-    """The lines of a file that are not empty; the n-th one has the seed `seed + n` by default."""
-    lines, names = [], set()
-    for number, content in enumerate(text.splitlines(), 1):
-        if not content.strip():
-            continue
-        line = Line(number, number)
-        lines.append(line)
-        try:
-            fields = _object(content)
-            line.name = fields.get("id", number)
-            if not isinstance(line.name, str | int):
-                line.name = number
-                raise InputError(f"id is {shorten(repr(fields['id']), 60)}; give a text or number")
-            if line.name in names:
-                raise InputError(
-                    f"id {shorten(repr(line.name), 60)} was there before; give another"
-                )
-            names.add(line.name)
-            line.fields = frozenset(fields)
-            own = (seed + len(lines) - 1) % (MAX_SEED + 1)
-            line.request = _request(fields, sampling, generation, own)
-        except InputError as error:
-            line.error = str(error)
-    return lines
-
-
-def _object(content: str) -> dict[str, Any]:
-    try:
-        fields = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"it is no JSON: {shorten(error, 90)}; write one object a line") from None
-    if not isinstance(fields, dict):
-        raise InputError(
-            f'it is {shorten(content, 60)}; write an object, such as {{"prompt": ...}}'
-        )
-    if unknown := sorted(fields.keys() - set(KNOWN)):
-        known = ", ".join(KNOWN)
-        raise InputError(f"{shorten(unknown[0], 60)!r} is unknown; known are {known}")
-    if ("prompt" in fields) == ("token_ids" in fields):
-        raise InputError("it has prompt and token_ids, or neither; give one of them")
-    return fields
-
-
-def _request(
-    fields: dict[str, Any], sampling: SamplingParams, generation: GenerationConfig, seed: int
-) -> Request:
-    """A request of what a line says, and else of the flags. Raises `InputError`."""
-    text, ids = fields.get("prompt", ""), fields.get("token_ids", [])
-    if not isinstance(text, str):
-        raise InputError(f"prompt is {shorten(repr(text), 60)}; give a text")
-    if not (isinstance(ids, list) and all(type(token) is int for token in ids)):
-        raise InputError(f"token_ids is {shorten(repr(ids), 60)}; give a list of whole numbers")
-    [seed] = as_seeds(fields.get("seed", seed), 1)
-    changes = {name: fields[name] for name in ENDING if name in fields}
-    return Request(
-        text if "prompt" in fields else ids,
-        seed,
-        dataclasses.replace(sampling, **{n: fields[n] for n in SAMPLING if n in fields}),
-        dataclasses.replace(generation, **changes),
-    )
-
-
-def run_requests(
-    args: argparse.Namespace, sampling: SamplingParams, generation: GenerationConfig,
-    speculation: SpeculationConfig, draft: str,
-) -> int:  # fmt: skip
+def run_lines(
+    args: argparse.Namespace,
+    sampling: SamplingParams,
+    generation: GenerationConfig,
+    speculation: SpeculationConfig,
+    draft: str,
+) -> int:
     """Writes a line for every line of --prompts; returns the exit code. Raises `InputError` in the
     end if some were wrong."""
     text = join().ask_first(lambda: read_text(args.prompts))
-    lines = read_requests(text, sampling, generation, args.seed or 0)
-    if not lines:
+    contents = [item for item in enumerate(text.splitlines(), 1) if item[1].strip()]
+    if not contents:
         raise InputError(f"{shorten(args.prompts)} has no lines; write one object a line")
+    lines: dict[Any, Line] = {}
 
     def check(tokenizer: Tokenizer, config: ModelConfig) -> None:
-        for line in lines:
+        for index, (number, content) in enumerate(contents):
+            line = Line(number, index, number)
             try:
-                if line.request is not None:
-                    line.request = _encoded(line.request, tokenizer, config, args)
+                line.read(content)
+                if line.name in lines:
+                    name = shorten(repr(line.name), 60)
+                    raise InputError(f"id {name} was there before; give another")
+                line.request(sampling, generation, 0)
+                line.encode(tokenizer, config, args)
+                lines[line.name] = line
             except InputError as error:
-                line.request, line.error = None, str(error)
-        _report_errors(lines)
+                print(line.answer(error=str(error)), flush=True)
+                log.warning("line %d: %s", number, error)
+        if not lines:
+            raise InputError(f"all {len(contents)} lines are wrong; nothing is left to run")
 
     engine = boot(args, draft, check)
-    good = [line for line in lines if line.request is not None]
-    defaults = model_sampling(args, engine)
-    args.temperature = defaults.get("temperature", args.temperature)
-    first_seed = seed_of(args, speculation) if args.seed is None else 0
-    requests = [_completed(line, defaults, first_seed) for line in good]
+    sampling = dataclasses.replace(sampling, **model_sampling(args, engine))
+    args.temperature = sampling.temperature
+    seed = seed_of(args, speculation)
     load_kv(args, engine)
+    requests = [line.request(sampling, generation, seed) for line in lines.values()]
     run = engine.stream(
         requests, batch_size=args.batch_size, generation=generation, speculation=speculation
     )
-    quiet, num_done = True if args.quiet else None, 0
+    with closing(run):
+        num_done = _write(run, [*lines.values()], quiet=args.quiet)
+    if num_done < len(lines):
+        log.info("interrupted: %d of %d prompts are written", num_done, len(lines))
+        return 130
+    log.info(outline(engine, run))
+    if args.stats:
+        log.info(details(engine, run))
+    save_kv(args, engine, max(row.stats.num_cached_tokens for row in run.rows))
+    if num_wrong := len(contents) - len(lines):
+        raise InputError(f"{num_wrong} of {len(contents)} lines were wrong, the others are written")
+    return 0
+
+
+def _write(run: Generation, lines: list[Line], *, quiet: bool) -> int:
+    """Writes each text as it ends; returns how many, fewer than all if Ctrl-C came."""
     tokens: defaultdict[int, list[Token]] = defaultdict(list)
-    with closing(run), tqdm(total=len(good), unit=" prompts", disable=quiet) as bar:
+    num_done = 0
+    with tqdm(total=len(lines), unit=" prompts", disable=True if quiet else None) as bar:
         try:
             for event in run:
                 if isinstance(event, Token):
                     tokens[event.row].append(event)
                 if isinstance(event, End):
-                    line, row = good[event.row], run.rows[event.row]
-                    print(line.answer(
-                        text=event.text, token_ids=event.token_ids,
-                        finish_reason=event.finish_reason, seed=row.request.seed,
-                        num_prompt_tokens=row.num_prompt_tokens, **log_probs(tokens.pop(event.row)),
-                    ), flush=True)  # fmt: skip
+                    row = run.rows[event.row]
+                    answer: dict[str, Any] = {"text": event.text, "token_ids": event.token_ids}
+                    answer |= {"finish_reason": event.finish_reason, "seed": row.request.seed}
+                    answer |= {"num_prompt_tokens": row.num_prompt_tokens}
+                    answer |= log_probs(tokens.pop(event.row))
+                    print(lines[event.row].answer(**answer), flush=True)
                     num_done += 1
                     bar.update()
         except KeyboardInterrupt:
-            bar.close()
-            log.info("interrupted: %d of %d prompts are written", num_done, len(good))
-            return 130
-    log.info(outline(engine, run))
-    if args.stats:
-        log.info(details(engine, run))
-    save_kv(args, engine, max(row.stats.num_cached_tokens for row in run.rows))
-    if len(good) < len(lines):
-        num_wrong = len(lines) - len(good)
-        raise InputError(f"{num_wrong} of {len(lines)} lines were wrong, the others are written")
-    return 0
-
-
-def _encoded(
-    request: Request, tokenizer: Tokenizer, config: ModelConfig, args: argparse.Namespace
-) -> Request:
-    num_new, most = request.generation.max_new_tokens, args.max_prompt_tokens
-    if isinstance(request.prompt, str) and args.chat:
-        ids = encode_chat(request.prompt, tokenizer, config, most, num_new, args)
-    elif isinstance(request.prompt, str):
-        ids = encode(request.prompt, tokenizer, config, most, num_new, args.fit)
-    else:
-        ids = list(request.prompt)
-        ids = cut(ids, room_for(config, most, num_new), args.fit) if args.fit else ids[:most]
-    check_prompt(ids, config, num_new)
-    return dataclasses.replace(request, prompt=ids)
-
-
-def _completed(line: Line, defaults: dict[str, Any], first_seed: int) -> Request:
-    """Its request, with the model's sampling and the seed that was drawn where it says nothing."""
-    assert line.request is not None
-    sampling = {name: value for name, value in defaults.items() if name not in line.fields}
-    seed = line.request.seed + first_seed * ("seed" not in line.fields)
-    return dataclasses.replace(
-        line.request,
-        seed=seed % (MAX_SEED + 1),
-        sampling=dataclasses.replace(line.request.sampling, **sampling),
-    )
-
-
-def _report_errors(lines: list[Line]) -> None:
-    """Answers the lines that are wrong. Raises `InputError` if all are."""
-    for line in lines:
-        if line.request is None:
-            print(line.answer(error=line.error), flush=True)
-            log.warning("line %d: %s", line.number, line.error)
-    if not any(line.request for line in lines):
-        raise InputError(f"all {len(lines)} lines are wrong; nothing is left to run")
+            pass
+    return num_done

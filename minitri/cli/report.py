@@ -15,13 +15,14 @@ from minitri.model.llama import Llama
 from minitri.roofline import CPU, GPU
 from minitri.stats import LevelStats, Stats
 
+GUESSED = ("draft", "lookup", "retrieval")
+"""Origins of tokens that the target only verified."""
+
 
 def where(model: Llama) -> dict[str, str]:
     """What a model runs on: a part of every JSON line."""
-    return {
-        "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device),
-        "attention": attention_name(model.attend), "torch": torch.__version__,
-    }  # fmt: skip
+    names = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
+    return {**names, "attention": attention_name(model.attend), "torch": torch.__version__}
 
 
 def draft_name(engine: Engine) -> str:
@@ -29,24 +30,19 @@ def draft_name(engine: Engine) -> str:
     return engine.sources.beside(engine.draft.config.name if engine.draft is not None else "")
 
 
-GUESSED = ("draft", "lookup", "retrieval")
-"""Origins of tokens that the target only verified."""
-
-
 def outline(engine: Engine, run: Generation) -> str:
     """The statistics for people, in a line."""
     stats, total = run.stats, run.stats.num_generated_tokens
     seconds = stats.prefill_seconds + stats.decode_seconds
-    took = f"{total} tokens in {seconds:.2f} s, {stats.prefill_seconds:.2f} s of it for the prompt"
-    parts = [took]
+    line = f"{total} tokens in {seconds:.2f} s, {stats.prefill_seconds:.2f} s of it for the prompt"
     if stats.tokens_per_second is not None:
-        parts.append(f"decoded at {stats.tokens_per_second:.1f} tokens/s")
+        line += f", decoded at {stats.tokens_per_second:.1f} tokens/s"
     if (gain := speedup(engine, run)) is not None:
-        parts.append(f"about {gain:.1f} times as fast as without speculation")
+        line += f", about {gain:.1f} times as fast as without speculation"
     if total and stats.levels:
         counts = [row.stats.by_origin.get(name, 0) for row in run.rows for name in GUESSED]
-        parts.append(f"{sum(counts) / total:.0%} guessed")
-    return ", ".join(parts)
+        line += f", {sum(counts) / total:.0%} guessed"
+    return line
 
 
 def speedup(engine: Engine, run: Generation) -> float | None:
@@ -55,58 +51,47 @@ def speedup(engine: Engine, run: Generation) -> float | None:
     Passes of the target were measured as they verified guesses. Without them they take less, by
     the machine's nominal share for each (`roofline.py`). Of batches nothing is known.
     """
-    stats, on_gpu = run.stats, engine.model.device.type == "cuda"
+    stats, machine = run.stats, GPU if engine.model.device.type == "cuda" else CPU
     target = stats.stages[-1]
     if len(run.rows) > 1 or not target.num_draft_tokens or not stats.decode_seconds:
         return None
-    share = (GPU if on_gpu else CPU).share_per_extra_token
     num_guesses = target.num_draft_tokens / target.num_rounds
-    alone = target.seconds / target.num_rounds / (1 + share * num_guesses)
+    per_pass = target.seconds / target.num_rounds
+    alone = per_pass / (1 + machine.share_per_extra_token * num_guesses)
     return alone * stats.num_decoded_tokens / stats.decode_seconds
 
 
 def details(engine: Engine, run: Generation) -> str:
     """The statistics for people who tune: of --stats."""
     stats, lines = run.stats, []
-    if stats.prefill_seconds:
-        rate = stats.num_prefilled_tokens / stats.prefill_seconds
-        lines.append(
-            f"prefill  {stats.num_prefilled_tokens} of {stats.num_prompt_tokens} tokens in "
-            f"{stats.prefill_seconds:.2f} s, {rate:.0f} tokens/s"
-        )
+    if seconds := stats.prefill_seconds:
+        count = f"{stats.num_prefilled_tokens} of {stats.num_prompt_tokens} tokens"
+        rate = f"{stats.num_prefilled_tokens / seconds:.0f} tokens/s"
+        lines.append(f"prefill  {count} in {seconds:.2f} s, {rate}")
     if stats.ms_per_token is not None:
-        lines.append(
-            f"decode   {stats.num_decoded_tokens} tokens after the first in "
-            f"{stats.decode_seconds:.2f} s, {stats.ms_per_token:.1f} ms/token, "
-            f"{stats.tokens_per_second:.1f} tokens/s"
-        )
+        count = f"{stats.num_decoded_tokens} tokens after the first"
+        rate = f"{stats.ms_per_token:.1f} ms/token, {stats.tokens_per_second:.1f} tokens/s"
+        lines.append(f"decode   {count} in {stats.decode_seconds:.2f} s, {rate}")
     lines += [f"by {level_line(drafter)}" for drafter in stats.drafters]
     lines += [level_line(level) for level in stats.levels if level.num_rounds]
     if stats.levels and stats.num_decoded_tokens:
         phases = ", ".join(f"{name} {ms:.1f}" for name, ms in phase_ms(stats).items())
         lines.append(f"ms/token {phases}; {stats.rebuilds.count} rebuilds of the retrieval cache")
-    lines += plan_lines(stats)
+    if len(stats.steps_per_plan) > 1 or stats.break_even is not None:
+        most_used = sorted(stats.steps_per_plan.items(), key=lambda item: -item[1])
+        lines.append("plans    " + ", ".join(f"{plan}: {steps} steps" for plan, steps in most_used))
+    if stats.break_even is not None:
+        guesses = f"{stats.break_even:.2f} of the last plan's guesses are accepted"
+        lines.append(f"         as fast as the model alone if {guesses}")
     if stats.num_graphs:
+        size = f"{stats.graph_bytes / 1e6:.0f} MB; attention {attention_name(engine.model.attend)}"
         lines.append(
-            f"graphs   {stats.num_graphs} captured in {stats.capture_seconds:.2f} s, "
-            f"{stats.graph_bytes / 1e6:.0f} MB; attention {attention_name(engine.model.attend)}"
+            f"graphs   {stats.num_graphs} captured in {stats.capture_seconds:.2f} s, {size}"
         )
     models = (engine.model, engine.draft, engine.retrieval_model)
     weights = sum(model.num_bytes for model in models if model is not None)
     caches = f"KV caches {stats.kv_cache_bytes / 1e6:.0f} MB"
     return "\n".join([*lines, f"memory   weights {weights / 1e6:.0f} MB, {caches}"])
-
-
-def plan_lines(stats: Stats) -> list[str]:
-    """The plans that were used, if there were several, and when the last one gains speed."""
-    lines, rate = [], stats.break_even
-    if len(stats.steps_per_plan) > 1 or rate is not None:
-        most_used = sorted(stats.steps_per_plan.items(), key=lambda item: -item[1])
-        lines.append("plans    " + ", ".join(f"{plan}: {steps} steps" for plan, steps in most_used))
-    if rate is not None:
-        guesses = f"{rate:.2f} of the last plan's guesses are accepted"
-        lines.append(f"         as fast as the model alone if {guesses}")
-    return lines
 
 
 def level_line(level: LevelStats) -> str:
@@ -124,10 +109,11 @@ def level_line(level: LevelStats) -> str:
 
 def phase_ms(stats: Stats) -> dict[str, float]:
     """Milliseconds per decoded token of each stage, of rebuilds, and of other commits."""
-    rebuild, ms = stats.rebuilds.seconds, 1e3 / max(stats.num_decoded_tokens, 1)
+    rebuild = stats.rebuilds.seconds
     seconds = {stage.name: stage.seconds for stage in (*stats.drafters, *stats.stages)}
     seconds |= {"rebuild": rebuild, "commit": stats.commit_seconds - rebuild}
-    return {name: ms * value for name, value in seconds.items()}
+    tokens = max(stats.num_decoded_tokens, 1)
+    return {name: 1e3 * value / tokens for name, value in seconds.items()}
 
 
 def log_probs(tokens: Sequence[Token]) -> dict[str, Any]:
@@ -139,27 +125,33 @@ def log_probs(tokens: Sequence[Token]) -> dict[str, Any]:
 
 
 def report(
-    engine: Engine, run: Generation, args: argparse.Namespace, finish_reason: str,
+    engine: Engine,
+    run: Generation,
+    args: argparse.Namespace,
+    finish_reason: str,
     tokens: Sequence[Token],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The statistics for programs: the object that --json prints."""
     row, stats = run.rows[0], run.stats
-    draft = draft_name(engine) if args.method in WITH_DRAFTER else None
-    flags = ("model", "method", "temperature", "policy", "coupled")
-    numbers = (
-        "num_prompt_tokens", "num_generated_tokens", "prefill_seconds", "decode_seconds",
-        "ms_per_token", "tokens_per_second", "steps_per_plan", "kv_cache_bytes",
-    )  # fmt: skip
+    flags = ("model", "method", "temperature", "coupled", "seed")
+    numbers = ["num_prompt_tokens", "num_generated_tokens", "prefill_seconds", "decode_seconds"]
+    numbers += ["ms_per_token", "tokens_per_second", "steps_per_plan", "kv_cache_bytes"]
     return {
         **{name: getattr(args, name) for name in flags},
         **{name: getattr(stats, name) for name in numbers},
         **where(engine.model),
-        "text": row.text, "token_ids": row.token_ids, "finish_reason": finish_reason,
-        "seed": args.seed, "draft": draft, "num_cached_tokens": row.stats.num_cached_tokens,
-        "tokens_by_origin": row.stats.by_origin, "speedup_estimate": speedup(engine, run),
+        "text": row.text,
+        "token_ids": row.token_ids,
+        "finish_reason": finish_reason,
+        "draft": draft_name(engine) if args.method in WITH_DRAFTER else None,
+        "num_cached_tokens": row.stats.num_cached_tokens,
+        "tokens_by_origin": row.stats.by_origin,
+        "speedup_estimate": speedup(engine, run),
         "levels": [level.as_dict() for level in stats.levels],
         "drafters": [drafter.as_dict() for drafter in stats.drafters],
-        "phase_ms_per_token": phase_ms(stats), "num_rebuilds": stats.rebuilds.count,
-        "break_even_acceptance": stats.break_even, "num_cuda_graphs": stats.num_graphs,
+        "phase_ms_per_token": phase_ms(stats),
+        "num_rebuilds": stats.rebuilds.count,
+        "break_even_acceptance": stats.break_even,
+        "num_cuda_graphs": stats.num_graphs,
         **log_probs(tokens),
-    }  # fmt: skip
+    }

@@ -11,7 +11,7 @@ from minitri.generation import Generation
 
 COLORS = {
     "draft": ("\x1b[32m", "guessed by the drafter"),
-    "lookup": ("\x1b[34m", "found by lookup, beside a drafter"),
+    "lookup": ("\x1b[34m", "found by lookup, next to a drafter"),
     "retrieval": ("\x1b[36m", "guessed with the retrieval cache"),
     "recovered": ("\x1b[31m", "the target's correction of a guess"),
     "bonus": ("\x1b[33m", "the target's own"),
@@ -32,11 +32,10 @@ def with_bar(run: Generation, *, quiet: bool) -> Iterator[Token | End]:
         for event in run:
             if isinstance(event, Token | End):
                 yield event
-            if not isinstance(event, PrefillProgress):
-                continue
-            bar.update(event.num_done - bar.n)
-            if event.num_done == event.num_tokens:
-                bar.close()
+            elif isinstance(event, PrefillProgress):
+                bar.update(event.num_done - bar.n)
+                if event.num_done == event.num_tokens:
+                    bar.close()
 
 
 def plain(token: Token) -> str:
@@ -67,23 +66,19 @@ def stream(
 ) -> tuple[str, list[Token]]:
     """Shows a run of one prompt as it goes; returns how it finished, `interrupted` by Ctrl-C, and
     its tokens."""
-    finish_reason, tokens = "interrupted", []
+    tokens: list[Token] = []
     try:
         for event in with_bar(run, quiet=quiet):
             if isinstance(event, End):
-                finish_reason = event.finish_reason
-                break
+                return event.finish_reason, tokens
             tokens.append(event)
             print(show(event), end="", flush=True)
     except KeyboardInterrupt:
         pass
-    finally:
-        if show in (plain, colored):
-            print(flush=True)
-    return finish_reason, tokens
+    return "interrupted", tokens
 
 
 def finish(run: Generation, *, quiet: bool) -> End:
-    """Runs one prompt to its end behind a progress bar, shows nothing else."""
+    """Runs one prompt to its end with a progress bar, shows nothing else."""
     with closing(run):
         return next(event for event in with_bar(run, quiet=quiet) if isinstance(event, End))

@@ -299,7 +299,7 @@ def allocate_full_cache(
             return FullCache.allocate(config, B, capacity, dtype=target.dtype, device=device)
         placed = "KV cache: %d of %d layers on %s, the others in host memory"
         log.info(placed, on_chip, config.num_layers, device)
-        return OffloadedFullCache(config, B, capacity, on_chip=on_chip, **options)
+        return OffloadedFullCache.placed(config, B, capacity, on_chip=on_chip, **options)
     except RuntimeError:  # out of memory, on CUDA too
         needed = B * capacity * config.kv_values_per_token * target.dtype.itemsize
         raise InputError(

@@ -9,12 +9,12 @@ target they would guess badly without any error. So their files keep a sample of
 they were made with, and loading compares it with the table that is lent.
 """
 
-import dataclasses
 import json
 import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -295,8 +295,8 @@ def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progr
                 bar.update()
             elif name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
                 unexpected.append(name)
-    digest = sampled(torch.tensor(bytearray(repr(sorted(samples.items())).encode())))
-    model.execution = dataclasses.replace(model.execution, fingerprint=digest)
+    digests = torch.tensor(bytearray(repr(sorted(samples.items())).encode()))
+    model.execution = replace(model.execution, fingerprint=sampled(digests))
     for problem, names in (("lacks", list(missing)), ("has unexpected", unexpected)):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -45,7 +45,8 @@ def read_block(
     T is the length of the longest block. The cache's lengths stay as they are.
     """
     block = make_block(model, blocks, cache, max(map(len, blocks)))
-    return forward_block(model, block, cache, queries_LBTHD, is_prompt=is_prompt)
+    inputs = (block.tokens_BT, block.positions_BT, cache, None, block.slots_BT, queries_LBTHD)
+    return model.forward(*inputs, is_prompt=is_prompt)
 
 
 def forward_block(
@@ -54,19 +55,10 @@ def forward_block(
     cache: Cache,
     queries_LBTHD: Tensor | None,
     rule_TT: Tensor | None = None,
-    *,
-    is_prompt: bool = False,
 ) -> Tensor:
     """Final hidden states (B, T, E) of a block; see `Llama.forward`."""
-    return model.forward(
-        block.tokens_BT,
-        block.positions_BT,
-        cache,
-        rule_TT,
-        block.slots_BT,
-        queries_LBTHD,
-        is_prompt=is_prompt,
-    )
+    tokens_BT, positions_BT, slots_BT = block.tokens_BT, block.positions_BT, block.slots_BT
+    return model.forward(tokens_BT, positions_BT, cache, rule_TT, slots_BT, queries_LBTHD)
 
 
 def make_block(

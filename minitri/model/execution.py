@@ -1,7 +1,6 @@
 """How a model is computed, as far as those who run it must know.
 
-The network itself (`llama.py`) knows nothing of this: what loads a model states it, and caches,
-steps and snapshots go by it.
+The network itself goes by none of this: what loads a model states it.
 """
 
 from collections.abc import Callable
@@ -13,10 +12,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The processes that compute a model together, as one of them sees them; here it is alone.
-
-    Several of them are a `parallel.ranks.RankGroup`.
-    """
+    """The processes that compute a model together (`parallel/ranks.py`); here one is alone."""
 
     rank, count = 0, 1
 

@@ -24,12 +24,9 @@ class Linear(nn.Module):
         cls, in_features: int, out_features: int, *, dtype: torch.dtype, bias: bool = False
     ) -> Self:
         """A layer whose weights a checkpoint is to fill."""
-        weight = torch.empty(out_features, in_features, dtype=dtype)
-        bias_V = torch.empty(out_features, dtype=dtype) if bias else None
-        return cls(
-            nn.Parameter(weight, requires_grad=False),
-            None if bias_V is None else nn.Parameter(bias_V, requires_grad=False),
-        )
+        shapes = [(out_features, in_features), (out_features,)][: 1 + bias]
+        weights = (torch.empty(shape, dtype=dtype) for shape in shapes)
+        return cls(*(nn.Parameter(weight, requires_grad=False) for weight in weights))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)

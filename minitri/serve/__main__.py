@@ -68,15 +68,11 @@ def build_parser() -> arguments.OneLineParser:
     )
     arguments.add_fields(group, SamplingParams, "temperature", "top_k", "top_p", "min_p")
     parser.set_defaults(temperature=1.0)
-    group = parser.add_argument_group(
-        "speculation (none of this changes the distribution; with --coupled, or at temperature "
-        "0, a seed gives the same text alone and beside other requests)"
+    arguments.add_speculation_flags(
+        parser,
+        "none of this changes the distribution; with --coupled, or at temperature 0, a seed gives "
+        "the same text alone and with other requests",
     )
-    arguments.add_fields(group, SpeculationConfig, "method")
-    arguments.add_draft_flag(group)
-    arguments.add_fields(group, SpeculationConfig, "policy")
-    arguments.add_size_flags(group)
-    arguments.add_fields(group, SpeculationConfig, "coupled")
     return parser
 
 
@@ -103,8 +99,7 @@ def run_command(args: argparse.Namespace) -> None:
         raise InputError(f"{error}; install it: pip install 'minitri[serve]'") from None
     sampling = arguments.taken(SamplingParams, args)
     speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
-    for flag in arguments.ignored_flags(args):
-        log.warning("%s is ignored: --method %s has no use for it", flag, args.method)
+    arguments.warn_of_ignored(args)
     key = args.api_key or os.environ.get("MINITRI_API_KEY")
     with listen(args.host, args.port) as listener:
         engine = boot(args, arguments.draft_of(args), lambda *_: None)

@@ -202,20 +202,29 @@ def test_numbers_are_rounded_as_pytorch_rounds_them(kernels, dtype):
 
 
 def test_a_forked_process_computes_too():
-    """Threads do not survive a fork; the pool makes new ones."""
-    program = (
-        "import os, sys, torch\n"
-        "from minitri.cpu.kernels import load_kernels\n"
-        "torch.set_num_threads(1)\n"  # PyTorch's own threads would hang there
-        "kernels, x = load_kernels(), torch.ones(1, 1, 64)\n"
-        "kernels._set_threads(2)\n"
-        "run = lambda: kernels.linear(x, torch.ones(4096, 64), 4096).sum().item()\n"
-        "wanted = run()\n"
-        "child = os.fork()\n"
-        "if child == 0:\n"
-        "    os._exit(0 if run() == wanted else 1)\n"
-        "sys.exit(os.waitpid(child, 0)[1])\n"
-    )
+    """Threads do not survive a fork: neither the kernels' nor PyTorch's, nor what they hold."""
+    program = """
+import os, sys, threading, torch
+from minitri.cpu.kernels import load_kernels
+torch.set_num_threads(2)
+kernels, x, weight = load_kernels(), torch.ones(1, 1, 64), torch.ones(4096, 64)
+large = torch.randn(400, 4096, generator=torch.manual_seed(0))
+def run():
+    with kernels.reading():
+        long = large @ large.T
+    with kernels.decoding():
+        return long.relu_().sum().item() + kernels.linear(x, weight, 4096).sum().item()
+wanted, started, is_over = run(), threading.Event(), threading.Event()
+def hold():
+    with kernels.decoding():
+        started.set()
+        is_over.wait()
+threading.Thread(target=hold, daemon=True).start()
+started.wait()
+if (child := os.fork()) == 0:
+    os._exit(0 if abs(run() - wanted) < 1 else 1)
+sys.exit(os.waitpid(child, 0)[1])
+"""
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=60)
 
 

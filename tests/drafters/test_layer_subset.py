@@ -116,7 +116,7 @@ def test_a_drafter_of_layers_has_a_cache_of_its_own_layers(deep, layers_file):
     engine = minitri.load(deep, draft=draft, draft_weights="same", dtype="float32", device="cpu")
     assert "drafter 2 layers of deep," in repr(engine)
     assert engine.draft.config.num_layers == 2
-    assert engine.draft.lm_head is engine.model.lm_head
+    assert engine.draft.lm_head.weight is engine.model.lm_head.weight
     assert engine.draft.layers[1] is engine.model.layers[2]
 
 

@@ -10,10 +10,10 @@ import torch
 
 import minitri
 from minitri import SamplingParams, SpeculationConfig
-from minitri.benchmarks.distribution_test import run_test, windows
 from minitri.decoding import random_source
 from minitri.decoding.sampling import sample
 from minitri.decoding.verification import verify
+from minitri.selftest.distribution_test import run_test, windows
 from tests.conftest import write_hf_folder
 
 SAMPLING = SamplingParams(1.2, top_p=0.95)

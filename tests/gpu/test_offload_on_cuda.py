@@ -57,7 +57,7 @@ def test_offload_holds_the_bits_of_the_full_cache():
     config = tiny_config(num_layers=6, num_heads=8, num_kv_heads=8, head_dim=64)
     settings = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
     whole = FullCache.allocate(config, 2, 8192, **settings)
-    ours = OffloadedFullCache(config, 2, 8192, on_chip=2, **settings)
+    ours = OffloadedFullCache.placed(config, 2, 8192, on_chip=2, **settings)
     generator = torch.Generator("cuda").manual_seed(0)
     for size in (3000, 1, 7, 2000, 4, 4, 1, 900):
         for layer in range(6):
@@ -87,7 +87,7 @@ def test_what_the_device_holds_is_copied_to_the_bit():
     for slots in (whole.keys, whole.values):
         slots.normal_(generator=generator)
     whole.advance([1900, 3])
-    ours = OffloadedFullCache(config, 2, 2000, on_chip=2, **settings)
+    ours = OffloadedFullCache.placed(config, 2, 2000, on_chip=2, **settings)
     ours.copy_from(whole)
     for b, length in enumerate(whole.lengths):
         for got, exact in zip(ours.layers(b), whole.layers(b), strict=True):

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minitri import GenerationConfig, PrefillProgress, Request, SpeculationConfig, runner, session
+from minitri import GenerationConfig, PrefillProgress, Request, SpeculationConfig, memory, runner
 from minitri.gpu.offload import layer_major
 from minitri.gpu.offload.layer_major import first_watched, home_of_hidden
 from minitri.gpu.placement import RESERVE
 from minitri.runner import prefill
 from tests.cascades import WARM, Rig, random_prompt, tiny_engine
 from tests.conftest import new_cache, tiny_config, tiny_model
-from tests.gpu_twins.test_offloaded_cache import CONFIG, TOKEN, assert_same, offloaded
+from tests.gpu_twins.test_offloaded_cache import CONFIG, TOKEN, Traffic, assert_same, offloaded
 
 PROMPT = random_prompt(CONFIG, 200)
 RETRIEVAL = SpeculationConfig("retrieval", budget=24, gamma2=3, num_recent_tokens=40)
@@ -44,16 +44,17 @@ def test_nothing_travels_twice(on_chip, monkeypatch):
     """To the host every token once per layer; to the device nothing, where chunks fetched every
     prefix again, but for a layer that was still in its buffer."""
     model, hosted = tiny_model(CONFIG), CONFIG.num_layers - on_chip
-    full = offloaded(on_chip, 1)
-    for _ in prefill(model, PROMPT, full, 0, chunk=16):
-        pass
-    assert (full.link.to_host, full.link.to_device) == (hosted * 199 * TOKEN, 0)
-    by_chunks(monkeypatch)
-    full = offloaded(on_chip, 1)
-    for _ in prefill(model, PROMPT, full, 0, chunk=16):
-        pass
-    assert full.link.to_host == hosted * 199 * TOKEN
-    assert full.link.to_device >= (hosted - 1) * sum(range(16, 199, 16)) * TOKEN
+    counts = []
+    for is_old in (False, True):
+        if is_old:
+            by_chunks(monkeypatch)
+        full = offloaded(on_chip, 1)
+        with Traffic(full) as traffic:
+            list(prefill(model, PROMPT, full, 0, chunk=16))
+        counts.append((traffic.to_host, traffic.to_device))
+    assert counts[0] == (hosted * 199 * TOKEN, 0)
+    assert counts[1][0] == hosted * 199 * TOKEN
+    assert counts[1][1] >= (hosted - 1) * sum(range(16, 199, 16)) * TOKEN
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ def test_prompts_that_join_a_batch_are_read_to_their_ends(method, monkeypatch):
         for it in requests
     ]
     monkeypatch.setattr(
-        session, "allocate_full_cache", lambda *_: offloaded(1, 2, config=engine.config)
+        memory, "allocate_full_cache", lambda *_: offloaded(1, 2, config=engine.config)
     )
     chunked = GenerationConfig(prefill_chunk=16)
     run = engine.stream(requests, batch_size=2, generation=chunked, speculation=speculation)
@@ -198,4 +199,4 @@ def test_a_cache_of_one_hosted_layer_has_one_buffer():
         for _ in prefill(model, PROMPT, full, 0, chunk=16):
             pass
     assert len(ours._staging.buffers) == 1
-    assert torch.equal(ours.host_keys[..., :199, :], exact.keys[..., :199, :])
+    assert torch.equal(ours._staging.host_PLBKSD[0, ..., :199, :], exact.keys[..., :199, :])

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitri.caches.full import FullCache
-from minitri.gpu.offload.offloaded_cache import RING, Link, OffloadedFullCache
+from minitri.gpu.offload.offloaded_cache import RING, OffloadedFullCache
 from minitri.gpu.streams import Streams
 from minitri.model.cache import BlockKV
 from minitri.settings import METHODS, POLICIES
@@ -31,10 +31,27 @@ TOKEN = 2 * CONFIG.num_kv_heads * CONFIG.head_dim * 4
 """Bytes of K and V of a token in one layer."""
 
 
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that travel between the device and the host memory of a cache."""
+
+    def __init__(self, cache: OffloadedFullCache) -> None:
+        super().__init__()
+        self.host = cache._staging.host_PLBKSD
+        self.to_device = self.to_host = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            start = self.host.data_ptr()
+            is_host = [start <= it.data_ptr() < start + self.host.nbytes for it in args[:2]]
+            self.to_host += is_host[0] * args[0].nbytes
+            self.to_device += is_host[1] * args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
 def offloaded(
     on_chip: int, batch_size: int = 3, capacity: int = 512, streams=None, config=CONFIG, **settings
 ) -> OffloadedFullCache:
-    return OffloadedFullCache(
+    return OffloadedFullCache.placed(
         config,
         batch_size,
         capacity,
@@ -95,8 +112,8 @@ class Recorder(TorchDispatchMode):
 
     def watch(self, cache: OffloadedFullCache) -> None:
         staging = cache._staging
-        tensors = [cache.host_keys, cache.host_values, staging.ring_keys, staging.ring_values]
-        tensors += [slots for buffer in staging.buffers for slots in (buffer.keys, buffer.values)]
+        tensors = [staging.host_PLBKSD, staging.ring_PLBKTD]
+        tensors += [buffer.kv_PBKSD for buffer in staging.buffers]
         self.watched = [
             (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors
         ]
@@ -242,12 +259,14 @@ def test_the_next_layer_is_on_its_way_before_this_one_is_waited_for():
 def assert_same(ours: OffloadedFullCache, theirs: FullCache) -> None:
     assert ours.lengths == theirs.lengths
     for b, length in enumerate(theirs.lengths):
-        for name, exact, on_chip, host in (
-            ("keys", theirs.keys, ours.keys, ours.host_keys),
-            ("values", theirs.values, ours.values, ours.host_values),
-        ):  # fmt: skip
+        for exact, on_chip, host in zip(
+            (theirs.keys, theirs.values),
+            (ours.keys, ours.values),
+            ours._staging.host_PLBKSD,
+            strict=True,
+        ):
             got = torch.cat((on_chip[:, b, :, :length], host[:, b, :, :length]))
-            assert torch.equal(got, exact[:, b, :, :length]), name
+            assert torch.equal(got, exact[:, b, :, :length])
         for start, end in ((0, length), (max(0, length - 9), length), (length // 2, length)):
             for got, exact in zip(
                 ours.tokens(b, start, end), theirs.tokens(b, start, end), strict=True
@@ -334,12 +353,12 @@ def test_of_a_row_that_is_read_layer_by_layer_only_its_own_tokens_travel():
     for layer in range(5):
         cache.update(layer, BlockKV(block, block, block))
     cache.advance([40, 40, 40])
-    before = cache.link.to_device
-    layers = iter(cache.layers(1))
-    for _ in range(5):
-        keys_KSD, _ = next(layers)
-        assert torch.equal(keys_KSD[:, :40], block[1].transpose(0, 1))
-    assert cache.link.to_device - before == 3 * 40 * TOKEN  # the first two layers were there
+    with Traffic(cache) as traffic:
+        layers = iter(cache.layers(1))
+        for _ in range(5):
+            keys_KSD, _ = next(layers)
+            assert torch.equal(keys_KSD[:, :40], block[1].transpose(0, 1))
+    assert traffic.to_device == 3 * 40 * TOKEN  # the first two layers were there
 
 
 @pytest.mark.parametrize("on_chip", [0, 2])
@@ -349,24 +368,24 @@ def test_rebuilding_the_retrieval_cache_moves_nothing_over_the_link(policy, on_c
     """In every step here; each layer travels once, because the rebuild is made while the pass of
     the target has it on the device. Without that, every step would need a second pass."""
     full, hosted = offloaded(on_chip, batch_size=1), 5 - on_chip
-    rig = Rig(
-        tiny_model(CONFIG), [random_prompt(CONFIG, 90)], full=full, method="retrieval",
-        policy=policy, budget=24, rebuild_stride=1, gamma2=2, num_new=20,
-    )  # fmt: skip
-    if not is_shown:
-        full.on_layer_staged = None
     num_steps = 0
-    with torch.inference_mode():
+    with Traffic(full) as traffic, torch.inference_mode():
+        rig = Rig(
+            tiny_model(CONFIG), [random_prompt(CONFIG, 90)], full=full, method="retrieval",
+            policy=policy, budget=24, rebuild_stride=1, gamma2=2, num_new=20,
+        )  # fmt: skip
+        if not is_shown:
+            full.on_layer_staged = None
         rig.start()
         # Two layers of five for the next pass; of three, one is left from reading, one from here.
         num_layers = {5: 7, 3: 3}[hosted]
-        assert (full.link.to_device <= num_layers * 90 * TOKEN) == is_shown
+        assert (traffic.to_device <= num_layers * 90 * TOKEN) == is_shown
         while any(rig.cascade.active):
-            before, longest = full.link.to_device, full.lengths[0] + rig.speculation.max_block
+            before, longest = traffic.to_device, full.lengths[0] + rig.speculation.max_block
             rig.step()
             num_steps += 1
-            assert full.link.to_device > before
-            assert (full.link.to_device - before <= hosted * longest * TOKEN) == is_shown
+            assert traffic.to_device > before
+            assert (traffic.to_device - before <= hosted * longest * TOKEN) == is_shown
     assert rig.stats.rebuilds.count == num_steps + 1
 
 
@@ -440,7 +459,7 @@ class Timeline(Streams):
     def __init__(self) -> None:
         self.now = {"compute": 0.0, "to device": 0.0, "to host": 0.0}
         self.current = "compute"
-        self.link, self.num_counted = Link(), 0
+        self.traffic, self.num_counted = None, 0
 
     @contextlib.contextmanager
     def copying(self, way):
@@ -460,8 +479,8 @@ class TimelineEvent:
     def record(self) -> None:
         it = self._timeline
         if it.current == "to device":
-            it.now[it.current] += (it.link.to_device - it.num_counted) / (400 * TOKEN)
-            it.num_counted = it.link.to_device
+            it.now[it.current] += (it.traffic.to_device - it.num_counted) / (400 * TOKEN)
+            it.num_counted = it.traffic.to_device
         self._time = it.now[it.current]
 
     def wait(self) -> None:
@@ -475,13 +494,14 @@ def test_the_link_is_busy_while_others_guess_as_long_as_there_are_buffers(num_bu
     many layers are fetched as there are buffers."""
     timeline = Timeline()
     cache = offloaded(0, batch_size=1, streams=timeline, num_buffers=num_buffers)
-    timeline.link, ends = cache.link, []
-    for size in (400, 1, 1, 1):
-        block = torch.zeros(1, size, CONFIG.num_kv_heads, CONFIG.head_dim)
-        for layer in range(5):
-            cache.update(layer, BlockKV(block, block, block))
-        ends.append(timeline.now["compute"])
-        cache.advance([size])
-        timeline.now["compute"] += 4
+    ends = []
+    with Traffic(cache) as timeline.traffic:
+        for size in (400, 1, 1, 1):
+            block = torch.zeros(1, size, CONFIG.num_kv_heads, CONFIG.head_dim)
+            for layer in range(5):
+                cache.update(layer, BlockKV(block, block, block))
+            ends.append(timeline.now["compute"])
+            cache.advance([size])
+            timeline.now["compute"] += 4
     steps = [after - before for before, after in itertools.pairwise(ends[1:])]
     assert steps == pytest.approx([5 + idle] * 2, abs=0.05)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig, plan
-from minitri.benchmarks.ledger import Workload, predict
 from minitri.errors import InputError
 from minitri.gpu.offload.offloaded_cache import RING, OffloadedFullCache
 from minitri.gpu.placement import (
@@ -22,6 +21,7 @@ from minitri.gpu.placement import (
     demand,
     free_host_bytes,
 )
+from minitri.ledger import Workload, predict
 from minitri.loading.named_models import MODELS, shape_of
 from minitri.memory import MemoryShape, Models, allocate
 from minitri.model.execution import Ranks
@@ -99,20 +99,15 @@ def test_caches_are_counted_as_they_are_allocated(speculation, lengths):
     assert needs.parts(2)["small KV caches"] == held + verified + means.nbytes / 3  # of one layer
     hidden_states = needs.parts(2)["activations"] - needs.parts(3)["activations"]
     assert hidden_states == max(lengths) * config.hidden_size * 4
-    offloaded = OffloadedFullCache(
+    offloaded = OffloadedFullCache.placed(
         config, B, num_tokens + speculation.max_block, on_chip=1, dtype=torch.float32, device=CPU
     )
     staging = offloaded._staging
-    on_device = (
-        offloaded.keys.nbytes
-        + offloaded.values.nbytes
-        + staging.ring_keys.nbytes
-        + staging.ring_values.nbytes
-    )
-    on_device += sum(buffer.keys.nbytes + buffer.values.nbytes for buffer in staging.buffers)
+    on_device = offloaded.keys.nbytes + offloaded.values.nbytes + staging.ring_PLBKTD.nbytes
+    on_device += sum(buffer.kv_PBKSD.nbytes for buffer in staging.buffers)
     parts = needs.parts(1)
     assert parts["full KV cache"] + parts["staging buffers"] == on_device
-    assert needs.on_host(1) == offloaded.host_keys.nbytes + offloaded.host_values.nbytes
+    assert needs.on_host(1) == staging.host_PLBKSD.nbytes
     assert needs.ring_layer == 2 * B * config.num_kv_heads * RING * config.head_dim * 4
 
 

@@ -23,7 +23,8 @@ from minitri.drafters.lookup import Sources
 from minitri.engine import Engine
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.block import read_block
-from minitri.parallel.ranks import Ranks, join
+from minitri.model.execution import Ranks
+from minitri.parallel.ranks import join
 from tests.cascades import Rig
 from tests.conftest import CPU, new_cache
 
@@ -65,7 +66,7 @@ def texts(engine: Engine, temperature: float, coupled: bool, seed: int, **method
 def offloaded(engine: Engine) -> list[list[int]]:
     """Greedy texts with the KV cache of a layer in host memory."""
     config, speculation = engine.config, {**SETTINGS, **METHODS["triforce"]}
-    full = OffloadedFullCache(config, 3, 200, on_chip=1, dtype=torch.float32, device=CPU)
+    full = OffloadedFullCache.placed(config, 3, 200, on_chip=1, dtype=torch.float32, device=CPU)
     with torch.inference_mode():
         rig = Rig(
             engine.model, PROMPTS, draft=engine.draft, num_new=NUM_NEW, full=full, **speculation

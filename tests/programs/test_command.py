@@ -13,13 +13,15 @@ from types import SimpleNamespace
 import pytest
 
 import minitri
-from minitri import Engine, bench, generate, plan, selftest
+from minitri import Engine, generate, plan
 from minitri import __main__ as command
+from minitri.bench import __main__ as bench
 from minitri.cli import arguments, exits, inputs, report
 from minitri.errors import InputError
 from minitri.loading.named_models import MODELS
 from minitri.loading.tokenizer import Tokenizer
 from minitri.roofline import CPU
+from minitri.selftest import __main__ as selftest
 from minitri.stats import LevelStats, Stats
 from tests.conftest import edit_json
 
@@ -42,7 +44,7 @@ def run(folder, capsys):
 
 @pytest.mark.parametrize("program", [generate, plan, bench, selftest])
 def test_a_program_is_a_word_of_the_command(run, program):
-    name = program.__name__.removeprefix("minitri.")
+    name = program.__name__.split(".")[1]
     help_text = run("--help", program=program.main, model=None)
     assert run(name, "--help", model=None) == help_text
     assert f"python -m minitri.{name} " in help_text[1]
@@ -129,17 +131,17 @@ def test_an_empty_pipe_is_refused_and_a_closed_or_null_input_is_none(run, monkey
 def test_fit_keeps_the_first_or_last_tokens_and_says_so(engine, caplog, run):
     text, config = " ".join(f"{PROMPT} {n}." for n in range(100)), engine.config
     ids, room = engine.tokenizer.encode(text), config.context_length - 8
-    kept = {
-        fit: inputs.encode(text, engine.tokenizer, config, None, 8, fit)
-        for fit in ("first", "last")
-    }
+
+    def encode(text, fit, most=None):
+        args = SimpleNamespace(fit=fit)
+        return inputs.encode(text, engine.tokenizer, config, most, 8, args)
+
+    kept = {fit: encode(text, fit) for fit in ("first", "last")}
     assert kept["first"] == ids[:room]
     has_bos = ids[0] == engine.tokenizer.bos_token_id
     assert kept["last"] == ids[:has_bos] + ids[len(ids) - room + has_bos :]
-    assert inputs.encode(text, engine.tokenizer, config, 20, 8, "last")[-9:] == ids[-9:]
-    assert inputs.encode(PROMPT, engine.tokenizer, config, None, 8, "last") == (
-        engine.tokenizer.encode(PROMPT)
-    )
+    assert encode(text, "last", 20)[-9:] == ids[-9:]
+    assert encode(PROMPT, "last") == (engine.tokenizer.encode(PROMPT))
     code, out, err = run(text, "-n", "8", "--fit", "last", "--json")
     assert (code, json.loads(out)["num_prompt_tokens"]) == (0, room)
     assert f"prompt: only its last {room} tokens, the others do not fit" in err
@@ -159,11 +161,13 @@ def test_fit_is_for_each_line_of_a_file_of_prompts(run, tmp_path):
     assert counts[3] < 500
 
 
-def test_ends_that_must_stay_are_not_cut():
-    ids = [*range(20)]
-    assert inputs.cut(ids, 8, "first", num_head=2, num_tail=3) == [0, 1, 2, 3, 4, 17, 18, 19]
-    assert inputs.cut(ids, 8, "last", num_head=2, num_tail=3) == [0, 1, 14, 15, 16, 17, 18, 19]
-    assert inputs.cut(ids, 20, "last") == inputs.cut(ids, 0, "last") == ids
+def test_ends_that_must_stay_are_not_cut(engine):
+    def cut(room, fit, **ends):
+        return inputs.cut([*range(20)], engine.config, room, 8, fit, **ends)
+
+    assert cut(8, "first", num_head=2, num_tail=3) == [0, 1, 2, 3, 4, 17, 18, 19]
+    assert cut(8, "last", num_head=2, num_tail=3) == [0, 1, 14, 15, 16, 17, 18, 19]
+    assert cut(20, "last") == cut(4, "last", num_head=2, num_tail=3) == [*range(20)]
 
 
 def test_a_message_is_put_into_the_template_and_only_it_is_cut(run, engine, monkeypatch, tmp_path):
@@ -192,9 +196,9 @@ def test_a_message_is_put_into_the_template_and_only_it_is_cut(run, engine, monk
     assert run("--prompts", str(file), *flags)[0] == 0
     assert prompts_seen == [whole]
     assert json.loads(run(PROMPT, *flags, "--json")[1])["num_prompt_tokens"] == len(whole)
-    args = SimpleNamespace(system="Short!", fit="last")
+    args = SimpleNamespace(chat=True, system="Short!", fit="last")
     text = f"{PROMPT}. " * 100
-    cut = inputs.encode_chat(text, tokenizer, config, None, 8, args)
+    cut = inputs.encode(text, tokenizer, config, None, 8, args)
     told = tokenizer.decode(cut)
     assert len(cut) == config.context_length - 8
     assert told.startswith("system\nShort!user\n")
@@ -360,8 +364,9 @@ def test_a_shell_completes_the_flags_of_each_program(tmp_path):
         assert answer.read_text().startswith(wanted)
 
 
-def test_a_mistake_elsewhere_is_no_bad_input():
-    with pytest.raises(ValueError, match="a bug"), exits._errors_as_json():
+def test_a_mistake_elsewhere_is_no_bad_input(capsys):
+    with pytest.raises(ValueError, match="a bug"), exits.clean_exits(as_json=True):
         raise ValueError("a bug")
-    with pytest.raises(InputError), exits._errors_as_json():
+    with pytest.raises(SystemExit), exits.clean_exits(as_json=True):
         raise InputError("x")
+    assert capsys.readouterr().out == '{"error": "x"}\n'

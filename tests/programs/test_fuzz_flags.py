@@ -14,10 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minitri import bench, generate, plan
-from minitri.benchmarks import floor, synthetic
+from minitri import generate, plan
+from minitri.bench import __main__ as minitri_bench
 from minitri.cli import boot
 from tests.cascades import tiny_engine
+from tools.bench import __main__ as bench
+from tools.bench import floor, synthetic
 
 FUZZ = settings(
     derandomize=True,
@@ -93,7 +95,7 @@ def tiny_models():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(boot, "load", load)
         patch.setattr(bench, "find_peers", lambda *_: {})
-        patch.setattr(bench, "compare", end)
+        patch.setattr(minitri_bench, "compare", end)
         patch.setattr(floor, "plain_decoding", end)
         patch.setattr(synthetic, "sweep_contexts", end)
         yield

@@ -131,12 +131,10 @@ def test_ctrl_c_leaves_every_finished_text_written(answers, monkeypatch):
     assert "interrupted: 3 of 9 prompts are written" in err
 
 
-def test_ten_thousand_prompts_wait_in_a_queue():
-    """Reading them takes no time to speak of, and every line keeps its number."""
-    text = "\n".join(json.dumps({"prompt": f"number {i}"}) for i in range(10_000))
-    lines = jsonl.read_requests(text, SamplingParams(), GenerationConfig(), 2**32 - 5)
-    assert [line.number for line in lines] == list(range(1, 10_001))
-    assert {line.request.seed for line in lines} == {*range(2**32 - 5, 2**32), *range(9995)}
+def test_seeds_count_up_by_lines_and_wrap_around():
+    lines = [jsonl.Line(7 + i, i, 7 + i) for i in range(10)]
+    requests = [line.request(SamplingParams(), GenerationConfig(), 2**32 - 5) for line in lines]
+    assert [request.seed for request in requests] == [*range(2**32 - 5, 2**32), *range(5)]
 
 
 def test_prompts_may_come_from_standard_input(folder, capsys, monkeypatch):

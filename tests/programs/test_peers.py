@@ -1,4 +1,4 @@
-"""`bench --compare --peers`: what can run takes part in its own process, what cannot is skipped
+"""`tools.bench --compare --peers`: what can run takes part in its own process, the rest is skipped
 with a reason.
 
 Most tests put a package of a few lines in the place of llama-cpp-python: the process, its protocol
@@ -11,18 +11,26 @@ import importlib.util
 import json
 import os
 import sys
+import threading
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
-from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig, bench, load
-from minitri.benchmarks.peers.choice import PEERS, find_peers, peer_names
-from minitri.benchmarks.peers.float16 import as_float16, is_quantized
-from minitri.benchmarks.peers.process import Worker, worker_peer
+from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig, load
 from minitri.loading.checkpoint import Folder
+from tests.cascades import random_prompt
 from tests.conftest import byte_level_tokenizer
 from tests.loading.gguf_writer import write_gguf
+from tools.bench import __main__ as bench
+from tools.bench.peers.choice import PEERS, find_peers, peer_names
+from tools.bench.peers.float16 import as_float16, is_quantized
+from tools.bench.peers.in_transformers import (
+    prompt_lookup_peer,
+    transformers_model,
+    transformers_peer,
+)
+from tools.bench.peers.process import Worker, worker_peer
 
 STAND_IN = """
 import os
@@ -178,22 +186,21 @@ def test_a_peer_is_chosen_by_its_name_or_the_beginning_of_it():
     assert len(peer_names("openvino f16")) == 4
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--compare", "--peer", "vllm"], "'vllm' is no peer; there are transformers, "),
-        (["--compare", "--peer-python", "openvino=/no/python"], "is not PROGRAM=PATH of a program"),
-        (["--compare", "--peer-python", "python"], "is not PROGRAM=PATH of a program"),
-        (["--peer", "openvino"], "need --compare; add it"),
-    ],
-)
-def test_bad_flags_are_one_line(flags, message, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        bench.main(flags)
-    assert exit_.value.code == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert err.count("\n") == 1
+def test_prompt_lookup_says_what_plain_transformers_says(folder):
+    """Both are greedy. Ended early, it leaves no thread behind that computes."""
+    pytest.importorskip("transformers")
+    engine = load(str(folder), dtype="float32")
+    model = transformers_model(folder, engine)
+    prompt = random_prompt(engine.config, 40) * 3
+    plain = list(transformers_peer(model)(prompt, 30))
+    assert list(islice(prompt_lookup_peer(model)(prompt, 40), 30)) == plain
+    tokens = prompt_lookup_peer(model)(prompt, 40)
+    assert [next(tokens), next(tokens)] == plain[:2]
+    tokens.close()
+    workers = [thread for thread in threading.enumerate() if thread.name == "prompt lookup"]
+    for thread in workers:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in workers)
 
 
 @pytest.mark.slow

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minitri import selftest
-from minitri.benchmarks.departures import modes
 from minitri.cli.boot import load_engine
 from minitri.decoding import random_source, sampling
 from minitri.decoding.noise import gumbel_argmax, noise_key
 from minitri.decoding.sampling import probs_from_logits, sample
 from minitri.decoding.verification import verify
 from minitri.model.execution import Execution
+from minitri.selftest import __main__ as selftest
+from minitri.selftest.departures import modes
 from minitri.settings import SamplingParams
 from tests.chi_square import reuse_number
 from tests.conftest import write_hf_folder

@@ -8,9 +8,15 @@ import json
 import pytest
 import torch
 
-from minitri import bench, generate
-from minitri.benchmarks.bandwidth import covered
-from minitri.benchmarks.synthetic import (
+from minitri import generate
+from minitri.decoding.verification import Proposal
+from minitri.roofline import kv_bytes_per_token, weights_per_pass
+from minitri.settings import GenerationConfig, SpeculationConfig
+from tests.conftest import CPU, new_cache, tiny_config
+from tests.gpu_twins.test_offloaded_cache import offloaded
+from tools.bench import __main__ as bench
+from tools.bench.bandwidth import covered
+from tools.bench.synthetic import (
     Setup,
     SyntheticSource,
     decode,
@@ -19,11 +25,6 @@ from minitri.benchmarks.synthetic import (
     random_model,
     sweep_contexts,
 )  # fmt: skip
-from minitri.decoding.verification import Proposal
-from minitri.roofline import kv_bytes_per_token, weights_per_pass
-from minitri.settings import GenerationConfig, SpeculationConfig
-from tests.conftest import CPU, new_cache, tiny_config
-from tests.gpu_twins.test_offloaded_cache import offloaded
 
 CONFIG = tiny_config()
 TRIFORCE = SpeculationConfig("triforce", gamma1=2, gamma2=3, budget=32, num_recent_tokens=40)
@@ -39,9 +40,8 @@ def test_tensors_larger_than_a_block_are_filled_to_the_end():
 def test_every_slot_of_a_cache_is_filled_in_host_memory_too():
     for full in (new_cache(CONFIG), offloaded(1)):
         fill_cache(full)
-        tensors = [full.keys, full.values] + (
-            [full.host_keys, full.host_values] if hasattr(full, "host_keys") else []
-        )
+        tensors = [full.keys, full.values]
+        tensors += [full._staging.host_PLBKSD] if hasattr(full, "_staging") else []
         assert all(float(tensor.std()) == pytest.approx(1, rel=0.05) for tensor in tensors)
 
 

@@ -5,23 +5,15 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
 from minitri.errors import InputError
 from minitri.settings import POLICIES
 
-TOOLS = Path(__file__).parent.parent.parent / "tools"
-
 
 def tool(name: str):
-    sys.path.insert(0, str(TOOLS))  # as `python tools/NAME.py` has it
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(TOOLS))
+    return importlib.import_module(f"tools.{name}")
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ def test_greedy_and_coupled_texts_are_autoregressive_ones(method, tree, sampling
 @pytest.mark.parametrize("on_chip", [0, 1, 2])
 def test_a_path_in_host_memory_is_moved_together_too(on_chip, method):
     target = tiny_model(CONFIG)
-    full = OffloadedFullCache(
+    full = OffloadedFullCache.placed(
         CONFIG, 3, 512, on_chip=on_chip, dtype=torch.float32, device=CPU, streams=Streams()
     )
     settings = {"sampling": WARM, "coupled": True, **SMALL}

@@ -5,7 +5,7 @@ Chunk by chunk, every layer would fetch what the chunks before have left there, 
 K and V stay in a staging buffer meanwhile and travel once, to the host. What is kept are hidden
 states of the whole prompt, on the device, or in host memory where they do not fit.
 
-Layers compute the same blocks behind the same prefixes, so K and V are the same bits. Until the
+Layers compute the same blocks after the same prefixes, so K and V are the same bits. Until the
 last layer is done the row counts as empty, and no other pass may come between.
 
 Legend: L layers, B batch (1), T tokens of a chunk, H query heads, D head dim, E hidden size.
@@ -26,13 +26,12 @@ from minitri.model.llama import Llama, Pass
 
 
 class RowInWork(OffloadedFullCache):
-    """A row of an offloaded cache, as far as the chunks before one reach: a layer reads chunk
-    behind chunk, before the next layer does, and nothing travels but what is new."""
+    """A row of an offloaded cache, as far as the chunks before one reach: a layer reads one chunk
+    after another, before the next layer does, and nothing travels but what is new."""
 
     def __init__(self, full: OffloadedFullCache, b: int, start: int) -> None:
         """Shares the memory of row b."""
-        vars(self).update(vars(full.row(b)))
-        self._lengths = [start]
+        super().__init__(*full.parts(b, start))
         self._staging.stored.wait()  # what stood there is written over
 
     def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
@@ -47,55 +46,71 @@ class RowInWork(OffloadedFullCache):
 class Chunk:
     """A chunk of a prompt on its way through the layers."""
 
-    def __init__(self, model: Llama, cache: RowInWork, tokens: list[int], num_queries: int) -> None:
-        """`num_queries`: of how many last tokens the queries are wanted."""
-        self._cache, self.end = cache, cache.lengths[0] + len(tokens)
+    def __init__(
+        self,
+        model: Llama,
+        cache: RowInWork,
+        tokens: list[int],
+        home: torch.device,
+        max_queries: int,
+    ) -> None:
+        """Hidden states wait for the next layer at `home`. `max_queries`: of how many last tokens
+        the queries are wanted."""
+        self._cache = cache
+        self._home = home
+        self.end = cache.lengths[0] + len(tokens)
         self._block = make_block(model, [tokens], cache, len(tokens))
-        self.hidden_BTE = model.embed(self._block.tokens_BT)
-        config, T = model.config, min(num_queries, len(tokens))
+        x_BTE = model.embed(self._block.tokens_BT)
+        config, T = model.config, min(max_queries, len(tokens))
         shape = (config.num_layers, 1, T, config.num_heads, config.head_dim)
-        self.queries_LBTHD = self.hidden_BTE.new_empty(shape) if T else None
+        self.queries_LBTHD = x_BTE.new_empty(shape) if T else None
+        self._hidden_BTE = x_BTE.to(home, non_blocking=True)
 
-    def go_through(self, model: Llama, number: int, home: torch.device) -> None:
-        """Computes one layer; hidden states wait for the next one at `home`."""
+    def go_through(self, model: Llama, number: int) -> None:
+        """Computes one layer."""
         slots_BT = self._block.slots_BT
         lengths_B = None if slots_BT is None else slots_BT[:, 0].contiguous()
         rotary = model.rope.at(self._block.positions_BT)
-        cache, queries_LBTHD = self._cache, self.queries_LBTHD
-        shared = Pass(rotary, cache, None, slots_BT, lengths_B, queries_LBTHD, model.attend)
-        x_BTE = self.hidden_BTE.to(model.device, non_blocking=True)
+        queries_LBTHD = self.queries_LBTHD
+        shared = Pass(rotary, self._cache, None, slots_BT, lengths_B, queries_LBTHD, model.attend)
+        x_BTE = self._hidden_BTE.to(model.device, non_blocking=True)
         x_BTE = model.layers[number].forward(x_BTE, number, shared)
-        self.hidden_BTE = x_BTE.to(home, non_blocking=True)  # to the host: into page-locked memory
+        self._hidden_BTE = x_BTE.to(self._home, non_blocking=True)  # page-locked on the host
 
 
 def read_by_layers(
-    model: Llama, prompt: list[int], full: OffloadedFullCache, b: int, chunk: int,
-    watch: Callable[[Tensor], None] | None, max_queries: int,
-) -> Iterator[int]:  # fmt: skip
+    model: Llama,
+    prompt: list[int],
+    full: OffloadedFullCache,
+    b: int,
+    chunk: int,
+    watch: Callable[[Tensor], None] | None,
+    max_queries: int,
+) -> Iterator[int]:
     """`runner.prefill` for a cache in host memory.
 
     Yields as often, whenever as much has been computed as for one more chunk. `watch` is called at
     the end, for the last chunks: those whose queries a ring of `max_queries` would still hold.
     """
-    L, before, end = model.config.num_layers, list(full.lengths), len(prompt) - 1
+    L, end = model.config.num_layers, len(prompt) - 1
+    before = list(full.lengths)
     starts = range(before[b], end, chunk)
     if not starts:
         return
     first = first_watched(len(starts), chunk, max_queries) if watch is not None else len(starts)
-    chunks, home = [], home_of_hidden(model, end - before[b])
-    for n, start in enumerate(starts):
-        tokens = prompt[start : min(start + chunk, end)]
-        num_queries = max_queries if n >= first else 0
-        chunks.append(Chunk(model, RowInWork(full, b, start), tokens, num_queries))
-        chunks[-1].hidden_BTE = chunks[-1].hidden_BTE.to(home, non_blocking=True)
+    home = home_of_hidden(model, end - before[b])
+    chunks = [
+        Chunk(model, RowInWork(full, b, start), prompt[start : min(start + chunk, end)], home, num)
+        for start, num in zip(starts, [0] * first + [max_queries] * len(starts), strict=False)
+    ]
     for done in range(L * len(chunks)):
-        chunks[done % len(chunks)].go_through(model, done // len(chunks), home)
+        chunks[done % len(chunks)].go_through(model, done // len(chunks))
         if done % L == L - 1 and done // L < len(chunks) - 1:
             yield chunks[done // L].end
             assert full.lengths == before, "another pass came between two layers of a prompt"
     counts = [end - n if b == row else 0 for row, n in enumerate(before)]
     FullCache.advance(full, counts)  # fetches nothing: a pass or another prompt follows
-    for read in chunks[first:]:
+    for read in chunks:
         if watch is not None and read.queries_LBTHD is not None:
             watch(read.queries_LBTHD[:, 0])
     yield end
@@ -111,7 +126,7 @@ def first_watched(num_chunks: int, chunk: int, window: int) -> int:
 
 
 def home_of_hidden(model: Llama, num_tokens: int) -> torch.device:
-    """Where hidden states of so many tokens are kept from one layer to the next."""
+    """Where hidden states of a prompt are kept from one layer to the next."""
     num_bytes = num_tokens * model.config.hidden_size * model.dtype.itemsize
     is_tight = model.device.type == "cuda" and num_bytes + RESERVE > free_device_bytes(model.device)
     return torch.device("cpu") if is_tight else model.device

@@ -27,9 +27,7 @@ with clean_imports():
 
     import torch
 
-    from minitri.benchmarks.compare import num_same
-    from minitri.benchmarks.departures import Mode, explain, modes
-    from minitri.benchmarks.distribution_test import FALSE_ALARM, POWER, run_test, windows
+    from minitri.bench.compare import num_same
     from minitri.cli import arguments
     from minitri.cli.boot import load_engine
     from minitri.cli.inputs import read_prompt
@@ -38,6 +36,8 @@ with clean_imports():
     from minitri.engine import Engine, load
     from minitri.errors import shorten
     from minitri.loading.prompts import MAX_SEED
+    from minitri.selftest.departures import Mode, explain, modes
+    from minitri.selftest.distribution_test import FALSE_ALARM, POWER, run_test, windows
     from minitri.settings import METHODS, GenerationConfig, SamplingParams, SpeculationConfig
 
 log = logging.getLogger("minitri")

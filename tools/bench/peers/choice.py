@@ -19,16 +19,16 @@ from typing import Any
 
 import torch
 
-from minitri.benchmarks.peers import StartPeer
-from minitri.benchmarks.peers.float16 import as_float16, is_quantized
-from minitri.benchmarks.peers.in_transformers import (
+from minitri.bench.compare import StartPeer
+from minitri.engine import Engine
+from minitri.errors import InputError, shorten
+from tools.bench.peers.float16 import as_float16, is_quantized
+from tools.bench.peers.in_transformers import (
     prompt_lookup_peer,
     transformers_model,
     transformers_peer,
 )
-from minitri.benchmarks.peers.process import Worker, worker_peer
-from minitri.engine import Engine
-from minitri.errors import InputError, shorten
+from tools.bench.peers.process import Worker, worker_peer
 
 log = logging.getLogger("minitri")
 

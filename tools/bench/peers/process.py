@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from minitri.benchmarks.peers import StartPeer
+from minitri.bench.compare import StartPeer
 from minitri.errors import InputError, shorten
 
 WORKER = Path(__file__).with_name("worker.py")

@@ -1,19 +1,17 @@
-"""Prefill and decoding of the model alone, beside the floor that memory bandwidth sets."""
+"""Prefill and decoding of the model alone, next to the floor that memory bandwidth sets."""
 
 import argparse
 import contextlib
 import ctypes
 import json
-import resource
-import sys
 import unittest.mock
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from minitri.benchmarks.bandwidth import read_bandwidth
-from minitri.benchmarks.compare import spread
+from minitri.bench.__main__ import peak_memory_bytes
+from minitri.bench.compare import spread
 from minitri.cli.arguments import taken
 from minitri.cli.boot import load_engine
 from minitri.cli.inputs import read_prompt
@@ -24,6 +22,7 @@ from minitri.engine import Engine
 from minitri.generation import Generation
 from minitri.roofline import bytes_per_pass, kv_bytes_per_token
 from minitri.settings import GenerationConfig, SpeculationConfig
+from tools.bench.bandwidth import read_bandwidth
 
 PARTS = {
     "linear layers": ("linear", "mkldnn::_linear_pointwise", "aten::addmm"),
@@ -35,7 +34,7 @@ PARTS = {
 """Kernels of a decoding step on CPU by what they are for; the rest, profiling included: `other`."""
 
 
-def run_plain(args: argparse.Namespace) -> None:
+def run_floor(args: argparse.Namespace) -> None:
     """Measures the model alone and prints."""
     bare_bytes = peak_memory_bytes(torch.device("cpu"))
     text = read_prompt(args.prompt_file[0] if args.prompt_file else None)
@@ -75,14 +74,6 @@ def card(engine: Engine, num_tokens: int) -> dict[str, float]:
         "memory_bytes_per_second": bandwidth,
         "floor_ms_per_token": 1e3 * (weight_bytes + kv_bytes * num_tokens) / bandwidth,
     }
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Largest memory in use so far: of this process on CPU, of PyTorch's allocator on CUDA."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def plain_decoding(engine: Engine, prompt: list[int], generation: GenerationConfig) -> Generation:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from minitri.benchmarks.peers import StartPeer
+from minitri.bench.compare import StartPeer
 from minitri.config import ModelConfig
 from minitri.engine import Engine
 from minitri.loading.checkpoint import open_checkpoint

@@ -1,4 +1,4 @@
-"""A benchmark without weights: `python -m minitri.bench --load dummy`.
+"""A benchmark without weights: `python -m tools.bench --load dummy`.
 
 Weights and KV cache are random numbers in the shape of a named model, nothing is prefilled, and
 **verdicts are made up**: each guess is accepted with a given probability. All else is computed by
@@ -17,10 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitri.benchmarks.bandwidth import copy_bandwidth, idle_share
-from minitri.benchmarks.compare import spread
-from minitri.benchmarks.ledger import CARDS, Workload, table
-from minitri.benchmarks.plots import draw_contexts
+from minitri.bench.compare import spread
 from minitri.caches.full import FullCache
 from minitri.cli.arguments import add_rates_flag, draft_of, positive, speculation_of, taken
 from minitri.cli.report import phase_ms, where
@@ -32,6 +29,7 @@ from minitri.errors import InputError
 from minitri.generation import running
 from minitri.gpu.fused_modules import fuse_if_possible
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
+from minitri.ledger import CARDS, Workload, table
 from minitri.loading.devices import attention_for, choose_device, choose_dtype, guesser_for
 from minitri.loading.named_models import shape_of, unknown_model
 from minitri.memory import Models
@@ -40,6 +38,8 @@ from minitri.requests import Request
 from minitri.roofline import CPU, kv_bytes_per_token, weights_per_pass
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.stack import Stack, begin
+from tools.bench.bandwidth import copy_bandwidth, idle_share
+from tools.bench.plots import draw_contexts
 
 SAMPLING = SamplingParams(0.6, top_p=0.9)
 WARMUP_STEPS = 3
@@ -302,7 +302,7 @@ def fill_cache(full: FullCache) -> None:
     tensors = [full.keys, full.values]
     if isinstance(full, OffloadedFullCache):
         staging = full._staging
-        tensors += [full.host_keys, full.host_values, staging.ring_keys, staging.ring_values]
+        tensors += [staging.host_PLBKSD, staging.ring_PLBKTD]
     for tensor in tensors:
         fill(tensor, 1.0)
 

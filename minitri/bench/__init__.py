@@ -1,0 +1,1 @@
+"""The benchmark: one method, or several in turns."""

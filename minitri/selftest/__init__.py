@@ -1,0 +1,1 @@
+"""The self-test: speculation changes neither a text nor its distribution."""
