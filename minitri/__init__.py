@@ -11,7 +11,9 @@ TYPE_CHECKING = False  # `typing` itself takes milliseconds, in which nothing gu
 if TYPE_CHECKING:
     from typing import Any
 
+    from minitri.caches.policies import Policy
     from minitri.config import ModelConfig
+    from minitri.drafters.plugin import Drafter
     from minitri.engine import Engine, load
     from minitri.errors import InputError
     from minitri.events import Completion, End, Event, Idle, PrefillProgress, Token
@@ -26,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "MODELS",
     "Completion",
+    "Drafter",
     "End",
     "Engine",
     "Event",
@@ -34,6 +37,7 @@ __all__ = [
     "Idle",
     "InputError",
     "ModelConfig",
+    "Policy",
     "PrefillProgress",
     "Request",
     "RowStats",
@@ -46,7 +50,9 @@ __all__ = [
 
 _HOMES = {
     "minitri.loading.named_models": ("MODELS",),
+    "minitri.caches.policies": ("Policy",),
     "minitri.config": ("ModelConfig",),
+    "minitri.drafters.plugin": ("Drafter",),
     "minitri.settings": ("GenerationConfig", "SamplingParams", "SpeculationConfig"),
     "minitri.engine": ("Engine", "load"),
     "minitri.errors": ("InputError",),

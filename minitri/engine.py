@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from minitri.config import ModelConfig
-from minitri.drafters.lookup import Sources
+from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError, shorten
 from minitri.events import Completion, End
 from minitri.generation import Generation
@@ -45,18 +45,16 @@ def load(
     rope_scaling: str | None = None,
     weights: str = "auto",
     draft_weights: str = "auto",
-    draft_history: bool = False,
+    drafter: Drafter | None = None,
     progress: bool = False,
     before_weights: Callable[[Tokenizer, ModelConfig], None] | None = None,
 ) -> "Engine":
     """Boots an engine: finds or fetches the files, reads config, tokenizer and weights.
 
     `model` is a name from `minitri.MODELS`, a folder or file, or a hub repository ORG/NAME. So is
-    `draft`; or it is `layers:PATH`, layers of the model that a file names, `suffix`, which looks
-    the last words up in the text, `datastore:PATH`, which does so in texts of a file, too (see
-    `tools/`), or `auto`, the drafter of a named model, and `suffix` where there is none. A lookup
-    and a model with a comma between take turns. With `draft_history` lookups see the texts of
-    earlier runs, too: all distributions, greedy and coupled texts stay, but no seed repeats a text.
+    `draft`; or it is `suffix`, which looks the last words up in the text, or `auto`, the drafter of
+    a named model, and `suffix` where there is none. A `drafter` is an object of yours that guesses
+    in its place, see `minitri.Drafter`.
     `dtype` is float32, bfloat16, float16 or auto (bfloat16 where that is fast). `device` is cpu,
     cuda, cuda:N or auto. `attention` names a backend of `gpu/attention_backends.py` for short
     blocks on a GPU. `rope_scaling` such as `yarn:4` stretches the context. `weights` `native`
@@ -67,16 +65,19 @@ def load(
     prompt. Under torchrun each process holds a share of the model, and all must make the same
     calls. Raises `InputError`.
     """
+    if drafter is not None and (draft != "auto" or not callable(getattr(drafter, "guess", None))):
+        given = f"drafter is {shorten(repr(drafter), 60)} with draft {shorten(repr(draft), 60)}"
+        raise InputError(f"{given}; give a minitri.Drafter, or a draft, but not both")
     options = {"dtype": dtype, "device": device, "attention": attention, "weights": weights}
     options["draft_weights"] = draft_weights
     files = OpenModels(
-        model, draft, draft_history=draft_history, rope_scaling=rope_scaling, progress=progress,
-        **options,
+        model, draft if drafter is None else "suffix",
+        rope_scaling=rope_scaling, progress=progress, **options,
     )  # fmt: skip
     if before_weights is not None:
         before_weights(files.tokenizer, files.config)
-    target, drafter, retrieval_model = files.load()
-    engine = Engine(target, files.tokenizer, drafter, retrieval_model, files.sources)
+    target, draft_model, retrieval_model = files.load()
+    engine = Engine(target, files.tokenizer, draft_model, retrieval_model, drafter)
     engine.sampling_defaults = files.sampling_defaults
     return engine
 
@@ -93,10 +94,10 @@ class Engine:
 
     def __init__(
         self, model: Llama, tokenizer: Tokenizer, draft: Llama | None = None,
-        retrieval_model: Llama | None = None, sources: Sources = Sources(),  # noqa: B008 (frozen)
+        retrieval_model: Llama | None = None, drafter: Drafter | None = None,
     ) -> None:  # fmt: skip
-        """`draft` is the model behind the first level of the cascade; None: lookup, in the text
-        and in `sources`.
+        """`draft` is the model of the first level of the cascade, `drafter` an object that guesses
+        in its place; without both the last words are looked up in the text.
 
         `retrieval_model`, a copy of the model in fewer bits, guesses with the retrieval cache.
         """
@@ -104,17 +105,23 @@ class Engine:
         self.tokenizer = tokenizer
         self.draft = draft
         self.retrieval_model = retrieval_model
-        self.sources = sources
+        self.drafter = drafter
         self.sampling_defaults = SamplingParams()
         """What the model's generation_config.json recommends; nothing here applies it."""
         self.snapshot_note = ""
-        self.models = Models(model, retrieval_model or model, draft, sources)
+        self.models = Models(model, retrieval_model or model, draft, drafter)
         self._pool = MemoryPool(self.models)
 
     def __repr__(self) -> str:
-        draft = self.sources.beside(self.draft.config.name if self.draft is not None else "")
-        dtype = str(self.model.dtype).removeprefix("torch.")
-        return f"<Engine {self.config.name}, drafter {draft}, {dtype} on {self.model.device}>"
+        name, dtype = self.config.name, str(self.model.dtype).removeprefix("torch.")
+        return f"<Engine {name}, drafter {self.drafter_name}, {dtype} on {self.model.device}>"
+
+    @property
+    def drafter_name(self) -> str:
+        """Of the object that guesses first, of the draft model, or `suffix`."""
+        if self.drafter is not None:
+            return type(self.drafter).__name__
+        return self.draft.config.name if self.draft is not None else "suffix"
 
     @property
     def config(self) -> ModelConfig:

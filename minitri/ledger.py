@@ -16,7 +16,7 @@ from typing import Any
 
 from minitri.config import ModelConfig
 from minitri.decoding.autotuner import expected_block, expected_tokens
-from minitri.model.execution import Ranks
+from minitri.execution import Ranks
 from minitri.parallel.split import share_of
 from minitri.roofline import (
     Machine,

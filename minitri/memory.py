@@ -18,7 +18,7 @@ from minitri.caches.policies import make_policy
 from minitri.caches.prefixes import PrefixCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import window_problem
-from minitri.drafters.lookup import Sources
+from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError, shorten
 from minitri.gpu.graphs import GraphPool, graph_pool
 from minitri.gpu.offload.host_memory import HostMemory
@@ -43,8 +43,8 @@ class Models:
     retrieval: Llama
     """Guesses with the retrieval cache: the target, or a copy of it in fewer bits."""
     draft: Llama | None = None
-    """None: lookup, in the text and in `sources`."""
-    sources: Sources = Sources()  # noqa: RUF009 (frozen)
+    drafter: Drafter | None = None
+    """Guesses in the place of a draft model; without both the last words are looked up."""
 
 
 @dataclass(frozen=True)

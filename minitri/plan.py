@@ -25,7 +25,7 @@ with clean_imports():
     from minitri.ledger import CARDS, Workload, predict
     from minitri.ledger import table as ledger_table
     from minitri.loading.checkpoint import open_checkpoint
-    from minitri.loading.fetch import committed_path, default_draft, split_draft
+    from minitri.loading.fetch import LOOKUPS, committed_path, default_draft
     from minitri.loading.named_models import shape_of, unknown_model
     from minitri.roofline import Machine, four_bit_bytes
     from minitri.settings import StepPlan
@@ -104,8 +104,7 @@ def config_of(name: str) -> ModelConfig:
 def draft_config(args: argparse.Namespace) -> ModelConfig | None:
     """The shape of the drafter; None if it is no model."""
     name = default_draft(args.model) if args.draft == "auto" else args.draft
-    _, model = split_draft(name)
-    return None if model in ("", "none") else config_of(model)
+    return None if name in (*LOOKUPS, "none") else config_of(name)
 
 
 def machine_of(args: argparse.Namespace) -> Machine:

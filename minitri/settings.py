@@ -7,6 +7,7 @@ these fields (`cli/arguments.py`): the first sentence below a field is its help 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from minitri.errors import (
     AT_LEAST_1,
@@ -20,7 +21,6 @@ from minitri.errors import (
 )
 
 METHODS = ("auto", "autoregressive", "naive", "retrieval", "triforce")
-POLICIES = ("retrieval", "streaming", "topk", "h2o")
 VERIFICATIONS = ("block", "token")
 DRAFTERS = ("engine", "lookup")
 MAX_GAMMA = 64
@@ -164,8 +164,9 @@ class SpeculationConfig:
     """Who guesses. auto: whatever is fastest, chosen before every step; autoregressive: nobody;
     naive: a drafter; retrieval: the target with a small part of its KV cache; triforce: the drafter
     guesses for that one."""
-    policy: str = "retrieval"
-    """What the retrieval cache holds; all but retrieval exist for comparison."""
+    policy: Any = "retrieval"
+    """What the retrieval cache holds: by the paper's rule, or by an object of yours, see
+    `minitri.Policy`."""
     gamma1: int | None = None
     """Tokens the drafter guesses at a time. Default: chosen before every step."""
     gamma2: int | None = None
@@ -203,13 +204,15 @@ class SpeculationConfig:
     """Who drafts: the drafter that the engine has, or lookup in the text in its place."""
 
     def __post_init__(self) -> None:
-        choices_of = {"method": METHODS, "policy": POLICIES, "verification": VERIFICATIONS}
-        choices_of["drafter"] = DRAFTERS
+        choices_of = {"method": METHODS, "verification": VERIFICATIONS, "drafter": DRAFTERS}
         for name, choices in choices_of.items():
             if getattr(self, name) not in choices:
                 raise InputError(
                     f"{name} {getattr(self, name)!r} is unknown; use one of {', '.join(choices)}"
                 )
+        is_policy = self.policy == "retrieval" or callable(getattr(self.policy, "scores", None))
+        wanted = "retrieval, or an object with the methods of minitri.Policy"
+        require(self, "policy", is_policy, wanted)
         for name in (
             "gamma1", "gamma2", "chunk_size", "num_recent_tokens", "observation_window",
             "rebuild_stride",

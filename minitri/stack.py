@@ -17,8 +17,8 @@ from minitri.decoding.cascade import Cascade
 from minitri.decoding.level import Emitted, Level, Stage
 from minitri.decoding.meter import Meter
 from minitri.decoding.random_source import CoupledSource, IndependentSource, RandomSource
-from minitri.drafters.choice import DrafterChoice
 from minitri.drafters.lookup import LookupDrafter
+from minitri.drafters.plugin import PluggedDrafter
 from minitri.gpu.streams import clock_of
 from minitri.memory import Memory, MemoryShape, Models, allocate
 from minitri.requests import Request
@@ -70,28 +70,26 @@ class Stack:
             return Level(runner, own, stats, self._meter, on_not_finite)
 
         drafter: Stage | None = None
-        target_model = memory.models.target
-        lookup = functools.partial(
-            LookupDrafter,
-            self.shape.num_rows,
-            sources=memory.models.sources,
-            vocab_size=target_model.config.vocab_size,
-            device=target_model.device,
-        )
         if memory.draft is not None:
             drafter = level("draft", memory.draft, memory.draft.warn)
-            if memory.models.sources.takes_turns:
-                found = lookup(stats=LevelStats("lookup"), tuner=None)
-                drafter = choice = DrafterChoice(speculation.tree, found, drafter, self.tuner)
-                self.stats.drafters = choice.by_drafter
         elif any(plan.uses_drafter for plan in speculation.plans):
-            self.stats.stages.append(LevelStats("draft"))
-            drafter = lookup(stats=self.stats.stages[-1], tuner=self.tuner)
+            drafter = self._without_model()
         retrieval = level("retrieval", memory.retrieval) if memory.retrieval is not None else None
         target = level("target", memory.target)
         return Cascade(
             self.sequences, self.stats, self.tuner, target, retrieval, drafter, meter=self._meter
         )
+
+    def _without_model(self) -> Stage:
+        """The engine's drafter from outside, or lookup."""
+        models, stats = self.memory.models, LevelStats("draft")
+        self.stats.stages.append(stats)
+        target = models.target
+        where: dict[str, Any] = {"vocab_size": target.config.vocab_size, "device": target.device}
+        if models.drafter is None or self.shape.speculation.drafter == "lookup":
+            return LookupDrafter(self.shape.num_rows, stats, self.tuner, **where)
+        runner = self.memory.target
+        return PluggedDrafter(models.drafter, stats, self.tuner, self.source, runner, **where)
 
     def admit(self, b: int, prompt: list[int], request: Request) -> None:
         """Gives row b, which is empty, to a request with this prompt; `prefill` and `start` must
@@ -101,9 +99,6 @@ class Stack:
         memory.prefix.num_prompt[b] = len(prompt)
         self.cascade.active[b] = False
         self.cascade.guessing[b] = request.speculation
-        history = memory.models.sources.history
-        if history is not None and not speculation.coupled:
-            seed = history.fresh_seed(seed)
         self.source.restart(b, seed)
         if memory.retrieval_cache is not None:
             memory.retrieval_cache.reset(b, self.shape.budget_for(len(prompt)))

@@ -123,8 +123,6 @@ class Stats:
     """Of all caches."""
     stages: list[LevelStats] = field(default_factory=list)
     """Every stage of the cascade, from the lowest upwards."""
-    drafters: list[LevelStats] = field(default_factory=list)
-    """Where drafters take turns, what became of the guesses of each."""
     steps_per_plan: dict[str, int] = field(default_factory=dict)
     """Steps made by each plan (method and gammas); more than one where something was open."""
     break_even: float | None = None

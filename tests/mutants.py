@@ -39,11 +39,6 @@ AFTER_STEPS = "caches/test_caches_after_steps.py::"
 PROBS = "test_runner.py::"
 STREAM = "test_stream.py::"
 STACK = "minitri.stack.Stack."
-CHOICE = "minitri.drafters.choice.DrafterChoice."
-TURNS = (
-    "drafters/test_choice.py::"
-    "test_a_drafter_that_changes_between_rounds_gives_the_target_distribution"
-)
 OFFLOADED = "minitri.gpu.offload.offloaded_cache.OffloadedFullCache."
 LAYERS = "minitri.gpu.offload.layer_major."
 RACES = "gpu_twins/test_offloaded_cache.py::"
@@ -377,8 +372,8 @@ MUTANTS = [
     Mutant(
         "sinks may be dropped",
         RETRIEVAL + "_select",
-        "scores_KN[:, :sinks] = scores_KN[:, num_units - recent :]",
-        "scores_KN[:, num_units - recent :]",
+        "scores_KN[:, :sinks] = scores_KN[:, N - recent :]",
+        "scores_KN[:, N - recent :]",
         CHUNKS + "test_a_build_holds_exactly_what_the_policy_chooses[1-retrieval-8-150]",
     ),
     Mutant(
@@ -422,15 +417,7 @@ MUTANTS = [
         "minitri.drafters.lookup.LookupDrafter.reset",
         "self._rows[b] = _Row()",
         "self._rows[b].guess = []",
-        "drafters/test_lookup.py::test_a_row_that_ended_is_remembered_only_by_a_history[False]",
-    ),
-    Mutant(
-        "guesses from a history tested with the numbers they were drawn with",
-        "minitri.drafters.text.History.fresh_seed",
-        "return noise_key(seed, self._num_seeds)",
-        "return seed",
-        "drafters/test_drafters_in_engine.py::"
-        "test_guesses_from_a_history_are_not_tested_with_the_numbers_they_were_drawn_with",
+        "drafters/test_lookup.py::test_a_row_that_ended_is_forgotten",
     ),
     Mutant(
         "text that may begin a stop string is not held back",
@@ -539,23 +526,6 @@ MUTANTS = [
         "test_greedy_and_coupled_texts_are_autoregressive_ones[naive-7-sampling2-True]",
     ),
     Mutant(
-        "a drafter chosen by the tokens that it drew",
-        CHOICE + "propose",
-        "proposal = _merged(found, self._draw(sequences, asked), asked) if any(asked) else found",
-        "drawn = self._draw(sequences, active)\n"
-        "        asked = [row[:1] == [0] for row in drawn.tokens]\n"
-        "        proposal = _merged(found, drawn, asked)",
-        TURNS + "[gammas0-3-DrafterChoice]",
-    ),
-    Mutant(
-        "a drafter that was not asked keeps what was rejected",
-        CHOICE + "crop",
-        "member.crop(lengths)",
-        "member.crop(lengths) if member is self._lookup else None",
-        "drafters/test_choice.py::"
-        "test_both_drafters_know_the_text_and_nothing_else_after_every_step",
-    ),
-    Mutant(
         "a drafted token fetched by the host",
         LEVEL + "_draft",
         "tokens.append(self._source.sample(probs[-1], positions, active))",
@@ -601,13 +571,6 @@ MUTANTS = [
         "weight.float().div_(scales.unsqueeze(1))",
         "gpu_twins/test_eight_bits.py::"
         "test_a_copy_is_as_large_as_planned_and_shares_the_rest[False]",
-    ),
-    Mutant(
-        "a drawn guess stated as certain",
-        "minitri.drafters.choice._merged",
-        "probs = [proposal.probs_BNV[b, :n] for",
-        "probs = [proposal.probs_BNV[b, :n].gt(0).to(found.probs_BNV.dtype) for",
-        TURNS + "[gammas0-3-DrafterChoice]",
     ),
     Mutant(
         "a bias is added by every rank",

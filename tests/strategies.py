@@ -25,9 +25,10 @@ from minitri.errors import MAX_COUNT
 from minitri.loading.prompts import MAX_SEED
 from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
 from minitri.model.llama import Llama
-from minitri.settings import METHODS, POLICIES, VERIFICATIONS
+from minitri.settings import METHODS, VERIFICATIONS
 from tests.cascades import near_copy
 from tests.conftest import CPU, byte_level_tokenizer, tiny_config, tiny_model
+from tools.paper.baselines.policies import NAMES
 
 VOCAB = 320
 CONFIG = tiny_config(vocab_size=VOCAB, context_length=512)
@@ -111,7 +112,7 @@ def speculations(draw: st.DrawFn) -> dict[str, Any]:
     tree = draw(usually(st.just(""), TREES, odds=3))
     return {
         "method": draw(usually(one_of("triforce", *METHODS[2:]), one_of(*METHODS[:2]))),
-        "policy": draw(usually(st.just("retrieval"), st.sampled_from(POLICIES), odds=3)),
+        "policy": draw(usually(st.just("retrieval"), st.sampled_from(NAMES), odds=3)),
         "verification": draw(st.sampled_from(VERIFICATIONS)),
         "gamma1": gamma1,
         "gamma2": gamma2,

@@ -48,6 +48,7 @@ from minitri.loading.text_stream import StopScanner
 from minitri.stats import Stats
 from tests.cascades import fresh_read
 from tests.strategies import Case, cases, make_engine
+from tools.paper.baselines.policies import policy_of
 
 NUM_EXAMPLES = int(os.environ.get("MINITRI_FUZZ_EXAMPLES", "100"))
 FUZZ_SEED = int(os.environ.get("MINITRI_FUZZ_SEED", "0"))
@@ -123,7 +124,9 @@ def run(engine: Engine, case: Case, rows: slice = slice(None), **speculation) ->
     seed = case.seed if rows == slice(None) else case.row_seed
     try:
         with chosen_plans(case.plan_seed):
-            config = SpeculationConfig(**{**case.speculation, **speculation})
+            wanted = {**case.speculation, **speculation}
+            wanted["policy"] = policy_of(wanted["policy"])
+            config = SpeculationConfig(**wanted)
             generation = GenerationConfig(**{"stop": case.stop, **case.generation})
             sampling = SamplingParams(**case.sampling)
             settings = {"generation": generation, "speculation": config, "sampling": sampling}
@@ -315,7 +318,8 @@ def test_sampled_runs_repeat_and_never_leave_the_filtered_vocabulary(case):
     if got.error is not None:
         return
     check_support(engine, case, got.outputs[case.row])
-    is_free = len(SpeculationConfig(**case.speculation).plans) > 1  # then rows share its choices
+    plain = {**case.speculation, "policy": "retrieval"}
+    is_free = len(SpeculationConfig(**plain).plans) > 1  # then rows share its choices
     if len(case.prompts) > 1 and not is_free:
         alone = run(engine, case, slice(case.row, case.row + 1))
         assert alone.outputs == [got.outputs[case.row]]

@@ -21,22 +21,23 @@ MAY_IMPORT = {
     "stats": "",
     "events": "stats",
     "requests": "settings stats loading",
-    "model": "errors config settings",
-    "parallel": "errors config model",
+    "execution": "",
+    "model": "errors config execution settings",
+    "parallel": "errors config execution model",
     "decoding": "errors settings stats",
-    "drafters": "errors config settings stats decoding model cpu",
+    "drafters": "errors settings stats decoding",
     "trees": "settings stats decoding model runner",
     "roofline": "config model",
-    "ledger": "config settings decoding model parallel roofline",
+    "ledger": "config execution settings decoding parallel roofline",
     "caches": "errors config settings stats model decoding",
-    "cpu": "settings errors folders model caches",
-    "gpu": "errors config settings stats model decoding drafters caches roofline parallel",
+    "cpu": "settings errors execution folders model caches",
+    "gpu": "errors config execution settings stats model decoding caches roofline parallel",
     "runner": "errors settings model decoding caches gpu",
     "memory": "errors settings model drafters caches gpu runner",
     "stack": "settings stats model decoding drafters trees caches roofline gpu runner memory "
     "requests",
     "pool": "errors settings caches gpu memory",
-    "loading": "errors config folders settings model caches drafters cpu gpu parallel",
+    "loading": "errors config execution folders settings model caches cpu gpu parallel",
     "generation": "errors events settings stats model decoding gpu requests memory stack pool",
     "engine": "errors config events settings model drafters gpu loading requests memory pool "
     "generation",
@@ -77,15 +78,12 @@ def test_a_room_imports_only_what_it_may(file):
         assert room in {"cli", "benchmarks", *programs}
         return
     others = {name.split(".")[0] for name in ours(file)} - {room}
-    if module_name(file) == "caches.policies":
-        others -= {"benchmarks"}  # policies that exist for comparison, if one is asked for
     assert others <= set(MAY_IMPORT[room].split())
 
 
 def test_imports_make_no_circle():
-    """Imports inside functions count, but for that of policies which exist for comparison."""
+    """Imports inside functions count."""
     graph = {module_name(file): ours(file) for file in FILES}
-    graph["caches.policies"].discard("benchmarks")
     assert len(list(TopologicalSorter(graph).static_order())) >= len(FILES)
 
 

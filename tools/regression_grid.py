@@ -25,6 +25,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import importlib
 import itertools
 import json
 import operator
@@ -47,6 +48,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import minitri
+from minitri import settings
 
 Settings = dict[str, Any]
 """What a case wants, by the names of minitri's settings; model, draft, dtype, prompts, seed too."""
@@ -293,7 +295,11 @@ def follows_clock(settings: Settings) -> bool:
 def settings_for(kind: Any, rest: Settings) -> Any:
     """One of minitri's settings classes, made of what it has fields for; that leaves `rest`."""
     names = {field.name for field in dataclasses.fields(kind)} & set(rest)
-    return kind(**{name: rest.pop(name) for name in names})
+    found = {name: rest.pop(name) for name in names}
+    if not hasattr(settings, "POLICIES") and found.get("policy", "retrieval") != "retrieval":
+        sys.path.insert(0, str(ROOT))
+        found["policy"] = importlib.import_module("baselines.policies").policy_of(found["policy"])
+    return kind(**found)
 
 
 def run_case(folder: Path, settings: Settings) -> dict[str, Any]:

@@ -23,7 +23,7 @@ with clean_imports():
     from minitri.cli import arguments
     from minitri.cli.boot import load_engine
     from minitri.cli.inputs import read_prompt
-    from minitri.cli.report import draft_name, where
+    from minitri.cli.report import where
     from minitri.engine import Engine
     from minitri.errors import InputError
     from minitri.generation import running
@@ -135,7 +135,7 @@ def measure(
         print(f"{title}, {longest} prompt tokens; {count}: median (range)")
         print(table(result, num_new))
         facts = {name: getattr(args, name) for name in ("model", "temperature", "top_p", "coupled")}
-        facts |= {**where(engine.model), "draft": draft_name(engine), "seeds": args.seeds}
+        facts |= {**where(engine.model), "draft": engine.drafter_name, "seeds": args.seeds}
         facts |= {"num_prompt_tokens": list(map(len, same_length)), "num_new_tokens": num_new}
         facts |= {"peak_bytes": peak_memory_bytes(engine.model.device), "contestants": result}
         print(json.dumps(facts), flush=True)

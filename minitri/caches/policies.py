@@ -1,61 +1,73 @@
 """Policies: which of the target's tokens the retrieval cache holds.
 
-A policy scores units of the full cache, chunks or single tokens, for the queries of the latest
-tokens; the best fill the budget. Sinks and the latest tokens are kept whatever their score: that is
-the cache's business. `ChunkRetrieval` is the paper's and the default. The others exist to be
-compared with it and stand apart, in `benchmarks/policies.py`.
+A policy scores chunks of the full cache for the queries of the latest tokens; the best chunks fill
+the budget. Sinks and the latest tokens are kept whatever their score: that is the cache's business.
+`ChunkRetrieval` is the paper's and the default. Another one is an object of the `Policy` protocol.
+The whole of one that keeps the chunks with the largest key:
 
-To add a policy, write a class with this protocol and name it in `make_policy` and in
-`settings.POLICIES`.
+    class Largest(minitri.Policy):
+        def scores(self, layer, b, q_KRD, chunks_KNMD):
+            return chunks_KNMD.float().norm(dim=3).amax(2)
+
+    engine.generate(prompt, speculation=minitri.SpeculationConfig(policy=Largest()))
+
+A policy changes the speed, and no text: the target sees the whole cache. One that raises, or whose
+scores have another shape or are NaN, ends the run with an `InputError` that names it.
 
 With grouped-query attention the G query heads of a KV head share its slots, so their attention is
 added up, and so is that of the tokens in the observation window.
 
 Legend: L layers, B batch, T tokens, S slots, K KV heads, G query heads per KV head, H = K G,
-D head dim, N units, M tokens of a unit, R = G times tokens in the observation window.
+D head dim, N chunks, M tokens of a chunk, R = G times tokens in the observation window.
 """
 
+import copy
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache
+from minitri.errors import InputError, shorten
 
 TOKENS_AT_ONCE = 256
-"""`ChunkRetrieval` averages about so many keys at a time, of all layers; a GPU copies them."""
+"""`ChunkRetrieval` averages about this many keys at a time, of all layers; a GPU copies them."""
 
 NEIGHBOR = 0.99
 """Share of a chunk's score that the next chunk gets at least; below 1, so that they never tie."""
 
 
 class Policy(Protocol):
-    """A rule for what to keep."""
+    """Scores chunks: derive from it, and give an object to `SpeculationConfig(policy=...)`.
 
-    unit: int
-    """Tokens that are kept or dropped together, M."""
-    wants_prompt: bool
-    """Whether `observe` must see the queries of the whole prompt."""
+    Only `scores` must be written; the rest is for policies that learn something on the way. Every
+    run works with a deep copy, so it has a state of its own.
+    """
+
+    wants_prompt: bool = False
+    """Whether `observe` must see the queries of the whole prompt, not of its last tokens alone."""
+
+    def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:
+        """Importance (K, N) of the chunks of a layer of row b to the latest queries; the keys of
+        the chunks and the queries are rotated at their positions."""
+        raise NotImplementedError
 
     def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
-        """Learns that row b's sequence now reaches to `end`; queries of its last T tokens."""
-
-    def scores(self, layer: int, b: int, q_KRD: Tensor, keys_KSD: Tensor) -> Tensor:
-        """Importance (K, N) to the latest queries of the N = S // M whole units of the keys."""
+        """Learns that row b's sequence now reaches to `end`; queries of its last T tokens.
+        `full.layers(b)` gives the row's keys and values (K, S, D), layer by layer."""
 
     def reset(self, b: int) -> None:
-        """Drops all that was observed of row b."""
+        """Drops all that was observed of row b: another text begins there."""
 
 
-def make_policy(name: str, full: FullCache, chunk_size: int) -> Policy:
-    """The policy of a name in `settings.POLICIES`, for the rows of a full cache."""
-    if name == "retrieval":
-        return ChunkRetrieval(full, chunk_size)
-    from minitri.benchmarks import policies  # here, because the default does without
-
-    others = {"topk": policies.TopTokens, "streaming": policies.LatestTokens}
-    return policies.HeavyHitters(full) if name == "h2o" else others[name]()
+def make_policy(policy: Any, full: FullCache, chunk_size: int) -> Policy:
+    """What `SpeculationConfig.policy` stands for, over a full cache."""
+    return (
+        ChunkRetrieval(full, chunk_size)
+        if policy == "retrieval"
+        else CheckedPolicy(copy.deepcopy(policy))
+    )
 
 
 class ChunkRetrieval:
@@ -71,29 +83,61 @@ class ChunkRetrieval:
 
     def __init__(self, full: FullCache, chunk_size: int) -> None:
         L, B, K, S, D = full.shape
-        self.unit = chunk_size
+        self._chunk_size = chunk_size
         self._is_kept = full.on_chip == L
         shape = (L * self._is_kept, B, K, S // chunk_size, D)
         self._means = torch.empty(shape, dtype=full.dtype, device=full.device)
         self._num_means = [0] * B
 
     def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:  # noqa: ARG002
-        M, whole = self.unit, end // self.unit if self._is_kept else 0
+        M = self._chunk_size
+        whole = end // M if self._is_kept else 0
         while (done := self._num_means[b]) < whole:
             upto = self._num_means[b] = min(whole, done + -(-TOKENS_AT_ONCE // M))
             keys_LKTD, _ = full.tokens(b, done * M, upto * M)
             self._means[:, b, :, done:upto] = keys_LKTD.unflatten(2, (upto - done, M)).mean(3)
 
-    def scores(self, layer: int, b: int, q_KRD: Tensor, keys_KSD: Tensor) -> Tensor:
-        M, N = self.unit, keys_KSD.shape[1] // self.unit
-        units_KNMD = keys_KSD[:, : N * M].unflatten(1, (N, M))
-        means_KND = self._means[layer, b, :, :N] if self._is_kept else units_KNMD.mean(2)
+    def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:
+        N = chunks_KNMD.shape[1]
+        means_KND = self._means[layer, b, :, :N] if self._is_kept else chunks_KNMD.mean(2)
         scores_KN = attention_received(q_KRD, means_KND)
         scores_KN[:, 1:] = torch.maximum(scores_KN[:, 1:], NEIGHBOR * scores_KN[:, :-1])
         return scores_KN
 
     def reset(self, b: int) -> None:
         self._num_means[b] = 0
+
+
+class CheckedPolicy:
+    """A policy from outside, whose mistakes end the run with an `InputError`."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.wants_prompt = bool(getattr(policy, "wants_prompt", False))
+
+    def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:
+        scores_KN = self._call("scores", layer, b, q_KRD, chunks_KNMD)
+        shape = getattr(scores_KN, "shape", ())
+        if shape != chunks_KNMD.shape[:2] or bool(scores_KN.isnan().any()):
+            wanted = f"give numbers of shape {list(chunks_KNMD.shape[:2])}"
+            raise self._broken(f"gave scores of shape {list(shape)}, or NaN; {wanted}")
+        return scores_KN.to(q_KRD.device, torch.float32)
+
+    def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
+        self._call("observe", full, b, queries_LTHD, end)
+
+    def reset(self, b: int) -> None:
+        self._call("reset", b)
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self._policy, method)(*arguments)
+        except Exception as error:
+            what = f"raised {type(error).__name__} ({shorten(error, 90)}) in {method}; mend it"
+            raise self._broken(what) from error
+
+    def _broken(self, what: str) -> InputError:
+        return InputError(f"the policy {type(self._policy).__name__} {what}")
 
 
 def attention_received(q_KRD: Tensor, keys_KND: Tensor) -> Tensor:

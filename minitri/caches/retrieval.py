@@ -1,22 +1,21 @@
 """The retrieval cache: the part of the target's KV cache that matters now (TriForce, section 4.1).
 
-Per layer and KV head it holds `budget` tokens of the full cache, chosen by a policy, and behind
-them the block that is being guessed. Slots are ordered from the least important to the most; the
-exact K and V of tokens that have been committed overwrite the least important ones, one slot after
-the other. So the prefix has the same length from one rebuild to the next. Keys are rotated at
-absolute positions, hence the order of slots means nothing to attention.
+Per layer and KV head it holds `budget` tokens of the full cache, chosen by a policy, and after them
+the block that is being guessed. Slots are ordered from the least important to the most; exact K and
+V of tokens that have been committed overwrite the least important ones. So the prefix has the same
+length from one rebuild to the next, and output can be of any length. While a text is no longer than
+the budget the cache holds all of it, and equals the full cache.
 
 It is rebuilt when half of it has been overwritten, at a stride, or when the target rejects too
 much. A rebuild belongs to a pass of the target: it is due or not before that pass, selects among
 the tokens committed by then, and asks with the queries of the latest of them (an observation
-window, as in SnapKV), the first token of that pass included. So it costs no pass of its own: where
-the full cache is in host memory, `rebuild_layer` selects from every layer while it is on the
-device, and `commit` finds it done; else `commit` does it. Output can be of any length.
-
-While a text is no longer than the budget the cache holds all of it, and equals the full cache.
+window, as in SnapKV), the first token of that pass included. So it costs no pass of its own, and
+takes three steps: it is planned, selects from every layer, and is finished by `commit`. Where the
+full cache is on the device `commit` takes all three; where it is in host memory, the first two are
+taken in the pass, while each layer is on the device.
 
 Legend: L layers, B batch, T tokens, S slots, K KV heads, H query heads, D head dim, M tokens of a
-unit (chunk), C units kept, W observation window, R = H / K times the tokens in it.
+chunk, N chunks, C of them kept, W observation window, R = H / K times the tokens in it.
 """
 
 import math
@@ -47,7 +46,7 @@ class Row:
     num_held: int = 0
     """Committed tokens in slots; the budget, once the text is longer."""
     num_guessed: int = 0
-    """Tokens of the block behind them."""
+    """Tokens of the block after them."""
     num_queries: int = 0
     """Tokens whose queries have been observed."""
     num_since_build: int = 0
@@ -56,23 +55,31 @@ class Row:
     """Moving acceptance rate of what was guessed with this cache."""
     is_built: bool = False
     """False: the text is here in its order, except where it has outgrown the budget."""
-    rebuilt_at: int = 0
-    """Tokens among which `rebuild_layer` selected in the last pass that it took part in."""
+    is_planned: bool = False
+    """Whether it is rebuilt with the latest pass of the target."""
 
 
 class RetrievalCache:
-    """A small copy of a full cache: `budget` committed tokens per row, room for a block behind."""
+    """A small copy of a full cache: `budget` committed tokens per row, room for a block after."""
+
+    selects_in_pass = False
+    """Whether each pass of the target plans rebuilds and selects; else `commit` does."""
 
     def __init__(
-        self, full: FullCache, policy: Policy, speculation: SpeculationConfig, *,
-        budgets: list[int], num_heads: int,
-    ) -> None:  # fmt: skip
+        self,
+        full: FullCache,
+        policy: Policy,
+        speculation: SpeculationConfig,
+        *,
+        budgets: list[int],
+        num_heads: int,
+    ) -> None:
         """Empty; `commit` fills it."""
         L, B, K, _, D = full.shape
         self._full = full
         self._policy = policy
         self._settings = speculation
-        self.max_budget = min(max(budgets), self._longest_text)
+        self.max_budget = max(budgets)
         slots = round_up_to_stride(self.max_budget + speculation.room)
         empty = full.keys.new_empty
         self.keys, self.values = empty(L, B, K, slots, D), empty(L, B, K, slots, D)
@@ -80,16 +87,10 @@ class RetrievalCache:
         self._queries = empty(L, B, speculation.observation_window, num_heads, D)
         self.restart(budgets)
 
-    @property
-    def _longest_text(self) -> int:
-        """Slots that a text can fill at most, in whole units."""
-        return -(-self._full.capacity // self._policy.unit) * self._policy.unit
-
     def restart(self, budgets: list[int]) -> None:
         """Empties all rows, for other texts with these budgets; none may exceed `max_budget`."""
-        limited = [min(budget, self._longest_text) for budget in budgets]
-        assert max(limited) <= self.max_budget
-        self.rows = [Row(budget, self._settings.num_sink_tokens) for budget in limited]
+        assert max(budgets) <= self.max_budget
+        self.rows = [Row(budget, self._settings.num_sink_tokens) for budget in budgets]
         self.rebuilds = Rebuilds()
         for b in range(len(budgets)):
             self._policy.reset(b)
@@ -135,7 +136,7 @@ class RetrievalCache:
     def reset(self, b: int, budget: int | None = None, num_tokens: int = 0) -> None:
         """Empties row b, for another text, with another budget if one is given, whose first
         `num_tokens` the full cache holds already."""
-        budget = self.rows[b].budget if budget is None else min(budget, self._longest_text)
+        budget = self.rows[b].budget if budget is None else budget
         assert budget <= self.max_budget
         self.rows[b] = Row(budget, self._settings.num_sink_tokens, num_queries=num_tokens)
         self._policy.reset(b)
@@ -149,18 +150,20 @@ class RetrievalCache:
         self.rows[b].num_queries = seen + T
         self._policy.observe(self._full, b, queries_LTHD, self._full.lengths[b])
 
-    def rebuild_layer(
-        self, layer: int, queries_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor
-    ) -> None:
-        """Selects, where a rebuild is due, from one layer of the full cache that is on the device.
+    def plan_rebuild(self) -> None:
+        """Decides which rows are rebuilt with the pass of the target that begins now."""
+        for row, num_tokens in zip(self.rows, self._full.lengths, strict=True):
+            row.is_planned = self._is_due(row, num_tokens)
 
-        Called in a pass of the target; the queries are those of its block.
-        """
+    def select(
+        self, layer: int, queries_BHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor
+    ) -> None:
+        """Selects, for the rows that are planned, from one layer of the full cache that is on the
+        device; the queries are those of the first token of the pass under way."""
         for b, end in enumerate(self._full.lengths):
-            if self._is_due(self.rows[b], end):
+            if self.rows[b].is_planned:
                 prefix = keys_BKSD[b, :, :end], values_BKSD[b, :, :end]
-                self._select(layer, b, queries_BTHD[b, 0], *prefix)
-                self.rows[b].rebuilt_at = end
+                self._select(layer, b, queries_BHD[b], *prefix)
 
     def commit(
         self, b: int, queries_LTHD: Tensor, *, was_rejected: bool, has_guessed: bool = True
@@ -175,8 +178,14 @@ class RetrievalCache:
         known = end - queries_LTHD.shape[1]  # before that pass
         num_accepted = end - known - 1
         num_tested = num_accepted + was_rejected
-        if self._is_due(row, known):
-            self._rebuild(b, queries_LTHD, known)
+        if not self.selects_in_pass and self._is_due(row, known):
+            row.is_planned, started = True, self.rebuilds.clock.now()
+            for layer, (keys_KSD, values_KSD) in enumerate(self._full.layers(b)):
+                prefix = keys_KSD[:, :known], values_KSD[:, :known]
+                self._select(layer, b, queries_LTHD[layer, 0], *prefix)
+            self.rebuilds.clock.since(started, self.rebuilds.note)
+        if row.is_planned:
+            self.finish(b, known)
         elif num_tested and has_guessed:
             rate = num_accepted / num_tested
             row.acceptance = MEMORY * row.acceptance + (1 - MEMORY) * rate
@@ -187,7 +196,7 @@ class RetrievalCache:
         self.observe(b, queries_LTHD)
 
     def _is_due(self, row: Row, num_tokens: int) -> bool:
-        """Whether a rebuild belongs to a pass of the target that begins behind so many tokens."""
+        """Whether a rebuild belongs to a pass of the target that begins after these tokens."""
         return num_tokens > row.budget and (
             not row.is_built
             or row.num_overwritten >= row.budget / 2
@@ -195,42 +204,37 @@ class RetrievalCache:
             or row.acceptance < self._settings.rebuild_threshold
         )
 
-    def _rebuild(self, b: int, queries_LTHD: Tensor, known: int) -> None:
-        row, M = self.rows[b], self._policy.unit
-        if row.rebuilt_at != known:
-            started = self.rebuilds.clock.now()
-            for layer, (keys_KSD, values_KSD) in enumerate(self._full.layers(b)):
-                prefix = keys_KSD[:, :known], values_KSD[:, :known]
-                self._select(layer, b, queries_LTHD[layer, 0], *prefix)
-            self.rebuilds.clock.since(started, self.rebuilds.note)
+    def finish(self, b: int, known: int) -> None:
+        """Row b now holds what was selected for all layers among the first `known` tokens."""
+        row, M = self.rows[b], self._settings.chunk_size
         self.rebuilds.count += 1
-        row.is_built = True
+        row.is_built, row.is_planned = True, False
         row.num_held, row.num_overwritten = row.budget, 0
         row.num_since_build, row.acceptance = 0, 1.0
-        row.num_committed = known // M * M  # what is left of the last unit is copied by `commit`
+        row.num_committed = known // M * M  # what is left of the last chunk is copied by `commit`
 
     def _select(
         self, layer: int, b: int, query_HD: Tensor, keys_KSD: Tensor, values_KSD: Tensor
     ) -> None:
-        """Fills the slots of a layer with the best units of the full cache, best last.
-
-        `query_HD` joins the observed queries. Sinks and recent tokens are always kept.
-        """
-        M, K, W = self._policy.unit, self.keys.shape[2], self._queries.shape[2]
-        num_units, C = keys_KSD.shape[1] // M, self.rows[b].budget // M
+        """Fills the slots of a layer with the best chunks of the full cache, best last; sinks and
+        recent tokens are always kept. `query_HD` joins the observed queries."""
+        M, K, W = self._settings.chunk_size, self.keys.shape[2], self._queries.shape[2]
+        N, C = keys_KSD.shape[1] // M, self.rows[b].budget // M
         recent = min(-(-self._settings.num_recent_tokens // M), max(1, C // 4))
         sinks = min(-(-self._settings.num_sink_tokens // M), C - recent)
         num_queries = self.rows[b].num_queries
         self._queries[layer, b, num_queries % W] = query_HD
         queries_WHD = self._queries[layer, b, : num_queries + 1]
         q_KRD = queries_WHD.unflatten(1, (K, -1)).transpose(0, 1).flatten(1, 2)
-        scores_KN = self._policy.scores(layer, b, q_KRD, keys_KSD).clone()
-        scores_KN[:, :sinks] = scores_KN[:, num_units - recent :] = math.inf
+        keys_KNMD, values_KNMD = (
+            slots_KSD[:, : N * M].unflatten(1, (N, M)) for slots_KSD in (keys_KSD, values_KSD)
+        )
+        scores_KN = self._policy.scores(layer, b, q_KRD, keys_KNMD).clone()
+        scores_KN[:, :sinks] = scores_KN[:, N - recent :] = math.inf
         chosen_KC = scores_KN.topk(C).indices.flip(1)
-        for small, large_KSD in ((self.keys, keys_KSD), (self.values, values_KSD)):
-            units_KNX = large_KSD[:, : num_units * M].unflatten(1, (num_units, M)).flatten(2)
+        for small, chunks_KNMD in ((self.keys, keys_KNMD), (self.values, values_KNMD)):
             for k, chosen_C in enumerate(chosen_KC):  # ten times as fast as all heads at once
-                best_CX = units_KNX[k].index_select(0, chosen_C)
+                best_CX = chunks_KNMD[k].flatten(1).index_select(0, chosen_C)
                 small[layer, b, k, : C * M] = best_CX.view(C * M, -1)
 
     def _copy_committed(self, b: int, start: int, end: int) -> None:

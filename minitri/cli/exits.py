@@ -11,13 +11,14 @@ import os
 import signal
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from minitri.errors import InputError
 
 TYPE_CHECKING = False  # `typing` itself takes milliseconds, in which nothing guards Ctrl-C yet
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
+    from collections.abc import Callable
 
     from _typeshed import ReadableBuffer
 
@@ -32,7 +33,9 @@ def clean_imports() -> Iterator[None]:
     For the seconds that importing PyTorch takes. Extension modules lose exceptions there.
     """
     _open_closed_files()
-    _on_ctrl_c(_stop_at_once, instead_of=signal.default_int_handler)
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _stop_at_once)
     import shutil
 
     # PyTorch's large tensors in pages of 2 MB: weights and KV caches are read 5 % faster on Linux.
@@ -50,7 +53,8 @@ def clean_imports() -> Iterator[None]:
     except FileNotFoundError as error:
         raise _end(2, f"no current folder: {error}; change to one that is there") from None
     finally:
-        _on_ctrl_c(signal.default_int_handler, instead_of=_stop_at_once)
+        if before is signal.default_int_handler:
+            signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager
@@ -68,7 +72,7 @@ def program(
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(encoding="utf-8", errors="replace")
         parser = build_parser()
-        is_silent = _joins_others(parser.prog, parallel)
+        is_silent = _is_follower(parser.prog, parallel)
         with contextlib.suppress(ImportError):
             import argcomplete
 
@@ -82,7 +86,7 @@ def program(
         yield args
 
 
-def _joins_others(name: str, parallel: bool) -> bool:
+def _is_follower(name: str, parallel: bool) -> bool:
     """Joins the other processes, if torchrun has started several; whether this one is silent."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return False
@@ -122,7 +126,7 @@ def clean_exits(*, as_json: bool = False) -> Iterator[None]:
     except InputError as error:
         raise _end(2, " ".join(str(error).splitlines())) from None
     except KeyboardInterrupt:
-        _on_ctrl_c(lambda *_: os._exit(130), instead_of=signal.default_int_handler)
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # a second one
         raise _end(130, "interrupted") from None
     except OSError as error:
         if error.errno not in WRITE_ERRORS:
@@ -153,12 +157,6 @@ def _end(code: int, line: str = "") -> SystemExit:
     if line and is_first:
         print(f"minitri: {line}", file=sys.stderr)
     return SystemExit(code)
-
-
-def _on_ctrl_c(handler: Callable[..., object], *, instead_of: Callable[..., object]) -> None:
-    with contextlib.suppress(ValueError):  # in a thread other than the main one
-        if signal.getsignal(signal.SIGINT) is instead_of:
-            signal.signal(signal.SIGINT, handler)
 
 
 def _stop_at_once(*_: object) -> None:

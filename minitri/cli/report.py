@@ -15,7 +15,7 @@ from minitri.model.llama import Llama
 from minitri.roofline import CPU, GPU
 from minitri.stats import LevelStats, Stats
 
-GUESSED = ("draft", "lookup", "retrieval")
+GUESSED = ("draft", "retrieval")
 """Origins of tokens that the target only verified."""
 
 
@@ -23,11 +23,6 @@ def where(model: Llama) -> dict[str, str]:
     """What a model runs on: a part of every JSON line."""
     names = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
     return {**names, "attention": attention_name(model.attend), "torch": torch.__version__}
-
-
-def draft_name(engine: Engine) -> str:
-    """The name of an engine's drafter, or of both."""
-    return engine.sources.beside(engine.draft.config.name if engine.draft is not None else "")
 
 
 def outline(engine: Engine, run: Generation) -> str:
@@ -72,7 +67,6 @@ def details(engine: Engine, run: Generation) -> str:
         count = f"{stats.num_decoded_tokens} tokens after the first"
         rate = f"{stats.ms_per_token:.1f} ms/token, {stats.tokens_per_second:.1f} tokens/s"
         lines.append(f"decode   {count} in {stats.decode_seconds:.2f} s, {rate}")
-    lines += [f"by {level_line(drafter)}" for drafter in stats.drafters]
     lines += [level_line(level) for level in stats.levels if level.num_rounds]
     if stats.levels and stats.num_decoded_tokens:
         phases = ", ".join(f"{name} {ms:.1f}" for name, ms in phase_ms(stats).items())
@@ -110,7 +104,7 @@ def level_line(level: LevelStats) -> str:
 def phase_ms(stats: Stats) -> dict[str, float]:
     """Milliseconds per decoded token of each stage, of rebuilds, and of other commits."""
     rebuild = stats.rebuilds.seconds
-    seconds = {stage.name: stage.seconds for stage in (*stats.drafters, *stats.stages)}
+    seconds = {stage.name: stage.seconds for stage in stats.stages}
     seconds |= {"rebuild": rebuild, "commit": stats.commit_seconds - rebuild}
     tokens = max(stats.num_decoded_tokens, 1)
     return {name: 1e3 * value / tokens for name, value in seconds.items()}
@@ -143,12 +137,11 @@ def report(
         "text": row.text,
         "token_ids": row.token_ids,
         "finish_reason": finish_reason,
-        "draft": draft_name(engine) if args.method in WITH_DRAFTER else None,
+        "draft": engine.drafter_name if args.method in WITH_DRAFTER else None,
         "num_cached_tokens": row.stats.num_cached_tokens,
         "tokens_by_origin": row.stats.by_origin,
         "speedup_estimate": speedup(engine, run),
         "levels": [level.as_dict() for level in stats.levels],
-        "drafters": [drafter.as_dict() for drafter in stats.drafters],
         "phase_ms_per_token": phase_ms(stats),
         "num_rebuilds": stats.rebuilds.count,
         "break_even_acceptance": stats.break_even,

@@ -100,11 +100,6 @@ class Autotuner:
             rate = self._rate("retrieval" if plan.uses_retrieval else "draft")
         return expected_tokens(rate, length) / (seconds + self._cost("target", length))
 
-    def round_seconds(self, num_drawn: int, num_guesses: int) -> float:
-        """Predicted seconds until guesses are verified, of which a model drew so many."""
-        verifier = "retrieval" if self.plan.uses_retrieval else "target"
-        return num_drawn * self._cost("draft", 0) + self._cost(verifier, num_guesses)
-
     def break_even(self) -> float | None:
         """The acceptance rate at which the current plan is as fast as the target alone, at most 1;
         None if there is no choice."""

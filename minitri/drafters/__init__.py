@@ -1,1 +1,1 @@
-"""A stage that guesses without a model, by lookup in texts and a datastore; its turns with one."""
+"""Drafters: lookup in the text, and objects of the `Drafter` protocol."""

@@ -22,10 +22,10 @@ from minitri.caches.full import FullCache
 from minitri.caches.streaming import SLIDE
 from minitri.config import ModelConfig
 from minitri.errors import InputError
+from minitri.execution import Ranks
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import RING, OffloadedFullCache
 from minitri.model.cache import round_up_to_stride
-from minitri.model.execution import Ranks
 from minitri.model.llama import Llama
 from minitri.parallel.split import SPLIT, share_of
 from minitri.roofline import eight_bit_bytes, num_weights

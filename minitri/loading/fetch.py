@@ -59,10 +59,8 @@ WHEELS = {
         quantization="Q4_1",
     )
 }
-LOOKUPS, DATASTORE = ("suffix", "ngram"), "datastore:"
-"""Drafters that look words up in the text, under today's and an older name, and in a file, too."""
-LAYERS = "layers:"
-"""A drafter of some layers of the target, which a file names."""
+LOOKUPS = ("suffix", "ngram")
+"""The drafter that looks words up in the text, under today's and an older name."""
 COMMITTED = ("smollm2-135m-draft",)
 """Drafters that come with the source code, under weights/."""
 WEIGHT_FILES = (".gguf", ".safetensors", ".bin")
@@ -104,26 +102,6 @@ def default_draft(model: str) -> str:
     """The drafter of a named model; `suffix` if it has none, or its drafter is not installed."""
     draft = MODELS[model].draft if model in MODELS else "suffix"
     return "suffix" if draft in COMMITTED and committed_path(draft) is None else draft
-
-
-def split_draft(draft: str) -> tuple[str, str]:
-    """The lookup and the model among the drafters that `draft` names, with commas between; empty
-    where there is none.
-
-    Raises `InputError` unless there is at most one of each.
-    """
-    found = {True: "", False: ""}
-    for name in draft.split(","):
-        is_lookup = name in LOOKUPS or name.startswith(DATASTORE)
-        if found[is_lookup] or (not name and "," in draft):
-            kind, other = "lookup" if is_lookup else "model", found[is_lookup]
-            what = f"more than one {kind}, {other} and {name}" if name else "an empty name"
-            raise InputError(
-                f"the drafter {shorten(draft)} has {what}; give one model, one lookup, or both "
-                "with a comma between"
-            )
-        found[is_lookup] = name
-    return found[True], found[False]
 
 
 def committed_path(name: str) -> Path | None:

@@ -5,21 +5,15 @@ So whatever is wrong with a prompt or a drafter is found before the minutes that
 
 import contextlib
 import dataclasses
-import hashlib
-import json
 import logging
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from minitri.drafters.datastore import open_datastore
-from minitri.drafters.layer_subset import read_layers, with_layers
-from minitri.drafters.lookup import Sources
-from minitri.drafters.text import History
 from minitri.errors import InputError, shorten
+from minitri.execution import Ranks
 from minitri.loading.checkpoint import Folder, load_model, open_checkpoint, read_json
 from minitri.loading.devices import (
     attention_for,
@@ -29,10 +23,9 @@ from minitri.loading.devices import (
     choose_dtype,
     guesser_for,
 )
-from minitri.loading.fetch import DATASTORE, LAYERS, default_draft, locate, split_draft
+from minitri.loading.fetch import LOOKUPS, default_draft, locate
 from minitri.loading.hf_config import read_sampling, stretch_rope
-from minitri.loading.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
-from minitri.model.execution import Ranks
+from minitri.loading.tokenizer import check_same_vocabulary, load_tokenizer
 from minitri.model.llama import Llama
 from minitri.parallel.ranks import join
 from minitri.parallel.split import SplitLlama
@@ -95,7 +88,7 @@ class OpenModels:
     def __init__(
         self, model: str | os.PathLike[str], draft: str | os.PathLike[str], *, dtype: str,
         device: str, attention: str, rope_scaling: str | None, weights: str, draft_weights: str,
-        draft_history: bool, progress: bool,
+        progress: bool,
     ) -> None:  # fmt: skip
         texts: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention}
         texts |= {
@@ -130,20 +123,7 @@ class OpenModels:
         self._draft_weights = draft_weights
         self._is_draft_optional = draft == "auto"
         name = default_draft(model) if draft == "auto" else draft
-        lookup, name = split_draft(name)
-        self._layers: list[int] | None = None
-        self.sources = Sources()
-        if lookup:
-            self.sources = self._open_sources(lookup, draft_history, takes_turns=bool(name))
-        elif draft_history:
-            raise InputError(
-                f"draft_history is for drafters without a model, got the drafter {name}; leave it "
-                "out, or use the drafter suffix"
-            )
-        if name.startswith(LAYERS):
-            path, vocabulary = _path(name.removeprefix(LAYERS)), fingerprint(self.tokenizer)
-            self._layers = read_layers(path, self.config, vocabulary)
-        elif name or not lookup:
+        if name not in LOOKUPS:
             with self._or_lookup():
                 self._draft = self._open_draft(name, options)
 
@@ -152,8 +132,6 @@ class OpenModels:
         fewer bits if it guesses with one."""
         target, drafter = self._target.load(), None
         guesser = guesser_for(target, self._draft_weights)
-        if self._layers is not None:
-            drafter = with_layers(guesser or target, self._layers)
         if self._draft is not None:
             with self._or_lookup():
                 drafter = self._draft.load(target)
@@ -165,14 +143,6 @@ class OpenModels:
             check_same_vocabulary(draft.tokenizer, self.tokenizer, draft.config.name)
         return draft
 
-    def _open_sources(self, name: str, draft_history: bool, *, takes_turns: bool) -> Sources:
-        history, datastore = History() if draft_history else None, None
-        if name.startswith(DATASTORE):
-            path = _path(name.removeprefix(DATASTORE))
-            datastore = open_datastore(path, fingerprint(self.tokenizer))
-            log.info("datastore: %s, %d tokens", path, datastore.num_tokens)
-        return Sources(history, datastore, takes_turns=takes_turns)
-
     @contextlib.contextmanager
     def _or_lookup(self) -> Iterator[None]:
         """A drafter that nobody asked for by name may be missing."""
@@ -182,16 +152,3 @@ class OpenModels:
             if not self._is_draft_optional:
                 raise
             log.warning("%s; suffix lookup takes its place", error)
-
-
-def _path(text: str) -> Path:
-    path = Path(text)
-    with contextlib.suppress(RuntimeError):  # an unknown home
-        path = path.expanduser()
-    return path
-
-
-def fingerprint(tokenizer: Tokenizer) -> str:
-    """What two tokenizers have in common only if they spell every token alike."""
-    tokens = [tokenizer.token(number) for number in range(tokenizer.num_tokens)]
-    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()

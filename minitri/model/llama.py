@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitri.config import ModelConfig
+from minitri.execution import Execution
 from minitri.model.attention import Attend, attend_math
 from minitri.model.cache import BlockKV, Cache
-from minitri.model.execution import Execution
 from minitri.model.linear import Linear, TiedHead, TrimmedHead
 from minitri.model.rope import Rope, Rotary
 
@@ -93,13 +93,10 @@ class Llama(nn.Module):
         not depend on where the chunks of a prompt begin. The lengths of the cache stay as they are:
         call `cache.advance` with the tokens to keep.
         """
-        x_BTE = self.embed(tokens_BT)
+        rotary, attend = self.rope.at(positions_BT), self.attend
         lengths_B = None if slots_BT is None else slots_BT[:, 0].contiguous()
-        rotary = self.rope.at(positions_BT)
-        shared = Pass(
-            rotary, cache, rule_TT, slots_BT, lengths_B, queries_LBTHD, self.attend, is_prompt
-        )
-        return self.norm(self.layers.forward(x_BTE, shared))
+        shared = Pass(rotary, cache, rule_TT, slots_BT, lengths_B, queries_LBTHD, attend, is_prompt)
+        return self.norm(self.layers.forward(self.embed(tokens_BT), shared))
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Rows of the embedding table: (...) integers to (..., E)."""

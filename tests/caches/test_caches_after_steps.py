@@ -8,6 +8,7 @@ import torch
 
 from tests.cascades import GREEDY, WARM, Rig, fresh_read, near_copy, plain_tokens, random_prompt
 from tests.conftest import tiny_config, tiny_model
+from tools.paper.baselines.policies import policy_of
 
 CONFIG = tiny_config()
 PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (50, 1, 23)]
@@ -112,7 +113,12 @@ def poison(rig: Rig) -> None:
 def test_poisoned_slots_change_nothing(method, noise, policy, sampling, coupled):
     """A cache of NaN from the start and after every step: the same tokens, and the same guesses on
     the way."""
-    settings = {"sampling": sampling, "coupled": coupled, "policy": policy, "num_new": 14}
+    settings = {
+        "sampling": sampling,
+        "coupled": coupled,
+        "policy": policy_of(policy),
+        "num_new": 14,
+    }
     clean, poisoned = new_rig(method, noise, **settings), new_rig(method, noise, **settings)
     poison(poisoned)
     tokens = poisoned.run(poison)

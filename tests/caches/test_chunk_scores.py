@@ -20,7 +20,7 @@ def test_a_chunk_that_is_looked_for_brings_the_next_one_along():
     full.keys[0, 0, :, 12:16] = 3 * query_KGD.mean(1, keepdim=True)
     policy = make_policy("retrieval", full, 4)
     policy.observe(full, 0, torch.empty(2, 1, 4, 8), 42)
-    scores_KN = policy.scores(0, 0, query_KGD, full.keys[0, 0, :, :42])
+    scores_KN = policy.scores(0, 0, query_KGD, full.keys[0, 0, :, :40].unflatten(1, (10, 4)))
     plain_KN = attention_received(query_KGD, full.keys[0, 0, :, :40].unflatten(1, (10, 4)).mean(2))
     assert scores_KN.shape == (2, 10)
     assert plain_KN.argmax(1).tolist() == [3, 3]

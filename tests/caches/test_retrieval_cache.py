@@ -13,10 +13,11 @@ from minitri.caches import policies
 from minitri.caches.full import FullCache
 from minitri.caches.policies import NEIGHBOR, make_policy
 from minitri.caches.retrieval import MEMORY, RetrievalCache
-from minitri.settings import POLICIES, SamplingParams, SpeculationConfig
+from minitri.settings import SamplingParams, SpeculationConfig
 from tests.cascades import GREEDY, WARM, Rig, near_copy, plain_tokens, random_prompt
 from tests.conftest import new_cache, tiny_config, tiny_model
 from tests.exactness import probs_behind
+from tools.paper.baselines.policies import NAMES, policy_of
 
 CONFIG = tiny_config()
 L, K, H, D = CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.num_heads, CONFIG.head_dim
@@ -36,7 +37,7 @@ class Bench:
         for slots in (self.full.keys, self.full.values):
             slots.copy_(torch.randn(slots.shape, generator=generator))
         self.queries = torch.randn(batch_size, L, capacity, H, D, generator=generator) * 3
-        self.policy = make_policy(policy, self.full, speculation.get("chunk_size", 8))
+        self.policy = make_policy(policy_of(policy), self.full, speculation.get("chunk_size", 8))
         settings = {"rebuild_stride": NEVER, "num_recent_tokens": 8, **speculation}
         self.speculation = SpeculationConfig("retrieval", **settings)
         self.cache = RetrievalCache(
@@ -152,7 +153,7 @@ def test_a_build_holds_exactly_what_the_policy_chooses(name, M, length, window):
     check_build(bench, name, budget=48, M=M, sinks=-(-4 // M), recent=8 // M)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("window", [1, 4, 9])
 def test_a_build_after_several_rounds_asks_the_latest_queries(name, window):
     """Blocks of several tokens, longer and shorter than the window: the policy sees all of their
@@ -170,7 +171,7 @@ def test_a_build_after_several_rounds_asks_the_latest_queries(name, window):
 
 
 def test_the_streaming_policy_holds_sinks_and_the_latest():
-    bench = Bench("streaming", budget=32, num_sink_tokens=4)
+    bench = Bench("streaming", budget=32, chunk_size=1, num_sink_tokens=4)
     bench.read(199)
     bench.commit(1)
     assert all(
@@ -241,7 +242,7 @@ def committed_sizes(seed: int, num: int) -> list[int]:
     return torch.randint(1, 8, (num,), generator=generator).tolist()
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("budget", "chunk_size", "prompt"),
     [
@@ -269,7 +270,7 @@ def test_every_token_since_the_last_build_is_held_once(name, budget, chunk_size,
         was_built, end = bench.commit(count), bench.full.lengths[0]
         assert bench.cache.num_tokens == [end]
         assert bench.cache.lengths == [min(end, budget)]
-        M = bench.policy.unit
+        M = chunk_size
         built_at = (end - count) // M * M if was_built else built_at
         for heads in bench.held():
             for slots in heads:
@@ -394,7 +395,7 @@ def test_what_is_read_behind_the_chosen_stands_where_it_does_in_the_text():
 PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (60, 3, 21)]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", NAMES)
 @pytest.mark.parametrize("method", ["retrieval", "triforce"])
 def test_a_budget_for_the_whole_text_gives_the_full_cache(method, policy):
     """K and V are the same bits after every step, nothing is ever chosen, and no guess of this
@@ -411,14 +412,14 @@ def test_a_budget_for_the_whole_text_gives_the_full_cache(method, policy):
                 ):
                     assert torch.equal(small[:, b, :, :length], large[:, b, :, :length])
 
-    rig = Rig(target, PROMPTS, method=method, policy=policy, budget=112)
+    rig = Rig(target, PROMPTS, method=method, policy=policy_of(policy), budget=112)
     assert rig.run(compare) == plain_tokens(target, PROMPTS)
     top = rig.stats.levels[-1]
     assert rig.stats.rebuilds.count == 0
     assert top.num_accepted_tokens == top.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", NAMES)
 @pytest.mark.parametrize(("budget", "chunk_size"), [(1, 1), (8, 8), (24, 8)])
 def test_no_budget_and_no_chunk_size_changes_a_token(policy, budget, chunk_size):
     """A budget of one chunk too, beside prompts shorter than a chunk and no multiple of it."""
@@ -428,7 +429,7 @@ def test_no_budget_and_no_chunk_size_changes_a_token(policy, budget, chunk_size)
         PROMPTS,
         num_new=24,
         method="triforce",
-        policy=policy,
+        policy=policy_of(policy),
         budget=budget,
         chunk_size=chunk_size,
     )

@@ -15,10 +15,11 @@ import torch
 
 import minitri
 from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.execution import Execution
 from minitri.memory import MemoryShape
-from minitri.model.execution import Execution
 from minitri.stack import may_use_clock
 from tests.conftest import write_hf_folder
+from tools.paper.baselines.policies import policy_of
 
 PROMPTS = [[5, 6, 7], list(range(10, 60)), [9], [4] * 20]
 """Ragged; one shorter than a chunk, one a single token, one all repetition, which n-grams love."""
@@ -50,7 +51,8 @@ def texts(engine, draft, distribution, prompts=PROMPTS, num_new=NUM_NEW, seed=7,
 
 
 GRID = [
-    {"method": method, "policy": policy, "gamma1": gamma1, "gamma2": gamma2, "budget": budget,
+    {"method": method, "policy": policy_of(policy), "gamma1": gamma1, "gamma2": gamma2,
+     "budget": budget,
      "chunk_size": chunk, "num_recent_tokens": recent, "rebuild_stride": stride,
      "rebuild_threshold": threshold}
     for method, policy, (

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minitri.drafters import text as text_module
-from minitri.drafters.lookup import LookupDrafter, Sources
-from minitri.drafters.text import LONGEST, GrowingText, History
+from minitri.drafters.lookup import LookupDrafter
+from minitri.drafters.text import LONGEST, GrowingText
 from minitri.settings import StepPlan
 from minitri.stats import LevelStats
 from tests.conftest import CPU
@@ -21,10 +21,10 @@ V = 30
 WORDS = st.lists(st.integers(0, 2), max_size=60) | st.lists(st.integers(0, 20), max_size=60)
 
 
-def new_drafter(*texts: list[int], num_guesses: int = 3, sources=None) -> LookupDrafter:
+def new_drafter(*texts: list[int], num_guesses: int = 3) -> LookupDrafter:
     drafter = LookupDrafter(
         len(texts), LevelStats("draft"), ScheduledTuner([StepPlan("naive", num_guesses)]),
-        sources or Sources(), vocab_size=V, device=CPU,
+        vocab_size=V, device=CPU,
     )  # fmt: skip
     drafter.gamma = num_guesses
     drafter.prepare([list(text) for text in texts], [True] * len(texts))
@@ -125,37 +125,12 @@ def test_rows_look_each_into_its_own_text():
     assert proposal.origins == [["draft"] * 3, ["draft"] * 3, [], []]
 
 
-@pytest.mark.parametrize("has_history", [False, True])
-def test_a_row_that_ended_is_remembered_only_by_a_history(has_history):
-    sources = Sources(History()) if has_history else Sources()
-    drafter = new_drafter([1, 2, 3, 4], [7, 8], sources=sources)
+def test_a_row_that_ended_is_forgotten():
+    drafter = new_drafter([1, 2, 3, 4], [7, 8])
     rows = [[9, 1, 2], [7, 8, 1, 2]]
     drafter.reset(0)
     drafter.prepare(rows, [True, True])
-    found = [3, 4] if has_history else []
-    assert drafter.propose(rows, [True, True]).tokens == [found, found]
-
-
-def test_a_history_ends_its_guesses_where_a_text_ends_and_forgets_the_oldest(monkeypatch):
-    history = History()
-    for text in ([1, 2, 3], [1, 2], [], [4, 5, 6, 7]):
-        history.learn(text)
-    assert history.lookup([8, 1, 2], 9) == (2, [])  # the latest place; nothing follows there
-    assert history.lookup([8, 2, 3], 9) == (2, [])
-    assert history.lookup([4, 5], 9) == (2, [6, 7])
-    assert history.lookup([3, 1], 9) == history.lookup([7], 9) == (0, [])
-    monkeypatch.setattr(text_module, "MAX_HISTORY", 12)
-    history.learn([8, 9, 10])
-    assert history.lookup([1, 2], 9) == (0, [])
-    assert history.lookup([8, 9], 9) == (2, [10])
-
-
-def test_a_rows_own_text_wins_over_a_history_that_agrees_no_longer():
-    history = History()
-    history.learn([5, 1, 2, 9, 9])
-    sources = Sources(history)
-    assert guess([4, 1, 2, 3, 4, 1, 2], sources=sources, num_guesses=1) == [3]
-    assert guess([1, 2, 3, 5, 1, 2], sources=sources, num_guesses=1) == [9]
+    assert drafter.propose(rows, [True, True]).tokens == [[], []]
 
 
 def test_a_long_match_and_past_success_allow_more_guesses():

@@ -11,8 +11,9 @@ from minitri import End, GenerationConfig, Request, SamplingParams, SpeculationC
 from minitri.gpu.attention_backends import attend_fused
 from minitri.gpu.graphs import clear_workspaces
 from minitri.model.attention import attend_math
-from minitri.settings import METHODS, POLICIES
+from minitri.settings import METHODS
 from tests.model.test_attention import random_case
+from tools.paper.baselines.policies import NAMES, policy_of
 
 
 def tokens(engine, prompts, speculation=SpeculationConfig(), sampling=SamplingParams()):  # noqa: B008 (frozen)
@@ -29,7 +30,7 @@ def test_greedy_tokens_equal_those_of_the_cpu(folder, engine):
     assert tokens(on_gpu, prompts) == tokens(engine, prompts)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", NAMES)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("coupled", [False, True])
 def test_every_method_gives_the_tokens_of_the_cpu(folder, engine, method, policy, coupled):
@@ -37,7 +38,7 @@ def test_every_method_gives_the_tokens_of_the_cpu(folder, engine, method, policy
     on_gpu = minitri.load(str(folder), draft=str(folder), dtype="float32", device="cuda")
     prompts = [[5, 6, 7], list(range(10, 200)), [9]]
     speculation = SpeculationConfig(
-        method, policy, budget=32, num_recent_tokens=12, coupled=coupled
+        method, policy_of(policy), budget=32, num_recent_tokens=12, coupled=coupled
     )
     sampling = SamplingParams(0.8, top_p=0.9) if coupled else SamplingParams()
     alone = SpeculationConfig("autoregressive", coupled=coupled)

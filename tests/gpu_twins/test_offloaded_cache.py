@@ -21,9 +21,10 @@ from minitri.caches.full import FullCache
 from minitri.gpu.offload.offloaded_cache import RING, OffloadedFullCache
 from minitri.gpu.streams import Streams
 from minitri.model.cache import BlockKV
-from minitri.settings import METHODS, POLICIES
+from minitri.settings import METHODS
 from tests.cascades import WARM, Rig, near_copy, plain_tokens, random_prompt
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
+from tools.paper.baselines.policies import NAMES, policy_of
 
 CONFIG = tiny_config(num_layers=5)
 PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (60, 3, 21)]
@@ -279,14 +280,14 @@ def assert_same(ours: OffloadedFullCache, theirs: FullCache) -> None:
 
 
 @pytest.mark.parametrize("on_chip", [0, 1, 3, 4])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", NAMES)
 @pytest.mark.parametrize("method", METHODS[1:])
 def test_offload_equals_the_full_cache_bitwise(method, policy, on_chip):
     """Tokens, acceptance, and after every step all that is held, ragged rows that end at different
     times included."""
     target = tiny_model(CONFIG)
     draft = near_copy(target, 0.02)
-    settings = {"draft": draft, "method": method, "policy": policy, "sampling": WARM}
+    settings = {"draft": draft, "method": method, "policy": policy_of(policy), "sampling": WARM}
     settings |= {"budget": 24, "num_new": 24, "gamma1": 2, "gamma2": 3}
     settings |= {"prefill_chunk": 20, "num_recent_tokens": 60}
     theirs = Rig(target, PROMPTS, **settings)
@@ -372,10 +373,11 @@ def test_rebuilding_the_retrieval_cache_moves_nothing_over_the_link(policy, on_c
     with Traffic(full) as traffic, torch.inference_mode():
         rig = Rig(
             tiny_model(CONFIG), [random_prompt(CONFIG, 90)], full=full, method="retrieval",
-            policy=policy, budget=24, rebuild_stride=1, gamma2=2, num_new=20,
+            policy=policy_of(policy), budget=24, rebuild_stride=1, gamma2=2, num_new=20,
         )  # fmt: skip
         if not is_shown:
             full.on_layer_staged = None
+            rig.retrieval.selects_in_pass = False
         rig.start()
         # Two layers of five for the next pass; of three, one is left from reading, one from here.
         num_layers = {5: 7, 3: 3}[hosted]

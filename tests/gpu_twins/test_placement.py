@@ -11,6 +11,7 @@ import torch
 
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig, plan
 from minitri.errors import InputError
+from minitri.execution import Ranks
 from minitri.gpu.offload.offloaded_cache import RING, OffloadedFullCache
 from minitri.gpu.placement import (
     CONTEXT,
@@ -24,7 +25,6 @@ from minitri.gpu.placement import (
 from minitri.ledger import Workload, predict
 from minitri.loading.named_models import MODELS, shape_of
 from minitri.memory import MemoryShape, Models, allocate
-from minitri.model.execution import Ranks
 from minitri.parallel.split import share_of
 from minitri.roofline import CPU as CPU_MACHINE
 from minitri.roofline import GPU as GPU_MACHINE

@@ -12,11 +12,12 @@ from minitri import End, GenerationConfig, InputError, SamplingParams, Speculati
 from minitri.gpu.graphs import GraphPool
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.memory import MemoryShape
-from minitri.settings import METHODS, POLICIES
+from minitri.settings import METHODS
 from tests.cascades import random_prompt, tiny_engine
 from tests.conftest import CPU
 from tests.gpu_twins.conftest import as_on_a_gpu
 from tests.gpu_twins.test_offloaded_cache import offloaded
+from tools.paper.baselines.policies import NAMES, policy_of
 
 WARM = SamplingParams(0.9, 30, top_p=0.95, min_p=0.01)
 SETTINGS = {"budget": 24, "num_recent_tokens": 40, "rebuild_stride": 5}
@@ -73,7 +74,7 @@ def spoil(session) -> None:
         tensor.fill_(math.nan)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", NAMES)
 @pytest.mark.parametrize("method", METHODS)
 def test_the_next_run_captures_nothing_and_says_what_it_would_have_said_first(
     method, policy, pools
@@ -83,7 +84,7 @@ def test_the_next_run_captures_nothing_and_says_what_it_would_have_said_first(
     if policy != "retrieval" and method not in ("retrieval", "triforce"):
         pytest.skip("no cache that has a policy")
     gammas = {} if method == "auto" else {"gamma1": 2, "gamma2": 3}
-    settings = {"method": method, "policy": policy, **gammas, **SETTINGS}
+    settings = {"method": method, "policy": policy_of(policy), **gammas, **SETTINGS}
     speculation = SpeculationConfig(**settings)
     engine = gpu_engine()
     say(engine, (90, 33), speculation, WARM)
@@ -194,7 +195,7 @@ def test_an_older_run_puts_nothing_in_the_place_of_a_newer_one(pools):
 
 
 def test_a_run_inside_inference_mode_leaves_what_one_outside_can_use(pools):
-    speculation = SpeculationConfig("retrieval", "h2o", gamma2=3, **SETTINGS)
+    speculation = SpeculationConfig("retrieval", policy_of("h2o"), gamma2=3, **SETTINGS)
     engine = gpu_engine()
     with torch.inference_mode():
         say(engine, (90, 33), speculation)

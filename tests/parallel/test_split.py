@@ -8,9 +8,9 @@ import torch
 from minitri.decoding.random_source import IndependentSource
 from minitri.decoding.verification import Proposal
 from minitri.errors import InputError
+from minitri.execution import Ranks
 from minitri.loading.checkpoint import load_model, open_checkpoint
 from minitri.model.block import read_block
-from minitri.model.execution import Ranks
 from tests.conftest import CPU, new_cache, write_hf_folder
 from tests.parallel.threads import on_ranks
 

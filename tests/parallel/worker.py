@@ -18,12 +18,10 @@ import torch
 import minitri
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.decoding.autotuner import Autotuner
-from minitri.drafters.layer_subset import with_layers
-from minitri.drafters.lookup import Sources
 from minitri.engine import Engine
+from minitri.execution import Ranks
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.block import read_block
-from minitri.model.execution import Ranks
 from minitri.parallel.ranks import join
 from tests.cascades import Rig
 from tests.conftest import CPU, new_cache
@@ -42,7 +40,6 @@ METHODS: dict[str, dict[str, Any]] = {
 SAMPLINGS = {"greedy": (0.0, False), "coupled": (0.8, True), "independent": (0.8, False)}
 RUNS = [("suffix", name, "coupled") for name in METHODS if name != "autoregressive"]
 RUNS += [("model", name, sampling) for name in METHODS for sampling in SAMPLINGS]
-RUNS += [("layers", "triforce", "coupled"), ("turns", "naive", "coupled")]
 
 
 def load(folder: Path, name: str, draft: str = "suffix", **options: Any) -> Engine:
@@ -126,10 +123,7 @@ def main(folder: Path) -> None:
         real = time.perf_counter
         time.perf_counter = lambda: real() ** 2  # a clock that runs faster and faster
     engines = {"suffix": load(folder, "plain"), "model": load(folder, "plain", "tied")}
-    plain, sources = engines["model"], Sources(takes_turns=True)
-    layer = with_layers(plain.model, [0])
-    engines["layers"] = Engine(plain.model, plain.tokenizer, layer)
-    engines["turns"] = Engine(plain.model, plain.tokenizer, plain.draft, sources=sources)
+    plain = engines["model"]
     for draft, name, sampling in RUNS:
         seed = ranks.rank if sampling == "independent" else 0
         found = texts(engines[draft], *SAMPLINGS[sampling], seed, **METHODS[name])

@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 from contextlib import redirect_stderr, redirect_stdout
-from types import ModuleType
 
 import pytest
 from hypothesis import given, settings
@@ -21,44 +20,25 @@ from tests.cascades import tiny_engine
 from tools.bench import __main__ as bench
 from tools.bench import floor, synthetic
 
-FUZZ = settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
-    max_examples=int(os.environ.get("MINITRI_FUZZ_EXAMPLES", "60")),
-)
-VALUES = [
-    *("0", "1", "2", "3", "8", "16", "64", "100", "256", "-1", "2147483647", "2147483648"),
-    *("9" * 23, "9" * 5000, "-" + "9" * 5000, "１２", "1_000", " 7 ", "+7", "0x10", "1e3", "1e-7"),
-    *("0.0", "-0.0", "0.5", "0.9", "1.5", "nan", "inf", "-inf", "1e400", "-1e3", "0." + "1" * 5000),
-    *("", " ", "auto", "none", "ngram", "cpu", "cuda:99", "yarn:2", "yarn:1e9", "0.5,0.5", "1,nan"),
-    *(
-        "-",
-        "--",
-        "---",
-        "-h",
-        "%s %(prog)s {}",
-        "a\nb\rc\u2028d",
-        "é🙂",
-        "\udcff",
-        "\0",
-        "\x1b[31m",
-    ),
-    *("A" * 10000, "smollm2-135m", "llama2-7b-128k", "llama-68m", "ORG/NAME", "../..", "/", "~"),
-    *("/dev/null", "/dev/full", "/nowhere/x.png", "x" * 300 + ".png", __file__),
-]
-
-
+EXAMPLES = int(os.environ.get("MINITRI_FUZZ_EXAMPLES", "60"))
+PLAIN = """0 1 2 3 8 16 64 100 256 -1 2147483647 2147483648 １２ 1_000 +7 0x10 1e3 1e-7
+0.0 -0.0 0.5 0.9 1.5 nan inf -inf 1e400 -1e3 auto none ngram cpu cuda:99 yarn:2 yarn:1e9 0.5,0.5
+1,nan - -- --- -h é🙂 \udcff \0 \x1b[31m smollm2-135m llama2-7b-128k llama-68m ORG/NAME ../.. / ~
+/dev/null /dev/full /nowhere/x.png"""
+VALUES = ["", " ", " 7 ", "%s %(prog)s {}", "a\nb\rc\u2028d", *PLAIN.split(), __file__]
+VALUES += ["9" * 23, "9" * 5000, "-" + "9" * 5000, "0." + "1" * 5000, "A" * 10000, "x" * 300]
 COUNTS = (*("1", "2", "4", "8", "16", "32", "64") * 2, "2147483647")
 NUMBERS = ("0", "0.5", "1")
 FINE = {
-    **dict.fromkeys(("N", "K", "N|auto"), COUNTS), **dict.fromkeys("TP", NUMBERS),
-    "RATE": NUMBERS, "X": ("0.1", "24", "1000"), "DRAFT,RETRIEVAL": ("0.5,0.5", "0,1"),
-}  # fmt: skip
+    **dict.fromkeys(("N", "K", "N|auto"), COUNTS),
+    **dict.fromkeys(("T", "P", "RATE"), NUMBERS),
+    "X": ("0.1", "24", "1000"),
+    "DRAFT,RETRIEVAL": ("0.5,0.5", "0,1"),
+}
 """Values that most flags take, by what their help calls the value."""
 
 
-def command_lines(program: ModuleType) -> st.SearchStrategy[list[str]]:
+def command_lines(program) -> st.SearchStrategy[list[str]]:
     """Up to six flags of a program with values that often make sense, and two that rarely do."""
     hostile = st.sampled_from(VALUES) | st.text(max_size=9)
     often, rarely = [], [hostile.map(lambda value: [value])]
@@ -67,17 +47,17 @@ def command_lines(program: ModuleType) -> st.SearchStrategy[list[str]]:
             rarely.append(hostile.map(lambda value: ["--", value]))
             continue
         name = action.option_strings[-1]
-        often += [st.just([name]) for name in action.option_strings if action.nargs == 0]
         if action.nargs == 0:
+            often += [st.just([name]) for name in action.option_strings]
             continue
         fine = st.sampled_from([*(action.choices or FINE.get(action.metavar, VALUES))])
         often.append(fine.map(lambda value, name=name: [name, value]))
         rarely.append(hostile.map(lambda value, name=name: [name, value]))
         rarely.append(hostile.map(lambda value, name=name: [f"{name}={value}"]))
-    lines = st.tuples(
-        st.lists(st.one_of(often), max_size=6), st.lists(st.one_of(rarely), max_size=2)
+    words = st.lists(st.one_of(often), max_size=6), st.lists(st.one_of(rarely), max_size=2)
+    return st.tuples(*words).map(
+        lambda parts: [word for part in parts for it in part for word in it]
     )
-    return lines.map(lambda parts: [word for part in parts for words in part for word in words])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -95,39 +75,36 @@ def tiny_models():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(boot, "load", load)
         patch.setattr(bench, "find_peers", lambda *_: {})
-        patch.setattr(minitri_bench, "compare", end)
-        patch.setattr(floor, "plain_decoding", end)
-        patch.setattr(synthetic, "sweep_contexts", end)
+        for module, name in (
+            (minitri_bench, "compare"),
+            (floor, "plain_decoding"),
+            (synthetic, "sweep_contexts"),
+        ):
+            patch.setattr(module, name, end)
         yield
     logging.getLogger("minitri").handlers = []
 
 
-def check(program: ModuleType, argv: list[str]) -> int:
-    out, err, stdin = io.StringIO(), io.StringIO(), io.TextIOWrapper(io.BytesIO(b"She had"))
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr(sys, "stdin", stdin)
-        with pytest.raises(SystemExit) as ended:
-            program.main(argv)
-    lines = [line for line in err.getvalue().splitlines() if line.startswith("minitri: ")]
-    assert ended.value.code in (0, 2)
-    assert lines == err.getvalue().splitlines()[-1:] * (ended.value.code == 2)
-    assert all(len(line) < 1000 for line in lines)
-    return ended.value.code
+@pytest.mark.parametrize(
+    ("program", "fixed"),
+    [
+        (generate, ["--max-new-tokens=4", "--max-prompt-tokens=40", "--quiet"]),
+        (bench, ["--prompt-tokens", "40"]),
+        (plan, []),
+    ],
+)
+def test_any_flags_run_or_are_refused_in_one_line(program, fixed):
+    @settings(derandomize=True, database=None, deadline=None, max_examples=EXAMPLES)
+    @given(command_lines(program))
+    def check(argv):
+        out, err, stdin = io.StringIO(), io.StringIO(), io.TextIOWrapper(io.BytesIO(b"She had"))
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            patch.setattr(sys, "stdin", stdin)
+            with pytest.raises(SystemExit) as ended:
+                program.main([*fixed, *argv])
+        lines = [line for line in err.getvalue().splitlines() if line.startswith("minitri: ")]
+        assert ended.value.code in (0, 2)
+        assert lines == err.getvalue().splitlines()[-1:] * (ended.value.code == 2)
+        assert all(len(line) < 1000 for line in lines)
 
-
-@FUZZ
-@given(command_lines(generate))
-def test_any_flags_of_generate_run_or_are_refused_in_one_line(argv):
-    check(generate, ["--max-new-tokens=4", "--max-prompt-tokens=40", "--quiet", *argv])
-
-
-@FUZZ
-@given(command_lines(bench))
-def test_any_flags_of_bench_run_or_are_refused_in_one_line(argv):
-    check(bench, ["--prompt-tokens", "40", *argv])
-
-
-@FUZZ
-@given(command_lines(plan))
-def test_any_flags_of_plan_run_or_are_refused_in_one_line(argv):
-    check(plan, argv)
+    check()

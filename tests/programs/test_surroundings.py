@@ -25,15 +25,13 @@ HEAVY = {"argparse", "json", "logging", "typing", "dataclasses", "threading", "t
 
 def shell(command: str) -> subprocess.CompletedProcess[str]:
     command = command.replace("python", sys.executable, 1)
-    return subprocess.run(
-        command, shell=True, check=False, text=True, capture_output=True, timeout=120
-    )
+    options = {"shell": True, "check": False, "text": True, "capture_output": True, "timeout": 120}
+    return subprocess.run(command, **options)
 
 
 @pytest.mark.parametrize("stderr", ["2>&-", "2>/dev/full", "2</dev/null"])
 def test_text_is_written_where_standard_error_is_closed_or_full(folder, stderr):
-    command = f"python -m minitri.generate --model {folder} --prompt She --max-new-tokens 3"
-    done = shell(f"{command} --ignore-eos {stderr}")
+    done = shell(f"python -m minitri.generate --model {folder} She -n 3 --ignore-eos {stderr}")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip()
 
@@ -43,6 +41,7 @@ def test_text_is_written_where_standard_error_is_closed_or_full(folder, stderr):
     [
         (">&-", "standard output is closed"),
         ("1</dev/null", "cannot write the output: Bad file descriptor"),
+        (">/dev/full", "cannot write the output: No space left on device"),
     ],
 )
 def test_nowhere_to_write_to_is_one_line(stdout, message):
@@ -51,12 +50,31 @@ def test_nowhere_to_write_to_is_one_line(stdout, message):
     assert done.stderr.startswith(f"minitri: {message}; send it ")
 
 
+def test_a_reader_that_leaves_is_no_error(folder):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "minitri", "--model", str(folder), "--prompt", "She had"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+
+
 def test_next_to_nothing_is_imported_before_ctrl_c_is_guarded():
     """With `-S -E` nothing else has imported it before."""
     program = "import sys, minitri.cli.exits; print(*sys.modules)"
     loaded = shell(f"python -S -E -c '{program}'").stdout.split()
     assert "minitri.cli.exits" in loaded
     assert not HEAVY & set(loaded)
+
+
+def test_a_folder_that_has_gone_is_one_line(tmp_path):
+    (tmp_path / "gone").mkdir()
+    search = os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))  # noqa: PTH109
+    command = f"cd {tmp_path}/gone; rmdir ../gone; PYTHONPATH={search} python -m minitri.plan"
+    done = shell(command)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "current folder" in done.stderr
 
 
 def test_names_of_the_package_are_imported_when_they_are_asked_for():
@@ -71,9 +89,9 @@ def test_names_of_the_package_are_imported_when_they_are_asked_for():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\xff", "is not UTF-8 text (byte 0)"),
-        (b"ab\0", "is not text: character 2 is NUL"),
-        (b"a" * 65, "and no model reads as much; give a part of it"),
+        (b"caf\xff", "is not UTF-8 text (byte 3)"),
+        (b"ab\0", "character 2 is NUL"),
+        (b"a" * 65, "no model reads as much"),
         (b"", "the prompt is empty"),
     ],
 )
@@ -83,7 +101,7 @@ def test_files_that_are_no_prompt_are_refused(tmp_path, monkeypatch, content, me
     file.write_bytes(content)
     monkeypatch.setattr(inputs, "MAX_PROMPT_BYTES", 64)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content)))
-    with pytest.raises(InputError, match=re.escape(message) + ".{0,60}$"):
+    with pytest.raises(InputError, match=re.escape(message)):
         inputs.read_prompt("-" if from_stdin else str(file))
 
 
@@ -95,6 +113,7 @@ def test_a_file_without_end_is_read_up_to_a_bound():
 
 
 LLAMA3 = RopeConfig(500000.0, "llama3", 8.0, original_context=64)
+LONGROPE = RopeConfig(frequency_divisors=(1.0, 2.0))
 TOO_LONG = [  # prompt, new tokens, RoPE, kinds of advice
     (300, 20, RopeConfig(), ["max-prompt-tokens", "rope-scaling"]),
     (250, 20, RopeConfig(), ["max-prompt-tokens", "max-new-tokens", "rope-scaling"]),
@@ -103,8 +122,8 @@ TOO_LONG = [  # prompt, new tokens, RoPE, kinds of advice
     (300, 256, RopeConfig(), ["rope-scaling"]),
     (300, 20, RopeConfig(kind="yarn", factor=4.0, original_context=64), None),
     (300, 20, LLAMA3, ["max-prompt-tokens", "rope-scaling"]),
-    (300, 20, RopeConfig(frequency_divisors=(1.0, 2.0)), ["max-prompt-tokens"]),
-    (300, 256, RopeConfig(frequency_divisors=(1.0, 2.0)), []),
+    (300, 20, LONGROPE, ["max-prompt-tokens"]),
+    (300, 256, LONGROPE, []),
     (300, 2**20, RopeConfig(), []),
 ]
 
@@ -132,32 +151,36 @@ def test_each_advice_against_a_prompt_too_long_works(num_tokens, num_new, rope, 
             check_prompt([0] * num_tokens, stretch_rope(config, less), num_new)
 
 
+OPEN = SpeculationConfig()
+CHOSEN = SpeculationConfig("triforce", gamma1=2, gamma2=6)
+
+
 @pytest.mark.parametrize(
     ("given", "speculation", "told"),
     [
-        ({}, SpeculationConfig(), "the text follows the clock, too"),
+        ({}, OPEN, "the text follows the clock, too"),
         ({}, SpeculationConfig(coupled=True), "repeats this text, up to rounding"),
-        ({}, SpeculationConfig("triforce", gamma1=2, gamma2=6), "repeats this text"),
-        ({"temperature": 0.0}, SpeculationConfig(), ""),
-        ({"seed": 5}, SpeculationConfig(), ""),
+        ({}, CHOSEN, "repeats this text"),
+        ({"temperature": 0.0}, OPEN, ""),
+        ({"seed": 5}, OPEN, ""),
     ],
 )
 def test_a_seed_that_is_drawn_is_told_where_it_matters(caplog, given, speculation, told):
     args = SimpleNamespace(**{"seed": None, "temperature": 0.8, **given})
     with caplog.at_level("INFO", "minitri"):
-        seeds = {seed_of(args, speculation) for _ in range(3)}
-    assert len(seeds) == (3 if told else 1)
-    for record, line in zip(caplog.records, caplog.messages, strict=True):
-        assert told in line
-        assert f"seed {record.args[0]}" in line
+        seeds = [seed_of(args, speculation) for _ in range(3)]
+    assert len({*seeds}) == (3 if told else 1)
     assert len(caplog.messages) == (3 if told else 0)
+    for seed, line in zip(seeds, caplog.messages, strict=False):
+        assert told in line
+        assert f"seed {seed}" in line
 
 
 @pytest.mark.parametrize(
     ("given", "found"),
     [({}, "1000"), ({"MINITRI_KERNELS": "off"}, None), ({"GOMP_SPINCOUNT": "7"}, "7")],
 )
-def test_waiting_threads_of_pytorch_sleep_beside_compiled_kernels(given, found, monkeypatch):
+def test_waiting_threads_of_pytorch_sleep_next_to_compiled_kernels(given, found, monkeypatch):
     """Unless there are none, or somebody has decided otherwise."""
     monkeypatch.setattr(os, "environ", dict(given))
     monkeypatch.setattr("shutil.which", lambda _: "c++")

@@ -9,11 +9,11 @@ import json
 import pytest
 
 from minitri.errors import InputError
-from minitri.settings import POLICIES
+from tools.paper.baselines.policies import NAMES
 
 
 def tool(name: str):
-    return importlib.import_module(f"tools.{name}")
+    return importlib.import_module(f"tools.paper.{name}")
 
 
 @pytest.fixture(scope="session")
@@ -31,13 +31,13 @@ def test_acceptance_of_every_policy_over_several_texts(folder, texts, capsys):
                              "--new-tokens", "24", "--budget", "64", "--gamma2", "4"])  # fmt: skip
     *table, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
-    assert [line.split()[0] for line in table[2:]] == list(POLICIES)
+    assert [line.split()[0] for line in table[2:]] == list(NAMES)
     assert table[1].split() == ["policy", "mean", "one", "two"]
     assert (
         set(result["acceptance"])
         == set(result["mean"])
         == set(result["standard_error"])
-        == set(POLICIES)
+        == set(NAMES)
     )
     for name, rates in result["acceptance"].items():
         assert all(0 < rate < 1 for rate in rates)
@@ -88,7 +88,7 @@ def test_a_rate_does_not_depend_on_the_policies_beside_it(folder, texts, capsys)
     """They share the prompt's full cache; h2o watches the prompt being read, the others its last
     tokens."""
     rates = []
-    for names in (POLICIES, ("h2o",), ("topk",)):
+    for names in (NAMES, ("h2o",), ("topk",)):
         flags = [flag for name in names for flag in ("--policy", name)]
         tool("acceptance").main(["--model", str(folder), "--dtype", "float32", "--prompt-file",
             texts[0], "--budget",
@@ -107,10 +107,10 @@ def test_needle_tables_every_length_depth_and_policy(folder, texts, capsys):
     *table, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
     assert [line.split()[:2] for line in table[2:-1]] == [
-        [n, name] for n in ("700", "800") for name in POLICIES
+        [n, name] for n in ("700", "800") for name in NAMES
     ]
     assert table[-1].startswith("mean ")
-    assert len(result["runs"]) == 2 * 2 * len(POLICIES)
+    assert len(result["runs"]) == 2 * 2 * len(NAMES)
     assert all(0 <= run["agreement"] <= 1 for run in result["runs"])
     assert all(0 <= mean <= 1 for mean in result["mean"].values())
     answers = {(run["prompt_tokens"], run["depth"], run["answer"]) for run in result["runs"]}

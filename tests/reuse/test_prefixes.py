@@ -18,9 +18,10 @@ from minitri import (
     SpeculationConfig,
     Token,
 )
-from minitri.settings import METHODS, POLICIES
+from minitri.settings import METHODS
 from tests.cascades import random_prompt, tiny_engine
 from tests.gpu_twins.test_offloaded_cache import offloaded
+from tools.paper.baselines.policies import NAMES, policy_of
 
 WARM = SamplingParams(0.9, 30)
 SETTINGS = {"budget": 32, "num_recent_tokens": 16, "observation_window": 4}
@@ -46,12 +47,12 @@ def document(engine):
     return random_prompt(engine.config, 150, seed=1)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", NAMES)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_second_question_gets_the_answer_of_a_fresh_run(engine, document, method, policy):
     if policy != "retrieval" and method not in ("retrieval", "triforce"):
         pytest.skip("no cache that has a policy")
-    speculation = settings_of(method, policy=policy)
+    speculation = settings_of(method, policy=policy_of(policy))
     engine.release()
     first, cached = say(engine, [document], speculation)
     assert cached == [0]

@@ -104,16 +104,17 @@ class OffloadedFullCache(FullCache):
         return cls(keys, values, [0] * batch_size, staging, slice(0, batch_size))
 
     def rebuild_while_staged(self, cache: RetrievalCache, queries_LBTHD: Tensor) -> None:
-        """Has a retrieval cache, where a rebuild is due, select from each layer while it is here.
-
-        `queries_LBTHD` are those of the pass under way, as far as it has come.
-        """
+        """Has a retrieval cache select from each layer while it is here; the queries are those of
+        the pass under way, as far as it has come."""
         weak = weakref.proxy(cache)  # which holds this one: a cycle would keep both after the run
 
         def on_layer(layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
-            weak.rebuild_layer(layer, queries_LBTHD[layer], keys_BKSD, values_BKSD)
+            if layer == 0:
+                weak.plan_rebuild()
+            weak.select(layer, queries_LBTHD[layer, :, 0], keys_BKSD, values_BKSD)
 
         self.on_layer_staged = on_layer
+        cache.selects_in_pass = True
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:

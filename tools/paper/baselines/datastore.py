@@ -1,12 +1,18 @@
-"""A datastore: the tokens of many texts on disk, to look the last words of another text up (REST).
+"""A drafter that looks the last words up in a datastore: the tokens of many texts on disk (REST).
+
+    store = open_datastore(Path("novels.datastore"), tokenizer)
+    engine = minitri.load("smollm2-135m", drafter=store)
 
 One safetensors file, mapped into memory, not read. `tokens` are all texts, each with the number
-behind the largest token at its end. `order` are the places of `tokens`, sorted by what stands there
+after the largest token at its end. `order` are the places of `tokens`, sorted by what stands there
 and before it, read backwards, up to `LONGEST` tokens. So all places whose last words agree with
 those of a text stand together, and bisection finds them. The manifest says whose vocabulary the
 tokens are of. REST: He et al. 2023, arXiv 2311.08252; a suffix array of the reversed text.
+`tools/paper/build_datastore.py` makes such a file.
 """
 
+import hashlib
+import json
 import zlib
 from bisect import bisect_left, bisect_right
 from pathlib import Path
@@ -18,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from minitri.errors import InputError, shorten
+from minitri.loading.tokenizer import Tokenizer
 
 FORMAT = "minitri datastore 1"
 LONGEST = 32
@@ -30,26 +37,25 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Datastore:
-    """The texts of a file, to be looked up."""
+    """The texts of a file, to be looked up: a `minitri.Drafter`."""
 
     def __init__(self, tokens: Array, order: Array) -> None:
         self._tokens = tokens
         self._order = order
-        self._end = int(tokens[-1])  # stands behind every text
+        self._end = int(tokens[-1])  # stands after every text
 
     @property
     def num_tokens(self) -> int:
         return len(self._tokens)
 
-    def lookup(self, sequence: list[int], limit: int) -> tuple[int, list[int]]:
-        """How many of the last tokens of `sequence` stand together here, and what follows them most
-        often: up to `limit` tokens and the end of a text."""
-        words = sequence[: -1 - LONGEST : -1]
+    def guess(self, tokens: list[int], row: int) -> int | None:  # noqa: ARG002
+        """The token that follows the last words of a text most often here, if they stand here."""
+        words = tokens[: -1 - LONGEST : -1]
         place = bisect_left(self._order, words, key=self._before)
         near = self._order[max(place - 1, 0) : place + 1]
         length = max(_num_same(self._before(other), words) for other in near)
         if length < SHORTEST:
-            return 0, []
+            return None
         words = words[:length]
 
         def beginning(other: int) -> list[int]:
@@ -58,27 +64,16 @@ class Datastore:
         first = bisect_left(self._order, words, hi=place, key=beginning)
         last = bisect_right(self._order, words, lo=place, key=beginning)
         chosen = np.linspace(first, last - 1, min(last - first, MOST_PLACES)).astype(np.int64)
-        return length, self._vote(self._order[chosen].astype(np.int64), limit)
+        following = np.minimum(self._order[chosen].astype(np.int64) + 1, len(self._tokens) - 1)
+        candidates, counts = np.unique(self._tokens[following], return_counts=True)
+        winner = int(candidates[counts.argmax()])
+        return winner if winner != self._end else None
 
     def _before(self, place: int, num_tokens: int = LONGEST) -> list[int]:
         """The token of a place and those before it, backwards."""
         start = max(int(place) + 1 - num_tokens, 0)
         words: list[int] = self._tokens[start : int(place) + 1].tolist()
         return words[::-1]
-
-    def _vote(self, places: Array, limit: int) -> list[int]:
-        """Token by token what stands most often behind these places, and behind those of them that
-        agreed so far."""
-        indices = np.minimum(places[:, None] + np.arange(1, limit + 1), len(self._tokens) - 1)
-        followed, winners = self._tokens[indices], list[int]()
-        while len(winners) < limit:
-            candidates, counts = np.unique(followed[:, len(winners)], return_counts=True)
-            winner = int(candidates[counts.argmax()])
-            if winner == self._end:
-                break
-            followed = followed[followed[:, len(winners)] == winner]
-            winners.append(winner)
-        return winners
 
 
 def _num_same(ours: list[int], theirs: list[int]) -> int:
@@ -102,15 +97,20 @@ def sorted_places(tokens: Array) -> Array:
         rank, length = rank * (len(rank) + 1) + shifted, 2 * length
 
 
-def write_datastore(path: Path, texts: list[list[int]], num_tokens: int, vocabulary: str) -> int:
-    """Writes a file of texts in the tokens below `num_tokens`; returns its bytes.
+def write_datastore(path: Path, texts: list[list[int]], tokenizer: Tokenizer) -> int:
+    """Writes a file of texts in the tokens of this tokenizer; returns its bytes.
 
-    `vocabulary` is the fingerprint that `open_datastore` must be given. Raises `InputError`.
+    Raises `InputError`.
     """
+    num_tokens = tokenizer.num_tokens
     small = np.uint16 if num_tokens < 1 << 16 else np.uint32
     tokens = np.concatenate([np.array([*text, num_tokens], small) for text in texts])
     order = sorted_places(tokens).astype(np.uint32)
-    facts = {"format": FORMAT, "vocabulary": vocabulary, "checksum": _checksum(tokens, order)}
+    facts = {
+        "format": FORMAT,
+        "vocabulary": fingerprint(tokenizer),
+        "checksum": _checksum(tokens, order),
+    }
     arrays = {"tokens": torch.from_numpy(tokens), "order": torch.from_numpy(order)}
     unfinished = path.with_name(path.name + ".unfinished")
     try:
@@ -126,9 +126,9 @@ def write_datastore(path: Path, texts: list[list[int]], num_tokens: int, vocabul
     return path.stat().st_size
 
 
-def open_datastore(path: Path, vocabulary: str) -> Datastore:
-    """Maps a datastore of this vocabulary into memory. Raises `InputError`."""
-    advice = "build it again with tools/build_datastore.py"
+def open_datastore(path: Path, tokenizer: Tokenizer) -> Datastore:
+    """Maps a datastore of this tokenizer's tokens into memory. Raises `InputError`."""
+    advice = "build it again with tools.paper.build_datastore"
     if not path.is_file():
         raise InputError(f"there is no datastore {path}; {advice}")
     try:
@@ -137,7 +137,7 @@ def open_datastore(path: Path, vocabulary: str) -> Datastore:
             if facts.get("format") != FORMAT:
                 what = shorten(repr(facts.get("format")), 60)
                 raise InputError(f"{path} is no datastore: its format is {what}; {advice}")
-            if facts.get("vocabulary") != vocabulary:
+            if facts.get("vocabulary") != fingerprint(tokenizer):
                 raise InputError(f"the datastore {path} was built with another tokenizer; {advice}")
             tokens, order = (file.get_tensor(name).numpy() for name in ("tokens", "order"))
     except (SafetensorError, OSError) as error:
@@ -153,3 +153,9 @@ def _checksum(*arrays: Array) -> str:
     for array in arrays:
         total = zlib.crc32(array.data, total)
     return f"{total:08x}"
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """What two tokenizers have in common only if they spell every token alike."""
+    tokens = [tokenizer.token(number) for number in range(tokenizer.num_tokens)]
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()

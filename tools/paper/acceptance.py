@@ -1,6 +1,6 @@
 """How many guesses of the retrieval cache the target accepts, by policy, and how many of a drafter.
 
-    python tools/acceptance.py --prompt-file A --prompt-file B --prompt-tokens 8000 --policy all
+    python -m tools.paper.acceptance --prompt-file A --prompt-file B --prompt-tokens 8000
 
 Reads the first tokens of every text once and lets the target continue it, remembering the
 distribution of every token. Then the same continuation is put through a retrieval cache of each
@@ -52,7 +52,8 @@ from minitri.loading.prompts import check_prompt
 from minitri.model.linear import Linear
 from minitri.model.llama import Llama
 from minitri.runner import DraftRunner, ModelRunner, prefill
-from minitri.settings import POLICIES, SamplingParams, SpeculationConfig
+from minitri.settings import SamplingParams, SpeculationConfig
+from tools.paper.baselines.policies import NAMES, speculation_with
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -63,7 +64,7 @@ def build_parser() -> arguments.OneLineParser:
         help="UTF-8 text; may be given several times (default: Python's help)",
     )  # fmt: skip
     parser.add_argument(
-        "--policy", action="append", choices=(*POLICIES, "all"),
+        "--policy", action="append", choices=(*NAMES, "all"),
         help="may be given several times (default: all)",
     )  # fmt: skip
     for name, count in (("prompt-tokens", 8000), ("new-tokens", 256)):
@@ -216,18 +217,18 @@ def rounded_copy(model: Llama, args: argparse.Namespace, name: str) -> Llama:
 
 def measure(
     engine: Engine, prompt: list[int], args: argparse.Namespace,
-    speculations: list[SpeculationConfig], copies: dict[str, Llama],
+    speculations: dict[str, SpeculationConfig], copies: dict[str, Llama],
     found: defaultdict[str, list[Rate]],
 ) -> None:  # fmt: skip
     """Adds the rates behind one prompt to those that were found."""
-    settings = [speculation for speculation in speculations for _ in ("", *copies)]
+    settings = [it for it in speculations.values() for _ in ("", *copies)]
     continuation, draft_NV = Continuation(engine, prompt, args, settings), None
     if engine.draft is not None:
         draft_NV = continuation.by_drafter(engine.draft, args.gamma1)
         rate = expected_rate(draft_NV, continuation.probs_NV, args.gamma1)
         found["draft"].append(rate)
     caches = iter(continuation.caches)
-    for policy in (speculation.policy for speculation in speculations):
+    for policy in speculations:
         rate, probs_NV = continuation.by_cache(engine.model, next(caches), args.gamma2)
         found[policy].append(rate)
         for name, model in copies.items():
@@ -244,7 +245,7 @@ def measure(
 def main(argv: list[str] | None = None) -> None:
     with program(build_parser, argv) as args:
         names = list(dict.fromkeys(args.policy or ["all"]))
-        names, args.policy = list(POLICIES) if "all" in names else names, "retrieval"
+        names, args.policy = list(NAMES) if "all" in names else names, "retrieval"
         if args.gamma1 is None or args.gamma2 is None:
             raise InputError(
                 "gamma1 or gamma2 is auto; give numbers, such as --gamma1 3 --gamma2 3"
@@ -261,7 +262,7 @@ def main(argv: list[str] | None = None) -> None:
         titles = [Path(file).stem if file else "demo" for file in files]
         copies = {name: rounded_copy(engine.model, args, name) for name in args.copy}
         found: defaultdict[str, list[Rate]] = defaultdict(list, {name: [] for name in names})
-        speculations = [dataclasses.replace(settings, policy=name) for name in names]
+        speculations = {name: speculation_with(name, settings) for name in names}
         for title, text in zip(titles, texts, strict=True):
             prompt = engine.tokenizer.encode(text, args.prompt_tokens)
             check_prompt(prompt, engine.config, args.new_tokens)

@@ -1,6 +1,6 @@
 """The needle test (TriForce, table 1): how well each policy follows the target to one hidden fact.
 
-    python tools/needle.py --prompt-file novel.txt --prompt-tokens 2000 --prompt-tokens 8000
+    python -m tools.paper.needle --prompt-file novel.txt --prompt-tokens 2000 --prompt-tokens 8000
 
 One sentence with a seven-digit number stands at some depth of a text, and the question behind the
 text asks for it, in the chat format of SmolLM2 and the words of the RULER benchmark. As there, the
@@ -20,7 +20,6 @@ JSON.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import random
 import statistics
@@ -34,7 +33,8 @@ from minitri.engine import Engine, load
 from minitri.errors import InputError
 from minitri.events import Token
 from minitri.loading.tokenizer import Tokenizer
-from minitri.settings import POLICIES, GenerationConfig, SpeculationConfig
+from minitri.settings import GenerationConfig, SpeculationConfig
+from tools.paper.baselines.policies import NAMES, speculation_with
 
 HEAD = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nA special magic "
@@ -68,7 +68,7 @@ def build_parser() -> arguments.OneLineParser:
     ):
         parser.add_argument(f"--{name}", type=count, default=default, metavar="N", help=text)
     parser.add_argument(
-        "--policy", action="append", choices=(*POLICIES, "all"),
+        "--policy", action="append", choices=(*NAMES, "all"),
         help="may be given several times (default: all)",
     )  # fmt: skip
     parser.add_argument(
@@ -118,7 +118,7 @@ def ask(
         raise InputError("no guess was tested; raise --new-tokens")
     answer = run.rows[0].text
     return {
-        "policy": speculation.policy, "answer": answer,
+        "answer": answer,
         "found": str(number) in answer.replace(",", ""), "num_accepted_tokens": num_accepted,
         "num_tested_tokens": num_tested, "agreement": num_accepted / num_tested,
     }  # fmt: skip
@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> None:
         if not all(0 <= depth <= 1 for depth in depths):
             raise InputError(f"depths are {depths}; give shares of the text from 0 to 1")
         names = list(dict.fromkeys(args.policy or ["all"]))
-        policies, args.policy = list(POLICIES) if "all" in names else names, "retrieval"
+        policies, args.policy = list(NAMES) if "all" in names else names, "retrieval"
         speculation = arguments.speculation_of(args)
         text = read_prompt(args.prompt_file)
         engine = load(**arguments.model_of(args), draft="ngram")
@@ -141,10 +141,10 @@ def main(argv: list[str] | None = None) -> None:
             prompt = hide(engine.tokenizer, text_ids, length, depth, number, beginning)
             for policy in policies:
                 print(f"{length} tokens, depth {depth}, {policy} ...", file=sys.stderr, flush=True)
-                settings = dataclasses.replace(speculation, policy=policy)
+                settings = speculation_with(policy, speculation)
                 result = ask(engine, prompt, args.new_tokens, number, settings)
                 where = {"prompt_tokens": length, "depth": depth, "number": number}
-                runs.append({**where, **result})
+                runs.append({**where, "policy": policy, **result})
         show(engine, args, policies, runs)
 
 

@@ -1,6 +1,6 @@
-"""Finds layers of a model that guess well what all of them say, for `--draft layers:FILE`.
+"""Finds layers of a model that guess well what all of them say (`baselines/skipped_layers.py`).
 
-    python tools/find_layers.py smollm2-135m novel.txt --keep 14 --out smollm2-14.layers
+    python -m tools.paper.find_layers smollm2-135m novel.txt --keep 14 --out smollm2-14.layers
 
 Layer skipping, or self-speculation (Draft & Verify, arXiv 2309.08168). Windows of the text, drawn
 at random, are read by all layers and by those that are kept; the score of a choice is the mean
@@ -26,13 +26,12 @@ from minitri.caches.full import FullCache
 from minitri.cli import arguments
 from minitri.cli.exits import program
 from minitri.cli.inputs import read_prompt
-from minitri.drafters.layer_subset import with_layers, write_layers
 from minitri.engine import load
 from minitri.errors import InputError
-from minitri.loading.open_models import fingerprint
 from minitri.loading.prompts import MAX_SEED
 from minitri.model.block import read_block
 from minitri.model.llama import Llama
+from tools.paper.baselines.skipped_layers import with_layers, write_layers
 
 WINDOW, NUM_SCORED = 128, 64
 """Tokens of a window, and how many of its last ones are scored."""
@@ -143,7 +142,7 @@ def run_command(args: argparse.Namespace) -> None:
         for _ in range(2)
     ]
     layers = search(scorers[0], config.num_layers, args)
-    write_layers(args.out, layers, config, fingerprint(engine.tokenizer))
+    write_layers(args.out, layers, config, engine.tokenizer)
     found, others = (scorer.score(layers) for scorer in scorers)
     print(
         f"{args.out}: layers {' '.join(map(str, layers))} of {config.name}; overlap {found:.3f}, "
@@ -152,7 +151,7 @@ def run_command(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point of `python tools/find_layers.py`."""
+    """Entry point of `python -m tools.paper.find_layers`."""
     with program(build_parser, argv) as args:
         run_command(args)
         sys.exit(0)

@@ -1,9 +1,10 @@
-"""Builds a datastore for `--draft datastore:FILE` out of texts (REST, arXiv 2311.08252).
+"""Builds a datastore out of texts, for a drafter that looks words up there (REST, arXiv
+2311.08252).
 
-    python tools/build_datastore.py --model smollm2-135m --out novels.datastore a.txt b.txt
+    python -m tools.paper.build_datastore --model smollm2-135m --out novels.datastore a.txt b.txt
 
 The texts are cut into the model's tokens, and all their places are sorted by what stands before
-them (`minitri/drafters/datastore.py`). It needs about 60 bytes of memory per token meanwhile, and
+them (`baselines/datastore.py`). It needs about 60 bytes of memory per token meanwhile, and
 6 on disk (8 where the vocabulary has 65,536 tokens or more). All models with the same vocabulary
 can use the file. It gets its name when it is whole.
 """
@@ -19,10 +20,10 @@ import torch
 
 from minitri.cli import arguments
 from minitri.cli.exits import program
-from minitri.drafters.datastore import write_datastore
 from minitri.errors import InputError, shorten
 from minitri.loading.named_models import DEFAULT_MODEL
-from minitri.loading.open_models import OpenModel, fingerprint
+from minitri.loading.open_models import OpenModel
+from tools.paper.baselines.datastore import write_datastore
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -44,7 +45,7 @@ def run_command(args: argparse.Namespace) -> None:
     started = time.perf_counter()
     ids = [tokenizer.encode(text) for text in texts]
     read = time.perf_counter()
-    size = write_datastore(args.out, ids, tokenizer.num_tokens, fingerprint(tokenizer))
+    size = write_datastore(args.out, ids, tokenizer)
     print(
         f"{args.out}: {sum(map(len, ids))} tokens of {len(ids)} texts, {size / 1e6:.1f} MB; "
         f"tokens in {read - started:.1f} s, sorted in {time.perf_counter() - read:.1f} s"
@@ -60,7 +61,7 @@ def read_text(file: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point of `python tools/build_datastore.py`."""
+    """Entry point of `python -m tools.paper.build_datastore`."""
     with program(build_parser, argv) as args:
         run_command(args)
         sys.exit(0)

@@ -1,0 +1,150 @@
+"""Drafters from outside: the `Drafter` protocol, and the stage of the cascade that asks one.
+
+A drafter says what it expects next; nothing else is asked of it, and it cannot change a text. The
+whole of one that repeats the last token but one:
+
+    class Echo:
+        def guess(self, tokens, row):
+            return tokens[-2] if len(tokens) > 1 else None
+
+    engine = minitri.load("smollm2-135m", drafter=Echo())
+
+It is asked token by token, with the text so far and its own guesses at the end of it, up to gamma1
+times a round. What it answers is checked: a drafter that raises, or whose answer is no token and no
+distribution, ends the run with an `InputError` that names it, and nothing of that answer is used.
+
+Where it answers with a distribution, the filters of the request (temperature, top-p, ...) are
+applied to it, and the token is sampled here, with the engine's own random numbers. So the guess
+really follows the distribution that it is verified by, which is what keeps texts exact.
+
+Legend: B rows, V vocab.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from minitri.decoding.autotuner import Autotuner
+from minitri.decoding.random_source import RandomSource
+from minitri.decoding.sampling import probs_of_rows
+from minitri.decoding.verification import Proposal
+from minitri.errors import InputError, shorten
+from minitri.settings import SamplingParams
+from minitri.stats import LevelStats
+
+TOLERANCE = 1e-3
+"""By which the probabilities of a distribution may miss 1, as in bfloat16 they do."""
+
+
+class Drafter(Protocol):
+    """Guesses the next token: give such an object to `minitri.load(..., drafter=...)`."""
+
+    def guess(self, tokens: list[int], row: int) -> int | Tensor | Sequence[float] | None:
+        """What follows `tokens`: a token, a distribution over the vocabulary (V,), or None.
+
+        `tokens` are prompt, output and the guesses of this round so far; the list may be kept.
+        None ends the round: nothing (more) is guessed. `row` is the number of the text in its
+        batch, for drafters that keep something from call to call; a later call for the row may go
+        on from the guesses, without them where they were rejected, or begin another text.
+        """
+
+
+class Filters(Protocol):
+    """What knows the filters of each row, as the target's runner does."""
+
+    sampling: list[SamplingParams]
+
+
+class PluggedDrafter:
+    """A `Drafter` for B rows: a stage of the cascade, see `decoding.level.Stage`."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        stats: LevelStats,
+        tuner: Autotuner,
+        source: RandomSource,
+        runner: Filters,
+        *,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        """`runner` has the filters of the rows; `tuner` is told what a guess takes."""
+        self.stats = stats
+        self.gamma = 1  # set before every step, see `Cascade`
+        self._drafter = drafter
+        self._tuner = tuner
+        self._source = source
+        self._runner = runner
+        self._no_guess_V = torch.zeros(vocab_size, device=device)
+
+    def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
+        """Up to `gamma` tokens for each active row."""
+        started, probs = time.perf_counter(), list[Tensor]()
+        guesses: list[list[int]] = [[] for _ in sequences]
+        asked = active
+        for _ in range(self.gamma):
+            texts = [[*text, *own] for text, own in zip(sequences, guesses, strict=True)]
+            rows = [self._ask(text, b) if asked[b] else None for b, text in enumerate(texts)]
+            asked = [row is not None for row in rows]
+            if not any(asked):
+                break
+            logits_BV = torch.stack([self._no_guess_V if row is None else row for row in rows])
+            probs.append(probs_of_rows(logits_BV.unsqueeze(1), self._runner.sampling).squeeze(1))
+            drawn_B = self._source.sample(probs[-1], [len(text) for text in texts], asked)
+            for own, token, on in zip(guesses, drawn_B.tolist(), asked, strict=True):
+                own += [token] * on
+        seconds = time.perf_counter() - started
+        self.stats.seconds += seconds
+        self._tuner.note_round(self.stats.name, 0, seconds / self.gamma)
+        if not probs:
+            return Proposal.nothing(len(sequences))
+        origins = [[self.stats.name] * len(own) for own in guesses]
+        return Proposal.of(guesses, torch.stack(probs, 1), origins)
+
+    def _ask(self, tokens: list[int], b: int) -> Tensor | None:
+        """The logarithms (V,) of the drafter's probabilities. Raises `InputError`."""
+        try:
+            answer = self._drafter.guess(tokens, b)
+            if answer is None:
+                return None
+            probs_V = torch.zeros_like(self._no_guess_V)
+            if isinstance(answer, int):
+                if not 0 <= answer < len(probs_V):
+                    raise self._broken(f"guessed {answer}; a token is from 0 to {len(probs_V) - 1}")
+                probs_V[answer] = 1
+                return probs_V.log()
+            given = torch.as_tensor(answer)
+            if given.shape != probs_V.shape:
+                wanted = f"give a token or probabilities of shape {list(probs_V.shape)}"
+                raise self._broken(f"guessed a tensor of shape {list(given.shape)}; {wanted}")
+            probs_V += given.to(probs_V)
+        except InputError:
+            raise
+        except Exception as error:
+            raise self._broken(
+                f"raised {type(error).__name__} ({shorten(error, 90)}); mend it"
+            ) from error
+        total, least = float(probs_V.sum()), float(probs_V.min())
+        if not (abs(total - 1) < TOLERANCE and least >= 0):
+            what = f"gave probabilities from {least:.3g} on with the sum {total:.6g}"
+            raise self._broken(f"{what}; they must be positive with the sum 1")
+        return probs_V.log()
+
+    def _broken(self, what: str) -> InputError:
+        return InputError(f"the drafter {type(self._drafter).__name__} {what}")
+
+    def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
+        """Nothing to do: it is given the whole text whenever it is asked."""
+
+    def switch_off(self) -> None:
+        """Never called: its distributions are finite."""
+
+    def crop(self, lengths: list[int]) -> None:
+        """Nothing to do, as in `prepare`."""
+
+    def reset(self, b: int) -> None:
+        """Nothing to do, as in `prepare`."""

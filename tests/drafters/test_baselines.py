@@ -1,0 +1,295 @@
+"""The paper's drafters as plug-ins: a datastore and layers of the target. What they find, equal
+texts, files that are refused in one line, and the tools that write them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+import minitri
+from minitri.errors import InputError
+from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
+from minitri.model.llama import Llama
+from tests.cascades import fresh_read, random_prompt
+from tests.conftest import SENTENCES, byte_level_tokenizer, tiny_config, tiny_model, write_hf_folder
+from tools.paper import build_datastore, find_layers
+from tools.paper.baselines import datastore
+from tools.paper.baselines.datastore import (
+    LONGEST,
+    Datastore,
+    fingerprint,
+    open_datastore,
+    sorted_places,
+    write_datastore,
+)
+from tools.paper.baselines.skipped_layers import (
+    SkippedLayers,
+    read_layers,
+    with_layers,
+    write_layers,
+)
+
+PROMPT = "She had been forced into prudence; she had been"
+LENGTH = minitri.GenerationConfig(24, ignore_eos=True)
+END = 30
+TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=25), min_size=1, max_size=4)
+WORDS = Tokenizer(TokenizersBackend(byte_level_tokenizer()), 1)
+
+
+def other_words() -> Tokenizer:
+    more = byte_level_tokenizer()
+    more.add_tokens(["another token"])
+    return Tokenizer(TokenizersBackend(more), 1)
+
+
+def datastore_of(*texts: list[int], end: int = END) -> Datastore:
+    tokens = np.array([*itertools.chain(*([*text, end] for text in texts))], np.uint16)
+    return Datastore(tokens, sorted_places(tokens))
+
+
+def brute_force(texts: list[list[int]], sequence: list[int]) -> int | None:
+    """The definition: all places of all texts, then a vote on what follows the longest match."""
+
+    def common_end(text: list[int]) -> int:
+        pairs = zip(reversed(text), reversed(sequence), strict=False)
+        return min(LONGEST, [*(a == b for a, b in pairs), False].index(False))
+
+    places = [(text, i) for text in texts for i in range(1, len(text) + 1)]
+    lengths = [common_end(text[:i]) for text, i in places]
+    best = max(lengths, default=0)
+    rests = [[*t[i:], END] for (t, i), n in zip(places, lengths, strict=True) if n == best]
+    votes = Counter(rest[0] for rest in rests)
+    winner = max(votes, key=lambda token: (votes[token], -token), default=END)
+    return winner if best >= 2 and winner != END else None
+
+
+@given(TEXTS, st.lists(st.integers(0, 3), max_size=12))
+def test_what_most_often_followed_the_longest_match_is_found(texts, sequence):
+    assert datastore_of(*texts).guess(sequence, 0) == brute_force(texts, sequence)
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=80) | st.just([1] * 200))
+def test_places_are_sorted_by_what_stands_before_them(tokens):
+    def before(place: int) -> list[int]:
+        return tokens[max(place + 1 - LONGEST, 0) : place + 1][::-1]
+
+    wanted = sorted(range(len(tokens)), key=lambda place: (before(place), place))
+    assert sorted_places(np.array(tokens, np.uint16)).tolist() == wanted
+
+
+def test_no_match_crosses_from_one_text_into_another_nor_goes_beyond_its_limit():
+    assert datastore_of([7, 1, 2], [3, 4, 5]).guess([1, 2, 3, 4], 0) == 5
+    assert datastore_of([7, 1, 2], [3, 4, 5]).guess([7, 1, 2], 0) is None
+    text = [*range(20), *range(20), 25]
+    assert datastore_of(text).guess(text[:-1], 0) == 25
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    write_datastore(tmp_path / "it", [[1, 2, 299], [], list(range(300))], WORDS)
+    return tmp_path / "it"
+
+
+def test_a_file_holds_what_was_written_and_is_mapped(file, tmp_path, monkeypatch):
+    opened = open_datastore(file, WORDS)
+    assert (opened.num_tokens, opened.guess([9, 1, 2], 0)) == (306, 3)
+    assert list(tmp_path.iterdir()) == [file]
+    maps = Path("/proc/self/maps")
+    assert not maps.exists() or str(file) in maps.read_text()
+
+    def full_disk(arrays, path, facts):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(datastore, "save_file", full_disk)
+    with pytest.raises(InputError, match="No space"):
+        write_datastore(file, [[3, 4]], WORDS)
+    assert list(tmp_path.iterdir()) == [file]
+    assert open_datastore(file, WORDS).num_tokens == 306
+
+
+def flip(place: int):
+    def damage(file: Path) -> None:
+        content = bytearray(file.read_bytes())
+        content[place] ^= 4
+        file.write_bytes(content)
+
+    return damage
+
+
+def cut(length: int):
+    return lambda file: file.write_bytes(file.read_bytes()[:length])
+
+
+FACTS = {"format": "minitri datastore 1", "vocabulary": fingerprint(WORDS)}
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        *((cut(length), "cannot be read") for length in (0, 5, 8, 60, 500, -1)),
+        *((flip(place), "damaged") for place in (-1, -700, -1300)),
+        (lambda file: file.unlink(), "no datastore"),
+        (lambda file: save_file({"tokens": torch.zeros(3)}, file), "its format is None"),
+        (lambda file: save_file({"tokens": torch.zeros(3)}, file, FACTS), "cannot be read"),
+        (lambda file: write_datastore(file, [[1]], other_words()), "another tokenizer"),
+    ],
+)
+def test_a_datastore_that_does_not_fit_is_refused_in_one_line(file, damage, words):
+    damage(file)
+    with pytest.raises(InputError, match=words) as caught:
+        open_datastore(file, WORDS)
+    assert "\n" not in str(caught.value)
+    assert str(file) in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory) -> minitri.Engine:
+    folder = write_hf_folder(tmp_path_factory.mktemp("deep") / "deep", num_hidden_layers=4)
+    return minitri.load(folder, draft="suffix", dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("kind", ["said", "reversed", [0, 2], [0, 1, 2, 3]], ids=str)
+def test_a_baseline_changes_no_text(deep, kind, coupled):
+    """A datastore that holds the text, one that does not, some layers of the target, all of them;
+    a short prompt, and one longer than the window of the layers."""
+    sampling = minitri.SamplingParams(0.8 if coupled else 0.0)
+    settings = {"sampling": sampling, "generation": LENGTH, "seed": 7}
+    for prompt in (deep.tokenizer.encode(PROMPT), random_prompt(deep.config, 400)):
+        alone = minitri.SpeculationConfig("autoregressive", coupled=coupled)
+        plain = deep.complete(prompt, speculation=alone, **settings).token_ids
+        if isinstance(kind, str):
+            said = [*prompt, *plain]
+            said = said if kind == "said" else said[::-1]
+            drafter = datastore_of(said, end=deep.tokenizer.num_tokens)
+        else:
+            drafter = SkippedLayers(deep.model, kind)
+        engine = minitri.Engine(deep.model, deep.tokenizer, drafter=drafter)
+        for method in ("naive", "triforce"):
+            speculation = minitri.SpeculationConfig(method, coupled=coupled, gamma1=3)
+            for _ in range(2):  # the second with what the first left
+                done = engine.complete(prompt, speculation=speculation, **settings)
+                assert done.token_ids == plain
+            if method == "naive" and kind == "said":
+                assert done.stats.levels[0].num_accepted_tokens > 16
+            if method == "naive" and kind == [0, 1, 2, 3] and len(prompt) < 100:
+                assert done.stats.levels[0].acceptance_rate == 1
+
+
+@pytest.mark.parametrize("layers", [[0, 3], [4], [1, 2, 4], [0, 1, 2, 3, 4]])
+def test_a_view_is_the_model_of_these_layers_and_has_no_weights(layers):
+    config = tiny_config(num_layers=5)
+    model, expected = tiny_model(config), tiny_model(tiny_config(num_layers=len(layers)))
+    weights = dict(model.named_parameters())
+    for name, weight in expected.named_parameters():
+        parts = name.split(".")
+        if parts[0] == "layers":
+            parts[1] = str(layers[int(parts[1])])
+        weight.copy_(weights[".".join(parts)])
+    tokens, view = random_prompt(config, 9), with_layers(model, layers)
+    assert isinstance(view, Llama)
+    assert torch.equal(fresh_read(view, tokens)[1], fresh_read(expected, tokens)[1])
+    assert {id(w) for w in view.parameters()} <= {id(w) for w in model.parameters()}
+    assert (model.config.num_layers, len(model.layers)) == (5, 5)
+
+
+def change(**facts):
+    return lambda file: file.write_text(json.dumps({**json.loads(file.read_text()), **facts}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda file: file.unlink(), "cannot be read"),
+        (lambda file: file.write_text(file.read_text()[:40]), "cannot be read"),
+        (lambda file: file.write_bytes(b"\xff\xfe"), "cannot be read"),
+        (lambda file: file.write_text("[" * 100_000), "cannot be read"),
+        (lambda file: file.write_text(""), "cannot be read"),
+        (lambda file: file.write_text("[]"), "no file of layers"),
+        (change(format="another"), "no file of layers"),
+        (change(num_layers=30), "num_layers 30"),
+        (change(hidden_size=[1]), "hidden_size"),
+        (change(vocabulary="0"), "vocabulary"),
+        *(
+            (change(layers=layers), "numbers from 0 to 3")
+            for layers in ([], [0, 4], [-1, 2], [1, 1], [2, 1], [True], [0, 1.0], "01", None)
+        ),
+    ],
+)
+def test_a_file_of_layers_that_does_not_fit_is_refused_in_one_line(deep, tmp_path, damage, words):
+    file, what = tmp_path / "it", (deep.config, deep.tokenizer)
+    write_layers(file, [0, 2], *what)
+    assert read_layers(file, *what) == [0, 2]
+    damage(file)
+    with pytest.raises(InputError, match=words) as caught:
+        read_layers(file, *what)
+    assert "\n" not in str(caught.value)
+
+
+def run_tool(capsys, tool, *flags: object) -> tuple[int, str, str]:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        tool.main([str(flag) for flag in flags])
+    return (ended.value.code, *capsys.readouterr())
+
+
+def test_the_tools_write_what_the_drafters_read(folder, tmp_path, capsys):
+    (tmp_path / "text").write_text("\n".join(SENTENCES * 20), encoding="utf-8")
+    engine = minitri.load(folder, draft="suffix", device="cpu")
+    flags = ("--model", folder, "--out", tmp_path / "store", tmp_path / "text")
+    code, out, _ = run_tool(capsys, build_datastore, *flags)
+    assert code == 0
+    assert " tokens of 1 texts" in out
+    store = open_datastore(tmp_path / "store", engine.tokenizer)
+    tokens = engine.tokenizer.encode(SENTENCES[0])
+    assert store.guess(tokens[:-1], 0) == tokens[-1]
+    flags = (folder, tmp_path / "text", "--keep", "1", "--dtype", "float32", "--swaps", "3")
+    for name in ("one", "two"):
+        code, out, _ = run_tool(capsys, find_layers, *flags, "--out", tmp_path / name)
+        assert code == 0
+        assert "overlap 0." in out
+    assert (tmp_path / "one").read_text() == (tmp_path / "two").read_text()
+    assert len(read_layers(tmp_path / "one", engine.config, engine.tokenizer)) == 1
+
+
+@pytest.mark.parametrize(
+    ("tool", "flags", "words"),
+    [
+        (find_layers, ["--keep", "5"], "--keep is 5"),
+        (find_layers, ["--keep", "0"], "whole number"),
+        (find_layers, ["--temperature", "-1"], "temperature is -1.0"),
+        (find_layers, ["--temperature", "nan"], "temperature is nan"),
+        (find_layers, ["--out", "missing/it"], "cannot write missing/it"),
+        (find_layers, ["--windows", "0"], "whole number"),
+        (find_layers, ["{short}"], "128 or more"),
+        (build_datastore, ["missing text"], "cannot read missing text"),
+        (build_datastore, ["{folder}/model.safetensors"], "UTF-8"),
+        (build_datastore, [], "arguments are required"),
+        (build_datastore, ["{short}", "--out", "missing/it"], "cannot write missing/it"),
+        (build_datastore, ["{short}", "--model", "no such model"], "unknown model"),
+    ],
+)
+def test_bad_input_to_a_tool_is_one_line(folder, tmp_path, capsys, tool, flags, words):
+    text, short = tmp_path / "text", tmp_path / "short"
+    text.write_text("\n".join(SENTENCES * 20), encoding="utf-8")
+    short.write_text("short")
+    flags = [flag.format(folder=folder, short=short) for flag in flags]
+    if tool == build_datastore:
+        flags = ["--model", folder, "--out", tmp_path / "it", *flags]
+    else:
+        texts = [] if flags == [str(short)] else [text]
+        flags = [folder, *texts, *flags, *([] if "--keep" in flags else ["--keep", "2"])]
+        flags += [] if "--out" in flags else ["--out", tmp_path / "it"]
+    code, out, err = run_tool(capsys, tool, *flags)
+    assert (code, out) == (2, "")
+    assert words in err.splitlines()[-1]

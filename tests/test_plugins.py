@@ -1,0 +1,229 @@
+"""Drafters and policies from outside, by the public protocols alone: two examples of the kind that
+README asks for, equal texts, and plug-ins that break their protocol."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+
+import pytest
+import torch
+
+import minitri
+
+PROMPT = "She had been forced into prudence; she had been forced into romance; she had been"
+LENGTH = minitri.GenerationConfig(30, ignore_eos=True)
+GREEDY = minitri.SamplingParams(), False
+COUPLED = minitri.SamplingParams(0.8, top_p=0.9), True
+
+
+class Bigrams:
+    """A drafter: what followed the last token in the text, as often as it did so."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def guess(self, tokens: list[int], row: int) -> torch.Tensor | None:
+        after = Counter(b for a, b in itertools.pairwise(tokens) if a == tokens[-1])
+        if not after:
+            return None
+        counts = torch.zeros(self.vocab_size)
+        for token, count in after.items():
+            counts[token] = count
+        return counts / counts.sum()
+
+
+class Echo:
+    """A drafter: the token before the last one, for certain."""
+
+    def guess(self, tokens: list[int], row: int) -> int:
+        return tokens[-2] if len(tokens) > 1 else tokens[0]
+
+
+class Visited(minitri.Policy):
+    """A policy: chunks that scored well at earlier rebuilds of this text score better."""
+
+    def __init__(self, memory: float = 0.5) -> None:
+        self.memory = memory
+        self.seen: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
+
+    def scores(
+        self, layer: int, b: int, q_KRD: torch.Tensor, chunks_KNMD: torch.Tensor
+    ) -> torch.Tensor:
+        means_KND = chunks_KNMD.float().mean(2)
+        scores_KN = (q_KRD.float() @ means_KND.transpose(1, 2)).amax(1).softmax(1)
+        before = self.seen[b].get(layer)
+        if before is not None:
+            scores_KN[:, : before.shape[1]] += self.memory * before
+        self.seen[b][layer] = scores_KN
+        return scores_KN
+
+    def reset(self, b: int) -> None:
+        self.seen.pop(b, None)
+
+
+def with_drafter(engine, drafter) -> minitri.Engine:
+    return minitri.Engine(engine.model, engine.tokenizer, drafter=drafter)
+
+
+def complete(engine, distribution, method, prompt=PROMPT, **settings) -> minitri.Completion:
+    sampling, coupled = distribution
+    speculation = minitri.SpeculationConfig(
+        method, gamma1=3, gamma2=4, coupled=coupled, budget=24, rebuild_stride=8, **settings
+    )
+    return engine.complete(
+        prompt, sampling=sampling, generation=LENGTH, speculation=speculation, seed=7
+    )
+
+
+@pytest.mark.parametrize("distribution", [GREEDY, COUPLED], ids=["greedy", "coupled"])
+@pytest.mark.parametrize("kind", ["bigrams", "echo"])
+@pytest.mark.parametrize("settings", [{}, {"tree": "4"}], ids=["chains", "trees"])
+def test_a_drafter_changes_no_text(engine, kind, distribution, settings):
+    plain = complete(engine, distribution, "autoregressive")
+    drafter = Bigrams(engine.config.vocab_size) if kind == "bigrams" else Echo()
+    other = with_drafter(engine, drafter)
+    for method in ("naive", "triforce"):
+        done = complete(other, distribution, method, **settings)
+        assert done.token_ids == plain.token_ids
+        assert done.stats.levels[0].num_draft_tokens
+    assert complete(other, distribution, "triforce", drafter="lookup").token_ids == plain.token_ids
+
+
+def test_a_drafter_is_given_to_load(folder):
+    engine = minitri.load(str(folder), drafter=Bigrams(320), dtype="float32", device="cpu")
+    assert complete(engine, GREEDY, "naive").stats.levels[0].num_draft_tokens
+    assert "drafter Bigrams" in repr(engine)
+    for wrong in ({"drafter": 5}, {"drafter": Echo(), "draft": "suffix"}):
+        with pytest.raises(minitri.InputError, match="drafter"):
+            minitri.load(str(folder), device="cpu", **wrong)
+
+
+@pytest.mark.parametrize("distribution", [GREEDY, COUPLED], ids=["greedy", "coupled"])
+def test_right_guesses_are_accepted(engine, distribution):
+    """Certain ones, and ones with a distribution; it says nothing at the end of what it knows."""
+    prompt = engine.tokenizer.encode(PROMPT)
+    text = [*prompt, *complete(engine, distribution, "autoregressive").token_ids]
+
+    class Prophet:
+        def guess(self, tokens, row):
+            if len(tokens) >= len(text):
+                return None
+            return text[len(tokens)] if len(tokens) % 2 else probs(*[0] * text[len(tokens)], 1)
+
+    done = complete(with_drafter(engine, Prophet()), distribution, "naive", prompt)
+    assert list(done.token_ids) == text[len(prompt) :]
+    assert done.stats.levels[0].acceptance_rate == 1
+    assert done.stats.levels[0].num_accepted_tokens > 20
+
+
+def test_rows_of_a_batch_are_asked_each_for_itself(engine):
+    other = with_drafter(engine, Bigrams(engine.config.vocab_size))
+    prompts, sampling = [PROMPT, "The harbour wind", PROMPT[:30]], minitri.SamplingParams(0.9)
+    settings = {"sampling": sampling, "generation": LENGTH}
+    settings["speculation"] = minitri.SpeculationConfig("triforce", gamma1=2, gamma2=3, budget=24)
+    with other.generate(prompts, seed=[3, 4, 5], **settings) as run:
+        list(run)
+    for row, prompt, seed in zip(run.rows, prompts, (3, 4, 5), strict=True):
+        assert tuple(row.token_ids) == other.complete(prompt, seed=seed, **settings).token_ids
+
+
+def test_guesses_of_a_drafter_follow_the_filters_and_leave_the_distribution(engine):
+    """First tokens of 600 seeds behind a drafter that is sure of a wrong token, and without one.
+
+    Three likely tokens at two places. By chance chi-square is above 40, with nine outcomes, in one
+    of 3 * 10^5 cases.
+    """
+    vocab_size, texts = engine.config.vocab_size, list[Counter]()
+
+    class Biased:
+        def guess(self, tokens, row):
+            probs = torch.full((vocab_size,), 0.5 / (vocab_size - 1))
+            probs[tokens[-1]] = 0.5
+            return probs
+
+    for drafter, method in ((Biased(), "naive"), (None, "autoregressive")):
+        other = with_drafter(engine, drafter)
+        settings = {"sampling": minitri.SamplingParams(1.0, top_k=3)}
+        settings["generation"] = minitri.GenerationConfig(3)
+        settings["speculation"] = minitri.SpeculationConfig(method, gamma1=2)
+        seeds = range(600) if drafter else range(1000, 1600)
+        texts.append(
+            Counter(other.complete(PROMPT, seed=s, **settings).token_ids[:2] for s in seeds)
+        )
+    ours, theirs = texts
+    assert len({*ours, *theirs}) == 9
+    assert sum((ours[t] - theirs[t]) ** 2 / (ours[t] + theirs[t]) for t in {*ours, *theirs}) < 40
+
+
+def probs(*values: float, size: int = 320) -> torch.Tensor:
+    return torch.tensor([*map(float, values), *[0.0] * (size - len(values))])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        -1, 320, 2**70, "token", 1.5, [0.5, 0.5], torch.tensor(3), probs(1, size=321),
+        probs(1).unsqueeze(0), probs(0.5), probs(2), probs(1.5, -0.5), probs(float("nan")),
+        probs(float("inf")), ValueError("no idea"), AttributeError("a\nb"),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_drafter_that_breaks_its_protocol_is_named_and_guesses_nothing(engine, answer):
+    class Broken:
+        def guess(self, tokens, row):
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    with pytest.raises(minitri.InputError, match="^the drafter Broken ") as caught:
+        complete(with_drafter(engine, Broken()), GREEDY, "triforce")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("distribution", [GREEDY, COUPLED], ids=["greedy", "coupled"])
+def test_a_policy_changes_no_text(engine, distribution):
+    plain = complete(engine, distribution, "autoregressive")
+    guesses = set()
+    for policy in ("retrieval", Visited(), Visited(memory=50.0)):
+        done = complete(engine, distribution, "retrieval", policy=policy)
+        assert done.token_ids == plain.token_ids
+        assert done.stats.rebuilds.count > 1
+        guesses.add(done.stats.levels[0].num_accepted_tokens)
+    assert len(guesses) > 1  # what it scores decides what is guessed
+
+
+def test_every_run_has_a_policy_of_its_own(engine):
+    """Two runs at a time with one object; nothing of either stays in it."""
+    policy = Visited()
+    speculation = minitri.SpeculationConfig("retrieval", gamma2=3, budget=24, policy=policy)
+    settings = {"speculation": speculation, "generation": LENGTH}
+    alone = engine.complete(PROMPT, **settings)
+    runs = [engine.generate(PROMPT, **settings) for _ in range(2)]
+    for _ in zip(*runs, strict=True):
+        pass
+    assert all(tuple(run.rows[0].token_ids) == alone.token_ids for run in runs)
+    assert policy.seen == {}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [None, 5, torch.zeros(3), torch.zeros(2, 1), float("nan"), ValueError("a\nb")],
+    ids=repr,
+)
+def test_a_policy_that_breaks_its_protocol_is_named(engine, answer):
+    class Broken(minitri.Policy):
+        def scores(self, layer, b, q_KRD, chunks_KNMD):
+            if isinstance(answer, Exception):
+                raise answer
+            return chunks_KNMD[:, :, 0, 0] * answer if isinstance(answer, float) else answer
+
+    with pytest.raises(minitri.InputError, match="^the policy Broken ") as caught:
+        complete(engine, GREEDY, "triforce", policy=Broken())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", ["topk", None, 5, object()])
+def test_what_is_no_policy_is_refused(wrong):
+    with pytest.raises(minitri.InputError, match="^policy is .*minitri.Policy"):
+        minitri.SpeculationConfig(policy=wrong)

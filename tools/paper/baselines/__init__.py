@@ -1,0 +1,1 @@
+"""Baselines of the paper, by the protocols `minitri.Drafter` and `minitri.Policy`."""
