@@ -20,7 +20,7 @@ from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError, shorten
 from minitri.events import Completion, End
 from minitri.generation import Generation
-from minitri.gpu.placement import most_rows
+from minitri.gpu.allocation import most_rows
 from minitri.loading.named_models import DEFAULT_MODEL
 from minitri.loading.open_models import OpenModels
 from minitri.loading.prompts import Prompt, as_seeds, check_prompt, encode_prompts

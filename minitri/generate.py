@@ -54,13 +54,9 @@ def build_parser() -> arguments.OneLineParser:
     arguments.add_gpu_flags(parser)
     boot.add_kv_flags(parser)
     arguments.add_fields(parser, GenerationConfig, "stop", "ignore_eos", "logprobs")
-    arguments.add_sampling_flags(
-        parser,
-        "makes a text repeatable: the same command with the same seed writes the same text "
-        "(default: a new one each time; open methods and gammas then follow the clock)",
-        "default: as the model's generation_config.json says, or else greedy",
-    )
-    parser.set_defaults(**dict.fromkeys(boot.SAMPLING))
+    text = "makes a text repeatable: the same command with the same seed writes the same text "
+    text += "(default: a new one each time; open methods and gammas then follow the clock)"
+    arguments.add_open_sampling_flags(parser, text)
     arguments.add_speculation_flags(parser, "none of this changes the text's distribution")
     arguments.add_switches(
         parser,
@@ -71,8 +67,7 @@ def build_parser() -> arguments.OneLineParser:
         stats="all statistics, not only a line of them",
         quiet="no progress, log or statistics on standard error",
     )
-    text = "with --chat: a message of the system first"
-    parser.add_argument("--system", metavar="TEXT", help=text)
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: a message of the system")
     text = "show the models that have names and exit"
     parser.add_argument("--list-models", action="version", version=table(), help=text)
     return parser
@@ -95,8 +90,7 @@ def run_command(args: argparse.Namespace) -> int:
     if args.prompts is not None:
         return run_lines(args, sampling, generation, speculation, draft)
     text = read_prompt(args.prompt_file, args.prompt), max_tokens_of(args)
-    num_new = generation.max_new_tokens
-    engine, [prompt] = boot.load_engine(args, draft, [text], num_new=num_new)
+    engine, [prompt] = boot.load_engine(args, draft, [text], num_new=generation.max_new_tokens)
     sampling = dataclasses.replace(sampling, **boot.model_sampling(args, engine))
     args.temperature = sampling.temperature
     args.seed = boot.seed_of(args, speculation)

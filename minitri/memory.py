@@ -20,10 +20,10 @@ from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import window_problem
 from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError, shorten
+from minitri.gpu.allocation import allocate_full_cache
 from minitri.gpu.graphs import GraphPool, graph_pool
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.gpu.placement import allocate_full_cache
 from minitri.model.cache import round_up_to_stride
 from minitri.model.llama import Llama
 from minitri.runner import DraftRunner, ModelRunner, RetrievalRunner

@@ -5,7 +5,7 @@
 prints, for several placements of the KV cache, the bytes on the device and in host memory, whether
 they fit, and the milliseconds per token to expect, autoregressive and with the cascade. Gammas that
 are not given are the fastest ones, if a pass over more tokens takes no longer. Bytes come from
-`gpu/placement.py`, with which an engine boots, times from `roofline.py`. The last line is JSON.
+`gpu/placement.py`, with which an engine boots, times from `phases.py`. The last line is JSON.
 """
 
 from minitri.cli.exits import clean_imports, program
@@ -21,14 +21,15 @@ with clean_imports():
     from minitri.cli import arguments
     from minitri.config import ModelConfig
     from minitri.errors import InputError, shorten
-    from minitri.gpu.placement import CONTEXT, GIB, demand, shortage
-    from minitri.ledger import CARDS, Workload, predict
-    from minitri.ledger import table as ledger_table
+    from minitri.execution import Ranks
+    from minitri.gpu.placement import CONTEXT, GIB, Demand, Load, demand, shortage
     from minitri.loading.checkpoint import open_checkpoint
     from minitri.loading.fetch import LOOKUPS, committed_path, default_draft
     from minitri.loading.named_models import shape_of, unknown_model
-    from minitri.roofline import Machine, four_bit_bytes
-    from minitri.settings import StepPlan
+    from minitri.parallel.split import share_of
+    from minitri.phases import CARDS, phase_table, phases, predict, prefill
+    from minitri.roofline import Machine, Workload, eight_bit_bytes, four_bit_bytes
+    from minitri.settings import SpeculationConfig, StepPlan
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -61,9 +62,7 @@ def build_parser() -> arguments.OneLineParser:
         group.add_argument(f"--{name}", type=number, metavar="X", default=default, help=text)
     text = "GPUs that share the model by tensor parallelism (torchrun)"
     group.add_argument("--gpus", type=arguments.whole(1, 64), metavar="N", default=1, help=text)
-    group.add_argument("--kernels", choices=("fused", "plain"), default="fused", help="between "
-                       "matrices")  # fmt: skip
-    text = "print the ledger: bytes, FLOPs, launches and waits of each phase"
+    text = "print bytes and FLOPs of each phase"
     group.add_argument("--explain", action="store_true", help=text)
     group = parser.add_argument_group("speculation")
     text = "of the retrieval level: the model's own, or a copy in 8 bits"
@@ -122,85 +121,92 @@ def run_command(args: argparse.Namespace) -> int:
     config, draft = config_of(args.model), draft_config(args)
     context, itemsize = args.context or config.context_length, 4 if args.dtype == "float32" else 2
     speculation, has_copy = arguments.speculation_of(args), args.draft_weights != "same"
-    needs = demand(
-        config, draft, speculation, num_tokens=context, prefill_chunk=args.prefill_chunk,
-        itemsize=itemsize, num_gpus=args.gpus, has_copy=has_copy,
-        prompt_lengths=[context] * args.batch,
-    )  # fmt: skip
+    how = (args.prefill_chunk, itemsize, args.gpus, has_copy)
+    load = Load(config, draft, speculation, context, [context] * args.batch, *how)
+    needs = demand(load)
+    ranks, L = Ranks(), config.num_layers
+    ranks.count = args.gpus
+    share = share_of(config, ranks)
     work = Workload(
-        config, draft, 0, context, speculation.budget_for(context), batch_size=args.batch,
-        itemsize=itemsize, num_gpus=args.gpus, has_copy=has_copy, is_fused=args.kernels == "fused",
-    )  # fmt: skip
+        share,
+        draft,
+        context * args.batch,
+        speculation.budget_for(context) * args.batch,
+        itemsize=itemsize,
+        retrieval_bytes=eight_bit_bytes(share) if has_copy else None,
+        batch_size=args.batch,
+        num_gpus=args.gpus,
+    )
     gpu_bytes, host_bytes = args.gpu_memory * GIB - CONTEXT, args.host_memory * GIB / args.gpus
     machine = machine_of(args)
 
-    def rows_that_fit(on_chip: int) -> int:
-        """Sequences of this context at a time, up to a thousand."""
-        for num_rows in range(1, 1001):
-            more = demand(**needs.given | {"prompt_lengths": [context] * num_rows})
-            if more.on_device(on_chip) > gpu_bytes or more.on_host(on_chip) > host_bytes:
-                return num_rows - 1
-        return 1000
-
-    def place(on_chip: int) -> dict[str, Any]:
-        workload = dataclasses.replace(work, on_chip=on_chip)
-        rates, plans = args.acceptance, speculation.plans
-        fastest = min(
-            (predict(workload, machine, plan, rates) for plan in plans),
-            key=lambda ms: ms["cascade"],
-        )
-        on_device, on_host = needs.on_device(on_chip), needs.on_host(on_chip)
-        return {
-            "on_chip": on_chip, "fits": on_device <= gpu_bytes and on_host <= host_bytes,
-            "rows_that_fit": rows_that_fit(on_chip),
-            "device_bytes": on_device, "host_bytes": on_host, "parts": needs.parts(on_chip),
-            "predicted_ms": fastest,
-        }  # fmt: skip
-
     best = needs.most_on_chip(gpu_bytes)
-    placements = [place(n) for n in sorted({config.num_layers, best or 0, 0}, reverse=True)]
-    print(title(work, machine, args))
-    print(table(placements, config.num_layers))
+    placements = [
+        place(on_chip, needs, work, speculation, machine, (gpu_bytes, host_bytes), args.acceptance)
+        for on_chip in sorted({L, best or 0, 0}, reverse=True)
+    ]
+    speed = machine.kv_bytes_per_second / 1e9
+    print(
+        f"{config.name}, {context} tokens, batch {args.batch}, {args.dtype}, drafter "
+        f"{draft.name if draft else 'suffix'}, budget {speculation.budget_for(context)}; "
+        f"{args.gpus} GPU of {args.gpu_memory:g} GiB, {gpu_bytes / GIB:.1f} of them free, at "
+        f"{speed:g} GB/s, {args.host_memory:g} GiB of host memory over {args.link_gb_s:g} GB/s per "
+        "GPU"
+    )
+    print(table(placements, L))
     if args.explain:
-        explain(dataclasses.replace(work, on_chip=best or 0), machine, placements, args)
+        chosen = next(row for row in placements if row["on_chip"] == (best or 0))
+        here = dataclasses.replace(work, hosted_share=1 - chosen["on_chip"] / L)
+        explain(here, machine, StepPlan(**chosen["predicted_ms"]["plan"]), args)
     copy_bytes = four_bit_bytes(config)
     print(f"On a CPU guesses take a copy in 4 bits, {copy_bytes / GIB:.2f} GiB (--draft-weights).")
-    result = {
-        "model": config.name, "context": context, "on_chip": best, "placements": placements,
-        "draft_weights_bytes": copy_bytes,
-    }  # fmt: skip
-    print(json.dumps(result))
-    if (missing := shortage(needs, gpu_bytes, host_bytes, config.name)) is not None:
+    result = {"model": config.name, "context": context, "on_chip": best, "placements": placements}
+    print(json.dumps(result | {"draft_weights_bytes": copy_bytes}))
+    if (missing := shortage(needs, gpu_bytes, host_bytes)) is not None:
         raise InputError(missing)
     return 0
 
 
-def title(work: Workload, machine: Machine, args: argparse.Namespace) -> str:
-    """What is planned, and for which machine."""
-    free, speed = args.gpu_memory - CONTEXT / GIB, machine.kv_bytes_per_second / 1e9
-    return (
-        f"{work.config.name}, {work.num_tokens} tokens, batch {args.batch}, {args.dtype}, drafter "
-        f"{work.draft.name if work.draft else 'suffix'}, budget {work.budget}; {args.gpus} GPU of "
-        f"{args.gpu_memory:g} GiB, {free:.1f} of them free, at {speed:g} GB/s, "
-        f"{args.host_memory:g} GiB of host memory over {args.link_gb_s:g} GB/s per GPU"
-    )
+def place(
+    on_chip: int,
+    needs: Demand,
+    work: Workload,
+    speculation: SpeculationConfig,
+    machine: Machine,
+    free_bytes: tuple[float, float],
+    acceptance: tuple[float, float],
+) -> dict[str, Any]:
+    """What is where with K and V of this number of layers on the GPU, and how fast that can be.
+
+    `free_bytes` are those of the GPU and of host memory.
+    """
+    context, L = work.num_tokens // work.batch_size, needs.load.config.num_layers
+
+    def fits(num_rows: int) -> bool:
+        more = demand(dataclasses.replace(needs.load, prompt_lengths=[context] * num_rows))
+        return more.on_device(on_chip) <= free_bytes[0] and more.on_host(on_chip) <= free_bytes[1]
+
+    here = dataclasses.replace(work, hosted_share=1 - on_chip / L)
+    plans = (predict(here, machine, plan, acceptance) for plan in speculation.plans)
+    return {
+        "on_chip": on_chip,
+        "fits": fits(work.batch_size),
+        "rows_that_fit": next((n - 1 for n in range(1, 1001) if not fits(n)), 1000),
+        "device_bytes": needs.on_device(on_chip),
+        "host_bytes": needs.on_host(on_chip),
+        "parts": needs.parts(on_chip),
+        "predicted_ms": min(plans, key=lambda ms: ms["cascade"]),
+    }
 
 
-def explain(
-    workload: Workload, machine: Machine, placements: list[dict[str, Any]],
-    args: argparse.Namespace,
-) -> None:  # fmt: skip
-    """Prints the ledger of the best placement, on each GPU."""
-    placement = next(row for row in placements if row["on_chip"] == workload.on_chip)
-    plan = StepPlan(**placement["predicted_ms"]["plan"])
-    phases, num_tokens = workload.phases(plan, args.acceptance)
-    alone = workload.phases(StepPlan("autoregressive"), args.acceptance)[0][0]
-    chunk = workload.prefill(args.prefill_chunk)
-    phases += [dataclasses.replace(alone, name="autoregressive", per_step=0.0), chunk]
-    where, L = f"{workload.on_chip} of {workload.config.num_layers}", workload.num_tokens
-    print(f"\nLedger, {plan}, {num_tokens:.2f} tokens a step, KV of {where} layers on the GPU:")
-    print(ledger_table(phases, machine))
-    seconds = 1e-3 * chunk.ms(machine) * L / args.prefill_chunk
+def explain(work: Workload, machine: Machine, plan: StepPlan, args: argparse.Namespace) -> None:
+    """Prints what the phases of the best placement need, on each GPU."""
+    found, num_tokens = phases(work, plan, args.acceptance)
+    chunk = prefill(work, args.prefill_chunk)
+    found += [("autoregressive", 0.0, work.read("target", 0)), ("prefill chunk", 0.0, chunk)]
+    print(f"\n{plan}, {num_tokens:.2f} tokens a step:")
+    print(phase_table(found, machine))
+    seconds = chunk.seconds(machine) * work.num_tokens / work.batch_size / args.prefill_chunk
     print(f"The prompt takes {seconds:.0f} s. Constants: {machine}")
 
 

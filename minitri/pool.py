@@ -7,7 +7,6 @@ cache is kept in any case.
 """
 
 import dataclasses
-import weakref
 from collections.abc import Sequence
 
 from minitri.caches.prefixes import KVSource
@@ -31,12 +30,11 @@ class MemoryPool:
         self.snapshot: Snapshot | None = None
         self._kept: Memory | None = None
         self._is_whole = True  # False: interrupted in a step, only its full cache is of use
-        self._latest: weakref.ref[Memory] | None = None  # the run alone keeps its memory
+        self._latest: int | None = None  # by its id, so that the run alone keeps it alive
 
     def open(self, shape: MemoryShape, prompts: Sequence[list[int]]) -> Memory:
         """Memory for a run over these prompts: what was kept, or new. Raises `InputError` if there
         is no room."""
-        self.models.target.execution.ranks.check_same("prompts or settings", (shape, prompts))
         kept, self._kept = self._kept, None
         if kept is not None and self._can_run(kept, shape):
             memory = kept
@@ -48,7 +46,7 @@ class MemoryPool:
             del kept  # gives up its memory for the new one
             memory = allocate(self.models, shape, full=full, held=held, host=self.host)
         memory.prefix.snapshot = self.snapshot
-        self._latest = weakref.ref(memory)
+        self._latest = id(memory)
         return memory
 
     def put(self, memory: Memory, *, is_whole: bool = True) -> None:
@@ -60,8 +58,7 @@ class MemoryPool:
         generation = memory.shape.generation
         is_fitted = isinstance(memory.full, OffloadedFullCache)
         is_fitted &= generation.on_chip is None and not generation.reserve
-        is_latest = self._latest is not None and self._latest() is memory
-        if is_latest and not is_fitted:
+        if id(memory) == self._latest and not is_fitted:
             self._kept, self._is_whole = memory, is_whole
 
     @property
@@ -84,12 +81,12 @@ class MemoryPool:
     def _origin(self) -> Origin:
         """What K and V here depend on. Raises `InputError` if no file can say so."""
         model = self.models.target
-        is_split, fingerprint = model.execution.ranks.count > 1, model.execution.fingerprint
-        if is_split or not fingerprint:
+        is_split = model.execution.ranks.count > 1
+        if is_split or not model.execution.fingerprint:
             why = "is divided among processes" if is_split else "was not read from a file"
             name = model.config.name
             raise InputError(f"{name} {why}, so its KV cache is neither saved nor loaded")
-        return Origin(model.config, model.dtype, fingerprint)
+        return Origin(model.config, model.dtype, model.execution.fingerprint)
 
     def clear(self) -> None:
         """Frees what is kept; a run that is under way will not be kept either."""

@@ -4,12 +4,13 @@ Decoding is bound by memory: a pass reads every weight and all cached K and V on
 tokens it computes. This is the one model of that, used by the autotuner before it has measured
 anything, by `python -m minitri.plan`, and by benchmarks that say how far from it they are.
 
-Legend: L layers, K KV heads, D head dim, E hidden size.
+Legend: D head dim, E hidden size.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from minitri.config import ModelConfig
 from minitri.model.llama import Llama
@@ -30,15 +31,9 @@ class Machine:
     share_per_extra_token: float = 0.0
     """What each token of a block but the first of each row adds, as a share of the pass."""
     share_in_four_bits: float = 0.0
-    """The same where the weights are a copy in 4 bits, so that reading them counts for less."""
-    # What only the ledger counts, `benchmarks/ledger.py`:
+    """As `share_per_extra_token`, of a copy in 4 bits, whose weights take less time to read."""
     flops_per_second: float = math.inf
-    seconds_per_launch: float = 0.0
-    """Of a kernel on the device, beside its bytes."""
-    seconds_per_eager_launch: float = 0.0
-    """On the host, of a kernel outside of CUDA graphs."""
-    seconds_per_round_trip: float = 0.0
-    """Of the host's waiting for the device, in which that does nothing."""
+    """Of large products."""
     seconds_per_sum: float = 0.0
     """Of a small tensor over all GPUs."""
 
@@ -99,59 +94,93 @@ def eight_bit_bytes(config: ModelConfig) -> int:
     return config.num_layers * layer + config.vocab_size * (E + 4)
 
 
-def kv_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
-    """Bytes of K and V of one token in all layers."""
-    return config.kv_values_per_token * itemsize
+@dataclass(frozen=True)
+class Pass:
+    """What a forward pass reads, moves and computes, on each GPU."""
+
+    num_layers: float
+    weight_bytes: float = 0.0
+    kv_bytes: float = 0.0
+    link_bytes: float = 0.0
+    """The part of the KV that comes from host memory, while all else goes on: the slower counts."""
+    num_sums: int = 0
+    """Tensors that are added up over all GPUs."""
+    flops: float = 0.0
+    num_extra_tokens: float = 0.0
+    is_in_four_bits: bool = False
+
+    def seconds(self, machine: Machine) -> float:
+        """How long it takes there."""
+        seconds = machine.seconds_per_pass + self.num_layers * machine.seconds_per_layer
+        seconds += self.weight_bytes / machine.weight_bytes_per_second
+        seconds += self.kv_bytes / machine.kv_bytes_per_second
+        seconds = max(seconds, self.link_bytes / machine.link_bytes_per_second)
+        share = machine.share_per_extra_token
+        if self.is_in_four_bits:
+            share = machine.share_in_four_bits
+        seconds *= 1 + share * self.num_extra_tokens
+        seconds = max(seconds, self.flops / machine.flops_per_second)
+        return seconds + self.num_sums * machine.seconds_per_sum
 
 
-def pass_seconds(
-    machine: Machine, config: ModelConfig, *, weight_bytes: float, kv_bytes: float = 0.0,
-    link_bytes: float = 0.0, num_extra_tokens: float = 0.0, is_in_four_bits: bool = False,
-) -> float:  # fmt: skip
-    """Seconds of a forward pass that reads so many bytes.
+@dataclass(frozen=True)
+class Workload:
+    """What is decoded, and where it stands."""
 
-    `link_bytes` is the part of the KV that comes from host memory, beside everything that computes,
-    so the slower of the two counts.
-    """
-    seconds = machine.seconds_per_pass + config.num_layers * machine.seconds_per_layer
-    seconds += weight_bytes / machine.weight_bytes_per_second
-    seconds += kv_bytes / machine.kv_bytes_per_second
-    seconds = max(seconds, link_bytes / machine.link_bytes_per_second)
-    share = machine.share_in_four_bits if is_in_four_bits else machine.share_per_extra_token
-    return seconds * (1 + share * num_extra_tokens)
+    target: ModelConfig
+    """Of several GPUs that share a model, the share of each."""
+    draft: ModelConfig | None
+    """None: lookup, which takes no pass."""
+    num_tokens: int
+    """In the full cache, all rows together."""
+    num_retrieved: int
+    """In the retrieval cache, all rows together."""
+    itemsize: int = 2
+    hosted_share: float = 0.0
+    """Of the full cache, in host memory."""
+    target_bytes: int | None = None
+    """Of the weights that a pass reads; by default what the config implies."""
+    retrieval_bytes: int | None = None
+    """As `target_bytes`, at the retrieval level."""
+    batch_size: int = 1
+    num_gpus: int = 1
+
+    def read(self, stage: str, num_guesses: float) -> Pass:
+        """A pass of a stage ("draft", "retrieval", "target") over guesses in each row and a token
+        more."""
+        config = self.draft if stage == "draft" else self.target
+        assert config is not None
+        whole = weights_per_pass(config) * self.itemsize
+        weight_bytes = {"target": self.target_bytes, "retrieval": self.retrieval_bytes}.get(stage)
+        slots = {"draft": 0, "retrieval": self.num_retrieved, "target": self.num_tokens}[stage]
+        slot_bytes = self.target.kv_values_per_token * self.itemsize
+        attention = 4 * config.num_heads * config.head_dim * config.num_layers * slots
+        num_tokens = self.batch_size * (num_guesses + 1)
+        is_split = self.num_gpus > 1 and stage != "draft"
+        return Pass(
+            num_layers=config.num_layers,
+            weight_bytes=whole if weight_bytes is None else weight_bytes,
+            kv_bytes=slots * slot_bytes,
+            link_bytes=(self.hosted_share if stage == "target" else 0.0) * slots * slot_bytes,
+            num_sums=2 * config.num_layers + 2 if is_split else 0,
+            flops=num_tokens * (2 * weights_per_pass(config) + attention / self.batch_size),
+            num_extra_tokens=self.batch_size * num_guesses,
+            is_in_four_bits=stage == "retrieval" and (weight_bytes or whole) < whole / 2,
+        )
 
 
 def pass_costs(
-    target: ModelConfig, draft: ModelConfig | None, *, machine: Machine, itemsize: int,
-    num_tokens: int, num_retrieved: int, hosted_share: float = 0.0,
-    target_bytes: int | None = None, guesser_bytes: int | None = None, batch_size: int = 1,
-) -> Callable[[str, float], float]:  # fmt: skip
-    """Nominal seconds of a pass of each stage, for the autotuner.
+    target: ModelConfig, draft: ModelConfig | None, *, machine: Machine, **sizes: Any
+) -> Callable[[str, float], float]:
+    """Nominal seconds of a pass of a stage, for the autotuner; `sizes` are those of `Workload`.
 
-    The full cache holds `num_tokens` in all its `batch_size` rows together, a share of them in host
-    memory, the retrieval cache `num_retrieved`. A pass of the target reads weights of
-    `target_bytes`, one of the retrieval level `guesser_bytes`; by default what the config implies.
-    The function returned takes the stage ("draft", "retrieval" or "target") and the guesses that
-    the pass verifies in each row.
+    The function returned takes the stage and the guesses that the pass verifies in each row.
     """
-    slot_bytes = kv_bytes_per_token(target, itemsize)
+    work = Workload(target, draft, **sizes)
 
     def seconds(stage: str, num_guesses: float) -> float:
-        config = draft if stage == "draft" else target
-        if config is None:
+        if stage == "draft" and draft is None:
             return 0.0  # lookup takes no pass
-        slots = {"draft": 0, "retrieval": num_retrieved, "target": num_tokens}[stage]
-        hosted = hosted_share if stage == "target" else 0.0
-        kv_bytes = slots * slot_bytes
-        weight_bytes = {"target": target_bytes, "retrieval": guesser_bytes}.get(stage)
-        whole = weights_per_pass(config) * itemsize
-        is_in_four_bits = stage == "retrieval" and (guesser_bytes or whole) < whole / 2
-        if weight_bytes is None:
-            weight_bytes = whole
-        return pass_seconds(
-            machine, config, weight_bytes=weight_bytes, kv_bytes=kv_bytes,
-            link_bytes=hosted * slots * slot_bytes, num_extra_tokens=batch_size * num_guesses,
-            is_in_four_bits=is_in_four_bits,
-        )  # fmt: skip
+        return work.read(stage, num_guesses).seconds(machine)
 
     return seconds

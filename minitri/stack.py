@@ -229,8 +229,10 @@ def prior_seconds(memory: Memory, shape: MemoryShape) -> Callable[[str, float], 
         memory.draft.model.config if memory.draft is not None else None,
         machine=GPU if target.device.type == "cuda" else CPU,
         itemsize=target.dtype.itemsize,
-        target_bytes=bytes_per_pass(target),
-        guesser_bytes=bytes_per_pass(models.retrieval),
+        target_bytes=int(
+            target.execution.ranks.least(bytes_per_pass(target))
+        ),  # shares may be uneven
+        retrieval_bytes=int(target.execution.ranks.least(bytes_per_pass(models.retrieval))),
         num_tokens=sum(shape.prompt_lengths),
         num_retrieved=sum(shape.budgets) if memory.retrieval is not None else 0,
         hosted_share=1 - memory.full.on_chip / target.config.num_layers,

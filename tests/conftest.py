@@ -6,6 +6,8 @@ import json
 import os
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests run in parallel processes
+
 import pytest
 import tokenizers
 import torch
@@ -24,6 +26,7 @@ if not torch.cuda.is_available():
         "1"  # before anything imports Triton, whose kernels then run on the CPU
     )
 
+torch.set_num_threads(1)
 CPU = torch.device("cpu")
 
 SENTENCES = [
@@ -99,6 +102,13 @@ def new_cache(
     config: ModelConfig, batch_size: int = 1, capacity: int = 64, dtype=torch.float32
 ) -> FullCache:
     return FullCache.allocate(config, batch_size, capacity, dtype=dtype, device=CPU)
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(scope="session")

@@ -381,7 +381,7 @@ MUTANTS = [
         STREAMING + "slide",
         "rotated_LTKD = self._rope.at(positions).rotate(moved_LTKD)",
         "rotated_LTKD = self._rope.at(positions + 1).rotate(moved_LTKD)",
-        WINDOW + "test_keys_are_the_raw_keys_rotated_by_their_slots",
+        WINDOW + "test_a_deep_model_keeps_sinks_and_rotates_keys_by_their_slots",
     ),
     Mutant(
         "a retired row's cache is not emptied",
@@ -408,8 +408,9 @@ MUTANTS = [
     Mutant(
         "lookup learns guesses",
         "minitri.drafters.lookup._Row.propose",
-        "(self.text, *sources)):",
-        "(self.text, *sources)):\n            self.text.extend(sequence[len(self.text.tokens) :])",
+        "length, guess = self.text.lookup(sequence, gamma)",
+        "self.text.extend(sequence[len(self.text.tokens) :])\n"
+        "        length, guess = self.text.lookup(sequence, gamma)",
         "drafters/test_lookup.py::test_rejected_guesses_are_never_learnt",
     ),
     Mutant(
@@ -683,6 +684,27 @@ MUTANTS = [
         "self._full.write(layer, b, keys_KTD, values_KTD)\n            return",
         "return",
         PREFIXES + "test_idle_rows_are_restored",
+    ),
+    Mutant(
+        "a text that is adopted keeps what others wrote over it",
+        PREFIX + "adopt",
+        "self._fill(b, row, num_tokens)",
+        "pass",
+        PREFIXES + "test_slots_that_passes_of_others_wrote_over_are_put_back[in place-0]",
+    ),
+    Mutant(
+        "a guard that is one slot short",
+        PREFIX + "_guard",
+        "min(len(tokens), self._num_guarded)",
+        "min(len(tokens), self._num_guarded - 1)",
+        PREFIXES + "test_slots_that_passes_of_others_wrote_over_are_put_back[-1]",
+    ),
+    Mutant(
+        "generated tokens count as exact in a file",
+        "minitri.caches.snapshots.write_snapshot",
+        "str(source.num_exact)",
+        "str(num_tokens)",
+        "reuse/test_snapshots.py::test_tokens_that_were_generated_stay_inexact_in_a_file",
     ),
     Mutant(
         "a copy of a row takes what idle rows wrote",

@@ -109,6 +109,7 @@ def run_tests(*names: str) -> Outcome:
     options = ["-x", "-q", "--no-header", "-o", "addopts=", *NO_PLUGINS]
     with contextlib.chdir(Path(__file__).parent), pytest.MonkeyPatch.context() as patching:
         patching.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+        patching.delenv("PYTEST_ADDOPTS", raising=False)
         pytest.main([*options, *names], plugins=[outcome])
     outcome.seconds = time.perf_counter() - started
     return outcome

@@ -85,10 +85,8 @@ def fused_cases(dtype: str) -> Iterator[Case]:
     types = dict.fromkeys((*several, "total", "normed", "gate_up", "out"), f"*{dtype}")
     types |= {"cos": "*fp32", "signed_sin": "*fp32", "slots": "*i64", "eps": "fp32"}
     for D, keeps in itertools.product((64, 128), (False, True)):
-        constants = {
-            "H": 32, "K": 8, "D": D, "SIZE": D, "HEADS": elementwise.HEADS_PER_PROGRAM,
-            "KEEPS_RAW": keeps, "KEEPS_QUERIES": keeps,
-        }  # fmt: skip
+        constants = {"H": 32, "K": 8, "D": D, "SIZE": D, "HEADS": elementwise.HEADS_PER_PROGRAM}
+        constants |= {"KEEPS_RAW": keeps, "KEEPS_QUERIES": keeps}
         yield Case(f"fused, RoPE, D={D}", elementwise.rotate_and_write, types, constants)
     for E in (4096, 5120):
         constants = {"SIZE": 1 << (E - 1).bit_length(), "num_warps": 8}

@@ -48,15 +48,15 @@ if $has_gpu; then nvidia-smi --query-gpu=name,memory.total,driver_version --form
 big=(--load dummy --shape llama2-7b-128k --context 122880 --method triforce --new-tokens 48 --repeats 1)
 part "tests on the device" 180 python -m pytest -q -rN --maxfail=10 tests/gpu
 gpu_part "attention and other kernels against their oracles" 90 \
-    python -m pytest -q tests/gpu_twins/test_triton_attention.py tests/gpu_twins/test_fused.py \
-    tests/gpu_twins/test_sampling_search.py tests/gpu_twins/test_quantized_weights.py
+    python -m pytest -q tests/gpu_twins/test_attention_backends.py \
+    tests/gpu_twins/test_fused_modules.py tests/gpu_twins/test_eight_bits.py
 part "selftest" 110 python -m minitri.selftest --model "$model" --max-new-tokens 48
 gpu_part "7B at 122,880 tokens, on chip" 120 python -m tools.bench "${big[@]}"
 gpu_part "the same with 8 bits for guesses" 100 python -m tools.bench "${big[@]}" --draft-weights int8
 gpu_part "the same, offloaded" 150 python -m tools.bench "${big[@]}" --offload --on-chip 0
 part "methods on real weights" 120 python -m minitri.bench --compare --model "$model" \
     --prompt-tokens 4000 --new-tokens 64 --seeds 1 --quiet
-for backend in triton torch-flash; do
+for backend in triton flash; do
     gpu_part "attention $backend" 60 python -m tools.bench "${big[@]}" --attention $backend
 done
 say "$failed parts failed; the whole report is $report"

@@ -240,7 +240,10 @@ def run_suite(copy: Path, tests: list[str], result: Path) -> None:
     recorder = Recorder()
     off = ("cacheprovider", "unraisableexception", "threadexception")
     plugins = [word for name in off for word in ("-p", f"no:{name}")]
-    code = pytest.main(["-x", "-q", "-k", SLOW, *plugins, *tests], plugins=[recorder])
+    os.environ.pop("PYTEST_ADDOPTS", None)
+    code = pytest.main(
+        ["-x", "-q", "-o", "addopts=", "-k", SLOW, *plugins, *tests], plugins=[recorder]
+    )
     result.write_text(json.dumps([int(code), recorder.killer]))
 
 

@@ -5,13 +5,14 @@
     python tools/regression_grid.py --against HEAD~3
 
 The grid is a list of runs ("cases") on the CPU with one thread: every method, policy, kind of
-drafter and way to sample, most of them on tiny random models and some on SmolLM2-135M. Of every
-case the tool records token ids, texts, counts of accepted guesses, and a digest of every tensor
-that an LM head returned, in call order: this pins the logits of target, retrieval level and drafter
-bit for bit.
+drafter and way to sample, streams with a request that is cancelled, texts that go on from K and V
+that are held, log-probabilities, trees, the answers of a server; most on tiny random models, some
+on SmolLM2-135M. Of every case the tool records token ids, texts, counts of accepted guesses, and a
+digest of every tensor that an LM head returned, in call order: this pins the logits of target,
+retrieval level and drafter bit for bit.
 
-Where method or gammas are open and the text cannot depend on them (float32 at temperature 0, or
-coupled), the autotuner may follow the clock. Then tokens are the same in every run but passes are
+Where method or gammas are open and the text cannot depend on them (at temperature 0, or coupled),
+the autotuner may follow the clock. Then tokens are the same in every run but passes are
 not: of such a case tokens and texts are recorded, the rest is null.
 
 Bits are the same only on the same processor with the same PyTorch; `--check` warns where these
@@ -32,11 +33,13 @@ import operator
 import os
 import platform
 import random
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NoReturn
@@ -48,7 +51,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import minitri
-from minitri import settings
+from minitri import settings as minitri_settings
 
 Settings = dict[str, Any]
 """What a case wants, by the names of minitri's settings; model, draft, dtype, prompts, seed too."""
@@ -67,11 +70,13 @@ TINY: Settings = {
     "rebuild_stride": 16, "temperature": 0.8, "max_new_tokens": 32, "ignore_eos": True,
 }  # fmt: skip
 RAGGED: Settings = {**TINY, "prompts": "ragged"}
+TREE: Settings = {**RAGGED, "gamma1": None, "gamma2": 3}
 LONG: Settings = {**TINY, "model": "mha", "prompts": "long", "budget": None, "max_new_tokens": 64}
 REAL: Settings = {
     "model": "smollm2-135m", "draft": "auto", "prompts": "topics", "seed": 7, "method": "triforce",
     "gamma1": 2, "gamma2": 6, "temperature": 0.8, "max_new_tokens": 32, "rebuild_stride": 16,
 }  # fmt: skip
+SERVER: Settings = {**TINY, "prompts": "strings", "run": "server"}
 GREEDY: Axis = {"greedy": {"temperature": 0.0}}
 SAMPLED: Axis = {"sampled": {}}
 COUPLED: Axis = {"coupled": {"coupled": True}}
@@ -137,6 +142,11 @@ def all_cases() -> dict[str, Settings]:
         cross("prompt", TINY, over("prefill_chunk", 1, 7, 64), over("policy", "retrieval", "h2o")),
         cross("rope", TINY, over("rope_scaling", "linear:2", "llama3:4", "yarn:4"), SAMPLED),
         cross("seed", RAGGED, over("seed", 0, (3, 1, 4)), triforce, SAMPLED | COUPLED),
+        cross("stream", RAGGED, over("run", "stream"), dtypes, methods, samplers),
+        cross("reuse", RAGGED, over("run", "again", "snapshot"), dtypes, cached, samplers),
+        cross("logprobs", RAGGED, over("logprobs", 0, 3), dtypes, methods, SAMPLED),
+        cross("tree", TREE, over("tree", "4x2"), f32, naive | triforce, samplers),
+        cross("server", SERVER, over("method", "autoregressive", "triforce"), SAMPLED | GREEDY),
         cross("real", REAL, f32, methods, GREEDY),
         cross("real", REAL, bf16, methods, SAMPLED),
         cross("real", REAL, f32, triforce, SAMPLED | COUPLED),
@@ -258,16 +268,26 @@ def head_calls(engine: minitri.Engine) -> Iterator[list[str]]:
     """A list that takes shape and digest of all that the engine's LM heads return meanwhile."""
     calls: list[str] = []
 
-    def note(name: str, _module: nn.Module, _inputs: Any, output: Tensor) -> None:
-        digest = hashlib.sha256(output.float().contiguous().numpy().tobytes()).hexdigest()[:16]
-        calls.append(f"{name} {'x'.join(map(str, output.shape))} {digest}")
+    def noted(name: str, head: nn.Module) -> Callable[[Tensor], Tensor]:
+        plain = head.forward
 
-    with contextlib.ExitStack() as stack:
-        for name, model in (("target", engine.model), ("draft", engine.draft)):
-            if model is not None:
-                hook = model.lm_head.register_forward_hook(functools.partial(note, name))
-                stack.callback(hook.remove)
+        def forward(hidden: Tensor) -> Tensor:
+            output: Tensor = plain(hidden)
+            digest = hashlib.sha256(output.float().contiguous().numpy().tobytes()).hexdigest()[:16]
+            calls.append(f"{name} {'x'.join(map(str, output.shape))} {digest}")
+            return output
+
+        return forward
+
+    models = {"target": engine.model, "draft": engine.draft}
+    heads = {name: model.lm_head for name, model in models.items() if model is not None}
+    for name, head in heads.items():
+        head.forward = noted(name, head)  # type: ignore[assignment, method-assign]
+    try:
         yield calls
+    finally:
+        for head in heads.values():
+            del head.forward
 
 
 @functools.lru_cache(maxsize=1)
@@ -289,24 +309,29 @@ def follows_clock(settings: Settings) -> bool:
         settings[gamma] is None for gamma in uses.get(settings["method"], ())
     )
     one_text = settings["temperature"] == 0 or settings.get("coupled", False)
-    return is_open and one_text and settings["dtype"] == "float32"
+    return is_open and one_text
 
 
 def settings_for(kind: Any, rest: Settings) -> Any:
     """One of minitri's settings classes, made of what it has fields for; that leaves `rest`."""
     names = {field.name for field in dataclasses.fields(kind)} & set(rest)
     found = {name: rest.pop(name) for name in names}
-    if not hasattr(settings, "POLICIES") and found.get("policy", "retrieval") != "retrieval":
+    policy = found.get("policy", "retrieval")
+    if not hasattr(minitri_settings, "POLICIES") and policy != "retrieval":
         sys.path.insert(0, str(ROOT))
-        found["policy"] = importlib.import_module("baselines.policies").policy_of(found["policy"])
+        baselines = importlib.import_module("tools.paper.baselines.policies")
+        found["policy"] = baselines.policy_of(policy)
     return kind(**found)
 
 
 def run_case(folder: Path, settings: Settings) -> dict[str, Any]:
     """Runs a case; returns what a later commit has to reproduce."""
     rest = dict(settings)
+    if rest.get("run") == "server":
+        return run_server(folder, settings)
     place = {key: rest.pop(key, None) for key in ("model", "draft", "dtype", "rope_scaling")}
     prompts, seed = prompts_of(rest.pop("prompts")), rest.pop("seed")
+    run = RUNS[rest.pop("run", "batch")]
     wishes = {
         "sampling": settings_for(minitri.SamplingParams, rest),
         "generation": settings_for(minitri.GenerationConfig, rest),
@@ -316,16 +341,95 @@ def run_case(folder: Path, settings: Settings) -> dict[str, Any]:
         raise minitri.InputError(f"minitri has no setting {', '.join(rest)}; adapt the grid to it")
     engine = engine_for(folder, **place)
     with head_calls(engine) as calls:
-        events = list(engine.generate(prompts, seed=seed, **wishes))
+        events = run(engine, prompts, seed, wishes)
     if not calls:
         raise RuntimeError("no LM head was called through its module; nothing would be pinned")
     return record_of(settings, events, calls)
+
+
+def run_batch(
+    engine: minitri.Engine, prompts: list[Any], seed: Any, wishes: dict[str, Any]
+) -> list[Any]:
+    """All prompts at once."""
+    return list(engine.generate(prompts, seed=seed, **wishes))
+
+
+def run_stream(
+    engine: minitri.Engine, prompts: list[Any], seed: int, wishes: dict[str, Any]
+) -> list[Any]:
+    """Twice the prompts through two rows; one request is cancelled after its fifth token."""
+    speculation = wishes.pop("speculation")
+    requests = [minitri.Request(prompt, seed + i, **wishes) for i, prompt in enumerate(prompts * 2)]
+    events: list[Any] = []
+    with engine.stream(requests, batch_size=2, speculation=speculation) as stream:
+        for event in stream:
+            events.append(event)
+            if sum(isinstance(e, minitri.Token) and e.row == 1 for e in events) == 5:
+                stream.cancel(1)
+    return events
+
+
+def run_again(
+    engine: minitri.Engine, prompts: list[Any], seed: int, wishes: dict[str, Any]
+) -> list[Any]:
+    """A text, and another one that begins with it: K and V are used again."""
+    engine.release()
+    events = list(engine.generate(prompts[-1], seed=seed, **wishes))
+    end = next(event for event in events if isinstance(event, minitri.End))
+    longer = [*prompts[-1], *end.token_ids, *prompts[-1][:9]]
+    return list(engine.generate(longer, seed=seed, **wishes))
+
+
+def run_snapshot(
+    engine: minitri.Engine, prompts: list[Any], seed: int, wishes: dict[str, Any]
+) -> list[Any]:
+    """The same over a file of K and V."""
+    engine.release()
+    list(engine.generate(prompts[-1], seed=seed, **wishes))
+    with tempfile.TemporaryDirectory() as folder:
+        engine.save_kv(Path(folder) / "held.kv")
+        engine.release()
+        engine.load_kv(Path(folder) / "held.kv")
+        longer = [*prompts[-1], *prompts[-1][:9]]
+        events = list(engine.generate(longer, seed=seed, **wishes))
+        engine.release()
+    return events
+
+
+def run_server(folder: Path, settings: Settings) -> dict[str, Any]:
+    """What a server answers to requests that come one after the other."""
+    place, names = folder / settings["model"], ("method", "gamma1", "gamma2", "budget")
+    flags = [f"--{name.replace('_', '-')}={settings[name]}" for name in names]
+    command = [sys.executable, "-m", "minitri.serve", "--port=0", f"--dtype={settings['dtype']}"]
+    command += [f"--model={place / 'target'}", f"--draft={place / settings['draft']}", *flags]
+    fields = {"max_tokens": 32, "ignore_eos": True, "logprobs": 2}
+    fields |= {"temperature": settings["temperature"]}
+    answers = []
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            lines = iter(server.stderr or ())
+            url = next(found[0] for line in lines if (found := re.search(r"http://\S+/v1", line)))
+            for seed, prompt in enumerate(prompts_of(settings["prompts"])):
+                body = json.dumps({**fields, "prompt": prompt, "seed": seed}).encode()
+                kind = {"Content-Type": "application/json"}
+                request = urllib.request.Request(f"{url}/completions", body, kind)
+                with urllib.request.urlopen(request) as response:
+                    answer = json.load(response)
+                answers.append([answer["choices"], answer["usage"]])
+        finally:
+            server.terminate()
+    digest = hashlib.sha256(json.dumps(answers, sort_keys=True).encode()).hexdigest()[:16]
+    return {"settings": settings, "texts": [a[0][0]["text"] for a in answers], "digest": [digest]}
+
+
+RUNS = {"batch": run_batch, "stream": run_stream, "again": run_again, "snapshot": run_snapshot}
 
 
 def record_of(settings: Settings, events: list[Any], calls: list[str]) -> dict[str, Any]:
     ends = sorted((e for e in events if isinstance(e, minitri.End)), key=lambda end: end.row)
     rows = [[e for e in events if isinstance(e, minitri.Token) and e.row == b.row] for b in ends]
     pieces = [json.dumps([token.text for token in row]) for row in rows]
+    scores = [[(t.logprob, t.top_logprobs) for t in row if t.logprob is not None] for row in rows]
     stats: Any = ends[0].stats
     fixed = not follows_clock(settings)
     # Not the same name in every revision.
@@ -336,6 +440,8 @@ def record_of(settings: Settings, events: list[Any], calls: list[str]) -> dict[s
         "tokens": [list(end.token_ids) for end in ends],
         "finish": [end.finish_reason for end in ends],
         "texts": [hashlib.sha256(text.encode()).hexdigest()[:16] for text in pieces],
+        "scores": hashlib.sha256(json.dumps(scores).encode()).hexdigest()[:16],
+        "cached": [end.row_stats.num_cached_tokens for end in ends],
         "origins": ["".join(ORIGINS[t.origin] for t in row) for row in rows] if fixed else None,
         "levels": levels if fixed else None,
         "num_rebuilds": num_rebuilds if fixed else None,

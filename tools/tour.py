@@ -1,6 +1,6 @@
 """A tour of the method on real weights, in two minutes: four pictures in one PNG, and a few lines.
 
-    python tools/tour.py --prompt-file novel.txt --out tour.png
+    python -m tools.tour --prompt-file novel.txt --out tour.png
 
 1. Where the attention of the latest tokens lies: few tokens hold nearly all of it, and which ones
    no fixed window knows (TriForce, section 3.1).
@@ -77,8 +77,9 @@ class Reading:
         queries of a window: sinks, the latest, and then by the attention to their mean keys."""
         policy = ChunkRetrieval(self.full, CHUNK)
         policy.observe(self.full, 0, self.queries[window], num_tokens)
-        keys_KSD = self._keys(layer, num_tokens)
-        scores_KN = policy.scores(layer, 0, self._queries(layer, window), keys_KSD).clone()
+        keys_KSD = self._keys(layer, num_tokens // CHUNK * CHUNK)
+        chunks_KNMD = keys_KSD.unflatten(1, (-1, CHUNK))
+        scores_KN = policy.scores(layer, 0, self._queries(layer, window), chunks_KNMD).clone()
         recent = min(SpeculationConfig().num_recent_tokens, budget // 4) // CHUNK
         scores_KN[:, 0] = scores_KN[:, scores_KN.shape[1] - recent :] = math.inf
         return scores_KN.argsort(1, descending=True)

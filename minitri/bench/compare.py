@@ -20,7 +20,7 @@ import torch
 
 from minitri.caches.prefixes import PrefixCache
 from minitri.engine import Engine
-from minitri.gpu.placement import check_offload
+from minitri.gpu.allocation import check_offload
 from minitri.gpu.streams import synchronize
 from minitri.loading.prompts import check_prompt
 from minitri.requests import Request

@@ -15,7 +15,7 @@ with clean_imports():
     from minitri.chat.conversation import Conversation
     from minitri.chat.screen import Lines, stoppable
     from minitri.cli import arguments
-    from minitri.cli.boot import SAMPLING, boot, model_sampling, seed_of
+    from minitri.cli.boot import boot, model_sampling, seed_of
     from minitri.cli.inputs import read_text
     from minitri.cli.report import details, outline
     from minitri.cli.terminal import LEGEND, colored, plain, with_bar
@@ -61,11 +61,8 @@ def build_parser() -> arguments.OneLineParser:
     arguments.add_fields(parser, GenerationConfig, "max_new_tokens", "prefill_chunk")
     parser.set_defaults(max_new_tokens=512)
     arguments.add_gpu_flags(parser)
-    arguments.add_sampling_flags(
-        parser, "makes a conversation repeatable (default: a new one each time)",
-        "default: as the model's generation_config.json says, or else greedy",
-    )  # fmt: skip
-    parser.set_defaults(**dict.fromkeys(SAMPLING))
+    text = "makes a conversation repeatable (default: a new one each time)"
+    arguments.add_open_sampling_flags(parser, text)
     arguments.add_speculation_flags(parser, "none of this changes the text's distribution")
     arguments.add_switches(
         parser,

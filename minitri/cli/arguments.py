@@ -10,7 +10,6 @@ import dataclasses
 import inspect
 import itertools
 import logging
-import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -43,13 +42,13 @@ DEMO_PROMPT_TOKENS = 4000
 WITH_DRAFTER = ("auto", "naive", "triforce")
 """Methods that a drafter guesses for."""
 WINDOW = ["num_sink_tokens", "num_recent_tokens"]
-"""Settings of the drafter's cache."""
 RETRIEVAL = ["gamma2", "budget", "chunk_size", "observation_window"]
 RETRIEVAL += ["rebuild_stride", "rebuild_threshold"]
-"""Settings of the retrieval level."""
+"""Settings of the drafter's cache, and of the retrieval level."""
 CHOICES = {"method": METHODS, "verification": VERIFICATIONS}
 METAVARS = {"temperature": "T", "top_k": "K", "top_p": "P", "min_p": "P", "logprobs": "K"}
 METAVARS |= {"stop": "TEXT", "rebuild_threshold": "RATE", "tree": "N|WxD"}
+SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]
 SHORT = {"max_new_tokens": ["-n"], "quiet": ["-q"]}
 
 
@@ -105,19 +104,10 @@ positive = whole(1)
 
 def two_rates(text: str) -> tuple[float, float]:
     """A flag's value such as 0.46,0.92."""
-    try:
-        first, second = map(float, text.split(","))
-    except ValueError:
-        first = second = math.nan
-    if not (0 <= first <= 1 and 0 <= second <= 1):
-        wanted = "two rates from 0 to 1, such as 0.46,0.92"
-        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
-    return first, second
-
-
-def auto_or_whole(text: str) -> int | None:
-    """A flag's value that is a whole number, or `auto`, which is None."""
-    return None if text == "auto" else whole()(text)
+    rate = r"(0?\.[0-9]+|0|1|1\.0+)"
+    if not (found := re.fullmatch(f"{rate},{rate}", text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not two rates from 0 to 1, as in 0.46,0.92")
+    return float(found[1]), float(found[2])
 
 
 def add_fields(flags: Flags, settings: type[Settings], *names: str) -> None:
@@ -143,17 +133,15 @@ def kind_of(field: dataclasses.Field[Any]) -> dict[str, Any]:
         return {"action": "append", "metavar": METAVARS[name], "default": []}
     if field.type in (float, str):
         return {"type": field.type, "metavar": METAVARS[name]}
-    is_open = field.type == int | None
-    metavar = METAVARS.get(name, "N|auto" if is_open else "N")
-    return {"type": auto_or_whole if is_open else whole(), "metavar": metavar}
+    if field.type is int:
+        return {"type": whole(), "metavar": "N"}
+    metavar = METAVARS.get(name, "N|auto")
+    return {"type": lambda text: None if text == "auto" else whole()(text), "metavar": metavar}
 
 
 def field_texts(settings: type) -> dict[str, str]:
-    """The text below each field of a class; empty where its source is not at hand."""
-    try:
-        [definition] = ast.parse(inspect.getsource(settings)).body
-    except (OSError, TypeError):
-        return {}
+    """The text below each field of a class."""
+    [definition] = ast.parse(inspect.getsource(settings)).body
     assert isinstance(definition, ast.ClassDef)
     texts = {}
     for field, below in itertools.pairwise(definition.body):
@@ -171,26 +159,26 @@ def add_switches(flags: Flags, **texts: str) -> None:
 
 def add_model_flags(flags: Flags) -> None:
     """Which model runs, and how."""
-    add = flags.add_argument
     text = "a named model, a folder or file, or a hub repository; names: " + ", ".join(MODELS)
-    add("-m", "--model", default=DEFAULT_MODEL, metavar="NAME|PATH|ORG/REPO", help=text)
-    text = "of weights and KV cache (default: what is fast here)"
-    add("--dtype", default="auto", choices=("auto", *DTYPES), help=text)
+    name = "NAME|PATH|ORG/REPO"
+    flags.add_argument("-m", "--model", default=DEFAULT_MODEL, metavar=name, help=text)
+    copy = "of the target (same), or of a copy in fewer bits, where it guesses with the retrieval "
+    copy += "cache; the text stays the same (default: int4 where compiled kernels run)"
+    for name, choices, text in (
+        ("dtype", ("auto", *DTYPES), "of weights and KV cache (default: what is fast here)"),
+        ("attention", ("auto", *BACKENDS), "of short blocks on a GPU (default: first that works)"),
+        ("weights", WEIGHTS, "native keeps the 4 or 8 bits of a GGUF file (default: in --dtype)"),
+        ("draft-weights", DRAFT_WEIGHTS, copy),
+    ):
+        flags.add_argument(f"--{name}", default="auto", choices=choices, help=text)
     text = "(default: cuda if it is there)"
-    add("--device", default="auto", metavar="cpu|cuda|cuda:N", help=text)
-    text = "kernel for short blocks on a GPU (default: the first that works there)"
-    add("--attention", default="auto", choices=("auto", *BACKENDS), help=text)
-    text = "on a CPU native keeps the 4 and 8 bits of a GGUF file (default: in --dtype)"
-    add("--weights", default="auto", choices=WEIGHTS, help=text)
-    text = "weights that guess with the retrieval cache: the target's own (same) or a copy in fewer"
-    text += " bits; the text stays the same (default: int4 where compiled kernels run)"
-    add("--draft-weights", default="auto", choices=DRAFT_WEIGHTS, help=text)
+    flags.add_argument("--device", default="auto", metavar="cpu|cuda|cuda:N", help=text)
     text = "stretch the context, e.g. yarn:4 makes 8K 32K (default: as trained)"
-    add("--rope-scaling", metavar="KIND:FACTOR", help=text)
+    flags.add_argument("--rope-scaling", metavar="KIND:FACTOR", help=text)
     text = "cores of a CPU to compute on (default: all; leave some to other programs)"
-    add("--threads", type=whole(1, 1024), metavar="N", help=text)
+    flags.add_argument("--threads", type=whole(1, 1024), metavar="N", help=text)
     text = "stop with an error where texts might differ in the last bits: without compiled kernels"
-    add("--bitwise", action="store_true", help=text)
+    flags.add_argument("--bitwise", action="store_true", help=text)
 
 
 def add_prompt_flags(
@@ -202,10 +190,9 @@ def add_prompt_flags(
     group.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt itself")
     group.add_argument("--prompt-file", metavar="FILE", help="a UTF-8 file; - is standard input")
     group.add_argument("--demo", action="store_true", help="Python's own help texts, 700 KB")
-    kept = max_prompt_tokens or f"all; {DEMO_PROMPT_TOKENS} of the demo"
-    text = f"keep the first N tokens of the prompt (default: {kept})"
-    options: dict[str, Any] = {"type": positive, "metavar": "N", "default": max_prompt_tokens}
-    parser.add_argument("--max-prompt-tokens", help=text, **options)
+    text = f"keep the first N tokens of the prompt (default of the demo: {DEMO_PROMPT_TOKENS})"
+    parser.add_argument("--max-prompt-tokens", type=positive, metavar="N", help=text)
+    parser.set_defaults(max_prompt_tokens=max_prompt_tokens)
     text = "tokens that are kept of a prompt too long for the context (default: an error)"
     parser.add_argument("--fit", choices=("first", "last"), help=text)
     add_fields(parser, GenerationConfig, "max_new_tokens")
@@ -218,14 +205,19 @@ def add_gpu_flags(flags: Flags) -> None:
 
 
 def add_sampling_flags(
-    parser: argparse.ArgumentParser,
-    seed: str = "of the first run (default: 0)",
-    about: str | None = None,
+    parser: argparse.ArgumentParser, seed: str = "of the first run (default: 0)", about: str = ""
 ) -> None:
     """The distribution of the next token, and the seed with its help text."""
     group = parser.add_argument_group("sampling", about)
-    add_fields(group, SamplingParams, "temperature", "top_k", "top_p", "min_p")
+    add_fields(group, SamplingParams, *SAMPLING)
     group.add_argument("--seed", type=whole(0, MAX_SEED), metavar="N", help=seed)
+
+
+def add_open_sampling_flags(parser: argparse.ArgumentParser, seed: str) -> None:
+    """Sampling that the model's files decide where no flag does: flags are None then."""
+    about = "default: as the model's generation_config.json says, or else greedy"
+    add_sampling_flags(parser, seed, about)
+    parser.set_defaults(**dict.fromkeys(SAMPLING))
 
 
 def add_draft_flag(flags: Flags) -> None:
@@ -257,10 +249,8 @@ def add_rates_flag(flags: Flags, name: str, text: str) -> None:
 
 
 def taken(settings: type[Settings], args: argparse.Namespace, **others: Any) -> Settings:
-    """Settings by the flags that are named after their fields, and that were given or have a
-    default. Raises `InputError`."""
-    names = [field.name for field in dataclasses.fields(settings)]
-    flags = {name: getattr(args, name, None) for name in names}
+    """Settings by the flags that are named after their fields. Raises `InputError`."""
+    flags = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(settings)}
     given = {name: value for name, value in flags.items() if value is not None}
     return settings(**{**given, **others})
 
@@ -283,15 +273,11 @@ def speculation_of(args: argparse.Namespace) -> SpeculationConfig:
 
 
 def draft_of(args: argparse.Namespace) -> str:
-    """The drafter that the flags ask for: a name, a path or `suffix`.
-
-    Raises `InputError` if one is missing.
-    """
+    """The drafter that the flags ask for. Raises `InputError` if one is missing."""
     if args.method not in WITH_DRAFTER:
         return "suffix"  # which costs nothing and is not used
     if args.draft == "none":
-        problem = f"--method {args.method} needs a drafter, got --draft none"
-        raise InputError(f"{problem}; use --method retrieval")
+        raise InputError(f"--method {args.method} needs a drafter; give --draft suffix or another")
     if args.draft == "auto" and args.method != "auto":
         return default_draft(args.model)  # must be had; for --method auto `load` may do without
     return str(args.draft)

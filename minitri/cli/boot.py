@@ -6,7 +6,6 @@ seed = seed_of(args, speculation)
 """
 
 import argparse
-import dataclasses
 import logging
 import os
 import secrets
@@ -28,9 +27,6 @@ from minitri.settings import SamplingParams, SpeculationConfig
 
 log = logging.getLogger("minitri")
 
-SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]
-"""Flags that are None where nothing was given."""
-
 
 def boot(
     args: argparse.Namespace, draft: str, check: Callable[[Tokenizer, ModelConfig], None]
@@ -39,13 +35,10 @@ def boot(
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     engine = load(**model_of(args), draft=draft, before_weights=check)
-    if args.bitwise and not engine.model.execution.is_row_invariant:
-        where = f"{engine.config.name} on {engine.model.device}"
-        problem = f"--bitwise needs the compiled kernels, which {where} does not use"
+    if args.bitwise and (args.tree or not engine.model.execution.is_row_invariant):
+        what = f"{engine.config.name} on {engine.model.device}" if not args.tree else "--tree"
+        problem = f"--bitwise needs the compiled kernels and chains of guesses, not {what}"
         raise InputError(f"{problem}; run on a CPU with a C++ compiler, or leave it out")
-    if args.bitwise and args.tree:
-        problem = f"--bitwise does not hold with --tree {args.tree}, which changes sums' order"
-        raise InputError(f"{problem}; leave one of them out")
     return engine
 
 
@@ -111,11 +104,10 @@ def add_kv_flags(flags: Flags) -> None:
 def check_kv_flags(args: argparse.Namespace) -> None:
     """Raises `InputError`, before minutes of work, for files that cannot be read or written."""
     if args.load_kv is not None and not Path(args.load_kv).is_file():
-        name = shorten(args.load_kv)
-        raise InputError(f"there is no KV snapshot {name}; save one with --save-kv")
+        raise InputError(f"no KV snapshot {shorten(args.load_kv)}; save one with --save-kv")
     if args.save_kv is not None and not os.access(Path(args.save_kv).absolute().parent, os.W_OK):
-        name = shorten(args.save_kv)
-        raise InputError(f"cannot write {name}: its folder is missing or read-only; name another")
+        problem = f"cannot write {shorten(args.save_kv)}: its folder is missing or read-only"
+        raise InputError(f"{problem}; name another")
 
 
 def load_kv(args: argparse.Namespace, engine: Engine) -> None:
@@ -127,8 +119,7 @@ def load_kv(args: argparse.Namespace, engine: Engine) -> None:
 def save_kv(args: argparse.Namespace, engine: Engine, num_cached: int) -> None:
     """Does what --save-kv says. `num_cached` tokens of the prompt were not read."""
     if args.load_kv is not None and not num_cached:
-        what = "the prompt does not begin like the text of the KV snapshot %s, so it was of no use"
-        log.warning(what, shorten(args.load_kv))
+        log.warning("--load-kv was of no use: the prompt begins unlike the text of the snapshot")
     if args.save_kv is not None:
         num_tokens = engine.save_kv(args.save_kv)
         size = Path(args.save_kv).stat().st_size / 1e6

@@ -6,7 +6,6 @@ Imports next to nothing, so that it can guard the imports that take seconds.
 import atexit
 import contextlib
 import errno
-import io
 import os
 import signal
 import stat
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Callable
 
-    from _typeshed import ReadableBuffer
-
 WRITE_ERRORS = (errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPIPE)
 """What may happen to a write although there is no bug."""
 
@@ -32,7 +29,7 @@ def clean_imports() -> Iterator[None]:
 
     For the seconds that importing PyTorch takes. Extension modules lose exceptions there.
     """
-    _open_closed_files()
+    _mend_streams()
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop_at_once)
@@ -106,10 +103,7 @@ def clean_exits(*, as_json: bool = False) -> Iterator[None]:
     That is for bad input (with `as_json` an object on standard output, too), Ctrl-C, a full disk
     and a closed pipe; anything else is a bug.
     """
-    _open_closed_files()
-    if sys.stderr is sys.__stderr__:  # not captured by a test
-        raw = io.BufferedWriter(_Stderr(2, "w", closefd=False))
-        sys.stderr = io.TextIOWrapper(raw, "utf-8", "replace", line_buffering=True)
+    _mend_streams()
     try:
         if sys.stdout is None:
             raise _end(2, "standard output is closed; send it somewhere, such as > /dev/null")
@@ -123,6 +117,8 @@ def clean_exits(*, as_json: bool = False) -> Iterator[None]:
             raise
         finally:
             sys.stdout.flush()
+    except SystemExit as end:  # others that run with this process end with its code
+        raise _end(end.code) if isinstance(end.code, int) and end.code else end from None
     except InputError as error:
         raise _end(2, " ".join(str(error).splitlines())) from None
     except KeyboardInterrupt:
@@ -166,19 +162,17 @@ def _stop_at_once(*_: object) -> None:
     os._exit(130)
 
 
-class _Stderr(io.FileIO):
-    """Standard error, which may be full or gone: no reason to stop."""
-
-    def write(self, data: "ReadableBuffer") -> int:
-        with contextlib.suppress(OSError):
-            super().write(data)
-        return len(memoryview(data))
-
-
-def _open_closed_files() -> None:
-    """Keeps other files from becoming standard output or error, if a shell has closed those."""
+def _mend_streams() -> None:
+    """Keeps other files from becoming standard output or error, if a shell has closed those; and
+    says nothing where standard error takes nothing."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+    try:
+        os.write(2, b"")
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115

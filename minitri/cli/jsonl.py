@@ -17,7 +17,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from minitri.cli.boot import SAMPLING, boot, load_kv, model_sampling, save_kv, seed_of
+from minitri.cli.arguments import SAMPLING
+from minitri.cli.boot import boot, load_kv, model_sampling, save_kv, seed_of
 from minitri.cli.inputs import cut, encode, read_text
 from minitri.cli.report import details, log_probs, outline
 from minitri.config import ModelConfig

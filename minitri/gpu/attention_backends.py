@@ -211,7 +211,8 @@ def largest_error(
     """Distance from the oracle on a ragged random batch with long, short and empty prefixes, of
     chains and of trees."""
     generator = torch.Generator().manual_seed(0)
-    S, lengths = 2048, [1900, 0, 700]
+    S = 2048
+    lengths = [1900, 0, 700]
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
     q_BTHD, keys_BKSD, values_BKSD = (
         torch.randn(3, *shape, D, generator=generator).to(device, dtype)

@@ -122,8 +122,12 @@ def largest_error(model: Llama) -> float:
     """Distance from plain operations on a random block, relative next to numbers above 1."""
     from minitri.gpu.kernels.elementwise import add_norm, rotate_to_cache, silu_times
 
-    config, norm = model.config, model.norm
-    E, H, K, D = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+    config = model.config
+    norm = model.norm
+    E = config.hidden_size
+    H = config.num_heads
+    K = config.num_kv_heads
+    D = config.head_dim
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:

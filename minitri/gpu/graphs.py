@@ -57,7 +57,8 @@ class GraphPool:
         device = self._stream.device
         clear_workspaces()
         torch.cuda.empty_cache()  # as the capture does, so that only its own memory is counted
-        started, reserved = time.perf_counter(), torch.cuda.memory_reserved(device)
+        started = time.perf_counter()
+        reserved = torch.cuda.memory_reserved(device)
         current = torch.cuda.current_stream(device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -89,7 +90,8 @@ class GraphedStep(Generic[Inputs]):
             self._run, self._output = pool.record(lambda: step(static))
         else:
             output = step(static).clone()
-            self._run, self._output = lambda: output.copy_(step(static)), output
+            self._run = lambda: output.copy_(step(static))
+            self._output = output
 
     def __call__(self, inputs: Inputs) -> Tensor:
         """What the step returns for these inputs; valid until the next call.
@@ -112,7 +114,7 @@ class GraphedStep(Generic[Inputs]):
 def clear_workspaces() -> None:
     """Frees cuBLAS's workspaces, of which it keeps one per stream for good.
 
-    That of a capture must lie in the graph's memory, and none may stay behind for its stream.
+    That of a capture must lie in the graph's memory, and none may be left for its stream.
     """
     getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
 

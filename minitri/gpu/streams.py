@@ -1,4 +1,4 @@
-"""Streams of copies beside the computation, and events by which one waits for another."""
+"""Streams of copies next to the computation, and events by which one waits for another."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -22,12 +22,12 @@ class NoEvent:
 
 
 class Streams:
-    """Streams of copies beside the current one; here, as on a CPU, all runs in program order."""
+    """Streams of copies next to the current one; here, as on a CPU, all runs in program order."""
 
     @contextlib.contextmanager
     def copying(self, way: Way) -> Iterator[None]:  # noqa: ARG002 (there is but one stream)
-        """What is queued inside runs on the stream for that way, behind what the current one has so
-        far."""
+        """What is queued inside runs on the stream for that way, after what the current one has
+        so far."""
         yield
 
     def event(self) -> NoEvent | torch.cuda.Event:
@@ -60,7 +60,7 @@ class CudaStreams(Streams):
 
 
 class CudaClock(Clock):
-    """Events in the device's work. What it took is known when it is done: behind every verdict,
+    """Events in the device's work. What it took is known when it is done: after every verdict,
     which the host has waited for anyway."""
 
     def __init__(self) -> None:

@@ -271,7 +271,6 @@ def placements(model: Llama) -> dict[str, Tensor]:
     for number, layer in enumerate(model.layers):
         prefix = f"model.layers.{number}"
         for block, linear, sizes in parts:
-            # A weight, and a bias where there is one.
             for kind, parameter in layer.get_submodule(f"{block}.{linear}").named_parameters():
                 for name, rows in zip(sizes, parameter.split([*sizes.values()]), strict=True):
                     places[f"{prefix}.{block}.{name}.{kind}"] = rows

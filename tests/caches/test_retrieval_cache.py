@@ -66,14 +66,10 @@ class Bench:
 
     def _held_by(self, layer: int, b: int, k: int) -> list[int]:
         length, end = self.cache.lengths[b], self.full.lengths[b]
-        keys_SD, values_SD = (
-            self.cache.keys[layer, b, k, :length],
-            self.cache.values[layer, b, k, :length],
-        )
-        distances_SN = (keys_SD[:, None] - self.full.keys[layer, b, k, None, :end]).abs().sum(2)
-        tokens = distances_SN.argmin(1)
-        assert torch.equal(keys_SD, self.full.keys[layer, b, k, tokens])
-        assert torch.equal(values_SD, self.full.values[layer, b, k, tokens])
+        small = [slots[layer, b, k, :length] for slots in (self.cache.keys, self.cache.values)]
+        large = [slots[layer, b, k, :end] for slots in (self.full.keys, self.full.values)]
+        tokens = torch.cdist(small[0], large[0]).argmin(1)
+        assert all(torch.equal(a, z[tokens]) for a, z in zip(small, large, strict=True))
         return tokens.tolist()
 
 
@@ -81,28 +77,25 @@ def unit_scores(bench: Bench, name: str, layer: int, k: int, end: int, M: int) -
     """Importance of every whole unit of the first `end` tokens by the book: a plain loop for each
     policy. The query of the token behind them is known, too."""
     keys_SD = bench.full.keys[layer, 0, k, :end]
-    group = range(k * G, k * G + G)
-    window = bench.queries[
-        0, layer, max(0, end + 1 - bench.speculation.observation_window) : end + 1
-    ]
-    asking = [query_HD[h] for query_HD in window for h in group]
+    first = max(0, end + 1 - bench.speculation.observation_window)
+
+    def received(keys_ND, *queries_HD):
+        """Attention of a group's heads to each of these keys, over all queries."""
+        asking = [query_HD[h] for query_HD in queries_HD for h in range(k * G, k * G + G)]
+        return sum((keys_ND @ query_D / math.sqrt(D)).softmax(0) for query_D in asking)
+
+    window = bench.queries[0, layer, first : end + 1]
     if name == "retrieval":
         means = torch.stack([keys_SD[n * M : (n + 1) * M].mean(0) for n in range(end // M)])
-        plain = [
-            0,
-            *sum((means @ query_D / math.sqrt(D)).softmax(0) for query_D in asking).tolist(),
-        ]
+        plain = [0, *received(means, *window).tolist()]
         return [max(own, NEIGHBOR * before) for before, own in itertools.pairwise(plain)]
     if name == "topk":
-        return sum((keys_SD @ query_D / math.sqrt(D)).softmax(0) for query_D in asking).tolist()
+        return received(keys_SD, *window).tolist()
     if name == "h2o":
-        received = torch.zeros(end)
+        total = torch.zeros(end)
         for t in range(end):
-            for h in group:
-                received[: t + 1] += (
-                    keys_SD[: t + 1] @ bench.queries[0, layer, t, h] / math.sqrt(D)
-                ).softmax(0)
-        return received.tolist()
+            total[: t + 1] += received(keys_SD[: t + 1], bench.queries[0, layer, t])
+        return total.tolist()
     return [float(t) for t in range(end)]
 
 
@@ -139,14 +132,8 @@ def check_build(
 def test_a_build_holds_exactly_what_the_policy_chooses(name, M, length, window):
     """Every layer and KV head, sinks and recent always in it, whatever is left of the last chunk in
     it too; asked by one query, by those of the last two reads, or by more than there are."""
-    bench = Bench(
-        name,
-        budget=48,
-        chunk_size=M,
-        num_sink_tokens=4,
-        num_recent_tokens=8,
-        observation_window=window,
-    )
+    sizes = {"num_sink_tokens": 4, "num_recent_tokens": 8, "observation_window": window}
+    bench = Bench(name, budget=48, chunk_size=M, **sizes)
     for count in (100, length - 103, 2):  # 100 is more than the queries that H2O scores at once
         bench.read(count)
     assert bench.commit(1) == 1
@@ -168,15 +155,6 @@ def test_a_build_after_several_rounds_asks_the_latest_queries(name, window):
     while not bench.commit(3):
         pass
     check_build(bench, name, budget=32, M=M, sinks=-(-3 // M), recent=4 // M, count=3)
-
-
-def test_the_streaming_policy_holds_sinks_and_the_latest():
-    bench = Bench("streaming", budget=32, chunk_size=1, num_sink_tokens=4)
-    bench.read(199)
-    bench.commit(1)
-    assert all(
-        set(slots) == {0, 1, 2, 3, *range(172, 200)} for heads in bench.held() for slots in heads
-    )
 
 
 def test_layers_and_heads_choose_for_themselves():
@@ -245,18 +223,9 @@ def committed_sizes(seed: int, num: int) -> list[int]:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("budget", "chunk_size", "prompt"),
-    [
-        (8, 8, 50),
-        (8, 8, 3),
-        (1, 1, 5),
-        (4, 1, 30),
-        (24, 8, 5),
-        (24, 8, 24),
-        (16, 4, 33),
-        (32, 16, 7),
-        (40, 8, 39),
-    ],
-)
+    [(8, 8, 50), (8, 8, 3), (1, 1, 5), (4, 1, 30), (24, 8, 5), (24, 8, 24), (16, 4, 33),
+     (32, 16, 7), (40, 8, 39)],
+)  # fmt: skip
 def test_every_token_since_the_last_build_is_held_once(name, budget, chunk_size, prompt):
     """Budgets of one chunk, chunks of one token, prompts shorter than a chunk or no multiple of it:
     every slot is some committed token, none is there twice, and what came since the build is there,
@@ -279,54 +248,33 @@ def test_every_token_since_the_last_build_is_held_once(name, budget, chunk_size,
                 assert end > budget or slots == list(range(end))
 
 
-def test_it_is_built_anew_at_a_stride():
-    bench = Bench(budget=200, chunk_size=1, rebuild_stride=5)
-    bench.read(249)
-    assert [bench.commit() for _ in range(16)] == [1, *[0, 0, 0, 0, 1] * 3]
-    assert [bench.commit(3) for _ in range(5)] == [0, 0, 1, 0, 1]
+SLOW = next(n for n in range(1, 100) if MEMORY**n < 0.5)  # rejections that halve the rate
 
 
-def test_it_is_built_anew_when_half_of_it_has_been_overwritten():
-    bench = Bench(budget=16, chunk_size=1)
-    bench.read(99)
-    assert [bench.commit() for _ in range(17)] == [1, *[0] * 7, 1, *[0] * 7, 1]
-    assert [bench.commit(3) for _ in range(7)] == [0, 0, 0, 1, 0, 0, 1]
-
-
-def test_what_is_left_of_a_chunk_counts_as_overwritten():
-    bench = Bench(budget=16, chunk_size=8)
-    bench.read(94)
-    assert bench.commit() == 1  # 95 tokens: 7 slots are taken by the last 7
-    assert [bench.commit() for _ in range(2)] == [0, 1]
-
-
-def test_it_is_built_anew_when_too_much_is_rejected():
-    rejections = next(n for n in range(1, 100) if MEMORY**n < 0.5)
-    bench = Bench(budget=200, chunk_size=1, rebuild_threshold=0.5)
-    bench.read(249)
-    bench.commit()
-    for _ in range(
-        2
-    ):  # a rebuild resets the rate, and the step that it belongs to was guessed before it
-        assert [bench.commit(was_rejected=True) for _ in range(rejections + 1)] == [
-            *[0] * rejections,
-            1,
-        ]
-
-
-def test_it_is_not_chosen_anew_without_a_reason():
-    """Many rejections without a threshold, many accepted tokens with one, and steps that tested
-    nothing."""
-    for threshold, count, was_rejected in (
-        (0.0, 1, True),
-        (0.99, 4, False),
-        (0.99, 1, False),
-        (0.6, 4, True),
-    ):
-        bench = Bench(budget=300, chunk_size=1, rebuild_threshold=threshold)
-        bench.read(309)
-        assert bench.commit() == 1
-        assert sum(bench.commit(count, was_rejected=was_rejected) for _ in range(20)) == 0
+@pytest.mark.parametrize(
+    ("budget", "chunk_size", "prompt", "settings", "step", "wanted"),
+    [  # at a stride
+        (200, 1, 249, {"rebuild_stride": 5}, (1, False), [1, *[0, 0, 0, 0, 1] * 3]),
+        (200, 1, 249, {"rebuild_stride": 5}, (3, False), [1, 0, 1, 0, 1]),
+        # when half of it has been overwritten, by what is left of a chunk too
+        (16, 1, 99, {}, (1, False), [1, *[0] * 7, 1, *[0] * 7, 1]),
+        (16, 1, 99, {}, (3, False), [1, 0, 0, 1, 0, 0, 1]),
+        (16, 8, 94, {}, (1, False), [1, 0, 1]),  # 95 tokens: 7 slots are taken by the last 7
+        # when too much is rejected; the step of a rebuild was guessed before it, and does not count
+        (200, 1, 249, {"rebuild_threshold": 0.5}, (1, True), [1, *[*[0] * SLOW, 1] * 2]),
+        # not without a reason: no threshold, nothing rejected, nothing tested, not that much
+        (300, 1, 309, {"rebuild_threshold": 0.0}, (1, True), [1, *[0] * 20]),
+        (300, 1, 309, {"rebuild_threshold": 0.99}, (4, False), [1, *[0] * 20]),
+        (300, 1, 309, {"rebuild_threshold": 0.99}, (1, False), [1, *[0] * 20]),
+        (300, 1, 309, {"rebuild_threshold": 0.6}, (4, True), [1, *[0] * 20]),
+    ],
+)  # fmt: skip
+def test_it_is_built_anew_when_it_is_due(budget, chunk_size, prompt, settings, step, wanted):
+    bench = Bench(budget=budget, chunk_size=chunk_size, **settings)
+    bench.read(prompt)
+    count, was_rejected = step
+    built = [bench.commit(count, was_rejected=was_rejected) for _ in wanted]
+    assert built == wanted
 
 
 def test_rows_are_chosen_one_by_one():
@@ -406,11 +354,9 @@ def test_a_budget_for_the_whole_text_gives_the_full_cache(method, policy):
         for b, length in enumerate(rig.full.lengths):
             if rig.cascade.active[b]:
                 assert rig.retrieval.lengths[b] == length
-                for small, large in (
-                    (rig.retrieval.keys, rig.full.keys),
-                    (rig.retrieval.values, rig.full.values),
-                ):
-                    assert torch.equal(small[:, b, :, :length], large[:, b, :, :length])
+                for kind in ("keys", "values"):
+                    small, large = (getattr(it, kind)[:, b] for it in (rig.retrieval, rig.full))
+                    assert torch.equal(small[:, :, :length], large[:, :, :length])
 
     rig = Rig(target, PROMPTS, method=method, policy=policy_of(policy), budget=112)
     assert rig.run(compare) == plain_tokens(target, PROMPTS)
@@ -424,15 +370,8 @@ def test_a_budget_for_the_whole_text_gives_the_full_cache(method, policy):
 def test_no_budget_and_no_chunk_size_changes_a_token(policy, budget, chunk_size):
     """A budget of one chunk too, beside prompts shorter than a chunk and no multiple of it."""
     target = tiny_model(CONFIG)
-    rig = Rig(
-        target,
-        PROMPTS,
-        num_new=24,
-        method="triforce",
-        policy=policy_of(policy),
-        budget=budget,
-        chunk_size=chunk_size,
-    )
+    sizes = {"budget": budget, "chunk_size": chunk_size, "num_new": 24}
+    rig = Rig(target, PROMPTS, method="triforce", policy=policy_of(policy), **sizes)
     assert rig.run() == plain_tokens(target, PROMPTS, num_new=24)
     assert rig.stats.rebuilds.count >= 3
 

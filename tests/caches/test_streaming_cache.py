@@ -22,22 +22,13 @@ DEEP = tiny_config(num_layers=2)
 TEXT = random_prompt(CONFIG, 200)
 
 
-def new_runner(config=CONFIG, batch_size=1, **changes) -> DraftRunner:
-    settings = {
-        "method": "naive",
-        "gamma1": 2,
-        "num_sink_tokens": SINKS,
-        "num_recent_tokens": RECENT,
-        **changes,
-    }
-    params = SamplingParams(temperature=1.0)  # distributions are the softmax of the logits
-    return DraftRunner(
-        tiny_model(config),
-        batch_size,
-        params,
-        SpeculationConfig(**settings),
-        vocab_size=config.vocab_size,
+def new_runner(config=CONFIG, batch_size=1) -> DraftRunner:
+    speculation = SpeculationConfig(
+        "naive", gamma1=2, num_sink_tokens=SINKS, num_recent_tokens=RECENT
     )
+    # At temperature 1 distributions are the softmax of the logits.
+    model, sampling = tiny_model(config), SamplingParams(1.0)
+    return DraftRunner(model, batch_size, sampling, speculation, vocab_size=config.vocab_size)
 
 
 def distribution_of(runner, tokens) -> torch.Tensor:
@@ -47,11 +38,8 @@ def distribution_of(runner, tokens) -> torch.Tensor:
 
 def windowed(tokens: list[int], num_slots: int) -> list[int]:
     """The tokens that stand in so many slots of a window: all, or sinks and the latest."""
-    return (
-        tokens
-        if num_slots == len(tokens)
-        else tokens[:SINKS] + tokens[len(tokens) - num_slots + SINKS :]
-    )
+    first = SINKS if num_slots < len(tokens) else num_slots
+    return tokens[:first] + tokens[len(tokens) - num_slots + first :]
 
 
 def read_on(runner, tokens, start, end):
@@ -75,34 +63,21 @@ def test_distributions_are_those_of_a_fresh_pass_over_the_window_through_several
     assert min(lengths[60:]) >= SINKS + RECENT
 
 
-def test_before_the_first_slide_a_deep_model_reads_as_ever():
-    runner = new_runner(DEEP)
-    for n, distribution in read_on(runner, TEXT, 1, SINKS + RECENT + SLIDE):
-        assert runner.cache.lengths == [n]
-        assert torch.allclose(distribution, distribution_of(runner, TEXT[:n]), atol=1e-5)
-
-
-def test_keys_are_the_raw_keys_rotated_by_their_slots():
-    """In every layer, whatever slides have happened."""
-    runner = new_runner(DEEP)
-    for _ in read_on(runner, TEXT, 1, 120):
+def test_a_deep_model_keeps_sinks_and_rotates_keys_by_their_slots():
+    """In every layer, whatever slides have happened; before the first it reads as ever."""
+    runner, sinks = new_runner(DEEP), dict[str, torch.Tensor]()
+    for n, distribution in read_on(runner, TEXT, 1, 190):
         window, length = runner.cache, runner.cache.lengths[0]
-        rotary = runner.model.rope.at(torch.arange(length).unsqueeze(0))
-        for layer in range(DEEP.num_layers):
-            raw_TKD = window.raw_keys[layer, :, :, :length].transpose(1, 2)
-            wanted = rotary.rotate(raw_TKD).transpose(1, 2)
-            assert torch.allclose(window.keys[layer, :, :, :length], wanted, atol=1e-6)
-
-
-def test_sinks_survive_slides():
-    runner = new_runner(DEEP)
-    slots = ("raw_keys", "keys", "values")
-    sinks = {}
-    for n, _ in read_on(runner, TEXT, 1, 190):
-        for name in slots if n >= SINKS else ():
-            now = getattr(runner.cache, name)[:, :, :, :SINKS]
+        if n < SINKS + RECENT + SLIDE:
+            assert length == n
+            assert torch.allclose(distribution, distribution_of(runner, TEXT[:n]), atol=1e-5)
+        for name in ("raw_keys", "keys", "values") if n >= SINKS else ():
+            now = getattr(window, name)[..., :SINKS, :]
             assert torch.equal(sinks.setdefault(name, now.clone()), now)
-    assert set(sinks) == set(slots)
+        rotary = runner.model.rope.at(torch.arange(length).unsqueeze(0))
+        for raw_BKSD, keys_BKSD in zip(window.raw_keys, window.keys, strict=True):
+            wanted = rotary.rotate(raw_BKSD[:, :, :length].transpose(1, 2)).transpose(1, 2)
+            assert torch.allclose(keys_BKSD[:, :, :length], wanted, atol=1e-6)
     assert runner.cache.lengths[0] < 190
 
 
@@ -134,27 +109,17 @@ def test_what_is_cropped_leaves_no_trace(start, num_guesses):
 
 
 @pytest.mark.parametrize(
-    "length", [1, 2, SINKS, SINKS + 1, 8, RECENT, SINKS + RECENT, SINKS + RECENT + 1]
+    "length", [1, 2, SINKS, SINKS + 1, 8, RECENT, SINKS + RECENT, SINKS + RECENT + 1, 17, 60, 200]
 )
-def test_a_prompt_no_longer_than_the_window_is_read_whole(length):
-    runner = new_runner(DEEP)
-    prompt = TEXT[:length]
-    runner.prepare([prompt], [True])
-    distribution = runner.next_probs([prompt], [True]).probs_BNV[0, 0]
-    assert torch.allclose(distribution, distribution_of(runner, prompt), atol=1e-5)
-    assert runner.cache.lengths == runner.cache.num_tokens == [length]
-
-
-@pytest.mark.parametrize("length", [SINKS + RECENT + 2, 60, 200])
-def test_a_long_prompt_costs_one_pass_over_the_window(length):
+def test_a_prompt_costs_one_pass_over_the_window(length):
     """Exact in a deep model too: all of the window is read at once."""
-    runner = new_runner(DEEP)
-    runner.prepare([TEXT[:length]], [True])
-    assert runner.cache.lengths == [SINKS + RECENT]
-    assert runner.cache.num_tokens == [length - 1]
-    distribution = runner.next_probs([TEXT[:length]], [True]).probs_BNV[0, 0]
-    seen = TEXT[:length][:SINKS] + TEXT[: length - 1][-RECENT:] + TEXT[length - 1 : length]
-    assert torch.allclose(distribution, distribution_of(runner, seen), atol=1e-5)
+    runner, prompt = new_runner(DEEP), TEXT[:length]
+    runner.prepare([prompt], [True])
+    num_slots = min(length, SINKS + RECENT + 1)
+    distribution = runner.next_probs([prompt], [True]).probs_BNV[0, 0]
+    wanted = distribution_of(runner, windowed(prompt, num_slots))
+    assert torch.allclose(distribution, wanted, atol=1e-5)
+    assert (runner.cache.lengths, runner.cache.num_tokens) == ([num_slots], [length])
 
 
 def test_a_row_that_is_far_behind_is_started_over():
@@ -166,9 +131,8 @@ def test_a_row_that_is_far_behind_is_started_over():
     for each in (runner, fresh):
         each.prepare([text], [True])
         assert each.cache.num_tokens == [159]
-    assert torch.equal(
-        runner.next_probs([text], [True]).probs_BNV, fresh.next_probs([text], [True]).probs_BNV
-    )
+    ours, theirs = (each.next_probs([text], [True]).probs_BNV for each in (runner, fresh))
+    assert torch.equal(ours, theirs)
 
 
 def test_ragged_rows_slide_on_their_own():
@@ -208,16 +172,8 @@ def test_a_batch_may_mix_prompts_that_fit_the_window_with_longer_ones(method, le
     config = tiny_config(context_length=512)
     target, prompts = tiny_model(config), [random_prompt(config, n, seed=n) for n in lengths]
     draft = near_copy(target, 0.02)
-    rig = Rig(
-        target,
-        prompts,
-        draft=draft,
-        num_new=8,
-        method=method,
-        num_recent_tokens=100,
-        budget=32,
-        prefill_chunk=512,
-    )
+    settings = {"num_recent_tokens": 100, "budget": 32, "prefill_chunk": 512, "num_new": 8}
+    rig = Rig(target, prompts, draft=draft, method=method, **settings)
     assert rig.run() == plain_tokens(target, prompts, num_new=8, prefill_chunk=512)
 
 
@@ -251,25 +207,15 @@ def test_a_drafter_of_a_short_context_serves_a_longer_prompt(method, monkeypatch
     assert rig.stats.levels[0].num_tested_tokens > 20
 
 
-def test_a_window_that_the_drafter_cannot_hold_is_refused_in_one_line():
-    target, prompts = tiny_model(tiny_config()), [[1, 2, 3]]
-    settings = {"method": "naive", "gamma1": 2, "num_recent_tokens": 60, "num_sink_tokens": 4}
-    with pytest.raises(InputError) as refused:
-        Rig(target, prompts, draft=tiny_model(tiny_config(context_length=101)), **settings)
-    message = str(refused.value)
-    assert (
-        "holds 101 tokens but its window needs 102 "
-        "(num_recent_tokens=60 and room for guesses); lower" in message
-    )
-    assert "\n" not in message
-    Rig(target, prompts, draft=tiny_model(tiny_config(context_length=102)), **settings)
-
-
-def test_auto_takes_ngrams_where_the_drafter_cannot_hold_its_window(caplog):
+def test_a_window_that_the_drafter_cannot_hold_is_refused(caplog):
+    """Where the drafter was asked for; else it is looked up."""
     target, prompts = tiny_model(tiny_config()), [random_prompt(tiny_config(), 40)]
+    settings = {"method": "naive", "gamma1": 2, "num_recent_tokens": 60, "num_sink_tokens": 4}
+    with pytest.raises(InputError, match="101 tokens but its window needs 102 .*num_recent_tokens"):
+        Rig(target, prompts, draft=tiny_model(tiny_config(context_length=101)), **settings)
+    Rig(target, prompts, draft=tiny_model(tiny_config(context_length=102)), **settings)
     short = tiny_model(tiny_config(context_length=64))
     rig = Rig(target, prompts, draft=short, method="auto", num_new=20, budget=16)
-    assert "its window needs" in caplog.text
     assert "suffix lookup takes its place" in caplog.text
     assert rig.run() == plain_tokens(target, prompts, num_new=20)
     assert rig.memory.draft is None
@@ -278,17 +224,9 @@ def test_auto_takes_ngrams_where_the_drafter_cannot_hold_its_window(caplog):
 def test_a_second_prompt_meets_a_fresh_cache():
     """The same tokens, guesses and verdicts as in a new engine: no length, no sink is left from the
     first prompt."""
-    settings = {
-        "generation": GenerationConfig(max_new_tokens=20, ignore_eos=True),
-        "speculation": SpeculationConfig(
-            "triforce",
-            gamma1=2,
-            gamma2=6,
-            budget=16,
-            num_sink_tokens=SINKS,
-            num_recent_tokens=RECENT,
-        ),
-    }
+    sizes = {"budget": 16, "num_sink_tokens": SINKS, "num_recent_tokens": RECENT}
+    settings = {"generation": GenerationConfig(20, ignore_eos=True)}
+    settings["speculation"] = SpeculationConfig("triforce", gamma1=2, gamma2=6, **sizes)
 
     def trace(used, prompt):
         run = used.generate(prompt, **settings)

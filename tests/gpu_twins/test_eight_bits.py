@@ -57,16 +57,6 @@ def test_the_kernel_equals_the_formula(M, N, E, num_processors, dtype):
     assert (got[:, 0].double() - exact).abs().max() <= rounding * exact.abs().max()
 
 
-@pytest.mark.parametrize(
-    ("M", "N", "programs"), [(1, 4096, 256), (4, 12288, 384), (16, 22016, 688), (17, 4096, 128)]
-)
-def test_all_multiprocessors_read_at_once(M, N, programs):
-    weights = pytest.importorskip("minitri.gpu.kernels.weights", reason="needs triton")
-    sizes = weights.tile_sizes(M, N, num_processors=132)
-    assert -(-N // sizes["COLUMNS"]) == programs
-    assert sizes["ROWS"] >= M
-
-
 def test_a_rounded_weight_is_half_a_step_from_the_original():
     weight_NE = random(40, 96) * torch.logspace(-6, 3, 40).unsqueeze(1)
     weight_NE[7] = 0

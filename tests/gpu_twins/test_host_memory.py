@@ -1,17 +1,16 @@
-"""Host memory that caches borrow, one after the other; a stand-in for CUDA notes its calls."""
+"""Host memory that caches borrow, one after another; a stand-in for CUDA notes its calls."""
 
 from __future__ import annotations
 
 import gc
 import mmap
-from pathlib import Path
 
 import pytest
 import torch
 
 from minitri import memory
 from minitri.gpu.offload import host_memory as module
-from minitri.gpu.offload.host_memory import HostMemory, first_touch, host_memory
+from minitri.gpu.offload.host_memory import HostMemory, host_memory
 from minitri.settings import SpeculationConfig
 from tests.conftest import CPU
 from tests.gpu_twins.test_offloaded_cache import offloaded
@@ -33,38 +32,21 @@ def made(monkeypatch) -> list[int]:
     return sizes
 
 
-def test_memory_comes_back_when_its_borrower_is_gone_and_serves_the_next_one(made):
-    host, borrower = HostMemory(CPU), Borrower()
-    tensor = host.lend(borrower, (3, 5), torch.float32)
-    assert (tensor.shape, tensor.dtype, host.num_free_bytes) == ((3, 5), torch.float32, 0)
-    address = tensor.data_ptr()
-    other = host.lend(borrower, (3, 5), torch.float32)  # the first one is in use
-    assert other.data_ptr() != address
-    del borrower, tensor, other
-    assert host.num_free_bytes == 120
-    again = [host.lend(host, (7,), torch.float64), host.lend(host, (60,), torch.uint8)]
-    assert address in {tensor.data_ptr() for tensor in again}
-    assert made == [60, 60]
-
-
-def test_a_block_that_is_too_small_makes_room_for_a_larger_one(made):
-    host, borrower = HostMemory(CPU), Borrower()
-    host.lend(borrower, (50,), torch.uint8)
-    host.lend(borrower, (70,), torch.uint8)
-    del borrower
-    assert host.lend(host, (60,), torch.uint8).nbytes == 60
-    assert host.num_free_bytes == 50  # the smallest that is large enough was taken
-    host.lend(host, (80,), torch.uint8)
-    assert (host.num_free_bytes, made) == (0, [50, 70, 80])
-
-
-def test_what_is_kept_is_free_for_any_kind_of_use():
-    """A run computes in inference mode, whose tensors cannot be written outside of it."""
+def test_memory_comes_back_when_its_borrower_is_gone_and_serves_the_next_ones(made):
+    """The smallest block that is large enough; a larger one takes the place of all. What is kept
+    can be written outside of inference mode, too."""
     host, borrower = HostMemory(CPU), Borrower()
     with torch.inference_mode():
-        host.lend(borrower, (4,), torch.float32)
-    del borrower
-    host.lend(host, (4,), torch.float32).fill_(1.0)
+        tensors = [host.lend(borrower, (num,), torch.uint8) for num in (50, 70)]
+    address = tensors[1].data_ptr()
+    assert host.num_free_bytes == 0
+    del borrower, tensors
+    assert host.num_free_bytes == 120
+    again = host.lend(host, (3, 5), torch.float32)
+    assert (again.shape, again.data_ptr(), host.num_free_bytes) == ((3, 5), address, 50)
+    again.fill_(1.0)
+    host.lend(host, (80,), torch.uint8)
+    assert (host.num_free_bytes, made) == (0, [50, 70, 80])
 
 
 def report_again(*settings, **more):
@@ -86,18 +68,15 @@ class Cudart:
 
 
 @pytest.mark.parametrize("error", [0, 2])
-def test_memory_is_touched_then_registered_once_and_unregistered_when_it_is_given_up(
-    error, monkeypatch, caplog
-):
+def test_memory_is_registered_once_and_unregistered_when_it_is_given_up(error, monkeypatch, caplog):
     """Where it cannot be, one line says what that costs."""
     cudart, cuda = Cudart(error), torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: cudart.calls.append("wait"))
-    monkeypatch.setattr(module, "first_touch", lambda block: cudart.calls.append("touch"))
     monkeypatch.setattr(torch, "zeros", report_again)
     host, borrower = HostMemory(cuda), Borrower()
     address = host.lend(borrower, (5, 4), torch.float32).data_ptr()
-    assert cudart.calls == ["touch", ("register", address, 80, 0)]
+    assert cudart.calls == [("register", address, 80, 0)]
     del borrower, cudart.calls[:]
     borrower = Borrower()
     assert host.lend(borrower, (4, 4), torch.float32).data_ptr() == address
@@ -107,39 +86,6 @@ def test_memory_is_touched_then_registered_once_and_unregistered_when_it_is_give
     gc.collect()
     assert cudart.calls[1:] == ([] if error else ["wait", ("unregister", address)])
     assert [record.levelname for record in caplog.records] == ["WARNING"] * bool(error)
-    assert all("(CUDA error 2), so the KV cache" in record.message for record in caplog.records)
-
-
-def test_a_first_touch_finds_every_page():
-    """The system counts them; before the touch it has none."""
-    num_bytes = 16 << 20
-    block = host_memory(num_bytes, CPU)
-    before, _ = (1024 * int(smaps(block)["Rss"].split()[0]), first_touch(block))
-    assert before < num_bytes // 2
-    assert 1024 * int(smaps(block)["Rss"].split()[0]) >= num_bytes
-
-
-def smaps(block) -> dict[str, str]:
-    """What the system says of the memory that a block is in."""
-    if not Path("/proc/self/smaps").exists():
-        pytest.skip("this system does not say which pages are in memory")
-    lines = Path("/proc/self/smaps").read_text().splitlines()
-    found, is_here = {}, False
-    for line in lines:
-        first, _, rest = line.partition(" ")
-        if "-" in first:
-            start, end = (int(it, 16) for it in first.split("-"))
-            is_here = start <= block.data_ptr() < end
-        elif is_here:
-            found[first.removesuffix(":")] = rest.strip()
-    return found
-
-
-def test_huge_pages_are_asked_for_of_memory_that_can_have_them():
-    """Private memory: what processes may share comes in small pages."""
-    if "hg" not in (flags := smaps(host_memory(16 << 20, CPU))["VmFlags"].split()):
-        pytest.skip("this system has no huge pages")
-    assert "sh" not in flags
 
 
 def test_a_system_without_huge_pages_is_no_error(monkeypatch):
@@ -160,7 +106,7 @@ def test_the_next_run_of_an_engine_takes_over_host_memory_until_it_is_released(
     made,
     monkeypatch,
 ):
-    """Also where the session is not kept, and for shorter texts; texts stay as they are."""
+    """Also where the memory is not kept, and for shorter texts; texts stay as they are."""
     engine, fresh = gpu_engine(), gpu_engine()
 
     def allocate(*settings):

@@ -4,8 +4,7 @@ it so.
 On a CPU copies happen at once, so a missing wait would never show. The twin here, `Recorder`, runs
 everything in order, too, but keeps a vector clock for the computation and for the streams of
 copies, notes which bytes every PyTorch operation reads and writes, and reports two operations on
-the same bytes, one of them a write, that no chain of events puts in order. `Timeline` says how long
-streams that wait for one another would take.
+the same bytes, one of them a write, that no chain of events puts in order.
 """
 
 from __future__ import annotations
@@ -452,58 +451,3 @@ def test_more_than_it_holds_is_refused():
     block = torch.zeros(1, 65, CONFIG.num_kv_heads, CONFIG.head_dim)
     with pytest.raises(IndexError, match="a block of 65 does not fit"):
         cache.update(0, BlockKV(block, block, block))
-
-
-class Timeline(Streams):
-    """Streams that only say how far they are: a copy to the device takes a unit of time for the 400
-    tokens of a layer, everything else none."""
-
-    def __init__(self) -> None:
-        self.now = {"compute": 0.0, "to device": 0.0, "to host": 0.0}
-        self.current = "compute"
-        self.traffic, self.num_counted = None, 0
-
-    @contextlib.contextmanager
-    def copying(self, way):
-        self.now[way] = max(self.now[way], self.now["compute"])
-        self.current = way
-        yield
-        self.current = "compute"
-
-    def event(self) -> TimelineEvent:
-        return TimelineEvent(self)
-
-
-class TimelineEvent:
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline, self._time = timeline, 0.0
-
-    def record(self) -> None:
-        it = self._timeline
-        if it.current == "to device":
-            it.now[it.current] += (it.traffic.to_device - it.num_counted) / (400 * TOKEN)
-            it.num_counted = it.traffic.to_device
-        self._time = it.now[it.current]
-
-    def wait(self) -> None:
-        now = self._timeline.now
-        now[self._timeline.current] = max(now[self._timeline.current], self._time)
-
-
-@pytest.mark.parametrize(("num_buffers", "idle"), [(2, 2), (3, 1), (4, 0)])
-def test_the_link_is_busy_while_others_guess_as_long_as_there_are_buffers(num_buffers, idle):
-    """A step fetches five layers, a unit of time each. Guessing takes four of them, in which as
-    many layers are fetched as there are buffers."""
-    timeline = Timeline()
-    cache = offloaded(0, batch_size=1, streams=timeline, num_buffers=num_buffers)
-    ends = []
-    with Traffic(cache) as timeline.traffic:
-        for size in (400, 1, 1, 1):
-            block = torch.zeros(1, size, CONFIG.num_kv_heads, CONFIG.head_dim)
-            for layer in range(5):
-                cache.update(layer, BlockKV(block, block, block))
-            ends.append(timeline.now["compute"])
-            cache.advance([size])
-            timeline.now["compute"] += 4
-    steps = [after - before for before, after in itertools.pairwise(ends[1:])]
-    assert steps == pytest.approx([5 + idle] * 2, abs=0.05)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,27 +13,29 @@ import torch
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig, plan
 from minitri.errors import InputError
 from minitri.execution import Ranks
-from minitri.gpu.offload.offloaded_cache import RING, OffloadedFullCache
-from minitri.gpu.placement import (
-    CONTEXT,
-    GIB,
-    MAX_BUFFERS,
-    RESERVE,
-    choose_on_chip,
-    demand,
-    free_host_bytes,
-)
-from minitri.ledger import Workload, predict
+from minitri.gpu.allocation import free_host_bytes
+from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
+from minitri.gpu.placement import CONTEXT, GIB, MAX_BUFFERS, RESERVE, Load, choose_on_chip, demand
 from minitri.loading.named_models import MODELS, shape_of
 from minitri.memory import MemoryShape, Models, allocate
 from minitri.parallel.split import share_of
+from minitri.phases import predict
 from minitri.roofline import CPU as CPU_MACHINE
 from minitri.roofline import GPU as GPU_MACHINE
-from minitri.roofline import Machine, eight_bit_bytes, num_weights, pass_costs, weights_per_pass
+from minitri.roofline import (
+    Machine,
+    Workload,
+    eight_bit_bytes,
+    num_weights,
+    pass_costs,
+    weights_per_pass,
+)
 from minitri.settings import StepPlan
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
 
 TRIFORCE = SpeculationConfig("triforce", gamma1=2, gamma2=6)
+SEVEN_B, DRAFT = shape_of("llama2-7b-128k"), shape_of("llama-68m")
+WINDOW = SpeculationConfig(num_recent_tokens=100)
 
 
 @pytest.mark.parametrize(
@@ -52,13 +55,9 @@ def test_weights_are_counted_as_the_model_has_them(changes):
     assert weights_per_pass(model.config) == num_weights(model.config) - untied * table
 
 
-def test_llama2_7b_has_the_weights_and_the_kv_that_everybody_knows():
-    config = shape_of("llama2-7b-128k")
-    assert num_weights(config) == 6_738_415_616
-    assert config.kv_values_per_token * 2 == 512 * 1024
-
-
-def test_every_named_model_has_a_shape_or_comes_with_the_checkout():
+def test_named_models_have_the_shapes_that_everybody_knows():
+    assert num_weights(SEVEN_B) == 6_738_415_616
+    assert SEVEN_B.kv_values_per_token * 2 == 512 * 1024
     assert all(shape_of(name) or plan.committed_path(name) for name in MODELS)
     assert all(shape_of(name).context_length == MODELS[name].context for name in MODELS)
     assert shape_of("nobody") is None
@@ -67,40 +66,32 @@ def test_every_named_model_has_a_shape_or_comes_with_the_checkout():
 @pytest.mark.parametrize(
     ("speculation", "lengths"),
     [
-        (
-            SpeculationConfig("triforce", gamma1=2, gamma2=6, budget=64, num_recent_tokens=100),
-            [400, 400],
-        ),
-        (SpeculationConfig(num_recent_tokens=100), [2400, 3]),  # with two budgets
-        (SpeculationConfig(num_recent_tokens=100), [8192, 9000]),
-        (
-            SpeculationConfig(num_recent_tokens=100, budget=10**6),
-            [400, 1],
-        ),  # no text fills more than there is
+        (replace(WINDOW, method="triforce", gamma1=2, gamma2=6, budget=64), [400, 400]),
+        (WINDOW, [2400, 3]),  # with two budgets
+        (WINDOW, [8192, 9000]),
+        (replace(WINDOW, budget=10**6), [400, 1]),  # no text fills more than there is
     ],
 )
 def test_caches_are_counted_as_they_are_allocated(speculation, lengths):
-    config = tiny_config(num_layers=3, context_length=16384)
-    target = tiny_model(config)
-    num_tokens, B = max(lengths) + 100, 2
-    needs = demand(
-        config, config, speculation, num_tokens=num_tokens, prompt_lengths=lengths, itemsize=4
-    )
-    full = new_cache(config, B, num_tokens + speculation.max_block)
+    config, B = tiny_config(num_layers=3, context_length=16384), 2
+    target, num_tokens = tiny_model(config), max(lengths) + 100
+    needs = demand(Load(config, config, speculation, num_tokens, lengths, itemsize=4))
+    capacity = num_tokens + speculation.max_block
+    full = new_cache(config, B, capacity)
     assert needs.kv_layer * 3 == full.num_bytes
     shape = MemoryShape(tuple(lengths), SamplingParams(), GenerationConfig(100), speculation)
-    session = allocate(Models(target, target, target), shape, full=full)
-    small = session.retrieval_cache
+    memory = allocate(Models(target, target, target), shape, full=full)
+    small = memory.retrieval_cache
     means = small._policy._means
-    held = session.num_cache_bytes - full.num_bytes + small._queries.nbytes
-    verified = 3 * B * speculation.max_block * config.num_heads * config.head_dim * 4
-    assert needs.small_caches == held + verified
-    assert needs.parts(3)["small KV caches"] == held + verified + means.nbytes
-    assert needs.parts(2)["small KV caches"] == held + verified + means.nbytes / 3  # of one layer
+    held = memory.num_cache_bytes - full.num_bytes + small._queries.nbytes
+    held += memory.target.queries_LBTHD.nbytes
+    assert needs.small_caches == held
+    assert needs.parts(3)["small KV caches"] == held + means.nbytes
+    assert needs.parts(2)["small KV caches"] == held + means.nbytes / 3  # of one layer
     hidden_states = needs.parts(2)["activations"] - needs.parts(3)["activations"]
     assert hidden_states == max(lengths) * config.hidden_size * 4
     offloaded = OffloadedFullCache.placed(
-        config, B, num_tokens + speculation.max_block, on_chip=1, dtype=torch.float32, device=CPU
+        config, B, capacity, on_chip=1, dtype=torch.float32, device=CPU
     )
     staging = offloaded._staging
     on_device = offloaded.keys.nbytes + offloaded.values.nbytes + staging.ring_PLBKTD.nbytes
@@ -108,69 +99,56 @@ def test_caches_are_counted_as_they_are_allocated(speculation, lengths):
     parts = needs.parts(1)
     assert parts["full KV cache"] + parts["staging buffers"] == on_device
     assert needs.on_host(1) == staging.host_PLBKSD.nbytes
-    assert needs.ring_layer == 2 * B * config.num_kv_heads * RING * config.head_dim * 4
 
 
-def seven_b(context: int = 124928):
-    config, draft = shape_of("llama2-7b-128k"), shape_of("llama-68m")
-    return demand(config, draft, TRIFORCE, num_tokens=context, prompt_lengths=[context])
+def seven_b(context: int = 124928, **changes):
+    return demand(Load(SEVEN_B, DRAFT, TRIFORCE, context, [context], **changes))
 
 
-def test_the_most_layers_that_fit_do_fit_and_one_more_does_not():
-    needs = seven_b()
-    for gib in (24, 40, 48, 80):
-        best = needs.most_on_chip(gib * GIB)
-        assert best is not None
-        assert needs.on_device(best) <= gib * GIB < needs.on_device(best + 1)
-    assert needs.most_on_chip(16 * GIB) is None
-    assert needs.most_on_chip(141 * GIB) == 32
-
-
-def test_what_is_left_beside_the_layers_is_for_staging_buffers():
+def test_the_most_layers_that_fit_do_fit_and_what_is_left_is_for_staging_buffers():
     """At least two, which every placement has; a layer on the device is worth more than a third."""
     needs = seven_b()
     for gib in (23.2, 40, 48, 72):
         best = needs.most_on_chip(gib * GIB)
+        assert needs.on_device(best) <= gib * GIB < needs.on_device(best + 1)
         assert needs.num_buffers(best, gib * GIB) == 2
         assert needs.num_buffers(best - 1, gib * GIB) == 3
+    assert needs.most_on_chip(16 * GIB) is None
+    assert needs.most_on_chip(141 * GIB) == 32
     assert needs.num_buffers(0, 60 * GIB) == MAX_BUFFERS
     assert needs.num_buffers(20, 24 * GIB) == 2
 
 
 def test_an_engine_places_layers_by_the_same_numbers():
     needs, offload = seven_b(), functools.partial(GenerationConfig, offload=True)
-    there = {"host_bytes": 256 * GIB, "name": "m"}
-    assert choose_on_chip(needs, GenerationConfig(), device_bytes=141 * GIB, **there) == 32
-    assert choose_on_chip(needs, offload(), device_bytes=80 * GIB, **there) == needs.most_on_chip(
-        80 * GIB
-    )
-    assert choose_on_chip(needs, offload(on_chip=0), device_bytes=80 * GIB, **there) == 0
+
+    def chosen(generation, device_gib, host_gib=256):
+        return choose_on_chip(needs, generation, device_gib * GIB, host_gib * GIB)
+
+    assert chosen(GenerationConfig(), 141) == 32
+    assert chosen(offload(), 80) == needs.most_on_chip(80 * GIB)
+    assert chosen(offload(on_chip=0), 80) == 0
     exact = needs.on_device(32) - RESERVE
-    assert choose_on_chip(needs, GenerationConfig(), device_bytes=exact, **there) == 32
-    with pytest.raises(InputError, match=r"^m needs \d+\.\d GiB on the device .* use --offload"):
-        choose_on_chip(needs, GenerationConfig(), device_bytes=exact - 1, **there)
-    with pytest.raises(InputError, match="--on-chip is 33 layers, but m has 32"):
-        choose_on_chip(needs, offload(on_chip=33), device_bytes=80 * GIB, **there)
-    with pytest.raises(InputError, match=r"--on-chip 31 needs .* 2\d layers fit"):
-        choose_on_chip(needs, offload(on_chip=31), device_bytes=72 * GIB, **there)
-    with pytest.raises(InputError, match="even with its whole KV cache in host memory, got 12.0"):
-        choose_on_chip(needs, offload(), device_bytes=12 * GIB, **there)
-    with pytest.raises(InputError, match="of host memory beside .* got 1.0"):
-        choose_on_chip(needs, offload(), device_bytes=30 * GIB, host_bytes=GIB, name="m")
-    with pytest.raises(InputError, match="--on-chip 0 needs"):
-        choose_on_chip(
-            needs, offload(on_chip=0), device_bytes=80 * GIB, host_bytes=20 * GIB, name="m"
-        )
+    assert chosen(GenerationConfig(), exact / GIB) == 32
+    for wanted, device_gib, host_gib, message in (
+        (GenerationConfig(), (exact - 1) / GIB, 256, "use --offload"),
+        (offload(on_chip=33), 141, 256, "--on-chip 33 needs .* 32 of 32 layers fit"),
+        (offload(on_chip=31), 72, 256, r"--on-chip 31 needs .* 2\d of 32 layers fit"),
+        (offload(), 12, 256, "even with its whole KV cache in host memory, got 12.0"),
+        (offload(), 30, 1, "of host memory .* got 1.0"),
+        (offload(on_chip=0), 80, 20, "--on-chip 0 needs"),
+    ):
+        with pytest.raises(InputError, match=message):
+            chosen(wanted, device_gib, host_gib)
 
 
 def test_predictions_are_bytes_over_bandwidth():
     """7B at 100,000 tokens: 13.2 GB of weights read, 52.4 GB of KV, 2.1 GB of it within the
     budget."""
-    config, draft = shape_of("llama2-7b-128k"), shape_of("llama-68m")
-    plan = StepPlan("triforce", 2, 6)
 
     def predicted(on_chip: int):
-        workload = Workload(config, draft, on_chip, num_tokens=100_000, budget=4096)
+        workload = Workload(SEVEN_B, DRAFT, 100_000, 4096, hosted_share=1 - on_chip / 32)
+        plan = StepPlan("triforce", 2, 6)
         return predict(workload, Machine(2e12, 2e12, 50e9), plan, (0.0, 1.0))
 
     here, half = predicted(32), predicted(16)
@@ -192,7 +170,7 @@ def run(capsys, *flags: str) -> tuple[int, list[str], str]:
 
 
 @pytest.mark.parametrize(("gib", "best"), [("24", 1), ("80", 31), ("141", 32)])
-def test_a_plan_for_seven_billion_weights_behind_122k_tokens(capsys, gib, best):
+def test_a_plan_for_seven_billion_weights_after_122k_tokens(capsys, gib, best):
     """By hand: 12.55 GiB of weights, 61 GiB of KV in 32 layers of 1.91, twice that to stage, 2.2 of
     small caches (2 for the budget, 0.12 for the chunk means of one layer), 1.2 of activations (0.95
     for hidden states of the prompt), 0.5 in reserve."""
@@ -203,9 +181,8 @@ def test_a_plan_for_seven_billion_weights_behind_122k_tokens(capsys, gib, best):
     assert set(rows) == {0, best, 32}
     assert rows[best]["fits"]
     assert rows[32]["parts"]["full KV cache"] == 32 * 2 * 32 * 124992 * 128 * 2
-    assert rows[0]["device_bytes"] / GIB == pytest.approx(
-        12.55 + 0.13 + 3.88 + 2.16 + 1.19 + 0.5, abs=0.03
-    )
+    by_hand = 12.55 + 0.13 + 3.88 + 2.16 + 1.19 + 0.5
+    assert rows[0]["device_bytes"] / GIB == pytest.approx(by_hand, abs=0.03)
     assert rows[0]["host_bytes"] / GIB == pytest.approx(61.03, abs=0.01)
 
 
@@ -213,9 +190,7 @@ def test_the_context_of_cuda_is_counted_in_a_plan_and_not_at_boot(capsys):
     """A 24 GB card has 23.2 GiB free: what fits at boot fits in the plan, to the byte."""
     needs = seven_b(122880)
     exact = needs.on_device(0)
-    assert choose_on_chip(
-        needs, GenerationConfig(offload=True), device_bytes=exact, host_bytes=256 * GIB, name="m"
-    ) == 0  # fmt: skip
+    assert choose_on_chip(needs, GenerationConfig(offload=True), exact, 256 * GIB) == 0
     for spare, code in ((0, 0), (-2e-9, 2)):
         size = repr((exact + CONTEXT) / GIB + spare)
         flags = ("--context", "122880", "--gamma1", "2", "--gamma2", "6", "--gpu-memory", size)
@@ -227,65 +202,50 @@ def test_a_plan_that_does_not_fit_says_what_would(capsys):
     """And that does: each piece of advice is taken."""
     small = ("--context", "122880", "--gpu-memory", "24", "--prefill-chunk", "16384")
     code, _, error = run(capsys, *small)
-    tokens, chunk = re.search(
-        r"a context of (\d+) tokens or --prefill-chunk (\d+) or", error
-    ).groups()
-    assert code == 2
+    advice = r"a context of (\d+) tokens or --prefill-chunk (\d+) or"
+    tokens, chunk = re.search(advice, error).groups()
+    assert (code, error.count("\n")) == (2, 1)
     assert "twice as many such GPUs (torchrun) would fit" in error
-    assert run(capsys, *small, "--context", tokens)[0] == 0
-    assert run(capsys, *small, "--context", str(int(tokens) + 1024))[0] == 2
-    assert run(capsys, *small, "--prefill-chunk", chunk)[0] == 0
-    assert run(capsys, *small, "--prefill-chunk", str(2 * int(chunk)))[0] == 2
-    assert run(capsys, *small, "--gpus", "2")[0] == 0
-    error = run(capsys, "--gpu-memory", "36", "--dtype", "float32")[2]
-    assert "--dtype bfloat16" in error
+    for changes, code in (
+        (("--context", tokens), 0),
+        (("--context", str(int(tokens) + 1024)), 2),
+        (("--prefill-chunk", chunk), 0),
+        (("--prefill-chunk", str(2 * int(chunk))), 2),
+        (("--gpus", "2"), 0),
+    ):
+        assert run(capsys, *small, *changes)[0] == code
+    assert "--dtype bfloat16" in run(capsys, "--gpu-memory", "36", "--dtype", "float32")[2]
     assert "use a smaller model or dtype" in run(capsys, "--gpu-memory", "3")[2]
+    _, lines, _ = run(capsys, "--model", "lwm-text-512k", "--host-memory", "512")
+    assert next(line for line in lines if line.startswith("fits")).split() == ["fits", "no", "no"]
 
 
 def test_two_gpus_share_weights_and_kv_but_not_the_drafter():
-    config, draft = shape_of("llama2-7b-128k"), shape_of("llama-68m")
-    options = {"num_tokens": 122880, "prompt_lengths": [122880]}
-    one = demand(config, draft, TRIFORCE, **options)
-    two = demand(config, draft, TRIFORCE, num_gpus=2, **options)
-    norms = (2 * config.num_layers + 1) * config.hidden_size * 2
+    one, two, copied = seven_b(), seven_b(num_gpus=2), seven_b(num_gpus=2, has_copy=True)
+    norms = (2 * SEVEN_B.num_layers + 1) * SEVEN_B.hidden_size * 2
     assert two.weights - norms == (one.weights - norms) / 2
     assert two.kv_layer == one.kv_layer / 2
     assert two.draft_weights == one.draft_weights
-    copied = demand(config, draft, TRIFORCE, num_gpus=2, has_copy=True, **options)
-    assert copied.draft_weights - two.draft_weights == eight_bit_bytes(two_gpu_share(config))
-    with pytest.raises(InputError, match="cannot be split over 3 ranks"):
-        demand(config, draft, TRIFORCE, num_gpus=3, **options)
-
-
-def two_gpu_share(config):
     ranks = Ranks()
     ranks.count = 2
-    return share_of(config, ranks)
+    assert copied.draft_weights - two.draft_weights == eight_bit_bytes(share_of(SEVEN_B, ranks))
+    with pytest.raises(InputError, match="cannot be split over 3 ranks"):
+        seven_b(num_gpus=3)
 
 
 def test_gammas_are_the_fastest_for_where_the_kv_cache_is(capsys):
     """A pass over KV in host memory is so dear that it had better verify many guesses."""
     flags = ("--context", "124928", "--gpu-memory", "141", "--budget", "4096")
-    _, lines, _ = run(capsys, *flags)
-    here, there = (row["predicted_ms"] for row in json.loads(lines[-1])["placements"])
-    _, lines, _ = run(capsys, *flags, "--gamma1", "2", "--gamma2", "6")
-    given = [row["predicted_ms"] for row in json.loads(lines[-1])["placements"]]
+    found = []
+    for gammas in ((), ("--gamma1", "2", "--gamma2", "6")):
+        _, lines, _ = run(capsys, *flags, *gammas)
+        found.append([row["predicted_ms"] for row in json.loads(lines[-1])["placements"]])
+    (here, there), given = found
     assert there["plan"]["gamma2"] > here["plan"]["gamma2"]
-    assert [row["plan"] for row in given] == 2 * [
-        {"method": "triforce", "gamma1": 2, "gamma2": 6, "tree": ""}
-    ]
+    wanted = {"method": "triforce", "gamma1": 2, "gamma2": 6, "tree": ""}
+    assert [row["plan"] for row in given] == [wanted] * 2
     assert here["speedup"] >= given[0]["speedup"]
     assert there["speedup"] > 1.3 * given[1]["speedup"]
-
-
-def test_a_plan_says_what_does_not_fit(capsys):
-    code, lines, error = run(
-        capsys, "--model", "lwm-text-512k", "--gpu-memory", "24", "--host-memory", "512"
-    )
-    assert code == 2
-    assert next(line for line in lines if line.startswith("fits")).split() == ["fits", "no", "no"]
-    assert error.startswith("minitri: lwm-text-512k needs ")
-    assert error.count("\n") == 1
 
 
 def test_a_plan_of_a_folder_reads_its_config_only(folder, capsys):
@@ -296,32 +256,28 @@ def test_a_plan_of_a_folder_reads_its_config_only(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flag", "value"),
     [
-        (("--model", "lama"), "unknown model 'lama'"),
-        (("--gpu-memory", "-1"), "'-1' is not a number above 0"),
-        (("--acceptance", "0.5"), "'0.5' is not two rates"),
-        (("--acceptance", "0.5,2"), "is not two rates"),
-        (("--context", "0"), "'0' is not a whole number"),
+        ("--model", "lama"),
+        ("--gpu-memory", "-1"),
+        ("--acceptance", "0.5"),
+        ("--acceptance", "0.5,2"),
+        ("--context", "0"),
     ],
 )
-def test_nonsense_is_refused_in_one_line(capsys, flags, message):
-    code, _, error = run(capsys, *flags)
+def test_nonsense_is_refused_in_one_line(capsys, flag, value):
+    code, _, error = run(capsys, flag, value)
     assert code == 2
-    assert message in error
+    assert f"'{value}'" in error
     assert error.count("\n") == 1
 
 
 def test_offload_needs_a_gpu_and_on_chip_needs_offload(engine):
-    with pytest.raises(InputError, match="offload is for GPUs: .* leave --offload out"):
+    with pytest.raises(InputError, match="offload"):
         engine.generate([5, 6], generation=GenerationConfig(4, offload=True))
-    with pytest.raises(InputError, match="on_chip is 3, which means nothing without offload"):
-        GenerationConfig(on_chip=3)
-    with pytest.raises(InputError, match="on_chip is -1"):
-        GenerationConfig(offload=True, on_chip=-1)
-
-
-def test_free_host_memory_is_what_the_system_says():
+    for wrong in ({"on_chip": 3}, {"offload": True, "on_chip": -1}):
+        with pytest.raises(InputError, match="on_chip"):
+            GenerationConfig(**wrong)
     assert free_host_bytes() > 1 << 20
 
 
@@ -329,19 +285,16 @@ def test_free_host_memory_is_what_the_system_says():
 def test_nominal_costs_count_weights_layers_slots_and_guesses(machine):
     """What the autotuner expects before it has measured, by hand; hosted KV counts where the link
     is slower."""
-    config, draft = shape_of("llama2-7b-128k"), shape_of("llama-68m")
     size = {"machine": machine, "itemsize": 2, "num_tokens": 10**6, "num_retrieved": 4096}
-    costs = pass_costs(config, draft, **size)
-    weight_bytes = 2 * weights_per_pass(config)
+    costs = pass_costs(SEVEN_B, DRAFT, **size)
     alone = machine.seconds_per_pass + 32 * machine.seconds_per_layer
-    alone += weight_bytes / machine.weight_bytes_per_second
+    alone += 2 * weights_per_pass(SEVEN_B) / machine.weight_bytes_per_second
     slot = 512 * 1024 / machine.kv_bytes_per_second
+    whole = alone + 10**6 * slot
     assert costs("retrieval", 0) == pytest.approx(alone + 4096 * slot)
-    assert costs("target", 0) == pytest.approx(alone + 10**6 * slot)
-    assert costs("target", 5) == pytest.approx(
-        (alone + 10**6 * slot) * (1 + 5 * machine.share_per_extra_token)
-    )
+    assert costs("target", 0) == pytest.approx(whole)
+    assert costs("target", 5) == pytest.approx(whole * (1 + 5 * machine.share_per_extra_token))
     assert costs("draft", 0) < 0.1 * alone
-    assert pass_costs(config, None, **size)("draft", 0) == 0
-    hosted = pass_costs(config, draft, **size, hosted_share=1.0)("target", 0)
-    assert hosted == pytest.approx(max(alone + 10**6 * slot, 10**6 * 512 * 1024 / 25e9))
+    assert pass_costs(SEVEN_B, None, **size)("draft", 0) == 0
+    hosted = pass_costs(SEVEN_B, DRAFT, **size, hosted_share=1.0)("target", 0)
+    assert hosted == pytest.approx(max(whole, 10**6 * 512 * 1024 / 25e9))

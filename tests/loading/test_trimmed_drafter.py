@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import minitri
 from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from tests.conftest import edit_json, write_hf_folder
-from tests.programs.test_tools import tool
+from tools import distill_data, distill_draft
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,7 @@ def books(tmp_path_factory, long_text):
 
 def distill(target, books, out, *flags: str, text: str = "train.txt") -> None:
     """What `main` does inside its handling of errors."""
-    program = tool("distill_draft")
+    program = distill_draft
     files = ("--text", str(books / text), "--held-out", str(books / "held-out.txt"))
     argv = ["--model", str(target), *files, "--out", str(out), *FLAGS, *flags]
     program.make_drafter(program.build_parser().parse_args(argv))
@@ -137,7 +137,7 @@ def test_an_interrupted_distillation_goes_on_where_it_was(target, books, tmp_pat
     """Killed while it labels and killed while it trains, it ends with the very drafter of a run
     that was left alone."""
     distill(target, books, tmp_path / "whole")
-    draft, data = tool("distill_draft"), tool("distill_data")
+    draft, data = distill_draft, distill_data
     append, loss, calls = data.LabelStore.append, draft.distillation_loss, {"append": 0, "loss": 0}
 
     def interrupted(name, function, at):

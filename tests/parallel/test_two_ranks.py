@@ -106,7 +106,8 @@ def test_what_does_not_fit_is_one_line_on_all_ranks(seen):
     told = {
         "odd heads": "cannot be split over 2 ranks: num_heads=3, num_kv_heads=3",
         "other flags": "the ranks were given different models, or ways to load them; start all",
-        "other prompts": "the ranks were given different prompts or settings; start all",
+        "other prompts": "the ranks were given different prompts, seeds or settings; start all",
+        "other seeds": "the ranks were given different prompts, seeds or settings; start all",
         "int4": "--draft-weights int4 needs the compiled kernels",
         "one GPU": "is one GPU for 2 ranks",
         "of rank 0": "rank 0 cannot read it",

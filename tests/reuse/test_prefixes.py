@@ -18,8 +18,10 @@ from minitri import (
     SpeculationConfig,
     Token,
 )
+from minitri.caches.prefixes import PrefixCache
 from minitri.settings import METHODS
 from tests.cascades import random_prompt, tiny_engine
+from tests.conftest import new_cache, tiny_config
 from tests.gpu_twins.test_offloaded_cache import offloaded
 from tools.paper.baselines.policies import NAMES, policy_of
 
@@ -164,6 +166,30 @@ def test_ctrl_c_in_the_middle_of_a_step_loses_nothing_that_was_certain(
     assert cached[0] > 140
     engine.release()
     assert say(engine, [prompt], speculation, num_new=40)[0] == again
+
+
+@pytest.mark.parametrize("taken_by", [0, 1])
+@pytest.mark.parametrize("adopted", ["", "in place", "in a larger cache"])
+def test_slots_that_passes_of_others_wrote_over_are_put_back(adopted, taken_by):
+    """All that are guarded, once, and again after another prefix cache has taken the text over."""
+    full, text = new_cache(tiny_config(), 2, 64), list(range(30))
+    for slots in (full.keys, full.values):
+        slots.normal_(generator=torch.Generator().manual_seed(0))
+    exact = [slots.clone() for slots in full.tokens(0, 0, 30)]
+    full.advance([30, 0])
+    prefix = PrefixCache(full, 5, reads_alike=True)
+    prefix.keep(0, text)
+    full.reset(0)
+    full.keys[..., :5, :] = full.values[..., :5, :] = math.nan
+    if adopted:
+        old, full = prefix, full if adopted == "in place" else new_cache(tiny_config(), 2, 128)
+        prefix = PrefixCache(full, 5, reads_alike=True)
+        prefix.adopt(old)
+        full.keys[..., :5, :] = full.values[..., :5, :] = math.nan
+    texts = [text if b == taken_by else [] for b in range(2)]
+    assert prefix.take(taken_by, texts, 40) == 30
+    for ours, wanted in zip(full.tokens(taken_by, 0, 30), exact, strict=True):
+        assert torch.equal(ours, wanted)
 
 
 def test_a_longer_run_takes_the_text_along(engine, document):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from safetensors import safe_open
 
 import minitri
 from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig
+from minitri.caches.snapshots import Origin, Snapshot, write_snapshot
 from tests.cascades import random_prompt, tiny_engine
-from tests.conftest import write_hf_folder
+from tests.conftest import tiny_config, write_hf_folder
 
 WARM = SamplingParams(0.9, 30)
 SPECULATION = SpeculationConfig("triforce", gamma1=2, gamma2=3, budget=32, num_recent_tokens=16)
@@ -63,6 +65,18 @@ def test_a_text_after_a_restart_is_the_text_without_one(folder, prompt, dtype, t
     assert cached > 100
     first.release()
     assert say(first, longer) == (text, 0)
+
+
+def test_tokens_that_were_generated_stay_inexact_in_a_file(tmp_path):
+    """As on compiled kernels, where no other text may begin with them."""
+    config, tokens = tiny_config(), list(range(20))
+    pair = torch.randn(config.num_kv_heads, 20, config.head_dim)
+    source = SimpleNamespace(tokens=tokens, num_exact=12, layers=lambda n: [(pair, pair)] * 2)
+    origin = Origin(config, torch.float32, "x")
+    assert write_snapshot(str(tmp_path / "x"), source, origin, "a note") == 20
+    held = Snapshot(str(tmp_path / "x"), origin)
+    assert (held.tokens, held.num_exact, held.note) == (tokens, 12, "a note")
+    assert [keys.shape[1] for keys, _ in held.layers(12)] == [12, 12]
 
 
 def test_the_file_is_k_and_v_and_hardly_more(saved, engine):

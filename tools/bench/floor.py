@@ -20,7 +20,7 @@ from minitri.cli.terminal import finish
 from minitri.cpu.kernels import Kernels, load_kernels
 from minitri.engine import Engine
 from minitri.generation import Generation
-from minitri.roofline import bytes_per_pass, kv_bytes_per_token
+from minitri.roofline import bytes_per_pass
 from minitri.settings import GenerationConfig, SpeculationConfig
 from tools.bench.bandwidth import read_bandwidth
 
@@ -63,9 +63,9 @@ def run_floor(args: argparse.Namespace) -> None:
 
 def card(engine: Engine, num_tokens: int) -> dict[str, float]:
     """What a step must read at a length of `num_tokens`, and how fast this machine reads."""
-    model, config = engine.model, engine.config
+    model = engine.model
     weight_bytes = bytes_per_pass(model)
-    kv_bytes = kv_bytes_per_token(config, model.dtype.itemsize)
+    kv_bytes = engine.config.kv_values_per_token * model.dtype.itemsize
     bandwidth = read_bandwidth(model.device)
     return {
         "weight_bytes": model.num_bytes,

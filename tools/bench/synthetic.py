@@ -29,13 +29,13 @@ from minitri.errors import InputError
 from minitri.generation import running
 from minitri.gpu.fused_modules import fuse_if_possible
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.ledger import CARDS, Workload, table
 from minitri.loading.devices import attention_for, choose_device, choose_dtype, guesser_for
 from minitri.loading.named_models import shape_of, unknown_model
 from minitri.memory import Models
 from minitri.model.llama import Llama
+from minitri.phases import CARDS, phase_table, phases
 from minitri.requests import Request
-from minitri.roofline import CPU, kv_bytes_per_token, weights_per_pass
+from minitri.roofline import CPU, Workload, weights_per_pass
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.stack import Stack, begin
 from tools.bench.bandwidth import copy_bandwidth, idle_share
@@ -137,7 +137,7 @@ def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
         f"{link / 1e9:.1f} GB/s from the host",
         flush=True,
     )
-    weights, slot = weights_per_pass(config) * itemsize, kv_bytes_per_token(config, itemsize)
+    weights, slot = weights_per_pass(config) * itemsize, config.kv_values_per_token * itemsize
     for context in contexts:
         with running(target):
             alone = decode(target, draft, context, setup, "autoregressive")
@@ -181,13 +181,17 @@ def ledger(
         CARDS[1e9] if target.device.type == "cuda" else CPU, weight_bytes_per_second=memory,
         kv_bytes_per_second=memory, link_bytes_per_second=link,
     )  # fmt: skip
+    context = row["context"]
     workload = Workload(
-        target.config, draft.config if draft is not None else None, row["cascade"]["on_chip"],
-        row["context"], setup.speculation.budget_for(row["context"]),
-        itemsize=setup.dtype.itemsize, is_fused="Fused" in type(target.layers).__name__,
-    )  # fmt: skip
-    phases, _ = workload.phases(setup.speculation.plans[0], setup.acceptance)
-    return table(phases, machine, row["cascade"]["phase_ms"])
+        target.config,
+        draft.config if draft is not None else None,
+        context,
+        setup.speculation.budget_for(context),
+        itemsize=setup.dtype.itemsize,
+        hosted_share=1 - row["cascade"]["on_chip"] / target.config.num_layers,
+    )
+    found, _ = phases(workload, setup.speculation.plans[0], setup.acceptance)
+    return phase_table(found, machine, row["cascade"]["phase_ms"])
 
 
 class SyntheticSource:

@@ -34,7 +34,9 @@ def rotate_and_write(  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     dims = tl.arange(0, SIZE)[None, :]
-    is_there, b, t = dims < D, (row // T).to(tl.int64), row % T
+    is_there = dims < D
+    b = (row // T).to(tl.int64)
+    t = row % T
     from_qkv = qkv + row.to(tl.int64) * (H + 2 * K) * D + heads * D
     is_head = is_there & (heads < H + 2 * K)
     plain = tl.load(from_qkv + dims, mask=is_head, other=0.0)
@@ -63,10 +65,12 @@ def rotate_and_write(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def add_and_normalize(  # type: ignore[no-untyped-def]
     x, change, weight, total, normed, eps, E, SIZE: tl.constexpr
-) -> None:  # fmt: skip
+) -> None:
     """One row: `total` = x + change, and `normed`, its RMSNorm."""
-    row, dims = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
-    is_there, place = dims < E, row * E + dims
+    row = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, SIZE)
+    is_there = dims < E
+    place = row * E + dims
     x_E = tl.load(x + place, mask=is_there, other=0.0).to(tl.float32)
     x_E += tl.load(change + place, mask=is_there, other=0.0).to(tl.float32)
     rounded_E = x_E.to(total.dtype.element_ty)
@@ -80,7 +84,8 @@ def add_and_normalize(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def gate(gate_up, out, I, SIZE: tl.constexpr) -> None:  # type: ignore[no-untyped-def] # noqa: E741
     """SiLU(gate) * up of a part of one row, which holds I gates and then I numbers to gate."""
-    row, dims = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    row = tl.program_id(0).to(tl.int64)
+    dims = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     gate_I = tl.load(gate_up + 2 * row * I + dims, mask=dims < I, other=0.0).to(tl.float32)
     up_I = tl.load(gate_up + (2 * row + 1) * I + dims, mask=dims < I, other=0.0).to(tl.float32)
     gated_I = gate_I / (1.0 + tl.exp(-gate_I)) * up_I

@@ -45,7 +45,9 @@ def attend_piece(  # type: ignore[no-untyped-def]
     of log2(e); `q_b` and the like are strides. Programs that share keys run side by side. `rule` is
     read with `HAS_RULE` only; without it the block is causal.
     """
-    tile, piece, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    tile = tl.program_id(0)
+    piece = tl.program_id(1)
+    head = tl.program_id(2).to(tl.int64)
     b, k = head // num_kv_heads, head % num_kv_heads
     length = tl.load(lengths + b).to(tl.int32)
     end = length + T
@@ -53,7 +55,8 @@ def attend_piece(  # type: ignore[no-untyped-def]
     first = piece * share
     last = tl.minimum(first + share, end)
 
-    rows, dims = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    dims = tl.arange(0, D)
     t = rows % T
     is_row = rows < G * T
     from_q = q + b * q_b + t * q_t + (k * G + rows // T) * q_h
@@ -61,10 +64,9 @@ def attend_piece(  # type: ignore[no-untyped-def]
     most = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out_RD = tl.zeros([ROWS, D], tl.float32)
-    from_kv = b * kv_b + k * kv_h
     for start in range(first, last, NUM_KEYS):
         slots = start + tl.arange(0, NUM_KEYS)
-        places = from_kv + slots[:, None] * kv_s + dims[None, :]
+        places = b * kv_b + k * kv_h + slots[:, None] * kv_s + dims[None, :]
         is_there = (slots < last)[:, None]
         keys_SD = tl.load(keys + places, mask=is_there, other=0.0)
         scores_RS = tl.dot(tile_RD, tl.trans(keys_SD), input_precision="ieee") * scale
@@ -77,14 +79,13 @@ def attend_piece(  # type: ignore[no-untyped-def]
             sees = (slots[None, :] <= length + t[:, None]) & (slots[None, :] < last)
         scores_RS = tl.where(sees, scores_RS, -float("inf"))
         new_most = tl.maximum(most, tl.max(scores_RS, 1))
-        is_first = new_most == -float("inf")  # no key was seen by this row yet
-        base = tl.where(is_first, 0.0, new_most)
+        base = tl.where(new_most == -float("inf"), 0.0, new_most)  # -inf: no key was seen yet
         probs_RS = tl.exp2(scores_RS - base[:, None])
         decay = tl.exp2(most - base)
         total = total * decay + tl.sum(probs_RS, 1)
         values_SD = tl.load(values + places, mask=is_there, other=0.0)
-        p_RS = probs_RS.to(values_SD.dtype)
-        out_RD = out_RD * decay[:, None] + tl.dot(p_RS, values_SD, input_precision="ieee")
+        probs_RS = probs_RS.to(values_SD.dtype)
+        out_RD = out_RD * decay[:, None] + tl.dot(probs_RS, values_SD, input_precision="ieee")
         most = new_most
     saw_any = total > 0.0
     out_RD = out_RD / tl.where(saw_any, total, 1.0)[:, None]
@@ -97,14 +98,16 @@ def attend_piece(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=RUNTIME)  # type: ignore[untyped-decorator]
 def merge_pieces(  # type: ignore[no-untyped-def]
     outs, lses, out, T, G, num_kv_heads, num_pieces, PIECES: tl.constexpr, D: tl.constexpr
-) -> None:  # fmt: skip
+) -> None:
     """Merges the pieces of one row of one KV head by their log-sum-exps.
 
     At least one piece has keys: the row's own. `PIECES` is a power of two, at least `num_pieces`.
     """
-    head, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1)
     b, k = head // num_kv_heads, head % num_kv_heads
-    pieces, dims = tl.arange(0, PIECES), tl.arange(0, D)
+    pieces = tl.arange(0, PIECES)
+    dims = tl.arange(0, D)
     is_piece = pieces < num_pieces
     places = (head * num_pieces + pieces) * G * T + row
     lse = tl.load(lses + places, mask=is_piece, other=-float("inf"))

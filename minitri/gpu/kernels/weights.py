@@ -74,9 +74,7 @@ def multiply(x: Tensor, weight_NE: Tensor, scales_N: Tensor, num_processors: int
     out_MN = x.new_empty(len(x_ME), N)
     sizes = tile_sizes(len(x_ME), N, num_processors)
     grid = triton.cdiv(N, sizes["COLUMNS"]), triton.cdiv(len(x_ME), sizes["ROWS"])
+    tensors = (x_ME, weight_NE, scales_N, out_MN)
     with torch.cuda.device_of(x):  # else Triton would launch on the current one
-        multiply_tile[grid](
-            x_ME, weight_NE, scales_N, out_MN, len(x_ME), N, E,
-            SHARES=SHARES, **sizes, num_warps=SHARES,
-        )  # fmt: skip
+        multiply_tile[grid](*tensors, len(x_ME), N, E, SHARES=SHARES, **sizes, num_warps=SHARES)
     return out_MN.view(*x.shape[:-1], N)

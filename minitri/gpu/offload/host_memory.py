@@ -20,7 +20,7 @@ log = logging.getLogger("minitri")
 
 
 class HostMemory:
-    """Blocks of host memory that caches borrow, one after the other."""
+    """Blocks of host memory that caches borrow, one after another."""
 
     def __init__(self, device: torch.device) -> None:
         """For copies to and from this device."""
@@ -39,10 +39,10 @@ class HostMemory:
         of all that are free.
         """
         num_bytes = math.prod(shape) * dtype.itemsize
-        sizes = [block.nbytes for block in self._free if block.nbytes >= num_bytes]
-        if sizes:
-            block = next(it for it in self._free if it.nbytes == min(sizes))
-            self._free[:] = [it for it in self._free if it is not block]
+        self._free.sort(key=lambda block: block.nbytes)
+        place = next((n for n, it in enumerate(self._free) if it.nbytes >= num_bytes), None)
+        if place is not None:
+            block = self._free.pop(place)
             synchronize(self._device)  # copies of the last borrower may be under way
         else:
             self._free.clear()
@@ -57,8 +57,8 @@ class HostMemory:
 
 @torch.inference_mode(False)  # it may outlive the run that asks for it
 def host_memory(num_bytes: int, device: torch.device) -> Tensor:
-    """Uninitialised bytes of the host; for a GPU page-locked, so that copies run beside the
-    computation.
+    """Uninitialised bytes of the host; for a GPU page-locked, so that the computation goes on while
+    they are copied.
 
     They are registered rather than taken from PyTorch's pinned allocator, which rounds up to powers
     of two.
@@ -69,26 +69,19 @@ def host_memory(num_bytes: int, device: torch.device) -> Tensor:
     block = torch.frombuffer(memory, dtype=torch.uint8)
     if device.type != "cuda":
         return block
-    first_touch(block)
-    error = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), num_bytes, 0)
-    if int(error) == 0:
+    block[:: mmap.PAGESIZE].zero_()  # by all threads
+    error = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), num_bytes, 0))
+    if error == 0:
         weakref.finalize(block, unregister, block.data_ptr(), device)
         return block
     with contextlib.suppress(RuntimeError):  # CUDA reports the error once more, to the next call
         torch.zeros(1, device=device)
     problem = (
-        "%.1f GB of host memory could not be page-locked (CUDA error %d), so the KV cache travels "
-        "at a part of the link's speed, while nothing computes; raise the limit on locked memory "
-        "(ulimit -l)"
+        "%.1f GB of host memory could not be page-locked (CUDA error %d), so copies are slow and "
+        "the computation waits for them; raise the limit on locked memory (ulimit -l)"
     )
-    log.warning(problem, num_bytes / 1e9, int(error))
+    log.warning(problem, num_bytes / 1e9, error)
     return block
-
-
-def first_touch(block: Tensor) -> None:
-    """Has the system find the pages of fresh memory, in as many threads as PyTorch computes
-    with."""
-    block[:: mmap.PAGESIZE].zero_()
 
 
 def unregister(address: int, device: torch.device) -> None:

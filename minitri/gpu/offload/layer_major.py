@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache
+from minitri.gpu.allocation import free_device_bytes
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.gpu.placement import RESERVE, free_device_bytes
+from minitri.gpu.placement import RESERVE
 from minitri.model.block import make_block
 from minitri.model.cache import BlockKV
 from minitri.model.llama import Llama, Pass
@@ -61,7 +62,8 @@ class Chunk:
         self.end = cache.lengths[0] + len(tokens)
         self._block = make_block(model, [tokens], cache, len(tokens))
         x_BTE = model.embed(self._block.tokens_BT)
-        config, T = model.config, min(max_queries, len(tokens))
+        config = model.config
+        T = min(max_queries, len(tokens))
         shape = (config.num_layers, 1, T, config.num_heads, config.head_dim)
         self.queries_LBTHD = x_BTE.new_empty(shape) if T else None
         self._hidden_BTE = x_BTE.to(home, non_blocking=True)
@@ -92,7 +94,8 @@ def read_by_layers(
     Yields as often, whenever as much has been computed as for one more chunk. `watch` is called at
     the end, for the last chunks: those whose queries a ring of `max_queries` would still hold.
     """
-    L, end = model.config.num_layers, len(prompt) - 1
+    L = model.config.num_layers
+    end = len(prompt) - 1
     before = list(full.lengths)
     starts = range(before[b], end, chunk)
     if not starts:

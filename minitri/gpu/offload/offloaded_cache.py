@@ -4,7 +4,7 @@
 K and V of the first `on_chip` layers stay on the device. Those of the others live in page-locked
 host memory, and are copied to one of N staging buffers, at least two, before they are attended to:
 while layer l computes, the next N - 1 are copied, and once a pass is over, the first N for the next
-one, while others guess. Only valid tokens are copied, and what a pass adds is written back while
+one, while others propose. Only valid tokens are copied, and what a pass adds is written back while
 the computation goes on. A ring of the latest tokens stays on the device, from which the retrieval
 cache takes them.
 
@@ -182,7 +182,8 @@ class OffloadedFullCache(FullCache):
 
     def _fetch(self, layer: int) -> StagingBuffer:
         """Queues the copy of those tokens of a layer that its staging buffer lacks, if any."""
-        staging, hosted = self._staging, layer - self.on_chip
+        staging = self._staging
+        hosted = layer - self.on_chip
         buffer = staging.buffers[hosted % len(staging.buffers)]
         is_other = buffer.layer != layer
         if is_other:
@@ -213,7 +214,8 @@ class OffloadedFullCache(FullCache):
 
     def tokens(self, b: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         keys_LKTD, values_LKTD = super().tokens(b, start, end)
-        staging, b = self._staging, b + self._rows.start
+        staging = self._staging
+        b = b + self._rows.start
         if start >= staging.ring_starts[b]:
             places = torch.arange(start, end, device=self.device) % RING
             hosted_PLKTD = staging.ring_PLBKTD[:, :, b].index_select(3, places)
@@ -248,7 +250,8 @@ class OffloadedFullCache(FullCache):
 
     def parts(self, b: int, length: int) -> tuple[Tensor, Tensor, list[int], Staging, slice]:
         """The arguments that make a cache of row b alone, which holds `length` tokens."""
-        here, shared = slice(b, b + 1), self._rows.start + b
+        here = slice(b, b + 1)
+        shared = self._rows.start + b
         rows = slice(shared, shared + 1)
         return self.keys[:, here], self.values[:, here], [length], self._staging, rows
 
@@ -258,8 +261,10 @@ class OffloadedFullCache(FullCache):
 
     def keep_path(self, b: int, path: list[int]) -> None:
         super().keep_path(b, path)
-        staging, start = self._staging, self._lengths[b]
-        row, end = self._rows.start + b, start + 1 + len(path)
+        staging = self._staging
+        start = self._lengths[b]
+        row = self._rows.start + b
+        end = start + 1 + len(path)
         old = torch.tensor([start + place for place in path]).to(self.device) % RING
         new = torch.arange(start + 1, end, device=self.device) % RING
         ring_PLKTD = staging.ring_PLBKTD[:, :, row]

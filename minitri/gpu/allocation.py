@@ -1,0 +1,142 @@
+"""Allocates the full cache where it fits, by what memory there is: `placement.py` says what fits.
+
+Legend: L layers, B batch.
+"""
+
+import contextlib
+import logging
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minitri.caches.full import FullCache
+from minitri.config import ModelConfig
+from minitri.errors import InputError
+from minitri.execution import Ranks
+from minitri.gpu.offload.host_memory import HostMemory
+from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
+from minitri.gpu.placement import Demand, Load, choose_on_chip, demand, shortage
+from minitri.model.llama import Llama
+from minitri.settings import GenerationConfig, SpeculationConfig
+
+log = logging.getLogger("minitri")
+
+
+def free_bytes(device: torch.device, ranks: Ranks) -> tuple[float, float]:
+    """Memory that each rank can take: of its device, a share of that of the host."""
+    host = ranks.least(free_host_bytes()) / ranks.count
+    on_device = free_device_bytes(device) if device.type == "cuda" else host
+    return ranks.least(on_device), host
+
+
+def free_host_bytes() -> float:
+    """Host memory that can be taken, by the system and by a container's limit; else infinity."""
+    free = [math.inf]
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(line for line in lines if line.startswith("MemAvailable:"))
+        free.append(1024.0 * int(available.split()[1]))
+    with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
+        group = Path("/sys/fs/cgroup")
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        free.append(float(limit - used))
+    return min(free)
+
+
+def free_device_bytes(device: torch.device) -> float:
+    """Memory of a CUDA device that this process can take, or holds and does not use."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
+def demand_of(
+    target: Llama,
+    draft: ModelConfig | None,
+    generation: GenerationConfig,
+    speculation: SpeculationConfig,
+    num_tokens: int,
+    prompt_lengths: list[int],
+) -> tuple[Demand, float, float]:
+    """What a run needs here, and the bytes there are on the device, weights included, and on the
+    host."""
+    load = Load(target.config, draft, speculation, num_tokens, prompt_lengths)
+    chunk = generation.prefill_chunk
+    itemsize = target.dtype.itemsize
+    needs = demand(replace(load, prefill_chunk=chunk, itemsize=itemsize))
+    on_device, on_host = free_bytes(target.device, target.execution.ranks)
+    return needs, on_device + needs.weights + needs.draft_weights, on_host
+
+
+def most_rows(
+    target: Llama,
+    draft: ModelConfig | None,
+    generation: GenerationConfig,
+    speculation: SpeculationConfig,
+    longest: list[int],
+    kept_host_bytes: int = 0,
+) -> int:
+    """How many texts memory holds at a time, of prompts in falling order of length; at least 1."""
+    num_tokens = longest[0] + generation.max_new_tokens
+    run = (target, draft, generation, speculation, num_tokens)
+    whole, on_device, on_host = demand_of(*run, longest)
+    for num_rows in range(len(longest), 1, -1):
+        needs = demand(replace(whole.load, prompt_lengths=longest[:num_rows]))
+        if generation.offload:
+            fits = shortage(needs, on_device, on_host + kept_host_bytes) is None
+        else:
+            fits = needs.on_device(target.config.num_layers) <= on_device
+        if fits:
+            return num_rows
+    return 1
+
+
+def allocate_full_cache(
+    target: Llama,
+    draft: ModelConfig | None,
+    generation: GenerationConfig,
+    speculation: SpeculationConfig,
+    prompt_lengths: list[int],
+    capacity: int,
+    host: HostMemory | None = None,
+) -> FullCache:
+    """An empty full cache with `capacity` slots per prompt, on the device or partly on the host.
+
+    `host` lends memory there. Raises `InputError` if there is no room for it and what else a run
+    needs.
+    """
+    config = target.config
+    device = target.device
+    B = len(prompt_lengths)
+    check_offload(target, generation)
+    options: dict[str, Any] = {"dtype": target.dtype, "device": device}
+    on_chip = config.num_layers
+    host = host or HostMemory(device)
+    try:
+        if device.type == "cuda":
+            run = (target, draft, generation, speculation, capacity)
+            needs, on_device, on_host = demand_of(*run, prompt_lengths)
+            on_chip = choose_on_chip(needs, generation, on_device, on_host + host.num_free_bytes)
+            options |= {"num_buffers": needs.num_buffers(on_chip, on_device), "host": host}
+        if on_chip == config.num_layers:
+            return FullCache.allocate(config, B, capacity, dtype=target.dtype, device=device)
+        placed = "KV cache: %d of %d layers on %s, the others in host memory"
+        log.info(placed, on_chip, config.num_layers, device)
+        return OffloadedFullCache.placed(config, B, capacity, on_chip=on_chip, **options)
+    except RuntimeError:  # out of memory, on CUDA too
+        needed = B * capacity * config.kv_values_per_token * target.dtype.itemsize
+        raise InputError(
+            f"the KV cache for {B} x {capacity} tokens needs {needed / 1e9:.1f} GB, which {device} "
+            "does not have; shorten the prompt, lower max_new_tokens, or use a smaller dtype"
+        ) from None
+
+
+def check_offload(target: Llama, generation: GenerationConfig) -> None:
+    """Raises `InputError` if KV is wanted in host memory for a model that runs there."""
+    if generation.offload and target.device.type != "cuda":
+        raise InputError(
+            f"offload is for GPUs: {target.config.name} runs on the {target.device.type}, whose KV "
+            "cache is in host memory already; leave --offload out"
+        )
