@@ -239,6 +239,7 @@ def test_seeds_decide_and_belong_to_rows(engine):
     assert ids(run(engine, PROMPTS[0], sampling=NOISY, seed=6)) == [same[1].token_ids]
 
 
+@pytest.mark.slow
 def test_the_engine_draws_from_the_distribution_of_its_model(engine, monkeypatch):
     """First and second token of 3,000 rows, chi-square against the exact joint distribution, cells
     of at least 8 expected.

@@ -270,6 +270,7 @@ MUTANTS = {
 """Wrong kernels: a text of the source and what stands in its place."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_wrong_kernels_are_noticed(name, tmp_path):
     mutant = compiled(tmp_path, change=MUTANTS[name])

@@ -108,6 +108,7 @@ MUTANTS = {
 """Wrong passes: a text of the source and what stands in its place."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_wrong_passes_are_noticed(name, tmp_path):
     mutant = compiled(tmp_path, change=MUTANTS[name])

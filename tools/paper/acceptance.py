@@ -91,7 +91,7 @@ Rate = tuple[float, float]
 
 
 class Continuation:
-    """A prompt and what the target said behind it, with the full cache, distributions, queries."""
+    """A prompt and what the target said after it, with the full cache, distributions, queries."""
 
     def __init__(
         self, engine: Engine, prompt: list[int], args: argparse.Namespace,
@@ -220,7 +220,7 @@ def measure(
     speculations: dict[str, SpeculationConfig], copies: dict[str, Llama],
     found: defaultdict[str, list[Rate]],
 ) -> None:  # fmt: skip
-    """Adds the rates behind one prompt to those that were found."""
+    """Adds the rates after one prompt to those that were found."""
     settings = [it for it in speculations.values() for _ in ("", *copies)]
     continuation, draft_NV = Continuation(engine, prompt, args, settings), None
     if engine.draft is not None:

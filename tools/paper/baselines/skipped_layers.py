@@ -45,7 +45,7 @@ class SkippedLayers:
         """What each row's cache has read."""
 
     def guess(self, tokens: list[int], row: int) -> Tensor:
-        """The distribution (V,) of these layers behind sinks and a window of latest tokens."""
+        """The distribution (V,) of these layers after sinks and a window of latest tokens."""
         model, (known, cache) = self._model, self._rows.get(row) or ([], self._new_cache())
         pairs = zip(known, tokens[:-1], strict=False)
         num_same = [*(a == b for a, b in pairs), False].index(False)
