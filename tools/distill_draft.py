@@ -38,7 +38,7 @@ from tqdm import tqdm
 from minitri.cli.arguments import OneLineParser, add_model_flags, positive
 from minitri.cli.exits import program
 from minitri.config import ModelConfig, RopeConfig
-from minitri.cpu.attention import attend_cpu
+from minitri.cpu.flash_attention import attend_cpu
 from minitri.decoding.sampling import probs_from_logits
 from minitri.engine import Engine, load
 from minitri.errors import InputError

@@ -106,7 +106,8 @@ class SelfTest:
             seed=self._args.seed,
             block=speculation.max_block,
         )
-        is_bitwise = model.is_row_invariant and not speculation.tree  # the bits are always the same
+        # Are the bits always the same?
+        is_bitwise = model.execution.is_row_invariant and not speculation.tree
         is_tie = found.is_tie and not is_bitwise
         verdict = "numeric tie" if is_tie else "BUG"
         print(

@@ -15,8 +15,8 @@ import torch
 
 import minitri
 from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.execution import Execution
 from minitri.memory import MemoryShape
-from minitri.parallel.ranks import Ranks
 from minitri.stack import may_use_clock
 from tests.conftest import write_hf_folder
 from tools.paper.baselines.policies import policy_of
@@ -172,7 +172,6 @@ def test_a_clock_chooses_plans_only_where_the_text_cannot_depend_on_them(
     sampling, coupled = distribution
     speculation = SpeculationConfig("auto", coupled=coupled, timed=timed)
     shape = MemoryShape((1,), sampling, GenerationConfig(4), speculation)
-    target = SimpleNamespace(
-        dtype=dtype, device=torch.device(device), is_row_invariant=is_row_invariant, ranks=Ranks()
-    )
+    execution = Execution(is_row_invariant=is_row_invariant)
+    target = SimpleNamespace(dtype=dtype, device=torch.device(device), execution=execution)
     assert may_use_clock(SimpleNamespace(target=target), shape) == may

@@ -181,5 +181,5 @@ def test_a_bad_flag_is_told_once(models):
 
 
 def test_without_torchrun_there_is_no_process_group(engine):
-    assert engine.model.ranks.count == 1
+    assert engine.model.execution.ranks.count == 1
     assert not torch.distributed.is_initialized()

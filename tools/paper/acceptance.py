@@ -42,7 +42,7 @@ from minitri.caches.retrieval import RetrievalCache
 from minitri.cli import arguments
 from minitri.cli.exits import program
 from minitri.cli.inputs import read_prompt
-from minitri.cpu.quantized import quantized_twin
+from minitri.cpu.low_bit_models import quantized_copy
 from minitri.decoding.sampling import sample
 from minitri.decoding.verification import Proposal
 from minitri.engine import Engine, load
@@ -205,13 +205,13 @@ def overlap(probs_NV: Tensor, others_NV: Tensor) -> Rate:
 def rounded_copy(model: Llama, args: argparse.Namespace, name: str) -> Llama:
     """What guesses with `--draft-weights name`."""
     if name == "int4":
-        return quantized_twin(model)
+        return quantized_copy(model)
     twin = load(**arguments.model_of(args), draft="suffix").model
     for layer in twin.modules():
         if isinstance(layer, Linear):
             weight_NE, scales_N = quantize(layer.weight)
             layer.weight.copy_(weight_NE.float() * scales_N.unsqueeze(1))
-    twin._lent_embedding = model.embed
+    twin.lent_embedding = model.embed
     return twin
 
 

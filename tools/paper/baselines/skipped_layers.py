@@ -22,6 +22,7 @@ from torch import Tensor
 
 from minitri.caches.streaming import StreamingCache
 from minitri.config import ModelConfig
+from minitri.cpu.kernel_layers import KernelLayers
 from minitri.errors import InputError, shorten
 from minitri.loading.tokenizer import Tokenizer
 from minitri.model.block import read_block
@@ -78,6 +79,8 @@ def with_layers(model: Llama, layers: Sequence[int]) -> Llama:
     nowhere = torch.device("meta")
     view = Llama(config, dtype=model.dtype, device=nowhere, target=model, attend=model.attend)
     view.layers = Layers(model.layers[number] for number in layers)
+    if isinstance(model.layers, KernelLayers):
+        view.layers = KernelLayers(view.layers, model.layers.kernels)
     view.norm, view.lm_head, view.rope = model.norm, model.lm_head, model.rope
     return view
 
