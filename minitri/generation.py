@@ -70,7 +70,7 @@ class Generation(Iterator[Event]):
         self._running: dict[int, Row] = {}  # by their places in the batch
         self._reading: dict[int, Iterator[PrefillProgress]] = {}
         asked = [(row.prompt, row.request) for row in rows]
-        self._model.ranks.check_same("prompts, seeds or settings", (shape, asked))
+        self._model.execution.ranks.check_same("prompts, seeds or settings", (shape, asked))
         with torch.inference_mode(), running(self._model):
             stack = Stack(pool.open(shape, [row.prompt for row in rows]), shape)
         self.stats = stack.stats

@@ -144,7 +144,8 @@ def allocate(
         full = allocate_full_cache(
             target, draft_config, generation, speculation, lengths, capacity, host
         )
-    prefix = PrefixCache(full, speculation.max_block, reads_alike=not target.is_row_invariant)
+    is_row_invariant = target.execution.is_row_invariant
+    prefix = PrefixCache(full, speculation.max_block, reads_alike=not is_row_invariant)
     if held is not None:  # before captures write to the slots of rows without a text
         prefix.adopt(held)
     if graphs is None:

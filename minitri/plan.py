@@ -21,11 +21,11 @@ with clean_imports():
     from minitri.cli import arguments
     from minitri.config import ModelConfig
     from minitri.errors import InputError, shorten
+    from minitri.execution import Ranks
     from minitri.gpu.placement import CONTEXT, GIB, Demand, Load, demand, shortage
     from minitri.loading.checkpoint import open_checkpoint
     from minitri.loading.fetch import LOOKUPS, committed_path, default_draft
     from minitri.loading.named_models import shape_of, unknown_model
-    from minitri.parallel.ranks import Ranks
     from minitri.parallel.split import share_of
     from minitri.phases import CARDS, phase_table, phases, predict, prefill
     from minitri.roofline import Machine, Workload, eight_bit_bytes, four_bit_bytes
@@ -55,10 +55,13 @@ def build_parser() -> arguments.OneLineParser:
     for name, default, text in (
         ("gpu-memory", 24, "nominal memory of a GPU in GiB"),
         ("host-memory", 256, "memory that may be page-locked, in GiB"),
-        ("gpu-gb-s", None, "GB/s at which the GPU reads its memory (default: by its size, 1000, "
-         "2000 or 4000)"),
+        (
+            "gpu-gb-s",
+            None,
+            "GB/s at which the GPU reads its memory (default: by its size, 1000, 2000 or 4000)",
+        ),
         ("link-gb-s", 25, "GB/s from host memory to each GPU: 25 for PCIe 4.0 x16, 50 for 5.0"),
-    ):  # fmt: skip
+    ):
         group.add_argument(f"--{name}", type=number, metavar="X", default=default, help=text)
     text = "GPUs that share the model by tensor parallelism (torchrun)"
     group.add_argument("--gpus", type=arguments.whole(1, 64), metavar="N", default=1, help=text)
@@ -66,8 +69,7 @@ def build_parser() -> arguments.OneLineParser:
     group.add_argument("--explain", action="store_true", help=text)
     group = parser.add_argument_group("speculation")
     text = "of the retrieval level: the model's own, or a copy in 8 bits"
-    group.add_argument("--draft-weights", choices=("same", "int8"), default="same",
-                       help=text)  # fmt: skip
+    group.add_argument("--draft-weights", choices=("same", "int8"), default="same", help=text)
     arguments.add_rates_flag(group, "acceptance", "acceptance rates to expect")
     arguments.add_draft_flag(group)
     arguments.add_size_flags(group)
@@ -111,9 +113,11 @@ def machine_of(args: argparse.Namespace) -> Machine:
     card = next(card for most, card in CARDS.items() if args.gpu_memory <= most)
     memory = 1e9 * args.gpu_gb_s if args.gpu_gb_s else card.kv_bytes_per_second
     return dataclasses.replace(
-        card, weight_bytes_per_second=memory, kv_bytes_per_second=memory,
+        card,
+        weight_bytes_per_second=memory,
+        kv_bytes_per_second=memory,
         link_bytes_per_second=1e9 * args.link_gb_s,
-    )  # fmt: skip
+    )
 
 
 def run_command(args: argparse.Namespace) -> int:
@@ -215,22 +219,24 @@ def table(placements: list[dict[str, Any]], L: int) -> str:
     columns = []
     for placement in placements:
         on_chip, ms = placement["on_chip"], placement["predicted_ms"]
-        columns.append({
-            "KV cache on the GPU": "all" if on_chip == L else f"{on_chip} of {L} layers",
-            **{f"  {name}, GiB": size / GIB for name, size in placement["parts"].items()},
-            "on the GPU, GiB": placement["device_bytes"] / GIB,
-            "in host memory, GiB": placement["host_bytes"] / GIB,
-            "fits": "yes" if placement["fits"] else "no",
-            "sequences that fit": placement["rows_that_fit"],
-            "draft step, ms": ms["draft"],
-            "retrieval verification, ms": ms["retrieval"],
-            "full verification, ms": ms["target"],
-            "commit, ms": ms["commit"],
-            "autoregressive, ms/token": ms["autoregressive"],
-            "gamma1, gamma2": "{gamma1}, {gamma2}".format(**ms["plan"]),
-            "cascade, ms/token": ms["cascade"],
-            "speedup": ms["speedup"],
-        })  # fmt: skip
+        columns.append(
+            {
+                "KV cache on the GPU": "all" if on_chip == L else f"{on_chip} of {L} layers",
+                **{f"  {name}, GiB": size / GIB for name, size in placement["parts"].items()},
+                "on the GPU, GiB": placement["device_bytes"] / GIB,
+                "in host memory, GiB": placement["host_bytes"] / GIB,
+                "fits": "yes" if placement["fits"] else "no",
+                "sequences that fit": placement["rows_that_fit"],
+                "draft step, ms": ms["draft"],
+                "retrieval verification, ms": ms["retrieval"],
+                "full verification, ms": ms["target"],
+                "commit, ms": ms["commit"],
+                "autoregressive, ms/token": ms["autoregressive"],
+                "gamma1, gamma2": "{gamma1}, {gamma2}".format(**ms["plan"]),
+                "cascade, ms/token": ms["cascade"],
+                "speedup": ms["speedup"],
+            }
+        )
     lines = []
     for name in columns[0]:
         cells = (column[name] for column in columns)

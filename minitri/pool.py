@@ -81,12 +81,12 @@ class MemoryPool:
     def _origin(self) -> Origin:
         """What K and V here depend on. Raises `InputError` if no file can say so."""
         model = self.models.target
-        is_split = model.ranks.count > 1
-        if is_split or not model.fingerprint:
+        is_split = model.execution.ranks.count > 1
+        if is_split or not model.execution.fingerprint:
             why = "is divided among processes" if is_split else "was not read from a file"
             name = model.config.name
             raise InputError(f"{name} {why}, so its KV cache is neither saved nor loaded")
-        return Origin(model.config, model.dtype, model.fingerprint)
+        return Origin(model.config, model.dtype, model.execution.fingerprint)
 
     def clear(self) -> None:
         """Frees what is kept; a run that is under way will not be kept either."""

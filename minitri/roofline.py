@@ -18,7 +18,7 @@ from minitri.model.llama import Llama
 
 @dataclass(frozen=True)
 class Machine:
-    """What the bytes move through, and what a pass costs besides."""
+    """What the bytes move through, and what else a pass costs."""
 
     weight_bytes_per_second: float
     kv_bytes_per_second: float
@@ -39,9 +39,14 @@ class Machine:
 
 
 CPU = Machine(
-    30e9, 25e9, 25e9, seconds_per_layer=0.08e-3, seconds_per_pass=0.8e-3,
-    share_per_extra_token=0.06, share_in_four_bits=0.2,
-)  # fmt: skip
+    30e9,
+    25e9,
+    25e9,
+    seconds_per_layer=0.08e-3,
+    seconds_per_pass=0.8e-3,
+    share_per_extra_token=0.06,
+    share_in_four_bits=0.2,
+)
 GPU = Machine(2e12, 2e12, 25e9, seconds_per_layer=0.05e-3, share_per_extra_token=0.01)
 """Nominal machines: of the right order where nothing was measured, and the same in every run."""
 

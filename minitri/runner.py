@@ -262,8 +262,8 @@ def prefill(
             T = len(piece) if max_queries is None else min(max_queries, len(piece))
             shape = (config.num_layers, 1, T, config.num_heads, config.head_dim)
             queries_LBTHD = torch.empty(shape, dtype=model.dtype, device=model.device)
-        with model.reading_prompt():
-            read_block(model, [piece], full.row(b), queries_LBTHD)
+        with model.execution.reading():
+            read_block(model, [piece], full.row(b), queries_LBTHD, is_prompt=True)
         full.advance([len(piece) if b == other else 0 for other in range(len(full.lengths))])
         if watch is not None and queries_LBTHD is not None:
             watch(queries_LBTHD[:, 0])

@@ -144,14 +144,14 @@ class Stack:
 
     def start(self, rows: list[int], *, wants_logits: bool = False) -> list[Emitted]:
         """The first tokens of rows whose prompts have been read."""
-        with self.memory.models.target.decoding():
+        with self.memory.models.target.execution.decoding():
             emitted = self.cascade.start(rows, wants_logits=wants_logits)
         self.memory.prefix.note_certain()
         return emitted
 
     def step(self, *, wants_logits: bool = False) -> list[Emitted]:
         """A step of the cascade; a CPU gives its cores to the kernels meanwhile."""
-        with self.memory.models.target.decoding():
+        with self.memory.models.target.execution.decoding():
             emitted = self.cascade.step(wants_logits=wants_logits)
         self.memory.prefix.note_certain()
         return emitted
@@ -229,8 +229,10 @@ def prior_seconds(memory: Memory, shape: MemoryShape) -> Callable[[str, float], 
         memory.draft.model.config if memory.draft is not None else None,
         machine=GPU if target.device.type == "cuda" else CPU,
         itemsize=target.dtype.itemsize,
-        target_bytes=int(target.ranks.least(bytes_per_pass(target))),  # shares may be uneven
-        retrieval_bytes=int(target.ranks.least(bytes_per_pass(models.retrieval))),
+        target_bytes=int(
+            target.execution.ranks.least(bytes_per_pass(target))
+        ),  # shares may be uneven
+        retrieval_bytes=int(target.execution.ranks.least(bytes_per_pass(models.retrieval))),
         num_tokens=sum(shape.prompt_lengths),
         num_retrieved=sum(shape.budgets) if memory.retrieval is not None else 0,
         hosted_share=1 - memory.full.on_chip / target.config.num_layers,
@@ -245,10 +247,10 @@ def may_use_clock(models: Models, shape: MemoryShape) -> bool:
     float32, and on a GPU. Ranks that compute one model together must choose alike.
     """
     target, speculation = models.target, shape.speculation
-    if target.ranks.count > 1:
+    if target.execution.ranks.count > 1:
         return False
     is_same_text = speculation.coupled or shape.sampling.temperature == 0
     is_float32 = target.dtype == torch.float32 and target.device.type == "cpu"
     # The slots of a path, and so the order in which attention adds, depend on the tree.
-    is_exact = is_float32 or (target.is_row_invariant and not speculation.tree)
+    is_exact = is_float32 or (target.execution.is_row_invariant and not speculation.tree)
     return speculation.timed or (is_same_text and is_exact)

@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 import minitri
 from minitri.caches.full import FullCache
 from minitri.config import ModelConfig
-from minitri.cpu.attention import attend_cpu
+from minitri.cpu.flash_attention import attend_cpu
 from minitri.errors import InputError
 from minitri.loading.fetch import locate
 from minitri.model.llama import Llama

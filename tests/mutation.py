@@ -1,4 +1,4 @@
-"""Bugs put into the product on purpose: a change of a line of a real function, while it runs.
+"""Bugs put into the product on purpose: a change of a real function's syntax tree, while it runs.
 
 `mutated` compiles the changed source of the whole module and gives the function the code that comes
 of it, so everybody who holds the function sees the change: `from x import y` included. `run_tests`
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib
 import inspect
 import time
@@ -19,13 +20,18 @@ from types import CodeType, FunctionType
 
 import pytest
 
+import minitri
+
 NO_PLUGINS = ["-p", "no:cacheprovider", "-p", "no:unraisableexception", "-p", "no:threadexception"]
 """The last two collect garbage at the end, which takes longer than most tests here."""
 
 
+PACKAGE = Path(minitri.__file__).parent
+
+
 @dataclass(frozen=True)
 class Mutant:
-    """A bug: in `function` (module and qualified name) the text `old` reads `new`."""
+    """A bug: in `function` the expression or statement `old` reads `new`."""
 
     name: str
     function: str
@@ -35,42 +41,111 @@ class Mutant:
     """The test that notices it, as pytest names it from `tests/` on."""
 
 
+def read_table(table: str) -> list[Mutant]:
+    """Mutants of a text: tests, names and changes by their indentation."""
+    found: list[Mutant] = []
+    killer, name, change = "", "", ""
+    for line in [*table.splitlines(), "", "  end"]:
+        depth = len(line) - len(line.lstrip())
+        if depth < 4 and change:
+            place, new = change.split(" => ")
+            function, old = place.split(": ", 1)
+            found.append(Mutant(name, function, old, new, killer))
+            change = ""
+        if depth >= 4:
+            change = f"{change} {line.strip()}".strip()
+        elif depth == 2:
+            name = line.strip()
+        elif line:
+            killer = (killer + line).replace("::[", "[") if line.startswith("::") else line
+    return found
+
+
 @contextlib.contextmanager
 def mutated(mutant: Mutant) -> Iterator[None]:
     """The product with this bug."""
-    function, file = find(mutant.function)
-    source, healthy = file.read_text(), function.__code__
-    start, end = span(source, healthy.co_qualname)
-    assert source[start:end].count(mutant.old) == 1, f"{mutant.name}: the text is not there once"
-    changed = source[:start] + source[start:end].replace(mutant.old, mutant.new) + source[end:]
-    function.__code__ = code_of(compile(changed, str(file), "exec"), healthy.co_qualname)
+    place, _, number = mutant.function.partition("#")
+    file, qualname = find(place)
+    tree = ast.parse(file.read_text())
+    replacer = Replacer(mutant.old, mutant.new, int(number or 0))
+    replacer.visit(node_at(tree, qualname))
+    wanted = int(number) if number else 1
+    assert replacer.count >= wanted, f"{mutant.name}: the text is not there"
+    assert number or replacer.count == 1, f"{mutant.name}: the text is not there once"
+    function = function_at(file, qualname)
+    healthy = function.__code__
+    compiled = compile(ast.fix_missing_locations(tree), str(file), "exec")
+    function.__code__ = code_of(compiled, healthy.co_qualname)
     try:
         yield
     finally:
         function.__code__ = healthy
 
 
-def find(name: str) -> tuple[FunctionType, Path]:
-    """A function or method of this name, without decorators, and its file."""
-    parts = name.split(".")
-    for n in range(len(parts) - 1, 0, -1):
-        with contextlib.suppress(ModuleNotFoundError):
-            found = module = importlib.import_module(".".join(parts[:n]))
-            break
-    for part in parts[n:]:
-        found = inspect.getattr_static(found, part)
-    found = getattr(found, "__func__", getattr(found, "fget", found))
-    return inspect.unwrap(found), Path(module.__file__)
+class Replacer(ast.NodeTransformer):
+    """Puts other code where an expression or a statement stands, at its first or n-th place."""
+
+    def __init__(self, old: str, new: str, number: int) -> None:
+        olds, news = ast.parse(old).body, ast.parse(new).body
+        self.count, self.number = 0, number or 1
+        if all(isinstance(node, ast.Expr) for node in (*olds, *news)):
+            olds, news = [olds[0].value], [news[0].value]
+        [self.old], self.new = map(ast.dump, olds), news
+
+    def visit(self, node):
+        if ast.dump(node) != self.old:
+            return self.generic_visit(node)
+        self.count += 1
+        if self.count != self.number:
+            return node
+        return self.new if isinstance(node, ast.stmt) else self.new[0]
 
 
-def span(source: str, qualname: str) -> tuple[int, int]:
-    """Where a function's text begins and ends."""
-    body = ast.parse(source).body
+@functools.cache
+def functions() -> dict[str, list[Path]]:
+    """The files of every function of the package, by its name within its module."""
+    found: dict[str, list[Path]] = {}
+
+    def note(body: list[ast.stmt], prefix: str, file: Path) -> None:
+        for node in body:
+            if isinstance(node, ast.FunctionDef):
+                found.setdefault(prefix + node.name, []).append(file)
+            elif isinstance(node, ast.ClassDef):
+                note(node.body, f"{prefix}{node.name}.", file)
+
+    for file in sorted(PACKAGE.rglob("*.py")):
+        note(ast.parse(file.read_text()).body, "", file)
+    return found
+
+
+def find(name: str) -> tuple[Path, str]:
+    """File and name of a function that a mutant names."""
+    place, _, qualname = name.rpartition(":")
+    files = [
+        file
+        for file in functions().get(qualname, [])
+        if ".".join(file.with_suffix("").parts).endswith(place)
+    ]
+    assert len(files) == 1, f"{name} is in {len(files)} files"
+    return files[0], qualname
+
+
+def node_at(tree: ast.Module, qualname: str) -> ast.AST:
+    node: ast.AST = tree
     for part in qualname.split("."):
-        [node] = [item for item in body if getattr(item, "name", None) == part]
-        body = getattr(node, "body", [])
-    lines = source.splitlines(keepends=True)
-    return len("".join(lines[: node.lineno - 1])), len("".join(lines[: node.end_lineno]))
+        [node] = [item for item in node.body if getattr(item, "name", None) == part]
+    return node
+
+
+def function_at(file: Path, qualname: str) -> FunctionType:
+    """A function or method, without decorators."""
+    module = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
+    found = importlib.import_module(module)
+    for part in qualname.split("."):
+        found = inspect.getattr_static(found, part)
+    for wrapped in ("__func__", "fget", "func"):
+        found = getattr(found, wrapped, found)
+    return inspect.unwrap(found)
 
 
 def code_of(code: CodeType, qualname: str) -> CodeType:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from minitri import Engine
 from minitri.config import ModelConfig
-from minitri.cpu.attention import attend_cpu
+from minitri.cpu.flash_attention import attend_cpu
 from minitri.errors import MAX_COUNT
 from minitri.loading.prompts import MAX_SEED
 from minitri.loading.tokenizer import Tokenizer, TokenizersBackend

@@ -128,6 +128,7 @@ def test_rows_of_a_batch_are_asked_each_for_itself(engine):
         assert tuple(row.token_ids) == other.complete(prompt, seed=seed, **settings).token_ids
 
 
+@pytest.mark.slow
 def test_guesses_of_a_drafter_follow_the_filters_and_leave_the_distribution(engine):
     """First tokens of 600 seeds behind a drafter that is sure of a wrong token, and without one.
 

@@ -309,6 +309,7 @@ def test_greedy_and_coupled_runs_equal_autoregressive_ones_or_are_refused(case):
         assert alone.outputs == [got.outputs[case.row]]
 
 
+@pytest.mark.slow
 @for_examples(cases(coupled=False), share=0.4)
 def test_sampled_runs_repeat_and_never_leave_the_filtered_vocabulary(case):
     """Without coupling, at a temperature above 0. With one likeliest token kept this is greedy."""

@@ -82,7 +82,7 @@ class LabelStore:
         )
 
     def append(self, tokens_W: Tensor, ids: Tensor, logprobs: Tensor) -> None:
-        """Adds a sequence: its tokens (W,), and the likeliest (W, TOP) behind each token."""
+        """Adds a sequence: its tokens (W,), and the likeliest (W, TOP) after each token."""
         labels = zip(self._files[1:], (ids, logprobs), strict=True)
         for (file, dtype, _), values in (*labels, (self._files[0], tokens_W)):
             with file.open("ab") as sink:

@@ -38,7 +38,7 @@ from tqdm import tqdm
 from minitri.cli.arguments import OneLineParser, add_model_flags, positive
 from minitri.cli.exits import program
 from minitri.config import ModelConfig, RopeConfig
-from minitri.cpu.attention import attend_cpu
+from minitri.cpu.flash_attention import attend_cpu
 from minitri.decoding.sampling import probs_from_logits
 from minitri.engine import Engine, load
 from minitri.errors import InputError
@@ -302,7 +302,7 @@ def known_logits(draft: Llama, hidden_states: Tensor) -> Tensor:
 def distillation_loss(
     draft: Llama, windows: tuple[Tensor, Tensor, Tensor], num_sinks: int
 ) -> Tensor:
-    """KL(target || drafter) up to a constant, over the tokens that both know; not behind sinks."""
+    """KL(target || drafter) up to a constant, over the tokens that both know; not after sinks."""
     tokens_BT, places, logprobs = windows
     logq = known_logits(draft, hidden(draft, tokens_BT)[:, num_sinks:]).log_softmax(-1)
     places, logprobs = (part[:, num_sinks:].to(logq.device) for part in (places, logprobs))

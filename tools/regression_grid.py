@@ -317,11 +317,11 @@ def settings_for(kind: Any, rest: Settings) -> Any:
     names = {field.name for field in dataclasses.fields(kind)} & set(rest)
     found = {name: rest.pop(name) for name in names}
     policy = found.get("policy", "retrieval")
-    if not hasattr(minitri_settings, "POLICIES") and policy != "retrieval":
-        sys.path.insert(0, str(ROOT))
-        baselines = importlib.import_module("tools.paper.baselines.policies")
-        found["policy"] = baselines.policy_of(policy)
-    return kind(**found)
+    if hasattr(minitri_settings, "POLICIES") or policy == "retrieval":
+        return kind(**found)
+    sys.path.insert(0, str(ROOT))
+    baselines = importlib.import_module("tools.paper.baselines.policies")
+    return baselines.speculation_with(found.pop("policy"), kind(**found))
 
 
 def run_case(folder: Path, settings: Settings) -> dict[str, Any]:

@@ -33,9 +33,12 @@ def ask(client: openai.OpenAI, model: str, number: int, num_new: int) -> tuple[s
     """The text of a request, None if it is left in the middle, and seconds."""
     which, started = number % NUM_TEXTS, time.monotonic()
     fields: dict[str, Any] = {
-        "model": model, "prompt": f"{which}. " + PROMPT * (1 + which), "seed": which,
-        "max_tokens": num_new, "extra_body": {"ignore_eos": True},
-    }  # fmt: skip
+        "model": model,
+        "prompt": f"{which}. " + PROMPT * (1 + which),
+        "seed": which,
+        "max_tokens": num_new,
+        "extra_body": {"ignore_eos": True},
+    }
     text = ""
     if number % 2:
         with client.completions.create(**fields, stream=True) as chunks:
@@ -80,15 +83,17 @@ def send_all(client: openai.OpenAI, args: argparse.Namespace, pid: int) -> dict[
     whole = [number for number, text in enumerate(texts) if text is not None]
     latencies = [seconds for _, seconds in answers if seconds]
     return {
-        "requests": len(texts), "left": len(texts) - len(whole),
+        "requests": len(texts),
+        "left": len(texts) - len(whole),
         "left_by_server": counts.get("requests_left_total", 0),
         "texts_that_differ": sum(texts[n] != alone[n % NUM_TEXTS] for n in whole),
         "rows_lost": counts["requests_running"],
         "tokens_per_second": round(len(whole) * num_new / seconds, 1),
         "median_seconds": round(statistics.median(latencies), 3),
         "cached_share": round(counts["cached_tokens_total"] / counts["prompt_tokens_total"], 3),
-        "mib_after_a_tenth": round(mib_first, 1), "mib_at_the_end": round(resident_mib(pid), 1),
-    }  # fmt: skip
+        "mib_after_a_tenth": round(mib_first, 1),
+        "mib_at_the_end": round(resident_mib(pid), 1),
+    }
 
 
 def main() -> None:

@@ -7,7 +7,7 @@
 2. What the retrieval cache keeps of the text, layer by layer, and how long that stays right
    (sections 3.2 and 4.1).
 3. Who guessed which token of a text that TriForce writes.
-4. What a token costs behind texts of several lengths.
+4. What a token costs after texts of several lengths.
 """
 
 from __future__ import annotations
@@ -45,13 +45,19 @@ SHARES = [0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5]
 """Of the text's tokens that a cache keeps."""
 WARM = SamplingParams(0.6, top_p=0.9)
 COLORS = {
-    "draft": "#009E73", "lookup": "#0072B2", "retrieval": "#56B4E9", "recovered": "#D55E00",
+    "draft": "#009E73",
+    "lookup": "#0072B2",
+    "retrieval": "#56B4E9",
+    "recovered": "#D55E00",
     "bonus": "#E69F00",
-}  # fmt: skip
+}
 MEANINGS = {
-    "draft": "drafter", "lookup": "lookup", "retrieval": "retrieval cache", "bonus": "target",
+    "draft": "drafter",
+    "lookup": "lookup",
+    "retrieval": "retrieval cache",
+    "bonus": "target",
     "recovered": "correction",
-}  # fmt: skip
+}
 WIDTH, LINES = 58, 12
 """Characters and lines of the text in the picture."""
 
@@ -108,9 +114,7 @@ def build_parser() -> arguments.OneLineParser:
 def read(engine: Engine, prompt: list[int]) -> Reading:
     """Reads a prompt, chunk by chunk, and keeps the queries of its last tokens."""
     model, seen = engine.model, list[Tensor]()
-    full = FullCache.allocate(
-        model.config, 1, len(prompt), dtype=model.dtype, device=model.device
-    )  # fmt: skip
+    full = FullCache.allocate(model.config, 1, len(prompt), dtype=model.dtype, device=model.device)
     last = SHIFT + WINDOW
     for _ in prefill(model, prompt, full, 0, chunk=1024, watch=seen.append, max_queries=last):
         pass
@@ -177,9 +181,14 @@ def draw_choice(axes: Any, reading: Reading, budget: int) -> str:
 
     extent = (0, picture.shape[1] * CHUNK, reading.engine.config.num_layers, 0)
     axes.imshow(
-        picture, aspect="auto", extent=extent, interpolation="nearest", vmin=0, vmax=2,
+        picture,
+        aspect="auto",
+        extent=extent,
+        interpolation="nearest",
+        vmin=0,
+        vmax=2,
         cmap=ListedColormap(["#f4f4f4", "#E69F00", "#56B4E9"]),
-    )  # fmt: skip
+    )
     axes.set(xlabel="position in the text, tokens", ylabel="layer")
     axes.set_title("2  chunks in the retrieval cache", loc="left")
     for label, color in (("kept before, too", "#56B4E9"), ("new", "#E69F00")):
@@ -199,9 +208,12 @@ def speculation(method: str, budget: int) -> SpeculationConfig:
 def draw_text(axes: Any, engine: Engine, prompt: list[int], num_new: int, budget: int) -> str:
     """A text with each token in the color of who guessed it; shown in the terminal, too."""
     run = engine.generate(
-        prompt, sampling=WARM, speculation=speculation("triforce", budget), seed=1,
+        prompt,
+        sampling=WARM,
+        speculation=speculation("triforce", budget),
+        seed=1,
         generation=GenerationConfig(num_new, ignore_eos=True),
-    )  # fmt: skip
+    )
     tokens = [event for event in run if isinstance(event, Token)]
     print("".join(map(colored, tokens)))
     print(LEGEND)
@@ -212,18 +224,28 @@ def draw_text(axes: Any, engine: Engine, prompt: list[int], num_new: int, budget
             x, y = 0, y + 1
         if y < LINES:
             axes.text(
-                x / WIDTH, 1 - (y + 0.8) / LINES, word, color=COLORS[token.origin],
-                family="monospace", fontsize=8.2, transform=axes.transAxes,
-            )  # fmt: skip
+                x / WIDTH,
+                1 - (y + 0.8) / LINES,
+                word,
+                color=COLORS[token.origin],
+                family="monospace",
+                fontsize=8.2,
+                transform=axes.transAxes,
+            )
         x += len(word)
     axes.axis("off")
     axes.set_title("3  who guessed which token", loc="left")
     used = [name for name in MEANINGS if any(token.origin == name for token in tokens)]
     for place, name in enumerate(used):
         axes.text(
-            place / len(used), -0.1, MEANINGS[name], color=COLORS[name], fontsize=8.5,
-            weight="bold", transform=axes.transAxes,
-        )  # fmt: skip
+            place / len(used),
+            -0.1,
+            MEANINGS[name],
+            color=COLORS[name],
+            fontsize=8.5,
+            weight="bold",
+            transform=axes.transAxes,
+        )
     share = sum(token.origin not in ("recovered", "bonus") for token in tokens) / len(tokens)
     target = run.stats.stages[-1]
     return (
@@ -234,7 +256,7 @@ def draw_text(axes: Any, engine: Engine, prompt: list[int], num_new: int, budget
 
 
 def draw_speed(axes: Any, engine: Engine, prompt: list[int], num_new: int) -> str:
-    """Milliseconds per token behind several lengths; the longest is read first, once."""
+    """Milliseconds per token after several lengths; the longest is read first, once."""
     lengths = [n for n in (len(prompt) >> 3, len(prompt) >> 2, len(prompt) >> 1, len(prompt)) if n]
     times: dict[str, list[float]] = {"autoregressive": [], "retrieval": [], "triforce": []}
     for length in reversed(lengths):
@@ -244,9 +266,12 @@ def draw_speed(axes: Any, engine: Engine, prompt: list[int], num_new: int) -> st
             seconds = []
             for seed in range(3):
                 run = engine.generate(
-                    prompt[:length], speculation=speculation(method, budget), seed=seed,
-                    generation=generation, sampling=WARM,
-                )  # fmt: skip
+                    prompt[:length],
+                    speculation=speculation(method, budget),
+                    seed=seed,
+                    generation=generation,
+                    sampling=WARM,
+                )
                 for _ in run:
                     pass
                 seconds.append(run.stats.ms_per_token or 0.0)
@@ -260,8 +285,8 @@ def draw_speed(axes: Any, engine: Engine, prompt: list[int], num_new: int) -> st
     axes.legend(frameon=False, fontsize=8)
     plain, best = times["autoregressive"][-1], min(times["retrieval"][-1], times["triforce"][-1])
     return (
-        f"Behind {lengths[-1]} tokens a token takes {plain:.1f} ms by the target alone and "
-        f"{best:.1f} ms with guesses, {plain / best:.2f} times as fast; behind {lengths[0]} "
+        f"After {lengths[-1]} tokens a token takes {plain:.1f} ms by the target alone and "
+        f"{best:.1f} ms with guesses, {plain / best:.2f} times as fast; after {lengths[0]} "
         f"tokens {times['autoregressive'][0]:.1f} ms and "
         f"{min(times['retrieval'][0], times['triforce'][0]):.1f} ms."
     )

@@ -3,7 +3,7 @@
     python tools/tree_acceptance.py --prompt-file novel.txt --prompt-file other.txt
 
 The drafter guesses chains, independent sequences and Sequoia trees of equally many nodes, which the
-target verifies. Printed are tokens per step as measured, beside what the rates by rank of child
+target verifies. Printed are tokens per step as measured, next to what the rates by rank of child
 predict (their product along each path, as in Figure 6c of the TriForce paper); and with the same
 rates, how fast each shape would be on a GPU, by bytes over bandwidth. The last line is JSON.
 """
@@ -34,8 +34,14 @@ GPU = Machine(4e12, 4e12, 50e9, seconds_per_layer=0.02e-3, share_per_extra_token
 
 
 @torch.inference_mode()
-def run(engine: Engine, prompt: list[int], seed: int, sampling: SamplingParams, plan: StepPlan,
-        num_new: int) -> Stack:  # fmt: skip
+def run(
+    engine: Engine,
+    prompt: list[int],
+    seed: int,
+    sampling: SamplingParams,
+    plan: StepPlan,
+    num_new: int,
+) -> Stack:
     """A session that has made `num_new` tokens by this plan."""
     speculation = SpeculationConfig("naive", gamma1=plan.gamma1, tree=plan.tree)
     request = Request(prompt, seed, sampling, GenerationConfig(num_new))

@@ -60,9 +60,13 @@ class WatchedSource(IndependentSource):
 
 @torch.inference_mode()
 def run(
-    engine: Engine, prompt: list[int], seed: int, temperature: float, num_new: int,
+    engine: Engine,
+    prompt: list[int],
+    seed: int,
+    temperature: float,
+    num_new: int,
     speculation: SpeculationConfig,
-) -> tuple[dict[str, WatchedSource], int]:  # fmt: skip
+) -> tuple[dict[str, WatchedSource], int]:
     """The sources of the levels that verify, and the steps that `num_new` tokens took."""
     sampling, generation = SamplingParams(temperature), GenerationConfig(num_new)
     request = Request(prompt, seed, sampling, generation)
@@ -84,21 +88,34 @@ def run(
 
 
 def compare(
-    engine: Engine, prompts: list[list[int]], args: argparse.Namespace, name: str,
+    engine: Engine,
+    prompts: list[list[int]],
+    args: argparse.Namespace,
+    name: str,
     temperature: float,
-) -> list[dict[str, object]]:  # fmt: skip
+) -> list[dict[str, object]]:
     """A row per level of a method."""
     method, gamma1, gamma2 = PLANS[name]
     runs = {
         verification: [
-            run(engine, prompt, seed, temperature, args.new_tokens, SpeculationConfig(
-                method, gamma1=gamma1, gamma2=gamma2, verification=verification,
-            ))
+            run(
+                engine,
+                prompt,
+                seed,
+                temperature,
+                args.new_tokens,
+                SpeculationConfig(
+                    method,
+                    gamma1=gamma1,
+                    gamma2=gamma2,
+                    verification=verification,
+                ),
+            )
             for prompt in prompts
             for seed in range(args.seeds)
         ]
         for verification in VERIFICATIONS
-    }  # fmt: skip
+    }
     rows = list[dict[str, object]]()
     for level in runs["token"][0][0]:
         rounds = {
@@ -106,16 +123,21 @@ def compare(
             for verification, found in runs.items()
         }
         gains = [by_block - by_token for by_token, by_block in rounds["token"]]
-        rows.append({
-            "method": name, "level": level, "temperature": temperature,
-            "token": statistics.mean(pair[0] for pair in rounds["token"]),
-            "same_guesses": statistics.mean(pair[1] for pair in rounds["token"]),
-            "error_of_gain": statistics.stdev(gains) / len(gains) ** 0.5,
-            "block": statistics.mean(pair[1] for pair in rounds["block"]),
-        } | {
-            f"tokens_by_{verification}": args.new_tokens * len(found) / sum(n for _, n in found)
-            for verification, found in runs.items()
-        })  # fmt: skip
+        rows.append(
+            {
+                "method": name,
+                "level": level,
+                "temperature": temperature,
+                "token": statistics.mean(pair[0] for pair in rounds["token"]),
+                "same_guesses": statistics.mean(pair[1] for pair in rounds["token"]),
+                "error_of_gain": statistics.stdev(gains) / len(gains) ** 0.5,
+                "block": statistics.mean(pair[1] for pair in rounds["block"]),
+            }
+            | {
+                f"tokens_by_{verification}": args.new_tokens * len(found) / sum(n for _, n in found)
+                for verification, found in runs.items()
+            }
+        )
     return rows
 
 

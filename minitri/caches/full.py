@@ -109,7 +109,7 @@ class FullCache:
             slots[layer, b, :, : new_KTD.shape[1]] = new_KTD
 
     def restore(self, b: int, num_tokens: int) -> None:
-        """Row b, which was empty, holds so many tokens: they stand in its first slots."""
+        """Row b, which was empty, holds `num_tokens`: they stand in its first slots."""
         self._set_lengths([num_tokens if b == row else n for row, n in enumerate(self._lengths)])
 
     def copy_from(self, other: "FullCache") -> None:

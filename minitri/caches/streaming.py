@@ -2,7 +2,7 @@
 
 Keys are stored as they come, before rotation, and rotated by the *slot* they stand in, so a drafter
 with a context of 2K serves a text of a million tokens: it never sees a position beyond its window.
-A rotated copy is kept beside them and made anew only when the window slides, which happens in
+A rotated copy is kept next to them and made anew only when the window slides, which happens in
 strides of `SLIDE` tokens, and between steps only, so a crop always finds what it takes back at the
 end of the window.
 
@@ -109,7 +109,7 @@ class StreamingCache:
         return row
 
     def set_window(self, b: int, *, num_slots: int, num_tokens: int) -> None:
-        """Declares row b's first slots valid; they stand for so many tokens, most left out."""
+        """Declares row b's first slots valid; they stand for `num_tokens`, most left out."""
         self._lengths[b], self._num_tokens[b] = num_slots, num_tokens
 
     def slide(self) -> None:

@@ -35,7 +35,7 @@ def boot(
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     engine = load(**model_of(args), draft=draft, before_weights=check)
-    if args.bitwise and (args.tree or not engine.model.is_row_invariant):
+    if args.bitwise and (args.tree or not engine.model.execution.is_row_invariant):
         what = f"{engine.config.name} on {engine.model.device}" if not args.tree else "--tree"
         problem = f"--bitwise needs the compiled kernels and chains of guesses, not {what}"
         raise InputError(f"{problem}; run on a CPU with a C++ compiler, or leave it out")

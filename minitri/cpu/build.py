@@ -1,10 +1,9 @@
-"""Builds the CPU kernels: compiles one C++ file for this very machine when it is first needed.
+"""Builds the CPU kernels: compiles a C++ file for this very machine when it is first needed.
 
-A library's name holds two digests. One is of all that it depends on: the source, the flags, and the
-compiler, its library and the processor's instructions, as the compiler's own macros state them. So
-a library that another machine or version has left in a shared folder is not found. The other is of
-its content: a damaged library is not loaded but built again. No unfinished file gets its final
-name, so processes that build at once do no harm.
+A library's name holds two digests. One is of all that it depends on: the sources, the flags, and
+the compiler and the processor's instructions, as macros and Linux state them; so a library that
+another machine or version has left in a shared folder is not found. The other is of its content: a
+damaged library is not loaded but built again. No unfinished file gets its final name.
 """
 
 import atexit
@@ -15,10 +14,8 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import tempfile
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,15 +38,21 @@ class BuildError(RuntimeError):
 def shared_library(source: Path) -> Path:
     """A library that can be loaded here, built if the cache has none; raises `BuildError`.
 
-    Where the cache cannot be written to, the library lasts as long as this process.
+    The source may include headers of its folder. Where the cache cannot be written to, the library
+    lasts as long as this process.
     """
-    compiler, code = _compiler(), source.read_text(encoding="utf-8")
+    compiler, problem = _compiler(), ""
     macros = _compile(compiler, ["-E", "-dM"], "#include <cstdlib>\n")
-    depends_on = [code, *compiler, *FLAGS, *sorted(macros.splitlines()), _instructions()]
+    sources = [file.read_text("utf-8") for file in (source, *sorted(source.parent.glob("*.h")))]
+    depends_on = [*sources, *compiler, *FLAGS, *sorted(macros.splitlines()), _instructions()]
     stem = f"{source.stem}-{_digest(chr(0).join(depends_on).encode())}"
-    if (cached := _cached(stem)) is not None:
-        return cached
-    library, problem = _build(compiler, code, macros), ""
+    with suppress(OSError, InputError):
+        for path in _cache_folder().glob(f"{stem}-*.so"):
+            if path.stem.endswith(_digest(path.read_bytes())):
+                ctypes.CDLL(str(path))
+                return path
+    log.info("building the CPU kernels with %s (once, some seconds)", " ".join(compiler))
+    library = _build(compiler, [*FLAGS, f"-I{source.parent}"], sources[0])
     for folder in (_cache_folder, _temporary_folder):
         try:
             return _stored(library, folder() / f"{stem}-{_digest(library)}.so")
@@ -73,16 +76,6 @@ def _compiler() -> list[str]:
             "g++, macOS: xcode-select --install)"
         )
     return found
-
-
-def _cached(stem: str) -> Path | None:
-    with suppress(OSError, InputError):
-        for path in _cache_folder().glob(f"{stem}-*.so"):
-            if path.stem.endswith(_digest(path.read_bytes())):
-                ctypes.CDLL(str(path))
-                return path
-            path.unlink()
-    return None
 
 
 def _stored(library: bytes, path: Path) -> Path:
@@ -111,54 +104,44 @@ def _temporary_folder() -> Path:
     return folder
 
 
-def _build(compiler: list[str], code: str, macros: str) -> bytes:
-    version = re.search(r'__VERSION__ ".*?(\d[\d.]*)', macros)
-    name = " ".join([*compiler, version[1] if version else "of an unknown version"])
-    log.info("building the CPU kernels with %s (once, some seconds)", name)
-    started = time.perf_counter()
-    try:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            built = Path(folder) / "library"
-            _compile(compiler, [*FLAGS, "-o", str(built)], code)
-            library = built.read_bytes()
-    except OSError as error:
-        problem = shorten(error.strerror, 90)
-        raise BuildError(f"{name} wrote no library ({problem}); name another in CXX") from None
-    log.info("built the CPU kernels in %.1f s", time.perf_counter() - started)
-    return library
+def _build(compiler: list[str], flags: list[str], code: str) -> bytes:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        built = Path(folder) / "library"
+        _compile(compiler, [*flags, "-o", str(built)], code)
+        try:
+            return built.read_bytes()
+        except OSError as error:
+            problem = f"{' '.join(compiler)} wrote no library ({shorten(error.strerror, 90)})"
+            raise BuildError(f"{problem}; name another in CXX") from None
 
 
 def _compile(compiler: list[str], flags: list[str], code: str) -> str:
     """Standard output of the compiler, made to use all of this processor if it knows how."""
+    name, done = " ".join(compiler), None
     for native in NATIVE:
-        status, output, errors = _run([*compiler, *native, *flags, "-x", "c++", "-"], code)
-        if status == 0:
-            return output
-    told = re.findall(r"^.*(?:error|cannot|undefined).*$", errors, re.M) or errors.split("\n")
-    problem = shorten(told[0], 100) or f"exit code {status}"
-    raise BuildError(f"{' '.join(compiler)} failed ({problem}); repair it, or name another in CXX")
-
-
-def _run(command: list[str], code: str) -> tuple[int, str, str]:
-    pipe, in_english = subprocess.PIPE, {**os.environ, "LC_ALL": "C"}
-    try:
-        with subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=pipe, env=in_english, process_group=0,
-            encoding="utf-8", errors="replace",
-        ) as process:  # fmt: skip
-            try:
-                output, errors = process.communicate(code, timeout=TIMEOUT_SECONDS)
-            except BaseException:  # Ctrl-C, too: nothing that the compiler started may go on
-                with suppress(OSError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                raise
-    except subprocess.TimeoutExpired:
-        raise BuildError(
-            f"{command[0]} did not finish within {TIMEOUT_SECONDS} s; name another in CXX"
-        ) from None
-    except OSError as error:
-        raise BuildError(f"{command[0]} cannot be run ({error.strerror}); correct CXX") from None
-    return process.returncode, output, errors
+        command = [*compiler, *native, *flags, "-x", "c++", "-"]
+        try:
+            done = subprocess.run(
+                command,
+                input=code,
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                env={**os.environ, "LC_ALL": "C"},
+                timeout=TIMEOUT_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            problem = f"{name} did not finish within {TIMEOUT_SECONDS} s"
+            raise BuildError(f"{problem}; name another in CXX") from None
+        except OSError as error:
+            raise BuildError(f"{name} cannot be run ({error.strerror}); correct CXX") from None
+        if done.returncode == 0:
+            return done.stdout
+    assert done is not None
+    told = re.findall(r"^.*(?:error|cannot|undefined).*$", done.stderr, re.M)
+    problem = shorten((told or done.stderr.split("\n"))[0], 100) or f"exit code {done.returncode}"
+    raise BuildError(f"{name} failed ({problem}); repair it, or name another in CXX")
 
 
 def _instructions() -> str:

@@ -1,10 +1,11 @@
-"""The compiled kernels of a CPU as functions on tensors; `kernels.cpp` says what they compute.
+"""The compiled kernels of a CPU as functions on tensors; the C++ files say what they compute.
 
 They are built for this machine when they are first needed (`build.py`). Where that cannot be done,
 or MINITRI_KERNELS=off is set, `load_kernels` gives None, and PyTorch's own operations do the work.
 
 All kernels of a pass are row-invariant: the bits of a row of the result do not depend on the other
-rows of the block, nor on the number of threads.
+rows of the block, nor on the number of threads. Several threads may call them at once; steps and
+chunks of prompts wait for each other, since PyTorch's number of threads is one for the process.
 
 Legend: B batch, T tokens of a block, S slots, K KV heads, H query heads, D head dim, R rows, E
 in_features, N out_features.
@@ -15,6 +16,7 @@ import ctypes
 import functools
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +25,6 @@ from torch import Tensor
 
 from minitri.cpu.build import BuildError, shared_library
 from minitri.errors import shorten
-from minitri.settings import LONGEST_BLOCK
 
 log = logging.getLogger("minitri")
 
@@ -35,19 +36,30 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Number types by their numbers in the kernels."""
 
 
-class _Attention(ctypes.Structure):
+def _pointers(*names: str) -> list[tuple[str, type]]:
+    return [(name, ctypes.c_void_p) for name in names]
+
+
+def _numbers(*names: str) -> list[tuple[str, type]]:
+    return [(name, ctypes.c_int64) for name in names]
+
+
+class AttentionArguments(ctypes.Structure):
+    """Attention of a block; its fields are explained in `attention.h`."""
+
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "keys", "values", "out", "lengths", "rule")),
-        *((name, ctypes.c_int64) for name in ("B", "T", "H", "K", "D")),
-        *((name, ctypes.c_int64) for name in ("q_batch", "q_token", "q_head")),
-        *((name, ctypes.c_int64) for name in ("kv_batch", "kv_head", "kv_slot")),
+        *_pointers("q", "keys", "values", "out", "lengths", "rule"),
+        *_numbers("B", "T", "H", "K", "D", "q_batch", "q_token", "q_head"),
+        *_numbers("kv_batch", "kv_head", "kv_slot", "num_threads"),
     ]
 
 
-class _Linear(ctypes.Structure):
+class LinearArguments(ctypes.Structure):
+    """A linear layer; its fields are explained in `linear.h`."""
+
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "norm", "weights", "bias", "residual", "out")),
-        *((name, ctypes.c_int64) for name in ("R", "E", "N", "is_gated", "is_wide")),
+        *_pointers("x", "norm", "weights", "bias", "residual", "out"),
+        *_numbers("R", "E", "N", "is_gated", "is_wide", "num_threads"),
         ("eps", ctypes.c_double),
     ]
 
@@ -55,17 +67,14 @@ class _Linear(ctypes.Structure):
 class Matrix(ctypes.Structure):
     """Weights and bias of a linear layer."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("weights", "bias")),
-        *((name, ctypes.c_int64) for name in ("N", "E", "bits")),
-    ]
+    _fields_ = [*_pointers("weights", "bias"), *_numbers("N", "E", "bits")]
 
 
 class LayerWeights(ctypes.Structure):
     """Where the weights of a transformer block are."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *_pointers("input_norm", "post_norm", "q_norm", "k_norm"),
         *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
     ]
 
@@ -75,10 +84,9 @@ class PassArguments(ctypes.Structure):
 
     _fields_ = [
         ("layers", ctypes.POINTER(LayerWeights)),
-        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "keys", "values", "raw_keys")),
-        *((name, ctypes.c_void_p) for name in ("queries", "lengths", "rule")),
-        *((name, ctypes.c_int64) for name in ("L", "B", "T", "W", "E", "H", "K", "D")),
-        *((name, ctypes.c_int64) for name in ("kv_layer", "kv_batch", "kv_head", "kv_slot")),
+        *_pointers("x", "cos", "sin", "keys", "values", "raw_keys", "queries", "lengths", "rule"),
+        *_numbers("L", "B", "T", "W", "E", "H", "K", "D"),
+        *_numbers("kv_layer", "kv_batch", "kv_head", "kv_slot", "num_threads"),
         ("eps", ctypes.c_double),
         ("seconds", ctypes.POINTER(ctypes.c_double)),
     ]
@@ -87,63 +95,65 @@ class PassArguments(ctypes.Structure):
 class Kernels:
     """The functions of a shared library."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, num_threads: int) -> None:
         """Raises `OSError` if it cannot be loaded, `AttributeError` if a function is missing."""
         library = ctypes.CDLL(str(path))
-        pointer, whole = ctypes.c_void_p, ctypes.c_int64
-        self._set_threads = library.minitri_set_threads
         self._attention = library.minitri_attention
         self._linear = library.minitri_linear
         self._rotate = library.minitri_rotate
         self._pass = library.minitri_pass
-        self._rotate.argtypes = [ctypes.c_int, *[pointer] * 4, *[whole] * 4]
+        self._rotate.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 4]
         for function in (self._attention, self._linear, self._rotate, self._pass):
             function.restype = None
-        self._set_threads.restype = None
         library.minitri_instructions.restype = ctypes.c_char_p
         self.instructions: str = library.minitri_instructions().decode()
         """The processor's, as far as the kernels use them."""
-        self._reads_prompt = False
+        self.num_threads = num_threads
         self.seconds: ctypes.Array[ctypes.c_double] | None = None
         """Two numbers, if a profile wants them: what linear layers and attention of passes take."""
+        self._torch_threads = num_threads
+        self._one_at_a_time = threading.RLock()
+        os.register_at_fork(after_in_child=self._begin_in_child)
 
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """As many threads as PyTorch has for the kernels, and one for PyTorch meanwhile.
-
-        Its operations on a few rows gain nothing by more, and its threads, which spin for a while
-        when they are done, would be in the way of those of the kernels.
-        """
-        num_threads = torch.get_num_threads()
-        self._set_threads(num_threads)
+    def _begin_in_child(self) -> None:
+        """PyTorch's threads do not survive a fork, and it would wait for them; a lock that another
+        thread held stays held."""
+        self._torch_threads = 1
+        self._one_at_a_time = threading.RLock()
         torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(num_threads)
 
     @contextlib.contextmanager
-    def reading_prompt(self) -> Iterator[None]:
-        """Blocks of any length are computed like long ones meanwhile: to the bit, K and V do not
-        depend on where the chunks of a prompt begin."""
-        self._reads_prompt = True
-        try:
-            yield
-        finally:
-            self._reads_prompt = False
+    def decoding(self) -> Iterator[None]:
+        """One thread for PyTorch: its operations on a few rows gain nothing by more, and its
+        threads, which spin for a while when they are done, would be in the way of the kernels'."""
+        with self._one_at_a_time:
+            torch.set_num_threads(1)
+            try:
+                yield
+            finally:
+                torch.set_num_threads(self._torch_threads)
 
-    def is_short(self, num_tokens: int) -> bool:
-        """Whether a block of so many tokens is one of decoding; long ones are matrix
-        multiplications."""
-        return num_tokens <= LONGEST_BLOCK and not self._reads_prompt
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """All threads for PyTorch, in a thread that came up during a step, too."""
+        with self._one_at_a_time:
+            torch.set_num_threads(self._torch_threads)
+            yield
 
     def attend(
-        self, q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, prefix_lengths: list[int],
-        rule_TT: Tensor | None = None, lengths_B: Tensor | None = None,  # noqa: ARG002 (contract)
-    ) -> Tensor:  # fmt: skip
+        self,
+        q_BTHD: Tensor,
+        keys_BKSD: Tensor,
+        values_BKSD: Tensor,
+        prefix_lengths: list[int],
+        rule_TT: Tensor | None = None,
+        lengths_B: Tensor | None = None,  # noqa: ARG002 (the contract's)
+        *,
+        is_short: bool = False,
+    ) -> Tensor:
         """Attention of a block; the contract is `model.attention.Attend`.
 
-        Row-invariant among short blocks, and among long ones.
+        Row-invariant, among blocks that are computed as short ones are and among all others.
         """
         B, T, H, D = q_BTHD.shape
         assert q_BTHD.stride(3) == keys_BKSD.stride(3) == 1
@@ -152,19 +162,32 @@ class Kernels:
         out_BTHD = torch.empty(B, T, H, D, dtype=q_BTHD.dtype)
         rule = rule_TT.contiguous() if rule_TT is not None else None
         lengths = (ctypes.c_int64 * B)(*prefix_lengths)
-        arguments = _Attention(
-            q_BTHD.data_ptr(), keys_BKSD.data_ptr(), values_BKSD.data_ptr(), out_BTHD.data_ptr(),
-            ctypes.addressof(lengths), address(rule),
-            B, T, H, keys_BKSD.shape[1], D, *q_BTHD.stride()[:3], *keys_BKSD.stride()[:3],
-        )  # fmt: skip
-        self._attention(DTYPES[q_BTHD.dtype], self.is_short(T), ctypes.byref(arguments))
+        arguments = AttentionArguments(
+            *map(address, (q_BTHD, keys_BKSD, values_BKSD, out_BTHD)),
+            ctypes.addressof(lengths),
+            address(rule),
+            *(B, T, H, keys_BKSD.shape[1], D),
+            *q_BTHD.stride()[:3],
+            *keys_BKSD.stride()[:3],
+            self.num_threads,
+        )
+        self._attention(DTYPES[q_BTHD.dtype], is_short, ctypes.byref(arguments))
         return out_BTHD
 
     def linear(
-        self, x: Tensor, weight: Tensor, out_features: int, *, bits: int = 16,
-        bias: Tensor | None = None, residual: Tensor | None = None, norm: Tensor | None = None,
-        eps: float = 0.0, is_gated: bool = False, is_wide: bool = False,
-    ) -> Tensor:  # fmt: skip
+        self,
+        x: Tensor,
+        weight: Tensor,
+        out_features: int,
+        *,
+        bits: int = 16,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        is_gated: bool = False,
+        is_wide: bool = False,
+    ) -> Tensor:
         """x W^T + bias + residual, (..., N); with `norm`, its weights, of the RMSNorm of x.
 
         `weight` is (N, E) in the dtype of x, or with 4 or 8 `bits` what `quantized.py` makes of it.
@@ -175,20 +198,19 @@ class Kernels:
         assert residual is None or residual.is_contiguous()
         x = x.contiguous()
         E = x.shape[-1]
-        out = torch.empty(
-            *x.shape[:-1],
-            out_features // (1 + is_gated),
-            dtype=torch.float32 if is_wide else x.dtype,
+        shape = (*x.shape[:-1], out_features // (1 + is_gated))
+        out = torch.empty(shape, dtype=torch.float32 if is_wide else x.dtype)
+        arguments = LinearArguments(
+            *map(address, (x, norm, weight, bias, residual, out)),
+            *(x.numel() // E, E, out_features, is_gated, is_wide, self.num_threads),
+            eps,
         )
-        arguments = _Linear(
-            x.data_ptr(), address(norm), weight.data_ptr(), address(bias), address(residual),
-            out.data_ptr(), x.numel() // E, E, out_features, is_gated, is_wide, eps,
-        )  # fmt: skip
         self._linear(DTYPES[x.dtype], bits, ctypes.byref(arguments))
         return out
 
     def run_pass(self, dtype: torch.dtype, arguments: PassArguments) -> None:
         """All layers of a model over a short block, whose K and V are written into a cache."""
+        arguments.num_threads = self.num_threads
         if self.seconds is not None:
             arguments.seconds = self.seconds
         self._pass(DTYPES[dtype], ctypes.byref(arguments))
@@ -200,10 +222,9 @@ class Kernels:
         """
         B, T, H, D = x_BTHD.shape
         out_BTHD = torch.empty(B, T, H, D, dtype=x_BTHD.dtype)
-        self._rotate(
-            DTYPES[x_BTHD.dtype], x_BTHD.data_ptr(), cos.data_ptr(), signed_sin.data_ptr(),
-            out_BTHD.data_ptr(), B * T, x_BTHD.stride(1) // D, H, D,
-        )  # fmt: skip
+        addresses = map(address, (x_BTHD, cos, signed_sin, out_BTHD))
+        sizes = (B * T, x_BTHD.stride(1) // D, H, D)
+        self._rotate(DTYPES[x_BTHD.dtype], *addresses, *sizes)
         return out_BTHD
 
 
@@ -216,14 +237,13 @@ def address(tensor: Tensor | None) -> int | None:
 def load_kernels() -> Kernels | None:
     """The kernels, built for this machine if they are not yet; None, with a warning, if that fails.
 
-    The environment variable MINITRI_KERNELS=off stands for no kernels.
+    They have as many threads as PyTorch has now. The environment variable MINITRI_KERNELS=off
+    stands for no kernels.
     """
     if os.environ.get("MINITRI_KERNELS") == "off":
         return None
     try:
-        kernels = Kernels(shared_library(SOURCE))
+        return Kernels(shared_library(SOURCE), torch.get_num_threads())
     except (BuildError, OSError, AttributeError) as error:
         log.warning("no compiled CPU kernels (%s); decoding takes twice as long", shorten(error))
         return None
-    kernels._set_threads(torch.get_num_threads())
-    return kernels

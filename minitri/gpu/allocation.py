@@ -15,11 +15,11 @@ import torch
 from minitri.caches.full import FullCache
 from minitri.config import ModelConfig
 from minitri.errors import InputError
+from minitri.execution import Ranks
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.gpu.placement import Demand, Load, choose_on_chip, demand, shortage
 from minitri.model.llama import Llama
-from minitri.parallel.ranks import Ranks
 from minitri.settings import GenerationConfig, SpeculationConfig
 
 log = logging.getLogger("minitri")
@@ -66,7 +66,7 @@ def demand_of(
     chunk = generation.prefill_chunk
     itemsize = target.dtype.itemsize
     needs = demand(replace(load, prefill_chunk=chunk, itemsize=itemsize))
-    on_device, on_host = free_bytes(target.device, target.ranks)
+    on_device, on_host = free_bytes(target.device, target.execution.ranks)
     return needs, on_device + needs.weights + needs.draft_weights, on_host
 
 

@@ -18,7 +18,7 @@ from minitri.errors import InputError
 from minitri.gpu.kernels import problem_with
 from minitri.model.linear import Linear, TiedHead
 from minitri.model.llama import Llama
-from minitri.model.replace import replace_modules
+from minitri.model.replace import copy_with
 from minitri.roofline import eight_bit_bytes
 
 NUMBERS_AT_ONCE = 1 << 24
@@ -36,12 +36,9 @@ class EightBitLinear(Linear):
 
     def __init__(self, plain: Linear, multiply: Multiply) -> None:
         """Another layer's shape and bias, its weights rounded."""
-        nn.Module.__init__(self)
-        self.out_features = plain.out_features
-        self.bias = plain.bias
-        self.multiply = multiply
         weight_NE, scales_N = quantize(plain.weight)
-        self.weight = nn.Parameter(weight_NE, requires_grad=False)
+        super().__init__(nn.Parameter(weight_NE, requires_grad=False), plain.bias)
+        self.multiply = multiply
         self.scales = nn.Parameter(scales_N, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -75,16 +72,12 @@ def eight_bit_copy(model: Llama) -> Llama:
     """
     make = partial(EightBitLinear, multiply=kernel_for(model))
     try:
-        twin = replace_modules(model, {Linear: make, TiedHead: make})
+        return copy_with(model, {Linear: make, TiedHead: make})
     except torch.OutOfMemoryError:
         raise InputError(
             f"--draft-weights int8 needs {eight_bit_bytes(model.config) / 2**30:.2f} GiB more on "
             f"{model.device} than are free; leave it out"
         ) from None
-    twin._lent_embedding = model.embed
-    shared = {id(weight) for weight in model.parameters()}
-    twin.num_bytes = sum(w.nbytes for w in twin.parameters() if id(w) not in shared)
-    return twin
 
 
 def kernel_for(model: Llama) -> Multiply:

@@ -14,6 +14,7 @@ import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ from tqdm import tqdm
 
 from minitri.caches.snapshots import sampled
 from minitri.config import ModelConfig
-from minitri.cpu.fused import use_kernels
+from minitri.cpu.kernel_layers import use_kernels
+from minitri.cpu.low_bit_models import keep_quantized
 from minitri.cpu.packed import can_pack, pack_linears
-from minitri.cpu.quantized import keep_quantized
 from minitri.errors import InputError, shorten
+from minitri.execution import Ranks
 from minitri.gpu.fused_modules import fuse_if_possible
 from minitri.loading.damage import explain, printable
 from minitri.loading.devices import kernels_for
@@ -38,7 +40,6 @@ from minitri.loading.hf_config import as_token_ids, read_config
 from minitri.model.attention import Attend, attend_math
 from minitri.model.linear import TrimmedHead
 from minitri.model.llama import Llama, sample_of_vocabulary
-from minitri.parallel.ranks import Ranks
 from minitri.parallel.split import new_model, share_tensors
 
 MIN_SIMILARITY = 0.9
@@ -119,7 +120,7 @@ def load_model(
 
 def _native_tensors(model: Llama, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file, for a model whose layers wait for quantized ones where they can."""
-    if not model.is_row_invariant:
+    if not model.execution.is_row_invariant:
         raise InputError(
             f"--weights native needs the compiled kernels, which {model.config.name} on "
             f"{model.device} does not use; leave it out"
@@ -270,7 +271,6 @@ def placements(model: Llama) -> dict[str, Tensor]:
     for number, layer in enumerate(model.layers):
         prefix = f"model.layers.{number}"
         for block, linear, sizes in parts:
-            # A weight, and a bias where there is one.
             for kind, parameter in layer.get_submodule(f"{block}.{linear}").named_parameters():
                 for name, rows in zip(sizes, parameter.split([*sizes.values()]), strict=True):
                     places[f"{prefix}.{block}.{name}.{kind}"] = rows
@@ -294,7 +294,8 @@ def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progr
                 bar.update()
             elif name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
                 unexpected.append(name)
-    model.fingerprint = sampled(torch.tensor(bytearray(repr(sorted(samples.items())).encode())))
+    digests = torch.tensor(bytearray(repr(sorted(samples.items())).encode()))
+    model.execution = replace(model.execution, fingerprint=sampled(digests))
     for problem, names in (("lacks", list(missing)), ("has unexpected", unexpected)):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -5,16 +5,17 @@ import logging
 import torch
 
 from minitri.config import ModelConfig
-from minitri.cpu.attention import attend_cpu
+from minitri.cpu.flash_attention import attend_cpu
 from minitri.cpu.kernels import MAX_HEAD_DIM, Kernels, load_kernels
+from minitri.cpu.low_bit_models import has_at_most, quantized_copy
 from minitri.cpu.packed import can_pack
-from minitri.cpu.quantized import has_at_most, quantized_twin
 from minitri.errors import InputError
+from minitri.execution import Ranks
 from minitri.gpu.attention_backends import GpuAttention, choose_attention
 from minitri.gpu.eight_bits import eight_bit_copy
 from minitri.model.attention import Attend
 from minitri.model.llama import Llama
-from minitri.parallel.ranks import Ranks, local_rank
+from minitri.parallel.ranks import local_rank
 
 log = logging.getLogger("minitri")
 
@@ -106,18 +107,18 @@ def guesser_for(model: Llama, wanted: str) -> Llama | None:
     Raises `InputError` if it cannot be had.
     """
     name, device = model.config.name, model.device.type
-    if wanted == "same" or (wanted == "auto" and not model.is_row_invariant):
+    if wanted == "same" or (wanted == "auto" and not model.execution.is_row_invariant):
         return None
     if device == "cuda" and wanted == "int8":
         return eight_bit_copy(model)
-    if not model.is_row_invariant:
+    if not model.execution.is_row_invariant:
         advice = "use int8, or leave it out" if device == "cuda" else "leave it out"
         raise InputError(
             f"--draft-weights {wanted} needs the compiled kernels, which {name} on {model.device} "
             f"does not use; {advice}"
         )
     bits = 8 if wanted == "int8" else 4
-    return None if has_at_most(model, bits) else quantized_twin(model, bits)
+    return None if has_at_most(model, bits) else quantized_copy(model, bits)
 
 
 def attention_name(attend: Attend) -> str:

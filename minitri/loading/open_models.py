@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from minitri.errors import InputError, shorten
+from minitri.execution import Ranks
 from minitri.loading.checkpoint import Folder, load_model, open_checkpoint, read_json
 from minitri.loading.devices import (
     attention_for,
@@ -26,7 +27,7 @@ from minitri.loading.fetch import LOOKUPS, default_draft, locate
 from minitri.loading.hf_config import read_sampling, stretch_rope
 from minitri.loading.tokenizer import check_same_vocabulary, load_tokenizer
 from minitri.model.llama import Llama
-from minitri.parallel.ranks import Ranks, join
+from minitri.parallel.ranks import join
 from minitri.parallel.split import SplitLlama
 from minitri.settings import SamplingParams
 

@@ -2,7 +2,7 @@
 the block.
 
 A forward pass brings T new tokens per row, whose keys and values already stand in the cache right
-behind the row's prefix. So prefill, decoding, verification and trees are one call with different T
+after the row's prefix. So prefill, decoding, verification and trees are one call with different T
 and rules. The rule is causal (None) or a (T, T) boolean tensor, True where a query (row) may see a
 key of the block (column).
 
@@ -24,7 +24,7 @@ class Attend(Protocol):
     """Softmax attention of a block, (B, T, H, D), in the dtype of the queries; 1 / sqrt(D) scale.
 
     `keys_BKSD` and `values_BKSD` are the cache of one layer. Row b is valid in its first
-    `prefix_lengths[b] + T` slots, the last T of which are the block; what stands behind them, even
+    `prefix_lengths[b] + T` slots, the last T of which are the block; what stands after them, even
     NaN, changes nothing. `lengths_B` are the same prefix lengths on the device, for kernels that
     read them there; None if the block is too long for that, as in a prefill.
     """
@@ -68,16 +68,12 @@ def row_by_row(
     q_BTHD: Tensor,
     keys_BKSD: Tensor,
     values_BKSD: Tensor,
-    prefix_lengths: list[int],
+    lengths: list[int],
     rule_TT: Tensor | None,
 ) -> Tensor:
-    """Rows of different lengths, each by itself."""
-    rows = zip(q_BTHD.split(1), keys_BKSD.split(1), values_BKSD.split(1), strict=True)
-    outs = [
-        attend(q, keys, values, [length], rule_TT)
-        for (q, keys, values), length in zip(rows, prefix_lengths, strict=True)
-    ]
-    return torch.cat(outs)
+    """Attention of rows of different lengths, each by itself."""
+    rows = zip(q_BTHD.split(1), keys_BKSD.split(1), values_BKSD.split(1), lengths, strict=True)
+    return torch.cat([attend(q, k, v, [length], rule_TT) for q, k, v, length in rows])
 
 
 def fold(q_BTHD: Tensor, num_kv_heads: int) -> Tensor:

@@ -33,20 +33,29 @@ class Block:
 
 
 def read_block(
-    model: Llama, blocks: list[list[int]], cache: Cache, queries_LBTHD: Tensor | None = None
+    model: Llama,
+    blocks: list[list[int]],
+    cache: Cache,
+    queries_LBTHD: Tensor | None = None,
+    *,
+    is_prompt: bool = False,
 ) -> Tensor:
-    """Final hidden states (B, T, E) of one block per row behind what the cache holds.
+    """Final hidden states (B, T, E) of one block per row after what the cache holds.
 
     T is the length of the longest block. The cache's lengths stay as they are.
     """
     block = make_block(model, blocks, cache, max(map(len, blocks)))
-    return forward_block(model, block, cache, queries_LBTHD)
+    inputs = (block.tokens_BT, block.positions_BT, cache, None, block.slots_BT, queries_LBTHD)
+    return model.forward(*inputs, is_prompt=is_prompt)
 
 
 def forward_block(
-    model: Llama, block: Block, cache: Cache, queries_LBTHD: Tensor | None,
+    model: Llama,
+    block: Block,
+    cache: Cache,
+    queries_LBTHD: Tensor | None,
     rule_TT: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Final hidden states (B, T, E) of a block; see `Llama.forward`."""
     tokens_BT, positions_BT, slots_BT = block.tokens_BT, block.positions_BT, block.slots_BT
     return model.forward(tokens_BT, positions_BT, cache, rule_TT, slots_BT, queries_LBTHD)

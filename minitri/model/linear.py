@@ -4,6 +4,7 @@ Legend: E in_features.
 """
 
 import math
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -13,14 +14,19 @@ from torch import Tensor, nn
 class Linear(nn.Module):
     """y = x W^T + b with W of shape (out_features, in_features)."""
 
-    def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
-        self.out_features = out_features
-        weight = torch.empty(out_features, in_features, dtype=dtype)
-        self.weight: Tensor = nn.Parameter(weight, requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype), False) if bias else None
+        self.out_features, self.in_features = weight.shape[0], weight.shape[-1]
+        self.weight, self.bias = weight, bias
+
+    @classmethod
+    def empty(
+        cls, in_features: int, out_features: int, *, dtype: torch.dtype, bias: bool = False
+    ) -> Self:
+        """A layer whose weights a checkpoint is to fill."""
+        shapes = [(out_features, in_features), (out_features,)][: 1 + bias]
+        weights = (torch.empty(shape, dtype=dtype) for shape in shapes)
+        return cls(*(nn.Parameter(weight, requires_grad=False) for weight in weights))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -44,7 +50,7 @@ class TrimmedHead(nn.Module):
         self, in_features: int, num_tokens: int, vocab_size: int, *, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.linear = Linear(in_features, num_tokens, bias=False, dtype=dtype)
+        self.linear = Linear.empty(in_features, num_tokens, dtype=dtype)
         self.vocab_size = vocab_size
         self.register_buffer("token_ids", torch.zeros(num_tokens, dtype=torch.int64))
 

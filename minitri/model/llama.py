@@ -9,8 +9,6 @@ runs only on the rows whose logits somebody wants.
 Legend: L layers, B batch, T new tokens, E hidden size, K KV heads, H query heads, D head dim.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -18,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitri.config import ModelConfig
+from minitri.execution import Execution
 from minitri.model.attention import Attend, attend_math
 from minitri.model.cache import BlockKV, Cache
 from minitri.model.linear import Linear, TiedHead, TrimmedHead
 from minitri.model.rope import Rope, Rotary
-from minitri.parallel.ranks import Ranks
 
 EMBEDDING_SAMPLE = 64
 """Rows of its target's embedding table that a drafter without one keeps, to recognise it."""
@@ -51,13 +49,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.attend = attend
-        self.is_row_invariant = False  # the bits of a row depend on it alone, in any short pass
-        self.decoding: Callable[[], AbstractContextManager[None]] = (
-            nullcontext  # around every step,
-        )
-        self.reading_prompt: Callable[[], AbstractContextManager[None]] = nullcontext  # and chunk
-        self.fingerprint = ""  # of the files that its weights were read from
-        self.ranks = Ranks()  # the processes that compute it together
+        self.execution = Execution()
         with torch.device(device):
             self.layers = Layers(Layer(config, dtype) for _ in range(config.num_layers))
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -68,7 +60,7 @@ class Llama(nn.Module):
             if config.head_size is not None:
                 sample = torch.empty(EMBEDDING_SAMPLE, config.hidden_size, dtype=dtype)
                 self.register_buffer("embedding_sample", sample)
-        self._lent_embedding = target.embed if target is not None else None
+        self.lent_embedding = target.embed if target is not None else None
         self.rope = Rope(config.rope, config.head_dim, device)
         self.num_bytes = sum(weight.numel() * weight.element_size() for weight in self.parameters())
 
@@ -88,6 +80,8 @@ class Llama(nn.Module):
         rule_TT: Tensor | None = None,
         slots_BT: Tensor | None = None,
         queries_LBTHD: Tensor | None = None,
+        *,
+        is_prompt: bool = False,
     ) -> Tensor:
         """Final hidden states (B, T, E) of a block, whose K and V it writes into the cache.
 
@@ -95,18 +89,19 @@ class Llama(nn.Module):
         `slots_BT` are the slots right behind the prefixes, so that lengths are read on the device;
         without them they are read on the host. `queries_LBTHD`, if given, is filled with every
         layer's rotated queries of the block, or of its last tokens if there is room for fewer.
-        The lengths of the cache stay as they are: call `cache.advance` with the tokens to keep.
+        With `is_prompt` blocks of any length are computed like long ones: to the bit, K and V do
+        not depend on where the chunks of a prompt begin. The lengths of the cache stay as they are:
+        call `cache.advance` with the tokens to keep.
         """
-        x_BTE = self.embed(tokens_BT)
+        rotary, attend = self.rope.at(positions_BT), self.attend
         lengths_B = None if slots_BT is None else slots_BT[:, 0].contiguous()
-        rotary = self.rope.at(positions_BT)
-        shared = Pass(rotary, cache, rule_TT, slots_BT, lengths_B, queries_LBTHD, self.attend)
-        return self.norm(self.layers.forward(x_BTE, shared))
+        shared = Pass(rotary, cache, rule_TT, slots_BT, lengths_B, queries_LBTHD, attend, is_prompt)
+        return self.norm(self.layers.forward(self.embed(tokens_BT), shared))
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Rows of the embedding table: (...) integers to (..., E)."""
-        if self._lent_embedding is not None:
-            return self._lent_embedding(tokens).to(self.dtype)
+        if self.lent_embedding is not None:
+            return self.lent_embedding(tokens).to(self.dtype)
         if isinstance(self.lm_head, TiedHead):
             return self.lm_head.rows(tokens)
         return F.embedding(tokens, self.embed_tokens)
@@ -126,7 +121,7 @@ def make_head(config: ModelConfig, dtype: torch.dtype) -> Linear | TrimmedHead:
     if config.head_size is not None:
         return TrimmedHead(config.hidden_size, config.head_size, config.vocab_size, dtype=dtype)
     head = TiedHead if config.tie_word_embeddings else Linear
-    return head(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+    return head.empty(config.hidden_size, config.vocab_size, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -140,6 +135,7 @@ class Pass:
     lengths_B: Tensor | None
     queries_LBTHD: Tensor | None
     attend: Attend
+    is_prompt: bool = False
 
 
 class Layers(nn.ModuleList):
@@ -178,9 +174,9 @@ class Attention(nn.Module):
         self.heads = (H, K, K)
         self.head_dim = D
         bias = config.attention_bias
-        self.qkv_proj = Linear(E, (H + 2 * K) * D, bias=bias, dtype=dtype)
+        self.qkv_proj = Linear.empty(E, (H + 2 * K) * D, bias=bias, dtype=dtype)
         has_bias = bias if config.output_bias is None else config.output_bias
-        self.o_proj = Linear(H * D, E, bias=has_bias, dtype=dtype)
+        self.o_proj = Linear.empty(H * D, E, bias=has_bias, dtype=dtype)
         norms = (RMSNorm(D, config.rms_norm_eps, dtype) if config.head_norm else None for _ in "qk")
         self.q_norm, self.k_norm = norms
 
@@ -194,7 +190,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             raw_q_BTHD, raw_BTKD = self.q_norm(raw_q_BTHD), self.k_norm(raw_BTKD)
             heads = torch.cat((raw_q_BTHD, raw_BTKD), 2)
-        rotated = self.rotate(heads[:, :, : sum(self.heads[:2])], shared.rotary)
+        rotated = shared.rotary.rotate(heads[:, :, : sum(self.heads[:2])])
         q_BTHD, k_BTKD = rotated.split(self.heads[:2], dim=2)
         # Before `update`, in which a cache may already choose by these queries.
         if shared.queries_LBTHD is not None:
@@ -206,10 +202,6 @@ class Attention(nn.Module):
         attend, lengths_B = shared.attend, shared.lengths_B
         return attend(q_BTHD, keys_BKSD, values_BKSD, lengths, rule_TT, lengths_B).flatten(2)
 
-    def rotate(self, heads_BTHD: Tensor, rotary: Rotary) -> Tensor:
-        """RoPE of queries and keys, (B, T, H + K, D)."""
-        return rotary.rotate(heads_BTHD)
-
 
 class MLP(nn.Module):
     """SwiGLU with a fused gate and up projection."""
@@ -217,8 +209,8 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
         E, inner = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = Linear(E, 2 * inner, bias=False, dtype=dtype)
-        self.down_proj = Linear(inner, E, bias=False, dtype=dtype)
+        self.gate_up_proj = Linear.empty(E, 2 * inner, dtype=dtype)
+        self.down_proj = Linear.empty(inner, E, dtype=dtype)
 
     def forward(self, x_BTE: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x_BTE).chunk(2, dim=-1)

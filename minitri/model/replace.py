@@ -6,10 +6,12 @@ from typing import Any
 
 from torch import nn
 
+from minitri.model.llama import Llama
 
-def replace_modules(
-    module: nn.Module, factories: Mapping[type[nn.Module], Callable[[Any], nn.Module]]
-) -> Any:
+Factories = Mapping[type[nn.Module], Callable[[Any], nn.Module]]
+
+
+def replace_modules(module: nn.Module, factories: Factories) -> Any:
     """A copy of a module that shares its weights, where every module of exactly one of these types
     is what its factory makes of it.
 
@@ -20,3 +22,15 @@ def replace_modules(
     twin._modules = {name: replace_modules(child, factories) for name, child in children}
     make = factories.get(type(module))
     return twin if make is None else make(twin)
+
+
+def copy_with(model: Llama, factories: Factories) -> Llama:
+    """A copy of a model with other modules, which embeds tokens by the model's own table.
+
+    Its `num_bytes` are those that the model does not share with it.
+    """
+    twin: Llama = replace_modules(model, factories)
+    twin.lent_embedding = model.embed
+    shared = {id(weight) for weight in model.parameters()}
+    twin.num_bytes = sum(w.nbytes for w in twin.parameters() if id(w) not in shared)
+    return twin

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minitri.errors import InputError, shorten
+from minitri.execution import Ranks
 
 TIMEOUT = timedelta(minutes=30)
 """For a rank that is there and says nothing: rank 0 may be fetching a model. One whose process has
@@ -32,36 +33,9 @@ JOIN_TIMEOUT = timedelta(minutes=2)
 """For ranks that were never started."""
 MESSAGE = 512
 """Bytes of the message in which nearly all decisions fit."""
-DECISIONS = ("sample", "verify", "draw", "walk", "choose", "round_seconds")
-"""Methods of random sources and autotuners whose results steer a run."""
 ADVICE = "start all with one command: torchrun --nproc-per-node 2 -m minitri.generate ..."
 
 T = TypeVar("T")
-
-
-class Ranks:
-    """The ranks of a model, as one of them sees them; here it is alone."""
-
-    rank, count = 0, 1
-
-    def agree(self, decide: Callable[[], T]) -> T:
-        """What `decide` returns or raises on rank 0; the others call it, too."""
-        return decide()
-
-    def ask_first(self, ask: Callable[[], T]) -> T:
-        """What `ask` returns or raises on rank 0, where alone it is called."""
-        return self.agree(ask)
-
-    def least(self, value: float) -> float:
-        """The smallest of all ranks' values."""
-        return value
-
-    def check_same(self, what: str, value: object) -> None:
-        """Raises `InputError` on all ranks if a value is not the same everywhere."""
-
-    def follow_first(self, own: T) -> T:
-        """An object of a run, with the decisions that it takes on rank 0."""
-        return own
 
 
 class RankGroup(Ranks):
@@ -115,9 +89,6 @@ class RankGroup(Ranks):
         if self.least(float(self._of_first(value) == value)) < 1:
             raise InputError(f"the ranks were given different {what}; {ADVICE}")
 
-    def follow_first(self, own: T) -> T:
-        return Following(own, self)  # type: ignore[return-value]
-
     def _of_first(self, value: Any) -> Any:
         """Rank 0's object: in one message, or in two if it is large."""
         data = pickle.dumps(value) if self.rank == 0 else b""
@@ -143,26 +114,6 @@ class RankGroup(Ranks):
                 f"rank {self.rank} has lost the other ranks ({shorten(reason, 90)}); one of them "
                 "has ended or does not answer, start all of them again"
             ) from None
-
-
-class Following:
-    """Stands for a random source or an autotuner, whose decisions are those of rank 0."""
-
-    def __init__(self, own: Any, ranks: RankGroup) -> None:
-        self._own, self._ranks = own, ranks
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._own, name)
-        if name not in DECISIONS:
-            return value
-
-        def decide(*arguments: Any, **named: Any) -> Any:
-            decided = self._ranks.agree(lambda: value(*arguments, **named))
-            if name == "choose":  # the autotuner's plan, by which it answers other questions
-                self._own.plan = decided
-            return decided
-
-        return decide
 
 
 @functools.cache

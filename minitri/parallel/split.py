@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from minitri.config import ModelConfig
 from minitri.errors import InputError
+from minitri.execution import Execution, Ranks
 from minitri.model.llama import Llama
-from minitri.parallel.ranks import RankGroup, Ranks
+from minitri.parallel.ranks import RankGroup
 
 SPLIT = ("num_heads", "num_kv_heads", "intermediate_size")
 """Sizes of which each rank has its share."""
@@ -42,6 +43,7 @@ class SplitLlama(Llama):
         share = share_of(config, ranks)
         super().__init__(share, **options)
         self.ranks, self._num_rows = ranks, share.vocab_size
+        self.execution = Execution(ranks=ranks)
         self.config = dataclasses.replace(share, vocab_size=config.vocab_size)
 
     def add_up(self) -> None:
@@ -51,7 +53,7 @@ class SplitLlama(Llama):
                 setattr(parent, name, Summed(getattr(parent, name), self.ranks))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        if self._lent_embedding is not None:
+        if self.lent_embedding is not None:
             return super().embed(tokens)
         own = tokens - self.ranks.rank * self._num_rows
         is_here = (own >= 0) & (own < self._num_rows)

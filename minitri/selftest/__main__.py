@@ -2,12 +2,12 @@
 
 Decodes one prompt autoregressively and with each speculative method, greedily and with seed-coupled
 sampling, and compares token by token. A difference is called a numeric tie if rounding explains it
-(`benchmarks/departures.py`), and a BUG otherwise. A bug that only swaps tokens within the bound of
+(`departures.py`), and a BUG otherwise. A bug that only swaps tokens within the bound of
 rounding would pass for it; the bound is printed, and with --dtype float32 it leaves no such room.
 
 Then the default mode, independent random numbers at a temperature above 0, with your filters: many
 short texts per method, of which statistical tests tell whether they follow the model's distribution
-(`benchmarks/distribution_test.py`); their odds of a false alarm, and what they would find, are
+(`distribution_test.py`); their odds of a false alarm, and what they would find, are
 printed.
 
 Exit codes: 0 all is well, 1 a bug, 2 bad input, 130 interrupted. The last line of standard output
@@ -97,10 +97,17 @@ class SelfTest:
             return {**result, "verdict": "equal"}
         self.engine.release()  # room for the model in float32
         found = explain(
-            model, self.exact_engine.model, self.prompt + got[:n], mode,
-            expected=expected[n], got=got[n], seed=self._args.seed, block=speculation.max_block,
-        )  # fmt: skip
-        is_bitwise = model.is_row_invariant and not speculation.tree  # the bits are always the same
+            model,
+            self.exact_engine.model,
+            self.prompt + got[:n],
+            mode,
+            expected=expected[n],
+            got=got[n],
+            seed=self._args.seed,
+            block=speculation.max_block,
+        )
+        # Are the bits always the same?
+        is_bitwise = model.execution.is_row_invariant and not speculation.tree
         is_tie = found.is_tie and not is_bitwise
         verdict = "numeric tie" if is_tie else "BUG"
         print(
@@ -141,18 +148,26 @@ class SelfTest:
             f"{test.alarm_level:.1g}; {POWER:.0%} of shifts of `{kind}` by {shift:.1%} are found",
             flush=True,
         )
-        return {"mode": "sampled", "method": method, "verdict": verdict,
-                "num_tokens": num_rows * num_new, "p_values": test.p_values}  # fmt: skip
+        return {
+            "mode": "sampled",
+            "method": method,
+            "verdict": verdict,
+            "num_tokens": num_rows * num_new,
+            "p_values": test.p_values,
+        }
 
     def decode(self, mode: Mode, speculation: SpeculationConfig) -> list[int]:
-        """The tokens of one run, which goes on behind the end of a text: all are equally long."""
+        """The tokens of one run, which goes on after the end of a text: all are equally long."""
         generation = arguments.taken(GenerationConfig, self._args)
         what = mode.name, speculation.method, generation.max_new_tokens, len(self.prompt)
-        log.info("%s, %s: %d tokens behind %d ...", *what)
+        log.info("%s, %s: %d tokens after %d ...", *what)
         run = self.engine.generate(
-            self.prompt, sampling=mode.sampling, generation=generation, speculation=speculation,
+            self.prompt,
+            sampling=mode.sampling,
+            generation=generation,
+            speculation=speculation,
             seed=self._args.seed,
-        )  # fmt: skip
+        )
         end = finish(run, quiet=self._args.quiet)
         seconds, ms = end.stats.prefill_seconds, end.stats.ms_per_token or 0.0
         log.info("  prefill %.1f s, %.1f ms/token", seconds, ms)
@@ -207,11 +222,19 @@ def run_command(args: argparse.Namespace) -> int:
         f"{bugs} bugs{advice}"
     )
     report = {
-        "model": args.model, "draft": draft, **where(engine.model),
-        "num_prompt_tokens": len(test.prompt), "num_new_tokens": args.max_new_tokens,
-        "sampling": dataclasses.asdict(sampling), "seed": args.seed, "num_equal": equal,
-        "num_ties": ties, "num_consistent": consistent, "num_bugs": bugs, "comparisons": results,
-    }  # fmt: skip
+        "model": args.model,
+        "draft": draft,
+        **where(engine.model),
+        "num_prompt_tokens": len(test.prompt),
+        "num_new_tokens": args.max_new_tokens,
+        "sampling": dataclasses.asdict(sampling),
+        "seed": args.seed,
+        "num_equal": equal,
+        "num_ties": ties,
+        "num_consistent": consistent,
+        "num_bugs": bugs,
+        "comparisons": results,
+    }
     print(json.dumps(report), flush=True)
     return 1 if bugs else 0
 

@@ -73,10 +73,17 @@ class Departure:
 
 
 def explain(
-    model: Llama, exact: Llama, sequence: list[int], mode: Mode, *,
-    expected: int, got: int, seed: int, block: int,
-) -> Departure:  # fmt: skip
-    """Compares the logits behind `sequence` in the dtype of `model` and, by `exact`, in float32.
+    model: Llama,
+    exact: Llama,
+    sequence: list[int],
+    mode: Mode,
+    *,
+    expected: int,
+    got: int,
+    seed: int,
+    block: int,
+) -> Departure:
+    """Compares the logits after `sequence` in the dtype of `model` and, by `exact`, in float32.
 
     The dtype's error is measured on logits read as decoding reads them, alone and at the end of a
     block of `block` tokens. It is at least the spacing of the dtype's numbers at the largest logit.
@@ -96,7 +103,7 @@ def explain(
 
 @torch.inference_mode()
 def last_logits(model: Llama, sequence: list[int], width: int) -> Tensor:
-    """Logits (V,) behind a sequence, of which the last `width` tokens are read at once."""
+    """Logits (V,) after a sequence, of which the last `width` tokens are read at once."""
     start, config = len(sequence) - width, model.config
     cache = FullCache.allocate(config, 1, len(sequence), dtype=model.dtype, device=model.device)
     for _ in prefill(model, sequence[: start + 1], cache, 0, chunk=READ_AT_ONCE):

@@ -1,7 +1,7 @@
 """Does a method sample from the model's distribution? A statistical test of the default mode.
 
 With independent random numbers every method writes another text, so nothing can be compared token
-by token. But behind any text a plain pass of the model gives the distribution p that the next token
+by token. But after any text a plain pass of the model gives the distribution p that the next token
 must follow. Each test gives every token of the vocabulary a score from 0 to 1, and adds up how far
 the scores of the tokens that were emitted are from their mean under p. For an exact method that sum
 is a martingale S: its mean is 0 and its variance V known, whatever the text, and the mean over some
@@ -102,18 +102,22 @@ class DistributionTest:
         return (high + luck) / found.num_tokens if found.num_tokens else 1.0
 
     def add(
-        self, model: Llama, draft: Llama | None, prompt: list[int], emitted: list[Token],
+        self,
+        model: Llama,
+        draft: Llama | None,
+        prompt: list[int],
+        emitted: list[Token],
         sampling: SamplingParams,
-    ) -> None:  # fmt: skip
-        """Takes in the tokens emitted behind a prompt."""
+    ) -> None:
+        """Takes in the tokens emitted after a prompt."""
         new = [event.token_id for event in emitted]
         text, N, V = prompt + new, len(new), model.config.vocab_size
         tokens_N = torch.tensor(new, device=model.device)
         is_bonus_N = torch.tensor([event.origin == "bonus" for event in emitted])
-        p_NV = probs_behind(model, text, N, sampling, V)
+        p_NV = probs_after(model, text, N, sampling, V)
         scores = {"likelihood": p_NV, "order": p_NV.cumsum(1) - p_NV / 2}
         if draft is not None and len(text) <= draft.config.context_length:
-            residual_NV = p_NV - probs_behind(draft, text, N, sampling, V)
+            residual_NV = p_NV - probs_after(draft, text, N, sampling, V)
             scores["drafter"] = (residual_NV < 0).float()
             residual_NV.clamp_(min=0)
             order_NV = residual_NV.cumsum(1) - residual_NV / 2
@@ -136,7 +140,7 @@ def bound(total: float, variance: float) -> float:
 
 
 @torch.inference_mode()
-def probs_behind(
+def probs_after(
     model: Llama, text: list[int], num: int, sampling: SamplingParams, vocab_size: int
 ) -> Tensor:
     """Distributions (N, V) of the last `num` tokens of a text, by one plain pass."""
@@ -154,9 +158,15 @@ def windows(tokens: list[int], num_rows: int, length: int) -> list[list[int]]:
 
 
 def run_test(
-    engine: Engine, prompts: list[list[int]], sampling: SamplingParams,
-    speculation: SpeculationConfig, *, num_new: int, seed: int, num_tests: int,
-) -> DistributionTest:  # fmt: skip
+    engine: Engine,
+    prompts: list[list[int]],
+    sampling: SamplingParams,
+    speculation: SpeculationConfig,
+    *,
+    num_new: int,
+    seed: int,
+    num_tests: int,
+) -> DistributionTest:
     """Continues the prompts in batches with independent random numbers, and tests the texts."""
     test = DistributionTest(num_tests)
     generation = GenerationConfig(num_new, ignore_eos=True)
@@ -164,9 +174,12 @@ def run_test(
         batch = prompts[first : first + ROWS_AT_ONCE]
         emitted: list[list[Token]] = [[] for _ in batch]
         for event in engine.generate(
-            batch, sampling=sampling, generation=generation, speculation=speculation,
+            batch,
+            sampling=sampling,
+            generation=generation,
+            speculation=speculation,
             seed=[(seed + first + b) % (MAX_SEED + 1) for b in range(len(batch))],
-        ):  # fmt: skip
+        ):
             if isinstance(event, Token):
                 emitted[event.row].append(event)
         for prompt, tokens in zip(batch, emitted, strict=True):

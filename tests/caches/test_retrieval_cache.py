@@ -383,6 +383,7 @@ def test_the_default_budget_is_a_quarter_of_the_prompt_within_limits():
     assert SpeculationConfig(budget=16).budget_for(10**6) == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "num_new", "sampling"),
     [("ngram", 4096, WARM), ("model", 1200, WARM), ("model", 1200, GREEDY)],

@@ -10,7 +10,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -69,10 +68,8 @@ def test_a_library_is_built_once_and_found_again(source, cache, compiler, caplog
     assert library.parent == cache
     assert shared_library(source) == library
     assert compiler.num_builds() == 1
-    before, after = caplog.messages
-    assert before.startswith("building the CPU kernels with ")
-    assert before.endswith(" (once, some seconds)")
-    assert after.startswith("built the CPU kernels in ")
+    [message] = caplog.messages
+    assert message.startswith("building the CPU kernels with ")
     assert list(cache.iterdir()) == [library]  # nothing unfinished stays
 
 
@@ -256,13 +253,8 @@ def test_a_compiler_that_does_not_know_native_flags_does_without(unknown, source
     assert compiler.num_builds() == (2 if unknown == "-march=*" else 3)
 
 
-def test_a_compiler_that_hangs_is_stopped_with_all_that_it_started(
-    source, compiler, monkeypatch, tmp_path
-):
+def test_a_compiler_that_hangs_is_stopped(source, compiler, monkeypatch):
     monkeypatch.setattr(build, "TIMEOUT_SECONDS", 0.2)
-    late = tmp_path / "late"
-    compiler(f"(sleep 0.6; touch {shlex.quote(str(late))}) & sleep 60")
+    compiler("sleep 5")
     with pytest.raises(BuildError, match=r"did not finish within 0\.2 s; name another"):
         shared_library(source)
-    time.sleep(0.6)
-    assert not late.exists()

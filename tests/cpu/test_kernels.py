@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -15,9 +16,10 @@ import torch.nn.functional as F
 
 from minitri import load
 from minitri.caches.full import FullCache
-from minitri.cpu.fused import KernelLinear
+from minitri.cpu.kernel_layers import KernelLinear
 from minitri.cpu.kernels import SOURCE, Kernels, load_kernels
-from minitri.cpu.quantized import dequantize, quantize, quantized_twin
+from minitri.cpu.low_bit_models import quantized_copy
+from minitri.cpu.quantized import dequantize, quantize
 from minitri.model.attention import attend_math
 from minitri.roofline import four_bit_bytes
 from minitri.settings import LONGEST_BLOCK
@@ -36,18 +38,25 @@ PIECE = 512
 
 @pytest.fixture(scope="module", params=INSTRUCTIONS)
 def kernels(request, tmp_path_factory):
-    return compiled(SOURCE.read_text(), request.param, tmp_path_factory.mktemp("kernels"))
+    return compiled(tmp_path_factory.mktemp("kernels"), request.param)
 
 
-def compiled(code: str, instructions: str, folder: Path) -> Kernels:
-    """Kernels of some source, for some instructions; they run on two threads."""
-    source, library = folder / "kernels.cpp", folder / "kernels.so"
-    source.write_text(code)
+def compiled(folder: Path, instructions: str = "native", change: tuple[str, str] = ("", "")):
+    """Kernels for some instructions, where a text of the source may be changed to another; they
+    run on two threads."""
+    files = [SOURCE, *SOURCE.parent.glob("*.h")]
+    assert any(change[0] in file.read_text() for file in files)
+    for file in files:
+        (folder / file.name).write_text(file.read_text().replace(*change, -1 if change[0] else 0))
     flags = ["-std=c++17", "-O1", f"-march={instructions}", "-shared", "-fPIC", "-pthread", "-w"]
-    subprocess.run(["c++", *flags, str(source), "-o", str(library)], check=True)
-    built = Kernels(library)
-    built._set_threads(2)
-    return built
+    library = folder / "kernels.so"
+    subprocess.run(["c++", *flags, str(folder / SOURCE.name), "-o", str(library)], check=True)
+    return Kernels(library, num_threads=2)
+
+
+def attend(kernels, q, *others):
+    """Attention as in a pass: short blocks are computed as such."""
+    return kernels.attend(q, *others, is_short=q.shape[1] <= LONGEST_BLOCK)
 
 
 def random(*shape, dtype=torch.float32, seed=0):
@@ -68,7 +77,7 @@ def test_attention_equals_the_oracle(kernels, dtype, D):
         tree = torch.rand(T, T, generator=torch.Generator().manual_seed(1)) < 0.3
         for rule in (None, tree | torch.eye(T, dtype=torch.bool)):
             exact = attend_math(q.double(), k.double(), v.double(), lengths, rule)
-            error = (kernels.attend(q, k, v, lengths, rule).double() - exact).abs().max()
+            error = (attend(kernels, q, k, v, lengths, rule).double() - exact).abs().max()
             assert error < TOLERANCE[dtype], (T, prefixes, rule is None, error)
 
 
@@ -79,12 +88,12 @@ def test_attention_of_a_token_has_the_same_bits_whatever_stands_beside_it(kernel
     for prefix in (0, 50, 60, PIECE - 7, PIECE + 3, 1500):
         q, k, v, _ = random_case(20, (prefix, prefix // 2), dtype=dtype)
         k, v = k.nan_to_num(1.0), v.nan_to_num(1.0)
-        block = kernels.attend(q, k, v, [prefix, prefix // 2])
+        block = attend(kernels, q, k, v, [prefix, prefix // 2])
         for threads in (1, 3, 2):
-            kernels._set_threads(threads)
-            assert torch.equal(kernels.attend(q, k, v, [prefix, prefix // 2]), block)
+            kernels.num_threads = threads
+            assert torch.equal(attend(kernels, q, k, v, [prefix, prefix // 2]), block)
         for t in range(20):
-            alone = kernels.attend(q[:1, t : t + 1], k[:1], v[:1], [prefix + t])
+            alone = attend(kernels, q[:1, t : t + 1], k[:1], v[:1], [prefix + t])
             assert torch.equal(alone[0, 0], block[0, t]), (prefix, t)
 
 
@@ -93,7 +102,7 @@ def test_attention_survives_scores_of_any_size(kernels):
     q, k, v, lengths = random_case(4, (700,))
     for keys, queries in ((k * 1000, q * 1000), (k * 0, q), (k, q * 0)):
         exact = attend_math(queries.double(), keys.double(), v.double(), lengths)
-        got = kernels.attend(queries, keys, v, lengths).double()
+        got = attend(kernels, queries, keys, v, lengths).double()
         assert (got - exact).abs().max() < 1e-4
 
 
@@ -105,7 +114,8 @@ def test_what_is_not_finite_is_never_hidden(kernels, dtype, T):
         for value in (math.nan, -math.nan, math.inf):
             q, k, v, lengths = random_case(T, (700,), dtype=dtype)
             {"q": q, "k": k, "v": v}[name][place] = value
-            got, wanted = (f(q, k, v, lengths).isfinite() for f in (kernels.attend, attend_math))
+            got = attend(kernels, q, k, v, lengths).isfinite()
+            wanted = attend_math(q, k, v, lengths).isfinite()
             assert not got[~wanted].any(), (name, value)
             assert not wanted.all()
     x, weight = random(1, 3, 64, dtype=dtype), random(20, 64, dtype=dtype, seed=1)
@@ -166,7 +176,7 @@ def test_a_linear_layer_gives_a_row_the_same_bits_whatever_stands_beside_it(kern
     block = kernels.linear(x, weight, N, residual=residual, **options)
     gated = kernels.linear(x, weight, N, is_gated=True, **options)
     for threads in (1, 3, 2):
-        kernels._set_threads(threads)
+        kernels.num_threads = threads
         for r in range(25):
             one = slice(r, r + 1)
             alone = kernels.linear(x[:, one], weight, N, residual=residual[:, one], **options)
@@ -192,21 +202,30 @@ def test_numbers_are_rounded_as_pytorch_rounds_them(kernels, dtype):
 
 
 def test_a_forked_process_computes_too():
-    """Threads do not survive a fork; the pool makes new ones."""
-    program = (
-        "import os, sys, torch\n"
-        "from minitri.cpu.kernels import load_kernels\n"
-        "torch.set_num_threads(1)\n"  # PyTorch's own threads would hang there
-        "kernels, x = load_kernels(), torch.ones(1, 1, 64)\n"
-        "kernels._set_threads(2)\n"
-        "run = lambda: kernels.linear(x, torch.ones(4096, 64), 4096).sum().item()\n"
-        "wanted = run()\n"
-        "child = os.fork()\n"
-        "if child == 0:\n"
-        "    os._exit(0 if run() == wanted else 1)\n"
-        "sys.exit(os.waitpid(child, 0)[1])\n"
-    )
-    subprocess.run(["python", "-W", "ignore", "-c", program], check=True, timeout=60)
+    """Threads do not survive a fork: neither the kernels' nor PyTorch's, nor what they hold."""
+    program = """
+import os, sys, threading, torch
+from minitri.cpu.kernels import load_kernels
+torch.set_num_threads(2)
+kernels, x, weight = load_kernels(), torch.ones(1, 1, 64), torch.ones(4096, 64)
+large = torch.randn(400, 4096, generator=torch.manual_seed(0))
+def run():
+    with kernels.reading():
+        long = large @ large.T
+    with kernels.decoding():
+        return long.relu_().sum().item() + kernels.linear(x, weight, 4096).sum().item()
+wanted, started, is_over = run(), threading.Event(), threading.Event()
+def hold():
+    with kernels.decoding():
+        started.set()
+        is_over.wait()
+threading.Thread(target=hold, daemon=True).start()
+started.wait()
+if (child := os.fork()) == 0:
+    os._exit(0 if abs(run() - wanted) < 1 else 1)
+sys.exit(os.waitpid(child, 0)[1])
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=60)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are not listed here")
@@ -216,7 +235,7 @@ def test_threads_that_are_not_wanted_any_more_end():
     assert kernels is not None
 
     def num_threads(wanted: int) -> int:
-        kernels._set_threads(wanted)
+        kernels.num_threads = wanted
         kernels.linear(x, weight, 4096)
         time.sleep(0.5)
         return len(list(Path("/proc/self/task").iterdir()))
@@ -251,12 +270,10 @@ MUTANTS = {
 """Wrong kernels: a text of the source and what stands in its place."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_wrong_kernels_are_noticed(name, tmp_path):
-    old, new = MUTANTS[name]
-    code = SOURCE.read_text()
-    assert old in code
-    mutant = compiled(code.replace(old, new), "native", tmp_path)
+    mutant = compiled(tmp_path, change=MUTANTS[name])
     dtype = torch.bfloat16
     with pytest.raises(AssertionError):  # noqa: PT012
         test_attention_equals_the_oracle(mutant, dtype, 64)
@@ -278,15 +295,14 @@ def test_the_norm_of_almost_zeros_is_bounded(kernels):
 def test_every_layer_of_a_loaded_model_is_on_kernels(folder):
     model = load(folder, device="cpu").model
     kinds = Counter(type(module).__name__ for module in model.modules())
-    assert not kinds.keys() & {"Layers", "Attention", "Linear", "TiedHead"}
-    assert kinds["KernelAttention"] == model.config.num_layers
+    assert not kinds.keys() & {"Layers", "Linear", "TiedHead"}
     assert kinds["KernelLayers"] == 1
-    assert model.is_row_invariant
+    assert model.execution.is_row_invariant
 
 
 def test_a_copy_in_4_bits_is_as_large_as_planned_and_guesses_like_its_model(folder):
     model = load(folder, device="cpu", dtype="float32").model
-    twin = quantized_twin(model)
+    twin = quantized_copy(model)
     assert twin.num_bytes == four_bit_bytes(model.config)
     tokens, positions = torch.arange(40).unsqueeze(0), torch.arange(40).unsqueeze(0)
     cache = FullCache.allocate(model.config, 1, 40, dtype=model.dtype, device=model.device)

@@ -11,13 +11,13 @@ from minitri.caches.full import FullCache
 from minitri.caches.policies import make_policy
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
-from minitri.cpu.fused import KernelLayers, use_kernels
+from minitri.cpu.kernel_layers import KernelLayers, use_kernels
 from minitri.cpu.kernels import Kernels, load_kernels
-from minitri.cpu.quantized import quantized_twin
+from minitri.cpu.low_bit_models import quantized_copy
 from minitri.runner import prefill
 from minitri.settings import SpeculationConfig
 from tests.conftest import tiny_config, tiny_model
-from tests.cpu.test_kernels import SOURCE, TOLERANCE, compiled
+from tests.cpu.test_kernels import TOLERANCE, compiled
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
 
@@ -29,7 +29,7 @@ LENGTHS = [37, 5]
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    return compiled(SOURCE.read_text(), "native", tmp_path_factory.mktemp("kernels"))
+    return compiled(tmp_path_factory.mktemp("kernels"))
 
 
 def filled_cache(kind: str, dtype: torch.dtype) -> FullCache | RetrievalCache | StreamingCache:
@@ -108,12 +108,10 @@ MUTANTS = {
 """Wrong passes: a text of the source and what stands in its place."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_wrong_passes_are_noticed(name, tmp_path):
-    old, new = MUTANTS[name]
-    code = SOURCE.read_text()
-    assert old in code
-    mutant = compiled(code.replace(old, new), "native", tmp_path)
+    mutant = compiled(tmp_path, change=MUTANTS[name])
     with pytest.raises(AssertionError):  # noqa: PT012
         for T in (1, 5):
             check_pass(mutant, "streaming", torch.float32, T, has_rule=T == 5)
@@ -125,7 +123,7 @@ def test_a_block_that_does_not_fit_is_refused(kernels):
     cache = filled_cache("full", torch.float32)
     cache.advance([128 - LENGTHS[0] - 1, 0])
     tokens = torch.zeros(B, 2, dtype=torch.int64)
-    with pytest.raises(IndexError, match="a block of 2 behind 127 of 128"):
+    with pytest.raises(IndexError, match="a block of 2 after 127 of 128"):
         model(tokens, tokens, cache)
 
 
@@ -135,7 +133,7 @@ def test_a_copy_of_a_model_does_not_take_its_weights(kernels):
     use_kernels(model, kernels)
     tokens = torch.zeros(B, 1, dtype=torch.int64)
     before = model(tokens, tokens, filled_cache("full", torch.float32))
-    twin = quantized_twin(model)
+    twin = quantized_copy(model)
     rough = twin(tokens, tokens, filled_cache("full", torch.float32))
     assert not torch.equal(rough, before)
     assert torch.equal(model(tokens, tokens, filled_cache("full", torch.float32)), before)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from minitri.cpu import quantized
-from minitri.cpu.fused import KernelTiedHead
+from minitri.cpu.kernel_layers import KernelTiedHead
 from minitri.cpu.kernels import load_kernels
-from minitri.cpu.quantized import GROUP, QuantizedTiedHead, dequantize, pack, quantize, row_widths
+from minitri.cpu.quantized import GROUP, dequantize, pack, quantize, row_widths
 from minitri.model.linear import TiedHead
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -96,8 +96,8 @@ def test_the_kernels_read_what_is_packed_here(E, bits, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_rows_of_a_tied_head_are_those_of_its_matrix(bits, dtype):
-    plain = KernelTiedHead(TiedHead(96, 50, bias=False, dtype=dtype), load_kernels(), is_head=True)
-    head = QuantizedTiedHead(plain, quantize(random(50, 96), bits), bits)
+    plain = TiedHead.empty(96, 50, dtype=dtype)
+    head = KernelTiedHead(plain, load_kernels(), quantize(random(50, 96), bits), bits)
     table_VE = head.plain_weight(dtype)
     for numbers in (torch.tensor([[3, 49, 3], [0, 1, 2]]), torch.tensor(7), torch.tensor([[5]])):
         rows = head.rows(numbers)

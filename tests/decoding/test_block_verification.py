@@ -51,6 +51,7 @@ def test_blocks_at_both_levels_give_the_target_distribution(V, gamma1, gamma2, h
     assert largest_error(V, gamma1, gamma2, horizon=horizon) < 1e-12
 
 
+@pytest.mark.slow
 def test_nothing_leaks_from_one_block_into_the_next():
     assert largest_error(3, 3, horizon=5, num_steps=2) < 1e-12
     assert largest_error(3, 1, 1, num_steps=2) < 1e-12

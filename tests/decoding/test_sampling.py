@@ -12,6 +12,7 @@ from minitri.decoding import sampling
 from minitri.decoding.sampling import (
     greedy_tokens,
     probs_from_logits,
+    probs_of_rows,
     sample,
 )
 from minitri.errors import InputError
@@ -73,6 +74,15 @@ def test_logits_that_are_not_finite_give_no_distribution_by_numbers_either(bad, 
     distribution = probs_by_tensor(logits, form, numbers)
     assert not distribution[0].sum().isfinite()
     assert distribution[1].sum() == pytest.approx(1)
+
+
+def test_a_row_has_filters_of_its_own():
+    """Those of its neighbour have the same form and other numbers."""
+    logits_BNV = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(1))
+    params = [SamplingParams(0.7, 5, top_p=0.8), SamplingParams(1.3, 5, top_p=0.9)]
+    together = probs_of_rows(logits_BNV, params)
+    for probs_NV, logits_NV, own in zip(together, logits_BNV, params, strict=True):
+        assert torch.equal(probs_NV, probs_from_logits(logits_NV, own))
 
 
 def test_temperature_zero_is_exactly_one_hot():

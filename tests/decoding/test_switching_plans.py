@@ -134,19 +134,6 @@ def test_a_row_that_ended_costs_nothing_in_a_stage_that_was_left_out(monkeypatch
         assert runner.cache.lengths[0] > 0
 
 
-def test_coupled_auto_gives_the_text_of_the_model_alone():
-    engine, generation = tiny_engine(), GenerationConfig(60, ignore_eos=True)
-    texts = []
-    for method in ("auto", "autoregressive"):
-        speculation = SpeculationConfig(method, coupled=True)
-        *_, end = engine.generate(
-            random_prompt(engine.config, 100), sampling=SamplingParams(1.0), generation=generation,
-            speculation=speculation, seed=9,
-        )  # fmt: skip
-        texts.append(end.token_ids)
-    assert texts[0] == texts[1]
-
-
 def test_a_gamma_that_was_given_is_kept():
     plans = SpeculationConfig(gamma1=3, gamma2=5).plans
     assert {plan.gamma1 for plan in plans} == {0, 3}

@@ -114,6 +114,7 @@ def test_a_part_of_a_cache_is_read_where_it_lies(rows, backend):
     assert error_of(backend, wide_q, keys, values, lengths, rows) < 3e-6
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32] + [torch.bfloat16] * ON_GPU)
 def test_the_kernel_passes_the_test_of_every_boot(dtype):

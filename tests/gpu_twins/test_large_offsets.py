@@ -36,6 +36,7 @@ def sparse(num: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype)
 
 
+@pytest.mark.slow
 def test_the_last_layers_block_lands_at_the_far_end_of_a_cache_of_seven_billion_weights():
     """32 GB of keys, as for 122,880 tokens: by lengths on the host and by slots on the device."""
     flat = sparse(L * K * S * D, torch.bfloat16)

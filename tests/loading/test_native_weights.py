@@ -15,9 +15,9 @@ import torch
 
 import minitri
 from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig, selftest
-from minitri.cpu.fused import KernelLinear
+from minitri.cpu.kernel_layers import KernelLinear
 from minitri.cpu.kernels import load_kernels
-from minitri.cpu.quantized import QuantizedLinear, QuantizedTiedHead, dequantize
+from minitri.cpu.quantized import dequantize
 from minitri.loading import devices
 from minitri.loading.checkpoint import Folder
 from minitri.loading.gguf.blocks import BITS, repack
@@ -127,7 +127,7 @@ def test_only_the_file_s_own_bytes_are_held(file):
     native, plain = load(file).model, load(file, "auto").model
     layers = [layer for layer in native.modules() if isinstance(layer, KernelLinear)]
     assert len(layers) == 9
-    assert all(type(layer) in (QuantizedLinear, QuantizedTiedHead) for layer in layers)
+    assert all(layer.bits < 16 for layer in layers)
     is_tied = native.config.tie_word_embeddings
     matrices = sum(tensor.nbytes for name, tensor in plain.named_parameters() if "norm" not in name)
     table = 0 if is_tied else plain.embed_tokens.nbytes
@@ -231,7 +231,7 @@ def test_what_cannot_stay_quantized_is_refused_in_one_line(weights, tmp_path, mo
 def test_a_head_too_wide_for_the_kernels_is_computed_without_them(tmp_path):
     folder = Folder(write_hf_folder(tmp_path / "wide", head_dim=1026, num_hidden_layers=1))
     path = write(folder, tmp_path / "wide.gguf", "F16", q_proj="Q4_0", k_proj="Q4_0", v_proj="Q4_0")
-    assert not load(path, "auto").model.is_row_invariant
+    assert not load(path, "auto").model.execution.is_row_invariant
     assert logits(load(path, "auto").model).isfinite().all()
     with pytest.raises(InputError, match="needs the compiled kernels"):
         load(path)

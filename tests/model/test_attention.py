@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minitri.cpu import attention
-from minitri.cpu.attention import PIECES, SHORT_BLOCK, SPLIT_PREFIX, attend_cpu, merge_by_lse
+from minitri.cpu import flash_attention
+from minitri.cpu.flash_attention import PIECES, SHORT_BLOCK, SPLIT_PREFIX, attend_cpu, merge_by_lse
 from minitri.gpu.attention_backends import attend_fused
 from minitri.model.attention import attend_math
 
@@ -33,7 +33,7 @@ PREFIXES = ((0,), (1,), (PIECES - 1,), (63,), (64,), (100,), (0, 37, 5))
 @pytest.mark.parametrize("split_prefix", [SPLIT_PREFIX, 0])
 def test_cpu_paths_equal_the_oracle(T, prefixes, heads, split_prefix, monkeypatch):
     """Flash over the prefix as a whole, and over pieces of it."""
-    monkeypatch.setattr(attention, "SPLIT_PREFIX", split_prefix)
+    monkeypatch.setattr(flash_attention, "SPLIT_PREFIX", split_prefix)
     H, K = heads
     q, k, v, lengths = random_case(T, prefixes, H, K)
     exact = attend_math(q.double(), k.double(), v.double(), lengths)
@@ -71,7 +71,9 @@ def test_a_tree_rule_replaces_causality_inside_the_block_only(T, path, monkeypat
     generator = torch.Generator().manual_seed(2)
     rule = torch.eye(T, dtype=torch.bool) | (torch.rand(T, T, generator=generator) < 0.3).tril()
     if path != "fused":
-        monkeypatch.setattr(attention, "SPLIT_PREFIX", 0 if "pieces" in path else SPLIT_PREFIX)
+        monkeypatch.setattr(
+            flash_attention, "SPLIT_PREFIX", 0 if "pieces" in path else SPLIT_PREFIX
+        )
         got = attend_cpu(q, k, v, lengths, rule)
     else:
         got = attend_fused(q, k, v, lengths, rule)

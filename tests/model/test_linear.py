@@ -24,7 +24,7 @@ def filled(layer: Linear) -> Linear:
 def test_a_packed_layer_computes_what_the_plain_one_does(kind, dtype, shape):
     if not can_pack(dtype, CPU):
         pytest.skip(f"no packed kernel for {dtype} on this CPU")
-    model = torch.nn.ModuleList([filled(kind(48, NUM_ROWS, bias=False, dtype=dtype))])
+    model = torch.nn.ModuleList([filled(kind.empty(48, NUM_ROWS, dtype=dtype))])
     x = torch.randn(*shape, 48).to(dtype)
     plain = model[0](x)
     pack_linears(model)
@@ -36,7 +36,7 @@ def test_a_packed_layer_computes_what_the_plain_one_does(kind, dtype, shape):
 
 
 def test_a_packed_tied_head_still_gives_the_rows_of_the_embedding_table():
-    head = filled(TiedHead(48, NUM_ROWS, bias=False, dtype=torch.bfloat16))
+    head = filled(TiedHead.empty(48, NUM_ROWS, dtype=torch.bfloat16))
     table, numbers = head.weight.clone(), torch.arange(NUM_ROWS).view(2, -1)
     assert torch.equal(head.rows(numbers), table[numbers])
     plain, head = head, PackedTiedHead(head)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minitri.decoding.random_source import IndependentSource
-from minitri.decoding.verification import Proposal
 from minitri.errors import InputError
+from minitri.execution import Ranks
 from minitri.loading.checkpoint import load_model, open_checkpoint
 from minitri.model.block import read_block
-from minitri.parallel.ranks import Ranks
 from tests.conftest import CPU, new_cache, write_hf_folder
 from tests.parallel.threads import on_ranks
 
@@ -39,32 +37,6 @@ def test_shares_give_the_logits_of_the_whole(tmp_path, shape, count):
     for share, share_bytes in on_ranks(count, logits):
         torch.testing.assert_close(share, whole, rtol=1e-4, atol=1e-4)
         assert share_bytes < 1.1 * num_bytes / count
-
-
-def test_verdicts_of_a_run_are_those_of_rank_0():
-    """Rank 1 has other random numbers, and logits that differ."""
-    uniform = torch.full((1, 1, 50), 1 / 50)
-
-    def tokens(ranks):
-        source = ranks.follow_first(IndependentSource([ranks.rank]))
-        probs = uniform if ranks.rank == 0 else uniform.roll(1, 2).square()
-        verdicts = [source.verify(Proposal.nothing(1), probs, [0], [True]) for _ in range(20)]
-        return [verdict.next_tokens for verdict in verdicts]
-
-    first, second = on_ranks(2, tokens)
-    assert first == second == tokens(Ranks())
-
-
-def test_tokens_that_stay_on_the_device_are_those_of_rank_0():
-    class Source:
-        def __init__(self, rank):
-            self.rank = rank
-
-        def sample(self):
-            return torch.tensor([7 + self.rank])
-
-    found = on_ranks(2, lambda ranks: ranks.follow_first(Source(ranks.rank)).sample())
-    assert [int(token) for token in found] == [7, 7]
 
 
 def test_memory_is_the_least_of_all_ranks_and_an_error_that_of_rank_0():

@@ -129,6 +129,7 @@ def finish(ranks: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
     return [(rank.returncode, out, messages) for rank, (out, messages) in pairs]
 
 
+@pytest.mark.slow
 def test_torchrun_shows_one_text_of_one_prompt_from_standard_input(models):
     program = generate(models, "--prompt-file", "-", "--max-new-tokens", "8", "--method", "naive")
     program = [
@@ -180,5 +181,5 @@ def test_a_bad_flag_is_told_once(models):
 
 
 def test_without_torchrun_there_is_no_process_group(engine):
-    assert engine.model.ranks.count == 1
+    assert engine.model.execution.ranks.count == 1
     assert not torch.distributed.is_initialized()

@@ -85,9 +85,11 @@ def test_a_peer_runs_in_its_own_process_and_what_fails_is_skipped(installed, ggu
     with caplog.at_level("INFO", "minitri"):
         peers = found(gguf_file)
     assert list(peers) == [
-        "llama.cpp f16/f16", "llama.cpp f16/f16 fa", "llama.cpp native/f16",
+        "llama.cpp f16/f16",
+        "llama.cpp f16/f16 fa",
+        "llama.cpp native/f16",
         "llama.cpp native/f16 fa",
-    ]  # fmt: skip
+    ]
     assert list(islice(peers["llama.cpp f16/f16"]([5] * 40, 9), 3)) == [40] * 3
     assert list(islice(peers["llama.cpp native/f16 fa"]([5] * 40, 9), 3)) == [7] * 3
     lines = [line for line in caplog.messages if "penvino" in line or "llama.cpp" in line]
@@ -106,9 +108,27 @@ def test_a_peer_runs_in_its_own_process_and_what_fails_is_skipped(installed, ggu
 def test_peers_take_their_turns(installed, gguf_file, capsys):
     installed("llama_cpp", STAND_IN)
     with pytest.raises(SystemExit) as ended:
-        bench.main(["--compare", "--model", str(gguf_file), "--peer", "llama.cpp native/f16",
-            "--method", "autoregressive", "--prompt-tokens", "30", "--new-tokens", "12",
-            "--dtype", "float32", "--device", "cpu", "--temperature", "0"])  # fmt: skip
+        bench.main(
+            [
+                "--compare",
+                "--model",
+                str(gguf_file),
+                "--peer",
+                "llama.cpp native/f16",
+                "--method",
+                "autoregressive",
+                "--prompt-tokens",
+                "30",
+                "--new-tokens",
+                "12",
+                "--dtype",
+                "float32",
+                "--device",
+                "cpu",
+                "--temperature",
+                "0",
+            ]
+        )
     out, err = capsys.readouterr()
     rows = json.loads(out.splitlines()[-1])["contestants"]
     assert ended.value.code == 0
@@ -120,10 +140,12 @@ def test_peers_take_their_turns(installed, gguf_file, capsys):
 
 @pytest.mark.parametrize(
     ("scaling", "device", "reason"),
-    [("yarn:4", "cpu", "openvino: skipped: it reads no RoPE scaling"),
-     (None, "meta", "llama.cpp: skipped: it is compared on a CPU, not on meta"),
-     (None, "folder", "llama.cpp: skipped: it needs a GGUF file, and tiny is none")],
-)  # fmt: skip
+    [
+        ("yarn:4", "cpu", "openvino: skipped: it reads no RoPE scaling"),
+        (None, "meta", "llama.cpp: skipped: it is compared on a CPU, not on meta"),
+        (None, "folder", "llama.cpp: skipped: it needs a GGUF file, and tiny is none"),
+    ],
+)
 def test_what_cannot_be_compared_is_skipped(scaling, device, reason, gguf_file, folder, caplog):
     path = folder if device == "folder" else gguf_file
     engine = load(str(path), dtype="float32", device="cpu", rope_scaling=scaling)
@@ -152,18 +174,31 @@ def test_float16_weights_are_those_that_minitri_computes_with(gguf_file):
     assert not is_quantized(copy)
     prompt, greedy = [5, 6, 7, 8] * 10, {"sampling": SamplingParams(temperature=0)}
     texts = [
-        load(str(path), dtype="float32", device="cpu").complete(
-            prompt, generation=GenerationConfig(12, ignore_eos=True), **greedy,
+        load(str(path), dtype="float32", device="cpu")
+        .complete(
+            prompt,
+            generation=GenerationConfig(12, ignore_eos=True),
+            **greedy,
             speculation=SpeculationConfig("autoregressive"),
-        ).token_ids for path in (gguf_file, copy)
-    ]  # fmt: skip
+        )
+        .token_ids
+        for path in (gguf_file, copy)
+    ]
     assert texts[0] == texts[1]
 
 
 def test_a_peer_that_is_dropped_leaves_no_process(installed):
     installed("llama_cpp", STAND_IN)
-    settings = {"weights": "", "threads": 1, "kv": "f16", "lookup": False, "flash": False,
-        "scaling": "yarn", "factor": 4.0, "original_context": 100}  # fmt: skip
+    settings = {
+        "weights": "",
+        "threads": 1,
+        "kv": "f16",
+        "lookup": False,
+        "flash": False,
+        "scaling": "yarn",
+        "factor": 4.0,
+        "original_context": 100,
+    }
     tokens = worker_peer(sys.executable, "llama.cpp", settings)([1, 2], 10)
     assert next(tokens) == 2
     process = tokens._process
@@ -214,9 +249,11 @@ def test_peers_say_what_minitri_says(program, package, real_weights, long_text):
     engine = load("smollm2-135m", dtype="bfloat16", device="cpu")
     prompt = engine.tokenizer.encode(long_text)[:300]
     ours = engine.complete(
-        prompt, sampling=SamplingParams(temperature=0), generation=GenerationConfig(8),
+        prompt,
+        sampling=SamplingParams(temperature=0),
+        generation=GenerationConfig(8),
         speculation=SpeculationConfig("autoregressive"),
-    ).token_ids  # fmt: skip
+    ).token_ids
     wanted = peer_names(program)
     peers = find_peers(real_weights, engine, wanted, {})
     assert list(peers) == wanted

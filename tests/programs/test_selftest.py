@@ -13,6 +13,7 @@ from minitri.decoding import random_source, sampling
 from minitri.decoding.noise import gumbel_argmax, noise_key
 from minitri.decoding.sampling import probs_from_logits, sample
 from minitri.decoding.verification import verify
+from minitri.execution import Execution
 from minitri.selftest import __main__ as selftest
 from minitri.selftest.departures import modes
 from minitri.settings import SamplingParams
@@ -154,7 +155,7 @@ def test_a_flip_is_a_tie_only_where_rounding_explains_it(
 ):
     def load(*args, **settings):
         engine, prompts = load_engine(*args, **settings)
-        engine.model.is_row_invariant = is_row_invariant
+        engine.model.execution = Execution(is_row_invariant=is_row_invariant)
         return engine, prompts
 
     monkeypatch.setattr(selftest, "load_engine", load)

@@ -20,17 +20,30 @@ def test_four_pictures_and_four_paragraphs(model, tmp_path, capsys):
     text, out = tmp_path / "text.txt", tmp_path / "tour.png"
     text.write_text(" ".join(SENTENCES) * 40)
     with pytest.raises(SystemExit) as end:
-        tour.main([
-            "--model", str(model), "--device", "cpu", "--prompt-file", str(text), "--out", str(out),
-            "--max-prompt-tokens", "700", "--max-new-tokens", "12", "-q",
-        ])  # fmt: skip
+        tour.main(
+            [
+                "--model",
+                str(model),
+                "--device",
+                "cpu",
+                "--prompt-file",
+                str(text),
+                "--out",
+                str(out),
+                "--max-prompt-tokens",
+                "700",
+                "--max-new-tokens",
+                "12",
+                "-q",
+            ]
+        )
     assert end.value.code == 0
     assert out.read_bytes().startswith(b"\x89PNG")
     said = capsys.readouterr().out
     best, kept, _ = (int(it) for it in re.findall(r"(\d+)%", said.splitlines()[0]))
     assert 100 >= best >= kept > 0
     assert re.search(r"3\. \d+% of 12 tokens were guessed", said)
-    assert "Behind 700 tokens a token takes" in said
+    assert "After 700 tokens a token takes" in said
 
 
 @pytest.mark.parametrize(

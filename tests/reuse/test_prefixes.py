@@ -274,7 +274,7 @@ def test_idle_rows_are_restored_for_others(engine, document):
 def test_on_compiled_kernels_texts_are_equal_to_the_bit(folder, dtype):
     """So tokens that were generated are read again: decoding rounds otherwise than a prefill."""
     engine = minitri.load(folder, dtype=dtype, device="cpu")
-    if not engine.model.is_row_invariant:
+    if not engine.model.execution.is_row_invariant:
         pytest.skip("no compiled kernels here")
     document = random_prompt(engine.config, 150, seed=1)
     first, _ = say(engine, [document], settings_of("triforce"))

@@ -37,6 +37,15 @@ def proposal_of(shape, tokens, q_IV, *, is_listed=False):
     return TreeProposal.of([tokens], q_IV.unsqueeze(0), origins, shape=shape, is_listed=[is_listed])
 
 
+def test_a_row_that_guesses_nothing_takes_one_number():
+    """As it does where no other row has a tree."""
+    shape, source, fresh = TreeShape((-1, 0, 0)), IndependentTrees([3]), IndependentTrees([3])
+    proposal = proposal_of(shape, [MISSING, MISSING], torch.zeros(1, 4))
+    source.walk(proposal, 0, PROBS.expand(3, 4), 9)
+    fresh._uniforms(0, 1)
+    assert source._uniforms(0, 5) == fresh._uniforms(0, 5)
+
+
 def test_missing_nodes_are_never_tested():
     one_hot = torch.tensor([[0.0, 0.0, 1.0, 0.0]], dtype=torch.float64)
     proposal = proposal_of(TreeShape((-1, 0, 0)), [2, MISSING], one_hot)

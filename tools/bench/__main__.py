@@ -44,8 +44,14 @@ def build_parser() -> arguments.OneLineParser:
     text = "a peer, or all whose names begin so; may be given several times: " + ", ".join(PEERS)
     add("--peer", type=peer_names, action="extend", default=[], metavar="NAME", help=text)
     text = "the Python interpreter that has openvino-genai or llama-cpp-python, if not this one"
-    add("--peer-python", type=peer_python, action="append", default=[], metavar="PROGRAM=PATH",
-        help=text)  # fmt: skip
+    add(
+        "--peer-python",
+        type=peer_python,
+        action="append",
+        default=[],
+        metavar="PROGRAM=PATH",
+        help=text,
+    )
     text = "draw the speedups, or ms/token over contexts, as a PNG"
     add("--plot", type=png_file, metavar="FILE", help=text)
     add_synthetic_flags(parser)

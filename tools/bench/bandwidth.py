@@ -29,7 +29,7 @@ def copy_bandwidth(device: torch.device, *, from_host: bool) -> float:
 
 
 def _num_bytes(device: torch.device) -> int:
-    """Far beyond most caches; on a GPU so many that the start of a copy does not count."""
+    """Far beyond most caches; on a GPU enough that the start of a copy does not count."""
     if device.type != "cuda":
         return 1 << 28
     free, _ = torch.cuda.mem_get_info(device)

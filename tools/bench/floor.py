@@ -27,10 +27,12 @@ from tools.bench.bandwidth import read_bandwidth
 PARTS = {
     "linear layers": ("linear", "mkldnn::_linear_pointwise", "aten::addmm"),
     "attention": (
-        "aten::bmm", "aten::mm", "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::bmm",
+        "aten::mm",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
     ),
     "attention, softmax": ("aten::exp_", "aten::sum"),
-}  # fmt: skip
+}
 """Kernels of a decoding step on CPU by what they are for; the rest, profiling included: `other`."""
 
 
@@ -50,13 +52,19 @@ def run_floor(args: argparse.Namespace) -> None:
     facts = card(engine, len(prompt) + num_new // 2)
     kv_bytes = int(facts["kv_bytes_per_token"]) * (len(prompt) + num_new)
     result: dict[str, Any] = {
-        "model": args.model, **where(engine.model), "num_threads": torch.get_num_threads(),
-        "num_prompt_tokens": len(prompt), "num_new_tokens": num_new, "repeats": args.repeats,
-        **facts, "prefill_seconds": spread([stats.prefill_seconds for stats in all_stats]),
+        "model": args.model,
+        **where(engine.model),
+        "num_threads": torch.get_num_threads(),
+        "num_prompt_tokens": len(prompt),
+        "num_new_tokens": num_new,
+        "repeats": args.repeats,
+        **facts,
+        "prefill_seconds": spread([stats.prefill_seconds for stats in all_stats]),
         "ms_per_token": spread([stats.ms_per_token or 0.0 for stats in all_stats]),
-        "peak_bytes": peak_bytes, "weights_and_kv_bytes": engine.model.num_bytes + kv_bytes,
+        "peak_bytes": peak_bytes,
+        "weights_and_kv_bytes": engine.model.num_bytes + kv_bytes,
         "profile_ms": profile_decoding(engine, prompt, generation) if args.profile else None,
-    }  # fmt: skip
+    }
     print(describe(result))
     print(json.dumps(result))
 

@@ -44,9 +44,9 @@ from tools.bench.plots import draw_contexts
 SAMPLING = SamplingParams(0.6, top_p=0.9)
 WARMUP_STEPS = 3
 PROFILED_STEPS = 4
-"""Steps, behind those that are timed, of which a GPU's work is recorded."""
+"""Steps, after those that are timed, of which a GPU's work is recorded."""
 MARGIN = 2 * (WARMUP_STEPS + PROFILED_STEPS + 2)
-"""Blocks of room behind the tokens that are asked for."""
+"""Blocks of room after the tokens that are asked for."""
 BLOCK = 1 << 22
 """Random numbers that are made; larger tensors repeat them."""
 
@@ -98,10 +98,16 @@ def setup_of(args: argparse.Namespace) -> Setup:
     args.gamma1, args.gamma2 = args.gamma1 or 2, args.gamma2 or (16 if args.offload else 6)
     device, generation = choose_device(args.device), taken(GenerationConfig, args)
     return Setup(
-        target, shape_of(draft_of(args)), speculation_of(args), generation,
-        args.synthetic_acceptance, choose_dtype(args.dtype, device), device, args.attention,
+        target,
+        shape_of(draft_of(args)),
+        speculation_of(args),
+        generation,
+        args.synthetic_acceptance,
+        choose_dtype(args.dtype, device),
+        device,
+        args.attention,
         args.draft_weights,
-    )  # fmt: skip
+    )
 
 
 def run_synthetic(args: argparse.Namespace) -> None:
@@ -117,19 +123,25 @@ def run_synthetic(args: argparse.Namespace) -> None:
 
 
 def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
-    """Decodes behind several contexts, autoregressively and by the cascade; prints a line each."""
+    """Decodes after several contexts, autoregressively and by the cascade; prints a line each."""
     config, speculation, itemsize = setup.target, setup.speculation, setup.dtype.itemsize
     target = random_model(config, setup)
     draft = random_model(setup.draft, setup) if setup.draft else None
-    guesser = guesser_for(target, setup.draft_weights)
+    copy = guesser_for(target, setup.draft_weights)
     memory, link = (copy_bandwidth(setup.device, from_host=hosted) for hosted in (False, True))
     rows: list[dict[str, Any]] = []
     result = {
-        "synthetic": True, "shape": config.name, "acceptance": setup.acceptance,
-        "draft": setup.draft.name if setup.draft else "suffix", **where(target),
-        "method": speculation.method, "plan": str(speculation.plans[0]),
-        "copy_bytes_per_second": memory, "host_copy_bytes_per_second": link, "rows": rows,
-    }  # fmt: skip
+        "synthetic": True,
+        "shape": config.name,
+        "acceptance": setup.acceptance,
+        "draft": setup.draft.name if setup.draft else "suffix",
+        **where(target),
+        "method": speculation.method,
+        "plan": str(speculation.plans[0]),
+        "copy_bytes_per_second": memory,
+        "host_copy_bytes_per_second": link,
+        "rows": rows,
+    }
     print(
         f"SYNTHETIC: random weights in the shape of {config.name}, drafter {result['draft']}, "
         f"{setup.dtype}, {setup.device}, attention {result['attention']}, {result['plan']}, "
@@ -141,15 +153,19 @@ def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
     for context in contexts:
         with running(target):
             alone = decode(target, draft, context, setup, "autoregressive")
-            together = decode(target, draft, context, setup, speculation.method, guesser)
+            together = decode(target, draft, context, setup, speculation.method, copy)
         seconds, kv = 1e-3 * alone["ms_per_step"]["median"], slot * context
         hosted = kv * (1 - alone["on_chip"] / config.num_layers)
-        rows.append({
-            "context": context, "autoregressive": alone, "cascade": together,
-            "speedup": alone["ms_per_token"] / together["ms_per_token"],
-            "bytes_per_second": (weights + kv - hosted) / seconds,
-            "link_bytes_per_second": hosted / seconds,
-        })  # fmt: skip
+        rows.append(
+            {
+                "context": context,
+                "autoregressive": alone,
+                "cascade": together,
+                "speedup": alone["ms_per_token"] / together["ms_per_token"],
+                "bytes_per_second": (weights + kv - hosted) / seconds,
+                "link_bytes_per_second": hosted / seconds,
+            }
+        )
         print(line(rows[-1], memory, link), flush=True)
         print(ledger(target, draft, setup, rows[-1], (memory, link)), flush=True)
     return result
@@ -172,15 +188,20 @@ def line(row: dict[str, Any], memory: float, link: float) -> str:
 
 
 def ledger(
-    target: Llama, draft: Llama | None, setup: Setup, row: dict[str, Any],
+    target: Llama,
+    draft: Llama | None,
+    setup: Setup,
+    row: dict[str, Any],
     bytes_per_second: tuple[float, float],
-) -> str:  # fmt: skip
+) -> str:
     """Predicted and measured milliseconds of each phase, at the bandwidths of copies."""
     memory, link = bytes_per_second
     machine = dataclasses.replace(
-        CARDS[1e9] if target.device.type == "cuda" else CPU, weight_bytes_per_second=memory,
-        kv_bytes_per_second=memory, link_bytes_per_second=link,
-    )  # fmt: skip
+        CARDS[1e9] if target.device.type == "cuda" else CPU,
+        weight_bytes_per_second=memory,
+        kv_bytes_per_second=memory,
+        link_bytes_per_second=link,
+    )
     context = row["context"]
     workload = Workload(
         target.config,
@@ -223,11 +244,15 @@ class SyntheticSource:
 
 @torch.inference_mode()
 def decode(
-    target: Llama, draft: Llama | None, context: int, setup: Setup, method: str,
-    guesser: Llama | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Decodes behind `context` made-up tokens; milliseconds per token and per phase."""
-    session = fresh_session(target, draft, context, setup, method, guesser)
+    target: Llama,
+    draft: Llama | None,
+    context: int,
+    setup: Setup,
+    method: str,
+    copy: Llama | None = None,
+) -> dict[str, Any]:
+    """Decodes after `context` made-up tokens; milliseconds per token and per phase."""
+    session = fresh_session(target, draft, context, setup, method, copy)
     cascade, stats, tokens = session.cascade, session.stats, session.sequences[0]
     cascade.start()
     for _ in range(WARMUP_STEPS):
@@ -249,20 +274,29 @@ def decode(
     for stage, num_before in zip(stats.stages, rounds_before, strict=True):
         seconds[stage.name] = stage.seconds / max(stage.num_rounds - num_before, 1)
     return {
-        "synthetic": True, "method": method, "context": context,
-        "ms_per_token": sum(times) / num_tokens, "ms_per_step": spread(times),
-        "tokens_per_step": num_tokens / len(times), "phase_ms_per_token": phase_ms(stats),
+        "synthetic": True,
+        "method": method,
+        "context": context,
+        "ms_per_token": sum(times) / num_tokens,
+        "ms_per_step": spread(times),
+        "tokens_per_step": num_tokens / len(times),
+        "phase_ms_per_token": phase_ms(stats),
         "phase_ms": {name: 1e3 * value for name, value in seconds.items()},
         "idle_share": idle_share(session.step, PROFILED_STEPS) if on_gpu else None,
-        "on_chip": session.memory.full.on_chip, "num_graphs": stats.num_graphs,
+        "on_chip": session.memory.full.on_chip,
+        "num_graphs": stats.num_graphs,
         "capture_seconds": stats.capture_seconds,
-    }  # fmt: skip
+    }
 
 
 def fresh_session(
-    target: Llama, draft: Llama | None, context: int, setup: Setup, method: str,
-    guesser: Llama | None = None,
-) -> Stack:  # fmt: skip
+    target: Llama,
+    draft: Llama | None,
+    context: int,
+    setup: Setup,
+    method: str,
+    copy: Llama | None = None,
+) -> Stack:
     """A session whose full cache holds a made-up prompt but for its last token."""
     speculation = dataclasses.replace(setup.speculation, method=method)
     num_new = setup.generation.max_new_tokens + MARGIN * speculation.max_block
@@ -275,7 +309,7 @@ def fresh_session(
         "retrieval": SyntheticSource(low, seed=0),
         "target": SyntheticSource(low if method == "naive" else high, seed=1),
     }
-    models = Models(target, guesser or target, draft)
+    models = Models(target, copy or target, draft)
     request = Request(prompt, 0, SAMPLING, generation)
     session = begin(models, [request], speculation, sources=sources)
     memory = session.memory

@@ -42,7 +42,7 @@ from minitri.caches.retrieval import RetrievalCache
 from minitri.cli import arguments
 from minitri.cli.exits import program
 from minitri.cli.inputs import read_prompt
-from minitri.cpu.quantized import quantized_twin
+from minitri.cpu.low_bit_models import quantized_copy
 from minitri.decoding.sampling import sample
 from minitri.decoding.verification import Proposal
 from minitri.engine import Engine, load
@@ -91,7 +91,7 @@ Rate = tuple[float, float]
 
 
 class Continuation:
-    """A prompt and what the target said behind it, with the full cache, distributions, queries."""
+    """A prompt and what the target said after it, with the full cache, distributions, queries."""
 
     def __init__(
         self, engine: Engine, prompt: list[int], args: argparse.Namespace,
@@ -205,13 +205,13 @@ def overlap(probs_NV: Tensor, others_NV: Tensor) -> Rate:
 def rounded_copy(model: Llama, args: argparse.Namespace, name: str) -> Llama:
     """What guesses with `--draft-weights name`."""
     if name == "int4":
-        return quantized_twin(model)
+        return quantized_copy(model)
     twin = load(**arguments.model_of(args), draft="suffix").model
     for layer in twin.modules():
         if isinstance(layer, Linear):
             weight_NE, scales_N = quantize(layer.weight)
             layer.weight.copy_(weight_NE.float() * scales_N.unsqueeze(1))
-    twin._lent_embedding = model.embed
+    twin.lent_embedding = model.embed
     return twin
 
 
@@ -220,7 +220,7 @@ def measure(
     speculations: dict[str, SpeculationConfig], copies: dict[str, Llama],
     found: defaultdict[str, list[Rate]],
 ) -> None:  # fmt: skip
-    """Adds the rates behind one prompt to those that were found."""
+    """Adds the rates after one prompt to those that were found."""
     settings = [it for it in speculations.values() for _ in ("", *copies)]
     continuation, draft_NV = Continuation(engine, prompt, args, settings), None
     if engine.draft is not None:

@@ -4,7 +4,7 @@
 
 Layer skipping, or self-speculation (Draft & Verify, arXiv 2309.08168). Windows of the text, drawn
 at random, are read by all layers and by those that are kept; the score of a choice is the mean
-overlap sum(min(p, q)) of the two distributions behind their last tokens, the chance that a guess is
+overlap sum(min(p, q)) of the two distributions after their last tokens, the chance that a guess is
 accepted (at temperature 0 whether the likeliest tokens agree). Layers are removed one by one, each
 time the one that is missed least. Then some are exchanged at random, where that scores better. The
 search takes minutes on 2 cores for 135M parameters; other windows tell how good its result is.
@@ -63,7 +63,7 @@ def build_parser() -> arguments.OneLineParser:
 
 
 class Scorer:
-    """How well some layers of a model guess what all say behind windows of a text."""
+    """How well some layers of a model guess what all say after windows of a text."""
 
     def __init__(self, model: Llama, windows: list[list[int]], temperature: float) -> None:
         self._model, self._windows, self._temperature = model, windows, temperature
@@ -79,7 +79,7 @@ class Scorer:
         return self._known[key]
 
     def _probs(self, layers: range | list[int]) -> Tensor:
-        """The distributions (N, V) behind the last tokens of all windows."""
+        """The distributions (N, V) after the last tokens of all windows."""
         view = with_layers(self._model, layers)
         cache = FullCache.allocate(
             view.config, len(self._windows), WINDOW, dtype=view.dtype, device=view.device

@@ -2,7 +2,7 @@
 
     python -m tools.paper.needle --prompt-file novel.txt --prompt-tokens 2000 --prompt-tokens 8000
 
-One sentence with a seven-digit number stands at some depth of a text, and the question behind the
+One sentence with a seven-digit number stands at some depth of a text, and the question after the
 text asks for it, in the chat format of SmolLM2 and the words of the RULER benchmark. As there, the
 answer has been begun for the model, up to the space before the number, so that what is tested is
 the number and no polite preamble, and so that the query by which the retrieval cache is filled is
@@ -83,7 +83,7 @@ def hide(
     tokenizer: Tokenizer, text_ids: list[int], length: int, depth: float, number: int,
     beginning: str = BEGINNING,
 ) -> list[int]:  # fmt: skip
-    """A prompt of exactly `length` tokens with the number at a depth of the text, behind the end of
+    """A prompt of exactly `length` tokens with the number at a depth of the text, after the end of
     a line. It ends in the beginning of the answer."""
 
     def encode(text: str) -> list[int]:
@@ -109,7 +109,7 @@ def ask(
 ) -> dict[str, Any]:
     """One run: the answer, whether it holds the number, and how many guesses were accepted.
 
-    Counted are the tokens of the answer: `Stats` would also count guesses behind its end.
+    Counted are the tokens of the answer: `Stats` would also count guesses after its end.
     """
     run = engine.generate(prompt, generation=GenerationConfig(num_new), speculation=speculation)
     origins = [event.origin for event in run if isinstance(event, Token)]

@@ -76,8 +76,7 @@ class Chunk:
         queries_LBTHD = self.queries_LBTHD
         shared = Pass(rotary, self._cache, None, slots_BT, lengths_B, queries_LBTHD, model.attend)
         x_BTE = self._hidden_BTE.to(model.device, non_blocking=True)
-        with model.reading_prompt():
-            x_BTE = model.layers[number].forward(x_BTE, number, shared)
+        x_BTE = model.layers[number].forward(x_BTE, number, shared)
         self._hidden_BTE = x_BTE.to(self._home, non_blocking=True)  # page-locked on the host
 
 

@@ -171,11 +171,15 @@ def worker_settings(path: Path, engine: Engine, variant: Variant) -> dict[str, A
     rope = engine.config.rope
     settings = {
         "weights": str(path if variant.weights == "native" else as_float16(path)),
-        "threads": torch.get_num_threads(), "kv": variant.kv, "lookup": variant.is_lookup,
-    }  # fmt: skip
+        "threads": torch.get_num_threads(),
+        "kv": variant.kv,
+        "lookup": variant.is_lookup,
+    }
     if variant.program == "llama.cpp":
         settings |= {
-            "flash": variant.is_flash, "scaling": None if rope.kind == "default" else rope.kind,
-            "factor": rope.factor, "original_context": rope.original_context or 0,
-        }  # fmt: skip
+            "flash": variant.is_flash,
+            "scaling": None if rope.kind == "default" else rope.kind,
+            "factor": rope.factor,
+            "original_context": rope.original_context or 0,
+        }
     return settings

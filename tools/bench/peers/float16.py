@@ -14,7 +14,7 @@ def is_quantized(path: Path) -> bool:
 
 
 def as_float16(path: Path) -> Path:
-    """The GGUF file with its matrices as f16, written once beside it."""
+    """The GGUF file with its matrices as f16, written once next to it."""
     target = path.with_suffix(".f16.gguf")
     if target.exists():
         return target

@@ -36,9 +36,10 @@ def transformers_config(config: ModelConfig) -> dict[str, Any]:
     """A model's shape in the words of `transformers`, RoPE scaling included."""
     rope = config.rope
     scaling = {
-        "rope_type": rope.kind, "factor": rope.factor,
+        "rope_type": rope.kind,
+        "factor": rope.factor,
         "original_max_position_embeddings": rope.original_context,
-    }  # fmt: skip
+    }
     names = {
         "llama3": ("low_freq_factor", "high_freq_factor"),
         "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor"),
@@ -47,15 +48,22 @@ def transformers_config(config: ModelConfig) -> dict[str, Any]:
     is_qwen2 = config.attention_bias and config.output_bias is False
     kind = "Qwen3" if config.head_norm else "Qwen2" if is_qwen2 else "Llama"
     return {
-        "model_type": kind.lower(), "architectures": [f"{kind}ForCausalLM"],
-        "num_hidden_layers": config.num_layers, "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size, "head_dim": config.head_dim,
-        "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
-        "vocab_size": config.vocab_size, "max_position_embeddings": config.context_length,
-        "rms_norm_eps": config.rms_norm_eps, "tie_word_embeddings": config.tie_word_embeddings,
-        "attention_bias": config.attention_bias, "rope_theta": rope.theta,
+        "model_type": kind.lower(),
+        "architectures": [f"{kind}ForCausalLM"],
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "head_dim": config.head_dim,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.context_length,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "attention_bias": config.attention_bias,
+        "rope_theta": rope.theta,
         "rope_scaling": None if rope.kind == "default" else scaling,
-    }  # fmt: skip
+    }
 
 
 def transformers_peer(model: Any) -> StartPeer:
@@ -101,10 +109,15 @@ def prompt_lookup_peer(model: Any) -> StartPeer:
         tokens = torch.tensor([prompt], device=model.device)
         try:
             model.generate(
-                tokens, attention_mask=torch.ones_like(tokens), streamer=valve, do_sample=False,
-                max_new_tokens=num_new, min_new_tokens=num_new, prompt_lookup_num_tokens=10,
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                streamer=valve,
+                do_sample=False,
+                max_new_tokens=num_new,
+                min_new_tokens=num_new,
+                prompt_lookup_num_tokens=10,
                 pad_token_id=0,
-            )  # fmt: skip
+            )
             valve.made.put(None)
         except GeneratorExit:
             pass

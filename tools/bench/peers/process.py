@@ -67,7 +67,7 @@ class Worker(Iterator[int]):
 
 
 def worker_peer(python: str, program: str, settings: dict[str, Any]) -> StartPeer:
-    """A peer that a new process runs behind every prompt."""
+    """A peer that a new process runs after every prompt."""
 
     def start(prompt: list[int], num_new: int) -> Worker:
         worker = Worker(python, program)

@@ -1,4 +1,4 @@
-"""A program that decodes beside minitri, in a process of its own: `PYTHON worker.py PROGRAM`.
+"""A program that decodes next to minitri, in a process of its own: `PYTHON worker.py PROGRAM`.
 
 Imports nothing of minitri, so that any environment with the program's package can run it. Speaks
 JSON lines: it says the version of the package; then it is told the weights, settings and prompt,
@@ -64,9 +64,19 @@ class LlamaCpp:
         self.version = llama_cpp.__version__
 
     def load(
-        self, *, weights: str, prompt: list[int], num_new: int, threads: int, kv: str, lookup: bool,
-        flash: bool, scaling: str | None, factor: float, original_context: int,
-    ) -> Iterator[int]:  # fmt: skip
+        self,
+        *,
+        weights: str,
+        prompt: list[int],
+        num_new: int,
+        threads: int,
+        kv: str,
+        lookup: bool,
+        flash: bool,
+        scaling: str | None,
+        factor: float,
+        original_context: int,
+    ) -> Iterator[int]:
         """Loads the weights; the iterator reads the prompt, then decodes without an end."""
         import llama_cpp
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
@@ -81,9 +91,16 @@ class LlamaCpp:
             draft = LlamaPromptLookupDecoding(num_pred_tokens=2)
             options |= {"draft_model": draft, "logits_all": True}
         model = llama_cpp.Llama(
-            weights, n_ctx=len(prompt) + num_new + 8, n_threads=threads, n_threads_batch=threads,
-            type_k=kv_type, type_v=kv_type, flash_attn=flash, verbose=False, **options,
-        )  # fmt: skip
+            weights,
+            n_ctx=len(prompt) + num_new + 8,
+            n_threads=threads,
+            n_threads_batch=threads,
+            type_k=kv_type,
+            type_v=kv_type,
+            flash_attn=flash,
+            verbose=False,
+            **options,
+        )
         return model.generate(prompt, temp=0.0, top_k=1, repeat_penalty=1.0)
 
 

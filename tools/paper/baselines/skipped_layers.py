@@ -22,6 +22,7 @@ from torch import Tensor
 
 from minitri.caches.streaming import StreamingCache
 from minitri.config import ModelConfig
+from minitri.cpu.kernel_layers import KernelLayers
 from minitri.errors import InputError, shorten
 from minitri.loading.tokenizer import Tokenizer
 from minitri.model.block import read_block
@@ -44,7 +45,7 @@ class SkippedLayers:
         """What each row's cache has read."""
 
     def guess(self, tokens: list[int], row: int) -> Tensor:
-        """The distribution (V,) of these layers behind sinks and a window of latest tokens."""
+        """The distribution (V,) of these layers after sinks and a window of latest tokens."""
         model, (known, cache) = self._model, self._rows.get(row) or ([], self._new_cache())
         pairs = zip(known, tokens[:-1], strict=False)
         num_same = [*(a == b for a, b in pairs), False].index(False)
@@ -78,6 +79,8 @@ def with_layers(model: Llama, layers: Sequence[int]) -> Llama:
     nowhere = torch.device("meta")
     view = Llama(config, dtype=model.dtype, device=nowhere, target=model, attend=model.attend)
     view.layers = Layers(model.layers[number] for number in layers)
+    if isinstance(model.layers, KernelLayers):
+        view.layers = KernelLayers(view.layers, model.layers.kernels)
     view.norm, view.lm_head, view.rope = model.norm, model.lm_head, model.rope
     return view
 

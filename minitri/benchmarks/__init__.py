@@ -1,1 +1,0 @@
-"""What measures: methods against one another, other programs, made-up weights."""

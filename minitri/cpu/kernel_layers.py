@@ -1,0 +1,207 @@
+"""The network on compiled kernels: what `use_kernels` puts in the place of a model's layers.
+
+A short pass is one call for all layers. Each of them reads its weights, K and V once: RMSNorm with
+the projection after it, RoPE, attention, projections with the residual addition after them, and
+gate, up and SiLU together. Weights stay plain, as they were loaded. A block of a prompt, or of more
+than LONGEST_BLOCK tokens, takes the plain layers, but for attention and RoPE.
+
+Legend: L layers, B batch, T tokens, S slots, E hidden size, H query heads, K KV heads, D head dim.
+"""
+
+import ctypes
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minitri.caches.full import FullCache
+from minitri.caches.retrieval import RetrievalCache
+from minitri.caches.streaming import StreamingCache
+from minitri.cpu.kernels import Kernels, LayerWeights, Matrix, PassArguments, address
+from minitri.cpu.quantized import dequantize
+from minitri.execution import Execution
+from minitri.model.linear import Linear, TiedHead, TrimmedHead
+from minitri.model.llama import Layer, Layers, Llama, Pass
+from minitri.model.replace import Factories, replace_modules
+from minitri.model.rope import Rotary
+from minitri.settings import LONGEST_BLOCK
+
+WRITABLE = (FullCache, RetrievalCache, StreamingCache)
+"""Caches that are nothing but tensors (L, B, K, S, D), which a pass may write and read itself."""
+
+
+class KernelLinear(Linear):
+    """y = x W^T + b for long blocks; a short pass reads weights and bias by itself."""
+
+    def __init__(
+        self, like: Linear, kernels: Kernels, packed_NX: Tensor | None = None, bits: int = 16
+    ) -> None:
+        """Shares weights and bias of another layer, or has weights of 4 or 8 bits instead."""
+        weight = like.weight
+        if packed_NX is not None:
+            weight = nn.Parameter(packed_NX, requires_grad=False)
+        super().__init__(weight, like.bias)
+        self.in_features, self.dtype = like.in_features, like.weight.dtype
+        self.kernels, self.bits = kernels, bits
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Fewer rows might be multiplied in another way, with other last bits.
+        num_tokens = x.shape[-2] if x.dim() > 1 else 1
+        padded = F.pad(x, (0, 0, 0, max(0, LONGEST_BLOCK + 1 - num_tokens)))
+        return F.linear(padded, self.plain_weight(x.dtype), self.bias)[..., :num_tokens, :]
+
+    def plain_weight(self, dtype: torch.dtype) -> Tensor:
+        """W of shape (out_features, in_features); plain weights keep their own number type."""
+        if self.bits == 16:
+            return self.weight
+        return dequantize(self.weight, self.in_features, self.bits, dtype)
+
+
+class KernelHead(KernelLinear):
+    """An LM head, by a kernel for short blocks."""
+
+    is_wide = True
+    """Logits are float32, without rounding."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() > 1 and x.shape[-2] > LONGEST_BLOCK:
+            return super().forward(x)
+        return self.kernels.linear(
+            x,
+            self.weight,
+            self.out_features,
+            bits=self.bits,
+            bias=self.bias,
+            is_wide=self.is_wide,
+        )
+
+
+class KernelTiedHead(KernelHead, TiedHead):
+    """An LM head that is the embedding table, too."""
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        if self.bits == 16:
+            return super().rows(numbers)
+        packed = self.weight[numbers.flatten()]
+        rows = dequantize(packed, self.in_features, self.bits, self.dtype)
+        return rows.view(*numbers.shape, self.in_features)
+
+
+class KernelPartialHead(KernelHead):
+    """An LM head over a part of the vocabulary."""
+
+    is_wide = False
+
+
+@dataclass(frozen=True)
+class KernelRotary(Rotary):
+    """The rotation of a block's queries and keys by a kernel."""
+
+    kernels: Kernels
+
+    def rotate(self, x_BTHD: Tensor) -> Tensor:
+        return self.kernels.rotate(x_BTHD, self.cos, self.signed_sin)
+
+
+class KernelLayers(Layers):
+    """All transformer blocks in one call, which writes to the cache and reads it by itself."""
+
+    def __init__(self, plain: Layers, kernels: Kernels) -> None:
+        """Shares the modules of plain layers, whose linear layers are `KernelLinear` already."""
+        super().__init__(plain)
+        self.kernels = kernels
+        self._weights: ctypes.Array[LayerWeights] | None = None
+
+    def forward(self, x_BTE: Tensor, shared: Pass) -> Tensor:
+        is_long = shared.is_prompt or x_BTE.shape[1] > LONGEST_BLOCK
+        if is_long or type(shared.cache) not in WRITABLE:
+            cos, signed_sin = shared.rotary.cos, shared.rotary.signed_sin
+            rotary = KernelRotary(cos, signed_sin, self.kernels)
+            return super().forward(x_BTE, replace(shared, rotary=rotary))
+        return self._short_pass(x_BTE, shared)
+
+    def _short_pass(self, x_BTE: Tensor, shared: Pass) -> Tensor:
+        cache, rule, queries = shared.cache, shared.rule_TT, shared.queries_LBTHD
+        assert isinstance(cache, WRITABLE)
+        B, T, E = x_BTE.shape
+        L, _, K, S, D = cache.keys.shape
+        if max(cache.lengths) + T > S:
+            raise IndexError(f"a block of {T} after {max(cache.lengths)} of {S} tokens")
+        assert cache.keys.stride() == cache.values.stride()
+        assert cache.keys.dtype == x_BTE.dtype
+        assert queries is None or (queries.is_contiguous() and queries.dtype == x_BTE.dtype)
+        if self._weights is None:
+            self._weights = (LayerWeights * L)(*map(weights_of, self))
+        x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
+        rule = None if rule is None else rule.contiguous()
+        lengths = (ctypes.c_int64 * B)(*cache.lengths)
+        kv_layer, kv_batch, kv_head, kv_slot, _ = cache.keys.stride()
+        first = self[0]
+        assert isinstance(first, Layer)
+        arguments = PassArguments(
+            layers=self._weights,
+            x=address(x_BTE),
+            cos=address(shared.rotary.cos),
+            sin=address(shared.rotary.signed_sin),
+            keys=address(cache.keys),
+            values=address(cache.values),
+            raw_keys=address(cache.raw_keys) if isinstance(cache, StreamingCache) else None,
+            queries=address(queries),
+            lengths=ctypes.addressof(lengths),
+            rule=address(rule),
+            L=L,
+            B=B,
+            T=T,
+            W=0 if queries is None else queries.shape[2],
+            E=E,
+            H=first.self_attn.heads[0],
+            K=K,
+            D=D,
+            kv_layer=kv_layer,
+            kv_batch=kv_batch,
+            kv_head=kv_head,
+            kv_slot=kv_slot,
+            eps=first.input_layernorm.eps,
+        )
+        self.kernels.run_pass(x_BTE.dtype, arguments)
+        return x_BTE
+
+
+def weights_of(layer: nn.Module) -> LayerWeights:
+    """The addresses of a block's weights, which stay where they are."""
+    assert isinstance(layer, Layer)
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = (
+        layer.input_layernorm,
+        layer.post_attention_layernorm,
+        attention.q_norm,
+        attention.k_norm,
+    )
+    linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+    weights = (None if norm is None else address(norm.weight) for norm in norms)
+    return LayerWeights(*weights, *map(matrix_of, linears))
+
+
+def matrix_of(layer: nn.Module) -> Matrix:
+    """The addresses of a linear layer's weights."""
+    assert isinstance(layer, KernelLinear)
+    weights, bias = address(layer.weight), address(layer.bias)
+    return Matrix(weights, bias, layer.out_features, layer.in_features, layer.bits)
+
+
+def use_kernels(model: Llama, kernels: Kernels) -> None:
+    """Puts kernels in the place of a model's linear layers, attention and blocks."""
+    layers = replace_modules(model.layers, {Linear: partial(KernelLinear, kernels=kernels)})
+    head = KernelPartialHead if isinstance(model.lm_head, TrimmedHead) else KernelHead
+    heads: Factories = {
+        Linear: partial(head, kernels=kernels),
+        TiedHead: partial(KernelTiedHead, kernels=kernels),
+    }
+    model.layers = KernelLayers(layers, kernels)
+    model.lm_head = replace_modules(model.lm_head, heads)
+    model.attend = kernels.attend
+    model.execution = Execution(
+        is_row_invariant=True, decoding=kernels.decoding, reading=kernels.reading
+    )

@@ -1,0 +1,274 @@
+// Linear layers over weights of 16 or 32, 8 or 4 bits, with what stands around them.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include "attention.h"
+
+namespace {
+
+// Weights (N, E) in one of three forms, by rows: plain numbers; or groups of 32 numbers, number =
+// scale q + offset, with q of 4 or 8 bits. A quantized row holds the q of all groups, padded to whole
+// pairs of groups; the groups' scales and, in 4 bits, their offsets, as float16. In 4 bits byte i
+// of 32 holds q number i of a group in its low half, and of the next group in its high one.
+struct LinearArguments {
+    const void* x;            // (R, E)
+    const void* norm;         // (E): x passes through an RMSNorm first; or null
+    const void* weights;
+    const void* bias;         // (N) or null
+    const void* residual;     // (R, outputs) or null, added last
+    void* out;                // (R, outputs)
+    int64_t R, E, N;
+    int64_t is_gated;         // outputs N / 2: silu(first half) * second half
+    int64_t is_wide;          // out is float32, whatever x is
+    int64_t num_threads;
+    double eps;
+};
+
+constexpr int GROUP = 32;     // numbers that share a scale
+constexpr int64_t TASKS_PER_THREAD = 8;  // so that whoever is late holds nobody up for long
+constexpr int64_t PREFETCH = 4096;  // bytes
+constexpr int OUTPUTS = 4;    // outputs of a tile, with TILE_ROWS rows: 24 sums in registers
+
+// What `dots` multiplies weights with: rows of x, padded with zeros to whole steps of 64 numbers.
+template <class Unit>
+struct Rows {
+    const Unit* x;
+    const float* group_sums;  // (R, groups), each row padded to whole vectors
+    int64_t stride, group_stride;
+};
+
+// How many bytes ahead each row of a tile is fetched, in all about PREFETCH: further on in the row,
+// or, where rows are short, in one of the next tiles.
+inline int64_t prefetch_distance(int64_t row_bytes) {
+    const int64_t tile = OUTPUTS * row_bytes;
+    return row_bytes > PREFETCH / 2 ? PREFETCH / OUTPUTS : (PREFETCH + tile - 1) / tile * tile;
+}
+
+// sums (M, OUTPUTS): rows times weights, each in one vector of lanes.
+#define FOR_TILE(M)                       \
+    _Pragma("GCC unroll 8")               \
+    for (int m = 0; m < M; ++m)           \
+        _Pragma("GCC unroll 8")           \
+        for (int o = 0; o < OUTPUTS; ++o)
+
+// Plain weights.
+template <class Op>
+struct Plain {
+    using Operand = Op;
+    static constexpr bool HAS_OFFSETS = false;
+    using T = typename Op::Stored;
+    const T* weights;
+    int64_t E;
+    explicit Plain(const LinearArguments& a) : weights(static_cast<const T*>(a.weights)), E(a.E) {}
+
+    template <int M>
+    void dots(const Rows<typename Op::Unit>& rows, int64_t first, int count, Vec sum[][OUTPUTS]) const {
+        constexpr int WIDTH = LANES * Op::STEP;
+        const T* w[OUTPUTS];
+        for (int o = 0; o < OUTPUTS; ++o) w[o] = weights + (first + std::min(o, count - 1)) * E;
+        Vec local[M][OUTPUTS] = {};
+        const int64_t ahead = prefetch_distance(E * int64_t(sizeof(T))) / int64_t(sizeof(T));
+        int64_t e = 0;
+        for (; e + WIDTH <= E; e += WIDTH) {
+#pragma GCC unroll 8
+            for (int o = 0; o < OUTPUTS; ++o) __builtin_prefetch(w[o] + e + ahead);
+            FOR_TILE(M) local[m][o] = Op::dot(local[m][o], w[o] + e, rows.x + m * rows.stride + e / Op::STEP);
+        }
+        if (e < E) {
+            T rest[OUTPUTS][WIDTH] = {};
+            for (int o = 0; o < OUTPUTS; ++o) std::copy(w[o] + e, w[o] + E, rest[o]);
+            FOR_TILE(M) local[m][o] = Op::dot(local[m][o], rest[o], rows.x + m * rows.stride + e / Op::STEP);
+        }
+        FOR_TILE(M) sum[m][o] = local[m][o];
+    }
+};
+
+// Numbers of 4 or 8 bits.
+template <class Op, int BITS>
+struct Quantized {
+    using Operand = Op;
+    static constexpr bool HAS_OFFSETS = BITS == 4;
+    const uint8_t* weights;
+    int64_t groups, quant_bytes, row_bytes;
+    explicit Quantized(const LinearArguments& a)
+        : weights(static_cast<const uint8_t*>(a.weights)), groups(a.E / GROUP),
+          quant_bytes((a.E + 63) / 64 * 64 * BITS / 8),
+          row_bytes(quant_bytes + groups * 2 * (BITS == 4 ? 2 : 1)) {}
+
+    static Vec some(const Float16* p, int64_t n) {
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+        const __mmask16 known = n >= LANES ? 0xffff : (1u << n) - 1;
+        return (Vec)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(known, p));
+#endif
+        if (n >= LANES) return load(p);
+        Float16 padded[LANES] = {};
+        std::copy(p, p + n, padded);
+        return load(padded);
+    }
+
+    template <int M>
+    void dots(const Rows<typename Op::Unit>& rows, int64_t first, int count, Vec sum[][OUTPUTS]) const {
+        Vec local[M][OUTPUTS] = {};
+        const uint8_t* row[OUTPUTS];
+        for (int o = 0; o < OUTPUTS; ++o) row[o] = weights + (first + std::min(o, count - 1)) * row_bytes;
+        const int64_t ahead = prefetch_distance(row_bytes);
+        for (int64_t g = 0; g < groups; g += LANES) {
+            const int64_t here = std::min<int64_t>(LANES, groups - g);
+            alignas(64) float scale[OUTPUTS][LANES];
+#pragma GCC unroll 8
+            for (int o = 0; o < OUTPUTS; ++o) {
+                const auto* scales = reinterpret_cast<const Float16*>(row[o] + quant_bytes) + g;
+                store(scale[o], some(scales, here));
+                if (BITS != 4) continue;
+                const Vec offset = some(scales + groups, here);
+#pragma GCC unroll 8
+                for (int m = 0; m < M; ++m) {
+                    local[m][o] += offset * load(rows.group_sums + m * rows.group_stride + g);
+                }
+            }
+            for (int64_t i = 0; i < here; i += 2) {
+                const auto* x = rows.x + (g + i) * GROUP / Op::STEP;
+#pragma GCC unroll 8
+                for (int o = 0; o < OUTPUTS; ++o) {
+                    const uint8_t* packed = row[o] + (g + i) * GROUP * BITS / 8;
+                    __builtin_prefetch(packed + ahead);
+                    typename Op::Quants w[2];
+                    Op::template unpack<BITS>(packed, w);
+#pragma GCC unroll 8
+                    for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 2
+                        for (int half = 0; half < 2; ++half) {
+                            Vec part = Op::dot_quants(w[half], x + m * rows.stride + half * GROUP / Op::STEP);
+                            local[m][o] += part * scale[o][i + half];  // after the last group: 0
+                        }
+                    }
+                }
+            }
+        }
+        FOR_TILE(M) sum[m][o] = local[m][o];
+    }
+};
+
+template <class Weights, int M>
+void linear_tile(const Weights& w, const Rows<typename Weights::Operand::Unit>& rows, int64_t first,
+                 int count, float* out, int64_t stride) {
+    Vec sum[M][OUTPUTS];
+    w.template dots<M>(rows, first, count, sum);
+    for (int m = 0; m < M; ++m) {
+        for (int o = 0; o < count; ++o) out[m * stride + o] = sum_lanes(sum[m][o]);
+    }
+}
+
+template <class Weights>
+void linear_rows(const Weights& w, const Rows<typename Weights::Operand::Unit>& rows, int M,
+                 int64_t first, int count, float* out, int64_t stride) {
+    auto call = [&](auto tile) { tile(w, rows, first, count, out, stride); };
+    switch (M) {
+        case 1: return call(linear_tile<Weights, 1>);
+        case 2: return call(linear_tile<Weights, 2>);
+        case 3: return call(linear_tile<Weights, 3>);
+        case 4: return call(linear_tile<Weights, 4>);
+        case 5: return call(linear_tile<Weights, 5>);
+        default: return call(linear_tile<Weights, 6>);
+    }
+}
+
+// out (R, count) = x times `count` rows of the weights from `first` on.
+template <class Weights>
+void linear_chunk(const Weights& w, Rows<typename Weights::Operand::Unit> rows, int64_t R,
+                  int64_t first, int64_t count, float* out, int64_t stride) {
+    for (int64_t o = 0; o < count; o += OUTPUTS) {
+        for (int64_t r = 0; r < R; r += TILE_ROWS) {
+            auto some = rows;
+            some.x += r * rows.stride;
+            some.group_sums += r * rows.group_stride;
+            linear_rows(w, some, int(std::min<int64_t>(TILE_ROWS, R - r)), first + o,
+                        int(std::min<int64_t>(OUTPUTS, count - o)), out + r * stride + o, stride);
+        }
+    }
+}
+
+inline Vec silu(Vec x) {
+    const Vec e = power_of_2((x > 0.0f ? -x : x) * LOG2_E);
+    return x * (x > 0.0f ? splat(1.0f) : e) / (e + 1.0f);
+}
+
+// Rows of x as operands, after an RMSNorm if there is one, and the sums of their groups.
+template <class Op>
+Rows<typename Op::Unit> prepare_rows(const LinearArguments& a, bool has_offsets) {
+    using T = typename Op::Stored;
+    static thread_local Scratch<typename Op::Unit> row_memory;
+    static thread_local Scratch<float> wide_memory, sum_memory;
+    const int64_t padded = (a.E + 63) / 64 * 64, stride = padded / Op::STEP;
+    const int64_t groups = padded / GROUP, group_stride = (groups + LANES - 1) / LANES * LANES;
+    auto* x = row_memory.get(a.R * stride);
+    float *wide = wide_memory.get(padded), *sums = sum_memory.get(a.R * group_stride);
+    std::fill(sums, sums + a.R * group_stride, 0.0f);
+    for (int64_t r = 0; r < a.R; ++r) {
+        const T* from = static_cast<const T*>(a.x) + r * a.E;
+        std::fill(wide, wide + padded, 0.0f);
+        for (int64_t e = 0; e < a.E; ++e) wide[e] = widen(from[e]);
+        if (a.norm != nullptr) {
+            const T* weight = static_cast<const T*>(a.norm);
+            Vec squares{};
+            for (int64_t e = 0; e < padded; e += LANES) squares += load(wide + e) * load(wide + e);
+            const float factor = 1.0f / std::sqrt(sum_lanes(squares) / float(a.E) + float(a.eps));
+            for (int64_t e = 0; e < a.E; ++e) wide[e] = wide[e] * factor * widen(weight[e]);
+        }
+        Op::from_floats(wide, int(padded), x + r * stride);
+        if (!has_offsets) continue;
+        Op::to_floats(x + r * stride, int(padded), wide);  // as rounded
+        for (int64_t g = 0; g < groups; ++g) {
+            sums[r * group_stride + g] = sum_lanes(load(wide + g * GROUP) + load(wide + g * GROUP + LANES));
+        }
+    }
+    return {x, sums, stride, group_stride};
+}
+
+template <class Weights>
+void linear(const LinearArguments& a) {
+    using Op = typename Weights::Operand;
+    using T = typename Op::Stored;
+    const Weights weights(a);
+    const auto rows = prepare_rows<Op>(a, Weights::HAS_OFFSETS);
+    const int64_t outputs = a.is_gated ? a.N / 2 : a.N;
+    constexpr int64_t CHUNK = LANES;  // outputs that are finished together
+    const int64_t num_chunks = (outputs + CHUNK - 1) / CHUNK;
+    const int64_t per_task = std::max<int64_t>(1, num_chunks / (TASKS_PER_THREAD * a.num_threads));
+    Pool::get().run((num_chunks + per_task - 1) / per_task, a.N * a.E, a.num_threads, [&](int64_t task) {
+        static thread_local Scratch<float> memory;
+        float *sums = memory.get(2 * a.R * CHUNK), *gates = sums + a.R * CHUNK;
+        const int64_t last = std::min(num_chunks, (task + 1) * per_task);
+        for (int64_t chunk = task * per_task; chunk < last; ++chunk) {
+            const int64_t first = chunk * CHUNK, count = std::min(CHUNK, outputs - first);
+            linear_chunk(weights, rows, a.R, first, count, a.is_gated ? gates : sums, CHUNK);
+            if (a.is_gated) {
+                linear_chunk(weights, rows, a.R, outputs + first, count, sums, CHUNK);
+                for (int64_t i = 0; i < a.R * CHUNK; i += LANES) {
+                    store(sums + i, silu(load(gates + i)) * load(sums + i));
+                }
+            }
+            for (int64_t r = 0; r < a.R; ++r) {
+                for (int64_t i = 0; i < count; ++i) {
+                    const int64_t at = r * outputs + first + i;
+                    float y = sums[r * CHUNK + i];
+                    if (a.bias) y += widen(static_cast<const T*>(a.bias)[first + i]);
+                    if (a.residual) y += widen(static_cast<const T*>(a.residual)[at]);
+                    if (a.is_wide) static_cast<float*>(a.out)[at] = y;
+                    else narrow(y, static_cast<T*>(a.out) + at);
+                }
+            }
+        }
+    });
+}
+
+template <class Op>
+void linear_of(int bits, const LinearArguments& a) {
+    if (bits == 4) linear<Quantized<Op, 4>>(a);
+    else if (bits == 8) linear<Quantized<Op, 8>>(a);
+    else linear<Plain<Op>>(a);
+}
+
+}  // namespace

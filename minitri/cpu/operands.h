@@ -1,0 +1,256 @@
+// Operands: a type of numbers as the inner loops multiply it.
+
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include "numbers.h"
+
+namespace {
+
+// Plain: numbers are widened to float32, one per lane and step.
+template <class T>
+struct Widened {
+    using Stored = T;
+    using Unit = float;           // what one row contributes to one step
+    static constexpr int STEP = 1;  // numbers per lane and step
+    static Vec multiply(Vec sum, const Unit* rows, const Unit* columns) {
+        return sum + *rows * load(columns);
+    }
+    // BLOCK rows of D numbers as (D, BLOCK): lanes are rows. Rows after the n-th are zeros, never read.
+    static void transpose(const T* rows, int64_t stride, int n, int D, Unit* to) {
+        for (int s = 0; s < BLOCK; ++s) {
+            for (int d = 0; d < D; ++d) to[d * BLOCK + s] = s < n ? widen(rows[s * stride + d]) : 0.0f;
+        }
+    }
+    // The same as (BLOCK, width): lanes are columns, a step is a row.
+    static void interleave(const T* rows, int64_t stride, int n, int D, int width, Unit* to) {
+        for (int s = 0; s < BLOCK; ++s, to += width) {
+            if (s >= n) { std::fill(to, to + D, 0.0f); continue; }
+            int d = 0;
+            for (; d + LANES <= D; d += LANES) store(to + d, load(rows + s * stride + d));
+            for (; d < D; ++d) to[d] = widen(rows[s * stride + d]);
+        }
+    }
+    static void from_floats(const float* x, int n, Unit* to) { std::copy(x, x + n, to); }
+    static void to_floats(const Unit* x, int n, float* to) { std::copy(x, x + n, to); }
+    static Vec dot(Vec sum, const T* weights, const Unit* x) { return sum + load(weights) * load(x); }
+    static Vec weight(Vec x) { return power_of_2(x); }  // of a value, in attention
+
+    struct Quants { Vec low, high; };  // a group
+    template <int BITS>
+    static void unpack(const uint8_t* packed, Quants w[2]) {
+        typedef uint8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
+        typedef int8_t Signed __attribute__((vector_size(16), aligned(1), may_alias));
+        for (int i = 0; i < 4; ++i) {
+            Vec& to = i % 2 ? w[i / 2].high : w[i / 2].low;
+            if (BITS == 4) {
+                const Ints two = __builtin_convertvector(*(const Bytes*)(packed + i % 2 * LANES), Ints);
+                to = __builtin_convertvector(i < 2 ? two & 15 : two >> 4, Vec);
+            } else {
+                to = __builtin_convertvector(*(const Signed*)(packed + i * LANES), Vec);
+            }
+        }
+    }
+    static Vec dot_quants(const Quants& w, const Unit* x) {
+        return w.low * load(x) + w.high * load(x + LANES);
+    }
+};
+
+#ifdef HAS_BF16_PAIRS
+// Pairs of bfloat16: a lane holds two neighbours, whose products are added in one instruction.
+struct Pairs {
+    using Stored = BFloat16;
+    using Unit = uint32_t;
+    static constexpr int STEP = 2;
+    static Vec multiply(Vec sum, const Unit* rows, const Unit* columns) {
+        return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(*rows)),
+                                     (__m512bh)_mm512_loadu_si512(columns));
+    }
+    static void transpose(const BFloat16* rows, int64_t stride, int n, int D, Unit* to);
+    static void interleave(const BFloat16* rows, int64_t stride, int n, int D, int width, Unit* to);
+    static void from_floats(const float* x, int n, Unit* to) {
+        for (int i = 0; i < n; i += 2 * LANES) {
+            __m512bh both = _mm512_cvtne2ps_pbh((__m512)load(x + i + LANES), (__m512)load(x + i));
+            _mm512_storeu_si512(to + i / 2, (__m512i)both);
+        }
+    }
+    static void to_floats(const Unit* x, int n, float* to) {
+        for (int i = 0; i < n; ++i) to[i] = widen(reinterpret_cast<const BFloat16*>(x)[i]);
+    }
+    static Vec dot(Vec sum, const BFloat16* weights, const Unit* x) {
+        return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(weights),
+                                     (__m512bh)_mm512_loadu_si512(x));
+    }
+
+    // With a relative error of 3e-6, since it is rounded to bfloat16; minimax polynomial.
+    static Vec weight(Vec x) {
+        const Vec r = (Vec)_mm512_reduce_ps((__m512)x, 1);  // x less the whole number below it
+        Vec e = splat(1.3534171e-2f) * r + 5.2011463e-2f;
+        e = e * r + 2.4144275e-1f;
+        e = e * r + 6.9300384e-1f;
+        e = e * r + 1.0000026f;
+        return (Vec)_mm512_scalef_ps((__m512)e, (__m512)x);
+    }
+
+    using Quants = __m512bh;  // a group
+    template <int BITS>
+    static void unpack(const uint8_t* packed, Quants w[2]) {
+        if (BITS == 4) {
+            // bfloat16 of 0 to 15, twice: the fifth bit of an index is the other half's.
+            alignas(64) static const uint16_t NUMBERS[32] = {
+                0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+                0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
+                0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+                0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
+            const __m512i numbers = _mm512_load_si512(NUMBERS);
+            const __m512i both = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)packed));
+            w[0] = (__m512bh)_mm512_permutexvar_epi16(both, numbers);
+            w[1] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(both, 4), numbers);
+            return;
+        }
+        for (int half = 0; half < 2; ++half) {
+            const __m128i* from = (const __m128i*)(packed + half * 32);
+            __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from)));
+            __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from + 1)));
+            w[half] = _mm512_cvtne2ps_pbh(high, low);
+        }
+    }
+    static Vec dot_quants(Quants w, const Unit* x) {
+        return (Vec)_mm512_dpbf16_ps(_mm512_setzero_ps(), w, (__m512bh)_mm512_loadu_si512(x));
+    }
+};
+
+// 16 x 16 numbers of 32 bits, rows to columns.
+inline void transpose_16(__m512i r[16]) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {
+        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 4; ++i) {
+        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+        r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+        r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+    }
+}
+
+void Pairs::transpose(const BFloat16* rows, int64_t stride, int n, int D, Unit* to) {
+    for (int d = 0; d < D; d += 2 * LANES) {
+        int pairs = std::min(LANES, (D - d) / 2);
+        __mmask32 some = pairs == LANES ? ~0u : (1u << 2 * pairs) - 1;
+        for (int s = 0; s < BLOCK; s += LANES) {
+            __m512i r[LANES];
+            for (int i = 0; i < LANES; ++i) {
+                const BFloat16* row = rows + (s + i) * stride + d;
+                __builtin_prefetch(row + BLOCK * stride);
+                r[i] = s + i < n ? _mm512_maskz_loadu_epi16(some, row) : _mm512_setzero_si512();
+            }
+            transpose_16(r);
+            for (int i = 0; i < pairs; ++i) _mm512_storeu_si512(to + (d / 2 + i) * BLOCK + s, r[i]);
+        }
+    }
+}
+
+void Pairs::interleave(const BFloat16* rows, int64_t stride, int n, int D, int width, Unit* to) {
+    const __m512i low = _mm512_set_epi16(
+        47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35,
+        3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    for (int s = 0; s < BLOCK; s += 2, to += width) {
+        for (int d = 0; d < D; d += 2 * LANES) {
+            int left = D - d;
+            __mmask32 some = left >= 32 ? ~0u : (1u << left) - 1;
+            const BFloat16* row = rows + s * stride + d;
+            __builtin_prefetch(row + BLOCK * stride);
+            __builtin_prefetch(row + (BLOCK + 1) * stride);
+            __m512i a = _mm512_setzero_si512(), b = a;
+            if (s < n) a = _mm512_maskz_loadu_epi16(some, row);
+            if (s + 1 < n) b = _mm512_maskz_loadu_epi16(some, row + stride);
+            _mm512_storeu_si512(to + d, _mm512_permutex2var_epi16(a, low, b));
+            if (left > LANES) {
+                _mm512_storeu_si512(to + d + LANES, _mm512_permutex2var_epi16(a, high, b));
+            }
+        }
+    }
+}
+using BFloat16Operand = Pairs;
+#else
+using BFloat16Operand = Widened<BFloat16>;
+#endif
+
+// sums (M, 16 V) += rows (M, steps) x columns (steps, 16 V), all in registers but for the operands.
+template <class Op, int M, int V>
+inline void multiply_tile(const typename Op::Unit* rows, int64_t row_stride,
+                          const typename Op::Unit* columns, int64_t column_stride, int steps,
+                          float* sums, int64_t sum_stride, bool from_zero) {
+    Vec sum[M][V];
+    for (int m = 0; m < M; ++m) {
+        for (int v = 0; v < V; ++v) {
+            sum[m][v] = from_zero ? Vec{} : load(sums + m * sum_stride + v * LANES);
+        }
+    }
+    for (int k = 0; k < steps; ++k) {
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+            for (int v = 0; v < V; ++v) {
+                sum[m][v] = Op::multiply(sum[m][v], rows + m * row_stride + k,
+                                         columns + k * column_stride + v * LANES);
+            }
+        }
+    }
+    for (int m = 0; m < M; ++m) {
+        for (int v = 0; v < V; ++v) store(sums + m * sum_stride + v * LANES, sum[m][v]);
+    }
+}
+
+constexpr int TILE_ROWS = 6;  // times 4 vectors: 24 sums in registers
+
+template <class Op, int V>
+void multiply_columns(int M, const typename Op::Unit* rows, int64_t row_stride,
+                      const typename Op::Unit* columns, int64_t column_stride, int steps, float* sums,
+                      int64_t sum_stride, bool from_zero) {
+    auto call = [&](auto tile) {
+        tile(rows, row_stride, columns, column_stride, steps, sums, sum_stride, from_zero);
+    };
+    switch (M) {
+        case 1: return call(multiply_tile<Op, 1, V>);
+        case 2: return call(multiply_tile<Op, 2, V>);
+        case 3: return call(multiply_tile<Op, 3, V>);
+        case 4: return call(multiply_tile<Op, 4, V>);
+        case 5: return call(multiply_tile<Op, 5, V>);
+        default: return call(multiply_tile<Op, 6, V>);
+    }
+}
+
+// For any number of columns that is a multiple of 16.
+template <class Op>
+void multiply(int M, const typename Op::Unit* rows, int64_t row_stride,
+              const typename Op::Unit* columns, int num_columns, int steps, float* sums,
+              bool from_zero) {
+    int v = 0;
+    for (; v + 4 * LANES <= num_columns; v += 4 * LANES) {
+        multiply_columns<Op, 4>(M, rows, row_stride, columns + v, num_columns, steps, sums + v,
+                                num_columns, from_zero);
+    }
+    for (; v < num_columns; v += LANES) {
+        multiply_columns<Op, 1>(M, rows, row_stride, columns + v, num_columns, steps, sums + v,
+                                num_columns, from_zero);
+    }
+}
+
+}  // namespace

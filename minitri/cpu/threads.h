@@ -1,0 +1,109 @@
+// The threads that all kernels share.
+
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <pthread.h>
+#include <thread>
+
+namespace {
+
+inline void pause_cpu() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Runs tasks 0..n-1 on all threads, the caller's included; whoever is free takes the next one. A
+// worker that finds nothing to do spins for a moment, since the next kernel of a pass follows
+// within microseconds, and then sleeps: waiting threads leave the cores to others.
+class Pool {
+public:
+    static Pool& get() { return *the_one(); }
+
+    // `num_numbers`: how many are read in all. For few, the caller alone is faster than waking.
+    // Calls of several threads follow each other.
+    void run(int64_t n, int64_t num_numbers, int64_t num_threads,
+             const std::function<void(int64_t)>& task) {
+        if (num_threads <= 1 || n == 1 || num_numbers < WORTH_WAKING) {
+            for (int64_t i = 0; i < n; ++i) task(i);
+            return;
+        }
+        std::lock_guard<std::mutex> only_one(calls);
+        num_needed = int(num_threads) - 1;
+        while (num_workers < num_needed) {
+            std::thread(&Pool::work, this, num_workers++, round.load()).detach();
+        }
+        current = &task;
+        num_tasks = n;
+        next.store(0, std::memory_order_relaxed);
+        num_busy.store(num_workers, std::memory_order_relaxed);
+        round.fetch_add(1, std::memory_order_seq_cst);
+        if (num_sleeping.load(std::memory_order_seq_cst) > 0) {
+            std::lock_guard<std::mutex> hold(sleep);
+            wake.notify_all();
+        }
+        take_tasks();
+        for (int spins = 0; num_busy.load(std::memory_order_acquire) > 0; ++spins) {
+            if (spins < SPINS) pause_cpu();
+            else std::this_thread::yield();
+        }
+        num_workers = std::min(num_workers, num_needed);
+    }
+
+private:
+    static Pool*& the_one() {
+        static Pool* pool = [] {
+            // A forked process has none of the threads.
+            pthread_atfork(nullptr, nullptr, [] { the_one() = new Pool; });
+            return new Pool;  // never destroyed: its threads end with the process
+        }();
+        return pool;
+    }
+
+    static constexpr int64_t WORTH_WAKING = 32768;
+    static constexpr int SPINS = 4000;  // some 50 to 100 microseconds
+
+    void take_tasks() {
+        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) {
+            (*current)(i);
+        }
+    }
+
+    void work(int number, uint64_t seen) {
+        for (;; ++seen) {
+            for (int i = 0; i < SPINS && round.load(std::memory_order_acquire) == seen; ++i) {
+                pause_cpu();
+            }
+            if (round.load(std::memory_order_acquire) == seen) {
+                std::unique_lock<std::mutex> hold(sleep);
+                num_sleeping.fetch_add(1, std::memory_order_seq_cst);
+                wake.wait(hold, [&] { return round.load(std::memory_order_seq_cst) != seen; });
+                num_sleeping.fetch_sub(1, std::memory_order_seq_cst);
+            }
+            const bool is_needed = number < num_needed;
+            if (is_needed) take_tasks();
+            num_busy.fetch_sub(1, std::memory_order_release);
+            if (!is_needed) return;
+        }
+    }
+
+    std::mutex calls, sleep;
+    std::condition_variable wake;
+    const std::function<void(int64_t)>* current = nullptr;
+    int64_t num_tasks = 0;
+    int num_workers = 0, num_needed = 0;
+    alignas(64) std::atomic<uint64_t> round{0};
+    alignas(64) std::atomic<int64_t> next{0};
+    alignas(64) std::atomic<int> num_busy{0};
+    alignas(64) std::atomic<int> num_sleeping{0};
+};
+
+}  // namespace

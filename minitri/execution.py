@@ -1,0 +1,47 @@
+"""How a model is computed, as far as those who run it must know.
+
+The network itself goes by none of this: what loads a model states it.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The processes that compute a model together (`parallel/ranks.py`); here one is alone."""
+
+    rank, count = 0, 1
+
+    def agree(self, decide: Callable[[], T]) -> T:
+        """What `decide` returns or raises on rank 0; the others call it, too."""
+        return decide()
+
+    def ask_first(self, ask: Callable[[], T]) -> T:
+        """What `ask` returns or raises on rank 0, where alone it is called."""
+        return self.agree(ask)
+
+    def least(self, value: float) -> float:
+        """The smallest of all ranks' values."""
+        return value
+
+    def check_same(self, what: str, value: object) -> None:
+        """Raises `InputError` on all ranks if a value is not the same everywhere."""
+
+
+@dataclass(frozen=True)
+class Execution:
+    """What the bits of a model's results depend on, and what its passes need around them."""
+
+    is_row_invariant: bool = False
+    """The bits of a row depend on it alone, in any short pass."""
+    decoding: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered around every step,"""
+    reading: Callable[[], AbstractContextManager[None]] = nullcontext
+    """and around every chunk of a prompt."""
+    ranks: Ranks = Ranks()  # noqa: RUF009 (without state)
+    fingerprint: str = ""
+    """Of the files that the weights were read from; empty: of none."""
