@@ -13,10 +13,13 @@ import dataclasses
 import json
 import secrets
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic_core import ErrorDetails
 
 from minitri.engine import Engine
-from minitri.errors import InputError, check_unicode, shorten
+from minitri.errors import InputError, shorten
 from minitri.loading.prompts import MAX_SEED, as_seeds, check_prompt
 from minitri.requests import Request
 from minitri.settings import GenerationConfig, SamplingParams
@@ -25,28 +28,85 @@ MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
 TEXT_TOKENS = 16
 """New tokens of /v1/completions unless the client says how many: OpenAI's default."""
 SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]
-TYPES: dict[str, tuple[type, ...]] = {
-    "model": (str,), "stream": (bool,), "stream_options": (dict,), "speculation": (bool,),
-    "seed": (int,), "max_tokens": (int,), "max_completion_tokens": (int,), "messages": (list,),
-    "prompt": (str, list),
-}  # fmt: skip
-"""Of fields that no settings class checks."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logit_bias": ({},),
-    "presence_penalty": (0,), "frequency_penalty": (0,), "tools": ([],), "functions": ([],),
-    "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},), "store": (False,),
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
     "modalities": (["text"],),
-}  # fmt: skip
+}
 """Values that change nothing, of fields whose other values are not supported."""
-COMMON = {
-    "model", "stream", "stream_options", "stop", "seed", "logprobs", "max_tokens", "ignore_eos",
-    "speculation", *SAMPLING, *NEUTRAL,
-    "user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier",  # not of the text
-}  # fmt: skip
-TEXT_FIELDS = {*COMMON, "prompt"}
-CHAT_FIELDS = {
-    *COMMON, "messages", "top_logprobs", "max_completion_tokens", "parallel_tool_calls",
-}  # fmt: skip
+IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier")
+"""Fields that do not concern the text."""
+HINTS = {
+    "stream_options": "include_usage, true or false",
+    "prompt": "one text, or one list of token ids",
+    "messages": "a role, and a text or parts of type text",
+}
+"""What to give in place of a wrong value whose parts are checked, too."""
+
+
+class Strict(BaseModel):
+    """A JSON object without unknown fields, whose values are not converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Strict):
+    """Whether a stream ends with a chunk of usage."""
+
+    include_usage: bool = False
+
+
+class Part(BaseModel):
+    """A piece of a message's text."""
+
+    model_config = ConfigDict(strict=True)
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    """A turn of a chat."""
+
+    role: str
+    content: str | list[Part]
+    name: Any = None
+
+
+class CommonFields(Strict):
+    """Types that no settings class checks, of both endpoints."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    seed: int | None = None
+    max_tokens: int | None = None
+    speculation: bool = True
+    stop: Any = ()
+    logprobs: Any = None
+    ignore_eos: Any = False
+
+
+ANY: dict[str, Any] = dict.fromkeys((*SAMPLING, *NEUTRAL, *IGNORED), (Any, None))
+TextFields = create_model("TextFields", __base__=CommonFields, prompt=(str | list[Any], ""), **ANY)
+ChatFields = create_model(
+    "ChatFields",
+    __base__=CommonFields,
+    messages=(list[Message], []),
+    max_completion_tokens=(int | None, None),
+    top_logprobs=(Any, None),
+    parallel_tool_calls=(Any, None),
+    **ANY,
+)
 
 
 class ApiError(Exception):
@@ -86,26 +146,24 @@ class Protocol:
 
     def read(self, body: bytes, *, is_chat: bool) -> Call:
         """The call that a body stands for. Tokenizes, which may take a second."""
-        fields = _fields(body, CHAT_FIELDS if is_chat else TEXT_FIELDS)
+        fields, checked = _fields(body, ChatFields if is_chat else TextFields)
         if fields.get("model", min(self.names)) not in self.names:
             name, names = shorten(repr(fields["model"]), 60), " or ".join(sorted(self.names))
             raise ApiError(404, "model_not_found", f"model {name} is not served; use {names}")
-        options = fields.get("stream_options", {})
-        include_usage = options.get("include_usage", False)
-        if options.keys() - {"include_usage"} or type(include_usage) is not bool:
-            got = shorten(options, 60)
-            raise InputError(f"stream_options is {got}; give include_usage, true or false")
         if is_chat:
-            ids = self._tokenizer.encode_chat([_message(m) for m in fields.get("messages", [])])
+            ids = self._tokenizer.encode_chat([_turn(m) for m in fields.get("messages", [])])
         else:
             ids = self._prompt(fields.get("prompt", ""))
         [seed] = as_seeds(fields.get("seed", secrets.randbelow(MAX_SEED + 1)), 1)
         sampling = {name: fields[name] for name in SAMPLING if name in fields}
         request = Request(
-            ids, seed, dataclasses.replace(self.sampling, **sampling),
-            self._generation(fields, ids, is_chat), fields.get("speculation", True),
-        )  # fmt: skip
-        return Call(request, is_chat, fields.get("stream", False), include_usage)
+            ids,
+            seed,
+            dataclasses.replace(self.sampling, **sampling),
+            self._generation(fields, ids, is_chat),
+            checked.speculation,
+        )
+        return Call(request, is_chat, checked.stream, checked.stream_options.include_usage)
 
     def _generation(
         self, fields: dict[str, Any], ids: list[int], is_chat: bool
@@ -145,8 +203,8 @@ class Protocol:
         raise InputError(f"prompt is {got}; give one text, or one list of token ids")
 
 
-def _fields(body: bytes, known: set[str]) -> dict[str, Any]:
-    """The fields that are not null. Raises `InputError` unless they are known and supported."""
+def _fields(body: bytes, kind: type[CommonFields]) -> tuple[dict[str, Any], CommonFields]:
+    """The fields that are not null, as sent and as checked. Raises `InputError`."""
     try:
         content = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -154,29 +212,37 @@ def _fields(body: bytes, known: set[str]) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InputError(f"the body is {shorten(repr(content), 60)}; send an object")
     fields = {name: value for name, value in content.items() if value is not None}
-    for name, value in fields.items():
-        got = f"{shorten(repr(name), 60)} is {shorten(repr(value), 60)}"
-        if name not in known:
-            raise InputError(f"{got}, which is unknown here; known are {', '.join(sorted(known))}")
-        if name in TYPES and type(value) not in TYPES[name]:  # True is no number
-            kinds = " or ".join(kind.__name__ for kind in TYPES[name])
-            raise InputError(f"{got}; give a value of type {kinds}")
-        if name in NEUTRAL and value not in NEUTRAL[name]:
-            raise InputError(f"{got}, which is not supported; give {NEUTRAL[name][0]!r}, or none")
-    return fields
+    for name in fields:
+        if name not in kind.model_fields:
+            known = ", ".join(sorted(kind.model_fields))
+            raise InputError(f"{_got(name, fields)}, which is unknown here; known are {known}")
+        if name in NEUTRAL and fields[name] not in NEUTRAL[name]:
+            hint = f"which is not supported; give {NEUTRAL[name][0]!r}, or none"
+            raise InputError(f"{_got(name, fields)}, {hint}")
+    try:
+        return fields, kind.model_validate(fields)
+    except ValidationError as error:
+        raise _wrong(error.errors(include_url=False)[0], fields) from None
 
 
-def _message(message: Any) -> dict[str, str]:
-    """A message with its text as one string. Raises `InputError`."""
-    fields = message if isinstance(message, dict) else {}
-    role, content = fields.get("role"), fields.get("content")
-    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        texts = [part.get("text") for part in content if part.get("type") == "text"]
-        is_text = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
-        content = "".join(map(str, texts)) if is_text else None
-    others = fields.keys() - {"role", "content", "name"}
-    if others or not (isinstance(role, str) and isinstance(content, str)):
-        got = shorten(repr(message), 60)
-        raise InputError(f"a message is {got}; give a role, and a text or parts of type text")
-    check_unicode(role + content, "a message")
-    return {"role": role, "content": content}
+def _wrong(error: ErrorDetails, fields: dict[str, Any]) -> InputError:
+    """One line of what is wrong with a field."""
+    name, *path = error["loc"]
+    if error["type"] == "string_unicode":
+        return InputError(f"{name} is not valid Unicode; send text without lone surrogates")
+    got, hint = _got(str(name), fields), error["msg"].removeprefix("Input should be ")
+    if name == "messages" and path:
+        got = f"a message is {shorten(repr(fields['messages'][path[0]]), 60)}"
+    return InputError(f"{got}; give {HINTS.get(str(name), hint)}")
+
+
+def _got(name: str, fields: dict[str, Any]) -> str:
+    return f"{shorten(repr(name), 60)} is {shorten(repr(fields[name]), 60)}"
+
+
+def _turn(fields: dict[str, Any]) -> dict[str, str]:
+    """A message with its text as one string."""
+    message = Message.model_validate(fields)
+    content = message.content
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    return {"role": message.role, "content": text}

@@ -43,7 +43,7 @@ def test_captured_steps_hold_what_a_graph_can_hold(
         assert pool.num_runs > 2 * len(pool.steps) > 0
 
 
-FORWARD = "minitri.model.llama.Llama.forward"
+FORWARD = "Llama.forward"
 MUTANTS = {
     "the host waits for a number": Mutant(
         "a number asked for", FORWARD,
@@ -75,7 +75,7 @@ MUTANTS = {
         "self.rope.at(positions_BT + torch.tensor([0]))", "",
     ),
     "has moved since the capture": Mutant(
-        "a cache that moves", "minitri.runner.ModelRunner._run",
+        "a cache that moves", "ModelRunner._run",
         "size = block.tokens_BT.shape[1]",
         "self.cache.keys = self.cache.keys.clone(); size = block.tokens_BT.shape[1]", "",
     ),
@@ -92,7 +92,7 @@ def test_every_rule_is_tripped_by_a_change(message, lengths_on_the_device):
 def test_an_output_that_outlives_the_next_step_is_noticed(lengths_on_the_device):
     """Distributions that are views of a step's buffer."""
     view = Mutant(
-        "rows not copied", "minitri.runner.ModelRunner._run",
+        "rows not copied", "ModelRunner._run",
         "take_rows(self.captured.by_size[size](block), index_BN)",
         "self.captured.by_size[size](block)[:, : index_BN.shape[1]]", "",
     )  # fmt: skip

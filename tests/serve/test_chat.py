@@ -34,7 +34,7 @@ def chat(server, engine, monkeypatch):
     return ask
 
 
-def test_an_answer_goes_on_behind_the_rendered_messages(chat, engine):
+def test_an_answer_goes_on_after_the_rendered_messages(chat, engine):
     answer = chat()
     assert answer.choices[0].message.content == own_text(engine, RENDERED, seed=5, num=16)
     assert answer.choices[0].message.role == "assistant"

@@ -39,7 +39,7 @@ def test_a_missing_package_is_one_line(capsys, monkeypatch):
 
 def test_requests_are_sampled_unless_they_say_otherwise():
     assert build_parser().parse_args([]).temperature == 1.0
-    assert "(default: 1)" in build_parser().format_help()
+    assert "(default: 1.0)" in build_parser().format_help()
 
 
 def test_ctrl_c_lets_a_running_request_end(folder):
