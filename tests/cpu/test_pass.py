@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from minitri import Token, load
 from minitri.caches.full import FullCache
 from minitri.caches.policies import make_policy
 from minitri.caches.retrieval import RetrievalCache
@@ -15,7 +17,7 @@ from minitri.cpu.kernel_layers import KernelLayers, use_kernels
 from minitri.cpu.kernels import Kernels, load_kernels
 from minitri.cpu.low_bit_models import quantized_copy
 from minitri.runner import prefill
-from minitri.settings import SpeculationConfig
+from minitri.settings import GenerationConfig, SpeculationConfig
 from tests.conftest import tiny_config, tiny_model
 from tests.cpu.test_kernels import TOLERANCE, compiled
 
@@ -23,7 +25,7 @@ pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ 
 
 CONFIG = tiny_config(attention_bias=True, head_norm=True)
 SPECULATION = SpeculationConfig(budget=64, chunk_size=8, num_recent_tokens=40, num_sink_tokens=4)
-B = 2
+B, CPU = 2, torch.device("cpu")
 LENGTHS = [37, 5]
 
 
@@ -154,3 +156,22 @@ def test_chunks_of_a_prompt_may_begin_anywhere(kernels, dtype):
         caches.append((cache.keys[..., :400, :], cache.values[..., :400, :]))
     for pair in caches[1:]:
         assert all(torch.equal(*both) for both in zip(pair, caches[0], strict=True))
+
+
+def test_two_engines_in_two_threads_do_not_disturb_each_other(folder):
+    """Tokens and bits are those of each alone, while the other reads prompts and decodes."""
+    engines = [load(folder, device="cpu", dtype=dtype) for dtype in ("float32", "bfloat16")]
+
+    def run(engine):
+        prompt = torch.randint(0, 90, (60,), generator=torch.manual_seed(1)).tolist()
+        events = engine.generate(prompt, generation=GenerationConfig(12, prefill_chunk=7))
+        text = [event.token_id for event in events if isinstance(event, Token)]
+        cache = FullCache.allocate(engine.config, 1, 64, dtype=engine.model.dtype, device=CPU)
+        for _ in prefill(engine.model, prompt, cache, 0, chunk=5):
+            pass
+        return text, cache.keys.float()[..., :59, :].tolist()
+
+    alone = [run(engine) for engine in engines]
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(5):
+            assert list(threads.map(run, engines)) == alone
