@@ -216,11 +216,13 @@ class Kernels:
         self._pass(DTYPES[dtype], ctypes.byref(arguments))
 
     def rotate(self, x_BTHD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-        """Rotates the first heads of each token, a slice of contiguous (B, T, heads, D).
+        """Rotates the first heads of each token, a slice of (B, T, heads, D).
 
         `cos` and `signed_sin` are (B, T, 1, D) float32, as in `model.rope.Rotary`.
         """
         B, T, H, D = x_BTHD.shape
+        if B > 1 and x_BTHD.stride(0) != T * x_BTHD.stride(1):  # short blocks out of padded ones
+            x_BTHD = x_BTHD.contiguous()
         out_BTHD = torch.empty(B, T, H, D, dtype=x_BTHD.dtype)
         addresses = map(address, (x_BTHD, cos, signed_sin, out_BTHD))
         sizes = (B * T, x_BTHD.stride(1) // D, H, D)

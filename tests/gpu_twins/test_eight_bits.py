@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from minitri.errors import InputError
+from minitri.execution import Execution
 from minitri.gpu.eight_bits import EightBitLinear, eight_bit_copy, multiply_math, quantize
 from minitri.gpu.graphs import GraphPool
 from minitri.loading import devices
@@ -138,7 +139,7 @@ def test_weights_that_a_device_cannot_have_are_refused_in_one_line(
     model = SimpleNamespace(
         device=torch.device(device),
         dtype=torch.float32,
-        is_row_invariant=False,
+        execution=Execution(),
         config=SimpleNamespace(name="tiny"),
     )
     with pytest.raises(InputError, match=f"--draft-weights {wanted} .*{problem}"):
