@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_core import ErrorDetails
 
 from minitri.engine import Engine
-from minitri.errors import InputError, shorten
+from minitri.errors import InputError, check_unicode, shorten
 from minitri.loading.prompts import MAX_SEED, as_seeds, check_prompt
 from minitri.requests import Request
 from minitri.settings import GenerationConfig, SamplingParams
@@ -228,8 +228,6 @@ def _fields(body: bytes, kind: type[CommonFields]) -> tuple[dict[str, Any], Comm
 def _wrong(error: ErrorDetails, fields: dict[str, Any]) -> InputError:
     """One line of what is wrong with a field."""
     name, *path = error["loc"]
-    if error["type"] == "string_unicode":
-        return InputError(f"{name} is not valid Unicode; send text without lone surrogates")
     got, hint = _got(str(name), fields), error["msg"].removeprefix("Input should be ")
     if name == "messages" and path:
         got = f"a message is {shorten(repr(fields['messages'][path[0]]), 60)}"
@@ -245,4 +243,5 @@ def _turn(fields: dict[str, Any]) -> dict[str, str]:
     message = Message.model_validate(fields)
     content = message.content
     text = content if isinstance(content, str) else "".join(part.text for part in content)
+    check_unicode(message.role + text, "a message")
     return {"role": message.role, "content": text}

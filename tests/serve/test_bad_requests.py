@@ -86,13 +86,22 @@ def test_a_body_that_is_no_object_is_refused(server, body):
     assert "send an object" in response.json()["error"]["message"]
 
 
-def test_text_that_is_no_unicode_is_refused(server):
-    for field in ("prompt", "stop"):
-        body = json.dumps({"prompt": "She", field: "\ud800"}).encode()
-        headers = {"content-type": "application/json"}
-        response = server.http.post(TEXT, content=body, headers=headers)
-        assert response.status_code == 400
-        assert "not valid Unicode" in response.json()["error"]["message"]
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (TEXT, {"prompt": "\ud800"}),
+        (TEXT, {"prompt": "She", "stop": "\ud800"}),
+        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}),
+        (CHAT, {"messages": [{"role": "\ud800", "content": "a"}]}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]}),
+    ],
+)
+def test_text_that_is_no_unicode_is_refused(server, monkeypatch, path, fields):
+    monkeypatch.setattr(server.service.protocol._tokenizer, "encode_chat", list, raising=False)
+    headers = {"content-type": "application/json"}
+    response = server.http.post(path, content=json.dumps(fields).encode(), headers=headers)
+    assert response.status_code == 400
+    assert "not valid Unicode" in response.json()["error"]["message"]
 
 
 def test_other_types_models_paths_and_methods_are_refused(server):
