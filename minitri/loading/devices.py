@@ -100,7 +100,7 @@ def check_weights(weights: str, draft_weights: str) -> None:
             raise InputError(f"{what} {wanted!r} are unknown; use one of {', '.join(known)}")
 
 
-def guesser_for(model: Llama, wanted: str) -> Llama | None:
+def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
     """The copy of a model in 4 or 8 bits that guesses with the retrieval cache; None: the model
     does, which may have as few itself.
 

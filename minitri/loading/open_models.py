@@ -21,7 +21,7 @@ from minitri.loading.devices import (
     check_weights,
     choose_device,
     choose_dtype,
-    guesser_for,
+    retrieval_copy,
 )
 from minitri.loading.fetch import LOOKUPS, default_draft, locate
 from minitri.loading.hf_config import read_sampling, stretch_rope
@@ -131,11 +131,11 @@ class OpenModels:
         """Reads the weights: the model, its drafter if that is a model, and its copy in
         fewer bits if it guesses with one."""
         target, drafter = self._target.load(), None
-        guesser = guesser_for(target, self._draft_weights)
+        retrieval_model = retrieval_copy(target, self._draft_weights)
         if self._draft is not None:
             with self._or_lookup():
                 drafter = self._draft.load(target)
-        return target, drafter, guesser
+        return target, drafter, retrieval_model
 
     def _open_draft(self, name: str, options: dict[str, Any]) -> OpenModel:
         draft = OpenModel(name, **options)

@@ -312,3 +312,12 @@ def test_a_copy_in_4_bits_is_as_large_as_planned_and_guesses_like_its_model(fold
     assert {layer.bits for layer in finer.modules() if isinstance(layer, KernelLinear)} == {8}
     assert 0 < (exact - finer.logits(finer(tokens, positions, cache))).norm() < exact.norm() / 10
     assert torch.equal(exact, model.logits(model(tokens, positions, cache)))  # it is as it was
+
+
+def test_heads_are_rotated_wherever_their_rows_lie():
+    """The rows of a short block in a batch are cut out of padded ones."""
+    kernels = load_kernels()
+    padded = torch.randn(3, 9, 4, 8, generator=torch.Generator().manual_seed(0))
+    cos, sin = (padded[:, i : i + 2, :1].contiguous() for i in (2, 4))
+    cut = padded[:, :2]
+    assert torch.equal(kernels.rotate(cut, cos, sin), kernels.rotate(cut.contiguous(), cos, sin))

@@ -17,7 +17,7 @@ from minitri.execution import Execution
 from minitri.gpu.eight_bits import EightBitLinear, eight_bit_copy, multiply_math, quantize
 from minitri.gpu.graphs import GraphPool
 from minitri.loading import devices
-from minitri.loading.devices import guesser_for
+from minitri.loading.devices import retrieval_copy
 from minitri.roofline import bytes_per_pass, eight_bit_bytes
 from tests.cascades import GREEDY, WARM, Rig, near_copy, plain_tokens, random_prompt
 from tests.conftest import CPU, tiny_config, tiny_model
@@ -143,8 +143,8 @@ def test_weights_that_a_device_cannot_have_are_refused_in_one_line(
         config=SimpleNamespace(name="tiny"),
     )
     with pytest.raises(InputError, match=f"--draft-weights {wanted} .*{problem}"):
-        guesser_for(model, wanted)
-    assert guesser_for(model, "auto") is None
+        retrieval_copy(model, wanted)
+    assert retrieval_copy(model, "auto") is None
     for unknown in ("int3", "fp8"):
         with pytest.raises(InputError, match="use one of auto, int4, int8, same"):
             devices.check_weights("auto", unknown)

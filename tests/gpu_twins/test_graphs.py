@@ -183,3 +183,24 @@ def test_a_capture_that_fails_says_how_to_go_without():
         InputError, match="could not be captured .operation not permitted .* --no-cuda-graphs"
     ):
         GraphPool(CPU).capture(step, Pair(torch.zeros(1), torch.zeros(1)))
+
+
+def test_logits_of_one_pass_do_not_switch_captured_steps_off(lengths_on_the_device):
+    """They are asked for pass by pass: a request with log-probabilities is over some time."""
+    config = tiny_config()
+    model = tiny_model(config)
+    as_on_a_gpu(model, TWINS["math"])
+    runner = ModelRunner(
+        model,
+        new_cache(config),
+        SamplingParams(),
+        vocab_size=config.vocab_size,
+        graphs=GraphPool(CPU),
+        block_sizes={1},
+    )
+    text, has_logits = [1, 2, 3], []
+    with torch.inference_mode():
+        for n, wants_logits in ((1, False), (2, True), (3, False)):
+            output = runner.next_probs([text[:n]], [True], wants_logits=wants_logits)
+            has_logits.append(output.logits_BNV is not None)
+    assert has_logits == [False, True, False]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from minitri.settings import StepPlan
+from minitri.trees.random_source import IndependentTrees
 from minitri.trees.shape import sequences
 from minitri.trees.tuner import FIRST_RATE, RESHAPE, TreeTuner
+from tests.exactness import Table
+from tests.trees.trees_of_tables import tree_cascade
 
 AR, CHAIN, TREE = StepPlan("autoregressive"), StepPlan("naive", 2), StepPlan("naive", 2, 0, "8")
 COSTS = {"draft": 0.2, "retrieval": 0.8, "target": 1.0}
@@ -72,3 +75,17 @@ def test_the_prediction_is_tokens_over_seconds():
     below = StepPlan("triforce", 2, 4, "2x2")
     assert tuner.tokens_per_second(below) > 0
     assert tuner.tokens_per_second(below, 1.0) > tuner.tokens_per_second(below, 0.0)
+
+
+def test_rows_that_do_not_guess_are_no_rejections():
+    """The rates of a row's trees are what they are without a silent row next to it."""
+    tables = Table(5, 1), None, Table(5, 2, near=Table(5, 1))
+    rates = []
+    for guessing in ([True], [True, False]):
+        source = IndependentTrees(range(len(guessing)))
+        cascade = tree_cascade(source, len(guessing), sequences(2, 2), *tables)
+        cascade.guessing = guessing
+        for _ in range(12):
+            cascade.step()
+        rates.append(cascade.tuner.rates("draft"))
+    assert rates[0] == rates[1]

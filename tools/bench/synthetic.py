@@ -29,7 +29,7 @@ from minitri.errors import InputError
 from minitri.generation import running
 from minitri.gpu.fused_modules import fuse_if_possible
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.loading.devices import attention_for, choose_device, choose_dtype, guesser_for
+from minitri.loading.devices import attention_for, choose_device, choose_dtype, retrieval_copy
 from minitri.loading.named_models import shape_of, unknown_model
 from minitri.memory import Models
 from minitri.model.llama import Llama
@@ -127,7 +127,7 @@ def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
     config, speculation, itemsize = setup.target, setup.speculation, setup.dtype.itemsize
     target = random_model(config, setup)
     draft = random_model(setup.draft, setup) if setup.draft else None
-    copy = guesser_for(target, setup.draft_weights)
+    copy = retrieval_copy(target, setup.draft_weights)
     memory, link = (copy_bandwidth(setup.device, from_host=hosted) for hosted in (False, True))
     rows: list[dict[str, Any]] = []
     result = {
