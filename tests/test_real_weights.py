@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from minitri import selftest
 from minitri.generate import main
+from minitri.selftest import __main__ as selftest
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

@@ -17,7 +17,7 @@ import pickle
 import re
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -68,9 +68,6 @@ class RankGroup(Ranks):
             value = decide()
         except Exception as failure:
             error = failure
-        if isinstance(value, Tensor):  # stays on its device, and the host does not wait
-            self._call(dist.broadcast, value, 0)
-            return cast(T, value)
         value, error = self._of_first((value, error))
         if error is not None:
             raise error

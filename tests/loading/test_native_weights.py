@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import minitri
-from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig, selftest
+from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.cpu.kernel_layers import KernelLinear
 from minitri.cpu.kernels import load_kernels
 from minitri.cpu.quantized import dequantize
@@ -23,6 +23,7 @@ from minitri.loading.checkpoint import Folder
 from minitri.loading.gguf.blocks import BITS, repack
 from minitri.model.block import read_block
 from minitri.roofline import CPU, bytes_per_pass
+from minitri.selftest import __main__ as selftest
 from minitri.settings import LONGEST_BLOCK
 from minitri.stack import prior_seconds
 from tests.cascades import Rig

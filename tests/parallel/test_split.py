@@ -47,5 +47,6 @@ def test_memory_is_the_least_of_all_ranks_and_an_error_that_of_rank_0():
 
     with pytest.raises(ZeroDivisionError):
         on_ranks(2, answer)
+    assert on_ranks(2, lambda ranks: ranks.agree(lambda: ranks.rank)) == [0, 0]
     with pytest.raises(InputError, match="the ranks were given different things; start all"):
         on_ranks(2, lambda ranks: ranks.check_same("things", ranks.rank))
