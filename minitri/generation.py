@@ -21,8 +21,7 @@ from minitri.decoding.verification import NotFiniteError
 from minitri.errors import InputError, shorten
 from minitri.events import End, Event, Idle, PrefillProgress, Token
 from minitri.gpu.streams import synchronize
-from minitri.memory import MemoryShape
-from minitri.model.llama import Llama
+from minitri.memory import MemoryShape, Models
 from minitri.pool import MemoryPool
 from minitri.requests import CANCELLED, Request, Row
 from minitri.stack import Stack
@@ -30,8 +29,9 @@ from minitri.stats import RowStats, Stats
 
 
 @contextlib.contextmanager
-def running(model: Llama) -> Iterator[None]:
-    """Makes a model's device the current one; turns what may fail there into an `InputError`."""
+def running(models: Models) -> Iterator[None]:
+    """Makes the models' device the current one; turns what may fail there into an `InputError`."""
+    model = models.target
     on_gpu = model.device.type == "cuda"
     try:
         with torch.cuda.device(model.device) if on_gpu else contextlib.nullcontext():
@@ -41,12 +41,11 @@ def running(model: Llama) -> Iterator[None]:
             f"{model.device} has run out of memory ({shorten(error, 90)}); shorten the prompt, or "
             "lower max_new_tokens or prefill_chunk"
         ) from None
-    except NotFiniteError:
-        is_wide = model.dtype == torch.float32
-        advice = "get them again" if is_wide else "or overflow it: try --dtype float32"
+    except NotFiniteError as error:
+        at_fault = (models.draft if error.is_drafter else None) or model
         raise InputError(
-            f"{model.config.name} computed logits that are not finite in {model.dtype}; the "
-            f"weights are damaged, {advice}"
+            f"{at_fault.config.name} computed logits that are not finite in {model.dtype}; its "
+            "weights are damaged: get them again; or they overflow: try --dtype float32"
         ) from None
 
 
@@ -65,19 +64,22 @@ class Generation(Iterator[Event]):
 
         With `make_row`, which checks a request with its number, the run goes on until it is closed.
         """
-        self._model, self.rows, self._make_row = pool.models.target, rows, make_row
+        self._models = pool.models
+        self._model = pool.models.target
+        self.rows = rows
+        self._make_row = make_row
         self._waiting, self._num_requests = deque(rows), len(rows)
         self._running: dict[int, Row] = {}  # by their places in the batch
         self._reading: dict[int, Iterator[PrefillProgress]] = {}
         asked = [(row.prompt, row.request) for row in rows]
         self._model.execution.ranks.check_same("prompts, seeds or settings", (shape, asked))
-        with torch.inference_mode(), running(self._model):
+        with torch.inference_mode(), running(self._models):
             stack = Stack(pool.open(shape, [row.prompt for row in rows]), shape)
         self.stats = stack.stats
         self._events = self._run(stack, pool)  # this alone holds the memory
 
     def __next__(self) -> Event:
-        with torch.inference_mode(), running(self._model):
+        with torch.inference_mode(), running(self._models):
             return next(self._events)
 
     def __enter__(self) -> Self:
@@ -113,7 +115,7 @@ class Generation(Iterator[Event]):
 
     def close(self) -> None:
         """Ends the run and gives up its memory; further events raise `StopIteration`."""
-        with torch.inference_mode(), running(self._model):
+        with torch.inference_mode(), running(self._models):
             self._events.close()
 
     def _run(self, stack: Stack, pool: MemoryPool) -> Generator[Event, None, None]:

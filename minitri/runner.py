@@ -10,7 +10,6 @@ Legend: B rows, T tokens read at once, N proposed tokens, E hidden size, V vocab
 heads, D head dim.
 """
 
-import logging
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -31,8 +30,6 @@ from minitri.model.block import Block, forward_block, make_block, read_block
 from minitri.model.cache import Cache
 from minitri.model.llama import Llama
 from minitri.settings import SamplingParams, SpeculationConfig
-
-log = logging.getLogger("minitri")
 
 
 class ModelRunner:
@@ -214,12 +211,6 @@ class DraftRunner(ModelRunner):
             if active[b] and len(sequence) - self.cache.num_tokens[b] > self._max_block:
                 self._read_window(b, sequence[:-1])
         self.cache.slide()
-
-    def warn(self) -> None:
-        """Says why it guesses no more."""
-        model, reason = self.model, "its weights are damaged, or need --dtype float32"
-        what = "the drafter %s computes logits that are not finite in %s and guesses no more; %s"
-        log.warning(what, model.config.name, model.dtype, reason)
 
     def _read_window(self, b: int, tokens: list[int]) -> None:
         """Fills row b with the sinks and the latest of these tokens, whatever was in it."""

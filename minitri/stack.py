@@ -58,20 +58,18 @@ class Stack:
         """The stages over the runners of the memory, from the lowest upwards."""
         memory, speculation = self.memory, self.shape.speculation
 
-        def level(
-            name: str, runner: ModelRunner, on_not_finite: Callable[[], None] | None = None
-        ) -> Level:
+        def level(name: str, runner: ModelRunner) -> Level:
             stats = LevelStats(name)
             self.stats.stages.append(stats)
             own: Any = sources.get(name, self.source)
             if isinstance(self.tuner, TreeTuner):
                 trees = TreeRunner(runner)
-                return TreeLevel(runner, own, stats, self._meter, on_not_finite, trees, self.tuner)
-            return Level(runner, own, stats, self._meter, on_not_finite)
+                return TreeLevel(runner, own, stats, self._meter, trees, self.tuner)
+            return Level(runner, own, stats, self._meter)
 
         drafter: Stage | None = None
         if memory.draft is not None:
-            drafter = level("draft", memory.draft, memory.draft.warn)
+            drafter = level("draft", memory.draft)
         elif any(plan.uses_drafter for plan in speculation.plans):
             drafter = self._without_model()
         retrieval = level("retrieval", memory.retrieval) if memory.retrieval is not None else None

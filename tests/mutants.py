@@ -39,7 +39,7 @@ decoding/test_enumeration.py::test_both_levels_together_give_the_target_distribu
     _sample_next: -1
     => N - 1
   padding counted as guesses
-    _num_surviving: passes_BN & is_guess_BN
+    _num_surviving: passes_BN & _are_guesses(proposal, passes_BN.device)
     => passes_BN.int()
 decoding/test_noise.py::test_no_number_of_the_independent_source_serves_twice
   reused noise
@@ -107,8 +107,8 @@ decoding/test_enumeration.py::test_both_levels_together_give_the_target_distribu
     _sample_next: num_accepted.clamp_max
     => (num_accepted + 1).clamp_max
   accepted guesses counted behind a rejection
-    _num_surviving: (passes_BN & is_guess_BN).cumprod(1)
-    => passes_BN & is_guess_BN
+    _num_surviving: (passes_BN & _are_guesses(proposal, passes_BN.device)).cumprod(1)
+    => passes_BN & _are_guesses(proposal, passes_BN.device)
 decoding/test_block_verification.py
 ::test_blocks_at_both_levels_give_the_target_distribution[3-2-1-4]
   a block's recovered token from the residual of single tests
@@ -282,10 +282,11 @@ gpu_twins/test_host_round_trips.py
   a drafted token fetched by the host
     Level._draft: self._source.sample(probs[-1], positions, active)
     => torch.tensor(self._source.sample(probs[-1], positions, active).tolist())
-decoding/test_drafters_that_fail.py::test_a_finite_distribution_behind_a_failure[verify_block]
-  guesses behind a distribution that is not finite count again
-    _usable_counts: are_finite_BN.cumprod(1)
-    => are_finite_BN
+decoding/test_drafters_that_fail.py
+::test_a_damaged_model_stops_the_run_and_is_named[naive--draft-True]
+  guesses with a distribution that is not finite count
+    _on_host: q_BN.isfinite() | ~_are_guesses(proposal, q_BN.device)
+    => q_BN.isfinite() | q_BN.isnan()
 gpu_twins/test_eight_bits.py::test_a_copy_however_wrong_changes_no_text[wrong-triforce-sampling0]
   the copy of fewer bits verifies at the last level
     allocate: ModelRunner(target, full, shape.sampling, queries_LBTHD=queries_LBTHD,

@@ -127,7 +127,7 @@ def measure(
     for start in range(0, len(prompts), len(texts)):
         same_length = prompts[start : start + len(texts)]
         requests = [Request(it, sampling=sampling, generation=generation) for it in same_length]
-        with running(engine.model):
+        with running(engine.models):
             done = compare(engine, requests, seeds, methods, peers)
         longest, result = max(map(len, same_length)), summarise(done, num_new)
         results[longest] = result

@@ -4,7 +4,6 @@ above; and the protocols of stages and of runners, models with a cache.
 Legend: B rows, N proposed tokens, V vocab.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from minitri.decoding.meter import Meter
 from minitri.decoding.random_source import RandomSource
-from minitri.decoding.verification import NotFiniteError, Proposal, Verdict
+from minitri.decoding.verification import Proposal, Verdict
 from minitri.stats import LevelStats
 
 
@@ -60,17 +59,18 @@ class Stage(Follower, Protocol):
     def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
         """Guesses the next tokens of the active rows; leaves `sequences` as they were."""
 
-    def switch_off(self) -> None:
-        """Called where its distributions were not finite: it must guess no more."""
-
 
 class Runner(Follower, Protocol):
     """A model with a cache, as a level sees it; see `runner.py`."""
 
     def next_probs(
-        self, sequences: list[list[int]], active: list[bool], guesses: Proposal | None = None,
-        *, wants_logits: bool = False,
-    ) -> Output:  # fmt: skip
+        self,
+        sequences: list[list[int]],
+        active: list[bool],
+        guesses: Proposal | None = None,
+        *,
+        wants_logits: bool = False,
+    ) -> Output:
         """Distributions after each row's last token and after each of its guesses, in order.
 
         Shape (B, N + 1, V). Reads what the cache has not seen of the active rows; rows that are not
@@ -94,18 +94,13 @@ class Level:
         source: RandomSource,
         stats: LevelStats,
         meter: Meter,
-        on_not_finite: Callable[[], None] | None = None,
     ) -> None:
-        """`on_not_finite` makes this level optional: where its distributions are not finite it is
-        called, and the level proposes nothing any more."""
         self.runner = runner
         self.stats = stats
         self.below: Stage | None = None  # like gamma, set before every step: see `Cascade`
         self.gamma = 1
         self._source = source
         self._meter = meter
-        self._on_not_finite = on_not_finite
-        self._is_off = False
 
     def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
         """Runs rounds until every active row has a block of at least `gamma` tokens."""
@@ -131,8 +126,6 @@ class Level:
 
     def _draft(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
         """Guesses `gamma` tokens of every active row, one after the other, on the device."""
-        if self._is_off:
-            return Proposal.nothing(len(sequences))
         tokens, probs = list[Tensor](), list[Tensor]()
         for i in range(self.gamma):
             with self._meter.drafting(self.stats, sum(active)):
@@ -145,13 +138,6 @@ class Level:
         counts = [self.gamma if on else 0 for on in active]
         origins = [[self.stats.name] * count for count in counts]
         return Proposal(counts, torch.stack(tokens, 1), torch.stack(probs, 1), origins)
-
-    def switch_off(self) -> None:
-        """Its distributions are not finite. It proposes nothing any more, if it is optional."""
-        if self._on_not_finite is None:
-            raise NotFiniteError
-        self._on_not_finite()
-        self._is_off = True
 
     def round(
         self,
@@ -199,15 +185,11 @@ class Level:
         for sequence, new in zip(sequences, emitted, strict=True):
             sequence += new.tokens
         self.crop([start + n for start, n in zip(starts, verdict.num_accepted, strict=True)])
-        if verdict.is_damaged:
-            assert self.below is not None
-            self.below.switch_off()
         return emitted, output.probs_BNV
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
-        if not self._is_off:
-            with self._meter.catching_up(self.stats):
-                self.runner.prepare(sequences, active)
+        with self._meter.catching_up(self.stats):
+            self.runner.prepare(sequences, active)
 
     def crop(self, lengths: list[int]) -> None:
         """Drops what was rejected, here and in the stages below."""

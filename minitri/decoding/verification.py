@@ -28,6 +28,11 @@ from minitri.decoding.sampling import sample
 class NotFiniteError(ArithmeticError):
     """A distribution holds NaN or infinity: the weights are damaged, or overflow their dtype."""
 
+    def __init__(self, *, is_drafter: bool = False) -> None:
+        """`is_drafter`: it is that of a guess by the lowest stage."""
+        super().__init__(is_drafter)
+        self.is_drafter = is_drafter
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -38,8 +43,7 @@ class Proposal:
     tokens_BN: Tensor
     """Row b's tokens x_1 .. x_n; padded after n, N being the largest."""
     probs_BNV: Tensor
-    """Row i is q_i, the distribution of x_i given everything before it; padded after n. Guesses
-    from the first q_i on that is not finite do not count."""
+    """Row i is q_i, the distribution of x_i given everything before it; padded after n."""
     origins: list[list[str]]
     """The stage that guessed each token: for statistics and display, never for a decision."""
 
@@ -74,8 +78,6 @@ class Verdict:
     """The token after them: recovered where a guess was rejected, else the bonus token."""
     guesses: list[list[int]]
     """The tokens that were proposed, padded."""
-    is_damaged: bool = False
-    """Whether they came with distributions that are not finite."""
 
 
 def verify(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> Verdict:
@@ -90,9 +92,9 @@ def verify(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> Verdic
     if not any(proposal.counts):
         return _without_guesses(probs_BNV, uniforms_BN)
     p_BN, q_BN = _probs_of_guesses(proposal, probs_BNV)
-    N, counts_B = p_BN.shape[1], _usable_counts(proposal)
-    num_accepted = _num_surviving(uniforms_BN[:, :N] * q_BN < p_BN, counts_B)
-    return _sample_next(proposal, probs_BNV, counts_B, num_accepted, uniforms_BN)
+    passes_BN = uniforms_BN[:, : p_BN.shape[1]] * q_BN < p_BN
+    num_accepted_B = _num_surviving(passes_BN, proposal)
+    return _sample_next(proposal, probs_BNV, num_accepted_B, uniforms_BN)
 
 
 def verify_block(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> Verdict:
@@ -108,19 +110,19 @@ def verify_block(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> 
     if not any(proposal.counts):
         return _without_guesses(probs_BNV, uniforms_BN)
     p_BN, q_BN = _probs_of_guesses(proposal, probs_BNV)
-    N, device, counts_B = p_BN.shape[1], p_BN.device, _usable_counts(proposal)
+    N, device = p_BN.shape[1], p_BN.device
     logs_BN = (p_BN.double() / q_BN.double()).log().cumsum(1)
     w_BN = (logs_BN - logs_BN.cummax(1).values.clamp_min(0)).exp()  # the running product, capped
     scales_BN1 = F.pad(w_BN, (1, 0), value=1.0).to(probs_BNV.dtype).unsqueeze(2)  # from w_0 on
     left_BNV = (scales_BN1[:, 1:N] * probs_BNV[:, 1:N]).sub_(proposal.probs_BNV[:, 1:N])
     S_BN = F.pad(left_BNV.clamp_min_(0).sum(2), (0, 1)).double()
     lengths = torch.arange(1, N + 1, device=device)
-    num_after_BN = counts_B.unsqueeze(1) - lengths
+    num_after_BN = integers(proposal.counts, device).unsqueeze(1) - lengths
     h_BN = (S_BN / (S_BN + 1 - w_BN)).where((num_after_BN > 0) & (w_BN < 1), w_BN)
     passes_BN = (uniforms_BN[:, :N] < h_BN) & (num_after_BN >= 0)
-    num_accepted = (passes_BN * lengths).amax(1)
-    scale_B1 = scales_BN1.squeeze(2).gather(1, num_accepted.unsqueeze(1))
-    return _sample_next(proposal, probs_BNV, counts_B, num_accepted, uniforms_BN, scale_B1)
+    num_accepted_B = (passes_BN * lengths).amax(1)
+    scale_B1 = scales_BN1.squeeze(2).gather(1, num_accepted_B.unsqueeze(1))
+    return _sample_next(proposal, probs_BNV, num_accepted_B, uniforms_BN, scale_B1)
 
 
 def verify_coupled(proposal: Proposal, probs_BNV: Tensor, keys: list[list[int]]) -> Verdict:
@@ -129,14 +131,14 @@ def verify_coupled(proposal: Proposal, probs_BNV: Tensor, keys: list[list[int]])
     `keys[b][i]` names the Gumbel noise g of the position of x_i in row b: every level that samples
     for a position uses the same noise. Raises `NotFiniteError`.
     """
-    B, N, device = len(keys), max(proposal.counts), probs_BNV.device
-    choices_BN = gumbel_argmax(probs_BNV[:, : N + 1], integers(keys, device))
-    counts_B = num_accepted = torch.zeros(B, dtype=torch.int64, device=device)
-    if N:
-        counts_B = _usable_counts(proposal)
-        num_accepted = _num_surviving(choices_BN[:, :N] == proposal.tokens_BN, counts_B)
-    next_tokens = choices_BN.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
-    return _on_host(proposal, probs_BNV, counts_B, num_accepted, next_tokens)
+    N = max(proposal.counts)
+    choices_BN = gumbel_argmax(probs_BNV[:, : N + 1], integers(keys, probs_BNV.device))
+    # Without guesses, their tokens may be on another device.
+    num_accepted_B = _num_surviving(
+        choices_BN[:, :N] == proposal.tokens_BN.to(choices_BN), proposal
+    )
+    next_tokens_B = choices_BN.gather(1, num_accepted_B.unsqueeze(1)).squeeze(1)
+    return _on_host(proposal, probs_BNV, num_accepted_B, next_tokens_B)
 
 
 def _probs_of_guesses(proposal: Proposal, probs_BNV: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,38 +149,41 @@ def _probs_of_guesses(proposal: Proposal, probs_BNV: Tensor) -> tuple[Tensor, Te
     return p_BN1.squeeze(2), q_BN1.squeeze(2)
 
 
-def _usable_counts(proposal: Proposal) -> Tensor:
-    """Guesses of each row (B,) before the first whose distribution is not finite."""
-    are_finite_BN = proposal.probs_BNV.sum(2).isfinite()
-    return are_finite_BN.cumprod(1).sum(1).minimum(integers(proposal.counts, are_finite_BN.device))
-
-
 def _without_guesses(probs_BNV: Tensor, uniforms_BN: Tensor) -> Verdict:
-    next_tokens = sample(probs_BNV[:, 0], uniforms_BN[:, -1])
-    zeros = torch.zeros_like(next_tokens)
-    return _on_host(Proposal.nothing(len(zeros)), probs_BNV, zeros, zeros, next_tokens)
+    next_tokens_B = sample(probs_BNV[:, 0], uniforms_BN[:, -1])
+    nothing = Proposal.nothing(len(next_tokens_B))
+    return _on_host(nothing, probs_BNV, torch.zeros_like(next_tokens_B), next_tokens_B)
 
 
 def _sample_next(
-    proposal: Proposal, probs_BNV: Tensor, counts_B: Tensor, num_accepted: Tensor,
-    uniforms_BN: Tensor, scale_B1: Tensor | float = 1.0,
-) -> Verdict:  # fmt: skip
+    proposal: Proposal,
+    probs_BNV: Tensor,
+    num_accepted_B: Tensor,
+    uniforms_BN: Tensor,
+    scale_B1: Tensor | float = 1.0,
+) -> Verdict:
     """The verdict, with a recovered token from max(scale p - q, 0) or a bonus token."""
-    N, rows = max(proposal.counts), torch.arange(len(probs_BNV), device=probs_BNV.device)
-    is_rejected = (num_accepted < counts_B).unsqueeze(1)
-    q_BV = proposal.probs_BNV[rows, num_accepted.clamp_max(N - 1)].where(is_rejected, 0.0)
-    p_BV = probs_BNV[rows, num_accepted]
+    rows = torch.arange(len(probs_BNV), device=probs_BNV.device)
+    is_rejected_B = num_accepted_B < integers(proposal.counts, probs_BNV.device)
+    last = max(proposal.counts) - 1
+    q_BV = proposal.probs_BNV[rows, num_accepted_B.clamp_max(last)]
+    q_BV = q_BV.where(is_rejected_B.unsqueeze(1), 0.0)
+    p_BV = probs_BNV[rows, num_accepted_B]
     residual_BV = (scale_B1 * p_BV - q_BV).clamp_min(0)
     residual_BV = residual_BV.where(residual_BV.sum(1, keepdim=True) > 0, p_BV)
-    next_tokens = sample(residual_BV, uniforms_BN[:, -1])
-    return _on_host(proposal, probs_BNV, counts_B, num_accepted, next_tokens)
+    next_tokens_B = sample(residual_BV, uniforms_BN[:, -1])
+    return _on_host(proposal, probs_BNV, num_accepted_B, next_tokens_B)
 
 
-def _num_surviving(passes_BN: Tensor, counts_B: Tensor) -> Tensor:
+def _num_surviving(passes_BN: Tensor, proposal: Proposal) -> Tensor:
     """Guesses of each row (B,) before the first that fails its test."""
-    N, device = passes_BN.shape[1], passes_BN.device
-    is_guess_BN = torch.arange(N, device=device) < counts_B.unsqueeze(1)
-    return (passes_BN & is_guess_BN).cumprod(1).sum(1)
+    return (passes_BN & _are_guesses(proposal, passes_BN.device)).cumprod(1).sum(1)
+
+
+def _are_guesses(proposal: Proposal, device: torch.device) -> Tensor:
+    """Which of the proposal's places (B, N) are not padding."""
+    counts_B1 = integers(proposal.counts, device).unsqueeze(1)
+    return torch.arange(max(proposal.counts), device=device) < counts_B1
 
 
 def integers(values: list[int] | list[list[int]], device: torch.device) -> Tensor:
@@ -187,24 +192,20 @@ def integers(values: list[int] | list[list[int]], device: torch.device) -> Tenso
 
 
 def _on_host(
-    proposal: Proposal,
-    probs_BNV: Tensor,
-    counts_B: Tensor,
-    num_accepted_B: Tensor,
-    next_tokens_B: Tensor,
+    proposal: Proposal, probs_BNV: Tensor, num_accepted_B: Tensor, next_tokens_B: Tensor
 ) -> Verdict:
     """The verdict, brought to the host in one transfer: rows of whole numbers, the guesses last."""
-    is_finite_B = probs_BNV.sum().isfinite().to(torch.int64).expand_as(counts_B)
-    columns = torch.stack((num_accepted_B, next_tokens_B, counts_B, is_finite_B), 1)
+    q_BN = proposal.probs_BNV.sum(2)
+    q_is_finite = (q_BN.isfinite() | ~_are_guesses(proposal, q_BN.device)).all()
+    are_finite = (probs_BNV.sum().isfinite(), q_is_finite)
+    flags = [it.to(next_tokens_B).expand_as(next_tokens_B) for it in are_finite]
+    columns = torch.stack((num_accepted_B, next_tokens_B, *flags), 1)
     rows = torch.cat((columns, proposal.tokens_BN.to(columns)), 1).tolist()
-    accepted, following, guessed, is_damaged = list[int](), list[int](), list[list[int]](), False
-    for (num_accepted, next_token, num_usable, is_finite, *guesses), num_guesses in zip(
-        rows, proposal.counts, strict=True
-    ):
-        if not is_finite:
-            raise NotFiniteError
-        is_damaged |= num_usable < num_guesses
-        accepted.append(num_accepted)
-        following.append(next_token)
-        guessed.append(guesses)
-    return Verdict(accepted, following, guessed, is_damaged)
+    verdict = Verdict([], [], [])
+    for num_accepted, next_token, p_is_finite, q_is_finite, *guesses in rows:
+        if not (p_is_finite and q_is_finite):
+            raise NotFiniteError(is_drafter=not q_is_finite)
+        verdict.num_accepted.append(num_accepted)
+        verdict.next_tokens.append(next_token)
+        verdict.guesses.append(guesses)
+    return verdict

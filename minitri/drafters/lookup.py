@@ -98,9 +98,6 @@ class LookupDrafter:
         self._tuner.note_round(self.stats.name, 0, seconds / self.gamma)
         return proposal
 
-    def switch_off(self) -> None:
-        """Never called: its distributions are one-hot."""
-
     def crop(self, lengths: list[int]) -> None:
         """Nothing to do: only tokens that are certain are kept."""
 

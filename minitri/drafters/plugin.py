@@ -140,9 +140,6 @@ class PluggedDrafter:
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
         """Nothing to do: it is given the whole text whenever it is asked."""
 
-    def switch_off(self) -> None:
-        """Never called: its distributions are finite."""
-
     def crop(self, lengths: list[int]) -> None:
         """Nothing to do, as in `prepare`."""
 

@@ -9,7 +9,6 @@ sampled from, so nothing above knows of trees.
 Legend: B rows, N nodes, V vocab.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -52,27 +51,22 @@ class TreeLevel(Level):
         source: TreeSource,
         stats: LevelStats,
         meter: Meter,
-        on_not_finite: Callable[[], None] | None,
         trees: TreeReader,
         tuner: TreeTuner,
     ) -> None:
         """`trees` reads trees with the model and the cache of `runner`."""
-        super().__init__(runner, source, stats, meter, on_not_finite)
+        super().__init__(runner, source, stats, meter)
         self.trees = trees
         self.tuner = tuner
 
     def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
         """A tree for every active row if this is the lowest level, and the plan has one."""
         plan = self.tuner.plan
-        if not plan.tree or self.below is not None or self._is_off:
+        if not plan.tree or self.below is not None:
             return super().propose(sequences, active)
         is_greedy = [self.trees.is_greedy(b) for b in range(len(sequences))]
-        try:
-            with self.trees.ranking():
-                return self._grow(self.tuner.shape(plan), sequences, active, is_greedy)
-        except NotFiniteError:
-            self.switch_off()
-            return Proposal.nothing(len(sequences))
+        with self.trees.ranking():
+            return self._grow(self.tuner.shape(plan), sequences, active, is_greedy)
 
     def _grow(
         self, shape: TreeShape, sequences: list[list[int]], active: list[bool],
@@ -89,7 +83,7 @@ class TreeLevel(Level):
                     read = [no_missing(block[1 : first + size]) for block in blocks]
                     output = self.trees.next_probs_of_tree(read, shape, 1)
                     probs_BNV = output.probs_BNV[:, -size:]
-                require_finite(probs_BNV)
+                require_finite(probs_BNV, is_drafter=self.stats.name == "draft")
                 for node, probs_BV in enumerate(probs_BNV.unbind(1), first):
                     if shape.children[node]:
                         probs.append(probs_BV)
@@ -179,7 +173,7 @@ def no_missing(tokens: list[int]) -> list[int]:
     return [max(token, 0) for token in tokens]
 
 
-def require_finite(probs: Tensor) -> None:
+def require_finite(probs: Tensor, *, is_drafter: bool = False) -> None:
     """Raises `NotFiniteError`."""
     if not bool(probs.sum().isfinite()):
-        raise NotFiniteError
+        raise NotFiniteError(is_drafter=is_drafter)

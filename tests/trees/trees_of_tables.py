@@ -146,7 +146,7 @@ def tree_cascade(
         if table is None:
             return None
         runner = TreeTableRunner(table, batch_size)
-        return level(runner, source, LevelStats(name), meter, None, runner, tuner)
+        return level(runner, source, LevelStats(name), meter, runner, tuner)
 
     stats = Stats()
     meter = Meter(stats, tuner)

@@ -151,7 +151,7 @@ def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
     )
     weights, slot = weights_per_pass(config) * itemsize, config.kv_values_per_token * itemsize
     for context in contexts:
-        with running(target):
+        with running(Models(target, target, draft)):
             alone = decode(target, draft, context, setup, "autoregressive")
             together = decode(target, draft, context, setup, speculation.method, copy)
         seconds, kv = 1e-3 * alone["ms_per_step"]["median"], slot * context
