@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from minitri.caches.policies import Policy
     from minitri.config import ModelConfig
     from minitri.drafters.plugin import Drafter
-    from minitri.engine import Engine, load
+    from minitri.engine import Engine
     from minitri.errors import InputError
     from minitri.events import Completion, End, Event, Idle, PrefillProgress, Token
     from minitri.generation import Generation
+    from minitri.loader import load
     from minitri.loading.named_models import MODELS
     from minitri.requests import Request
     from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
@@ -54,7 +55,8 @@ _HOMES = {
     "minitri.config": ("ModelConfig",),
     "minitri.drafters.plugin": ("Drafter",),
     "minitri.settings": ("GenerationConfig", "SamplingParams", "SpeculationConfig"),
-    "minitri.engine": ("Engine", "load"),
+    "minitri.engine": ("Engine",),
+    "minitri.loader": ("load",),
     "minitri.errors": ("InputError",),
     "minitri.events": (
         "Completion",

@@ -1,6 +1,6 @@
-"""The engine: boots a model from its name, and turns prompts into a stream of typed events.
+"""The engine: turns prompts into a stream of typed events.
 
-    engine = minitri.load("smollm2-135m")
+    engine = minitri.load("smollm2-135m")  # see loader.py
     for event in engine.generate("Once upon a time"):
         if isinstance(event, minitri.Token):
             print(event.text, end="", flush=True)
@@ -12,7 +12,7 @@ prompt to its end. Nothing here prints.
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from minitri.config import ModelConfig
@@ -21,8 +21,6 @@ from minitri.errors import InputError, shorten
 from minitri.events import Completion, End
 from minitri.generation import Generation
 from minitri.gpu.allocation import most_rows
-from minitri.loading.named_models import DEFAULT_MODEL
-from minitri.loading.open_models import OpenModels
 from minitri.loading.prompts import Prompt, as_seeds, check_prompt, encode_prompts
 from minitri.loading.tokenizer import Tokenizer
 from minitri.memory import MemoryShape, Models
@@ -33,53 +31,6 @@ from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 MAX_ROWS = 8
 """Requests of a stream that run at a time, if memory allows."""
-
-
-def load(
-    model: str | os.PathLike[str] = DEFAULT_MODEL,
-    *,
-    draft: str | os.PathLike[str] = "auto",
-    dtype: str = "auto",
-    device: str = "auto",
-    attention: str = "auto",
-    rope_scaling: str | None = None,
-    weights: str = "auto",
-    draft_weights: str = "auto",
-    drafter: Drafter | None = None,
-    progress: bool = False,
-    before_weights: Callable[[Tokenizer, ModelConfig], None] | None = None,
-) -> "Engine":
-    """Boots an engine: finds or fetches the files, reads config, tokenizer and weights.
-
-    `model` is a name from `minitri.MODELS`, a folder or file, or a hub repository ORG/NAME. So is
-    `draft`; or it is `suffix`, which looks the last words up in the text, or `auto`, the drafter of
-    a named model, and `suffix` where there is none. A `drafter` is an object of yours that guesses
-    in its place, see `minitri.Drafter`.
-    `dtype` is float32, bfloat16, float16 or auto (bfloat16 where that is fast). `device` is cpu,
-    cuda, cuda:N or auto. `attention` names a backend of `gpu/attention_backends.py` for short
-    blocks on a GPU. `rope_scaling` such as `yarn:4` stretches the context. `weights` `native`
-    leaves a GGUF file's 4 and 8 bits as they are (on a CPU); `auto` does not. `draft_weights` guess
-    with the retrieval cache: the `same`, or a copy, of which the text does not depend: `int4`, as
-    `auto` with compiled kernels (on a CPU), or `int8`. `progress` draws bars on standard error.
-    `before_weights` is given tokenizer and config before the weights are read: time to check a
-    prompt. Under torchrun each process holds a share of the model, and all must make the same
-    calls. Raises `InputError`.
-    """
-    if drafter is not None and (draft != "auto" or not callable(getattr(drafter, "guess", None))):
-        given = f"drafter is {shorten(repr(drafter), 60)} with draft {shorten(repr(draft), 60)}"
-        raise InputError(f"{given}; give a minitri.Drafter, or a draft, but not both")
-    options = {"dtype": dtype, "device": device, "attention": attention, "weights": weights}
-    options["draft_weights"] = draft_weights
-    files = OpenModels(
-        model, draft if drafter is None else "suffix",
-        rope_scaling=rope_scaling, progress=progress, **options,
-    )  # fmt: skip
-    if before_weights is not None:
-        before_weights(files.tokenizer, files.config)
-    target, draft_model, retrieval_model = files.load()
-    engine = Engine(target, files.tokenizer, draft_model, retrieval_model, drafter)
-    engine.sampling_defaults = files.sampling_defaults
-    return engine
 
 
 class Engine:
@@ -95,6 +46,7 @@ class Engine:
     def __init__(
         self, model: Llama, tokenizer: Tokenizer, draft: Llama | None = None,
         retrieval_model: Llama | None = None, drafter: Drafter | None = None,
+        sampling_defaults: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
     ) -> None:  # fmt: skip
         """`draft` is the model of the first level of the cascade, `drafter` an object that guesses
         in its place; without both the last words are looked up in the text.
@@ -106,7 +58,7 @@ class Engine:
         self.draft = draft
         self.retrieval_model = retrieval_model
         self.drafter = drafter
-        self.sampling_defaults = SamplingParams()
+        self.sampling_defaults = sampling_defaults
         """What the model's generation_config.json recommends; nothing here applies it."""
         self.snapshot_note = ""
         self.models = Models(model, retrieval_model or model, draft, drafter)

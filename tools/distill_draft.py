@@ -40,8 +40,9 @@ from minitri.cli.exits import program
 from minitri.config import ModelConfig, RopeConfig
 from minitri.cpu.flash_attention import attend_cpu
 from minitri.decoding.sampling import probs_from_logits
-from minitri.engine import Engine, load
+from minitri.engine import Engine
 from minitri.errors import InputError
+from minitri.loader import load
 from minitri.loading.checkpoint import open_checkpoint, placements
 from minitri.loading.fetch import locate
 from minitri.model.cache import BlockKV

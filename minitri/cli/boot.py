@@ -18,8 +18,9 @@ import torch
 from minitri.cli.arguments import Flags, model_of
 from minitri.cli.inputs import encode
 from minitri.config import ModelConfig
-from minitri.engine import Engine, load
+from minitri.engine import Engine
 from minitri.errors import InputError, shorten
+from minitri.loader import load
 from minitri.loading.prompts import MAX_SEED, check_prompt
 from minitri.loading.tokenizer import Tokenizer
 from minitri.parallel.ranks import join

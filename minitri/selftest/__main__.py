@@ -33,8 +33,9 @@ with clean_imports():
     from minitri.cli.inputs import read_prompt
     from minitri.cli.report import where
     from minitri.cli.terminal import finish
-    from minitri.engine import Engine, load
+    from minitri.engine import Engine
     from minitri.errors import shorten
+    from minitri.loader import load
     from minitri.loading.prompts import MAX_SEED
     from minitri.selftest.departures import Mode, explain, modes
     from minitri.selftest.distribution_test import FALSE_ALARM, POWER, run_test, windows

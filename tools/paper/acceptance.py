@@ -45,9 +45,10 @@ from minitri.cli.inputs import read_prompt
 from minitri.cpu.low_bit_models import quantized_copy
 from minitri.decoding.sampling import sample
 from minitri.decoding.verification import Proposal
-from minitri.engine import Engine, load
+from minitri.engine import Engine
 from minitri.errors import InputError
 from minitri.gpu.eight_bits import quantize
+from minitri.loader import load
 from minitri.loading.prompts import check_prompt
 from minitri.model.linear import Linear
 from minitri.model.llama import Llama

@@ -26,8 +26,8 @@ from minitri.caches.full import FullCache
 from minitri.cli import arguments
 from minitri.cli.exits import program
 from minitri.cli.inputs import read_prompt
-from minitri.engine import load
 from minitri.errors import InputError
+from minitri.loader import load
 from minitri.loading.prompts import MAX_SEED
 from minitri.model.block import read_block
 from minitri.model.llama import Llama

@@ -29,9 +29,10 @@ from typing import Any
 from minitri.cli import arguments
 from minitri.cli.exits import program
 from minitri.cli.inputs import read_prompt
-from minitri.engine import Engine, load
+from minitri.engine import Engine
 from minitri.errors import InputError
 from minitri.events import Token
+from minitri.loader import load
 from minitri.loading.tokenizer import Tokenizer
 from minitri.settings import GenerationConfig, SpeculationConfig
 from tools.paper.baselines.policies import NAMES, speculation_with

@@ -1,0 +1,58 @@
+"""The loader: an engine from the names of its models."""
+
+import os
+from collections.abc import Callable
+
+from minitri.config import ModelConfig
+from minitri.drafters.plugin import Drafter
+from minitri.engine import Engine
+from minitri.errors import InputError, shorten
+from minitri.loading.named_models import DEFAULT_MODEL
+from minitri.loading.open_models import OpenModels
+from minitri.loading.tokenizer import Tokenizer
+
+
+def load(
+    model: str | os.PathLike[str] = DEFAULT_MODEL,
+    *,
+    draft: str | os.PathLike[str] = "auto",
+    dtype: str = "auto",
+    device: str = "auto",
+    attention: str = "auto",
+    rope_scaling: str | None = None,
+    weights: str = "auto",
+    draft_weights: str = "auto",
+    drafter: Drafter | None = None,
+    progress: bool = False,
+    before_weights: Callable[[Tokenizer, ModelConfig], None] | None = None,
+) -> Engine:
+    """Boots an engine: finds or fetches the files, reads config, tokenizer and weights.
+
+    `model` is a name from `minitri.MODELS`, a folder or file, or a hub repository ORG/NAME. So is
+    `draft`; or it is `suffix`, which looks the last words up in the text, or `auto`, the drafter of
+    a named model, and `suffix` where there is none. A `drafter` is an object of yours that guesses
+    in its place, see `minitri.Drafter`.
+    `dtype` is float32, bfloat16, float16 or auto (bfloat16 where that is fast). `device` is cpu,
+    cuda, cuda:N or auto. `attention` names a backend of `gpu/attention_backends.py` for short
+    blocks on a GPU. `rope_scaling` such as `yarn:4` stretches the context. `weights` `native`
+    leaves a GGUF file's 4 and 8 bits as they are (on a CPU); `auto` does not. `draft_weights` guess
+    with the retrieval cache: the `same`, or a copy, of which the text does not depend: `int4`, as
+    `auto` with compiled kernels (on a CPU), or `int8`. `progress` draws bars on standard error.
+    `before_weights` is given tokenizer and config before the weights are read: time to check a
+    prompt. Under torchrun each process holds a share of the model, and all must make the same
+    calls. Raises `InputError`.
+    """
+    if drafter is not None and (draft != "auto" or not callable(getattr(drafter, "guess", None))):
+        given = f"drafter is {shorten(repr(drafter), 60)} with draft {shorten(repr(draft), 60)}"
+        raise InputError(f"{given}; give a minitri.Drafter, or a draft, but not both")
+    options = {"dtype": dtype, "device": device, "attention": attention, "weights": weights}
+    options["draft_weights"] = draft_weights
+    files = OpenModels(
+        model, draft if drafter is None else "suffix",
+        rope_scaling=rope_scaling, progress=progress, **options,
+    )  # fmt: skip
+    if before_weights is not None:
+        before_weights(files.tokenizer, files.config)
+    target, draft_model, retrieval_model = files.load()
+    defaults = files.sampling_defaults
+    return Engine(target, files.tokenizer, draft_model, retrieval_model, drafter, defaults)
