@@ -166,9 +166,7 @@ class Generation(Iterator[Event]):
         """Reads prompts; starts the rows that are read, else makes a step."""
         ready = yield from self._read(stack)
         if ready:
-            with self.stats.apart():
-                emitted = self._timed(stack, ready)
-            yield from self._emit(stack, emitted)
+            yield from self._emit(stack, self._timed(stack, ready))
         elif any(stack.cascade.active):
             yield from self._emit(stack, self._timed(stack))
 

@@ -6,6 +6,7 @@ autotuner expects of a round before any was measured, and when it may follow the
 here.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -48,10 +49,9 @@ class Stack:
         self.memory, self.shape = memory, shape
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
         self.stats = _empty(memory, shape)
-        clock = self.stats.rebuilds.clock
         self.tuner = _tuner(memory, shape)
         self.source = _random_source(shape.speculation)
-        self._meter = Meter(self.stats, self.tuner, clock)
+        self.meter = Meter(self.stats, self.tuner, clock_of(memory.models.target.device))
         self.cascade = self._cascade(sources or {})
 
     def _cascade(self, sources: Mapping[str, RandomSource]) -> Cascade:
@@ -64,8 +64,8 @@ class Stack:
             own: Any = sources.get(name, self.source)
             if isinstance(self.tuner, TreeTuner):
                 trees = TreeRunner(runner)
-                return TreeLevel(runner, own, stats, self._meter, trees, self.tuner)
-            return Level(runner, own, stats, self._meter)
+                return TreeLevel(runner, own, stats, self.meter, trees, self.tuner)
+            return Level(runner, own, stats, self.meter)
 
         drafter: Stage | None = None
         if memory.draft is not None:
@@ -75,7 +75,7 @@ class Stack:
         retrieval = level("retrieval", memory.retrieval) if memory.retrieval is not None else None
         target = level("target", memory.target)
         return Cascade(
-            self.sequences, self.stats, self.tuner, target, retrieval, drafter, meter=self._meter
+            self.sequences, self.stats, self.tuner, target, retrieval, drafter, meter=self.meter
         )
 
     def _without_model(self) -> Stage:
@@ -140,19 +140,25 @@ class Stack:
             memory.prefix.note_certain()
             yield num_read
 
-    def start(self, rows: list[int], *, wants_logits: bool = False) -> list[Emitted]:
-        """The first tokens of rows whose prompts have been read."""
-        with self.memory.models.target.execution.decoding():
-            emitted = self.cascade.start(rows, wants_logits=wants_logits)
-        self.memory.prefix.note_certain()
-        return emitted
+    def start(self, rows: list[int] | None = None, *, wants_logits: bool = False) -> list[Emitted]:
+        """The first tokens of rows whose prompts have been read, or of all."""
+        with self._decoding(), self.meter.prefill():
+            return self.cascade.start(rows, wants_logits=wants_logits)
 
     def step(self, *, wants_logits: bool = False) -> list[Emitted]:
-        """A step of the cascade; a CPU gives its cores to the kernels meanwhile."""
-        with self.memory.models.target.execution.decoding():
-            emitted = self.cascade.step(wants_logits=wants_logits)
-        self.memory.prefix.note_certain()
-        return emitted
+        """A step of the cascade."""
+        with self._decoding():
+            return self.cascade.step(wants_logits=wants_logits)
+
+    @contextlib.contextmanager
+    def _decoding(self) -> Iterator[None]:
+        """A CPU gives its cores to the kernels meanwhile."""
+        memory = self.memory
+        with memory.models.target.execution.decoding():
+            yield
+        memory.prefix.note_certain()
+        if memory.retrieval_cache is not None:
+            self.stats.num_rebuilds = memory.retrieval_cache.num_rebuilds
 
     def retire(self, b: int) -> None:
         """Ends the text of row b; the next ones may begin with what it leaves in the full cache."""
@@ -190,8 +196,6 @@ def _empty(memory: Memory, shape: MemoryShape) -> Stats:
     stats = Stats(kv_cache_bytes=memory.num_cache_bytes)
     if memory.retrieval_cache is not None:
         memory.retrieval_cache.restart(shape.budgets)
-        stats.rebuilds = memory.retrieval_cache.rebuilds
-    stats.rebuilds.clock = clock_of(memory.models.target.device)
     for runner in memory.runners:
         runner.sampling = [shape.sampling] * shape.num_rows
     if memory.graphs is not None:

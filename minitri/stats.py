@@ -1,8 +1,7 @@
 """What a run did and how long it took: plain numbers, live while the run goes on."""
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,20 +73,6 @@ class LevelStats:
 
 
 @dataclass
-class Rebuilds:
-    """Rebuilds of a retrieval cache, the first build behind the prompt included."""
-
-    count: int = 0
-    seconds: float = 0.0
-    """Unless the rebuild was part of a verification pass."""
-    clock: Clock = field(default_factory=Clock, repr=False)
-
-    def note(self, seconds: float) -> None:
-        """Adds to `seconds`."""
-        self.seconds += seconds
-
-
-@dataclass
 class RowStats:
     """What became of one request."""
 
@@ -117,8 +102,10 @@ class Stats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     commit_seconds: float = 0.0
-    """Of decoding: bringing the small caches up to date, rebuilds included."""
-    rebuilds: Rebuilds = field(default_factory=Rebuilds)
+    """Of decoding: bringing the small caches up to date, rebuilds included, unless they are part of
+    a verification pass."""
+    num_rebuilds: int = 0
+    """Of the retrieval cache, the first build after the prompt included."""
     kv_cache_bytes: int = 0
     """Of all caches."""
     stages: list[LevelStats] = field(default_factory=list)
@@ -136,15 +123,6 @@ class Stats:
     def note_commit(self, seconds: float) -> None:
         """Adds to `commit_seconds`."""
         self.commit_seconds += seconds
-
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        """Commits and rebuilds of the block are not counted: they belong to a prefill."""
-        self.rebuilds.clock.settle()
-        before = self.commit_seconds, self.rebuilds.seconds
-        yield
-        self.rebuilds.clock.settle()
-        self.commit_seconds, self.rebuilds.seconds = before
 
     @property
     def levels(self) -> list[LevelStats]:

@@ -71,10 +71,10 @@ class Rig:
         return self.runners["draft"].cache
 
     def start(self) -> list[Emitted]:
-        return self._retire_finished(self.cascade.start())
+        return self._retire_finished(self.session.start())
 
     def step(self) -> list[Emitted]:
-        return self._retire_finished(self.cascade.step())
+        return self._retire_finished(self.session.step())
 
     @torch.inference_mode()
     def run(self, after_step=lambda rig: None) -> list[list[int]]:

@@ -407,7 +407,7 @@ gpu_twins/test_device_clock.py::test_every_stage_is_charged_for_its_own_work
     => pass
 gpu_twins/test_device_clock.py::test_the_first_build_belongs_to_the_prefill
   seconds of a prefill arrive while decoding
-    Stats.apart#2: self.rebuilds.clock.settle()
+    Meter.prefill#2: self.settle()
     => pass
 reuse/test_prefixes.py::test_idle_rows_are_restored
   what idle rows wrote stays where a text goes on

@@ -189,7 +189,7 @@ def test_a_policy_changes_no_text(engine, distribution):
     for policy in ("retrieval", Visited(), Visited(memory=50.0)):
         done = complete(engine, distribution, "retrieval", policy=policy)
         assert done.token_ids == plain.token_ids
-        assert done.stats.rebuilds.count > 1
+        assert done.stats.num_rebuilds > 1
         guesses.add(done.stats.levels[0].num_accepted_tokens)
     assert len(guesses) > 1  # what it scores decides what is guessed
 

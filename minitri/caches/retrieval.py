@@ -28,7 +28,6 @@ from minitri.caches.full import FullCache
 from minitri.caches.policies import Policy
 from minitri.model.cache import BlockKV, gather_path, round_up_to_stride, write_block
 from minitri.settings import SpeculationConfig
-from minitri.stats import Rebuilds
 
 MEMORY = 0.9
 """Weight of the past in the moving acceptance rate that `rebuild_threshold` is compared with."""
@@ -91,7 +90,7 @@ class RetrievalCache:
         """Empties all rows, for other texts with these budgets; none may exceed `max_budget`."""
         assert max(budgets) <= self.max_budget
         self.rows = [Row(budget, self._settings.num_sink_tokens) for budget in budgets]
-        self.rebuilds = Rebuilds()
+        self.num_rebuilds = 0
         for b in range(len(budgets)):
             self._policy.reset(b)
 
@@ -179,11 +178,10 @@ class RetrievalCache:
         num_accepted = end - known - 1
         num_tested = num_accepted + was_rejected
         if not self.selects_in_pass and self._is_due(row, known):
-            row.is_planned, started = True, self.rebuilds.clock.now()
+            row.is_planned = True
             for layer, (keys_KSD, values_KSD) in enumerate(self._full.layers(b)):
                 prefix = keys_KSD[:, :known], values_KSD[:, :known]
                 self._select(layer, b, queries_LTHD[layer, 0], *prefix)
-            self.rebuilds.clock.since(started, self.rebuilds.note)
         if row.is_planned:
             self.finish(b, known)
         elif num_tested and has_guessed:
@@ -207,7 +205,7 @@ class RetrievalCache:
     def finish(self, b: int, known: int) -> None:
         """Row b now holds what was selected for all layers among the first `known` tokens."""
         row, M = self.rows[b], self._settings.chunk_size
-        self.rebuilds.count += 1
+        self.num_rebuilds += 1
         row.is_built, row.is_planned = True, False
         row.num_held, row.num_overwritten = row.budget, 0
         row.num_since_build, row.acceptance = 0, 1.0

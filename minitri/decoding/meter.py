@@ -18,7 +18,7 @@ class Meter:
     def __init__(self, stats: Stats, tuner: Autotuner, clock: Clock | None = None) -> None:
         self._stats = stats
         self._tuner = tuner
-        self.clock = Clock() if clock is None else clock
+        self.clock = clock or Clock()
 
     @contextmanager
     def drafting(self, level: LevelStats, num_rows: int, num_before: int = 0) -> Iterator[None]:
@@ -61,6 +61,15 @@ class Meter:
         if proposer is not None:
             # No guess at all counts as one that was rejected: nothing was gained.
             self._tuner.note_acceptance(proposer, max(num_tested, 1), num_accepted)
+
+    @contextmanager
+    def prefill(self) -> Iterator[None]:
+        """Commits of the block are not counted: they belong to a prefill."""
+        self.settle()
+        before = self._stats.commit_seconds
+        yield
+        self.settle()
+        self._stats.commit_seconds = before
 
     def settle(self) -> None:
         """Waits until all that is timed is done."""

@@ -106,8 +106,8 @@ def test_every_stage_is_charged_for_its_own_work(monkeypatch):
     """All of it, the last step's too: a rebuild that the device does during the next guesses is not
     charged to them."""
     stats = timed_run(monkeypatch, COSTS)
-    assert stats.rebuilds.count > 2
-    assert stats.rebuilds.seconds == stats.commit_seconds == stats.rebuilds.count * REBUILD
+    assert stats.num_rebuilds > 2
+    assert stats.commit_seconds == (stats.num_rebuilds - 1) * REBUILD  # the first by the prefill
     for stage in stats.stages:
         assert stage.seconds == stage.num_rounds * COSTS[stage.name], stage.name
 
@@ -118,6 +118,6 @@ def test_the_first_build_belongs_to_the_prefill(monkeypatch):
         list(range(10, 200)), generation=GenerationConfig(12, ignore_eos=True),
         sampling=SamplingParams(0.8), speculation=SpeculationConfig(**SETTINGS),
     ).stats  # fmt: skip
-    assert stats.rebuilds.count > 2
-    assert device.done == stats.rebuilds.count * REBUILD
-    assert stats.rebuilds.seconds == stats.commit_seconds == device.done - REBUILD
+    assert stats.num_rebuilds > 2
+    assert device.done == stats.num_rebuilds * REBUILD
+    assert stats.commit_seconds == device.done - REBUILD

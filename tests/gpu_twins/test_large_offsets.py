@@ -121,7 +121,7 @@ def test_the_retrieval_cache_finds_chunks_at_the_far_end():
     cache.observe(0, queries_LTHD)
     full.advance([1])
     cache.commit(0, queries_LTHD, was_rejected=False)
-    assert cache.rebuilds.count == 1
+    assert cache.num_rebuilds == 1
     for chunk in (middle, end):
         assert (cache.values[:, 0, :, :64] == chunk % 251).all(3).sum(2).eq(8).all()
         assert (cache.keys[:, 0, :, :64] == query).all(3).sum(2).eq(16).all()

@@ -387,7 +387,7 @@ def test_rebuilding_the_retrieval_cache_moves_nothing_over_the_link(policy, on_c
             num_steps += 1
             assert traffic.to_device > before
             assert (traffic.to_device - before <= hosted * longest * TOKEN) == is_shown
-    assert rig.stats.rebuilds.count == num_steps + 1
+    assert rig.stats.num_rebuilds == num_steps + 1
 
 
 def test_the_ring_holds_the_latest_tokens_of_blocks_of_any_size():

@@ -55,7 +55,7 @@ def say(engine, lengths, speculation, sampling=WARM, seed=0, num_new=24, **setti
     stages = [
         (s.name, s.num_rounds, s.num_tested_tokens, s.num_accepted_tokens) for s in run.stats.stages
     ]
-    return [end.token_ids for end in ends], stages, run.stats.rebuilds.count
+    return [end.token_ids for end in ends], stages, run.stats.num_rebuilds
 
 
 @torch.inference_mode()

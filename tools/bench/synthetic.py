@@ -253,21 +253,21 @@ def decode(
 ) -> dict[str, Any]:
     """Decodes after `context` made-up tokens; milliseconds per token and per phase."""
     session = fresh_session(target, draft, context, setup, method, copy)
-    cascade, stats, tokens = session.cascade, session.stats, session.sequences[0]
-    cascade.start()
+    stats, tokens = session.stats, session.sequences[0]
+    session.start()
     for _ in range(WARMUP_STEPS):
         session.step()
-    stats.rebuilds.clock.settle()
+    session.meter.settle()
     for stage in stats.stages:
         stage.seconds = 0.0
-    stats.commit_seconds = stats.rebuilds.seconds = 0.0
+    stats.commit_seconds = 0.0
     before, times = len(tokens), []
     rounds_before = [stage.num_rounds for stage in stats.stages]
     while len(tokens) - before < setup.generation.max_new_tokens:
         started = time.perf_counter()
         session.step()
         times.append(1e3 * (time.perf_counter() - started))
-    stats.rebuilds.clock.settle()
+    session.meter.settle()
     stats.num_decoded_tokens = num_tokens = len(tokens) - before
     on_gpu = target.device.type == "cuda"
     seconds = {"commit": stats.commit_seconds / len(times)}
