@@ -23,11 +23,11 @@ decoding/test_enumeration.py::test_both_levels_together_give_the_target_distribu
     _sample_next: (scale_B1 * p_BV - q_BV).clamp_min(0)
     => p_BV
   bonus token from the wrong row
-    _sample_next: (rows, num_accepted)
-    => (rows, num_accepted.clamp_max(N - 1))
+    _sample_next: (rows, num_accepted_B)
+    => (rows, num_accepted_B.clamp_max(last))
   biased acceptance numbers
-    verification:verify: uniforms_BN[:, :N]
-    => uniforms_BN[:, :N] ** 1.001
+    verification:verify: uniforms_BN[:, :p_BN.shape[1]]
+    => uniforms_BN[:, :p_BN.shape[1]] ** 1.001
   q without top-p
     Level.propose: probs_BNV[b, :len(row.tokens)]
     => 0.8 * probs_BNV[b, :len(row.tokens)] + 0.2 / probs_BNV.shape[2]
@@ -100,12 +100,12 @@ caches/test_chunk_scores.py::test_the_queries_that_choose_are_those_that_attend[
     => heads[:, -shared.queries_LBTHD.shape[2]:, :self.heads[0]]
 decoding/test_enumeration.py::test_a_residual_that_vanishes_falls_back_to_p
   a guess of probability 0 accepted by the number 0
-    verification:verify: uniforms_BN[:, :N] * q_BN < p_BN
-    => uniforms_BN[:, :N] * q_BN <= p_BN
+    verification:verify: uniforms_BN[:, :p_BN.shape[1]] * q_BN < p_BN
+    => uniforms_BN[:, :p_BN.shape[1]] * q_BN <= p_BN
 decoding/test_enumeration.py::test_both_levels_together_give_the_target_distribution[3-2-1]
   q of the next guess
-    _sample_next: num_accepted.clamp_max
-    => (num_accepted + 1).clamp_max
+    _sample_next: num_accepted_B.clamp_max
+    => (num_accepted_B + 1).clamp_max
   accepted guesses counted behind a rejection
     _num_surviving: (passes_BN & _are_guesses(proposal, passes_BN.device)).cumprod(1)
     => passes_BN & _are_guesses(proposal, passes_BN.device)

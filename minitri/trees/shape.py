@@ -102,14 +102,3 @@ def sequoia(rates: Sequence[float], num_nodes: int, max_depth: int) -> TreeShape
             parents.append(numbers[parent])
             numbers[name] = len(parents) - 1
     return TreeShape(tuple(parents))
-
-
-def parse_tree(text: str) -> tuple[int, int]:
-    """Width and depth of "4x3", independent sequences; of "16" the nodes of a Sequoia tree, and 0.
-
-    Raises `ValueError`.
-    """
-    width, _, depth = text.partition("x")
-    if not (width.isdecimal() and (depth.isdecimal() or text == width)):
-        raise ValueError(text)
-    return int(width), int(depth or 0)

@@ -15,8 +15,8 @@ from minitri.decoding.autotuner import (
     expected_block,
     expected_tokens,
 )
-from minitri.settings import StepPlan
-from minitri.trees.shape import TreeShape, parse_tree, sequences, sequoia
+from minitri.settings import StepPlan, parse_tree
+from minitri.trees.shape import TreeShape, sequences, sequoia
 
 MAX_CHILDREN = 8
 """Most children that a node of a Sequoia tree has."""

@@ -55,7 +55,7 @@ WRONG = [
     ({"prompt": "x", "seed": "one"}, "seed is one"),
     ({"prompt": "x", "temperature": "hot"}, "temperature is 'hot'"),
     ({"prompt": "x", "max_new_tokens": 0}, "max_new_tokens is 0"),
-    ({"prompt": "x", "stop": ["ok", ""]}, "stop string is empty"),
+    ({"prompt": "x", "stop": ["ok", ""]}, "at least one character"),
     ({"prompt": "x", "stop": 3}, "stop is 3"),
     ({"prompt": "x", "id": [1]}, "id is [1]"),
     ({"prompt": "x", "id": "taken"}, "id 'taken'"),

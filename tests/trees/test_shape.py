@@ -8,8 +8,8 @@ import random
 import pytest
 
 from minitri.errors import InputError
-from minitri.settings import SpeculationConfig, StepPlan
-from minitri.trees.shape import TreeShape, parse_tree, sequences, sequoia
+from minitri.settings import SpeculationConfig, StepPlan, parse_tree
+from minitri.trees.shape import TreeShape, sequences, sequoia
 
 
 def test_independent_sequences_part_at_the_root():
@@ -101,5 +101,5 @@ def test_nonsense_and_trees_that_are_too_large_are_refused(tree):
 
 
 def test_sequences_of_a_length_that_gamma1_denies_are_refused():
-    with pytest.raises(InputError, match="gamma1 is 2, but"):
+    with pytest.raises(InputError, match="gamma1 is 2; but"):
         SpeculationConfig(gamma1=2, tree="4x3")
