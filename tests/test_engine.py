@@ -324,7 +324,7 @@ def test_a_budget_beyond_all_measure_is_clipped(engine, settings):
      {"on_chip": 1.5, "offload": True}],
 )  # fmt: skip
 def test_bad_limits_are_refused(bad):
-    words = "whole number|it must be strings|one of True, False|means nothing without"
+    words = "whole number|it must be strings|a stop string|one of True, False|means nothing without"
     with pytest.raises(InputError, match=words):
         GenerationConfig(**bad)
 
