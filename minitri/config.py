@@ -97,8 +97,8 @@ class ModelConfig:
     name: str = "llama"
     draft_of: str | None = None
     """Name of the target whose embedding table this drafter borrows; None: it has its own. A small
-    model is mostly that table. A drafter runs beside its target only, which has the table in memory
-    already, so the drafter's files leave it out."""
+    model is mostly that table, which its target has in memory
+    already, so the files of a drafter leave it out."""
     head_size: int | None = None
     """With `draft_of`: tokens that the drafter's LM head covers, the frequent ones of the
     vocabulary. It never guesses the others. That makes it faster, and cannot change a text."""

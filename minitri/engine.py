@@ -37,7 +37,7 @@ class Engine:
     """A model and its tokenizer, ready to generate any number of times, one after the other.
 
     It keeps the caches, and on a GPU the captured graphs, of the last run. The next one starts
-    behind what its prompts have in common with those texts, and where it has the same settings and
+    after what its prompts have in common with those texts, and where it has the same settings and
     as many texts that are not longer, it captures nothing; see `release`. Some attention
     kernels cut a cache by its size, so that there, in the last bits, a text may depend on how long
     the texts before it were.
@@ -213,7 +213,7 @@ class Engine:
         return Generation(rows, shape, self._pool)
 
     def complete(self, prompt: Prompt, **settings: Any) -> Completion:
-        """All that a model says behind one prompt; `settings` are those of `generate`."""
+        """All that a model says after one prompt; `settings` are those of `generate`."""
         with self.generate(prompt, **settings) as run:
             if len(run.rows) > 1:
                 raise InputError(f"complete takes one prompt, got {len(run.rows)}; use generate")
@@ -234,7 +234,7 @@ class Engine:
         return self._pool.save(os.fsdecode(path), note)
 
     def load_kv(self, path: str | os.PathLike[str]) -> int:
-        """Opens a file of `save_kv`: texts that begin like its tokens start behind them from now
+        """Opens a file of `save_kv`: texts that begin like its tokens start after them from now
         on, until `release`. Returns how many tokens it holds; its note is in `snapshot_note`.
 
         Raises `InputError` if it is damaged, or not of this model, dtype and RoPE.

@@ -1,7 +1,7 @@
 """Model runners: a model with a cache, from token lists to next-token distributions.
 
 `ModelRunner.next_probs` feeds whatever the cache has not seen of each row in one forward pass for
-the whole batch. Rows may have different amounts to read; shorter ones are padded behind, where
+the whole batch. Rows may have different amounts to read; shorter ones are padded at the end, where
 nothing looks. This is the one place where logits become distributions, so every level applies the
 same filters. `RetrievalRunner` adds how the retrieval cache follows the full one, `DraftRunner` how
 a drafter gets to the end of a long text. `prefill` fills a row of a full cache beforehand.
@@ -202,9 +202,9 @@ class DraftRunner(ModelRunner):
         super().__init__(model, cache, sampling, block_sizes=sizes, **settings)
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
-        """Gets ready to guess behind sequences that are certain: all but their last tokens.
+        """Gets ready to guess after sequences that are certain: all but their last tokens.
 
-        A row that is more than a block behind, as behind a prompt, reads its window by itself: with
+        A row that lacks more than a block, as after a prompt, reads its window by itself: with
         the batch it would pad the other rows beyond their room.
         """
         for b, sequence in enumerate(sequences):

@@ -32,7 +32,7 @@ class LevelStats:
     num_rounds: int = 0
     num_draft_tokens: int = 0
     num_tested_tokens: int = 0
-    """Drafted tokens that were decided about: those behind a rejection are not."""
+    """Drafted tokens that were decided about: those after a rejection are not."""
     num_accepted_tokens: int = 0
     tested_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)

@@ -25,11 +25,11 @@ MEMORY = 0.97
 SMOOTHING = 0.2
 """Weight of the latest round in the moving average of a stage's cost."""
 HYSTERESIS = 1.02
-"""A plan must be predicted to be so many times as fast as the current one to replace it."""
+"""A plan must be predicted to be faster than the current one by this factor to replace it."""
 EXPLORATION = 1.005
 """Factor by which a plan looks faster with every step in which a stage of it was not used."""
 RARITY = 50
-"""A stage is tried again only after so many times as long as it takes to catch up with the text."""
+"""A stage is tried again only after this many times what it takes to catch up with the text."""
 
 
 class Autotuner:
@@ -43,7 +43,7 @@ class Autotuner:
         use_clock: bool,
     ) -> None:
         """`prior_seconds(stage, num_guesses)`: of a round of "draft", "retrieval" or "target" that
-        verifies so many guesses. Without `use_clock` these are the costs, whatever is measured."""
+        verifies as many guesses. Without `use_clock` these are the costs, whatever is measured."""
         self.plan = plans[0]
         self._plans = plans
         self._prior_seconds = prior_seconds
@@ -73,7 +73,7 @@ class Autotuner:
             self._catching_up[stage] = max(seconds, MEMORY * self._catching_up[stage])
 
     def note_round(self, stage: str, num_guesses: int, seconds: float) -> None:
-        """Learns what a round that verified so many guesses took."""
+        """Learns what a round that verified `num_guesses` took."""
         self._seconds_unused = {s: n + seconds for s, n in self._seconds_unused.items()}
         # The first round of its length says nothing: it may have compiled or allocated something.
         if (stage, num_guesses) in self._timed and self._use_clock:
@@ -137,7 +137,7 @@ def expected_tokens(rate: float, num_guesses: float) -> float:
 
 
 def expected_block(per_round: float, plan: StepPlan) -> tuple[float, float]:
-    """Guesses that the retrieval level collects, and the rounds that takes, at so many tokens per
+    """Guesses that the retrieval level collects, and the rounds that takes, at `per_round` tokens a
     round."""
     length = plan.gamma2 + (per_round - 1) / 2  # the last round overshoots
     return length, length / per_round

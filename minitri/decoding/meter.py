@@ -32,7 +32,7 @@ class Meter:
 
     @contextmanager
     def round(self, level: LevelStats, num_guesses: int) -> Iterator[None]:
-        """A round that verifies at most so many guesses per row; the host has waited for it."""
+        """A round that verifies at most `num_guesses` per row; the host has waited for it."""
         started = self.clock.now()
         yield
         self.clock.settle()

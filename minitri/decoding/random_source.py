@@ -62,7 +62,7 @@ class IndependentSource:
         return decide(proposal, probs_BNV, uniforms_BN.to(probs_BNV.device, non_blocking=True))
 
     def _draw(self, counts: list[int], active: list[bool]) -> Tensor:
-        """Numbers (B, N + 1) for the tests of so many guesses, and last for the token behind."""
+        """Numbers (B, N + 1) for each row's tests, and last for the token after them."""
         N = max(counts)
         uniforms_BN = torch.zeros(len(active), N + 1, dtype=torch.float64)
         for b, n in enumerate(counts):
@@ -94,6 +94,6 @@ class CoupledSource:
         return verify_coupled(proposal, probs_BNV, keys)
 
     def _keys(self, starts: list[int], count: int) -> list[list[int]]:
-        """Keys of the noise of so many positions."""
+        """Keys of the noise of `count` positions."""
         rows = [(self._seeds.get(b, 0), start) for b, start in enumerate(starts)]
         return [[noise_key(seed, start + i) for i in range(count)] for seed, start in rows]

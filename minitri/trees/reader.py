@@ -18,7 +18,7 @@ from minitri.trees.shape import TreeShape
 
 
 class TreeRunner:
-    """A `ModelRunner` that is given trees; see `trees.level.TreeReader`."""
+    """A `ModelRunner` that is given trees."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner

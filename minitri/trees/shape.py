@@ -1,8 +1,8 @@
-"""Shapes of trees of guesses: which node stands behind which.
+"""Shapes of trees of guesses: which node follows which.
 
 Node 0 is the root, the last certain token; the others are guesses, ordered by depth, siblings side
 by side in the order in which they are drawn and tested. So a tree's nodes down to some depth are
-its first ones, and a node's slot in the cache is its number behind the root's.
+its first ones, and a node's slot in the cache is its number after the root's.
 
 Two kinds (TriForce, section 5.3): `sequences(4, 3)`, independent sequences of guesses, and
 `sequoia`, the tree of a given size that is expected to lead furthest (Sequoia, arXiv 2402.12374).
@@ -40,7 +40,7 @@ class TreeShape:
 
     @functools.cached_property
     def depths(self) -> list[int]:
-        """How many tokens behind the root each node stands."""
+        """How many tokens after the root each node stands."""
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
@@ -74,12 +74,12 @@ class TreeShape:
 
 
 def sequences(width: int, depth: int) -> TreeShape:
-    """So many sequences of so many guesses, which differ from their first token on."""
+    """`width` sequences of `depth` guesses, which differ from their first token on."""
     return TreeShape((-1, *[0] * width, *range(1, width * (depth - 1) + 1)))
 
 
 def sequoia(rates: Sequence[float], num_nodes: int, max_depth: int) -> TreeShape:
-    """The tree of at most so many guesses with the most expected tokens; see `expected_tokens`.
+    """The tree of at most `num_nodes` guesses with the most expected tokens; see `expected_tokens`.
 
     `rates` must not rise. Then no node is worth more than its parent or the sibling before it, and
     the nodes that are worth most, taken one by one, are the optimum that Sequoia finds by a dynamic

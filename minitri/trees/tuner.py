@@ -73,7 +73,7 @@ class TreeTuner(Autotuner):
 
     def note_path(self, stage: str, ranks: Sequence[int], num_rejected: int) -> None:
         """Learns what became of a row's tree that `stage` has grown: the ranks of the accepted
-        children, the eldest 0, and how many siblings were rejected behind them."""
+        children, the eldest 0, and how many siblings were rejected after them."""
         tests = [*ranks, *([num_rejected] if num_rejected else [])]
         self.note_acceptance(stage, max(len(tests), 1), sum(rank == 0 for rank in ranks))
         younger = self._younger[stage]

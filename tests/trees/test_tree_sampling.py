@@ -8,10 +8,17 @@ import itertools
 import pytest
 import torch
 
-from minitri.trees import random_source
-from minitri.trees.random_source import CoupledTrees, IndependentTrees
+from minitri.trees import walk as trees_walk
 from minitri.trees.shape import TreeShape, sequences
-from minitri.trees.verification import MISSING, TreeProposal, draw_children, likeliest, walk
+from minitri.trees.walk import (
+    MISSING,
+    CoupledTrees,
+    IndependentTrees,
+    TreeProposal,
+    draw_children,
+    likeliest,
+    walk,
+)
 
 PROBS = torch.tensor([0.5, 0.0, 0.2, 0.3], dtype=torch.float64)
 
@@ -87,14 +94,14 @@ def test_every_child_and_every_test_has_a_number_of_its_own(monkeypatch):
     from tests.cascades import tiny_engine
 
     drawn = collections.defaultdict(list)
-    real = random_source.IndependentTrees._uniforms
+    real = trees_walk.IndependentTrees._uniforms
 
     def noting(source, b, count):
         numbers = real(source, b, count)
         drawn[b] += numbers
         return numbers
 
-    monkeypatch.setattr(random_source.IndependentTrees, "_uniforms", noting)
+    monkeypatch.setattr(trees_walk.IndependentTrees, "_uniforms", noting)
     list(
         tiny_engine().generate(
             [[5, 6, 7], [8, 9]], sampling=SamplingParams(1.1), seed=4,

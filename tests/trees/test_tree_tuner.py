@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from minitri.settings import StepPlan
-from minitri.trees.random_source import IndependentTrees
 from minitri.trees.shape import sequences
 from minitri.trees.tuner import FIRST_RATE, RESHAPE, TreeTuner
+from minitri.trees.walk import IndependentTrees
 from tests.exactness import Table
 from tests.trees.trees_of_tables import tree_cascade
 

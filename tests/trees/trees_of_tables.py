@@ -12,10 +12,10 @@ from minitri.decoding.level import Output
 from minitri.decoding.meter import Meter
 from minitri.settings import StepPlan
 from minitri.stats import LevelStats, Stats
-from minitri.trees.level import TreeLevel
 from minitri.trees.shape import TreeShape
+from minitri.trees.tree_level import TreeLevel
 from minitri.trees.tuner import TreeTuner
-from minitri.trees.verification import MISSING, TreeProposal, draw_children, walk
+from minitri.trees.walk import MISSING, TreeProposal, draw_children, walk
 from tests.exactness import EDGE, PROMPT, ScriptedSource, Table, TableRunner, cells, running
 
 

@@ -9,49 +9,38 @@ sampled from, so nothing above knows of trees.
 Legend: B rows, N nodes, V vocab.
 """
 
-from contextlib import AbstractContextManager
-from typing import Protocol
-
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from minitri.decoding.level import Emitted, Level, Output, Runner
+from minitri.decoding.level import Emitted, Level, Runner
 from minitri.decoding.meter import Meter
 from minitri.decoding.verification import NotFiniteError, Proposal
 from minitri.stats import LevelStats
-from minitri.trees.random_source import TreeSource
+from minitri.trees.reader import TreeRunner
 from minitri.trees.shape import TreeShape
 from minitri.trees.tuner import TreeTuner
-from minitri.trees.verification import MISSING, TreeProposal, likeliest
-
-
-class TreeReader(Protocol):
-    """Reads trees with the model and the cache of a level's runner; see `trees/reader.py`."""
-
-    def next_probs_of_tree(
-        self, blocks: list[list[int]], shape: TreeShape, first: int
-    ) -> Output: ...
-
-    def keep_paths(self, paths: list[list[int]], active: list[bool]) -> None: ...
-
-    def is_greedy(self, b: int) -> bool: ...
-
-    def ranking(self) -> AbstractContextManager[None]: ...
+from minitri.trees.walk import (
+    MISSING,
+    CoupledTrees,
+    IndependentTrees,
+    TreeProposal,
+    likeliest,
+)
 
 
 class TreeLevel(Level):
     """A `Level` that guesses trees where the plan has some, and verifies whatever it is given."""
 
-    _source: TreeSource
+    _source: IndependentTrees | CoupledTrees
 
     def __init__(
         self,
         runner: Runner,
-        source: TreeSource,
+        source: IndependentTrees | CoupledTrees,
         stats: LevelStats,
         meter: Meter,
-        trees: TreeReader,
+        trees: TreeRunner,
         tuner: TreeTuner,
     ) -> None:
         """`trees` reads trees with the model and the cache of `runner`."""
@@ -64,62 +53,44 @@ class TreeLevel(Level):
         plan = self.tuner.plan
         if not plan.tree or self.below is not None:
             return super().propose(sequences, active)
-        is_greedy = [self.trees.is_greedy(b) for b in range(len(sequences))]
         with self.trees.ranking():
-            return self._grow(self.tuner.shape(plan), sequences, active, is_greedy)
+            return self._grow(self.tuner.shape(plan), sequences, active)
 
     def _grow(
-        self, shape: TreeShape, sequences: list[list[int]], active: list[bool],
-        is_greedy: list[bool],
-    ) -> TreeProposal:  # fmt: skip
+        self, shape: TreeShape, sequences: list[list[int]], active: list[bool]
+    ) -> TreeProposal:
         """Draws all nodes, depth by depth."""
-        B, probs, first = len(sequences), list[Tensor](), 0
-        blocks = [[sequence[-1]] + [MISSING] * (len(shape) - 1) for sequence in sequences]
+        is_greedy = [self.trees.is_greedy(b) for b in range(len(sequences))]
+        nodes = [[sequence[-1]] + [MISSING] * (len(shape) - 1) for sequence in sequences]
+        probs, first = list[Tensor](), 0
         for size in shape.sizes[:-1]:
             with self._meter.drafting(self.stats, sum(active), max(first + size - 2, 0)):
                 if first == 0:
                     probs_BNV = self.runner.next_probs(sequences, active).probs_BNV
                 else:
-                    read = [no_missing(block[1 : first + size]) for block in blocks]
-                    output = self.trees.next_probs_of_tree(read, shape, 1)
-                    probs_BNV = output.probs_BNV[:, -size:]
+                    read = [no_missing(row[1 : first + size]) for row in nodes]
+                    probs_BNV = self.trees.next_probs_of_tree(read, shape, 1).probs_BNV[:, -size:]
                 require_finite(probs_BNV, is_drafter=self.stats.name == "draft")
                 for node, probs_BV in enumerate(probs_BNV.unbind(1), first):
-                    if shape.children[node]:
-                        probs.append(probs_BV)
-                        self._grow_node(node, shape, probs_BV, blocks, sequences, active, is_greedy)
-                first += size
+                    if not (children := shape.children[node]):
+                        continue
+                    probs.append(probs_BV)
+                    for b, row in enumerate(nodes):
+                        if active[b] and row[node] != MISSING:
+                            position, count = len(sequences[b]) + shape.depths[node], len(children)
+                            row[children[0] : children[-1] + 1] = (
+                                likeliest(probs_BV[b].log(), count)
+                                if is_greedy[b]
+                                else self._source.draw(b, probs_BV[b], count, position)
+                            )
+            first += size
         return TreeProposal.of(
-            [block[1:] for block in blocks], torch.stack(probs, 1),
-            [[self.stats.name] * (len(shape) - 1)] * B, shape=shape,
+            [row[1:] for row in nodes],
+            torch.stack(probs, 1),
+            [[self.stats.name] * (len(shape) - 1)] * len(sequences),
+            shape=shape,
             is_listed=[self._source.is_listed or greedy for greedy in is_greedy],
-        )  # fmt: skip
-
-    def _grow_node(
-        self,
-        node: int,
-        shape: TreeShape,
-        probs_BV: Tensor,
-        blocks: list[list[int]],
-        sequences: list[list[int]],
-        active: list[bool],
-        is_greedy: list[bool],
-    ) -> None:
-        """Draws the children of a node in every active row that has it."""
-        children = shape.children[node]
-        for b, block in enumerate(blocks):
-            if active[b] and block[node] != MISSING:
-                position = len(sequences[b]) + shape.depths[node]
-                block[children[0] : children[-1] + 1] = self._draw(
-                    b, probs_BV[b], len(children), position, is_greedy=is_greedy[b]
-                )
-
-    def _draw(
-        self, b: int, probs_V: Tensor, num_children: int, position: int, *, is_greedy: bool
-    ) -> list[int]:
-        if is_greedy:
-            return likeliest(probs_V.log(), num_children)
-        return self._source.draw(b, probs_V, num_children, position)
+        )
 
     def verify(
         self,

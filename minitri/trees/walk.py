@@ -1,9 +1,9 @@
 """Speculative sampling of trees: how the nodes are drawn, and which path through them is accepted.
 
 The children of a node are drawn one after the other without replacement from the drafter's
-distribution behind it. They are tested in that order: the first against the verifier's p, each
+distribution after it. They are tested in that order: the first against the verifier's p, each
 later one against what its rejected siblings left of p, with a fresh random number every time
-(Sequoia, arXiv 2402.12374, algorithm 2; SpecInfer, arXiv 2305.09781). The walk goes on behind an
+(Sequoia, arXiv 2402.12374, algorithm 2; SpecInfer, arXiv 2305.09781). The walk goes on after an
 accepted child. Where none is accepted the next token comes from what is left. So every token
 follows p exactly, as in a chain (`decoding/verification.py`).
 
@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minitri.decoding.noise import gumbel_argmax, gumbel_scores, noise_key
+from minitri.decoding.random_source import CoupledSource, IndependentSource
 from minitri.decoding.sampling import sample
 from minitri.decoding.verification import Proposal
 from minitri.trees.shape import TreeShape
@@ -78,9 +80,9 @@ def likeliest(scores_V: Tensor, count: int) -> list[int]:
 def walk(
     proposal: TreeProposal, b: int, probs_NV: Tensor, uniforms: list[float]
 ) -> tuple[list[int], int]:
-    """The accepted nodes of row b, from the root's child on, and the token behind them.
+    """The accepted nodes of row b, from the root's child on, and the token after them.
 
-    `probs_NV` are the verifier's distributions behind every node; `uniforms` are independent
+    `probs_NV` are the verifier's distributions after every node; `uniforms` are independent
     numbers in [0, 1), one per test of a node, that of the root for the last token.
     """
     path, node = list[int](), 0
@@ -98,7 +100,7 @@ def walk(
 
 
 def walk_coupled(proposal: TreeProposal, b: int, choices: list[int]) -> tuple[list[int], int]:
-    """The same where the verifier's token behind every node is known: the path that it takes."""
+    """The same where the verifier's token after every node is known: the path that it takes."""
     path, node = list[int](), 0
     while True:
         for child, token, _ in tested_children(proposal, b, node):
@@ -143,3 +145,51 @@ def sample_one(probs_V: Tensor, uniform: float) -> int:
     """`decoding.sampling.sample` of one row."""
     uniforms = torch.tensor([uniform], dtype=torch.float64).to(probs_V.device)
     return int(sample(probs_V.unsqueeze(0), uniforms))
+
+
+class IndependentTrees(IndependentSource):
+    """Fresh uniform numbers for every child and every test."""
+
+    is_listed = False
+    """Whether `draw` leaves nothing to chance."""
+
+    def draw(self, b: int, probs_V: Tensor, num_children: int, position: int) -> list[int]:  # noqa: ARG002
+        """Tokens of a node's children, which stand at `position` of row b's text."""
+        return draw_children(probs_V, self._uniforms(b, num_children))
+
+    def walk(
+        self,
+        proposal: TreeProposal,
+        b: int,
+        probs_NV: Tensor,
+        start: int,  # noqa: ARG002
+    ) -> tuple[list[int], int]:
+        """The accepted nodes of row b, whose text has `start` tokens, and the token after them.
+
+        `probs_NV` are the verifier's distributions after every node.
+        """
+        # A row without guesses takes as many numbers as it would without trees next to it.
+        count = len(proposal.shape) if proposal.has_guesses(b) else 1
+        return walk(proposal, b, probs_NV, self._uniforms(b, count))
+
+    def _uniforms(self, b: int, count: int) -> list[float]:
+        numbers = torch.rand(count, dtype=torch.float64, generator=self._generators[b])
+        return [float(number) for number in numbers]
+
+
+class CoupledTrees(CoupledSource):
+    """Noise by seed and position: all nodes of a position share it, and the walk is that of the
+    verifier's own tokens."""
+
+    is_listed = True
+
+    def draw(self, b: int, probs_V: Tensor, num_children: int, position: int) -> list[int]:
+        key = torch.tensor(noise_key(self._seeds[b], position)).to(probs_V.device)
+        return likeliest(gumbel_scores(probs_V, key), num_children)
+
+    def walk(
+        self, proposal: TreeProposal, b: int, probs_NV: Tensor, start: int
+    ) -> tuple[list[int], int]:
+        depths = proposal.shape.depths
+        keys = torch.tensor([noise_key(self._seeds[b], start + depth) for depth in depths])
+        return walk_coupled(proposal, b, gumbel_argmax(probs_NV, keys.to(probs_NV.device)).tolist())
