@@ -53,14 +53,18 @@ class TreeLevel(Level):
         plan = self.tuner.plan
         if not plan.tree or self.below is not None:
             return super().propose(sequences, active)
+        is_greedy = [self.trees.is_greedy(b) for b in range(len(sequences))]
         with self.trees.ranking():
-            return self._grow(self.tuner.shape(plan), sequences, active)
+            return self._grow(self.tuner.shape(plan), sequences, active, is_greedy)
 
     def _grow(
-        self, shape: TreeShape, sequences: list[list[int]], active: list[bool]
+        self,
+        shape: TreeShape,
+        sequences: list[list[int]],
+        active: list[bool],
+        is_greedy: list[bool],
     ) -> TreeProposal:
-        """Draws all nodes, depth by depth."""
-        is_greedy = [self.trees.is_greedy(b) for b in range(len(sequences))]
+        """Draws all nodes, depth by depth; of greedy rows the likeliest ones."""
         nodes = [[sequence[-1]] + [MISSING] * (len(shape) - 1) for sequence in sequences]
         probs, first = list[Tensor](), 0
         for size in shape.sizes[:-1]:
