@@ -44,10 +44,14 @@ class Engine:
     """
 
     def __init__(
-        self, model: Llama, tokenizer: Tokenizer, draft: Llama | None = None,
-        retrieval_model: Llama | None = None, drafter: Drafter | None = None,
+        self,
+        model: Llama,
+        tokenizer: Tokenizer,
+        draft: Llama | None = None,
+        retrieval_model: Llama | None = None,
+        drafter: Drafter | None = None,
         sampling_defaults: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`draft` is the model of the first level of the cascade, `drafter` an object that guesses
         in its place; without both the last words are looked up in the text.
 
@@ -190,9 +194,12 @@ class Engine:
         return Row(number, request, ids, self.tokenizer)
 
     def _run(
-        self, requests: list[Request], batch_size: int | None, run: GenerationConfig,
+        self,
+        requests: list[Request],
+        batch_size: int | None,
+        run: GenerationConfig,
         speculation: SpeculationConfig,
-    ) -> Generation:  # fmt: skip
+    ) -> Generation:
         """At most `batch_size` at a time, as far as memory allows; None: all at once."""
         rows = []
         for number, request in enumerate(requests):
@@ -248,9 +255,7 @@ class Engine:
         self._pool.clear()
 
 
-def _as_config(
-    speculation: SpeculationConfig | bool, **changes: str | None
-) -> SpeculationConfig:  # fmt: skip
+def _as_config(speculation: SpeculationConfig | bool, **changes: str | None) -> SpeculationConfig:
     """What to speculate: settings, the default ones, or nothing; some changed."""
     config: Any = speculation
     if isinstance(speculation, bool):

@@ -48,9 +48,12 @@ def load(
     options = {"dtype": dtype, "device": device, "attention": attention, "weights": weights}
     options["draft_weights"] = draft_weights
     files = OpenModels(
-        model, draft if drafter is None else "suffix",
-        rope_scaling=rope_scaling, progress=progress, **options,
-    )  # fmt: skip
+        model,
+        draft if drafter is None else "suffix",
+        rope_scaling=rope_scaling,
+        progress=progress,
+        **options,
+    )
     if before_weights is not None:
         before_weights(files.tokenizer, files.config)
     target, draft_model, retrieval_model = files.load()

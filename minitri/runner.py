@@ -60,9 +60,14 @@ class ModelRunner:
         self.captured: CapturedSteps | None = None
         if graphs is not None:
             self.captured = CapturedSteps(
-                model, cache, sampling, graphs, block_sizes,
-                vocab_size=vocab_size, queries_LBTHD=queries_LBTHD,
-            )  # fmt: skip
+                model,
+                cache,
+                sampling,
+                graphs,
+                block_sizes,
+                vocab_size=vocab_size,
+                queries_LBTHD=queries_LBTHD,
+            )
 
     def next_probs(
         self,
@@ -190,14 +195,22 @@ class DraftRunner(ModelRunner):
     cache: StreamingCache
 
     def __init__(
-        self, model: Llama, batch_size: int, sampling: SamplingParams,
-        speculation: SpeculationConfig, **settings: Any,
-    ) -> None:  # fmt: skip
+        self,
+        model: Llama,
+        batch_size: int,
+        sampling: SamplingParams,
+        speculation: SpeculationConfig,
+        **settings: Any,
+    ) -> None:
         self._max_block = speculation.max_block
         cache = StreamingCache(
-            model.config, model.rope, batch_size, speculation,
-            dtype=model.dtype, device=model.device,
-        )  # fmt: skip
+            model.config,
+            model.rope,
+            batch_size,
+            speculation,
+            dtype=model.dtype,
+            device=model.device,
+        )
         sizes = {1, 2, self._max_block}
         super().__init__(model, cache, sampling, block_sizes=sizes, **settings)
 

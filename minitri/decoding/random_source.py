@@ -54,9 +54,12 @@ class IndependentSource:
         return sample(probs_BV, uniforms_B1.squeeze(1).to(probs_BV.device, non_blocking=True))
 
     def verify(
-        self, proposal: Proposal, probs_BNV: Tensor,
-        starts: list[int], active: list[bool],  # noqa: ARG002 (noise by position needs them)
-    ) -> Verdict:  # fmt: skip
+        self,
+        proposal: Proposal,
+        probs_BNV: Tensor,
+        starts: list[int],  # noqa: ARG002 (noise by position needs them)
+        active: list[bool],
+    ) -> Verdict:
         uniforms_BN = self._draw(proposal.counts, active)
         decide = verify_block if self._is_by_block else verify
         return decide(proposal, probs_BNV, uniforms_BN.to(probs_BNV.device, non_blocking=True))
@@ -87,9 +90,12 @@ class CoupledSource:
         return gumbel_argmax(probs_BV, keys_B1.squeeze(1))
 
     def verify(
-        self, proposal: Proposal, probs_BNV: Tensor,
-        starts: list[int], active: list[bool],  # noqa: ARG002 (noise is not used up)
-    ) -> Verdict:  # fmt: skip
+        self,
+        proposal: Proposal,
+        probs_BNV: Tensor,
+        starts: list[int],
+        active: list[bool],  # noqa: ARG002 (noise is not used up)
+    ) -> Verdict:
         keys = self._keys(starts, max(proposal.counts) + 1)
         return verify_coupled(proposal, probs_BNV, keys)
 
