@@ -4,14 +4,13 @@ Every default is written once, in a field here. The command line takes defaults 
 these fields (`cli/arguments.py`): the first sentence below a field is its help text.
 """
 
-import dataclasses
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
-from minitri.errors import MAX_COUNT, InputError, check_unicode, shorten
+from minitri.errors import between, check_fields, check_unicode, one_of, refuse
 
 METHODS = ("auto", "autoregressive", "naive", "retrieval", "triforce")
 VERIFICATIONS = ("block", "token")
@@ -27,38 +26,6 @@ OPEN_DEPTHS = (2, 4)
 MIN_TEMPERATURE = 1e-6
 MIN_BUDGET, MAX_BUDGET = 256, 4096
 """Limits of the default budget, in tokens."""
-
-
-def one_of(default: Any, *choices: Any) -> Any:
-    """A field that has one of these values."""
-    return dataclasses.field(default=default, metadata={"choices": choices})
-
-
-def between(default: float | None, least: float, most: float = MAX_COUNT) -> Any:
-    """A field that is a number within bounds, None if that is the default; a whole number if
-    `least` is one."""
-    return dataclasses.field(default=default, metadata={"range": (least, most)})
-
-
-def check_fields(settings: Any) -> None:
-    """Raises `InputError` unless the fields made by `one_of` and `between` are as they say."""
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        if "choices" in field.metadata:
-            choices = field.metadata["choices"]
-            if not any(type(value) is type(choice) and value == choice for choice in choices):
-                refuse(settings, field.name, f"it must be one of {', '.join(map(str, choices))}")
-        elif "range" in field.metadata and (value is not None or field.default is not None):
-            least, most = field.metadata["range"]
-            kind, name = (int, "a whole number") if isinstance(least, int) else (float, "a number")
-            is_number = isinstance(value, int | kind) and not isinstance(value, bool)
-            if not (is_number and least <= value <= most):
-                refuse(settings, field.name, f"it must be {name} from {least} to {most}")
-
-
-def refuse(settings: Any, name: str, advice: str) -> NoReturn:
-    """Raises `InputError` about a field."""
-    raise InputError(f"{name} is {shorten(repr(getattr(settings, name)), 60)}; {advice}")
 
 
 @dataclass(frozen=True)

