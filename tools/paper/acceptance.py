@@ -48,7 +48,7 @@ from minitri.decoding.verification import Proposal
 from minitri.engine import Engine, load
 from minitri.errors import InputError
 from minitri.gpu.eight_bits import quantize
-from minitri.loading.prompts import check_prompt
+from minitri.loading.prompt_ids import check_prompt
 from minitri.model.linear import Linear
 from minitri.model.llama import Llama
 from minitri.runner import DraftRunner, ModelRunner, prefill
