@@ -133,7 +133,7 @@ def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False
     from huggingface_hub import errors, snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
-    from minitri.loading.checkpoint import weight_files
+    from minitri.loading.hf_folder import weight_files
 
     (enable_progress_bars if progress else disable_progress_bars)()
     try:

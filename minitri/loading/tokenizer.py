@@ -21,11 +21,12 @@ from minitri.loading.chat_template import (
     read_chat_template,
     special_tokens_of,
 )
-from minitri.loading.checkpoint import Checkpoint, read_json
+from minitri.loading.checkpoint import Checkpoint
 from minitri.loading.damage import explain
 from minitri.loading.gguf.file import GgufFile
 from minitri.loading.gguf.vocabulary import byte_level_bpe, sentencepiece_model
 from minitri.loading.hf_config import read_value
+from minitri.loading.hf_folder import read_json
 
 SETTINGS = "tokenizer_config.json"
 
@@ -185,7 +186,7 @@ def _chat_template(
         settings, stored = {}, checkpoint.get("tokenizer.chat_template")
     else:
         file, own = (checkpoint.folder / name for name in (SETTINGS, "chat_template.jinja"))
-        settings = read_json(file) if file.exists() else {}
+        settings = read_json(file, or_nothing=True)
         with explain(f"{own} cannot be read", OSError, ValueError):
             stored = own.read_text("utf-8") if own.exists() else None
     with explain(f"{checkpoint.path} holds a wrong value", TypeError, advice="correct it"):
@@ -195,7 +196,7 @@ def _chat_template(
 def _from_folder(folder: Path) -> tuple[Backend, bool]:
     """The backend, and whether prompts start with BOS."""
     settings_file, file = folder / SETTINGS, folder / "tokenizer.json"
-    settings = read_json(settings_file) if settings_file.exists() else {}
+    settings = read_json(settings_file, or_nothing=True)
     if not file.exists():
         file = folder / "tokenizer.model"
     if not file.is_file():

@@ -19,8 +19,8 @@ from minitri.cpu.kernel_layers import KernelLinear
 from minitri.cpu.kernels import load_kernels
 from minitri.cpu.quantized import dequantize
 from minitri.loading import devices
-from minitri.loading.checkpoint import Folder
 from minitri.loading.gguf.blocks import BITS, repack
+from minitri.loading.hf_folder import Folder
 from minitri.model.block import read_block
 from minitri.roofline import CPU, bytes_per_pass
 from minitri.selftest import __main__ as selftest

@@ -8,8 +8,8 @@ import pytest
 import sentencepiece
 
 from minitri.errors import InputError
-from minitri.loading.checkpoint import Folder
 from minitri.loading.gguf.file import GgufFile
+from minitri.loading.hf_folder import Folder
 from minitri.loading.text_stream import IncrementalDecoder
 from minitri.loading.tokenizer import Tokenizer, load_tokenizer
 from tests.conftest import SENTENCES, byte_level_tokenizer, edit_json, tiny_config

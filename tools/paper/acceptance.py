@@ -264,7 +264,7 @@ def main(argv: list[str] | None = None) -> None:
         found: defaultdict[str, list[Rate]] = defaultdict(list, {name: [] for name in names})
         speculations = {name: speculation_with(name, settings) for name in names}
         for title, text in zip(titles, texts, strict=True):
-            prompt = engine.tokenizer.encode(text, args.prompt_tokens)
+            prompt = engine.tokenizer.encode(text)[: args.prompt_tokens]
             check_prompt(prompt, engine.config, args.new_tokens)
             print(f"{title}: {len(prompt)} tokens", file=sys.stderr, flush=True)
             measure(engine, prompt, args, speculations, copies, found)

@@ -56,8 +56,8 @@ def byte_level_bpe(file: GgufFile) -> tokenizers.Tokenizer:
 
 def sentencepiece_model(file: GgufFile) -> bytes:
     """A sentencepiece model with the pieces, scores and types of the file."""
-    module = "sentencepiece.sentencepiece_model_pb2"
-    messages = file.package("protobuf", "has a sentencepiece tokenizer", module)
+    with file.needing("protobuf"):
+        from sentencepiece import sentencepiece_model_pb2 as messages
     model = messages.ModelProto()
     kinds = {"tokens": str, "scores": float, "token_type": int}
     columns = [file.column(f"tokenizer.ggml.{name}", kind) for name, kind in kinds.items()]
