@@ -21,7 +21,7 @@ from minitri.errors import InputError, shorten
 from minitri.events import Completion, End
 from minitri.generation import Generation
 from minitri.gpu.allocation import most_rows
-from minitri.loading.prompts import Prompt, as_seeds, check_prompt, encode_prompts
+from minitri.loading.prompt_ids import Prompt, as_seeds, check_prompt, encode_prompts
 from minitri.loading.tokenizer import Tokenizer
 from minitri.memory import MemoryShape, Models
 from minitri.model.llama import Llama

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from minitri.loading.prompts import Prompt
+from minitri.loading.prompt_ids import Prompt
 from minitri.loading.text_stream import IncrementalDecoder, StopScanner
 from minitri.loading.tokenizer import Tokenizer
 from minitri.settings import GenerationConfig, SamplingParams

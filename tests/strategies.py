@@ -22,7 +22,7 @@ from minitri import Engine
 from minitri.config import ModelConfig
 from minitri.cpu.flash_attention import attend_cpu
 from minitri.errors import MAX_COUNT
-from minitri.loading.prompts import MAX_SEED
+from minitri.loading.prompt_ids import MAX_SEED
 from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
 from minitri.model.llama import Llama
 from minitri.settings import METHODS, VERIFICATIONS

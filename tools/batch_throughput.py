@@ -29,7 +29,7 @@ def cut_prompts(engine: Engine, files: list[str], num: int) -> list[list[int]]:
     for i in range(num):
         text, length = texts[i % len(texts)], LENGTHS[i % NUM_ROWS]
         start = len(text) // (num + 1) * i
-        prompts.append(engine.tokenizer.encode(text[start : start + 8 * length], length))
+        prompts.append(engine.tokenizer.encode(text[start : start + 8 * length])[:length])
     return prompts
 
 

@@ -28,7 +28,7 @@ from minitri.caches.full import FullCache
 from minitri.decoding.sampling import probs_from_logits, sample
 from minitri.engine import Engine
 from minitri.errors import InputError
-from minitri.loading.checkpoint import read_json
+from minitri.loading.hf_folder import read_json
 from minitri.model.block import read_block
 from minitri.model.llama import Llama
 from minitri.settings import SamplingParams

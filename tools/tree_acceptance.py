@@ -107,7 +107,7 @@ def main() -> None:
     args = parser.parse_args()
     engine = load(args.model, dtype="bfloat16")
     texts = [Path(file).read_text(encoding="utf-8") for file in args.prompt_file]
-    prompts = [engine.tokenizer.encode(text, args.prompt_tokens) for text in texts]
+    prompts = [engine.tokenizer.encode(text)[: args.prompt_tokens] for text in texts]
     target, draft = config_of(args.gpu_model), config_of(args.gpu_draft)
     costs = pass_costs(
         target, draft, machine=GPU, itemsize=2, num_tokens=122_880, num_retrieved=4096

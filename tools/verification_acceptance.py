@@ -152,7 +152,7 @@ def main() -> None:
     args = parser.parse_args()
     engine = load(args.model, dtype="bfloat16")
     texts = [Path(file).read_text(encoding="utf-8") for file in args.prompt_file]
-    prompts = [engine.tokenizer.encode(text, args.prompt_tokens) for text in texts]
+    prompts = [engine.tokenizer.encode(text)[: args.prompt_tokens] for text in texts]
     results = list[dict[str, object]]()
     for temperature in (0.6, 1.0):
         for plan in PLANS:

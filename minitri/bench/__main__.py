@@ -27,7 +27,7 @@ with clean_imports():
     from minitri.engine import Engine
     from minitri.errors import InputError
     from minitri.generation import running
-    from minitri.loading.prompts import as_seeds
+    from minitri.loading.prompt_ids import as_seeds
     from minitri.requests import Request
     from minitri.settings import METHODS, GenerationConfig, SamplingParams, SpeculationConfig
 

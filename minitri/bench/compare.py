@@ -22,7 +22,7 @@ from minitri.caches.prefixes import PrefixCache
 from minitri.engine import Engine
 from minitri.gpu.allocation import check_offload
 from minitri.gpu.streams import synchronize
-from minitri.loading.prompts import check_prompt
+from minitri.loading.prompt_ids import check_prompt
 from minitri.requests import Request
 from minitri.settings import SpeculationConfig
 from minitri.stack import Stack, begin

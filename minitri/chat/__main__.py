@@ -24,7 +24,7 @@ with clean_imports():
     from minitri.errors import InputError, shorten
     from minitri.events import End, Token
     from minitri.generation import Generation
-    from minitri.loading.prompts import check_prompt
+    from minitri.loading.prompt_ids import check_prompt
     from minitri.loading.tokenizer import Tokenizer
     from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 

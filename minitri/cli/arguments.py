@@ -22,7 +22,7 @@ from minitri.gpu.attention_backends import BACKENDS
 from minitri.loading.devices import DRAFT_WEIGHTS, DTYPES, WEIGHTS
 from minitri.loading.fetch import LOOKUPS, default_draft
 from minitri.loading.named_models import DEFAULT_MODEL, MODELS
-from minitri.loading.prompts import MAX_SEED
+from minitri.loading.prompt_ids import MAX_SEED
 from minitri.settings import (
     METHODS,
     VERIFICATIONS,

@@ -21,7 +21,7 @@ from minitri.config import ModelConfig
 from minitri.engine import Engine
 from minitri.errors import InputError, shorten
 from minitri.loader import load
-from minitri.loading.prompts import MAX_SEED, check_prompt
+from minitri.loading.prompt_ids import MAX_SEED, check_prompt
 from minitri.loading.tokenizer import Tokenizer
 from minitri.parallel.ranks import join
 from minitri.settings import SamplingParams, SpeculationConfig

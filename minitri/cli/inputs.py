@@ -90,7 +90,7 @@ def encode(
         num_head = len(os.path.commonprefix([ids, empty]))  # noqa: RUF071 (of lists)
         tails = [ids[::-1], empty[num_head:][::-1]]
     else:
-        ids = tokenizer.encode(text, max_tokens if fit is None else None)
+        ids = tokenizer.encode(text)
         num_head = int(ids[:1] == [tokenizer.bos_token_id])
     num_tail = len(os.path.commonprefix(tails))  # noqa: RUF071
     return cut(ids, config, max_tokens, num_new, fit, num_head=num_head, num_tail=num_tail)

@@ -25,7 +25,7 @@ from minitri.config import ModelConfig
 from minitri.errors import InputError, shorten
 from minitri.events import End, Token
 from minitri.generation import Generation
-from minitri.loading.prompts import MAX_SEED, as_seeds, check_prompt
+from minitri.loading.prompt_ids import MAX_SEED, as_seeds, check_prompt
 from minitri.loading.tokenizer import Tokenizer
 from minitri.parallel.ranks import join
 from minitri.requests import Request

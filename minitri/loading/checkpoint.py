@@ -2,25 +2,19 @@
 
 Every tensor is copied straight into its place, a view of the parameter that it belongs to; several
 fill one fused projection. So memory holds one copy of the weights and one shard. Whatever is
-missing, unexpected or of a wrong shape is named. Code in a pickle is refused, never run.
+missing, unexpected or of a wrong shape is named.
 
 Some drafters borrow the embedding table of their target (`ModelConfig.draft_of`). With another
 target they would guess badly without any error. So their files keep a sample of the table that
 they were made with, and loading compares it with the table that is lent.
 """
 
-import json
-import pickle
-import warnings
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
@@ -29,14 +23,14 @@ from minitri.config import ModelConfig
 from minitri.cpu.kernel_layers import use_kernels
 from minitri.cpu.low_bit_models import keep_quantized
 from minitri.cpu.packed import can_pack, pack_linears
-from minitri.errors import InputError, shorten
+from minitri.errors import InputError
 from minitri.execution import Ranks
 from minitri.gpu.fused_modules import fuse_if_possible
 from minitri.loading.damage import explain, printable
 from minitri.loading.devices import kernels_for
 from minitri.loading.gguf.blocks import BITS
 from minitri.loading.gguf.file import GgufFile
-from minitri.loading.hf_config import as_token_ids, read_config
+from minitri.loading.hf_folder import Folder
 from minitri.model.attention import Attend, attend_math
 from minitri.model.linear import TrimmedHead
 from minitri.model.llama import Llama, sample_of_vocabulary
@@ -44,31 +38,6 @@ from minitri.parallel.split import new_model, share_tensors
 
 MIN_SIMILARITY = 0.9
 """Least median cosine of a drafter's sample of embeddings: copies of one model differ a little."""
-
-
-class Folder:
-    """A model in the Hugging Face layout; `path` is the folder, or one weight file in it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.folder = path if path.is_dir() else path.parent
-
-    def config(self, name: str) -> ModelConfig:
-        """The model's shape. End-of-sequence tokens in generation_config.json win."""
-        config = read_config(read_json(self.folder / "config.json"), name)
-        settings = self.folder / "generation_config.json"
-        eos = as_token_ids(read_json(settings).get("eos_token_id")) if settings.exists() else ()
-        return config.with_eos(eos or config.eos_token_ids)
-
-    def tensors(self, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002
-        """Every weight under its name, one at a time; a shard is closed before the next opens.
-
-        A weight that is in several shards is taken from the one that the index names.
-        """
-        files, index = weight_files(self.path)
-        for file in files:
-            stored = _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
-            yield from (pair for pair in stored if index.get(pair[0], file.name) == file.name)
 
 
 Checkpoint = Folder | GgufFile
@@ -96,10 +65,7 @@ def load_model(
     missing, damaged or do not fit the config.
     """
     if config.draft_of is not None and target is None:
-        raise InputError(
-            f"{config.name} is a drafter for {config.draft_of} without an embedding table of its "
-            f"own, not a model; give it as --draft, and {config.draft_of} as --model"
-        )
+        raise not_a_model(config)
     lender = target if config.draft_of is not None else None
     problem = f"the weights of {config.name} do not fit on {device}"
     advice = "use a smaller model or dtype, or check the sizes in the config"
@@ -116,6 +82,14 @@ def load_model(
     if kernels is None and can_pack(dtype, device):
         pack_linears(model)
     return fuse_if_possible(model).eval()
+
+
+def not_a_model(config: ModelConfig) -> InputError:
+    """The error for a drafter without an embedding table that is to run alone."""
+    return InputError(
+        f"{config.name} is a drafter for {config.draft_of} without an embedding table of its own, "
+        f"not a model; give it as --draft, and {config.draft_of} as --model"
+    )
 
 
 def _native_tensors(model: Llama, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
@@ -160,92 +134,6 @@ def _check_drafter(model: Llama, target: Llama, path: Path) -> None:
             f"{made_for} embeddings are not those of {target.config.name} (cosine "
             f"{similarity:.2f}); use another drafter, or --draft suffix"
         )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or an `InputError`."""
-    with explain(f"{path} is not readable JSON", OSError, ValueError, RecursionError):
-        if not path.exists():
-            raise InputError(
-                f"{path.parent} has no {path.name}; give a folder in the Hugging Face layout"
-            )
-        if not path.is_file():  # a pipe might never end
-            raise InputError(f"{path} is no regular file; give a folder in the Hugging Face layout")
-        found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
-        raise InputError(
-            f"{path} holds a {type(found).__name__}, not a JSON object; download it again"
-        )
-    return found
-
-
-def weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
-    """The shards of a checkpoint, and its index: for the names of tensors, those of their shards.
-
-    Safetensors win over .bin where a folder has both. A single file needs no index.
-    """
-    if path.is_file():
-        return [path], {}
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        single, index = path / name, path / f"{name}.index.json"
-        if index.exists():
-            return _indexed_files(index)
-        files = [single] if single.exists() else list(path.glob(f"*{single.suffix}"))
-        if len(files) == 1 and files[0].is_file():
-            return files, {}
-    raise InputError(
-        f"{path} has no weights; expected model.safetensors, pytorch_model.bin, or shards with "
-        "their index"
-    )
-
-
-def _indexed_files(index: Path) -> tuple[list[Path], dict[str, str]]:
-    weight_map, folder = read_json(index).get("weight_map"), index.parent
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise InputError(f"{index} has no weight_map; download it again")
-    for name in weight_map.values():
-        shown = shorten(repr(name), 60)
-        if not isinstance(name, str) or Path(name).name != name:
-            raise InputError(
-                f"{index} points outside its folder, to {shown}; do not trust this checkpoint"
-            )
-        is_there = False
-        with suppress(OSError):  # of a name that is too long
-            is_there = (folder / name).is_file()
-        if not is_there:
-            raise InputError(
-                f"{folder} lacks the shard {shown} that {index.name} lists; download it again"
-            )
-    return [folder / name for name in sorted(set(weight_map.values()))], weight_map
-
-
-def _safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    with explain(f"{file} is damaged or cut short", SafetensorError, OSError):
-        with safe_open(file, framework="pt") as shard:
-            for name in shard.keys():  # noqa: SIM118 (not a dict)
-                yield name, shard.get_tensor(name)
-
-
-def _pickled(file: Path) -> Iterator[tuple[str, Tensor]]:
-    damages = (RuntimeError, EOFError, OSError, ValueError)
-    try:
-        with explain(f"{file} is damaged or cut short", *damages, limit=90), file.open("rb") as raw:
-            is_zip = raw.read(4) == b"PK\x03\x04"  # torch 1.6 or newer: can be mapped
-            with warnings.catch_warnings(action="ignore"):  # remarks on protocols
-                shard = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
-    except pickle.UnpicklingError as error:
-        reason = printable(str(error).replace("WeightsUnpickler error:", ""), 90)
-        raise InputError(
-            f"{file} is a pickle with more than tensors in it, which could run code; nothing was "
-            f"run; use a safetensors version ({reason})"
-        ) from None
-    if not isinstance(shard, dict) or not all(
-        isinstance(name, str) and isinstance(value, Tensor) for name, value in shard.items()
-    ):
-        raise InputError(
-            f"{file} is not a dictionary of tensors; give the model's weights, not a training state"
-        )
-    yield from ((name, value.detach()) for name, value in shard.items())  # of a Parameter, too
 
 
 def placements(model: Llama) -> dict[str, Tensor]:

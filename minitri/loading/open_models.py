@@ -14,7 +14,7 @@ import torch
 
 from minitri.errors import InputError, shorten
 from minitri.execution import Ranks
-from minitri.loading.checkpoint import Folder, load_model, open_checkpoint, read_json
+from minitri.loading.checkpoint import load_model, not_a_model, open_checkpoint
 from minitri.loading.devices import (
     attention_for,
     attention_name,
@@ -59,10 +59,7 @@ class OpenModel:
     @property
     def sampling_defaults(self) -> SamplingParams:
         """How its generation_config.json wants texts to be sampled; greedily if there is none."""
-        folder = self._checkpoint.folder if isinstance(self._checkpoint, Folder) else None
-        file = folder and folder / "generation_config.json"
-        settings = read_json(file) if file and file.exists() else {}
-        return read_sampling(settings, self.config.name)
+        return read_sampling(self._checkpoint.generation_config, self.config.name)
 
     def load(self, target: Llama | None = None) -> Llama:
         """Reads the weights. `target` lends its embedding table to a drafter that has none."""
@@ -86,37 +83,35 @@ class OpenModels:
     """A model and its drafter, all but their weights; the arguments are those of `minitri.load`."""
 
     def __init__(
-        self, model: str | os.PathLike[str], draft: str | os.PathLike[str], *, dtype: str,
-        device: str, attention: str, rope_scaling: str | None, weights: str, draft_weights: str,
+        self,
+        model: str | os.PathLike[str],
+        draft: str | os.PathLike[str],
+        *,
+        draft_weights: str,
+        rope_scaling: str | None,
+        weights: str,
+        device: str,
+        dtype: str,
+        attention: str,
         progress: bool,
-    ) -> None:  # fmt: skip
-        texts: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention}
-        texts |= {
-            "weights": weights,
-            "draft_weights": draft_weights,
-            "rope_scaling": rope_scaling or "",
-            "model": model,
-            "draft": draft,
-        }
-        for name, value in texts.items():
-            is_path = isinstance(value, os.PathLike) and name in ("model", "draft")
-            if not is_path and not isinstance(value, str):
-                value = shorten(repr(value), 60)
-                raise InputError(
-                    f"{name} is {value}; it must be a text, such as those that minitri.load names"
-                )
-        model, draft, ranks = os.fsdecode(model), os.fsdecode(draft), join()
+    ) -> None:
+        model, draft = _as_text(model), _as_text(draft)
+        texts = {"model": model, "draft": draft, "dtype": dtype, "device": device}
+        texts |= {"attention": attention, "rope_scaling": rope_scaling or ""}
+        texts |= {"weights": weights, "draft_weights": draft_weights}
+        for setting, value in texts.items():
+            if not isinstance(value, str):
+                raise InputError(f"{setting} is {shorten(repr(value), 60)}; it must be a text")
+        ranks = join()
         ranks.check_same("models, or ways to load them", texts)
+        check_weights(weights, draft_weights)
         place = choose_device(device, ranks)
         options: dict[str, Any] = {"dtype": choose_dtype(dtype, place), "device": place}
         options |= {"attention": attention, "progress": progress, "ranks": ranks}
-        check_weights(weights, draft_weights)
+
         self._target = OpenModel(model, rope_scaling=rope_scaling, weights=weights, **options)
         if self._target.tokenizer is None:
-            raise InputError(
-                f"{model} is a drafter for {self._target.config.draft_of} without an embedding "
-                f"table of its own, not a model; give it as --draft, and the other as --model"
-            )
+            raise not_a_model(self._target.config)
         self.config, self.tokenizer = self._target.config, self._target.tokenizer
         self.sampling_defaults = self._target.sampling_defaults
         self._draft: OpenModel | None = None
@@ -152,3 +147,7 @@ class OpenModels:
             if not self._is_draft_optional:
                 raise
             log.warning("%s; suffix lookup takes its place", error)
+
+
+def _as_text(name: str | os.PathLike[str]) -> str:
+    return os.fsdecode(name) if isinstance(name, os.PathLike) else name

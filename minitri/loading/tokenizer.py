@@ -5,16 +5,13 @@ and writes conversations as the model's chat template says.
 """
 
 import functools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import sentencepiece
 import tokenizers
-from tokenizers import models
 
 from minitri.config import ModelConfig
 from minitri.errors import InputError, check_unicode, shorten
@@ -24,20 +21,14 @@ from minitri.loading.chat_template import (
     read_chat_template,
     special_tokens_of,
 )
-from minitri.loading.checkpoint import Checkpoint, read_json
+from minitri.loading.checkpoint import Checkpoint
 from minitri.loading.damage import explain
 from minitri.loading.gguf.file import GgufFile
-from minitri.loading.gguf.tokenizer import WORDS, byte_level_bpe, sentencepiece_model
+from minitri.loading.gguf.vocabulary import byte_level_bpe, sentencepiece_model
 from minitri.loading.hf_config import read_value
+from minitri.loading.hf_folder import read_json
 
 SETTINGS = "tokenizer_config.json"
-_SPACE = {"String": " "}
-_LETTERS, _ENDS = "A-Za-zÀ-ÖØ-öø-ÿА-я一-龥ぁ-んァ-ヴ가-힣", " \n，。、"
-_CUT = re.compile(f"[{_LETTERS}](?=[{_ENDS}])")
-"""Where to cut a text whose first tokens are wanted: behind a letter that ends a word. No known
-pattern of words goes on from there, or looks ahead from a letter. Where words are not split, a
-merge across the cut would make a token that has both characters; `_ACROSS` finds such tokens."""
-_ACROSS = re.compile(f"[{_LETTERS}][{_ENDS}▁]")
 
 
 class SentencePieceBackend:
@@ -46,19 +37,6 @@ class SentencePieceBackend:
     def __init__(self, model: bytes) -> None:
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.num_tokens = self._processor.vocab_size()
-        ids = range(self.num_tokens)
-        has_bytes = any(map(self._processor.is_byte, ids))  # else unknown neighbours are one token
-        self._can_cut = has_bytes and not any(_ACROSS.search(self.token(token)) for token in ids)
-
-    def cut(self, text: str, start: int) -> int:
-        """Where `text` can be cut, at `start` or later, so that the tokens before the cut stay."""
-        found = _CUT.search(text, start) if self._can_cut else None
-        if found is None:
-            return len(text)
-        read = text[: found.end() + 100].rstrip(" ")  # a normalizer may look at neighbours
-        plain = read.replace(" ", "▁")
-        is_plain = self._processor.normalize(read) in (plain, "▁" + plain)
-        return found.end() if is_plain else len(text)
 
     def encode(self, text: str) -> list[int]:
         return list(self._processor.encode(text))
@@ -86,20 +64,6 @@ class TokenizersBackend:
         self._pipeline = pipeline
         vocab = pipeline.get_vocab(with_added_tokens=True)
         self.num_tokens = 1 + max(vocab.values(), default=-1)
-        splits, model = _splits_words(pipeline), pipeline.model
-        added = [token.content for token in pipeline.get_added_tokens_decoder().values()]
-        self._can_cut = (
-            splits is not None
-            and isinstance(model, models.BPE)
-            and not (model.dropout or model.end_of_word_suffix)
-            and (model.byte_fallback or not model.fuse_unk)
-            and not any(map(_ACROSS.search, added if splits else vocab))
-        )
-
-    def cut(self, text: str, start: int) -> int:
-        """Where `text` can be cut, at `start` or later, so that the tokens before the cut stay."""
-        found = _CUT.search(text, start) if self._can_cut else None
-        return len(text) if found is None else found.end()
 
     def encode(self, text: str) -> list[int]:
         return self._pipeline.encode(text, add_special_tokens=False).ids
@@ -111,25 +75,6 @@ class TokenizersBackend:
 
     def token(self, number: int) -> str | None:
         return self._pipeline.id_to_token(number)
-
-
-def _splits_words(pipeline: tokenizers.Tokenizer) -> bool | None:
-    """Whether words are split before they are merged; None if a part may look beyond a `_CUT`."""
-    parts: list[dict[str, Any]] = []
-    for stage in (pipeline.normalizer, pipeline.pre_tokenizer):
-        state = {} if stage is None else json.loads(stage.__getstate__())
-        parts += state.get("normalizers") or state.get("pretokenizers") or [state] * bool(state)
-    splits = False
-    for part in parts:
-        kind, pattern = part["type"], part.get("pattern")
-        known = ("ByteLevel", "Digits", "Metaspace", "Prepend", "NFC")
-        is_known = kind in known or pattern == _SPACE
-        is_split = pattern in WORDS and part.get("behavior") == "Isolated"
-        if is_split or part.get("use_regex"):
-            splits = True
-        elif not is_known or (kind == "ByteLevel" and not splits):
-            return None
-    return splits
 
 
 Backend = SentencePieceBackend | TokenizersBackend
@@ -151,15 +96,13 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         self.num_tokens = backend.num_tokens  # one more than the largest token id
 
-    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
-        """At most `max_tokens` ids, BOS among them. Raises `InputError` for lone surrogates."""
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, BOS first. Raises `InputError` for lone surrogates."""
         check_unicode(text, "the prompt")
-        end = len(text) if max_tokens is None else self._backend.cut(text, 6 * max_tokens)
-        while len(ids := self._backend.encode(text[:end])) < (max_tokens or 0) and end < len(text):
-            end = self._backend.cut(text, 2 * end)
+        ids = self._backend.encode(text)
         if self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id)
-        return ids[:max_tokens]
+        return ids
 
     @functools.cached_property
     def chat_template(self) -> ChatTemplate | None:
@@ -243,7 +186,7 @@ def _chat_template(
         settings, stored = {}, checkpoint.get("tokenizer.chat_template")
     else:
         file, own = (checkpoint.folder / name for name in (SETTINGS, "chat_template.jinja"))
-        settings = read_json(file) if file.exists() else {}
+        settings = read_json(file, or_nothing=True)
         with explain(f"{own} cannot be read", OSError, ValueError):
             stored = own.read_text("utf-8") if own.exists() else None
     with explain(f"{checkpoint.path} holds a wrong value", TypeError, advice="correct it"):
@@ -253,7 +196,7 @@ def _chat_template(
 def _from_folder(folder: Path) -> tuple[Backend, bool]:
     """The backend, and whether prompts start with BOS."""
     settings_file, file = folder / SETTINGS, folder / "tokenizer.json"
-    settings = read_json(settings_file) if settings_file.exists() else {}
+    settings = read_json(settings_file, or_nothing=True)
     if not file.exists():
         file = folder / "tokenizer.model"
     if not file.is_file():
@@ -280,10 +223,9 @@ def _from_gguf(file: GgufFile) -> tuple[Backend, bool]:
             f"{file.path.name} has a tokenizer of type {shorten(repr(kind), 60)}; minitri reads "
             "gpt2 and llama ones"
         )
-    is_pieces = kind == "llama"
-    backend: Backend = (
-        SentencePieceBackend(sentencepiece_model(file))
-        if is_pieces
-        else TokenizersBackend(byte_level_bpe(file))
-    )
-    return backend, file.flag("tokenizer.ggml.add_bos_token", is_pieces)
+    backend: Backend
+    if kind == "llama":
+        backend = SentencePieceBackend(sentencepiece_model(file))
+    else:
+        backend = TokenizersBackend(byte_level_bpe(file))
+    return backend, file.flag("tokenizer.ggml.add_bos_token", kind == "llama")

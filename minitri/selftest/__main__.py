@@ -36,7 +36,7 @@ with clean_imports():
     from minitri.engine import Engine
     from minitri.errors import shorten
     from minitri.loader import load
-    from minitri.loading.prompts import MAX_SEED
+    from minitri.loading.prompt_ids import MAX_SEED
     from minitri.selftest.departures import Mode, explain, modes
     from minitri.selftest.distribution_test import FALSE_ALARM, POWER, run_test, windows
     from minitri.settings import METHODS, GenerationConfig, SamplingParams, SpeculationConfig

@@ -36,7 +36,7 @@ from minitri.caches.full import FullCache
 from minitri.decoding.sampling import pad_vocabulary, probs_from_logits
 from minitri.engine import Engine
 from minitri.events import Token
-from minitri.loading.prompts import MAX_SEED
+from minitri.loading.prompt_ids import MAX_SEED
 from minitri.model.block import read_block
 from minitri.model.llama import Llama
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig

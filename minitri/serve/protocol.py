@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 
 from minitri.engine import Engine
 from minitri.errors import InputError, check_unicode, shorten
-from minitri.loading.prompts import MAX_SEED, as_seeds, check_prompt
+from minitri.loading.prompt_ids import MAX_SEED, as_seeds, check_prompt
 from minitri.requests import Request
 from minitri.settings import GenerationConfig, SamplingParams
 

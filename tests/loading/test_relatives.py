@@ -7,8 +7,8 @@ import torch
 
 import minitri
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
-from minitri.loading.checkpoint import Folder
 from minitri.loading.hf_config import FAMILIES
+from minitri.loading.hf_folder import Folder
 from minitri.settings import METHODS
 from tests.conftest import byte_level_tokenizer, edit_json, write_hf_folder
 from tests.loading.gguf_writer import write_gguf

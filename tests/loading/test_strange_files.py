@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 
 from minitri.config import RopeConfig
 from minitri.errors import InputError
-from minitri.loading.checkpoint import Folder
 from minitri.loading.gguf.file import GgufFile
 from minitri.loading.hf_config import read_config
+from minitri.loading.hf_folder import Folder
 from tests.conftest import byte_level_tokenizer, edit_json
 from tests.loading.gguf_writer import write_gguf
 from tests.loading.test_checkpoint import copy_without_weights, load, logits, sharded

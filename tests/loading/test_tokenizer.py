@@ -8,14 +8,10 @@ import pytest
 import sentencepiece
 
 from minitri.errors import InputError
-from minitri.loading.checkpoint import Folder
 from minitri.loading.gguf.file import GgufFile
+from minitri.loading.hf_folder import Folder
 from minitri.loading.text_stream import IncrementalDecoder
-from minitri.loading.tokenizer import (
-    Tokenizer,
-    TokenizersBackend,
-    load_tokenizer,
-)
+from minitri.loading.tokenizer import Tokenizer, load_tokenizer
 from tests.conftest import SENTENCES, byte_level_tokenizer, edit_json, tiny_config
 from tests.loading.gguf_writer import write_gguf, write_gguf_with_sentencepiece
 
@@ -61,33 +57,6 @@ def tokenizer(request, sentencepiece_folder, tmp_path) -> Tokenizer:
 @pytest.mark.parametrize("text", [*SENTENCES, HARD])
 def test_text_round_trips(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_the_first_tokens_are_those_of_the_whole_text(tokenizer):
-    text = "".join(
-        f"{sentence}{HARD[number:]} {HARD} a  b c's"
-        for number, sentence in enumerate(SENTENCES * 6)
-    )
-    whole = tokenizer.encode(text)
-    for number in (*range(1, 40), *range(40, len(whole), 13), len(whole), len(whole) + 1):
-        assert tokenizer.encode(text, number) == whole[:number], number
-
-
-@pytest.mark.parametrize("pre", ["default", "smollm", "llama-bpe"])
-def test_a_gguf_tokenizer_reads_no_more_text_than_it_needs(tmp_path, monkeypatch, pre):
-    config = tiny_config(vocab_size=500, bos_token_id=1)
-    path = write_gguf(tmp_path / "tiny.gguf", config, byte_level_tokenizer(), pre=pre)
-    tokenizer = load_tokenizer(GgufFile(path), config)
-    text = (SENTENCES[0] + SENTENCES[3] + HARD + "... 1814\n\n ") * 40
-    whole = tokenizer.encode(text)
-    read = []
-    encode = TokenizersBackend.encode
-    monkeypatch.setattr(
-        TokenizersBackend, "encode", lambda self, text: read.append(len(text)) or encode(self, text)
-    )
-    for number in range(1, 300):
-        assert tokenizer.encode(text, number) == whole[:number], number
-    assert max(read) < len(text) / 2
 
 
 @pytest.mark.parametrize("text", [*SENTENCES, HARD])

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig, load
-from minitri.loading.checkpoint import Folder
+from minitri.loading.hf_folder import Folder
 from tests.cascades import random_prompt
 from tests.conftest import byte_level_tokenizer
 from tests.loading.gguf_writer import write_gguf

@@ -15,7 +15,7 @@ from minitri.cli.boot import seed_of
 from minitri.config import RopeConfig
 from minitri.errors import InputError
 from minitri.loading.hf_config import stretch_rope
-from minitri.loading.prompts import check_prompt
+from minitri.loading.prompt_ids import check_prompt
 from minitri.settings import SpeculationConfig
 from tests.conftest import tiny_config
 

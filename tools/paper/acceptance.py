@@ -49,7 +49,7 @@ from minitri.engine import Engine
 from minitri.errors import InputError
 from minitri.gpu.eight_bits import quantize
 from minitri.loader import load
-from minitri.loading.prompts import check_prompt
+from minitri.loading.prompt_ids import check_prompt
 from minitri.model.linear import Linear
 from minitri.model.llama import Llama
 from minitri.runner import DraftRunner, ModelRunner, prefill
@@ -265,7 +265,7 @@ def main(argv: list[str] | None = None) -> None:
         found: defaultdict[str, list[Rate]] = defaultdict(list, {name: [] for name in names})
         speculations = {name: speculation_with(name, settings) for name in names}
         for title, text in zip(titles, texts, strict=True):
-            prompt = engine.tokenizer.encode(text, args.prompt_tokens)
+            prompt = engine.tokenizer.encode(text)[: args.prompt_tokens]
             check_prompt(prompt, engine.config, args.new_tokens)
             print(f"{title}: {len(prompt)} tokens", file=sys.stderr, flush=True)
             measure(engine, prompt, args, speculations, copies, found)

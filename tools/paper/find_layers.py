@@ -28,7 +28,7 @@ from minitri.cli.exits import program
 from minitri.cli.inputs import read_prompt
 from minitri.errors import InputError
 from minitri.loader import load
-from minitri.loading.prompts import MAX_SEED
+from minitri.loading.prompt_ids import MAX_SEED
 from minitri.model.block import read_block
 from minitri.model.llama import Llama
 from tools.paper.baselines.skipped_layers import with_layers, write_layers

@@ -1,29 +1,31 @@
 """A GGUF file: llama.cpp's container of weights, hyper-parameters and tokenizer in one.
 
-The `gguf` package dequantizes; what stays quantized is repacked by `blocks.py`. The parser of
-that package is not used: of a damaged header it makes millions of objects. This file parses and
-translates names and conventions to those of Hugging Face, so that nobody else needs to know them.
+`container.py` parses, the `gguf` package dequantizes, and `blocks.py` repacks what stays quantized.
+This file translates names and conventions to those of Hugging Face, so that nobody else needs to
+know them.
 One trap: of a Llama, GGUF pairs neighbouring dimensions in the rotary embedding, so it stores the
 rows of q and k in another order; they are put back here.
 """
 
-import importlib
-import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from minitri.config import ModelConfig
-from minitri.errors import InputError, shorten
+from minitri.errors import InputError
 from minitri.loading.damage import explain, printable
 from minitri.loading.gguf.blocks import BITS, repack
 from minitri.loading.hf_config import as_token_ids, family, read_fields, read_value
+
+if TYPE_CHECKING:
+    from minitri.loading.gguf.container import StoredTensor
 
 _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -61,126 +63,37 @@ _ROPE_NEUTRAL = {"attn_factor": 1, "yarn_attn_factor": 1, "yarn_ext_factor": 1}
 _ROPE_NEUTRAL |= {"yarn_log_multiplier": 0}
 _ROPE_DIVISORS = "rope_freqs.weight"
 
-_NUMBERS = dict(enumerate(("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?")))
-_NUMBERS |= {10: "<u8", 11: "<i8", 12: "<f8"}
-_TEXT, _ARRAY = 8, 9
-_MOST_ENTRIES, _MOST_TEXTS = 1 << 16, 1 << 22
-"""Keys or tensors of a file, and texts of an array: far more than any model has."""
-
-
-class StoredTensor(NamedTuple):
-    """A tensor as it is stored: `data` is a view of the mapped file, (*rows, bytes of a row)."""
-
-    type: Any  # gguf.GGMLQuantizationType
-    shape: tuple[int, ...]
-    data: np.ndarray
-
-
-class _Reader:
-    """The values of a GGUF file, one after the other. Raises `ValueError` where the file ends."""
-
-    def __init__(self, path: Path) -> None:
-        self.data = np.memmap(path, np.uint8, "r").view(np.ndarray)  # whose views are fast
-        self.position = 0
-
-    def numbers(self, kind: str, count: int) -> np.ndarray:
-        """A view of the file."""
-        start = self.position
-        self.position += np.dtype(kind).itemsize * count
-        if self.position > len(self.data):
-            raise ValueError(f"{self.position} bytes are needed, {len(self.data)} are there")
-        return self.data[start : self.position].view(kind)
-
-    def number(self, kind: str = "<u8", most: int | None = None) -> Any:
-        value = self.numbers(kind, 1).item()
-        if most is not None and value > most:
-            raise ValueError(f"it counts {value} things where at most {most} can be")
-        return value
-
-    def text(self) -> str:
-        return self.numbers("u1", self.number()).tobytes().decode()
-
-    def value(self, kind: int, is_element: bool = False) -> Any:
-        """A number, a text, a list of texts, or an array of numbers."""
-        if kind == _TEXT:
-            return self.text()
-        if kind == _ARRAY and not is_element:
-            element = self.number("<u4")
-            if element == _TEXT:
-                return [self.text() for _ in range(self.number(most=_MOST_TEXTS))]
-            return self.numbers(_NUMBERS[element], self.number())
-        return self.number(_NUMBERS[kind])
-
-    def metadata(self, num_keys: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for _ in range(num_keys):
-            key = self.text()
-            if key in found:
-                raise ValueError(f"it has {shorten(key, 60)} twice")
-            found[key] = self.value(self.number("<u4"))
-        return found
-
-    def tensors(self, gguf: Any, num_tensors: int, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Each begins where the one before it ends; so none can be of another type or shape."""
-        table = []
-        for _ in range(num_tensors):
-            name, num_dims = self.text(), self.number("<u4", most=4)
-            *rows, row = reversed(self.numbers("<u8", num_dims).tolist())
-            table.append((name, rows, row, self.number("<u4"), self.number()))
-        alignment, end = metadata.get("general.alignment", 32), 0
-        begin = -(-self.position // alignment) * alignment
-        found: dict[str, Any] = {}
-        for name, rows, row, number, offset in table:
-            kind = gguf.GGMLQuantizationType(number)
-            block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
-            if offset != end or row % block or name in found:
-                what = f"tensor {shorten(name, 60)} of type {kind.name} and shape {(*rows, row)}"
-                raise ValueError(f"{what} does not fit between its neighbours")
-            row_bytes, self.position = row // block * num_bytes, begin + offset
-            data = self.numbers("u1", math.prod(rows) * row_bytes).reshape(*rows, row_bytes)
-            found[name] = StoredTensor(kind, (*rows, row), data)
-            end = -(-(self.position - begin) // alignment) * alignment
-        if len(self.data) > begin + end:
-            raise ValueError("bytes are left behind its last tensor")
-        return found
-
 
 class GgufFile:
     """An open GGUF file. Raises `InputError` for one that is damaged or is not a Llama."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        gguf = self.package("gguf", "is a GGUF file")
+        with self.needing("gguf"):
+            from minitri.loading.gguf.container import read_container
         damages = (ValueError, KeyError, TypeError, ArithmeticError, OSError, MemoryError)
         with explain(f"{path} is not a whole GGUF file", *damages):
-            reader = _Reader(path)
-            if reader.number("<u4") != gguf.GGUF_MAGIC or reader.number("<u4") not in (2, 3):
-                raise ValueError("it does not begin with GGUF and version 2 or 3")
-            num_tensors, num_keys = (reader.number(most=_MOST_ENTRIES) for _ in range(2))
-            self._metadata = reader.metadata(num_keys)
-            self._tensors = reader.tensors(gguf, num_tensors, self._metadata)
+            self._metadata, self._tensors = read_container(path)
         self.architecture: str = self.get("general.architecture")
         self._own = family(self.architecture, path.name)
+
+    generation_config: Mapping[str, Any] = MappingProxyType({})
+    """Such a file recommends no way to sample."""
 
     def _error(self, problem: str) -> InputError:
         return InputError(f"{self.path.name} {problem}")
 
-    def package(self, name: str, needed_as: str, module: str | None = None) -> Any:
-        """A module of an optional package. Raises `InputError` if it is not installed."""
-        try:
-            return importlib.import_module(module or name)
-        except ImportError:
-            raise self._error(
-                f"{needed_as} and the package {name} is not installed; run: pip install "
-                "'minitri[gguf]'"
-            ) from None
+    def needing(self, package: str) -> AbstractContextManager[None]:
+        """Turns the `ImportError` of an optional package into an `InputError`."""
+        problem = f"{self.path.name} needs the package {package}"
+        return explain(problem, ImportError, advice="run: pip install 'minitri[gguf]'", limit=90)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The metadata of a key: a number, a text, a boolean, a list of texts or an array."""
         return self._metadata.get(key, default)
 
     def _shape(self, key: str, default: Any = None) -> Any:
-        """The same of one of the architecture's own keys."""
+        """The metadata of one of the architecture's own keys."""
         return self.get(f"{self.architecture}.{key}", default)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -293,7 +206,7 @@ class GgufFile:
                     weight = _neighbours_to_halves(weight, heads)
             yield name, weight
 
-    def _dequantized(self, name: str, stored: StoredTensor) -> Tensor:
+    def _dequantized(self, name: str, stored: "StoredTensor") -> Tensor:
         from gguf import dequantize
 
         kind, advice = stored.type.name, "use a file of another quantization"

@@ -13,8 +13,6 @@ _LLAMA3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-WORDS = {"Regex": _LLAMA3}, {"Regex": _QWEN}
-"""Patterns that cut a text into words: of Llama 3, and of Qwen."""
 
 
 def byte_level_bpe(file: GgufFile) -> tokenizers.Tokenizer:
@@ -23,10 +21,10 @@ def byte_level_bpe(file: GgufFile) -> tokenizers.Tokenizer:
     smollm = [pre_tokenizers.Digits(individual_digits=True), *gpt2]
     llama3, qwen = (
         [
-            pre_tokenizers.Split(tokenizers.Regex(pattern["Regex"]), "isolated"),
+            pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
-        for pattern in WORDS
+        for pattern in (_LLAMA3, _QWEN)
     )
     words = {"default": gpt2, "smollm": smollm, "llama-bpe": llama3, "qwen2": qwen}
     words |= {"gpt-2": gpt2, "llama3": llama3}
@@ -58,8 +56,8 @@ def byte_level_bpe(file: GgufFile) -> tokenizers.Tokenizer:
 
 def sentencepiece_model(file: GgufFile) -> bytes:
     """A sentencepiece model with the pieces, scores and types of the file."""
-    module = "sentencepiece.sentencepiece_model_pb2"
-    messages = file.package("protobuf", "has a sentencepiece tokenizer", module)
+    with file.needing("protobuf"):
+        from sentencepiece import sentencepiece_model_pb2 as messages
     model = messages.ModelProto()
     kinds = {"tokens": str, "scores": float, "token_type": int}
     columns = [file.column(f"tokenizer.ggml.{name}", kind) for name, kind in kinds.items()]
