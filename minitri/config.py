@@ -7,7 +7,8 @@ import dataclasses
 from dataclasses import MISSING, dataclass, field
 from typing import Self
 
-from minitri.errors import MAX_COUNT, between, check_fields, one_of, refuse
+from minitri.errors import MAX_COUNT
+from minitri.fields import between, check_fields, one_of, refuse
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 LONGEST_CONTEXT = MAX_COUNT

@@ -1,12 +1,8 @@
-"""The one exception for bad input, whose message is a single line, and fields that say what they
-may be.
+"""The one exception for bad input, whose message is a single line.
 
 It says what is wrong, what was got and what to do. The programs print it and exit with code 2; a
 program that embeds the engine catches `InputError`. Whatever else escapes from minitri is a bug.
 """
-
-import dataclasses
-from typing import Any, NoReturn
 
 MAX_COUNT = 2**31 - 1
 
@@ -29,39 +25,3 @@ def check_unicode(text: str, what: str) -> None:
         raise InputError(
             f"{what} is not valid Unicode (character {error.start}); give it as UTF-8"
         ) from None
-
-
-def one_of(default: Any, *choices: Any) -> Any:
-    """A field that has one of these values."""
-    return dataclasses.field(default=default, metadata={"choices": choices})
-
-
-def between(default: Any, least: float, most: float = MAX_COUNT) -> Any:
-    """A field that is a number within bounds, None if that is the default; a whole number if
-    `least` is one."""
-    return dataclasses.field(default=default, metadata={"range": (least, most)})
-
-
-def check_fields(settings: Any, label: str = "") -> None:
-    """Raises `InputError` unless the fields made by `one_of` and `between` are as they say; `label`
-    stands before their names."""
-    for field in dataclasses.fields(settings):
-        value, rule = getattr(settings, field.name), field.metadata
-        if choices := rule.get("choices"):
-            wanted = f"one of {', '.join(map(str, choices))}"
-            is_fine = any(type(value) is type(choice) and value == choice for choice in choices)
-        elif "range" in rule and (value is not None or field.default is not None):
-            least, most = rule["range"]
-            kind = int if isinstance(least, int) else int | float
-            wanted = f"a{' whole' * (kind is int)} number from {least:.6g} to {most:.15g}"
-            is_fine = isinstance(value, kind) and not isinstance(value, bool)
-            is_fine = is_fine and least <= value <= most
-        else:
-            continue
-        if not is_fine:
-            refuse(settings, field.name, f"it must be {wanted}", label)
-
-
-def refuse(settings: Any, name: str, advice: str, label: str = "") -> NoReturn:
-    """Raises `InputError` about a field."""
-    raise InputError(f"{label}{name} is {shorten(repr(getattr(settings, name)), 60)}; {advice}")

@@ -21,11 +21,11 @@ with clean_imports():
     from minitri.cli import arguments
     from minitri.config import ModelConfig
     from minitri.errors import InputError, shorten
-    from minitri.execution import Ranks
     from minitri.gpu.placement import CONTEXT, GIB, Demand, Load, demand, shortage
     from minitri.loading.checkpoint import open_checkpoint
     from minitri.loading.fetch import LOOKUPS, committed_path, default_draft
     from minitri.loading.named_models import shape_of, unknown_model
+    from minitri.model.execution import Ranks
     from minitri.parallel.split import share_of
     from minitri.phases import CARDS, phase_table, phases, predict, prefill
     from minitri.roofline import Machine, Workload, eight_bit_bytes, four_bit_bytes

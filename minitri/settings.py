@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minitri.errors import between, check_fields, check_unicode, one_of, refuse
+from minitri.errors import check_unicode
+from minitri.fields import between, check_fields, one_of, refuse
 
 METHODS = ("auto", "autoregressive", "naive", "retrieval", "triforce")
 VERIFICATIONS = ("block", "token")

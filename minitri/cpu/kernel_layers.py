@@ -21,7 +21,7 @@ from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.cpu.kernels import Kernels, LayerWeights, Matrix, PassArguments, address
 from minitri.cpu.quantized import dequantize
-from minitri.execution import Execution
+from minitri.model.execution import Execution
 from minitri.model.linear import Linear, TiedHead, TrimmedHead
 from minitri.model.llama import Layer, Layers, Llama, Pass
 from minitri.model.replace import Factories, replace_modules

@@ -15,10 +15,10 @@ import torch
 from minitri.caches.full import FullCache
 from minitri.config import ModelConfig
 from minitri.errors import InputError
-from minitri.execution import Ranks
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.gpu.placement import Demand, Load, choose_on_chip, demand, shortage
+from minitri.model.execution import Ranks
 from minitri.model.llama import Llama
 from minitri.settings import GenerationConfig, SpeculationConfig
 

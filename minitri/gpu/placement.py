@@ -14,9 +14,9 @@ from typing import Any
 from minitri.caches.streaming import SLIDE
 from minitri.config import ModelConfig
 from minitri.errors import InputError
-from minitri.execution import Ranks
 from minitri.gpu.offload.offloaded_cache import RING
 from minitri.model.cache import round_up_to_stride
+from minitri.model.execution import Ranks
 from minitri.parallel.split import SPLIT, share_of
 from minitri.roofline import eight_bit_bytes, num_weights
 from minitri.settings import GenerationConfig, SpeculationConfig

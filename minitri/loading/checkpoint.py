@@ -24,7 +24,6 @@ from minitri.cpu.kernel_layers import use_kernels
 from minitri.cpu.low_bit_models import keep_quantized
 from minitri.cpu.packed import can_pack, pack_linears
 from minitri.errors import InputError
-from minitri.execution import Ranks
 from minitri.gpu.fused_modules import fuse_if_possible
 from minitri.loading.damage import explain, printable
 from minitri.loading.devices import kernels_for
@@ -32,6 +31,7 @@ from minitri.loading.gguf.blocks import BITS
 from minitri.loading.gguf.file import GgufFile
 from minitri.loading.hf_folder import Folder
 from minitri.model.attention import Attend, attend_math
+from minitri.model.execution import Ranks
 from minitri.model.linear import TrimmedHead
 from minitri.model.llama import Llama, sample_of_vocabulary
 from minitri.parallel.split import new_model, share_tensors

@@ -10,10 +10,10 @@ from minitri.cpu.kernels import MAX_HEAD_DIM, Kernels, load_kernels
 from minitri.cpu.low_bit_models import has_at_most, quantized_copy
 from minitri.cpu.packed import can_pack
 from minitri.errors import InputError
-from minitri.execution import Ranks
 from minitri.gpu.attention_backends import GpuAttention, choose_attention
 from minitri.gpu.eight_bits import eight_bit_copy
 from minitri.model.attention import Attend
+from minitri.model.execution import Ranks
 from minitri.model.llama import Llama
 from minitri.parallel.ranks import local_rank
 

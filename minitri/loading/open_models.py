@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from minitri.errors import InputError, shorten
-from minitri.execution import Ranks
 from minitri.loading.checkpoint import load_model, not_a_model, open_checkpoint
 from minitri.loading.devices import (
     attention_for,
@@ -26,6 +25,7 @@ from minitri.loading.devices import (
 from minitri.loading.fetch import LOOKUPS, default_draft, locate
 from minitri.loading.hf_config import read_sampling, stretch_rope
 from minitri.loading.tokenizer import check_same_vocabulary, load_tokenizer
+from minitri.model.execution import Ranks
 from minitri.model.llama import Llama
 from minitri.parallel.ranks import join
 from minitri.parallel.split import SplitLlama

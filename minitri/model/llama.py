@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitri.config import ModelConfig
-from minitri.execution import Execution
 from minitri.model.attention import Attend, attend_math
 from minitri.model.cache import BlockKV, Cache
+from minitri.model.execution import Execution
 from minitri.model.linear import Linear, TiedHead, TrimmedHead
 from minitri.model.rope import Rope, Rotary
 

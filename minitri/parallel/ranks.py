@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minitri.errors import InputError, shorten
-from minitri.execution import Ranks
+from minitri.model.execution import Ranks
 
 TIMEOUT = timedelta(minutes=30)
 """For a rank that is there and says nothing: rank 0 may be fetching a model. One whose process has

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from minitri.config import ModelConfig
 from minitri.errors import InputError
-from minitri.execution import Execution, Ranks
+from minitri.model.execution import Execution, Ranks
 from minitri.model.llama import Llama
 from minitri.parallel.ranks import RankGroup
 

@@ -15,8 +15,8 @@ import torch
 
 import minitri
 from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
-from minitri.execution import Execution
 from minitri.memory import MemoryShape
+from minitri.model.execution import Execution
 from minitri.stack import may_use_clock
 from tests.conftest import write_hf_folder
 from tools.paper.baselines.policies import policy_of

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from minitri.errors import InputError
-from minitri.execution import Execution
 from minitri.gpu.eight_bits import EightBitLinear, eight_bit_copy, multiply_math, quantize
 from minitri.gpu.graphs import GraphPool
 from minitri.loading import devices
 from minitri.loading.devices import retrieval_copy
+from minitri.model.execution import Execution
 from minitri.roofline import bytes_per_pass, eight_bit_bytes
 from tests.cascades import GREEDY, WARM, Rig, near_copy, plain_tokens, random_prompt
 from tests.conftest import CPU, tiny_config, tiny_model

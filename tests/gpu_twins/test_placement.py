@@ -12,12 +12,12 @@ import torch
 
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig, plan
 from minitri.errors import InputError
-from minitri.execution import Ranks
 from minitri.gpu.allocation import free_host_bytes
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.gpu.placement import CONTEXT, GIB, MAX_BUFFERS, RESERVE, Load, choose_on_chip, demand
 from minitri.loading.named_models import MODELS, shape_of
 from minitri.memory import MemoryShape, Models, allocate
+from minitri.model.execution import Ranks
 from minitri.parallel.split import share_of
 from minitri.phases import predict
 from minitri.roofline import CPU as CPU_MACHINE

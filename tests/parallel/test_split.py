@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from minitri.errors import InputError
-from minitri.execution import Ranks
 from minitri.loading.checkpoint import load_model, open_checkpoint
 from minitri.model.block import read_block
+from minitri.model.execution import Ranks
 from tests.conftest import CPU, new_cache, write_hf_folder
 from tests.parallel.threads import on_ranks
 

@@ -18,9 +18,9 @@ import minitri
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.decoding.autotuner import Autotuner
 from minitri.engine import Engine
-from minitri.execution import Ranks
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.block import read_block
+from minitri.model.execution import Ranks
 from minitri.parallel.ranks import join
 from tests.cascades import Rig
 from tests.conftest import CPU, new_cache

@@ -13,7 +13,7 @@ from minitri.decoding import random_source, sampling
 from minitri.decoding.noise import gumbel_argmax, noise_key
 from minitri.decoding.sampling import probs_from_logits, sample
 from minitri.decoding.verification import verify
-from minitri.execution import Execution
+from minitri.model.execution import Execution
 from minitri.selftest import __main__ as selftest
 from minitri.selftest.departures import modes
 from minitri.settings import SamplingParams
