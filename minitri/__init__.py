@@ -16,11 +16,10 @@ if TYPE_CHECKING:
     from minitri.drafters.plugin import Drafter
     from minitri.engine import Engine
     from minitri.errors import InputError
-    from minitri.events import Completion, End, Event, Idle, PrefillProgress, Token
     from minitri.generation import Generation
     from minitri.loader import load
     from minitri.loading.named_models import MODELS
-    from minitri.requests import Request
+    from minitri.requests import Completion, End, Event, Idle, PrefillProgress, Request, Token
     from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
     from minitri.stats import RowStats, Stats
 
@@ -58,15 +57,15 @@ _HOMES = {
     "minitri.engine": ("Engine",),
     "minitri.loader": ("load",),
     "minitri.errors": ("InputError",),
-    "minitri.events": (
+    "minitri.requests": (
         "Completion",
         "End",
         "Event",
         "Idle",
         "PrefillProgress",
+        "Request",
         "Token",
     ),
-    "minitri.requests": ("Request",),
     "minitri.generation": ("Generation",),
     "minitri.stats": ("RowStats", "Stats"),
 }

@@ -7,11 +7,13 @@ import dataclasses
 from dataclasses import MISSING, dataclass, field
 from typing import Self
 
-from minitri.errors import MAX_COUNT
+from minitri.errors import MAX_COUNT, InputError
 from minitri.fields import between, check_fields, one_of, refuse
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 LONGEST_CONTEXT = MAX_COUNT
+SPLIT = ("num_heads", "num_kv_heads", "intermediate_size")
+"""Sizes of which each of several GPUs has its share."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,21 @@ class ModelConfig:
     def kv_values_per_token(self) -> int:
         """Numbers, not bytes, that one token adds to a full KV cache: 2 L K D."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    def share(self, count: int) -> Self:
+        """The shape of one of `count` equal shares of this model, see `parallel/split.py`.
+
+        Raises `InputError` if heads or MLP cannot be split evenly.
+        """
+        sizes = {name: getattr(self, name) for name in SPLIT}
+        if any(size % count for size in sizes.values()):
+            given = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            raise InputError(
+                f"{self.name} cannot be split over {count} ranks: {given} must be multiples of "
+                "that; use another --nproc-per-node, or another model"
+            )
+        shares = {name: size // count for name, size in sizes.items()}
+        return dataclasses.replace(self, vocab_size=-(-self.vocab_size // count), **shares)
 
     def with_eos(self, token_ids: tuple[int, ...]) -> Self:
         """This model with other end-of-sequence tokens."""

@@ -18,7 +18,6 @@ from typing import Any
 from minitri.config import ModelConfig
 from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError, shorten
-from minitri.events import Completion, End
 from minitri.generation import Generation
 from minitri.gpu.allocation import most_rows
 from minitri.loading.prompt_ids import Prompt, as_seeds, check_prompt, encode_prompts
@@ -26,7 +25,7 @@ from minitri.loading.tokenizer import Tokenizer
 from minitri.memory import MemoryShape, Models
 from minitri.model.llama import Llama
 from minitri.pool import MemoryPool
-from minitri.requests import Request, Row
+from minitri.requests import Completion, End, Request, Row
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 MAX_ROWS = 8

@@ -19,11 +19,10 @@ from minitri.decoding.level import Emitted
 from minitri.decoding.sampling import LogProbs, log_probs
 from minitri.decoding.verification import NotFiniteError
 from minitri.errors import InputError, shorten
-from minitri.events import End, Event, Idle, PrefillProgress, Token
 from minitri.gpu.streams import synchronize
 from minitri.memory import MemoryShape, Models
 from minitri.pool import MemoryPool
-from minitri.requests import CANCELLED, Request, Row
+from minitri.requests import CANCELLED, End, Event, Idle, PrefillProgress, Request, Row, Token
 from minitri.stack import Stack
 from minitri.stats import RowStats, Stats
 

@@ -25,8 +25,6 @@ with clean_imports():
     from minitri.loading.checkpoint import open_checkpoint
     from minitri.loading.fetch import LOOKUPS, committed_path, default_draft
     from minitri.loading.named_models import shape_of, unknown_model
-    from minitri.model.execution import Ranks
-    from minitri.parallel.split import share_of
     from minitri.phases import CARDS, phase_table, phases, predict, prefill
     from minitri.roofline import Machine, Workload, eight_bit_bytes, four_bit_bytes
     from minitri.settings import SpeculationConfig, StepPlan
@@ -128,9 +126,8 @@ def run_command(args: argparse.Namespace) -> int:
     how = (args.prefill_chunk, itemsize, args.gpus, has_copy)
     load = Load(config, draft, speculation, context, [context] * args.batch, *how)
     needs = demand(load)
-    ranks, L = Ranks(), config.num_layers
-    ranks.count = args.gpus
-    share = share_of(config, ranks)
+    L = config.num_layers
+    share = config.share(args.gpus)
     work = Workload(
         share,
         draft,

@@ -22,8 +22,7 @@ from minitri.caches.streaming import StreamingCache
 from minitri.decoding.level import Emitted, Output
 from minitri.decoding.sampling import pad_vocabulary, probs_of_rows
 from minitri.decoding.verification import Proposal
-from minitri.gpu.captured_steps import CapturedSteps
-from minitri.gpu.graphs import GraphPool
+from minitri.gpu.graphs import CapturedSteps, GraphPool
 from minitri.gpu.offload.layer_major import read_by_layers
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.block import Block, forward_block, make_block, read_block

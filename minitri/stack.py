@@ -27,8 +27,7 @@ from minitri.roofline import CPU, GPU, bytes_per_pass, pass_costs
 from minitri.runner import ModelRunner, prefill
 from minitri.settings import SpeculationConfig
 from minitri.stats import LevelStats, Stats
-from minitri.trees.reader import TreeRunner
-from minitri.trees.tree_level import TreeLevel
+from minitri.trees.tree_level import TreeLevel, TreeRunner
 from minitri.trees.tuner import TreeTuner
 from minitri.trees.walk import CoupledTrees, IndependentTrees
 

@@ -22,7 +22,6 @@ MAY_IMPORT = {
     "settings": "errors fields",
     "config": "errors fields",
     "stats": "",
-    "events": "stats",
     "requests": "settings stats loading",
     "model": "errors config settings",
     "parallel": "errors config model",
@@ -33,16 +32,15 @@ MAY_IMPORT = {
     "phases": "settings decoding roofline",
     "caches": "errors config settings stats model decoding",
     "cpu": "settings errors folders model caches",
-    "gpu": "errors config settings stats model decoding caches roofline parallel",
+    "gpu": "errors config settings stats model decoding caches roofline",
     "runner": "errors settings model decoding caches gpu",
     "memory": "errors settings model drafters caches gpu runner",
     "stack": "settings stats model decoding drafters trees caches roofline gpu runner memory "
     "requests",
     "pool": "errors settings caches gpu memory",
     "loading": "errors config folders settings model caches cpu gpu parallel",
-    "generation": "errors events settings stats model decoding gpu requests memory stack pool",
-    "engine": "errors config events settings model drafters gpu loading requests memory pool "
-    "generation",
+    "generation": "errors settings stats model decoding gpu requests memory stack pool",
+    "engine": "errors config settings model drafters gpu loading requests memory pool generation",
     "loader": "errors config drafters loading engine",
 }
 """By room or file, the others that it may import. Programs and cli may import all."""

@@ -34,7 +34,7 @@ from minitri.cli.inputs import read_prompt
 from minitri.cli.terminal import LEGEND, colored
 from minitri.engine import Engine
 from minitri.errors import InputError
-from minitri.events import Token
+from minitri.requests import Token
 from minitri.runner import prefill
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from tools.bench.plots import png_file

@@ -22,10 +22,10 @@ with clean_imports():
     from minitri.config import ModelConfig
     from minitri.engine import Engine
     from minitri.errors import InputError, shorten
-    from minitri.events import End, Token
     from minitri.generation import Generation
     from minitri.loading.prompt_ids import check_prompt
     from minitri.loading.tokenizer import Tokenizer
+    from minitri.requests import End, Token
     from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 log = logging.getLogger("minitri")

@@ -23,12 +23,11 @@ from minitri.cli.inputs import cut, encode, read_text
 from minitri.cli.report import details, log_probs, outline
 from minitri.config import ModelConfig
 from minitri.errors import InputError, shorten
-from minitri.events import End, Token
 from minitri.generation import Generation
 from minitri.loading.prompt_ids import MAX_SEED, as_seeds, check_prompt
 from minitri.loading.tokenizer import Tokenizer
 from minitri.parallel.ranks import join
-from minitri.requests import Request
+from minitri.requests import End, Request, Token
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 log = logging.getLogger("minitri")

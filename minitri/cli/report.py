@@ -8,10 +8,10 @@ import torch
 
 from minitri.cli.arguments import WITH_DRAFTER
 from minitri.engine import Engine
-from minitri.events import Token
 from minitri.generation import Generation
 from minitri.loading.devices import attention_name
 from minitri.model.llama import Llama
+from minitri.requests import Token
 from minitri.roofline import CPU, GPU
 from minitri.stats import LevelStats, Stats
 

@@ -6,8 +6,8 @@ from contextlib import closing
 
 from tqdm import tqdm
 
-from minitri.events import End, PrefillProgress, Token
 from minitri.generation import Generation
+from minitri.requests import End, PrefillProgress, Token
 
 COLORS = {
     "draft": ("\x1b[32m", "guessed by the drafter"),

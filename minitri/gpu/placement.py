@@ -12,12 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from minitri.caches.streaming import SLIDE
-from minitri.config import ModelConfig
+from minitri.config import SPLIT, ModelConfig
 from minitri.errors import InputError
 from minitri.gpu.offload.offloaded_cache import RING
 from minitri.model.cache import round_up_to_stride
-from minitri.model.execution import Ranks
-from minitri.parallel.split import SPLIT, share_of
 from minitri.roofline import eight_bit_bytes, num_weights
 from minitri.settings import GenerationConfig, SpeculationConfig
 
@@ -106,9 +104,7 @@ class Demand:
 
 def demand(load: Load) -> Demand:
     """Bytes that a run needs. Raises `InputError` if the model cannot be split over its GPUs."""
-    ranks = Ranks()
-    ranks.count = load.num_gpus
-    config = share_of(load.config, ranks)
+    config = load.config.share(load.num_gpus)
     speculation = load.speculation
     B = len(load.prompt_lengths)
     L = config.num_layers

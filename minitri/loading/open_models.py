@@ -24,7 +24,8 @@ from minitri.loading.devices import (
 )
 from minitri.loading.fetch import LOOKUPS, default_draft, locate
 from minitri.loading.hf_config import read_sampling, stretch_rope
-from minitri.loading.tokenizer import check_same_vocabulary, load_tokenizer
+from minitri.loading.tokenizer import check_same_vocabulary
+from minitri.loading.tokenizer_files import load_tokenizer
 from minitri.model.execution import Ranks
 from minitri.model.llama import Llama
 from minitri.parallel.ranks import join

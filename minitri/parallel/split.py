@@ -19,13 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitri.config import ModelConfig
-from minitri.errors import InputError
 from minitri.model.execution import Execution, Ranks
 from minitri.model.llama import Llama
 from minitri.parallel.ranks import RankGroup
 
-SPLIT = ("num_heads", "num_kv_heads", "intermediate_size")
-"""Sizes of which each rank has its share."""
 ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 COLUMNS = ("o_proj", "down_proj")
 TABLES = ("embed_tokens", "lm_head")
@@ -40,7 +37,7 @@ class SplitLlama(Llama):
     def __init__(self, config: ModelConfig, *, ranks: RankGroup, **options: Any) -> None:
         """A share of the model of `config`; `options` as for `Llama`. Raises `InputError` if it
         cannot be split."""
-        share = share_of(config, ranks)
+        share = config.share(ranks.count)
         super().__init__(share, **options)
         self.ranks, self._num_rows = ranks, share.vocab_size
         self.execution = Execution(ranks=ranks)
@@ -80,19 +77,6 @@ def new_model(config: ModelConfig, ranks: Ranks, **options: Any) -> Llama:
     if isinstance(ranks, RankGroup):
         return SplitLlama(config, ranks=ranks, **options)
     return Llama(config, **options)
-
-
-def share_of(config: ModelConfig, ranks: Ranks) -> ModelConfig:
-    """The shape of a rank's share. Raises `InputError` if heads or MLP cannot be split evenly."""
-    for name in SPLIT:
-        if getattr(config, name) % ranks.count:
-            given = ", ".join(f"{name}={getattr(config, name)}" for name in SPLIT)
-            raise InputError(
-                f"{config.name} cannot be split over {ranks.count} ranks: {given} must be "
-                "multiples of that; use another --nproc-per-node, or another model"
-            )
-    sizes = {name: getattr(config, name) // ranks.count for name in SPLIT}
-    return dataclasses.replace(config, vocab_size=-(-config.vocab_size // ranks.count), **sizes)
 
 
 def share_tensors(

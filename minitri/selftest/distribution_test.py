@@ -35,10 +35,10 @@ from torch import Tensor
 from minitri.caches.full import FullCache
 from minitri.decoding.sampling import pad_vocabulary, probs_from_logits
 from minitri.engine import Engine
-from minitri.events import Token
 from minitri.loading.prompt_ids import MAX_SEED
 from minitri.model.block import read_block
 from minitri.model.llama import Llama
+from minitri.requests import Token
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 FALSE_ALARM = 1e-4

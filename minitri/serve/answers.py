@@ -15,8 +15,8 @@ import time
 from typing import Any
 
 from minitri.engine import Engine
-from minitri.events import End, Token
 from minitri.loading.tokenizer import Tokenizer
+from minitri.requests import End, Token
 from minitri.serve.protocol import Call
 from minitri.stats import RowStats
 

@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 
 from minitri.engine import Engine
 from minitri.errors import InputError, shorten
-from minitri.events import End, Event, Token
+from minitri.requests import End, Event, Token
 from minitri.serve.answers import WRITERS, num_guessed, to_json
 from minitri.serve.protocol import ApiError, Call, Protocol
 from minitri.serve.worker import Worker

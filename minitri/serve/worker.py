@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from minitri.errors import InputError
-from minitri.events import End, Event, Idle
 from minitri.generation import Generation
-from minitri.requests import Request
+from minitri.requests import End, Event, Idle, Request
 
 log = logging.getLogger("minitri")
 Deliver = Callable[[Event | Exception], None]

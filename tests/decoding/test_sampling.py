@@ -16,7 +16,7 @@ from minitri.decoding.sampling import (
     sample,
 )
 from minitri.errors import InputError
-from minitri.gpu.captured_steps import probs_by_tensor
+from minitri.gpu.graphs import probs_by_tensor
 from minitri.settings import SamplingParams
 
 

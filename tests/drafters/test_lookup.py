@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minitri.drafters import text as text_module
-from minitri.drafters.lookup import LookupDrafter
-from minitri.drafters.text import LONGEST, GrowingText
+from minitri.drafters.lookup import LONGEST, GrowingText, LookupDrafter
 from minitri.settings import StepPlan
 from minitri.stats import LevelStats
 from tests.conftest import CPU

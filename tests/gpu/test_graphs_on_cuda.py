@@ -14,8 +14,7 @@ from minitri.decoding.sampling import probs_from_logits
 from minitri.decoding.verification import Proposal
 from minitri.errors import InputError
 from minitri.gpu.attention_backends import BACKENDS, TOLERANCES, choose_attention
-from minitri.gpu.captured_steps import probs_by_tensor
-from minitri.gpu.graphs import GraphPool
+from minitri.gpu.graphs import GraphPool, probs_by_tensor
 from minitri.model.attention import attend_math
 from minitri.model.block import forward_block, make_block
 from minitri.model.llama import Llama

@@ -17,8 +17,6 @@ from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.gpu.placement import CONTEXT, GIB, MAX_BUFFERS, RESERVE, Load, choose_on_chip, demand
 from minitri.loading.named_models import MODELS, shape_of
 from minitri.memory import MemoryShape, Models, allocate
-from minitri.model.execution import Ranks
-from minitri.parallel.split import share_of
 from minitri.phases import predict
 from minitri.roofline import CPU as CPU_MACHINE
 from minitri.roofline import GPU as GPU_MACHINE
@@ -226,9 +224,7 @@ def test_two_gpus_share_weights_and_kv_but_not_the_drafter():
     assert two.weights - norms == (one.weights - norms) / 2
     assert two.kv_layer == one.kv_layer / 2
     assert two.draft_weights == one.draft_weights
-    ranks = Ranks()
-    ranks.count = 2
-    assert copied.draft_weights - two.draft_weights == eight_bit_bytes(share_of(SEVEN_B, ranks))
+    assert copied.draft_weights - two.draft_weights == eight_bit_bytes(SEVEN_B.share(2))
     with pytest.raises(InputError, match="cannot be split over 3 ranks"):
         seven_b(num_gpus=3)
 

@@ -100,7 +100,7 @@ def test_qwen_cuts_numbers_into_digits_and_composes_characters(tmp_path, engine)
     found = {}
     for pre in ("qwen2", "llama-bpe"):
         path = write_gguf(tmp_path / f"{pre}.gguf", engine.config, byte_level_tokenizer(), pre=pre)
-        tokenizer = minitri.loading.tokenizer.load_tokenizer(
+        tokenizer = minitri.loading.tokenizer_files.load_tokenizer(
             minitri.loading.gguf.file.GgufFile(path), engine.config
         )
         words = tokenizer._backend._pipeline.pre_tokenizer.pre_tokenize_str("in 1234")

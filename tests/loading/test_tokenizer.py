@@ -11,7 +11,8 @@ from minitri.errors import InputError
 from minitri.loading.gguf.file import GgufFile
 from minitri.loading.hf_folder import Folder
 from minitri.loading.text_stream import IncrementalDecoder
-from minitri.loading.tokenizer import Tokenizer, load_tokenizer
+from minitri.loading.tokenizer import Tokenizer
+from minitri.loading.tokenizer_files import load_tokenizer
 from tests.conftest import SENTENCES, byte_level_tokenizer, edit_json, tiny_config
 from tests.loading.gguf_writer import write_gguf, write_gguf_with_sentencepiece
 

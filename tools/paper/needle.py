@@ -31,9 +31,9 @@ from minitri.cli.exits import program
 from minitri.cli.inputs import read_prompt
 from minitri.engine import Engine
 from minitri.errors import InputError
-from minitri.events import Token
 from minitri.loader import load
 from minitri.loading.tokenizer import Tokenizer
+from minitri.requests import Token
 from minitri.settings import GenerationConfig, SpeculationConfig
 from tools.paper.baselines.policies import NAMES, speculation_with
 
