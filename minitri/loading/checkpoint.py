@@ -25,10 +25,10 @@ from minitri.cpu.low_bit_models import keep_quantized
 from minitri.cpu.packed import can_pack, pack_linears
 from minitri.errors import InputError
 from minitri.gpu.fused_modules import fuse_if_possible
-from minitri.loading.damage import explain, printable
 from minitri.loading.devices import kernels_for
 from minitri.loading.gguf.blocks import BITS
 from minitri.loading.gguf.file import GgufFile
+from minitri.loading.hf_config import explain, printable
 from minitri.loading.hf_folder import Folder
 from minitri.model.attention import Attend, attend_math
 from minitri.model.execution import Ranks

@@ -21,7 +21,7 @@ from filelock import FileLock
 
 from minitri.errors import InputError, shorten
 from minitri.folders import CHECKOUT, weights_folder
-from minitri.loading.damage import explain
+from minitri.loading.hf_config import explain
 from minitri.loading.named_models import MODELS, unknown_model
 
 log = logging.getLogger("minitri")

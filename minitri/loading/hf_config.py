@@ -3,14 +3,13 @@
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 from minitri.config import ROPE_KINDS, ModelConfig, RopeConfig
 from minitri.errors import InputError, shorten
-from minitri.loading.damage import explain, printable
 from minitri.settings import SamplingParams
 
 log = logging.getLogger("minitri")
@@ -215,3 +214,23 @@ def as_token_ids(value: Any) -> tuple[int, ...]:
             "correct it"
         )
     return tokens
+
+
+def printable(text: object, limit: int = 200) -> str:
+    """`shorten`, for texts that come from files: a control character could move the cursor."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in shorten(text, limit))
+
+
+@contextmanager
+def explain(
+    problem: str, *errors: type[Exception], advice: str = "download it again", limit: int = 200,
+    with_type: bool = False,
+) -> Iterator[None]:  # fmt: skip
+    """Turns any of these errors into `problem (what the error says); advice`."""
+    try:
+        yield
+    except InputError:
+        raise
+    except errors as error:
+        kind = f"{type(error).__name__}: " if with_type else ""
+        raise InputError(f"{problem} ({kind}{printable(error, limit)}); {advice}") from None

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from minitri.config import ModelConfig
 from minitri.errors import InputError, shorten
-from minitri.loading.damage import explain, printable
-from minitri.loading.hf_config import as_token_ids, read_config
+from minitri.loading.hf_config import as_token_ids, explain, printable, read_config
 
 
 class Folder:

@@ -8,10 +8,9 @@ from minitri.config import ModelConfig
 from minitri.errors import InputError, shorten
 from minitri.loading.chat_template import read_chat_template, special_tokens_of
 from minitri.loading.checkpoint import Checkpoint
-from minitri.loading.damage import explain
 from minitri.loading.gguf.file import GgufFile
 from minitri.loading.gguf.vocabulary import byte_level_bpe, sentencepiece_model
-from minitri.loading.hf_config import read_value
+from minitri.loading.hf_config import explain, read_value
 from minitri.loading.hf_folder import read_json
 from minitri.loading.tokenizer import Backend, SentencePieceBackend, Tokenizer, TokenizersBackend
 

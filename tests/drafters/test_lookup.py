@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minitri.drafters import text as text_module
+from minitri.drafters import lookup as text_module
 from minitri.drafters.lookup import LONGEST, GrowingText, LookupDrafter
 from minitri.settings import StepPlan
 from minitri.stats import LevelStats

@@ -20,9 +20,15 @@ from torch import Tensor
 
 from minitri.config import ModelConfig
 from minitri.errors import InputError
-from minitri.loading.damage import explain, printable
 from minitri.loading.gguf.blocks import BITS, repack
-from minitri.loading.hf_config import as_token_ids, family, read_fields, read_value
+from minitri.loading.hf_config import (
+    as_token_ids,
+    explain,
+    family,
+    printable,
+    read_fields,
+    read_value,
+)
 
 if TYPE_CHECKING:
     from minitri.loading.gguf.container import StoredTensor
