@@ -88,9 +88,12 @@ def exact_probs(model: Llama, sampling: SamplingParams) -> torch.Tensor:
 
 @torch.inference_mode()
 def count_texts(
-    target: Llama, draft: Llama | None, sampling: SamplingParams, speculation: SpeculationConfig,
+    target: Llama,
+    draft: Llama | None,
+    sampling: SamplingParams,
+    speculation: SpeculationConfig,
     num_seeds: int,
-) -> tuple[Tensor, list[Stats]]:  # fmt: skip
+) -> tuple[Tensor, list[Stats]]:
     """How often each text comes over seeds 0 .. num_seeds - 1, and the statistics of all runs.
 
     Counts are (V,) * NUM_TOKENS for each run of `ROWS` seeds. A session steps without a
@@ -202,9 +205,8 @@ def smallest_distance(probs: Tensor, num_seeds: int, power: float = 0.99) -> flo
     limit = next(x for x in itertools.count(freedom) if chi_square_tail(freedom, x) < FALSE_ALARM)
     z = float(torch.special.ndtri(torch.tensor(power)))
     shift = next(
-        s for s in itertools.count(1)
-        if freedom + s - z * math.sqrt(2 * freedom + 4 * s) > limit
-    )  # fmt: skip
+        s for s in itertools.count(1) if freedom + s - z * math.sqrt(2 * freedom + 4 * s) > limit
+    )
     return math.sqrt(shift / num_seeds) / 2
 
 

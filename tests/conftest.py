@@ -36,10 +36,17 @@ SENTENCES = [
     "    indented code:\n\tfor i in range(10):\n\t\tprint(i)\n",
 ]
 SHAPE = {
-    "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def byte_level_tokenizer() -> tokenizers.Tokenizer:
@@ -48,9 +55,11 @@ def byte_level_tokenizer() -> tokenizers.Tokenizer:
     pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     pipeline.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=310, special_tokens=["<unk>", "<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
-    )  # fmt: skip
+        vocab_size=310,
+        special_tokens=["<unk>", "<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     pipeline.train_from_iterator(SENTENCES, trainer)
     return pipeline
 
@@ -84,9 +93,15 @@ def edit_json(file: Path, **changes) -> None:
 
 def tiny_config(**changes) -> ModelConfig:
     values = {
-        "num_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4,
-        "num_kv_heads": 2, "head_dim": 8, "vocab_size": 64, "context_length": 256,
-    }  # fmt: skip
+        "num_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 64,
+        "context_length": 256,
+    }
     return ModelConfig(**{**values, **changes})
 
 

@@ -33,9 +33,15 @@ from tools.paper.baselines.policies import NAMES
 VOCAB = 320
 CONFIG = tiny_config(vocab_size=VOCAB, context_length=512)
 DRAFTERS = (
-    "ngram", "near copy", "the target itself", "unrelated", "larger vocabulary",
-    "smaller vocabulary", "trimmed head", "short context",
-)  # fmt: skip
+    "ngram",
+    "near copy",
+    "the target itself",
+    "unrelated",
+    "larger vocabulary",
+    "smaller vocabulary",
+    "trimmed head",
+    "short context",
+)
 ORDINARY_WINDOW = {"num_sink_tokens": 4, "num_recent_tokens": 252}
 
 
@@ -233,7 +239,7 @@ def cases(draw: st.DrawFn, *, coupled: bool = True) -> Case:
         **stops,
         plan_seed=draw(st.one_of(st.integers(0, 10**6), st.none())),
         row=draw(st.integers(0, num_rows - 1)),
-    )  # fmt: skip
+    )
 
 
 @functools.cache

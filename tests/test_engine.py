@@ -129,8 +129,15 @@ def test_events_come_in_order_and_count_right(engine):
     events = list(generation)
     prefill = [event for event in events if isinstance(event, PrefillProgress)]
     assert [(event.row, event.num_done) for event in prefill] == [
-        (0, 3), (1, 16), (1, 32), (1, 48), (1, 50), (2, 1), (3, 16), (3, 20)
-    ]  # fmt: skip
+        (0, 3),
+        (1, 16),
+        (1, 32),
+        (1, 48),
+        (1, 50),
+        (2, 1),
+        (3, 16),
+        (3, 20),
+    ]
     assert events[: len(prefill)] == prefill
     stats = generation.stats
     assert (stats.num_prompt_tokens, stats.num_prefilled_tokens) == (74, 74)
@@ -318,11 +325,22 @@ def test_a_budget_beyond_all_measure_is_clipped(engine, settings):
 
 @pytest.mark.parametrize(
     "bad",
-    [{"max_new_tokens": 0}, {"max_new_tokens": 8.0}, {"prefill_chunk": 0}, {"stop": ("",)},
-     {"max_new_tokens": True}, {"max_new_tokens": 2**31}, {"stop": 3}, {"stop": (3,)},
-     {"stop": {"END"}}, {"stop": ("\udcff",)}, {"ignore_eos": "yes"}, {"offload": 1},
-     {"on_chip": 1.5, "offload": True}],
-)  # fmt: skip
+    [
+        {"max_new_tokens": 0},
+        {"max_new_tokens": 8.0},
+        {"prefill_chunk": 0},
+        {"stop": ("",)},
+        {"max_new_tokens": True},
+        {"max_new_tokens": 2**31},
+        {"stop": 3},
+        {"stop": (3,)},
+        {"stop": {"END"}},
+        {"stop": ("\udcff",)},
+        {"ignore_eos": "yes"},
+        {"offload": 1},
+        {"on_chip": 1.5, "offload": True},
+    ],
+)
 def test_bad_limits_are_refused(bad):
     words = "whole number|it must be strings|a stop string|one of True, False|means nothing without"
     with pytest.raises(InputError, match=words):
@@ -336,15 +354,24 @@ def test_stop_strings_may_be_any_sequence_or_one_text(stop):
 
 @pytest.mark.parametrize(
     ("settings", "bad"),
-    [(SamplingParams, {"temperature": "1"}), (SamplingParams, {"temperature": True}),
-     (SamplingParams, {"temperature": float("nan")}), (SamplingParams, {"top_p": None}),
-     (SamplingParams, {"top_k": 1.5}), (SamplingParams, {"min_p": "0.1"}),
-     (SpeculationConfig, {"method": None}), (SpeculationConfig, {"gamma1": "2"}),
-     (SpeculationConfig, {"budget": "many"}), (SpeculationConfig, {"coupled": 1}),
-     (SpeculationConfig, {"rebuild_threshold": "0.9"}), (SpeculationConfig, {"gamma2": False}),
-     (SpeculationConfig, {"num_recent_tokens": 10**30}), (SpeculationConfig, {"policy": ["h2o"]}),
-     (SpeculationConfig, {"observation_window": 10**9})],
-)  # fmt: skip
+    [
+        (SamplingParams, {"temperature": "1"}),
+        (SamplingParams, {"temperature": True}),
+        (SamplingParams, {"temperature": float("nan")}),
+        (SamplingParams, {"top_p": None}),
+        (SamplingParams, {"top_k": 1.5}),
+        (SamplingParams, {"min_p": "0.1"}),
+        (SpeculationConfig, {"method": None}),
+        (SpeculationConfig, {"gamma1": "2"}),
+        (SpeculationConfig, {"budget": "many"}),
+        (SpeculationConfig, {"coupled": 1}),
+        (SpeculationConfig, {"rebuild_threshold": "0.9"}),
+        (SpeculationConfig, {"gamma2": False}),
+        (SpeculationConfig, {"num_recent_tokens": 10**30}),
+        (SpeculationConfig, {"policy": ["h2o"]}),
+        (SpeculationConfig, {"observation_window": 10**9}),
+    ],
+)
 def test_values_of_a_wrong_kind_are_refused_by_name(settings, bad):
     [(name, value)] = bad.items()
     with pytest.raises(InputError, match=name) as caught:
@@ -358,8 +385,16 @@ def test_settings_of_a_wrong_kind_are_refused(engine, bad):
         engine.generate(PROMPTS[0], **bad)
 
 
-@pytest.mark.parametrize("bad", [{"model": None}, {"draft": 3}, {"dtype": torch.float32},
-                                 {"device": Path("cpu")}, {"rope_scaling": 4}])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"model": None},
+        {"draft": 3},
+        {"dtype": torch.float32},
+        {"device": Path("cpu")},
+        {"rope_scaling": 4},
+    ],
+)
 def test_load_says_which_argument_is_no_text(folder, bad):
     [name] = bad
     with pytest.raises(InputError, match=f"^{name} is .*; it must be a text"):

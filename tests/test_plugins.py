@@ -164,12 +164,25 @@ def probs(*values: float, size: int = 320) -> torch.Tensor:
 @pytest.mark.parametrize(
     "answer",
     [
-        -1, 320, 2**70, "token", 1.5, [0.5, 0.5], torch.tensor(3), probs(1, size=321),
-        probs(1).unsqueeze(0), probs(0.5), probs(2), probs(1.5, -0.5), probs(float("nan")),
-        probs(float("inf")), ValueError("no idea"), AttributeError("a\nb"),
+        -1,
+        320,
+        2**70,
+        "token",
+        1.5,
+        [0.5, 0.5],
+        torch.tensor(3),
+        probs(1, size=321),
+        probs(1).unsqueeze(0),
+        probs(0.5),
+        probs(2),
+        probs(1.5, -0.5),
+        probs(float("nan")),
+        probs(float("inf")),
+        ValueError("no idea"),
+        AttributeError("a\nb"),
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_a_drafter_that_breaks_its_protocol_is_named_and_guesses_nothing(engine, answer):
     class Broken:
         def guess(self, tokens, row):

@@ -70,9 +70,13 @@ def for_examples(*strategies: st.SearchStrategy, share: float = 1.0):
         def test(group):
             test_group = hypothesis.seed(1_000_000 * FUZZ_SEED + group)(given(*strategies)(check))
             settings = hypothesis.settings(
-                database=None, deadline=None, max_examples=GROUP, report_multiple_bugs=False,
-                print_blob=False, suppress_health_check=list(HealthCheck),
-            )  # fmt: skip
+                database=None,
+                deadline=None,
+                max_examples=GROUP,
+                report_multiple_bugs=False,
+                print_blob=False,
+                suppress_health_check=list(HealthCheck),
+            )
             settings(test_group)()
 
         test.__doc__ = check.__doc__
@@ -340,9 +344,11 @@ def check_support(engine: Engine, case: Case, output: Output) -> None:
 
 
 @for_examples(
-    st.text("ab", max_size=12), st.lists(st.text("abc", min_size=1, max_size=4), max_size=4),
-    st.lists(st.integers(0, 12)), share=5,
-)  # fmt: skip
+    st.text("ab", max_size=12),
+    st.lists(st.text("abc", min_size=1, max_size=4), max_size=4),
+    st.lists(st.integers(0, 12)),
+    share=5,
+)
 def test_a_stop_string_ends_a_text_at_the_same_place_however_it_is_cut(text, stops, borders):
     scanner, shown = StopScanner(stops), ""
     places = sorted({0, *borders, len(text)})

@@ -28,11 +28,25 @@ YARN4 = {
 
 def ours(prompt_file, capsys, num_prompt: int, *flags: str) -> dict:
     with pytest.raises(SystemExit) as ended:
-        main([
-            "--model", "smollm2-135m", "--prompt-file", str(prompt_file), "--json", "--quiet",
-            "--max-prompt-tokens", str(num_prompt), "--max-new-tokens", "32",
-            "--temperature", "0", "--dtype", "float32", *flags,
-        ])  # fmt: skip
+        main(
+            [
+                "--model",
+                "smollm2-135m",
+                "--prompt-file",
+                str(prompt_file),
+                "--json",
+                "--quiet",
+                "--max-prompt-tokens",
+                str(num_prompt),
+                "--max-new-tokens",
+                "32",
+                "--temperature",
+                "0",
+                "--dtype",
+                "float32",
+                *flags,
+            ]
+        )
     assert ended.value.code == 0
     return json.loads(capsys.readouterr().out)
 
@@ -80,12 +94,35 @@ def test_every_method_gives_the_autoregressive_tokens(real_weights, capsys, draf
     """Greedy and seed-coupled, with a budget far below the prompt, so that every level accepts and
     rejects."""
     with pytest.raises(SystemExit) as ended:
-        selftest.main([
-            "--model", "smollm2-135m", "--dtype", "float32", "--draft", draft, "--quiet",
-            "--max-prompt-tokens", "700", "--max-new-tokens", "48", "--budget", "256",
-            "--rebuild-stride", "16", "--num-samples", "0", "--method", "auto", "--method", "naive",
-            "--method", "retrieval", "--method", "triforce",
-        ])  # fmt: skip
+        selftest.main(
+            [
+                "--model",
+                "smollm2-135m",
+                "--dtype",
+                "float32",
+                "--draft",
+                draft,
+                "--quiet",
+                "--max-prompt-tokens",
+                "700",
+                "--max-new-tokens",
+                "48",
+                "--budget",
+                "256",
+                "--rebuild-stride",
+                "16",
+                "--num-samples",
+                "0",
+                "--method",
+                "auto",
+                "--method",
+                "naive",
+                "--method",
+                "retrieval",
+                "--method",
+                "triforce",
+            ]
+        )
     assert ended.value.code == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["num_equal"] == 8
 

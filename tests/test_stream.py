@@ -46,9 +46,12 @@ def texts(run) -> list[tuple[int, ...]]:
 
 def alone(engine, request: Request, speculation: SpeculationConfig) -> tuple[int, ...]:
     completion = engine.complete(
-        request.prompt, sampling=request.sampling, generation=request.generation,
-        speculation=speculation, seed=request.seed,
-    )  # fmt: skip
+        request.prompt,
+        sampling=request.sampling,
+        generation=request.generation,
+        speculation=speculation,
+        seed=request.seed,
+    )
     return completion.token_ids
 
 
@@ -58,9 +61,11 @@ def alone(engine, request: Request, speculation: SpeculationConfig) -> tuple[int
 def test_every_request_gets_what_it_gets_alone(engine, method, coupled, batch_size):
     speculation, wanted = settings_of(method, coupled=coupled), requests(engine)
     run = engine.stream(
-        wanted, batch_size=batch_size, speculation=speculation,
+        wanted,
+        batch_size=batch_size,
+        speculation=speculation,
         generation=GenerationConfig(prefill_chunk=16),
-    )  # fmt: skip
+    )
     assert texts(run) == [alone(engine, request, speculation) for request in wanted]
 
 
@@ -78,9 +83,11 @@ def test_a_request_that_ends_makes_room_for_the_next_at_once(engine):
     wanted = [Request(prompt[:5], generation=g) for g in (short, long)]
     wanted.append(Request(prompt, generation=short))
     run = engine.stream(
-        wanted, batch_size=2, speculation=settings_of("autoregressive"),
+        wanted,
+        batch_size=2,
+        speculation=settings_of("autoregressive"),
         generation=GenerationConfig(prefill_chunk=10),
-    )  # fmt: skip
+    )
     events = list(run)
     order = [(type(event).__name__, event.row) for event in events if event.row]
     first = order.index(("PrefillProgress", 2))

@@ -160,9 +160,13 @@ def label(
 
 @torch.inference_mode()
 def continue_texts(
-    model: Llama, beginnings: Iterator[list[int]], num_batches: int, store: LabelStore, seed: int,
+    model: Llama,
+    beginnings: Iterator[list[int]],
+    num_batches: int,
+    store: LabelStore,
+    seed: int,
     done: Callable[[int], None],
-) -> None:  # fmt: skip
+) -> None:
     """Adds batches of sequences that the target has written itself, EOS tokens included."""
     cache = FullCache.allocate(model.config, BATCH, W, dtype=model.dtype, device=model.device)
     num_kinds = len(TEMPERATURES)

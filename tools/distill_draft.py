@@ -86,20 +86,30 @@ def build_parser() -> OneLineParser:
     parser, shown = OneLineParser(description=__doc__), "(default: %(default)s)"
     add_model_flags(parser)
     parser.add_argument(
-        "--text", action="append", required=True, type=Path, metavar="FILE",
+        "--text",
+        action="append",
+        required=True,
+        type=Path,
+        metavar="FILE",
         help="UTF-8 text to learn from; may be given several times",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--held-out", action="append", required=True, type=Path, metavar="FILE",
+        "--held-out",
+        action="append",
+        required=True,
+        type=Path,
+        metavar="FILE",
         help="UTF-8 text that is only for measuring; may be given several times",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--out", required=True, type=Path, metavar="DIR", help="the drafter's folder"
     )
     parser.add_argument(
-        "--layers", default="auto", metavar="I,J,...",
+        "--layers",
+        default="auto",
+        metavar="I,J,...",
         help="layers of the target to start from (default: the first two and the last)",
-    )  # fmt: skip
+    )
     numbers = (
         ("head_tokens", 8192, "tokens that the drafter can say"),
         ("text_tokens", 1_000_000, "tokens of the texts that the target labels, at most"),
@@ -130,11 +140,14 @@ def make_labels(engine: Engine, args: argparse.Namespace) -> tuple[LabelStore, l
         name: str, files: list[str], texts: list[list[int]], num_text: int, num_own: int
     ) -> LabelStore:
         meta = {
-            "model": engine.config.name, "dtype": str(engine.model.dtype),
-            "rope": engine.config.rope.describe(), "files": files,
-            "texts": hashlib.sha256(repr(texts).encode()).hexdigest(), "seed": args.seed,
+            "model": engine.config.name,
+            "dtype": str(engine.model.dtype),
+            "rope": engine.config.rope.describe(),
+            "files": files,
+            "texts": hashlib.sha256(repr(texts).encode()).hexdigest(),
+            "seed": args.seed,
             "num_text": num_text,
-        }  # fmt: skip
+        }
         store = LabelStore(args.out / "labels" / name, meta)
         sequences = sequences_of(texts, engine.tokenizer.bos_token_id, args.seed)
         chosen = sequences[: num_text // W]
@@ -228,16 +241,25 @@ def write_drafter(draft: Llama, folder: Path) -> None:
     """An ordinary checkpoint folder, bfloat16, for `--draft`."""
     config = draft.config
     described = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "draft_of": config.draft_of,
-        "head_size": config.head_size, "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim, "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.context_length, "rope_theta": config.rope.theta,
-        "rms_norm_eps": config.rms_norm_eps, "tie_word_embeddings": False,
-        "attention_bias": config.attention_bias, "bos_token_id": config.bos_token_id,
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "draft_of": config.draft_of,
+        "head_size": config.head_size,
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.context_length,
+        "rope_theta": config.rope.theta,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": False,
+        "attention_bias": config.attention_bias,
+        "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids),
-    }  # fmt: skip
+    }
     (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
     tensors = {
         name: view.detach()
@@ -384,9 +406,13 @@ def train(
     bf16 = torch.autocast(draft.device.type, torch.bfloat16)
     try:
         with tqdm(
-            total=num_steps * tokens_per_step, initial=step * tokens_per_step, desc="training",
-            unit=" tokens", disable=args.quiet, mininterval=5,
-        ) as bar:  # fmt: skip
+            total=num_steps * tokens_per_step,
+            initial=step * tokens_per_step,
+            desc="training",
+            unit=" tokens",
+            disable=args.quiet,
+            mininterval=5,
+        ) as bar:
             while step < num_steps:
                 if step % max(1, num_steps // 12) == 0:
                     show(losses)

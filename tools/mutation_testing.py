@@ -45,33 +45,68 @@ FILES += [
 ]
 
 SUITE = [
-    "test_runner.py", "decoding/test_noise.py", "decoding/test_random_source.py",
+    "test_runner.py",
+    "decoding/test_noise.py",
+    "decoding/test_random_source.py",
     "decoding/test_enumeration.py",
-    "caches/test_chunk_scores.py", "decoding/test_stops_in_blocks.py", "model/test_full_cache.py",
-    "decoding/test_switching_plans.py", "caches/test_caches_after_steps.py",
-    "caches/test_streaming_cache.py", "caches/test_retrieval_cache.py", "decoding/test_sampling.py",
+    "caches/test_chunk_scores.py",
+    "decoding/test_stops_in_blocks.py",
+    "model/test_full_cache.py",
+    "decoding/test_switching_plans.py",
+    "caches/test_caches_after_steps.py",
+    "caches/test_streaming_cache.py",
+    "caches/test_retrieval_cache.py",
+    "decoding/test_sampling.py",
     "decoding/test_equality.py",
-]  # fmt: skip
+]
 """Tests of exactness, quick ones first."""
 SLOW = "not far_beyond and not 4-2-2 and not greedy and not ngram-coupled and not itself-coupled"
 """What is left out of them: the longest runs of claims that shorter ones make, too."""
 FIRST = {
-    "sampling": "decoding/test_sampling.py", "stopping": "test_engine.py",
-    "full": "model/test_full_cache.py", "policies": "caches/test_retrieval_cache.py",
-    "retrieval": "caches/test_retrieval_cache.py", "streaming": "caches/test_streaming_cache.py",
+    "sampling": "decoding/test_sampling.py",
+    "stopping": "test_engine.py",
+    "full": "model/test_full_cache.py",
+    "policies": "caches/test_retrieval_cache.py",
+    "retrieval": "caches/test_retrieval_cache.py",
+    "streaming": "caches/test_streaming_cache.py",
     "memory": "gpu_twins/test_session_pool.py",
-}  # fmt: skip
+}
 """The tests that know a file best."""
 
 OPERATORS = {
-    "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is not": "is",
-    "is": "is not", "not in": "in", "in": "not in", "+": "-", "-": "+", "*": "+", "/": "*",
-    "//": "*", "%": "+", "**": "*", "and": "or", "or": "and", "|": "&", "&": "|",
-}  # fmt: skip
+    "<": "<=",
+    "<=": "<",
+    ">": ">=",
+    ">=": ">",
+    "==": "!=",
+    "!=": "==",
+    "is not": "is",
+    "is": "is not",
+    "not in": "in",
+    "in": "not in",
+    "+": "-",
+    "-": "+",
+    "*": "+",
+    "/": "*",
+    "//": "*",
+    "%": "+",
+    "**": "*",
+    "and": "or",
+    "or": "and",
+    "|": "&",
+    "&": "|",
+}
 NAMES = {
-    "min": "max", "max": "min", "any": "all", "all": "any", "clamp_min": "clamp_max",
-    "clamp_max": "clamp_min", "amax": "amin", "cumprod": "cumsum", "zeros": "ones",
-}  # fmt: skip
+    "min": "max",
+    "max": "min",
+    "any": "all",
+    "all": "any",
+    "clamp_min": "clamp_max",
+    "clamp_max": "clamp_min",
+    "amax": "amin",
+    "cumprod": "cumsum",
+    "zeros": "ones",
+}
 DROPPED_CALLS = ("clone", "clamp_min", "clamp_max", "clamp_", "double", "float", "flip")
 MEASURED = re.compile(r"perf_counter|stats|seconds|num_bytes|assert|raise|log\.|Error")
 """Lines that only measure or complain are left as they are."""

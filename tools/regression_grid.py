@@ -65,17 +65,36 @@ MACHINE = ("processor", "isa", "capability", "torch", "python")
 """Parts of the header on which the last bits, or the prompts, may depend."""
 
 TINY: Settings = {
-    "model": "gqa", "draft": "near", "dtype": "float32", "prompts": "tokens-150", "seed": 7,
-    "method": "triforce", "gamma1": 2, "gamma2": 4, "budget": 64, "num_recent_tokens": 24,
-    "rebuild_stride": 16, "temperature": 0.8, "max_new_tokens": 32, "ignore_eos": True,
-}  # fmt: skip
+    "model": "gqa",
+    "draft": "near",
+    "dtype": "float32",
+    "prompts": "tokens-150",
+    "seed": 7,
+    "method": "triforce",
+    "gamma1": 2,
+    "gamma2": 4,
+    "budget": 64,
+    "num_recent_tokens": 24,
+    "rebuild_stride": 16,
+    "temperature": 0.8,
+    "max_new_tokens": 32,
+    "ignore_eos": True,
+}
 RAGGED: Settings = {**TINY, "prompts": "ragged"}
 TREE: Settings = {**RAGGED, "gamma1": None, "gamma2": 3}
 LONG: Settings = {**TINY, "model": "mha", "prompts": "long", "budget": None, "max_new_tokens": 64}
 REAL: Settings = {
-    "model": "smollm2-135m", "draft": "auto", "prompts": "topics", "seed": 7, "method": "triforce",
-    "gamma1": 2, "gamma2": 6, "temperature": 0.8, "max_new_tokens": 32, "rebuild_stride": 16,
-}  # fmt: skip
+    "model": "smollm2-135m",
+    "draft": "auto",
+    "prompts": "topics",
+    "seed": 7,
+    "method": "triforce",
+    "gamma1": 2,
+    "gamma2": 6,
+    "temperature": 0.8,
+    "max_new_tokens": 32,
+    "rebuild_stride": 16,
+}
 SERVER: Settings = {**TINY, "prompts": "strings", "run": "server"}
 GREEDY: Axis = {"greedy": {"temperature": 0.0}}
 SAMPLED: Axis = {"sampled": {}}
@@ -83,9 +102,11 @@ COUPLED: Axis = {"coupled": {"coupled": True}}
 OPEN: Axis = {"open": {"gamma1": None, "gamma2": None}}
 AUTO: Axis = {"auto": {"method": "auto", "gamma1": None, "gamma2": None}}
 FILTERS: Axis = {
-    "top-k": {"top_k": 5}, "top-p": {"top_p": 0.7}, "min-p": {"min_p": 0.1},
+    "top-k": {"top_k": 5},
+    "top-p": {"top_p": 0.7},
+    "min-p": {"min_p": 0.1},
     "all": {"temperature": 1.2, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
-}  # fmt: skip
+}
 ENDS: Axis = {
     "eos": {"ignore_eos": False, "max_new_tokens": 64},
     "stop": {"stop": ("e", "th", "A", "7", ")", " "), "max_new_tokens": 64},
@@ -116,58 +137,79 @@ def all_cases() -> dict[str, Settings]:
     dtypes, near = f32 | bf16, over("draft", "near")
     drafts = over("draft", "unrelated", "small-vocab", "trimmed", "ngram")
     policies = over("policy", "streaming", "topk", "h2o")
-    return functools.reduce(operator.or_, (
-        cross("core", TINY, over("model", "gqa", "mha"), dtypes, methods, samplers),
-        cross("ragged", RAGGED, dtypes, methods, samplers),
-        cross("policy", TINY, f32, policies, cached, GREEDY | SAMPLED),
-        cross("policy", RAGGED, bf16, policies, cached, SAMPLED),
-        cross("draft", TINY, drafts, f32, drafted, samplers),
-        cross("draft", RAGGED, drafts, bf16, triforce, SAMPLED),
-        cross("auto", TINY, near | ngram, dtypes, AUTO, samplers),
-        cross("auto", RAGGED, near, dtypes, over("prompts", "ragged"), AUTO, SAMPLED),
-        cross("auto", TINY, near | ngram, f32, naive | cached, OPEN, SAMPLED),
-        cross("auto", TINY, near, f32, naive | cached, OPEN, GREEDY | COUPLED),
-        cross("open-budget", LONG, near | ngram, dtypes, AUTO, SAMPLED),
-        cross("default-budget", LONG, dtypes, triforce, SAMPLED),
-        cross("gamma", TINY, naive, over("gamma1", 1, 5, 64), SAMPLED),
-        cross("gamma", TINY, retrieval, over("gamma2", 1, 16, 64), SAMPLED),
-        cross("gamma", RAGGED, triforce, over("gamma1", 1, 5), over("gamma2", 1, 16), SAMPLED),
-        cross("cache", TINY, over("budget", 32, 96), over("chunk_size", 1, 4, 32), SAMPLED),
-        cross("cache", TINY, over("rebuild_stride", 4, 999), over("rebuild_threshold", 0, 0.9)),
-        cross("cache", RAGGED, over("budget", 16, 256) | over("num_sink_tokens", 0, 9), SAMPLED),
-        cross("cache", RAGGED, over("observation_window", 1, 64) | over("num_recent_tokens", 1)),
-        cross("filter", TINY, FILTERS, drafted, SAMPLED | COUPLED),
-        cross("end", RAGGED, ENDS, methods, samplers),
-        cross("prompt", TINY, over("prompts", "tokens-1", "strings"), cached, SAMPLED),
-        cross("prompt", TINY, over("prefill_chunk", 1, 7, 64), over("policy", "retrieval", "h2o")),
-        cross("rope", TINY, over("rope_scaling", "linear:2", "llama3:4", "yarn:4"), SAMPLED),
-        cross("seed", RAGGED, over("seed", 0, (3, 1, 4)), triforce, SAMPLED | COUPLED),
-        cross("stream", RAGGED, over("run", "stream"), dtypes, methods, samplers),
-        cross("reuse", RAGGED, over("run", "again", "snapshot"), dtypes, cached, samplers),
-        cross("logprobs", RAGGED, over("logprobs", 0, 3), dtypes, methods, SAMPLED),
-        cross("tree", TREE, over("tree", "4x2"), f32, naive | triforce, samplers),
-        cross("server", SERVER, over("method", "autoregressive", "triforce"), SAMPLED | GREEDY),
-        cross("real", REAL, f32, methods, GREEDY),
-        cross("real", REAL, bf16, methods, SAMPLED),
-        cross("real", REAL, f32, triforce, SAMPLED | COUPLED),
-        cross("real", REAL, bf16, triforce, GREEDY | COUPLED),
-        cross("real", REAL, dtypes, AUTO, GREEDY | SAMPLED),
-        cross("real", REAL, bf16, AUTO, COUPLED),
-        cross("real", REAL, ngram, bf16, drafted | AUTO, SAMPLED),
-        cross("real", REAL, bf16, over("policy", "h2o"), over("stop", ("\n\n", "the")), SAMPLED),
-    ))  # fmt: skip
+    return functools.reduce(
+        operator.or_,
+        (
+            cross("core", TINY, over("model", "gqa", "mha"), dtypes, methods, samplers),
+            cross("ragged", RAGGED, dtypes, methods, samplers),
+            cross("policy", TINY, f32, policies, cached, GREEDY | SAMPLED),
+            cross("policy", RAGGED, bf16, policies, cached, SAMPLED),
+            cross("draft", TINY, drafts, f32, drafted, samplers),
+            cross("draft", RAGGED, drafts, bf16, triforce, SAMPLED),
+            cross("auto", TINY, near | ngram, dtypes, AUTO, samplers),
+            cross("auto", RAGGED, near, dtypes, over("prompts", "ragged"), AUTO, SAMPLED),
+            cross("auto", TINY, near | ngram, f32, naive | cached, OPEN, SAMPLED),
+            cross("auto", TINY, near, f32, naive | cached, OPEN, GREEDY | COUPLED),
+            cross("open-budget", LONG, near | ngram, dtypes, AUTO, SAMPLED),
+            cross("default-budget", LONG, dtypes, triforce, SAMPLED),
+            cross("gamma", TINY, naive, over("gamma1", 1, 5, 64), SAMPLED),
+            cross("gamma", TINY, retrieval, over("gamma2", 1, 16, 64), SAMPLED),
+            cross("gamma", RAGGED, triforce, over("gamma1", 1, 5), over("gamma2", 1, 16), SAMPLED),
+            cross("cache", TINY, over("budget", 32, 96), over("chunk_size", 1, 4, 32), SAMPLED),
+            cross("cache", TINY, over("rebuild_stride", 4, 999), over("rebuild_threshold", 0, 0.9)),
+            cross(
+                "cache", RAGGED, over("budget", 16, 256) | over("num_sink_tokens", 0, 9), SAMPLED
+            ),
+            cross(
+                "cache", RAGGED, over("observation_window", 1, 64) | over("num_recent_tokens", 1)
+            ),
+            cross("filter", TINY, FILTERS, drafted, SAMPLED | COUPLED),
+            cross("end", RAGGED, ENDS, methods, samplers),
+            cross("prompt", TINY, over("prompts", "tokens-1", "strings"), cached, SAMPLED),
+            cross(
+                "prompt", TINY, over("prefill_chunk", 1, 7, 64), over("policy", "retrieval", "h2o")
+            ),
+            cross("rope", TINY, over("rope_scaling", "linear:2", "llama3:4", "yarn:4"), SAMPLED),
+            cross("seed", RAGGED, over("seed", 0, (3, 1, 4)), triforce, SAMPLED | COUPLED),
+            cross("stream", RAGGED, over("run", "stream"), dtypes, methods, samplers),
+            cross("reuse", RAGGED, over("run", "again", "snapshot"), dtypes, cached, samplers),
+            cross("logprobs", RAGGED, over("logprobs", 0, 3), dtypes, methods, SAMPLED),
+            cross("tree", TREE, over("tree", "4x2"), f32, naive | triforce, samplers),
+            cross("server", SERVER, over("method", "autoregressive", "triforce"), SAMPLED | GREEDY),
+            cross("real", REAL, f32, methods, GREEDY),
+            cross("real", REAL, bf16, methods, SAMPLED),
+            cross("real", REAL, f32, triforce, SAMPLED | COUPLED),
+            cross("real", REAL, bf16, triforce, GREEDY | COUPLED),
+            cross("real", REAL, dtypes, AUTO, GREEDY | SAMPLED),
+            cross("real", REAL, bf16, AUTO, COUPLED),
+            cross("real", REAL, ngram, bf16, drafted | AUTO, SAMPLED),
+            cross(
+                "real", REAL, bf16, over("policy", "h2o"), over("stop", ("\n\n", "the")), SAMPLED
+            ),
+        ),
+    )
 
 
 CONFIG: dict[str, Any] = {
-    "model_type": "llama", "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320, "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 2048, "tie_word_embeddings": True, "bos_token_id": 1,
+    "model_type": "llama",
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
     "eos_token_id": [2, 50, 99, 150, 200, 240, 280, 300],
-}  # fmt: skip
+}
 UNTIED: dict[str, Any] = {
-    "num_key_value_heads": 4, "tie_word_embeddings": False, "attention_bias": True,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "attention_bias": True,
     "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
-}  # fmt: skip
+}
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 WEIGHTS = "model.safetensors"
@@ -190,12 +232,16 @@ def random_weights(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
     rows = {
-        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner), "input_layernorm": (hidden,),
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,),
         "post_attention_layernorm": (hidden,),
-    }  # fmt: skip
+    }
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config["vocab_size"], hidden)}
     if not config["tie_word_embeddings"]:
         shapes[HEAD] = shapes[EMBEDDING]
@@ -298,8 +344,10 @@ def engine_for(
     return minitri.load(
         str(folder / model / "target") if is_tiny else model,
         draft=str(folder / model / draft) if is_tiny and draft != "ngram" else draft,
-        dtype=dtype, device="cpu", rope_scaling=rope_scaling,
-    )  # fmt: skip
+        dtype=dtype,
+        device="cpu",
+        rope_scaling=rope_scaling,
+    )
 
 
 def follows_clock(settings: Settings) -> bool:
@@ -540,8 +588,9 @@ def record_revision(revision: str, flags: list[str]) -> dict[str, Any]:
             subprocess.run(
                 [sys.executable, str(script), "--record", str(file), *flags],
                 env={**os.environ, "PYTHONPATH": str(tree), "MINITRI_WEIGHTS": weights},
-                cwd=tree, check=True,
-            )  # fmt: skip
+                cwd=tree,
+                check=True,
+            )
             return read_record(file)
         except subprocess.CalledProcessError:
             raise minitri.InputError(f"the grid of {revision} failed; see above") from None
@@ -566,22 +615,26 @@ class OneLineParser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="examples:\n"
         "  python tools/regression_grid.py --record before.json\n"
         "  python tools/regression_grid.py --check before.json --only triforce --skip-real\n"
         "  python tools/regression_grid.py --against main~1 --only core/",
-    )  # fmt: skip
+    )
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--record", type=Path, metavar="FILE", help="run the grid, write FILE (JSON)")
     task.add_argument(
-        "--check", type=Path, metavar="FILE",
+        "--check",
+        type=Path,
+        metavar="FILE",
         help="run the grid, print what differs from FILE; exit code 1 if anything does",
-    )  # fmt: skip
+    )
     task.add_argument(
-        "--against", metavar="REVISION",
+        "--against",
+        metavar="REVISION",
         help="like --check with what a git revision such as HEAD~1 does, run in a worktree",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--only", default="", metavar="SUBSTRING", help="only cases with it in their name"
     )

@@ -27,9 +27,14 @@ class FullCache:
 
     @classmethod
     def allocate(
-        cls, config: ModelConfig, batch_size: int, capacity: int,
-        *, dtype: torch.dtype, device: torch.device,
-    ) -> "FullCache":  # fmt: skip
+        cls,
+        config: ModelConfig,
+        batch_size: int,
+        capacity: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "FullCache":
         """An empty cache of `batch_size` rows with room for at least `capacity` tokens each."""
         slots = round_up_to_stride(capacity)
         shape = (config.num_layers, batch_size, config.num_kv_heads, slots, config.head_dim)

@@ -48,9 +48,15 @@ class StreamingCache:
     """Sinks and recent tokens of B rows: raw keys, rotated keys and values."""
 
     def __init__(
-        self, config: ModelConfig, rope: Rope, batch_size: int, speculation: SpeculationConfig,
-        *, dtype: torch.dtype, device: torch.device,
-    ) -> None:  # fmt: skip
+        self,
+        config: ModelConfig,
+        rope: Rope,
+        batch_size: int,
+        speculation: SpeculationConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.num_sink_tokens = speculation.num_sink_tokens
         self.num_recent_tokens = speculation.num_recent_tokens
         self._rope = rope

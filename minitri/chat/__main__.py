@@ -33,13 +33,15 @@ log = logging.getLogger("minitri")
 TALK_TOKENS = 4096
 """Room for questions and answers behind the documents, before more memory is taken."""
 HELP = {
-    "/help": "this list", "/stats": "what the last answer took",
+    "/help": "this list",
+    "/stats": "what the last answer took",
     "/reset": "forget questions and answers, keep the documents",
     "/save FILE": "write the conversation and its KV cache to FILE",
     "/load FILE": "go on with the conversation in FILE",
     "/color": "color tokens by who guessed them, or stop it",
-    "/temperature T": "0 is greedy, 1 the model's own distribution", "/quit": "leave",
-}  # fmt: skip
+    "/temperature T": "0 is greedy, 1 the model's own distribution",
+    "/quit": "leave",
+}
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -49,10 +51,10 @@ def build_parser() -> arguments.OneLineParser:
         "--document novel.txt",
         "--document a.txt --document b.txt --system 'Answer in one sentence.' --temperature 0.6",
         "--load monday.kv",
-        description="Answers questions, about documents that are read once. " + "; ".join(
-            f"{command}: {text}" for command, text in HELP.items()
-        ).replace("%", "%%") + ". Ctrl-C stops an answer, Ctrl-D leaves.",
-    )  # fmt: skip
+        description="Answers questions, about documents that are read once. "
+        + "; ".join(f"{command}: {text}" for command, text in HELP.items()).replace("%", "%%")
+        + ". Ctrl-C stops an answer, Ctrl-D leaves.",
+    )
     arguments.add_model_flags(parser)
     text = "a UTF-8 text to ask about; may be given several times"
     parser.add_argument("--document", action="append", metavar="FILE", default=[], help=text)
@@ -76,9 +78,13 @@ class Chat:
     """A conversation with an engine, at a terminal."""
 
     def __init__(
-        self, engine: Engine, args: argparse.Namespace, sampling: SamplingParams,
-        speculation: SpeculationConfig, documents: list[str],
-    ) -> None:  # fmt: skip
+        self,
+        engine: Engine,
+        args: argparse.Namespace,
+        sampling: SamplingParams,
+        speculation: SpeculationConfig,
+        documents: list[str],
+    ) -> None:
         self._engine, self._args = engine, args
         self._sampling, self._speculation = sampling, speculation
         self._seed = seed_of(args, speculation)
@@ -147,13 +153,19 @@ class Chat:
         most = self._engine.config.context_length
         reserve = min(most, len(self._talk.beginning) + TALK_TOKENS)
         generation = arguments.taken(
-            GenerationConfig, self._args, max_new_tokens=num_new, stop=self._talk.stops,
+            GenerationConfig,
+            self._args,
+            max_new_tokens=num_new,
+            stop=self._talk.stops,
             reserve=reserve,
-        )  # fmt: skip
+        )
         return self._engine.generate(
-            prompt, sampling=self._sampling, generation=generation, speculation=self._speculation,
+            prompt,
+            sampling=self._sampling,
+            generation=generation,
+            speculation=self._speculation,
             seed=self._seed,
-        )  # fmt: skip
+        )
 
     def _read_documents(self) -> None:
         """Reads what stands before the first question; Ctrl-C leaves the rest for later."""
@@ -165,9 +177,10 @@ class Chat:
         stats = run.stats
         log.info(
             "%d tokens of documents, read in %.1f s; room for %d tokens of questions and answers",
-            len(beginning), stats.prefill_seconds,
+            len(beginning),
+            stats.prefill_seconds,
             self._engine.config.context_length - len(beginning),
-        )  # fmt: skip
+        )
 
     def _stats(self) -> None:
         if self._last is None:

@@ -31,9 +31,13 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def attend_cpu(
-    q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, prefix_lengths: list[int],
-    rule_TT: Tensor | None = None, lengths_B: Tensor | None = None,  # noqa: ARG001 (the contract's)
-) -> Tensor:  # fmt: skip
+    q_BTHD: Tensor,
+    keys_BKSD: Tensor,
+    values_BKSD: Tensor,
+    prefix_lengths: list[int],
+    rule_TT: Tensor | None = None,
+    lengths_B: Tensor | None = None,  # noqa: ARG001 (the contract's)
+) -> Tensor:
     """Attention of a block on a CPU; the contract is `model.attention.Attend`.
 
     Rows of equal length are computed as one row with B times as many KV heads.
@@ -73,9 +77,14 @@ def flash_windows(
 
 
 def _bias(
-    T: int, G: int, pieces: int, width: int, apart: int, dtype: torch.dtype,
+    T: int,
+    G: int,
+    pieces: int,
+    width: int,
+    apart: int,
+    dtype: torch.dtype,
     rule_TT: Tensor | None = None,
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """What `flash_windows` adds to the scores of every KV head, (1, P, R, width), or None.
 
     Minus infinity in the last window where the rule forbids, in the others where the next begins.

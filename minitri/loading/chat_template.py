@@ -110,8 +110,17 @@ def explained(what: str) -> Iterator[None]:
     """Turns what a template may raise into an `InputError`."""
     try:
         yield
-    except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError,
-            RecursionError, MemoryError, SyntaxError) as error:  # fmt: skip
+    except (
+        TemplateError,
+        ArithmeticError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RecursionError,
+        MemoryError,
+        SyntaxError,
+    ) as error:
         problem = shorten(error or type(error).__name__, 200)
         raise InputError(f"the model's chat template {what}: {problem}; {ADVICE}") from None
 

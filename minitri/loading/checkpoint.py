@@ -53,10 +53,17 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def load_model(
-    checkpoint: Checkpoint, config: ModelConfig, *, dtype: torch.dtype, device: torch.device,
-    attend: Attend = attend_math, target: Llama | None = None, native: bool = False,
-    progress: bool = False, ranks: Ranks = Ranks(),  # noqa: B008
-) -> Llama:  # fmt: skip
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    attend: Attend = attend_math,
+    target: Llama | None = None,
+    native: bool = False,
+    progress: bool = False,
+    ranks: Ranks = Ranks(),  # noqa: B008
+) -> Llama:
     """A model that is ready to run.
 
     `target` lends its embedding table to a drafter that has none; it has the same dtype and device.

@@ -139,9 +139,11 @@ def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False
     try:
         for weights in ("*.safetensors", "*.bin"):
             snapshot = snapshot_download(
-                repo, allow_patterns=[*_HUB_SMALL_FILES, weights], ignore_patterns=_HUB_IGNORED,
+                repo,
+                allow_patterns=[*_HUB_SMALL_FILES, weights],
+                ignore_patterns=_HUB_IGNORED,
                 local_files_only=local_only,
-            )  # fmt: skip
+            )
             folder = Path(snapshot)
             if (folder / "config.json").exists() and any(folder.glob(weights)):
                 with suppress(InputError):  # an interrupted download leaves shards out

@@ -15,8 +15,13 @@ from minitri.settings import SamplingParams
 log = logging.getLogger("minitri")
 
 _ROPE_NUMBERS = (
-    "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor",
-)  # fmt: skip
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+)
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -223,9 +228,12 @@ def printable(text: object, limit: int = 200) -> str:
 
 @contextmanager
 def explain(
-    problem: str, *errors: type[Exception], advice: str = "download it again", limit: int = 200,
+    problem: str,
+    *errors: type[Exception],
+    advice: str = "download it again",
+    limit: int = 200,
     with_type: bool = False,
-) -> Iterator[None]:  # fmt: skip
+) -> Iterator[None]:
     """Turns any of these errors into `problem (what the error says); advice`."""
     try:
         yield

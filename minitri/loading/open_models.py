@@ -39,10 +39,17 @@ class OpenModel:
     """Finds or fetches the files of a model, and reads all but the weights."""
 
     def __init__(
-        self, name: str, *, dtype: torch.dtype, device: torch.device, attention: str = "auto",
-        rope_scaling: str | None = None, weights: str = "auto", progress: bool = False,
+        self,
+        name: str,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        attention: str = "auto",
+        rope_scaling: str | None = None,
+        weights: str = "auto",
+        progress: bool = False,
         ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The arguments are those of `minitri.load`. Raises `InputError`."""
         self._ranks = ranks
         located = ranks.ask_first(lambda: locate(name, progress=progress))
@@ -66,17 +73,27 @@ class OpenModel:
         """Reads the weights. `target` lends its embedding table to a drafter that has none."""
         config = self.config
         model = load_model(
-            self._checkpoint, config, dtype=self._dtype, device=self._device,
-            attend=self._attend, target=target, native=self._native, progress=self._progress,
+            self._checkpoint,
+            config,
+            dtype=self._dtype,
+            device=self._device,
+            attend=self._attend,
+            target=target,
+            native=self._native,
+            progress=self._progress,
             ranks=self._ranks if target is None else Ranks(),  # drafters are whole on every rank
-        )  # fmt: skip
+        )
         if isinstance(model, SplitLlama):
             model.add_up()
         log.info(
             "%s on %s, %s, attention %s, context %d tokens, RoPE %s",
-            config.name, self._device, str(self._dtype).removeprefix("torch."),
-            attention_name(self._attend), config.context_length, config.rope.describe(),
-        )  # fmt: skip
+            config.name,
+            self._device,
+            str(self._dtype).removeprefix("torch."),
+            attention_name(self._attend),
+            config.context_length,
+            config.rope.describe(),
+        )
         return model
 
 

@@ -62,9 +62,12 @@ def forward_block(
 
 
 def make_block(
-    model: Llama, blocks: list[list[int]], cache: Cache, size: int,
+    model: Llama,
+    blocks: list[list[int]],
+    cache: Cache,
+    size: int,
     depths_T: Tensor | None = None,
-) -> Block:  # fmt: skip
+) -> Block:
     """The blocks, padded to `size` tokens, behind what the cache holds; sent in one transfer.
 
     `depths_T` are the places of a tree's tokens in the text, behind the next position; in a chain

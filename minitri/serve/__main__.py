@@ -107,25 +107,40 @@ def run_command(args: argparse.Namespace) -> None:
         run = arguments.taken(GenerationConfig, args, reserve=context)
         protocol = Protocol(engine, {engine.config.name, args.model}, sampling, context)
         open_run = functools.partial(
-            engine.open, batch_size=args.batch_size, sampling=sampling, generation=run,
+            engine.open,
+            batch_size=args.batch_size,
+            sampling=sampling,
+            generation=run,
             speculation=speculation,
-        )  # fmt: skip
+        )
         with Worker(open_run) as worker:
             service = Service(
-                engine, worker, protocol, num_rows=args.batch_size, max_queue=args.max_queue,
-                seconds=args.time_limit, api_key=key,
-            )  # fmt: skip
+                engine,
+                worker,
+                protocol,
+                num_rows=args.batch_size,
+                max_queue=args.max_queue,
+                seconds=args.time_limit,
+                api_key=key,
+            )
             config = uvicorn.Config(
-                service.app, log_config=None, access_log=False, server_header=False,
+                service.app,
+                log_config=None,
+                access_log=False,
+                server_header=False,
                 timeout_graceful_shutdown=FINISH_SECONDS,
-            )  # fmt: skip
+            )
             host, port, *_ = listener.getsockname()
             log.info(
                 "%s at http://%s:%d/v1: %d requests at a time, of %d tokens each (%.2g GiB of KV "
                 "caches); Ctrl-C ends",
-                engine.config.name, f"[{host}]" if ":" in host else host, port, args.batch_size,
-                context, worker.kv_cache_bytes / (1 << 30),
-            )  # fmt: skip
+                engine.config.name,
+                f"[{host}]" if ":" in host else host,
+                port,
+                args.batch_size,
+                context,
+                worker.kv_cache_bytes / (1 << 30),
+            )
             with contextlib.suppress(KeyboardInterrupt):
                 uvicorn.Server(config).run(sockets=[listener])
     log.info("stopped")

@@ -40,9 +40,17 @@ class Service:
     """The endpoints, and what they share."""
 
     def __init__(
-        self, engine: Engine, worker: Worker, protocol: Protocol, *, num_rows: int, max_queue: int,
-        seconds: float, body_seconds: float = 30.0, api_key: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        engine: Engine,
+        worker: Worker,
+        protocol: Protocol,
+        *,
+        num_rows: int,
+        max_queue: int,
+        seconds: float,
+        body_seconds: float = 30.0,
+        api_key: str | None = None,
+    ) -> None:
         """`seconds` are for a request, waiting included; `body_seconds` to send it."""
         self.engine, self.worker, self.protocol = engine, worker, protocol
         self.num_rows, self.max_open = num_rows, num_rows + max_queue

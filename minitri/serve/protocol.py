@@ -174,10 +174,12 @@ class Protocol:
         num_new = fields.get("max_completion_tokens", fields.get("max_tokens", wanted))
         if num_new > room:
             raise ApiError(
-                400, "context_length_exceeded", f"prompt has {len(ids)} tokens and max_tokens is "
+                400,
+                "context_length_exceeded",
+                f"prompt has {len(ids)} tokens and max_tokens is "
                 f"{num_new}, but a text has room for {self.context}; "
                 + (f"lower max_tokens to {room}" if room > 0 else "shorten the prompt"),
-            )  # fmt: skip
+            )
         check_prompt(ids, self._config, num_new)
         logprobs = fields.get("logprobs")
         if is_chat:

@@ -13,11 +13,19 @@ from tools.paper.baselines.policies import policy_of
 CONFIG = tiny_config()
 PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (50, 1, 23)]
 STACKS = [
-    ("autoregressive", None), ("naive", None), ("naive", 0.02), ("retrieval", None),
-    ("triforce", None), ("triforce", 0.02), ("triforce", 0.0),
-    ("naive tree 3x2", 0.02), ("naive tree 7", 0.02), ("retrieval tree 5", None),
-    ("triforce tree 6", 0.02), ("triforce tree 2x2", 0.0),
-]  # fmt: skip
+    ("autoregressive", None),
+    ("naive", None),
+    ("naive", 0.02),
+    ("retrieval", None),
+    ("triforce", None),
+    ("triforce", 0.02),
+    ("triforce", 0.0),
+    ("naive tree 3x2", 0.02),
+    ("naive tree 7", 0.02),
+    ("retrieval tree 5", None),
+    ("triforce tree 6", 0.02),
+    ("triforce tree 2x2", 0.0),
+]
 """Methods, perhaps with a tree, and how much noise makes the drafter differ from the target; None
 is the n-gram drafter."""
 SMALL = {

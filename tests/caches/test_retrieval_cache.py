@@ -147,9 +147,14 @@ def test_a_build_after_several_rounds_asks_the_latest_queries(name, window):
     queries, chooses by the last ones, and knows the new chunks."""
     M = 4 if name == "retrieval" else 1
     bench = Bench(
-        name, budget=32, chunk_size=M, num_sink_tokens=3, num_recent_tokens=4, rebuild_stride=15,
+        name,
+        budget=32,
+        chunk_size=M,
+        num_sink_tokens=3,
+        num_recent_tokens=4,
+        rebuild_stride=15,
         observation_window=window,
-    )  # fmt: skip
+    )
     bench.read(69)
     assert [bench.commit(count) for count in (1, 5, 2, 7, 1, 6, 3, 5)] == [1, 0, 0, 0, 1, 0, 0, 0]
     while not bench.commit(3):
@@ -223,9 +228,18 @@ def committed_sizes(seed: int, num: int) -> list[int]:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("budget", "chunk_size", "prompt"),
-    [(8, 8, 50), (8, 8, 3), (1, 1, 5), (4, 1, 30), (24, 8, 5), (24, 8, 24), (16, 4, 33),
-     (32, 16, 7), (40, 8, 39)],
-)  # fmt: skip
+    [
+        (8, 8, 50),
+        (8, 8, 3),
+        (1, 1, 5),
+        (4, 1, 30),
+        (24, 8, 5),
+        (24, 8, 24),
+        (16, 4, 33),
+        (32, 16, 7),
+        (40, 8, 39),
+    ],
+)
 def test_every_token_since_the_last_build_is_held_once(name, budget, chunk_size, prompt):
     """Budgets of one chunk, chunks of one token, prompts shorter than a chunk or no multiple of it:
     every slot is some committed token, none is there twice, and what came since the build is there,
@@ -268,7 +282,7 @@ SLOW = next(n for n in range(1, 100) if MEMORY**n < 0.5)  # rejections that halv
         (300, 1, 309, {"rebuild_threshold": 0.99}, (1, False), [1, *[0] * 20]),
         (300, 1, 309, {"rebuild_threshold": 0.6}, (4, True), [1, *[0] * 20]),
     ],
-)  # fmt: skip
+)
 def test_it_is_built_anew_when_it_is_due(budget, chunk_size, prompt, settings, step, wanted):
     bench = Bench(budget=budget, chunk_size=chunk_size, **settings)
     bench.read(prompt)
@@ -397,9 +411,16 @@ def test_output_far_beyond_the_budget_is_still_the_targets(drafter, num_new, sam
     target, prompt = tiny_model(config, seed=2), random_prompt(config, 700)
     settings = {"num_new": num_new, "sampling": sampling, "coupled": True, "prefill_chunk": 512}
     rig = Rig(
-        target, [prompt], draft=near_copy(target, 0.005) if drafter == "model" else None,
-        method="triforce", budget=512, num_recent_tokens=32, gamma1=3, gamma2=10, **settings,
-    )  # fmt: skip
+        target,
+        [prompt],
+        draft=near_copy(target, 0.005) if drafter == "model" else None,
+        method="triforce",
+        budget=512,
+        num_recent_tokens=32,
+        gamma1=3,
+        gamma2=10,
+        **settings,
+    )
     tensors = (rig.retrieval.keys, rig.retrieval.values, rig.full.keys, rig.full.values)
     places = [(tensor.data_ptr(), tensor.shape) for tensor in tensors]
     held = set()

@@ -199,9 +199,16 @@ def test_a_drafter_of_a_short_context_serves_a_longer_prompt(method, monkeypatch
     )
     prompts = [random_prompt(short, 200)]
     rig = Rig(
-        target, prompts, draft=draft, num_new=50, method=method, gamma2=4, budget=32,
-        num_sink_tokens=SINKS, num_recent_tokens=RECENT,
-    )  # fmt: skip
+        target,
+        prompts,
+        draft=draft,
+        num_new=50,
+        method=method,
+        gamma2=4,
+        budget=32,
+        num_sink_tokens=SINKS,
+        num_recent_tokens=RECENT,
+    )
     assert rig.run() == plain_tokens(target, prompts, num_new=50)
     assert 40 < max(positions) < 70
     assert rig.stats.levels[0].num_tested_tokens > 20

@@ -45,8 +45,11 @@ def test_piped_questions_are_answered_and_commands_obeyed(instruct, tmp_path):
         instruct,
         f"Who?\n\n/stats\nAnd why?\n/save {kv}\n/nonsense\n/temperature hot\n/temperature 0\n"
         "/color\n/save /no/such/folder/x\n/load /no/such/file\n/quit\nnever asked\n",
-        "--document", str(document), "-n", "12",
-    )  # fmt: skip
+        "--document",
+        str(document),
+        "-n",
+        "12",
+    )
     assert said.returncode == 0
     assert "tokens of documents, read in" in said.stderr
     assert "tokens were in the KV cache" in said.stderr
@@ -67,9 +70,18 @@ def test_the_second_question_reads_little(instruct, tmp_path, capsys, monkeypatc
     document = tmp_path / "d.txt"
     document.write_text("It was a dark night. " * 40)
     lines = iter(["Who?\n", "/stats\n", ""])
-    monkeypatch.setattr(sys, "stdin", type("Lines", (), {
-        "readline": lambda _: next(lines), "isatty": lambda _: False,
-    })())  # fmt: skip
+    monkeypatch.setattr(
+        sys,
+        "stdin",
+        type(
+            "Lines",
+            (),
+            {
+                "readline": lambda _: next(lines),
+                "isatty": lambda _: False,
+            },
+        )(),
+    )
     main(flags(instruct, "--document", str(document), "-n", "8"))
     shown = capsys.readouterr()
     [line] = [it for it in shown.err.splitlines() if it.startswith("prefill")]
@@ -110,10 +122,14 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_only(instruct):
     terminal, other = pty.openpty()
     command = [sys.executable, "-m", "minitri.chat", *flags(instruct), "-n", "1900"]
     with subprocess.Popen(
-        command, stdin=other, stdout=other, stderr=other, start_new_session=True,
+        command,
+        stdin=other,
+        stdout=other,
+        stderr=other,
+        start_new_session=True,
         env={**os.environ, "TERM": "dumb", "PROMPT_TOOLKIT_NO_CPR": "1"},
         preexec_fn=_take_terminal,
-    ) as process:  # fmt: skip
+    ) as process:
         os.close(other)
         read_until(terminal, "Ctrl-D leaves")
         read_until(terminal, ">")

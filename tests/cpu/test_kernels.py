@@ -70,9 +70,15 @@ def test_attention_equals_the_oracle(kernels, dtype, D):
     """Blocks of one token, of several and of a prefill; prefixes within a block of slots, across
     pieces and none; causal or any rule; rows of different lengths; NaN behind each."""
     for T, prefixes in (
-        (1, (0,)), (1, (63,)), (1, (PIECE,)), (3, (62, 1200)), (8, (PIECE - 4,)), (24, (0, 37, 5)),
-        (LONGEST_BLOCK, (100,)), (LONGEST_BLOCK + 71, (0, 130)),
-    ):  # fmt: skip
+        (1, (0,)),
+        (1, (63,)),
+        (1, (PIECE,)),
+        (3, (62, 1200)),
+        (8, (PIECE - 4,)),
+        (24, (0, 37, 5)),
+        (LONGEST_BLOCK, (100,)),
+        (LONGEST_BLOCK + 71, (0, 130)),
+    ):
         q, k, v, lengths = random_case(T, prefixes, D=D, dtype=dtype)
         tree = torch.rand(T, T, generator=torch.Generator().manual_seed(1)) < 0.3
         for rule in (None, tree | torch.eye(T, dtype=torch.bool)):
@@ -188,11 +194,14 @@ def test_a_linear_layer_gives_a_row_the_same_bits_whatever_stands_beside_it(kern
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numbers_are_rounded_as_pytorch_rounds_them(kernels, dtype):
     """To the nearest, ties to even; denormal, too large, infinite and NaN."""
-    wide = torch.cat([
-        random(4000) * 10.0 ** torch.arange(-10, 10).repeat_interleave(200),
-        torch.tensor([0.0, -0.0, 65504, 65519.9, 65520, 1e-8, 6e-8, 3e38, math.inf, math.nan]),
-        1 + torch.arange(64) / 2**9, 1 + torch.arange(64) / 2**12,
-    ])  # fmt: skip
+    wide = torch.cat(
+        [
+            random(4000) * 10.0 ** torch.arange(-10, 10).repeat_interleave(200),
+            torch.tensor([0.0, -0.0, 65504, 65519.9, 65520, 1e-8, 6e-8, 3e38, math.inf, math.nan]),
+            1 + torch.arange(64) / 2**9,
+            1 + torch.arange(64) / 2**12,
+        ]
+    )
     eye, cos = wide.to(dtype).view(1, 1, 1, -1), torch.ones(1, 1, 1, len(wide))
     same = kernels.rotate(eye, cos, 0 * cos)  # x cos(0) + x' sin(0)
     finite = eye.isfinite() & eye.roll(len(wide) // 2, -1).isfinite()
@@ -259,14 +268,17 @@ MUTANTS = {
     "sums are not rescaled": ("store(sums, load(sums) * shrink);", ""),
     "totals are not rescaled": ("total *= shrink;", ""),
     "the rest of a row is skipped": ("if (e < E) {", "if (false) {"),
-    "rows of a tile share an operand": ("rows.x + m * rows.stride + e / Op::STEP);\n        }\n",
-                                        "rows.x + 0 * rows.stride + e / Op::STEP);\n        }\n"),
+    "rows of a tile share an operand": (
+        "rows.x + m * rows.stride + e / Op::STEP);\n        }\n",
+        "rows.x + 0 * rows.stride + e / Op::STEP);\n        }\n",
+    ),
     "no epsilon": ("+ float(a.eps)", ""),
     "NaN becomes a number": (
-        "x < -126.0f ? splat(-126.0f) : x;", "maximum(x, splat(-126.0f));",
+        "x < -126.0f ? splat(-126.0f) : x;",
+        "maximum(x, splat(-126.0f));",
     ),
     "half the scale": ("scale[o][i + half];", "scale[o][i];"),
-}  # fmt: skip
+}
 """Wrong kernels: a text of the source and what stands in its place."""
 
 

@@ -95,18 +95,24 @@ def test_a_pass_computes_and_writes_what_the_plain_layers_do(kernels, kind, dtyp
 
 
 MUTANTS = {
-    "V one slot late": ("std::copy(value, value + D, static_cast<T*>(p.values) + at)",
-                        "std::copy(value, value + D, static_cast<T*>(p.values) + at + p.kv_slot)"),
-    "rotated raw keys": ("std::copy(key, key + D, static_cast<T*>(p.raw_keys) + at)",
-                         "rotate_head(key, cos, sin, static_cast<T*>(p.raw_keys) + at, D)"),
+    "V one slot late": (
+        "std::copy(value, value + D, static_cast<T*>(p.values) + at)",
+        "std::copy(value, value + D, static_cast<T*>(p.values) + at + p.kv_slot)",
+    ),
+    "rotated raw keys": (
+        "std::copy(key, key + D, static_cast<T*>(p.raw_keys) + at)",
+        "rotate_head(key, cos, sin, static_cast<T*>(p.raw_keys) + at, D)",
+    ),
     "the lengths of row 0": ("(p.lengths[b] + t) * p.kv_slot", "(p.lengths[0] + t) * p.kv_slot"),
-    "the first layer's cache": ("const T *keys = static_cast<T*>(p.keys) + i * p.kv_layer",
-                                "const T *keys = static_cast<T*>(p.keys)"),
+    "the first layer's cache": (
+        "const T *keys = static_cast<T*>(p.keys) + i * p.kv_layer",
+        "const T *keys = static_cast<T*>(p.keys)",
+    ),
     "queries of all rows in one": ("(layer * p.B + b) * p.W", "layer * p.B * p.W"),
     "one norm for both": ("layer.post_norm", "layer.input_norm"),
     "one norm for q and k": ("h < p.H ? q_norm : k_norm", "q_norm"),
     "no residual": ("layer.down, p.x, p.x", "layer.down, nullptr, p.x"),
-}  # fmt: skip
+}
 """Wrong passes: a text of the source and what stands in its place."""
 
 

@@ -132,13 +132,21 @@ def test_equal_distributions_accept_everything_and_a_vanished_residual_falls_bac
 
 def tokens_of(verification, temperature, *, coupled):
     speculation = SpeculationConfig(
-        "triforce", gamma1=2, gamma2=3, budget=24, num_recent_tokens=20, coupled=coupled,
+        "triforce",
+        gamma1=2,
+        gamma2=3,
+        budget=24,
+        num_recent_tokens=20,
+        coupled=coupled,
         verification=verification,
-    )  # fmt: skip
+    )
     events = tiny_engine().generate(
-        [[5, 6, 7, 8] * 10, [9, 10, 11]], sampling=SamplingParams(temperature), seed=[0, 1],
-        generation=GenerationConfig(40, ignore_eos=True), speculation=speculation,
-    )  # fmt: skip
+        [[5, 6, 7, 8] * 10, [9, 10, 11]],
+        sampling=SamplingParams(temperature),
+        seed=[0, 1],
+        generation=GenerationConfig(40, ignore_eos=True),
+        speculation=speculation,
+    )
     return {event.row: event.token_ids for event in events if isinstance(event, End)}
 
 

@@ -39,9 +39,17 @@ def test_every_round_is_timed_once_although_it_is_known_late(tree, monkeypatch):
     monkeypatch.setattr(stack, "clock_of", lambda device: clock)
     target = tiny_model(CONFIG)
     rig = Rig(
-        target, [random_prompt(CONFIG, 40)], draft=near_copy(target, 0.02), num_new=60,
-        method="triforce", budget=32, num_recent_tokens=20, gamma1=2, gamma2=3, tree=tree,
-    )  # fmt: skip
+        target,
+        [random_prompt(CONFIG, 40)],
+        draft=near_copy(target, 0.02),
+        num_new=60,
+        method="triforce",
+        budget=32,
+        num_recent_tokens=20,
+        gamma1=2,
+        gamma2=3,
+        tree=tree,
+    )
     noted = []
     note_round = rig.cascade.tuner.note_round
     monkeypatch.setattr(

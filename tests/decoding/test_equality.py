@@ -51,12 +51,25 @@ def texts(engine, draft, distribution, prompts=PROMPTS, num_new=NUM_NEW, seed=7,
 
 
 GRID = [
-    {"method": method, "policy": policy_of(policy), "gamma1": gamma1, "gamma2": gamma2,
-     "budget": budget,
-     "chunk_size": chunk, "num_recent_tokens": recent, "rebuild_stride": stride,
-     "rebuild_threshold": threshold}
+    {
+        "method": method,
+        "policy": policy_of(policy),
+        "gamma1": gamma1,
+        "gamma2": gamma2,
+        "budget": budget,
+        "chunk_size": chunk,
+        "num_recent_tokens": recent,
+        "rebuild_stride": stride,
+        "rebuild_threshold": threshold,
+    }
     for method, policy, (
-        gamma1, gamma2, budget, chunk, recent, stride, threshold
+        gamma1,
+        gamma2,
+        budget,
+        chunk,
+        recent,
+        stride,
+        threshold,
     ) in itertools.product(
         ("naive", "retrieval", "triforce"),
         ("retrieval", "streaming", "topk", "h2o"),
@@ -68,7 +81,7 @@ GRID = [
         ),
     )
     if method != "naive" or policy == "retrieval"
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("distribution", [GREEDY, COUPLED], ids=["greedy", "coupled"])

@@ -43,13 +43,14 @@ CASES = {
     "n-grams": (OTHERWISE, SpeculationConfig("triforce", **SHORT)),
     "longer guesses": (OTHERWISE, SpeculationConfig("triforce", gamma1=2, gamma2=2, **SMALL)),
     "by token": (
-        OTHERWISE, SpeculationConfig("triforce", gamma1=2, gamma2=2, verification="token", **SMALL),
+        OTHERWISE,
+        SpeculationConfig("triforce", gamma1=2, gamma2=2, verification="token", **SMALL),
     ),
     "tree": (FILTERED, SpeculationConfig("naive", gamma1=2, tree="4", **SMALL)),
     "tree below": (OTHERWISE, SpeculationConfig("triforce", gamma2=2, tree="2x2", **SMALL)),
     "coupled tree": (OTHERWISE, SpeculationConfig("naive", coupled=True, tree="2x2", **SMALL)),
     "coupled": (OTHERWISE, SpeculationConfig("triforce", coupled=True, **SHORT)),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

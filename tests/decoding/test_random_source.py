@@ -67,9 +67,12 @@ def run(monkeypatch, prompts, *, seeds, method, coupled=False, decide=verify_blo
     with monkeypatch.context() as patching:
         recorder = Recorder(patching, decide)
         events = tiny_engine().generate(
-            prompts, sampling=SAMPLING, generation=GenerationConfig(40, ignore_eos=True),
-            speculation=SpeculationConfig(method, coupled=coupled, **SPECULATION), seed=seeds,
-        )  # fmt: skip
+            prompts,
+            sampling=SAMPLING,
+            generation=GenerationConfig(40, ignore_eos=True),
+            speculation=SpeculationConfig(method, coupled=coupled, **SPECULATION),
+            seed=seeds,
+        )
         tokens = {event.row: event.token_ids for event in events if isinstance(event, End)}
     return recorder, tokens
 

@@ -76,8 +76,13 @@ def test_a_drafter_that_was_left_out_for_long_knows_the_text_again(monkeypatch):
     """A drafter that is the target, with a window that holds everything, is always right."""
     target = tiny_model(tiny_config())
     forced(monkeypatch, [AR] * 30 + [NAIVE] * 10)
-    rig = Rig(target, [random_prompt(target.config, 20)], draft=near_copy(target, 0.0), num_new=55,
-              num_recent_tokens=120)  # fmt: skip
+    rig = Rig(
+        target,
+        [random_prompt(target.config, 20)],
+        draft=near_copy(target, 0.0),
+        num_new=55,
+        num_recent_tokens=120,
+    )
     rig.run()
     level = rig.stats.stages[-1]
     assert level.num_tested_tokens >= 15

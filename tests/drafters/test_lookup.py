@@ -22,9 +22,12 @@ WORDS = st.lists(st.integers(0, 2), max_size=60) | st.lists(st.integers(0, 20), 
 
 def new_drafter(*texts: list[int], num_guesses: int = 3) -> LookupDrafter:
     drafter = LookupDrafter(
-        len(texts), LevelStats("draft"), ScheduledTuner([StepPlan("naive", num_guesses)]),
-        vocab_size=V, device=CPU,
-    )  # fmt: skip
+        len(texts),
+        LevelStats("draft"),
+        ScheduledTuner([StepPlan("naive", num_guesses)]),
+        vocab_size=V,
+        device=CPU,
+    )
     drafter.gamma = num_guesses
     drafter.prepare([list(text) for text in texts], [True] * len(texts))
     return drafter

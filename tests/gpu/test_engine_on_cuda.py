@@ -74,9 +74,10 @@ def test_a_stream_of_requests_gives_each_its_own_text(folder, engine):
     found = {event.row: event.token_ids for event in events if isinstance(event, End)}
     for number, request in enumerate(requests):
         alone = engine.complete(
-            request.prompt, generation=request.generation,
+            request.prompt,
+            generation=request.generation,
             speculation=SpeculationConfig("autoregressive"),
-        )  # fmt: skip
+        )
         assert found[number] == alone.token_ids
 
 

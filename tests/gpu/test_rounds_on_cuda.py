@@ -19,10 +19,20 @@ def test_a_step_waits_once_for_every_verdict(method, coupled):
     attend = choose_attention(torch.device("cuda"), torch.bfloat16, CONFIG)
     target, draft = (gpu_model(torch.bfloat16, attend) for _ in range(2))
     rig = Rig(
-        target, [random_prompt(CONFIG, 600)], draft=draft, num_new=200, prefill_chunk=512,
-        sampling=SamplingParams(0.8, top_p=0.9), method=method, coupled=coupled, budget=64,
-        num_recent_tokens=200, gamma1=2, gamma2=4, rebuild_stride=1000,
-    )  # fmt: skip
+        target,
+        [random_prompt(CONFIG, 600)],
+        draft=draft,
+        num_new=200,
+        prefill_chunk=512,
+        sampling=SamplingParams(0.8, top_p=0.9),
+        method=method,
+        coupled=coupled,
+        budget=64,
+        num_recent_tokens=200,
+        gamma1=2,
+        gamma2=4,
+        rebuild_stride=1000,
+    )
     with torch.inference_mode():
         rig.start()
         rig.cascade.step()  # in which the drafter reads its window

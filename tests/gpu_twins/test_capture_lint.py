@@ -23,9 +23,19 @@ def tokens(pool, backend=None, *, method, sampling=GREEDY, coupled=False):
         for model in (target, draft):
             as_on_a_gpu(model, backend)
     rig = Rig(
-        target, PROMPTS, draft=draft, num_new=16, graphs=pool, method=method, sampling=sampling,
-        coupled=coupled, budget=24, num_recent_tokens=60, gamma1=2, gamma2=3,
-    )  # fmt: skip
+        target,
+        PROMPTS,
+        draft=draft,
+        num_new=16,
+        graphs=pool,
+        method=method,
+        sampling=sampling,
+        coupled=coupled,
+        budget=24,
+        num_recent_tokens=60,
+        gamma1=2,
+        gamma2=3,
+    )
     return rig.run()
 
 
@@ -34,7 +44,7 @@ def tokens(pool, backend=None, *, method, sampling=GREEDY, coupled=False):
 @pytest.mark.parametrize("method", ["autoregressive", "naive", "retrieval", "triforce", "auto"])
 def test_captured_steps_hold_what_a_graph_can_hold(
     method, sampling, coupled, lengths_on_the_device
-):  # fmt: skip
+):
     plain = tokens(None, method=method, sampling=sampling, coupled=coupled)
     for backend in TWINS.values():
         pool = LintedPool()
@@ -46,40 +56,62 @@ def test_captured_steps_hold_what_a_graph_can_hold(
 FORWARD = "Llama.forward"
 MUTANTS = {
     "the host waits for a number": Mutant(
-        "a number asked for", FORWARD,
-        "self.rope.at(positions_BT)", "self.rope.at(positions_BT + int(positions_BT[0, 0]))", "",
+        "a number asked for",
+        FORWARD,
+        "self.rope.at(positions_BT)",
+        "self.rope.at(positions_BT + int(positions_BT[0, 0]))",
+        "",
     ),
     "tolist: the host waits for a number": Mutant(
-        "all numbers asked for", FORWARD,
-        "self.rope.at(positions_BT)", "self.rope.at(positions_BT + len(positions_BT.tolist()))", "",
+        "all numbers asked for",
+        FORWARD,
+        "self.rope.at(positions_BT)",
+        "self.rope.at(positions_BT + len(positions_BT.tolist()))",
+        "",
     ),
     "bernoulli_: random numbers that are no input": Mutant(
-        "random numbers", FORWARD,
-        "self.rope.at(positions_BT)", "self.rope.at(positions_BT.clone().bernoulli_())", "",
+        "random numbers",
+        FORWARD,
+        "self.rope.at(positions_BT)",
+        "self.rope.at(positions_BT.clone().bernoulli_())",
+        "",
     ),
     "made in a step stays": Mutant(
-        "a memo of the latest block", FORWARD,
-        "self.rope.at(positions_BT)", "self.rope.at(vars(self).setdefault('memo', []).append("
-        "positions_BT + 0) or self.memo[-1])", "",
+        "a memo of the latest block",
+        FORWARD,
+        "self.rope.at(positions_BT)",
+        "self.rope.at(vars(self).setdefault('memo', []).append(positions_BT + 0) or self.memo[-1])",
+        "",
     ),
     "index: a size that depends on data": Mutant(
-        "a mask as an index", FORWARD, "self.embed(tokens_BT)",
-        "self.embed(tokens_BT[tokens_BT > -1].view_as(tokens_BT))", "",
+        "a mask as an index",
+        FORWARD,
+        "self.embed(tokens_BT)",
+        "self.embed(tokens_BT[tokens_BT > -1].view_as(tokens_BT))",
+        "",
     ),
     "nonzero: a size that depends on data": Mutant(
-        "places of what is not 0", FORWARD, "self.embed(tokens_BT)",
-        "self.embed(tokens_BT + 0 * tokens_BT.new_ones(3).nonzero().sum())", "",
+        "places of what is not 0",
+        FORWARD,
+        "self.embed(tokens_BT)",
+        "self.embed(tokens_BT + 0 * tokens_BT.new_ones(3).nonzero().sum())",
+        "",
     ),
     "numbers from the host": Mutant(
-        "a fresh host tensor", FORWARD, "self.rope.at(positions_BT)",
-        "self.rope.at(positions_BT + torch.tensor([0]))", "",
+        "a fresh host tensor",
+        FORWARD,
+        "self.rope.at(positions_BT)",
+        "self.rope.at(positions_BT + torch.tensor([0]))",
+        "",
     ),
     "has moved since the capture": Mutant(
-        "a cache that moves", "ModelRunner._run",
+        "a cache that moves",
+        "ModelRunner._run",
         "size = block.tokens_BT.shape[1]",
-        "self.cache.keys = self.cache.keys.clone(); size = block.tokens_BT.shape[1]", "",
+        "self.cache.keys = self.cache.keys.clone(); size = block.tokens_BT.shape[1]",
+        "",
     ),
-}  # fmt: skip
+}
 """Changes that trip a rule, by its message."""
 
 
@@ -92,10 +124,12 @@ def test_every_rule_is_tripped_by_a_change(message, lengths_on_the_device):
 def test_an_output_that_outlives_the_next_step_is_noticed(lengths_on_the_device):
     """Distributions that are views of a step's buffer."""
     view = Mutant(
-        "rows not copied", "ModelRunner._run",
+        "rows not copied",
+        "ModelRunner._run",
         "take_rows(self.captured.by_size[size](block), index_BN)",
-        "self.captured.by_size[size](block)[:, : index_BN.shape[1]]", "",
-    )  # fmt: skip
+        "self.captured.by_size[size](block)[:, : index_BN.shape[1]]",
+        "",
+    )
     how = {"method": "triforce", "sampling": WARM, "coupled": True}
     plain = tokens(None, **how)
     with mutated(view):

@@ -32,8 +32,12 @@ def test_one_case_of_every_kernel_and_dtype_compiles(arch, tool):
     env = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-W", "error", TOOL, "--arch", arch, "--first", "1"],
-        env=env, capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     for kernel in tool.KERNELS:
         assert f" {kernel}," in done.stdout

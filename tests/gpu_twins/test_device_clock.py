@@ -17,9 +17,13 @@ from tests.conftest import tiny_config, tiny_model
 REBUILD = 1000.0
 CONFIG = tiny_config(num_layers=1, context_length=512)
 SETTINGS = {
-    "method": "triforce", "gamma1": 2, "gamma2": 3, "budget": 48, "num_recent_tokens": 60,
+    "method": "triforce",
+    "gamma1": 2,
+    "gamma2": 3,
+    "budget": 48,
+    "num_recent_tokens": 60,
     "rebuild_stride": 1,
-}  # fmt: skip
+}
 """Every step rebuilds the retrieval cache."""
 
 
@@ -114,10 +118,16 @@ def test_every_stage_is_charged_for_its_own_work(monkeypatch):
 
 def test_the_first_build_belongs_to_the_prefill(monkeypatch):
     device = Device(monkeypatch)
-    stats = tiny_engine().complete(
-        list(range(10, 200)), generation=GenerationConfig(12, ignore_eos=True),
-        sampling=SamplingParams(0.8), speculation=SpeculationConfig(**SETTINGS),
-    ).stats  # fmt: skip
+    stats = (
+        tiny_engine()
+        .complete(
+            list(range(10, 200)),
+            generation=GenerationConfig(12, ignore_eos=True),
+            sampling=SamplingParams(0.8),
+            speculation=SpeculationConfig(**SETTINGS),
+        )
+        .stats
+    )
     assert stats.num_rebuilds > 2
     assert device.done == stats.num_rebuilds * REBUILD
     assert stats.commit_seconds == device.done - REBUILD

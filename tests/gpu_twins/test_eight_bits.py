@@ -115,9 +115,18 @@ def test_a_copy_however_wrong_changes_no_text(kind, method, sampling):
     draft = near_copy(target, 0.02) if method == "triforce" else None
     for graphs in (None, GraphPool(CPU)):
         rig = Rig(
-            target, PROMPTS, draft=draft, retrieval_model=twin, graphs=graphs, method=method,
-            gamma1=2, gamma2=3, budget=24, num_recent_tokens=60, **settings,
-        )  # fmt: skip
+            target,
+            PROMPTS,
+            draft=draft,
+            retrieval_model=twin,
+            graphs=graphs,
+            method=method,
+            gamma1=2,
+            gamma2=3,
+            budget=24,
+            num_recent_tokens=60,
+            **settings,
+        )
         assert rig.run() == exact
         rate = rig.stats.stages[-1].acceptance_rate
         assert rate < 0.6 if kind == "wrong" else rate > 0.5

@@ -65,17 +65,27 @@ def waits(monkeypatch):
 @pytest.mark.parametrize("method", ["autoregressive", "naive", "retrieval", "triforce"])
 def test_a_step_waits_once_for_every_verdict(
     method, sampling, how, lengths_on_the_device, monkeypatch
-):  # fmt: skip
+):
     monkeypatch.setattr(noise, "gumbel_scores", noise._dense_scores)  # as on a GPU
     target = tiny_model(CONFIG)
     draft = near_copy(target, 0.02)
     for model in (target, draft):
         as_on_a_gpu(model)
     rig = Rig(
-        target, [random_prompt(CONFIG, 60)], draft=draft, num_new=60,
-        graphs=GraphPool(CPU), method=method, sampling=sampling, budget=32, num_recent_tokens=20,
-        gamma1=2, gamma2=4, rebuild_stride=100, **how,
-    )  # fmt: skip
+        target,
+        [random_prompt(CONFIG, 60)],
+        draft=draft,
+        num_new=60,
+        graphs=GraphPool(CPU),
+        method=method,
+        sampling=sampling,
+        budget=32,
+        num_recent_tokens=20,
+        gamma1=2,
+        gamma2=4,
+        rebuild_stride=100,
+        **how,
+    )
     with torch.inference_mode():
         rig.start()
         rig.cascade.step()  # in which the drafter reads its window

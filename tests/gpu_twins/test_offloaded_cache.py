@@ -195,9 +195,15 @@ def record_trees(break_event=lambda cache: None) -> None:
             for layer in range(5):
                 full.update(layer, BlockKV(block, block, block))
         Rig(
-            target, PROMPTS, draft=near_copy(target, 0.02), full=full, method="naive", tree="6",
-            num_new=12, num_recent_tokens=60,
-        ).run()  # fmt: skip
+            target,
+            PROMPTS,
+            draft=near_copy(target, 0.02),
+            full=full,
+            method="naive",
+            tree="6",
+            num_new=12,
+            num_recent_tokens=60,
+        ).run()
 
 
 def test_trees_need_no_other_events():
@@ -371,9 +377,16 @@ def test_rebuilding_the_retrieval_cache_moves_nothing_over_the_link(policy, on_c
     num_steps = 0
     with Traffic(full) as traffic, torch.inference_mode():
         rig = Rig(
-            tiny_model(CONFIG), [random_prompt(CONFIG, 90)], full=full, method="retrieval",
-            policy=policy_of(policy), budget=24, rebuild_stride=1, gamma2=2, num_new=20,
-        )  # fmt: skip
+            tiny_model(CONFIG),
+            [random_prompt(CONFIG, 90)],
+            full=full,
+            method="retrieval",
+            policy=policy_of(policy),
+            budget=24,
+            rebuild_stride=1,
+            gamma2=2,
+            num_new=20,
+        )
         if not is_shown:
             full.on_layer_staged = None
             rig.retrieval.selects_in_pass = False

@@ -48,9 +48,12 @@ def say(engine, lengths, speculation, sampling=WARM, seed=0, num_new=24, **setti
     """What a run over random prompts of these lengths says, and its counts."""
     prompts = [random_prompt(engine.config, n, seed=n + seed) for n in lengths]
     run = engine.generate(
-        prompts, sampling=sampling, speculation=speculation, seed=seed,
+        prompts,
+        sampling=sampling,
+        speculation=speculation,
+        seed=seed,
         generation=GenerationConfig(max_new_tokens=num_new, ignore_eos=True, **settings),
-    )  # fmt: skip
+    )
     ends = sorted((event for event in run if isinstance(event, End)), key=lambda end: end.row)
     stages = [
         (s.name, s.num_rounds, s.num_tested_tokens, s.num_accepted_tokens) for s in run.stats.stages
@@ -111,9 +114,10 @@ def test_kv_in_host_memory_is_kept_too(on_chip, pools, monkeypatch):
     speculation = SpeculationConfig("triforce", gamma1=2, gamma2=3, **SETTINGS)
     engine, fresh = gpu_engine(), gpu_engine()
     monkeypatch.setattr(
-        memory, "allocate_full_cache",
+        memory,
+        "allocate_full_cache",
         lambda *settings: offloaded(on_chip, batch_size=2, config=engine.config),
-    )  # fmt: skip
+    )
     say(engine, (300, 33), speculation, offload=True, on_chip=on_chip)  # more than the ring holds
     spoil(engine._pool._kept)
     again = say(engine, (200, 150), speculation, seed=5, offload=True, on_chip=on_chip)
@@ -220,7 +224,7 @@ def test_two_runs_at_once_have_their_own(pools):
     alone, both = (
         [engine.generate(p, speculation=speculation, generation=generation) for p in prompts]
         for _ in range(2)
-    )  # fmt: skip
+    )
     expected = {
         n: event.token_ids for n, run in enumerate(alone) for event in run if isinstance(event, End)
     }

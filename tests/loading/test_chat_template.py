@@ -64,9 +64,11 @@ def test_a_conversation_reads_as_in_transformers(template, with_answer, messages
     from transformers import PreTrainedTokenizerFast
 
     theirs = PreTrainedTokenizerFast(
-        tokenizer_object=byte_level_tokenizer(), bos_token="<s>", eos_token="</s>",
+        tokenizer_object=byte_level_tokenizer(),
+        bos_token="<s>",
+        eos_token="</s>",
         chat_template=template,
-    )  # fmt: skip
+    )
     wanted = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=with_answer)
     ours = ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"})
     assert ours.render(messages, add_generation_prompt=with_answer) == wanted
@@ -173,7 +175,7 @@ def test_a_template_that_does_not_end_is_ended(monkeypatch):
 
 
 def test_a_pipeline_without_settings_has_no_template():
-    tokenizer = Tokenizer(TokenizersBackend(tokenizers.Tokenizer.from_str(
-        byte_level_tokenizer().to_str()
-    )), None)  # fmt: skip
+    tokenizer = Tokenizer(
+        TokenizersBackend(tokenizers.Tokenizer.from_str(byte_level_tokenizer().to_str())), None
+    )
     assert tokenizer.chat_template is None

@@ -258,11 +258,29 @@ def test_a_repository_without_weights_is_named(hub, tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        "no-such-model", "a/b/c", "./missing", "/missing", "", "org/", "x" * 300, "~nobody/x",
-        "foo bar/x", "w/a.gguf", "a\0b", "models/my--llama", "a/b..c", "a/b.git", "org/name-",
-        "-org/name", ".org/name", "größe/モデル", "org/" + "x" * 120, "a/b\nc", "\ud800/x",
+        "no-such-model",
+        "a/b/c",
+        "./missing",
+        "/missing",
+        "",
+        "org/",
+        "x" * 300,
+        "~nobody/x",
+        "foo bar/x",
+        "w/a.gguf",
+        "a\0b",
+        "models/my--llama",
+        "a/b..c",
+        "a/b.git",
+        "org/name-",
+        "-org/name",
+        ".org/name",
+        "größe/モデル",
+        "org/" + "x" * 120,
+        "a/b\nc",
+        "\ud800/x",
     ],
-)  # fmt: skip
+)
 def test_what_is_no_model_is_refused_with_the_names(name):
     with pytest.raises(InputError, match="unknown model .*llama2-7b-128k") as caught:
         locate(name)

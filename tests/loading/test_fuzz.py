@@ -38,9 +38,12 @@ from tests.loading.test_checkpoint import TOKENS, load, logits
 
 NUM_EXAMPLES = int(os.environ.get("MINITRI_FUZZ_EXAMPLES", "150"))
 examples = settings(
-    max_examples=NUM_EXAMPLES, derandomize=True, deadline=None, database=None,
+    max_examples=NUM_EXAMPLES,
+    derandomize=True,
+    deadline=None,
+    database=None,
     suppress_health_check=list(HealthCheck),
-)  # fmt: skip
+)
 outcomes: collections.Counter[str] = collections.Counter()
 
 
@@ -111,11 +114,38 @@ def work(folder, tmp_path_factory) -> Path:
 
 JUNK = st.one_of(
     st.sampled_from(
-        [None, True, False, 0, 1, 2, 2.0, 2.5, -1, "2", "", "a\nb", [], {}, [2], {"a": 1}, 1e-30,
-         1e30, math.inf, -math.inf, math.nan, 10**20, 10**400, "x" * 3000, "\ud800"]
+        [
+            None,
+            True,
+            False,
+            0,
+            1,
+            2,
+            2.0,
+            2.5,
+            -1,
+            "2",
+            "",
+            "a\nb",
+            [],
+            {},
+            [2],
+            {"a": 1},
+            1e-30,
+            1e30,
+            math.inf,
+            -math.inf,
+            math.nan,
+            10**20,
+            10**400,
+            "x" * 3000,
+            "\ud800",
+        ]
     ),
-    st.integers(-3, 70), st.floats(), st.text(max_size=5),
-)  # fmt: skip
+    st.integers(-3, 70),
+    st.floats(),
+    st.text(max_size=5),
+)
 
 
 def or_junk(*good) -> st.SearchStrategy:
@@ -126,35 +156,57 @@ def or_junk(*good) -> st.SearchStrategy:
 ROPE = st.fixed_dictionaries(
     {"rope_type": or_junk("default", "linear", "llama3", "yarn", "yarn")},
     optional={
-        "factor": or_junk(1, 1.0, 2.5, 8.0), "rope_theta": or_junk(10000, 500000.0, 2.0),
+        "factor": or_junk(1, 1.0, 2.5, 8.0),
+        "rope_theta": or_junk(10000, 500000.0, 2.0),
         "original_max_position_embeddings": or_junk(64, 128, 512, 4),
-        "low_freq_factor": or_junk(1.0, 0.5, 2), "high_freq_factor": or_junk(4.0, 1.0, 8),
-        "beta_fast": or_junk(32.0, 16, 1.0), "beta_slow": or_junk(1.0, 2, 32.0),
-        "attention_factor": or_junk(1.0, 0.5, 1.2), "truncate": or_junk(True, False),
-        "type": or_junk("linear", "default"), "mscale": or_junk(1.0),
-        "partial_rotary_factor": or_junk(1.0, 1), "surprise": JUNK,
+        "low_freq_factor": or_junk(1.0, 0.5, 2),
+        "high_freq_factor": or_junk(4.0, 1.0, 8),
+        "beta_fast": or_junk(32.0, 16, 1.0),
+        "beta_slow": or_junk(1.0, 2, 32.0),
+        "attention_factor": or_junk(1.0, 0.5, 1.2),
+        "truncate": or_junk(True, False),
+        "type": or_junk("linear", "default"),
+        "mscale": or_junk(1.0),
+        "partial_rotary_factor": or_junk(1.0, 1),
+        "surprise": JUNK,
     },
-)  # fmt: skip
+)
 CONFIG = {
-    "num_hidden_layers": or_junk(2, 1, 3), "num_attention_heads": or_junk(4, 8, 2),
-    "num_key_value_heads": or_junk(2, 4, 1), "head_dim": or_junk(16, 8, 32),
-    "hidden_size": or_junk(64), "intermediate_size": or_junk(96), "vocab_size": or_junk(320),
-    "max_position_embeddings": or_junk(512, 100, 4096), "rms_norm_eps": or_junk(1e-6, 1e-3, 0.1),
-    "rope_theta": or_junk(10000.0, 2e5), "rope_scaling": st.one_of(ROPE, ROPE, JUNK),
+    "num_hidden_layers": or_junk(2, 1, 3),
+    "num_attention_heads": or_junk(4, 8, 2),
+    "num_key_value_heads": or_junk(2, 4, 1),
+    "head_dim": or_junk(16, 8, 32),
+    "hidden_size": or_junk(64),
+    "intermediate_size": or_junk(96),
+    "vocab_size": or_junk(320),
+    "max_position_embeddings": or_junk(512, 100, 4096),
+    "rms_norm_eps": or_junk(1e-6, 1e-3, 0.1),
+    "rope_theta": or_junk(10000.0, 2e5),
+    "rope_scaling": st.one_of(ROPE, ROPE, JUNK),
     "rope_parameters": st.one_of(ROPE, ROPE, ROPE, JUNK),
-    "tie_word_embeddings": or_junk(False), "attention_bias": or_junk(False),
-    "mlp_bias": or_junk(False), "hidden_act": or_junk("silu"), "model_type": or_junk("llama"),
-    "bos_token_id": or_junk(1, [1]), "eos_token_id": or_junk(2, [2, 7]), "draft_of": JUNK,
-    "head_size": JUNK, "partial_rotary_factor": or_junk(1.0),
+    "tie_word_embeddings": or_junk(False),
+    "attention_bias": or_junk(False),
+    "mlp_bias": or_junk(False),
+    "hidden_act": or_junk("silu"),
+    "model_type": or_junk("llama"),
+    "bos_token_id": or_junk(1, [1]),
+    "eos_token_id": or_junk(2, [2, 7]),
+    "draft_of": JUNK,
+    "head_size": JUNK,
+    "partial_rotary_factor": or_junk(1.0),
     "original_max_position_embeddings": or_junk(64),
-}  # fmt: skip
+}
 
 
 COUNTS = {
-    "num_layers": "num_hidden_layers", "context_length": "max_position_embeddings",
-    "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim", "rms_norm_eps": "rms_norm_eps", "vocab_size": "vocab_size",
-}  # fmt: skip
+    "num_layers": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "rms_norm_eps",
+    "vocab_size": "vocab_size",
+}
 
 
 def without_null(config: dict) -> dict:
@@ -197,12 +249,17 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
     [
         {"rope_parameters": YARN},
         {"rope_parameters": YARN, "original_max_position_embeddings": 64},
-        {"rope_parameters": YARN | {"original_max_position_embeddings": 128},
-         "original_max_position_embeddings": 64},
+        {
+            "rope_parameters": YARN | {"original_max_position_embeddings": 128},
+            "original_max_position_embeddings": 64,
+        },
         {"rope_parameters": LLAMA3, "original_max_position_embeddings": 64},
         {"rope_parameters": YARN, "rope_scaling": {"type": "linear", "factor": 2.0}},
-        {"rope_parameters": {}, "rope_scaling": {"type": "linear", "factor": 2},
-         "rope_theta": 5000.0},
+        {
+            "rope_parameters": {},
+            "rope_scaling": {"type": "linear", "factor": 2},
+            "rope_theta": 5000.0,
+        },
         {"rope_parameters": YARN | {"rope_theta": 7000.0}, "rope_theta": 5000.0},
         {"rope_parameters": YARN | {"type": "linear", "truncate": False}},
         {"rope_parameters": YARN | {"original_max_position_embeddings": 4, "beta_slow": 2.0}},
@@ -210,7 +267,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
         {"head_dim": 8, "num_attention_heads": 8, "num_key_value_heads": 4},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_unusual_forms_of_a_config_mean_what_they_mean_to_others(work, change):
     base = (work / "config.json").read_bytes()
     (work / "config.json").write_text(json.dumps(json.loads(base) | change))
@@ -224,10 +281,12 @@ def test_unusual_forms_of_a_config_mean_what_they_mean_to_others(work, change):
 SETTINGS = st.fixed_dictionaries(
     {},
     optional={
-        "add_bos_token": or_junk(True, False), "eos_token_id": or_junk(2, [2, 7]),
-        "bos_token_id": or_junk(1), "tokenizer_class": JUNK,
+        "add_bos_token": or_junk(True, False),
+        "eos_token_id": or_junk(2, [2, 7]),
+        "bos_token_id": or_junk(1),
+        "tokenizer_class": JUNK,
     },
-)  # fmt: skip
+)
 
 
 @examples
@@ -363,12 +422,16 @@ def test_an_index_is_refused_or_followed(shards, data):
 
 
 KEYS = {
-    "num_hidden_layers": "block_count", "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv", "head_dim": "attention.key_length",
-    "max_position_embeddings": "context_length", "rope_theta": "rope.freq_base",
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "rope_theta": "rope.freq_base",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-}  # fmt: skip
+}
 
 
 def read_gguf(path: Path, heads: int) -> tuple[dict, dict[str, torch.Tensor], gguf.GGUFReader]:

@@ -151,9 +151,12 @@ def test_the_autotuner_s_priors_know_the_true_bytes(file):
 
 def test_a_layer_stays_quantized_where_all_its_parts_have_as_many_bits(weights, tmp_path, caplog):
     for others, num_kept in (
-        ({"v_proj": "F16"}, 7), ({"down_proj": "Q5_0", "o_proj": "BF16"}, 5),
-        ({"q_proj": "Q4_1"}, 9), ({"k_proj": "Q8_0"}, 7), ({"o_proj": "Q8_0"}, 9),
-    ):  # fmt: skip
+        ({"v_proj": "F16"}, 7),
+        ({"down_proj": "Q5_0", "o_proj": "BF16"}, 5),
+        ({"q_proj": "Q4_1"}, 9),
+        ({"k_proj": "Q8_0"}, 7),
+        ({"o_proj": "Q8_0"}, 9),
+    ):
         path = write(weights, tmp_path / "mixed.gguf", "Q4_0", **others)
         with caplog.at_level(logging.INFO):
             model = load(path).model
@@ -278,11 +281,35 @@ def test_real_weights_agree_with_the_dequantized_float32_model(real_weights, lon
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_real_weights_give_one_text_with_every_method(real_weights, capsys, dtype):
     with pytest.raises(SystemExit) as ended:
-        selftest.main([
-            "--model", "smollm2-135m", "--dtype", dtype, "--weights", "native", "--bitwise",
-            "--max-prompt-tokens", "700", "--max-new-tokens", "48", "--budget", "256",
-            "--rebuild-stride", "16", "--num-samples", "0", "--quiet", "--method", "auto",
-            "--method", "naive", "--method", "retrieval", "--method", "triforce",
-        ])  # fmt: skip
+        selftest.main(
+            [
+                "--model",
+                "smollm2-135m",
+                "--dtype",
+                dtype,
+                "--weights",
+                "native",
+                "--bitwise",
+                "--max-prompt-tokens",
+                "700",
+                "--max-new-tokens",
+                "48",
+                "--budget",
+                "256",
+                "--rebuild-stride",
+                "16",
+                "--num-samples",
+                "0",
+                "--quiet",
+                "--method",
+                "auto",
+                "--method",
+                "naive",
+                "--method",
+                "retrieval",
+                "--method",
+                "triforce",
+            ]
+        )
     assert ended.value.code == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["num_equal"] == 8

@@ -32,9 +32,12 @@ def tokens(engine, method: str, sampling: SamplingParams, *, coupled: bool) -> l
         method, budget=32, num_recent_tokens=20, coupled=coupled, gamma1=2, gamma2=3
     )
     done = engine.complete(
-        TEXT, sampling=sampling, speculation=speculation, seed=3,
+        TEXT,
+        sampling=sampling,
+        speculation=speculation,
+        seed=3,
         generation=GenerationConfig(40, ignore_eos=True),
-    )  # fmt: skip
+    )
     return done.token_ids
 
 
@@ -53,10 +56,12 @@ def test_a_gguf_file_is_the_same_model(relative, tmp_path):
     kind = relative.name.rstrip("0123456789")
     kind = next(kind for kind in RELATIVES if relative.name.startswith(kind))
     path = write_gguf(
-        tmp_path / "model.gguf", ours.config, byte_level_tokenizer(),
+        tmp_path / "model.gguf",
+        ours.config,
+        byte_level_tokenizer(),
         dict(Folder(relative).tensors(ours.config)),
         architecture="llama" if kind == "mistral" else kind,
-    )  # fmt: skip
+    )
     theirs = minitri.load(path, dtype="float32", device="cpu")
     for name, weight in ours.model.named_parameters():
         assert torch.equal(weight, theirs.model.get_parameter(name)), name
@@ -68,14 +73,17 @@ def test_a_gguf_file_is_the_same_model(relative, tmp_path):
     [
         ("mistral", {"sliding_window": 4096}, "has sliding_window=4096, which minitri does not"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 64}, "has sliding_window=64,"),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]},
-         "has layers of the type sliding_attention"),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "has layers of the type sliding_attention",
+        ),
         ("qwen3", {"layer_types": 7}, "a value of the wrong kind"),
         ("qwen2", {"num_key_value_heads": None}, "config.json has no 'num_key_value_heads'"),
         ("smollm3", {}, "is a 'smollm3' model; use one of a kind that minitri runs: llama"),
         (["llama"], {}, "is a \\['llama'\\] model; use one of a kind"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_run_is_refused_by_name(kind, changes, message, folder, tmp_path):
     import shutil
 
@@ -88,9 +96,11 @@ def test_what_is_not_run_is_refused_by_name(kind, changes, message, folder, tmp_
 def test_a_gguf_with_a_window_is_refused(relative, tmp_path):
     config = minitri.load(relative, device="cpu").config
     path = write_gguf(
-        tmp_path / "model.gguf", config, byte_level_tokenizer(),
+        tmp_path / "model.gguf",
+        config,
+        byte_level_tokenizer(),
         add=lambda writer: writer.add_sliding_window(4096),
-    )  # fmt: skip
+    )
     with pytest.raises(InputError, match="has a sliding window, which minitri does not run"):
         minitri.load(path, device="cpu")
 

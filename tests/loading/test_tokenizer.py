@@ -26,10 +26,15 @@ def sentencepiece_folder(tmp_path_factory) -> Path:
     text = folder / "text.txt"
     text.write_text("\n".join(SENTENCES * 5), encoding="utf-8")
     sentencepiece.SentencePieceTrainer.train(
-        input=str(text), model_prefix=str(folder / "tokenizer"), vocab_size=400, model_type="bpe",
-        byte_fallback=True, normalization_rule_name="identity",
-        remove_extra_whitespaces=False, minloglevel=2,
-    )  # fmt: skip
+        input=str(text),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=400,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
     return folder
 
 

@@ -18,16 +18,33 @@ from tools import distill_data, distill_draft
 pytestmark = pytest.mark.slow
 
 FLAGS = (
-    "--text-tokens", "4096", "--own-tokens", "1", "--held-out-tokens", "2048",
-    "--head-tokens", "200", "--train-tokens", "6000",
-    "--batch", "4", "--dtype", "float32", "--device", "cpu", "--quiet",
-)  # fmt: skip
+    "--text-tokens",
+    "4096",
+    "--own-tokens",
+    "1",
+    "--held-out-tokens",
+    "2048",
+    "--head-tokens",
+    "200",
+    "--train-tokens",
+    "6000",
+    "--batch",
+    "4",
+    "--dtype",
+    "float32",
+    "--device",
+    "cpu",
+    "--quiet",
+)
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    return write_hf_folder(tmp_path_factory.mktemp("models") / "target", num_hidden_layers=3,
-                           max_position_embeddings=1200)  # fmt: skip
+    return write_hf_folder(
+        tmp_path_factory.mktemp("models") / "target",
+        num_hidden_layers=3,
+        max_position_embeddings=1200,
+    )
 
 
 @pytest.fixture(scope="module")

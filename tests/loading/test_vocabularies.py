@@ -89,9 +89,13 @@ def sentencepiece_model(folder):
     (folder / "tokenizer.json").unlink()
     with (folder / "tokenizer.model").open("wb") as file:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(SENTENCES * 5), model_writer=file, minloglevel=2,
-            vocab_size=320, model_type="bpe", byte_fallback=True,
-        )  # fmt: skip
+            sentence_iterator=iter(SENTENCES * 5),
+            model_writer=file,
+            minloglevel=2,
+            vocab_size=320,
+            model_type="bpe",
+            byte_fallback=True,
+        )
 
 
 @pytest.mark.parametrize("change", [swapped, other_words, sentencepiece_model])
@@ -122,8 +126,10 @@ def test_a_drafter_with_more_or_fewer_tokens_at_the_end_is_taken(
     (other / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     engine = load(folder, draft=other, dtype="float32")
     done = engine.complete(
-        [5, 6, 7], sampling=SamplingParams(1.0), speculation=SpeculationConfig("naive"),
+        [5, 6, 7],
+        sampling=SamplingParams(1.0),
+        speculation=SpeculationConfig("naive"),
         generation=GenerationConfig(30, ignore_eos=True),
-    )  # fmt: skip
+    )
     assert max(done.token_ids) < engine.config.vocab_size
     assert done.stats.levels[0].num_tested_tokens > 0

@@ -50,10 +50,12 @@ def load(folder: Path, name: str, draft: str = "suffix", **options: Any) -> Engi
 def texts(engine: Engine, temperature: float, coupled: bool, seed: int, **method: Any) -> Any:
     """Tokens and plans of a batch of three prompts of different lengths."""
     run = engine.generate(
-        PROMPTS, sampling=SamplingParams(temperature, top_p=0.95 if temperature else 1.0),
+        PROMPTS,
+        sampling=SamplingParams(temperature, top_p=0.95 if temperature else 1.0),
         generation=GenerationConfig(NUM_NEW, ignore_eos=True, prefill_chunk=16),
-        speculation=SpeculationConfig(coupled=coupled, **SETTINGS, **method), seed=seed,
-    )  # fmt: skip
+        speculation=SpeculationConfig(coupled=coupled, **SETTINGS, **method),
+        seed=seed,
+    )
     with run:
         list(run)
     return [row.token_ids for row in run.rows], run.stats.steps_per_plan

@@ -269,9 +269,14 @@ def test_ctrl_c_while_pytorch_is_imported_is_one_line(tmp_path, words):
     (tmp_path / "torch.py").write_text(program)
     search = os.pathsep.join([str(tmp_path), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-m", *words.split()], capture_output=True, text=True, check=False,
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": search}, preexec_fn=heed_ctrl_c,
-    )  # fmt: skip
+        [sys.executable, "-m", *words.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": search},
+        preexec_fn=heed_ctrl_c,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "minitri: interrupted\n")
 
 

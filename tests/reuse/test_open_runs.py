@@ -45,9 +45,12 @@ def until_idle(run) -> dict[int, End]:
 def alone(engine, wanted: Request, speculation=SPECULATION) -> tuple[int, ...]:
     engine.release()
     return engine.complete(
-        wanted.prompt, seed=wanted.seed, sampling=wanted.sampling, speculation=speculation,
+        wanted.prompt,
+        seed=wanted.seed,
+        sampling=wanted.sampling,
+        speculation=speculation,
         generation=wanted.generation,
-    ).token_ids  # fmt: skip
+    ).token_ids
 
 
 def test_requests_that_come_later_get_what_they_get_alone(engine):

@@ -114,9 +114,12 @@ def test_idle_rows_are_restored(engine, document):
     for number in (0, 1, 2):
         engine.release()
         alone = engine.complete(
-            wanted[number].prompt, seed=number, sampling=WARM, speculation=speculation,
+            wanted[number].prompt,
+            seed=number,
+            sampling=WARM,
+            speculation=speculation,
             generation=wanted[number].generation,
-        )  # fmt: skip
+        )
         assert ends[number].token_ids == alone.token_ids
 
 

@@ -220,9 +220,12 @@ def test_a_process_that_is_killed_leaves_the_old_file_or_a_whole_new_one(tmp_pat
     """kill -9 at 20 random moments of writing."""
     path, rng, seen = tmp_path / "x", random.Random(0), set()
     with subprocess.Popen(
-        [sys.executable, "-c", WRITERS, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True, bufsize=1,
-    ) as process:  # fmt: skip
+        [sys.executable, "-c", WRITERS, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    ) as process:
         for _ in range(20):
             path.write_text("old")
             process.stdin.write("write\n")

@@ -93,9 +93,14 @@ def serving(
     listener = socket.create_server(("127.0.0.1", 0))
     with listener, Worker(lambda: Watched(engine.open(**run), before)) as worker:
         service = Service(
-            engine, worker, protocol, num_rows=num_rows, max_queue=max_queue, seconds=seconds,
+            engine,
+            worker,
+            protocol,
+            num_rows=num_rows,
+            max_queue=max_queue,
+            seconds=seconds,
             **options,
-        )  # fmt: skip
+        )
         server = uvicorn.Server(uvicorn.Config(service.app, log_config=None))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

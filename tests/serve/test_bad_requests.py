@@ -49,7 +49,7 @@ TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
         ({"prompt": [5] * CONTEXT}, [f"prompt has {CONTEXT} tokens", "shorten the prompt"]),
         ({"prompt": [5] * 390, "max_tokens": 11}, ["lower max_tokens to 10"]),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_field_is_one_line_that_says_what_and_what_to_do(server, fields, words):
     message = server.error(**{"prompt": "She had", **fields})
     assert "\n" not in message
@@ -69,7 +69,7 @@ def test_a_wrong_field_is_one_line_that_says_what_and_what_to_do(server, fields,
         ({"tools": [{"type": "function"}]}, ["not supported"]),
         ({"response_format": {"type": "json_object"}}, ["not supported"]),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_chat_is_refused(server, monkeypatch, fields, words):
     monkeypatch.setattr(server.service.protocol._tokenizer, "encode_chat", list, raising=False)
     message = server.error(CHAT, **fields)

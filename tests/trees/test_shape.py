@@ -81,8 +81,9 @@ def test_a_tree_of_one_kind_of_plan_is_named_by_its_size():
     assert str(StepPlan("naive", 3, 0, "4x3")) == "naive gamma1 3 tree 4x3"
     plans = SpeculationConfig("triforce", gamma2=4, tree="12").plans
     assert [str(plan) for plan in plans] == [
-        "triforce gamma1 2 gamma2 4 tree 12", "triforce gamma1 4 gamma2 4 tree 12",
-    ]  # fmt: skip
+        "triforce gamma1 2 gamma2 4 tree 12",
+        "triforce gamma1 4 gamma2 4 tree 12",
+    ]
     assert SpeculationConfig("retrieval", tree="2x5").plans == [StepPlan("retrieval", 0, 5, "2x5")]
     assert SpeculationConfig("autoregressive", tree="8").max_block == 1
     assert SpeculationConfig("naive", tree="8x8").max_block == 65

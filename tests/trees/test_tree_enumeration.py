@@ -15,9 +15,12 @@ THREE_CHILDREN = TreeShape((-1, 0, 0, 0))
 LOPSIDED = TreeShape((-1, 0, 0, 1))
 SIX_NODES = TreeShape((-1, 0, 0, 1, 1, 2, 3))
 NAMES = {
-    FORK: "fork", THREE_CHILDREN: "three", LOPSIDED: "lopsided", SIX_NODES: "six",
+    FORK: "fork",
+    THREE_CHILDREN: "three",
+    LOPSIDED: "lopsided",
+    SIX_NODES: "six",
     sequences(2, 2): "2x2",
-}  # fmt: skip
+}
 
 
 def largest_error(V, shape, *, with_middle, with_draft, seed=0, num_steps=1, plans=None):

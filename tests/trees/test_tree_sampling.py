@@ -104,10 +104,12 @@ def test_every_child_and_every_test_has_a_number_of_its_own(monkeypatch):
     monkeypatch.setattr(trees_walk.IndependentTrees, "_uniforms", noting)
     list(
         tiny_engine().generate(
-            [[5, 6, 7], [8, 9]], sampling=SamplingParams(1.1), seed=4,
+            [[5, 6, 7], [8, 9]],
+            sampling=SamplingParams(1.1),
+            seed=4,
             speculation=SpeculationConfig("naive", gamma1=2, tree="5"),
         )
-    )  # fmt: skip
+    )
     numbers = [*drawn[0], *drawn[1]]
     assert len(numbers) > 500
     assert len(set(numbers)) == len(numbers)

@@ -26,9 +26,14 @@ def test_greedy_and_coupled_texts_are_autoregressive_ones(method, tree, sampling
     target = tiny_model(CONFIG)
     settings = {"sampling": sampling, "coupled": coupled, **SMALL}
     rig = Rig(
-        target, PROMPTS, draft=near_copy(target, 0.02), method=method, tree=tree, gamma2=4,
+        target,
+        PROMPTS,
+        draft=near_copy(target, 0.02),
+        method=method,
+        tree=tree,
+        gamma2=4,
         **settings,
-    )  # fmt: skip
+    )
     assert rig.run() == plain_tokens(target, PROMPTS, **settings)
 
 
@@ -41,9 +46,14 @@ def test_a_path_in_host_memory_is_moved_together_too(on_chip, method):
     )
     settings = {"sampling": WARM, "coupled": True, **SMALL}
     rig = Rig(
-        target, PROMPTS, draft=near_copy(target, 0.05), method=method, tree="9", full=full,
+        target,
+        PROMPTS,
+        draft=near_copy(target, 0.05),
+        method=method,
+        tree="9",
+        full=full,
         **settings,
-    )  # fmt: skip
+    )
     assert rig.run() == plain_tokens(target, PROMPTS, **settings)
     assert rig.stats.levels[-1].num_accepted_tokens > 10
 
@@ -57,9 +67,16 @@ def test_a_tree_leads_further_than_a_chain_of_its_depth():
         levels = []
         for seed in range(4):
             rig = Rig(
-                target, PROMPTS, draft=near_copy(target, 0.05), method="naive", sampling=WARM,
-                num_new=80, num_recent_tokens=40, seed=10 * seed, **settings,
-            )  # fmt: skip
+                target,
+                PROMPTS,
+                draft=near_copy(target, 0.05),
+                method="naive",
+                sampling=WARM,
+                num_new=80,
+                num_recent_tokens=40,
+                seed=10 * seed,
+                **settings,
+            )
             rig.run()
             levels.append(rig.stats.levels[-1])
         accepted = sum(level.num_accepted_tokens for level in levels)

@@ -134,9 +134,17 @@ def walks(proposal: TreeProposal, b, probs_NV, node=0, reached=1.0, numbers=None
 
 
 def tree_cascade(
-    source, batch_size, shape: TreeShape, target: Table, middle: Table | None,
-    draft: Table | None, *, gamma2=1, plans=None, level=TreeLevel,
-) -> Cascade:  # fmt: skip
+    source,
+    batch_size,
+    shape: TreeShape,
+    target: Table,
+    middle: Table | None,
+    draft: Table | None,
+    *,
+    gamma2=1,
+    plans=None,
+    level=TreeLevel,
+) -> Cascade:
     """A cascade over tables whose lowest stage guesses trees of this shape."""
     name = "naive" if middle is None else "retrieval" if draft is None else "triforce"
     gammas = (shape.depths[-1] if draft else 0), (gamma2 if middle else 0)

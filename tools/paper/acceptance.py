@@ -61,25 +61,34 @@ def build_parser() -> arguments.OneLineParser:
     parser, shown = arguments.OneLineParser(description=__doc__), "(default: %(default)s)"
     arguments.add_model_flags(parser)
     parser.add_argument(
-        "--prompt-file", action="append", metavar="FILE",
+        "--prompt-file",
+        action="append",
+        metavar="FILE",
         help="UTF-8 text; may be given several times (default: Python's help)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--policy", action="append", choices=(*NAMES, "all"),
+        "--policy",
+        action="append",
+        choices=(*NAMES, "all"),
         help="may be given several times (default: all)",
-    )  # fmt: skip
+    )
     for name, count in (("prompt-tokens", 8000), ("new-tokens", 256)):
         parser.add_argument(
             f"--{name}", type=arguments.positive, default=count, metavar="N", help=shown
         )
     parser.add_argument(
-        "--draft", default="none", metavar="auto|NAME|DIR|none",
+        "--draft",
+        default="none",
+        metavar="auto|NAME|DIR|none",
         help=f"also measure this drafter; auto is the one that belongs to the model {shown}",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--copy", action="append", default=[], choices=("int4", "int8"),
+        "--copy",
+        action="append",
+        default=[],
+        choices=("int4", "int8"),
         help="also measure a copy of the weights; may be given several times",
-    )  # fmt: skip
+    )
     arguments.add_sampling_flags(parser)
     arguments.add_size_flags(parser.add_argument_group("speculation"))
     sizes = {"gamma1": 3, "gamma2": 3, "budget": 1024, "method": "retrieval"}
@@ -95,9 +104,12 @@ class Continuation:
     """A prompt and what the target said after it, with the full cache, distributions, queries."""
 
     def __init__(
-        self, engine: Engine, prompt: list[int], args: argparse.Namespace,
+        self,
+        engine: Engine,
+        prompt: list[int],
+        args: argparse.Namespace,
         speculations: list[SpeculationConfig],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Has the retrieval caches of all settings observe the prompt."""
         model, config, num_new = engine.model, engine.config, args.new_tokens
         self.model, self.num_prompt, self.tokens = model, len(prompt), list(prompt)
@@ -108,12 +120,14 @@ class Continuation:
         self.full = FullCache.allocate(config, 1, capacity, **self.options)
         self.caches = [
             RetrievalCache(
-                self.full, make_policy(speculation.policy, self.full, speculation.chunk_size),
-                speculation, budgets=[speculation.budget_for(len(prompt))],
+                self.full,
+                make_policy(speculation.policy, self.full, speculation.chunk_size),
+                speculation,
+                budgets=[speculation.budget_for(len(prompt))],
                 num_heads=config.num_heads,
             )
             for speculation in speculations
-        ]  # fmt: skip
+        ]
 
         def watch(queries_LTHD: Tensor) -> None:
             for cache in self.caches:
@@ -217,10 +231,13 @@ def rounded_copy(model: Llama, args: argparse.Namespace, name: str) -> Llama:
 
 
 def measure(
-    engine: Engine, prompt: list[int], args: argparse.Namespace,
-    speculations: dict[str, SpeculationConfig], copies: dict[str, Llama],
+    engine: Engine,
+    prompt: list[int],
+    args: argparse.Namespace,
+    speculations: dict[str, SpeculationConfig],
+    copies: dict[str, Llama],
     found: defaultdict[str, list[Rate]],
-) -> None:  # fmt: skip
+) -> None:
     """Adds the rates after one prompt to those that were found."""
     settings = [it for it in speculations.values() for _ in ("", *copies)]
     continuation, draft_NV = Continuation(engine, prompt, args, settings), None

@@ -69,9 +69,11 @@ def build_parser() -> arguments.OneLineParser:
     ):
         parser.add_argument(f"--{name}", type=count, default=default, metavar="N", help=text)
     parser.add_argument(
-        "--policy", action="append", choices=(*NAMES, "all"),
+        "--policy",
+        action="append",
+        choices=(*NAMES, "all"),
         help="may be given several times (default: all)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--whole-answer", action="store_true", help=f"do not begin the answer with {BEGINNING!r}"
     )
@@ -81,9 +83,13 @@ def build_parser() -> arguments.OneLineParser:
 
 
 def hide(
-    tokenizer: Tokenizer, text_ids: list[int], length: int, depth: float, number: int,
+    tokenizer: Tokenizer,
+    text_ids: list[int],
+    length: int,
+    depth: float,
+    number: int,
     beginning: str = BEGINNING,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """A prompt of exactly `length` tokens with the number at a depth of the text, after the end of
     a line. It ends in the beginning of the answer."""
 
@@ -120,9 +126,11 @@ def ask(
     answer = run.rows[0].text
     return {
         "answer": answer,
-        "found": str(number) in answer.replace(",", ""), "num_accepted_tokens": num_accepted,
-        "num_tested_tokens": num_tested, "agreement": num_accepted / num_tested,
-    }  # fmt: skip
+        "found": str(number) in answer.replace(",", ""),
+        "num_accepted_tokens": num_accepted,
+        "num_tested_tokens": num_tested,
+        "agreement": num_accepted / num_tested,
+    }
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -22,10 +22,29 @@ GATES_PER_PROGRAM = 1024
 
 @triton.jit(do_not_specialize=["T", "W"])  # type: ignore[untyped-decorator]
 def rotate_and_write(  # type: ignore[no-untyped-def]
-    qkv, cos, signed_sin, slots, q, keys, values, raw_keys, queries, T, S, W, kv_b, kv_h, kv_s,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr,
-    KEEPS_RAW: tl.constexpr, KEEPS_QUERIES: tl.constexpr,
-) -> None:  # fmt: skip
+    qkv,
+    cos,
+    signed_sin,
+    slots,
+    q,
+    keys,
+    values,
+    raw_keys,
+    queries,
+    T,
+    S,
+    W,
+    kv_b,
+    kv_h,
+    kv_s,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEEPS_RAW: tl.constexpr,
+    KEEPS_QUERIES: tl.constexpr,
+) -> None:
     """RoPE of some heads of one token: queries to `q` and the latest W of a block to `queries`,
     keys, and values as they are, to their slot.
 

@@ -24,9 +24,19 @@ MAX_ROWS = 64
 
 @triton.jit(do_not_specialize=["M"])  # type: ignore[untyped-decorator]
 def multiply_tile(  # type: ignore[no-untyped-def]
-    x, weight, scales, out, M, N, E, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    SHARES: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
-) -> None:  # fmt: skip
+    x,
+    weight,
+    scales,
+    out,
+    M,
+    N,
+    E,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SHARES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
     """(ROWS, COLUMNS) of scales * x W^T, added up in float32; all tensors are contiguous."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
