@@ -36,10 +36,7 @@ class Stack:
     """The texts of a run, and the cascade that extends them."""
 
     def __init__(
-        self,
-        memory: Memory,
-        shape: MemoryShape,
-        sources: Mapping[str, RandomSource] | None = None,
+        self, memory: Memory, shape: MemoryShape, sources: Mapping[str, RandomSource] | None = None
     ) -> None:
         """Empties the memory, which must fit the `shape` of the run.
 

@@ -167,11 +167,7 @@ def test_no_folder_has_more_files_than_one_sees_at_once():
 
 def test_no_two_modules_have_one_name():
     names = Counter(file.name for file in FILES)
-    shared = {
-        "__init__.py",
-        "__main__.py",
-        "attention.py",
-    }
+    shared = {"__init__.py", "__main__.py", "attention.py"}
     shared |= {"tokenizer.py"}
     assert {name for name, count in names.items() if count > 1} <= shared
 

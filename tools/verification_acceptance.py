@@ -104,12 +104,7 @@ def compare(
                 seed,
                 temperature,
                 args.new_tokens,
-                SpeculationConfig(
-                    method,
-                    gamma1=gamma1,
-                    gamma2=gamma2,
-                    verification=verification,
-                ),
+                SpeculationConfig(method, gamma1=gamma1, gamma2=gamma2, verification=verification),
             )
             for prompt in prompts
             for seed in range(args.seeds)

@@ -101,8 +101,7 @@ def contestants(args: argparse.Namespace) -> dict[str, SpeculationConfig]:
 
 
 def measure(
-    args: argparse.Namespace,
-    find_peers: Callable[[Engine], dict[str, StartPeer]] = lambda _: {},
+    args: argparse.Namespace, find_peers: Callable[[Engine], dict[str, StartPeer]] = lambda _: {}
 ) -> tuple[str, dict[int, Result]]:
     """Measures what the flags name at every length of the prompts, and prints. Raises `InputError`.
 

@@ -44,11 +44,7 @@ def boot(
 
 
 def load_engine(
-    args: argparse.Namespace,
-    draft: str,
-    texts: Sequence[tuple[str, int | None]],
-    *,
-    num_new: int,
+    args: argparse.Namespace, draft: str, texts: Sequence[tuple[str, int | None]], *, num_new: int
 ) -> tuple[Engine, list[list[int]]]:
     """Boots the engine that the flags ask for; its prompts are checked before it reads weights.
 

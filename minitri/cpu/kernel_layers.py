@@ -69,12 +69,7 @@ class KernelHead(KernelLinear):
         if x.dim() > 1 and x.shape[-2] > LONGEST_BLOCK:
             return super().forward(x)
         return self.kernels.linear(
-            x,
-            self.weight,
-            self.out_features,
-            bits=self.bits,
-            bias=self.bias,
-            is_wide=self.is_wide,
+            x, self.weight, self.out_features, bits=self.bits, bias=self.bias, is_wide=self.is_wide
         )
 
 

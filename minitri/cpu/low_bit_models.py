@@ -10,12 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from minitri.cpu.kernel_layers import (
-    KernelHead,
-    KernelLayers,
-    KernelLinear,
-    KernelTiedHead,
-)
+from minitri.cpu.kernel_layers import KernelHead, KernelLayers, KernelLinear, KernelTiedHead
 from minitri.cpu.quantized import GROUP, quantize, row_widths
 from minitri.model.llama import Llama
 from minitri.model.replace import Factories, copy_with

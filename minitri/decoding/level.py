@@ -89,11 +89,7 @@ class Level:
     """One level of the cascade: verifies the stage below it, proposes to the level above."""
 
     def __init__(
-        self,
-        runner: Runner,
-        source: RandomSource,
-        stats: LevelStats,
-        meter: Meter,
+        self, runner: Runner, source: RandomSource, stats: LevelStats, meter: Meter
     ) -> None:
         self.runner = runner
         self.stats = stats

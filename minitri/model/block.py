@@ -62,11 +62,7 @@ def forward_block(
 
 
 def make_block(
-    model: Llama,
-    blocks: list[list[int]],
-    cache: Cache,
-    size: int,
-    depths_T: Tensor | None = None,
+    model: Llama, blocks: list[list[int]], cache: Cache, size: int, depths_T: Tensor | None = None
 ) -> Block:
     """The blocks, padded to `size` tokens, behind what the cache holds; sent in one transfer.
 

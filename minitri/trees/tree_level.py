@@ -27,13 +27,7 @@ from minitri.runner import ModelRunner
 from minitri.stats import LevelStats
 from minitri.trees.shape import TreeShape
 from minitri.trees.tuner import TreeTuner
-from minitri.trees.walk import (
-    MISSING,
-    CoupledTrees,
-    IndependentTrees,
-    TreeProposal,
-    likeliest,
-)
+from minitri.trees.walk import MISSING, CoupledTrees, IndependentTrees, TreeProposal, likeliest
 
 
 class TreeRunner:

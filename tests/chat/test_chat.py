@@ -73,14 +73,7 @@ def test_the_second_question_reads_little(instruct, tmp_path, capsys, monkeypatc
     monkeypatch.setattr(
         sys,
         "stdin",
-        type(
-            "Lines",
-            (),
-            {
-                "readline": lambda _: next(lines),
-                "isatty": lambda _: False,
-            },
-        )(),
+        type("Lines", (), {"readline": lambda _: next(lines), "isatty": lambda _: False})(),
     )
     main(flags(instruct, "--document", str(document), "-n", "8"))
     shown = capsys.readouterr()

@@ -273,10 +273,7 @@ MUTANTS = {
         "rows.x + 0 * rows.stride + e / Op::STEP);\n        }\n",
     ),
     "no epsilon": ("+ float(a.eps)", ""),
-    "NaN becomes a number": (
-        "x < -126.0f ? splat(-126.0f) : x;",
-        "maximum(x, splat(-126.0f));",
-    ),
+    "NaN becomes a number": ("x < -126.0f ? splat(-126.0f) : x;", "maximum(x, splat(-126.0f));"),
     "half the scale": ("scale[o][i + half];", "scale[o][i];"),
 }
 """Wrong kernels: a text of the source and what stands in its place."""

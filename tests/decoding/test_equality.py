@@ -86,8 +86,7 @@ GRID = [
 
 @pytest.mark.parametrize("distribution", [GREEDY, COUPLED], ids=["greedy", "coupled"])
 @pytest.mark.parametrize(
-    "drafter",
-    ["ngram", "other model", pytest.param("the target itself", marks=pytest.mark.slow)],
+    "drafter", ["ngram", "other model", pytest.param("the target itself", marks=pytest.mark.slow)]
 )
 def test_every_setting_gives_the_autoregressive_text(engine, other_engine, drafter, distribution):
     draft = {"ngram": None, "other model": other_engine.model, "the target itself": engine.model}[

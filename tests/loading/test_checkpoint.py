@@ -350,14 +350,8 @@ class TestBadFiles:
                 "RoPE kind is 'longrope'",
             ),
             ({"rope_parameters": {"rope_type": "linear"}}, "RoPE type 'linear' has no factor"),
-            (
-                {"rope_parameters": {"rope_type": "linear", "factor": -1}},
-                "RoPE factor is ",
-            ),
-            (
-                {"rope_parameters": {"rope_type": "default", "rope_theta": -5}},
-                "RoPE theta is ",
-            ),
+            ({"rope_parameters": {"rope_type": "linear", "factor": -1}}, "RoPE factor is "),
+            ({"rope_parameters": {"rope_type": "default", "rope_theta": -5}}, "RoPE theta is "),
             (
                 {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": -1}},
                 "RoPE beta_fast is ",

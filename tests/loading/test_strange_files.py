@@ -76,18 +76,9 @@ WRONG_VALUES = [
     ({"rope_parameters": 0}, "rope_parameters is 0 where an object belongs"),
     ({"rope_parameters": {"partial_rotary_factor": 0}}, "only a part of each head"),
     ({"rope_scaling": {"type": "linear", "factor": 0}}, "RoPE factor is "),
-    (
-        {"rope_scaling": {"type": "linear", "factor": 1e-30}},
-        "RoPE factor is ",
-    ),
-    (
-        {"rope_scaling": {"type": "linear", "factor": 0.99}},
-        "RoPE factor is ",
-    ),
-    (
-        {"rope_scaling": {"type": "linear", "factor": 1e30}},
-        "RoPE factor is ",
-    ),
+    ({"rope_scaling": {"type": "linear", "factor": 1e-30}}, "RoPE factor is "),
+    ({"rope_scaling": {"type": "linear", "factor": 0.99}}, "RoPE factor is "),
+    ({"rope_scaling": {"type": "linear", "factor": 1e30}}, "RoPE factor is "),
     ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor is '2' where a number"),
     (yarn(attention_factor=0), "RoPE attention_factor is "),
     (yarn(attention_factor=-1.0), "RoPE attention_factor is "),
@@ -98,10 +89,7 @@ WRONG_VALUES = [
     (yarn(original_max_position_embeddings=1.5), "embeddings is 1.5 where a whole number"),
     (yarn(truncate="no"), "truncate is 'no' where true or false"),
     (yarn(mscale=0), "uses mscale"),
-    (
-        llama3(low_freq_factor=4.0, high_freq_factor=4.0),
-        "RoPE high_freq_factor is ",
-    ),
+    (llama3(low_freq_factor=4.0, high_freq_factor=4.0), "RoPE high_freq_factor is "),
     (llama3(low_freq_factor=8.0), "RoPE high_freq_factor is "),
 ]
 

@@ -26,11 +26,7 @@ from tools.bench.bandwidth import read_bandwidth
 
 PARTS = {
     "linear layers": ("linear", "mkldnn::_linear_pointwise", "aten::addmm"),
-    "attention": (
-        "aten::bmm",
-        "aten::mm",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-    ),
+    "attention": ("aten::bmm", "aten::mm", "aten::_scaled_dot_product_flash_attention_for_cpu"),
     "attention, softmax": ("aten::exp_", "aten::sum"),
 }
 """Kernels of a decoding step on CPU by what they are for; the rest, profiling included: `other`."""

@@ -104,10 +104,7 @@ class LlamaCpp:
         return model.generate(prompt, temp=0.0, top_k=1, repeat_penalty=1.0)
 
 
-PROGRAMS: dict[str, type[OpenVINO] | type[LlamaCpp]] = {
-    "openvino": OpenVINO,
-    "llama.cpp": LlamaCpp,
-}
+PROGRAMS: dict[str, type[OpenVINO] | type[LlamaCpp]] = {"openvino": OpenVINO, "llama.cpp": LlamaCpp}
 
 
 def main() -> None:
