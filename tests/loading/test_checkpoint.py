@@ -333,7 +333,6 @@ class TestBadFiles:
         ("change", "match"),
         [
             ({"model_type": "gpt2"}, "is a 'gpt2' model; use one of a kind that minitri runs"),
-            ({"model_type": None}, "is a None model"),
             ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
             ({"mlp_bias": True}, "mlp_bias=True"),
             ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config="),
@@ -345,36 +344,12 @@ class TestBadFiles:
                 {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
                 "RoPE kind is 'dynamic'",
             ),
-            (
-                {"rope_parameters": None, "rope_scaling": {"type": "longrope", "factor": 2.0}},
-                "RoPE kind is 'longrope'",
-            ),
             ({"rope_parameters": {"rope_type": "linear"}}, "RoPE type 'linear' has no factor"),
-            ({"rope_parameters": {"rope_type": "linear", "factor": -1}}, "RoPE factor is "),
-            ({"rope_parameters": {"rope_type": "default", "rope_theta": -5}}, "RoPE theta is "),
-            (
-                {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": -1}},
-                "RoPE beta_fast is ",
-            ),
-            (
-                {
-                    "rope_parameters": {
-                        "rope_type": "yarn",
-                        "factor": 2.0,
-                        "original_max_position_embeddings": -4,
-                    }
-                },
-                "RoPE original_context is ",
-            ),
-            (
-                {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-                "only a part of each head",
-            ),
+            ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "only a part of each head"),
             ({"tie_word_embeddings": "false"}, "where true or false belongs"),
             ({"eos_token_id": "</s>"}, "token id '</s>', which is no whole number"),
             ({"bos_token_id": 1.5}, "token id 1.5, which is no whole number"),
             ({"vocab_size": 2 * 10**9}, "do not fit on cpu"),
-            ({"vocab_size": 10**30}, "vocab_size is "),
         ],
     )
     def test_config_that_cannot_run(self, copy, change, match):
@@ -382,15 +357,8 @@ class TestBadFiles:
         self.refused(copy, match)
 
     def test_tokenizer_larger_than_the_vocabulary(self, copy):
-        self.spoil(
-            copy,
-            lambda weights: weights.update(
-                {
-                    name: weights[name][:200]
-                    for name in ("model.embed_tokens.weight", "lm_head.weight")
-                }
-            ),
-        )
+        names = ("model.embed_tokens.weight", "lm_head.weight")
+        self.spoil(copy, lambda own: own.update({name: own[name][:200] for name in names}))
         edit_json(copy / "config.json", vocab_size=200)
         self.refused(copy, "tokens but the model's vocabulary has 200")
 

@@ -35,29 +35,10 @@ RUNTIME = ["T", "G", "num_kv_heads", "num_pieces"]
 
 @triton.jit(do_not_specialize=RUNTIME)  # type: ignore[untyped-decorator]
 def attend_piece(  # type: ignore[no-untyped-def]
-    q,
-    keys,
-    values,
-    lengths,
-    rule,
-    outs,
-    lses,
-    scale,
-    T,
-    G,
-    num_kv_heads,
-    num_pieces,
-    q_b,
-    q_t,
-    q_h,
-    kv_b,
-    kv_h,
-    kv_s,
-    ROWS: tl.constexpr,
-    NUM_KEYS: tl.constexpr,
-    D: tl.constexpr,
+    q, keys, values, lengths, rule, outs, lses, scale, T, G, num_kv_heads, num_pieces,
+    q_b, q_t, q_h, kv_b, kv_h, kv_s, ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, D: tl.constexpr,
     HAS_RULE: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Output (R, D) and log-sum-exp (R,), to base 2, of one KV head over one piece of its keys.
 
     A running softmax: sums are scaled down whenever a larger score turns up. `scale` has a factor
