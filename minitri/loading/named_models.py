@@ -6,6 +6,7 @@ A row holds what must be known before any file is read. Its shape serves `minitr
 
 import dataclasses
 import difflib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from minitri.config import ModelConfig
@@ -16,141 +17,94 @@ DEFAULT_MODEL = "smollm2-135m"
 
 
 class NamedModel(NamedTuple):
-    """A row of the table: repository on the Hugging Face hub, context length in tokens, default
-    drafter (the name of a model, or `suffix`), shape and architecture."""
+    """A row of the table."""
 
     repo: str
+    """Repository on the Hugging Face hub."""
     context: int
+    """In tokens."""
     draft: str
-    shape: tuple[int, int, int, int, int, int, int, bool]
-    kind: str = "llama"
+    """The default drafter: the name of a model, or `suffix`."""
 
 
-_7B = (32, 4096, 11008, 32, 32, 128, 32000, False)
-_ROWS: dict[str, tuple[Any, ...]] = {
-    # shape: layers, hidden, intermediate, heads, KV heads, head dim, vocabulary, tied embeddings
-    "llama2-7b-128k": ("NousResearch/Yarn-Llama-2-7b-128k", 131072, "llama-68m", _7B),
-    "llama2-13b-128k": (
-        "NousResearch/Yarn-Llama-2-13b-128k",
-        131072,
-        "llama-68m",
-        (40, 5120, 13824, 40, 40, 128, 32000, False),
-    ),
-    "lwm-text-128k": ("LargeWorldModel/LWM-Text-128K", 131072, "llama-68m", _7B),
-    "lwm-text-256k": ("LargeWorldModel/LWM-Text-256K", 262144, "llama-68m", _7B),
-    "lwm-text-512k": ("LargeWorldModel/LWM-Text-512K", 524288, "llama-68m", _7B),
-    "lwm-text-1m": ("LargeWorldModel/LWM-Text-1M", 1048576, "llama-68m", _7B),
-    "lwm-text-chat-128k": ("LargeWorldModel/LWM-Text-Chat-128K", 131072, "llama-68m", _7B),
-    "llama-68m": ("JackFram/llama-68m", 2048, "suffix", (2, 768, 3072, 12, 12, 64, 32000, False)),
-    "llama3.1-8b": (
-        "meta-llama/Llama-3.1-8B",
-        131072,
-        "llama3.2-1b",
-        (32, 4096, 14336, 32, 8, 128, 128256, False),
-    ),
-    "llama3.2-1b": (
-        "meta-llama/Llama-3.2-1B",
-        131072,
-        "suffix",
-        (16, 2048, 8192, 32, 8, 64, 128256, True),
-    ),
-    "llama3.2-3b": (
-        "meta-llama/Llama-3.2-3B",
-        131072,
-        "llama3.2-1b",
-        (28, 3072, 8192, 24, 8, 128, 128256, True),
-    ),
-    "tinyllama-1.1b": (
-        "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
-        2048,
-        "llama-68m",
-        (22, 2048, 5632, 32, 4, 64, 32000, False),
-    ),
-    "smollm2-135m": (
-        "HuggingFaceTB/SmolLM2-135M-Instruct",
-        8192,
-        "smollm2-135m-draft",
-        (30, 576, 1536, 9, 3, 64, 49152, True),
-    ),
-    "smollm2-360m": (
-        "HuggingFaceTB/SmolLM2-360M-Instruct",
-        8192,
-        "smollm2-135m",
-        (32, 960, 2560, 15, 5, 64, 49152, True),
-    ),
-    "smollm2-1.7b": (
-        "HuggingFaceTB/SmolLM2-1.7B-Instruct",
-        8192,
-        "smollm2-135m",
-        (24, 2048, 8192, 32, 32, 64, 49152, True),
-    ),
-    "mistral-7b": (
-        "mistralai/Mistral-7B-Instruct-v0.3",
-        32768,
-        "suffix",
-        (32, 4096, 14336, 32, 8, 128, 32768, False),
-        "mistral",
-    ),
-    "mistral-nemo-12b": (
-        "mistralai/Mistral-Nemo-Instruct-2407",
-        131072,
-        "suffix",
-        (40, 5120, 14336, 32, 8, 128, 131072, False),
-        "mistral",
-    ),
-    "qwen2.5-0.5b": (
-        "Qwen/Qwen2.5-0.5B-Instruct",
-        32768,
-        "suffix",
-        (24, 896, 4864, 14, 2, 64, 151936, True),
-        "qwen2",
-    ),
-    "qwen2.5-1.5b": (
-        "Qwen/Qwen2.5-1.5B-Instruct",
-        32768,
-        "qwen2.5-0.5b",
-        (28, 1536, 8960, 12, 2, 128, 151936, True),
-        "qwen2",
-    ),
-    "qwen2.5-7b": (
-        "Qwen/Qwen2.5-7B-Instruct",
-        32768,
-        "qwen2.5-0.5b",
-        (28, 3584, 18944, 28, 4, 128, 152064, False),
-        "qwen2",
-    ),
-    "qwen3-0.6b": (
-        "Qwen/Qwen3-0.6B",
-        40960,
-        "suffix",
-        (28, 1024, 3072, 16, 8, 128, 151936, True),
-        "qwen3",
-    ),
-    "qwen3-4b-256k": (
-        "Qwen/Qwen3-4B-Instruct-2507",
-        262144,
-        "qwen3-0.6b",
-        (36, 2560, 9728, 32, 8, 128, 151936, True),
-        "qwen3",
-    ),
-    "qwen3-8b": (
-        "Qwen/Qwen3-8B",
-        40960,
-        "qwen3-0.6b",
-        (36, 4096, 12288, 32, 8, 128, 151936, False),
-        "qwen3",
-    ),
+_MODELS = """
+name                repository                            context  drafter
+llama2-7b-128k      NousResearch/Yarn-Llama-2-7b-128k     131072   llama-68m
+llama2-13b-128k     NousResearch/Yarn-Llama-2-13b-128k    131072   llama-68m
+lwm-text-128k       LargeWorldModel/LWM-Text-128K         131072   llama-68m
+lwm-text-256k       LargeWorldModel/LWM-Text-256K         262144   llama-68m
+lwm-text-512k       LargeWorldModel/LWM-Text-512K         524288   llama-68m
+lwm-text-1m         LargeWorldModel/LWM-Text-1M           1048576  llama-68m
+lwm-text-chat-128k  LargeWorldModel/LWM-Text-Chat-128K    131072   llama-68m
+llama-68m           JackFram/llama-68m                    2048     suffix
+llama3.1-8b         meta-llama/Llama-3.1-8B               131072   llama3.2-1b
+llama3.2-1b         meta-llama/Llama-3.2-1B               131072   suffix
+llama3.2-3b         meta-llama/Llama-3.2-3B               131072   llama3.2-1b
+tinyllama-1.1b      TinyLlama/TinyLlama-1.1B-Chat-v1.0    2048     llama-68m
+smollm2-135m        HuggingFaceTB/SmolLM2-135M-Instruct   8192     smollm2-135m-draft
+smollm2-360m        HuggingFaceTB/SmolLM2-360M-Instruct   8192     smollm2-135m
+smollm2-1.7b        HuggingFaceTB/SmolLM2-1.7B-Instruct   8192     smollm2-135m
+mistral-7b          mistralai/Mistral-7B-Instruct-v0.3    32768    suffix
+mistral-nemo-12b    mistralai/Mistral-Nemo-Instruct-2407  131072   suffix
+qwen2.5-0.5b        Qwen/Qwen2.5-0.5B-Instruct            32768    suffix
+qwen2.5-1.5b        Qwen/Qwen2.5-1.5B-Instruct            32768    qwen2.5-0.5b
+qwen2.5-7b          Qwen/Qwen2.5-7B-Instruct              32768    qwen2.5-0.5b
+qwen3-0.6b          Qwen/Qwen3-0.6B                       40960    suffix
+qwen3-4b-256k       Qwen/Qwen3-4B-Instruct-2507           262144   qwen3-0.6b
+qwen3-8b            Qwen/Qwen3-8B                         40960    qwen3-0.6b
+"""
+_SHAPES = """
+name                kind     layers  hidden  inner  heads  KV  head_dim  vocabulary  tied
+llama2-7b-128k      llama    32      4096    11008  32     32  128       32000       no
+llama2-13b-128k     llama    40      5120    13824  40     40  128       32000       no
+lwm-text-128k       llama    32      4096    11008  32     32  128       32000       no
+lwm-text-256k       llama    32      4096    11008  32     32  128       32000       no
+lwm-text-512k       llama    32      4096    11008  32     32  128       32000       no
+lwm-text-1m         llama    32      4096    11008  32     32  128       32000       no
+lwm-text-chat-128k  llama    32      4096    11008  32     32  128       32000       no
+llama-68m           llama    2       768     3072   12     12  64        32000       no
+llama3.1-8b         llama    32      4096    14336  32     8   128       128256      no
+llama3.2-1b         llama    16      2048    8192   32     8   64        128256      yes
+llama3.2-3b         llama    28      3072    8192   24     8   128       128256      yes
+tinyllama-1.1b      llama    22      2048    5632   32     4   64        32000       no
+smollm2-135m        llama    30      576     1536   9      3   64        49152       yes
+smollm2-360m        llama    32      960     2560   15     5   64        49152       yes
+smollm2-1.7b        llama    24      2048    8192   32     32  64        49152       yes
+mistral-7b          mistral  32      4096    14336  32     8   128       32768       no
+mistral-nemo-12b    mistral  40      5120    14336  32     8   128       131072      no
+qwen2.5-0.5b        qwen2    24      896     4864   14     2   64        151936      yes
+qwen2.5-1.5b        qwen2    28      1536    8960   12     2   128       151936      yes
+qwen2.5-7b          qwen2    28      3584    18944  28     4   128       152064      no
+qwen3-0.6b          qwen3    28      1024    3072   16     8   128       151936      yes
+qwen3-4b-256k       qwen3    36      2560    9728   32     8   128       151936      yes
+qwen3-8b            qwen3    36      4096    12288  32     8   128       151936      no
+"""
+"""`inner` is the size of the MLP, `KV` the number of KV heads; of `tied` embeddings the LM head is
+the table."""
+
+
+def _rows(table: str) -> Iterator[tuple[str, list[str]]]:
+    for line in table.strip().splitlines()[1:]:
+        name, *fields = line.split()
+        yield name, fields
+
+
+MODELS = {
+    name: NamedModel(repo, int(context), draft) for name, (repo, context, draft) in _rows(_MODELS)
 }
-MODELS = {name: NamedModel(*row) for name, row in _ROWS.items()}
 
 
 def shape_of(name: str) -> ModelConfig | None:
     """The config of a named model, as far as the table tells; None for any other name."""
     if name not in MODELS:
         return None
-    row = MODELS[name]
-    config = ModelConfig(*row.shape[:7], row.context, tie_word_embeddings=row.shape[7], name=name)
-    return dataclasses.replace(config, **FAMILIES[row.kind])
+    kind, *sizes, tied = dict(_rows(_SHAPES))[name]
+    names = [field.name for field in dataclasses.fields(ModelConfig)]
+    numbers: dict[str, Any] = dict(
+        zip(names, map(int, (*sizes, MODELS[name].context)), strict=False)
+    )
+    family: dict[str, Any] = FAMILIES[kind]
+    return ModelConfig(**numbers, tie_word_embeddings=tied == "yes", name=name, **family)
 
 
 def table() -> str:
