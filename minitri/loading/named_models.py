@@ -100,11 +100,9 @@ def shape_of(name: str) -> ModelConfig | None:
         return None
     kind, *sizes, tied = dict(_rows(_SHAPES))[name]
     names = [field.name for field in dataclasses.fields(ModelConfig)]
-    numbers: dict[str, Any] = dict(
-        zip(names, map(int, (*sizes, MODELS[name].context)), strict=False)
-    )
-    family: dict[str, Any] = FAMILIES[kind]
-    return ModelConfig(**numbers, tie_word_embeddings=tied == "yes", name=name, **family)
+    settings: dict[str, Any] = dict(zip(names, map(int, sizes), strict=False))
+    settings |= {"context_length": MODELS[name].context, "name": name, **FAMILIES[kind]}
+    return ModelConfig(tie_word_embeddings=tied == "yes", **settings)
 
 
 def table() -> str:
