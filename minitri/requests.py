@@ -34,8 +34,8 @@ class Token:
     """Text that became certain with this token; empty while a character or a possible stop string
     is incomplete."""
     origin: str
-    """Where it came from: the stage that guessed it, `draft` or `retrieval` (or `lookup`, where it
-    takes turns with a drafter's model), or the target itself, `recovered` or `bonus`."""
+    """Where it came from: the stage that guessed it, `draft` or `retrieval`, or the target itself,
+    `recovered` or `bonus`."""
     logprob: float | None = None
     """Natural logarithm of its probability by the target alone, before temperature and filters,
     whoever guessed it; None unless `GenerationConfig.logprobs` asks for it."""

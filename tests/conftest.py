@@ -113,6 +113,14 @@ def tiny_model(config: ModelConfig, *, seed: int = 0, dtype: torch.dtype = torch
     return model.eval()
 
 
+def fill(cache, other):
+    """Into an empty cache all that another one holds."""
+    for b, length in enumerate(other.lengths):
+        for layer, pair in enumerate(other.layers(b)):
+            cache.write(layer, b, *(slots_KSD[:, :length] for slots_KSD in pair))
+        cache.restore(b, length)
+
+
 def new_cache(
     config: ModelConfig, batch_size: int = 1, capacity: int = 64, dtype=torch.float32
 ) -> FullCache:

@@ -99,13 +99,11 @@ def test_the_algorithm_and_the_caches_know_nothing_of_networks_and_files():
 def test_the_code_is_short_enough_to_read():
     """Limits only fall. Tokens are those of Python without comments, docstrings and layout."""
     texts = [file.read_text(encoding="utf-8") for file in FILES]
-    assert sum(text.count("\n") for text in texts) <= 16_250
-    assert sum(map(num_tokens, texts)) <= 108_800
-    everything = [file for name in ("minitri", "tests", "tools") for file in python_files(name)]
-    assert (
-        sum(file.read_text(encoding="utf-8").count("fmt" + ": skip") for file in everything) < 205
-    )
-    assert sum(map(num_lines, python_files("tests"))) <= 19_300
+    assert sum(text.count("\n") for text in texts) <= 16_180
+    assert sum(map(num_tokens, texts)) <= 106_100
+    files = [file for name in ("minitri", "tests", "tools") for file in python_files(name)]
+    assert sum(file.read_text(encoding="utf-8").count("fmt" + ": skip") for file in files) <= 25
+    assert sum(map(num_lines, python_files("tests"))) <= 19_298
     assert sum(num_lines(file) for file in PACKAGE.rglob("cpu/*.[ch]*")) <= 1_250
 
 
@@ -122,8 +120,8 @@ def test_what_a_run_needs_is_short_enough_to_read():
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("minitri."):
                     todo.append((node.module or "").removeprefix("minitri."))
     files = [by_name[name] for name in seen if by_name[name].name != "__init__.py"]
-    assert len(files) <= 80
-    assert sum(map(num_lines, files)) <= 11_900
+    assert len(files) <= 50
+    assert sum(map(num_lines, files)) <= 7_700
 
 
 def python_files(folder: str) -> list[Path]:
@@ -167,8 +165,7 @@ def test_no_folder_has_more_files_than_one_sees_at_once():
 
 def test_no_two_modules_have_one_name():
     names = Counter(file.name for file in FILES)
-    shared = {"__init__.py", "__main__.py", "attention.py"}
-    shared |= {"tokenizer.py"}
+    shared = {"__init__.py", "__main__.py"}
     assert {name for name, count in names.items() if count > 1} <= shared
 
 

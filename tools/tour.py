@@ -46,14 +46,12 @@ SHARES = [0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5]
 WARM = SamplingParams(0.6, top_p=0.9)
 COLORS = {
     "draft": "#009E73",
-    "lookup": "#0072B2",
     "retrieval": "#56B4E9",
     "recovered": "#D55E00",
     "bonus": "#E69F00",
 }
 MEANINGS = {
     "draft": "drafter",
-    "lookup": "lookup",
     "retrieval": "retrieval cache",
     "bonus": "target",
     "recovered": "correction",

@@ -117,13 +117,6 @@ class FullCache:
         """Row b, which was empty, holds `num_tokens`: they stand in its first slots."""
         self._set_lengths([num_tokens if b == row else n for row, n in enumerate(self._lengths)])
 
-    def copy_from(self, other: "FullCache") -> None:
-        """Fills this empty cache with all that another one holds."""
-        for b, length in enumerate(other.lengths):
-            for layer, (keys_KSD, values_KSD) in enumerate(other.layers(b)):
-                self.write(layer, b, keys_KSD[:, :length], values_KSD[:, :length])
-            self.restore(b, length)
-
     def row(self, b: int) -> "FullCache":
         """A cache of one row that shares memory with row b, for prefilling rows one by one.
 

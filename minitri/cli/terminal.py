@@ -11,7 +11,6 @@ from minitri.requests import End, PrefillProgress, Token
 
 COLORS = {
     "draft": ("\x1b[32m", "guessed by the drafter"),
-    "lookup": ("\x1b[34m", "found by lookup, next to a drafter"),
     "retrieval": ("\x1b[36m", "guessed with the retrieval cache"),
     "recovered": ("\x1b[31m", "the target's correction of a guess"),
     "bonus": ("\x1b[33m", "the target's own"),

@@ -11,7 +11,7 @@ from minitri.caches.full import FullCache
 from minitri.errors import InputError
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.cache import BlockKV
-from tests.conftest import tiny_config, write_hf_folder
+from tests.conftest import fill, tiny_config, write_hf_folder
 
 PROMPTS = [[5, 6, 7], list(range(10, 200)), [9]]
 
@@ -88,7 +88,7 @@ def test_what_the_device_holds_is_copied_to_the_bit():
         slots.normal_(generator=generator)
     whole.advance([1900, 3])
     ours = OffloadedFullCache.placed(config, 2, 2000, on_chip=2, **settings)
-    ours.copy_from(whole)
+    fill(ours, whole)
     for b, length in enumerate(whole.lengths):
         for got, exact in zip(ours.layers(b), whole.layers(b), strict=True):
             assert all(

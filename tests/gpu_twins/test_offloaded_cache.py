@@ -22,7 +22,7 @@ from minitri.gpu.streams import Streams
 from minitri.model.cache import BlockKV
 from minitri.settings import METHODS
 from tests.cascades import WARM, Rig, near_copy, plain_tokens, random_prompt
-from tests.conftest import CPU, new_cache, tiny_config, tiny_model
+from tests.conftest import CPU, fill, new_cache, tiny_config, tiny_model
 from tools.paper.baselines.policies import NAMES, policy_of
 
 CONFIG = tiny_config(num_layers=5)
@@ -441,7 +441,7 @@ def test_what_another_cache_holds_is_copied_to_the_bit_and_goes_on(on_chip):
         read.update(layer, BlockKV(k, k, v))
     read.advance([280, 131])
     for ours in (exact, cache):
-        ours.copy_from(read)
+        fill(ours, read)
     for size in (1, 3, 40):
         assert_same(cache, exact)
         for layer in range(5):

@@ -240,6 +240,7 @@ def test_a_config_is_refused_or_means_what_it_says(work, data):
     assert_same(engine, written, load_file(work / "model.safetensors"))
 
 
+OLD = "original_max_position_embeddings"
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -248,18 +249,11 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
     "change",
     [
         {"rope_parameters": YARN},
-        {"rope_parameters": YARN, "original_max_position_embeddings": 64},
-        {
-            "rope_parameters": YARN | {"original_max_position_embeddings": 128},
-            "original_max_position_embeddings": 64,
-        },
-        {"rope_parameters": LLAMA3, "original_max_position_embeddings": 64},
+        {"rope_parameters": YARN, OLD: 64},
+        {"rope_parameters": YARN | {OLD: 128}, OLD: 64},
+        {"rope_parameters": LLAMA3, OLD: 64},
         {"rope_parameters": YARN, "rope_scaling": {"type": "linear", "factor": 2.0}},
-        {
-            "rope_parameters": {},
-            "rope_scaling": {"type": "linear", "factor": 2},
-            "rope_theta": 5000.0,
-        },
+        {"rope_parameters": {}, "rope_scaling": YARN | {"rope_type": "linear"}, "rope_theta": 5e3},
         {"rope_parameters": YARN | {"rope_theta": 7000.0}, "rope_theta": 5000.0},
         {"rope_parameters": YARN | {"type": "linear", "truncate": False}},
         {"rope_parameters": YARN | {"original_max_position_embeddings": 4, "beta_slow": 2.0}},
