@@ -272,8 +272,8 @@ trees/test_tree_sampling.py::test_every_child_and_every_test_has_a_number_of_its
   numbers of a tree's children used again for its tests
     IndependentTrees._uniforms: self._generators[b]
     => torch.Generator().manual_seed(b)
-trees/test_trees_in_runs.py
-::test_greedy_and_coupled_texts_are_autoregressive_ones[naive-7-sampling2-True]
+test_matrix.py
+::test_the_text_is_the_autoregressive_one[naive, tree 7-coupled-in_a_batch]
   noise of a tree by node, not by position
     CoupledTrees.walk: start + depth
     => start + depth + len(depths)
