@@ -102,14 +102,17 @@ class MemoryPool:
     def _can_run(self, kept: Memory, new: MemoryShape) -> bool:
         """Whether the memory, and what was captured in it, serve a run of another shape."""
         old, cache = kept.shape, kept.retrieval_cache
-        # What every run may choose anew.
-        free = {"coupled": old.speculation.coupled, "timed": old.speculation.timed}
+        settings = old.speculation
+        # Every run may choose these two anew.
+        wanted = dataclasses.replace(
+            new.speculation, coupled=settings.coupled, timed=settings.timed
+        )
         return (
             self._is_whole
             and self._fits(kept, new)
             and all(runner.can_sample_by(new.sampling) for runner in kept.runners)
             and new.generation.prefill_chunk <= old.generation.prefill_chunk
-            and dataclasses.replace(new.speculation, **free) == old.speculation
+            and wanted == settings
             and (cache is None or max(new.budgets) <= cache.max_budget)
         )
 
