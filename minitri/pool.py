@@ -15,7 +15,6 @@ from minitri.errors import InputError
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.memory import Memory, MemoryShape, Models, allocate
-from minitri.settings import SpeculationConfig
 
 WORTH_COPYING = 64
 """Tokens at the beginning of a prompt for which two full caches may be in memory for a moment."""
@@ -103,12 +102,17 @@ class MemoryPool:
     def _can_run(self, kept: Memory, new: MemoryShape) -> bool:
         """Whether the memory, and what was captured in it, serve a run of another shape."""
         old, cache = kept.shape, kept.retrieval_cache
+        settings = old.speculation
+        # Every run may choose these two anew.
+        wanted = dataclasses.replace(
+            new.speculation, coupled=settings.coupled, timed=settings.timed
+        )
         return (
             self._is_whole
             and self._fits(kept, new)
             and all(runner.can_sample_by(new.sampling) for runner in kept.runners)
             and new.generation.prefill_chunk <= old.generation.prefill_chunk
-            and _small_caches(new.speculation) == _small_caches(old.speculation)
+            and wanted == settings
             and (cache is None or max(new.budgets) <= cache.max_budget)
         )
 
@@ -122,8 +126,3 @@ class MemoryPool:
             and new.capacity <= kept.full.capacity
             and all(getattr(new.generation, n) == getattr(old.generation, n) for n in placed)
         )
-
-
-def _small_caches(speculation: SpeculationConfig) -> SpeculationConfig:
-    """The settings without those that every run may choose anew."""
-    return dataclasses.replace(speculation, coupled=False, timed=False)

@@ -5,8 +5,7 @@ change of an expression or statement of a real function, under the test that not
 
     FILE::TEST
       name of the bug
-        FUNCTION: what stands there
-        => what stands there instead
+        FUNCTION: what stands there => what stands there instead
 
 Spaces and the file of the function do not matter. `FUNCTION#2` is the second place of that text;
 `FILE:FUNCTION` says which of several functions of that name. `tests/decoding/test_mutants.py` puts
@@ -20,14 +19,11 @@ from tests.mutation import read_table
 TABLE = r"""
 decoding/test_enumeration.py::test_both_levels_together_give_the_target_distribution[3-1-1]
   resample from p-hat
-    _sample_next: (scale_B1 * p_BV - q_BV).clamp_min(0)
-    => p_BV
+    _sample_next: (scale_B1 * p_BV - q_BV).clamp_min(0) => p_BV
   bonus token from the wrong row
-    _sample_next: (rows, num_accepted_B)
-    => (rows, num_accepted_B.clamp_max(last))
+    _sample_next: (rows, num_accepted_B) => (rows, num_accepted_B.clamp_max(last))
   biased acceptance numbers
-    verification:verify: uniforms_BN[:, :p_BN.shape[1]]
-    => uniforms_BN[:, :p_BN.shape[1]] ** 1.001
+    verification:verify: uniforms_BN[:, :p_BN.shape[1]] => uniforms_BN[:, :p_BN.shape[1]] ** 1.001
   q without top-p
     Level.propose: probs_BNV[b, :len(row.tokens)]
     => 0.8 * probs_BNV[b, :len(row.tokens)] + 0.2 / probs_BNV.shape[2]
@@ -36,20 +32,17 @@ decoding/test_enumeration.py::test_both_levels_together_give_the_target_distribu
         non_blocking=True))
     => probs_BV.argmax(1)
   acceptance number reused for the recovered token
-    _sample_next: -1
-    => N - 1
+    _sample_next: -1 => N - 1
   padding counted as guesses
-    _num_surviving: passes_BN & _are_guesses(proposal, passes_BN.device)
-    => passes_BN.int()
+    _num_surviving: passes_BN & _are_guesses(proposal, passes_BN.device) => passes_BN.int()
 decoding/test_noise.py::test_no_number_of_the_independent_source_serves_twice
   reused noise
-    IndependentSource._draw: self._generators[b]
-    => self._generators[b].manual_seed(7)
+    IndependentSource._draw: self._generators[b] => self._generators[b].manual_seed(7)
   n numbers drawn instead of n + 1
-    IndependentSource._draw: drawn[n]
-    => drawn[max(n - 1, 0)]
+    IndependentSource._draw: drawn[n] => drawn[max(n - 1, 0)]
   float32 uniforms
-    IndependentSource._draw: torch.rand(n + 1, dtype=torch.float64, generator=self._generators[b])
+    IndependentSource._draw: torch.rand(n + 1, dtype=torch.float64,
+        generator=self._generators[b])
     => torch.rand(n + 1, dtype=torch.float32, generator=self._generators[b])
 decoding/test_noise.py::test_gumbel_noise_is_of_fine_numbers_that_differ
   24-bit Gumbel noise
@@ -57,26 +50,21 @@ decoding/test_noise.py::test_gumbel_noise_is_of_fine_numbers_that_differ
     => (_shift_right(x, 40).double() + 0.5) * 2.0 ** (-24)
 decoding/test_noise.py::test_no_seed_repeats_the_noise_of_another_at_another_position
   noise key of hash(seed + position)
-    noise_key: _splitmix(seed)
-    => seed
+    noise_key: _splitmix(seed) => seed
 decoding/test_noise.py::test_coupled_tokens_follow_the_distribution_at_every_position
   noise of the wrong sign
     gumbel: -(-hashed_uniforms(keys, numbers).log()).log()
     => (-hashed_uniforms(keys, numbers).log()).log()
 caches/test_streaming_cache.py::test_a_row_that_is_far_behind_is_started_over
   streaming length not reset
-    StreamingCache.empty_row: ([0], [0])
-    => ([self._lengths[b]], [0])
+    StreamingCache.empty_row: ([0], [0]) => ([self._lengths[b]], [0])
 decoding/test_equality.py::test_a_target_that_drafts_for_itself_is_always_right
   last accepted token dropped from the drafter
-    ModelRunner.next_probs: sequence[seen:]
-    => sequence[max(seen, len(sequence) - 1) :]
+    ModelRunner.next_probs: sequence[seen:] => sequence[max(seen, len(sequence) - 1) :]
   guesses read one place too early
-    ModelRunner.next_probs: index_BN[:, 1:]
-    => index_BN[:, :-1]
+    ModelRunner.next_probs: index_BN[:, 1:] => index_BN[:, :-1]
   a drafted token's noise is that of the first
-    Level._draft: len(sequence) + i
-    => len(sequence)
+    Level._draft: len(sequence) + i => len(sequence)
 caches/test_retrieval_cache.py::test_committed_tokens_overwrite_the_least_important_slots_first[1]
   retrieval tail not refreshed
     RetrievalCache._copy_committed: zip((self.keys, self.values), exact, strict=True)
@@ -87,8 +75,7 @@ decoding/test_stops_in_blocks.py::test_end_tokens_end_a_text_at_every_offset_of_
     => row.push(token, origin, () if origin == 'bonus' else eos)
 test_runner.py::test_a_bfloat16_models_distributions_are_float32[sampling0]
   logits kept in bfloat16 for the softmax
-    Llama.logits: self.lm_head(hidden).float()
-    => self.lm_head(hidden)
+    Llama.logits: self.lm_head(hidden).float() => self.lm_head(hidden)
 test_runner.py
 ::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_behind_it[sampling0]
   logits rounded to bfloat16 before the filters
@@ -104,46 +91,36 @@ decoding/test_enumeration.py::test_a_residual_that_vanishes_falls_back_to_p
     => uniforms_BN[:, :p_BN.shape[1]] * q_BN <= p_BN
 decoding/test_enumeration.py::test_both_levels_together_give_the_target_distribution[3-2-1]
   q of the next guess
-    _sample_next: num_accepted_B.clamp_max
-    => (num_accepted_B + 1).clamp_max
+    _sample_next: num_accepted_B.clamp_max => (num_accepted_B + 1).clamp_max
   accepted guesses counted behind a rejection
     _num_surviving: (passes_BN & _are_guesses(proposal, passes_BN.device)).cumprod(1)
     => passes_BN & _are_guesses(proposal, passes_BN.device)
 decoding/test_block_verification.py
 ::test_blocks_at_both_levels_give_the_target_distribution[3-2-1-4]
   a block's recovered token from the residual of single tests
-    _sample_next: scale_B1 * p_BV
-    => p_BV
+    _sample_next: scale_B1 * p_BV => p_BV
   a block tested without the mass of what its rejection leaves
-    verify_block: S_BN / (S_BN + 1 - w_BN)
-    => S_BN * 0 + w_BN
+    verify_block: S_BN / (S_BN + 1 - w_BN) => S_BN * 0 + w_BN
   what a block's rejection leaves, of the guess before
     verify_block: (scales_BN1[:, 1:N] * probs_BNV[:, 1:N]).sub_(proposal.probs_BNV[:, 1:N])
     => (scales_BN1[:, 1:N] * probs_BNV[:, :N - 1]).sub_(proposal.probs_BNV[:, :N - 1])
   a block's chances capped at 1 at the end only
-    verify_block: logs_BN.cummax(1).values
-    => logs_BN
+    verify_block: logs_BN.cummax(1).values => logs_BN
   a block ends at the first test that fails
-    verify_block: (passes_BN * lengths).amax
-    => passes_BN.cumprod(1).sum
+    verify_block: (passes_BN * lengths).amax => passes_BN.cumprod(1).sum
 decoding/test_equality.py::test_a_row_of_a_batch_gives_what_it_gives_alone_at_any_temperature[24]
   one generator for all rows
-    IndependentSource._draw: self._generators[b]
-    => self._generators[0]
+    IndependentSource._draw: self._generators[b] => self._generators[0]
   a row that has ended draws on
-    IndependentSource._draw: active[b]
-    => True
+    IndependentSource._draw: active[b] => True
   a short row's last number put behind its guesses
-    IndependentSource._draw: (b, N)
-    => (b, n)
+    IndependentSource._draw: (b, N) => (b, n)
 decoding/test_switching_plans.py
 ::test_any_schedule_gives_the_text_of_the_model_alone[True-True-schedule3]
   coupled: one noise for a whole block
-    CoupledSource._keys: start + i
-    => start
+    CoupledSource._keys: start + i => start
   coupled: noise by the place in the block
-    CoupledSource._keys: start + i
-    => i
+    CoupledSource._keys: start + i => i
 decoding/test_sampling.py
 ::test_every_combination_of_filters_is_the_distribution_by_definition[0.0-0.95-0-0.2]
   top-p drops the token that reaches the mass
@@ -152,36 +129,31 @@ decoding/test_sampling.py
 gpu_twins/test_attention_backends.py
 ::test_a_trees_rule_replaces_causality_inside_the_block[heads0-prefixes0-3-triton 1]
   a tree read as a chain by the kernel
-    attend_short_block: attend_piece[num_tiles, P, B * K](*tensors, scale, *counts, *strides, D=D,
-        HAS_RULE=has_rule, **sizes)
-    => attend_piece[num_tiles, P, B * K](*tensors, scale, *counts, *strides, D=D, HAS_RULE=False,
-        **sizes)
+    attend_short_block: attend_piece[num_tiles, P, B * K](*tensors, scale, *counts, *strides,
+        D=D, HAS_RULE=has_rule, **sizes)
+    => attend_piece[num_tiles, P, B * K](*tensors, scale, *counts, *strides, D=D,
+        HAS_RULE=False, **sizes)
 gpu_twins/test_attention_backends.py
 ::test_a_chunk_of_a_long_prompt_in_float32_never_holds_all_scores
   all scores of a chunk held at once in float32
-    attend_fused: H == K or q_BTHD.dtype != torch.float32
-    => H >= K
+    attend_fused: H == K or q_BTHD.dtype != torch.float32 => H >= K
 gpu_twins/test_fused_modules.py::test_a_pass_leaves_what_a_plain_one_leaves[2-streaming]
   fused kernels write no raw keys
-    FusedAttention.mix: isinstance(cache, StreamingCache)
-    => cache is None
+    FusedAttention.mix: isinstance(cache, StreamingCache) => cache is None
 gpu_twins/test_fused_modules.py::test_a_pass_leaves_what_a_plain_one_leaves[2-full]
   fused layers forget the last addition
-    FusedLayers.forward: x_BTE + change_BTE
-    => x_BTE
+    FusedLayers.forward: x_BTE + change_BTE => x_BTE
 decoding/test_sampling.py::test_a_token_of_probability_zero_is_never_drawn
   a token of probability 0 sampled at an edge
     sampling:sample: torch.searchsorted(cdf_NV, targets_N1, right=True)
     => torch.searchsorted(cdf_NV, targets_N1, right=False)
 decoding/test_enumeration.py::test_nothing_leaks_from_one_step_into_the_next
   rejected guesses left in the cache
-    Level.verify: start + n
-    => start + n + 1
+    Level.verify: start + n => start + n + 1
 caches/test_retrieval_cache.py
 ::test_what_is_read_behind_the_chosen_stands_where_it_does_in_the_text
   positions of slots, not of tokens
-    make_block: cache.next_positions
-    => cache.lengths
+    make_block: cache.next_positions => cache.lengths
 caches/test_retrieval_cache.py
 ::test_a_build_holds_exactly_what_the_policy_chooses[1-retrieval-8-150]
   sinks may be dropped
@@ -189,23 +161,19 @@ caches/test_retrieval_cache.py
     => scores_KN[:, N - recent:] = math.inf
 caches/test_streaming_cache.py::test_a_deep_model_keeps_sinks_and_rotates_keys_by_their_slots
   a window slides but its keys keep their rotation
-    StreamingCache.slide: self._rope.at(positions)
-    => self._rope.at(positions + 1)
+    StreamingCache.slide: self._rope.at(positions) => self._rope.at(positions + 1)
 caches/test_caches_after_steps.py
 ::test_every_small_cache_knows_only_certain_tokens_after_a_step[autoregressive-None]
   a retired row's cache is not emptied
-    Cascade.retire: stage.reset(b)
-    => stage
+    Cascade.retire: stage.reset(b) => stage
 test_engine.py
 ::test_overlapping_stop_strings_end_a_text_at_the_same_place_however_it_is_cut[stop3-xlate-xl]
   the first stop string of the list, not of the text
-    StopScanner.push: min(ends)
-    => ends[0]
+    StopScanner.push: min(ends) => ends[0]
 test_engine.py
 ::test_overlapping_stop_strings_end_a_text_at_the_same_place_however_it_is_cut[stop1-xabcd-x]
   of two stop strings that end together the shorter
-    StopScanner.push: min(ends)
-    => min(ends, key=lambda end: (end[0], -end[1]))
+    StopScanner.push: min(ends) => min(ends, key=lambda end: (end[0], -end[1]))
 drafters/test_lookup.py::test_rejected_guesses_are_never_learnt
   lookup learns guesses
     _Row.propose: length, guess = self.text.lookup(sequence, gamma)
@@ -213,70 +181,55 @@ drafters/test_lookup.py::test_rejected_guesses_are_never_learnt
         self.text.lookup(sequence, gamma)
 drafters/test_lookup.py::test_a_row_that_ended_is_forgotten
   a row that ends leaves its text to the next
-    LookupDrafter.reset: self._rows[b] = _Row()
-    => self._rows[b].guess = []
+    LookupDrafter.reset: self._rows[b] = _Row() => self._rows[b].guess = []
 test_engine.py::test_stop_strings_do_not_care_how_text_is_cut[pieces1]
   text that may begin a stop string is not held back
-    StopScanner.push: len(text) - keep
-    => len(text)
+    StopScanner.push: len(text) - keep => len(text)
 test_stream.py::test_every_request_gets_what_it_gets_alone[2-naive-False]
   a row that is given to another text goes on with its noise
     IndependentSource.restart: self._generators[b] = torch.Generator().manual_seed(seed)
     => self._generators.setdefault(b, torch.Generator().manual_seed(seed))
 test_engine.py::test_seeds_decide_and_belong_to_rows
   a row's own seed is not used
-    Stack.admit: self.source.restart(b, seed)
-    => self.source.restart(b, 0)
+    Stack.admit: self.source.restart(b, seed) => self.source.restart(b, 0)
 test_stream.py::test_every_request_gets_what_it_gets_alone[2-triforce-False]
   a new text is sampled by the old one's filters
-    Stack.admit: runner.sample_by(request.sampling, b)
-    => pass
+    Stack.admit: runner.sample_by(request.sampling, b) => pass
 trees/test_tree_enumeration.py
 ::test_a_tree_that_the_target_verifies_gives_its_distribution[six-10]
   siblings share the number of their tests
-    walk: uniforms[child]
-    => uniforms[node + 1]
+    walk: uniforms[child] => uniforms[node + 1]
   a younger sibling tested against p, not the residual
-    walk: rest_V[token]
-    => probs_NV[node][token]
+    walk: rest_V[token] => probs_NV[node][token]
   the token behind a path comes from p, not the residual
-    walk: sample_one(rest_V, uniforms[0])
-    => sample_one(probs_NV[node], uniforms[0])
+    walk: sample_one(rest_V, uniforms[0]) => sample_one(probs_NV[node], uniforms[0])
   a sibling's q still holds the elder ones
-    tested_children: q_V[token] = 0
-    => q_V[token] += 0
+    tested_children: q_V[token] = 0 => q_V[token] += 0
   children drawn with replacement
-    draw_children: left_V[token] = 0
-    => left_V[token] += 0
+    draw_children: left_V[token] = 0 => left_V[token] += 0
 caches/test_caches_after_steps.py
 ::test_the_full_cache_equals_a_fresh_prefill_of_the_accepted_tokens
 ::[naive tree 3x2-0.02-sampling0-False]
   a tree's tokens numbered by node, not by depth
-    TreeRunner.next_probs_of_tree: shape.depths[first:first + T]
-    => range(first, first + T)
+    TreeRunner.next_probs_of_tree: shape.depths[first:first + T] => range(first, first + T)
 trees/test_shape.py::test_a_node_sees_itself_and_its_ancestors
   a node sees its elder siblings
-    TreeShape.rule_TT: rule_TT[node] |= rule_TT[parent]
-    => rule_TT[node, :node] = True
+    TreeShape.rule_TT: rule_TT[node] |= rule_TT[parent] => rule_TT[node, :node] = True
 caches/test_caches_after_steps.py
 ::test_the_full_cache_equals_a_fresh_prefill_of_the_accepted_tokens
 ::[naive tree 7-0.02-sampling0-False]
   a path gathered in the wrong order
-    gather_path: torch.tensor(path)
-    => torch.tensor(path[::-1])
+    gather_path: torch.tensor(path) => torch.tensor(path[::-1])
 trees/test_tree_enumeration.py::test_a_tree_below_two_levels_gives_the_target_distribution[fork]
   a tree's rows of p in the order of its nodes, not of the path
-    TreeLevel.verify: output.probs_BNV[b, [0, *path]]
-    => output.probs_BNV[b, :1 + len(path)]
+    TreeLevel.verify: output.probs_BNV[b, [0, *path]] => output.probs_BNV[b, :1 + len(path)]
 trees/test_tree_sampling.py::test_every_child_and_every_test_has_a_number_of_its_own
   numbers of a tree's children used again for its tests
-    IndependentTrees._uniforms: self._generators[b]
-    => torch.Generator().manual_seed(b)
-trees/test_trees_in_runs.py
-::test_greedy_and_coupled_texts_are_autoregressive_ones[naive-7-sampling2-True]
+    IndependentTrees._uniforms: self._generators[b] => torch.Generator().manual_seed(b)
+test_matrix.py
+::test_the_text_is_the_autoregressive_one[naive, tree 7-coupled-in_a_batch]
   noise of a tree by node, not by position
-    CoupledTrees.walk: start + depth
-    => start + depth + len(depths)
+    CoupledTrees.walk: start + depth => start + depth + len(depths)
 gpu_twins/test_host_round_trips.py
 ::test_a_step_waits_once_for_every_verdict[triforce-sampling0-how0]
   a drafted token fetched by the host
@@ -299,32 +252,24 @@ gpu_twins/test_eight_bits.py::test_a_copy_is_as_large_as_planned_and_shares_the_
     => weight.float().div_(scales.unsqueeze(1))
 parallel/test_split.py::test_shares_give_the_logits_of_the_whole[biases, a vocabulary of 321-2]
   a bias is added by every rank
-    _share: tensor if ranks.rank == 0 else tensor.new_zeros(tensor.shape)
-    => tensor
+    _share: tensor if ranks.rank == 0 else tensor.new_zeros(tensor.shape) => tensor
   every rank embeds what another one has, too
-    SplitLlama.embed: rows.where(is_here.unsqueeze(-1), 0)
-    => rows
+    SplitLlama.embed: rows.where(is_here.unsqueeze(-1), 0) => rows
 parallel/test_split.py::test_memory_is_the_least_of_all_ranks_and_an_error_that_of_rank_0
   a rank follows its own verdict
-    RankGroup.agree: value, error = self._of_first((value, error))
-    => pass
+    RankGroup.agree: value, error = self._of_first((value, error)) => pass
 gpu_twins/test_offloaded_cache.py::test_every_conflict_is_put_in_order_by_events[retrieval-1-2]
   a layer that is not waited for
-    OffloadedFullCache._update_hosted: buffer.ready.wait()
-    => pass
+    OffloadedFullCache._update_hosted: buffer.ready.wait() => pass
   a layer fetched before it is stored
-    OffloadedFullCache._fetch: staging.stored.wait()
-    => pass
+    OffloadedFullCache._fetch: staging.stored.wait() => pass
   a buffer that changed its layer and does not say when
-    OffloadedFullCache._fetch: missing or is_other
-    => missing
+    OffloadedFullCache._fetch: missing or is_other => missing
 gpu_twins/test_offloaded_cache.py::test_trees_need_no_other_events
   a block written over one that is on its way
-    OffloadedFullCache.update: self._staging.stored.wait()
-    => pass
+    OffloadedFullCache.update: self._staging.stored.wait() => pass
   a prompt read over a block that is on its way
-    RowInWork.__init__: self._staging.stored.wait()
-    => pass
+    RowInWork.__init__: self._staging.stored.wait() => pass
 gpu_twins/test_layer_major.py::test_nothing_travels_twice[0]
   a prefix fetched again for every chunk
     RowInWork.update: buffer.num_held[self._rows.start] = self._lengths[0] +
@@ -333,32 +278,25 @@ gpu_twins/test_layer_major.py::test_nothing_travels_twice[0]
 gpu_twins/test_layer_major.py
 ::test_the_retrieval_cache_is_as_if_it_had_seen_every_chunk[200-16-16]
   queries of the last chunk alone
-    first_watched: 1 + -(-(window - 1) // size)
-    => 1
+    first_watched: 1 + -(-(window - 1) // size) => 1
 gpu_twins/test_layer_major.py::test_k_and_v_are_those_of_a_cache_on_the_device[2-0-200]
   a prompt that counts as read before its last layer
-    read_by_layers: chunks[done // L].end
-    => end
+    read_by_layers: chunks[done // L].end => end
 gpu_twins/test_device_clock.py::test_every_stage_is_charged_for_its_own_work
   an event is read before the device has passed it
-    CudaClock.settle: end.synchronize()
-    => pass
+    CudaClock.settle: end.synchronize() => pass
 reuse/test_prefixes.py::test_slots_that_passes_of_others_wrote_over_are_put_back[in place-0]
   a text that is adopted keeps what others wrote over it
-    PrefixCache.adopt: self._fill(b, row, num_tokens)
-    => pass
+    PrefixCache.adopt: self._fill(b, row, num_tokens) => pass
 reuse/test_prefixes.py::test_slots_that_passes_of_others_wrote_over_are_put_back[-1]
   a guard that is one slot short
-    PrefixCache._guard: self._num_guarded
-    => self._num_guarded - 1
+    PrefixCache._guard: self._num_guarded => self._num_guarded - 1
 reuse/test_snapshots.py::test_tokens_that_were_generated_stay_inexact_in_a_file
   generated tokens count as exact in a file
-    write_snapshot: source.num_exact
-    => num_tokens
+    write_snapshot: source.num_exact => num_tokens
 reuse/test_prefixes.py::test_idle_rows_are_restored_for_others
   a copy of a row takes what idle rows wrote
-    HeldRow.layers: self.first is not None
-    => False
+    HeldRow.layers: self.first is not None => False
 reuse/test_prefixes.py::test_nothing_of_other_texts_is_read
   one token too many counts as common
     num_common: next((number for number, (token, other) in enumerate(pairs) if token != other))
@@ -369,24 +307,20 @@ reuse/test_prefixes.py::test_ctrl_c_in_the_middle_of_a_step_loses_nothing_that_w
     => self._guard(b, text[:self._full.lengths[b]], self._full.lengths[b])
 reuse/test_prefixes.py::test_on_compiled_kernels_texts_are_equal_to_the_bit[bfloat16]
   K and V of decoding taken for those of a prompt
-    PrefixCache._num_exact: self._reads_alike
-    => True
+    PrefixCache._num_exact: self._reads_alike => True
 cpu/test_pass.py::test_chunks_of_a_prompt_may_begin_anywhere[bfloat16]
   a short chunk of a prompt read like a block of decoding
     KernelLayers.forward: shared.is_prompt or x_BTE.shape[1] > LONGEST_BLOCK
     => x_BTE.shape[1] > LONGEST_BLOCK
 reuse/test_logprobs.py::test_they_are_those_of_the_plain_forward_pass
   log-probabilities behind the filters
-    sampling:log_probs: logits_NV.log_softmax
-    => (logits_NV / 0.8).log_softmax
+    sampling:log_probs: logits_NV.log_softmax => (logits_NV / 0.8).log_softmax
 reuse/test_logprobs.py::test_they_are_those_of_autoregressive_decoding[sampling0-naive-3x2]
   log-probabilities of a tree's first nodes, not of its path
-    TreeLevel.verify: output.logits_BNV[b, [0, *path]]
-    => output.logits_BNV[b, :1 + len(path)]
+    TreeLevel.verify: output.logits_BNV[b, [0, *path]] => output.logits_BNV[b, :1 + len(path)]
 reuse/test_open_runs.py::test_a_request_without_speculation_stands_beside_others[False-]
   guesses for a request that wants none
-    Cascade.step: on and guess
-    => on
+    Cascade.step: on and guess => on
 test_runner.py
 ::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_behind_it[sampling0]
   a drafter's vocabulary cut after the softmax
@@ -394,29 +328,23 @@ test_runner.py
     => probs_of_rows(self.model.logits(hidden_BNE), self._sampling)[..., : self._vocab_size]
 decoding/test_block_verification.py::test_blocks_at_both_levels_give_the_target_distribution[3-1-1-3]
   a block's last guess tested as if another followed
-    verify_block: num_after_BN > 0
-    => num_after_BN >= 0
+    verify_block: num_after_BN > 0 => num_after_BN >= 0
 decoding/test_block_verification.py
 ::test_a_row_does_not_depend_on_its_neighbours_nor_on_what_pads_it[0.1]
   padding accepted with a block
-    verify_block: (uniforms_BN[:, :N] < h_BN) & (num_after_BN >= 0)
-    => uniforms_BN[:, :N] < h_BN
+    verify_block: (uniforms_BN[:, :N] < h_BN) & (num_after_BN >= 0) => uniforms_BN[:, :N] < h_BN
 gpu_twins/test_device_clock.py::test_every_stage_is_charged_for_its_own_work
   the last step's seconds are never read
-    Cascade.retire: self._meter.settle()
-    => pass
+    Cascade.retire: self._meter.settle() => pass
 gpu_twins/test_device_clock.py::test_the_first_build_belongs_to_the_prefill
   seconds of a prefill arrive while decoding
-    Meter.prefill#2: self.settle()
-    => pass
+    Meter.prefill#2: self.settle() => pass
 reuse/test_prefixes.py::test_idle_rows_are_restored
   what idle rows wrote stays where a text goes on
-    PrefixCache._fill: zip(*source.first, strict=True)
-    => ()
+    PrefixCache._fill: zip(*source.first, strict=True) => ()
 decoding/test_sampling.py::test_a_row_has_filters_of_its_own
   filters grouped by their form alone
-    probs_of_rows: len(set(params))
-    => len({own.form for own in params})
+    probs_of_rows: len(set(params)) => len({own.form for own in params})
 trees/test_tree_sampling.py::test_a_row_that_guesses_nothing_takes_one_number
   numbers by the size of a tree for a row that guesses nothing
     IndependentTrees.walk: len(proposal.shape) if proposal.has_guesses(b) else 1

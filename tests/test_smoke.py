@@ -8,7 +8,7 @@ import pkgutil
 import pytest
 
 import minitri
-from minitri import End, GenerationConfig, Request, SamplingParams, SpeculationConfig
+from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
 
 PROMPTS = [[5, 6, 7], list(range(10, 60))]
 LIMIT = GenerationConfig(max_new_tokens=16, ignore_eos=True)
@@ -41,17 +41,3 @@ def test_every_method_gives_the_autoregressive_text(engine, coupled):
 
     wanted = text_by("autoregressive")
     assert [text_by(method) for method in ("naive", "retrieval", "triforce")] == [wanted] * 3
-
-
-def test_requests_of_a_stream_give_what_they_give_alone(engine):
-    speculation = SpeculationConfig("triforce", **SIZES)
-    requests = [
-        Request(prompt, seed=seed, sampling=SamplingParams(0.9), generation=LIMIT)
-        for seed, prompt in enumerate(PROMPTS * 2)
-    ]
-    together = texts(engine.stream(requests, batch_size=2, speculation=speculation))
-    alone = [
-        texts(engine.stream([request], batch_size=1, speculation=speculation))[0]
-        for request in requests
-    ]
-    assert together == alone

@@ -63,11 +63,9 @@ class Policy(Protocol):
 
 def make_policy(policy: Any, full: FullCache, chunk_size: int) -> Policy:
     """What `SpeculationConfig.policy` stands for, over a full cache."""
-    return (
-        ChunkRetrieval(full, chunk_size)
-        if policy == "retrieval"
-        else CheckedPolicy(copy.deepcopy(policy))
-    )
+    if policy == "retrieval":
+        return ChunkRetrieval(full, chunk_size)
+    return CheckedPolicy(copy.deepcopy(policy))
 
 
 class ChunkRetrieval:

@@ -70,7 +70,7 @@ class PrefixCache:
         kernels they do not, since decoding has kernels of its own, which round otherwise: a text
         is, to the bit, what it would be without this cache."""
         self._full, self._num_guarded, self._reads_alike = full, num_guarded, reads_alike
-        self._ended: list[HeldRow | None] = [None] * len(full.lengths)
+        self._ended = [HeldRow(full, b, [], 0) for b in range(len(full.lengths))]
         self._num_certain = list(full.lengths)
         self.num_prompt = list(full.lengths)
         """Tokens of each row's prompt."""
@@ -87,13 +87,12 @@ class PrefixCache:
     @property
     def longest(self) -> HeldRow | None:
         """The row that holds the most tokens of a text that has ended."""
-        rows = [row for row in self._ended if row is not None and row.tokens]
-        return max(rows, key=lambda row: len(row.tokens), default=None)
+        row = max(self._ended, key=lambda row: len(row.tokens))
+        return row if row.tokens else None
 
     def num_shared(self, prompt: list[int]) -> int:
         """Tokens of the prompt that are at hand, in whichever row without a text."""
-        rows = (row for row in self._ended if row is not None)
-        return max((num_common(row, prompt) for row in rows), default=0)
+        return max(num_common(row, prompt) for row in self._ended)
 
     def keep(self, b: int, text: list[int]) -> None:
         """The text of row b ends; call before its reset."""
@@ -110,7 +109,7 @@ class PrefixCache:
     def adopt(self, other: "PrefixCache") -> None:
         """Takes over what another cache holds, as far as there is room for it."""
         self.snapshot = other.snapshot
-        held = (row for row in other._ended if row is not None and row.tokens)
+        held = (row for row in other._ended if row.tokens)
         longest = sorted(held, key=lambda row: -len(row.tokens))[: len(self._ended)]
         is_same = self._full is other._full
         for place, row in enumerate(longest):
@@ -124,7 +123,7 @@ class PrefixCache:
 
         def gain(b: int) -> int:
             row = self._ended[b]
-            return 2 * num_common(row, prompt) - len(row.tokens) if row is not None else 0
+            return 2 * num_common(row, prompt) - len(row.tokens)
 
         return max(places, key=gain)
 
@@ -132,19 +131,21 @@ class PrefixCache:
         """Fills row b, which is empty, with the longest beginning of its text that is at hand, of
         at most `most` tokens; returns how many. `texts` are those of all rows."""
         prompt = texts[b]
-        sources: list[KVSource] = [row for row in self._ended if row is not None]
+        sources: list[KVSource] = [*self._ended]
         for other, text in enumerate(texts):
             if num_exact := self._num_exact(other):
                 sources.append(HeldRow(self._full, other, text[:num_exact], num_exact))
         if self.snapshot is not None:
             sources.append(self.snapshot)
-        own, self._ended[b] = self._ended[b], None
-        if not sources or most <= 0:
+        own = self._ended[b]
+        self._ended[b] = HeldRow(self._full, b, [], 0)
+        if most <= 0:
             return 0
         # Of equally long ones the row's own, which need not be copied.
         best = max(sources, key=lambda it: (num_common(it, prompt), it is own))
         num_tokens = min(num_common(best, prompt), most)
-        self._fill(b, best, num_tokens)
+        if num_tokens:
+            self._fill(b, best, num_tokens)
         self._full.restore(b, num_tokens)
         self.note_certain()
         return num_tokens

@@ -68,12 +68,8 @@ class Origin:
         config = self.config
         names = [f"{kind}.{n}" for n in range(config.num_layers) for kind in ("keys", "values")]
         one = (DTYPES[self.dtype], [config.num_kv_heads, num_tokens, config.head_dim])
-        checksums = ("I64", [1 + len(names)])
-        return {
-            "tokens": ("I32", [num_tokens]),
-            **dict.fromkeys(names, one),
-            "checksums": checksums,
-        }
+        checksums = {"checksums": ("I64", [1 + len(names)])}
+        return {"tokens": ("I32", [num_tokens])} | dict.fromkeys(names, one) | checksums
 
 
 class Snapshot:

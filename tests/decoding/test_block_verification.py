@@ -162,9 +162,3 @@ def test_runs_verify_by_block_when_asked(monkeypatch):
     tokens_of("block", 0.9, coupled=False)
     assert {0, 2}.issubset(sizes)  # of the drafter and the retrieval level
     assert max(sizes) >= 3  # of the target
-
-
-@pytest.mark.parametrize(("temperature", "coupled"), [(0.0, False), (0.9, True)])
-def test_greedy_and_coupled_texts_do_not_depend_on_it(temperature, coupled):
-    texts = [tokens_of(name, temperature, coupled=coupled) for name in ("token", "block")]
-    assert texts[0] == texts[1]

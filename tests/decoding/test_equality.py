@@ -7,7 +7,6 @@ only, this is equality of tokens, over thousands of them.
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +18,6 @@ from minitri.memory import MemoryShape
 from minitri.model.execution import Execution
 from minitri.stack import may_use_clock
 from tests.conftest import write_hf_folder
-from tools.paper.baselines.policies import policy_of
 
 PROMPTS = [[5, 6, 7], list(range(10, 60)), [9], [4] * 20]
 """Ragged; one shorter than a chunk, one a single token, one all repetition, which n-grams love."""
@@ -50,65 +48,6 @@ def texts(engine, draft, distribution, prompts=PROMPTS, num_new=NUM_NEW, seed=7,
     return [end.token_ids for end in ends], ends[0].stats
 
 
-GRID = [
-    {
-        "method": method,
-        "policy": policy_of(policy),
-        "gamma1": gamma1,
-        "gamma2": gamma2,
-        "budget": budget,
-        "chunk_size": chunk,
-        "num_recent_tokens": recent,
-        "rebuild_stride": stride,
-        "rebuild_threshold": threshold,
-    }
-    for method, policy, (
-        gamma1,
-        gamma2,
-        budget,
-        chunk,
-        recent,
-        stride,
-        threshold,
-    ) in itertools.product(
-        ("naive", "retrieval", "triforce"),
-        ("retrieval", "streaming", "topk", "h2o"),
-        (
-            (1, 1, 8, 8, 1, 1, 0.0),
-            (2, 6, 32, 8, 20, 256, 0.0),
-            (3, 2, 16, 1, 8, 7, 0.9),
-            (5, 9, 128, 4, 200, 256, 0.0),
-        ),
-    )
-    if method != "naive" or policy == "retrieval"
-]
-
-
-@pytest.mark.parametrize("distribution", [GREEDY, COUPLED], ids=["greedy", "coupled"])
-@pytest.mark.parametrize(
-    "drafter", ["ngram", "other model", pytest.param("the target itself", marks=pytest.mark.slow)]
-)
-def test_every_setting_gives_the_autoregressive_text(engine, other_engine, drafter, distribution):
-    draft = {"ngram": None, "other model": other_engine.model, "the target itself": engine.model}[
-        drafter
-    ]
-    wanted, _ = texts(engine, None, distribution)
-    accepted = rejected = rebuilds = 0
-    for settings in GRID:
-        if settings["method"] == "retrieval" and draft is not None:
-            continue
-        got, stats = texts(engine, draft, distribution, **settings)
-        assert got == wanted, settings
-        accepted += sum(level.num_accepted_tokens for level in stats.levels)
-        rejected += sum(
-            level.num_tested_tokens - level.num_accepted_tokens for level in stats.levels
-        )
-        rebuilds += stats.num_rebuilds
-    assert (
-        min(accepted, rejected, rebuilds) > 50
-    )  # so the grid went through acceptance, rejection and rebuilding
-
-
 @pytest.mark.parametrize("budget", [24, None])
 def test_a_row_of_a_batch_gives_what_it_gives_alone_at_any_temperature(
     engine, other_engine, budget, monkeypatch
@@ -126,17 +65,6 @@ def test_a_row_of_a_batch_gives_what_it_gives_alone_at_any_temperature(
             engine, other_engine.model, distribution, prompts=[prompt], seed=7 + b, **settings
         )
         assert alone == [together[b]]
-
-
-def test_two_prompts_through_one_engine_equal_two_fresh_engines(engine, other_engine, folder):
-    distribution = (SamplingParams(0.9), False)
-    settings = {"method": "triforce", "budget": 24, "num_recent_tokens": 12}
-    for prompt in (PROMPTS[1], PROMPTS[3]):
-        used, _ = texts(engine, other_engine.model, distribution, prompts=[prompt], **settings)
-        fresh = minitri.load(str(folder), dtype="float32", device="cpu")
-        assert (
-            texts(fresh, other_engine.model, distribution, prompts=[prompt], **settings)[0] == used
-        )
 
 
 @pytest.mark.parametrize("distribution", [(SamplingParams(1.0), False), COUPLED])

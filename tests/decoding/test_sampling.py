@@ -80,23 +80,17 @@ def test_a_row_has_filters_of_its_own():
         assert torch.equal(probs_NV, probs_from_logits(logits_NV, own))
 
 
-def test_temperature_zero_is_exactly_one_hot():
-    distribution = probs_from_logits(
-        torch.tensor([[0.1, 5.0, 4.999], [7.0, -1.0, 2.0]]), SamplingParams(0.0)
-    )
-    assert distribution.tolist() == [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
-
-
-def test_a_tiny_temperature_does_not_overflow():
-    distribution = probs_from_logits(torch.tensor([[1e4, 1e4 - 1, -1e4]]), SamplingParams(1e-6))
-    assert distribution.tolist() == [[1.0, 0.0, 0.0]]
-
-
-def test_a_tiny_top_p_keeps_the_best_token():
-    distribution = probs_from_logits(
-        torch.tensor([[1.0, 3.0, 2.0]]), SamplingParams(1.0, top_p=1e-50)
-    )
-    assert distribution.tolist() == [[0.0, 1.0, 0.0]]
+@pytest.mark.parametrize(
+    ("logits", "params", "best"),
+    [
+        ([0.1, 5.0, 4.999], SamplingParams(0.0), 1),
+        ([1e4, 1e4 - 1, -1e4], SamplingParams(1e-6), 0),
+        ([1.0, 3.0, 2.0], SamplingParams(1.0, top_p=1e-50), 1),
+    ],
+)
+def test_extreme_settings_keep_the_best_token_alone(logits, params, best):
+    probs = probs_from_logits(torch.tensor([logits]), params)
+    assert probs.tolist() == [[float(i == best) for i in range(3)]]
 
 
 def test_greedy_ties_go_to_the_lowest_id():
