@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig, memory
+from minitri.caches.prefixes import HeldRow
 from minitri.gpu.graphs import GraphPool
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.memory import MemoryShape
@@ -64,7 +65,7 @@ def say(engine, lengths, speculation, sampling=WARM, seed=0, num_new=24, **setti
 @torch.inference_mode()
 def spoil(session) -> None:
     """NaN wherever a number of the last text may have stayed, and no text to begin with."""
-    session.prefix._ended = [None] * session.shape.num_rows
+    session.prefix._ended = [HeldRow(session.full, b, [], 0) for b in range(session.shape.num_rows)]
     holders, small = [session.full], session.retrieval_cache
     if isinstance(session.full, OffloadedFullCache):
         holders += [session.full._staging, *session.full._staging.buffers]

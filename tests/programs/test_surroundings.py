@@ -31,7 +31,9 @@ def shell(command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("stderr", ["2>&-", "2>/dev/full", "2</dev/null"])
 def test_text_is_written_where_standard_error_is_closed_or_full(folder, stderr):
-    done = shell(f"python -m minitri.generate --model {folder} She -n 3 --ignore-eos {stderr}")
+    done = shell(
+        f"{sys.executable} -m minitri.generate --model {folder} She -n 3 --ignore-eos {stderr}"
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip()
 
@@ -45,7 +47,7 @@ def test_text_is_written_where_standard_error_is_closed_or_full(folder, stderr):
     ],
 )
 def test_nowhere_to_write_to_is_one_line(stdout, message):
-    done = shell(f"python -m minitri.plan --gpu-memory 999 {stdout}")
+    done = shell(f"{sys.executable} -m minitri.plan --gpu-memory 999 {stdout}")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert done.stderr.startswith(f"minitri: {message}; send it ")
 
@@ -71,7 +73,9 @@ def test_next_to_nothing_is_imported_before_ctrl_c_is_guarded():
 def test_a_folder_that_has_gone_is_one_line(tmp_path):
     (tmp_path / "gone").mkdir()
     search = os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))  # noqa: PTH109
-    command = f"cd {tmp_path}/gone; rmdir ../gone; PYTHONPATH={search} python -m minitri.plan"
+    command = (
+        f"cd {tmp_path}/gone; rmdir ../gone; PYTHONPATH={search} {sys.executable} -m minitri.plan"
+    )
     done = shell(command)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "current folder" in done.stderr
