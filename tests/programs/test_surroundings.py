@@ -24,7 +24,6 @@ HEAVY = {"argparse", "json", "logging", "typing", "dataclasses", "threading", "t
 
 
 def shell(command: str) -> subprocess.CompletedProcess[str]:
-    command = command.replace("python", sys.executable, 1)
     options = {"shell": True, "check": False, "text": True, "capture_output": True, "timeout": 120}
     return subprocess.run(command, **options)
 
