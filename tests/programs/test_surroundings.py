@@ -64,7 +64,7 @@ def test_a_reader_that_leaves_is_no_error(folder):
 def test_next_to_nothing_is_imported_before_ctrl_c_is_guarded():
     """With `-S -E` nothing else has imported it before."""
     program = "import sys, minitri.cli.exits; print(*sys.modules)"
-    loaded = shell(f"python -S -E -c '{program}'").stdout.split()
+    loaded = shell(f"{sys.executable} -S -E -c '{program}'").stdout.split()
     assert "minitri.cli.exits" in loaded
     assert not HEAVY & set(loaded)
 
