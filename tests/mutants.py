@@ -32,7 +32,7 @@ decoding/test_enumeration.py::test_both_levels_together_give_the_target_distribu
         non_blocking=True))
     => probs_BV.argmax(1)
   acceptance number reused for the recovered token
-    _sample_next: -1 => N - 1
+    _sample_next: -1 => last
   padding counted as guesses
     _num_surviving: passes_BN & _are_guesses(proposal, passes_BN.device) => passes_BN.int()
 decoding/test_noise.py::test_no_number_of_the_independent_source_serves_twice
