@@ -68,7 +68,8 @@ class Engine:
         self._pool = MemoryPool(self.models)
 
     def __repr__(self) -> str:
-        name, dtype = self.config.name, str(self.model.dtype).removeprefix("torch.")
+        name = self.config.name
+        dtype = str(self.model.dtype).removeprefix("torch.")
         return f"<Engine {name}, drafter {self.drafter_name}, {dtype} on {self.model.device}>"
 
     @property
@@ -159,7 +160,8 @@ class Engine:
         shape = MemoryShape((1,) * batch_size, sampling, run, _as_config(speculation))
 
         def make_row(number: int, request: Request) -> Row:
-            row, num_new = self._make_row(number, request), request.generation.max_new_tokens
+            row = self._make_row(number, request)
+            num_new = request.generation.max_new_tokens
             if len(row.prompt) + num_new > room:
                 raise InputError(
                     f"prompt and output are {len(row.prompt)} + {num_new} tokens, but there is "

@@ -21,7 +21,8 @@ def check_fields(settings: Any, label: str = "") -> None:
     """Raises `InputError` unless the fields made by `one_of` and `between` are as they say; `label`
     stands before their names."""
     for field in dataclasses.fields(settings):
-        value, rule = getattr(settings, field.name), field.metadata
+        value = getattr(settings, field.name)
+        rule = field.metadata
         if choices := rule.get("choices"):
             wanted = f"one of {', '.join(map(str, choices))}"
             is_fine = any(type(value) is type(choice) and value == choice for choice in choices)

@@ -48,7 +48,8 @@ def build_parser() -> arguments.OneLineParser:
     text += '{"prompt": "Once", "id": 7, "seed": 3, "max_new_tokens": 40, "temperature": 0.6}; '
     text += "writes one a line, too, as each is done; - is standard input"
     group.add_argument("--prompts", metavar="FILE", help=text)
-    text, count = "--prompts that run at a time, if memory allows", arguments.positive
+    text = "--prompts that run at a time, if memory allows"
+    count = arguments.positive
     parser.add_argument("--batch-size", type=count, default=MAX_ROWS, metavar="N", help=text)
     arguments.add_fields(parser, GenerationConfig, "prefill_chunk")
     arguments.add_gpu_flags(parser)
@@ -77,7 +78,8 @@ def run_command(args: argparse.Namespace) -> int:
     """Does what the flags say; returns the exit code."""
     sampling = arguments.taken(SamplingParams, args)
     generation = arguments.taken(GenerationConfig, args)
-    speculation, draft = arguments.speculation_of(args), arguments.draft_of(args)
+    speculation = arguments.speculation_of(args)
+    draft = arguments.draft_of(args)
     if args.system is not None and not args.chat:
         raise InputError("--system has a text, but nothing is a message; add --chat")
     arguments.warn_of_ignored(args)

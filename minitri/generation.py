@@ -67,7 +67,8 @@ class Generation(Iterator[Event]):
         self._model = pool.models.target
         self.rows = rows
         self._make_row = make_row
-        self._waiting, self._num_requests = deque(rows), len(rows)
+        self._waiting = deque(rows)
+        self._num_requests = len(rows)
         self._running: dict[int, Row] = {}  # by their places in the batch
         self._reading: dict[int, Iterator[PrefillProgress]] = {}
         asked = [(row.prompt, row.request) for row in rows]
@@ -193,13 +194,16 @@ class Generation(Iterator[Event]):
 
     def _prefill(self, row: Row, b: int, stack: Stack) -> Iterator[PrefillProgress]:
         """Reads a prompt in chunks. `Cascade.start` reads its last token, reported here as read."""
-        stats, num_tokens, started = self.stats, len(row.prompt), time.perf_counter()
+        stats = self.stats
+        num_tokens = len(row.prompt)
+        started = time.perf_counter()
         done = row.stats.num_cached_tokens = stack.reuse(b)
         chunks = stack.prefill(b)
         while done < num_tokens:
             end = next(chunks, num_tokens - 1)
             synchronize(self._model.device)
-            read, done = done, num_tokens if end == num_tokens - 1 else end
+            read = done
+            done = num_tokens if end == num_tokens - 1 else end
             seconds = time.perf_counter() - started
             stats.num_prefilled_tokens += done - read
             stats.prefill_seconds += seconds
@@ -232,7 +236,8 @@ class Generation(Iterator[Event]):
         """Shows the new tokens row by row; rows that have ended leave the batch."""
         eos = self._model.config.eos_token_ids
         for b, row in list(self._running.items()):
-            tokens, num_top = emitted[b].tokens, row.request.generation.logprobs
+            tokens = emitted[b].tokens
+            num_top = row.request.generation.logprobs
             scores: list[LogProbs | tuple[None, tuple[()]]] = [(None, ())] * len(tokens)
             logits_NV = emitted[b].logits_NV
             if num_top is not None and logits_NV is not None:
@@ -246,6 +251,7 @@ class Generation(Iterator[Event]):
                 if row.finish_reason is not None:  # ended, or was cancelled meanwhile
                     self._leave(stack, b)
                     if row.finish_reason != CANCELLED:
-                        ids, reason = tuple(row.token_ids), row.finish_reason
+                        ids = tuple(row.token_ids)
+                        reason = row.finish_reason
                         yield End(row.number, reason, row.text, ids, self.stats, row.stats)
                     break

@@ -80,7 +80,8 @@ class MemoryShape:
 
     def budget_for(self, length: int) -> int:
         """The budget for a prompt of this length: never more than a text here can fill."""
-        unit, slots = self.speculation.chunk_size, round_up_to_stride(self.capacity)
+        unit = self.speculation.chunk_size
+        slots = round_up_to_stride(self.capacity)
         return min(self.speculation.budget_for(length), -(-slots // unit) * unit)
 
 
@@ -136,11 +137,14 @@ def allocate(
     passes are captured on a GPU, but for those that stream K and V from host memory. Raises
     `InputError` if there is no room.
     """
-    target, speculation, generation = models.target, shape.speculation, shape.generation
+    target = models.target
+    speculation = shape.speculation
+    generation = shape.generation
     draft = _draft_model(models.draft, speculation)
     if full is None:
         draft_config = draft.config if draft is not None else None
-        lengths, capacity = shape.reserved_lengths, shape.capacity
+        lengths = shape.reserved_lengths
+        capacity = shape.capacity
         full = allocate_full_cache(
             target, draft_config, generation, speculation, lengths, capacity, host
         )

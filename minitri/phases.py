@@ -40,12 +40,15 @@ def phases(
 ) -> tuple[list[Phase], float]:
     """What a step by this plan consists of, and the tokens per row that it makes, if guesses of the
     drafter and of the retrieval level are accepted at these rates."""
-    rate, length, num_rounds = acceptance[0], float(plan.gamma1), float(plan.uses_drafter)
+    rate = acceptance[0]
+    length = float(plan.gamma1)
+    num_rounds = float(plan.uses_drafter)
     if plan.uses_retrieval:
         per_round = expected_tokens(acceptance[0], plan.gamma1)
         length, num_rounds = expected_block(per_round, plan)
         rate = acceptance[1]
-    num_tokens, found = expected_tokens(rate, length), list[Phase]()
+    num_tokens = expected_tokens(rate, length)
+    found = list[Phase]()
     if plan.uses_drafter and work.draft is not None:
         found.append(("draft step", num_rounds * plan.gamma1, work.read("draft", 0)))
     if plan.uses_retrieval:

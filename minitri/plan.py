@@ -39,7 +39,9 @@ def build_parser() -> arguments.OneLineParser:
         description="Says what of a model and its KV cache fits on a GPU and what goes to host "
         "memory, and how fast that can be.",
     )
-    add, count, number = parser.add_argument, arguments.positive, positive_number
+    add = parser.add_argument
+    count = arguments.positive
+    number = positive_number
     text = "a named model, or a folder or file whose config is read"
     add("-m", "--model", metavar="NAME|PATH", default="llama2-7b-128k", help=text)
     text = "tokens, prompt and output (default: all it holds)"
@@ -47,7 +49,8 @@ def build_parser() -> arguments.OneLineParser:
     add("--batch", type=arguments.whole(1, 65536), metavar="N", default=1, help="sequences")
     text = "tokens of the prompt read at a time"
     add("--prefill-chunk", type=count, metavar="N", default=1024, help=text)
-    text, dtypes = "of weights and KV cache", ("bfloat16", "float16", "float32")
+    text = "of weights and KV cache"
+    dtypes = ("bfloat16", "float16", "float32")
     add("--dtype", choices=dtypes, default="bfloat16", help=text)
     group = parser.add_argument_group("machine")
     for name, default, text in (
@@ -120,9 +123,12 @@ def machine_of(args: argparse.Namespace) -> Machine:
 
 def run_command(args: argparse.Namespace) -> int:
     """Prints the plan. Raises `InputError` with what is missing if no placement fits."""
-    config, draft = config_of(args.model), draft_config(args)
-    context, itemsize = args.context or config.context_length, 4 if args.dtype == "float32" else 2
-    speculation, has_copy = arguments.speculation_of(args), args.draft_weights != "same"
+    config = config_of(args.model)
+    draft = draft_config(args)
+    context = args.context or config.context_length
+    itemsize = 4 if args.dtype == "float32" else 2
+    speculation = arguments.speculation_of(args)
+    has_copy = args.draft_weights != "same"
     how = (args.prefill_chunk, itemsize, args.gpus, has_copy)
     load = Load(config, draft, speculation, context, [context] * args.batch, *how)
     needs = demand(load)
@@ -138,7 +144,8 @@ def run_command(args: argparse.Namespace) -> int:
         batch_size=args.batch,
         num_gpus=args.gpus,
     )
-    gpu_bytes, host_bytes = args.gpu_memory * GIB - CONTEXT, args.host_memory * GIB / args.gpus
+    gpu_bytes = args.gpu_memory * GIB - CONTEXT
+    host_bytes = args.host_memory * GIB / args.gpus
     machine = machine_of(args)
 
     best = needs.most_on_chip(gpu_bytes)
@@ -181,7 +188,8 @@ def place(
 
     `free_bytes` are those of the GPU and of host memory.
     """
-    context, L = work.num_tokens // work.batch_size, needs.load.config.num_layers
+    context = work.num_tokens // work.batch_size
+    L = needs.load.config.num_layers
 
     def fits(num_rows: int) -> bool:
         more = demand(dataclasses.replace(needs.load, prompt_lengths=[context] * num_rows))
@@ -215,7 +223,8 @@ def table(placements: list[dict[str, Any]], L: int) -> str:
     """Placements of L layers as columns."""
     columns = []
     for placement in placements:
-        on_chip, ms = placement["on_chip"], placement["predicted_ms"]
+        on_chip = placement["on_chip"]
+        ms = placement["predicted_ms"]
         columns.append(
             {
                 "KV cache on the GPU": "all" if on_chip == L else f"{on_chip} of {L} layers",

@@ -34,7 +34,8 @@ class MemoryPool:
     def open(self, shape: MemoryShape, prompts: Sequence[list[int]]) -> Memory:
         """Memory for a run over these prompts: what was kept, or new. Raises `InputError` if there
         is no room."""
-        kept, self._kept = self._kept, None
+        kept = self._kept
+        self._kept = None
         if kept is not None and self._can_run(kept, shape):
             memory = kept
         else:
@@ -58,7 +59,8 @@ class MemoryPool:
         is_fitted = isinstance(memory.full, OffloadedFullCache)
         is_fitted &= generation.on_chip is None and not generation.reserve
         if id(memory) == self._latest and not is_fitted:
-            self._kept, self._is_whole = memory, is_whole
+            self._kept = memory
+            self._is_whole = is_whole
 
     @property
     def held(self) -> KVSource | None:
@@ -101,7 +103,8 @@ class MemoryPool:
 
     def _can_run(self, kept: Memory, new: MemoryShape) -> bool:
         """Whether the memory, and what was captured in it, serve a run of another shape."""
-        old, cache = kept.shape, kept.retrieval_cache
+        old = kept.shape
+        cache = kept.retrieval_cache
         settings = old.speculation
         # Every run may choose these two anew.
         wanted = dataclasses.replace(
@@ -118,7 +121,8 @@ class MemoryPool:
 
     def _fits(self, kept: Memory, new: MemoryShape) -> bool:
         """Whether the full cache serves a run of another shape."""
-        old, placed = kept.shape, ("offload", "on_chip", "cuda_graphs")
+        old = kept.shape
+        placed = ("offload", "on_chip", "cuda_graphs")
         is_sound = self._is_whole or not isinstance(kept.full, OffloadedFullCache)
         return (
             is_sound

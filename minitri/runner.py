@@ -83,7 +83,8 @@ class ModelRunner:
         ]
         counts = [0] * len(active) if guesses is None else guesses.counts
         fresh = [row + [0] * count for row, count in zip(certain, counts, strict=True)]
-        N, T = max(counts) + 1, max(map(len, fresh))
+        N = max(counts) + 1
+        T = max(map(len, fresh))
         lasts = torch.tensor([len(row) - 1 for row in certain])
         index_BN = (lasts.unsqueeze(1) + torch.arange(N)).to(self.model.device, non_blocking=True)
         size = self._padded_size(T)

@@ -42,7 +42,8 @@ class Stack:
 
         `sources` replaces the random sources of the named stages: for made-up verdicts.
         """
-        self.memory, self.shape = memory, shape
+        self.memory = memory
+        self.shape = shape
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
         self.stats = _empty(memory, shape)
         self.tuner = _tuner(memory, shape)
@@ -52,7 +53,8 @@ class Stack:
 
     def _cascade(self, sources: Mapping[str, RandomSource]) -> Cascade:
         """The stages over the runners of the memory, from the lowest upwards."""
-        memory, speculation = self.memory, self.shape.speculation
+        memory = self.memory
+        speculation = self.shape.speculation
 
         def level(name: str, runner: ModelRunner) -> Level:
             stats = LevelStats(name)
@@ -76,7 +78,8 @@ class Stack:
 
     def _without_model(self) -> Stage:
         """The engine's drafter from outside, or lookup."""
-        models, stats = self.memory.models, LevelStats("draft")
+        models = self.memory.models
+        stats = LevelStats("draft")
         self.stats.stages.append(stats)
         target = models.target
         where: dict[str, Any] = {"vocab_size": target.config.vocab_size, "device": target.device}
@@ -88,7 +91,9 @@ class Stack:
     def admit(self, b: int, prompt: list[int], request: Request) -> None:
         """Gives row b, which is empty, to a request with this prompt; `prefill` and `start` must
         follow."""
-        memory, speculation, seed = self.memory, self.shape.speculation, request.seed
+        memory = self.memory
+        speculation = self.shape.speculation
+        seed = request.seed
         self.sequences[b][:] = prompt
         memory.prefix.num_prompt[b] = len(prompt)
         self.cascade.active[b] = False
@@ -108,7 +113,8 @@ class Stack:
 
         The last tokens are always read: their queries choose what the retrieval cache holds.
         """
-        prompt, cache = self.sequences[b], self.memory.retrieval_cache
+        prompt = self.sequences[b]
+        cache = self.memory.retrieval_cache
         most = len(prompt) - 1
         if cache is not None:
             most -= self.shape.speculation.observation_window
@@ -123,7 +129,8 @@ class Stack:
         """Reads the prompt of row b but for its last token in chunks; yields how many tokens it has
         read."""
         self.stats.num_prompt_tokens += len(self.sequences[b])
-        memory, cache = self.memory, self.memory.retrieval_cache
+        memory = self.memory
+        cache = self.memory.retrieval_cache
         for num_read in prefill(
             memory.models.target,
             self.sequences[b],
@@ -172,7 +179,8 @@ def begin(
 ) -> Stack:
     """A stack over memory of its own, one row for each request, whose prompts are token ids: a run
     without text and events, for measurements. `memory` is passed to `allocate`."""
-    first, prompts = requests[0], [[int(token) for token in it.prompt] for it in requests]
+    first = requests[0]
+    prompts = [[int(token) for token in it.prompt] for it in requests]
     lengths = tuple(len(prompt) for prompt in prompts)
     shape = MemoryShape(lengths, first.sampling, first.generation, speculation)
     stack = Stack(allocate(models, shape, **memory), shape, sources)
@@ -195,8 +203,10 @@ def _empty(memory: Memory, shape: MemoryShape) -> Stats:
     for runner in memory.runners:
         runner.sampling = [shape.sampling] * shape.num_rows
     if memory.graphs is not None:
-        stats.num_graphs, stats.graph_bytes = memory.graphs.num_graphs, memory.graphs.num_bytes
-        stats.capture_seconds, memory.graphs.capture_seconds = memory.graphs.capture_seconds, 0.0
+        stats.num_graphs = memory.graphs.num_graphs
+        stats.graph_bytes = memory.graphs.num_bytes
+        stats.capture_seconds = memory.graphs.capture_seconds
+        memory.graphs.capture_seconds = 0.0
     return stats
 
 
@@ -244,7 +254,8 @@ def may_use_clock(models: Models, shape: MemoryShape) -> bool:
     Unless it is row-invariant, the length of a block may decide a near-tie in other dtypes than
     float32, and on a GPU. Ranks that compute one model together must choose alike.
     """
-    target, speculation = models.target, shape.speculation
+    target = models.target
+    speculation = shape.speculation
     if target.execution.ranks.count > 1:
         return False
     is_same_text = speculation.coupled or shape.sampling.temperature == 0

@@ -55,13 +55,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         coupled="let all methods write the same text, so that none has better luck",
         quiet="no progress or log on standard error",
     )
-    add, count = parser.add_argument, arguments.positive
+    add = parser.add_argument
+    count = arguments.positive
     text = "or METHOD:TREE, as in naive:16 or triforce:4x3; several times (default: auto, or all)"
     options: dict[str, Any] = {"dest": "methods", "metavar": "METHOD", "default": []}
     add("--method", type=method_and_tree, action="append", help=text, **options)
     text = "UTF-8 text, or -, standard input; may be given several times (default: Python's help)"
     add("--prompt-file", action="append", metavar="FILE", help=text)
-    text, default = "tokens of each prompt", arguments.DEMO_PROMPT_TOKENS
+    text = "tokens of each prompt"
+    default = arguments.DEMO_PROMPT_TOKENS
     add("--prompt-tokens", type=count, default=default, metavar="N", help=text)
     text = "in place of --prompt-tokens; may be given several times, for a measurement at each"
     add("--sweep-tokens", type=count, action="append", metavar="N", help=text)
@@ -108,8 +110,10 @@ def measure(
     Returns what was measured, in a line, and the results by the length of the prompts.
     """
     texts = [read_prompt(file) for file in args.prompt_file or [None]]
-    methods, generation = contestants(args), arguments.taken(GenerationConfig, args)
-    sampling, num_new = arguments.taken(SamplingParams, args), args.max_new_tokens
+    methods = contestants(args)
+    generation = arguments.taken(GenerationConfig, args)
+    sampling = arguments.taken(SamplingParams, args)
+    num_new = args.max_new_tokens
     seeds = as_seeds(args.seed or 0, args.seeds)
     if args.offload and args.on_chip is None:
         raise InputError(
@@ -122,13 +126,15 @@ def measure(
         f"{args.model}, {where(engine.model)['dtype']}, {engine.model.device}, "
         f"{num_new} new, T={args.temperature:g}, top-p {args.top_p:g}"
     )
-    peers, results = find_peers(engine), {}
+    peers = find_peers(engine)
+    results = {}
     for start in range(0, len(prompts), len(texts)):
         same_length = prompts[start : start + len(texts)]
         requests = [Request(it, sampling=sampling, generation=generation) for it in same_length]
         with running(engine.models):
             done = compare(engine, requests, seeds, methods, peers)
-        longest, result = max(map(len, same_length)), summarise(done, num_new)
+        longest = max(map(len, same_length))
+        result = summarise(done, num_new)
         results[longest] = result
         count = f"{len(same_length)} prompts x {args.seeds} seeds"
         print(f"{title}, {longest} prompt tokens; {count}: median (range)")

@@ -56,7 +56,8 @@ class Contestant:
         stats: Stats | None = None,
     ) -> None:
         """`blocks` are the tokens of its steps; `read_seconds` the time of what comes before."""
-        self._blocks, self.stats = blocks, stats
+        self._blocks = blocks
+        self.stats = stats
         self.should_repeat = should_repeat
         """Whether its text should be that of every other contestant."""
         self.text: list[int] = []
@@ -64,7 +65,8 @@ class Contestant:
         started = time.perf_counter()
         self.burst(1)
         self.prefill_seconds = read_seconds + time.perf_counter() - started
-        self.num_first, self.decode_seconds = len(self.text), 0.0
+        self.num_first = len(self.text)
+        self.decode_seconds = 0.0
 
     def burst(self, num_tokens: int) -> None:
         """Decodes at least this number of tokens."""
@@ -151,7 +153,8 @@ def compare(
     done: dict[str, list[Contestant]] = {name: [] for name in (*speculations, *peers)}
     for given in requests:
         check_offload(engine.model, given.generation)
-        num_new, prompt = given.generation.max_new_tokens, [int(token) for token in given.prompt]
+        num_new = given.generation.max_new_tokens
+        prompt = [int(token) for token in given.prompt]
         check_prompt(prompt, engine.config, num_new + SLACK)
         room = dataclasses.replace(given.generation, max_new_tokens=num_new + SLACK)
         request = dataclasses.replace(given, generation=room)

@@ -69,7 +69,9 @@ class PrefixCache:
         `reads_alike`: K and V of tokens that were generated count as those of a prompt. On compiled
         kernels they do not, since decoding has kernels of its own, which round otherwise: a text
         is, to the bit, what it would be without this cache."""
-        self._full, self._num_guarded, self._reads_alike = full, num_guarded, reads_alike
+        self._full = full
+        self._num_guarded = num_guarded
+        self._reads_alike = reads_alike
         self._ended = [HeldRow(full, b, [], 0) for b in range(len(full.lengths))]
         self._num_certain = list(full.lengths)
         self.num_prompt = list(full.lengths)
@@ -81,7 +83,8 @@ class PrefixCache:
         self._num_certain = list(self._full.lengths)
 
     def _num_exact(self, b: int) -> int:
-        held, num_read = self._num_certain[b], self.num_prompt[b] - 1
+        held = self._num_certain[b]
+        num_read = self.num_prompt[b] - 1
         return held if self._reads_alike else min(held, num_read)
 
     @property
@@ -113,7 +116,8 @@ class PrefixCache:
         longest = sorted(held, key=lambda row: -len(row.tokens))[: len(self._ended)]
         is_same = self._full is other._full
         for place, row in enumerate(longest):
-            b, num_tokens = row.b if is_same else place, min(len(row.tokens), self._full.capacity)
+            b = row.b if is_same else place
+            num_tokens = min(len(row.tokens), self._full.capacity)
             self._fill(b, row, num_tokens)
             self._guard(b, row.tokens[:num_tokens], min(row.num_exact, num_tokens))
 

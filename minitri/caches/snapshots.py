@@ -86,14 +86,16 @@ class Snapshot:
             facts = self._file.metadata() or {}
         for fact, value in origin.manifest.items():
             if facts.get(fact) != value:
-                had, now = shorten(repr(facts.get(fact)), 60), shorten(repr(value), 60)
+                had = shorten(repr(facts.get(fact)), 60)
+                now = shorten(repr(value), 60)
                 raise InputError(
                     f"the KV snapshot {self._name} has {fact} {had}, {origin.config.name} has "
                     f"{now} here; {ADVICE}"
                 )
         with self._reading():
             self.tokens: list[int] = self._file.get_tensor("tokens").tolist()
-            self.num_exact, self.note = int(facts["num_exact"]), facts["note"]
+            self.num_exact = int(facts["num_exact"])
+            self.note = facts["note"]
             self._check(origin)
 
     def layers(self, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -134,7 +136,8 @@ def write_snapshot(name: str, source: KVSource, origin: Origin, note: str = "") 
 
     Raises `InputError`.
     """
-    path, num_tokens = Path(name), len(source.tokens)
+    path = Path(name)
+    num_tokens = len(source.tokens)
     facts = origin.manifest | {"num_exact": str(source.num_exact), "note": note}
     try:
         unfinished = path.with_name(path.name + ".unfinished")
@@ -162,7 +165,8 @@ def _write_header(
     file: BinaryIO, facts: dict[str, str], tensors: dict[str, tuple[str, list[int]]]
 ) -> None:
     """The header of a safetensors file: the length of a JSON object, and the object."""
-    header, start = dict[str, Any](__metadata__=facts), 0
+    header = dict[str, Any](__metadata__=facts)
+    start = 0
     for name, (dtype, shape) in tensors.items():
         end = start + torch.Size(shape).numel() * int("".join(filter(str.isdigit, dtype))) // 8
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}

@@ -34,7 +34,8 @@ def window_slots(speculation: SpeculationConfig) -> int:
 
 def window_problem(config: ModelConfig, speculation: SpeculationConfig) -> str:
     """Why a drafter cannot serve a window of this size; empty if it can."""
-    num_slots, context = window_slots(speculation), config.context_length
+    num_slots = window_slots(speculation)
+    context = config.context_length
     if num_slots <= context:
         return ""
     return (
@@ -111,17 +112,20 @@ class StreamingCache:
         row = copy.copy(self)
         tensors = (slots[:, b : b + 1] for slots in (self.raw_keys, self.keys, self.values))
         row.raw_keys, row.keys, row.values = tensors
-        row._lengths, row._num_tokens = [0], [0]
+        row._lengths = [0]
+        row._num_tokens = [0]
         return row
 
     def set_window(self, b: int, *, num_slots: int, num_tokens: int) -> None:
         """Declares row b's first slots valid; they stand for `num_tokens`, most left out."""
-        self._lengths[b], self._num_tokens[b] = num_slots, num_tokens
+        self._lengths[b] = num_slots
+        self._num_tokens[b] = num_tokens
 
     def slide(self) -> None:
         """In rows without room for another block, drops what is neither sink nor recent."""
         capacity = self.keys.shape[3]
-        sinks, kept = self.num_sink_tokens, self.num_sink_tokens + self.num_recent_tokens
+        sinks = self.num_sink_tokens
+        kept = self.num_sink_tokens + self.num_recent_tokens
         for b, length in enumerate(self._lengths):
             if length + self._room <= capacity:
                 continue

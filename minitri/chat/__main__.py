@@ -85,8 +85,10 @@ class Chat:
         speculation: SpeculationConfig,
         documents: list[str],
     ) -> None:
-        self._engine, self._args = engine, args
-        self._sampling, self._speculation = sampling, speculation
+        self._engine = engine
+        self._args = args
+        self._sampling = sampling
+        self._speculation = speculation
         self._seed = seed_of(args, speculation)
         self._talk = Conversation(engine.tokenizer, system=args.system, documents=documents)
         if not self._talk.has_template:
@@ -131,7 +133,9 @@ class Chat:
             )
         num_new = min(self._args.max_new_tokens, room)
         show = colored if self._args.color else plain
-        ids, text, reason = list[int](), "", "stopped"
+        ids = list[int]()
+        text = ""
+        reason = "stopped"
         with stoppable() as stopped, closing(self._start(prompt, num_new)) as run:
             for event in with_bar(run, quiet=self._args.quiet):
                 if isinstance(event, End):
@@ -143,7 +147,8 @@ class Chat:
                 if stopped.is_set():
                     break
             print(flush=True)
-        self._seed, self._last = (self._seed + 1) % (1 << 32), run
+        self._seed = (self._seed + 1) % (1 << 32)
+        self._last = run
         end = self._engine.tokenizer.token(ids[-1]) if reason == "eos" else ""
         self._talk.answered(ids, text, end or "")
         if reason in ("stopped", "length"):
@@ -222,7 +227,8 @@ class Chat:
 def run_command(args: argparse.Namespace) -> None:
     """Chats until /quit or the end of the input."""
     sampling = arguments.taken(SamplingParams, args)
-    speculation, draft = arguments.speculation_of(args), arguments.draft_of(args)
+    speculation = arguments.speculation_of(args)
+    draft = arguments.draft_of(args)
     arguments.warn_of_ignored(args)
     documents = [read_text(file) for file in args.document]
     lines = Lines([command.split()[0] for command in HELP])

@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from minitri.errors import InputError, check_unicode
 from minitri.loading.tokenizer import Tokenizer
 
-QUESTION, ANSWER = "\nQuestion: ", "\nAnswer:"
+QUESTION = "\nQuestion: "
+ANSWER = "\nAnswer:"
 """How a conversation is written for a model without a template."""
-MARK, EARLIER = "<|minitri-question|>", "<|minitri-answer|>"
+MARK = "<|minitri-question|>"
+EARLIER = "<|minitri-answer|>"
 
 
 class Conversation:
@@ -27,12 +29,14 @@ class Conversation:
         self, tokenizer: Tokenizer, *, system: str | None = None, documents: Sequence[str] = ()
     ) -> None:
         """`system` tells the model how to behave. Raises `InputError` if its template refuses."""
-        self._tokenizer, self.has_template = tokenizer, tokenizer.chat_template is not None
+        self._tokenizer = tokenizer
+        self.has_template = tokenizer.chat_template is not None
         self._first = [] if system is None else [{"role": "system", "content": system}]
         self._documents = "".join(text.rstrip("\n") + "\n\n" for text in documents)
         self.tokens: list[int] = []
         """All that was said."""
-        self._is_first, self._end = True, ""
+        self._is_first = True
+        self._end = ""
         encode = tokenizer.encode_marked if self.has_template else tokenizer.encode  # with BOS
         self._documents_ids = encode(self._until_question()[0])
 
@@ -62,11 +66,14 @@ class Conversation:
         `end` is how its end token is spelled, if it ended with one.
         """
         ids = list(token_ids) if self.has_template else self._tokenizer.encode_marked(text)
-        self.tokens, self._is_first, self._end = self._asked + ids, False, end
+        self.tokens = self._asked + ids
+        self._is_first = False
+        self._end = end
 
     def reset(self) -> None:
         """Forgets all questions and answers; documents stay."""
-        self.tokens, self._is_first = [], True
+        self.tokens = []
+        self._is_first = True
 
     def as_note(self) -> str:
         """All of it, for `restore`."""

@@ -56,7 +56,8 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Shows the default of a flag that has one, unless its help text tells it."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        text, default = action.help or "", action.default
+        text = action.help or ""
+        default = action.default
         if default in (None, False, "", argparse.SUPPRESS) or action.nargs == 0:
             return text
         is_told = "default:" in text or not isinstance(default, int | float | str)

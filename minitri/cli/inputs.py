@@ -119,7 +119,8 @@ def cut(
     room = max_tokens or len(ids)
     if fit is not None:
         room = max(1, min(room, config.context_length - num_new))
-    middle, num = ids[num_head : len(ids) - num_tail], room - num_head - num_tail
+    middle = ids[num_head : len(ids) - num_tail]
+    num = room - num_head - num_tail
     if len(middle) <= num or num < 1:
         return ids
     log.info("prompt: only its %s %d tokens, the others do not fit", fit or "first", room)

@@ -73,7 +73,8 @@ class Line:
         ):
             if not is_fine:
                 raise InputError(f"{name} is {shorten(repr(fields[name]), 60)}; give {wanted}")
-        self.name, self.fields = fields.get("id", self.number), fields
+        self.name = fields.get("id", self.number)
+        self.fields = fields
 
     def encode(self, tokenizer: Tokenizer, config: ModelConfig, args: argparse.Namespace) -> None:
         """Puts token ids in the place of its prompt. Raises `InputError`."""

@@ -27,7 +27,8 @@ def where(model: Llama) -> dict[str, str]:
 
 def outline(engine: Engine, run: Generation) -> str:
     """The statistics for people, in a line."""
-    stats, total = run.stats, run.stats.num_generated_tokens
+    stats = run.stats
+    total = run.stats.num_generated_tokens
     seconds = stats.prefill_seconds + stats.decode_seconds
     line = f"{total} tokens in {seconds:.2f} s, {stats.prefill_seconds:.2f} s of it for the prompt"
     if stats.tokens_per_second is not None:
@@ -46,7 +47,8 @@ def speedup(engine: Engine, run: Generation) -> float | None:
     Passes of the target were measured as they verified guesses. Without them they take less, by
     the machine's nominal share for each (`roofline.py`). Of batches nothing is known.
     """
-    stats, machine = run.stats, GPU if engine.model.device.type == "cuda" else CPU
+    stats = run.stats
+    machine = GPU if engine.model.device.type == "cuda" else CPU
     target = stats.stages[-1]
     if len(run.rows) > 1 or not target.num_draft_tokens or not stats.decode_seconds:
         return None
@@ -58,7 +60,8 @@ def speedup(engine: Engine, run: Generation) -> float | None:
 
 def details(engine: Engine, run: Generation) -> str:
     """The statistics for people who tune: of --stats."""
-    stats, lines = run.stats, []
+    stats = run.stats
+    lines = []
     if seconds := stats.prefill_seconds:
         count = f"{stats.num_prefilled_tokens} of {stats.num_prompt_tokens} tokens"
         rate = f"{stats.num_prefilled_tokens / seconds:.0f} tokens/s"
@@ -125,7 +128,8 @@ def report(
     tokens: Sequence[Token],
 ) -> dict[str, Any]:
     """The statistics for programs: the object that --json prints."""
-    row, stats = run.rows[0], run.stats
+    row = run.rows[0]
+    stats = run.stats
     flags = ("model", "method", "temperature", "coupled", "seed")
     numbers = ["num_prompt_tokens", "num_generated_tokens", "prefill_seconds", "decode_seconds"]
     numbers += ["ms_per_token", "tokens_per_second", "steps_per_plan", "kv_cache_bytes"]

@@ -26,7 +26,8 @@ def with_bar(run: Generation, *, quiet: bool) -> Iterator[Token | End]:
 
     Nothing is drawn where standard error is no terminal.
     """
-    total, disable = run.rows[0].num_prompt_tokens, True if quiet else None
+    total = run.rows[0].num_prompt_tokens
+    disable = True if quiet else None
     with tqdm(total=total, leave=False, bar_format=BAR, disable=disable) as bar:
         for event in run:
             if isinstance(event, Token | End):

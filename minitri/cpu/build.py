@@ -41,7 +41,8 @@ def shared_library(source: Path) -> Path:
     The source may include headers of its folder. Where the cache cannot be written to, the library
     lasts as long as this process.
     """
-    compiler, problem = _compiler(), ""
+    compiler = _compiler()
+    problem = ""
     macros = _compile(compiler, ["-E", "-dM"], "#include <cstdlib>\n")
     sources = [file.read_text("utf-8") for file in (source, *sorted(source.parent.glob("*.h")))]
     depends_on = [*sources, *compiler, *FLAGS, *sorted(macros.splitlines()), _instructions()]
@@ -117,7 +118,8 @@ def _build(compiler: list[str], flags: list[str], code: str) -> bytes:
 
 def _compile(compiler: list[str], flags: list[str], code: str) -> str:
     """Standard output of the compiler, made to use all of this processor if it knows how."""
-    name, done = " ".join(compiler), None
+    name = " ".join(compiler)
+    done = None
     for native in NATIVE:
         command = [*compiler, *native, *flags, "-x", "c++", "-"]
         try:

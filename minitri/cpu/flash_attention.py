@@ -45,7 +45,8 @@ def attend_cpu(
     if min(prefix_lengths) < max(prefix_lengths):
         return row_by_row(attend_cpu, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT)
     B, T, H, D = q_BTHD.shape
-    K, end = keys_BKSD.shape[1], prefix_lengths[0] + T
+    K = keys_BKSD.shape[1]
+    end = prefix_lengths[0] + T
     kernel = flash_prefill if T > SHORT_BLOCK else flash_windows
     q_KRD = fold(q_BTHD, K).flatten(0, 1)
     out_KGTD = kernel(q_KRD, keys_BKSD.flatten(0, 1), values_BKSD.flatten(0, 1), end, T, rule_TT)
@@ -116,7 +117,8 @@ def flash_prefill(
     if end == T:
         return block
     # No rule holds in the prefix, so the kernel repacks its K and V once per KV head.
-    k_KSD, v_KSD = keys_KSD[:, : end - T], values_KSD[:, : end - T]
+    k_KSD = keys_KSD[:, : end - T]
+    v_KSD = values_KSD[:, : end - T]
     prefix_KRD, lse_KR = (out[0] for out in _flash(q_KRD[None], k_KSD[None], v_KSD[None]))
     return merge_by_lse(prefix_KRD.view_as(block), lse_KR.view_as(block_lse), block, block_lse)
 

@@ -43,7 +43,8 @@ def _quantize_rows(weight_NE: Tensor, bits: int) -> Tensor:
         scales_NG = (torch.maximum(-least_NG, most_NG) / 127).half()
         quants_NGQ = groups_NGQ / scales_NG.float().clamp_min(TINY).unsqueeze(2)
         return pack(quants_NGQ.round_().clamp_(-127, 127).to(torch.int8), scales_NG, None)
-    scales_NG, offsets_NG = ((most_NG - least_NG) / 15).half(), least_NG.half()
+    scales_NG = ((most_NG - least_NG) / 15).half()
+    offsets_NG = least_NG.half()
     steps_NGQ = (groups_NGQ - offsets_NG.float().unsqueeze(2)).div_(
         scales_NG.float().clamp_min(TINY).unsqueeze(2)
     )

@@ -91,7 +91,8 @@ class Autotuner:
 
     def tokens_per_second(self, plan: StepPlan, rate: float | None = None) -> float:
         """Predicted speed; `rate` replaces the acceptance rate of what the target verifies."""
-        length, seconds = float(plan.gamma1), plan.gamma1 * self._cost("draft", 0)
+        length = float(plan.gamma1)
+        seconds = plan.gamma1 * self._cost("draft", 0)
         if plan.uses_retrieval:
             per_round = expected_tokens(self._rate("draft"), plan.gamma1)
             length, num_rounds = expected_block(per_round, plan)
@@ -106,7 +107,8 @@ class Autotuner:
         alone = StepPlan("autoregressive")
         if self.plan == alone or alone not in self._plans:
             return None
-        rates, by_rate = [i / 100 for i in range(100)], partial(self.tokens_per_second, self.plan)
+        rates = [i / 100 for i in range(100)]
+        by_rate = partial(self.tokens_per_second, self.plan)
         return bisect_left(rates, self.tokens_per_second(alone), key=by_rate) / 100
 
     def _optimistic_speed(self, plan: StepPlan) -> float:

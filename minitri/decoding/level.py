@@ -122,7 +122,8 @@ class Level:
 
     def _draft(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
         """Guesses `gamma` tokens of every active row, one after the other, on the device."""
-        tokens, probs = list[Tensor](), list[Tensor]()
+        tokens = list[Tensor]()
+        probs = list[Tensor]()
         for i in range(self.gamma):
             with self._meter.drafting(self.stats, sum(active)):
                 if i == 0:

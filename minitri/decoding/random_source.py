@@ -71,7 +71,8 @@ class IndependentSource:
         for b, n in enumerate(counts):
             if active[b]:
                 drawn = torch.rand(n + 1, dtype=torch.float64, generator=self._generators[b])
-                uniforms_BN[b, :n], uniforms_BN[b, N] = drawn[:n], drawn[n]
+                uniforms_BN[b, :n] = drawn[:n]
+                uniforms_BN[b, N] = drawn[n]
         return uniforms_BN
 
 

@@ -33,9 +33,11 @@ def triforce(
     """
     text = [*prompt, sample(target(prompt), uniform())]
     while len(text) < len(prompt) + num_tokens:
-        block, block_probs = list[int](), list[Probs]()
+        block = list[int]()
+        block_probs = list[Probs]()
         while len(block) < gamma2:
-            guesses, q = list[int](), list[Probs]()
+            guesses = list[int]()
+            q = list[Probs]()
             for _ in range(gamma1):
                 q.append(draft(text + block + guesses))
                 guesses.append(sample(q[-1], uniform()))

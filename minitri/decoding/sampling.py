@@ -80,7 +80,8 @@ def _top_p_cutoff(scores_NV: Tensor, top_p: float | Tensor, *, sort_all: bool) -
 
     `sort_all` on a GPU: whether a prefix is enough is a question the host would have to wait for.
     """
-    log_total_N1, V = scores_NV.logsumexp(-1, keepdim=True), scores_NV.shape[-1]
+    log_total_N1 = scores_NV.logsumexp(-1, keepdim=True)
+    V = scores_NV.shape[-1]
     if sort_all:
         best_NV = scores_NV.sort(-1, descending=True).values
         return _cutoff_within(best_NV, log_total_N1, top_p)[0]

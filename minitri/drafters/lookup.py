@@ -55,7 +55,9 @@ class GrowingText:
         `sequence` is this text and what may come after it. Nothing is found if fewer than two
         tokens agree. What followed is `limit` tokens: a text that repeats itself goes on doing so.
         """
-        tokens, best, end = self.tokens, 1, 0
+        tokens = self.tokens
+        best = 1
+        end = 0
         reach = min(len(sequence), LONGEST)
         place = self._latest.get(sequence[-2] << 32 | sequence[-1], -1) if reach > 1 else -1
         if place + 1 == len(tokens):  # nothing follows
@@ -64,11 +66,13 @@ class GrowingText:
             if best == reach or best > place:  # a match at a place has at most place + 1 tokens
                 break
             if tokens[place - best] == sequence[-1 - best]:  # else it is not longer
-                length, most = 2, min(reach, place + 1)
+                length = 2
+                most = min(reach, place + 1)
                 while length < most and tokens[place - length] == sequence[-1 - length]:
                     length += 1
                 if length > best:
-                    best, end = length, place + 1
+                    best = length
+                    end = place + 1
             place = self._earlier[place]
         if not end:
             return 0, []
@@ -107,7 +111,8 @@ class _Row:
             rate = (length + right) / (length + 2 + tested)
             guess = guess[: max(1, int(math.log(LEAST_CHANCE) / math.log(rate)))]
         if len(sequence) == len(self.text.tokens):
-            self.guess, self.size = guess, size
+            self.guess = guess
+            self.size = size
         return guess
 
 

@@ -83,7 +83,8 @@ class PluggedDrafter:
 
     def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
         """Up to `gamma` tokens for each active row."""
-        started, probs = time.perf_counter(), list[Tensor]()
+        started = time.perf_counter()
+        probs = list[Tensor]()
         guesses: list[list[int]] = [[] for _ in sequences]
         asked = active
         for _ in range(self.gamma):
@@ -128,7 +129,8 @@ class PluggedDrafter:
             raise self._broken(
                 f"raised {type(error).__name__} ({shorten(error, 90)}); mend it"
             ) from error
-        total, least = float(probs_V.sum()), float(probs_V.min())
+        total = float(probs_V.sum())
+        least = float(probs_V.min())
         if not (abs(total - 1) < TOLERANCE and least >= 0):
             what = f"gave probabilities from {least:.3g} on with the sum {total:.6g}"
             raise self._broken(f"{what}; they must be positive with the sum 1")

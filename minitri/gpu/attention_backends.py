@@ -95,7 +95,8 @@ def torch_flash(
     # Read as packed tokens, row b begins at token b * row / token.
     step = row // token
     packed = ((B - 1) * step + S, K, D), (token, head, 1)
-    k, v = k_BSKD.as_strided(*packed), v_BSKD.as_strided(*packed)
+    k = k_BSKD.as_strided(*packed)
+    v = v_BSKD.as_strided(*packed)
     rows = torch.arange(B + 1, device=q_BTHD.device, dtype=torch.int32)
     sizes = (rows * T, rows * step, T, S)
     out, *_ = torch.ops.aten._flash_attention_forward(
@@ -127,7 +128,8 @@ def attend_fused(
     q_BHTD = q_BTHD.transpose(1, 2)
     k_BKSD = keys_BKSD[:, :, :end]
     v_BKSD = values_BKSD[:, :, :end]
-    H, K = q_BHTD.shape[1], k_BKSD.shape[1]
+    H = q_BHTD.shape[1]
+    K = k_BKSD.shape[1]
     attend = partial(F.scaled_dot_product_attention, attn_mask=mask)
     if H == K or q_BTHD.dtype != torch.float32:
         return attend(q_BHTD, k_BKSD, v_BKSD, enable_gqa=H > K).transpose(1, 2)
@@ -213,7 +215,9 @@ def largest_error(
     generator = torch.Generator().manual_seed(0)
     S = 2048
     lengths = [1900, 0, 700]
-    H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
+    H = config.num_heads
+    K = config.num_kv_heads
+    D = config.head_dim
     q_BTHD, keys_BKSD, values_BKSD = (
         torch.randn(3, *shape, D, generator=generator).to(device, dtype)
         for shape in ((T, H), (K, S), (K, S))

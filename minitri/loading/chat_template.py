@@ -52,7 +52,8 @@ class ChatTemplate:
         variables: dict[str, Any] = {"messages": [dict(message) for message in messages]}
         variables |= {"add_generation_prompt": add_generation_prompt, "tools": None}
         variables |= {"documents": None, **self._special_tokens}
-        pieces, size = [], 0
+        pieces = []
+        size = 0
         with explained("fails"), within_seconds(MAX_SECONDS):
             for piece in self._template.generate(variables):
                 pieces.append(piece)
@@ -128,7 +129,8 @@ def explained(what: str) -> Iterator[None]:
 @contextmanager
 def within_seconds(limit: float) -> Iterator[None]:
     """Raises `TemplateError` in code that takes longer: at its next line, in this thread."""
-    end, before = time.monotonic() + limit, sys.gettrace()
+    end = time.monotonic() + limit
+    before = sys.gettrace()
 
     def trace(*_: object) -> Callable[..., Any]:
         if time.monotonic() > end:

@@ -119,7 +119,8 @@ def _native_tensors(model: Llama, checkpoint: Checkpoint) -> Iterator[tuple[str,
 
 def _check_drafter(model: Llama, target: Llama, path: Path) -> None:
     """Raises `InputError` unless the target's table is the one that the drafter was made with."""
-    head, config = model.lm_head, model.config
+    head = model.lm_head
+    config = model.config
     assert isinstance(head, TrimmedHead)
     made_for = f"the drafter {config.name} was made for {config.draft_of}, whose"
     wanted, lent = ((shape.vocab_size, shape.hidden_size) for shape in (config, target.config))
@@ -145,18 +146,22 @@ def _check_drafter(model: Llama, target: Llama, path: Path) -> None:
 
 def placements(model: Llama) -> dict[str, Tensor]:
     """Where every tensor of a checkpoint goes: its name, and the view of a parameter it fills."""
-    config, head = model.config, model.lm_head
+    config = model.config
+    head = model.lm_head
     places: dict[str, Tensor] = {"model.norm.weight": model.norm.weight}
     if isinstance(head, TrimmedHead):
-        places["lm_head.weight"], places["lm_head.token_ids"] = head.linear.weight, head.token_ids
+        places["lm_head.weight"] = head.linear.weight
+        places["lm_head.token_ids"] = head.token_ids
         places["target.embedding_sample"] = model.embedding_sample
     elif config.tie_word_embeddings:
         places["model.embed_tokens.weight"] = head.weight
     else:
         places["model.embed_tokens.weight"] = model.embed_tokens
         places["lm_head.weight"] = head.weight
-    E, inner = config.hidden_size, config.intermediate_size
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    E = config.hidden_size
+    inner = config.intermediate_size
+    q = config.num_heads * config.head_dim
+    kv = config.num_kv_heads * config.head_dim
     parts = (  # every linear layer: the tensors that fill it, and how many rows each of them has
         ("self_attn", "qkv_proj", {"q_proj": q, "k_proj": kv, "v_proj": kv}),
         ("self_attn", "o_proj", {"o_proj": E}),
@@ -177,7 +182,9 @@ def placements(model: Llama) -> dict[str, Tensor]:
 
 def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progress: bool) -> None:
     places = placements(model)
-    missing, unexpected, samples = dict.fromkeys(places), [], dict[str, str]()
+    missing = dict.fromkeys(places)
+    unexpected = []
+    samples = dict[str, str]()
     disable = None if progress else True  # None: where standard error is no terminal
     with tqdm(desc="loading weights", total=len(places), leave=False, disable=disable) as bar:
         for name, tensor in tensors:

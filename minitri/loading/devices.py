@@ -21,7 +21,8 @@ log = logging.getLogger("minitri")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-WEIGHTS, DRAFT_WEIGHTS = ("auto", "native"), ("auto", "int4", "int8", "same")
+WEIGHTS = ("auto", "native")
+DRAFT_WEIGHTS = ("auto", "int4", "int8", "same")
 
 
 def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B008
@@ -106,7 +107,8 @@ def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
 
     Raises `InputError` if it cannot be had.
     """
-    name, device = model.config.name, model.device.type
+    name = model.config.name
+    device = model.device.type
     if wanted == "same" or (wanted == "auto" and not model.execution.is_row_invariant):
         return None
     if device == "cuda" and wanted == "int8":

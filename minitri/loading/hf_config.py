@@ -108,8 +108,10 @@ def read_value(config: Mapping[str, Any], key: str, kind: type[Any], default: An
 
 def read_fields(config: Mapping[str, Any], name: str) -> ModelConfig:
     """The fields of a config.json; raises whatever a wrong or missing value leads to."""
-    number, flag = partial(read_value, config, kind=int), partial(read_value, config, kind=bool)
-    num_heads, hidden_size = number("num_attention_heads"), number("hidden_size")
+    number = partial(read_value, config, kind=int)
+    flag = partial(read_value, config, kind=bool)
+    num_heads = number("num_attention_heads")
+    hidden_size = number("hidden_size")
     context = number("max_position_embeddings", default=2048)
     is_drafter = config.get("draft_of") is not None
     return ModelConfig(
@@ -177,7 +179,8 @@ def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
             "which --rope-scaling cannot replace; use the model's Hugging Face folder, or "
             "leave the flag out"
         )
-    theta, base = config.rope.theta, config.rope.original_context or config.context_length
+    theta = config.rope.theta
+    base = config.rope.original_context or config.context_length
     if text == "none":
         return dataclasses.replace(config, rope=RopeConfig(theta), context_length=base)
     kind, _, number = text.partition(":")

@@ -76,7 +76,8 @@ def weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
     if path.is_file():
         return [path], {}
     for name in ("model.safetensors", "pytorch_model.bin"):
-        single, index = path / name, path / f"{name}.index.json"
+        single = path / name
+        index = path / f"{name}.index.json"
         if index.exists():
             return _indexed_files(index)
         files = [single] if single.exists() else list(path.glob(f"*{single.suffix}"))
@@ -89,7 +90,8 @@ def weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def _indexed_files(index: Path) -> tuple[list[Path], dict[str, str]]:
-    weight_map, folder = read_json(index).get("weight_map"), index.parent
+    weight_map = read_json(index).get("weight_map")
+    folder = index.parent
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{index} has no weight_map; download it again")
     for name in weight_map.values():

@@ -60,9 +60,11 @@ class OpenModel:
         self.config = config if rope_scaling is None else stretch_rope(config, rope_scaling)
         has_tokenizer = config.draft_of is None  # else it reads tokens from its target's table
         self.tokenizer = load_tokenizer(self._checkpoint, config) if has_tokenizer else None
-        self._dtype, self._device = dtype, device
+        self._dtype = dtype
+        self._device = device
         self._attend = attention_for(device, dtype, config, attention)
-        self._native, self._progress = weights == "native", progress
+        self._native = weights == "native"
+        self._progress = progress
 
     @property
     def sampling_defaults(self) -> SamplingParams:
@@ -113,7 +115,8 @@ class OpenModels:
         attention: str,
         progress: bool,
     ) -> None:
-        model, draft = _as_text(model), _as_text(draft)
+        model = _as_text(model)
+        draft = _as_text(draft)
         texts = {"model": model, "draft": draft, "dtype": dtype, "device": device}
         texts |= {"attention": attention, "rope_scaling": rope_scaling or ""}
         texts |= {"weights": weights, "draft_weights": draft_weights}
@@ -130,7 +133,8 @@ class OpenModels:
         self._target = OpenModel(model, rope_scaling=rope_scaling, weights=weights, **options)
         if self._target.tokenizer is None:
             raise not_a_model(self._target.config)
-        self.config, self.tokenizer = self._target.config, self._target.tokenizer
+        self.config = self._target.config
+        self.tokenizer = self._target.tokenizer
         self.sampling_defaults = self._target.sampling_defaults
         self._draft: OpenModel | None = None
         self._draft_weights = draft_weights
@@ -143,7 +147,8 @@ class OpenModels:
     def load(self) -> tuple[Llama, Llama | None, Llama | None]:
         """Reads the weights: the model, its drafter if that is a model, and its copy in
         fewer bits if it guesses with one."""
-        target, drafter = self._target.load(), None
+        target = self._target.load()
+        drafter = None
         retrieval_model = retrieval_copy(target, self._draft_weights)
         if self._draft is not None:
             with self._or_lookup():

@@ -66,7 +66,9 @@ def check_prompt(ids: list[int], config: ModelConfig, num_new: int) -> None:
 
 def _too_long(num_tokens: int, config: ModelConfig, num_new: int) -> str:
     """The error for a prompt beyond the context, with numbers that work."""
-    context, rope, advice = config.context_length, config.rope, []
+    context = config.context_length
+    rope = config.rope
+    advice = []
     if num_new < context:
         advice.append(f"keep at most {context - num_new} (--max-prompt-tokens)")
     if num_tokens < context:

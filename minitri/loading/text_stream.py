@@ -26,7 +26,8 @@ class StopScanner:
         starts = ((text.find(stop), len(stop)) for stop in self._stop)
         ends = [(start + length, start) for start, length in starts if start >= 0]
         if ends:
-            self.found, self._held = True, ""
+            self.found = True
+            self._held = ""
             return text[: min(ends)[1]]
         keep = max((overlap(text, stop) for stop in self._stop), default=0)
         cut = len(text) - keep
@@ -35,7 +36,8 @@ class StopScanner:
 
     def flush(self) -> str:
         """What was held back, once nothing can follow."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held
 
 
@@ -72,6 +74,7 @@ class IncrementalDecoder:
         """All text not given out yet, whatever may follow; broken characters as U+FFFD."""
         known = self._tokenizer.decode(self._ids[self._window : self._read])
         text = self._tokenizer.decode(self._ids[self._window :])
-        self._window, self._read = self._read, len(self._ids)
+        self._window = self._read
+        self._read = len(self._ids)
         # Not just text[len(known):]: a prompt may end inside a character, then `known` in U+FFFD.
         return text[len(os.path.commonprefix((known, text))) :]  # noqa: RUF071

@@ -82,7 +82,8 @@ class Tokenizer:
 
         `template` is the source of a chat template, `special_tokens` what it knows by name.
         """
-        self._backend, self._template = backend, template
+        self._backend = backend
+        self._template = template
         self._special_tokens = special_tokens
         self.bos_token_id = bos_token_id
         self.num_tokens = backend.num_tokens  # one more than the largest token id
@@ -138,7 +139,8 @@ def check_same_vocabulary(draft: Tokenizer, target: Tokenizer, draft_name: str) 
     guesses, and what the target lacks is cut off the drafter's distributions.
     """
     for token in range(min(draft.num_tokens, target.num_tokens)):
-        theirs, ours = draft.token(token), target.token(token)
+        theirs = draft.token(token)
+        ours = target.token(token)
         if theirs != ours:
             raise InputError(
                 f"the drafter {draft_name} has another vocabulary: its token {token} is "

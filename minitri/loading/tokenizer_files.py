@@ -46,7 +46,8 @@ def _chat_template(
     known = ((name, i) for name, i in ids.items() if i is not None and i < backend.num_tokens)
     tokens = {name: backend.token(i) or "" for name, i in known}
     if isinstance(checkpoint, GgufFile):
-        settings, stored = {}, checkpoint.get("tokenizer.chat_template")
+        settings = {}
+        stored = checkpoint.get("tokenizer.chat_template")
     else:
         file, own = (checkpoint.folder / name for name in (SETTINGS, "chat_template.jinja"))
         settings = read_json(file, or_nothing=True)
@@ -58,7 +59,8 @@ def _chat_template(
 
 def _from_folder(folder: Path) -> tuple[Backend, bool]:
     """The backend, and whether prompts start with BOS."""
-    settings_file, file = folder / SETTINGS, folder / "tokenizer.json"
+    settings_file = folder / SETTINGS
+    file = folder / "tokenizer.json"
     settings = read_json(settings_file, or_nothing=True)
     if not file.exists():
         file = folder / "tokenizer.model"
@@ -73,7 +75,8 @@ def _from_folder(folder: Path) -> tuple[Backend, bool]:
             add_bos = bool(pipeline.encode("", add_special_tokens=True).ids)
             backend = TokenizersBackend(pipeline)
         else:
-            backend, add_bos = SentencePieceBackend(file.read_bytes()), True
+            backend = SentencePieceBackend(file.read_bytes())
+            add_bos = True
     with explain(f"{settings_file} holds a wrong value", TypeError, advice="correct it"):
         return backend, read_value(settings, "add_bos_token", bool, add_bos)
 

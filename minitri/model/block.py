@@ -57,7 +57,9 @@ def forward_block(
     rule_TT: Tensor | None = None,
 ) -> Tensor:
     """Final hidden states (B, T, E) of a block; see `Llama.forward`."""
-    tokens_BT, positions_BT, slots_BT = block.tokens_BT, block.positions_BT, block.slots_BT
+    tokens_BT = block.tokens_BT
+    positions_BT = block.positions_BT
+    slots_BT = block.slots_BT
     return model.forward(tokens_BT, positions_BT, cache, rule_TT, slots_BT, queries_LBTHD)
 
 

@@ -93,7 +93,8 @@ class Llama(nn.Module):
         not depend on where the chunks of a prompt begin. The lengths of the cache stay as they are:
         call `cache.advance` with the tokens to keep.
         """
-        rotary, attend = self.rope.at(positions_BT), self.attend
+        rotary = self.rope.at(positions_BT)
+        attend = self.attend
         lengths_B = None if slots_BT is None else slots_BT[:, 0].contiguous()
         shared = Pass(rotary, cache, rule_TT, slots_BT, lengths_B, queries_LBTHD, attend, is_prompt)
         return self.norm(self.layers.forward(self.embed(tokens_BT), shared))
@@ -154,7 +155,8 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        E, eps = config.hidden_size, config.rms_norm_eps
+        E = config.hidden_size
+        eps = config.rms_norm_eps
         self.input_layernorm = RMSNorm(E, eps, dtype)
         self.self_attn = Attention(config, dtype)
         self.post_attention_layernorm = RMSNorm(E, eps, dtype)
@@ -170,7 +172,10 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        H, K, D, E = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
+        H = config.num_heads
+        K = config.num_kv_heads
+        D = config.head_dim
+        E = config.hidden_size
         self.heads = (H, K, K)
         self.head_dim = D
         bias = config.attention_bias
@@ -188,7 +193,8 @@ class Attention(nn.Module):
         heads = qkv_BTX.unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
         raw_q_BTHD, raw_BTKD, v_BTKD = heads.split(self.heads, dim=2)
         if self.q_norm is not None and self.k_norm is not None:
-            raw_q_BTHD, raw_BTKD = self.q_norm(raw_q_BTHD), self.k_norm(raw_BTKD)
+            raw_q_BTHD = self.q_norm(raw_q_BTHD)
+            raw_BTKD = self.k_norm(raw_BTKD)
             heads = torch.cat((raw_q_BTHD, raw_BTKD), 2)
         rotated = shared.rotary.rotate(heads[:, :, : sum(self.heads[:2])])
         q_BTHD, k_BTKD = rotated.split(self.heads[:2], dim=2)
@@ -198,8 +204,10 @@ class Attention(nn.Module):
             shared.queries_LBTHD[layer, :, : latest_BTHD.shape[1]] = latest_BTHD
         block = BlockKV(raw_BTKD, k_BTKD, v_BTKD, shared.slots_BT)
         keys_BKSD, values_BKSD = shared.cache.update(layer, block)
-        lengths, rule_TT = shared.cache.lengths, shared.rule_TT
-        attend, lengths_B = shared.attend, shared.lengths_B
+        lengths = shared.cache.lengths
+        rule_TT = shared.rule_TT
+        attend = shared.attend
+        lengths_B = shared.lengths_B
         return attend(q_BTHD, keys_BKSD, values_BKSD, lengths, rule_TT, lengths_B).flatten(2)
 
 
@@ -208,7 +216,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        E, inner = config.hidden_size, config.intermediate_size
+        E = config.hidden_size
+        inner = config.intermediate_size
         self.gate_up_proj = Linear.empty(E, 2 * inner, dtype=dtype)
         self.down_proj = Linear.empty(inner, E, dtype=dtype)
 

@@ -44,7 +44,8 @@ class RankGroup(Ranks):
     def __init__(self, group: Any = None) -> None:
         """`group` None is the default one."""
         self._group = group
-        self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.count = dist.get_world_size(group)
         self.num_bytes_sent = 0
         """By this rank for the layers of models; a replayed CUDA graph is not counted."""
 
@@ -90,7 +91,8 @@ class RankGroup(Ranks):
         """Rank 0's object: in one message, or in two if it is large."""
         data = pickle.dumps(value) if self.rank == 0 else b""
         head = (len(data).to_bytes(8, "little") + data)[:MESSAGE].ljust(MESSAGE, b"\0")
-        head, rest = self._from_first(head), data[MESSAGE - 8 :]
+        head = self._from_first(head)
+        rest = data[MESSAGE - 8 :]
         size = int.from_bytes(head[:8], "little")
         if size > MESSAGE - 8:
             rest = self._from_first(rest or bytes(size - (MESSAGE - 8)))

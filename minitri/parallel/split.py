@@ -39,7 +39,8 @@ class SplitLlama(Llama):
         cannot be split."""
         share = config.share(ranks.count)
         super().__init__(share, **options)
-        self.ranks, self._num_rows = ranks, share.vocab_size
+        self.ranks = ranks
+        self._num_rows = share.vocab_size
         self.execution = Execution(ranks=ranks)
         self.config = dataclasses.replace(share, vocab_size=config.vocab_size)
 
@@ -66,7 +67,8 @@ class Summed(nn.Module):
 
     def __init__(self, part: nn.Module, ranks: RankGroup) -> None:
         super().__init__()
-        self.part, self.ranks = part, ranks
+        self.part = part
+        self.ranks = ranks
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ranks.sum(self.part(x))

@@ -43,7 +43,9 @@ with clean_imports():
 
 log = logging.getLogger("minitri")
 
-WINDOW, NEW_TOKENS, SMALL_BUDGET = 64, 64, 32
+WINDOW = 64
+NEW_TOKENS = 64
+SMALL_BUDGET = 32
 """Of the statistical test: tokens that a text begins with, tokens that it goes on for, and the
 budget of its retrieval cache, small enough that the guesses of that level are often wrong."""
 
@@ -60,7 +62,8 @@ def build_parser() -> arguments.OneLineParser:
     )
     arguments.add_model_flags(parser)
     arguments.add_prompt_flags(parser, max_prompt_tokens=2000)
-    add, choices = parser.add_argument, ("auto", *METHODS[2:])
+    add = parser.add_argument
+    choices = ("auto", *METHODS[2:])
     text = "may be given several times (default: naive, retrieval, triforce)"
     add("--method", action="append", choices=choices, dest="methods", help=text)
     text = "of the sampled runs, coupled or not"
@@ -89,8 +92,11 @@ class SelfTest:
         self, mode: Mode, speculation: SpeculationConfig, expected: list[int]
     ) -> dict[str, Any]:
         """One line on standard output, and the same as an object."""
-        got, method, model = self.decode(mode, speculation), speculation.method, self.engine.model
-        n, total = num_same(expected, got, len(got)), len(got)
+        got = self.decode(mode, speculation)
+        method = speculation.method
+        model = self.engine.model
+        n = num_same(expected, got, len(got))
+        total = len(got)
         title = f"{mode.name:8s} {method:10s}"
         result = {"mode": mode.name, "method": method, "num_tokens": total, "num_equal_tokens": n}
         if n == total:
@@ -127,7 +133,9 @@ class SelfTest:
 
         An alarm in another dtype than float32 may be rounding, so it is looked at in float32.
         """
-        method, chunk, context = speculation.method, speculation.chunk_size, self.engine.config
+        method = speculation.method
+        chunk = speculation.chunk_size
+        context = self.engine.config
         num_new = min(NEW_TOKENS, context.context_length // 2)
         num_rows = -(-self._args.num_samples // num_new)
         budget = speculation.budget or -(-SMALL_BUDGET // chunk) * chunk
@@ -135,12 +143,14 @@ class SelfTest:
         speculation = dataclasses.replace(speculation, budget=budget)
         settings = {"num_new": num_new, "seed": self._args.seed, "num_tests": num_methods}
         log.info("sampled, %s: %d texts of %d tokens ...", method, num_rows, num_new)
-        test, note = run_test(self.engine, prompts, sampling, speculation, **settings), ""
+        test = run_test(self.engine, prompts, sampling, speculation, **settings)
+        note = ""
         if test.is_alarm and self.engine.model.dtype != torch.float32:
             self.engine.release()
             note = f" in float32; before, {test.p_values[test.worst]:.2g} ({test.worst})"
             test = run_test(self.exact_engine, prompts, sampling, speculation, **settings)
-        worst, verdict = test.worst, "BUG" if test.is_alarm else "consistent"
+        worst = test.worst
+        verdict = "BUG" if test.is_alarm else "consistent"
         kind = "drafter" if "drafter of bonus tokens" in test.sums else "order"
         shift = max(test.smallest_shift(name) for name in test.sums if name.startswith(kind))
         print(
@@ -170,7 +180,8 @@ class SelfTest:
             seed=self._args.seed,
         )
         end = finish(run, quiet=self._args.quiet)
-        seconds, ms = end.stats.prefill_seconds, end.stats.ms_per_token or 0.0
+        seconds = end.stats.prefill_seconds
+        ms = end.stats.ms_per_token or 0.0
         log.info("  prefill %.1f s, %.1f ms/token", seconds, ms)
         return list(end.token_ids)
 
@@ -194,13 +205,17 @@ def run_command(args: argparse.Namespace) -> int:
     """Does what the flags say; returns the exit code."""
     methods = list(dict.fromkeys(args.methods or METHODS[2:]))
     args.method = "retrieval" if methods == ["retrieval"] else "triforce"  # which has a drafter
-    speculation, draft = arguments.speculation_of(args), arguments.draft_of(args)
-    sampling, both = arguments.taken(SamplingParams, args), modes(args.temperature)
+    speculation = arguments.speculation_of(args)
+    draft = arguments.draft_of(args)
+    sampling = arguments.taken(SamplingParams, args)
+    both = modes(args.temperature)
     arguments.taken(GenerationConfig, args)  # bad values fail before anything is loaded
     text = read_prompt(args.prompt_file, args.prompt)
-    kept, num_new = [(text, args.max_prompt_tokens)], args.max_new_tokens
+    kept = [(text, args.max_prompt_tokens)]
+    num_new = args.max_new_tokens
     engine, [prompt] = load_engine(args, draft, kept, num_new=num_new)
-    test, results = SelfTest(engine, prompt, args), []
+    test = SelfTest(engine, prompt, args)
+    results = []
     for mode in both:
         alone, *others = (
             dataclasses.replace(speculation, method=method, coupled=mode.coupled)

@@ -104,7 +104,8 @@ def explain(
 @torch.inference_mode()
 def last_logits(model: Llama, sequence: list[int], width: int) -> Tensor:
     """Logits (V,) after a sequence, of which the last `width` tokens are read at once."""
-    start, config = len(sequence) - width, model.config
+    start = len(sequence) - width
+    config = model.config
     cache = FullCache.allocate(config, 1, len(sequence), dtype=model.dtype, device=model.device)
     for _ in prefill(model, sequence[: start + 1], cache, 0, chunk=READ_AT_ONCE):
         pass

@@ -93,7 +93,8 @@ class DistributionTest:
     def smallest_shift(self, name: str) -> float:
         """The mean shift of a score per token that is found with odds of `POWER`."""
         found = self.sums[name]
-        low, high = 0.0, float(found.num_tokens)
+        low = 0.0
+        high = float(found.num_tokens)
         while high - low > 0.1:
             total = (low + high) / 2
             is_alarm = bound(total, found.variance) < self.alarm_level
@@ -111,7 +112,9 @@ class DistributionTest:
     ) -> None:
         """Takes in the tokens emitted after a prompt."""
         new = [event.token_id for event in emitted]
-        text, N, V = prompt + new, len(new), model.config.vocab_size
+        text = prompt + new
+        N = len(new)
+        V = model.config.vocab_size
         tokens_N = torch.tensor(new, device=model.device)
         is_bonus_N = torch.tensor([event.origin == "bonus" for event in emitted])
         p_NV = probs_after(model, text, N, sampling, V)

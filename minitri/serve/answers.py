@@ -33,13 +33,16 @@ def to_json(content: Json) -> bytes:
 class TextWriter:
     """The answer to a call of /v1/completions."""
 
-    prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    prefix = "cmpl"
+    whole_kind = "text_completion"
+    chunk_kind = "text_completion"
 
     def __init__(self, call: Call, model: str, engine: Engine) -> None:
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
         self._head["seed"] = call.request.seed
-        self._include_usage, self._tokenizer = call.include_usage, engine.tokenizer
+        self._include_usage = call.include_usage
+        self._tokenizer = engine.tokenizer
         generation = call.request.generation
         self._has_logprobs = generation.logprobs is not None
         self._ends = () if generation.ignore_eos else engine.config.eos_token_ids
@@ -92,7 +95,8 @@ class TextWriter:
 
     def _listed(self, tokens: list[Token]) -> Json:
         entries = [self._named(token.token_id, token.logprob) for token in tokens]
-        offsets, tops = [], []
+        offsets = []
+        tops = []
         for token in tokens:
             offsets.append(self._offset)
             self._offset += len(token.text)
@@ -109,7 +113,9 @@ class TextWriter:
 class ChatWriter(TextWriter):
     """The answer to a call of /v1/chat/completions."""
 
-    prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl"
+    whole_kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
 
     def first(self) -> list[Json]:
         """Who speaks."""

@@ -52,9 +52,14 @@ class Service:
         api_key: str | None = None,
     ) -> None:
         """`seconds` are for a request, waiting included; `body_seconds` to send it."""
-        self.engine, self.worker, self.protocol = engine, worker, protocol
-        self.num_rows, self.max_open = num_rows, num_rows + max_queue
-        self.seconds, self.body_seconds, self.api_key = seconds, body_seconds, api_key
+        self.engine = engine
+        self.worker = worker
+        self.protocol = protocol
+        self.num_rows = num_rows
+        self.max_open = num_rows + max_queue
+        self.seconds = seconds
+        self.body_seconds = body_seconds
+        self.api_key = api_key
         self.num_open = 0
         self.totals: defaultdict[str, float] = defaultdict(float)
         complete = functools.partial(functools.partial, self.complete)
@@ -90,7 +95,8 @@ class Service:
 
     async def _body(self, request: Request) -> bytes:
         """No more than the limit is read of a body that is longer."""
-        limit, body = self.protocol.max_body_bytes, bytearray()
+        limit = self.protocol.max_body_bytes
+        body = bytearray()
         length = int(request.headers.get("content-length", 0))
         if length <= limit:
             async for part in request.stream():
@@ -149,7 +155,8 @@ class Answer(Response):
     """The answer to one call, written while its row runs."""
 
     def __init__(self, service: Service, call: Call) -> None:
-        self._service, self._call = service, call
+        self._service = service
+        self._call = call
         self._writer = WRITERS[call.is_chat](call, min(service.protocol.names), service.engine)
         self._events: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
         self._tokens: list[Token] = []
@@ -157,7 +164,9 @@ class Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Takes events to their end, to the time limit, or until the client leaves."""
-        service, loop, started = self._service, asyncio.get_running_loop(), time.monotonic()
+        service = self._service
+        loop = asyncio.get_running_loop()
+        started = time.monotonic()
 
         def deliver(event: Event | Exception) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -171,7 +180,8 @@ class Answer(Response):
             async with asyncio.timeout(service.seconds):
                 outcome = await self._follow(send)
         except TimeoutError:
-            outcome, limit = "timeout", f"{service.seconds:g} s, the limit"
+            outcome = "timeout"
+            limit = f"{service.seconds:g} s, the limit"
             error = ApiError(504, "timeout", f"no end in {limit}; lower max_tokens, or try later")
             await self._fail(error, scope, receive, send)
         except (ApiError, InputError) as error:

@@ -24,7 +24,8 @@ from minitri.loading.prompt_ids import MAX_SEED, as_seeds, check_prompt
 from minitri.requests import Request
 from minitri.settings import GenerationConfig, SamplingParams
 
-MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 1000
 TEXT_TOKENS = 16
 """New tokens of /v1/completions unless the client says how many: OpenAI's default."""
 SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]
@@ -114,7 +115,8 @@ class ApiError(Exception):
 
     def __init__(self, status: int, code: str, message: str, **headers: str) -> None:
         super().__init__(message)
-        self.status, self.headers = status, headers
+        self.status = status
+        self.headers = headers
         kind = "invalid_request_error" if status < 500 else "server_error"
         error = {"message": message, "type": kind, "param": None, "code": code}
         self.content: dict[str, Any] = {"error": error}
@@ -139,7 +141,9 @@ class Protocol:
         self, engine: Engine, names: set[str], sampling: SamplingParams, context: int
     ) -> None:
         """`names` of the model; `sampling` where a client says nothing; `context` in tokens."""
-        self.names, self.sampling, self.context = names, sampling, context
+        self.names = names
+        self.sampling = sampling
+        self.context = context
         self.max_body_bytes = max(1 << 20, 64 * context)  # a token of text takes about 4
         self._tokenizer = engine.tokenizer
         self._config = dataclasses.replace(engine.config, context_length=context)
@@ -148,7 +152,8 @@ class Protocol:
         """The call that a body stands for. Tokenizes, which may take a second."""
         fields, checked = _fields(body, ChatFields if is_chat else TextFields)
         if fields.get("model", min(self.names)) not in self.names:
-            name, names = shorten(repr(fields["model"]), 60), " or ".join(sorted(self.names))
+            name = shorten(repr(fields["model"]), 60)
+            names = " or ".join(sorted(self.names))
             raise ApiError(404, "model_not_found", f"model {name} is not served; use {names}")
         if is_chat:
             ids = self._tokenizer.encode_chat([_turn(m) for m in fields.get("messages", [])])
@@ -186,7 +191,8 @@ class Protocol:
             if type(logprobs or False) is not bool or ("top_logprobs" in fields and not logprobs):
                 raise InputError(f"logprobs is {logprobs!r}; give true, and then top_logprobs")
             logprobs = fields.get("top_logprobs", 0) if logprobs else None
-        stop, ignore_eos = fields.get("stop", ()), fields.get("ignore_eos", False)
+        stop = fields.get("stop", ())
+        ignore_eos = fields.get("ignore_eos", False)
         generation = GenerationConfig(num_new, stop, ignore_eos, logprobs=logprobs)
         if len(generation.stop) > MAX_STOPS or len("".join(generation.stop)) > MAX_STOP_LENGTH:
             limits = f"at most {MAX_STOPS}, of {MAX_STOP_LENGTH} characters in all"
@@ -230,7 +236,8 @@ def _fields(body: bytes, kind: type[CommonFields]) -> tuple[dict[str, Any], Comm
 def _wrong(error: ErrorDetails, fields: dict[str, Any]) -> InputError:
     """One line of what is wrong with a field."""
     name, *path = error["loc"]
-    got, hint = _got(str(name), fields), error["msg"].removeprefix("Input should be ")
+    got = _got(str(name), fields)
+    hint = error["msg"].removeprefix("Input should be ")
     if name == "messages" and path:
         got = f"a message is {shorten(repr(fields['messages'][path[0]]), 60)}"
     return InputError(f"{got}; give {HINTS.get(str(name), hint)}")

@@ -43,7 +43,8 @@ class Worker:
 
     def __init__(self, open_run: Callable[[], Generation]) -> None:
         """Raises what `open_run` raises."""
-        self._open, run = open_run, open_run()
+        self._open = open_run
+        run = open_run()
         self.kv_cache_bytes = run.stats.kv_cache_bytes
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # None: wake up and stop
         self._jobs: dict[int, Job] = {}

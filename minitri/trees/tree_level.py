@@ -43,7 +43,8 @@ class TreeRunner:
         `blocks[b]` are the tokens of the first T of these nodes in row b. What the cache holds
         stays as it is, see `keep_paths`.
         """
-        runner, T = self._runner, len(blocks[0])
+        runner = self._runner
+        T = len(blocks[0])
         depths_T = torch.tensor(shape.depths[first : first + T]) - first
         rule_TT = shape.rule_TT[first : first + T, first : first + T].to(runner.model.device)
         block = make_block(runner.model, blocks, runner.cache, T, depths_T)
@@ -116,7 +117,8 @@ class TreeLevel(Level):
     ) -> TreeProposal:
         """Draws all nodes, depth by depth; of greedy rows the likeliest ones."""
         nodes = [[sequence[-1]] + [MISSING] * (len(shape) - 1) for sequence in sequences]
-        probs, first = list[Tensor](), 0
+        probs = list[Tensor]()
+        first = 0
         for size in shape.sizes[:-1]:
             with self._meter.drafting(self.stats, sum(active), max(first + size - 2, 0)):
                 if first == 0:
@@ -131,7 +133,8 @@ class TreeLevel(Level):
                     probs.append(probs_BV)
                     for b, row in enumerate(nodes):
                         if active[b] and row[node] != MISSING:
-                            position, count = len(sequences[b]) + shape.depths[node], len(children)
+                            position = len(sequences[b]) + shape.depths[node]
+                            count = len(children)
                             row[children[0] : children[-1] + 1] = (
                                 likeliest(probs_BV[b].log(), count)
                                 if is_greedy[b]
@@ -157,14 +160,17 @@ class TreeLevel(Level):
         """See `Level.verify`. Of a tree, the accepted path and one token more are appended."""
         if not isinstance(proposal, TreeProposal):
             return super().verify(sequences, active, proposal, wants_logits=wants_logits)
-        starts, shape = [len(sequence) for sequence in sequences], proposal.shape
+        starts = [len(sequence) for sequence in sequences]
+        shape = proposal.shape
         rows = zip(sequences, proposal.tokens, strict=True)
         blocks = [no_missing([sequence[-1], *guesses]) for sequence, guesses in rows]
         output = self.trees.next_probs_of_tree(blocks, shape, 0)
         require_finite(output.probs_BNV)
-        paths, emitted = list[list[int]](), list[Emitted]()
+        paths = list[list[int]]()
+        emitted = list[Emitted]()
         for b, sequence in enumerate(sequences):
-            path, new = list[int](), Emitted([], [])
+            path = list[int]()
+            new = Emitted([], [])
             if active[b]:
                 path, token = self._source.walk(proposal, b, output.probs_BNV[b], starts[b])
                 last = path[-1] if path else 0

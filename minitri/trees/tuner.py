@@ -87,7 +87,8 @@ class TreeTuner(Autotuner):
     def tokens_per_second(self, plan: StepPlan, rate: float | None = None) -> float:
         if not plan.tree:
             return super().tokens_per_second(plan, rate)
-        shape, stage = self.shape(plan), grower(plan)
+        shape = self.shape(plan)
+        stage = grower(plan)
         known = list(accumulate(shape.sizes))[:-1]  # nodes when each depth is read, and the root
         seconds = sum(self._cost(stage, max(num_nodes - 2, 0)) for num_nodes in known)
         if stage == "draft" and plan.uses_retrieval:
@@ -108,7 +109,8 @@ class TreeTuner(Autotuner):
 def falling_rates(first: float, younger: Sequence[float]) -> list[float]:
     """How often the r-th child of a node is accepted: the first one, and each younger sibling if
     it is tested."""
-    rates, left = list[float](), 1.0
+    rates = list[float]()
+    left = 1.0
     for rate in (first, *younger):
         rates.append(min(left * rate, *rates[-1:], 1.0))
         left *= 1 - rate

@@ -48,7 +48,9 @@ class TreeProposal(Proposal):
     def ranks_of(self, b: int, path: list[int]) -> tuple[list[int], int]:
         """Of an accepted path of tokens in row b: which child of its parent each was, the eldest 0,
         and how many siblings were rejected after them."""
-        ranks, node, tokens = list[int](), 0, [MISSING, *self.tokens[b]]
+        ranks = list[int]()
+        node = 0
+        tokens = [MISSING, *self.tokens[b]]
         for token in path:
             siblings = [tokens[child] for child in self.shape.children[node]]
             ranks.append(siblings.index(token))
@@ -59,7 +61,8 @@ class TreeProposal(Proposal):
 
 def draw_children(probs_V: Tensor, uniforms: list[float]) -> list[int]:
     """Different tokens, one per number in [0, 1), each drawn from what the others left."""
-    left_V, tokens = probs_V.clone(), list[int]()
+    left_V = probs_V.clone()
+    tokens = list[int]()
     for uniform in uniforms:
         token = sample_one(left_V, uniform)
         tokens.append(token if left_V[token] > 0 else MISSING)
@@ -85,7 +88,8 @@ def walk(
     `probs_NV` are the verifier's distributions after every node; `uniforms` are independent
     numbers in [0, 1), one per test of a node, that of the root for the last token.
     """
-    path, node = list[int](), 0
+    path = list[int]()
+    node = 0
     while True:
         rest_V = probs_NV[node]
         for child, token, q_V in tested_children(proposal, b, node):
@@ -101,7 +105,8 @@ def walk(
 
 def walk_coupled(proposal: TreeProposal, b: int, choices: list[int]) -> tuple[list[int], int]:
     """The same where the verifier's token after every node is known: the path that it takes."""
-    path, node = list[int](), 0
+    path = list[int]()
+    node = 0
     while True:
         for child, token, _ in tested_children(proposal, b, node):
             if token == choices[node]:
@@ -117,7 +122,8 @@ def tested_children(
 ) -> Iterator[tuple[int, int, Tensor | None]]:
     """The children of a node of row b, their tokens, and the distributions (V,) that these were
     drawn from, without the siblings before them; None for listed ones."""
-    shape, q_V = proposal.shape, None
+    shape = proposal.shape
+    q_V = None
     if shape.children[node] and not proposal.is_listed[b]:
         q_V = proposal.probs_BNV[b, shape.inner.index(node)].clone()
     for child in shape.children[node]:

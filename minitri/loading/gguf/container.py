@@ -16,8 +16,10 @@ from minitri.errors import shorten
 
 _NUMBERS = dict(enumerate(("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?")))
 _NUMBERS |= {10: "<u8", 11: "<i8", 12: "<f8"}
-_TEXT, _ARRAY = 8, 9
-_MOST_ENTRIES, _MOST_TEXTS = 1 << 16, 1 << 22
+_TEXT = 8
+_ARRAY = 9
+_MOST_ENTRIES = 1 << 16
+_MOST_TEXTS = 1 << 22
 """Keys or tensors of a file, and texts of an array: far more than any model has."""
 
 
@@ -77,10 +79,12 @@ class _Reader:
         """Each begins where the one before it ends; so none can be of another type or shape."""
         table = []
         for _ in range(num_tensors):
-            name, num_dims = self.text(), self.number("<u4", most=4)
+            name = self.text()
+            num_dims = self.number("<u4", most=4)
             *rows, row = reversed(self.numbers("<u8", num_dims).tolist())
             table.append((name, rows, row, self.number("<u4"), self.number()))
-        end, begin = 0, -(-self.position // alignment) * alignment
+        end = 0
+        begin = -(-self.position // alignment) * alignment
         found: dict[str, StoredTensor] = {}
         for name, rows, row, number, offset in table:
             kind = gguf.GGMLQuantizationType(number)
@@ -88,7 +92,8 @@ class _Reader:
             if offset != end or row % block or name in found:
                 what = f"tensor {shorten(name, 60)} of type {kind.name} and shape {(*rows, row)}"
                 raise ValueError(f"{what} does not fit between its neighbours")
-            row_bytes, self.position = row // block * num_bytes, begin + offset
+            row_bytes = row // block * num_bytes
+            self.position = begin + offset
             data = self.numbers("u1", math.prod(rows) * row_bytes).reshape(*rows, row_bytes)
             found[name] = StoredTensor(kind, (*rows, row), data)
             end = -(-(self.position - begin) // alignment) * alignment
@@ -102,6 +107,7 @@ def read_container(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]
     reader = _Reader(path)
     if reader.number("<u4") != gguf.GGUF_MAGIC or reader.number("<u4") not in (2, 3):
         raise ValueError("it does not begin with GGUF and version 2 or 3")
-    num_tensors, num_keys = reader.number(most=_MOST_ENTRIES), reader.number(most=_MOST_ENTRIES)
+    num_tensors = reader.number(most=_MOST_ENTRIES)
+    num_keys = reader.number(most=_MOST_ENTRIES)
     metadata = reader.metadata(num_keys)
     return metadata, reader.tensors(num_tensors, metadata.get("general.alignment", 32))

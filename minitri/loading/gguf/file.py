@@ -117,7 +117,8 @@ class GgufFile:
 
     def reading(self, what: str) -> AbstractContextManager[None]:
         """Turns whatever goes wrong over damaged metadata into an `InputError`."""
-        problem, advice = f"{self.path.name}: {what} are damaged", "get the file again"
+        problem = f"{self.path.name}: {what} are damaged"
+        advice = "get the file again"
         return explain(problem, Exception, advice=advice, limit=90, with_type=True)
 
     def config(self, name: str) -> ModelConfig:
@@ -215,7 +216,8 @@ class GgufFile:
     def _dequantized(self, name: str, stored: "StoredTensor") -> Tensor:
         from gguf import dequantize
 
-        kind, advice = stored.type.name, "use a file of another quantization"
+        kind = stored.type.name
+        advice = "use a file of another quantization"
         shown = f"tensor {printable(name, 60)} of type {kind}"
         problem = f"{self.path.name}: {shown} cannot be dequantized"
         with explain(problem, NotImplementedError, ValueError, KeyError, advice=advice):

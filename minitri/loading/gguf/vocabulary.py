@@ -45,7 +45,8 @@ def byte_level_bpe(file: GgufFile) -> tokenizers.Tokenizer:
     pipeline.decoder = decoders.ByteLevel()
     if words[pre] is qwen:
         pipeline.normalizer = normalizers.NFC()
-    CONTROL, USER_DEFINED = 3, 4
+    CONTROL = 3
+    USER_DEFINED = 4
     types = file.column("tokenizer.ggml.token_type", int, [1] * len(tokens))
     pairs = zip(tokens, types, strict=True)
     added = {token: kind == CONTROL for token, kind in pairs if kind in (CONTROL, USER_DEFINED)}
@@ -63,13 +64,16 @@ def sentencepiece_model(file: GgufFile) -> bytes:
     columns = [file.column(f"tokenizer.ggml.{name}", kind) for name, kind in kinds.items()]
     for piece, score, token_type in zip(*columns, strict=True):
         model.pieces.add(piece=piece, score=score, type=token_type)
-    trainer, normalizer = model.trainer_spec, model.normalizer_spec
-    trainer.model_type, trainer.byte_fallback = messages.TrainerSpec.BPE, True
+    trainer = model.trainer_spec
+    normalizer = model.normalizer_spec
+    trainer.model_type = messages.TrainerSpec.BPE
+    trainer.byte_fallback = True
     trainer.unk_id = file.get("tokenizer.ggml.unknown_token_id", 0)
     trainer.bos_id = file.get("tokenizer.ggml.bos_token_id", 1)
     trainer.eos_id = file.get("tokenizer.ggml.eos_token_id", 2)
     trainer.pad_id = -1
     normalizer.name = "identity"
     normalizer.add_dummy_prefix = file.flag("tokenizer.ggml.add_space_prefix", True)
-    normalizer.remove_extra_whitespaces, normalizer.escape_whitespaces = False, True
+    normalizer.remove_extra_whitespaces = False
+    normalizer.escape_whitespaces = True
     return bytes(model.SerializeToString())
