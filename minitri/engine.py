@@ -110,8 +110,7 @@ class Engine:
             if not isinstance(given, kind):
                 raise InputError(f"got {shorten(repr(given), 60)} where a {kind.__name__} belongs")
         ids = encode_prompts(prompts, self.tokenizer)
-        seeds = as_seeds(seed, len(ids))
-        pairs = zip(ids, seeds, strict=True)
+        pairs = zip(ids, as_seeds(seed, len(ids)), strict=True)
         requests = [Request(tokens, own, sampling, generation) for tokens, own in pairs]
         return self._run(requests, None, generation, speculation)
 

@@ -52,8 +52,7 @@ def phases(
     if plan.uses_drafter and work.draft is not None:
         found.append(("draft step", num_rounds * plan.gamma1, work.read("draft", 0)))
     if plan.uses_retrieval:
-        verifying = work.read("retrieval", plan.gamma1)
-        found.append(("retrieval verification", num_rounds, verifying))
+        found.append(("retrieval verification", num_rounds, work.read("retrieval", plan.gamma1)))
     found.append(("target verification", 1.0, work.read("target", length)))
     if plan.uses_retrieval:
         found.append(("commit", 1.0, commit(work, num_tokens)))

@@ -50,8 +50,7 @@ def build_parser() -> arguments.OneLineParser:
     text = "tokens of the prompt read at a time"
     add("--prefill-chunk", type=count, metavar="N", default=1024, help=text)
     text = "of weights and KV cache"
-    dtypes = ("bfloat16", "float16", "float32")
-    add("--dtype", choices=dtypes, default="bfloat16", help=text)
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help=text)
     group = parser.add_argument_group("machine")
     for name, default, text in (
         ("gpu-memory", 24, "nominal memory of a GPU in GiB"),
@@ -130,8 +129,7 @@ def run_command(args: argparse.Namespace) -> int:
     speculation = arguments.speculation_of(args)
     has_copy = args.draft_weights != "same"
     how = (args.prefill_chunk, itemsize, args.gpus, has_copy)
-    load = Load(config, draft, speculation, context, [context] * args.batch, *how)
-    needs = demand(load)
+    needs = demand(Load(config, draft, speculation, context, [context] * args.batch, *how))
     L = config.num_layers
     share = config.share(args.gpus)
     work = Workload(
@@ -144,8 +142,7 @@ def run_command(args: argparse.Namespace) -> int:
         batch_size=args.batch,
         num_gpus=args.gpus,
     )
-    gpu_bytes = args.gpu_memory * GIB - CONTEXT
-    host_bytes = args.host_memory * GIB / args.gpus
+    gpu_bytes, host_bytes = args.gpu_memory * GIB - CONTEXT, args.host_memory * GIB / args.gpus
     machine = machine_of(args)
 
     best = needs.most_on_chip(gpu_bytes)
@@ -189,13 +186,12 @@ def place(
     `free_bytes` are those of the GPU and of host memory.
     """
     context = work.num_tokens // work.batch_size
-    L = needs.load.config.num_layers
 
     def fits(num_rows: int) -> bool:
         more = demand(dataclasses.replace(needs.load, prompt_lengths=[context] * num_rows))
         return more.on_device(on_chip) <= free_bytes[0] and more.on_host(on_chip) <= free_bytes[1]
 
-    here = dataclasses.replace(work, hosted_share=1 - on_chip / L)
+    here = dataclasses.replace(work, hosted_share=1 - on_chip / needs.load.config.num_layers)
     plans = (predict(here, machine, plan, acceptance) for plan in speculation.plans)
     return {
         "on_chip": on_chip,

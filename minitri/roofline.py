@@ -54,10 +54,9 @@ GPU = Machine(2e12, 2e12, 25e9, seconds_per_layer=0.05e-3, share_per_extra_token
 def num_weights(config: ModelConfig) -> int:
     """Numbers in a model's weights; of a drafter without an embedding table, its own only."""
     E = config.hidden_size
-    inner = config.intermediate_size
     D = config.head_dim
     qkv_heads = config.num_heads + 2 * config.num_kv_heads
-    layer = E * D * (qkv_heads + config.num_heads) + 3 * E * inner + 2 * E
+    layer = E * D * (qkv_heads + config.num_heads) + 3 * E * config.intermediate_size + 2 * E
     if config.attention_bias:
         layer += D * qkv_heads
     if config.attention_bias if config.output_bias is None else config.output_bias:
@@ -96,8 +95,7 @@ def four_bit_bytes(config: ModelConfig) -> int:
 
 def eight_bit_bytes(config: ModelConfig) -> int:
     """Bytes of a copy in 8 bits with a scale of 4 bytes per row: `gpu/quantized.py`."""
-    E = config.hidden_size
-    inner = config.intermediate_size
+    E, inner = config.hidden_size, config.intermediate_size
     heads_width = config.num_heads * config.head_dim
     rows = heads_width + 2 * config.num_kv_heads * config.head_dim + 2 * inner
     layer = rows * (E + 4) + E * (heads_width + 4 + inner + 4)

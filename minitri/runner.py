@@ -83,12 +83,10 @@ class ModelRunner:
         ]
         counts = [0] * len(active) if guesses is None else guesses.counts
         fresh = [row + [0] * count for row, count in zip(certain, counts, strict=True)]
-        N = max(counts) + 1
-        T = max(map(len, fresh))
+        N, T = max(counts) + 1, max(map(len, fresh))
         lasts = torch.tensor([len(row) - 1 for row in certain])
         index_BN = (lasts.unsqueeze(1) + torch.arange(N)).to(self.model.device, non_blocking=True)
-        size = self._padded_size(T)
-        block = make_block(self.model, fresh, self.cache, size)
+        block = make_block(self.model, fresh, self.cache, self._padded_size(T))
         if guesses is not None and N > 1:
             block = block.with_guesses(index_BN[:, 1:], guesses.tokens_BN)
         output = self._run(block, index_BN.clamp(max=T - 1), wants_logits=wants_logits)
@@ -211,8 +209,7 @@ class DraftRunner(ModelRunner):
             dtype=model.dtype,
             device=model.device,
         )
-        sizes = {1, 2, self._max_block}
-        super().__init__(model, cache, sampling, block_sizes=sizes, **settings)
+        super().__init__(model, cache, sampling, block_sizes={1, 2, self._max_block}, **settings)
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
         """Gets ready to guess after sequences that are certain: all but their last tokens.

@@ -25,8 +25,7 @@ OPEN_GAMMA2 = (1, 2, 3, 4, 6, 8, 12, 16)
 OPEN_DEPTHS = (2, 4)
 """The same where the guesses are trees."""
 MIN_TEMPERATURE = 1e-6
-MIN_BUDGET = 256
-MAX_BUDGET = 4096
+MIN_BUDGET, MAX_BUDGET = 256, 4096
 """Limits of the default budget, in tokens."""
 
 

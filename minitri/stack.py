@@ -42,8 +42,7 @@ class Stack:
 
         `sources` replaces the random sources of the named stages: for made-up verdicts.
         """
-        self.memory = memory
-        self.shape = shape
+        self.memory, self.shape = memory, shape
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
         self.stats = _empty(memory, shape)
         self.tuner = _tuner(memory, shape)
@@ -54,21 +53,19 @@ class Stack:
     def _cascade(self, sources: Mapping[str, RandomSource]) -> Cascade:
         """The stages over the runners of the memory, from the lowest upwards."""
         memory = self.memory
-        speculation = self.shape.speculation
 
         def level(name: str, runner: ModelRunner) -> Level:
             stats = LevelStats(name)
             self.stats.stages.append(stats)
             own: Any = sources.get(name, self.source)
             if isinstance(self.tuner, TreeTuner):
-                trees = TreeRunner(runner)
-                return TreeLevel(runner, own, stats, self.meter, trees, self.tuner)
+                return TreeLevel(runner, own, stats, self.meter, TreeRunner(runner), self.tuner)
             return Level(runner, own, stats, self.meter)
 
         drafter: Stage | None = None
         if memory.draft is not None:
             drafter = level("draft", memory.draft)
-        elif any(plan.uses_drafter for plan in speculation.plans):
+        elif any(plan.uses_drafter for plan in self.shape.speculation.plans):
             drafter = self._without_model()
         retrieval = level("retrieval", memory.retrieval) if memory.retrieval is not None else None
         target = level("target", memory.target)
@@ -93,12 +90,11 @@ class Stack:
         follow."""
         memory = self.memory
         speculation = self.shape.speculation
-        seed = request.seed
         self.sequences[b][:] = prompt
         memory.prefix.num_prompt[b] = len(prompt)
         self.cascade.active[b] = False
         self.cascade.guessing[b] = request.speculation
-        self.source.restart(b, seed)
+        self.source.restart(b, request.seed)
         if memory.retrieval_cache is not None:
             memory.retrieval_cache.reset(b, self.shape.budget_for(len(prompt)))
         for runner in memory.runners:

@@ -56,8 +56,7 @@ class Contestant:
         stats: Stats | None = None,
     ) -> None:
         """`blocks` are the tokens of its steps; `read_seconds` the time of what comes before."""
-        self._blocks = blocks
-        self.stats = stats
+        self._blocks, self.stats = blocks, stats
         self.should_repeat = should_repeat
         """Whether its text should be that of every other contestant."""
         self.text: list[int] = []

@@ -21,8 +21,7 @@ class FullCache:
     """Preallocated `keys` and `values` (L, B, K, S, D), and how many tokens each row holds."""
 
     def __init__(self, keys: Tensor, values: Tensor, lengths: list[int]) -> None:
-        self.keys = keys
-        self.values = values
+        self.keys, self.values = keys, values
         self._lengths = list(lengths)
 
     @classmethod

@@ -84,8 +84,7 @@ class PrefixCache:
 
     def _num_exact(self, b: int) -> int:
         held = self._num_certain[b]
-        num_read = self.num_prompt[b] - 1
-        return held if self._reads_alike else min(held, num_read)
+        return held if self._reads_alike else min(held, self.num_prompt[b] - 1)
 
     @property
     def longest(self) -> HeldRow | None:

@@ -81,8 +81,7 @@ class RetrievalCache:
         self.max_budget = max(budgets)
         slots = round_up_to_stride(self.max_budget + speculation.room)
         empty = full.keys.new_empty
-        self.keys = empty(L, B, K, slots, D)
-        self.values = empty(L, B, K, slots, D)
+        self.keys, self.values = empty(L, B, K, slots, D), empty(L, B, K, slots, D)
         # Of the tokens in the observation window; a ring buffer.
         self._queries = empty(L, B, speculation.observation_window, num_heads, D)
         self.restart(budgets)
@@ -143,8 +142,7 @@ class RetrievalCache:
 
     def observe(self, b: int, queries_LTHD: Tensor) -> None:
         """Learns that the full cache of row b has grown; the queries are of its last T tokens."""
-        T = queries_LTHD.shape[1]
-        W = self._queries.shape[2]
+        T, W = queries_LTHD.shape[1], self._queries.shape[2]
         seen = self.rows[b].num_queries
         places = torch.arange(seen + max(T - W, 0), seen + T, device=self._queries.device) % W
         self._queries[:, b, places] = queries_LTHD[:, -W:]
@@ -210,12 +208,9 @@ class RetrievalCache:
         row = self.rows[b]
         M = self._settings.chunk_size
         self.num_rebuilds += 1
-        row.is_built = True
-        row.is_planned = False
-        row.num_held = row.budget
-        row.num_overwritten = 0
-        row.num_since_build = 0
-        row.acceptance = 1.0
+        row.is_built, row.is_planned = True, False
+        row.num_held, row.num_overwritten = row.budget, 0
+        row.num_since_build, row.acceptance = 0, 1.0
         row.num_committed = known // M * M  # what is left of the last chunk is copied by `commit`
 
     def _select(
@@ -226,8 +221,7 @@ class RetrievalCache:
         M = self._settings.chunk_size
         K = self.keys.shape[2]
         W = self._queries.shape[2]
-        N = keys_KSD.shape[1] // M
-        C = self.rows[b].budget // M
+        N, C = keys_KSD.shape[1] // M, self.rows[b].budget // M
         recent = min(-(-self._settings.num_recent_tokens // M), max(1, C // 4))
         sinks = min(-(-self._settings.num_sink_tokens // M), C - recent)
         num_queries = self.rows[b].num_queries

@@ -86,8 +86,7 @@ class Snapshot:
             facts = self._file.metadata() or {}
         for fact, value in origin.manifest.items():
             if facts.get(fact) != value:
-                had = shorten(repr(facts.get(fact)), 60)
-                now = shorten(repr(value), 60)
+                had, now = shorten(repr(facts.get(fact)), 60), shorten(repr(value), 60)
                 raise InputError(
                     f"the KV snapshot {self._name} has {fact} {had}, {origin.config.name} has "
                     f"{now} here; {ADVICE}"

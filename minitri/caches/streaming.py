@@ -112,8 +112,7 @@ class StreamingCache:
         row = copy.copy(self)
         tensors = (slots[:, b : b + 1] for slots in (self.raw_keys, self.keys, self.values))
         row.raw_keys, row.keys, row.values = tensors
-        row._lengths = [0]
-        row._num_tokens = [0]
+        row._lengths, row._num_tokens = [0], [0]
         return row
 
     def set_window(self, b: int, *, num_slots: int, num_tokens: int) -> None:
@@ -124,8 +123,7 @@ class StreamingCache:
     def slide(self) -> None:
         """In rows without room for another block, drops what is neither sink nor recent."""
         capacity = self.keys.shape[3]
-        sinks = self.num_sink_tokens
-        kept = self.num_sink_tokens + self.num_recent_tokens
+        sinks, kept = self.num_sink_tokens, self.num_sink_tokens + self.num_recent_tokens
         for b, length in enumerate(self._lengths):
             if length + self._room <= capacity:
                 continue

@@ -85,8 +85,7 @@ class Chat:
         speculation: SpeculationConfig,
         documents: list[str],
     ) -> None:
-        self._engine = engine
-        self._args = args
+        self._engine, self._args = engine, args
         self._sampling = sampling
         self._speculation = speculation
         self._seed = seed_of(args, speculation)
@@ -117,8 +116,7 @@ class Chat:
             elif command in ("/stats", "/reset", "/color"):
                 {"/stats": self._stats, "/reset": self._reset, "/color": self._color}[command]()
             else:
-                commands = (f"  {name:16s}{text}" for name, text in HELP.items())
-                log.info("%s", "\n".join(commands))
+                log.info("%s", "\n".join(f"  {name:16s}{text}" for name, text in HELP.items()))
         except InputError as error:
             log.error("%s", error)
         return True
@@ -179,11 +177,10 @@ class Chat:
             for event in with_bar(run, quiet=self._args.quiet):
                 if isinstance(event, Token) or stopped.is_set():
                     break
-        stats = run.stats
         log.info(
             "%d tokens of documents, read in %.1f s; room for %d tokens of questions and answers",
             len(beginning),
-            stats.prefill_seconds,
+            run.stats.prefill_seconds,
             self._engine.config.context_length - len(beginning),
         )
 
@@ -214,14 +211,12 @@ class Chat:
         log.info("temperature %g", temperature)
 
     def _save(self, file: str) -> None:
-        num_tokens = self._engine.save_kv(file, self._talk.as_note())
-        log.info("saved %d tokens to %s", num_tokens, file)
+        log.info("saved %d tokens to %s", self._engine.save_kv(file, self._talk.as_note()), file)
 
     def _load(self, file: str) -> None:
         self._engine.load_kv(file)
         self._talk.restore(self._engine.snapshot_note)
-        num_tokens = len(self._talk.tokens or self._talk.beginning)
-        log.info("loaded %d tokens from %s", num_tokens, file)
+        log.info("loaded %d tokens from %s", len(self._talk.tokens or self._talk.beginning), file)
 
 
 def run_command(args: argparse.Namespace) -> None:

@@ -15,11 +15,9 @@ from collections.abc import Sequence
 from minitri.errors import InputError, check_unicode
 from minitri.loading.tokenizer import Tokenizer
 
-QUESTION = "\nQuestion: "
-ANSWER = "\nAnswer:"
+QUESTION, ANSWER = "\nQuestion: ", "\nAnswer:"
 """How a conversation is written for a model without a template."""
-MARK = "<|minitri-question|>"
-EARLIER = "<|minitri-answer|>"
+MARK, EARLIER = "<|minitri-question|>", "<|minitri-answer|>"
 
 
 class Conversation:

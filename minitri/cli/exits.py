@@ -131,8 +131,7 @@ def clean_exits(*, as_json: bool = False) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:  # whoever read our output has gone
             raise _end(0) from None
-        line = f"cannot write the output: {error.strerror}; send it elsewhere"
-        raise _end(2, line) from None
+        raise _end(2, f"cannot write the output: {error.strerror}; send it elsewhere") from None
 
 
 def is_piped() -> bool:

@@ -27,8 +27,7 @@ def with_bar(run: Generation, *, quiet: bool) -> Iterator[Token | End]:
     Nothing is drawn where standard error is no terminal.
     """
     total = run.rows[0].num_prompt_tokens
-    disable = True if quiet else None
-    with tqdm(total=total, leave=False, bar_format=BAR, disable=disable) as bar:
+    with tqdm(total=total, leave=False, bar_format=BAR, disable=True if quiet else None) as bar:
         for event in run:
             if isinstance(event, Token | End):
                 yield event

@@ -117,8 +117,7 @@ def flash_prefill(
     if end == T:
         return block
     # No rule holds in the prefix, so the kernel repacks its K and V once per KV head.
-    k_KSD = keys_KSD[:, : end - T]
-    v_KSD = values_KSD[:, : end - T]
+    k_KSD, v_KSD = keys_KSD[:, : end - T], values_KSD[:, : end - T]
     prefix_KRD, lse_KR = (out[0] for out in _flash(q_KRD[None], k_KSD[None], v_KSD[None]))
     return merge_by_lse(prefix_KRD.view_as(block), lse_KR.view_as(block_lse), block, block_lse)
 

@@ -43,10 +43,8 @@ class KernelLinear(Linear):
         if packed_NX is not None:
             weight = nn.Parameter(packed_NX, requires_grad=False)
         super().__init__(weight, like.bias)
-        self.in_features = like.in_features
-        self.dtype = like.weight.dtype
-        self.kernels = kernels
-        self.bits = bits
+        self.in_features, self.dtype = like.in_features, like.weight.dtype
+        self.kernels, self.bits = kernels, bits
 
     def forward(self, x: Tensor) -> Tensor:
         # Fewer rows might be multiplied in another way, with other last bits.
@@ -114,9 +112,7 @@ class KernelLayers(Layers):
     def forward(self, x_BTE: Tensor, shared: Pass) -> Tensor:
         is_long = shared.is_prompt or x_BTE.shape[1] > LONGEST_BLOCK
         if is_long or type(shared.cache) not in WRITABLE:
-            cos = shared.rotary.cos
-            signed_sin = shared.rotary.signed_sin
-            rotary = KernelRotary(cos, signed_sin, self.kernels)
+            rotary = KernelRotary(shared.rotary.cos, shared.rotary.signed_sin, self.kernels)
             return super().forward(x_BTE, replace(shared, rotary=rotary))
         return self._short_pass(x_BTE, shared)
 
@@ -172,8 +168,7 @@ class KernelLayers(Layers):
 def weights_of(layer: nn.Module) -> LayerWeights:
     """The addresses of a block's weights, which stay where they are."""
     assert isinstance(layer, Layer)
-    attention = layer.self_attn
-    mlp = layer.mlp
+    attention, mlp = layer.self_attn, layer.mlp
     norms = (
         layer.input_layernorm,
         layer.post_attention_layernorm,
@@ -189,8 +184,7 @@ def matrix_of(layer: nn.Module) -> Matrix:
     """The addresses of a linear layer's weights."""
     assert isinstance(layer, KernelLinear)
     weights = address(layer.weight)
-    bias = address(layer.bias)
-    return Matrix(weights, bias, layer.out_features, layer.in_features, layer.bits)
+    return Matrix(weights, address(layer.bias), layer.out_features, layer.in_features, layer.bits)
 
 
 def use_kernels(model: Llama, kernels: Kernels) -> None:

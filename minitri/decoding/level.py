@@ -122,8 +122,7 @@ class Level:
 
     def _draft(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
         """Guesses `gamma` tokens of every active row, one after the other, on the device."""
-        tokens = list[Tensor]()
-        probs = list[Tensor]()
+        tokens, probs = list[Tensor](), list[Tensor]()
         for i in range(self.gamma):
             with self._meter.drafting(self.stats, sum(active)):
                 if i == 0:
@@ -200,8 +199,7 @@ class Level:
     def _note_verdict(
         self, proposal: Proposal, b: int, emitted: Emitted, proposer: str | None
     ) -> None:
-        num_accepted = len(emitted.tokens) - 1
-        self._meter.note_verdict(self.stats, proposer, proposal.counts[b], num_accepted)
+        self._meter.note_verdict(self.stats, proposer, proposal.counts[b], len(emitted.tokens) - 1)
 
 
 def _emitted(proposal: Proposal, verdict: Verdict, output: Output, b: int) -> Emitted:

@@ -33,11 +33,9 @@ def triforce(
     """
     text = [*prompt, sample(target(prompt), uniform())]
     while len(text) < len(prompt) + num_tokens:
-        block = list[int]()
-        block_probs = list[Probs]()
+        block, block_probs = list[int](), list[Probs]()
         while len(block) < gamma2:
-            guesses = list[int]()
-            q = list[Probs]()
+            guesses, q = list[int](), list[Probs]()
             for _ in range(gamma1):
                 q.append(draft(text + block + guesses))
                 guesses.append(sample(q[-1], uniform()))

@@ -110,8 +110,7 @@ def verify_block(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> 
     if not any(proposal.counts):
         return _without_guesses(probs_BNV, uniforms_BN)
     p_BN, q_BN = _probs_of_guesses(proposal, probs_BNV)
-    N = p_BN.shape[1]
-    device = p_BN.device
+    N, device = p_BN.shape[1], p_BN.device
     logs_BN = (p_BN.double() / q_BN.double()).log().cumsum(1)
     w_BN = (logs_BN - logs_BN.cummax(1).values.clamp_min(0)).exp()  # the running product, capped
     scales_BN1 = F.pad(w_BN, (1, 0), value=1.0).to(probs_BNV.dtype).unsqueeze(2)  # from w_0 on

@@ -56,8 +56,7 @@ class GrowingText:
         tokens agree. What followed is `limit` tokens: a text that repeats itself goes on doing so.
         """
         tokens = self.tokens
-        best = 1
-        end = 0
+        best, end = 1, 0
         reach = min(len(sequence), LONGEST)
         place = self._latest.get(sequence[-2] << 32 | sequence[-1], -1) if reach > 1 else -1
         if place + 1 == len(tokens):  # nothing follows
@@ -71,8 +70,7 @@ class GrowingText:
                 while length < most and tokens[place - length] == sequence[-1 - length]:
                     length += 1
                 if length > best:
-                    best = length
-                    end = place + 1
+                    best, end = length, place + 1
             place = self._earlier[place]
         if not end:
             return 0, []
@@ -111,8 +109,7 @@ class _Row:
             rate = (length + right) / (length + 2 + tested)
             guess = guess[: max(1, int(math.log(LEAST_CHANCE) / math.log(rate)))]
         if len(sequence) == len(self.text.tokens):
-            self.guess = guess
-            self.size = size
+            self.guess, self.size = guess, size
         return guess
 
 

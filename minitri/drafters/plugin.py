@@ -129,8 +129,7 @@ class PluggedDrafter:
             raise self._broken(
                 f"raised {type(error).__name__} ({shorten(error, 90)}); mend it"
             ) from error
-        total = float(probs_V.sum())
-        least = float(probs_V.min())
+        total, least = float(probs_V.sum()), float(probs_V.min())
         if not (abs(total - 1) < TOLERANCE and least >= 0):
             what = f"gave probabilities from {least:.3g} on with the sum {total:.6g}"
             raise self._broken(f"{what}; they must be positive with the sum 1")

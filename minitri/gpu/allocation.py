@@ -63,9 +63,9 @@ def demand_of(
     """What a run needs here, and the bytes there are on the device, weights included, and on the
     host."""
     load = Load(target.config, draft, speculation, num_tokens, prompt_lengths)
-    chunk = generation.prefill_chunk
-    itemsize = target.dtype.itemsize
-    needs = demand(replace(load, prefill_chunk=chunk, itemsize=itemsize))
+    needs = demand(
+        replace(load, prefill_chunk=generation.prefill_chunk, itemsize=target.dtype.itemsize)
+    )
     on_device, on_host = free_bytes(target.device, target.execution.ranks)
     return needs, on_device + needs.weights + needs.draft_weights, on_host
 

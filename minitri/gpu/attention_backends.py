@@ -95,8 +95,7 @@ def torch_flash(
     # Read as packed tokens, row b begins at token b * row / token.
     step = row // token
     packed = ((B - 1) * step + S, K, D), (token, head, 1)
-    k = k_BSKD.as_strided(*packed)
-    v = v_BSKD.as_strided(*packed)
+    k, v = k_BSKD.as_strided(*packed), v_BSKD.as_strided(*packed)
     rows = torch.arange(B + 1, device=q_BTHD.device, dtype=torch.int32)
     sizes = (rows * T, rows * step, T, S)
     out, *_ = torch.ops.aten._flash_attention_forward(
@@ -128,8 +127,7 @@ def attend_fused(
     q_BHTD = q_BTHD.transpose(1, 2)
     k_BKSD = keys_BKSD[:, :, :end]
     v_BKSD = values_BKSD[:, :, :end]
-    H = q_BHTD.shape[1]
-    K = k_BKSD.shape[1]
+    H, K = q_BHTD.shape[1], k_BKSD.shape[1]
     attend = partial(F.scaled_dot_product_attention, attn_mask=mask)
     if H == K or q_BTHD.dtype != torch.float32:
         return attend(q_BHTD, k_BKSD, v_BKSD, enable_gqa=H > K).transpose(1, 2)
@@ -203,8 +201,7 @@ def choose_attention(
 def error_of(name: str, device: torch.device, dtype: torch.dtype, config: ModelConfig) -> float:
     """Distance of a backend from the oracle for blocks of some lengths."""
     backend = make_backend(name, device)
-    lengths = (1, 3, 9, LONGEST_BLOCK)
-    return max(largest_error(backend, device, dtype, config, T) for T in lengths)
+    return max(largest_error(backend, device, dtype, config, T) for T in (1, 3, 9, LONGEST_BLOCK))
 
 
 def largest_error(
@@ -215,12 +212,10 @@ def largest_error(
     generator = torch.Generator().manual_seed(0)
     S = 2048
     lengths = [1900, 0, 700]
-    H = config.num_heads
     K = config.num_kv_heads
-    D = config.head_dim
     q_BTHD, keys_BKSD, values_BKSD = (
-        torch.randn(3, *shape, D, generator=generator).to(device, dtype)
-        for shape in ((T, H), (K, S), (K, S))
+        torch.randn(3, *shape, config.head_dim, generator=generator).to(device, dtype)
+        for shape in ((T, config.num_heads), (K, S), (K, S))
     )
     lengths_B = torch.tensor(lengths, device=device)
     tree_TT = torch.eye(T, dtype=torch.bool) | (torch.rand(T, T, generator=generator) < 0.3).tril()

@@ -54,8 +54,7 @@ def quantize(weight_NE: Tensor) -> tuple[Tensor, Tensor]:
     parts = (tensor.split(num_rows) for tensor in (weight_NE, quants_NE, scales_N))
     for weight, quants, scales in zip(*parts, strict=True):
         scales.copy_(weight.abs().amax(1).float().div_(127).clamp_min_(1e-30))
-        rows = weight.float() / scales.unsqueeze(1)
-        quants.copy_(rows.round_())
+        quants.copy_((weight.float() / scales.unsqueeze(1)).round_())
     return quants_NE, scales_N
 
 

@@ -99,8 +99,7 @@ class FusedLayers(Layers):
 
 def fuse(model: Llama) -> Llama:
     """A model on fused kernels, which shares all weights of this one."""
-    fused = {Attention: FusedAttention, MLP: FusedMLP, Layers: FusedLayers}
-    return replace_modules(model, fused)
+    return replace_modules(model, {Attention: FusedAttention, MLP: FusedMLP, Layers: FusedLayers})
 
 
 def fuse_if_possible(model: Llama) -> Llama:
@@ -125,23 +124,20 @@ def largest_error(model: Llama) -> float:
     config = model.config
     norm = model.norm
     E = config.hidden_size
-    H = config.num_heads
-    K = config.num_kv_heads
+    H, K = config.num_heads, config.num_kv_heads
     D = config.head_dim
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(2, *shape, generator=generator).to(model.device, model.dtype)
 
-    x_BTE = random(3, E)
-    change_BTE = random(3, E)
+    x_BTE, change_BTE = random(3, E), random(3, E)
     gate_up_BTI = random(3, 2 * config.intermediate_size)
     gate, up = gate_up_BTI.chunk(2, dim=-1)
     plain = [x_BTE + change_BTE, norm(x_BTE + change_BTE), F.silu(gate) * up]
     fused = [*add_norm(x_BTE, change_BTE, norm), silu_times(gate_up_BTI)]
     qkv_BTX = random(3, (H + 2 * K) * D)
-    keys_BKSD = random(K, 9, D)
-    values_BKSD = random(K, 9, D)
+    keys_BKSD, values_BKSD = random(K, 9, D), random(K, 9, D)
     slots_BT = torch.arange(6, 9, device=model.device).repeat(2, 1)
     rotary = model.rope.at(100 * slots_BT)
     heads_BTXD = qkv_BTX.unflatten(2, (-1, D))

@@ -109,8 +109,7 @@ def demand(load: Load) -> Demand:
     B = len(load.prompt_lengths)
     L = config.num_layers
     D = config.head_dim
-    H = config.num_heads
-    K = config.num_kv_heads
+    H, K = config.num_heads, config.num_kv_heads
     block = speculation.max_block
     chunk = speculation.chunk_size
     slots = round_up_to_stride(load.num_tokens + block)

@@ -52,8 +52,7 @@ class ChatTemplate:
         variables: dict[str, Any] = {"messages": [dict(message) for message in messages]}
         variables |= {"add_generation_prompt": add_generation_prompt, "tools": None}
         variables |= {"documents": None, **self._special_tokens}
-        pieces = []
-        size = 0
+        pieces, size = [], 0
         with explained("fails"), within_seconds(MAX_SECONDS):
             for piece in self._template.generate(variables):
                 pieces.append(piece)

@@ -158,10 +158,8 @@ def placements(model: Llama) -> dict[str, Tensor]:
     else:
         places["model.embed_tokens.weight"] = model.embed_tokens
         places["lm_head.weight"] = head.weight
-    E = config.hidden_size
-    inner = config.intermediate_size
-    q = config.num_heads * config.head_dim
-    kv = config.num_kv_heads * config.head_dim
+    E, inner = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     parts = (  # every linear layer: the tensors that fill it, and how many rows each of them has
         ("self_attn", "qkv_proj", {"q_proj": q, "k_proj": kv, "v_proj": kv}),
         ("self_attn", "o_proj", {"o_proj": E}),

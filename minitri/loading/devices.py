@@ -89,8 +89,7 @@ def attention_for(
 
 def kernels_for(device: torch.device, config: ModelConfig) -> Kernels | None:
     """The compiled kernels, where they can run models of this shape."""
-    can_run = device.type == "cpu" and config.head_dim <= MAX_HEAD_DIM
-    return load_kernels() if can_run else None
+    return load_kernels() if device.type == "cpu" and config.head_dim <= MAX_HEAD_DIM else None
 
 
 def check_weights(weights: str, draft_weights: str) -> None:

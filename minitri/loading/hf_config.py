@@ -108,10 +108,8 @@ def read_value(config: Mapping[str, Any], key: str, kind: type[Any], default: An
 
 def read_fields(config: Mapping[str, Any], name: str) -> ModelConfig:
     """The fields of a config.json; raises whatever a wrong or missing value leads to."""
-    number = partial(read_value, config, kind=int)
-    flag = partial(read_value, config, kind=bool)
-    num_heads = number("num_attention_heads")
-    hidden_size = number("hidden_size")
+    number, flag = partial(read_value, config, kind=int), partial(read_value, config, kind=bool)
+    num_heads, hidden_size = number("num_attention_heads"), number("hidden_size")
     context = number("max_position_embeddings", default=2048)
     is_drafter = config.get("draft_of") is not None
     return ModelConfig(

@@ -76,8 +76,7 @@ def weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
     if path.is_file():
         return [path], {}
     for name in ("model.safetensors", "pytorch_model.bin"):
-        single = path / name
-        index = path / f"{name}.index.json"
+        single, index = path / name, path / f"{name}.index.json"
         if index.exists():
             return _indexed_files(index)
         files = [single] if single.exists() else list(path.glob(f"*{single.suffix}"))

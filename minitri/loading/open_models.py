@@ -60,8 +60,7 @@ class OpenModel:
         self.config = config if rope_scaling is None else stretch_rope(config, rope_scaling)
         has_tokenizer = config.draft_of is None  # else it reads tokens from its target's table
         self.tokenizer = load_tokenizer(self._checkpoint, config) if has_tokenizer else None
-        self._dtype = dtype
-        self._device = device
+        self._dtype, self._device = dtype, device
         self._attend = attention_for(device, dtype, config, attention)
         self._native = weights == "native"
         self._progress = progress

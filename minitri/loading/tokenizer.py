@@ -50,8 +50,7 @@ class TokenizersBackend:
 
     def __init__(self, pipeline: tokenizers.Tokenizer) -> None:
         self._pipeline = pipeline
-        vocab = pipeline.get_vocab(with_added_tokens=True)
-        self.num_tokens = 1 + max(vocab.values(), default=-1)
+        self.num_tokens = 1 + max(pipeline.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def encode(self, text: str) -> list[int]:
         return self._pipeline.encode(text, add_special_tokens=False).ids
@@ -82,8 +81,7 @@ class Tokenizer:
 
         `template` is the source of a chat template, `special_tokens` what it knows by name.
         """
-        self._backend = backend
-        self._template = template
+        self._backend, self._template = backend, template
         self._special_tokens = special_tokens
         self.bos_token_id = bos_token_id
         self.num_tokens = backend.num_tokens  # one more than the largest token id
@@ -139,8 +137,7 @@ def check_same_vocabulary(draft: Tokenizer, target: Tokenizer, draft_name: str) 
     guesses, and what the target lacks is cut off the drafter's distributions.
     """
     for token in range(min(draft.num_tokens, target.num_tokens)):
-        theirs = draft.token(token)
-        ours = target.token(token)
+        theirs, ours = draft.token(token), target.token(token)
         if theirs != ours:
             raise InputError(
                 f"the drafter {draft_name} has another vocabulary: its token {token} is "

@@ -51,8 +51,7 @@ def attend_math(
     """The oracle: textbook formulas in float32, or in float64 for float64 tensors."""
     if min(prefix_lengths) < max(prefix_lengths):
         return row_by_row(attend_math, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT)
-    T = q_BTHD.shape[1]
-    D = q_BTHD.shape[3]
+    T, D = q_BTHD.shape[1], q_BTHD.shape[3]
     end = prefix_lengths[0] + T
     exact = torch.promote_types(q_BTHD.dtype, torch.float32)
     q_BKGTD = fold(q_BTHD, keys_BKSD.shape[1]).unflatten(2, (-1, T)).to(exact)

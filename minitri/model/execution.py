@@ -14,8 +14,7 @@ T = TypeVar("T")
 class Ranks:
     """The processes that compute a model together (`parallel/ranks.py`); here one is alone."""
 
-    rank = 0
-    count = 1
+    rank, count = 0, 1
 
     def agree(self, decide: Callable[[], T]) -> T:
         """What `decide` returns or raises on rank 0; the others call it, too."""

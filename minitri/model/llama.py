@@ -94,8 +94,7 @@ class Llama(nn.Module):
         call `cache.advance` with the tokens to keep.
         """
         rotary = self.rope.at(positions_BT)
-        attend = self.attend
-        lengths_B = None if slots_BT is None else slots_BT[:, 0].contiguous()
+        attend, lengths_B = self.attend, None if slots_BT is None else slots_BT[:, 0].contiguous()
         shared = Pass(rotary, cache, rule_TT, slots_BT, lengths_B, queries_LBTHD, attend, is_prompt)
         return self.norm(self.layers.forward(self.embed(tokens_BT), shared))
 
@@ -172,8 +171,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        H = config.num_heads
-        K = config.num_kv_heads
+        H, K = config.num_heads, config.num_kv_heads
         D = config.head_dim
         E = config.hidden_size
         self.heads = (H, K, K)
@@ -206,8 +204,7 @@ class Attention(nn.Module):
         keys_BKSD, values_BKSD = shared.cache.update(layer, block)
         lengths = shared.cache.lengths
         rule_TT = shared.rule_TT
-        attend = shared.attend
-        lengths_B = shared.lengths_B
+        attend, lengths_B = shared.attend, shared.lengths_B
         return attend(q_BTHD, keys_BKSD, values_BKSD, lengths, rule_TT, lengths_B).flatten(2)
 
 
@@ -216,8 +213,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        E = config.hidden_size
-        inner = config.intermediate_size
+        E, inner = config.hidden_size, config.intermediate_size
         self.gate_up_proj = Linear.empty(E, 2 * inner, dtype=dtype)
         self.down_proj = Linear.empty(inner, E, dtype=dtype)
 

@@ -44,8 +44,7 @@ class RankGroup(Ranks):
     def __init__(self, group: Any = None) -> None:
         """`group` None is the default one."""
         self._group = group
-        self.rank = dist.get_rank(group)
-        self.count = dist.get_world_size(group)
+        self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
         self.num_bytes_sent = 0
         """By this rank for the layers of models; a replayed CUDA graph is not counted."""
 

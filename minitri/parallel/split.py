@@ -67,8 +67,7 @@ class Summed(nn.Module):
 
     def __init__(self, part: nn.Module, ranks: RankGroup) -> None:
         super().__init__()
-        self.part = part
-        self.ranks = ranks
+        self.part, self.ranks = part, ranks
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ranks.sum(self.part(x))

@@ -180,9 +180,9 @@ class SelfTest:
             seed=self._args.seed,
         )
         end = finish(run, quiet=self._args.quiet)
-        seconds = end.stats.prefill_seconds
-        ms = end.stats.ms_per_token or 0.0
-        log.info("  prefill %.1f s, %.1f ms/token", seconds, ms)
+        stats = end.stats
+        ms = stats.ms_per_token or 0.0
+        log.info("  prefill %.1f s, %.1f ms/token", stats.prefill_seconds, ms)
         return list(end.token_ids)
 
     @functools.cached_property
@@ -210,10 +210,8 @@ def run_command(args: argparse.Namespace) -> int:
     sampling = arguments.taken(SamplingParams, args)
     both = modes(args.temperature)
     arguments.taken(GenerationConfig, args)  # bad values fail before anything is loaded
-    text = read_prompt(args.prompt_file, args.prompt)
-    kept = [(text, args.max_prompt_tokens)]
-    num_new = args.max_new_tokens
-    engine, [prompt] = load_engine(args, draft, kept, num_new=num_new)
+    kept = [(read_prompt(args.prompt_file, args.prompt), args.max_prompt_tokens)]
+    engine, [prompt] = load_engine(args, draft, kept, num_new=args.max_new_tokens)
     test = SelfTest(engine, prompt, args)
     results = []
     for mode in both:

@@ -93,8 +93,7 @@ class DistributionTest:
     def smallest_shift(self, name: str) -> float:
         """The mean shift of a score per token that is found with odds of `POWER`."""
         found = self.sums[name]
-        low = 0.0
-        high = float(found.num_tokens)
+        low, high = 0.0, float(found.num_tokens)
         while high - low > 0.1:
             total = (low + high) / 2
             is_alarm = bound(total, found.variance) < self.alarm_level

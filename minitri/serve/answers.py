@@ -95,8 +95,7 @@ class TextWriter:
 
     def _listed(self, tokens: list[Token]) -> Json:
         entries = [self._named(token.token_id, token.logprob) for token in tokens]
-        offsets = []
-        tops = []
+        offsets, tops = [], []
         for token in tokens:
             offsets.append(self._offset)
             self._offset += len(token.text)

@@ -155,8 +155,7 @@ class Answer(Response):
     """The answer to one call, written while its row runs."""
 
     def __init__(self, service: Service, call: Call) -> None:
-        self._service = service
-        self._call = call
+        self._service, self._call = service, call
         self._writer = WRITERS[call.is_chat](call, min(service.protocol.names), service.engine)
         self._events: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
         self._tokens: list[Token] = []

@@ -24,8 +24,7 @@ from minitri.loading.prompt_ids import MAX_SEED, as_seeds, check_prompt
 from minitri.requests import Request
 from minitri.settings import GenerationConfig, SamplingParams
 
-MAX_STOPS = 16
-MAX_STOP_LENGTH = 1000
+MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
 TEXT_TOKENS = 16
 """New tokens of /v1/completions unless the client says how many: OpenAI's default."""
 SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]
@@ -115,8 +114,7 @@ class ApiError(Exception):
 
     def __init__(self, status: int, code: str, message: str, **headers: str) -> None:
         super().__init__(message)
-        self.status = status
-        self.headers = headers
+        self.status, self.headers = status, headers
         kind = "invalid_request_error" if status < 500 else "server_error"
         error = {"message": message, "type": kind, "param": None, "code": code}
         self.content: dict[str, Any] = {"error": error}

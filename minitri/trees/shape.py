@@ -96,8 +96,7 @@ def sequoia(rates: Sequence[float], num_nodes: int, max_depth: int) -> TreeShape
             heapq.heappush(waiting, (sibling, depth, parent, rank + 1, of_parent))
         if depth < max_depth:
             heapq.heappush(waiting, (worth * rates[0], depth + 1, name, 0, -worth))
-    parents = [-1]
-    numbers = {0: 0}
+    parents, numbers = [-1], {0: 0}
     for _, level in itertools.groupby(sorted(taken), key=lambda node: node[0]):
         for _, parent, _, name in sorted(level, key=lambda node: (numbers[node[1]], node[2])):
             parents.append(numbers[parent])

@@ -166,8 +166,7 @@ class TreeLevel(Level):
         blocks = [no_missing([sequence[-1], *guesses]) for sequence, guesses in rows]
         output = self.trees.next_probs_of_tree(blocks, shape, 0)
         require_finite(output.probs_BNV)
-        paths = list[list[int]]()
-        emitted = list[Emitted]()
+        paths, emitted = list[list[int]](), list[Emitted]()
         for b, sequence in enumerate(sequences):
             path = list[int]()
             new = Emitted([], [])

@@ -88,8 +88,7 @@ def walk(
     `probs_NV` are the verifier's distributions after every node; `uniforms` are independent
     numbers in [0, 1), one per test of a node, that of the root for the last token.
     """
-    path = list[int]()
-    node = 0
+    path, node = list[int](), 0
     while True:
         rest_V = probs_NV[node]
         for child, token, q_V in tested_children(proposal, b, node):
@@ -105,8 +104,7 @@ def walk(
 
 def walk_coupled(proposal: TreeProposal, b: int, choices: list[int]) -> tuple[list[int], int]:
     """The same where the verifier's token after every node is known: the path that it takes."""
-    path = list[int]()
-    node = 0
+    path, node = list[int](), 0
     while True:
         for child, token, _ in tested_children(proposal, b, node):
             if token == choices[node]:

@@ -160,8 +160,7 @@ def rotate_to_cache(
 def add_norm(x_BTE: Tensor, change_BTE: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
     """x + change, and the norm of that."""
     E = x_BTE.shape[-1]
-    total_BTE = torch.empty_like(x_BTE)
-    normed_BTE = torch.empty_like(x_BTE)
+    total_BTE, normed_BTE = torch.empty_like(x_BTE), torch.empty_like(x_BTE)
     assert x_BTE.is_contiguous()
     assert change_BTE.is_contiguous()
     tensors = (x_BTE, change_BTE, norm.weight, total_BTE, normed_BTE)

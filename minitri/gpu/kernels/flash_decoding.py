@@ -48,8 +48,7 @@ def attend_piece(  # type: ignore[no-untyped-def]
     tile = tl.program_id(0)
     piece = tl.program_id(1)
     head = tl.program_id(2).to(tl.int64)
-    b = head // num_kv_heads
-    k = head % num_kv_heads
+    b, k = head // num_kv_heads, head % num_kv_heads
     length = tl.load(lengths + b).to(tl.int32)
     end = length + T
     share = tl.cdiv(tl.cdiv(end, NUM_KEYS), num_pieces) * NUM_KEYS
@@ -106,8 +105,7 @@ def merge_pieces(  # type: ignore[no-untyped-def]
     """
     head = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1)
-    b = head // num_kv_heads
-    k = head % num_kv_heads
+    b, k = head // num_kv_heads, head % num_kv_heads
     pieces = tl.arange(0, PIECES)
     dims = tl.arange(0, D)
     is_piece = pieces < num_pieces

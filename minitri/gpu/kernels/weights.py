@@ -41,8 +41,7 @@ def multiply_tile(  # type: ignore[no-untyped-def]
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     places = tl.arange(0, SHARES)[:, None, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
-    is_row = rows < M
-    is_column = columns < N
+    is_row, is_column = rows < M, columns < N
     from_x = x + rows[None, :, None].to(tl.int64) * E + places
     from_weight = weight + columns[None, :, None].to(tl.int64) * E + places
     out_GRC = tl.zeros([SHARES, ROWS, COLUMNS], tl.float32)

@@ -20,8 +20,7 @@ BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
 
 def repack(rows: np.ndarray, kind: str, num_columns: int) -> Tensor:
     """A matrix as it is stored, (N, bytes of a row), in the layout of the kernels."""
-    num_rows = rows_at_once(num_columns)
-    num_blocks = num_columns // GROUP
+    num_rows, num_blocks = rows_at_once(num_columns), num_columns // GROUP
     slices = (rows[first : first + num_rows] for first in range(0, len(rows), num_rows))
     # Copies, since the file is mapped for reading only.
     blocks = (torch.from_numpy(some.copy()).unflatten(1, (num_blocks, -1)) for some in slices)
@@ -31,8 +30,7 @@ def repack(rows: np.ndarray, kind: str, num_columns: int) -> Tensor:
 def _repack_blocks(blocks_NGX: Tensor, kind: str) -> Tensor:
     begin = 4 if kind == "Q4_1" else 2
     factors = blocks_NGX[..., :begin].contiguous().view(torch.float16)
-    scales_NG = factors[..., 0]
-    quants_NGX = blocks_NGX[..., begin:]
+    scales_NG, quants_NGX = factors[..., 0], blocks_NGX[..., begin:]
     if BITS[kind] == 8:
         return pack(quants_NGX, scales_NG, None)
     offsets_NG = factors[..., 1] if kind == "Q4_1" else -8 * scales_NG

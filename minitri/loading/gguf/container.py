@@ -16,10 +16,8 @@ from minitri.errors import shorten
 
 _NUMBERS = dict(enumerate(("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?")))
 _NUMBERS |= {10: "<u8", 11: "<i8", 12: "<f8"}
-_TEXT = 8
-_ARRAY = 9
-_MOST_ENTRIES = 1 << 16
-_MOST_TEXTS = 1 << 22
+_TEXT, _ARRAY = 8, 9
+_MOST_ENTRIES, _MOST_TEXTS = 1 << 16, 1 << 22
 """Keys or tensors of a file, and texts of an array: far more than any model has."""
 
 
@@ -108,6 +106,5 @@ def read_container(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]
     if reader.number("<u4") != gguf.GGUF_MAGIC or reader.number("<u4") not in (2, 3):
         raise ValueError("it does not begin with GGUF and version 2 or 3")
     num_tensors = reader.number(most=_MOST_ENTRIES)
-    num_keys = reader.number(most=_MOST_ENTRIES)
-    metadata = reader.metadata(num_keys)
+    metadata = reader.metadata(reader.number(most=_MOST_ENTRIES))
     return metadata, reader.tensors(num_tensors, metadata.get("general.alignment", 32))

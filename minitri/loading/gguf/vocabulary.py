@@ -45,8 +45,7 @@ def byte_level_bpe(file: GgufFile) -> tokenizers.Tokenizer:
     pipeline.decoder = decoders.ByteLevel()
     if words[pre] is qwen:
         pipeline.normalizer = normalizers.NFC()
-    CONTROL = 3
-    USER_DEFINED = 4
+    CONTROL, USER_DEFINED = 3, 4
     types = file.column("tokenizer.ggml.token_type", int, [1] * len(tokens))
     pairs = zip(tokens, types, strict=True)
     added = {token: kind == CONTROL for token, kind in pairs if kind in (CONTROL, USER_DEFINED)}
@@ -64,8 +63,7 @@ def sentencepiece_model(file: GgufFile) -> bytes:
     columns = [file.column(f"tokenizer.ggml.{name}", kind) for name, kind in kinds.items()]
     for piece, score, token_type in zip(*columns, strict=True):
         model.pieces.add(piece=piece, score=score, type=token_type)
-    trainer = model.trainer_spec
-    normalizer = model.normalizer_spec
+    trainer, normalizer = model.trainer_spec, model.normalizer_spec
     trainer.model_type = messages.TrainerSpec.BPE
     trainer.byte_fallback = True
     trainer.unk_id = file.get("tokenizer.ggml.unknown_token_id", 0)
