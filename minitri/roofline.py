@@ -51,17 +51,26 @@ GPU = Machine(2e12, 2e12, 25e9, seconds_per_layer=0.05e-3, share_per_extra_token
 """Nominal machines: of the right order where nothing was measured, and the same in every run."""
 
 
+def size_of_layer(config: ModelConfig, row: Callable[[int], int]) -> int:
+    """Of the matrices of a layer, with `row` the size of a row of so many numbers."""
+    E, inner = config.hidden_size, config.intermediate_size
+    width = config.num_heads * config.head_dim
+    rows = width + 2 * config.num_kv_heads * config.head_dim + 2 * inner
+    return rows * row(E) + E * (row(width) + row(inner))
+
+
 def num_weights(config: ModelConfig) -> int:
     """Numbers in a model's weights; of a drafter without an embedding table, its own only."""
     E = config.hidden_size
-    D = config.head_dim
-    qkv_heads = config.num_heads + 2 * config.num_kv_heads
-    layer = E * D * (qkv_heads + config.num_heads) + 3 * E * config.intermediate_size + 2 * E
+    layer = (
+        size_of_layer(config, lambda length: length)
+        + 2 * E
+        + 2 * config.head_dim * config.head_norm
+    )
     if config.attention_bias:
-        layer += D * qkv_heads
+        layer += config.head_dim * (config.num_heads + 2 * config.num_kv_heads)
     if config.attention_bias if config.output_bias is None else config.output_bias:
         layer += E
-    layer += 2 * D * config.head_norm
     head = config.vocab_size if config.head_size is None else config.head_size
     tables = 1 if config.tie_word_embeddings or config.draft_of is not None else 2
     return config.num_layers * layer + E + tables * head * E
@@ -82,24 +91,14 @@ def bytes_per_pass(model: Llama) -> int:
 def four_bit_bytes(config: ModelConfig) -> int:
     """Bytes of a model's copy in 4 bits, its LM head in 8, scales included: `cpu/quantized.py`."""
     E = config.hidden_size
-    D = config.head_dim
-    inner = config.intermediate_size
-
-    def row(length: int) -> int:
-        return -(-length // 64) * 32 + length // 32 * 4
-
-    layer = (config.num_heads + 2 * config.num_kv_heads) * D * row(E) + 2 * inner * row(E)
-    layer += E * (row(config.num_heads * D) + row(inner))
+    layer = size_of_layer(config, lambda length: -(-length // 64) * 32 + length // 32 * 4)
     return config.num_layers * layer + config.vocab_size * (-(-E // 64) * 64 + E // 32 * 2)
 
 
 def eight_bit_bytes(config: ModelConfig) -> int:
-    """Bytes of a copy in 8 bits with a scale of 4 bytes per row: `gpu/quantized.py`."""
-    E, inner = config.hidden_size, config.intermediate_size
-    heads_width = config.num_heads * config.head_dim
-    rows = heads_width + 2 * config.num_kv_heads * config.head_dim + 2 * inner
-    layer = rows * (E + 4) + E * (heads_width + 4 + inner + 4)
-    return config.num_layers * layer + config.vocab_size * (E + 4)
+    """Bytes of a copy in 8 bits with a scale of 4 bytes per row: `gpu/eight_bits.py`."""
+    layer = size_of_layer(config, lambda length: length + 4)
+    return config.num_layers * layer + config.vocab_size * (config.hidden_size + 4)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """A session over tiny models with every part in reach: a `Generation` without text and events."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

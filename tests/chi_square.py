@@ -6,8 +6,6 @@ Seeds are fixed, hence every test is deterministic; its odds of a false alarm ar
 drawn anew.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

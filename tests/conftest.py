@@ -1,7 +1,5 @@
 """Tiny seeded models for the CPU, and the real weights where they can be had."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

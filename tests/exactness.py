@@ -6,8 +6,6 @@ ones. `output_distribution` runs the real cascade for every outcome of every ran
 level, and adds the probabilities up: no sampling, no tolerance but rounding.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from functools import cache
@@ -27,7 +25,7 @@ from minitri.stats import LevelStats, Stats
 class Table:
     """A random distribution over V tokens for every context, float64; some probabilities are 0."""
 
-    def __init__(self, V: int, seed: int, *, near: Table | None = None) -> None:
+    def __init__(self, V: int, seed: int, *, near: "Table | None" = None) -> None:
         """`near`: a table to stay close to, as a drafter's is to its target's."""
         self.V, self.seed, self.near = V, seed, near
         self.row = cache(self._row)

@@ -12,8 +12,6 @@ Spaces and the file of the function do not matter. `FUNCTION#2` is the second pl
 them in, one by one.
 """
 
-from __future__ import annotations
-
 from tests.mutation import read_table
 
 TABLE = r"""

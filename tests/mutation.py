@@ -5,8 +5,6 @@ of it, so everybody who holds the function sees the change: `from x import y` in
 runs tests while a bug is in, and says how they ended.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools

@@ -6,8 +6,6 @@ drawn leans to small numbers, where the edges of blocks, chunks and windows meet
 has its absurd values, too.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -1,8 +1,6 @@
 """The engine's promises: the same tokens however they are asked for, and every way in which a row
 can end."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

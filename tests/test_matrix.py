@@ -5,8 +5,6 @@ Greedy and seed-coupled, in float32 on a CPU, where this is equality of tokens. 
 with its settings and its drafter; a use is how the same requests reach the engine.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

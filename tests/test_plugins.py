@@ -1,8 +1,6 @@
 """Drafters and policies from outside, by the public protocols alone: two examples of the kind that
 README asks for, equal texts, and plug-ins that break their protocol."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter, defaultdict
 

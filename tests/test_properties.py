@@ -13,8 +13,6 @@ The suite draws few examples, always the same. More of them, and others:
 Either repeats: nothing here follows a clock, and a seed always draws the same examples.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

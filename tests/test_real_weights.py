@@ -5,8 +5,6 @@ with every method.
 order, RoPE scaling, tokenization and greedy decoding are all compared at once.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

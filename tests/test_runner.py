@@ -1,7 +1,5 @@
 """The one place where logits become distributions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

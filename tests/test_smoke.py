@@ -1,7 +1,5 @@
 """What must hold before anything else is worth a test: everything imports, every method agrees."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 

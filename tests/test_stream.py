@@ -1,7 +1,5 @@
 """Streams of requests: a text never depends on what ran beside it, before it, or where."""
 
-from __future__ import annotations
-
 import pytest
 
 from minitri import (

@@ -1,7 +1,5 @@
 """The rooms of the package: who may import whom, how long a file may be."""
 
-from __future__ import annotations
-
 import ast
 import io
 import subprocess

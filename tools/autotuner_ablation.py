@@ -8,8 +8,6 @@ simulation are those of `tests/decoding/test_autotuner.py`. Prints a markdown ta
 machines and, in brackets, the worst, in percent. It takes about 3 s per seed.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

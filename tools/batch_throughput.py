@@ -8,8 +8,6 @@ pass through 6 places; the ideal is a batch in which no place is ever empty. Tok
 those of decoding, medians of several interleaved rounds. The last line is JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -12,8 +12,6 @@ target says, not what books say.
 Legend: N sequences, W tokens of each, B sequences at once, T tokens at once, V vocab.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterator

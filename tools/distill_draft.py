@@ -16,8 +16,6 @@ sum of min(p, q) over the tokens whose p was stored, on texts never trained on.
 Legend: B sequences at once, T tokens of a window, E hidden size, V vocab, C tokens of the head.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import hashlib

@@ -11,8 +11,6 @@ makes the same changes, as long as the files are the same. Takes seconds per cha
 and about a minute per survivor.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

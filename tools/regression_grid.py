@@ -19,8 +19,6 @@ Bits are the same only on the same processor with the same PyTorch; `--check` wa
 differ. The tool needs minitri's public API, and `lm_head` as a module of its models.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

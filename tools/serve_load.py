@@ -9,8 +9,6 @@ Memory is that of the server's process, after a tenth of the requests and at the
 Ctrl-C for the server. The last line is JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import signal

@@ -10,8 +10,6 @@
 4. What a token costs after texts of several lengths.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import math

@@ -8,8 +8,6 @@ predict (their product along each path, as in Figure 6c of the TriForce paper); 
 rates, how fast each shape would be on a GPU, by bytes over bandwidth. The last line is JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -9,8 +9,6 @@ the noise of the tests. `same guesses` is what the other verification would have
 of the token runs, with the standard error of the gain. The last line is JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

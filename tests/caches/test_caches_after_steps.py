@@ -1,8 +1,6 @@
 """After every step of a cascade: the full cache is that of a fresh prefill, and nothing behind a
 length matters."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

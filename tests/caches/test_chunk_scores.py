@@ -1,7 +1,5 @@
 """How the retrieval policy scores chunks of the full cache."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

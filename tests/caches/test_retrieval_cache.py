@@ -1,8 +1,6 @@
 """The retrieval cache holds what its policy chose, exactly, and every token that has been committed
 since."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

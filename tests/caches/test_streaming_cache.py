@@ -1,8 +1,6 @@
 """The drafter's cache: sinks and recent tokens, rotated by slot, so that it never knows how long
 the text is."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

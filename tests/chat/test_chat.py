@@ -1,7 +1,5 @@
 """The chat as a user has it: piped, and at a terminal."""
 
-from __future__ import annotations
-
 import os
 import pty
 import select

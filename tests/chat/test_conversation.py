@@ -1,7 +1,5 @@
 """A conversation grows at its end only, and reads as the model's template wants it."""
 
-from __future__ import annotations
-
 import pytest
 
 from minitri import InputError

@@ -1,8 +1,6 @@
 """Building the kernels: once per machine, never a wrong or damaged library, never more than one
 line where it cannot be done."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shlex

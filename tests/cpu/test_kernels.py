@@ -1,7 +1,5 @@
 """The compiled kernels against plain formulas, on this processor's instructions and on others."""
 
-from __future__ import annotations
-
 import math
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """A pass of all layers in one call of the kernels against the plain network over each cache."""
 
-from __future__ import annotations
-
 import copy
 from concurrent.futures import ThreadPoolExecutor
 

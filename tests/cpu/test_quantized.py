@@ -1,7 +1,5 @@
 """Matrices of 4 and 8 bits: what they stand for, how they lie, what the kernels make of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

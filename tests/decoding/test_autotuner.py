@@ -1,7 +1,5 @@
 """The autotuner finds the fastest plan, tries again what it misjudged, and wastes little on it."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

@@ -1,7 +1,5 @@
 """Block verification: exact at every level, by enumeration; never shorter; safe in float32."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

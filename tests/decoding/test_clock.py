@@ -1,7 +1,5 @@
 """Times that are known late, as a GPU's, reach the statistics and the autotuner all the same."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

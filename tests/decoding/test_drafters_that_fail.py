@@ -1,7 +1,5 @@
 """Logits that are not finite end a run with one line that names the model at fault."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """The output distribution of the real cascade, computed exactly by summing over every random number
 of every level."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -5,8 +5,6 @@ In float32 on a CPU, where a row computed in a block differs from the row alone 
 only, this is equality of tokens, over thousands of them.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -7,8 +7,6 @@ With 5,000 seeds, where only gammas or randomness differ, one that is 8 % away. 
 the p-values.
 """
 
-from __future__ import annotations
-
 import functools
 
 import numpy

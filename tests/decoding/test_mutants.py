@@ -7,8 +7,6 @@ Most of them are slow:
     python -m pytest -m slow tests/decoding/test_mutants.py
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The numbers themselves: fine enough, never used twice, and of the right distribution."""
 
-from __future__ import annotations
-
 import torch
 
 from minitri.decoding import noise, random_source

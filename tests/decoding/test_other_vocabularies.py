@@ -5,8 +5,6 @@ Greedy and coupled runs cannot see a wrong q, so whole texts are counted: chi-sq
 variation) is found with odds of 99 %, a false alarm has odds of 1 in 100,000.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -4,8 +4,6 @@
 noted on its way into the verification.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

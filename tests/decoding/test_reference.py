@@ -1,7 +1,5 @@
 """The cascade says what Algorithm 1 says, token for token, given the same random numbers."""
 
-from __future__ import annotations
-
 import random
 
 import torch

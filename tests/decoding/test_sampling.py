@@ -1,8 +1,6 @@
 """Distributions and samples: every filter against a plain definition, ties, temperature 0, and
 samples that follow the distribution."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

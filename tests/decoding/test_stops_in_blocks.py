@@ -1,8 +1,6 @@
 """A text ends where it ends, wherever in a block of guesses that is, and whoever came up with the
 last token."""
 
-from __future__ import annotations
-
 import pytest
 
 from minitri import End, Engine, GenerationConfig, SamplingParams, SpeculationConfig, Token

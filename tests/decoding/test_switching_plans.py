@@ -1,7 +1,5 @@
 """Method `auto`: whatever is stacked from step to step, the text and the caches stay exact."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import time

@@ -1,8 +1,6 @@
 """The paper's drafters as plug-ins: a datastore and layers of the target. What they find, equal
 texts, files that are refused in one line, and the tools that write them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter

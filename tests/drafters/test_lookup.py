@@ -1,7 +1,5 @@
 """Lookup of the last words in the text: what it finds, how much of it it guesses, and learns."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Everything in this folder needs a CUDA device, and is skipped without one."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """The default mode, independent random numbers at a temperature above 0, samples from the model's
 distribution on a CUDA device, through captured steps and the verification that runs there."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

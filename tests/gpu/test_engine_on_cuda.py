@@ -1,8 +1,6 @@
 """The engine on a CUDA device: the same greedy tokens as on the CPU, and no memory kept after a
 release."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

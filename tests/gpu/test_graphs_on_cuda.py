@@ -1,8 +1,6 @@
 """Captured steps on a CUDA device: the bits of eager ones, no allocation, no waiting; and every
 attention backend."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

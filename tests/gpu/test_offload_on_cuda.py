@@ -1,7 +1,5 @@
 """KV in host memory on a real device: the bits of the full cache, through engines of their own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

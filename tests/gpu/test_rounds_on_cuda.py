@@ -1,7 +1,5 @@
 """How often a step of decoding on a CUDA device waits for it: once for every verdict."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

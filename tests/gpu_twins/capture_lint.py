@@ -7,8 +7,6 @@ beside its inputs must stay where it is. All steps of a pool share memory: what 
 overwritten when another one runs, and what else it made, when it is over.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef

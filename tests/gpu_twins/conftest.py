@@ -1,7 +1,5 @@
 """Twins of a GPU on a CPU: lengths that are read on the device, and a packed flash kernel."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

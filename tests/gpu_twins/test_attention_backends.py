@@ -1,8 +1,6 @@
 """Every backend for short blocks equals the oracle: on a CPU the Triton kernel is run by Triton's
 interpreter and PyTorch's flash kernel has a stand-in; on a GPU they are compiled."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """The steps that a GPU captures hold nothing that a graph cannot hold; see `capture_lint.py`."""
 
-from __future__ import annotations
-
 import pytest
 
 from minitri.settings import SamplingParams

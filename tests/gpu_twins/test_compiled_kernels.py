@@ -1,7 +1,5 @@
 """Every Triton kernel compiles for real architectures, with no GPU: it fits and spills nothing."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

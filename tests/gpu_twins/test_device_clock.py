@@ -1,8 +1,6 @@
 """On a GPU seconds are read from events, late, and charged to the stage that spent them; here the
 device is a made-up one."""
 
-from __future__ import annotations
-
 import torch
 
 import minitri.stack

@@ -5,8 +5,6 @@ On a CPU the kernel is run by Triton's interpreter, which has no bfloat16, and m
 formula; on a GPU both are compiled.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,8 +1,6 @@
 """The network on fused kernels equals the plain one: on a CPU run by Triton's interpreter, on a GPU
 compiled."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,8 +1,6 @@
 """Steps over static buffers give what eager ones give. On a CPU no graph is captured; all around it
 is the same."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Host memory that caches borrow, one after another; a stand-in for CUDA notes its calls."""
 
-from __future__ import annotations
-
 import gc
 import mmap
 

@@ -4,8 +4,6 @@ What would be a wait on a GPU is counted on a CPU: whatever asks a tensor for it
 a tensor whose shape depends on them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import traceback
 

@@ -3,8 +3,6 @@
 Memory is sparse: only pages that are written exist.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import mmap
 

@@ -1,8 +1,6 @@
 """A prompt that is read layer by layer leaves what it would leave chunk by chunk, and nothing
 travels twice."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

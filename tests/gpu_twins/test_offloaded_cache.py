@@ -7,8 +7,6 @@ copies, notes which bytes every PyTorch operation reads and writes, and reports 
 the same bytes, one of them a write, that no chain of events puts in order.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 
@@ -68,7 +66,7 @@ class RaceError(AssertionError):
 
 
 class RecordedEvent:
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: "Recorder") -> None:
         self._recorder, self._clock = recorder, {}
 
     def record(self) -> None:

@@ -1,7 +1,5 @@
 """Bytes are those that would be allocated, placements fit, and a plan can be checked by hand."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """The session pool: keeps shapes and graphs for the next run, and texts it may begin with."""
 
-from __future__ import annotations
-
 import gc
 import math
 

@@ -1,8 +1,6 @@
 """GGUF files for tests, written the way llama.cpp's converter does: neighbouring rotary pairs, its
 names and keys."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

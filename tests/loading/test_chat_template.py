@@ -1,7 +1,5 @@
 """Chat templates: what `transformers` makes of them, and nothing that a template may try."""
 
-from __future__ import annotations
-
 import json
 import time
 

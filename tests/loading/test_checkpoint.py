@@ -1,8 +1,6 @@
 """Every format loads to the same model, and every way in which files can be bad is named in one
 line."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

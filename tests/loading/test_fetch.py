@@ -1,7 +1,5 @@
 """Fetching: where files are looked for, in which order, and that half a file is never used."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import io

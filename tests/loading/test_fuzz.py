@@ -8,8 +8,6 @@ The suite tries a few fixed examples; `MINITRI_FUZZ_EXAMPLES=1000 pytest tests/l
 tries that many of each kind, and prints what became of them with `-s`.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import json

@@ -1,8 +1,6 @@
 """`--weights native`: a GGUF file's own 4 and 8 bits give what the dequantized model gives, and the
 same text with every method."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -1,7 +1,5 @@
 """Models that are nearly Llamas: Mistral, Qwen2, Qwen3. What they say is in `test_parity.py`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

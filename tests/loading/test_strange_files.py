@@ -3,8 +3,6 @@
 None may hang, eat memory, end in a traceback, or run as something else than what is written in it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

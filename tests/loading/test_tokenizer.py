@@ -1,7 +1,5 @@
 """All three kinds of tokenizer, and streaming that never breaks a character or loses a space."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

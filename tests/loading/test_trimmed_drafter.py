@@ -1,8 +1,6 @@
 """Drafters made by tools/distill_draft.py: the target's embeddings, a few layers, a head over
 frequent tokens."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """A drafter must spell every token as the target does, or its guesses mean something else."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

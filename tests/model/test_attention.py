@@ -1,7 +1,5 @@
 """Attention by PyTorch's own operations against the plain formulas."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The full cache: lengths move only when asked to, and nothing behind them matters."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Packed weights give what plain weights give."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The same numbers as `transformers`, the reference implementation that everybody compares with."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What the shares of a model compute together is what the whole computes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

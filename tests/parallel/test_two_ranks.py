@@ -4,8 +4,6 @@ Two ranks and a process alone make the same runs (`worker.py`), at the same time
 float32, where only a near-tie could tell them apart.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Ranks that are threads of one process: for tests that must see its code, such as mutants'."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

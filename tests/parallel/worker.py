@@ -3,8 +3,6 @@
 Writes what it saw into a file. Ranks are given different clocks on purpose: none may count.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import time

@@ -1,7 +1,5 @@
 """The benchmark: every method after the same prompts, in turns, with figures that fit together."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -5,8 +5,6 @@ Most tests put a package of a few lines in the place of llama-cpp-python: the pr
 and its failures are then those of a real peer.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

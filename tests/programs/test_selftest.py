@@ -1,7 +1,5 @@
 """The self-test finds what is broken, and does not cry wolf over rounding."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """Made-up weights and verdicts: labelled as such everywhere, at the rates asked for, through the
 real cascade."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 """The measuring tools run on a tiny model, print a table, and end in one JSON line of plausible
 figures."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The tour says and draws what it measures."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Log-probabilities are the target's own at every place, whoever guessed the token."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Runs that stay open: requests come and go, and none depends on another."""
 
-from __future__ import annotations
-
 import pytest
 
 from minitri import (

@@ -1,7 +1,5 @@
 """Prefix reuse: a text that begins like an earlier one is what a fresh run writes."""
 
-from __future__ import annotations
-
 import functools
 import math
 

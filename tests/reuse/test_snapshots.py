@@ -1,7 +1,5 @@
 """KV snapshots: what is loaded is what was saved, or nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

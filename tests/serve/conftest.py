@@ -1,7 +1,5 @@
 """A server of the tiny model on a port of its own, with real sockets."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

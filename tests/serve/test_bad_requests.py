@@ -1,7 +1,5 @@
 """Whatever a client sends, it gets one clear error, and the server goes on."""
 
-from __future__ import annotations
-
 import json
 import threading
 

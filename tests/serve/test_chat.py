@@ -1,7 +1,5 @@
 """/v1/chat/completions by the real `openai` client; most tests have a stand-in for the template."""
 
-from __future__ import annotations
-
 import openai
 import pytest
 

@@ -1,7 +1,5 @@
 """Answers of the server, by the real `openai` client, against the engine itself."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

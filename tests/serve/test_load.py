@@ -1,7 +1,5 @@
 """Many clients at a time, some of which vanish: no row is lost, no text changes."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

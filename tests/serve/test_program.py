@@ -1,7 +1,5 @@
 """`python -m minitri.serve`: its start, its end, and errors before it starts."""
 
-from __future__ import annotations
-
 import re
 import signal
 import socket

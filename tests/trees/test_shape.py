@@ -1,7 +1,5 @@
 """Shapes of trees: what the nodes see, and which tree of a size is the best."""
 
-from __future__ import annotations
-
 import functools
 import random
 

@@ -1,8 +1,6 @@
 """The output distribution of cascades that guess trees, computed exactly; see
 `tests/decoding/test_enumeration.py`."""
 
-from __future__ import annotations
-
 import pytest
 
 from minitri.settings import StepPlan

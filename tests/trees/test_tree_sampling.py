@@ -1,7 +1,5 @@
 """How nodes are drawn and paths are chosen, where enumeration does not look."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 

@@ -1,7 +1,5 @@
 """What the tuner learns of trees, and when it prefers one."""
 
-from __future__ import annotations
-
 import pytest
 
 from minitri.settings import StepPlan

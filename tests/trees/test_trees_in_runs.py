@@ -1,7 +1,5 @@
 """Whole runs with trees: greedy and coupled texts equal autoregressive ones, wherever the KV is."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.cascades import WARM, Rig, near_copy, random_prompt

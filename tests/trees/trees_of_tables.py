@@ -1,7 +1,5 @@
 """The harness of the exactness tests (`tests/exactness.py`) for trees."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 

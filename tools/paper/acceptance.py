@@ -19,8 +19,6 @@ plain weights over the same cache). A copy in int8 is here a model of rounded we
 in float32 is what `gpu/eight_bits.py` computes.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -9,8 +9,6 @@ them (`baselines/datastore.py`). It needs about 60 bytes of memory per token mea
 can use the file. It gets its name when it is whole.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -10,8 +10,6 @@ time the one that is missed least. Then some are exchanged at random, where that
 search takes minutes on 2 cores for 135M parameters; other windows tell how good its result is.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

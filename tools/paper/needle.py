@@ -17,8 +17,6 @@ A cell says that rate, with a `*` where the full cache's answer holds the number
 JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -6,8 +6,6 @@ and says that it is ready; then every line gets one token. It computes only when
 ends with its input. What goes wrong is one last line, {"error": text}.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
