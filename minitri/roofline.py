@@ -52,7 +52,7 @@ GPU = Machine(2e12, 2e12, 25e9, seconds_per_layer=0.05e-3, share_per_extra_token
 
 
 def size_of_layer(config: ModelConfig, row: Callable[[int], int]) -> int:
-    """Of the matrices of a layer, with `row` the size of a row of so many numbers."""
+    """Of the matrices of a layer, with `row` the size of a row by its length."""
     E, inner = config.hidden_size, config.intermediate_size
     width = config.num_heads * config.head_dim
     rows = width + 2 * config.num_kv_heads * config.head_dim + 2 * inner

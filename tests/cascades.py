@@ -112,7 +112,7 @@ def near_copy(model: Llama, noise: float, *, seed: int = 1) -> Llama:
 
 
 def fresh_read(model: Llama, tokens: list[int]) -> tuple[FullCache, Tensor]:
-    """A new full cache that has read these tokens in one pass, and the logits (T, V) behind each of
+    """A new full cache that has read these tokens in one pass, and the logits (T, V) after each of
     them."""
     cache = new_cache(model.config, capacity=len(tokens) + 1)
     hidden_BTE = read_block(model, [tokens], cache)

@@ -41,8 +41,8 @@ class Table:
         return own if self.near is None else 0.5 * own + 0.5 * self.near.row(context)
 
 
-def probs_behind(runner, text: list[int], num_guesses: int = 0) -> torch.Tensor:
-    """A runner's distributions (1, N + 1, V) behind the last tokens of a text."""
+def probs_after(runner, text: list[int], num_guesses: int = 0) -> torch.Tensor:
+    """A runner's distributions (1, N + 1, V) after the last tokens of a text."""
     certain, guesses = text[: len(text) - num_guesses], text[len(text) - num_guesses :]
     q_BNV = torch.ones(1, num_guesses, 1)
     proposal = Proposal.of([guesses], q_BNV, [["draft"]])
@@ -242,7 +242,7 @@ def running(cascade: Cascade) -> Cascade:
 def output_distribution(
     build, horizon: int, target: Table, *, num_steps: int = 1, decide=verify, scripted=None
 ) -> torch.Tensor:
-    """The distribution of the first `horizon` tokens behind a prompt, (V,) * horizon: a few steps
+    """The distribution of the first `horizon` tokens after a prompt, (V,) * horizon: a few steps
     of a cascade, all random numbers.
 
     `build(source, batch_size)` makes the cascade, `scripted` its kind of source. Where the steps

@@ -53,7 +53,7 @@ decoding/test_noise.py::test_coupled_tokens_follow_the_distribution_at_every_pos
   noise of the wrong sign
     gumbel: -(-hashed_uniforms(keys, numbers).log()).log()
     => (-hashed_uniforms(keys, numbers).log()).log()
-caches/test_streaming_cache.py::test_a_row_that_is_far_behind_is_started_over
+caches/test_streaming_cache.py::test_a_row_that_is_far_back_is_started_over
   streaming length not reset
     StreamingCache.empty_row: ([0], [0]) => ([self._lengths[b]], [0])
 decoding/test_equality.py::test_a_target_that_drafts_for_itself_is_always_right
@@ -75,7 +75,7 @@ test_runner.py::test_a_bfloat16_models_distributions_are_float32[sampling0]
   logits kept in bfloat16 for the softmax
     Llama.logits: self.lm_head(hidden).float() => self.lm_head(hidden)
 test_runner.py
-::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_behind_it[sampling0]
+::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_after_it[sampling0]
   logits rounded to bfloat16 before the filters
     ModelRunner.output: probs_of_rows(logits_BNV, self._sampling)
     => probs_of_rows(logits_BNV.bfloat16(), self._sampling).float()
@@ -90,7 +90,7 @@ decoding/test_enumeration.py::test_a_residual_that_vanishes_falls_back_to_p
 decoding/test_enumeration.py::test_both_levels_together_give_the_target_distribution[3-2-1]
   q of the next guess
     _sample_next: num_accepted_B.clamp_max => (num_accepted_B + 1).clamp_max
-  accepted guesses counted behind a rejection
+  accepted guesses counted after a rejection
     _num_surviving: (passes_BN & _are_guesses(proposal, passes_BN.device)).cumprod(1)
     => passes_BN & _are_guesses(proposal, passes_BN.device)
 decoding/test_block_verification.py
@@ -111,7 +111,7 @@ decoding/test_equality.py::test_a_row_of_a_batch_gives_what_it_gives_alone_at_an
     IndependentSource._draw: self._generators[b] => self._generators[0]
   a row that has ended draws on
     IndependentSource._draw: active[b] => True
-  a short row's last number put behind its guesses
+  a short row's last number put after its guesses
     IndependentSource._draw: (b, N) => (b, n)
 decoding/test_switching_plans.py
 ::test_any_schedule_gives_the_text_of_the_model_alone[True-True-schedule3]
@@ -149,7 +149,7 @@ decoding/test_enumeration.py::test_nothing_leaks_from_one_step_into_the_next
   rejected guesses left in the cache
     Level.verify: start + n => start + n + 1
 caches/test_retrieval_cache.py
-::test_what_is_read_behind_the_chosen_stands_where_it_does_in_the_text
+::test_what_is_read_after_the_chosen_stands_where_it_does_in_the_text
   positions of slots, not of tokens
     make_block: cache.next_positions => cache.lengths
 caches/test_retrieval_cache.py
@@ -199,7 +199,7 @@ trees/test_tree_enumeration.py
     walk: uniforms[child] => uniforms[node + 1]
   a younger sibling tested against p, not the residual
     walk: rest_V[token] => probs_NV[node][token]
-  the token behind a path comes from p, not the residual
+  the token after a path comes from p, not the residual
     walk: sample_one(rest_V, uniforms[0]) => sample_one(probs_NV[node], uniforms[0])
   a sibling's q still holds the elder ones
     tested_children: q_V[token] = 0 => q_V[token] += 0
@@ -311,16 +311,16 @@ cpu/test_pass.py::test_chunks_of_a_prompt_may_begin_anywhere[bfloat16]
     KernelLayers.forward: shared.is_prompt or x_BTE.shape[1] > LONGEST_BLOCK
     => x_BTE.shape[1] > LONGEST_BLOCK
 reuse/test_logprobs.py::test_they_are_those_of_the_plain_forward_pass
-  log-probabilities behind the filters
+  log-probabilities after the filters
     sampling:log_probs: logits_NV.log_softmax => (logits_NV / 0.8).log_softmax
 reuse/test_logprobs.py::test_they_are_those_of_autoregressive_decoding[sampling0-naive-3x2]
   log-probabilities of a tree's first nodes, not of its path
     TreeLevel.verify: output.logits_BNV[b, [0, *path]] => output.logits_BNV[b, :1 + len(path)]
-reuse/test_open_runs.py::test_a_request_without_speculation_stands_beside_others[False-]
+reuse/test_open_runs.py::test_a_request_without_speculation_stands_next_to_others[False-]
   guesses for a request that wants none
     Cascade.step: on and guess => on
 test_runner.py
-::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_behind_it[sampling0]
+::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_after_it[sampling0]
   a drafter's vocabulary cut after the softmax
     ModelRunner.output: probs_of_rows(logits_BNV, self._sampling)
     => probs_of_rows(self.model.logits(hidden_BNE), self._sampling)[..., : self._vocab_size]

@@ -90,7 +90,7 @@ class Case:
 
 
 def usually(strategy: st.SearchStrategy, *rare: st.SearchStrategy, odds: int = 6) -> Any:
-    """Once in so many times one of the rare values."""
+    """Once in a given number of times one of the rare values."""
     return st.integers(0, odds - 1).flatmap(
         lambda n: st.one_of(*rare) if n == odds - 1 else strategy
     )
@@ -293,7 +293,7 @@ def _with_trimmed_head(target: Llama) -> Llama:
 
 
 def make_engine(case: Case, eos: tuple[int, ...] = ()) -> Engine:
-    """The engine of a case; the target's context ends `slack` behind the longest output."""
+    """The engine of a case; the target's context ends `slack` after the longest output."""
     num_new = case.generation["max_new_tokens"]
     num_new = num_new if isinstance(num_new, int) and 0 < num_new < 1000 else 1
     context = max(max(prompt.length for prompt in case.prompts) + num_new + case.slack, 1)

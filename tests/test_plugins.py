@@ -128,7 +128,7 @@ def test_rows_of_a_batch_are_asked_each_for_itself(engine):
 
 @pytest.mark.slow
 def test_guesses_of_a_drafter_follow_the_filters_and_leave_the_distribution(engine):
-    """First tokens of 600 seeds behind a drafter that is sure of a wrong token, and without one.
+    """First tokens of 600 seeds after a drafter that is sure of a wrong token, and without one.
 
     Three likely tokens at two places. By chance chi-square is above 40, with nine outcomes, in one
     of 3 * 10^5 cases.

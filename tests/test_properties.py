@@ -239,7 +239,7 @@ def check_stops(case: Case, eos: tuple[int, ...], free: Run, stopped: Run) -> No
 
 
 @torch.inference_mode()
-def logits_behind(engine: Engine, case: Case, output: Output) -> Tensor:
+def logits_after(engine: Engine, case: Case, output: Output) -> Tensor:
     """The target's logits for each token of the row, by one pass over everything."""
     prompt = case.ids[case.row]
     _, logits_TV = fresh_read(engine.model, prompt + list(output.token_ids[:-1]))
@@ -248,7 +248,7 @@ def logits_behind(engine: Engine, case: Case, output: Output) -> Tensor:
 
 def scores_of(engine: Engine, case: Case, output: Output) -> Tensor:
     """What the tokens of a greedy or coupled row are the maxima of, (T, V)."""
-    logits_TV, sampling = logits_behind(engine, case, output), SamplingParams(**case.sampling)
+    logits_TV, sampling = logits_after(engine, case, output), SamplingParams(**case.sampling)
     if not case.speculation["coupled"] or sampling.temperature == 0:
         return logits_TV
     T, V = logits_TV.shape
@@ -281,7 +281,7 @@ def check_equal(engine: Engine, case: Case, wanted: Run, got: Run) -> None:
                 try:
                     check_maxima(engine, dataclasses.replace(case, row=b), output)
                 except AssertionError as error:
-                    print(f"row {b}, {run_name}: {error}")  # shown beside the failure
+                    print(f"row {b}, {run_name}: {error}")  # shown next to the failure
     assert got.outputs == wanted.outputs
 
 
@@ -332,8 +332,8 @@ def test_sampled_runs_repeat_and_never_leave_the_filtered_vocabulary(case):
 
 
 def check_support(engine: Engine, case: Case, output: Output) -> None:
-    """No token of the row was out of the filtered distribution behind the tokens before it."""
-    logits_TV = logits_behind(engine, case, output)
+    """No token of the row was out of the filtered distribution after the tokens before it."""
+    logits_TV = logits_after(engine, case, output)
     probs_TV = probs_from_logits(logits_TV, SamplingParams(**case.sampling))
     least_T = logits_TV.masked_fill(probs_TV == 0, torch.inf).amin(1)
     for i, (token, logits_V) in enumerate(zip(output.token_ids, logits_TV, strict=True)):

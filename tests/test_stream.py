@@ -1,4 +1,4 @@
-"""Streams of requests: a text never depends on what ran beside it, before it, or where."""
+"""Streams of requests: a text never depends on what ran next to it, before it, or where."""
 
 import pytest
 

@@ -2,7 +2,7 @@
 
 The target's forward pass is the expensive part of distillation, so it is done once. A distribution
 is kept as its `TOP` most likely tokens with their log-probabilities, 192 bytes per token. Sequences
-have a fixed length, so a folder left behind by an interrupted run is as long as its files, and goes
+have a fixed length, so a folder of an interrupted run is as long as its files, and goes
 on from there.
 
 Texts are cut into sequences, and the target writes sequences of its own: a beginning from the

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from minitri.config import ModelConfig
-from minitri.model.cache import BlockKV, write_behind
+from minitri.model.cache import BlockKV, write_after
 from minitri.model.rope import Rope
 from minitri.settings import SpeculationConfig
 
@@ -89,7 +89,7 @@ class StreamingCache:
     def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
         slots = (self.raw_keys, self.keys, self.values)
         for slots_LBKSD, new_BTKD in zip(slots, block[:3], strict=True):
-            write_behind(slots_LBKSD[layer], new_BTKD, self._lengths, block.slots_BT)
+            write_after(slots_LBKSD[layer], new_BTKD, self._lengths, block.slots_BT)
         return self.keys[layer], self.values[layer]
 
     def advance(self, counts: list[int]) -> None:

@@ -31,7 +31,7 @@ with clean_imports():
 log = logging.getLogger("minitri")
 
 TALK_TOKENS = 4096
-"""Room for questions and answers behind the documents, before more memory is taken."""
+"""Room for questions and answers after the documents, before more memory is taken."""
 HELP = {
     "/help": "this list",
     "/stats": "what the last answer took",

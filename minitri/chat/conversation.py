@@ -21,7 +21,7 @@ MARK, EARLIER = "<|minitri-question|>", "<|minitri-answer|>"
 
 
 class Conversation:
-    """Documents, questions and answers, one behind the other."""
+    """Documents, questions and answers, one after the other."""
 
     def __init__(
         self, tokenizer: Tokenizer, *, system: str | None = None, documents: Sequence[str] = ()
@@ -93,14 +93,14 @@ class Conversation:
         self._documents_ids, self.tokens, self._first, self._is_first, self._end = values
 
     def _until_question(self) -> tuple[str, str]:
-        """What stands before and behind the first question."""
+        """What stands before and after the first question."""
         if not self.has_template:
             system = "".join(f"{message['content']}\n\n" for message in self._first)
             return system + self._documents + QUESTION, ANSWER
         return self._rendered([{"role": "user", "content": self._documents + MARK}])
 
     def _until_next_question(self) -> tuple[str, str]:
-        """What stands between the last answer and the question, and behind that."""
+        """What stands between the last answer and the question, and after that."""
         if not self.has_template:
             return QUESTION, ANSWER
         turns = [("user", "x"), ("assistant", EARLIER), ("user", MARK)]

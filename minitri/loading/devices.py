@@ -93,7 +93,7 @@ def kernels_for(device: torch.device, config: ModelConfig) -> Kernels | None:
 
 
 def check_weights(weights: str, draft_weights: str) -> None:
-    """Raises `InputError` for names that nothing stands behind."""
+    """Raises `InputError` for unknown names."""
     named = {"weights": (weights, WEIGHTS), "draft weights": (draft_weights, DRAFT_WEIGHTS)}
     for what, (wanted, known) in named.items():
         if wanted not in known:

@@ -30,7 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"attention_bias": True, "output_bias": False},
     "qwen3": {"head_norm": True},
 }
-"""Architectures by the `model_type` of their config.json, and what each has beside a Llama's
+"""Architectures by the `model_type` of their config.json, and what each adds to a Llama's
 parts."""
 
 _WITHOUT_DEFAULT = ("num_key_value_heads", "max_position_embeddings")
@@ -38,7 +38,7 @@ _WITHOUT_DEFAULT = ("num_key_value_heads", "max_position_embeddings")
 
 
 def family(kind: Any, name: str) -> dict[str, Any]:
-    """What an architecture has beside a Llama's parts. Raises `InputError` for others."""
+    """What an architecture adds to a Llama's parts. Raises `InputError` for others."""
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise InputError(
             f"{name} is a {shorten(repr(kind), 60)} model; use one of a kind that minitri runs: "

@@ -26,7 +26,7 @@ class Block:
     """Where they belong in the cache; None: the pass goes by the cache's lengths on the host."""
 
     def with_guesses(self, places_BN: Tensor, tokens_BN: Tensor) -> Self:
-        """The same with other tokens at these places, those behind its end left out."""
+        """This block with other tokens at these places; those past its end are left out."""
         padded_BT = F.pad(self.tokens_BT, (0, 1))
         places_BN = places_BN.clamp(max=self.tokens_BT.shape[1])
         return replace(self, tokens_BT=padded_BT.scatter(1, places_BN, tokens_BN)[:, :-1])
@@ -66,10 +66,10 @@ def forward_block(
 def make_block(
     model: Llama, blocks: list[list[int]], cache: Cache, size: int, depths_T: Tensor | None = None
 ) -> Block:
-    """The blocks, padded to `size` tokens, behind what the cache holds; sent in one transfer.
+    """The blocks, padded to `size` tokens, after what the cache holds; sent in one transfer.
 
-    `depths_T` are the places of a tree's tokens in the text, behind the next position; in a chain
-    each stands behind the one before.
+    `depths_T` are the places of a tree's tokens in the text, after the next position; in a chain
+    each stands after the one before.
     """
     tokens_BT = torch.tensor([row + [0] * (size - len(row)) for row in blocks])
     # A drafter may lack the last tokens of the target's vocabulary; what it reads in their place
@@ -84,5 +84,5 @@ def make_block(
 
 
 def reads_slots(device: torch.device, size: int) -> bool:
-    """Whether a pass over blocks of so many tokens learns on the device where they belong."""
+    """Whether a pass over blocks of this many tokens learns on the device where they belong."""
     return device.type == "cuda" and size <= LONGEST_BLOCK

@@ -1,9 +1,9 @@
 """The `Cache` protocol: what the model, and whoever runs it, ask of a KV cache.
 
 A cache holds K and V of the tokens that were *inputs* of the model, one row per sequence. In a
-forward pass each layer writes the K and V of its block right behind every row's prefix, and attends
+forward pass each layer writes the K and V of its block right after every row's prefix, and attends
 to both. Lengths do not move in a forward pass: whoever decides that the block's tokens stay calls
-`advance` afterwards. Slots behind a row's length are garbage, and nothing may depend on them.
+`advance` afterwards. Slots past a row's length are garbage, and nothing may depend on them.
 
 Legend: B rows, T tokens of a block, K KV heads, S slots, D head dim.
 """
@@ -50,7 +50,7 @@ class Cache(Protocol):
         """Position of the next token of each row, for its rotary embedding."""
 
     def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
-        """Writes the block behind every row's prefix; returns K and V (B, K, S, D) to attend to."""
+        """Writes the block after every row's prefix; returns K and V (B, K, S, D) to attend to."""
 
     def advance(self, counts: list[int]) -> None:
         """Keeps the first `counts[b]` tokens of the block that was just written."""
@@ -66,7 +66,7 @@ class TreeCache(Cache, Protocol):
     """A cache whose blocks may be trees."""
 
     def keep_path(self, b: int, path: list[int]) -> None:
-        """Moves K and V of the block's tokens at these places, rising, right behind its first."""
+        """Moves K and V of the block's tokens at these places, rising, right after its first."""
 
 
 def gather_path(slots_LBKSD: Tensor, b: int, start: int, path: list[int]) -> None:
@@ -79,12 +79,12 @@ def write_block(
     keys_BKSD: Tensor, values_BKSD: Tensor, block: BlockKV, starts: list[int]
 ) -> tuple[Tensor, Tensor]:
     """Writes a block's K and V into those of one layer, and returns the latter."""
-    write_behind(keys_BKSD, block.keys_BTKD, starts, block.slots_BT)
-    write_behind(values_BKSD, block.values_BTKD, starts, block.slots_BT)
+    write_after(keys_BKSD, block.keys_BTKD, starts, block.slots_BT)
+    write_after(values_BKSD, block.values_BTKD, starts, block.slots_BT)
     return keys_BKSD, values_BKSD
 
 
-def write_behind(
+def write_after(
     layer_BKSD: Tensor, block_BTKD: Tensor, starts: list[int], slots_BT: Tensor | None
 ) -> None:
     """Writes a block into one layer: to `slots_BT`, without asking the host, else from `starts`."""

@@ -86,7 +86,7 @@ class Llama(nn.Module):
         """Final hidden states (B, T, E) of a block, whose K and V it writes into the cache.
 
         `rule_TT` says which tokens of the block see which (None: causal), see `attention.py`.
-        `slots_BT` are the slots right behind the prefixes, so that lengths are read on the device;
+        `slots_BT` are the slots right after the prefixes, so that lengths are read on the device;
         without them they are read on the host. `queries_LBTHD`, if given, is filled with every
         layer's rotated queries of the block, or of its last tokens if there is room for fewer.
         With `is_prompt` blocks of any length are computed like long ones: to the bit, K and V do
@@ -139,7 +139,7 @@ class Pass:
 
 
 class Layers(nn.ModuleList):
-    """All transformer blocks, one behind the other."""
+    """All transformer blocks, one after the other."""
 
     def forward(self, x_BTE: Tensor, shared: Pass) -> Tensor:
         # By `forward`: a module's own call adds two frames to every stack trace and some

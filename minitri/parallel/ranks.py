@@ -55,7 +55,7 @@ class RankGroup(Ranks):
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """(..., V) of each rank, one behind the other: (..., ranks x V)."""
+        """(..., V) of each rank, one after the other: (..., ranks x V)."""
         self.num_bytes_sent += (self.count - 1) * x.nbytes
         parts = x.new_empty(self.count, *x.shape)
         self._call(dist.all_gather, [*parts.unbind()], x.contiguous())

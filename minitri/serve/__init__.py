@@ -1,1 +1,1 @@
-"""A server for one machine: one model behind the OpenAI endpoints that clients use."""
+"""A server for one machine: one model at the OpenAI endpoints that clients use."""

@@ -2,7 +2,7 @@
 
     client = openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
 
-Reports go to standard error. Behind a Ctrl-C running requests end first; a second one stops them.
+Reports go to standard error. After a Ctrl-C running requests end first; a second one stops them.
 """
 
 from minitri.cli.exits import clean_imports, program
@@ -25,9 +25,9 @@ with clean_imports():
 log = logging.getLogger("minitri")
 
 DEFAULT_CONTEXT = 8192
-"""Tokens of KV cache per row, which is taken at the start: what fits beside most models."""
+"""Tokens of KV cache per row, which is taken at the start: what fits next to most models."""
 FINISH_SECONDS = 60
-"""For running requests to end behind a Ctrl-C."""
+"""For running requests to end after a Ctrl-C."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -37,7 +37,7 @@ def build_parser() -> arguments.OneLineParser:
         "--model smollm2-135m",
         "--context 32768 --batch-size 2 --port 8080 --api-key secret --coupled",
         description="Serves a model at the endpoints of OpenAI's API: /v1/models, /v1/completions "
-        "and /v1/chat/completions; beside them /health and, for Prometheus, /metrics.",
+        "and /v1/chat/completions; next to them /health and, for Prometheus, /metrics.",
     )
     arguments.add_model_flags(parser)
     group = parser.add_argument_group("server")

@@ -3,8 +3,8 @@
     writer = WRITERS[call.is_chat](call, "smollm2-135m", engine)
     writer.whole(tokens, end)  # or first(), chunk(token) ... and last(end) of a stream
 
-Beside OpenAI's fields every answer has its `seed`, and in the end `timings` named as llama.cpp
-names them. It knows neither HTTP nor the run.
+In addition to OpenAI's fields every answer has its `seed`, and in the end `timings`, named as
+llama.cpp names them. It knows neither HTTP nor the run.
 """
 
 import functools

@@ -24,7 +24,7 @@ from minitri.requests import End, Event, Idle, Request
 log = logging.getLogger("minitri")
 Deliver = Callable[[Event | Exception], None]
 RETRY_SECONDS = 1.0
-"""Before a new run is opened behind one that failed, which may fail at once, too."""
+"""Before a new run is opened after one that failed, which may fail at once, too."""
 
 
 @dataclass(eq=False)
@@ -62,7 +62,7 @@ class Worker:
         return len(self._jobs)
 
     def submit(self, request: Request, deliver: Deliver) -> Job:
-        """Puts a request behind the others."""
+        """Puts a request after the others."""
         job = Job(request, deliver)
         self._inbox.put(job)
         return job

@@ -1,4 +1,4 @@
-"""After every step of a cascade: the full cache is that of a fresh prefill, and nothing behind a
+"""After every step of a cascade: the full cache is that of a fresh prefill, and nothing after a
 length matters."""
 
 import pytest
@@ -98,7 +98,7 @@ def test_every_small_cache_knows_only_certain_tokens_after_a_step(method, noise)
 
 
 def poison(rig: Rig) -> None:
-    """Fills everything behind the valid slots of every cache with NaN, and the memory of queries
+    """Fills everything after the valid slots of every cache with NaN, and the memory of queries
     too."""
     for runner in rig.runners.values():
         cache = runner.cache
@@ -139,7 +139,7 @@ def test_poisoned_slots_change_nothing(method, noise, policy, sampling, coupled)
 
 @pytest.mark.parametrize(("method", "noise"), STACKS[1:])
 def test_slots_of_rejected_guesses_may_be_poisoned_within_a_step(method, noise, monkeypatch):
-    """NaN behind the lengths of a cache whenever a level has taken guesses back, not only between
+    """NaN after the lengths of a cache whenever a level has taken guesses back, not only between
     steps."""
     rig = new_rig(method, noise, sampling=WARM, coupled=True)
     num_poisoned = 0

@@ -31,7 +31,7 @@ def test_a_chunk_that_is_looked_for_brings_the_next_one_along():
 
 @pytest.mark.parametrize("chunk_size", [1, 4])
 def test_the_queries_that_choose_are_those_that_attend(monkeypatch, chunk_size):
-    """Rotated at their positions, as the keys are. The chunks held behind a prompt are the best by
+    """Rotated at their positions, as the keys are. The chunks held after a prompt are the best by
     the queries that attention itself was given for its last token; by queries that are not rotated
     others would be."""
     config = tiny_config()

@@ -14,7 +14,7 @@ from minitri.caches.retrieval import MEMORY, RetrievalCache
 from minitri.settings import SamplingParams, SpeculationConfig
 from tests.cascades import GREEDY, WARM, Rig, near_copy, plain_tokens, random_prompt
 from tests.conftest import new_cache, tiny_config, tiny_model
-from tests.exactness import probs_behind
+from tests.exactness import probs_after
 from tools.paper.baselines.policies import NAMES, policy_of
 
 CONFIG = tiny_config()
@@ -73,7 +73,7 @@ class Bench:
 
 def unit_scores(bench: Bench, name: str, layer: int, k: int, end: int, M: int) -> list[float]:
     """Importance of every whole unit of the first `end` tokens by the book: a plain loop for each
-    policy. The query of the token behind them is known, too."""
+    policy. The query of the token after them is known, too."""
     keys_SD = bench.full.keys[layer, 0, k, :end]
     first = max(0, end + 1 - bench.speculation.observation_window)
 
@@ -101,7 +101,7 @@ def check_build(
     bench: Bench, name: str, *, budget: int, M: int, sinks: int, recent: int, count: int = 1
 ) -> None:
     """Slots just after a build: the whole units from the least important to the most, the first of
-    them overwritten by the tokens behind the last whole unit. The last `count` tokens were read in
+    them overwritten by the tokens after the last whole unit. The last `count` tokens were read in
     the pass that it belongs to."""
     end = bench.full.lengths[0]
     known = end - count
@@ -201,7 +201,7 @@ def test_a_commit_drops_the_block_that_was_guessed(guesses):
 @pytest.mark.parametrize("early", [0, 1])
 def test_a_text_that_outgrows_the_budget_keeps_its_sinks(budget, count, early):
     """A full cache of at most the budget is in the order of the text: its first slots are the
-    sinks, not the least important tokens. What outgrows it overwrites those behind the sinks, and
+    sinks, not the least important tokens. What outgrows it overwrites those after the sinks, and
     the next commit must choose."""
     bench = Bench(budget=budget, chunk_size=4, num_sink_tokens=4, num_recent_tokens=4)
     bench.read(budget - 1 - early)
@@ -241,7 +241,7 @@ def committed_sizes(seed: int, num: int) -> list[int]:
 def test_every_token_since_the_last_build_is_held_once(name, budget, chunk_size, prompt):
     """Budgets of one chunk, chunks of one token, prompts shorter than a chunk or no multiple of it:
     every slot is some committed token, none is there twice, and what came since the build is there,
-    as far as there is room beside the sinks."""
+    as far as there is room next to the sinks."""
     bench = Bench(
         name, budget=budget, chunk_size=chunk_size, num_sink_tokens=2, num_recent_tokens=3
     )
@@ -318,7 +318,7 @@ def test_means_made_piece_by_piece_are_those_made_at_once(M, monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["retrieval", "triforce"])
-def test_behind_a_prompt_it_is_built_by_the_window_whatever_is_stacked_at_the_start(method):
+def test_after_a_prompt_it_is_built_by_the_window_whatever_is_stacked_at_the_start(method):
     """The level below the target is told to crop what was rejected before it has begun; it once
     forgot the queries of the prompt then, all but the last. With `auto` nothing stands below at the
     start."""
@@ -336,7 +336,7 @@ def test_behind_a_prompt_it_is_built_by_the_window_whatever_is_stacked_at_the_st
         assert not torch.equal(of_method, of_one)  # the window does something here
 
 
-def test_what_is_read_behind_the_chosen_stands_where_it_does_in_the_text():
+def test_what_is_read_after_the_chosen_stands_where_it_does_in_the_text():
     """A block has the positions of the text although the slots before it are fewer: the cache gives
     what the model gives over the very K and V that were chosen."""
     target, sampling = tiny_model(CONFIG), SamplingParams(1.0)
@@ -347,7 +347,7 @@ def test_what_is_read_behind_the_chosen_stands_where_it_does_in_the_text():
         rig.start()
         text = [*rig.sequences[0], 7, 9]
         chosen = FullCache(rig.small.keys.clone(), rig.small.values.clone(), [32])
-        probs_BNV = probs_behind(rig.runners["retrieval"], text, 2)
+        probs_BNV = probs_after(rig.runners["retrieval"], text, 2)
         hidden_BTE = target(torch.tensor([text[-3:]]), torch.tensor([[201, 202, 203]]), chosen)
     assert torch.allclose(probs_BNV, target.logits(hidden_BTE).softmax(-1), atol=1e-6)
 
@@ -380,7 +380,7 @@ def test_a_budget_for_the_whole_text_gives_the_full_cache(method, policy):
 @pytest.mark.parametrize("policy", NAMES)
 @pytest.mark.parametrize(("budget", "chunk_size"), [(1, 1), (8, 8), (24, 8)])
 def test_no_budget_and_no_chunk_size_changes_a_token(policy, budget, chunk_size):
-    """A budget of one chunk too, beside prompts shorter than a chunk and no multiple of it."""
+    """A budget of one chunk too, next to prompts shorter than a chunk and no multiple of it."""
     target = tiny_model(CONFIG)
     sizes = {"budget": budget, "chunk_size": chunk_size, "num_new": 24}
     rig = Rig(target, PROMPTS, method="triforce", policy=policy_of(policy), **sizes)

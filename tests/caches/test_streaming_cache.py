@@ -11,7 +11,7 @@ from minitri.caches.streaming import SLIDE
 from minitri.runner import DraftRunner
 from tests.cascades import Rig, fresh_read, near_copy, plain_tokens, random_prompt, tiny_engine
 from tests.conftest import tiny_config, tiny_model
-from tests.exactness import probs_behind
+from tests.exactness import probs_after
 
 SINKS, RECENT = 3, 12
 CONFIG = tiny_config(num_layers=1)
@@ -35,7 +35,7 @@ def distribution_of(runner, tokens) -> torch.Tensor:
 
 
 def windowed(tokens: list[int], num_slots: int) -> list[int]:
-    """The tokens that stand in so many slots of a window: all, or sinks and the latest."""
+    """The tokens that stand in the slots of a window: all, or sinks and the latest."""
     first = SINKS if num_slots < len(tokens) else num_slots
     return tokens[:first] + tokens[len(tokens) - num_slots + first :]
 
@@ -90,7 +90,7 @@ def test_what_is_cropped_leaves_no_trace(start, num_guesses):
         read_on(clean, TEXT, 1, start), read_on(guessing, TEXT, 1, start), strict=True
     ):
         assert torch.equal(distribution, guessed), n
-    probs_behind(guessing, TEXT[:start] + wrong[start : start + num_guesses], num_guesses)
+    probs_after(guessing, TEXT[:start] + wrong[start : start + num_guesses], num_guesses)
     guessing.crop([start])
     assert guessing.cache.num_tokens == [start]
     for slots in (guessing.cache.raw_keys, guessing.cache.keys, guessing.cache.values):
@@ -120,7 +120,7 @@ def test_a_prompt_costs_one_pass_over_the_window(length):
     assert (runner.cache.lengths, runner.cache.num_tokens) == ([num_slots], [length])
 
 
-def test_a_row_that_is_far_behind_is_started_over():
+def test_a_row_that_is_far_back_is_started_over():
     """Whatever stood in it: here another text, of which the first tokens are the same."""
     runner, fresh = new_runner(DEEP), new_runner(DEEP)
     text = TEXT[:10] + random_prompt(DEEP, 150, seed=5)
@@ -165,8 +165,8 @@ def test_ragged_rows_slide_on_their_own():
 @pytest.mark.parametrize("method", ["naive", "triforce"])
 @pytest.mark.parametrize("lengths", [(1, 150), (100, 150), (150, 100, 30), (101, 102), (99, 400)])
 def test_a_batch_may_mix_prompts_that_fit_the_window_with_longer_ones(method, lengths):
-    """A prompt that fits was once read beside full windows of other rows, whose slots it did not
-    fit behind."""
+    """A prompt that fits was once read next to full windows of other rows, whose slots it did not
+    fit after."""
     config = tiny_config(context_length=512)
     target, prompts = tiny_model(config), [random_prompt(config, n, seed=n) for n in lengths]
     draft = near_copy(target, 0.02)

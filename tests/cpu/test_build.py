@@ -92,7 +92,7 @@ def test_a_library_of_another_source_compiler_or_processor_is_not_found(
             source.write_text('extern "C" int answer() { return 43; }\n')
         elif change == "arguments":
             elsewhere.setenv("CXX", f"{os.environ['CXX']} -g")
-        elif change == "compiler":  # another behind the same name: it defines other macros
+        elif change == "compiler":  # another after the same name: it defines other macros
             elsewhere.setenv("EXTRA", "-D__NEW_INSTRUCTIONS__")
         else:
             elsewhere.setattr(build, "_instructions", lambda: "flags: fpu sse")

@@ -66,7 +66,7 @@ def random(*shape, dtype=torch.float32, seed=0):
 @pytest.mark.parametrize("D", [64, 128, 80, 16, 6])
 def test_attention_equals_the_oracle(kernels, dtype, D):
     """Blocks of one token, of several and of a prefill; prefixes within a block of slots, across
-    pieces and none; causal or any rule; rows of different lengths; NaN behind each."""
+    pieces and none; causal or any rule; rows of different lengths; NaN after each."""
     for T, prefixes in (
         (1, (0,)),
         (1, (63,)),
@@ -86,8 +86,8 @@ def test_attention_equals_the_oracle(kernels, dtype, D):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_of_a_token_has_the_same_bits_whatever_stands_beside_it(kernels, dtype):
-    """In a block or alone, beside other sequences, on one thread or three; the prefix ends near the
+def test_attention_of_a_token_has_the_same_bits_whatever_stands_next_to_it(kernels, dtype):
+    """In a block or alone, next to others, on one thread or three; the prefix ends near the
     boundaries of blocks of slots and of pieces."""
     for prefix in (0, 50, 60, PIECE - 7, PIECE + 3, 1500):
         q, k, v, _ = random_case(20, (prefix, prefix // 2), dtype=dtype)
@@ -171,7 +171,7 @@ def test_quantized_weights_multiply_as_the_numbers_that_they_stand_for(kernels, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_a_linear_layer_gives_a_row_the_same_bits_whatever_stands_beside_it(kernels, dtype, bits):
+def test_a_linear_layer_gives_a_row_the_same_bits_whatever_stands_next_to_it(kernels, dtype, bits):
     E, N = 608, 90
     x, weight = random(1, 25, E, dtype=dtype), random(N, E, dtype=dtype, seed=1)
     weight = weight if bits == 16 else quantize(weight, bits)
@@ -258,7 +258,7 @@ MUTANTS = {
         "begin = num_pieces > 1 && piece ? piece * PIECE - a.lengths[b] % BLOCK : piece * PIECE;",
     ),
     "a token sees the next one": ("block : block + t + 1, 0)", "block : block + t + 2, 0)"),
-    "a slot behind the block is read": ("if (s + 1 < n) b", "if (s < n) b"),
+    "a slot after the block is read": ("if (s + 1 < n) b", "if (s < n) b"),
     "a piece is left out of the merge": (
         "p = 0; p < num_pieces; ++p) {\n            const float w",
         "p = 1; p < num_pieces; ++p) {\n            const float w",
@@ -284,7 +284,7 @@ def test_wrong_kernels_are_noticed(name, tmp_path):
     dtype = torch.bfloat16
     with pytest.raises(AssertionError):  # noqa: PT012
         test_attention_equals_the_oracle(mutant, dtype, 64)
-        test_attention_of_a_token_has_the_same_bits_whatever_stands_beside_it(mutant, dtype)
+        test_attention_of_a_token_has_the_same_bits_whatever_stands_next_to_it(mutant, dtype)
         test_attention_survives_scores_of_any_size(mutant)
         test_what_is_not_finite_is_never_hidden(mutant, torch.float32, 1)
         test_linear_equals_plain_formulas(mutant, dtype, 48, 7)

@@ -33,7 +33,7 @@ def kernels(tmp_path_factory):
 
 
 def filled_cache(kind: str, dtype: torch.dtype) -> FullCache | RetrievalCache | StreamingCache:
-    """Two rows of random numbers; NaN behind them."""
+    """Two rows of random numbers; NaN after them."""
     full = FullCache.allocate(CONFIG, B, 128, dtype=dtype, device=torch.device("cpu"))
     cache: FullCache | RetrievalCache | StreamingCache = full
     if kind == "retrieval":
@@ -79,7 +79,7 @@ def check_pass(kernels: Kernels, kind: str, dtype: torch.dtype, T: int, *, has_r
         queries = torch.full((2, B, 3, CONFIG.num_heads, CONFIG.head_dim), 7.0, dtype=dtype)
         assert CONFIG.num_layers == 2
         hidden = model(tokens, positions, cache, rule, queries_LBTHD=queries)
-        # NaN behind what a row holds stays NaN, so it is known which slots were written.
+        # NaN after what a row holds stays NaN, so it is known which slots were written.
         outs.append([t.nan_to_num(99.0).float() for t in (hidden, queries, *tensors(cache))])
     for want, got in zip(*outs, strict=True):
         assert (want - got).abs().max() < 10 * TOLERANCE[dtype]
@@ -147,7 +147,7 @@ def test_a_copy_of_a_model_does_not_take_its_weights(kernels):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_chunks_of_a_prompt_may_begin_anywhere(kernels, dtype):
-    """K and V have the same bits: a text may go on behind what an earlier one left."""
+    """K and V have the same bits: a text may go on after what an earlier one left."""
     model = tiny_model(CONFIG, dtype=getattr(torch, dtype))
     use_kernels(model, kernels)
     prompt = torch.randint(0, CONFIG.vocab_size, (401,), generator=torch.manual_seed(0)).tolist()

@@ -168,7 +168,7 @@ class Machine:
 
 
 MACHINES = [
-    Machine("a small model on a CPU behind 8,000 tokens", (3.7, 40, 62), 0.51, 0.93),
+    Machine("a small model on a CPU after 8,000 tokens", (3.7, 40, 62), 0.51, 0.93),
     Machine("on another CPU", (4.5, 33, 56), 0.52, 0.96),
     Machine("32,000 tokens", (4, 44, 115), 0.50, 0.80),
     Machine("n-grams that find nothing", (0.1, 30, 62), 0.05, 0.93),

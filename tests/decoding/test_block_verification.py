@@ -55,7 +55,7 @@ def test_nothing_leaks_from_one_block_into_the_next():
     assert largest_error(3, 1, 1, num_steps=2) < 1e-12
 
 
-def test_a_block_accepts_at_least_as_much_behind_every_start():
+def test_a_block_accepts_at_least_as_much_after_every_start():
     """Whatever the guesses: that at least i of them stay is at least as likely. Over all it is
     strictly more."""
     target = Table(3, 0)

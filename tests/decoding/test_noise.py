@@ -11,7 +11,7 @@ SEEDS = [3, 4, 5, 1003]
 
 
 def test_no_number_of_the_independent_source_serves_twice(monkeypatch):
-    """Every test of every proposal, and the token behind it, has a number of its own: float64 with
+    """Every test of every proposal, and the token after it, has a number of its own: float64 with
     all its bits, whatever the row, the level and the step."""
     taken = []
 

@@ -29,7 +29,7 @@ from tests.chi_square import (
     target_model,
 )
 from tests.conftest import CPU, new_cache
-from tests.exactness import probs_behind
+from tests.exactness import probs_after
 from tests.gpu_twins.conftest import as_on_a_gpu, lengths_on_the_device  # noqa: F401
 
 SAMPLING, NUM_SEEDS = SamplingParams(0.9, top_p=0.97), 4000
@@ -76,14 +76,14 @@ def test_texts_follow_the_targets_distribution(drafter, method, monkeypatch):
 @pytest.mark.usefixtures("lengths_on_the_device")
 @pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "n-grams"])
 def test_static_steps_give_the_distributions_of_eager_ones(drafter):
-    """As on a GPU: cut before the softmax, padded behind it, and 0 where the head lacks a token."""
+    """As on a GPU: cut before the softmax, padded after it, and 0 where the head lacks a token."""
     draft = as_on_a_gpu(DRAFTERS[drafter](target_model()))
     text = [token % draft.config.vocab_size % V for token in PROMPT]
     found = []
     for graphs in (None, GraphPool(CPU)):
         settings = {"vocab_size": V, "graphs": graphs, "block_sizes": (len(text),)}
         runner = ModelRunner(draft, new_cache(draft.config), SAMPLING, **settings)
-        found.append(probs_behind(runner, text, 3).clone())
+        found.append(probs_after(runner, text, 3).clone())
     assert found[0].shape == (1, 4, V)
     assert torch.allclose(found[0], found[1], atol=1e-6)
     assert torch.allclose(found[1].sum(-1), torch.ones(1, 4))

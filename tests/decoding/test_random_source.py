@@ -80,7 +80,7 @@ METHODS = ["autoregressive", "naive", "retrieval", "triforce"]
 
 @pytest.mark.parametrize("method", METHODS)
 def test_all_numbers_of_a_run_are_distinct(monkeypatch, method):
-    """Of all rows, levels and steps, the tests of a proposal and the token behind them; 53 bits
+    """Of all rows, levels and steps, the tests of a proposal and the token after them; 53 bits
     make a coincidence a matter of 1 in 10^9 runs."""
     recorder, _ = run(monkeypatch, PROMPTS, seeds=[0, 1, 2], method=method)
     numbers = [n for row in recorder.decisions.values() for n in itertools.chain(*row)]
@@ -102,7 +102,7 @@ def test_a_rows_numbers_do_not_depend_on_its_neighbours(monkeypatch, method):
 
 
 @pytest.mark.parametrize("method", ["naive", "triforce"])
-def test_what_stands_behind_a_short_rows_guesses_never_matters(monkeypatch, method):
+def test_what_stands_after_a_short_rows_guesses_never_matters(monkeypatch, method):
     """Numbers and distributions of the padding are replaced by NaN: the text stays."""
     settings = {"seeds": [7, 8, 9], "method": method}
     num_padded = []

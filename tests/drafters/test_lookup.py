@@ -108,7 +108,7 @@ def test_a_frequent_pair_costs_no_more_than_the_places_that_are_compared(monkeyp
 
 
 def test_rejected_guesses_are_never_learnt():
-    """Guesses in flight are words to look up; what was rejected leaves nothing behind."""
+    """Guesses in flight are words to look up; what was rejected leaves nothing over."""
     drafter = new_drafter([1, 2, 3, 4, 5])
     assert drafter.propose([[1, 2, 3, 4, 5, 9, 8, 7]], [True]).tokens == [[]]
     assert drafter.propose([[1, 2, 3, 4, 5, 9, 8, 7, 9, 8]], [True]).tokens == [[]]
@@ -141,7 +141,7 @@ def test_a_long_match_and_past_success_allow_more_guesses():
     assert 1 <= num_guesses(short) < num_guesses(long) < 64
 
     def after(*endings) -> int:
-        """Guesses behind a match of two, after ten such that were followed by these in turns."""
+        """Guesses after a match of two, after ten such that were followed by these in turns."""
         drafter, sequence = new_drafter([1, 2, 3, 4, 5, 6, 7, 8], num_guesses=64), [*range(1, 9)]
         for i in range(10):
             sequence += [10 + i, 1, 2]

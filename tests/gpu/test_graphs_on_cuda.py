@@ -64,7 +64,7 @@ def gpu_model(dtype: torch.dtype, attend) -> Llama:
 @pytest.mark.parametrize("name", BACKENDS)
 @torch.inference_mode()
 def test_a_replay_has_the_bits_of_an_eager_pass(name):
-    """The same block behind a prefix that grows and shrinks, at changing temperatures, 0 too:
+    """The same block after a prefix that grows and shrinks, at changing temperatures, 0 too:
     probabilities, K, V."""
     model = gpu_model(torch.bfloat16, attention_or_skip(name, torch.bfloat16))
     cache = FullCache.allocate(CONFIG, 2, 1024, dtype=model.dtype, device=model.device)

@@ -3,7 +3,7 @@
 A capture records kernels and the addresses that they read and write. So a captured step may not ask
 a tensor for its numbers, nor make tensors of a size that depends on them, nor copy from fresh host
 memory, which would be gone at a replay, nor draw random numbers of its own; and what it reads
-beside its inputs must stay where it is. All steps of a pool share memory: what one returned may be
+next to its inputs must stay where it is. All steps of a pool share memory: what one returned may be
 overwritten when another one runs, and what else it made, when it is over.
 """
 
@@ -87,7 +87,7 @@ class Watch(TorchDispatchMode):
         return result
 
     def check_nothing_stays(self, output):
-        """Beside its output a step may leave no tensor that it made."""
+        """Next to its output a step may leave no tensor that it made."""
         for place, storage in self.storages.items():
             if place != address(output) and not storage.expired():
                 raise CaptureError("a tensor made in a step stays when it is over")

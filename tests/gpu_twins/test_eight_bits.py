@@ -32,7 +32,7 @@ def random(*shape, seed=0):
 
 
 def before_nan(tensor):
-    """The same, with NaN, or the largest numbers, right behind it in memory."""
+    """The same, with NaN, or the largest numbers, right after it in memory."""
     bytes_ = torch.full((tensor.nbytes + 4096,), 127, dtype=torch.uint8, device=DEVICE)
     bytes_[: tensor.nbytes] = tensor.contiguous().view(torch.uint8).flatten().to(DEVICE)
     return bytes_[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -44,7 +44,7 @@ def before_nan(tensor):
     ("M", "N", "E"), [(1, 70, 1040), (5, 64, 512), (21, 33, 96), (64, 40, 320), (70, 40, 320)]
 )
 def test_the_kernel_equals_the_formula(M, N, E, num_processors, dtype):
-    """Every tile, with rows, columns and numbers that do not fill it; nothing behind is read."""
+    """Every tile, with rows, columns and numbers that do not fill it; nothing after is read."""
     weights = pytest.importorskip("minitri.gpu.kernels.weights", reason="needs triton")
     weight_NE, scales_N = (before_nan(part) for part in quantize(random(N, E, seed=1)))
     x = before_nan(random(M, E).to(dtype))

@@ -14,7 +14,7 @@ from minitri.runner import ModelRunner
 from minitri.settings import MAX_GAMMA, METHODS, SamplingParams
 from tests.cascades import GREEDY, WARM, Rig, near_copy, random_prompt
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
-from tests.exactness import probs_behind
+from tests.exactness import probs_after
 from tests.gpu_twins.conftest import TWINS, as_on_a_gpu
 from tests.gpu_twins.test_offloaded_cache import offloaded as offloaded_cache
 
@@ -104,14 +104,14 @@ def test_static_steps_give_the_tokens_of_eager_ones(
 def test_a_static_step_fits_a_model_to_a_smaller_or_larger_vocabulary(
     vocab_size, sampling, lengths_on_the_device
 ):
-    """Cut before the softmax, padded behind it: the distributions of eager passes."""
+    """Cut before the softmax, padded after it: the distributions of eager passes."""
     model = as_on_a_gpu(tiny_model(CONFIG))
     tokens = [token % 40 for token in random_prompt(CONFIG, 30)]
     found = []
     for graphs in (None, GraphPool(CPU)):
         settings = {"vocab_size": vocab_size, "graphs": graphs, "block_sizes": (4, 30)}
         runner = ModelRunner(model, new_cache(CONFIG), sampling, **settings)
-        found.append(probs_behind(runner, tokens, 3).clone())
+        found.append(probs_after(runner, tokens, 3).clone())
     assert found[0].shape == (1, 4, vocab_size)
     assert torch.allclose(found[0], found[1], atol=1e-6)
     assert torch.allclose(found[1].sum(-1), torch.ones(1, 4))

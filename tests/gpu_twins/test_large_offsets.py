@@ -25,7 +25,7 @@ HUGE = 2**31 + 64
 
 
 def sparse(num: int, dtype: torch.dtype) -> torch.Tensor:
-    """So many zeros, of which none takes memory before it is written."""
+    """Zeros, of which none takes memory before it is written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
     try:
         memory = mmap.mmap(-1, num * dtype.itemsize, flags=flags)
@@ -126,7 +126,7 @@ def test_the_retrieval_cache_finds_chunks_at_the_far_end():
 
 
 ROWS = 6
-"""Of the real size: the last of them begins behind 2^31 numbers, though none is as large."""
+"""Of the real size: the last of them begins after 2^31 numbers, though none is as large."""
 
 
 def many_rows() -> list[torch.Tensor]:

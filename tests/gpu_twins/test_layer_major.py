@@ -28,7 +28,7 @@ def by_chunks(monkeypatch) -> None:
 @pytest.mark.parametrize("on_chip", [0, 2, 4])
 @pytest.mark.parametrize("num_buffers", [2, 3])
 def test_k_and_v_are_those_of_a_cache_on_the_device(length, on_chip, num_buffers):
-    """The same bits, wherever the last chunk of 16 ends, behind another row; progress, too."""
+    """The same bits, wherever the last chunk of 16 ends, after another row; progress, too."""
     model = tiny_model(CONFIG)
     exact, ours = new_cache(CONFIG, 2, 300), offloaded(on_chip, 2, num_buffers=num_buffers)
     for b, prompt in ((1, PROMPT[:50]), (0, PROMPT[:length])):
@@ -84,7 +84,7 @@ def test_the_retrieval_cache_is_as_if_it_had_seen_every_chunk(window, chunk, len
 @pytest.mark.parametrize("on_chip", [0, 2])
 @pytest.mark.parametrize("chunk_size", [1, 4, 8])
 def test_means_of_staged_keys_are_those_that_are_kept(on_chip, chunk_size):
-    """To the bit, and so are the chunks that are chosen; none are kept beside a cache in host
+    """To the bit, and so are the chunks that are chosen; none are kept next to a cache in host
     memory."""
     settings = {"method": "retrieval", "budget": 24, "chunk_size": chunk_size, "num_new": 30}
     settings |= {"num_recent_tokens": 60, "rebuild_stride": 3, "gamma2": 3}

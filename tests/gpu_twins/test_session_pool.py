@@ -81,7 +81,7 @@ def spoil(session) -> None:
 def test_the_next_run_captures_nothing_and_says_what_it_would_have_said_first(
     method, policy, pools
 ):
-    """Another temperature, other and shorter texts, behind whatever the last run left: tokens,
+    """Another temperature, other and shorter texts, after whatever the last run left: tokens,
     acceptance, rebuilds."""
     if policy != "retrieval" and method not in ("retrieval", "triforce"):
         pytest.skip("no cache that has a policy")

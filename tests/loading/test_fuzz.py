@@ -302,7 +302,7 @@ def test_small_settings_files_are_refused_or_followed(work, kind, values):
 
 
 def damaged(content: bytes, header: int, data) -> bytes:
-    """The content with a few bytes of its header changed, or cut short, or with bytes behind it."""
+    """The content with a few bytes of its header changed, or cut short, or with bytes after it."""
     changed = bytearray(content)
     for _ in range(data.draw(st.integers(1, 3))):
         how = data.draw(st.sampled_from(["flip", "flip", "number", "text", "cut", "grow"]))

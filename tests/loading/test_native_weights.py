@@ -76,7 +76,7 @@ def load(path, weights="native", dtype="float32", draft="ngram", **options):
 
 @torch.inference_mode()
 def logits(model, tokens=TEXT, block=1 << 30):
-    """Behind every token, read in blocks."""
+    """After every token, read in blocks."""
     cache, found = new_cache(model.config, capacity=len(tokens), dtype=model.dtype), []
     for some in tokens.split(block):
         hidden_BTE = read_block(model, [some.tolist()], cache)
@@ -256,7 +256,7 @@ slow = pytest.mark.slow
 
 @slow
 def test_real_weights_agree_with_the_dequantized_float32_model(real_weights, long_text):
-    """Behind 300 tokens: as well as the bfloat16 model does, and in float32 to 2e-5 of the logits'
+    """After 300 tokens: as well as the bfloat16 model does, and in float32 to 2e-5 of the logits'
     standard deviation, which is 6."""
     plain = load(real_weights, "auto", draft_weights="same")
     tokens = torch.tensor(plain.tokenizer.encode(long_text)[:300])

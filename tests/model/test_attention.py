@@ -15,7 +15,7 @@ def random_case(T, prefixes, H=6, K=2, D=16, S=None, seed=0, dtype=torch.float32
     B = len(prefixes)
     draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
     q, k, v = draw(B, T, H, D), draw(B, K, S, D), draw(B, K, S, D)
-    for b, prefix in enumerate(prefixes):  # whoever reads behind the block, reads NaN
+    for b, prefix in enumerate(prefixes):  # whoever reads after the block, reads NaN
         k[b, :, prefix + T :] = torch.nan
         v[b, :, prefix + T :] = torch.nan
     return q, k, v, list(prefixes)
@@ -44,7 +44,7 @@ def test_cpu_paths_equal_the_oracle(T, prefixes, heads, split_prefix, monkeypatc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_windows_of_many_kernel_blocks_equal_the_oracle(T, end, dtype):
     """At the sizes where they are used: windows that overlap by 0 to 3 slots, of which the kernel's
-    last block may hold nothing else, for rows alone and beside others of the same length and of
+    last block may hold nothing else, for rows alone and next to others of the same length and of
     another one."""
     for ends in ((end,), (end, end), (end, 1700)):
         q, k, v, lengths = random_case(T, [end - T for end in ends], dtype=dtype)

@@ -1,4 +1,4 @@
-"""The full cache: lengths move only when asked to, and nothing behind them matters."""
+"""The full cache: lengths move only when asked to, and nothing after them matters."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_a_forward_pass_leaves_the_lengths_alone():
 
 
 def test_rejected_tokens_leave_no_trace():
-    """A block of which only a part is kept, then poisoned behind, continues as if the rest had
+    """A block of which only a part is kept, then poisoned after, continues as if the rest had
     never been."""
     model, cache, clean = tiny_model(CONFIG), new_cache(CONFIG, 2), new_cache(CONFIG, 2)
     feed(model, clean, [[1, 2], [4, 5]])

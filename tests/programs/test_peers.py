@@ -220,7 +220,7 @@ def test_a_peer_is_chosen_by_its_name_or_the_beginning_of_it():
 
 
 def test_prompt_lookup_says_what_plain_transformers_says(folder):
-    """Both are greedy. Ended early, it leaves no thread behind that computes."""
+    """Both are greedy. Ended early, it leaves no thread that computes."""
     pytest.importorskip("transformers")
     engine = load(str(folder), dtype="float32")
     model = transformers_model(folder, engine)

@@ -95,7 +95,7 @@ def test_a_prompt_that_is_cancelled_is_read_no_further(engine):
 
 @pytest.mark.parametrize("tree", ["", "2x2"])
 @pytest.mark.parametrize("coupled", [False, True])
-def test_a_request_without_speculation_stands_beside_others(engine, coupled, tree):
+def test_a_request_without_speculation_stands_next_to_others(engine, coupled, tree):
     """Nothing is guessed for it; it takes as many steps as it has tokens."""
     changes = {"gamma1": 2, "gamma2": 3, "budget": 32, "num_recent_tokens": 16, "tree": tree}
     speculation = SpeculationConfig("triforce", coupled=coupled, **changes)

@@ -31,7 +31,7 @@ def test_expected_tokens_are_the_sum_of_the_chances_that_nodes_are_reached():
 
 
 def best_by_dynamic_programme(rates, num_nodes, max_depth):
-    """Sequoia's recursion: how many tokens the best subtree of so many nodes is worth."""
+    """Sequoia's recursion: how many tokens the best subtree of a number of nodes is worth."""
 
     @functools.cache
     def tree(nodes, depth):  # of these, one is the subtree's own root

@@ -18,8 +18,8 @@ from tests.exactness import EDGE, PROMPT, ScriptedSource, Table, TableRunner, ce
 
 
 class TreeTableRunner(TableRunner):
-    """Distributions for the nodes of trees behind the tokens that have been read: at first, as
-    behind a prefill, all but the last one."""
+    """Distributions for the nodes of trees after the tokens that have been read: at first, as
+    after a prefill, all but the last one."""
 
     def __init__(self, table: Table, batch_size: int) -> None:
         super().__init__(table, batch_size)

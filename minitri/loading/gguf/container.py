@@ -96,7 +96,7 @@ class _Reader:
             found[name] = StoredTensor(kind, (*rows, row), data)
             end = -(-(self.position - begin) // alignment) * alignment
         if len(self.data) > begin + end:
-            raise ValueError("bytes are left behind its last tensor")
+            raise ValueError("bytes are left after its last tensor")
         return found
 
 

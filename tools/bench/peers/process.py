@@ -1,5 +1,5 @@
 """Peers in processes of their own, which `worker.py` runs: asked for one token at a time, they
-compute only in their turns and leave no memory or threads behind."""
+compute only in their turns and leave no memory or threads."""
 
 import contextlib
 import json
