@@ -112,8 +112,6 @@ class Stats:
     """Every stage of the cascade, from the lowest upwards."""
     steps_per_plan: dict[str, int] = field(default_factory=dict)
     """Steps made by each plan (method and gammas); more than one where something was open."""
-    break_even: float | None = None
-    """Acceptance rate at which the last plan would be as fast as the target alone, if known."""
     num_graphs: int = 0
     """CUDA graphs of this run's session; 0 where nothing is captured."""
     capture_seconds: float = 0.0

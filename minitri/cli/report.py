@@ -74,12 +74,9 @@ def details(engine: Engine, run: Generation) -> str:
     if stats.levels and stats.num_decoded_tokens:
         phases = ", ".join(f"{name} {ms:.1f}" for name, ms in phase_ms(stats).items())
         lines.append(f"ms/token {phases}; {stats.num_rebuilds} rebuilds of the retrieval cache")
-    if len(stats.steps_per_plan) > 1 or stats.break_even is not None:
+    if len(stats.steps_per_plan) > 1:
         most_used = sorted(stats.steps_per_plan.items(), key=lambda item: -item[1])
         lines.append("plans    " + ", ".join(f"{plan}: {steps} steps" for plan, steps in most_used))
-    if stats.break_even is not None:
-        guesses = f"{stats.break_even:.2f} of the last plan's guesses are accepted"
-        lines.append(f"         as fast as the model alone if {guesses}")
     if stats.num_graphs:
         size = f"{stats.graph_bytes / 1e6:.0f} MB; attention {attention_name(engine.model.attend)}"
         lines.append(
@@ -147,7 +144,6 @@ def report(
         "levels": [level.as_dict() for level in stats.levels],
         "phase_ms_per_token": phase_ms(stats),
         "num_rebuilds": stats.num_rebuilds,
-        "break_even_acceptance": stats.break_even,
         "num_cuda_graphs": stats.num_graphs,
         **log_probs(tokens),
     }

@@ -9,9 +9,7 @@ Choices depend on counts and times of the past, never on which tokens were sampl
 follows the target's distribution whatever is chosen. Without the clock they depend on counts alone.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable
-from functools import partial
 
 from minitri.settings import StepPlan
 
@@ -89,27 +87,16 @@ class Autotuner:
         tested, accepted = self._guesses[proposer]
         self._guesses[proposer] = (MEMORY * tested + num_tested, MEMORY * accepted + num_accepted)
 
-    def tokens_per_second(self, plan: StepPlan, rate: float | None = None) -> float:
-        """Predicted speed; `rate` replaces the acceptance rate of what the target verifies."""
+    def tokens_per_second(self, plan: StepPlan) -> float:
+        """Predicted speed of a plan."""
         length = float(plan.gamma1)
         seconds = plan.gamma1 * self._cost("draft", 0)
         if plan.uses_retrieval:
             per_round = expected_tokens(self._rate("draft"), plan.gamma1)
             length, num_rounds = expected_block(per_round, plan)
             seconds = num_rounds * (seconds + self._cost("retrieval", plan.gamma1))
-        if rate is None:
-            rate = self._rate("retrieval" if plan.uses_retrieval else "draft")
+        rate = self._rate("retrieval" if plan.uses_retrieval else "draft")
         return expected_tokens(rate, length) / (seconds + self._cost("target", length))
-
-    def break_even(self) -> float | None:
-        """The acceptance rate at which the current plan is as fast as the target alone, at most 1;
-        None if there is no choice."""
-        alone = StepPlan("autoregressive")
-        if self.plan == alone or alone not in self._plans:
-            return None
-        rates = [i / 100 for i in range(100)]
-        by_rate = partial(self.tokens_per_second, self.plan)
-        return bisect_left(rates, self.tokens_per_second(alone), key=by_rate) / 100
 
     def _optimistic_speed(self, plan: StepPlan) -> float:
         due = [s for s, n in self._seconds_unused.items() if n >= RARITY * self._catching_up[s]]

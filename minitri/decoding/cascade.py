@@ -94,7 +94,6 @@ class Cascade:
         )
         self._commit(emitted, self.active)
         self._stats.steps_per_plan[str(plan)] = self._stats.steps_per_plan.get(str(plan), 0) + 1
-        self._stats.break_even = self.tuner.break_even()
         return emitted
 
     def _prepare(self, plan: StepPlan) -> None:

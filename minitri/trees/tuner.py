@@ -84,9 +84,9 @@ class TreeTuner(Autotuner):
             if num_tested:
                 younger[r - 1] = MEMORY * tested + num_tested, MEMORY * passed + num_passed
 
-    def tokens_per_second(self, plan: StepPlan, rate: float | None = None) -> float:
+    def tokens_per_second(self, plan: StepPlan) -> float:
         if not plan.tree:
-            return super().tokens_per_second(plan, rate)
+            return super().tokens_per_second(plan)
         shape = self.shape(plan)
         stage = grower(plan)
         known = list(accumulate(shape.sizes))[:-1]  # nodes when each depth is read, and the root
@@ -95,15 +95,15 @@ class TreeTuner(Autotuner):
             per_round = shape.expected_tokens(self.rates(stage))
             length, num_rounds = expected_block(per_round, plan)
             seconds = num_rounds * (seconds + self._cost("retrieval", len(shape) - 1))
-            rate = self._rate("retrieval") if rate is None else rate
-            return expected_tokens(rate, length) / (seconds + self._cost("target", length))
-        tokens = shape.expected_tokens(self.rates(stage, rate))
+            tokens = expected_tokens(self._rate("retrieval"), length)
+            return tokens / (seconds + self._cost("target", length))
+        tokens = shape.expected_tokens(self.rates(stage))
         return tokens / (seconds + self._cost("target", len(shape) - 1))
 
-    def rates(self, stage: str, first: float | None = None) -> list[float]:
+    def rates(self, stage: str) -> list[float]:
         """How often the r-th child of a node is accepted; never rising with r."""
-        first = self._rate(stage) if first is None else first
-        return falling_rates(first, [passed / tested for tested, passed in self._younger[stage]])
+        younger = [passed / tested for tested, passed in self._younger[stage]]
+        return falling_rates(self._rate(stage), younger)
 
 
 def falling_rates(first: float, younger: Sequence[float]) -> list[float]:

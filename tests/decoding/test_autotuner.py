@@ -77,8 +77,6 @@ def test_a_drafter_is_expected_to_be_as_good_for_one_verifier_as_for_the_other()
         before[plan] = tuner.tokens_per_second(plan)
     for _ in range(40):
         tuner.note_acceptance("draft", 10, 2)
-    expected = tuner.tokens_per_second(NAIVE, 0.2)
-    assert tuner.tokens_per_second(NAIVE) == pytest.approx(expected, rel=0.02)
     assert tuner.tokens_per_second(NAIVE) < 0.8 * before[NAIVE]
     assert tuner.tokens_per_second(RETRIEVAL) == before[RETRIEVAL]
 
@@ -124,18 +122,6 @@ def test_without_the_clock_choices_follow_counts_alone():
     assert choices(1, use_clock=False) == choices(2, use_clock=False)
     assert len(set(choices(1, use_clock=False))) > 1
     assert choices(1, use_clock=True) != choices(2, use_clock=True)
-
-
-def test_break_even_is_where_speculation_is_as_fast_as_the_model_alone():
-    tuner = tuner_after(COSTS, {"draft": 0.7}, [AR, NAIVE])
-    assert tuner.break_even() is None  # the model alone is the current plan
-    tuner.plan = NAIVE
-    alone = tuner.tokens_per_second(AR)
-    assert tuner.tokens_per_second(NAIVE, tuner.break_even()) == pytest.approx(alone, rel=0.02)
-    slow = tuner_after({**COSTS, "draft": 1.0}, {}, [AR, NAIVE])
-    slow.plan = NAIVE
-    assert slow.break_even() == 1
-    assert Autotuner([NAIVE, TRIFORCE], prior_of(COSTS), use_clock=True).break_even() is None
 
 
 def test_expected_tokens_are_those_of_independent_guesses():
