@@ -105,8 +105,7 @@ class Engine:
         a prompt is empty, too long, or has tokens outside the vocabulary.
         """
         speculation = _as_config(speculation, method=method, drafter=drafter)
-        wanted = (SamplingParams, GenerationConfig)
-        for given, kind in zip((sampling, generation), wanted, strict=True):
+        for given, kind in ((sampling, SamplingParams), (generation, GenerationConfig)):
             if not isinstance(given, kind):
                 raise InputError(f"got {shorten(repr(given), 60)} where a {kind.__name__} belongs")
         ids = encode_prompts(prompts, self.tokenizer)

@@ -107,8 +107,7 @@ class Generation(Iterator[Event]):
         return row.number
 
     def cancel(self, number: int) -> None:
-        """Ends a request before its time, if it has not ended; no `End` follows. Call it between
-        two events."""
+        """Ends a request before its time, between two events; no `End` follows."""
         for row in (*self._waiting, *self._running.values()):
             if row.number == number:
                 row.finish_reason = CANCELLED

@@ -32,8 +32,7 @@ class MemoryPool:
         self._latest: int | None = None  # by its id, so that the run alone keeps it alive
 
     def open(self, shape: MemoryShape, prompts: Sequence[list[int]]) -> Memory:
-        """Memory for a run over these prompts: what was kept, or new. Raises `InputError` if there
-        is no room."""
+        """Memory for a run: what was kept, or new. Raises `InputError` if there is no room."""
         kept = self._kept
         self._kept = None
         if kept is not None and self._can_run(kept, shape):
@@ -95,8 +94,7 @@ class MemoryPool:
         self.host.clear()
 
     def _is_worth_copying(self, kept: Memory, prompts: Sequence[list[int]]) -> bool:
-        """Whether what a run left is to be copied into a larger cache, for which there must be room
-        next to it."""
+        """Whether to copy what a run left into a larger cache, which must fit next to it."""
         if kept.full.device.type == "cuda" or isinstance(kept.full, OffloadedFullCache):
             return False
         return any(kept.prefix.num_shared(prompt) >= WORTH_COPYING for prompt in prompts)

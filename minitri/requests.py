@@ -31,11 +31,9 @@ class Token:
     row: int
     token_id: int
     text: str
-    """Text that became certain with this token; empty while a character or a possible stop string
-    is incomplete."""
+    """Text that became certain with it; empty inside a character or a possible stop string."""
     origin: str
-    """Where it came from: the stage that guessed it, `draft` or `retrieval`, or the target itself,
-    `recovered` or `bonus`."""
+    """Who guessed it, `draft` or `retrieval`; or of the target, `recovered` or `bonus`."""
     logprob: float | None = None
     """Natural logarithm of its probability by the target alone, before temperature and filters,
     whoever guessed it; None unless `GenerationConfig.logprobs` asks for it."""
@@ -87,8 +85,7 @@ class Request:
     seed: int = 0
     sampling: SamplingParams = SamplingParams()  # noqa: RUF009 (frozen)
     generation: GenerationConfig = GenerationConfig()  # noqa: RUF009 (frozen)
-    """Of these `max_new_tokens`, `stop`, `ignore_eos` and `logprobs`; the rest is of a run, not of
-    a text."""
+    """Its `max_new_tokens`, `stop`, `ignore_eos` and `logprobs`; the rest belongs to a run."""
     speculation: bool = True
     """Whether anything is guessed for this text, if the run speculates."""
 

@@ -153,8 +153,7 @@ class Workload:
     num_gpus: int = 1
 
     def read(self, stage: str, num_guesses: float) -> Pass:
-        """A pass of a stage ("draft", "retrieval", "target") over guesses in each row and a token
-        more."""
+        """A pass of a stage ("draft", "retrieval", "target") over guesses and a token per row."""
         config = self.draft if stage == "draft" else self.target
         assert config is not None
         whole = weights_per_pass(config) * self.itemsize

@@ -147,8 +147,7 @@ class SpeculationConfig:
     naive: a drafter; retrieval: the target with a small part of its KV cache; triforce: the drafter
     guesses for that one."""
     policy: Any = "retrieval"
-    """What the retrieval cache holds: by the paper's rule, or by an object of yours, see
-    `minitri.Policy`."""
+    """What the retrieval cache holds: by the paper's rule, or by your `minitri.Policy`."""
     gamma1: int | None = between(None, 1, MAX_GAMMA)
     """Tokens the drafter guesses at a time. Default: chosen before every step."""
     gamma2: int | None = between(None, 1, MAX_GAMMA)

@@ -86,8 +86,7 @@ class Stack:
         return PluggedDrafter(models.drafter, stats, self.tuner, self.source, runner, **where)
 
     def admit(self, b: int, prompt: list[int], request: Request) -> None:
-        """Gives row b, which is empty, to a request with this prompt; `prefill` and `start` must
-        follow."""
+        """Gives row b, which is empty, to a request; `prefill` and `start` must follow."""
         memory = self.memory
         speculation = self.shape.speculation
         self.sequences[b][:] = prompt
@@ -122,8 +121,7 @@ class Stack:
         return num_tokens
 
     def prefill(self, b: int) -> Iterator[int]:
-        """Reads the prompt of row b but for its last token in chunks; yields how many tokens it has
-        read."""
+        """Reads the prompt of row b but for its last token in chunks; yields tokens read so far."""
         self.stats.num_prompt_tokens += len(self.sequences[b])
         memory = self.memory
         cache = self.memory.retrieval_cache
@@ -228,15 +226,14 @@ def prior_seconds(memory: Memory, shape: MemoryShape) -> Callable[[str, float], 
     """What a round of each stage takes by bytes over bandwidth, before it was measured."""
     models = memory.models
     target = models.target
+    least = target.execution.ranks.least  # shares may be uneven
     return pass_costs(
         target.config,
         memory.draft.model.config if memory.draft is not None else None,
         machine=GPU if target.device.type == "cuda" else CPU,
         itemsize=target.dtype.itemsize,
-        target_bytes=int(
-            target.execution.ranks.least(bytes_per_pass(target))
-        ),  # shares may be uneven
-        retrieval_bytes=int(target.execution.ranks.least(bytes_per_pass(models.retrieval))),
+        target_bytes=int(least(bytes_per_pass(target))),
+        retrieval_bytes=int(least(bytes_per_pass(models.retrieval))),
         num_tokens=sum(shape.prompt_lengths),
         num_retrieved=sum(shape.budgets) if memory.retrieval is not None else 0,
         hosted_share=1 - memory.full.on_chip / target.config.num_layers,

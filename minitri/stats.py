@@ -102,8 +102,7 @@ class Stats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     commit_seconds: float = 0.0
-    """Of decoding: bringing the small caches up to date, rebuilds included, unless they are part of
-    a verification pass."""
+    """Of decoding: updates and rebuilds of the small caches outside a verification pass."""
     num_rebuilds: int = 0
     """Of the retrieval cache, the first build after the prompt included."""
     kv_cache_bytes: int = 0

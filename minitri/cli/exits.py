@@ -144,8 +144,7 @@ def is_piped() -> bool:
 
 
 def _end(code: int, line: str = "") -> SystemExit:
-    """Says why, and with which code to end: that of the process which ends first, if several
-    run together."""
+    """Says why, and with which code to end: of several processes that of the first to end."""
     is_first = True
     if (ranks := sys.modules.get("minitri.parallel.ranks")) is not None:
         code, is_first = ranks.first_end(code)

@@ -107,8 +107,7 @@ def run_lines(
     speculation: SpeculationConfig,
     draft: str,
 ) -> int:
-    """Writes a line for every line of --prompts; returns the exit code. Raises `InputError` in the
-    end if some were wrong."""
+    """Answers every line of --prompts; returns the exit code. Raises `InputError` at last."""
     text = join().ask_first(lambda: read_text(args.prompts))
     contents = [item for item in enumerate(text.splitlines(), 1) if item[1].strip()]
     if not contents:

@@ -63,8 +63,7 @@ def nothing(_: Token) -> str:
 def stream(
     run: Generation, show: Callable[[Token], str], *, quiet: bool
 ) -> tuple[str, list[Token]]:
-    """Shows a run of one prompt as it goes; returns how it finished, `interrupted` by Ctrl-C, and
-    its tokens."""
+    """Shows a run of one prompt; returns how it ended, `interrupted` by Ctrl-C, and its tokens."""
     tokens: list[Token] = []
     try:
         for event in with_bar(run, quiet=quiet):

@@ -72,8 +72,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Replaces every plain linear layer of a model, one after the other: at most one of them is in
-    memory twice."""
+    """Replaces every plain linear layer of a model; at most one of them is in memory twice."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is TiedHead:

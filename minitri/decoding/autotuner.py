@@ -126,7 +126,6 @@ def expected_tokens(rate: float, num_guesses: float) -> float:
 
 
 def expected_block(per_round: float, plan: StepPlan) -> tuple[float, float]:
-    """Guesses that the retrieval level collects, and the rounds that takes, at `per_round` tokens a
-    round."""
+    """Guesses that the retrieval level collects, and its rounds, at `per_round` tokens each."""
     length = plan.gamma2 + (per_round - 1) / 2  # the last round overshoots
     return length, length / per_round

@@ -55,8 +55,7 @@ class Meter:
     def note_verdict(
         self, level: LevelStats, proposer: str | None, num_draft: int, num_accepted: int
     ) -> None:
-        """A verdict of `level` about one row; `proposer` is the stage that was asked for guesses,
-        None if none was."""
+        """A verdict of `level` about one row; `proposer` is the stage that guessed, if any."""
         num_tested = level.record(num_draft, num_accepted)
         if proposer is not None:
             # No guess at all counts as one that was rejected: nothing was gained.

@@ -60,8 +60,7 @@ def demand_of(
     num_tokens: int,
     prompt_lengths: list[int],
 ) -> tuple[Demand, float, float]:
-    """What a run needs here, and the bytes there are on the device, weights included, and on the
-    host."""
+    """What a run needs here, and the bytes on the device, weights included, and on the host."""
     load = Load(target.config, draft, speculation, num_tokens, prompt_lengths)
     needs = demand(
         replace(load, prefill_chunk=generation.prefill_chunk, itemsize=target.dtype.itemsize)

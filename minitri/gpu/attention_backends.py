@@ -207,8 +207,7 @@ def error_of(name: str, device: torch.device, dtype: torch.dtype, config: ModelC
 def largest_error(
     backend: Backend, device: torch.device, dtype: torch.dtype, config: ModelConfig, T: int
 ) -> float:
-    """Distance from the oracle on a ragged random batch with long, short and empty prefixes, of
-    chains and of trees."""
+    """Distance from the oracle on long, short and empty prefixes, of chains and of trees."""
     generator = torch.Generator().manual_seed(0)
     S = 2048
     lengths = [1900, 0, 700]

@@ -21,8 +21,7 @@ from minitri.settings import GenerationConfig, SpeculationConfig
 
 GIB = 1 << 30
 MAX_BUFFERS = 4
-"""Staging buffers, at most: while others propose a link moves two layers, or three of a small one.
-"""
+"""Staging buffers, at most: while others propose, a link moves two or three layers."""
 CONTEXT = int(0.8 * GIB)
 """What a card's nominal size loses to the driver and the CUDA context before a model is loaded: 24
 GB cards have 23.2 GiB free."""

@@ -26,8 +26,7 @@ class Streams:
 
     @contextlib.contextmanager
     def copying(self, way: Way) -> Iterator[None]:  # noqa: ARG002 (there is but one stream)
-        """What is queued inside runs on the stream for that way, after what the current one has
-        so far."""
+        """What is queued inside runs on the stream for that way, after what is queued now."""
         yield
 
     def event(self) -> NoEvent | torch.cuda.Event:

@@ -85,8 +85,7 @@ class Environment(ImmutableSandboxedEnvironment):
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}` ... `{% endgeneration %}`, which marks answers for training: nothing
-    here."""
+    """`{% generation %}` ... `{% endgeneration %}` marks answers for training; ignored."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's way)
 

@@ -30,8 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"attention_bias": True, "output_bias": False},
     "qwen3": {"head_norm": True},
 }
-"""Architectures by the `model_type` of their config.json, and what each adds to a Llama's
-parts."""
+"""Architectures by the `model_type` of their config.json, and what each adds to a Llama."""
 
 _WITHOUT_DEFAULT = ("num_key_value_heads", "max_position_embeddings")
 """What a config.json may leave out for a Llama only: others have defaults of their own."""

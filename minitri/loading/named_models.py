@@ -79,8 +79,7 @@ qwen3-0.6b          qwen3    28      1024    3072   16     8   128       151936 
 qwen3-4b-256k       qwen3    36      2560    9728   32     8   128       151936      yes
 qwen3-8b            qwen3    36      4096    12288  32     8   128       151936      no
 """
-"""`inner` is the size of the MLP, `KV` the number of KV heads; of `tied` embeddings the LM head is
-the table."""
+"""`inner` is the size of the MLP, `KV` the number of KV heads; `tied`: the LM head is the table."""
 
 
 def _rows(table: str) -> Iterator[tuple[str, list[str]]]:

@@ -35,8 +35,7 @@ class SplitLlama(Llama):
     ranks: RankGroup
 
     def __init__(self, config: ModelConfig, *, ranks: RankGroup, **options: Any) -> None:
-        """A share of the model of `config`; `options` as for `Llama`. Raises `InputError` if it
-        cannot be split."""
+        """A share of this model; `options` as for `Llama`. Raises `InputError` if it has none."""
         share = config.share(ranks.count)
         super().__init__(share, **options)
         self.ranks = ranks

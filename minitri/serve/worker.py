@@ -56,11 +56,6 @@ class Worker:
     def is_alive(self) -> bool:
         return self._thread.is_alive() and not self._stopping
 
-    @property
-    def num_running(self) -> int:
-        """Requests that the run has, waiting ones included."""
-        return len(self._jobs)
-
     def submit(self, request: Request, deliver: Deliver) -> Job:
         """Puts a request after the others."""
         job = Job(request, deliver)

@@ -52,8 +52,7 @@ class TreeRunner:
         return runner.output(hidden_BTE)
 
     def keep_paths(self, paths: list[list[int]], active: list[bool]) -> None:
-        """Keeps the root of a tree that was just read, and the nodes of a path through it, in every
-        active row."""
+        """Keeps the root of the tree just read, and a path through it, in every active row."""
         runner = self._runner
         for b, path in enumerate(paths):
             if active[b] and path != list(range(1, len(path) + 1)):

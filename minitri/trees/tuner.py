@@ -107,8 +107,7 @@ class TreeTuner(Autotuner):
 
 
 def falling_rates(first: float, younger: Sequence[float]) -> list[float]:
-    """How often the r-th child of a node is accepted: the first one, and each younger sibling if
-    it is tested."""
+    """How often the r-th child of a node is accepted, by the rates of those that are tested."""
     rates = list[float]()
     left = 1.0
     for rate in (first, *younger):

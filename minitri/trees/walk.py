@@ -182,8 +182,7 @@ class IndependentTrees(IndependentSource):
 
 
 class CoupledTrees(CoupledSource):
-    """Noise by seed and position: all nodes of a position share it, and the walk is that of the
-    verifier's own tokens."""
+    """Noise by seed and position, shared by all nodes there: the walk is the verifier's tokens."""
 
     is_listed = True
 

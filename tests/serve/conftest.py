@@ -56,7 +56,7 @@ class Server:
 
     def wait_until_free(self) -> None:
         """No row is lost."""
-        self.wait(lambda: not (self.service.num_open or self.service.worker.num_running))
+        self.wait(lambda: not (self.service.num_open or self.service.worker._jobs))
 
 
 class Watched:

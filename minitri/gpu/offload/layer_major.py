@@ -55,8 +55,7 @@ class Chunk:
         home: torch.device,
         max_queries: int,
     ) -> None:
-        """Hidden states wait for the next layer at `home`. `max_queries`: of how many last tokens
-        the queries are wanted."""
+        """Hidden states wait at `home`; the queries of the last `max_queries` tokens are wanted."""
         self._cache = cache
         self._home = home
         self.end = cache.lengths[0] + len(tokens)

@@ -173,8 +173,7 @@ class OffloadedFullCache(FullCache):
                 staging.ring_starts[b] = max(min(staging.ring_starts[b], start), start + T - RING)
 
     def _prefetch(self, layer: int) -> StagingBuffer:
-        """Queues the copies of a layer in host memory and of the next ones, one for each buffer;
-        the first's buffer."""
+        """Queues copies of a hosted layer and the next, one for each buffer; the first's buffer."""
         buffer = self._fetch(layer)
         for number in range(layer + 1, min(layer + len(self._staging.buffers), self.shape[0])):
             self._fetch(number)

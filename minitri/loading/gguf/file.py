@@ -118,8 +118,7 @@ class GgufFile:
     def reading(self, what: str) -> AbstractContextManager[None]:
         """Turns whatever goes wrong over damaged metadata into an `InputError`."""
         problem = f"{self.path.name}: {what} are damaged"
-        advice = "get the file again"
-        return explain(problem, Exception, advice=advice, limit=90, with_type=True)
+        return explain(problem, Exception, advice="get it again", limit=90, with_type=True)
 
     def config(self, name: str) -> ModelConfig:
         """The model's shape."""
@@ -216,10 +215,9 @@ class GgufFile:
     def _dequantized(self, name: str, stored: "StoredTensor") -> Tensor:
         from gguf import dequantize
 
-        kind = stored.type.name
-        advice = "use a file of another quantization"
-        shown = f"tensor {printable(name, 60)} of type {kind}"
+        shown = f"tensor {printable(name, 60)} of type {stored.type.name}"
         problem = f"{self.path.name}: {shown} cannot be dequantized"
+        advice = "use a file of another quantization"
         with explain(problem, NotImplementedError, ValueError, KeyError, advice=advice):
             values = dequantize(stored.data, stored.type)
         return torch.from_numpy(np.require(values, requirements="W"))  # no view of the file
