@@ -6,7 +6,7 @@ after the row's prefix. So prefill, decoding, verification and trees are one cal
 and rules. The rule is causal (None) or a (T, T) boolean tensor, True where a query (row) may see a
 key of the block (column).
 
-`Attend` is the contract. `attend_math` here is the oracle of all tests; `cpu/attention.py` and
+`Attend` is the contract. `attend_math` is the oracle of all tests; `cpu/flash_attention.py` and
 `gpu/attention_backends.py` hold the fast implementations. All are for inference: gradients after a
 prefix are not promised.
 
