@@ -28,6 +28,10 @@ from minitri.model.replace import Factories, replace_modules
 from minitri.model.rope import Rotary
 from minitri.settings import LONGEST_BLOCK
 
+TILE, MANY_ROWS = 256, 1024
+"""Rows of a matrix product where their number decides the last bits, and of a usual prompt."""
+_TILES: dict[tuple[object, ...], int | None] = {}
+"""What `rows_at_once` has found, by dtype and shape."""
 WRITABLE = (FullCache, RetrievalCache, StreamingCache)
 """Caches that are nothing but tensors (L, B, K, S, D), which a pass may write and read itself."""
 
@@ -47,16 +51,45 @@ class KernelLinear(Linear):
         self.kernels, self.bits = kernels, bits
 
     def forward(self, x: Tensor) -> Tensor:
-        # Fewer rows might be multiplied in another way, with other last bits.
-        num_tokens = x.shape[-2] if x.dim() > 1 else 1
-        padded = F.pad(x, (0, 0, 0, max(0, LONGEST_BLOCK + 1 - num_tokens)))
-        return F.linear(padded, self.plain_weight(x.dtype), self.bias)[..., :num_tokens, :]
+        weight = self.plain_weight(x.dtype)
+        tile = rows_at_once(weight)
+        rows_TE = x.reshape(-1, x.shape[-1])
+        T = len(rows_TE)
+        num_missing = max(0, LONGEST_BLOCK + 1 - T) if tile is None else -T % tile
+        if num_missing:
+            rows_TE = F.pad(rows_TE, (0, 0, 0, num_missing))
+        if tile is None:
+            out = F.linear(rows_TE, weight, self.bias)
+        else:
+            out = rows_TE.new_empty(len(rows_TE), self.out_features)
+            multiply = torch.mm if self.bias is None else partial(torch.addmm, self.bias)
+            for some, place in zip(rows_TE.split(tile), out.split(tile), strict=True):
+                multiply(some, weight.t(), out=place)
+        return out[:T].view(*x.shape[:-1], -1)
 
     def plain_weight(self, dtype: torch.dtype) -> Tensor:
         """W of shape (out_features, in_features); plain weights keep their own number type."""
         if self.bits == 16:
             return self.weight
         return dequantize(self.weight, self.in_features, self.bits, dtype)
+
+
+def rows_at_once(weight: Tensor) -> int | None:
+    """Rows to multiply with a matrix at a time, so that the bits of each depend on it alone.
+
+    None: any number above LONGEST_BLOCK. With AMX, and in float32, oneDNN adds up few rows in
+    another order than many, and K and V would depend on where a prompt was cut into chunks. What
+    this machine does with a matrix of this shape is tried out once.
+    """
+    key = (weight.dtype, *weight.shape)
+    if key not in _TILES:
+        x = torch.randn(MANY_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0))
+        x = x.to(weight.dtype)
+        many = F.linear(x, weight)
+        few = (LONGEST_BLOCK + 1, TILE, 2 * TILE)
+        is_same = all(torch.equal(F.linear(x[:rows], weight), many[:rows]) for rows in few)
+        _TILES[key] = None if is_same else TILE
+    return _TILES[key]
 
 
 class KernelHead(KernelLinear):
@@ -67,7 +100,7 @@ class KernelHead(KernelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() > 1 and x.shape[-2] > LONGEST_BLOCK:
-            return super().forward(x)
+            return F.linear(x, self.plain_weight(x.dtype), self.bias)
         return self.kernels.linear(
             x, self.weight, self.out_features, bits=self.bits, bias=self.bias, is_wide=self.is_wide
         )

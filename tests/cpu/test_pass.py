@@ -2,15 +2,18 @@
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from minitri import Token, load
 from minitri.caches.full import FullCache
 from minitri.caches.policies import make_policy
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
+from minitri.cpu import kernel_layers
 from minitri.cpu.kernel_layers import KernelLayers, use_kernels
 from minitri.cpu.kernels import Kernels, load_kernels
 from minitri.cpu.low_bit_models import quantized_copy
@@ -145,21 +148,52 @@ def test_a_copy_of_a_model_does_not_take_its_weights(kernels):
     assert torch.equal(model(tokens, tokens, filled_cache("full", torch.float32)), before)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_chunks_of_a_prompt_may_begin_anywhere(kernels, dtype):
+def assert_chunks_may_begin_anywhere(kernels, dtype, config=CONFIG):
     """K and V have the same bits: a text may go on after what an earlier one left."""
-    model = tiny_model(CONFIG, dtype=getattr(torch, dtype))
+    model = tiny_model(config, dtype=getattr(torch, dtype))
     use_kernels(model, kernels)
-    prompt = torch.randint(0, CONFIG.vocab_size, (401,), generator=torch.manual_seed(0)).tolist()
+    prompt = torch.randint(0, config.vocab_size, (701,), generator=torch.manual_seed(0)).tolist()
     caches = []
-    for ends in ([400], [256, 400], [1, 2, 9, 140, 141, 270, 399, 400], range(50, 401, 50)):
-        cache = FullCache.allocate(CONFIG, 1, 448, dtype=model.dtype, device=model.device)
+    for ends in ([700], [256, 700], [1, 2, 9, 340, 341, 470, 699, 700], range(100, 701, 100)):
+        cache = FullCache.allocate(config, 1, 704, dtype=model.dtype, device=model.device)
         for end in ends:
             for _ in prefill(model, prompt[: end + 1], cache, 0, chunk=1024):
                 pass
-        caches.append((cache.keys[..., :400, :], cache.values[..., :400, :]))
+        caches.append((cache.keys[..., :700, :], cache.values[..., :700, :]))
     for pair in caches[1:]:
         assert all(torch.equal(*both) for both in zip(pair, caches[0], strict=True))
+
+
+WIDE = replace(CONFIG, hidden_size=576, intermediate_size=1536, context_length=1024)
+"""As the matrices of a real model, which PyTorch multiplies in other ways than small ones."""
+
+
+@pytest.mark.parametrize("config", [replace(CONFIG, context_length=1024), WIDE])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_chunks_of_a_prompt_may_begin_anywhere(kernels, dtype, config):
+    assert_chunks_may_begin_anywhere(kernels, dtype, config)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_chunks_may_begin_anywhere_on_a_machine_whose_products_depend_on_their_size(
+    kernels, bias, monkeypatch
+):
+    """As with AMX: fewer than 600 rows have other last bits."""
+
+    def scaled(product):
+        def multiply(*matrices, **options):
+            rows = matrices[-2] if product is not F.linear else matrices[0]
+            out = product(*matrices, **options)
+            return out.mul_(1 + 1e-3 * (len(rows) < 600))
+
+        return multiply
+
+    monkeypatch.setattr(kernel_layers, "_TILES", {})
+    for owner, name in ((F, "linear"), (torch, "mm"), (torch, "addmm")):
+        monkeypatch.setattr(owner, name, scaled(getattr(owner, name)))
+    config = replace(CONFIG, context_length=1024, attention_bias=bias)
+    assert_chunks_may_begin_anywhere(kernels, "float32", config)
+    assert set(kernel_layers._TILES.values()) == {kernel_layers.TILE}
 
 
 def test_two_engines_in_two_threads_do_not_disturb_each_other(folder):
