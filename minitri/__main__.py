@@ -1,4 +1,3 @@
-# PYTHON_ARGCOMPLETE_OK
 """The command `minitri`, the same as `python -m minitri`: one of the programs, or a text to go on.
 
     minitri "The sea was" -n 40         # the same as minitri generate "The sea was" -n 40
@@ -7,7 +6,6 @@
 Imports next to nothing, so that its help is there at once.
 """
 
-import os
 import sys
 from importlib import import_module
 
@@ -38,10 +36,7 @@ examples:
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `minitri` and `python -m minitri`."""
     argv = sys.argv[1:] if argv is None else argv
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow; argcomplete answers
-        argv = os.environ.get("COMP_LINE", "").split()[1:]
-        os.environ["_ARGCOMPLETE"] = "2" if argv[:1] and argv[0] in PROGRAMS else "1"
-    elif argv in (["-h"], ["--help"]) or (not argv and not is_piped()):
+    if argv in (["-h"], ["--help"]) or (not argv and not is_piped()):
         answer(HELP)
     elif argv == ["--version"]:
         answer(f"minitri {__version__}\n")

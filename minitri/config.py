@@ -83,9 +83,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     name: str = "llama"
     draft_of: str | None = None
-    """Name of the target whose embedding table this drafter borrows; None: it has its own. A small
-    model is mostly that table, and its target has it in memory, so the drafter's files leave it
-    out."""
+    """Name of the target whose embedding table, most of a small model, this drafter borrows; None:
+    it has its own."""
     head_size: int | None = None
     """With `draft_of`: tokens that the drafter's LM head covers, the frequent ones of the
     vocabulary. It never guesses the others. That makes it faster, and cannot change a text."""

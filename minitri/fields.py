@@ -18,8 +18,7 @@ def between(default: Any, least: float, most: float = MAX_COUNT) -> Any:
 
 
 def check_fields(settings: Any, label: str = "") -> None:
-    """Raises `InputError` unless the fields made by `one_of` and `between` are as they say; `label`
-    stands before their names."""
+    """Raises `InputError` unless fields are as `one_of` and `between` say; `label` goes first."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         rule = field.metadata

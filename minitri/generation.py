@@ -49,8 +49,7 @@ def running(models: Models) -> Iterator[None]:
 
 
 class Generation(Iterator[Event]):
-    """A run in progress: iterate for its events, read `stats` at any time; `close`, or the end of a
-    with statement, ends it."""
+    """A run in progress: iterate for its events, read `stats` at any time, `close` it."""
 
     def __init__(
         self,

@@ -254,6 +254,5 @@ class SpeculationConfig:
 
     @property
     def room(self) -> int:
-        """Slots a small cache needs after what a slide leaves: up to a block that a drafter has
-        not read yet, and a block of guesses."""
+        """Slots that a small cache needs after a slide: an unread block, a block of guesses."""
         return 2 * self.max_block

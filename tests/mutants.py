@@ -289,6 +289,10 @@ reuse/test_prefixes.py::test_slots_that_passes_of_others_wrote_over_are_put_back
 reuse/test_prefixes.py::test_slots_that_passes_of_others_wrote_over_are_put_back[-1]
   a guard that is one slot short
     PrefixCache._guard: self._num_guarded => self._num_guarded - 1
+cpu/test_pass.py
+::test_chunks_may_begin_anywhere_on_a_machine_whose_products_depend_on_their_size[True]
+  few rows are multiplied in another way than many
+    product_tile: None if is_same else TILE => None
 reuse/test_snapshots.py::test_tokens_that_were_generated_stay_inexact_in_a_file
   generated tokens count as exact in a file
     write_snapshot: source.num_exact => num_tokens

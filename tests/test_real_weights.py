@@ -25,26 +25,10 @@ YARN4 = {
 
 
 def ours(prompt_file, capsys, num_prompt: int, *flags: str) -> dict:
+    words = f"--model smollm2-135m --prompt-file {prompt_file} --json --quiet --max-new-tokens 32 "
+    words += f"--max-prompt-tokens {num_prompt} --temperature 0 --dtype float32"
     with pytest.raises(SystemExit) as ended:
-        main(
-            [
-                "--model",
-                "smollm2-135m",
-                "--prompt-file",
-                str(prompt_file),
-                "--json",
-                "--quiet",
-                "--max-prompt-tokens",
-                str(num_prompt),
-                "--max-new-tokens",
-                "32",
-                "--temperature",
-                "0",
-                "--dtype",
-                "float32",
-                *flags,
-            ]
-        )
+        main([*words.split(), *flags])
     assert ended.value.code == 0
     return json.loads(capsys.readouterr().out)
 
@@ -93,33 +77,9 @@ def test_every_method_gives_the_autoregressive_tokens(real_weights, capsys, draf
     rejects."""
     with pytest.raises(SystemExit) as ended:
         selftest.main(
-            [
-                "--model",
-                "smollm2-135m",
-                "--dtype",
-                "float32",
-                "--draft",
-                draft,
-                "--quiet",
-                "--max-prompt-tokens",
-                "700",
-                "--max-new-tokens",
-                "48",
-                "--budget",
-                "256",
-                "--rebuild-stride",
-                "16",
-                "--num-samples",
-                "0",
-                "--method",
-                "auto",
-                "--method",
-                "naive",
-                "--method",
-                "retrieval",
-                "--method",
-                "triforce",
-            ]
+            f"--model smollm2-135m --dtype float32 --draft {draft} --quiet --max-prompt-tokens 700 "
+            "--max-new-tokens 48 --budget 256 --rebuild-stride 16 --num-samples 0 "
+            "--method auto --method naive --method retrieval --method triforce".split()
         )
     assert ended.value.code == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["num_equal"] == 8

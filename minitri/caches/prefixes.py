@@ -121,8 +121,7 @@ class PrefixCache:
             self._guard(b, row.tokens[:num_tokens], min(row.num_exact, num_tokens))
 
     def best_place(self, places: list[int], prompt: list[int]) -> int:
-        """Of these rows without a text the one where a prompt saves most copying and loses least of
-        what other prompts might begin with."""
+        """Of rows without a text the one where a prompt saves most copying and loses least."""
 
         def gain(b: int) -> int:
             row = self._ended[b]

@@ -70,10 +70,6 @@ def program(
             sys.stdout.reconfigure(encoding="utf-8", errors="replace")
         parser = build_parser()
         is_silent = _is_follower(parser.prog, parallel)
-        with contextlib.suppress(ImportError):
-            import argcomplete
-
-            argcomplete.autocomplete(parser)
         args = parser.parse_args(words)
         args.quiet |= is_silent
         log = logging.getLogger("minitri")

@@ -31,7 +31,7 @@ from minitri.settings import LONGEST_BLOCK
 TILE, MANY_ROWS = 256, 1024
 """Rows of a matrix product where their number decides the last bits, and of a usual prompt."""
 _TILES: dict[tuple[object, ...], int | None] = {}
-"""What `rows_at_once` has found, by dtype and shape."""
+"""What `product_tile` has found, by dtype, shape and number of threads."""
 WRITABLE = (FullCache, RetrievalCache, StreamingCache)
 """Caches that are nothing but tensors (L, B, K, S, D), which a pass may write and read itself."""
 
@@ -52,7 +52,7 @@ class KernelLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.plain_weight(x.dtype)
-        tile = rows_at_once(weight)
+        tile = product_tile(weight)
         rows_TE = x.reshape(-1, x.shape[-1])
         T = len(rows_TE)
         num_missing = max(0, LONGEST_BLOCK + 1 - T) if tile is None else -T % tile
@@ -74,14 +74,13 @@ class KernelLinear(Linear):
         return dequantize(self.weight, self.in_features, self.bits, dtype)
 
 
-def rows_at_once(weight: Tensor) -> int | None:
+def product_tile(weight: Tensor) -> int | None:
     """Rows to multiply with a matrix at a time, so that the bits of each depend on it alone.
 
-    None: any number above LONGEST_BLOCK. With AMX, and in float32, oneDNN adds up few rows in
-    another order than many, and K and V would depend on where a prompt was cut into chunks. What
-    this machine does with a matrix of this shape is tried out once.
+    None: any number above LONGEST_BLOCK. With AMX, and in float32, oneDNN may add up few rows in
+    another order than many; then K and V would depend on how a prompt was cut. It is tried out.
     """
-    key = (weight.dtype, *weight.shape)
+    key = (weight.dtype, *weight.shape, torch.get_num_threads())
     if key not in _TILES:
         x = torch.randn(MANY_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0))
         x = x.to(weight.dtype)
@@ -202,14 +201,10 @@ def weights_of(layer: nn.Module) -> LayerWeights:
     """The addresses of a block's weights, which stay where they are."""
     assert isinstance(layer, Layer)
     attention, mlp = layer.self_attn, layer.mlp
-    norms = (
-        layer.input_layernorm,
-        layer.post_attention_layernorm,
-        attention.q_norm,
-        attention.k_norm,
-    )
+    norms = (layer.input_layernorm, layer.post_attention_layernorm)
     linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-    weights = (None if norm is None else address(norm.weight) for norm in norms)
+    every = (*norms, attention.q_norm, attention.k_norm)
+    weights = (None if norm is None else address(norm.weight) for norm in every)
     return LayerWeights(*weights, *map(matrix_of, linears))
 
 

@@ -22,8 +22,7 @@ class Meter:
 
     @contextmanager
     def drafting(self, level: LevelStats, num_rows: int, num_before: int = 0) -> Iterator[None]:
-        """A pass that guesses one token of each row, after `num_before` others in its block; the
-        host does not wait for it."""
+        """A pass that guesses a token of each row, after `num_before` others in its block."""
         started = self.clock.now()
         yield
         self.clock.since(started, partial(self._note_round, level, num_before))

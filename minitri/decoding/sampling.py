@@ -135,8 +135,7 @@ def pad_vocabulary(probs_BNV: Tensor, vocab_size: int) -> Tensor:
 
 
 def log_probs(logits_NV: Tensor, tokens: list[int], num_top: int) -> list[LogProbs]:
-    """Log-probabilities of N tokens, and of the likeliest at each place, by the model alone: before
-    temperature and filters."""
+    """Log-probabilities of N tokens and of the likeliest at each place, before all filters."""
     scores_NV = logits_NV.log_softmax(-1)
     tokens_N1 = torch.tensor(tokens, device=scores_NV.device).unsqueeze(1)
     own = scores_NV.gather(1, tokens_N1).squeeze(1).tolist()

@@ -23,8 +23,7 @@ GIB = 1 << 30
 MAX_BUFFERS = 4
 """Staging buffers, at most: while others propose, a link moves two or three layers."""
 CONTEXT = int(0.8 * GIB)
-"""What a card's nominal size loses to the driver and the CUDA context before a model is loaded: 24
-GB cards have 23.2 GiB free."""
+"""What a card's nominal size loses to driver and CUDA context: 24 GB cards have 23.2 GiB free."""
 RESERVE = GIB // 2
 """Free device memory left to workspaces of libraries, graphs and allocator waste."""
 

@@ -47,8 +47,7 @@ def family(kind: Any, name: str) -> dict[str, Any]:
 
 
 def read_config(config: Mapping[str, Any], name: str) -> ModelConfig:
-    """From the dictionary in a Hugging Face config.json. Raises `InputError` for a model that is
-    no Llama and none of its relatives."""
+    """From a Hugging Face config.json. Raises `InputError` for a model of another family."""
     own = family(config.get("model_type"), name)
     wrong_kind = (TypeError, ValueError, ZeroDivisionError, OverflowError)
     problem = f"{name}: config.json holds a value of the wrong kind"

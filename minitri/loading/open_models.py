@@ -144,8 +144,7 @@ class OpenModels:
                 self._draft = self._open_draft(name, options)
 
     def load(self) -> tuple[Llama, Llama | None, Llama | None]:
-        """Reads the weights: the model, its drafter if that is a model, and its copy in
-        fewer bits if it guesses with one."""
+        """Reads the weights: the model; its draft model, its copy in fewer bits, if used."""
         target = self._target.load()
         drafter = None
         retrieval_model = retrieval_copy(target, self._draft_weights)

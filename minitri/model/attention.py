@@ -77,8 +77,7 @@ def row_by_row(
 
 
 def fold(q_BTHD: Tensor, num_kv_heads: int) -> Tensor:
-    """Queries (B, K, R, D): the G heads of a group and the T tokens as rows of one matrix, so that
-    K and V are read once per KV head."""
+    """Queries (B, K, R, D): heads of a group and tokens as rows, to read K and V once."""
     B, T, H, D = q_BTHD.shape
     q_BTKGD = q_BTHD.view(B, T, num_kv_heads, H // num_kv_heads, D)
     return q_BTKGD.permute(0, 2, 3, 1, 4).flatten(2, 3)

@@ -27,8 +27,7 @@ from minitri.errors import InputError, shorten
 from minitri.model.execution import Ranks
 
 TIMEOUT = timedelta(minutes=30)
-"""For a rank that is there and says nothing: rank 0 may be fetching a model. One whose process has
-ended is noticed at once."""
+"""For a rank that says nothing: rank 0 may be fetching. One that has ended is noticed at once."""
 JOIN_TIMEOUT = timedelta(minutes=2)
 """For ranks that were never started."""
 MESSAGE = 512

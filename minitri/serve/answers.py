@@ -191,8 +191,7 @@ def shown(name: bytes) -> str:
 
 @functools.cache
 def byte_level_alphabet() -> dict[str, int]:
-    """The characters that byte-level BPE writes for bytes: those that are not visible as Latin-1
-    are numbered from U+0100 on."""
+    """What byte-level BPE writes for bytes: those not visible in Latin-1 count from U+0100 on."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = sorted({*range(256)} - {*visible})
     return {

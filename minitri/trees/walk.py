@@ -134,8 +134,7 @@ def tested_children(
 
 
 def residual(rest_V: Tensor, token: int, q_V: Tensor | None) -> Tensor:
-    """What a rejected child leaves of the verifier's distribution, which sums to 1; all of it where
-    nothing is left in floating point."""
+    """What a rejected child leaves of the verifier's distribution; all, if it leaves nothing."""
     if q_V is None:
         left_V = rest_V.clone()
         left_V[token] = 0

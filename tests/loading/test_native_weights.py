@@ -280,34 +280,9 @@ def test_real_weights_agree_with_the_dequantized_float32_model(real_weights, lon
 def test_real_weights_give_one_text_with_every_method(real_weights, capsys, dtype):
     with pytest.raises(SystemExit) as ended:
         selftest.main(
-            [
-                "--model",
-                "smollm2-135m",
-                "--dtype",
-                dtype,
-                "--weights",
-                "native",
-                "--bitwise",
-                "--max-prompt-tokens",
-                "700",
-                "--max-new-tokens",
-                "48",
-                "--budget",
-                "256",
-                "--rebuild-stride",
-                "16",
-                "--num-samples",
-                "0",
-                "--quiet",
-                "--method",
-                "auto",
-                "--method",
-                "naive",
-                "--method",
-                "retrieval",
-                "--method",
-                "triforce",
-            ]
+            f"--model smollm2-135m --dtype {dtype} --weights native --bitwise --num-samples 0 "
+            "--max-prompt-tokens 700 --max-new-tokens 48 --budget 256 --rebuild-stride 16 --quiet "
+            "--method auto --method naive --method retrieval --method triforce".split()
         )
     assert ended.value.code == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["num_equal"] == 8

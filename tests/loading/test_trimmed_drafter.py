@@ -2,6 +2,7 @@
 frequent tokens."""
 
 import json
+import shlex
 import shutil
 
 import pytest
@@ -15,24 +16,9 @@ from tools import distill_data, distill_draft
 
 pytestmark = pytest.mark.slow
 
-FLAGS = (
-    "--text-tokens",
-    "4096",
-    "--own-tokens",
-    "1",
-    "--held-out-tokens",
-    "2048",
-    "--head-tokens",
-    "200",
-    "--train-tokens",
-    "6000",
-    "--batch",
-    "4",
-    "--dtype",
-    "float32",
-    "--device",
-    "cpu",
-    "--quiet",
+FLAGS = shlex.split(
+    "--text-tokens 4096 --own-tokens 1 --held-out-tokens 2048 --head-tokens 200 "
+    "--train-tokens 6000 --batch 4 --dtype float32 --device cpu --quiet"
 )
 
 

@@ -307,20 +307,6 @@ def test_advice_without_do_sample_is_greedy(run, advised):
     assert (done.code, done.json["temperature"], SAID in done.err) == (0, 0, False)
 
 
-@pytest.mark.parametrize(
-    ("line", "wanted"),
-    [("minitri plan --gpu-m", "--gpu-memory"), ("minitri --json-", "--json-str")],
-)
-def test_a_shell_completes_the_flags_of_each_program(tmp_path, line, wanted):
-    pytest.importorskip("argcomplete")
-    program = "import sys; sys.argv = ['minitri']; from minitri.__main__ import main; main()"
-    answer = tmp_path / "answer"
-    shell = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE": "1"}
-    shell |= {"_ARGCOMPLETE_SHELL": "bash", "_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
-    subprocess.run([sys.executable, "-c", program], env=os.environ | shell, check=True)
-    assert answer.read_text().startswith(wanted)
-
-
 @pytest.mark.parametrize("flags", ["--new-tokens 3", "--prompt-tokens 0", "--seeds x"])
 def test_the_benchmark_refuses_what_it_cannot_measure(run, flags):
     code, _, err = run(*flags.split(), program=bench.main, model=None)

@@ -108,23 +108,9 @@ def test_peers_take_their_turns(installed, gguf_file, capsys):
     with pytest.raises(SystemExit) as ended:
         bench.main(
             [
-                "--compare",
-                "--model",
-                str(gguf_file),
-                "--peer",
+                *f"--compare --model {gguf_file} --method autoregressive --prompt-tokens 30 "
+                "--new-tokens 12 --dtype float32 --device cpu --temperature 0 --peer".split(),
                 "llama.cpp native/f16",
-                "--method",
-                "autoregressive",
-                "--prompt-tokens",
-                "30",
-                "--new-tokens",
-                "12",
-                "--dtype",
-                "float32",
-                "--device",
-                "cpu",
-                "--temperature",
-                "0",
             ]
         )
     out, err = capsys.readouterr()

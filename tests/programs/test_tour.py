@@ -19,21 +19,8 @@ def test_four_pictures_and_four_paragraphs(model, tmp_path, capsys):
     text.write_text(" ".join(SENTENCES) * 40)
     with pytest.raises(SystemExit) as end:
         tour.main(
-            [
-                "--model",
-                str(model),
-                "--device",
-                "cpu",
-                "--prompt-file",
-                str(text),
-                "--out",
-                str(out),
-                "--max-prompt-tokens",
-                "700",
-                "--max-new-tokens",
-                "12",
-                "-q",
-            ]
+            f"--model {model} --device cpu --prompt-file {text} --out {out} "
+            "--max-prompt-tokens 700 --max-new-tokens 12 -q".split()
         )
     assert end.value.code == 0
     assert out.read_bytes().startswith(b"\x89PNG")

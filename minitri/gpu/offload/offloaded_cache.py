@@ -92,8 +92,7 @@ class OffloadedFullCache(FullCache):
         host: HostMemory | None = None,
         streams: Streams | None = None,
     ) -> "OffloadedFullCache":
-        """An empty cache that keeps `on_chip` layers on the device, fewer than there are; `host`
-        lends the memory of the others."""
+        """An empty cache with `on_chip` layers on the device; `host` lends memory for others."""
         assert 0 <= on_chip < config.num_layers
         shape = (batch_size, config.num_kv_heads, round_up_to_stride(capacity), config.head_dim)
         keys, values = (torch.empty(on_chip, *shape, dtype=dtype, device=device) for _ in range(2))
