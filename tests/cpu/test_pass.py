@@ -164,11 +164,12 @@ def assert_chunks_may_begin_anywhere(kernels, dtype, config=CONFIG):
         assert all(torch.equal(*both) for both in zip(pair, caches[0], strict=True))
 
 
-WIDE = replace(CONFIG, hidden_size=576, intermediate_size=1536, context_length=1024)
+LONG = replace(CONFIG, context_length=1024)
+WIDE = replace(LONG, hidden_size=576, intermediate_size=1536)
 """As the matrices of a real model, which PyTorch multiplies in other ways than small ones."""
 
 
-@pytest.mark.parametrize("config", [replace(CONFIG, context_length=1024), WIDE])
+@pytest.mark.parametrize("config", [LONG, WIDE], ids=["small", "wide"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_chunks_of_a_prompt_may_begin_anywhere(kernels, dtype, config):
     assert_chunks_may_begin_anywhere(kernels, dtype, config)
@@ -191,7 +192,7 @@ def test_chunks_may_begin_anywhere_on_a_machine_whose_products_depend_on_their_s
     monkeypatch.setattr(kernel_layers, "_TILES", {})
     for owner, name in ((F, "linear"), (torch, "mm"), (torch, "addmm")):
         monkeypatch.setattr(owner, name, scaled(getattr(owner, name)))
-    config = replace(CONFIG, context_length=1024, attention_bias=bias)
+    config = replace(LONG, attention_bias=bias)
     assert_chunks_may_begin_anywhere(kernels, "float32", config)
     assert set(kernel_layers._TILES.values()) == {kernel_layers.TILE}
 
