@@ -1,6 +1,7 @@
 """The peer `transformers`, plain and with its prompt lookup, in this process: the engine's weights
 in the engine's dtype. Only this file knows it, and only on demand."""
 
+import inspect
 import json
 import queue
 import tempfile
@@ -70,9 +71,13 @@ def transformers_peer(model: Any) -> StartPeer:
     """Plain decoding by its forward pass and its cache, without the overhead of its `generate`."""
     from transformers import DynamicCache
 
+    # Since 5.24 it is `cache`.
+    names = inspect.signature(model.forward).parameters
+    name = "cache" if "cache" in names else "past_key_values"
+
     def run(prompt: list[int], num_new: int) -> Iterator[int]:
         cache, block = DynamicCache(config=model.config), prompt
-        options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        options = {name: cache, "use_cache": True, "logits_to_keep": 1}
         for _ in range(num_new):
             with torch.inference_mode():
                 logits = model(torch.tensor([block], device=model.device), **options).logits
