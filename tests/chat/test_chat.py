@@ -121,20 +121,20 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_only(instruct):
         env={**os.environ, "TERM": "dumb", "PROMPT_TOOLKIT_NO_CPR": "1"},
         preexec_fn=_take_terminal,
     ) as process:
-        os.close(other)
-        read_until(terminal, "Ctrl-D leaves")
-        read_until(terminal, ">")
-        os.write(terminal, b"Tell me everything\r")
-        read_until(terminal, "everything")
-        time.sleep(0.5)
-        os.write(terminal, b"\x03")
         try:
-            assert "(stopped after" in read_until(terminal, "tokens)", 20)
+            os.close(other)
+            read_until(terminal, "Ctrl-D leaves")
+            read_until(terminal, ">")
+            os.write(terminal, b"Tell me everything\r")
+            read_until(terminal, "everything")
+            time.sleep(0.5)
+            os.write(terminal, b"\x03")
+            assert "(stopped after" in read_until(terminal, "tokens)", 60)
             read_until(terminal, ">")
             os.write(terminal, b"/stats\r")
             assert "tokens in" in read_until(terminal, "memory")
             os.write(terminal, b"/quit\r")
-            assert process.wait(timeout=30) == 0
+            assert process.wait(timeout=60) == 0
         finally:
             process.kill()
     os.close(terminal)
