@@ -96,21 +96,29 @@ def test_bad_flags_and_documents_are_one_line(instruct, tmp_path, capsys):
         assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def read_until(terminal: int, text: str, seconds: float = 60) -> str:
-    shown, end = "", time.monotonic() + seconds
-    while text not in shown:
-        assert time.monotonic() < end, shown
-        if not select.select([terminal], [], [], 0.2)[0]:
-            continue
-        try:
-            shown += os.read(terminal, 4096).decode(errors="replace")
-        except OSError:  # the program has ended
-            raise AssertionError(shown) from None
-    return shown
+def reader(terminal: int):
+    """Reads on to a text, and no further: what was shown at once with it is for the next call."""
+    shown = ""
+
+    def read_until(text: str) -> str:
+        nonlocal shown
+        end = time.monotonic() + 60
+        while text not in shown:
+            assert time.monotonic() < end, shown
+            if select.select([terminal], [], [], 0.2)[0]:
+                try:
+                    shown += os.read(terminal, 4096).decode(errors="replace")
+                except OSError:  # the program has ended
+                    raise AssertionError(shown) from None
+        before, _, shown = shown.partition(text)
+        return before + text
+
+    return read_until
 
 
 def test_at_a_terminal_ctrl_c_stops_an_answer_only(instruct):
     terminal, other = pty.openpty()
+    read_until = reader(terminal)
     command = [sys.executable, "-m", "minitri.chat", *flags(instruct), "-n", "1900"]
     with subprocess.Popen(
         command,
@@ -123,16 +131,16 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_only(instruct):
     ) as process:
         try:
             os.close(other)
-            read_until(terminal, "Ctrl-D leaves")
-            read_until(terminal, ">")
+            read_until("Ctrl-D leaves")
+            read_until(">")
             os.write(terminal, b"Tell me everything\r")
-            read_until(terminal, "everything")
+            read_until("everything")
             time.sleep(0.5)
             os.write(terminal, b"\x03")
-            assert "(stopped after" in read_until(terminal, "tokens)", 60)
-            read_until(terminal, ">")
+            assert "(stopped after" in read_until("tokens)")
+            read_until(">")
             os.write(terminal, b"/stats\r")
-            assert "tokens in" in read_until(terminal, "memory")
+            assert "tokens in" in read_until("memory")
             os.write(terminal, b"/quit\r")
             assert process.wait(timeout=60) == 0
         finally:
