@@ -100,15 +100,13 @@ class Service:
         """The one model, under its names."""
         self._check_key(request)
         about = {"object": "model", "created": 0, "owned_by": "minitri"}
-        about["max_model_len"] = self.protocol.context
-        data = [{"id": name, **about} for name in self.protocol.names]
+        about |= {"max_model_len": self.protocol.context}
+        data = [about | {"id": name} for name in self.protocol.names]
         return answer({"object": "list", "data": data})
 
     async def health(self, _: Request) -> Response:
         """Whether requests are answered, and how many run or wait."""
-        is_alive = self.worker.thread.is_alive()
-        about = {"status": "ok" if is_alive else "stopped", "requests": self.num_open}
-        return answer(about, 200 if is_alive else 503)
+        return answer({"status": "ok", "requests": self.num_open})
 
 
 class Answer(Response):
@@ -203,7 +201,6 @@ def as_api_error(error: Exception) -> ApiError:
         case InputError():
             return ApiError(400, "invalid_request", str(error))
         case HTTPException():
-            message = f"{error.detail}; see the README"
-            return ApiError(error.status_code, "invalid_request", message)
+            return ApiError(error.status_code, "invalid_request", error.detail)
     message = f"a bug: {shorten(repr(error))}; see the server's log"
     return ApiError(500, "internal_error", message)

@@ -48,8 +48,8 @@ class Worker:
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # None: wake up and stop
         self._jobs: dict[int, Job] = {}
         self._stopping = False
-        self.thread = threading.Thread(target=self._work, args=(run,), daemon=True)
-        self.thread.start()
+        self._thread = threading.Thread(target=self._work, args=(run,), daemon=True)
+        self._thread.start()
 
     def submit(self, request: Request, deliver: Deliver) -> Job:
         """Puts a request after the others."""
@@ -66,7 +66,7 @@ class Worker:
         """Ends the run and the thread; requests that still run are dropped."""
         self._stopping = True
         self._inbox.put(None)
-        self.thread.join()
+        self._thread.join()
 
     def _work(self, run: Generation | None) -> None:
         while not self._stopping:
