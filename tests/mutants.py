@@ -189,7 +189,7 @@ test_stream.py::test_every_request_gets_what_it_gets_alone[2-naive-False]
     => self._generators.setdefault(b, torch.Generator().manual_seed(seed))
 test_engine.py::test_seeds_decide_and_belong_to_rows
   a row's own seed is not used
-    Stack.admit: self.source.restart(b, seed) => self.source.restart(b, 0)
+    Stack.admit: self.source.restart(b, request.seed) => self.source.restart(b, 0)
 test_stream.py::test_every_request_gets_what_it_gets_alone[2-triforce-False]
   a new text is sampled by the old one's filters
     Stack.admit: runner.sample_by(request.sampling, b) => pass
