@@ -8,16 +8,15 @@ cut here at the end of a text. It knows neither files nor flags, and nothing her
 """
 
 import contextlib
-import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Self
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Self
 
 import torch
 
 from minitri.decoding.level import Emitted
-from minitri.decoding.sampling import LogProbs, log_probs
+from minitri.decoding.sampling import log_probs
 from minitri.decoding.verification import NotFiniteError
 from minitri.errors import InputError, shorten
 from minitri.gpu.streams import synchronize
@@ -207,10 +206,10 @@ class Generation(Iterator[Event]):
             tokens = emitted[b].tokens
             logits_NV = emitted[b].logits_NV
             num_top = row.request.generation.logprobs
-            scores: Iterable[LogProbs | tuple[None, tuple[()]]] = itertools.repeat((None, ()))
+            scores: list[Any] = [(None, ())] * len(tokens)
             if num_top is not None and logits_NV is not None:
                 scores = log_probs(logits_NV, tokens, num_top)
-            for token, origin, score in zip(tokens, emitted[b].origins, scores, strict=False):
+            for token, origin, score in zip(tokens, emitted[b].origins, scores, strict=True):
                 if row.finish_reason is not None:
                     break
                 self.stats.num_decoded_tokens += bool(row.token_ids)

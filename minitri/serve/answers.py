@@ -1,7 +1,7 @@
 """How an endpoint words its answer: OpenAI's JSON, whole or as a stream, of a run's events.
 
     writer = Writer(call, "smollm2-135m", engine)
-    writer.whole(tokens, end)  # or streamed(event) of each event
+    writer.take(event)  # bytes to send, for each event
 
 In addition to OpenAI's fields every answer has its `seed`. It knows neither HTTP nor the run.
 """
@@ -50,32 +50,35 @@ class Writer:
         self.id = f"{'chatcmpl' if call.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
         self._head["seed"] = call.request.seed
+        self._tokens: list[Token] = []
         self._offset = 0  # characters so far
         self._speaker = {"role": "assistant"}  # is told once
 
-    def whole(self, tokens: list[Token], end: End) -> bytes:
-        """The answer in one piece."""
-        return to_json(self._answer(end.text, tokens, end) | {"usage": usage(end.row_stats)})
-
-    def streamed(self, event: Event) -> bytes:
-        """What an event adds to a stream: nothing while its text is not certain."""
+    def take(self, event: Event) -> bytes:
+        """What an event adds to the answer: nothing while its text is not certain."""
+        is_stream = self._call.stream
         match event:
+            case Token() if not is_stream:
+                self._tokens.append(event)
             case Token(text=text) if text or self._has_logprobs:
                 return in_stream(self._answer(text, [event]))
-            case End():
+            case End(text=text, row_stats=stats) if not is_stream:
+                return to_json(self._answer(text, self._tokens, event) | {"usage": usage(stats)})
+            case End(row_stats=stats):
                 last = in_stream(self._answer("", [], event))
                 if self._call.include_usage:
-                    about = {"choices": [], "usage": usage(event.row_stats)}
-                    last += in_stream(self._head | about)
+                    last += in_stream(self._head | {"choices": [], "usage": usage(stats)})
                 return last + b"data: [DONE]\n\n"
         return b""
 
     def _answer(self, text: str, tokens: list[Token], end: End | None = None) -> Json:
         """The JSON of a text, or of a piece of it."""
         reason = end.finish_reason if end is not None else None
-        logprobs = self._logprobs(tokens) if self._has_logprobs and tokens else None
-        choice: Json = {"index": 0, "logprobs": logprobs}
-        choice["finish_reason"] = "stop" if reason == "eos" else reason
+        choice = {
+            "index": 0,
+            "logprobs": self._logprobs(tokens) if self._has_logprobs and tokens else None,
+            "finish_reason": "stop" if reason == "eos" else reason,
+        }
         if self._call.is_chat:
             choice["delta" if self._call.stream else "message"] = self._speaker | {"content": text}
             self._speaker = {}

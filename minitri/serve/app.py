@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from minitri.errors import InputError, shorten
-from minitri.requests import End, Event, Token
+from minitri.requests import End, Event
 from minitri.serve.answers import Json, Writer, in_stream, to_json
 from minitri.serve.protocol import ApiError, Call, Protocol
 from minitri.serve.worker import Worker
@@ -158,17 +158,12 @@ class Answer(Response):
 
     async def _follow(self, send: Send) -> str:
         """Sends what the run says; returns how it ended."""
-        tokens: list[Token] = []
         while (event := await self._events.get()) is not None:
             if isinstance(event, Exception):
                 raise as_api_error(event)
-            is_end = isinstance(event, End)
-            if self._call.stream:
-                await self._send(send, self._writer.streamed(event), more=not is_end)
-            elif isinstance(event, Token):
-                tokens.append(event)
-            elif isinstance(event, End):
-                await self._send(send, self._writer.whole(tokens, event), more=False)
+            body = self._writer.take(event)
+            if body or self._call.stream:
+                await self._send(send, body, more=not isinstance(event, End))
             if isinstance(event, End):
                 return event.finish_reason
         return "left"
