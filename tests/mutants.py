@@ -180,7 +180,8 @@ drafters/test_lookup.py::test_rejected_guesses_are_never_learnt
 drafters/test_lookup.py::test_a_row_that_ended_is_forgotten
   a row that ends leaves its text to the next
     LookupDrafter.reset: self._rows[b] = _Row() => self._rows[b].guess = []
-test_engine.py::test_stop_strings_do_not_care_how_text_is_cut[pieces1]
+test_engine.py
+::test_overlapping_stop_strings_end_a_text_at_the_same_place_however_it_is_cut[stop4-abcabcd-abc]
   text that may begin a stop string is not held back
     StopScanner.push: len(text) - keep => len(text)
 test_stream.py::test_every_request_gets_what_it_gets_alone[2-naive-False]

@@ -54,11 +54,6 @@ def test_greedy_tokens_equal_those_of_the_naive_loop(engine):
     assert [*PROMPTS[1], *end.token_ids] == sequence
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 1000])
-def test_the_prefill_chunk_changes_nothing(engine, chunk):
-    assert ids(run(engine, PROMPTS, prefill_chunk=chunk)) == ids(run(engine, PROMPTS))
-
-
 @pytest.mark.parametrize("num_events", [0, 2, 5, 8])
 def test_a_caller_may_stop_at_any_moment(engine, num_events):
     generation = GenerationConfig(max_new_tokens=12, prefill_chunk=16)
@@ -91,16 +86,6 @@ def test_text_that_waits_for_more_appears_when_the_row_ends(engine):
         pushed = tokens if last is None else [*tokens, last]
         text = "".join(row.push(token, "bonus", (2,)) for token in pushed)
         assert (text, row.text, row.finish_reason) == (shown, shown, reason)
-
-
-@pytest.mark.parametrize(
-    "pieces", [["abcSTOPdef"], ["abcS", "TOPdef"], ["abc", "S", "T", "O", "P", "def"]]
-)
-def test_stop_strings_do_not_care_how_text_is_cut(pieces):
-    scanner = StopScanner(("STOP", "STAY"))
-    assert "".join(scanner.push(piece) for piece in pieces) == "abc"
-    assert scanner.found
-    assert scanner.flush() == ""
 
 
 @pytest.mark.parametrize(

@@ -75,31 +75,27 @@ def read_snapshot(name: str, origin: Origin) -> tuple[HeldRow, str]:
 
     Raises `InputError` unless the file is whole, and of this model, dtype and RoPE.
     """
-    shown = shorten(name)
-    advice = "read the text again and save anew"
-    if not Path(name).is_file():
-        raise InputError(f"there is no KV snapshot {shown}; give a file that was saved")
     try:
         with safe_open(name, "pt") as file:
             facts = file.metadata() or {}
             found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, RuntimeError) as error:
-        reason = shorten(error, 90)
-        raise InputError(f"the KV snapshot {shown} is damaged ({reason}); {advice}") from None
-    for fact, value in origin.manifest.items():
-        if facts.get(fact) != value:
-            had, now = (shorten(repr(it), 60) for it in (facts.get(fact), value))
-            raise InputError(
-                f"the KV snapshot {shown} has {fact} {had}, {origin.config.name} has {now} here; "
-                f"{advice}"
-            )
-    tokens: list[int] = found["tokens"].tolist() if "tokens" in found else []
-    shapes = {key: (tensor.dtype, tensor.shape) for key, tensor in found.items()}
-    is_whole = shapes == origin.tensors(len(tokens))
-    if not is_whole or found["checksum"] != checksum(facts, found["tokens"], found["kv"]):
-        raise InputError(f"the KV snapshot {shown} is damaged; {advice}")
+        for fact, value in origin.manifest.items():
+            if facts.get(fact) != value:
+                had = facts.get(fact)
+                raise ValueError(f"its {fact} is {had}, {origin.config.name} has {value}")
+        num_tokens = len(found.get("tokens", ()))
+        shapes = {key: (tensor.dtype, tensor.shape) for key, tensor in found.items()}
+        is_whole = shapes == origin.tensors(num_tokens)
+        if not is_whole or found["checksum"] != checksum(facts, found["tokens"], found["kv"]):
+            raise ValueError("it is damaged")
+    except (SafetensorError, OSError, RuntimeError, ValueError, TypeError) as error:
+        raise InputError(
+            f"there is no KV snapshot {shorten(name)} for {origin.config.name}: "
+            f"{shorten(error, 160)}; read the text again and save anew"
+        ) from None
     keys_LBKTD, values_LBKTD = found["kv"].unsqueeze(2).unbind(1)
-    return HeldRow(FullCache(keys_LBKTD, values_LBKTD, [len(tokens)]), 0, tokens), facts["note"]
+    full = FullCache(keys_LBKTD, values_LBKTD, [num_tokens])
+    return HeldRow(full, 0, found["tokens"].tolist()), facts["note"]
 
 
 def write_snapshot(name: str, source: HeldRow, origin: Origin, note: str = "") -> int:

@@ -119,10 +119,6 @@ def flip(path, where: float):
     path.write_bytes(data)
 
 
-def with_kv(path, **changes):
-    with_header(path, lambda header: header["kv"].update(changes))
-
-
 DAMAGE = {
     "cut": lambda path: os.truncate(path, path.stat().st_size - 1),
     "cut to half": lambda path: os.truncate(path, path.stat().st_size // 2),
@@ -131,8 +127,12 @@ DAMAGE = {
     "one bit": lambda path: flip(path, 0.5),
     "a bit of the tokens": lambda path: flip(path, 0.01),
     "a bit of the last layer": lambda path: flip(path, 0.98),
-    "a shape that lies": lambda path: with_kv(path, shape=[2, 2, 2, 16, 139]),
-    "a dtype that lies": lambda path: with_kv(path, dtype="I32"),
+    "a shape that lies": lambda path: with_header(
+        path, lambda header: header["kv"]["shape"].reverse()
+    ),
+    "a dtype that lies": lambda path: with_header(
+        path, lambda header: header["kv"].update(dtype="I32")
+    ),
     "no tokens": lambda path: with_header(path, lambda header: header.pop("tokens")),
     "another note": lambda path: with_header(
         path, lambda header: header["__metadata__"].update(note="more")
@@ -146,8 +146,6 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_file_is_one_line_and_the_engine_goes_on(saved, engine, prompt, damage):
     path, text = saved
-    assert engine.load_kv(path) == 139 or engine.model.execution.is_row_invariant
-    engine.release()
     DAMAGE[damage](path)
     with pytest.raises(InputError, match="KV snapshot") as error:
         engine.load_kv(path)
@@ -164,10 +162,10 @@ def test_a_file_of_another_model_dtype_or_rope_is_refused(saved, folder, tmp_pat
         (folder, {"dtype": "float32", "rope_scaling": "linear:2"}, "rope"),
     ):
         engine = minitri.load(name, device="cpu", **settings)
-        with pytest.raises(InputError, match=f"KV snapshot .* has {fact} "):
+        with pytest.raises(InputError, match=f"KV snapshot .* its {fact} is"):
             engine.load_kv(path)
     for missing in (tmp_path / "missing", tmp_path):
-        with pytest.raises(InputError, match="there is no KV snapshot"):
+        with pytest.raises(InputError, match="KV snapshot"):
             engine.load_kv(missing)
 
 

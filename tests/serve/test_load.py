@@ -46,12 +46,3 @@ def test_a_seed_gives_the_same_text_alone_and_under_load(server, engine):
             alone = own_text(engine, PROMPT[: 10 + number], seed=number, num=20 + number)
             assert text == alone, number
     server.wait_until_free()
-
-
-def test_events_of_a_request_that_has_ended_reach_nobody(engine):
-    """Requests one after the other in the same row each get their own text alone."""
-    with serving(engine, num_rows=1) as server:
-        for seed in range(4):
-            text = complete(server, seed=seed, max_tokens=5).choices[0].text
-            assert text == own_text(engine, seed=seed, num=5)
-        assert not server.service.worker._jobs
