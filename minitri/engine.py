@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from minitri.caches.snapshots import Origin, read_snapshot, write_snapshot
 from minitri.config import ModelConfig
 from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError, shorten
@@ -25,7 +26,7 @@ from minitri.loading.tokenizer import Tokenizer
 from minitri.memory import MemoryShape, Models
 from minitri.model.llama import Llama
 from minitri.pool import MemoryPool
-from minitri.requests import Completion, End, Request, Row
+from minitri.requests import Completion, End, Request, Row, expect
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 MAX_ROWS = 8
@@ -105,9 +106,6 @@ class Engine:
         a prompt is empty, too long, or has tokens outside the vocabulary.
         """
         speculation = _as_config(speculation, method=method, drafter=drafter)
-        for given, kind in ((sampling, SamplingParams), (generation, GenerationConfig)):
-            if not isinstance(given, kind):
-                raise InputError(f"got {shorten(repr(given), 60)} where a {kind.__name__} belongs")
         ids = encode_prompts(prompts, self.tokenizer)
         pairs = zip(ids, as_seeds(seed, len(ids)), strict=True)
         requests = [Request(tokens, own, sampling, generation) for tokens, own in pairs]
@@ -128,10 +126,10 @@ class Engine:
         on. Of `generation` counts what is of a run, such as `prefill_chunk`. Raises `InputError`
         before any work if a request is wrong, and says which.
         """
-        listed: list[Any] = list(requests)
-        if not (isinstance(batch_size, int) and batch_size > 0 and listed):
-            what = f"batch_size is {shorten(repr(batch_size), 60)} for {len(listed)} requests"
-            raise InputError(f"{what}; both must be at least 1")
+        _check_size(batch_size)
+        listed = list(requests)
+        if not listed:
+            raise InputError("there are no requests; give at least one")
         return self._run(listed, batch_size, generation, _as_config(speculation))
 
     def open(
@@ -149,48 +147,27 @@ class Engine:
         whose numbers differ wait for one another. Raises `InputError` if there is no room.
         """
         room = generation.reserve
-        if not (1 < room <= self.config.context_length and batch_size > 0):
+        _check_size(batch_size)
+        if not 1 < room <= self.config.context_length:
             raise InputError(
-                f"reserve is {room} tokens for each of {batch_size} rows; give from 2 to "
-                f"{self.config.context_length}, the context of {self.config.name}, and a row"
+                f"reserve is {room} tokens; give from 2 to {self.config.context_length}, the "
+                f"context of {self.config.name}"
             )
         run = dataclasses.replace(generation, max_new_tokens=1)
         shape = MemoryShape((1,) * batch_size, sampling, run, _as_config(speculation))
 
         def make_row(number: int, request: Request) -> Row:
             row = self._make_row(number, request)
-            num_new = request.generation.max_new_tokens
-            if len(row.prompt) + num_new > room:
+            num_tokens = len(row.prompt) + request.generation.max_new_tokens
+            if num_tokens > room:
                 raise InputError(
-                    f"prompt and output are {len(row.prompt)} + {num_new} tokens, but there is "
-                    f"room for {room}; shorten the prompt, lower max_new_tokens, or reserve more"
+                    f"prompt and output are {num_tokens} tokens, but there is room for {room}; "
+                    "shorten the prompt, lower max_new_tokens, or reserve more"
                 )
             self._captured_filters([sampling, request.sampling], run)
             return row
 
         return Generation([], shape, self._pool, make_row)
-
-    def _captured_filters(
-        self, wanted: list[SamplingParams], run: GenerationConfig
-    ) -> SamplingParams:
-        """The filters to capture. Raises `InputError` if one graph cannot apply all these."""
-        kinds = {it.form: it for it in wanted if it.temperature > 0} or {wanted[0].form: wanted[0]}
-        first, *others = kinds.values()
-        if others and self.model.device.type == "cuda" and run.cuda_graphs:
-            raise InputError(
-                f"captured graphs have filters of one kind, got {first} and {others[0]}; give "
-                "every request the same kinds, or switch cuda_graphs off"
-            )
-        return first
-
-    def _make_row(self, number: int, request: Request) -> Row:
-        """A request, checked."""
-        if not isinstance(request, Request):
-            raise InputError(f"request {number} is {shorten(repr(request), 60)}; give a Request")
-        [ids] = encode_prompts([request.prompt], self.tokenizer)
-        check_prompt(ids, self.config, request.generation.max_new_tokens)
-        as_seeds(request.seed, 1)
-        return Row(number, request, ids, self.tokenizer)
 
     def _run(
         self,
@@ -218,13 +195,32 @@ class Engine:
         shape = MemoryShape(tuple(lengths), sampling, run, speculation)
         return Generation(rows, shape, self._pool)
 
+    def _make_row(self, number: int, request: Request) -> Row:
+        """A request, checked."""
+        expect(request, Request)
+        [ids] = encode_prompts([request.prompt], self.tokenizer)
+        check_prompt(ids, self.config, request.generation.max_new_tokens)
+        as_seeds(request.seed, 1)
+        return Row(number, request, ids, self.tokenizer)
+
+    def _captured_filters(
+        self, wanted: list[SamplingParams], run: GenerationConfig
+    ) -> SamplingParams:
+        """The filters to capture. Raises `InputError` if one graph cannot apply all these."""
+        first, *others = {it.form: it for it in wanted if it.temperature > 0}.values() or wanted[:1]
+        if others and self.model.device.type == "cuda" and run.cuda_graphs:
+            raise InputError(
+                f"captured graphs have filters of one kind, got {first} and {others[0]}; give "
+                "every request the same kinds, or switch cuda_graphs off"
+            )
+        return first
+
     def complete(self, prompt: Prompt, **settings: Any) -> Completion:
         """All that a model says after one prompt; `settings` are those of `generate`."""
         with self.generate(prompt, **settings) as run:
             if len(run.rows) > 1:
                 raise InputError(f"complete takes one prompt, got {len(run.rows)}; use generate")
-            end = next(event for event in run if isinstance(event, End))
-        return Completion(end.text, end.token_ids, end.finish_reason, end.stats)
+            return next(event for event in run if isinstance(event, End))
 
     @property
     def held_tokens(self) -> list[int]:
@@ -237,7 +233,9 @@ class Engine:
 
         The file appears when it is complete. Raises `InputError`.
         """
-        return self._pool.save(os.fsdecode(path), note)
+        if (held := self._pool.held) is None:
+            raise InputError("there is no KV cache to save; let the engine read a prompt first")
+        return write_snapshot(os.fsdecode(path), held, self._origin(), note)
 
     def load_kv(self, path: str | os.PathLike[str]) -> int:
         """Opens a file of `save_kv`: texts that begin like its tokens start after them from now
@@ -245,9 +243,19 @@ class Engine:
 
         Raises `InputError` if it is damaged, or not of this model, dtype and RoPE.
         """
-        snapshot = self._pool.load(os.fsdecode(path))
-        self.snapshot_note = snapshot.note
+        snapshot, self.snapshot_note = read_snapshot(os.fsdecode(path), self._origin())
+        self._pool.snapshot = snapshot
         return len(snapshot.tokens)
+
+    def _origin(self) -> Origin:
+        """What K and V here depend on. Raises `InputError` if no file can say so."""
+        execution = self.model.execution
+        if execution.ranks.count > 1 or not execution.fingerprint:
+            raise InputError(
+                f"the KV cache of {self.config.name} is neither saved nor loaded: it was not read "
+                "from a file, or is divided among processes"
+            )
+        return Origin(self.config, self.model.dtype, execution.fingerprint)
 
     def release(self) -> None:
         """Frees the caches and graphs that are kept from one run to the next."""
@@ -256,11 +264,13 @@ class Engine:
 
 def _as_config(speculation: SpeculationConfig | bool, **changes: str | None) -> SpeculationConfig:
     """What to speculate: settings, the default ones, or nothing; some changed."""
-    config: Any = speculation
     if isinstance(speculation, bool):
-        config = SpeculationConfig("auto" if speculation else "autoregressive")
-    if not isinstance(config, SpeculationConfig):
-        given = shorten(repr(speculation), 60)
-        raise InputError(f"got {given} where a SpeculationConfig belongs, or True or False")
+        speculation = SpeculationConfig("auto" if speculation else "autoregressive")
+    expect(speculation, SpeculationConfig)
     wanted: Any = {name: value for name, value in changes.items() if value is not None}
-    return dataclasses.replace(config, **wanted)
+    return dataclasses.replace(speculation, **wanted)
+
+
+def _check_size(batch_size: int) -> None:
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise InputError(f"batch_size is {shorten(repr(batch_size), 60)}; it must be at least 1")

@@ -11,12 +11,12 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from minitri.decoding.level import Emitted
-from minitri.decoding.sampling import LogProbs, log_probs
+from minitri.decoding.sampling import log_probs
 from minitri.decoding.verification import NotFiniteError
 from minitri.errors import InputError, shorten
 from minitri.gpu.streams import synchronize
@@ -24,16 +24,14 @@ from minitri.memory import MemoryShape, Models
 from minitri.pool import MemoryPool
 from minitri.requests import CANCELLED, End, Event, Idle, PrefillProgress, Request, Row, Token
 from minitri.stack import Stack
-from minitri.stats import RowStats, Stats
 
 
 @contextlib.contextmanager
 def running(models: Models) -> Iterator[None]:
     """Makes the models' device the current one; turns what may fail there into an `InputError`."""
     model = models.target
-    on_gpu = model.device.type == "cuda"
     try:
-        with torch.cuda.device(model.device) if on_gpu else contextlib.nullcontext():
+        with torch.inference_mode(), torch.cuda.device_of(model.norm.weight):
             yield
     except torch.OutOfMemoryError as error:
         raise InputError(
@@ -72,13 +70,13 @@ class Generation(Iterator[Event]):
         self._reading: dict[int, Iterator[PrefillProgress]] = {}
         asked = [(row.prompt, row.request) for row in rows]
         self._model.execution.ranks.check_same("prompts, seeds or settings", (shape, asked))
-        with torch.inference_mode(), running(self._models):
+        with running(self._models):
             stack = Stack(pool.open(shape, [row.prompt for row in rows]), shape)
         self.stats = stack.stats
         self._events = self._run(stack, pool)  # this alone holds the memory
 
     def __next__(self) -> Event:
-        with torch.inference_mode(), running(self._models):
+        with running(self._models):
             return next(self._events)
 
     def __enter__(self) -> Self:
@@ -86,12 +84,6 @@ class Generation(Iterator[Event]):
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def __repr__(self) -> str:
-        states = (
-            f"{len(row.token_ids)} tokens, {row.finish_reason or 'open'}" for row in self.rows
-        )
-        return f"<Generation of {self._model.config.name}: {'; '.join(states)}>"
 
     def submit(self, request: Request) -> int:
         """Adds a request to a run that stays open; returns its number, by which events name it.
@@ -107,13 +99,14 @@ class Generation(Iterator[Event]):
 
     def cancel(self, number: int) -> None:
         """Ends a request before its time, between two events; no `End` follows."""
-        for row in (*self._waiting, *self._running.values()):
+        self._waiting = deque(row for row in self._waiting if row.number != number)
+        for row in self._running.values():
             if row.number == number:
                 row.finish_reason = CANCELLED
 
     def close(self) -> None:
         """Ends the run and gives up its memory; further events raise `StopIteration`."""
-        with torch.inference_mode(), running(self._models):
+        with running(self._models):
             self._events.close()
 
     def _run(self, stack: Stack, pool: MemoryPool) -> Generator[Event, None, None]:
@@ -124,13 +117,13 @@ class Generation(Iterator[Event]):
                     yield from self._advance(stack)
                 elif self._make_row is not None:
                     yield Idle()
-                elif not self._waiting:
+                else:
                     break
-        except (GeneratorExit, KeyboardInterrupt) as error:
+        except (GeneratorExit, KeyboardInterrupt):
             # After other errors the memory is not kept.
             for b in self._running:
                 stack.retire(b)
-            pool.put(stack.memory, is_whole=not isinstance(error, KeyboardInterrupt))
+            pool.put(stack.memory)
             raise
         pool.put(stack.memory)
 
@@ -140,19 +133,17 @@ class Generation(Iterator[Event]):
             if row.finish_reason is not None:
                 self._leave(stack, b)
         memory = stack.memory
-        while self._waiting:
+        while self._waiting and len(self._running) < memory.shape.num_rows:
             row = self._waiting[0]
-            places = [b for b in range(memory.shape.num_rows) if b not in self._running]
             sampling = {it.request.sampling for it in self._running.values()}
-            must_wait = memory.samples_alike and sampling - {row.request.sampling}
-            if row.finish_reason is None and (must_wait or not places):
-                return
+            if memory.samples_alike and sampling - {row.request.sampling}:
+                break
             self._waiting.popleft()
-            if row.finish_reason is None:
-                b = memory.prefix.best_place(places, row.prompt)
-                self._running[b] = row
-                stack.admit(b, row.prompt, row.request)
-                self._reading[b] = self._prefill(row, b, stack)
+            places = [b for b in range(memory.shape.num_rows) if b not in self._running]
+            b = memory.prefix.best_place(places, row.prompt)
+            self._running[b] = row
+            stack.admit(b, row.prompt, row.request)
+            self._reading[b] = self._prefill(row, b, stack)
 
     def _leave(self, stack: Stack, b: int) -> None:
         """Row b is free for another request."""
@@ -161,34 +152,35 @@ class Generation(Iterator[Event]):
         self._reading.pop(b, None)
 
     def _advance(self, stack: Stack) -> Iterator[Event]:
-        """Reads prompts; starts the rows that are read, else makes a step."""
-        ready = yield from self._read(stack)
-        if ready:
-            yield from self._emit(stack, self._timed(stack, ready))
-        elif any(stack.cascade.active):
-            yield from self._emit(stack, self._timed(stack))
+        """Reads a chunk of a prompt; then starts the rows that are read, else makes a step.
 
-    def _read(self, stack: Stack) -> Generator[PrefillProgress, None, list[int]]:
-        """Reads prompts to their ends, or a single chunk where rows decode meanwhile, or others may
-        come; a cache in host memory is read whole, since it is filled layer by layer.
-
-        Returns the places of those that have been read.
+        Prompts are read to their ends first, unless rows decode meanwhile, or others may come; so
+        they are with a cache in host memory, which is filled layer by layer.
         """
-        is_on_device = stack.memory.full.on_chip == self._model.config.num_layers
-        only_a_chunk = is_on_device and (any(stack.cascade.active) or self._make_row is not None)
-        ready = []
-        for b, prompt in list(self._reading.items()):
-            for event in prompt:
-                yield event
-                if event.num_done == event.num_tokens:
-                    del self._reading[b]
-                    ready.append(b)
-                    break
-                if only_a_chunk:
-                    break
-            if only_a_chunk:
-                break
-        return ready
+        active = stack.cascade.active
+        if self._reading:
+            b, chunks = next(iter(self._reading.items()))
+            progress = next(chunks)
+            if progress.num_done == progress.num_tokens:
+                del self._reading[b]
+            yield progress
+            is_on_device = stack.memory.full.on_chip == self._model.config.num_layers
+            may_wait = is_on_device and (any(active) or self._make_row is not None)
+            if self._reading and not may_wait:
+                return
+        ready = [b for b in self._running if not active[b] and b not in self._reading]
+        rows = self._running.values()
+        wants_logits = any(row.request.generation.logprobs is not None for row in rows)
+        started = time.perf_counter()
+        if ready:
+            emitted = stack.start(ready, wants_logits=wants_logits)
+            self.stats.prefill_seconds += time.perf_counter() - started
+        elif any(active):
+            emitted = stack.step(wants_logits=wants_logits)
+            self.stats.decode_seconds += time.perf_counter() - started
+        else:
+            return
+        yield from self._emit(stack, emitted)
 
     def _prefill(self, row: Row, b: int, stack: Stack) -> Iterator[PrefillProgress]:
         """Reads a prompt in chunks. `Cascade.start` reads its last token, reported here as read."""
@@ -202,54 +194,29 @@ class Generation(Iterator[Event]):
             synchronize(self._model.device)
             read = done
             done = num_tokens if end == num_tokens - 1 else end
-            seconds = time.perf_counter() - started
             stats.num_prefilled_tokens += done - read
-            stats.prefill_seconds += seconds
-            row.stats.prefill_seconds += seconds
+            stats.prefill_seconds += time.perf_counter() - started
             yield PrefillProgress(row.number, done, num_tokens, row.stats.num_cached_tokens)
             started = time.perf_counter()
-
-    def _timed(self, stack: Stack, ready: list[int] | None = None) -> list[Emitted]:
-        """The first tokens of rows that are ready, or a step of the others; with its time."""
-        rows = self._running.values()
-        wants_logits = any(row.request.generation.logprobs is not None for row in rows)
-        started = time.perf_counter()
-        if ready:
-            emitted = stack.start(ready, wants_logits=wants_logits)
-        else:
-            emitted = stack.step(wants_logits=wants_logits)
-        seconds = time.perf_counter() - started
-        taking_part = [row.stats for b, row in self._running.items() if emitted[b].tokens]
-        for row_stats in taking_part:
-            row_stats.num_steps += 1
-        every: list[Stats | RowStats] = [self.stats, *taking_part]
-        for stats in every:
-            if ready:  # the first tokens are a part of the prefill
-                stats.prefill_seconds += seconds
-            else:
-                stats.decode_seconds += seconds
-        return emitted
 
     def _emit(self, stack: Stack, emitted: list[Emitted]) -> Iterator[Event]:
         """Shows the new tokens row by row; rows that have ended leave the batch."""
         eos = self._model.config.eos_token_ids
         for b, row in list(self._running.items()):
             tokens = emitted[b].tokens
-            num_top = row.request.generation.logprobs
-            scores: list[LogProbs | tuple[None, tuple[()]]] = [(None, ())] * len(tokens)
             logits_NV = emitted[b].logits_NV
+            num_top = row.request.generation.logprobs
+            scores: list[Any] = [(None, ())] * len(tokens)
             if num_top is not None and logits_NV is not None:
-                scores = [*log_probs(logits_NV, tokens, num_top)]
+                scores = log_probs(logits_NV, tokens, num_top)
             for token, origin, score in zip(tokens, emitted[b].origins, scores, strict=True):
-                if row.finish_reason is None:
-                    self.stats.num_decoded_tokens += bool(row.token_ids)
-                    self.stats.num_generated_tokens += 1
-                    text = row.push(token, origin, eos)
-                    yield Token(row.number, token, text, origin, *score)
-                if row.finish_reason is not None:  # ended, or was cancelled meanwhile
-                    self._leave(stack, b)
-                    if row.finish_reason != CANCELLED:
-                        ids = tuple(row.token_ids)
-                        reason = row.finish_reason
-                        yield End(row.number, reason, row.text, ids, self.stats, row.stats)
+                if row.finish_reason is not None:
                     break
+                self.stats.num_decoded_tokens += bool(row.token_ids)
+                self.stats.num_generated_tokens += 1
+                text = row.push(token, origin, eos)
+                yield Token(row.number, token, text, origin, *score)
+            if row.finish_reason not in (None, CANCELLED):
+                self._leave(stack, b)
+                ids = tuple(row.token_ids)
+                yield End(row.number, row.finish_reason, row.text, ids, self.stats, row.stats)

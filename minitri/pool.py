@@ -9,9 +9,7 @@ cache is kept in any case.
 import dataclasses
 from collections.abc import Sequence
 
-from minitri.caches.prefixes import KVSource
-from minitri.caches.snapshots import Origin, Snapshot, write_snapshot
-from minitri.errors import InputError
+from minitri.caches.prefixes import HeldRow
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.memory import Memory, MemoryShape, Models, allocate
@@ -26,9 +24,9 @@ class MemoryPool:
     def __init__(self, models: Models) -> None:
         self.models = models
         self.host = HostMemory(models.target.device)
-        self.snapshot: Snapshot | None = None
+        self.snapshot: HeldRow | None = None
+        """What the texts of later runs may begin with, too."""
         self._kept: Memory | None = None
-        self._is_whole = True  # False: interrupted in a step, only its full cache is of use
         self._latest: int | None = None  # by its id, so that the run alone keeps it alive
 
     def open(self, shape: MemoryShape, prompts: Sequence[list[int]]) -> Memory:
@@ -38,9 +36,9 @@ class MemoryPool:
         if kept is not None and self._can_run(kept, shape):
             memory = kept
         else:
-            full = kept.full if kept is not None and self._fits(kept, shape) else None
+            full = kept.full if kept is not None and fits(kept, shape) else None
             held = None
-            if kept is not None and (full is not None or self._is_worth_copying(kept, prompts)):
+            if kept is not None and (full is not None or is_worth_copying(kept, prompts)):
                 held = kept.prefix
             del kept  # gives up its memory for the new one
             memory = allocate(self.models, shape, full=full, held=held, host=self.host)
@@ -48,7 +46,7 @@ class MemoryPool:
         self._latest = id(memory)
         return memory
 
-    def put(self, memory: Memory, *, is_whole: bool = True) -> None:
+    def put(self, memory: Memory) -> None:
         """Keeps the memory of a run that is over, if it is the latest.
 
         With `offload` and no `on_chip` a shorter text may have room for more layers on the device,
@@ -59,45 +57,17 @@ class MemoryPool:
         is_fitted &= generation.on_chip is None and not generation.reserve
         if id(memory) == self._latest and not is_fitted:
             self._kept = memory
-            self._is_whole = is_whole
 
     @property
-    def held(self) -> KVSource | None:
+    def held(self) -> HeldRow | None:
         """The longest text whose K and V are kept."""
         row = self._kept.prefix.longest if self._kept is not None else None
         return row or self.snapshot
-
-    def save(self, path: str, note: str) -> int:
-        """Writes `held` to a file, and a note; returns how many tokens. Raises `InputError`."""
-        if self.held is None:
-            raise InputError("there is no KV cache to save; let the engine read a prompt first")
-        return write_snapshot(path, self.held, self._origin(), note)
-
-    def load(self, path: str) -> Snapshot:
-        """Opens a file of `save` for the texts of later runs. Raises `InputError`."""
-        self.snapshot = Snapshot(path, self._origin())
-        return self.snapshot
-
-    def _origin(self) -> Origin:
-        """What K and V here depend on. Raises `InputError` if no file can say so."""
-        model = self.models.target
-        is_split = model.execution.ranks.count > 1
-        if is_split or not model.execution.fingerprint:
-            why = "is divided among processes" if is_split else "was not read from a file"
-            name = model.config.name
-            raise InputError(f"{name} {why}, so its KV cache is neither saved nor loaded")
-        return Origin(model.config, model.dtype, model.execution.fingerprint)
 
     def clear(self) -> None:
         """Frees what is kept; a run that is under way will not be kept either."""
         self._kept = self.snapshot = self._latest = None
         self.host.clear()
-
-    def _is_worth_copying(self, kept: Memory, prompts: Sequence[list[int]]) -> bool:
-        """Whether to copy what a run left into a larger cache, which must fit next to it."""
-        if kept.full.device.type == "cuda" or isinstance(kept.full, OffloadedFullCache):
-            return False
-        return any(kept.prefix.num_shared(prompt) >= WORTH_COPYING for prompt in prompts)
 
     def _can_run(self, kept: Memory, new: MemoryShape) -> bool:
         """Whether the memory, and what was captured in it, serve a run of another shape."""
@@ -109,22 +79,27 @@ class MemoryPool:
             new.speculation, coupled=settings.coupled, timed=settings.timed
         )
         return (
-            self._is_whole
-            and self._fits(kept, new)
+            fits(kept, new)
             and all(runner.can_sample_by(new.sampling) for runner in kept.runners)
             and new.generation.prefill_chunk <= old.generation.prefill_chunk
             and wanted == settings
             and (cache is None or max(new.budgets) <= cache.max_budget)
         )
 
-    def _fits(self, kept: Memory, new: MemoryShape) -> bool:
-        """Whether the full cache serves a run of another shape."""
-        old = kept.shape
-        placed = ("offload", "on_chip", "cuda_graphs")
-        is_sound = self._is_whole or not isinstance(kept.full, OffloadedFullCache)
-        return (
-            is_sound
-            and new.num_rows == old.num_rows
-            and new.capacity <= kept.full.capacity
-            and all(getattr(new.generation, n) == getattr(old.generation, n) for n in placed)
-        )
+
+def fits(kept: Memory, new: MemoryShape) -> bool:
+    """Whether the full cache serves a run of another shape."""
+    old = kept.shape
+    placed = ("offload", "on_chip", "cuda_graphs")
+    return (
+        new.num_rows == old.num_rows
+        and new.capacity <= kept.full.capacity
+        and all(getattr(new.generation, n) == getattr(old.generation, n) for n in placed)
+    )
+
+
+def is_worth_copying(kept: Memory, prompts: Sequence[list[int]]) -> bool:
+    """Whether to copy what a run left into a larger cache, which must fit next to it."""
+    if kept.full.device.type == "cuda" or isinstance(kept.full, OffloadedFullCache):
+        return False
+    return any(kept.prefix.num_shared(prompt) >= WORTH_COPYING for prompt in prompts)

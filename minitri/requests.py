@@ -3,6 +3,7 @@ typed events in the order in which they happen."""
 
 from dataclasses import dataclass, field
 
+from minitri.errors import InputError, shorten
 from minitri.loading.prompt_ids import Prompt
 from minitri.loading.text_stream import IncrementalDecoder, StopScanner
 from minitri.loading.tokenizer import Tokenizer
@@ -63,16 +64,8 @@ class Idle:
     """A run that stays open (`Engine.open`) has nothing to do until something is submitted."""
 
 
-@dataclass(frozen=True)
-class Completion:
-    """The whole output of one prompt; see `Engine.complete`."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    stats: Stats = field(repr=False)
-
-
+Completion = End
+"""The whole output of one prompt; see `Engine.complete`."""
 Event = PrefillProgress | Token | End | Idle
 
 
@@ -88,6 +81,16 @@ class Request:
     """Its `max_new_tokens`, `stop`, `ignore_eos` and `logprobs`; the rest belongs to a run."""
     speculation: bool = True
     """Whether anything is guessed for this text, if the run speculates."""
+
+    def __post_init__(self) -> None:
+        expect(self.sampling, SamplingParams)
+        expect(self.generation, GenerationConfig)
+
+
+def expect(given: object, kind: type) -> None:
+    """Raises `InputError` unless it is of this kind."""
+    if not isinstance(given, kind):
+        raise InputError(f"got {shorten(repr(given), 60)} where a {kind.__name__} belongs")
 
 
 CANCELLED = "cancelled"
@@ -113,20 +116,20 @@ class Row:
 
     def push(self, token: int, origin: str, eos: tuple[int, ...]) -> str:
         """Takes in a token; returns the text that may be shown now. Sets `finish_reason`."""
+        generation = self.request.generation
         self.token_ids.append(token)
         self.stats.num_generated_tokens += 1
         self.stats.by_origin[origin] = self.stats.by_origin.get(origin, 0) + 1
-        if token in eos and not self.request.generation.ignore_eos:
+        text = ""
+        if token in eos and not generation.ignore_eos:
             self.finish_reason = "eos"
-            fresh = self._scanner.push(self._decoder.flush())
         else:
-            fresh = self._scanner.push(self._decoder.push(token))
-            if (
-                not self._scanner.found
-                and len(self.token_ids) == self.request.generation.max_new_tokens
-            ):
+            text = self._decoder.push(token)
+            if len(self.token_ids) == generation.max_new_tokens:
                 self.finish_reason = "length"
-                fresh += self._scanner.push(self._decoder.flush())
+        if self.finish_reason:
+            text += self._decoder.flush()
+        fresh = self._scanner.push(text)
         if self._scanner.found:
             self.finish_reason = "stop"
         elif self.finish_reason:

@@ -80,14 +80,8 @@ class RowStats:
     num_cached_tokens: int = 0
     """Tokens of the prompt that were not read, because their K and V were there."""
     num_generated_tokens: int = 0
-    num_steps: int = 0
-    """Passes of the target that this row took part in, that of the first token included."""
     by_origin: dict[str, int] = field(default_factory=dict)
     """Generated tokens by where they came from, see `Token.origin`."""
-    prefill_seconds: float = 0.0
-    """Spent on this prompt, up to its first token."""
-    decode_seconds: float = 0.0
-    """Of the steps that this row took part in; rows share them."""
 
 
 @dataclass

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "settings": "errors fields",
     "config": "errors fields",
     "stats": "",
-    "requests": "settings stats loading",
+    "requests": "errors settings stats loading",
     "model": "errors config settings",
     "parallel": "errors config model",
     "decoding": "errors settings stats",
@@ -35,10 +35,11 @@ MAY_IMPORT = {
     "memory": "errors settings model drafters caches gpu runner",
     "stack": "settings stats model decoding drafters trees caches roofline gpu runner memory "
     "requests",
-    "pool": "errors settings caches gpu memory",
+    "pool": "caches gpu memory",
     "loading": "errors config folders settings model caches cpu gpu parallel",
     "generation": "errors settings stats model decoding gpu requests memory stack pool",
-    "engine": "errors config settings model drafters gpu loading requests memory pool generation",
+    "engine": "errors config settings model drafters caches gpu loading requests memory pool "
+    "generation",
     "loader": "errors config drafters loading engine",
 }
 """By room or file, the others that it may import. Programs and cli may import all."""

@@ -49,11 +49,9 @@ def ask(client: openai.OpenAI, model: str, number: int, num_new: int) -> tuple[s
     return text, time.monotonic() - started
 
 
-def metrics(client: openai.OpenAI) -> dict[str, float]:
-    """What the server has counted."""
-    lines = httpx.get(str(client.base_url).replace("/v1/", "/metrics")).text.splitlines()
-    pairs = (line.split() for line in lines if not line.startswith("#"))
-    return {name.removeprefix("minitri_"): float(value) for name, value in pairs}
+def num_open(client: openai.OpenAI) -> int:
+    """Requests that run or wait."""
+    return httpx.get(str(client.base_url).replace("/v1/", "/health")).json()["requests"]
 
 
 def resident_mib(pid: int) -> float:
@@ -75,7 +73,7 @@ def send_all(client: openai.OpenAI, args: argparse.Namespace, pid: int) -> dict[
                 mib_first = resident_mib(pid)
     seconds = time.monotonic() - started
     deadline = time.monotonic() + 30
-    while (counts := metrics(client))["requests_running"] and time.monotonic() < deadline:
+    while (lost := num_open(client)) and time.monotonic() < deadline:
         time.sleep(0.1)
     texts = [text for text, _ in answers]
     whole = [number for number, text in enumerate(texts) if text is not None]
@@ -83,12 +81,10 @@ def send_all(client: openai.OpenAI, args: argparse.Namespace, pid: int) -> dict[
     return {
         "requests": len(texts),
         "left": len(texts) - len(whole),
-        "left_by_server": counts.get("requests_left_total", 0),
         "texts_that_differ": sum(texts[n] != alone[n % NUM_TEXTS] for n in whole),
-        "rows_lost": counts["requests_running"],
+        "rows_lost": lost,
         "tokens_per_second": round(len(whole) * num_new / seconds, 1),
         "median_seconds": round(statistics.median(latencies), 3),
-        "cached_share": round(counts["cached_tokens_total"] / counts["prompt_tokens_total"], 3),
         "mib_after_a_tenth": round(mib_first, 1),
         "mib_at_the_end": round(resident_mib(pid), 1),
     }

@@ -37,22 +37,22 @@ def build_parser() -> arguments.OneLineParser:
         "--model smollm2-135m",
         "--context 32768 --batch-size 2 --port 8080 --api-key secret --coupled",
         description="Serves a model at the endpoints of OpenAI's API: /v1/models, /v1/completions "
-        "and /v1/chat/completions; next to them /health and, for Prometheus, /metrics.",
+        "and /v1/chat/completions; next to them /health.",
     )
     arguments.add_model_flags(parser)
     group = parser.add_argument_group("server")
-    count: dict[str, Any] = {"type": arguments.positive, "metavar": "N"}
-    text = (
+    room = (
         "tokens that a prompt and its answer may have, for which each row takes memory (default: "
     )
-    text += f"{DEFAULT_CONTEXT}, or the model's context if that is shorter)"
-    group.add_argument("--context", **count, help=text)
-    text = "requests that run at a time"
-    group.add_argument("--batch-size", default=MAX_ROWS, **count, help=text)
-    text = "requests that wait for a row; more are answered with 503"
-    group.add_argument("--max-queue", default=64, **count, help=text)
-    text = "seconds for a request, waiting included"
-    group.add_argument("--time-limit", default=600, **count, help=text)
+    room += f"{DEFAULT_CONTEXT}, or the model's context if that is shorter)"
+    for name, default, text in (
+        ("context", None, room),
+        ("batch-size", MAX_ROWS, "requests that run at a time"),
+        ("max-queue", 64, "requests that wait for a row; more are answered with 503"),
+        ("time-limit", 600, "seconds for a request, waiting included"),
+    ):
+        options: dict[str, Any] = {"type": arguments.positive, "metavar": "N", "default": default}
+        group.add_argument(f"--{name}", help=text, **options)
     group.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all")
     text = "0: any that is free"
     group.add_argument("--port", type=arguments.whole(0, 65535), default=8000, help=text)
@@ -100,28 +100,25 @@ def run_command(args: argparse.Namespace) -> None:
     sampling = arguments.taken(SamplingParams, args)
     speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
     arguments.warn_of_ignored(args)
-    key = args.api_key or os.environ.get("MINITRI_API_KEY")
     with listen(args.host, args.port) as listener:
         engine = boot(args, arguments.draft_of(args), lambda *_: None)
         context = args.context or min(DEFAULT_CONTEXT, engine.config.context_length)
-        run = arguments.taken(GenerationConfig, args, reserve=context)
-        protocol = Protocol(engine, {engine.config.name, args.model}, sampling, context)
+        names = list(dict.fromkeys([engine.config.name, args.model]))
+        protocol = Protocol(engine, names, sampling, context)
         open_run = functools.partial(
             engine.open,
             batch_size=args.batch_size,
             sampling=sampling,
-            generation=run,
+            generation=arguments.taken(GenerationConfig, args, reserve=context),
             speculation=speculation,
         )
-        with Worker(open_run) as worker:
+        with contextlib.closing(Worker(open_run)) as worker:
             service = Service(
-                engine,
-                worker,
                 protocol,
-                num_rows=args.batch_size,
-                max_queue=args.max_queue,
+                worker,
+                max_open=args.batch_size + args.max_queue,
                 seconds=args.time_limit,
-                api_key=key,
+                api_key=args.api_key or os.environ.get("MINITRI_API_KEY"),
             )
             config = uvicorn.Config(
                 service.app,

@@ -1,13 +1,13 @@
-"""How an endpoint words its answer: OpenAI's JSON, whole or in chunks, of a run's events.
+"""How an endpoint words its answer: OpenAI's JSON, whole or as a stream, of a run's events.
 
-    writer = WRITERS[call.is_chat](call, "smollm2-135m", engine)
-    writer.whole(tokens, end)  # or first(), chunk(token) ... and last(end) of a stream
+    writer = Writer(call, "smollm2-135m", engine)
+    writer.take(event)  # bytes to send, for each event
 
-In addition to OpenAI's fields every answer has its `seed`, and in the end `timings`, named as
-llama.cpp names them. It knows neither HTTP nor the run.
+In addition to OpenAI's fields every answer has its `seed`. It knows neither HTTP nor the run.
 """
 
 import functools
+import itertools
 import json
 import re
 import secrets
@@ -16,7 +16,7 @@ from typing import Any
 
 from minitri.engine import Engine
 from minitri.loading.tokenizer import Tokenizer
-from minitri.requests import End, Token
+from minitri.requests import End, Event, Token
 from minitri.serve.protocol import Call
 from minitri.stats import RowStats
 
@@ -30,141 +30,97 @@ def to_json(content: Json) -> bytes:
     return json.dumps(content, ensure_ascii=False).encode("utf-8", "replace")
 
 
-class TextWriter:
-    """The answer to a call of /v1/completions."""
+def in_stream(content: Json) -> bytes:
+    """An event of a stream."""
+    return b"data: %b\n\n" % to_json(content)
 
-    prefix = "cmpl"
-    whole_kind = "text_completion"
-    chunk_kind = "text_completion"
+
+class Writer:
+    """The answer to one call."""
 
     def __init__(self, call: Call, model: str, engine: Engine) -> None:
-        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
-        self._head = {"id": self.id, "created": int(time.time()), "model": model}
-        self._head["seed"] = call.request.seed
-        self._include_usage = call.include_usage
-        self._tokenizer = engine.tokenizer
         generation = call.request.generation
-        self._has_logprobs = generation.logprobs is not None
+        self._call = call
+        self._tokenizer = engine.tokenizer
         self._ends = () if generation.ignore_eos else engine.config.eos_token_ids
-        self._offset = 0
+        self._has_logprobs = generation.logprobs is not None
+        kind = "text_completion"
+        if call.is_chat:
+            kind = "chat.completion.chunk" if call.stream else "chat.completion"
+        self.id = f"{'chatcmpl' if call.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
+        self._head["seed"] = call.request.seed
+        self._tokens: list[Token] = []
+        self._offset = 0  # characters so far
+        self._speaker = {"role": "assistant"}  # is told once
 
-    def whole(self, tokens: list[Token], end: End) -> Json:
-        """The answer in one piece."""
-        said = self._said(end.text) | {"logprobs": self._logprobs(tokens)}
-        answer = self._answer(self.whole_kind, said, end.finish_reason)
-        return answer | {"usage": _usage(end.row_stats), "timings": _timings(end.row_stats)}
+    def take(self, event: Event) -> bytes:
+        """What an event adds to the answer: nothing while its text is not certain."""
+        is_stream = self._call.stream
+        match event:
+            case Token() if not is_stream:
+                self._tokens.append(event)
+            case Token(text=text) if text or self._has_logprobs:
+                return in_stream(self._answer(text, [event]))
+            case End(text=text, row_stats=stats) if not is_stream:
+                return to_json(self._answer(text, self._tokens, event) | {"usage": usage(stats)})
+            case End(row_stats=stats):
+                last = in_stream(self._answer("", [], event))
+                if self._call.include_usage:
+                    last += in_stream(self._head | {"choices": [], "usage": usage(stats)})
+                return last + b"data: [DONE]\n\n"
+        return b""
 
-    def first(self) -> list[Json]:
-        """Chunks that a stream begins with."""
-        return []
+    def _answer(self, text: str, tokens: list[Token], end: End | None = None) -> Json:
+        """The JSON of a text, or of a piece of it."""
+        reason = end.finish_reason if end is not None else None
+        choice = {
+            "index": 0,
+            "logprobs": self._logprobs(tokens) if self._has_logprobs and tokens else None,
+            "finish_reason": "stop" if reason == "eos" else reason,
+        }
+        if self._call.is_chat:
+            choice["delta" if self._call.stream else "message"] = self._speaker | {"content": text}
+            self._speaker = {}
+        else:
+            choice["text"] = text
+        return self._head | {"choices": [choice]}
 
-    def chunk(self, token: Token) -> list[Json]:
-        """What a token adds to a stream: nothing while its text is not certain."""
-        if not (token.text or self._has_logprobs):
-            return []
-        said = self._added(token.text) | {"logprobs": self._logprobs([token])}
-        return [self._answer(self.chunk_kind, said, None)]
-
-    def last(self, end: End) -> list[Json]:
-        """Chunks that a stream ends with."""
-        final = self._answer(self.chunk_kind, self._added(""), end.finish_reason)
-        usage = {"object": self.chunk_kind, "choices": [], "usage": _usage(end.row_stats)}
-        about = [self._head | usage] if self._include_usage else []
-        return [final | {"timings": _timings(end.row_stats)}, *about]
-
-    def _answer(self, kind: str, said: Json, finish_reason: str | None) -> Json:
-        reason = "stop" if finish_reason == "eos" else finish_reason
-        choice = {"index": 0, "logprobs": None, **said, "finish_reason": reason}
-        return self._head | {"object": kind, "choices": [choice]}
-
-    def _logprobs(self, tokens: list[Token]) -> Json | None:
+    def _logprobs(self, tokens: list[Token]) -> Json:
         """Of the tokens, but for one that ends the text and is not part of it."""
-        if not self._has_logprobs:
-            return None
-        return self._listed([token for token in tokens if token.token_id not in self._ends])
+        tokens = [token for token in tokens if token.token_id not in self._ends]
+        entries = []
+        for token in tokens:
+            tops = [self._named(*pair) for pair in token.top_logprobs]
+            entries.append(self._named(token.token_id, token.logprob) | {"top_logprobs": tops})
+        if self._call.is_chat:
+            return {"content": entries}
+        lengths = (len(token.text) for token in tokens)
+        *offsets, self._offset = itertools.accumulate(lengths, initial=self._offset)
+        return {
+            "tokens": [entry["token"] for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "top_logprobs": [
+                {top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in entries
+            ],
+            "text_offset": offsets,
+        }
 
     def _named(self, token_id: int, logprob: float | None) -> Json:
         name = spelled(self._tokenizer, token_id)
         value = max(logprob or 0.0, LEAST_LOGPROB)
         return {"token": shown(name), "logprob": value, "bytes": list(name)}
 
-    def _said(self, text: str) -> Json:
-        return {"text": text}
 
-    _added = _said
-
-    def _listed(self, tokens: list[Token]) -> Json:
-        entries = [self._named(token.token_id, token.logprob) for token in tokens]
-        offsets, tops = [], []
-        for token in tokens:
-            offsets.append(self._offset)
-            self._offset += len(token.text)
-            top = [self._named(*pair) for pair in token.top_logprobs]
-            tops.append({entry["token"]: entry["logprob"] for entry in top})
-        return {
-            "tokens": [entry["token"] for entry in entries],
-            "token_logprobs": [entry["logprob"] for entry in entries],
-            "top_logprobs": tops,
-            "text_offset": offsets,
-        }
-
-
-class ChatWriter(TextWriter):
-    """The answer to a call of /v1/chat/completions."""
-
-    prefix = "chatcmpl"
-    whole_kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
-
-    def first(self) -> list[Json]:
-        """Who speaks."""
-        said = {"delta": {"role": "assistant", "content": ""}}
-        return [self._answer(self.chunk_kind, said, None)]
-
-    def _said(self, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text}}
-
-    def _added(self, text: str) -> Json:
-        return {"delta": {"content": text} if text else {}}
-
-    def _listed(self, tokens: list[Token]) -> Json:
-        tops = [[self._named(*pair) for pair in token.top_logprobs] for token in tokens]
-        pairs = zip(tokens, tops, strict=True)
-        named = [self._named(t.token_id, t.logprob) | {"top_logprobs": top} for t, top in pairs]
-        return {"content": named}
-
-
-WRITERS = {False: TextWriter, True: ChatWriter}
-"""By whether a call is a chat."""
-
-
-def num_guessed(stats: RowStats) -> int:
-    """Tokens of a text that the target itself did not choose: guesses that it accepted."""
-    own = ("recovered", "bonus")
-    return sum(count for origin, count in stats.by_origin.items() if origin not in own)
-
-
-def _usage(stats: RowStats) -> Json:
+def usage(stats: RowStats) -> Json:
+    """Counts of tokens; accepted predictions are those that the target itself did not choose."""
+    guessed = sum(stats.by_origin.get(origin, 0) for origin in ("draft", "retrieval"))
     return {
         "prompt_tokens": stats.num_prompt_tokens,
         "completion_tokens": stats.num_generated_tokens,
         "total_tokens": stats.num_prompt_tokens + stats.num_generated_tokens,
         "prompt_tokens_details": {"cached_tokens": stats.num_cached_tokens},
-        "completion_tokens_details": {"accepted_prediction_tokens": num_guessed(stats)},
-    }
-
-
-def _timings(stats: RowStats) -> Json:
-    num_read = stats.num_prompt_tokens - stats.num_cached_tokens
-    return {
-        "cache_n": stats.num_cached_tokens,
-        "prompt_n": num_read,
-        "prompt_ms": 1e3 * stats.prefill_seconds,
-        "predicted_n": stats.num_generated_tokens,
-        "predicted_ms": 1e3 * stats.decode_seconds,
-        "predicted_per_second": (stats.num_generated_tokens - 1) / max(stats.decode_seconds, 1e-6),
-        "draft_n_accepted": num_guessed(stats),
-        "num_steps": stats.num_steps,
+        "completion_tokens_details": {"accepted_prediction_tokens": guessed},
     }
 
 
@@ -186,15 +142,12 @@ def shown(name: bytes) -> str:
     try:
         return name.decode()
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in name)
+        return "bytes:" + name.decode(errors="backslashreplace")
 
 
 @functools.cache
 def byte_level_alphabet() -> dict[str, int]:
     """What byte-level BPE writes for bytes: those not visible in Latin-1 count from U+0100 on."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = sorted({*range(256)} - {*visible})
-    return {
-        **{chr(byte): byte for byte in visible},
-        **{chr(256 + i): b for i, b in enumerate(hidden)},
-    }
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = itertools.count(256)
+    return {chr(byte if byte in visible else next(others)): byte for byte in range(256)}

@@ -1,8 +1,8 @@
 """The thread that owns the engine and its one open run, in which all requests are rows.
 
-    with Worker(lambda: engine.open(batch_size=8, generation=GenerationConfig(reserve=8192))) as w:
-        job = w.submit(request, deliver)  # calls deliver(event) in its thread until an End
-        w.cancel(job)
+    worker = Worker(lambda: engine.open(batch_size=8, generation=GenerationConfig(reserve=8192)))
+    job = worker.submit(request, deliver)  # calls deliver(event) in its thread until an End
+    worker.cancel(job)
 
 Other threads leave messages, which it takes between two events of the run; with nothing to do it
 sleeps. A request that is wrong gets the `InputError` as its event and the others go on. When the
@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
 
 from minitri.errors import InputError
 from minitri.generation import Generation
@@ -52,10 +51,6 @@ class Worker:
         self._thread = threading.Thread(target=self._work, args=(run,), daemon=True)
         self._thread.start()
 
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive() and not self._stopping
-
     def submit(self, request: Request, deliver: Deliver) -> Job:
         """Puts a request after the others."""
         job = Job(request, deliver)
@@ -73,12 +68,6 @@ class Worker:
         self._inbox.put(None)
         self._thread.join()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def _work(self, run: Generation | None) -> None:
         while not self._stopping:
             try:
@@ -93,23 +82,19 @@ class Worker:
                 time.sleep(RETRY_SECONDS)
 
     def _serve(self, run: Generation) -> None:
-        is_idle = True
         while True:
-            while is_idle or not self._inbox.empty():
-                job = self._inbox.get()
-                if job is None:
+            while not self._jobs or not self._inbox.empty():
+                if (job := self._inbox.get()) is None:
                     return
                 self._take(run, job)
-                is_idle = not self._jobs
             event = next(run)
-            if isinstance(event, Idle):
-                is_idle = True
-            elif event.row in self._jobs:
-                self._jobs[event.row].deliver(event)
+            if not isinstance(event, Idle) and (job := self._jobs.get(event.row)):
                 if isinstance(event, End):
                     del self._jobs[event.row]
+                job.deliver(event)
 
     def _take(self, run: Generation, job: Job) -> None:
+        """Does what the message says: to run a request, or to drop one."""
         if self._jobs.get(job.number) is job:
             run.cancel(job.number)
             del self._jobs[job.number]

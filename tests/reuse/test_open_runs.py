@@ -15,7 +15,8 @@ from minitri import (
 from tests.cascades import random_prompt, tiny_engine
 
 WARM = SamplingParams(0.9, 30)
-SPECULATION = SpeculationConfig("triforce", gamma1=2, gamma2=3, budget=32, num_recent_tokens=16)
+SIZES = {"gamma1": 2, "gamma2": 3, "budget": 32, "num_recent_tokens": 16}
+SPECULATION = SpeculationConfig("triforce", **SIZES)
 
 
 def start(engine, batch_size=2, reserve=128, speculation=SPECULATION):
@@ -42,13 +43,9 @@ def until_idle(run) -> dict[int, End]:
 
 def alone(engine, wanted: Request, speculation=SPECULATION) -> tuple[int, ...]:
     engine.release()
-    return engine.complete(
-        wanted.prompt,
-        seed=wanted.seed,
-        sampling=wanted.sampling,
-        speculation=speculation,
-        generation=wanted.generation,
-    ).token_ids
+    settings = {"sampling": wanted.sampling, "generation": wanted.generation}
+    done = engine.complete(wanted.prompt, seed=wanted.seed, speculation=speculation, **settings)
+    return done.token_ids
 
 
 def test_requests_that_come_later_get_what_they_get_alone(engine):
@@ -61,6 +58,9 @@ def test_requests_that_come_later_get_what_they_get_alone(engine):
     run.close()
     assert numbers == [0, 1, 2, 3, 4, 5] == sorted(ends)
     for number, it in zip(numbers, wanted, strict=True):
+        stats = ends[number].row_stats
+        assert stats.num_prompt_tokens == len(it.prompt)
+        assert stats.num_generated_tokens == sum(stats.by_origin.values()) == 12
         assert ends[number].token_ids == alone(engine, it)
 
 
@@ -96,65 +96,45 @@ def test_a_prompt_that_is_cancelled_is_read_no_further(engine):
 @pytest.mark.parametrize("tree", ["", "2x2"])
 @pytest.mark.parametrize("coupled", [False, True])
 def test_a_request_without_speculation_stands_next_to_others(engine, coupled, tree):
-    """Nothing is guessed for it; it takes as many steps as it has tokens."""
-    changes = {"gamma1": 2, "gamma2": 3, "budget": 32, "num_recent_tokens": 16, "tree": tree}
-    speculation = SpeculationConfig("triforce", coupled=coupled, **changes)
+    """Nothing is guessed for it."""
+    speculation = SpeculationConfig("triforce", coupled=coupled, tree=tree, **SIZES)
     run = start(engine, speculation=speculation)
     wanted = [request(engine, 2 * n, speculation=n == 1) for n in range(2)]
     for it in wanted:
         run.submit(it)
     ends = until_idle(run)
     run.close()
-    assert ends[0].row_stats.num_steps == 12
-    assert set(ends[0].row_stats.by_origin) <= {"bonus", "recovered"}
-    assert ends[1].row_stats.num_steps < 12
+    guessed = [{"draft", "retrieval"} & ends[n].row_stats.by_origin.keys() for n in range(2)]
+    assert not guessed[0]
+    assert guessed[1]
     for number, it in enumerate(wanted):
         assert ends[number].token_ids == alone(engine, it)
-
-
-def test_statistics_of_a_row_are_its_own(engine):
-    run = start(engine)
-    for number in range(3):
-        run.submit(request(engine, number, num_new=5 + number))
-    for number, end in until_idle(run).items():
-        stats = end.row_stats
-        assert stats.num_prompt_tokens == 20 + 9 * number
-        assert stats.num_generated_tokens == sum(stats.by_origin.values()) == 5 + number
-        assert 1 < stats.num_steps <= 5 + number
-        assert stats.prefill_seconds > 0 < stats.decode_seconds
-    run.close()
 
 
 def test_what_is_wrong_is_said_and_the_run_goes_on(engine):
     run = start(engine)
     for wrong, message in (
-        (Request([1] * 120), "120 \\+ 256 tokens, but there is room for 128"),
-        (Request(""), "the prompt is empty"),
+        (Request([1] * 120), "max_new_tokens"),
+        (Request(""), "prompt is empty"),
         (Request([5], seed=-1), "seed is -1"),
-        ("hello", "request 0 is 'hello'; give a Request"),
+        ("hello", "'hello' where a Request"),
     ):
         with pytest.raises(InputError, match=message):
             run.submit(wrong)
     number = run.submit(request(engine, 1))
     assert list(until_idle(run)) == [number]
     run.close()
-    closed = engine.generate("fine")
-    with pytest.raises(InputError, match="takes no more requests"):
+    with (
+        engine.generate("fine") as closed,
+        pytest.raises(InputError, match="takes no more requests"),
+    ):
         closed.submit(request(engine, 1))
-    closed.close()
 
 
 @pytest.mark.parametrize("reserve", [0, 1, 10**6])
 def test_a_room_that_no_text_has_is_refused(engine, reserve):
-    with pytest.raises(
-        InputError, match=f"reserve is {reserve} tokens for each of 2 rows; give from 2"
-    ):
+    with pytest.raises(InputError, match=f"reserve is {reserve} tokens"):
         start(engine, reserve=reserve)
-
-
-def test_a_run_of_no_rows_is_refused(engine):
-    with pytest.raises(InputError, match="for each of 0 rows"):
-        start(engine, batch_size=0)
 
 
 def test_speculation_is_chosen_per_call(engine):
@@ -167,8 +147,6 @@ def test_speculation_is_chosen_per_call(engine):
             chosen = settings.get("method", "autoregressive")
             assert all(plan.startswith(chosen) for plan in run.stats.steps_per_plan)
     assert texts[1:] == texts[:1] * 3
-    with pytest.raises(InputError, match="got 'fast' where a SpeculationConfig belongs"):
-        engine.generate(prompt, speculation="fast")
 
 
 def test_the_drafter_is_chosen_per_call():

@@ -11,10 +11,12 @@ import openai
 import pytest
 import uvicorn
 
+from minitri.loading.chat_template import ChatTemplate
 from minitri.serve.app import Service
 from minitri.serve.protocol import Protocol
 from minitri.serve.worker import Worker
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
+from tests.loading.test_chat_template import CHATML
 
 CONTEXT, NUM_ROWS = 400, 4
 
@@ -31,17 +33,10 @@ class Server:
     def post(self, path="/v1/completions", **fields) -> httpx.Response:
         return self.http.post(path, json=fields)
 
-    def error(self, path="/v1/completions", status=400, **fields) -> str:
-        """The message of a request that must be refused."""
-        response = self.post(path, **fields)
-        assert response.status_code == status, response.text
-        return response.json()["error"]["message"]
-
-    def raw(self, head: str = "", body: bytes = b"", **fields) -> socket.socket:
-        """A connection that has sent a POST and waits for nothing."""
-        if fields:
-            body = json.dumps(fields).encode()
-            head = f"Content-Length: {len(body)}"
+    def raw(self, body: bytes = b"", missing: int = 0, **fields) -> socket.socket:
+        """A connection that has sent a POST, without its last bytes, and waits for nothing."""
+        body = body or json.dumps(fields).encode()
+        head = f"Content-Length: {len(body) + missing}"
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=20)
         request = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{head}\r\n"
         kind = "Content-Type: application/json\r\n\r\n"
@@ -78,27 +73,20 @@ class Watched:
 
 
 @contextlib.contextmanager
-def serving(
-    engine, *, before=lambda: None, num_rows=NUM_ROWS, max_queue=100, seconds=60.0, **options
-):
+def serving(engine, *, before=lambda: None, num_rows=NUM_ROWS, max_queue=100, seconds=60.0, **key):
     """A server in a thread, whose worker calls `before` before each event."""
     run = {
         "batch_size": num_rows,
         "generation": GenerationConfig(reserve=CONTEXT),
         "speculation": SpeculationConfig("triforce", gamma1=2, gamma2=4, coupled=True),
     }
-    protocol = Protocol(engine, {"tiny"}, SamplingParams(temperature=1.0), CONTEXT)
+    protocol = Protocol(engine, ["tiny"], SamplingParams(temperature=1.0), CONTEXT)
     listener = socket.create_server(("127.0.0.1", 0))
-    with listener, Worker(lambda: Watched(engine.open(**run), before)) as worker:
-        service = Service(
-            engine,
-            worker,
-            protocol,
-            num_rows=num_rows,
-            max_queue=max_queue,
-            seconds=seconds,
-            **options,
-        )
+    with (
+        listener,
+        contextlib.closing(Worker(lambda: Watched(engine.open(**run), before))) as worker,
+    ):
+        service = Service(protocol, worker, num_rows + max_queue, seconds, **key)
         server = uvicorn.Server(uvicorn.Config(service.app, log_config=None))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
@@ -115,3 +103,11 @@ def serving(
 def server(engine):
     with serving(engine) as running:
         yield running
+
+
+@pytest.fixture
+def template(engine, monkeypatch) -> ChatTemplate:
+    """The tiny model has one for the time of a test."""
+    made = ChatTemplate(CHATML, {})
+    monkeypatch.setitem(vars(engine.tokenizer), "chat_template", made)
+    return made

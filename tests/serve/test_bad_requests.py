@@ -10,68 +10,71 @@ from minitri.errors import InputError
 from tests.serve.conftest import CONTEXT, serving
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = {"role": "user", "content": "a"}
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("setting", "fields"),
     [
-        ({"prompt": ""}, ["the prompt is empty", "give"]),
-        ({"prompt": 5}, ["'prompt' is 5", "give"]),
-        ({"prompt": ["a", "b"]}, ["give one text"]),
-        ({"prompt": [1, True]}, ["[1, True]", "token ids"]),
-        ({"prompt": [1, 320]}, ["token id 320", "0 to 319"]),
-        ({"prompt": [1, -1]}, ["token id -1"]),
-        ({"n": 2}, ["'n' is 2", "not supported", "give 1"]),
-        ({"echo": True}, ["'echo' is True", "not supported"]),
-        ({"max_tokns": 3}, ["'max_tokns' is 3", "unknown", "max_tokens"]),
-        ({"max_tokens": "3"}, ["'max_tokens' is '3'", "int"]),
-        ({"max_tokens": True}, ["'max_tokens' is True"]),
-        ({"max_tokens": 0}, ["max_new_tokens is 0", "from 1"]),
-        ({"max_tokens": 10**30}, ["max_tokens", f"room for {CONTEXT}"]),
-        ({"temperature": "hot"}, ["temperature is 'hot'", "a number"]),
-        ({"temperature": -1}, ["temperature is -1"]),
-        ({"top_p": 0}, ["top_p is 0"]),
-        ({"top_k": 1.5}, ["top_k is 1.5"]),
-        ({"seed": -1}, ["seed is -1"]),
-        ({"seed": 1.0}, ["'seed' is 1.0"]),
-        ({"logprobs": 21}, ["logprobs is 21", "20"]),
-        ({"logprobs": True}, ["logprobs is True"]),
-        ({"stop": [""]}, ["at least one character"]),
-        ({"stop": [1]}, ["stop is [1]"]),
-        ({"stop": ["x" * 1001]}, ["1000 characters"]),
-        ({"stop": ["a"] * 17}, ["at most 16"]),
-        ({"stream": "yes"}, ["'stream' is 'yes'", "bool"]),
-        ({"stream_options": {"x": 1}}, ["stream_options", "include_usage"]),
-        ({"ignore_eos": 1}, ["ignore_eos is 1"]),
-        ({"speculation": "no"}, ["'speculation' is 'no'"]),
-        ({"prompt": [5] * CONTEXT}, [f"prompt has {CONTEXT} tokens", "shorten the prompt"]),
-        ({"prompt": [5] * 390, "max_tokens": 11}, ["lower max_tokens to 10"]),
+        ("prompt", {"prompt": ""}),
+        ("prompt", {"prompt": 5}),
+        ("prompt", {"prompt": ["a", "b"]}),
+        ("prompt", {"prompt": [1, True]}),
+        ("prompt", {"prompt": [1, 320]}),
+        ("prompt", {"prompt": [1, -1]}),
+        ("prompt", {"prompt": [5] * CONTEXT}),
+        ("prompt", {"prompt": "\ud800"}),
+        ("n", {"n": 2}),
+        ("echo", {"echo": True}),
+        ("tools", {"tools": [{"type": "function"}]}),
+        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("max_tokns", {"max_tokns": 3}),
+        ("max_tokens", {"max_tokens": "3"}),
+        ("max_tokens", {"max_tokens": True}),
+        ("max_new_tokens", {"max_tokens": 0}),
+        ("max_tokens", {"max_tokens": 10**30}),
+        ("max_tokens", {"prompt": [5] * 390, "max_tokens": 11}),
+        ("temperature", {"temperature": "hot"}),
+        ("temperature", {"temperature": -1}),
+        ("top_p", {"top_p": 0}),
+        ("top_k", {"top_k": 1.5}),
+        ("seed", {"seed": -1}),
+        ("seed", {"seed": 1.0}),
+        ("logprobs", {"logprobs": 21}),
+        ("logprobs", {"logprobs": True}),
+        ("stop", {"stop": [""]}),
+        ("stop", {"stop": [1]}),
+        ("stop", {"stop": "\ud800"}),
+        ("stop", {"stop": ["x" * 1001]}),
+        ("stop", {"stop": ["a"] * 17}),
+        ("stream", {"stream": "yes"}),
+        ("stream_options", {"stream_options": {"x": 1}}),
+        ("ignore_eos", {"ignore_eos": 1}),
+        ("speculation", {"speculation": "no"}),
+        ("prompt", {"messages": []}),
+        ("messages", {"messages": "hello"}),
+        ("message", {"messages": ["hello"]}),
+        ("message", {"messages": [{"role": "user"}]}),
+        ("message", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+        ("message", {"messages": [{**USER, "tool_calls": []}]}),
+        ("messages", {"messages": [USER], "prompt": "She"}),
+        ("Unicode", {"messages": [{**USER, "content": "\ud800"}]}),
+        ("Unicode", {"messages": [{**USER, "role": "\ud800"}]}),
+        ("logprobs", {"messages": [USER], "logprobs": 2}),
+        ("logprobs", {"messages": [USER], "top_logprobs": 2}),
     ],
 )
-def test_a_wrong_field_is_one_line_that_says_what_and_what_to_do(server, fields, words):
-    message = server.error(**{"prompt": "She had", **fields})
+def test_a_wrong_field_is_one_line_that_names_it(server, template, monkeypatch, setting, fields):
+    if fields.get("messages") == []:  # no template makes nothing of nothing
+        monkeypatch.setattr(server.service.protocol.engine.tokenizer, "encode_chat", list, False)
+    is_chat = "messages" in fields
+    body = json.dumps(fields if is_chat else {"prompt": "She had", **fields}).encode()
+    headers = {"content-type": "application/json; charset=utf-8"}
+    response = server.http.post(CHAT if is_chat else TEXT, content=body, headers=headers)
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert setting in message
     assert "\n" not in message
-    assert [word for word in words if word not in message] == []
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({}, ["the prompt is empty"]),
-        ({"messages": "hello"}, ["'messages' is 'hello'"]),
-        ({"messages": ["hello"]}, ["a message is 'hello'"]),
-        ({"messages": [{"role": "user"}]}, ["a message is", "role"]),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ["type text"]),
-        ({"messages": [{"role": "user", "content": "a", "tool_calls": []}]}, ["a message is"]),
-        ({"messages": [], "prompt": "She"}, ["'prompt' is 'She'", "unknown"]),
-        ({"tools": [{"type": "function"}]}, ["not supported"]),
-        ({"response_format": {"type": "json_object"}}, ["not supported"]),
-    ],
-)
-def test_a_wrong_chat_is_refused(server, monkeypatch, fields, words):
-    monkeypatch.setattr(server.service.protocol._tokenizer, "encode_chat", list, raising=False)
-    message = server.error(CHAT, **fields)
-    assert [word for word in words if word not in message] == []
 
 
 @pytest.mark.parametrize(
@@ -84,28 +87,10 @@ def test_a_body_that_is_no_object_is_refused(server, body):
     assert "send an object" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [
-        (TEXT, {"prompt": "\ud800"}),
-        (TEXT, {"prompt": "She", "stop": "\ud800"}),
-        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}),
-        (CHAT, {"messages": [{"role": "\ud800", "content": "a"}]}),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]}),
-    ],
-)
-def test_text_that_is_no_unicode_is_refused(server, monkeypatch, path, fields):
-    monkeypatch.setattr(server.service.protocol._tokenizer, "encode_chat", list, raising=False)
-    headers = {"content-type": "application/json"}
-    response = server.http.post(path, content=json.dumps(fields).encode(), headers=headers)
-    assert response.status_code == 400
-    assert "not valid Unicode" in response.json()["error"]["message"]
-
-
 def test_other_types_models_paths_and_methods_are_refused(server):
     plain = server.http.post(TEXT, content=b"{}", headers={"content-type": "text/plain"})
     assert plain.status_code == 415
-    with pytest.raises(openai.NotFoundError, match=r"'gpt-9' is not served; use tiny") as caught:
+    with pytest.raises(openai.NotFoundError, match="'gpt-9'") as caught:
         server.openai.completions.create(model="gpt-9", prompt="She had")
     assert caught.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as caught_length:
@@ -116,46 +101,37 @@ def test_other_types_models_paths_and_methods_are_refused(server):
         assert response.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_a_body_beyond_the_limit_is_refused_before_it_is_read(server):
-    with server.raw("Content-Length: 100000000") as connection:
-        assert b" 413 " in connection.recv(20)
-    chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
-    with server.raw("Transfer-Encoding: chunked", body=chunk * 17) as connection:
+def test_a_body_beyond_the_limit_is_refused_before_it_is_all_there(server):
+    with server.raw(b" " * 2_000_000, missing=10**8) as connection:
         assert b" 413 " in connection.recv(20)
     assert server.post(prompt="x" * 100_000_000).status_code == 413
 
 
-def test_a_client_that_does_not_finish_its_body_is_cut_off(engine, monkeypatch):
-    monkeypatch.setattr("minitri.serve.app.FAREWELL_SECONDS", 0.1)
-    with serving(engine, body_seconds=0.2) as server:
-        with server.raw("Content-Length: 100", body=b'{"prompt"') as connection:
-            received = b""
-            while part := connection.recv(4096):  # to the end of the connection
-                received += part
-        assert b" 408 " in received
-        assert server.post(prompt="She had", max_tokens=1).status_code == 200
-        with server.raw("Content-Length: 100", body=b'{"prompt"'):
-            pass
-        assert server.post(prompt="She had", max_tokens=1).status_code == 200
+def test_a_client_that_does_not_finish_its_body_is_cut_off(server, monkeypatch):
+    monkeypatch.setattr("minitri.serve.app.BODY_SECONDS", 0.2)
+    with server.raw(b'{"prompt"', missing=9) as connection:
+        received = b""
+        while part := connection.recv(4096):  # to the end of the connection
+            received += part
+    assert b" 408 " in received
+    with server.raw(b'{"prompt"', missing=9):
+        pass
+    assert server.post(prompt="She had", max_tokens=1).status_code == 200
 
 
 def test_a_key_is_asked_for_everywhere_but_at_health(engine):
     with serving(engine, api_key="clé") as server:
-        for path in ("/v1/models", "/metrics"):
-            assert server.http.get(path).status_code == 401
-        assert server.post(prompt="She had").status_code == 401
         assert server.http.get("/health").status_code == 200
-        headers = {"authorization": "Bearer clé".encode()}
-        assert server.http.get("/v1/models", headers=headers).status_code == 200
-        wrong = {"authorization": "Bearer clef"}
-        assert server.http.get("/v1/models", headers=wrong).status_code == 401
+        assert server.post(prompt="She had").status_code == 401
+        for key, status in (("", 401), ("Bearer clé", 200), ("Bearer clef", 401)):
+            headers = {"authorization": key.encode()}
+            assert server.http.get("/v1/models", headers=headers).status_code == status
 
 
 def test_a_request_ends_at_the_time_limit_and_frees_its_row(engine):
     with serving(engine, seconds=0.1) as server:
         fields = {"prompt": "She had", "max_tokens": 390, "ignore_eos": True}
-        message = server.error(status=504, **fields)
-        assert "0.1 s" in message
+        assert server.post(**fields).status_code == 504
         server.wait_until_free()
         stream = server.post(**fields, stream=True).text
         last = [line for line in stream.splitlines() if line][-1]
@@ -185,7 +161,8 @@ def test_a_run_that_fails_ends_its_requests_and_is_opened_again(engine, monkeypa
             raise failures.pop()
 
     with serving(engine, before=fail) as server:
-        assert "RuntimeError('broken')" in server.error(prompt="She had", status=500)
-        assert "out of memory" in server.error(prompt="She had", status=400)
-        assert server.post(prompt="She had").status_code == 200
+        responses = [server.post(prompt="She had") for _ in range(3)]
+    assert [response.status_code for response in responses] == [500, 400, 200]
+    assert "RuntimeError('broken')" in responses[0].text
+    assert "out of memory" in responses[1].text
     assert "the run failed: broken" in caplog.text

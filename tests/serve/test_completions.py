@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from minitri.loading.tokenizer import Tokenizer
+from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
 from minitri.serve.answers import shown, spelled
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from tests.conftest import SENTENCES, byte_level_tokenizer
@@ -12,13 +12,13 @@ from tests.conftest import SENTENCES, byte_level_tokenizer
 PROMPT = "She had been forced into prudence"
 
 
-def own_text(engine, prompt=PROMPT, *, seed=7, num=24, temperature=1.0, **settings) -> str:
+def own_text(engine, prompt=PROMPT, *, seed=7, num=24, temperature=1.0) -> str:
     """What the engine says by itself."""
     return engine.complete(
         prompt,
         seed=seed,
         sampling=SamplingParams(temperature=temperature),
-        generation=GenerationConfig(num, **settings),
+        generation=GenerationConfig(num),
         speculation=SpeculationConfig("autoregressive", coupled=True),
     ).text
 
@@ -38,8 +38,7 @@ def test_a_text_is_the_engines_own(server, engine):
 
 
 def test_a_stream_gives_the_same_text_and_ends_with_usage(server):
-    options = {"stream": True, "stream_options": {"include_usage": True}}
-    chunks = list(complete(server, **options))
+    chunks = list(complete(server, stream=True, stream_options={"include_usage": True}))
     whole = complete(server)
     assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text
     reasons = [c.choices[0].finish_reason for c in chunks if c.choices]
@@ -74,10 +73,10 @@ def test_a_prompt_may_be_token_ids(server, engine):
     assert len(texts) == 1
 
 
-def test_logprobs_are_of_the_tokens_of_the_text(server, engine):
+def test_logprobs_are_of_the_tokens_of_the_text(server):
     answer = complete(server, logprobs=3, temperature=0)
     found = answer.choices[0].logprobs
-    assert len(found.tokens) == len(found.token_logprobs) == len(found.text_offset) == 24
+    assert len(found.tokens) == len(found.text_offset) == 24
     for name, logprob, top in zip(
         found.tokens, found.token_logprobs, found.top_logprobs, strict=True
     ):
@@ -91,13 +90,10 @@ def test_logprobs_are_of_the_tokens_of_the_text(server, engine):
 
 
 def test_a_call_without_speculation_says_the_same(server):
-    answer = complete(server)
-    alone = complete(server, extra_body={"speculation": False})
-    assert alone.choices[0].text == answer.choices[0].text
-    assert alone.usage.completion_tokens_details.accepted_prediction_tokens == 0
-    assert alone.timings["num_steps"] == 24
-    assert answer.timings["num_steps"] < 24
-    assert answer.usage.completion_tokens_details.accepted_prediction_tokens > 0
+    answers = complete(server), complete(server, extra_body={"speculation": False})
+    assert answers[0].choices[0].text == answers[1].choices[0].text
+    guessed = [it.usage.completion_tokens_details.accepted_prediction_tokens for it in answers]
+    assert guessed[0] > guessed[1] == 0
 
 
 def test_a_longer_prompt_is_read_from_where_it_was_left(server):
@@ -105,26 +101,17 @@ def test_a_longer_prompt_is_read_from_where_it_was_left(server):
     complete(server, prompt=long)
     answer = complete(server, prompt=long + " And so")
     assert answer.usage.prompt_tokens_details.cached_tokens > 200
-    read = answer.usage.prompt_tokens - answer.usage.prompt_tokens_details.cached_tokens
-    assert answer.timings["prompt_n"] == read
 
 
 @pytest.mark.parametrize("text", [*SENTENCES, "\x00\x7f\xa0"])
 def test_bytes_of_tokens_make_up_the_text(text):
-    from minitri.loading.tokenizer import TokenizersBackend
-
     tokenizer = Tokenizer(TokenizersBackend(byte_level_tokenizer()), None)
     names = [spelled(tokenizer, token) for token in tokenizer.encode(text)]
     assert b"".join(names).decode() == text
-    assert shown(b"\xf0\x9f") == r"bytes:\xf0\x9f"
+    assert shown(b" \xf0\x9f") == r"bytes: \xf0\x9f"
 
 
-def test_models_health_and_metrics(server):
+def test_models_and_health(server):
     assert [model.id for model in server.openai.models.list()] == ["tiny"]
-    assert server.http.get("/health").json() == {"status": "ok"}
-    complete(server)
-    lines = server.http.get("/metrics").text.splitlines()
-    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    assert int(values["minitri_requests_length_total"]) > 0
-    assert int(values["minitri_generated_tokens_total"]) >= 24
-    assert values["minitri_requests_running"] == "0"
+    server.wait_until_free()
+    assert server.http.get("/health").json() == {"status": "ok", "requests": 0}
