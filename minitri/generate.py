@@ -9,15 +9,14 @@ from minitri.cli.exits import clean_imports, is_piped, program
 
 with clean_imports():
     import argparse
-    import dataclasses
     import json
     import logging
     import sys
 
     from minitri.cli import arguments, boot
-    from minitri.cli.inputs import max_tokens_of, read_prompt
+    from minitri.cli.inputs import read_prompt
     from minitri.cli.jsonl import run_lines
-    from minitri.cli.report import details, outline, report
+    from minitri.cli.report import report
     from minitri.cli.terminal import LEGEND, colored, json_line, nothing, plain, stream
     from minitri.engine import MAX_ROWS, Engine
     from minitri.errors import InputError
@@ -43,18 +42,18 @@ def build_parser() -> arguments.OneLineParser:
     )
     arguments.add_model_flags(parser)
     group = arguments.add_prompt_flags(parser, default="standard input if piped, else demo")
-    group.add_argument("text", nargs="?", metavar="TEXT", help="the same as --prompt TEXT")
+    text = "the same as --prompt TEXT"
+    group.add_argument("prompt", nargs="?", metavar="TEXT", default=argparse.SUPPRESS, help=text)
     text = "many: a file with a JSON object a line, such as "
     text += '{"prompt": "Once", "id": 7, "seed": 3, "max_new_tokens": 40, "temperature": 0.6}; '
     text += "writes one a line, too, as each is done; - is standard input"
     group.add_argument("--prompts", metavar="FILE", help=text)
     text = "--prompts that run at a time, if memory allows"
-    count = arguments.positive
-    parser.add_argument("--batch-size", type=count, default=MAX_ROWS, metavar="N", help=text)
-    arguments.add_fields(parser, GenerationConfig, "prefill_chunk")
+    parser.add_argument("--batch-size", type=arguments.positive, default=MAX_ROWS, help=text)
+    fields = ("prefill_chunk", "stop", "ignore_eos", "logprobs")
+    arguments.add_fields(parser, GenerationConfig, *fields)
     arguments.add_gpu_flags(parser)
     boot.add_kv_flags(parser)
-    arguments.add_fields(parser, GenerationConfig, "stop", "ignore_eos", "logprobs")
     text = "makes a text repeatable: the same command with the same seed writes the same text "
     text += "(default: a new one each time; open methods and gammas then follow the clock)"
     arguments.add_open_sampling_flags(parser, text)
@@ -68,7 +67,7 @@ def build_parser() -> arguments.OneLineParser:
         stats="all statistics, not only a line of them",
         quiet="no progress, log or statistics on standard error",
     )
-    parser.add_argument("--system", metavar="TEXT", help="with --chat: a message of the system")
+    parser.add_argument("--system", help="with --chat: a message of the system")
     text = "show the models that have names and exit"
     parser.add_argument("--list-models", action="version", version=table(), help=text)
     return parser
@@ -76,51 +75,52 @@ def build_parser() -> arguments.OneLineParser:
 
 def run_command(args: argparse.Namespace) -> int:
     """Does what the flags say; returns the exit code."""
-    sampling = arguments.taken(SamplingParams, args)
+    arguments.taken(SamplingParams, args)  # bad values fail before anything is loaded
     generation = arguments.taken(GenerationConfig, args)
     speculation = arguments.speculation_of(args)
     draft = arguments.draft_of(args)
     if args.system is not None and not args.chat:
         raise InputError("--system has a text, but nothing is a message; add --chat")
     arguments.warn_of_ignored(args)
-    boot.check_kv_flags(args)
-    args.prompt = args.text if args.prompt is None else args.prompt
-    is_given = args.demo or (args.prompt, args.prompt_file, args.prompts) != (None, None, None)
-    if not is_given and join().ask_first(is_piped):
-        log.info("prompt: standard input")
-        args.prompt_file = "-"
     if args.prompts is not None:
-        return run_lines(args, sampling, generation, speculation, draft)
-    text = read_prompt(args.prompt_file, args.prompt), max_tokens_of(args)
+        return run_lines(args, generation, speculation, draft)
+    if args.prompt is None and args.prompt_file is None:
+        choose_prompt(args)
+    text = read_prompt(args.prompt_file, args.prompt), args.max_prompt_tokens
     engine, [prompt] = boot.load_engine(args, draft, [text], num_new=generation.max_new_tokens)
-    sampling = dataclasses.replace(sampling, **boot.model_sampling(args, engine))
-    args.temperature = sampling.temperature
-    args.seed = boot.seed_of(args, speculation)
+    sampling = boot.sampling_of(args, engine)
+    seed = boot.seed_of(args, sampling)
     boot.load_kv(args, engine)
     run = engine.generate(
-        prompt, sampling=sampling, generation=generation, speculation=speculation, seed=args.seed
+        prompt, sampling=sampling, generation=generation, speculation=speculation, seed=seed
     )
     finish_reason = show(args, engine, run)
-    run.close()
-    boot.save_kv(args, engine, run.rows[0].stats.num_cached_tokens)
+    boot.conclude(args, engine, run)
     return 130 if finish_reason == "interrupted" else 0
 
 
+def choose_prompt(args: argparse.Namespace) -> None:
+    """Without a prompt it is what is piped to standard input, or else the beginning of the demo."""
+    if not args.demo and join().ask_first(is_piped):
+        log.info("prompt: standard input")
+        args.prompt_file = "-"
+    elif args.max_prompt_tokens is None:
+        args.max_prompt_tokens = arguments.DEMO_PROMPT_TOKENS
+        log.info("prompt: the first %d tokens of --demo", args.max_prompt_tokens)
+
+
 def show(args: argparse.Namespace, engine: Engine, run: Generation) -> str:
-    """Writes a run's text or JSON as it goes, then its statistics; returns how it finished."""
-    as_json = args.json or args.json_stream
-    if as_json:
+    """Writes a run's text or JSON as it goes; returns how it finished."""
+    is_json = args.json or args.json_stream
+    if is_json:
         write = json_line if args.json_stream else nothing
     else:
         write = colored if args.color else plain
     if write is colored:
         log.info(LEGEND)
     finish_reason, tokens = stream(run, write, quiet=args.quiet)
-    end = json.dumps(report(engine, run, args, finish_reason, tokens)) if as_json else ""
+    end = json.dumps(report(engine, run, args, finish_reason, tokens)) if is_json else ""
     print(end, flush=True)
-    log.info(outline(engine, run))
-    if args.stats:
-        log.info(details(engine, run))
     return finish_reason
 
 
