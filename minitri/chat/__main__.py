@@ -12,7 +12,7 @@ with clean_imports():
     import dataclasses
     import logging
     import sys
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
     from minitri.chat.conversation import Conversation
@@ -161,6 +161,22 @@ def commands() -> list[str]:
     return [f"/{name.removeprefix('do_')} {getattr(Chat, name).__doc__}" for name in names]
 
 
+@dataclasses.dataclass(frozen=True)
+class ChatFlags:
+    """What this program alone is asked for."""
+
+    document: Sequence[str] = ()
+    """A UTF-8 text to ask about; may be given several times."""
+    system: str | None = None
+    """How the model is to behave."""
+    load: str | None = None
+    """Go on with what /save wrote to this file."""
+    color: bool = False
+    """Color each token by the stage it came from."""
+    quiet: bool = False
+    """No progress, log or statistics on standard error."""
+
+
 def build_parser() -> arguments.OneLineParser:
     """All flags of the program."""
     about = "Answers questions, about documents that are read once. "
@@ -172,21 +188,13 @@ def build_parser() -> arguments.OneLineParser:
         description=about + "; ".join(commands()),
     )
     arguments.add_model_flags(parser)
-    text = "a UTF-8 text to ask about; may be given several times"
-    parser.add_argument("--document", action="append", metavar="FILE", default=[], help=text)
-    parser.add_argument("--system", help="how the model is to behave")
-    parser.add_argument("--load", metavar="FILE", help="go on with what /save wrote")
+    arguments.add_fields(parser, ChatFlags)
     arguments.add_fields(parser, GenerationConfig, "max_new_tokens", "prefill_chunk")
     parser.set_defaults(max_new_tokens=512)
     arguments.add_gpu_flags(parser)
     text = "makes a conversation repeatable (default: a new one each time)"
     arguments.add_open_sampling_flags(parser, text)
     arguments.add_speculation_flags(parser, "none of this changes the text's distribution")
-    arguments.add_switches(
-        parser,
-        color="color each token by the stage it came from",
-        quiet="no progress, log or statistics on standard error",
-    )
     return parser
 
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 from minitri import __version__
 from minitri.errors import MAX_COUNT, InputError, shorten
-from minitri.fields import one_of
+from minitri.fields import between, one_of
 from minitri.gpu.attention_backends import BACKENDS
 from minitri.loading.devices import DRAFT_WEIGHTS, DTYPES, WEIGHTS
 from minitri.loading.fetch import default_draft
@@ -40,7 +40,7 @@ RETRIEVAL = ["gamma2", "budget", "chunk_size", "observation_window"]
 RETRIEVAL += ["rebuild_stride", "rebuild_threshold"]
 """Settings of the drafter's cache, and of the retrieval level."""
 SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]
-SHORT = {"model": ["-m"], "max_new_tokens": ["-n"], "quiet": ["-q"]}
+SHORT = {"model": ["-m"], "prompt": ["-p"], "max_new_tokens": ["-n"], "quiet": ["-q"]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +64,29 @@ class ModelChoice:
     """Stretch the context: yarn:4 makes 32K of 8K. Default: as trained."""
 
 
+@dataclasses.dataclass(frozen=True)
+class SharedFlags:
+    """What several programs ask for and no other class holds."""
+
+    threads: int | None = between(None, 1, 1024)
+    """Cores of a CPU to compute on; leave some to other programs. Default: all."""
+    bitwise: bool = False
+    """Stop with an error where texts might differ in the last bits: without compiled kernels."""
+    prompt: str | None = None
+    """The prompt itself."""
+    prompt_file: str | None = None
+    """A UTF-8 file; - is standard input."""
+    demo: bool = False
+    """The help texts of Python, 700 KB."""
+    max_prompt_tokens: int | None = between(None, 1)
+    """Keep the first N tokens of the prompt; of the demo 4000 if nothing else is said."""
+    fit: str | None = one_of(None, "first", "last")
+    """Tokens that are kept of a prompt too long for the context. Default: an error."""
+    draft: str = "auto"
+    """Drafter for naive and triforce: a model of the same vocabulary, or suffix, which looks the
+    last words up in the text. Default: the one made for the model, else suffix."""
+
+
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Shows the default of a flag that is a number or a word, unless its help text tells it."""
 
@@ -73,9 +96,6 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         has_value &= action.default is not argparse.SUPPRESS
         is_told = "default:" in text.lower()
         return f"{text} (default: %(default)s)" if has_value and not is_told else text
-
-    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        return "TEXT" if action.type is None else "N"
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -101,14 +121,14 @@ class OneLineParser(argparse.ArgumentParser):
         return super()._get_values(action, arg_strings)
 
 
-def whole(least: int = -MAX_COUNT, most: int = MAX_COUNT) -> Callable[[str], int]:
+def whole(least: int, most: float = MAX_COUNT) -> Callable[[str], int]:
     """How to read a flag's value that must be a whole number within bounds."""
 
     def read(text: str) -> int:
         if re.fullmatch("-?[0-9]{1,10}", text) and least <= int(text) <= most:
             return int(text)
         value = shorten(repr(text), 60)
-        raise argparse.ArgumentTypeError(f"{value} is no whole number from {least} to {most}")
+        raise argparse.ArgumentTypeError(f"{value} is not a whole number from {least} to {most}")
 
     return read
 
@@ -124,15 +144,6 @@ def two_rates(text: str) -> tuple[float, float]:
     return draft, retrieval
 
 
-KINDS: dict[Any, dict[str, Any]] = {
-    int: {"type": whole()},
-    int | None: {"type": whole()},
-    float: {"type": float},
-    Sequence[str]: {"action": "append", "default": []},
-}
-"""How a field is given on a command line, by its type, if it is no text."""
-
-
 def add_fields(flags: Flags, settings: type[Any], *names: str) -> None:
     """A flag for each of these fields of a settings class, by default all."""
     texts = field_texts(settings)
@@ -142,11 +153,16 @@ def add_fields(flags: Flags, settings: type[Any], *names: str) -> None:
         text = texts[field.name]
         options: dict[str, Any] = {"default": field.default}
         options["help"] = text[0].lower() + text[1:-1]
-        options |= KINDS.get(field.type, {})
         if field.type is bool:
             options["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
-        elif "choices" in field.metadata:
-            options["choices"] = field.metadata["choices"]
+        elif field.type == Sequence[str]:
+            options |= {"action": "append", "default": []}
+        elif field.type in (int, int | None):
+            options |= {"type": whole(*field.metadata["range"]), "metavar": "N"}
+        elif field.type is float:
+            options["type"] = float
+        else:
+            options["choices"] = field.metadata.get("choices")
         flags.add_argument(*flag_names(field.name), **options)
 
 
@@ -170,10 +186,7 @@ def add_switches(flags: Flags, **texts: str) -> None:
 def add_model_flags(flags: Flags) -> None:
     """Which model runs, and how."""
     add_fields(flags, ModelChoice)
-    text = "cores of a CPU to compute on (default: all; leave some to other programs)"
-    flags.add_argument("--threads", type=whole(1, 1024), help=text)
-    text = "stop with an error where texts might differ in the last bits: without compiled kernels"
-    add_switches(flags, bitwise=text)
+    add_fields(flags, SharedFlags, "threads", "bitwise")
 
 
 def add_prompt_flags(
@@ -182,14 +195,9 @@ def add_prompt_flags(
     """What the model reads, and how much it writes; returns the group of which one may be given."""
     group = parser.add_argument_group(f"prompt (default: {default})")
     group = group.add_mutually_exclusive_group()
-    group.add_argument("-p", "--prompt", help="the prompt itself")
-    group.add_argument("--prompt-file", metavar="FILE", help="a UTF-8 file; - is standard input")
-    add_switches(group, demo="Python's own help texts, 700 KB")
-    options: dict[str, Any] = {"type": positive, "default": max_prompt_tokens}
-    text = f"keep the first N tokens of the prompt (of the demo {DEMO_PROMPT_TOKENS} by default)"
-    parser.add_argument("--max-prompt-tokens", help=text, **options)
-    text = "tokens that are kept of a prompt too long for the context (default: an error)"
-    parser.add_argument("--fit", choices=("first", "last"), help=text)
+    add_fields(group, SharedFlags, "prompt", "prompt_file", "demo")
+    add_fields(parser, SharedFlags, "max_prompt_tokens", "fit")
+    parser.set_defaults(max_prompt_tokens=max_prompt_tokens)
     add_fields(parser, GenerationConfig, "max_new_tokens")
     return group
 
@@ -217,9 +225,7 @@ def add_open_sampling_flags(parser: argparse.ArgumentParser, seed: str) -> None:
 
 def add_draft_flag(flags: Flags) -> None:
     """Who guesses first."""
-    text = "drafter for naive and triforce: a model of the same vocabulary, or suffix, which looks "
-    text += "the last words up in the text (default: the one made for the model, else suffix)"
-    flags.add_argument("--draft", default="auto", help=text)
+    add_fields(flags, SharedFlags, "draft")
 
 
 def add_size_flags(flags: Flags) -> None:
@@ -230,10 +236,9 @@ def add_size_flags(flags: Flags) -> None:
 def add_speculation_flags(parser: argparse.ArgumentParser, about: str) -> None:
     """Everything about guessing, in a group of its own."""
     group = parser.add_argument_group(f"speculation ({about})")
-    add_fields(group, SpeculationConfig, "method")
+    add_fields(group, SpeculationConfig, "method", "coupled")
     add_draft_flag(group)
     add_size_flags(group)
-    add_fields(group, SpeculationConfig, "coupled")
 
 
 def add_rates_flag(flags: Flags, name: str, text: str) -> None:
@@ -268,9 +273,11 @@ def speculation_of(args: argparse.Namespace) -> SpeculationConfig:
 
 
 def draft_of(args: argparse.Namespace) -> str:
-    """The drafter that the flags ask for."""
+    """The drafter that the flags ask for. Raises `InputError` if one is missing."""
     if args.method not in WITH_DRAFTER:
         return "suffix"  # which costs nothing and is not used
+    if args.draft == "none":
+        raise InputError(f"--draft none cannot guess for --method {args.method}; give another")
     if args.draft == "auto" and args.method != "auto":
         return default_draft(args.model)  # must be had; for --method auto `load` may do without
     return str(args.draft)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from minitri.cli.arguments import Flags, model_of, taken
+from minitri.cli.arguments import model_of, taken
 from minitri.cli.inputs import encode
 from minitri.cli.report import details, outline
 from minitri.config import ModelConfig
@@ -86,27 +86,12 @@ def seed_of(args: argparse.Namespace, sampling: SamplingParams) -> int:
     return seed
 
 
-def add_kv_flags(flags: Flags) -> None:
-    """The flags of a KV snapshot: K and V of a prompt from a file, and into one."""
-    text = "start after what the prompt has in common with the text whose KV cache FILE holds"
-    flags.add_argument("--load-kv", type=readable, metavar="FILE", help=text)
-    text = "in the end write the KV cache to FILE (60 GB for 7B at 120,000 tokens, 0.19 GB for "
-    text += "the default model at 8,000)"
-    flags.add_argument("--save-kv", type=writable, metavar="FILE", help=text)
-
-
-def readable(file: str) -> str:
-    """A flag's value that is a file, so that no minutes of work come before an error."""
-    if not Path(file).is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {shorten(file)}")
-    return file
-
-
-def writable(file: str) -> str:
-    """A flag's value that is a file, there or not, in a folder that can be written to."""
-    if not os.access(Path(file).absolute().parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"cannot write {shorten(file)}; name another file")
-    return file
+def check_kv_files(args: argparse.Namespace) -> None:
+    """Raises `InputError`, before minutes of work, for files that cannot be read or written."""
+    if args.load_kv is not None and not Path(args.load_kv).is_file():
+        raise InputError(f"--load-kv: there is no file {shorten(args.load_kv)}")
+    if args.save_kv is not None and not os.access(Path(args.save_kv).absolute().parent, os.W_OK):
+        raise InputError(f"--save-kv: cannot write {shorten(args.save_kv)}; name another file")
 
 
 def load_kv(args: argparse.Namespace, engine: Engine) -> None:

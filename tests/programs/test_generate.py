@@ -102,14 +102,15 @@ BAD_FLAGS = """
 --temperature -1 | temperature is -1.0
 --temperature nan | temperature is nan
 --top-p 0 | top_p is 0.0
---top-k -3 | top_k is -3
+--top-k -3 | --top-k: '-3'
 --min-p 7 | min_p is 7
---max-new-tokens 0 | max_new_tokens is 0
+--max-new-tokens 0 | --max-new-tokens: '0'
 --max-new-tokens many | --max-new-tokens: 'many'
 --max-prompt-tokens 0 | --max-prompt-tokens: '0'
 --max-prompt-tokens 1_000 | --max-prompt-tokens: '1_000'
 --seed -1 | --seed: '-1'
 --observation-window 99999999999999999999999 | --observation-window: '999
+--budget 9999999999 | budget is 9999999999
 --budget NINES | --budget: '99999999
 --top-k １２ | --top-k: '１２'
 --stop '' | stop is
@@ -126,12 +127,12 @@ BAD_FLAGS = """
 --device abacus | device 'abacus'
 --rope-scaling yarn | is not KIND:FACTOR
 --method retrieval --budget 30 | multiple of the chunk size, 8, such as 32
---method retrieval --budget 0 | budget is 0
---method triforce --gamma1 0 | gamma1 is 0
---method triforce --gamma2 0 | gamma2 is 0
---method triforce --gamma2 100 | gamma2 is 100
---method retrieval --chunk-size 0 | chunk_size is 0
---method naive --num-sink-tokens -1 | num_sink_tokens is
+--method retrieval --budget 0 | --budget: '0'
+--method triforce --gamma1 0 | --gamma1: '0'
+--method triforce --gamma2 0 | --gamma2: '0'
+--method triforce --gamma2 100 | --gamma2: '100'
+--method retrieval --chunk-size 0 | --chunk-size: '0'
+--method naive --num-sink-tokens -1 | --num-sink-tokens: '-1'
 --method triforce --rebuild-threshold 2 | rebuild_threshold
 --method triforce --draft none | 'none'
 --method naive --draft no-such | 'no-such'
