@@ -134,7 +134,7 @@ BAD_FLAGS = """
 --method retrieval --chunk-size 0 | --chunk-size: '0'
 --method naive --num-sink-tokens -1 | --num-sink-tokens: '-1'
 --method triforce --rebuild-threshold 2 | rebuild_threshold
---method triforce --draft none | 'none'
+--method triforce --draft none | --draft none
 --method naive --draft no-such | 'no-such'
 --save-kv /nowhere/x | --save-kv: cannot write /nowhere/x
 --load-kv /nowhere/x | --load-kv: there is no file /nowhere/x

@@ -101,43 +101,36 @@ def test_a_file_without_end_is_read_up_to_a_bound():
         inputs.read_prompt("/dev/zero")
 
 
+KEEP, LOWER, STRETCH = "--max-prompt-tokens", "--max-new-tokens", "--rope-scaling"
 LLAMA3 = RopeConfig(500000.0, "llama3", 8.0, original_context=64)
 LONGROPE = RopeConfig(frequency_divisors=(1.0, 2.0))
-TOO_LONG = [  # prompt, new tokens, RoPE, kinds of advice
-    (300, 20, RopeConfig(), ["max-prompt-tokens", "rope-scaling"]),
-    (250, 20, RopeConfig(), ["max-prompt-tokens", "max-new-tokens", "rope-scaling"]),
-    (9000, 20, RopeConfig(), ["max-prompt-tokens", "rope-scaling"]),
-    (10, 256, RopeConfig(), ["max-new-tokens", "rope-scaling"]),
-    (300, 256, RopeConfig(), ["rope-scaling"]),
-    (300, 20, RopeConfig(kind="yarn", factor=4.0, original_context=64), None),
-    (300, 20, LLAMA3, ["max-prompt-tokens", "rope-scaling"]),
-    (300, 20, LONGROPE, ["max-prompt-tokens"]),
-    (300, 256, LONGROPE, []),
-    (300, 2**20, RopeConfig(), []),
+TOO_LONG = [  # prompt, new tokens, RoPE, what is advised
+    (300, 20, RopeConfig(), {KEEP, STRETCH}),
+    (250, 20, RopeConfig(), {KEEP, LOWER, STRETCH}),
+    (9000, 20, RopeConfig(), {KEEP, STRETCH}),
+    (10, 256, RopeConfig(), {LOWER, STRETCH}),
+    (300, 20, LLAMA3, {KEEP, STRETCH}),
+    (300, 256, LONGROPE, set()),
+    (300, 2**20, RopeConfig(), set()),
 ]
 
 
-@pytest.mark.parametrize(("num_tokens", "num_new", "rope", "kinds"), TOO_LONG)
-def test_each_advice_against_a_prompt_too_long_works(num_tokens, num_new, rope, kinds):
+@pytest.mark.parametrize(("num_tokens", "num_new", "rope", "advised"), TOO_LONG)
+def test_each_advice_against_a_prompt_too_long_works(num_tokens, num_new, rope, advised):
     config = tiny_config(rope=rope)
     with pytest.raises(InputError, match=f"{num_tokens} tokens .* holds 256 minus .*") as error:
         check_prompt([0] * num_tokens, config, num_new)
     line = str(error.value)
-    keep = re.search(r"keep at most (\d+) \(--max-prompt-tokens\)", line)
-    lower = re.search(r"lower --max-new-tokens to (\d+)", line)
-    stretch = re.search(r"--rope-scaling ((?:yarn|llama3):(\d+))", line)
-    if kinds is not None:
-        found = {"max-prompt-tokens": keep, "max-new-tokens": lower, "rope-scaling": stretch}
-        assert [kind for kind in found if found[kind]] == kinds
-    if keep:
+    assert {flag for flag in (KEEP, LOWER, STRETCH) if flag in line} == advised
+    if keep := re.search(rf"keep at most (\d+) \({KEEP}\)", line):
         check_prompt([0] * int(keep[1]), config, num_new)
-    if lower:
+    if lower := re.search(rf"lower {LOWER} to (\d+)", line):
         check_prompt([0] * num_tokens, config, int(lower[1]))
-    if stretch:
-        check_prompt([0] * num_tokens, stretch_rope(config, stretch[1]), num_new)
-        less = stretch[1].replace(stretch[2], str(int(stretch[2]) - 1))
+    if stretch := re.search(rf"{STRETCH} (\w+):(\d+)", line):
+        kind, factor = stretch[1], int(stretch[2])
+        check_prompt([0] * num_tokens, stretch_rope(config, f"{kind}:{factor}"), num_new)
         with pytest.raises(InputError):
-            check_prompt([0] * num_tokens, stretch_rope(config, less), num_new)
+            check_prompt([0] * num_tokens, stretch_rope(config, f"{kind}:{factor - 1}"), num_new)
 
 
 @pytest.mark.parametrize(("seed", "temperature"), [(None, 0.8), (None, 0.0), (5, 0.8)])
