@@ -48,33 +48,27 @@ __all__ = [
     "load",
 ]
 
-_HOMES = {
-    "minitri.loading.named_models": ("MODELS",),
-    "minitri.caches.policies": ("Policy",),
-    "minitri.config": ("ModelConfig",),
-    "minitri.drafters.plugin": ("Drafter",),
-    "minitri.settings": ("GenerationConfig", "SamplingParams", "SpeculationConfig"),
-    "minitri.engine": ("Engine",),
-    "minitri.loader": ("load",),
-    "minitri.errors": ("InputError",),
-    "minitri.requests": (
-        "Completion",
-        "End",
-        "Event",
-        "Idle",
-        "PrefillProgress",
-        "Request",
-        "Token",
-    ),
-    "minitri.generation": ("Generation",),
-    "minitri.stats": ("RowStats", "Stats"),
-}
+_HOMES = (
+    "errors",
+    "settings",
+    "config",
+    "stats",
+    "loading.named_models",
+    "drafters.plugin",
+    "caches.policies",
+    "requests",
+    "generation",
+    "engine",
+    "loader",
+)
+"""Where the names are, what takes longer to import last."""
 
 
 def __getattr__(name: str) -> "Any":
-    for module, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(module), name)
+    for home in _HOMES if name in __all__ else ():
+        module = import_module(f"minitri.{home}")
+        if hasattr(module, name):
+            return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

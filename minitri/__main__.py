@@ -12,25 +12,30 @@ from importlib import import_module
 from minitri import __version__
 from minitri.cli.exits import clean_exits, is_piped
 
-PROGRAMS = {
-    "generate": ("", "a text goes on; what begins with none of these words is for it"),
-    "chat": (".__main__", "questions and answers, about documents if you like"),
-    "serve": (".__main__", "the endpoints of OpenAI's API on this machine"),
-    "plan": ("", "what fits on a GPU, and how fast it can be"),
-    "bench": (".__main__", "speed of every method on this machine"),
-    "selftest": (".__main__", "does speculation change the text on your weights?"),
-}
-"""Where below `minitri.NAME` the program's `main` is, and what it does."""
+HELP = """usage: minitri TEXT | minitri PROGRAM ... | ... | minitri
 
-HELP = f"""usage: minitri TEXT | minitri PROGRAM ... | ... | minitri
+  generate  a text goes on; what begins with none of these words is for it
+  chat      questions and answers, about documents if you like
+  serve     the endpoints of OpenAI's API on this machine
+  plan      what fits on a GPU, and how fast it can be
+  bench     speed of every method on this machine
+  selftest  does speculation change the text on your weights?
 
-{"".join(f"  {name:10s}{text}{chr(10)}" for name, (_, text) in PROGRAMS.items())}
 examples:
   minitri "The sea was" -n 40           40 tokens more, by the default model
   minitri -m llama3.2-1b < novel.txt    a prompt from a file or a pipe
   minitri generate --help               all flags of a program
   minitri --list-models                 the models that have names; --version: of minitri
 """
+PROGRAMS = {
+    "generate": "generate",
+    "chat": "chat.__main__",
+    "serve": "serve.__main__",
+    "plan": "plan",
+    "bench": "bench.__main__",
+    "selftest": "selftest.__main__",
+}
+"""The module of `minitri` whose `main` is the program."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -41,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     elif argv == ["--version"]:
         answer(f"minitri {__version__}\n")
     name = argv.pop(0) if argv and argv[0] in PROGRAMS else "generate"
-    import_module(f"minitri.{name}{PROGRAMS[name][0]}").main(argv)
+    import_module(f"minitri.{PROGRAMS[name]}").main(argv)
 
 
 def answer(text: str) -> None:

@@ -15,18 +15,50 @@ with clean_imports():
     import sys
 
     from minitri.cli import arguments, boot
-    from minitri.cli.inputs import max_tokens_of, read_prompt
+    from minitri.cli.inputs import read_prompt
     from minitri.cli.jsonl import run_lines
-    from minitri.cli.report import details, outline, report
+    from minitri.cli.report import report
     from minitri.cli.terminal import LEGEND, colored, json_line, nothing, plain, stream
     from minitri.engine import MAX_ROWS, Engine
     from minitri.errors import InputError
+    from minitri.fields import between
     from minitri.generation import Generation
     from minitri.loading.named_models import table
     from minitri.parallel.ranks import join
     from minitri.settings import GenerationConfig, SamplingParams
 
 log = logging.getLogger("minitri")
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateFlags:
+    """What this program alone is asked for."""
+
+    prompts: str | None = None
+    """Many: a file with a JSON object a line, such as {"prompt": "Once", "id": 7, "seed": 3,
+    "max_new_tokens": 40, "temperature": 0.6}; writes one a line, too, as each is done; - is
+    standard input."""
+    batch_size: int = between(MAX_ROWS, 1)
+    """Prompts of a file that run at a time, if memory allows."""
+    chat: bool = False
+    """The prompt is a message: put it into the model's chat template."""
+    system: str | None = None
+    """With --chat: a message of the system."""
+    load_kv: str | None = None
+    """Start after what the prompt has in common with the text whose KV cache this file holds."""
+    save_kv: str | None = None
+    """In the end write the KV cache to this file (60 GB for 7B at 120,000 tokens, 0.19 GB for the
+    default model at 8,000)."""
+    color: bool = False
+    """Color each token by the stage it came from."""
+    json: bool = False
+    """Print one JSON object instead of the text; errors are one, too."""
+    json_stream: bool = False
+    """Print a JSON object per token, and at the end that of --json."""
+    stats: bool = False
+    """All statistics, not only a line of them."""
+    quiet: bool = False
+    """No progress, log or statistics on standard error."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -43,32 +75,18 @@ def build_parser() -> arguments.OneLineParser:
     )
     arguments.add_model_flags(parser)
     group = arguments.add_prompt_flags(parser, default="standard input if piped, else demo")
-    group.add_argument("text", nargs="?", metavar="TEXT", help="the same as --prompt TEXT")
-    text = "many: a file with a JSON object a line, such as "
-    text += '{"prompt": "Once", "id": 7, "seed": 3, "max_new_tokens": 40, "temperature": 0.6}; '
-    text += "writes one a line, too, as each is done; - is standard input"
-    group.add_argument("--prompts", metavar="FILE", help=text)
-    text = "--prompts that run at a time, if memory allows"
-    count = arguments.positive
-    parser.add_argument("--batch-size", type=count, default=MAX_ROWS, metavar="N", help=text)
-    arguments.add_fields(parser, GenerationConfig, "prefill_chunk")
+    text = "the same as --prompt TEXT"
+    group.add_argument("prompt", nargs="?", metavar="TEXT", default=argparse.SUPPRESS, help=text)
+    arguments.add_fields(group, GenerateFlags, "prompts")
+    fields = ("prefill_chunk", "stop", "ignore_eos", "logprobs")
+    arguments.add_fields(parser, GenerationConfig, *fields)
     arguments.add_gpu_flags(parser)
-    boot.add_kv_flags(parser)
-    arguments.add_fields(parser, GenerationConfig, "stop", "ignore_eos", "logprobs")
+    own = [field.name for field in dataclasses.fields(GenerateFlags)]
+    arguments.add_fields(parser, GenerateFlags, *own[1:])
     text = "makes a text repeatable: the same command with the same seed writes the same text "
     text += "(default: a new one each time; open methods and gammas then follow the clock)"
     arguments.add_open_sampling_flags(parser, text)
     arguments.add_speculation_flags(parser, "none of this changes the text's distribution")
-    arguments.add_switches(
-        parser,
-        chat="the prompt is a message: put it into the model's chat template",
-        color="color each token by the stage it came from",
-        json="print one JSON object instead of the text; errors are one, too",
-        json_stream="print a JSON object per token, and at the end that of --json",
-        stats="all statistics, not only a line of them",
-        quiet="no progress, log or statistics on standard error",
-    )
-    parser.add_argument("--system", metavar="TEXT", help="with --chat: a message of the system")
     text = "show the models that have names and exit"
     parser.add_argument("--list-models", action="version", version=table(), help=text)
     return parser
@@ -76,51 +94,53 @@ def build_parser() -> arguments.OneLineParser:
 
 def run_command(args: argparse.Namespace) -> int:
     """Does what the flags say; returns the exit code."""
-    sampling = arguments.taken(SamplingParams, args)
+    arguments.taken(SamplingParams, args)  # bad values fail before anything is loaded
     generation = arguments.taken(GenerationConfig, args)
     speculation = arguments.speculation_of(args)
     draft = arguments.draft_of(args)
     if args.system is not None and not args.chat:
         raise InputError("--system has a text, but nothing is a message; add --chat")
     arguments.warn_of_ignored(args)
-    boot.check_kv_flags(args)
-    args.prompt = args.text if args.prompt is None else args.prompt
-    is_given = args.demo or (args.prompt, args.prompt_file, args.prompts) != (None, None, None)
-    if not is_given and join().ask_first(is_piped):
-        log.info("prompt: standard input")
-        args.prompt_file = "-"
+    boot.check_kv_files(args)
     if args.prompts is not None:
-        return run_lines(args, sampling, generation, speculation, draft)
-    text = read_prompt(args.prompt_file, args.prompt), max_tokens_of(args)
+        return run_lines(args, generation, speculation, draft)
+    if args.prompt is None and args.prompt_file is None:
+        choose_prompt(args)
+    text = read_prompt(args.prompt_file, args.prompt), args.max_prompt_tokens
     engine, [prompt] = boot.load_engine(args, draft, [text], num_new=generation.max_new_tokens)
-    sampling = dataclasses.replace(sampling, **boot.model_sampling(args, engine))
-    args.temperature = sampling.temperature
-    args.seed = boot.seed_of(args, speculation)
+    sampling = boot.sampling_of(args, engine)
+    seed = boot.seed_of(args, sampling)
     boot.load_kv(args, engine)
     run = engine.generate(
-        prompt, sampling=sampling, generation=generation, speculation=speculation, seed=args.seed
+        prompt, sampling=sampling, generation=generation, speculation=speculation, seed=seed
     )
     finish_reason = show(args, engine, run)
-    run.close()
-    boot.save_kv(args, engine, run.rows[0].stats.num_cached_tokens)
+    boot.conclude(args, engine, run)
     return 130 if finish_reason == "interrupted" else 0
 
 
+def choose_prompt(args: argparse.Namespace) -> None:
+    """Without a prompt it is what is piped to standard input, or else the beginning of the demo."""
+    if not args.demo and join().ask_first(is_piped):
+        log.info("prompt: standard input")
+        args.prompt_file = "-"
+    elif args.max_prompt_tokens is None:
+        args.max_prompt_tokens = arguments.DEMO_PROMPT_TOKENS
+        log.info("prompt: the first %d tokens of --demo", args.max_prompt_tokens)
+
+
 def show(args: argparse.Namespace, engine: Engine, run: Generation) -> str:
-    """Writes a run's text or JSON as it goes, then its statistics; returns how it finished."""
-    as_json = args.json or args.json_stream
-    if as_json:
+    """Writes a run's text or JSON as it goes; returns how it finished."""
+    is_json = args.json or args.json_stream
+    if is_json:
         write = json_line if args.json_stream else nothing
     else:
         write = colored if args.color else plain
     if write is colored:
         log.info(LEGEND)
     finish_reason, tokens = stream(run, write, quiet=args.quiet)
-    end = json.dumps(report(engine, run, args, finish_reason, tokens)) if as_json else ""
+    end = json.dumps(report(engine, run, args, finish_reason, tokens)) if is_json else ""
     print(end, flush=True)
-    log.info(outline(engine, run))
-    if args.stats:
-        log.info(details(engine, run))
     return finish_reason
 
 

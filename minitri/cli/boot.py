@@ -1,30 +1,32 @@
 """From flags to an engine that is ready: weights, threads, sampling, seed, a KV snapshot.
 
 engine, [prompt] = load_engine(args, draft, [(text, max_tokens)], num_new=256)
-sampling = dataclasses.replace(flags, **model_sampling(args, engine))
-seed = seed_of(args, speculation)
+sampling = sampling_of(args, engine)
+seed = seed_of(args, sampling)
 """
 
 import argparse
+import dataclasses
 import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from minitri.cli.arguments import Flags, model_of
+from minitri.cli.arguments import model_of, taken
 from minitri.cli.inputs import encode
+from minitri.cli.report import details, outline
 from minitri.config import ModelConfig
 from minitri.engine import Engine
 from minitri.errors import InputError, shorten
+from minitri.generation import Generation
 from minitri.loader import load
-from minitri.loading.prompt_ids import MAX_SEED, check_prompt
+from minitri.loading.prompt_ids import MAX_SEED
 from minitri.loading.tokenizer import Tokenizer
 from minitri.parallel.ranks import join
-from minitri.settings import SamplingParams, SpeculationConfig
+from minitri.settings import SamplingParams
 
 log = logging.getLogger("minitri")
 
@@ -37,9 +39,10 @@ def boot(
         torch.set_num_threads(args.threads)
     engine = load(**model_of(args), draft=draft, before_weights=check)
     if args.bitwise and (args.tree or not engine.model.execution.is_row_invariant):
-        what = f"{engine.config.name} on {engine.model.device}" if not args.tree else "--tree"
-        problem = f"--bitwise needs the compiled kernels and chains of guesses, not {what}"
-        raise InputError(f"{problem}; run on a CPU with a C++ compiler, or leave it out")
+        raise InputError(
+            "--bitwise needs the compiled kernels and no --tree; run on a CPU with a C++ compiler, "
+            "or leave it out"
+        )
     return engine
 
 
@@ -55,56 +58,40 @@ def load_engine(
     def check(tokenizer: Tokenizer, config: ModelConfig) -> None:
         for text, max_tokens in texts:
             prompts.append(encode(text, tokenizer, config, max_tokens, num_new, args))
-            check_prompt(prompts[-1], config, num_new)
 
     return boot(args, draft, check), prompts
 
 
-def model_sampling(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
-    """What the model's files say of sampling where no flag does, which is told in a line."""
-    plain = SamplingParams()
+def sampling_of(args: argparse.Namespace, engine: Engine) -> SamplingParams:
+    """Sampling by the flags, and where there are none as the model's files say, which is told."""
+    sampling = taken(SamplingParams, args)
     found = {
         name: value
         for name, value in vars(engine.sampling_defaults).items()
-        if value != getattr(plain, name) and getattr(args, name) is None and args.temperature != 0
+        if getattr(args, name) is None and value != getattr(sampling, name)
     }
-    if found:
-        values = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in found.items())
-        line = "sampling as the model's generation_config.json says: %s; --temperature 0 is greedy"
-        log.info(line, values)
-    return found
+    if args.temperature == 0 or not found:
+        return sampling
+    advice = "--temperature 0 is greedy"
+    log.info("sampling as the model's generation_config.json says: %s; %s", found, advice)
+    return dataclasses.replace(sampling, **found)
 
 
-def seed_of(args: argparse.Namespace, speculation: SpeculationConfig) -> int:
+def seed_of(args: argparse.Namespace, sampling: SamplingParams) -> int:
     """The seed that was given; or one drawn where it matters, which is told."""
-    if args.seed is not None or not args.temperature:
+    if args.seed is not None or not sampling.temperature:
         return args.seed or 0
     seed = join().agree(lambda: secrets.randbelow(MAX_SEED + 1))
-    repeats = f"--seed {seed} repeats this text"
-    if len(speculation.plans) > 1:
-        repeats += ", up to rounding"
-        if not speculation.coupled:
-            repeats = "the text follows the clock, too: give --seed if it has to repeat"
-    log.info("seed %d; %s", seed, repeats)
+    log.info("seed %d; the text may follow the clock, too: --seed makes it repeatable", seed)
     return seed
 
 
-def add_kv_flags(flags: Flags) -> None:
-    """The flags of a KV snapshot: K and V of a prompt from a file, and into one."""
-    text = "start after what the prompt has in common with the text whose KV cache FILE holds"
-    flags.add_argument("--load-kv", metavar="FILE", help=text)
-    text = "in the end write the KV cache to FILE (60 GB for 7B at 120,000 tokens, 0.19 GB for "
-    text += "the default model at 8,000)"
-    flags.add_argument("--save-kv", metavar="FILE", help=text)
-
-
-def check_kv_flags(args: argparse.Namespace) -> None:
+def check_kv_files(args: argparse.Namespace) -> None:
     """Raises `InputError`, before minutes of work, for files that cannot be read or written."""
     if args.load_kv is not None and not Path(args.load_kv).is_file():
-        raise InputError(f"no KV snapshot {shorten(args.load_kv)}; save one with --save-kv")
+        raise InputError(f"--load-kv: there is no file {shorten(args.load_kv)}")
     if args.save_kv is not None and not os.access(Path(args.save_kv).absolute().parent, os.W_OK):
-        problem = f"cannot write {shorten(args.save_kv)}: its folder is missing or read-only"
-        raise InputError(f"{problem}; name another")
+        raise InputError(f"--save-kv: cannot write {shorten(args.save_kv)}; name another file")
 
 
 def load_kv(args: argparse.Namespace, engine: Engine) -> None:
@@ -113,11 +100,13 @@ def load_kv(args: argparse.Namespace, engine: Engine) -> None:
         log.info("KV snapshot: %d tokens", engine.load_kv(args.load_kv))
 
 
-def save_kv(args: argparse.Namespace, engine: Engine, num_cached: int) -> None:
-    """Does what --save-kv says. `num_cached` tokens of the prompt were not read."""
-    if args.load_kv is not None and not num_cached:
+def conclude(args: argparse.Namespace, engine: Engine, run: Generation) -> None:
+    """Closes a run: its statistics go to the log; does what --save-kv says."""
+    run.close()
+    log.info(outline(run))
+    if args.stats:
+        log.info(details(engine, run))
+    if args.load_kv is not None and not any(row.stats.num_cached_tokens for row in run.rows):
         log.warning("--load-kv was of no use: the prompt begins unlike the text of the snapshot")
     if args.save_kv is not None:
-        num_tokens = engine.save_kv(args.save_kv)
-        size = Path(args.save_kv).stat().st_size / 1e6
-        log.info("saved the KV cache of %d tokens, %.0f MB", num_tokens, size)
+        log.info("saved the KV cache of %d tokens", engine.save_kv(args.save_kv))

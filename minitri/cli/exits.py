@@ -25,13 +25,12 @@ WRITE_ERRORS = (errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC,
 
 @contextlib.contextmanager
 def clean_imports() -> Iterator[None]:
-    """Ends the program at once and with one line if Ctrl-C comes, or if a package is missing.
+    """`clean_exits` for the seconds that importing PyTorch takes, after what has to come before.
 
-    For the seconds that importing PyTorch takes. Extension modules lose exceptions there.
+    Extension modules lose exceptions there, so that Ctrl-C ends the program at once.
     """
-    _mend_streams()
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_default:
         signal.signal(signal.SIGINT, _stop_at_once)
     import shutil
 
@@ -43,15 +42,12 @@ def clean_imports() -> Iterator[None]:
     if has_kernels and shutil.which(os.environ.get("CXX", "c++")):
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
-        os.getcwd()  # noqa: PTH109 (imports more); a library of PyTorch aborts without it
-        yield
-    except ModuleNotFoundError as error:
-        raise _end(2, f"{error}; install it: pip install -e . in the folder of minitri") from None
-    except FileNotFoundError as error:
-        raise _end(2, f"no current folder: {error}; change to one that is there") from None
+        with clean_exits():
+            os.getcwd()  # noqa: PTH109 (imports more); a library of PyTorch aborts without it
+            yield
     finally:
-        if before is signal.default_int_handler:
-            signal.signal(signal.SIGINT, before)
+        if is_default:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextlib.contextmanager
@@ -96,8 +92,8 @@ def _is_follower(name: str, parallel: bool) -> bool:
 def clean_exits(*, as_json: bool = False) -> Iterator[None]:
     """Ends the program with a code and at most one line.
 
-    That is for bad input (with `as_json` an object on standard output, too), Ctrl-C, a full disk
-    and a closed pipe; anything else is a bug.
+    That is for bad input (with `as_json` an object on standard output, too), a missing package,
+    Ctrl-C, a full disk and a closed pipe; anything else is a bug.
     """
     _mend_streams()
     try:
@@ -117,10 +113,14 @@ def clean_exits(*, as_json: bool = False) -> Iterator[None]:
         raise _end(end.code) if isinstance(end.code, int) and end.code else end from None
     except InputError as error:
         raise _end(2, " ".join(str(error).splitlines())) from None
+    except ModuleNotFoundError as error:
+        raise _end(2, f"{error}; install it: pip install 'minitri[gguf,serve]'") from None
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # a second one
         raise _end(130, "interrupted") from None
     except OSError as error:
+        if error.errno == errno.ENOENT and error.filename is None:  # of os.getcwd
+            raise _end(2, "the current folder is gone; change to another") from None
         if error.errno not in WRITE_ERRORS:
             raise
         # What could not be written is given up, so that Python does not fail again in the end.
@@ -133,10 +133,9 @@ def clean_exits(*, as_json: bool = False) -> Iterator[None]:
 def is_piped() -> bool:
     """Whether standard input is a pipe or a file: no terminal, nor /dev/null, nor closed."""
     try:
-        mode = os.fstat(sys.stdin.fileno()).st_mode
+        return not stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode)
     except (AttributeError, OSError, ValueError):  # None, closed, or replaced by a test
         return False
-    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
 
 def _end(code: int, line: str = "") -> SystemExit:
@@ -150,15 +149,16 @@ def _end(code: int, line: str = "") -> SystemExit:
 
 
 def _stop_at_once(*_: object) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        with contextlib.suppress(OSError):
+    try:
+        if os.environ.get("RANK", "0") == "0":
             os.write(2, b"minitri: interrupted\n")
-    os._exit(130)
+    finally:
+        os._exit(130)
 
 
 def _mend_streams() -> None:
-    """Keeps other files from becoming standard output or error, if a shell has closed those; and
-    says nothing where standard error takes nothing."""
+    """Opens /dev/null for streams that a shell has closed, so that no other file takes their
+    place, and for a standard error that takes nothing."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -168,5 +168,5 @@ def _mend_streams() -> None:
         os.write(2, b"")
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    if sys.stderr is None:
-        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115

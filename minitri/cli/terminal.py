@@ -1,13 +1,15 @@
 """Shows a run as it goes: text or a line of JSON per token, a progress bar, colors by origin."""
 
+import contextlib
 import json
+import signal
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
 
 from tqdm import tqdm
 
 from minitri.generation import Generation
-from minitri.requests import End, PrefillProgress, Token
+from minitri.requests import End, Event, PrefillProgress, Token
 
 COLORS = {
     "draft": ("\x1b[32m", "guessed by the drafter"),
@@ -18,23 +20,6 @@ COLORS = {
 """Per origin of a token: the terminal's color and what it means."""
 RESET = "\x1b[0m"
 LEGEND = "   ".join(f"{color}{meaning}{RESET}" for color, meaning in COLORS.values())
-BAR = "prompt {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} tokens, {elapsed}, {remaining} left"
-
-
-def with_bar(run: Generation, *, quiet: bool) -> Iterator[Token | End]:
-    """The tokens of one prompt and their end, with a progress bar while the prompt is read.
-
-    Nothing is drawn where standard error is no terminal.
-    """
-    total = run.rows[0].num_prompt_tokens
-    with tqdm(total=total, leave=False, bar_format=BAR, disable=True if quiet else None) as bar:
-        for event in run:
-            if isinstance(event, Token | End):
-                yield event
-            elif isinstance(event, PrefillProgress):
-                bar.update(event.num_done - bar.n)
-                if event.num_done == event.num_tokens:
-                    bar.close()
 
 
 def plain(token: Token) -> str:
@@ -49,10 +34,9 @@ def colored(token: Token) -> str:
 
 def json_line(token: Token) -> str:
     """A token as a line of JSON."""
-    shown = {name: getattr(token, name) for name in ("token_id", "text", "origin")}
-    if token.logprob is not None:
-        shown |= {"logprob": token.logprob, "top_logprobs": token.top_logprobs}
-    return json.dumps(shown) + "\n"
+    names = ["token_id", "text", "origin"]
+    names += [] if token.logprob is None else ["logprob", "top_logprobs"]
+    return json.dumps({name: getattr(token, name) for name in names}) + "\n"
 
 
 def nothing(_: Token) -> str:
@@ -61,22 +45,60 @@ def nothing(_: Token) -> str:
 
 
 def stream(
-    run: Generation, show: Callable[[Token], str], *, quiet: bool
+    run: Generation,
+    show: Callable[[Token], str],
+    *,
+    quiet: bool,
+    stopped: threading.Event | None = None,
 ) -> tuple[str, list[Token]]:
-    """Shows a run of one prompt; returns how it ended, `interrupted` by Ctrl-C, and its tokens."""
+    """Shows a run of one prompt; returns how it ended, and its tokens.
+
+    It ends as `interrupted` after an event that `stopped` is set in, and at once by Ctrl-C.
+    """
     tokens: list[Token] = []
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         for event in with_bar(run, quiet=quiet):
             if isinstance(event, End):
                 return event.finish_reason, tokens
-            tokens.append(event)
-            print(show(event), end="", flush=True)
-    except KeyboardInterrupt:
-        pass
+            if isinstance(event, Token):
+                tokens.append(event)
+                print(show(event), end="", flush=True)
+            if stopped is not None and stopped.is_set():
+                break
     return "interrupted", tokens
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[threading.Event]:
+    """Ctrl-C sets the event that this gives, and interrupts nothing; a second one does."""
+    stopped = threading.Event()
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        stopped.set()
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield stopped
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def finish(run: Generation, *, quiet: bool) -> End:
     """Runs one prompt to its end with a progress bar, shows nothing else."""
-    with closing(run):
-        return next(event for event in with_bar(run, quiet=quiet) if isinstance(event, End))
+    *_, end = with_bar(run, quiet=quiet)
+    assert isinstance(end, End)
+    return end
+
+
+def with_bar(run: Generation, *, quiet: bool) -> Iterator[Event]:
+    """The events of one prompt, with a progress bar on a terminal while the prompt is read."""
+    total = run.rows[0].num_prompt_tokens
+    hidden = True if quiet else None
+    with tqdm(total=total, desc="prompt", unit=" tokens", leave=False, disable=hidden) as bar:
+        for event in run:
+            if isinstance(event, PrefillProgress):
+                bar.update(event.num_done - bar.n)
+            else:
+                bar.close()
+            yield event

@@ -41,7 +41,7 @@ def test_it_reads_as_if_the_template_had_written_all_of_it(template, documents, 
         assert prompt[: len(before)] == before
         assert spelled(tokens, prompt) == tokens.chat_template.render(messages)
         ids = tokens.encode_marked(answer + end * ends)
-        talk.answered(ids, answer, end if ends else "")
+        talk.answered(prompt, ids, answer, end if ends else "")
         messages.append({"role": "assistant", "content": answer})
         before = talk.tokens
         assert before == prompt + ids
@@ -52,7 +52,7 @@ def test_a_model_without_a_template_gets_plain_questions():
     talk = Conversation(tokens, system="Be brief.", documents=["One."])
     prompt = talk.ask("Who?")
     assert spelled(tokens, prompt) == "Be brief.\n\nOne.\n\n\nQuestion: Who?\nAnswer:"
-    talk.answered([1, 2, 3], " Anne.\n")
+    talk.answered(prompt, [1, 2, 3], " Anne.\n")
     again = talk.ask("And?")
     assert again[: len(prompt)] == prompt
     assert spelled(tokens, again).endswith("Answer: Anne.\n\nQuestion: And?\nAnswer:")
@@ -62,7 +62,7 @@ def test_a_model_without_a_template_gets_plain_questions():
 def test_what_is_forgotten_leaves_the_documents():
     talk = Conversation(tokenizer(CHATML), documents=["One."])
     first = talk.ask("Who?")
-    talk.answered([5], "x")
+    talk.answered(first, [5], "x")
     talk.ask("Why?")
     talk.reset()
     assert talk.ask("Who?") == first
@@ -70,8 +70,7 @@ def test_what_is_forgotten_leaves_the_documents():
 
 def test_it_goes_on_where_it_was_saved():
     talk, other = (Conversation(tokenizer(CHATML), documents=[name]) for name in ("One.", "Two."))
-    talk.ask("Who?")
-    talk.answered([5, 6], "x", "<|im_end|>")
+    talk.answered(talk.ask("Who?"), [5, 6], "x", "<|im_end|>")
     other.restore(talk.as_note())
     assert other.ask("Why?") == talk.ask("Why?")
     other.reset()

@@ -15,33 +15,28 @@ from minitri import Engine, generate, plan
 from minitri import __main__ as command
 from minitri.bench import __main__ as bench
 from minitri.chat import __main__ as chat
-from minitri.cli import arguments, exits, inputs, report
+from minitri.cli import arguments, exits, inputs
 from minitri.errors import InputError
 from minitri.loading.named_models import MODELS
 from minitri.loading.tokenizer import Tokenizer
-from minitri.roofline import CPU
 from minitri.selftest import __main__ as selftest
 from minitri.serve import __main__ as serve
-from minitri.stats import LevelStats, Stats
 from tests.conftest import edit_json
 
 PROMPT = "She had been forced into prudence in her youth"
 
 
 @pytest.mark.parametrize("program", [generate, plan, bench, selftest, chat, serve])
-def test_a_program_is_a_word_of_the_command(run, program):
+def test_a_program_is_a_word_of_the_command(run, program, monkeypatch):
     name = program.__name__.split(".")[1]
     help_text = run("--help", program=program.main, model=None)
     assert run(name, "--help", model=None) == help_text
     assert f"python -m minitri.{name} " in help_text.out
-    assert name in command.HELP
+    assert f"  {name} " in command.HELP
     assert run("--version", program=program.main, model=None).out.startswith("minitri 0")
-
-
-def test_help_names_the_command_that_was_called(run, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/minitri"])
-    out = run("plan", "--help", model=None).out
-    assert "minitri plan --model" in out
+    out = run(name, "--help", model=None).out
+    assert f"  minitri {name} " in out
     assert "python -m" not in out
 
 
@@ -60,36 +55,36 @@ def test_nothing_at_a_terminal_is_answered_by_help(run, monkeypatch):
     assert run(model=None).code == 7
 
 
-def test_help_and_version_do_not_wait_for_pytorch():
+@pytest.mark.parametrize(
+    ("flag", "wanted"), [("--version", f"minitri {minitri.__version__}\n"), ("-h", command.HELP)]
+)
+def test_help_and_version_do_not_wait_for_pytorch(flag, wanted):
     program = (
         "import sys, atexit; from minitri.__main__ import main\n"
         "atexit.register(lambda: print('torch' in sys.modules, 'argparse' in sys.modules))\n"
         "main([sys.argv[1]])"
     )
-    for flag, wanted in (("--version", f"minitri {minitri.__version__}\n"), ("-h", command.HELP)):
-        arguments = [sys.executable, "-S", "-E", "-c", program, flag]
-        assert subprocess.check_output(arguments, text=True) == f"{wanted}False False\n"
+    shown = subprocess.check_output([sys.executable, "-SEc", program, flag], text=True)
+    assert shown == f"{wanted}False False\n"
 
 
 def test_the_table_of_models_has_every_name(run):
-    code, out, _ = run("--list-models", model=None)
-    rows = [line.split() for line in out.splitlines()[1:]]
-    assert code == 0
+    rows = [line.split() for line in run("--list-models", model=None).out.splitlines()[1:]]
     assert rows == [[name, row.repo, row.draft, str(row.context)] for name, row in MODELS.items()]
 
 
-def test_a_pipe_is_the_prompt_unless_one_is_given(run, monkeypatch):
+@pytest.mark.parametrize("words", [(), (PROMPT,)])
+def test_a_pipe_is_the_prompt_unless_one_is_given(run, monkeypatch, words):
     wanted = run(PROMPT).out
-    for words, is_read in (((), True), ((PROMPT,), False)):
-        reading, writing = os.pipe()
-        os.write(writing, PROMPT.encode())
-        os.close(writing)
-        with os.fdopen(reading) as stdin:
-            monkeypatch.setattr(sys, "stdin", stdin)
-            done = run(*words)
-            assert done[:2] == (0, wanted)
-            assert ("prompt: standard input" in done.err) == is_read
-            assert stdin.read() == ("" if is_read else PROMPT)
+    reading, writing = os.pipe()
+    os.write(writing, PROMPT.encode())
+    os.close(writing)
+    with os.fdopen(reading) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        done = run(*words)
+        assert done[:2] == (0, wanted)
+        assert ("prompt: standard input" in done.err) == (not words)
+        assert stdin.read() == ("" if not words else PROMPT)
 
 
 def test_an_empty_pipe_is_refused_and_a_closed_or_null_input_is_none(run, monkeypatch, tmp_path):
@@ -99,7 +94,8 @@ def test_an_empty_pipe_is_refused_and_a_closed_or_null_input_is_none(run, monkey
             monkeypatch.setattr(sys, "stdin", stdin)
             assert exits.is_piped() == is_piped
             assert not is_piped or run().code == 2
-    assert not exits.is_piped()  # closed
+    monkeypatch.setattr(sys, "stdin", null)  # closed by now
+    assert not exits.is_piped()
 
 
 def test_fit_keeps_the_first_or_last_tokens_and_says_so(engine, run, run_lines):
@@ -114,26 +110,16 @@ def test_fit_keeps_the_first_or_last_tokens_and_says_so(engine, run, run_lines):
     assert encode(text, "last") == ids[:has_bos] + ids[len(ids) - room + has_bos :]
     assert encode(text, "last", 20)[-9:] == ids[-9:]
     assert encode(PROMPT, "last") == engine.tokenizer.encode(PROMPT)
+    assert encode([*range(20)], "last", 8) == [*range(12, 20)]
     done = run(text, "--fit", "last", "--json")
     assert (done.code, done.json["num_prompt_tokens"]) == (0, room)
     assert f"prompt: only its last {room} tokens" in done.err
     assert run(text).code == 2
-    for fit in ("first", "last"):
-        assert "holds 512 minus max_new_tokens=600" in run(PROMPT, "-n", "600", "--fit", fit).err
-    done = run_lines(
-        {"prompt": text}, {"token_ids": [5] * 700}, {"prompt": PROMPT}, flags=("--fit", "last")
-    )
+    assert "max_new_tokens=600" in run(PROMPT, "-n", "600", "--fit", "last").err
+    lines = {"prompt": text}, {"token_ids": [5] * 700}, {"prompt": PROMPT}
+    done = run_lines(*lines, flags=("--fit", "last"))
     counts = [answer["num_prompt_tokens"] for _, answer in sorted(done.lines.items())]
     assert counts == [room, room, len(engine.tokenizer.encode(PROMPT))]
-
-
-def test_ends_that_must_stay_are_not_cut(engine):
-    def cut(room, fit, **ends):
-        return inputs.cut([*range(20)], engine.config, room, 8, fit, **ends)
-
-    assert cut(8, "first", num_head=2, num_tail=3) == [0, 1, 2, 3, 4, 17, 18, 19]
-    assert cut(8, "last", num_head=2, num_tail=3) == [0, 1, 14, 15, 16, 17, 18, 19]
-    assert cut(20, "last") == cut(4, "last", num_head=2, num_tail=3) == [*range(20)]
 
 
 def test_a_message_is_put_into_the_template_and_only_it_is_cut(run, run_lines, engine, monkeypatch):
@@ -165,24 +151,16 @@ def test_a_message_is_put_into_the_template_and_only_it_is_cut(run, run_lines, e
     assert run(PROMPT, "--system", "Short!").code == 2
 
 
-def test_each_token_is_a_line_of_json_and_the_report_is_the_last(run):
-    report = run(PROMPT, "--json").json
-    *lines, last = map(json.loads, run(PROMPT, "--json-stream").out.splitlines())
+def test_log_probabilities_are_in_all_json_and_each_token_is_a_line_of_it(run, run_lines):
+    flags = ("--logprobs", "2", "--temperature", "0")
+    report = run(PROMPT, *flags, "--json").json
+    answer = run_lines({"prompt": PROMPT}, flags=flags).json
+    *lines, last = map(json.loads, run(PROMPT, *flags, "--json-stream").out.splitlines())
+    assert run(PROMPT, *flags).out == run(PROMPT).out
+    assert set(last) == set(report) > set(run(PROMPT, "--json").json)
     assert [line["token_id"] for line in lines] == report["token_ids"] == last["token_ids"]
     assert "".join(line["text"] for line in lines) == report["text"]
     assert {line["origin"] for line in lines} <= {"draft", "retrieval", "recovered", "bonus"}
-    assert set(last) == set(report)
-    assert "logprobs" not in report
-
-
-def test_log_probabilities_are_in_all_json(run, run_lines):
-    flags = ("--logprobs", "2", "--temperature", "0")
-    report, answer = (
-        run(PROMPT, *flags, "--json").json,
-        run_lines({"prompt": PROMPT}, flags=flags).json,
-    )
-    lines = [*map(json.loads, run(PROMPT, *flags, "--json-stream").out.splitlines())][:-1]
-    assert run(PROMPT, *flags).out == run(PROMPT).out
     for logprobs, likeliest in (
         (report["logprobs"], report["top_logprobs"]),
         (answer["logprobs"], answer["top_logprobs"]),
@@ -199,7 +177,6 @@ def test_an_error_is_an_object_where_objects_are_read(run, flag, wrong):
     done = run(PROMPT, flag, *wrong)
     assert (done.code, done.out.count("\n")) == (2, 1)
     assert done.err.splitlines()[-1] == f"minitri: {done.json['error']}"
-    assert run(PROMPT, *wrong).out == ""
 
 
 def test_a_mistake_elsewhere_is_no_bad_input(capsys):
@@ -216,8 +193,8 @@ def test_one_line_says_tokens_seconds_speed_and_what_was_guessed(run):
     guessed = out.count('"origin": "retrieval"') / 24
     assert (code, guessed > 0) == (0, True)
     assert re.fullmatch(
-        r"24 tokens in [\d.]+ s, [\d.]+ s of it for the prompt, decoded at [\d.]+ tokens/s, about "
-        rf"[\d.]+ times as fast as without speculation, {guessed:.0%} guessed",
+        r"24 tokens in [\d.]+ s, [\d.]+ s of it for the prompt, decoded at [\d.]+ tokens/s, "
+        rf"{guessed:.0%} guessed",
         err.splitlines()[-1],
     )
     details = run(*flags, "--stats").err
@@ -225,21 +202,6 @@ def test_one_line_says_tokens_seconds_speed_and_what_was_guessed(run):
         assert word in details
         assert word not in err
     assert run(PROMPT, "--method", "autoregressive").err.endswith(" tokens/s\n")
-
-
-def test_the_speedup_is_over_passes_without_guesses():
-    target = LevelStats("target", num_rounds=10, num_draft_tokens=40, seconds=1.0)
-    stats = Stats(num_decoded_tokens=42, decode_seconds=1.5, stages=[LevelStats("draft"), target])
-    engine = SimpleNamespace(model=SimpleNamespace(device=SimpleNamespace(type="cpu")))
-
-    def speedup(num_rows):
-        return report.speedup(engine, SimpleNamespace(stats=stats, rows=[None] * num_rows))
-
-    alone = 0.1 / (1 + 4 * CPU.share_per_extra_token)
-    assert speedup(1) == pytest.approx(42 * alone / 1.5)
-    assert speedup(2) is None
-    target.num_draft_tokens = 0
-    assert speedup(1) is None
 
 
 def test_bars_are_for_terminals(monkeypatch):
@@ -271,25 +233,20 @@ def test_sampling_is_as_the_model_says_where_no_flag_does(run, run_lines, advise
     flags = (PROMPT, "--seed", "4", "--json")
     done = run(*flags, model=model)
     assert (done.code, done.json["temperature"]) == (0, 0.6)
-    assert f"{SAID}temperature 0.6, top-p 0.9; --temperature 0 is greedy" in done.err
+    assert f"{SAID}{{'temperature': 0.6, 'top_p': 0.9}}" in done.err
     sampled = run(*flags, "--temperature", "0.6", "--top-p", "0.9").json["token_ids"]
     greedy = run(*flags).json["token_ids"]
     assert done.json["token_ids"] == sampled
     done = run(*flags, "--temperature", "0", model=model)
     assert done.json["token_ids"] == greedy
     assert SAID not in done.err
-    assert f"{SAID}top-p 0.9;" in run(*flags, "--temperature", "2", model=model).err
-    asked = {"prompt": PROMPT}, {"prompt": PROMPT, "temperature": 0}
+    assert f"{SAID}{{'top_p': 0.9}}" in run(*flags, "--temperature", "2", model=model).err
+    asked = {"prompt": PROMPT}, {"prompt": PROMPT, "temperature": 0}, {"prompt": "x", "seed": 3}
     done = run_lines(*asked, flags=("--seed", "4"), model=model)
     assert [done.lines[n]["token_ids"] for n in (1, 2)] == [sampled, greedy]
-    assert "seed 4" not in done.err
-
-
-def test_a_seed_is_drawn_and_said_for_what_the_model_samples(run_lines, advised):
-    model = advised(do_sample=True, temperature=0.7)
-    done = run_lines({"prompt": PROMPT}, {"prompt": "x", "seed": 3}, model=model)
+    done = run_lines(*asked, model=model)
     [drawn] = re.findall(r"^seed (\d+);", done.err, re.MULTILINE)
-    assert [done.lines[n]["seed"] for n in (1, 2)] == [int(drawn), 3]
+    assert [done.lines[n]["seed"] for n in (1, 3)] == [int(drawn), 3]
 
 
 @pytest.mark.parametrize(

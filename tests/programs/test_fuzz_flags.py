@@ -28,14 +28,13 @@ PLAIN = """0 1 2 3 8 16 64 100 256 -1 2147483647 2147483648 １２ 1_000 +7 0x10
 VALUES = ["", " ", " 7 ", "%s %(prog)s {}", "a\nb\rc\u2028d", *PLAIN.split(), __file__]
 VALUES += ["9" * 23, "9" * 5000, "-" + "9" * 5000, "0." + "1" * 5000, "A" * 10000, "x" * 300]
 COUNTS = (*("1", "2", "4", "8", "16", "32", "64") * 2, "2147483647")
-NUMBERS = ("0", "0.5", "1")
 FINE = {
-    **dict.fromkeys(("N", "K", "N|auto"), COUNTS),
-    **dict.fromkeys(("T", "P", "RATE"), NUMBERS),
+    "N": COUNTS,
+    **dict.fromkeys(("temperature", "top_p", "min_p", "rebuild_threshold"), ("0", "0.5", "1")),
     "X": ("0.1", "24", "1000"),
     "DRAFT,RETRIEVAL": ("0.5,0.5", "0,1"),
 }
-"""Values that most flags take, by what their help calls the value."""
+"""Values that most flags take, by what their help calls the value, or by their names."""
 
 
 def command_lines(program) -> st.SearchStrategy[list[str]]:
@@ -50,7 +49,8 @@ def command_lines(program) -> st.SearchStrategy[list[str]]:
         if action.nargs == 0:
             often += [st.just([name]) for name in action.option_strings]
             continue
-        fine = st.sampled_from([*(action.choices or FINE.get(action.metavar, VALUES))])
+        known = FINE.get(action.metavar or action.dest, VALUES)
+        fine = st.sampled_from([*(action.choices or known)])
         often.append(fine.map(lambda value, name=name: [name, value]))
         rarely.append(hostile.map(lambda value, name=name: [name, value]))
         rarely.append(hostile.map(lambda value, name=name: [f"{name}={value}"]))

@@ -181,7 +181,7 @@ def test_the_scores_are_what_decoding_takes_the_argmax_of():
         ("--method autoregressive", "--method"),
         ("--draft none", "--draft"),
         ("--temperature -1", "temperature"),
-        ("--max-new-tokens 0", "max_new_tokens"),
+        ("--max-new-tokens 0", "max-new-tokens"),
         ("--gamma2 0", "gamma2"),
         ("--budget 33", "budget"),
         ("--prompt-file /nowhere/x.txt", "/nowhere/x.txt"),
