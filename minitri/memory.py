@@ -10,14 +10,13 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache
 from minitri.caches.policies import make_policy
 from minitri.caches.prefixes import PrefixCache
 from minitri.caches.retrieval import RetrievalCache
-from minitri.caches.streaming import window_problem
+from minitri.caches.streaming import StreamingCache, window_problem
 from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError, shorten
 from minitri.gpu.allocation import allocate_full_cache
@@ -26,13 +25,14 @@ from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.cache import round_up_to_stride
 from minitri.model.llama import Llama
-from minitri.runner import DraftRunner, ModelRunner, RetrievalRunner
-from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.runner import DraftRunner, ModelRunner, RetrievalRunner, empty_queries
+from minitri.settings import LONGEST_BLOCK, GenerationConfig, SamplingParams, SpeculationConfig
 
 log = logging.getLogger("minitri")
 
-PADDED_BLOCKS = (5, 9)
-"""Block sizes that are captured next to the smallest and the largest, where gammas are open."""
+TARGET_BLOCKS = (1, 5, 9, LONGEST_BLOCK)
+"""Block sizes that are captured of the target, as far as a run has blocks that long; short ones
+need not be padded to the longest of all plans."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,8 +112,7 @@ class Memory:
     @property
     def num_cache_bytes(self) -> int:
         """Bytes of all caches."""
-        caches = (self.full, self.retrieval_cache, self.draft.cache if self.draft else None)
-        return sum(cache.num_bytes for cache in caches if cache is not None)
+        return sum(runner.cache.num_bytes for runner in self.runners)
 
     @property
     def samples_alike(self) -> bool:
@@ -139,37 +138,51 @@ def allocate(
     """
     target = models.target
     speculation = shape.speculation
-    generation = shape.generation
+    B = shape.num_rows
     draft = _draft_model(models.draft, speculation)
     if full is None:
         draft_config = draft.config if draft is not None else None
-        lengths = shape.reserved_lengths
-        capacity = shape.capacity
-        full = allocate_full_cache(
-            target, draft_config, generation, speculation, lengths, capacity, host
-        )
+        settings = (draft_config, shape.generation, speculation)
+        full = allocate_full_cache(target, *settings, shape.reserved_lengths, shape.capacity, host)
     is_row_invariant = target.execution.is_row_invariant
     prefix = PrefixCache(full, speculation.max_block, reads_alike=not is_row_invariant)
     if held is not None:  # before captures write to the slots of rows without a text
         prefix.adopt(held)
     if graphs is None:
-        graphs = graph_pool(target.device, wanted=generation.cuda_graphs)
-    common: dict[str, Any] = {"vocab_size": target.config.vocab_size, "graphs": graphs}
-    queries_LBTHD = _empty_queries(target, shape)
+        graphs = graph_pool(target.device, wanted=shape.generation.cuda_graphs)
+    vocab_size = target.config.vocab_size
+    # A rebuild of the retrieval cache asks with those of the target's latest block.
+    queries_LBTHD = empty_queries(target, B, speculation.max_block)
+    drafting = retrieval = None
     try:
-        drafting = None
         if draft is not None:
-            drafting = DraftRunner(draft, shape.num_rows, shape.sampling, speculation, **common)
-        retrieval = _retrieval_runner(models, shape, full, queries_LBTHD, common)
-        if full.on_chip < target.config.num_layers:
-            common["graphs"] = None
+            where: dict[str, Any] = {"dtype": draft.dtype, "device": draft.device}
+            drafting = DraftRunner(
+                draft,
+                StreamingCache(draft.config, draft.rope, B, speculation, **where),
+                shape.sampling,
+                vocab_size=vocab_size,
+                graphs=graphs,
+                block_sizes={1, 2, speculation.max_block},
+            )
+        if any(plan.uses_retrieval for plan in speculation.plans):
+            retrieval = RetrievalRunner(
+                models.retrieval,
+                _retrieval_cache(shape, full, queries_LBTHD),
+                shape.sampling,
+                queries_LBTHD,
+                vocab_size=vocab_size,
+                graphs=graphs,
+                block_sizes={1, 1 + max(plan.gamma1 for plan in speculation.plans)},
+            )
         verifying = ModelRunner(
             target,
             full,
             shape.sampling,
+            vocab_size=vocab_size,
             queries_LBTHD=queries_LBTHD,
-            block_sizes=_target_blocks(speculation),
-            **common,
+            graphs=graphs if full.on_chip == target.config.num_layers else None,
+            block_sizes={min(size, speculation.max_block) for size in TARGET_BLOCKS},
         )
     except RuntimeError as error:  # out of memory, on CUDA too
         raise InputError(
@@ -192,46 +205,16 @@ def _draft_model(draft: Llama | None, speculation: SpeculationConfig) -> Llama |
     return draft
 
 
-def _empty_queries(target: Llama, shape: MemoryShape) -> Tensor:
-    """Room for the rotated queries (L, B, T, H, D) of the target's latest block: a rebuild of the
-    retrieval cache needs no pass of its own."""
-    config = target.config
-    size = (config.num_layers, shape.num_rows, shape.speculation.max_block)
-    return torch.empty(
-        *size, config.num_heads, config.head_dim, dtype=target.dtype, device=target.device
-    )
-
-
-def _retrieval_runner(
-    models: Models,
-    shape: MemoryShape,
-    full: FullCache,
-    queries_LBTHD: Tensor,
-    common: dict[str, Any],
-) -> RetrievalRunner | None:
-    """The retrieval cache and what runs over it; None if no plan uses it."""
+def _retrieval_cache(shape: MemoryShape, full: FullCache, queries_LBTHD: Tensor) -> RetrievalCache:
+    """The retrieval cache over a full one; the queries are those of the target's latest block."""
     speculation = shape.speculation
-    plans = [plan for plan in speculation.plans if plan.uses_retrieval]
-    if not plans:
-        return None
     cache = RetrievalCache(
         full,
         make_policy(speculation.policy, full, speculation.chunk_size),
         speculation,
-        num_heads=models.target.config.num_heads,
+        num_heads=queries_LBTHD.shape[3],
         budgets=[shape.budget_for(length) for length in shape.reserved_lengths],
     )
     if isinstance(full, OffloadedFullCache):
         full.rebuild_while_staged(cache, queries_LBTHD)
-    sizes = {1, 1 + max(plan.gamma1 for plan in speculation.plans)}
-    return RetrievalRunner(
-        models.retrieval, cache, shape.sampling, queries_LBTHD, block_sizes=sizes, **common
-    )
-
-
-def _target_blocks(speculation: SpeculationConfig) -> set[int]:
-    """Block sizes of the target that are captured."""
-    sizes = {1, speculation.max_block}
-    if len(speculation.plans) > 1:  # short blocks are not padded to the longest of all plans
-        sizes |= {size for size in PADDED_BLOCKS if size < speculation.max_block}
-    return sizes
+    return cache

@@ -166,8 +166,6 @@ class SpeculationConfig:
     """Latest tokens whose queries select what the retrieval cache holds."""
     rebuild_stride: int = between(256, 1)
     """New tokens after which the retrieval cache is rebuilt."""
-    rebuild_threshold: float = between(0.0, 0.0, 1)
-    """Rebuild the retrieval cache, too, when its acceptance rate falls below this; 0 is off."""
     coupled: bool = one_of(False, True, False)
     """Tie random numbers to seed and position: one text per seed for all methods."""
     timed: bool = one_of(False, True, False)

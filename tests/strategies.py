@@ -129,7 +129,6 @@ def speculations(draw: st.DrawFn) -> dict[str, Any]:
         ),
         "observation_window": draw(usually(st.integers(1, 20), one_of(64, 1023, 1024))),
         "rebuild_stride": draw(usually(st.integers(1, 30), one_of(256, MAX_COUNT))),
-        "rebuild_threshold": draw(usually(st.just(0.0), one_of(0.3, 0.9, 1.0, 1), odds=2)),
     }
 
 
@@ -158,7 +157,6 @@ WRONG = {
         "num_recent_tokens": [0, 2**31, None],
         "observation_window": [0, 1025, 10**9, 10**23, None],
         "rebuild_stride": [0, 2**31, "often"],
-        "rebuild_threshold": [-0.1, 1.1, float("nan"), None],
         "coupled": [1, None],
     },
     "sampling": {

@@ -363,7 +363,7 @@ def test_stop_strings_may_be_any_sequence_or_one_text(stop):
         (SpeculationConfig, {"gamma1": "2"}),
         (SpeculationConfig, {"budget": "many"}),
         (SpeculationConfig, {"coupled": 1}),
-        (SpeculationConfig, {"rebuild_threshold": "0.9"}),
+        (SamplingParams, {"top_p": "0.9"}),
         (SpeculationConfig, {"gamma2": False}),
         (SpeculationConfig, {"num_recent_tokens": 10**30}),
         (SpeculationConfig, {"policy": ["h2o"]}),

@@ -42,12 +42,11 @@ DEMO_PROMPT_TOKENS = 4000
 WITH_DRAFTER = ("auto", "naive", "triforce")
 """Methods that a drafter guesses for."""
 WINDOW = ["num_sink_tokens", "num_recent_tokens"]
-RETRIEVAL = ["gamma2", "budget", "chunk_size", "observation_window"]
-RETRIEVAL += ["rebuild_stride", "rebuild_threshold"]
+RETRIEVAL = ["gamma2", "budget", "chunk_size", "observation_window", "rebuild_stride"]
 """Settings of the drafter's cache, and of the retrieval level."""
 CHOICES = {"method": METHODS, "verification": VERIFICATIONS}
 METAVARS = {"temperature": "T", "top_k": "K", "top_p": "P", "min_p": "P", "logprobs": "K"}
-METAVARS |= {"stop": "TEXT", "rebuild_threshold": "RATE", "tree": "N|WxD"}
+METAVARS |= {"stop": "TEXT", "tree": "N|WxD"}
 SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]
 SHORT = {"max_new_tokens": ["-n"], "quiet": ["-q"]}
 

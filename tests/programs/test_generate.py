@@ -82,12 +82,12 @@ def test_every_flag_reaches_the_engine(run, monkeypatch):
     flags = """x --temperature 0.5 --top-k 9 --top-p 0.8 --min-p 0.1 --seed 4 --max-new-tokens 7
         --prefill-chunk 3 --no-cuda-graphs --stop a --stop b --ignore-eos --method triforce
         --draft ngram --gamma1 3 --gamma2 5 --budget 32 --chunk-size 4 --num-sink-tokens 2
-        --num-recent-tokens 9 --observation-window 6 --rebuild-stride 11 --rebuild-threshold 0.5
+        --num-recent-tokens 9 --observation-window 6 --rebuild-stride 11
         --coupled --verification token --tree 2x3"""
     run(*flags.split())
     sizes = {"gamma1": 3, "gamma2": 5, "budget": 32, "chunk_size": 4, "observation_window": 6}
     sizes |= {"num_sink_tokens": 2, "num_recent_tokens": 9, "tree": "2x3", "verification": "token"}
-    rebuild = {"rebuild_stride": 11, "rebuild_threshold": 0.5}
+    rebuild = {"rebuild_stride": 11}
     assert seen == {
         "sampling": SamplingParams(0.5, 9, 0.8, 0.1),
         "generation": GenerationConfig(7, ("a", "b"), True, prefill_chunk=3, cuda_graphs=False),
@@ -135,7 +135,6 @@ BAD_FLAGS = [
     ("--method triforce --gamma2 100", "gamma2 is 100"),
     ("--method retrieval --chunk-size 0", "chunk_size is 0"),
     ("--method naive --num-sink-tokens -1", "num_sink_tokens is"),
-    ("--method triforce --rebuild-threshold 2", "rebuild_threshold"),
     ("--method triforce --draft none", "--method triforce needs a drafter"),
     ("--method naive --draft none", "needs a drafter"),
     ("--method naive --draft no-such", "unknown model 'no-such'"),
@@ -179,8 +178,8 @@ def test_a_drafter_of_another_vocabulary_is_refused_in_one_line(run, folder, tmp
         ("--method naive --draft ngram --budget 64 --gamma2 3", "--gamma2 --budget"),
         ("--method autoregressive --chunk-size 4", "--chunk-size"),
         (
-            "--method naive --rebuild-stride 9 --rebuild-threshold 0.5",
-            "--rebuild-stride --rebuild-threshold",
+            "--method naive --rebuild-stride 9",
+            "--rebuild-stride",
         ),
         (
             "--method autoregressive --num-sink-tokens 9 --num-recent-tokens 9",
