@@ -192,12 +192,7 @@ def check_counts(stats: Stats, ends: dict[int, End], prompts: list[list[int]]) -
     assert sum(stats.steps_per_plan.values()) <= max(lengths) - 1  # a token a step at least
     for level in stats.stages:
         assert 0 <= level.num_accepted_tokens <= level.num_tested_tokens <= level.num_draft_tokens
-        assert level.num_accepted_tokens == sum(level.accepted_per_position)
-        assert level.num_tested_tokens == sum(level.tested_per_position)
         assert level.num_tested_tokens - level.num_accepted_tokens <= level.num_rounds
-        # What is tested was preceded by guesses that were accepted.
-        pairs = zip(level.accepted_per_position, level.tested_per_position[1:], strict=False)
-        assert all(tested <= accepted for accepted, tested in pairs)
     assert stats.stages[-1].name == "target"
 
 

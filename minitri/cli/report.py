@@ -89,15 +89,13 @@ def details(engine: Engine, run: Generation) -> str:
 
 
 def level_line(level: LevelStats) -> str:
-    """One level: what it accepted, and how that fell off along a block."""
+    """One level: what it accepted."""
     if level.acceptance_rate is None:
         return f"{level.name:8s} {level.num_rounds} rounds, nothing was guessed for it"
-    per_position = zip(level.accepted_per_position, level.tested_per_position, strict=True)
-    rates = " ".join(f"{accepted / tested:.2f}" for accepted, tested in per_position if tested)
     return (
         f"{level.name:8s} accepted {level.num_accepted_tokens} of {level.num_tested_tokens} tested "
         f"({level.acceptance_rate:.3f}) of {level.num_draft_tokens} drafted in {level.num_rounds} "
-        f"rounds, {level.mean_acceptance_length:.2f} tokens each; by position {rates}"
+        f"rounds, {level.mean_acceptance_length:.2f} tokens each"
     )
 
 
