@@ -138,7 +138,6 @@ def allocate(
     """
     target = models.target
     speculation = shape.speculation
-    B = shape.num_rows
     draft = _draft_model(models.draft, speculation)
     if full is None:
         draft_config = draft.config if draft is not None else None
@@ -150,39 +149,20 @@ def allocate(
         prefix.adopt(held)
     if graphs is None:
         graphs = graph_pool(target.device, wanted=shape.generation.cuda_graphs)
-    vocab_size = target.config.vocab_size
+    options: dict[str, Any] = {"vocab_size": target.config.vocab_size, "graphs": graphs}
     # A rebuild of the retrieval cache asks with those of the target's latest block.
-    queries_LBTHD = empty_queries(target, B, speculation.max_block)
+    queries_LBTHD = empty_queries(target, shape.num_rows, speculation.max_block)
     drafting = retrieval = None
     try:
         if draft is not None:
-            where: dict[str, Any] = {"dtype": draft.dtype, "device": draft.device}
-            drafting = DraftRunner(
-                draft,
-                StreamingCache(draft.config, draft.rope, B, speculation, **where),
-                shape.sampling,
-                vocab_size=vocab_size,
-                graphs=graphs,
-                block_sizes={1, 2, speculation.max_block},
-            )
+            drafting = _draft_runner(draft, shape, options)
         if any(plan.uses_retrieval for plan in speculation.plans):
-            retrieval = RetrievalRunner(
-                models.retrieval,
-                _retrieval_cache(shape, full, queries_LBTHD),
-                shape.sampling,
-                queries_LBTHD,
-                vocab_size=vocab_size,
-                graphs=graphs,
-                block_sizes={1, 1 + max(plan.gamma1 for plan in speculation.plans)},
-            )
+            retrieval = _retrieval_runner(models.retrieval, shape, full, queries_LBTHD, options)
+        if full.on_chip < target.config.num_layers:
+            options["graphs"] = None
+        sizes = {min(size, speculation.max_block) for size in TARGET_BLOCKS}
         verifying = ModelRunner(
-            target,
-            full,
-            shape.sampling,
-            vocab_size=vocab_size,
-            queries_LBTHD=queries_LBTHD,
-            graphs=graphs if full.on_chip == target.config.num_layers else None,
-            block_sizes={min(size, speculation.max_block) for size in TARGET_BLOCKS},
+            target, full, shape.sampling, queries_LBTHD=queries_LBTHD, block_sizes=sizes, **options
         )
     except RuntimeError as error:  # out of memory, on CUDA too
         raise InputError(
@@ -205,16 +185,34 @@ def _draft_model(draft: Llama | None, speculation: SpeculationConfig) -> Llama |
     return draft
 
 
-def _retrieval_cache(shape: MemoryShape, full: FullCache, queries_LBTHD: Tensor) -> RetrievalCache:
-    """The retrieval cache over a full one; the queries are those of the target's latest block."""
+def _draft_runner(draft: Llama, shape: MemoryShape, options: dict[str, Any]) -> DraftRunner:
+    """The drafter's cache and what runs over it."""
+    speculation = shape.speculation
+    where: dict[str, Any] = {"dtype": draft.dtype, "device": draft.device}
+    cache = StreamingCache(draft.config, draft.rope, shape.num_rows, speculation, **where)
+    sizes = {1, 2, speculation.max_block}
+    return DraftRunner(draft, cache, shape.sampling, block_sizes=sizes, **options)
+
+
+def _retrieval_runner(
+    model: Llama,
+    shape: MemoryShape,
+    full: FullCache,
+    queries_LBTHD: Tensor,
+    options: dict[str, Any],
+) -> RetrievalRunner:
+    """The retrieval cache and what runs over it; the queries are those of the target."""
     speculation = shape.speculation
     cache = RetrievalCache(
         full,
         make_policy(speculation.policy, full, speculation.chunk_size),
         speculation,
-        num_heads=queries_LBTHD.shape[3],
+        num_heads=model.config.num_heads,
         budgets=[shape.budget_for(length) for length in shape.reserved_lengths],
     )
     if isinstance(full, OffloadedFullCache):
         full.rebuild_while_staged(cache, queries_LBTHD)
-    return cache
+    sizes = {1, 1 + max(plan.gamma1 for plan in speculation.plans)}
+    return RetrievalRunner(
+        model, cache, shape.sampling, queries_LBTHD, block_sizes=sizes, **options
+    )

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitri.caches.full import FullCache
+from minitri.caches.full import FullCache, SlotCache
 from minitri.caches.retrieval import RetrievalCache
-from minitri.caches.slots import SlotCache
 from minitri.caches.streaming import StreamingCache
 from minitri.decoding.level import Emitted, Output
 from minitri.decoding.sampling import pad_vocabulary, probs_of_rows

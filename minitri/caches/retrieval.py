@@ -24,9 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minitri.caches.full import FullCache
+from minitri.caches.full import FullCache, SlotCache
 from minitri.caches.policies import Policy
-from minitri.caches.slots import SlotCache
 from minitri.model.cache import round_up_to_stride
 from minitri.settings import SpeculationConfig
 

@@ -14,7 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from minitri.caches.slots import SlotCache
+from minitri.caches.full import SlotCache
 from minitri.config import ModelConfig
 from minitri.model.cache import BlockKV, write_after
 from minitri.model.rope import Rope
