@@ -37,7 +37,7 @@ class SamplingParams:
     """Divides the logits; 0 is greedy decoding, 1 is the model's own distribution."""
     top_k: int = between(0, 0)
     """Keep the K likeliest tokens; 0 is off."""
-    top_p: float = between(1.0, 1e-9, 1)
+    top_p: float = between(1.0, 1e-99, 1)
     """Keep the likeliest tokens up to this probability mass; 1 is off."""
     min_p: float = between(0.0, 0.0, 1)
     """Keep tokens at least P times as likely as the likeliest; 0 is off."""
