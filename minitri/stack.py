@@ -235,7 +235,7 @@ def prior_seconds(memory: Memory, shape: MemoryShape) -> Callable[[str, float], 
         target_bytes=int(least(bytes_per_pass(target))),
         retrieval_bytes=int(least(bytes_per_pass(models.retrieval))),
         num_tokens=sum(shape.prompt_lengths),
-        num_retrieved=sum(shape.budgets) if memory.retrieval is not None else 0,
+        num_retrieved=sum(shape.budgets),
         hosted_share=1 - memory.full.on_chip / target.config.num_layers,
         batch_size=shape.num_rows,
     )

@@ -184,8 +184,8 @@ def stop_strings(draw: st.DrawFn, num_rows: int) -> dict[str, Any]:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, coupled: bool = True) -> Case:
-    """Any run: greedy or coupled ones, or neither."""
+def cases(draw: st.DrawFn) -> Case:
+    """Any greedy or coupled run."""
     num_rows = draw(st.integers(1, 4))
     lengths = usually(st.integers(1, 150), st.integers(1, 400), st.just(1))
     kinds = usually(st.just(VOCAB), one_of(1, 2, 5), odds=3)
@@ -195,9 +195,9 @@ def cases(draw: st.DrawFn, *, coupled: bool = True) -> Case:
     if drafter != "ngram" and draw(st.integers(0, 9)):  # else some windows would be refused
         for name, value in ORDINARY_WINDOW.items():
             speculation[name] = min(speculation[name], value)
-    is_greedy = coupled and draw(st.booleans())
+    is_greedy = draw(st.booleans())
     sampling = {} if is_greedy else draw(filters())
-    speculation["coupled"] = coupled and (not is_greedy or draw(st.booleans()))
+    speculation["coupled"] = not is_greedy or draw(st.booleans())
     seeds = usually(
         st.integers(0, 2**31), one_of(0, MAX_SEED - num_rows + 1, MAX_SEED, -1), odds=10
     )
