@@ -6,7 +6,6 @@ stages of a step over it, and another run that fits may take it over (`pool.py`)
 Legend: L layers, B rows, T tokens of a block, H query heads, D head dim.
 """
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from minitri.caches.full import FullCache
 from minitri.caches.policies import make_policy
 from minitri.caches.prefixes import PrefixCache
 from minitri.caches.retrieval import RetrievalCache
-from minitri.caches.streaming import StreamingCache, window_problem
+from minitri.caches.streaming import StreamingCache
 from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError, shorten
 from minitri.gpu.allocation import allocate_full_cache
@@ -27,8 +26,6 @@ from minitri.model.cache import round_up_to_stride
 from minitri.model.llama import Llama
 from minitri.runner import DraftRunner, ModelRunner, RetrievalRunner, empty_queries
 from minitri.settings import LONGEST_BLOCK, GenerationConfig, SamplingParams, SpeculationConfig
-
-log = logging.getLogger("minitri")
 
 TARGET_BLOCKS = (1, 5, 9, LONGEST_BLOCK)
 """Block sizes that are captured of the target, as far as a run has blocks that long; short ones
@@ -138,7 +135,10 @@ def allocate(
     """
     target = models.target
     speculation = shape.speculation
-    draft = _draft_model(models.draft, speculation)
+    uses_model = speculation.drafter != "lookup" and any(
+        it.uses_drafter for it in speculation.plans
+    )
+    draft = models.draft if uses_model else None
     if full is None:
         draft_config = draft.config if draft is not None else None
         settings = (draft_config, shape.generation, speculation)
@@ -170,19 +170,6 @@ def allocate(
             f"({shorten(error, 90)}); lower budget or num_recent_tokens, or shorten the prompt"
         ) from None
     return Memory(models, shape, full, prefix, verifying, retrieval, drafting, graphs)
-
-
-def _draft_model(draft: Llama | None, speculation: SpeculationConfig) -> Llama | None:
-    """The draft model that a run needs, if any; lookup takes the place of one that cannot serve."""
-    uses_drafter = any(plan.uses_drafter for plan in speculation.plans)
-    if draft is None or speculation.drafter == "lookup" or not uses_drafter:
-        return None
-    if problem := window_problem(draft.config, speculation):
-        if speculation.method != "auto":
-            raise InputError(problem)
-        log.warning("%s; suffix lookup takes its place", problem)
-        return None
-    return draft
 
 
 def _draft_runner(draft: Llama, shape: MemoryShape, options: dict[str, Any]) -> DraftRunner:

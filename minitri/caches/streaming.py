@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minitri.caches.full import SlotCache
 from minitri.config import ModelConfig
+from minitri.errors import InputError
 from minitri.model.cache import BlockKV, write_after
 from minitri.model.rope import Rope
 from minitri.settings import SpeculationConfig
@@ -28,19 +29,6 @@ def window_slots(speculation: SpeculationConfig) -> int:
     """Slots per row: sinks, recent tokens, what may come before a slide, and a block."""
     kept = speculation.num_sink_tokens + speculation.num_recent_tokens
     return kept + SLIDE + speculation.room
-
-
-def window_problem(config: ModelConfig, speculation: SpeculationConfig) -> str:
-    """Why a drafter cannot serve a window of this size; empty if it can."""
-    num_slots = window_slots(speculation)
-    context = config.context_length
-    if num_slots <= context:
-        return ""
-    return (
-        f"the drafter {config.name} holds {context} tokens but its window needs {num_slots} "
-        f"(num_recent_tokens={speculation.num_recent_tokens} and room for guesses); lower "
-        "--num-recent-tokens, --num-sink-tokens or the gammas"
-    )
 
 
 class StreamingCache(SlotCache):
@@ -56,7 +44,14 @@ class StreamingCache(SlotCache):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        """Raises `InputError` if the drafter cannot serve a window of this size."""
         slots = window_slots(speculation)
+        if slots > config.context_length:
+            raise InputError(
+                f"the drafter {config.name} holds {config.context_length} tokens but its window "
+                f"needs {slots} (num_recent_tokens={speculation.num_recent_tokens} and room for "
+                "guesses); lower --num-recent-tokens, --num-sink-tokens or the gammas"
+            )
         shape = (config.num_layers, batch_size, config.num_kv_heads, slots, config.head_dim)
         self.raw_keys, keys, values = (
             torch.empty(shape, dtype=dtype, device=device) for _ in range(3)
