@@ -76,16 +76,16 @@ class ModelRunner:
         wants_logits: bool = False,
     ) -> Output:
         """Distributions (B, N + 1, V); see `decoding.level.Runner`."""
-        guesses = guesses or Proposal.nothing(len(active))
+        counts = [0] * len(active) if guesses is None else guesses.counts
         certain = [
             sequence[seen:] if on else sequence[-1:] or [0]
             for sequence, seen, on in zip(sequences, self.cache.num_tokens, active, strict=True)
         ]
-        fresh = [row + [0] * count for row, count in zip(certain, guesses.counts, strict=True)]
+        fresh = [row + [0] * count for row, count in zip(certain, counts, strict=True)]
         lasts_B1 = torch.tensor([[len(row) - 1] for row in certain])
-        index_BN = lasts_B1 + torch.arange(max(guesses.counts) + 1)
+        index_BN = lasts_B1 + torch.arange(max(counts) + 1)
         index_BN = index_BN.to(self.model.device, non_blocking=True)
-        guessed = index_BN[:, 1:], guesses.tokens_BN
+        guessed = index_BN[:, 1:], None if guesses is None else guesses.tokens_BN
         return self._read(fresh, active, index_BN, *guessed, wants_logits=wants_logits)
 
     def next_probs_after(self, tokens_B: Tensor, active: list[bool]) -> Tensor:
@@ -101,7 +101,7 @@ class ModelRunner:
         active: list[bool],
         index_BN: Tensor,
         places_BN: Tensor,
-        guesses_BN: Tensor,
+        guesses_BN: Tensor | None,
         *,
         wants_logits: bool = False,
     ) -> Output:
@@ -113,7 +113,7 @@ class ModelRunner:
         T = max(map(len, fresh))
         size = self.captured.size_for(T) if self.captured is not None else None
         block = make_block(self.model, fresh, self.cache, size or T)
-        if places_BN.shape[1] > 0:
+        if guesses_BN is not None and places_BN.shape[1] > 0:
             block = block.with_guesses(places_BN, guesses_BN)
         output = self._run(block, index_BN.clamp(max=T - 1), wants_logits=wants_logits)
         self.cache.advance([len(row) if on else 0 for row, on in zip(fresh, active, strict=True)])
