@@ -113,14 +113,12 @@ class ModelConfig:
 
         Raises `InputError` if heads or MLP cannot be split evenly.
         """
-        sizes = {name: getattr(self, name) for name in SPLIT}
-        if any(size % count for size in sizes.values()):
-            given = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        if uneven := {name: size for name in SPLIT if (size := getattr(self, name)) % count}:
             raise InputError(
-                f"{self.name} cannot be split over {count} ranks: {given} must be multiples of "
+                f"{self.name} cannot be split over {count} ranks: {uneven} must be multiples of "
                 "that; use another --nproc-per-node, or another model"
             )
-        shares = {name: size // count for name, size in sizes.items()}
+        shares = {name: getattr(self, name) // count for name in SPLIT}
         return dataclasses.replace(self, vocab_size=-(-self.vocab_size // count), **shares)
 
     def with_eos(self, token_ids: tuple[int, ...]) -> Self:

@@ -45,14 +45,16 @@ def load(
     if drafter is not None and (draft != "auto" or not callable(getattr(drafter, "guess", None))):
         given = f"drafter is {shorten(repr(drafter), 60)} with draft {shorten(repr(draft), 60)}"
         raise InputError(f"{given}; give a minitri.Drafter, or a draft, but not both")
-    options = {"dtype": dtype, "device": device, "attention": attention, "weights": weights}
-    options["draft_weights"] = draft_weights
     files = OpenModels(
         model,
         draft if drafter is None else "suffix",
+        dtype=dtype,
+        device=device,
+        attention=attention,
         rope_scaling=rope_scaling,
+        weights=weights,
+        draft_weights=draft_weights,
         progress=progress,
-        **options,
     )
     if before_weights is not None:
         before_weights(files.tokenizer, files.config)

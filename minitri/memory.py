@@ -6,18 +6,16 @@ stages of a step over it, and another run that fits may take it over (`pool.py`)
 Legend: L layers, B rows, T tokens of a block, H query heads, D head dim.
 """
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache
 from minitri.caches.policies import make_policy
 from minitri.caches.prefixes import PrefixCache
 from minitri.caches.retrieval import RetrievalCache
-from minitri.caches.streaming import window_problem
+from minitri.caches.streaming import StreamingCache
 from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError, shorten
 from minitri.gpu.allocation import allocate_full_cache
@@ -26,13 +24,12 @@ from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.cache import round_up_to_stride
 from minitri.model.llama import Llama
-from minitri.runner import DraftRunner, ModelRunner, RetrievalRunner
-from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.runner import DraftRunner, ModelRunner, RetrievalRunner, empty_queries
+from minitri.settings import LONGEST_BLOCK, GenerationConfig, SamplingParams, SpeculationConfig
 
-log = logging.getLogger("minitri")
-
-PADDED_BLOCKS = (5, 9)
-"""Block sizes that are captured next to the smallest and the largest, where gammas are open."""
+TARGET_BLOCKS = (1, 5, 9, LONGEST_BLOCK)
+"""Block sizes that are captured of the target, as far as a run has blocks that long; short ones
+need not be padded to the longest of all plans."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,8 +109,7 @@ class Memory:
     @property
     def num_cache_bytes(self) -> int:
         """Bytes of all caches."""
-        caches = (self.full, self.retrieval_cache, self.draft.cache if self.draft else None)
-        return sum(cache.num_bytes for cache in caches if cache is not None)
+        return sum(runner.cache.num_bytes for runner in self.runners)
 
     @property
     def samples_alike(self) -> bool:
@@ -139,37 +135,34 @@ def allocate(
     """
     target = models.target
     speculation = shape.speculation
-    generation = shape.generation
-    draft = _draft_model(models.draft, speculation)
+    uses_model = speculation.drafter != "lookup" and any(
+        it.uses_drafter for it in speculation.plans
+    )
+    draft = models.draft if uses_model else None
     if full is None:
         draft_config = draft.config if draft is not None else None
-        lengths = shape.reserved_lengths
-        capacity = shape.capacity
-        full = allocate_full_cache(
-            target, draft_config, generation, speculation, lengths, capacity, host
-        )
+        settings = (draft_config, shape.generation, speculation)
+        full = allocate_full_cache(target, *settings, shape.reserved_lengths, shape.capacity, host)
     is_row_invariant = target.execution.is_row_invariant
     prefix = PrefixCache(full, speculation.max_block, reads_alike=not is_row_invariant)
     if held is not None:  # before captures write to the slots of rows without a text
         prefix.adopt(held)
     if graphs is None:
-        graphs = graph_pool(target.device, wanted=generation.cuda_graphs)
-    common: dict[str, Any] = {"vocab_size": target.config.vocab_size, "graphs": graphs}
-    queries_LBTHD = _empty_queries(target, shape)
+        graphs = graph_pool(target.device, wanted=shape.generation.cuda_graphs)
+    options: dict[str, Any] = {"vocab_size": target.config.vocab_size, "graphs": graphs}
+    # A rebuild of the retrieval cache asks with those of the target's latest block.
+    queries_LBTHD = empty_queries(target, shape.num_rows, speculation.max_block)
+    drafting = retrieval = None
     try:
-        drafting = None
         if draft is not None:
-            drafting = DraftRunner(draft, shape.num_rows, shape.sampling, speculation, **common)
-        retrieval = _retrieval_runner(models, shape, full, queries_LBTHD, common)
+            drafting = _draft_runner(draft, shape, options)
+        if any(plan.uses_retrieval for plan in speculation.plans):
+            retrieval = _retrieval_runner(models.retrieval, shape, full, queries_LBTHD, options)
         if full.on_chip < target.config.num_layers:
-            common["graphs"] = None
+            options["graphs"] = None
+        sizes = {min(size, speculation.max_block) for size in TARGET_BLOCKS}
         verifying = ModelRunner(
-            target,
-            full,
-            shape.sampling,
-            queries_LBTHD=queries_LBTHD,
-            block_sizes=_target_blocks(speculation),
-            **common,
+            target, full, shape.sampling, queries_LBTHD=queries_LBTHD, block_sizes=sizes, **options
         )
     except RuntimeError as error:  # out of memory, on CUDA too
         raise InputError(
@@ -179,59 +172,34 @@ def allocate(
     return Memory(models, shape, full, prefix, verifying, retrieval, drafting, graphs)
 
 
-def _draft_model(draft: Llama | None, speculation: SpeculationConfig) -> Llama | None:
-    """The draft model that a run needs, if any; lookup takes the place of one that cannot serve."""
-    uses_drafter = any(plan.uses_drafter for plan in speculation.plans)
-    if draft is None or speculation.drafter == "lookup" or not uses_drafter:
-        return None
-    if problem := window_problem(draft.config, speculation):
-        if speculation.method != "auto":
-            raise InputError(problem)
-        log.warning("%s; suffix lookup takes its place", problem)
-        return None
-    return draft
-
-
-def _empty_queries(target: Llama, shape: MemoryShape) -> Tensor:
-    """Room for the rotated queries (L, B, T, H, D) of the target's latest block: a rebuild of the
-    retrieval cache needs no pass of its own."""
-    config = target.config
-    size = (config.num_layers, shape.num_rows, shape.speculation.max_block)
-    return torch.empty(
-        *size, config.num_heads, config.head_dim, dtype=target.dtype, device=target.device
-    )
+def _draft_runner(draft: Llama, shape: MemoryShape, options: dict[str, Any]) -> DraftRunner:
+    """The drafter's cache and what runs over it."""
+    speculation = shape.speculation
+    where: dict[str, Any] = {"dtype": draft.dtype, "device": draft.device}
+    cache = StreamingCache(draft.config, draft.rope, shape.num_rows, speculation, **where)
+    sizes = {1, 2, speculation.max_block}
+    return DraftRunner(draft, cache, shape.sampling, block_sizes=sizes, **options)
 
 
 def _retrieval_runner(
-    models: Models,
+    model: Llama,
     shape: MemoryShape,
     full: FullCache,
     queries_LBTHD: Tensor,
-    common: dict[str, Any],
-) -> RetrievalRunner | None:
-    """The retrieval cache and what runs over it; None if no plan uses it."""
+    options: dict[str, Any],
+) -> RetrievalRunner:
+    """The retrieval cache and what runs over it; the queries are those of the target."""
     speculation = shape.speculation
-    plans = [plan for plan in speculation.plans if plan.uses_retrieval]
-    if not plans:
-        return None
     cache = RetrievalCache(
         full,
         make_policy(speculation.policy, full, speculation.chunk_size),
         speculation,
-        num_heads=models.target.config.num_heads,
+        num_heads=model.config.num_heads,
         budgets=[shape.budget_for(length) for length in shape.reserved_lengths],
     )
     if isinstance(full, OffloadedFullCache):
         full.rebuild_while_staged(cache, queries_LBTHD)
     sizes = {1, 1 + max(plan.gamma1 for plan in speculation.plans)}
     return RetrievalRunner(
-        models.retrieval, cache, shape.sampling, queries_LBTHD, block_sizes=sizes, **common
+        model, cache, shape.sampling, queries_LBTHD, block_sizes=sizes, **options
     )
-
-
-def _target_blocks(speculation: SpeculationConfig) -> set[int]:
-    """Block sizes of the target that are captured."""
-    sizes = {1, speculation.max_block}
-    if len(speculation.plans) > 1:  # short blocks are not padded to the longest of all plans
-        sizes |= {size for size in PADDED_BLOCKS if size < speculation.max_block}
-    return sizes

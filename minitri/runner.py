@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitri.caches.full import FullCache
+from minitri.caches.full import FullCache, SlotCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.decoding.level import Emitted, Output
@@ -26,9 +26,8 @@ from minitri.gpu.graphs import CapturedSteps, GraphPool
 from minitri.gpu.offload.layer_major import read_by_layers
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.block import Block, forward_block, make_block, read_block
-from minitri.model.cache import Cache
 from minitri.model.llama import Llama
-from minitri.settings import SamplingParams, SpeculationConfig
+from minitri.settings import SamplingParams
 
 
 class ModelRunner:
@@ -37,7 +36,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Llama,
-        cache: Cache,
+        cache: SlotCache,
         sampling: SamplingParams,
         *,
         vocab_size: int,
@@ -53,8 +52,8 @@ class ModelRunner:
         """
         self.model = model
         self.cache = cache
-        self._sampling = [sampling] * len(cache.lengths)
         self.queries_LBTHD = queries_LBTHD
+        self._sampling = [sampling] * len(cache.lengths)
         self._vocab_size = vocab_size
         self.captured: CapturedSteps | None = None
         if graphs is not None:
@@ -77,38 +76,50 @@ class ModelRunner:
         wants_logits: bool = False,
     ) -> Output:
         """Distributions (B, N + 1, V); see `decoding.level.Runner`."""
+        counts = [0] * len(active) if guesses is None else guesses.counts
         certain = [
             sequence[seen:] if on else sequence[-1:] or [0]
             for sequence, seen, on in zip(sequences, self.cache.num_tokens, active, strict=True)
         ]
-        counts = [0] * len(active) if guesses is None else guesses.counts
         fresh = [row + [0] * count for row, count in zip(certain, counts, strict=True)]
-        N, T = max(counts) + 1, max(map(len, fresh))
-        lasts = torch.tensor([len(row) - 1 for row in certain])
-        index_BN = (lasts.unsqueeze(1) + torch.arange(N)).to(self.model.device, non_blocking=True)
-        block = make_block(self.model, fresh, self.cache, self._padded_size(T))
-        if guesses is not None and N > 1:
-            block = block.with_guesses(index_BN[:, 1:], guesses.tokens_BN)
-        output = self._run(block, index_BN.clamp(max=T - 1), wants_logits=wants_logits)
-        self.cache.advance([len(row) if on else 0 for row, on in zip(fresh, active, strict=True)])
-        return output
+        lasts_B1 = torch.tensor([[len(row) - 1] for row in certain])
+        index_BN = lasts_B1 + torch.arange(max(counts) + 1)
+        index_BN = index_BN.to(self.model.device, non_blocking=True)
+        guessed = index_BN[:, 1:], None if guesses is None else guesses.tokens_BN
+        return self._read(fresh, active, index_BN, *guessed, wants_logits=wants_logits)
 
     def next_probs_after(self, tokens_B: Tensor, active: list[bool]) -> Tensor:
         """Distributions (B, V); see `decoding.level.Runner`."""
         tokens_B1 = tokens_B.clamp(max=self.model.config.vocab_size - 1).unsqueeze(1)
         first_B1 = torch.zeros_like(tokens_B1)
-        block = make_block(self.model, [[0]] * len(active), self.cache, self._padded_size(1))
-        block = block.with_guesses(first_B1, tokens_B1)
-        output = self._run(block, first_B1)
-        self.cache.advance([int(on) for on in active])
+        output = self._read([[0]] * len(active), active, first_B1, first_B1, tokens_B1)
         return output.probs_BNV.squeeze(1)
 
-    def _padded_size(self, T: int) -> int:
-        """Tokens of the captured block that holds T; T itself if there is none."""
-        return (self.captured.size_for(T) if self.captured is not None else None) or T
+    def _read(
+        self,
+        fresh: list[list[int]],
+        active: list[bool],
+        index_BN: Tensor,
+        places_BN: Tensor,
+        guesses_BN: Tensor | None,
+        *,
+        wants_logits: bool = False,
+    ) -> Output:
+        """Reads a block of each row in one pass; what it gives after the tokens at `index_BN`.
 
-    def _run(self, block: Block, index_BN: Tensor, *, wants_logits: bool = False) -> Output:
-        """What a pass over a block gives after the tokens at these places."""
+        At `places_BN` stand guesses, which the host may not know. A block is padded to the next
+        captured size, if there is one.
+        """
+        T = max(map(len, fresh))
+        size = self.captured.size_for(T) if self.captured is not None else None
+        block = make_block(self.model, fresh, self.cache, size or T)
+        if guesses_BN is not None and places_BN.shape[1] > 0:
+            block = block.with_guesses(places_BN, guesses_BN)
+        output = self._run(block, index_BN.clamp(max=T - 1), wants_logits=wants_logits)
+        self.cache.advance([len(row) if on else 0 for row, on in zip(fresh, active, strict=True)])
+        return output
+
+    def _run(self, block: Block, index_BN: Tensor, *, wants_logits: bool) -> Output:
         size = block.tokens_BT.shape[1]
         if self.captured is not None and size in self.captured.by_size and not wants_logits:
             return Output(take_rows(self.captured.by_size[size](block), index_BN))
@@ -124,13 +135,12 @@ class ModelRunner:
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
         """Nothing to do before a step."""
 
-    def commit(self, emitted: list[Emitted], active: list[bool], *, has_guessed: bool) -> None:
+    def commit(self, emitted: list[Emitted], active: list[bool]) -> None:
         """Nothing to do after a step: the cache was cropped to what was accepted."""
 
     def crop(self, lengths: list[int]) -> None:
         """Keeps at most the first `lengths[b]` tokens of row b."""
-        seen = self.cache.num_tokens
-        self.cache.crop([min(pair) for pair in zip(seen, lengths, strict=True)])
+        self.cache.crop(lengths)
 
     def reset(self, b: int) -> None:
         """Empties row b."""
@@ -140,15 +150,9 @@ class ModelRunner:
         """Whether what was captured, if anything, can apply these filters, too."""
         return self.captured is None or self.captured.can_sample_by(sampling)
 
-    def sample_by(self, sampling: SamplingParams, b: int) -> None:
-        """Changes the filters of row b; captured steps have one kind for all rows."""
-        rows = enumerate(self._sampling)
-        is_shared = self.captured is not None
-        self.sampling = [sampling if is_shared or row == b else own for row, own in rows]
-
     @property
     def sampling(self) -> list[SamplingParams]:
-        """The filters of each row."""
+        """The filters of each row; captured steps apply those of the first to all."""
         return self._sampling
 
     @sampling.setter
@@ -175,41 +179,18 @@ class RetrievalRunner(ModelRunner):
         super().__init__(model, cache, sampling, **settings)
         self._full_queries_LBTHD = full_queries_LBTHD
 
-    def commit(self, emitted: list[Emitted], active: list[bool], *, has_guessed: bool) -> None:
+    def commit(self, emitted: list[Emitted], active: list[bool]) -> None:
         """Copies exact K and V of the accepted tokens into the cache; may rebuild it."""
         for b, row in enumerate(emitted):
             if active[b]:
                 # The pass read the token before and the guesses; len(row.tokens) of them stay.
-                queries_LTHD = self._full_queries_LBTHD[:, b, : len(row.tokens)]
-                was_rejected = row.origins[-1] == "recovered"
-                self.cache.commit(
-                    b, queries_LTHD, was_rejected=was_rejected, has_guessed=has_guessed
-                )
+                self.cache.commit(b, self._full_queries_LBTHD[:, b, : len(row.tokens)])
 
 
 class DraftRunner(ModelRunner):
     """A draft model over a streaming cache: a prompt of any length costs it one short pass."""
 
     cache: StreamingCache
-
-    def __init__(
-        self,
-        model: Llama,
-        batch_size: int,
-        sampling: SamplingParams,
-        speculation: SpeculationConfig,
-        **settings: Any,
-    ) -> None:
-        self._max_block = speculation.max_block
-        cache = StreamingCache(
-            model.config,
-            model.rope,
-            batch_size,
-            speculation,
-            dtype=model.dtype,
-            device=model.device,
-        )
-        super().__init__(model, cache, sampling, block_sizes={1, 2, self._max_block}, **settings)
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
         """Gets ready to guess after sequences that are certain: all but their last tokens.
@@ -218,7 +199,7 @@ class DraftRunner(ModelRunner):
         the batch it would pad the other rows beyond their room.
         """
         for b, sequence in enumerate(sequences):
-            if active[b] and len(sequence) - self.cache.num_tokens[b] > self._max_block:
+            if active[b] and len(sequence) - self.cache.num_tokens[b] > self.cache.max_block:
                 self._read_window(b, sequence[:-1])
         self.cache.slide()
 
@@ -226,13 +207,21 @@ class DraftRunner(ModelRunner):
         """Fills row b with the sinks and the latest of these tokens, whatever was in it."""
         num_sinks = self.cache.num_sink_tokens
         window = tokens[:num_sinks] + tokens[num_sinks:][-self.cache.num_recent_tokens :]
-        read_block(self.model, [window], self.cache.empty_row(b))
+        self.cache.reset(b)
+        read_block(self.model, [window], self.cache.row(b))
         self.cache.set_window(b, num_slots=len(window), num_tokens=len(tokens))
 
 
 def take_rows(rows_BTX: Tensor, index_BN: Tensor) -> Tensor:
     """Of each row of a batch the vectors (B, N, X) at these places, copied."""
     return rows_BTX.gather(1, index_BN.unsqueeze(2).expand(-1, -1, rows_BTX.shape[2]))
+
+
+def empty_queries(model: Llama, batch_size: int, num_tokens: int) -> Tensor:
+    """Room for rotated queries (L, B, T, H, D) of every layer, see `Llama.forward`."""
+    config = model.config
+    shape = (config.num_layers, batch_size, num_tokens, config.num_heads, config.head_dim)
+    return torch.empty(shape, dtype=model.dtype, device=model.device)
 
 
 def prefill(
@@ -254,15 +243,12 @@ def prefill(
     """
     if isinstance(full, OffloadedFullCache) and (watch is None or max_queries is not None):
         yield from read_by_layers(model, prompt, full, b, chunk, watch, max_queries or 0)
-    config = model.config
-    while full.lengths[b] < len(prompt) - 1:
-        start = full.lengths[b]
-        piece = prompt[start : min(start + chunk, len(prompt) - 1)]
+    end = len(prompt) - 1
+    while (start := full.lengths[b]) < end:
+        piece = prompt[start : min(start + chunk, end)]
         queries_LBTHD = None
         if watch is not None:
-            T = len(piece) if max_queries is None else min(max_queries, len(piece))
-            shape = (config.num_layers, 1, T, config.num_heads, config.head_dim)
-            queries_LBTHD = torch.empty(shape, dtype=model.dtype, device=model.device)
+            queries_LBTHD = empty_queries(model, 1, min(max_queries or chunk, len(piece)))
         with model.execution.reading():
             read_block(model, [piece], full.row(b), queries_LBTHD, is_prompt=True)
         full.advance([len(piece) if b == other else 0 for other in range(len(full.lengths))])

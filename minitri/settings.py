@@ -37,7 +37,7 @@ class SamplingParams:
     """Divides the logits; 0 is greedy decoding, 1 is the model's own distribution."""
     top_k: int = between(0, 0)
     """Keep the K likeliest tokens; 0 is off."""
-    top_p: float = between(1.0, 0.0, 1)
+    top_p: float = between(1.0, 1e-99, 1)
     """Keep the likeliest tokens up to this probability mass; 1 is off."""
     min_p: float = between(0.0, 0.0, 1)
     """Keep tokens at least P times as likely as the likeliest; 0 is off."""
@@ -46,8 +46,6 @@ class SamplingParams:
         check_fields(self)
         if 0 < self.temperature < MIN_TEMPERATURE:
             refuse(self, "temperature", f"it must be 0 (greedy) or at least {MIN_TEMPERATURE:g}")
-        if self.top_p == 0:
-            refuse(self, "top_p", "it must be above 0")
 
     @property
     def form(self) -> tuple[int, bool, bool]:
@@ -166,8 +164,6 @@ class SpeculationConfig:
     """Latest tokens whose queries select what the retrieval cache holds."""
     rebuild_stride: int = between(256, 1)
     """New tokens after which the retrieval cache is rebuilt."""
-    rebuild_threshold: float = between(0.0, 0.0, 1)
-    """Rebuild the retrieval cache, too, when its acceptance rate falls below this; 0 is off."""
     coupled: bool = one_of(False, True, False)
     """Tie random numbers to seed and position: one text per seed for all methods."""
     timed: bool = one_of(False, True, False)
@@ -187,23 +183,16 @@ class SpeculationConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.policy != "retrieval" and not callable(getattr(self.policy, "scores", None)):
-            wanted = "it must be retrieval, or an object with the methods of minitri.Policy"
-            refuse(self, "policy", wanted)
+            refuse(self, "policy", "it must be retrieval, or a minitri.Policy")
         if self.budget is not None and self.budget % self.chunk_size:
-            near = max(1, round(self.budget / self.chunk_size)) * self.chunk_size
-            wanted = f"it must be a multiple of the chunk size, {self.chunk_size}, such as {near}"
-            refuse(self, "budget", wanted)
+            refuse(self, "budget", f"it must be a multiple of the chunk size, {self.chunk_size}")
         is_tree = re.fullmatch("([1-9][0-9]?(x[1-9][0-9]?)?)?", str(self.tree))
         if not (isinstance(self.tree, str) and is_tree and num_nodes(self.tree) <= MAX_GAMMA):
             wanted = "it must be tokens, as in 16, or sequences x tokens, as in 4x3"
             refuse(self, "tree", f"{wanted}; 1 to {MAX_GAMMA} in all")
         depth = parse_tree(self.tree)[1]
         if depth and self.gamma1 not in (None, depth):
-            refuse(
-                self,
-                "gamma1",
-                f"but sequences of {self.tree} are not so long; leave one of them out",
-            )
+            refuse(self, "gamma1", f"but tree is {self.tree}; leave one of them out")
 
     def budget_for(self, num_prompt_tokens: int) -> int:
         """Tokens in the retrieval cache of a prompt of this length."""

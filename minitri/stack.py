@@ -42,13 +42,33 @@ class Stack:
 
         `sources` replaces the random sources of the named stages: for made-up verdicts.
         """
-        self.memory, self.shape = memory, shape
+        self.memory = memory
+        self.shape = shape
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
-        self.stats = _empty(memory, shape)
+        self.sampling = [shape.sampling] * shape.num_rows
+        self.stats = Stats(kv_cache_bytes=memory.num_cache_bytes)
         self.tuner = _tuner(memory, shape)
         self.source = _random_source(shape.speculation)
         self.meter = Meter(self.stats, self.tuner, clock_of(memory.models.target.device))
+        self._empty()
         self.cascade = self._cascade(sources or {})
+
+    def _empty(self) -> None:
+        """Empties the caches for other texts."""
+        memory = self.memory
+        for runner in memory.runners:
+            runner.sampling = self.sampling
+            for b in range(self.shape.num_rows):
+                runner.reset(b)
+        memory.prefix.num_prompt = list(self.shape.prompt_lengths)
+        memory.prefix.note_certain()
+        if memory.retrieval_cache is not None:
+            memory.retrieval_cache.num_rebuilds = 0
+        if memory.graphs is not None:
+            self.stats.num_graphs = memory.graphs.num_graphs
+            self.stats.graph_bytes = memory.graphs.num_bytes
+            self.stats.capture_seconds = memory.graphs.capture_seconds
+            memory.graphs.capture_seconds = 0.0
 
     def _cascade(self, sources: Mapping[str, RandomSource]) -> Cascade:
         """The stages over the runners of the memory, from the lowest upwards."""
@@ -96,8 +116,12 @@ class Stack:
         self.source.restart(b, request.seed)
         if memory.retrieval_cache is not None:
             memory.retrieval_cache.reset(b, self.shape.budget_for(len(prompt)))
+        if memory.samples_alike:
+            self.sampling = [request.sampling] * self.shape.num_rows
+        else:
+            self.sampling[b] = request.sampling
         for runner in memory.runners:
-            runner.sample_by(request.sampling, b)
+            runner.sampling = self.sampling
         depends_on_shapes = request.sampling.temperature > 0 and not speculation.coupled
         if isinstance(self.tuner, TreeTuner) and depends_on_shapes and not speculation.timed:
             self.tuner.keep_shapes()
@@ -115,10 +139,7 @@ class Stack:
             most -= self.shape.speculation.observation_window
             if cache.max_prompt_queries is None:
                 most = 0  # its policy must see all of them
-        num_tokens = self.memory.prefix.take(b, self.sequences, most)
-        if cache is not None:
-            cache.reset(b, self.shape.budget_for(len(prompt)), num_tokens)
-        return num_tokens
+        return self.memory.prefix.take(b, self.sequences, most)
 
     def prefill(self, b: int) -> Iterator[int]:
         """Reads the prompt of row b but for its last token in chunks; yields tokens read so far."""
@@ -183,27 +204,6 @@ def begin(
     return stack
 
 
-def _empty(memory: Memory, shape: MemoryShape) -> Stats:
-    """Empties all caches for another run; the statistics that it begins with."""
-    memory.prefix.num_prompt = list(shape.prompt_lengths)
-    for b in range(shape.num_rows):
-        memory.full.reset(b)
-        if memory.draft is not None:
-            memory.draft.reset(b)
-    memory.prefix.note_certain()
-    stats = Stats(kv_cache_bytes=memory.num_cache_bytes)
-    if memory.retrieval_cache is not None:
-        memory.retrieval_cache.restart(shape.budgets)
-    for runner in memory.runners:
-        runner.sampling = [shape.sampling] * shape.num_rows
-    if memory.graphs is not None:
-        stats.num_graphs = memory.graphs.num_graphs
-        stats.graph_bytes = memory.graphs.num_bytes
-        stats.capture_seconds = memory.graphs.capture_seconds
-        memory.graphs.capture_seconds = 0.0
-    return stats
-
-
 def _random_source(speculation: SpeculationConfig) -> IndependentSource | CoupledSource:
     """Where random numbers come from; `restart` gives each row its seed."""
     if speculation.coupled:
@@ -235,7 +235,7 @@ def prior_seconds(memory: Memory, shape: MemoryShape) -> Callable[[str, float], 
         target_bytes=int(least(bytes_per_pass(target))),
         retrieval_bytes=int(least(bytes_per_pass(models.retrieval))),
         num_tokens=sum(shape.prompt_lengths),
-        num_retrieved=sum(shape.budgets) if memory.retrieval is not None else 0,
+        num_retrieved=sum(shape.budgets),
         hosted_share=1 - memory.full.on_chip / target.config.num_layers,
         batch_size=shape.num_rows,
     )

@@ -34,8 +34,6 @@ class LevelStats:
     num_tested_tokens: int = 0
     """Drafted tokens that were decided about: those after a rejection are not."""
     num_accepted_tokens: int = 0
-    tested_per_position: list[int] = field(default_factory=list)
-    accepted_per_position: list[int] = field(default_factory=list)
     seconds: float = 0.0
     """In this level's own forward passes and verdicts, without the stages below."""
 
@@ -46,12 +44,6 @@ class LevelStats:
         self.num_draft_tokens += num_draft
         self.num_tested_tokens += num_tested
         self.num_accepted_tokens += num_accepted
-        missing = num_draft - len(self.tested_per_position)
-        self.tested_per_position += [0] * missing
-        self.accepted_per_position += [0] * missing
-        for i in range(num_tested):
-            self.tested_per_position[i] += 1
-            self.accepted_per_position[i] += i < num_accepted
         return num_tested
 
     @property

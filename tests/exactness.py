@@ -84,7 +84,7 @@ class TableRunner:
     def prepare(self, sequences, active):
         pass
 
-    def commit(self, emitted, active, *, has_guessed):
+    def commit(self, emitted, active):
         pass
 
 

@@ -177,7 +177,6 @@ BAD = {
         {"gamma1": "2"},
         {"budget": "many"},
         {"coupled": 1},
-        {"rebuild_threshold": "0.9"},
         {"gamma2": False},
         {"num_recent_tokens": 10**30},
         {"policy": ["h2o"]},

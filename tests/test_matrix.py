@@ -20,7 +20,7 @@ from tools.paper.baselines.policies import policy_of
 SMALL = {"budget": 32, "chunk_size": 8, "num_recent_tokens": 20, "gamma1": 2, "gamma2": 3}
 FREE = {**SMALL, "gamma1": None, "gamma2": None}
 SINGLE = {**SMALL, "budget": 8, "num_recent_tokens": 1, "gamma1": 1, "gamma2": 1}
-OFTEN = {**SMALL, "budget": 16, "chunk_size": 1, "rebuild_stride": 7, "rebuild_threshold": 0.9}
+OFTEN = {**SMALL, "budget": 16, "chunk_size": 1, "rebuild_stride": 7}
 LONG = {**SMALL, "budget": 128, "chunk_size": 4, "num_recent_tokens": 200, "gamma1": 5, "gamma2": 9}
 LENGTH = GenerationConfig(32, ignore_eos=True, prefill_chunk=16)
 

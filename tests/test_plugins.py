@@ -1,7 +1,8 @@
-"""Drafters and policies from outside, by the public protocols alone: two examples of the kind that
-README asks for, equal texts, and plug-ins that break their protocol."""
+"""Drafters and policies from outside, by the public protocols alone: equal texts, and plug-ins that
+break their protocol."""
 
 import itertools
+import math
 from collections import Counter, defaultdict
 
 import pytest
@@ -13,6 +14,7 @@ PROMPT = "She had been forced into prudence; she had been forced into romance; s
 LENGTH = minitri.GenerationConfig(30, ignore_eos=True)
 GREEDY = minitri.SamplingParams(), False
 COUPLED = minitri.SamplingParams(0.8, top_p=0.9), True
+BOTH = pytest.mark.parametrize("distribution", [GREEDY, COUPLED], ids=["greedy", "coupled"])
 
 
 class Bigrams:
@@ -31,13 +33,6 @@ class Bigrams:
         return counts / counts.sum()
 
 
-class Echo:
-    """A drafter: the token before the last one, for certain."""
-
-    def guess(self, tokens: list[int], row: int) -> int:
-        return tokens[-2] if len(tokens) > 1 else tokens[0]
-
-
 class Visited(minitri.Policy):
     """A policy: chunks that scored well at earlier rebuilds of this text score better."""
 
@@ -45,9 +40,7 @@ class Visited(minitri.Policy):
         self.memory = memory
         self.seen: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
 
-    def scores(
-        self, layer: int, b: int, q_KRD: torch.Tensor, chunks_KNMD: torch.Tensor
-    ) -> torch.Tensor:
+    def scores(self, layer, b, q_KRD, chunks_KNMD):
         means_KND = chunks_KNMD.float().mean(2)
         scores_KN = (q_KRD.float() @ means_KND.transpose(1, 2)).amax(1).softmax(1)
         before = self.seen[b].get(layer)
@@ -74,13 +67,11 @@ def complete(engine, distribution, method, prompt=PROMPT, **settings) -> minitri
     )
 
 
-@pytest.mark.parametrize("distribution", [GREEDY, COUPLED], ids=["greedy", "coupled"])
-@pytest.mark.parametrize("kind", ["bigrams", "echo"])
+@BOTH
 @pytest.mark.parametrize("settings", [{}, {"tree": "4"}], ids=["chains", "trees"])
-def test_a_drafter_changes_no_text(engine, kind, distribution, settings):
+def test_a_drafter_changes_no_text(engine, distribution, settings):
     plain = complete(engine, distribution, "autoregressive")
-    drafter = Bigrams(engine.config.vocab_size) if kind == "bigrams" else Echo()
-    other = with_drafter(engine, drafter)
+    other = with_drafter(engine, Bigrams(engine.config.vocab_size))
     for method in ("naive", "triforce"):
         done = complete(other, distribution, method, **settings)
         assert done.token_ids == plain.token_ids
@@ -92,12 +83,12 @@ def test_a_drafter_is_given_to_load(folder):
     engine = minitri.load(str(folder), drafter=Bigrams(320), dtype="float32", device="cpu")
     assert complete(engine, GREEDY, "naive").stats.levels[0].num_draft_tokens
     assert "drafter Bigrams" in repr(engine)
-    for wrong in ({"drafter": 5}, {"drafter": Echo(), "draft": "suffix"}):
+    for wrong in ({"drafter": 5}, {"drafter": Bigrams(320), "draft": "suffix"}):
         with pytest.raises(minitri.InputError, match="drafter"):
             minitri.load(str(folder), device="cpu", **wrong)
 
 
-@pytest.mark.parametrize("distribution", [GREEDY, COUPLED], ids=["greedy", "coupled"])
+@BOTH
 def test_right_guesses_are_accepted(engine, distribution):
     """Certain ones, and ones with a distribution; it says nothing at the end of what it knows."""
     prompt = engine.tokenizer.encode(PROMPT)
@@ -117,12 +108,12 @@ def test_right_guesses_are_accepted(engine, distribution):
 
 def test_rows_of_a_batch_are_asked_each_for_itself(engine):
     other = with_drafter(engine, Bigrams(engine.config.vocab_size))
-    prompts, sampling = [PROMPT, "The harbour wind", PROMPT[:30]], minitri.SamplingParams(0.9)
-    settings = {"sampling": sampling, "generation": LENGTH}
+    prompts, seeds = [PROMPT, "The harbour wind", PROMPT[:30]], [3, 4, 5]
+    settings = {"sampling": minitri.SamplingParams(0.9), "generation": LENGTH}
     settings["speculation"] = minitri.SpeculationConfig("triforce", gamma1=2, gamma2=3, budget=24)
-    with other.generate(prompts, seed=[3, 4, 5], **settings) as run:
+    with other.generate(prompts, seed=seeds, **settings) as run:
         list(run)
-    for row, prompt, seed in zip(run.rows, prompts, (3, 4, 5), strict=True):
+    for row, prompt, seed in zip(run.rows, prompts, seeds, strict=True):
         assert tuple(row.token_ids) == other.complete(prompt, seed=seed, **settings).token_ids
 
 
@@ -133,7 +124,7 @@ def test_guesses_of_a_drafter_follow_the_filters_and_leave_the_distribution(engi
     Three likely tokens at two places. By chance chi-square is above 40, with nine outcomes, in one
     of 3 * 10^5 cases.
     """
-    vocab_size, texts = engine.config.vocab_size, list[Counter]()
+    vocab_size = engine.config.vocab_size
 
     class Biased:
         def guess(self, tokens, row):
@@ -141,16 +132,17 @@ def test_guesses_of_a_drafter_follow_the_filters_and_leave_the_distribution(engi
             probs[tokens[-1]] = 0.5
             return probs
 
-    for drafter, method in ((Biased(), "naive"), (None, "autoregressive")):
+    def texts(drafter, method, seeds):
         other = with_drafter(engine, drafter)
         settings = {"sampling": minitri.SamplingParams(1.0, top_k=3)}
         settings["generation"] = minitri.GenerationConfig(3)
         settings["speculation"] = minitri.SpeculationConfig(method, gamma1=2)
-        seeds = range(600) if drafter else range(1000, 1600)
-        texts.append(
-            Counter(other.complete(PROMPT, seed=s, **settings).token_ids[:2] for s in seeds)
-        )
-    ours, theirs = texts
+        return Counter(other.complete(PROMPT, seed=s, **settings).token_ids[:2] for s in seeds)
+
+    ours, theirs = (
+        texts(Biased(), "naive", range(600)),
+        texts(None, "autoregressive", range(1000, 1600)),
+    )
     assert len({*ours, *theirs}) == 9
     assert sum((ours[t] - theirs[t]) ** 2 / (ours[t] + theirs[t]) for t in {*ours, *theirs}) < 40
 
@@ -159,41 +151,30 @@ def probs(*values: float, size: int = 320) -> torch.Tensor:
     return torch.tensor([*map(float, values), *[0.0] * (size - len(values))])
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        -1,
-        320,
-        2**70,
-        "token",
-        1.5,
-        [0.5, 0.5],
-        torch.tensor(3),
-        probs(1, size=321),
-        probs(1).unsqueeze(0),
-        probs(0.5),
-        probs(2),
-        probs(1.5, -0.5),
-        probs(float("nan")),
-        probs(float("inf")),
-        ValueError("no idea"),
-        AttributeError("a\nb"),
-    ],
-    ids=repr,
-)
-def test_a_drafter_that_breaks_its_protocol_is_named_and_guesses_nothing(engine, answer):
+def give(answer):
+    """Returns what a broken plug-in answers, or raises it."""
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+WRONG_GUESSES = [-1, 320, 2**70, "token", 1.5, [0.5, 0.5], torch.tensor(3)]
+WRONG_GUESSES += [probs(1, size=321), probs(1).unsqueeze(0), probs(0.5), probs(2), probs(1.5, -0.5)]
+WRONG_GUESSES += [probs(math.nan), probs(math.inf), ValueError("no idea"), AttributeError("a\nb")]
+
+
+@pytest.mark.parametrize("answer", WRONG_GUESSES, ids=repr)
+def test_a_drafter_that_breaks_its_protocol_is_named(engine, answer):
     class Broken:
         def guess(self, tokens, row):
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
+            return give(answer)
 
     with pytest.raises(minitri.InputError, match="^the drafter Broken ") as caught:
         complete(with_drafter(engine, Broken()), GREEDY, "triforce")
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("distribution", [GREEDY, COUPLED], ids=["greedy", "coupled"])
+@BOTH
 def test_a_policy_changes_no_text(engine, distribution):
     plain = complete(engine, distribution, "autoregressive")
     guesses = set()
@@ -218,20 +199,20 @@ def test_every_run_has_a_policy_of_its_own(engine):
     assert policy.seen == {}
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [None, 5, torch.zeros(3), torch.zeros(2, 1), float("nan"), ValueError("a\nb")],
-    ids=repr,
-)
-def test_a_policy_that_breaks_its_protocol_is_named(engine, answer):
-    class Broken(minitri.Policy):
-        def scores(self, layer, b, q_KRD, chunks_KNMD):
-            if isinstance(answer, Exception):
-                raise answer
-            return chunks_KNMD[:, :, 0, 0] * answer if isinstance(answer, float) else answer
+WRONG_SCORES = [None, 5, torch.zeros(3), torch.zeros(2, 1), math.nan, ValueError("a\nb")]
+BROKEN = [("observe", ValueError("no")), ("reset", ValueError("no"))]
+BROKEN += [("scores", answer) for answer in WRONG_SCORES]
 
+
+@pytest.mark.parametrize(("method", "answer"), BROKEN, ids=repr)
+def test_a_policy_that_breaks_its_protocol_is_named(engine, method, answer):
+    def broken(self, *given):
+        is_nan = isinstance(answer, float)
+        return given[-1][:, :, 0, 0] * answer if is_nan else give(answer)
+
+    policy = type("Broken", (minitri.Policy,), {method: broken})()
     with pytest.raises(minitri.InputError, match="^the policy Broken ") as caught:
-        complete(engine, GREEDY, "triforce", policy=Broken())
+        complete(engine, GREEDY, "triforce", policy=policy)
     assert "\n" not in str(caught.value)
 
 

@@ -21,8 +21,10 @@ Legend: L layers, B batch, T tokens, S slots, K KV heads, G query heads per KV h
 D head dim, N chunks, M tokens of a chunk, R = G times tokens in the observation window.
 """
 
+import contextlib
 import copy
 import math
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -65,7 +67,7 @@ def make_policy(policy: Any, full: FullCache, chunk_size: int) -> Policy:
     """What `SpeculationConfig.policy` stands for, over a full cache."""
     if policy == "retrieval":
         return ChunkRetrieval(full, chunk_size)
-    return CheckedPolicy(copy.deepcopy(policy))
+    return CheckedPolicy(policy)
 
 
 class ChunkRetrieval:
@@ -107,35 +109,36 @@ class ChunkRetrieval:
 
 
 class CheckedPolicy:
-    """A policy from outside, whose mistakes end the run with an `InputError`."""
+    """A copy of a policy from outside, whose mistakes end the run with an `InputError`."""
 
     def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+        self._policy = copy.deepcopy(policy)
         self.wants_prompt = bool(getattr(policy, "wants_prompt", False))
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:
-        scores_KN = self._call("scores", layer, b, q_KRD, chunks_KNMD)
-        shape = getattr(scores_KN, "shape", ())
-        if shape != chunks_KNMD.shape[:2] or bool(scores_KN.isnan().any()):
-            wanted = f"give numbers of shape {list(chunks_KNMD.shape[:2])}"
-            raise self._broken(f"gave scores of shape {list(shape)}, or NaN; {wanted}")
-        return scores_KN.to(q_KRD.device, torch.float32)
+        with self._named():
+            scores_KN = self._policy.scores(layer, b, q_KRD, chunks_KNMD)
+            if scores_KN.shape != chunks_KNMD.shape[:2] or bool(scores_KN.isnan().any()):
+                raise ValueError(f"give numbers of shape {list(chunks_KNMD.shape[:2])}")
+            return scores_KN.to(q_KRD.device, torch.float32)
 
     def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
-        self._call("observe", full, b, queries_LTHD, end)
+        with self._named():
+            self._policy.observe(full, b, queries_LTHD, end)
 
     def reset(self, b: int) -> None:
-        self._call("reset", b)
+        with self._named():
+            self._policy.reset(b)
 
-    def _call(self, method: str, *arguments: Any) -> Any:
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Names the policy where it fails."""
         try:
-            return getattr(self._policy, method)(*arguments)
+            yield
         except Exception as error:
-            what = f"raised {type(error).__name__} ({shorten(error, 90)}) in {method}; mend it"
-            raise self._broken(what) from error
-
-    def _broken(self, what: str) -> InputError:
-        return InputError(f"the policy {type(self._policy).__name__} {what}")
+            name = type(self._policy).__name__
+            what = f"{type(error).__name__} ({shorten(error, 90)})"
+            raise InputError(f"the policy {name} failed: {what}; mend it") from error
 
 
 def attention_received(q_KRD: Tensor, keys_KND: Tensor) -> Tensor:

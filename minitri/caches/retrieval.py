@@ -6,13 +6,13 @@ V of tokens that have been committed overwrite the least important ones. So the 
 length from one rebuild to the next, and output can be of any length. While a text is no longer than
 the budget the cache holds all of it, and equals the full cache.
 
-It is rebuilt when half of it has been overwritten, at a stride, or when the target rejects too
-much. A rebuild belongs to a pass of the target: it is due or not before that pass, selects among
-the tokens committed by then, and asks with the queries of the latest of them (an observation
-window, as in SnapKV), the first token of that pass included. So it costs no pass of its own, and
-takes three steps: it is planned, selects from every layer, and is finished by `commit`. Where the
-full cache is on the device `commit` takes all three; where it is in host memory, the first two are
-taken in the pass, while each layer is on the device.
+It is rebuilt when half of it has been overwritten, and at a stride. A rebuild belongs to a pass of
+the target: it is due or not before that pass, selects among the tokens committed by then, and asks
+with the queries of the latest of them (an observation window, as in SnapKV), the first token of
+that pass included. So it costs no pass of its own, and takes three steps: it is planned, selects
+from every layer, and is finished by `commit`. Where the full cache is on the device `commit` takes
+all three; where it is in host memory, the first two are taken in the pass, while each layer is on
+the device.
 
 Legend: L layers, B batch, T tokens, S slots, K KV heads, H query heads, D head dim, M tokens of a
 chunk, N chunks, C of them kept, W observation window, R = H / K times the tokens in it.
@@ -24,13 +24,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minitri.caches.full import FullCache
+from minitri.caches.full import FullCache, SlotCache
 from minitri.caches.policies import Policy
-from minitri.model.cache import BlockKV, gather_path, round_up_to_stride, write_block
+from minitri.model.cache import round_up_to_stride
 from minitri.settings import SpeculationConfig
-
-MEMORY = 0.9
-"""Weight of the past in the moving acceptance rate that `rebuild_threshold` is compared with."""
 
 
 @dataclass
@@ -41,24 +38,15 @@ class Row:
     num_overwritten: int
     """Slots overwritten since the last build. Begins with the sinks, which stay until the first."""
     num_committed: int = 0
-    """Tokens of the text that this cache stands for."""
-    num_held: int = 0
-    """Committed tokens in slots; the budget, once the text is longer."""
-    num_guessed: int = 0
-    """Tokens of the block after them."""
-    num_queries: int = 0
-    """Tokens whose queries have been observed."""
-    num_since_build: int = 0
-    """Tokens committed since the last build."""
-    acceptance: float = 1.0
-    """Moving acceptance rate of what was guessed with this cache."""
-    is_built: bool = False
-    """False: the text is here in its order, except where it has outgrown the budget."""
+    """Tokens of the text, without the block after them, that this cache stands for."""
+    built_at: int | None = None
+    """Tokens of the text at the last build. None: the text is here in its order, except where it
+    has outgrown the budget."""
     is_planned: bool = False
     """Whether it is rebuilt with the latest pass of the target."""
 
 
-class RetrievalCache:
+class RetrievalCache(SlotCache):
     """A small copy of a full cache: `budget` committed tokens per row, room for a block after."""
 
     selects_in_pass = False
@@ -81,72 +69,30 @@ class RetrievalCache:
         self.max_budget = max(budgets)
         slots = round_up_to_stride(self.max_budget + speculation.room)
         empty = full.keys.new_empty
-        self.keys, self.values = empty(L, B, K, slots, D), empty(L, B, K, slots, D)
-        # Of the tokens in the observation window; a ring buffer.
-        self._queries = empty(L, B, speculation.observation_window, num_heads, D)
-        self.restart(budgets)
-
-    def restart(self, budgets: list[int]) -> None:
-        """Empties all rows, for other texts with these budgets; none may exceed `max_budget`."""
-        assert max(budgets) <= self.max_budget
-        self.rows = [Row(budget, self._settings.num_sink_tokens) for budget in budgets]
+        super().__init__(empty(L, B, K, slots, D), empty(L, B, K, slots, D))
+        # Of each row's tokens in the observation window, (L, W, H, D); fewer at first.
+        self._queries = [empty(L, 0, num_heads, D) for _ in budgets]
+        self.rows = [Row(budget, speculation.num_sink_tokens) for budget in budgets]
         self.num_rebuilds = 0
-        for b in range(len(budgets)):
-            self._policy.reset(b)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes reserved for keys and values."""
-        return 2 * self.keys.numel() * self.keys.element_size()
 
     @property
     def max_prompt_queries(self) -> int | None:
         """Last tokens of a chunk of the prompt whose queries `observe` needs; None: all."""
-        return None if self._policy.wants_prompt else self._queries.shape[2]
+        return None if self._policy.wants_prompt else self._settings.observation_window
 
-    @property
-    def lengths(self) -> list[int]:
-        """Valid slots per row."""
-        return [row.num_held + row.num_guessed for row in self.rows]
-
-    @property
-    def num_tokens(self) -> list[int]:
-        """Tokens of each row's text that have been read."""
-        return [row.num_committed + row.num_guessed for row in self.rows]
-
-    next_positions = num_tokens
-
-    def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
-        return write_block(self.keys[layer], self.values[layer], block, self.lengths)
-
-    def advance(self, counts: list[int]) -> None:
-        for row, count in zip(self.rows, counts, strict=True):
-            row.num_guessed += count
-
-    def crop(self, num_tokens: list[int]) -> None:
-        for row, wanted in zip(self.rows, num_tokens, strict=True):
-            row.num_guessed = wanted - row.num_committed
-            assert row.num_guessed >= 0
-
-    def keep_path(self, b: int, path: list[int]) -> None:
-        for slots in (self.keys, self.values):
-            gather_path(slots, b, self.lengths[b], path)
-
-    def reset(self, b: int, budget: int | None = None, num_tokens: int = 0) -> None:
-        """Empties row b, for another text, with another budget if one is given, whose first
-        `num_tokens` the full cache holds already."""
+    def reset(self, b: int, budget: int | None = None) -> None:
+        """Empties row b, for another text, with another budget if one is given."""
         budget = self.rows[b].budget if budget is None else budget
         assert budget <= self.max_budget
-        self.rows[b] = Row(budget, self._settings.num_sink_tokens, num_queries=num_tokens)
+        super().reset(b)
+        self.rows[b] = Row(budget, self._settings.num_sink_tokens)
+        self._queries[b] = self._queries[b][:, :0]
         self._policy.reset(b)
 
     def observe(self, b: int, queries_LTHD: Tensor) -> None:
         """Learns that the full cache of row b has grown; the queries are of its last T tokens."""
-        T, W = queries_LTHD.shape[1], self._queries.shape[2]
-        seen = self.rows[b].num_queries
-        places = torch.arange(seen + max(T - W, 0), seen + T, device=self._queries.device) % W
-        self._queries[:, b, places] = queries_LTHD[:, -W:]
-        self.rows[b].num_queries = seen + T
+        W = self._settings.observation_window
+        self._queries[b] = torch.cat((self._queries[b], queries_LTHD[:, -W:]), 1)[:, -W:]
         self._policy.observe(self._full, b, queries_LTHD, self._full.lengths[b])
 
     def plan_rebuild(self) -> None:
@@ -164,20 +110,24 @@ class RetrievalCache:
                 prefix = keys_BKSD[b, :, :end], values_BKSD[b, :, :end]
                 self._select(layer, b, queries_BHD[b], *prefix)
 
-    def commit(
-        self, b: int, queries_LTHD: Tensor, *, was_rejected: bool, has_guessed: bool = True
-    ) -> None:
+    def finish(self, b: int, known: int) -> None:
+        """Row b now holds what was selected for all layers among the first `known` tokens."""
+        self.num_rebuilds += 1
+        M = self._settings.chunk_size
+        held = known // M * M  # what is left of the last chunk is copied by `commit`
+        budget = self.rows[b].budget
+        self.rows[b] = Row(budget, 0, num_committed=held, built_at=known)
+        self._hold(b, budget, held)
+
+    def commit(self, b: int, queries_LTHD: Tensor) -> None:
         """Takes over what the full cache now holds of row b, and drops the block.
 
         The queries are those of the T latest tokens in the full cache, T at least 1, which a pass
-        of the target has just read and `observe` has not seen. `was_rejected`: that pass rejected a
-        guess. `has_guessed`: its guesses were made with this cache.
+        of the target has just read and `observe` has not seen.
         """
         row = self.rows[b]
-        end = self._full.lengths[b]
-        known = end - queries_LTHD.shape[1]  # before that pass
-        num_accepted = end - known - 1
-        num_tested = num_accepted + was_rejected
+        self._hold(b, row.num_committed - self._num_left_out[b], row.num_committed)
+        known = self._full.lengths[b] - queries_LTHD.shape[1]  # before that pass
         if not self.selects_in_pass and self._is_due(row, known):
             row.is_planned = True
             for layer, (keys_KSD, values_KSD) in enumerate(self._full.layers(b)):
@@ -185,52 +135,32 @@ class RetrievalCache:
                 self._select(layer, b, queries_LTHD[layer, 0], *prefix)
         if row.is_planned:
             self.finish(b, known)
-        elif num_tested and has_guessed:
-            rate = num_accepted / num_tested
-            row.acceptance = MEMORY * row.acceptance + (1 - MEMORY) * rate
-        row.num_since_build += end - known
-        row.num_guessed = 0
-        self._copy_committed(b, row.num_committed, end)
-        row.num_committed = end
+        self._copy_committed(b)
         self.observe(b, queries_LTHD)
 
     def _is_due(self, row: Row, num_tokens: int) -> bool:
         """Whether a rebuild belongs to a pass of the target that begins after these tokens."""
         return num_tokens > row.budget and (
-            not row.is_built
+            row.built_at is None
             or row.num_overwritten >= row.budget / 2
-            or row.num_since_build >= self._settings.rebuild_stride
-            or row.acceptance < self._settings.rebuild_threshold
+            or num_tokens - row.built_at >= self._settings.rebuild_stride
         )
-
-    def finish(self, b: int, known: int) -> None:
-        """Row b now holds what was selected for all layers among the first `known` tokens."""
-        row = self.rows[b]
-        M = self._settings.chunk_size
-        self.num_rebuilds += 1
-        row.is_built, row.is_planned = True, False
-        row.num_held, row.num_overwritten = row.budget, 0
-        row.num_since_build, row.acceptance = 0, 1.0
-        row.num_committed = known // M * M  # what is left of the last chunk is copied by `commit`
 
     def _select(
         self, layer: int, b: int, query_HD: Tensor, keys_KSD: Tensor, values_KSD: Tensor
     ) -> None:
         """Fills the slots of a layer with the best chunks of the full cache, best last; sinks and
-        recent tokens are always kept. `query_HD` joins the observed queries."""
+        recent tokens are always kept. `query_HD` joins the observed queries as the latest."""
         M = self._settings.chunk_size
         K = self.keys.shape[2]
-        W = self._queries.shape[2]
         N, C = keys_KSD.shape[1] // M, self.rows[b].budget // M
         recent = min(-(-self._settings.num_recent_tokens // M), max(1, C // 4))
         sinks = min(-(-self._settings.num_sink_tokens // M), C - recent)
-        num_queries = self.rows[b].num_queries
-        self._queries[layer, b, num_queries % W] = query_HD
-        queries_WHD = self._queries[layer, b, : num_queries + 1]
+        W = self._settings.observation_window
+        queries_WHD = torch.cat((self._queries[b][layer], query_HD.unsqueeze(0)))[-W:]
         q_KRD = queries_WHD.unflatten(1, (K, -1)).transpose(0, 1).flatten(1, 2)
-        keys_KNMD, values_KNMD = (
-            slots_KSD[:, : N * M].unflatten(1, (N, M)) for slots_KSD in (keys_KSD, values_KSD)
-        )
+        keys_KNMD = keys_KSD[:, : N * M].unflatten(1, (N, M))
+        values_KNMD = values_KSD[:, : N * M].unflatten(1, (N, M))
         scores_KN = self._policy.scores(layer, b, q_KRD, keys_KNMD).clone()
         scores_KN[:, :sinks] = scores_KN[:, N - recent :] = math.inf
         chosen_KC = scores_KN.topk(C).indices.flip(1)
@@ -239,21 +169,21 @@ class RetrievalCache:
                 best_CX = chunks_KNMD[k].flatten(1).index_select(0, chosen_C)
                 small[layer, b, k, : C * M] = best_CX.view(C * M, -1)
 
-    def _copy_committed(self, b: int, start: int, end: int) -> None:
-        """Copies exact K and V of the text's tokens from `start` to `end` out of the full cache.
+    def _copy_committed(self, b: int) -> None:
+        """Copies exact K and V of the text's tokens that are new in the full cache.
 
         Into free slots first, then over the least important ones.
         """
         row = self.rows[b]
-        while start < end:
-            is_free = row.num_held < row.budget
-            slot = row.num_held if is_free else row.num_overwritten % row.budget
-            stop = min(end, start + row.budget - slot)
-            exact = self._full.tokens(b, start, stop)
+        end = self._full.lengths[b]
+        while (start := row.num_committed) < end:
+            held = self._lengths[b]
+            is_free = held < row.budget
+            slot = held if is_free else row.num_overwritten % row.budget
+            count = min(end - start, row.budget - slot)
+            exact = self._full.tokens(b, start, start + count)
             for small, exact_LKTD in zip((self.keys, self.values), exact, strict=True):
-                small[:, b, :, slot : slot + stop - start] = exact_LKTD
-            if is_free:
-                row.num_held += stop - start
-            else:
-                row.num_overwritten += stop - start
-            start = stop
+                small[:, b, :, slot : slot + count] = exact_LKTD
+            row.num_overwritten += 0 if is_free else count
+            row.num_committed += count
+            self._hold(b, min(held + count, row.budget), row.num_committed)

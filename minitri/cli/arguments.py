@@ -36,8 +36,7 @@ WITH_DRAFTER = ("auto", "naive", "triforce")
 """Methods that a drafter guesses for."""
 WITHOUT_RETRIEVAL = ("autoregressive", "naive")
 WINDOW = ["num_sink_tokens", "num_recent_tokens"]
-RETRIEVAL = ["gamma2", "budget", "chunk_size", "observation_window"]
-RETRIEVAL += ["rebuild_stride", "rebuild_threshold"]
+RETRIEVAL = ["gamma2", "budget", "chunk_size", "observation_window", "rebuild_stride"]
 """Settings of the drafter's cache, and of the retrieval level."""
 SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]
 SHORT = {"model": ["-m"], "prompt": ["-p"], "max_new_tokens": ["-n"], "quiet": ["-q"]}

@@ -125,9 +125,8 @@ class Cascade:
         slides and catches up before the next step that uses it (`Stage.prepare`).
         """
         if self._retrieval is not None:
-            has_guessed = self._target.below is self._retrieval
             with self._meter.commit():
-                self._retrieval.runner.commit(emitted, active, has_guessed=has_guessed)
+                self._retrieval.runner.commit(emitted, active)
 
     def retire(self, b: int) -> None:
         """Ends row b. Its caches are emptied, so that it costs no attention any more."""

@@ -80,9 +80,8 @@ class Runner(Follower, Protocol):
     def next_probs_after(self, tokens_B: Tensor, active: list[bool]) -> Tensor:
         """Reads one more token of each active row, which the host need not know: (B, V)."""
 
-    def commit(self, emitted: list[Emitted], active: list[bool], *, has_guessed: bool) -> None:
-        """Called after every step with what became certain. `has_guessed`: whether the guesses
-        that were verified came from this runner."""
+    def commit(self, emitted: list[Emitted], active: list[bool]) -> None:
+        """Called after every step with what became certain."""
 
 
 class Level:

@@ -3,30 +3,9 @@
 import pytest
 import torch
 
-from minitri.caches.policies import NEIGHBOR, attention_received, make_policy
+from minitri.caches.policies import NEIGHBOR
 from tests.cascades import Rig, random_prompt
-from tests.conftest import new_cache, tiny_config, tiny_model
-
-
-def test_a_chunk_that_is_looked_for_brings_the_next_one_along():
-    """A number across a border of chunks: the query finds where it begins, and needs its end one
-    token later."""
-    full = new_cache(tiny_config(), capacity=48)
-    full.keys.normal_(generator=torch.Generator().manual_seed(0))
-    full.advance([42])
-    query_KGD = torch.randn(2, 2, 8, generator=torch.Generator().manual_seed(1))
-    full.keys[0, 0, :, 12:16] = 3 * query_KGD.mean(1, keepdim=True)
-    policy = make_policy("retrieval", full, 4)
-    policy.observe(full, 0, torch.empty(2, 1, 4, 8), 42)
-    scores_KN = policy.scores(0, 0, query_KGD, full.keys[0, 0, :, :40].unflatten(1, (10, 4)))
-    plain_KN = attention_received(query_KGD, full.keys[0, 0, :, :40].unflatten(1, (10, 4)).mean(2))
-    assert scores_KN.shape == (2, 10)
-    assert plain_KN.argmax(1).tolist() == [3, 3]
-    assert all(set(best) == {3, 4} for best in scores_KN.topk(2).indices.tolist())
-    assert torch.equal(scores_KN[:, 0], plain_KN[:, 0])
-    assert torch.equal(
-        scores_KN[:, 1:], torch.maximum(plain_KN[:, 1:], NEIGHBOR * plain_KN[:, :-1])
-    )
+from tests.conftest import tiny_config, tiny_model
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4])
@@ -40,15 +19,9 @@ def test_the_queries_that_choose_are_those_that_attend(monkeypatch, chunk_size):
     monkeypatch.setattr(
         target, "attend", lambda q_BTHD, *rest: seen.append(q_BTHD) or attend(q_BTHD, *rest)
     )
-    settings = {
-        "budget": 48,
-        "num_sink_tokens": 1,
-        "num_recent_tokens": 1,
-        "chunk_size": chunk_size,
-    }
-    rig = Rig(
-        target, [random_prompt(config, 201)], method="retrieval", observation_window=1, **settings
-    )
+    sizes = {"num_sink_tokens": 1, "num_recent_tokens": 1, "observation_window": 1}
+    sizes |= {"budget": 48, "chunk_size": chunk_size}
+    rig = Rig(target, [random_prompt(config, 201)], method="retrieval", **sizes)
     with torch.inference_mode():
         rig.start()
     M, known, rope = chunk_size, 200, target.rope.at(torch.tensor([[-200]]))

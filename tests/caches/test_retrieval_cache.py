@@ -3,6 +3,7 @@ since."""
 
 import itertools
 import math
+import random
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ import torch
 from minitri.caches import policies
 from minitri.caches.full import FullCache
 from minitri.caches.policies import NEIGHBOR, make_policy
-from minitri.caches.retrieval import MEMORY, RetrievalCache
+from minitri.caches.retrieval import RetrievalCache
 from minitri.settings import SamplingParams, SpeculationConfig
-from tests.cascades import GREEDY, WARM, Rig, near_copy, plain_tokens, random_prompt
+from tests.cascades import WARM, Rig, near_copy, plain_tokens, random_prompt
 from tests.conftest import new_cache, tiny_config, tiny_model
 from tests.exactness import probs_after
 from tools.paper.baselines.policies import NAMES, policy_of
@@ -44,19 +45,21 @@ class Bench:
 
     def read(self, count: int, b: int = 0) -> None:
         """The full cache reads on, and the retrieval cache observes what it asks for of it."""
-        self.full.advance([count if b == other else 0 for other in range(len(self.full.lengths))])
-        end, wanted = self.full.lengths[b], self.cache.max_prompt_queries
-        first = end - count if wanted is None else max(end - count, end - wanted)
-        self.cache.observe(b, self.queries[b, :, first:end])
+        end = self._advance(count, b)
+        wanted = min(count, self.cache.max_prompt_queries or count)
+        self.cache.observe(b, self.queries[b, :, end - wanted : end])
 
-    def commit(self, count: int = 1, b: int = 0, *, was_rejected: bool = False) -> int:
+    def commit(self, count: int = 1, b: int = 0) -> int:
         """The full cache reads on and the retrieval cache follows; returns how often that made it
         rebuild."""
         before = self.cache.num_rebuilds
-        self.full.advance([count if b == other else 0 for other in range(len(self.full.lengths))])
-        end = self.full.lengths[b]
-        self.cache.commit(b, self.queries[b, :, end - count : end], was_rejected=was_rejected)
+        end = self._advance(count, b)
+        self.cache.commit(b, self.queries[b, :, end - count : end])
         return self.cache.num_rebuilds - before
+
+    def _advance(self, count: int, b: int) -> int:
+        self.full.advance([count if b == other else 0 for other in range(len(self.full.lengths))])
+        return self.full.lengths[b]
 
     def held(self, b: int = 0) -> list[list[list[int]]]:
         """By layer and KV head, which token stands in each slot: K and V must be its own."""
@@ -122,7 +125,7 @@ def check_build(
             assert len(slots) == len(set(slots)) == budget
 
 
-@pytest.mark.parametrize("length", [150, 151, 152, 157, 159])
+@pytest.mark.parametrize("length", [150, 152, 159])
 @pytest.mark.parametrize(
     ("name", "M"), [("retrieval", 8), ("retrieval", 1), ("topk", 1), ("streaming", 1), ("h2o", 1)]
 )
@@ -138,34 +141,19 @@ def test_a_build_holds_exactly_what_the_policy_chooses(name, M, length, window):
     check_build(bench, name, budget=48, M=M, sinks=-(-4 // M), recent=8 // M)
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("window", [1, 4, 9])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_build_after_several_rounds_asks_the_latest_queries(name, window):
     """Blocks of several tokens, longer and shorter than the window: the policy sees all of their
     queries, chooses by the last ones, and knows the new chunks."""
     M = 4 if name == "retrieval" else 1
-    bench = Bench(
-        name,
-        budget=32,
-        chunk_size=M,
-        num_sink_tokens=3,
-        num_recent_tokens=4,
-        rebuild_stride=15,
-        observation_window=window,
-    )
+    sizes = {"num_sink_tokens": 3, "num_recent_tokens": 4, "rebuild_stride": 15}
+    bench = Bench(name, budget=32, chunk_size=M, observation_window=window, **sizes)
     bench.read(69)
     assert [bench.commit(count) for count in (1, 5, 2, 7, 1, 6, 3, 5)] == [1, 0, 0, 0, 1, 0, 0, 0]
     while not bench.commit(3):
         pass
     check_build(bench, name, budget=32, M=M, sinks=-(-3 // M), recent=4 // M, count=3)
-
-
-def test_layers_and_heads_choose_for_themselves():
-    bench = Bench(budget=32)
-    bench.read(299)
-    bench.commit(1)
-    chosen = {frozenset(slots) for heads in bench.held() for slots in heads}
-    assert len(chosen) == L * K
 
 
 @pytest.mark.parametrize("chunk_size", [1, 8])
@@ -218,75 +206,46 @@ def test_a_text_that_outgrows_the_budget_keeps_its_sinks(budget, count, early):
             assert set(slots) >= {0, 1, 2, 3, budget + count}
 
 
-def committed_sizes(seed: int, num: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, 8, (num,), generator=generator).tolist()
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("budget", "chunk_size", "prompt"),
-    [
-        (8, 8, 50),
-        (8, 8, 3),
-        (1, 1, 5),
-        (4, 1, 30),
-        (24, 8, 5),
-        (24, 8, 24),
-        (16, 4, 33),
-        (32, 16, 7),
-        (40, 8, 39),
-    ],
+    [(8, 8, 50), (8, 8, 3), (1, 1, 5), (4, 1, 30), (24, 8, 24), (16, 4, 33), (40, 8, 39)],
 )
 def test_every_token_since_the_last_build_is_held_once(name, budget, chunk_size, prompt):
     """Budgets of one chunk, chunks of one token, prompts shorter than a chunk or no multiple of it:
     every slot is some committed token, none is there twice, and what came since the build is there,
     as far as there is room next to the sinks."""
-    bench = Bench(
-        name, budget=budget, chunk_size=chunk_size, num_sink_tokens=2, num_recent_tokens=3
-    )
+    sizes = {"num_sink_tokens": 2, "num_recent_tokens": 3}
+    bench = Bench(name, budget=budget, chunk_size=chunk_size, **sizes)
     bench.read(prompt - 1)
-    built_at = 0
-    for count in [1, *committed_sizes(prompt, 30)]:
+    built_at, rng = 0, random.Random(prompt)
+    for count in [1, *(rng.randint(1, 7) for _ in range(30))]:
         was_built, end = bench.commit(count), bench.full.lengths[0]
         assert bench.cache.num_tokens == [end]
         assert bench.cache.lengths == [min(end, budget)]
-        M = chunk_size
-        built_at = (end - count) // M * M if was_built else built_at
-        for heads in bench.held():
-            for slots in heads:
-                assert len(set(slots)) == len(slots) == min(end, budget)
-                assert set(slots) >= set(range(max(built_at, end - budget + 2), end))
-                assert end > budget or slots == list(range(end))
-
-
-SLOW = next(n for n in range(1, 100) if MEMORY**n < 0.5)  # rejections that halve the rate
+        built_at = (end - count) // chunk_size * chunk_size if was_built else built_at
+        for slots in itertools.chain(*bench.held()):
+            assert len(set(slots)) == len(slots)
+            assert set(slots) >= set(range(max(built_at, end - budget + 2), end))
+            assert end > budget or slots == list(range(end))
 
 
 @pytest.mark.parametrize(
-    ("budget", "chunk_size", "prompt", "settings", "step", "wanted"),
+    ("budget", "chunk_size", "prompt", "stride", "count", "wanted"),
     [  # at a stride
-        (200, 1, 249, {"rebuild_stride": 5}, (1, False), [1, *[0, 0, 0, 0, 1] * 3]),
-        (200, 1, 249, {"rebuild_stride": 5}, (3, False), [1, 0, 1, 0, 1]),
+        (200, 1, 249, 5, 1, [1, *[0, 0, 0, 0, 1] * 3]),
+        (200, 1, 249, 5, 3, [1, 0, 1, 0, 1]),
         # when half of it has been overwritten, by what is left of a chunk too
-        (16, 1, 99, {}, (1, False), [1, *[0] * 7, 1, *[0] * 7, 1]),
-        (16, 1, 99, {}, (3, False), [1, 0, 0, 1, 0, 0, 1]),
-        (16, 8, 94, {}, (1, False), [1, 0, 1]),  # 95 tokens: 7 slots are taken by the last 7
-        # when too much is rejected; the step of a rebuild was guessed before it, and does not count
-        (200, 1, 249, {"rebuild_threshold": 0.5}, (1, True), [1, *[*[0] * SLOW, 1] * 2]),
-        # not without a reason: no threshold, nothing rejected, nothing tested, not that much
-        (300, 1, 309, {"rebuild_threshold": 0.0}, (1, True), [1, *[0] * 20]),
-        (300, 1, 309, {"rebuild_threshold": 0.99}, (4, False), [1, *[0] * 20]),
-        (300, 1, 309, {"rebuild_threshold": 0.99}, (1, False), [1, *[0] * 20]),
-        (300, 1, 309, {"rebuild_threshold": 0.6}, (4, True), [1, *[0] * 20]),
+        (16, 1, 99, NEVER, 1, [1, *[0] * 7, 1, *[0] * 7, 1]),
+        (16, 1, 99, NEVER, 3, [1, 0, 0, 1, 0, 0, 1]),
+        (16, 8, 94, NEVER, 1, [1, 0, 1]),  # 95 tokens: 7 slots are taken by the last 7
+        (300, 1, 309, NEVER, 4, [1, *[0] * 20]),  # not without a reason
     ],
 )
-def test_it_is_built_anew_when_it_is_due(budget, chunk_size, prompt, settings, step, wanted):
-    bench = Bench(budget=budget, chunk_size=chunk_size, **settings)
+def test_it_is_built_anew_when_it_is_due(budget, chunk_size, prompt, stride, count, wanted):
+    bench = Bench(budget=budget, chunk_size=chunk_size, rebuild_stride=stride)
     bench.read(prompt)
-    count, was_rejected = step
-    built = [bench.commit(count, was_rejected=was_rejected) for _ in wanted]
-    assert built == wanted
+    assert [bench.commit(count) for _ in wanted] == wanted
 
 
 def test_rows_are_chosen_one_by_one():
@@ -322,11 +281,9 @@ def test_after_a_prompt_it_is_built_by_the_window_whatever_is_stacked_at_the_sta
     """The level below the target is told to crop what was rejected before it has begun; it once
     forgot the queries of the prompt then, all but the last. With `auto` nothing stands below at the
     start."""
-    target, held = tiny_model(CONFIG), []
+    target, held, prompts = tiny_model(CONFIG), [], [random_prompt(CONFIG, 200)]
     for name, window in ((method, 16), ("auto", 16), (method, 1)):
-        rig = Rig(
-            target, [random_prompt(CONFIG, 200)], method=name, budget=32, observation_window=window
-        )
+        rig = Rig(target, prompts, method=name, budget=32, observation_window=window)
         with torch.inference_mode():
             rig.start()
         assert rig.small.lengths == [32]
@@ -377,17 +334,6 @@ def test_a_budget_for_the_whole_text_gives_the_full_cache(method, policy):
     assert top.num_accepted_tokens == top.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("policy", NAMES)
-@pytest.mark.parametrize(("budget", "chunk_size"), [(1, 1), (8, 8), (24, 8)])
-def test_no_budget_and_no_chunk_size_changes_a_token(policy, budget, chunk_size):
-    """A budget of one chunk too, next to prompts shorter than a chunk and no multiple of it."""
-    target = tiny_model(CONFIG)
-    sizes = {"budget": budget, "chunk_size": chunk_size, "num_new": 24}
-    rig = Rig(target, PROMPTS, method="triforce", policy=policy_of(policy), **sizes)
-    assert rig.run() == plain_tokens(target, PROMPTS, num_new=24)
-    assert rig.stats.num_rebuilds >= 3
-
-
 def test_the_default_budget_is_a_quarter_of_the_prompt_within_limits():
     budgets = [SpeculationConfig(chunk_size=8).budget_for(n) for n in (1, 1024, 2050, 16384, 10**6)]
     assert budgets == [256, 256, 512, 4096, 4096]
@@ -396,36 +342,23 @@ def test_the_default_budget_is_a_quarter_of_the_prompt_within_limits():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("drafter", "num_new", "sampling"),
-    [("ngram", 4096, WARM), ("model", 1200, WARM), ("model", 1200, GREEDY)],
-)
-def test_output_far_beyond_the_budget_is_still_the_targets(drafter, num_new, sampling):
-    """4,096 new tokens through a cache of 512, which is rebuilt again and again and never grows;
-    fewer of them with a model as drafter, which takes longer."""
+@pytest.mark.parametrize(("noise", "num_new"), [(None, 4096), (0.005, 1200)])
+def test_output_far_beyond_the_budget_is_still_the_targets(noise, num_new):
+    """New tokens through a cache of 512, which is rebuilt again and again and never grows; fewer of
+    them with a model as drafter, which takes longer."""
     config = tiny_config(
         num_layers=1, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1
     )
     target, prompt = tiny_model(config, seed=2), random_prompt(config, 700)
-    settings = {"num_new": num_new, "sampling": sampling, "coupled": True, "prefill_chunk": 512}
-    rig = Rig(
-        target,
-        [prompt],
-        draft=near_copy(target, 0.005) if drafter == "model" else None,
-        method="triforce",
-        budget=512,
-        num_recent_tokens=32,
-        gamma1=3,
-        gamma2=10,
-        **settings,
-    )
+    settings = {"num_new": num_new, "sampling": WARM, "coupled": True, "prefill_chunk": 512}
+    draft = None if noise is None else near_copy(target, noise)
+    sizes = {"budget": 512, "num_recent_tokens": 32, "gamma1": 3, "gamma2": 10}
+    rig = Rig(target, [prompt], draft=draft, method="triforce", **sizes, **settings)
     tensors = (rig.retrieval.keys, rig.retrieval.values, rig.full.keys, rig.full.values)
-    places = [(tensor.data_ptr(), tensor.shape) for tensor in tensors]
-    held = set()
+    places, held = [tensor.data_ptr() for tensor in tensors], set()
     tokens = rig.run(lambda rig: held.add((rig.cascade.active[0], rig.retrieval.lengths[0])))
     assert tokens == plain_tokens(target, [prompt], **settings)
     assert held == {(True, 512), (False, 0)}
     assert rig.stats.num_rebuilds > num_new // 512
     now = (rig.retrieval.keys, rig.retrieval.values, rig.full.keys, rig.full.values)
-    assert all(a is b for a, b in zip(now, tensors, strict=True))
-    assert [(tensor.data_ptr(), tensor.shape) for tensor in now] == places
+    assert [tensor.data_ptr() for tensor in now] == places

@@ -43,8 +43,6 @@ def filled_cache(kind: str, dtype: torch.dtype) -> FullCache | RetrievalCache | 
         policy = make_policy("retrieval", full, SPECULATION.chunk_size)
         heads = CONFIG.num_heads
         cache = RetrievalCache(full, policy, SPECULATION, budgets=[64, 64], num_heads=heads)
-        for row, length in zip(cache.rows, LENGTHS, strict=True):
-            row.num_held = row.num_committed = length
     elif kind == "streaming":
         rope = tiny_model(CONFIG).rope
         device = torch.device("cpu")
@@ -55,8 +53,7 @@ def filled_cache(kind: str, dtype: torch.dtype) -> FullCache | RetrievalCache | 
         for b, length in enumerate(LENGTHS):
             part = slots[:, b, :, :length]
             part.copy_(torch.randn(part.shape, generator=generator))
-    if kind != "retrieval":
-        cache.advance(LENGTHS)
+    cache.advance(LENGTHS)
     return cache
 
 

@@ -118,7 +118,7 @@ def test_the_retrieval_cache_finds_chunks_at_the_far_end():
     full.advance([S - 2])
     cache.observe(0, queries_LTHD)
     full.advance([1])
-    cache.commit(0, queries_LTHD, was_rejected=False)
+    cache.commit(0, queries_LTHD)
     assert cache.num_rebuilds == 1
     for chunk in (middle, end):
         assert (cache.values[:, 0, :, :64] == chunk % 251).all(3).sum(2).eq(8).all()

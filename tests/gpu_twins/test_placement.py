@@ -79,7 +79,8 @@ def test_caches_are_counted_as_they_are_allocated(speculation, lengths):
     memory = allocate(Models(target, target, target), shape, full=full)
     small = memory.retrieval_cache
     means = small._policy._means
-    held = memory.num_cache_bytes - full.num_bytes + small._queries.nbytes
+    window = B * speculation.observation_window * 3 * config.num_heads * config.head_dim * 4
+    held = memory.num_cache_bytes - full.num_bytes + window
     held += memory.target.queries_LBTHD.nbytes
     assert needs.small_caches == held
     assert needs.parts(3)["small KV caches"] == held + means.nbytes

@@ -30,7 +30,7 @@ VALUES += ["9" * 23, "9" * 5000, "-" + "9" * 5000, "0." + "1" * 5000, "A" * 1000
 COUNTS = (*("1", "2", "4", "8", "16", "32", "64") * 2, "2147483647")
 FINE = {
     "N": COUNTS,
-    **dict.fromkeys(("temperature", "top_p", "min_p", "rebuild_threshold"), ("0", "0.5", "1")),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), ("0", "0.5", "1")),
     "X": ("0.1", "24", "1000"),
     "DRAFT,RETRIEVAL": ("0.5,0.5", "0,1"),
 }

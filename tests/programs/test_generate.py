@@ -79,12 +79,12 @@ def test_every_flag_reaches_the_engine(run, monkeypatch):
     flags = """x --temperature 0.5 --top-k 9 --top-p 0.8 --min-p 0.1 --seed 4 --max-new-tokens 7
         --prefill-chunk 3 --no-cuda-graphs --stop a --stop b --ignore-eos --method triforce
         --draft ngram --gamma1 3 --gamma2 5 --budget 32 --chunk-size 4 --num-sink-tokens 2
-        --num-recent-tokens 9 --observation-window 6 --rebuild-stride 11 --rebuild-threshold 0.5
+        --num-recent-tokens 9 --observation-window 6 --rebuild-stride 11
         --coupled --verification token --tree 2x3"""
     run(*flags.split())
     sizes = {"gamma1": 3, "gamma2": 5, "budget": 32, "chunk_size": 4, "observation_window": 6}
     sizes |= {"num_sink_tokens": 2, "num_recent_tokens": 9, "tree": "2x3", "verification": "token"}
-    rebuild = {"rebuild_stride": 11, "rebuild_threshold": 0.5}
+    rebuild = {"rebuild_stride": 11}
     assert seen == {
         "sampling": SamplingParams(0.5, 9, 0.8, 0.1),
         "generation": GenerationConfig(7, ("a", "b"), True, prefill_chunk=3, cuda_graphs=False),
@@ -126,14 +126,13 @@ BAD_FLAGS = """
 --dtype int1 | --dtype: invalid choice: 'int1'
 --device abacus | device 'abacus'
 --rope-scaling yarn | is not KIND:FACTOR
---method retrieval --budget 30 | multiple of the chunk size, 8, such as 32
+--method retrieval --budget 30 | multiple of the chunk size, 8
 --method retrieval --budget 0 | --budget: '0'
 --method triforce --gamma1 0 | --gamma1: '0'
 --method triforce --gamma2 0 | --gamma2: '0'
 --method triforce --gamma2 100 | --gamma2: '100'
 --method retrieval --chunk-size 0 | --chunk-size: '0'
 --method naive --num-sink-tokens -1 | --num-sink-tokens: '-1'
---method triforce --rebuild-threshold 2 | rebuild_threshold
 --method triforce --draft none | --draft none
 --method naive --draft no-such | 'no-such'
 --save-kv /nowhere/x | --save-kv: cannot write /nowhere/x
@@ -175,7 +174,7 @@ IGNORED = """
 autoregressive --gamma1 3 | --gamma1
 retrieval --draft ngram --gamma1 3 | --draft --gamma1
 naive --draft ngram --budget 64 --gamma2 3 | --gamma2 --budget
-naive --rebuild-stride 9 --rebuild-threshold 0.5 | --rebuild-stride --rebuild-threshold
+naive --rebuild-stride 9 | --rebuild-stride
 autoregressive --chunk-size 4 --num-sink-tokens 9 | --chunk-size --num-sink-tokens
 auto --gamma1 3 --budget 64 --num-recent-tokens 40 |
 triforce --draft ngram --gamma1 3 --gamma2 3 --budget 64 --num-sink-tokens 9 |

@@ -37,6 +37,7 @@ from torch import Tensor
 from minitri.caches.full import FullCache
 from minitri.caches.policies import make_policy
 from minitri.caches.retrieval import RetrievalCache
+from minitri.caches.streaming import StreamingCache
 from minitri.cli import arguments
 from minitri.cli.exits import program
 from minitri.cli.inputs import read_prompt
@@ -166,7 +167,7 @@ class Continuation:
             first = self.full.lengths[0] - (self.num_prompt - 1)
             queries_LTHD = self.queries_LNHD[:, first : num_tokens - self.num_prompt]
             self.full.advance([queries_LTHD.shape[1]])
-            cache.commit(0, queries_LTHD, was_rejected=False)
+            cache.commit(0, queries_LTHD)
 
         probs_NV = self._probs(runner, commit, gamma2)
         return expected_rate(probs_NV, self.probs_NV, gamma2), probs_NV
@@ -175,7 +176,8 @@ class Continuation:
         """The drafter's distributions (N, V) of the new tokens."""
         naive = dataclasses.replace(self.speculation, method="naive", gamma1=gamma1)
         vocab_size = self.probs_NV.shape[1]
-        runner = DraftRunner(drafter, 1, self.sampling, naive, vocab_size=vocab_size)
+        cache = StreamingCache(drafter.config, drafter.rope, 1, naive, **self.options)
+        runner = DraftRunner(drafter, cache, self.sampling, vocab_size=vocab_size)
         return self._probs(runner, lambda n: runner.prepare([self.tokens[:n]], [True]), gamma1)
 
     def _probs(self, runner: ModelRunner, commit: Callable[[int], None], gamma: int) -> Tensor:

@@ -63,7 +63,8 @@ class SkippedLayers:
     def _read_window(self, tokens: list[int], cache: StreamingCache) -> None:
         num_sinks = cache.num_sink_tokens
         window = tokens[:num_sinks] + tokens[num_sinks:][-cache.num_recent_tokens :]
-        read_block(self._model, [window], cache.empty_row(0))
+        cache.reset(0)
+        read_block(self._model, [window], cache.row(0))
         cache.set_window(0, num_slots=len(window), num_tokens=len(tokens))
 
     def _new_cache(self) -> StreamingCache:
