@@ -285,7 +285,7 @@ def test_a_run_may_begin_inside_inference_mode(engine):
 
 @pytest.mark.parametrize("prompt", [b"She had", ["a", 3], [1.5], "a\udcff", [None]])
 def test_prompts_of_the_wrong_kind_are_refused(engine, prompt):
-    with pytest.raises(InputError, match="give a text or a list of token ids|is not valid Unicode"):
+    with pytest.raises(InputError, match="the prompt is"):
         engine.generate(prompt)
 
 
@@ -453,10 +453,10 @@ def test_a_prompt_that_fills_the_context_to_the_last_token_runs(engine):
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"device": "abacus"}, "device 'abacus' is unknown"),
-        ({"device": "mps"}, "device 'mps' is not supported"),
-        ({"device": "cuda:99"}, "is not there: this PyTorch sees"),
-        ({"dtype": "int3"}, "dtype 'int3' is unknown"),
+        ({"device": "abacus"}, "device 'abacus'"),
+        ({"device": "mps"}, "device 'mps'"),
+        ({"device": "cuda:99"}, "device 'cuda:99'"),
+        ({"dtype": "int3"}, "dtype is 'int3'"),
         ({"rope_scaling": "magic:4"}, "is not KIND:FACTOR"),
     ],
 )

@@ -33,9 +33,10 @@ class SentencePieceBackend:
         """Token ids of a text in which control tokens are spelled out."""
         ids = range(self.num_tokens)
         marks = {self.token(token): token for token in ids if self._processor.is_control(token)}
-        parts = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
-        pieces = ([marks[part]] if part in marks else self.encode(part) for part in parts)
-        return [token for piece in pieces for token in piece]
+        found: list[int] = []
+        for part in re.split(f"({'|'.join(map(re.escape, marks))})", text):
+            found += [marks[part]] if part in marks else self.encode(part)
+        return found
 
     def decode(self, ids: list[int]) -> str:
         # A model's vocabulary may be padded beyond the pieces, and the library refuses such ids.
