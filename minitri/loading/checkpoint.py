@@ -168,7 +168,7 @@ def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progr
     digests = torch.tensor(bytearray(repr(sorted(samples.items())).encode()))
     model.execution = replace(model.execution, fingerprint=sampled(digests))
     if missing or unexpected:
-        names = printable(", ".join([*missing, *unexpected]))
+        names = printable(", ".join([*unexpected, *missing]))
         raise InputError(
             f"{path} lacks {len(missing)} tensors and has {len(unexpected)} unexpected: {names}; "
             "weights and config belong to different models, or the download is incomplete"

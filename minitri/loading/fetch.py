@@ -31,7 +31,7 @@ WHEEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 """Of that file."""
 LOOKUPS = ("suffix", "ngram")
 """The drafter that looks words up in the text, under today's and an older name."""
-_HUB_SMALL_FILES = ["*.json", "tokenizer.model"]
+_HUB_SMALL_FILES = ["*.json", "tokenizer.model", "chat_template.jinja"]
 _HUB_IGNORED = ["original/*", "consolidated*", "training_args.bin", "optimizer.bin", "*/*"]
 _ADVICE = "check the name, network and disk, log in with: hf auth login, or give a folder or file"
 

@@ -33,14 +33,19 @@ _RUNS = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None}
 _RUNS |= {"partial_rotary_factor": 1.0, "mscale": None, "mscale_all_dim": None}
 
 
-def read_config(config: Mapping[str, Any], name: str) -> ModelConfig:
-    """From a Hugging Face config.json. Raises `InputError` for a model of another family."""
-    kind = config.get("model_type")
+def check_family(kind: Any, name: str) -> None:
+    """Raises `InputError` for a `model_type` that minitri does not run."""
     if kind not in list(FAMILIES):  # it may be of any type
         raise InputError(
             f"{name} is a {shorten(repr(kind), 60)} model; use one of a kind that minitri runs: "
             f"{', '.join(FAMILIES)}"
         )
+
+
+def read_config(config: Mapping[str, Any], name: str) -> ModelConfig:
+    """From a Hugging Face config.json. Raises `InputError` for a model of another family."""
+    kind = config.get("model_type")
+    check_family(kind, name)
     left_out: dict[str, Any] = {}
     needed = _NEEDED | {"num_kv_heads", "context_length"}
     if kind == "llama":  # others have defaults of their own
@@ -57,7 +62,7 @@ def read_config(config: Mapping[str, Any], name: str) -> ModelConfig:
         found.setdefault("head_dim", found["hidden_size"] // max(found["num_heads"], 1))
         found |= {"name": name, "eos_token_ids": as_token_ids(config.get("eos_token_id"))}
         found["rope"] = _read_rope(config, found["context_length"], name)
-        return ModelConfig(**found | FAMILIES[kind])
+        return ModelConfig(**found | FAMILIES[str(kind)])
 
 
 def _read_rope(config: Mapping[str, Any], context: int, name: str) -> RopeConfig:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from minitri.config import ModelConfig
 from minitri.loading.gguf.blocks import BITS, repack
-from minitri.loading.hf_config import read_config
+from minitri.loading.hf_config import check_family, read_config
 from minitri.loading.values import explain, printable, require
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ class GgufFile:
 
     def config(self, name: str) -> ModelConfig:
         """The model's shape. Raises `InputError` for a model of another family."""
+        check_family(self._architecture, self.path.name)
         with self.explain("has damaged hyper-parameters"):
             start = f"{self._architecture}."
             settings = {key.removeprefix(start): it for key, it in self.metadata.items()}
