@@ -3,12 +3,12 @@
 import json
 
 import pytest
-import sentencepiece
 from tokenizers import models
 
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig, load
 from minitri.loading.tokenizer import Tokenizer, check_same_vocabulary
-from tests.conftest import SENTENCES, byte_level_tokenizer, write_hf_folder
+from tests.conftest import byte_level_tokenizer, write_hf_folder
+from tests.loading.test_tokenizer import train_sentencepiece
 
 
 class Spelling:
@@ -49,24 +49,13 @@ def test_vocabularies_that_agree_where_both_have_tokens_pass(draft, target):
 def test_one_token_that_differs_is_refused_in_one_line(position, padding):
     other = [*TOKENS, *["<pad>"] * padding]
     other[position] = "other"
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(InputError, match=f"tiny-draft .* token {position} is 'other'") as refused:
         check(other, TOKENS)
-    message = str(refused.value)
-    assert "\n" not in message
-    assert (
-        f"the drafter tiny-draft has another vocabulary: its token {position} is 'other'" in message
-    )
-    assert f"the target's is {TOKENS[position]!r}; use a drafter" in message
+    assert "\n" not in str(refused.value)
+    assert repr(TOKENS[position]) in str(refused.value)
 
 
-def test_two_tokens_that_have_changed_places_are_refused():
-    """The same set of tokens, and the same number of them."""
-    with pytest.raises(InputError, match="its token 3 is 'b', the target's is 'a'"):
-        check(["<unk>", "<s>", "</s>", "b", "a", "Ġthe"], TOKENS)
-
-
-def swapped(folder):
-    """Two tokens of the target's have changed places."""
+def two_tokens_changed_places(folder):
     edited = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     vocab = edited["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
@@ -82,21 +71,13 @@ def other_words(folder):
     pipeline.save(str(folder / "tokenizer.json"))
 
 
-def sentencepiece_model(folder):
-    """Another kind of tokenizer, with the same first tokens."""
+def another_library(folder):
+    """With the same first tokens."""
     (folder / "tokenizer.json").unlink()
-    with (folder / "tokenizer.model").open("wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(SENTENCES * 5),
-            model_writer=file,
-            minloglevel=2,
-            vocab_size=320,
-            model_type="bpe",
-            byte_fallback=True,
-        )
+    train_sentencepiece(folder, vocab_size=320)
 
 
-@pytest.mark.parametrize("change", [swapped, other_words, sentencepiece_model])
+@pytest.mark.parametrize("change", [two_tokens_changed_places, other_words, another_library])
 def test_a_drafter_of_another_family_is_refused_by_name_before_weights_are_read(
     change, folder, tmp_path, monkeypatch
 ):
