@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minitri.config import RopeConfig
 from minitri.errors import InputError
 from minitri.loading.gguf.file import GgufFile
 from minitri.loading.hf_config import read_config
@@ -94,12 +93,6 @@ def test_a_wrong_value_of_a_config_is_refused_and_never_replaced(folder, line):
         assert str(caught.value).isprintable()
     with pytest.raises(InputError, match="OverflowError"):
         read_config(config | {"rms_norm_eps": 10**400}, "tiny")
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_rope_divisors_must_be_positive(value):
-    with pytest.raises(InputError, match="RoPE frequency_divisors is"):
-        RopeConfig(frequency_divisors=(1.0, value))
 
 
 JSON = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -275,9 +268,9 @@ tokenizer.ggml.tokens  null  tokenizer.ggml.tokens
 class TestGguf:
     """Headers of GGUF files."""
 
-    @pytest.mark.parametrize("values", [7 * [1.0] + [bad] for bad in (-1.0, 0.0, np.nan)] + [[1.0]])
-    def test_divisors_that_do_not_fit(self, folder, tmp_path, values):
-        array = np.array(values, dtype=np.float32)
+    @pytest.mark.parametrize("bad", [-1.0, 0.0, np.nan, np.inf, None])
+    def test_divisors_that_do_not_fit(self, folder, tmp_path, bad):
+        array = np.array(7 * [1.0] + [bad] * (bad is not None), dtype=np.float32)
         add = lambda writer: writer.add_tensor("rope_freqs.weight", array)  # noqa: E731
         refused(as_gguf(folder, tmp_path / "x.gguf", add), "RoPE (frequency_)?divisors")
 
@@ -316,7 +309,7 @@ class TestGguf:
         struct.pack_into("<I", content, at + 4 + 8 * num_dims, gguf.GGMLQuantizationType[kind])
         path.write_bytes(content)
         # Integers have as many bytes as the floats.
-        refused(path, "not a whole GGUF file" if kind != "I32" else "tensor .* of type I32")
+        refused(path, "not a whole GGUF file" if kind != "I32" else "tensor .* not read .*I32")
 
     @pytest.mark.parametrize("element", [0, 4, 7, 9, 12, 77])
     @pytest.mark.parametrize("count", [None, 10**7, 2**63])

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +22,6 @@ from minitri.config import ModelConfig
 from minitri.loading.gguf.blocks import BITS, repack
 from minitri.loading.hf_config import check_family, read_config
 from minitri.loading.values import explain, printable, require
-
-if TYPE_CHECKING:
-    from minitri.loading.gguf.container import StoredTensor
 
 _NAMES = {
     "blk": "model.layers",
@@ -151,27 +148,23 @@ class GgufFile:
 
         Those that are named in `packed` stay quantized: rows of `cpu/quantized.py`.
         """
-        for gguf_name, stored in self._tensors.items():
-            if gguf_name == _ROPE_DIVISORS:
+        from gguf import dequantize
+
+        for stored_name, stored in self._tensors.items():
+            if stored_name == _ROPE_DIVISORS:
                 continue
-            name = hugging_face_name(gguf_name)
-            if name in packed:
-                weight = repack(stored.data, stored.type.name, stored.shape[-1])
-            else:
-                weight = self._dequantized(gguf_name, stored)
+            name = hugging_face_name(stored_name)
+            with self.explain(f"has a tensor {printable(name, 60)} of a type that is not read"):
+                if name in packed:
+                    weight = repack(stored.data, stored.type.name, stored.shape[-1])
+                else:
+                    values = dequantize(stored.data, stored.type)
+                    weight = torch.from_numpy(np.require(values, requirements="W"))  # no view
             for part, heads in (("q_proj", config.num_heads), ("k_proj", config.num_kv_heads)):
                 fits = len(weight) % (2 * heads) == 0  # else it is of a wrong shape
                 if self._architecture == "llama" and part in name and fits:
                     weight = _neighbours_to_halves(weight, heads)
             yield name, weight
-
-    def _dequantized(self, name: str, stored: "StoredTensor") -> Tensor:
-        from gguf import dequantize
-
-        kind = stored.type.name
-        with self.explain(f"has a tensor {printable(name, 60)} of type {kind}", "use another"):
-            values = dequantize(stored.data, stored.type)
-        return torch.from_numpy(np.require(values, requirements="W"))  # no view of the file
 
 
 def hugging_face_name(name: str) -> str:
