@@ -44,10 +44,8 @@ Checkpoint = Folder | GgufFile
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A GGUF file or a Hugging Face folder, by the file's ending."""
-    if not (path.is_dir() or path.is_file()):
-        raise InputError(f"{path} is neither a folder nor a regular file; give one")
-    return GgufFile(path) if path.suffix == ".gguf" else Folder(path)
+    """A GGUF file, by its ending, or else a Hugging Face folder or a file in one."""
+    return GgufFile(path) if path.suffix == ".gguf" and path.is_file() else Folder(path)
 
 
 def load_model(

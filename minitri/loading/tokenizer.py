@@ -1,7 +1,7 @@
 """Text to token ids and back: sentencepiece, tokenizer.json, and the tokenizer in a GGUF file.
 
 The libraries tokenize. Here the BOS token is added where the model wants it, and conversations are
-written as the model's chat template says. `tokenizer_files.py` reads them from files.
+written as the model's chat template says. `open_models.py` reads them from files.
 """
 
 import functools

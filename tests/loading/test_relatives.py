@@ -10,7 +10,7 @@ from minitri import GenerationConfig, InputError, SamplingParams, SpeculationCon
 from minitri.loading.gguf.file import GgufFile
 from minitri.loading.hf_config import FAMILIES, read_config
 from minitri.loading.hf_folder import Folder
-from minitri.loading.tokenizer_files import load_tokenizer
+from minitri.loading.open_models import load_tokenizer
 from minitri.settings import METHODS
 from tests.conftest import byte_level_tokenizer, write_hf_folder
 from tests.loading.gguf_writer import write_gguf

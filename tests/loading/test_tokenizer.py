@@ -1,16 +1,20 @@
-"""All three kinds of tokenizer, and streaming that never breaks a character or loses a space."""
+"""All kinds of tokenizer, streaming that never breaks a character or loses a space, and drafters,
+which must spell every token as the target does, or their guesses mean something else."""
 
+import json
 from pathlib import Path
 
 import pytest
 import sentencepiece
 
+import minitri
+from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.loading.gguf.file import GgufFile
 from minitri.loading.hf_folder import Folder
+from minitri.loading.open_models import load_tokenizer
 from minitri.loading.text_stream import IncrementalDecoder
-from minitri.loading.tokenizer import Tokenizer
-from minitri.loading.tokenizer_files import load_tokenizer
-from tests.conftest import SENTENCES, byte_level_tokenizer, edit_json, tiny_config
+from minitri.loading.tokenizer import Tokenizer, check_same_vocabulary
+from tests.conftest import SENTENCES, byte_level_tokenizer, edit_json, tiny_config, write_hf_folder
 from tests.loading.gguf_writer import write_gguf, write_gguf_with_sentencepiece
 
 HARD = "Naïve 日本語 🙂🚀 — “quotes”,\n\n  two  spaces\tand a tab"
@@ -118,3 +122,95 @@ def test_bos_follows_the_config_and_is_not_doubled(sentencepiece_folder, tmp_pat
     edit_json(tmp_path / "tokenizer_config.json", add_bos_token=True)
     assert load(tmp_path).encode("word")[0] == 1
     assert load(tmp_path).encode("<s>word")[:2].count(1) == 1
+
+
+class Spelling:
+    """A tokenizer backend that only knows how tokens are spelled."""
+
+    def __init__(self, tokens: list[str | None]) -> None:
+        self.tokens, self.num_tokens = tokens, len(tokens)
+
+    def token(self, number: int) -> str | None:
+        return self.tokens[number]
+
+
+TOKENS: list[str | None] = ["<unk>", "<s>", "</s>", "a", "b", "Ġthe"]
+
+
+def check(draft: list[str | None], target: list[str | None]) -> None:
+    ours, theirs = Tokenizer(Spelling(draft), None), Tokenizer(Spelling(target), None)
+    check_same_vocabulary(ours, theirs, "tiny-draft")
+
+
+def test_vocabularies_that_agree_where_both_have_tokens_pass():
+    longer = [*TOKENS, "<pad>"]
+    unused = [*TOKENS, None]
+    for draft, target in (
+        (TOKENS, TOKENS),
+        ([*longer, "<extra>"], TOKENS),
+        (TOKENS, longer),
+        (TOKENS[:4], TOKENS),
+        ([*unused, None], unused),
+    ):
+        check(draft, target)
+
+
+@pytest.mark.parametrize("position", range(len(TOKENS)))
+@pytest.mark.parametrize("padding", [0, 2])
+def test_one_token_that_differs_is_refused_in_one_line(position, padding):
+    other = [*TOKENS, *["<pad>"] * padding]
+    other[position] = "other"
+    with pytest.raises(InputError, match=f"tiny-draft .* token {position} is 'other'") as refused:
+        check(other, TOKENS)
+    assert "\n" not in str(refused.value)
+    assert repr(TOKENS[position]) in str(refused.value)
+
+
+def two_tokens_changed_places(folder):
+    edited = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab = edited["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(edited), encoding="utf-8")
+
+
+def another_library(folder):
+    """With the same first tokens."""
+    (folder / "tokenizer.json").unlink()
+    train_sentencepiece(folder, vocab_size=320)
+
+
+@pytest.mark.parametrize("change", [two_tokens_changed_places, another_library])
+def test_a_drafter_of_another_family_is_refused_by_name_before_weights_are_read(
+    change, folder, tmp_path, monkeypatch
+):
+    other = write_hf_folder(tmp_path / "other-words")
+    change(other)
+    monkeypatch.setattr("minitri.loading.open_models.load_model", None)
+    with pytest.raises(InputError, match="the drafter other-words has another vocabulary") as it:
+        minitri.load(folder, draft=other)
+    assert "\n" not in str(it.value)
+
+
+@pytest.mark.parametrize("vocab_size", [312, 400])
+@pytest.mark.parametrize("num_tokens", [-20, 0, 1])
+def test_a_drafter_with_more_or_fewer_tokens_at_the_end_is_taken(
+    folder, tmp_path, num_tokens, vocab_size
+):
+    """In its tokenizer, in its model, or in both."""
+    other = write_hf_folder(tmp_path / "other", vocab_size=vocab_size)
+    content = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab, merges = content["model"]["vocab"], content["model"]["merges"]
+    end = len(vocab) + num_tokens
+    vocab |= {f"<{n}>": n for n in range(len(vocab), end)}
+    content["model"]["vocab"] = {name: number for name, number in vocab.items() if number < end}
+    content["model"]["merges"] = merges[: len(merges) + min(num_tokens, 0)]
+    (other / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    engine = minitri.load(folder, draft=other, dtype="float32")
+    done = engine.complete(
+        [5, 6, 7],
+        sampling=SamplingParams(1.0),
+        speculation=SpeculationConfig("naive"),
+        generation=GenerationConfig(30, ignore_eos=True),
+    )
+    assert max(done.token_ids) < engine.config.vocab_size
+    assert done.stats.levels[0].num_tested_tokens > 0
