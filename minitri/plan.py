@@ -15,7 +15,6 @@ with clean_imports():
     import dataclasses
     import json
     import sys
-    from pathlib import Path
     from typing import Any
 
     from minitri.cli import arguments
@@ -23,7 +22,7 @@ with clean_imports():
     from minitri.errors import InputError, shorten
     from minitri.gpu.placement import CONTEXT, GIB, Demand, Load, demand, shortage
     from minitri.loading.checkpoint import open_checkpoint
-    from minitri.loading.fetch import LOOKUPS, committed_path, default_draft
+    from minitri.loading.fetch import LOOKUPS, default_draft, local_path
     from minitri.loading.named_models import shape_of, unknown_model
     from minitri.phases import CARDS, phase_table, phases, predict, prefill
     from minitri.roofline import Machine, Workload, eight_bit_bytes, four_bit_bytes
@@ -92,12 +91,8 @@ def config_of(name: str) -> ModelConfig:
     """The shape of a model, without its weights. Raises `InputError`."""
     if (shape := shape_of(name)) is not None:
         return shape
-    try:
-        path = committed_path(name) or Path(name).expanduser()
-        is_there = name != "" and path.exists()
-    except (OSError, RuntimeError, ValueError):  # no path at all; an unknown home, a NUL
-        is_there = False
-    if not is_there:
+    path = local_path(name)
+    if path is None:
         raise unknown_model(shorten(name, 60))
     return open_checkpoint(path).config(path.resolve().name)
 

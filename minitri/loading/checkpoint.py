@@ -28,8 +28,8 @@ from minitri.gpu.fused_modules import fuse_if_possible
 from minitri.loading.devices import kernels_for
 from minitri.loading.gguf.blocks import BITS
 from minitri.loading.gguf.file import GgufFile
-from minitri.loading.hf_config import explain, printable
 from minitri.loading.hf_folder import Folder
+from minitri.loading.values import explain, printable
 from minitri.model.attention import Attend, attend_math
 from minitri.model.execution import Ranks
 from minitri.model.linear import TrimmedHead
@@ -44,12 +44,8 @@ Checkpoint = Folder | GgufFile
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A GGUF file or a Hugging Face folder, by the file's ending."""
-    if not (path.is_dir() or path.is_file()):
-        raise InputError(
-            f"{path} is neither a folder nor a regular file; give the model's folder or file"
-        )
-    return GgufFile(path) if path.suffix == ".gguf" else Folder(path)
+    """A GGUF file, by its ending, or else a Hugging Face folder or a file in one."""
+    return GgufFile(path) if path.suffix == ".gguf" and path.is_file() else Folder(path)
 
 
 def load_model(
@@ -71,12 +67,9 @@ def load_model(
     `native` leaves quantized what the kernels can read so. Raises `InputError` for files that are
     missing, damaged or do not fit the config.
     """
-    if config.draft_of is not None and target is None:
-        raise not_a_model(config)
     lender = target if config.draft_of is not None else None
-    problem = f"the weights of {config.name} do not fit on {device}"
     advice = "use a smaller model or dtype, or check the sizes in the config"
-    with explain(problem, RuntimeError, TypeError, advice=advice, limit=90):
+    with explain(f"the weights of {config.name} do not fit on {device}", advice):
         # There may be no memory, or sizes may be beyond those of any tensor.
         model = new_model(config, ranks, dtype=dtype, device=device, target=lender, attend=attend)
     kernels = kernels_for(device, config) if ranks.count == 1 else None
@@ -91,30 +84,16 @@ def load_model(
     return fuse_if_possible(model).eval()
 
 
-def not_a_model(config: ModelConfig) -> InputError:
-    """The error for a drafter without an embedding table that is to run alone."""
-    return InputError(
-        f"{config.name} is a drafter for {config.draft_of} without an embedding table of its own, "
-        f"not a model; give it as --draft, and {config.draft_of} as --model"
-    )
-
-
 def _native_tensors(model: Llama, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file, for a model whose layers wait for quantized ones where they can."""
-    if not model.execution.is_row_invariant:
-        raise InputError(
-            f"--weights native needs the compiled kernels, which {model.config.name} on "
-            f"{model.device} does not use; leave it out"
-        )
-    stored = checkpoint.quantized() if isinstance(checkpoint, GgufFile) else {}
-    packed = keep_quantized(model, placements(model), stored)
-    if not packed:
-        raise InputError(
-            f"--weights native keeps the {', '.join(BITS)} of a GGUF file, and no matrix of "
-            f"{checkpoint.path.name} is one that the kernels read so; leave it out"
-        )
-    assert isinstance(checkpoint, GgufFile)
-    return checkpoint.tensors(model.config, packed=packed)
+    if isinstance(checkpoint, GgufFile):
+        packed = keep_quantized(model, placements(model), checkpoint.quantized())
+        if packed:
+            return checkpoint.tensors(model.config, packed=packed)
+    raise InputError(
+        f"--weights native needs a GGUF file with matrices of {', '.join(BITS)} and the compiled "
+        f"kernels, which {model.config.name} on {model.device} does not have; leave it out"
+    )
 
 
 def _check_drafter(model: Llama, target: Llama, path: Path) -> None:
@@ -122,25 +101,21 @@ def _check_drafter(model: Llama, target: Llama, path: Path) -> None:
     head = model.lm_head
     config = model.config
     assert isinstance(head, TrimmedHead)
-    made_for = f"the drafter {config.name} was made for {config.draft_of}, whose"
-    wanted, lent = ((shape.vocab_size, shape.hidden_size) for shape in (config, target.config))
-    if wanted != lent:
-        raise InputError(
-            f"{made_for} embedding table is {wanted}; that of {target.config.name} is {lent}; "
-            "use another drafter, or --draft suffix"
-        )
-    ids = head.token_ids
-    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(ids.unique()) < len(ids):
-        raise InputError(
-            f"{path}: lm_head.token_ids are not {len(ids)} different tokens of "
-            f"{config.vocab_size}; the drafter is damaged, make or download it again"
-        )
-    lent_rows = target.embed(sample_of_vocabulary(config).to(target.device)).float()
-    similarity = F.cosine_similarity(lent_rows, model.embedding_sample.float(), dim=-1).median()
+    lent, ids = target.config, head.token_ids
+    similarity = 0.0
+    if (config.vocab_size, config.hidden_size) == (lent.vocab_size, lent.hidden_size):
+        rows = target.embed(sample_of_vocabulary(config).to(target.device)).float()
+        sample = model.embedding_sample.float()
+        similarity = float(F.cosine_similarity(rows, sample, dim=-1).median())
     if not similarity > MIN_SIMILARITY:
         raise InputError(
-            f"{made_for} embeddings are not those of {target.config.name} (cosine "
-            f"{similarity:.2f}); use another drafter, or --draft suffix"
+            f"the drafter {config.name} was made for {config.draft_of}, whose embeddings are not "
+            f"those of {lent.name} (cosine {similarity:.2f}); use another, or --draft suffix"
+        )
+    if not 0 <= ids.min() <= ids.max() < config.vocab_size or len(ids.unique()) < len(ids):
+        raise InputError(
+            f"{path}: lm_head.token_ids are not {len(ids)} different tokens of "
+            f"{config.vocab_size}; make or download it again"
         )
 
 
@@ -158,63 +133,52 @@ def placements(model: Llama) -> dict[str, Tensor]:
     else:
         places["model.embed_tokens.weight"] = model.embed_tokens
         places["lm_head.weight"] = head.weight
-    E, inner = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    parts = (  # every linear layer: the tensors that fill it, and how many rows each of them has
-        ("self_attn", "qkv_proj", {"q_proj": q, "k_proj": kv, "v_proj": kv}),
-        ("self_attn", "o_proj", {"o_proj": E}),
-        ("mlp", "gate_up_proj", {"gate_proj": inner, "up_proj": inner}),
-        ("mlp", "down_proj", {"down_proj": E}),
-    )
+    inner = config.intermediate_size
+    fused = {  # the tensors that fill a fused projection, and how many rows each of them has
+        "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
+        "gate_up_proj": {"gate_proj": inner, "up_proj": inner},
+    }
     for number, layer in enumerate(model.layers):
-        prefix = f"model.layers.{number}"
-        for block, linear, sizes in parts:
-            for kind, parameter in layer.get_submodule(f"{block}.{linear}").named_parameters():
-                for name, rows in zip(sizes, parameter.split([*sizes.values()]), strict=True):
-                    places[f"{prefix}.{block}.{name}.{kind}"] = rows
-        for norm, parameter in layer.named_parameters():
-            if norm.endswith("norm.weight"):
-                places[f"{prefix}.{norm}"] = parameter
+        for path, parameter in layer.named_parameters():
+            *block, module, kind = path.split(".")
+            sizes = fused.get(module, {module: len(parameter)})
+            for name, rows in zip(sizes, parameter.split([*sizes.values()]), strict=True):
+                places[".".join(("model.layers", str(number), *block, name, kind))] = rows
     return places
 
 
 def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progress: bool) -> None:
-    places = placements(model)
-    missing = dict.fromkeys(places)
+    missing = placements(model)
     unexpected = []
     samples = dict[str, str]()
     disable = None if progress else True  # None: where standard error is no terminal
-    with tqdm(desc="loading weights", total=len(places), leave=False, disable=disable) as bar:
+    with tqdm(desc="loading weights", total=len(missing), leave=False, disable=disable) as bar:
         for name, tensor in tensors:
             if name in missing:
-                _check_tensor(f"{path}: {name}", tensor, places[name])
-                places[name].copy_(tensor)
+                place = missing.pop(name)
+                _check_tensor(f"{path}: {name}", tensor, place)
+                place.copy_(tensor)
                 samples[name] = sampled(tensor)
-                del missing[name]
                 bar.update()
             elif name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
                 unexpected.append(name)
     digests = torch.tensor(bytearray(repr(sorted(samples.items())).encode()))
     model.execution = replace(model.execution, fingerprint=sampled(digests))
-    for problem, names in (("lacks", list(missing)), ("has unexpected", unexpected)):
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise InputError(
-                f"{path} {problem} {len(names)} tensors: {printable(', '.join(names[:3]))}{more}; "
-                "weights and config belong to different models, or the download is incomplete"
-            )
+    if missing or unexpected:
+        names = printable(", ".join([*unexpected, *missing]))
+        raise InputError(
+            f"{path} lacks {len(missing)} tensors and has {len(unexpected)} unexpected: {names}; "
+            "weights and config belong to different models, or the download is incomplete"
+        )
 
 
 def _check_tensor(name: str, tensor: Tensor, place: Tensor) -> None:
-    if tensor.shape != place.shape:
-        raise InputError(
-            f"{name} has shape {tuple(tensor.shape)} but the config asks for "
-            f"{tuple(place.shape)}; weights and config.json belong to different models"
-        )
     is_plain = tensor.layout == torch.strided and not tensor.is_meta
-    if not is_plain or tensor.is_floating_point() != place.is_floating_point():
-        wanted = "floating-point weights" if place.is_floating_point() else "integers"
+    is_alike = tensor.is_floating_point() == place.is_floating_point()
+    if not (is_plain and is_alike and tensor.shape == place.shape):
+        found, wanted = (f"{it.dtype} {tuple(it.shape)}" for it in (tensor, place))
         raise InputError(
-            f"{name} holds {tensor.dtype} values ({tensor.layout}, {tensor.device}), not plain "
-            f"{wanted}; use a checkpoint that is not quantized"
+            f"{name} is {found} ({tensor.layout}, {tensor.device}) where the config asks for plain "
+            f"{wanted}; use a checkpoint that is not quantized, and its own config"
         )

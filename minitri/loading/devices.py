@@ -1,6 +1,8 @@
 """What a model runs on: device, number type, and the attention that suits both."""
 
 import logging
+from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 
@@ -9,7 +11,7 @@ from minitri.cpu.flash_attention import attend_cpu
 from minitri.cpu.kernels import MAX_HEAD_DIM, Kernels, load_kernels
 from minitri.cpu.low_bit_models import has_at_most, quantized_copy
 from minitri.cpu.packed import can_pack
-from minitri.errors import InputError
+from minitri.errors import InputError, shorten
 from minitri.gpu.attention_backends import GpuAttention, choose_attention
 from minitri.gpu.eight_bits import eight_bit_copy
 from minitri.model.attention import Attend
@@ -23,36 +25,41 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 WEIGHTS = ("auto", "native")
 DRAFT_WEIGHTS = ("auto", "int4", "int8", "same")
+_CHOICES = {"dtype": ("auto", *DTYPES), "weights": WEIGHTS, "draft_weights": DRAFT_WEIGHTS}
+
+
+def check_names(settings: Mapping[str, object]) -> None:
+    """Raises `InputError` unless all are texts, and names that are known."""
+    for setting, value in settings.items():
+        found = f"{setting} is {shorten(repr(value), 60)}"
+        if not isinstance(value, str):
+            raise InputError(f"{found}; it must be a text")
+        if setting in _CHOICES and value not in _CHOICES[setting]:
+            raise InputError(f"{found}; use one of {', '.join(_CHOICES[setting])}")
 
 
 def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B008
     """The device of a name; `auto` is a GPU where there is one. Raises `InputError`."""
+    num_gpus = torch.cuda.device_count()
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if ranks.count > 1 and name.startswith("cuda:"):
-        raise InputError(
-            f"device {name!r} is one GPU for {ranks.count} ranks; --device cuda gives each its own"
-        )
-    if ranks.count > 1 and name == "cuda":
+    if ranks.count > 1 and name.startswith("cuda"):
+        if name != "cuda":
+            raise InputError(f"device {name!r} is one GPU for {ranks.count} ranks; use cuda")
         name = f"cuda:{local_rank()}"
-    try:
+    with suppress(RuntimeError):  # of a name that means nothing to PyTorch
         device = torch.device(name)
-    except RuntimeError:
-        raise InputError(f"device {name!r} is unknown; use cpu, cuda, cuda:N or auto") from None
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.type != "cuda":
-        raise InputError(f"device {name!r} is not supported; use cpu, cuda, cuda:N or auto")
-    if (device.index or 0) >= torch.cuda.device_count():
-        raise InputError(
-            f"device {name!r} is not there: this PyTorch sees {torch.cuda.device_count()} CUDA "
-            "devices; use --device cpu"
-        )
-    return device
+        if device.type == "cpu":
+            return torch.device("cpu")
+        if device.type == "cuda" and (device.index or 0) < num_gpus:
+            return device
+    raise InputError(
+        f"device {name!r} is not there; use cpu, or with one of {num_gpus} GPUs cuda or cuda:N"
+    )
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The number type of a name. Raises `InputError`.
+    """The number type of a name.
 
     `auto` is bfloat16 where the device computes in it, else float16 on CUDA and float32 on a CPU.
     """
@@ -61,8 +68,6 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
             is_new = torch.cuda.get_device_capability(device) >= (8, 0)
             return torch.bfloat16 if is_new else torch.float16
         return torch.bfloat16 if can_pack(torch.bfloat16, device) else torch.float32
-    if name not in DTYPES:
-        raise InputError(f"dtype {name!r} is unknown; use {', '.join(DTYPES)} or auto")
     if device.type == "cpu" and name != "float32" and not can_pack(DTYPES[name], device):
         log.warning(
             "this CPU has no instructions for %s and is many times as fast in float32; "
@@ -92,31 +97,22 @@ def kernels_for(device: torch.device, config: ModelConfig) -> Kernels | None:
     return load_kernels() if device.type == "cpu" and config.head_dim <= MAX_HEAD_DIM else None
 
 
-def check_weights(weights: str, draft_weights: str) -> None:
-    """Raises `InputError` for unknown names."""
-    named = {"weights": (weights, WEIGHTS), "draft weights": (draft_weights, DRAFT_WEIGHTS)}
-    for what, (wanted, known) in named.items():
-        if wanted not in known:
-            raise InputError(f"{what} {wanted!r} are unknown; use one of {', '.join(known)}")
-
-
 def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
     """The copy of a model in 4 or 8 bits that guesses with the retrieval cache; None: the model
     does, which may have as few itself.
 
     Raises `InputError` if it cannot be had.
     """
-    name = model.config.name
-    device = model.device.type
-    if wanted == "same" or (wanted == "auto" and not model.execution.is_row_invariant):
+    is_invariant = model.execution.is_row_invariant
+    if wanted == "same" or (wanted == "auto" and not is_invariant):
         return None
-    if device == "cuda" and wanted == "int8":
+    on_gpu = model.device.type == "cuda"
+    if on_gpu and wanted == "int8":
         return eight_bit_copy(model)
-    if not model.execution.is_row_invariant:
-        advice = "use int8, or leave it out" if device == "cuda" else "leave it out"
+    if not is_invariant:
         raise InputError(
-            f"--draft-weights {wanted} needs the compiled kernels, which {name} on {model.device} "
-            f"does not use; {advice}"
+            f"--draft-weights {wanted} needs the compiled kernels, which {model.config.name} on "
+            f"{model.device} does not use; {'use int8, or ' * on_gpu}leave it out"
         )
     bits = 8 if wanted == "int8" else 4
     return None if has_at_most(model, bits) else quantized_copy(model, bits)

@@ -2,27 +2,15 @@
 
 import dataclasses
 import logging
-import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 from minitri.config import ROPE_KINDS, ModelConfig, RopeConfig
 from minitri.errors import InputError, shorten
+from minitri.loading.values import as_token_ids, explain, read_fields, read_value, require
 from minitri.settings import SamplingParams
 
 log = logging.getLogger("minitri")
-
-_ROPE_NUMBERS = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "beta_fast",
-    "beta_slow",
-    "attention_factor",
-)
-
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -32,135 +20,66 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Architectures by the `model_type` of their config.json, and what each adds to a Llama."""
 
-_WITHOUT_DEFAULT = ("num_key_value_heads", "max_position_embeddings")
-"""What a config.json may leave out for a Llama only: others have defaults of their own."""
+_NEEDED = {"num_layers", "hidden_size", "intermediate_size", "num_heads", "vocab_size"}
+_KEYS = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "context_length": "max_position_embeddings",
+}
+_TRAINED = "original_max_position_embeddings"
+_ROPE_KEYS = {"theta": "rope_theta", "kind": "rope_type", "original_context": _TRAINED}
+_RUNS = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None}
+_RUNS |= {"partial_rotary_factor": 1.0, "mscale": None, "mscale_all_dim": None}
 
 
-def family(kind: Any, name: str) -> dict[str, Any]:
-    """What an architecture adds to a Llama's parts. Raises `InputError` for others."""
-    if not isinstance(kind, str) or kind not in FAMILIES:
+def check_family(kind: Any, name: str) -> None:
+    """Raises `InputError` for a `model_type` that minitri does not run."""
+    if kind not in list(FAMILIES):  # it may be of any type
         raise InputError(
             f"{name} is a {shorten(repr(kind), 60)} model; use one of a kind that minitri runs: "
             f"{', '.join(FAMILIES)}"
         )
-    return FAMILIES[kind]
 
 
 def read_config(config: Mapping[str, Any], name: str) -> ModelConfig:
     """From a Hugging Face config.json. Raises `InputError` for a model of another family."""
-    own = family(config.get("model_type"), name)
-    wrong_kind = (TypeError, ValueError, ZeroDivisionError, OverflowError)
-    problem = f"{name}: config.json holds a value of the wrong kind"
-    try:
-        with explain(problem, *wrong_kind, advice="get the original"):
-            check_supported(config, name)
-            for key in () if config["model_type"] == "llama" else _WITHOUT_DEFAULT:
-                read_value(config, key, int)
-            return dataclasses.replace(read_fields(config, name), **own)
-    except KeyError as missing:
-        raise InputError(
-            f"{name}: config.json has no {missing}; get the complete config of the model"
-        ) from None
+    kind = config.get("model_type")
+    check_family(kind, name)
+    left_out: dict[str, Any] = {}
+    needed = _NEEDED | {"num_kv_heads", "context_length"}
+    if kind == "llama":  # others have defaults of their own
+        left_out |= {"num_kv_heads": config.get("num_attention_heads"), "context_length": 2048}
+        needed = _NEEDED
+    with explain(f"the config of {name} holds a wrong value", "get the original"):
+        runs: dict[str, Any] = {"sliding_window": None, **_RUNS}
+        runs["layer_types"] = ["full_attention"] * len(config.get("layer_types") or ())
+        if config.get("use_sliding_window") is False:
+            del runs["sliding_window"]
+        require(config, runs, name)
+        bos = next(iter(as_token_ids(config.get("bos_token_id"))), None)
+        found = left_out | read_fields({**config, "bos_token_id": bos}, ModelConfig, _KEYS, needed)
+        found.setdefault("head_dim", found["hidden_size"] // max(found["num_heads"], 1))
+        found |= {"name": name, "eos_token_ids": as_token_ids(config.get("eos_token_id"))}
+        found["rope"] = _read_rope(config, found["context_length"], name)
+        return ModelConfig(**found | FAMILIES[str(kind)])
 
 
-def check_supported(config: Mapping[str, Any], name: str) -> None:
-    """Raises `InputError` for what the architectures allow and minitri does not run."""
-    required = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None}
-    if config.get("use_sliding_window") is not False:
-        required["sliding_window"] = None
-    for key, wanted in required.items():
-        found = config.get(key)
-        if found is not None and (found != wanted or type(found) is not type(wanted)):
-            raise InputError(
-                f"{name} has {key}={shorten(repr(found), 60)}, which minitri does not "
-                f"run; use a checkpoint with {key}={wanted}"
-            )
-    others = set(map(str, config.get("layer_types") or ())) - {"full_attention"}
-    if others:
-        raise InputError(
-            f"{name} has layers of the type {shorten(min(others), 60)}, which minitri does not "
-            "run; use a model whose layers all have full_attention"
-        )
-
-
-def read_value(config: Mapping[str, Any], key: str, kind: type[Any], default: Any = None) -> Any:
-    """A value of a config, which must be of this kind; null is as good as absent.
-
-    Nothing is rounded, and no text is read as a number. Raises `TypeError`, or `KeyError` for a
-    value that is absent and has no default.
-    """
-    value = config.get(key)
-    if value is None:
-        return config[key] if default is None else default
-    if type(value) is not kind and not (kind is float and type(value) is int):
-        wanted = {
-            int: "a whole number",
-            float: "a number",
-            bool: "true or false",
-            str: "a text",
-            dict: "an object",
-        }
-        raise TypeError(f"{key} is {shorten(repr(value), 60)} where {wanted[kind]} belongs")
-    return kind(value)
-
-
-def read_fields(config: Mapping[str, Any], name: str) -> ModelConfig:
-    """The fields of a config.json; raises whatever a wrong or missing value leads to."""
-    number, flag = partial(read_value, config, kind=int), partial(read_value, config, kind=bool)
-    num_heads, hidden_size = number("num_attention_heads"), number("hidden_size")
-    context = number("max_position_embeddings", default=2048)
-    is_drafter = config.get("draft_of") is not None
-    return ModelConfig(
-        num_layers=number("num_hidden_layers"),
-        hidden_size=hidden_size,
-        intermediate_size=number("intermediate_size"),
-        num_heads=num_heads,
-        num_kv_heads=number("num_key_value_heads", default=num_heads),
-        head_dim=number("head_dim", default=hidden_size // max(num_heads, 1)),
-        vocab_size=number("vocab_size"),
-        context_length=context,
-        rope=read_rope(config, context),
-        rms_norm_eps=read_value(config, "rms_norm_eps", float, ModelConfig.rms_norm_eps),
-        tie_word_embeddings=flag("tie_word_embeddings", default=False),
-        attention_bias=flag("attention_bias", default=False),
-        bos_token_id=next(iter(as_token_ids(config.get("bos_token_id"))), None),
-        eos_token_ids=as_token_ids(config.get("eos_token_id")),
-        name=name,
-        draft_of=printable(read_value(config, "draft_of", str)) if is_drafter else None,
-        head_size=number("head_size") if is_drafter else None,
-    )
-
-
-def read_rope(config: Mapping[str, Any], default_context: int) -> RopeConfig:
-    """From a Hugging Face config.json, in its older form (`rope_scaling`) or its newer one."""
+def _read_rope(config: Mapping[str, Any], context: int, name: str) -> RopeConfig:
+    """RoPE's part of a config.json, in its older form (`rope_scaling`) or its newer one."""
     scaling: dict[str, Any] = {}
     for form in ("rope_parameters", "rope_scaling"):
-        scaling = read_value(config, form, dict, {}) or scaling
-    if {config.get("partial_rotary_factor"), scaling.get("partial_rotary_factor")} - {None, 1}:
-        raise InputError(
-            "RoPE turns only a part of each head (partial_rotary_factor), which no Llama does; "
-            "check it"
-        )
-    theta = read_value(config, "rope_theta", float, RopeConfig.theta)
-    theta = read_value(scaling, "rope_theta", float, theta)
-    kind = read_value(scaling, "rope_type", str, read_value(scaling, "type", str, "default"))
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    if scaling.get("factor") is None:
-        raise InputError(
-            f"RoPE type {shorten(repr(kind), 60)} has no factor, got {shorten(scaling)}; set it in "
-            "config.json"
-        )
-    if not {scaling.get("mscale"), scaling.get("mscale_all_dim")} <= {None}:
-        raise InputError(
-            "RoPE scaling uses mscale, which Llama models do not; set attention_factor instead"
-        )
-    original = read_value(scaling, "original_max_position_embeddings", int, default_context)
-    original = read_value(config, "original_max_position_embeddings", int, original)
-    numbers = [name for name in _ROPE_NUMBERS if scaling.get(name) is not None]
-    options: dict[str, Any] = {name: read_value(scaling, name, float) for name in numbers}
-    options["truncate"] = read_value(scaling, "truncate", bool, True)
-    return RopeConfig(theta, kind, original_context=original, **options)
+        scaling = read_value(config, form, dict) or scaling
+    require(scaling, _RUNS, name)
+    given = {key: value for key, value in scaling.items() if value is not None}
+    given = {"rope_theta": config.get("rope_theta"), "rope_type": given.get("type"), **given}
+    if config.get(_TRAINED) is not None:
+        given[_TRAINED] = config[_TRAINED]
+    is_plain = given["rope_type"] in (None, "default", "none")
+    found = read_fields(given, RopeConfig, _ROPE_KEYS, () if is_plain else ("factor",))
+    if is_plain:
+        return RopeConfig(found.get("theta", RopeConfig.theta))
+    return RopeConfig(**{"original_context": context, **found})
 
 
 def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
@@ -172,25 +91,20 @@ def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
     if config.rope.frequency_divisors is not None:
         raise InputError(
             f"{config.name} brings a stretched RoPE of its own (rope_freqs in the GGUF file), "
-            "which --rope-scaling cannot replace; use the model's Hugging Face folder, or "
-            "leave the flag out"
+            "which --rope-scaling cannot replace; leave it out"
         )
     theta = config.rope.theta
     base = config.rope.original_context or config.context_length
     if text == "none":
         return dataclasses.replace(config, rope=RopeConfig(theta), context_length=base)
-    kind, _, number = text.partition(":")
-    factor = math.nan
-    with suppress(ValueError):
-        factor = float(number)
-    if kind not in ROPE_KINDS[1:] or not (1 <= factor <= 1024):
-        raise InputError(
-            f"--rope-scaling {text!r} is not KIND:FACTOR with KIND one of "
-            f"{', '.join(ROPE_KINDS[1:])} and FACTOR from 1 to 1024; write for example yarn:4, "
-            "or none"
-        )
-    rope = RopeConfig(theta, kind, factor, base)
-    return dataclasses.replace(config, rope=rope, context_length=int(base * factor))
+    with explain(
+        f"--rope-scaling {text!r} is not KIND:FACTOR", "write for example yarn:4, or none"
+    ):
+        kind, factor = text.split(":")
+        if kind not in ROPE_KINDS[1:]:
+            raise ValueError(f"KIND is one of {', '.join(ROPE_KINDS[1:])}")
+        rope = RopeConfig(theta, kind, float(factor), base)
+        return dataclasses.replace(config, rope=rope, context_length=int(base * rope.factor))
 
 
 def read_sampling(settings: Mapping[str, Any], name: str) -> SamplingParams:
@@ -207,37 +121,3 @@ def read_sampling(settings: Mapping[str, Any], name: str) -> SamplingParams:
     except InputError as error:
         log.warning("%s: generation_config.json is not followed: %s", name, error)
         return greedy
-
-
-def as_token_ids(value: Any) -> tuple[int, ...]:
-    """An `eos_token_id` of a config, which may be absent, one number, or several."""
-    tokens = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
-    if not all(type(token) is int and token >= 0 for token in tokens):
-        raise InputError(
-            f"config has the token id {shorten(repr(value), 60)}, which is no whole number; "
-            "correct it"
-        )
-    return tokens
-
-
-def printable(text: object, limit: int = 200) -> str:
-    """`shorten`, for texts that come from files: a control character could move the cursor."""
-    return "".join(char if char.isprintable() else "\ufffd" for char in shorten(text, limit))
-
-
-@contextmanager
-def explain(
-    problem: str,
-    *errors: type[Exception],
-    advice: str = "download it again",
-    limit: int = 200,
-    with_type: bool = False,
-) -> Iterator[None]:
-    """Turns any of these errors into `problem (what the error says); advice`."""
-    try:
-        yield
-    except InputError:
-        raise
-    except errors as error:
-        kind = f"{type(error).__name__}: " if with_type else ""
-        raise InputError(f"{problem} ({kind}{printable(error, limit)}); {advice}") from None

@@ -4,20 +4,20 @@ Code in a pickle is refused, never run. A file that is no regular file is not op
 """
 
 import json
-import pickle
 import warnings
+import zipfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from minitri.config import ModelConfig
 from minitri.errors import InputError, shorten
-from minitri.loading.hf_config import as_token_ids, explain, printable, read_config
+from minitri.loading.hf_config import read_config
+from minitri.loading.values import as_token_ids, explain
 
 
 class Folder:
@@ -38,6 +38,15 @@ class Folder:
         """What its generation_config.json holds; nothing if there is none."""
         return read_json(self.folder / "generation_config.json", or_nothing=True)
 
+    @property
+    def tokenizer_config(self) -> dict[str, Any]:
+        """What its tokenizer_config.json holds; a chat template in a file of its own wins."""
+        found = read_json(self.folder / "tokenizer_config.json", or_nothing=True)
+        template = self.folder / "chat_template.jinja"
+        if template.is_file():
+            found["chat_template"] = template.read_text("utf-8")
+        return found
+
     def tensors(self, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002
         """Every weight under its name, one at a time; a shard is closed before the next opens.
 
@@ -45,26 +54,24 @@ class Folder:
         """
         files, index = weight_files(self.path)
         for file in files:
-            stored = _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
-            yield from (pair for pair in stored if index.get(pair[0], file.name) == file.name)
+            problem = f"{file} is damaged, or holds more than tensors, of which none was run"
+            with explain(problem, "get it again as safetensors"):
+                stored = _safetensors if file.suffix == ".safetensors" else _pickled
+                for name, tensor in stored(file):
+                    if index.get(name, file.name) == file.name:
+                        yield name, tensor
 
 
 def read_json(path: Path, *, or_nothing: bool = False) -> dict[str, Any]:
     """A JSON object from a file, or an `InputError`; with `or_nothing` it may be missing."""
-    with explain(f"{path} is not readable JSON", OSError, ValueError, RecursionError):
-        if not path.exists():
-            if or_nothing:
-                return {}
-            raise InputError(
-                f"{path.parent} has no {path.name}; give a folder in the Hugging Face layout"
-            )
+    if or_nothing and not path.exists():
+        return {}
+    with explain(f"{path} is not readable JSON", "give a folder in the Hugging Face layout"):
         if not path.is_file():  # a pipe might never end
-            raise InputError(f"{path} is no regular file; give a folder in the Hugging Face layout")
-        found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
-        raise InputError(
-            f"{path} holds a {type(found).__name__}, not a JSON object; download it again"
-        )
+            raise FileNotFoundError("there is no such regular file")
+        found = json.loads(path.read_text("utf-8"))
+        if not isinstance(found, dict):
+            raise TypeError(f"it holds a {type(found).__name__}, not an object")
     return found
 
 
@@ -89,50 +96,23 @@ def weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def _indexed_files(index: Path) -> tuple[list[Path], dict[str, str]]:
-    weight_map = read_json(index).get("weight_map")
-    folder = index.parent
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise InputError(f"{index} has no weight_map; download it again")
-    for name in weight_map.values():
-        shown = shorten(repr(name), 60)
-        if not isinstance(name, str) or Path(name).name != name:
-            raise InputError(
-                f"{index} points outside its folder, to {shown}; do not trust this checkpoint"
-            )
-        is_there = False
-        with suppress(OSError):  # of a name that is too long
-            is_there = (folder / name).is_file()
-        if not is_there:
-            raise InputError(
-                f"{folder} lacks the shard {shown} that {index.name} lists; download it again"
-            )
-    return [folder / name for name in sorted(set(weight_map.values()))], weight_map
+    with explain(f"{index} does not list the shards in its folder"):
+        weight_map = read_json(index)["weight_map"]
+        names = sorted(set(weight_map.values()))
+        for name in names:
+            if Path(name).name != name or not (index.parent / name).is_file():
+                raise ValueError(f"it names {shorten(repr(name), 60)}, which is no file there")
+        return [index.parent / name for name in names], weight_map
 
 
 def _safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    with explain(f"{file} is damaged or cut short", SafetensorError, OSError):
-        with safe_open(file, framework="pt") as shard:
-            for name in shard.keys():  # noqa: SIM118 (not a dict)
-                yield name, shard.get_tensor(name)
+    with safe_open(file, framework="pt") as shard:
+        for name in shard.keys():  # noqa: SIM118 (not a dict)
+            yield name, shard.get_tensor(name)
 
 
 def _pickled(file: Path) -> Iterator[tuple[str, Tensor]]:
-    damages = (RuntimeError, EOFError, OSError, ValueError)
-    try:
-        with explain(f"{file} is damaged or cut short", *damages, limit=90), file.open("rb") as raw:
-            is_zip = raw.read(4) == b"PK\x03\x04"  # torch 1.6 or newer: can be mapped
-            with warnings.catch_warnings(action="ignore"):  # remarks on protocols
-                shard = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
-    except pickle.UnpicklingError as error:
-        reason = printable(str(error).replace("WeightsUnpickler error:", ""), 90)
-        raise InputError(
-            f"{file} is a pickle with more than tensors in it, which could run code; nothing was "
-            f"run; use a safetensors version ({reason})"
-        ) from None
-    if not isinstance(shard, dict) or not all(
-        isinstance(name, str) and isinstance(value, Tensor) for name, value in shard.items()
-    ):
-        raise InputError(
-            f"{file} is not a dictionary of tensors; give the model's weights, not a training state"
-        )
-    yield from ((name, value.detach()) for name, value in shard.items())  # of a Parameter, too
+    is_new = zipfile.is_zipfile(file)  # of torch 1.6 or newer: can be mapped
+    with warnings.catch_warnings(action="ignore"):  # remarks on protocols
+        shard = torch.load(file, map_location="cpu", weights_only=True, mmap=is_new)
+    yield from ((str(name), value.detach()) for name, value in shard.items())

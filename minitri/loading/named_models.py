@@ -21,37 +21,37 @@ class NamedModel(NamedTuple):
 
     repo: str
     """Repository on the Hugging Face hub."""
-    context: int
-    """In tokens."""
     draft: str
     """The default drafter: the name of a model, or `suffix`."""
+    context: int
+    """In tokens."""
 
 
 _MODELS = """
-name                repository                            context  drafter
-llama2-7b-128k      NousResearch/Yarn-Llama-2-7b-128k     131072   llama-68m
-llama2-13b-128k     NousResearch/Yarn-Llama-2-13b-128k    131072   llama-68m
-lwm-text-128k       LargeWorldModel/LWM-Text-128K         131072   llama-68m
-lwm-text-256k       LargeWorldModel/LWM-Text-256K         262144   llama-68m
-lwm-text-512k       LargeWorldModel/LWM-Text-512K         524288   llama-68m
-lwm-text-1m         LargeWorldModel/LWM-Text-1M           1048576  llama-68m
-lwm-text-chat-128k  LargeWorldModel/LWM-Text-Chat-128K    131072   llama-68m
-llama-68m           JackFram/llama-68m                    2048     suffix
-llama3.1-8b         meta-llama/Llama-3.1-8B               131072   llama3.2-1b
-llama3.2-1b         meta-llama/Llama-3.2-1B               131072   suffix
-llama3.2-3b         meta-llama/Llama-3.2-3B               131072   llama3.2-1b
-tinyllama-1.1b      TinyLlama/TinyLlama-1.1B-Chat-v1.0    2048     llama-68m
-smollm2-135m        HuggingFaceTB/SmolLM2-135M-Instruct   8192     smollm2-135m-draft
-smollm2-360m        HuggingFaceTB/SmolLM2-360M-Instruct   8192     smollm2-135m
-smollm2-1.7b        HuggingFaceTB/SmolLM2-1.7B-Instruct   8192     smollm2-135m
-mistral-7b          mistralai/Mistral-7B-Instruct-v0.3    32768    suffix
-mistral-nemo-12b    mistralai/Mistral-Nemo-Instruct-2407  131072   suffix
-qwen2.5-0.5b        Qwen/Qwen2.5-0.5B-Instruct            32768    suffix
-qwen2.5-1.5b        Qwen/Qwen2.5-1.5B-Instruct            32768    qwen2.5-0.5b
-qwen2.5-7b          Qwen/Qwen2.5-7B-Instruct              32768    qwen2.5-0.5b
-qwen3-0.6b          Qwen/Qwen3-0.6B                       40960    suffix
-qwen3-4b-256k       Qwen/Qwen3-4B-Instruct-2507           262144   qwen3-0.6b
-qwen3-8b            Qwen/Qwen3-8B                         40960    qwen3-0.6b
+name                repository                            drafter             context
+llama2-7b-128k      NousResearch/Yarn-Llama-2-7b-128k     llama-68m           131072
+llama2-13b-128k     NousResearch/Yarn-Llama-2-13b-128k    llama-68m           131072
+lwm-text-128k       LargeWorldModel/LWM-Text-128K         llama-68m           131072
+lwm-text-256k       LargeWorldModel/LWM-Text-256K         llama-68m           262144
+lwm-text-512k       LargeWorldModel/LWM-Text-512K         llama-68m           524288
+lwm-text-1m         LargeWorldModel/LWM-Text-1M           llama-68m           1048576
+lwm-text-chat-128k  LargeWorldModel/LWM-Text-Chat-128K    llama-68m           131072
+llama-68m           JackFram/llama-68m                    suffix              2048
+llama3.1-8b         meta-llama/Llama-3.1-8B               llama3.2-1b         131072
+llama3.2-1b         meta-llama/Llama-3.2-1B               suffix              131072
+llama3.2-3b         meta-llama/Llama-3.2-3B               llama3.2-1b         131072
+tinyllama-1.1b      TinyLlama/TinyLlama-1.1B-Chat-v1.0    llama-68m           2048
+smollm2-135m        HuggingFaceTB/SmolLM2-135M-Instruct   smollm2-135m-draft  8192
+smollm2-360m        HuggingFaceTB/SmolLM2-360M-Instruct   smollm2-135m        8192
+smollm2-1.7b        HuggingFaceTB/SmolLM2-1.7B-Instruct   smollm2-135m        8192
+mistral-7b          mistralai/Mistral-7B-Instruct-v0.3    suffix              32768
+mistral-nemo-12b    mistralai/Mistral-Nemo-Instruct-2407  suffix              131072
+qwen2.5-0.5b        Qwen/Qwen2.5-0.5B-Instruct            suffix              32768
+qwen2.5-1.5b        Qwen/Qwen2.5-1.5B-Instruct            qwen2.5-0.5b        32768
+qwen2.5-7b          Qwen/Qwen2.5-7B-Instruct              qwen2.5-0.5b        32768
+qwen3-0.6b          Qwen/Qwen3-0.6B                       suffix              40960
+qwen3-4b-256k       Qwen/Qwen3-4B-Instruct-2507           qwen3-0.6b          262144
+qwen3-8b            Qwen/Qwen3-8B                         qwen3-0.6b          40960
 """
 _SHAPES = """
 name                kind     layers  hidden  inner  heads  KV  head_dim  vocabulary  tied
@@ -89,7 +89,7 @@ def _rows(table: str) -> Iterator[tuple[str, list[str]]]:
 
 
 MODELS = {
-    name: NamedModel(repo, int(context), draft) for name, (repo, context, draft) in _rows(_MODELS)
+    name: NamedModel(repo, draft, int(context)) for name, (repo, draft, context) in _rows(_MODELS)
 }
 
 
@@ -106,11 +106,7 @@ def shape_of(name: str) -> ModelConfig | None:
 
 def table() -> str:
     """The named models in a table for people."""
-    rows = [("name", "repository", "drafter", "context, tokens")]
-    rows += [(name, row.repo, row.draft, str(row.context)) for name, row in MODELS.items()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-    return "\n".join(lines)
+    return _MODELS.strip()
 
 
 def unknown_model(name: str) -> InputError:

@@ -1,8 +1,7 @@
 """From what a caller gives as prompts and seeds to token ids and one seed per row, checked."""
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from minitri.config import LONGEST_CONTEXT, ModelConfig
@@ -16,38 +15,31 @@ MAX_SEED = 2**32 - 1
 
 def encode_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer) -> list[list[int]]:
     """Token ids of one prompt or several. Raises `InputError` if there is none."""
-    ids = [_encode(prompt, tokenizer) for prompt in _as_batch(prompts)]
-    if not ids:
-        raise InputError("there is no prompt; give at least one text or one list of token ids")
-    return ids
-
-
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list; a tensor or array of one dimension is one prompt."""
-    if isinstance(prompts, str | bytes):
-        return [prompts]
-    is_list = hasattr(prompts, "__getitem__") and not isinstance(prompts, Mapping)
-    if not is_list or getattr(prompts, "shape", (1,)) == ():  # a tensor of no dimension
+    try:
+        items: list[Any] = [prompts] if isinstance(prompts, str) else _as_list(prompts)
+        if not items:
+            raise InputError("there is no prompt; give at least one text or list of token ids")
+        if not isinstance(items[0], str | Sequence) and not getattr(items[0], "shape", ()):
+            items = [items]  # one list of token ids, or tensor or array of one dimension
+        return [_encode(prompt, tokenizer) for prompt in items]
+    except TypeError:
         raise InputError(
             f"the prompt is {shorten(repr(prompts), 60)}; give a text, a list of token ids, or a "
             "list of those"
-        )
-    items: list[Any] = list(prompts)
-    if items and not isinstance(items[0], str | Sequence) and not getattr(items[0], "shape", ()):
-        return [items]
-    return items
+        ) from None
 
 
 def _encode(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
-    if isinstance(prompt, str):
-        return tokenizer.encode(prompt) if prompt else []
-    if not isinstance(prompt, bytes):
-        with suppress(TypeError):
-            return [operator.index(token) for token in prompt]
-    raise InputError(
-        f"a prompt is {type(prompt).__name__} {shorten(repr(prompt), 60)}; give a text or a list "
-        "of token ids"
-    )
+    if isinstance(prompt, str) and prompt:
+        return tokenizer.encode(prompt)
+    return [operator.index(token) for token in _as_list(prompt)]
+
+
+def _as_list(prompt: Any) -> list[Any]:
+    """Of anything that has an order. Raises `TypeError`."""
+    if isinstance(prompt, bytes | Mapping | Set):
+        raise TypeError
+    return list(prompt)
 
 
 def check_prompt(ids: list[int], config: ModelConfig, num_new: int) -> None:
@@ -88,8 +80,8 @@ def _too_long(num_tokens: int, config: ModelConfig, num_new: int) -> str:
 def as_seeds(seed: int | Sequence[int], num_rows: int) -> list[int]:
     """One seed per row. Raises `InputError` unless a generator can take them."""
     try:
-        seeds = [operator.index(s) for s in seed] if isinstance(seed, Iterable) else []
-        seeds = seeds or [operator.index(seed) + b for b in range(num_rows)]  # type: ignore[arg-type]
+        given = seed if isinstance(seed, Iterable) else range(seed, seed + num_rows)
+        seeds = [operator.index(one) for one in given]
     except TypeError:
         seeds = []
     if len(seeds) != num_rows or not all(0 <= s <= MAX_SEED for s in seeds):

@@ -1,7 +1,7 @@
 """Text to token ids and back: sentencepiece, tokenizer.json, and the tokenizer in a GGUF file.
 
 The libraries tokenize. Here the BOS token is added where the model wants it, and conversations are
-written as the model's chat template says. `tokenizer_files.py` reads them from files.
+written as the model's chat template says. `open_models.py` reads them from files.
 """
 
 import functools
@@ -33,9 +33,10 @@ class SentencePieceBackend:
         """Token ids of a text in which control tokens are spelled out."""
         ids = range(self.num_tokens)
         marks = {self.token(token): token for token in ids if self._processor.is_control(token)}
-        parts = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
-        pieces = ([marks[part]] if part in marks else self.encode(part) for part in parts)
-        return [token for piece in pieces for token in piece]
+        found: list[int] = []
+        for part in re.split(f"({'|'.join(map(re.escape, marks))})", text):
+            found += [marks[part]] if part in marks else self.encode(part)
+        return found
 
     def decode(self, ids: list[int]) -> str:
         # A model's vocabulary may be padded beyond the pieces, and the library refuses such ids.

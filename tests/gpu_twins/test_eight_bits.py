@@ -13,7 +13,6 @@ import torch
 from minitri.errors import InputError
 from minitri.gpu.eight_bits import EightBitLinear, eight_bit_copy, multiply_math, quantize
 from minitri.gpu.graphs import GraphPool
-from minitri.loading import devices
 from minitri.loading.devices import retrieval_copy
 from minitri.model.execution import Execution
 from minitri.roofline import bytes_per_pass, eight_bit_bytes
@@ -152,6 +151,3 @@ def test_weights_that_a_device_cannot_have_are_refused_in_one_line(
     with pytest.raises(InputError, match=f"--draft-weights {wanted} .*{problem}"):
         retrieval_copy(model, wanted)
     assert retrieval_copy(model, "auto") is None
-    for unknown in ("int3", "fp8"):
-        with pytest.raises(InputError, match="use one of auto, int4, int8, same"):
-            devices.check_weights("auto", unknown)

@@ -116,16 +116,10 @@ def write_gguf_with_sentencepiece(path: Path, config: ModelConfig, model: Path) 
     writer.add_tokenizer_model("llama")
     writer.add_token_list([processor.id_to_piece(i) for i in ids])
     writer.add_token_scores([processor.get_score(i) for i in ids])
-    types = [
-        2
-        if processor.is_unknown(i)
-        else 3
-        if processor.is_control(i)
-        else 6
-        if processor.is_byte(i)
-        else 1
-        for i in ids
-    ]
+    types = [1] * len(ids)
+    for i in ids:
+        is_kind = {2: processor.is_unknown(i), 3: processor.is_control(i), 6: processor.is_byte(i)}
+        types[i] = next((kind for kind, it_is in is_kind.items() if it_is), 1)
     writer.add_token_types(types)
     _finish(writer, config, None, "F32")
     return path

@@ -1,16 +1,13 @@
 """Chat templates: what `transformers` makes of them, and nothing that a template may try."""
 
 import json
-import time
 
 import pytest
-import tokenizers
 
 import minitri
 from minitri import InputError
 from minitri.loading.chat_template import ChatTemplate
-from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
-from tests.conftest import byte_level_tokenizer, edit_json, write_hf_folder
+from tests.conftest import byte_level_tokenizer, write_hf_folder
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -77,11 +74,11 @@ def with_template(tmp_path):
     """A folder whose tokenizer has control tokens, and a way to give it a template."""
     folder = write_hf_folder(tmp_path / "tiny", vocab_size=330)
     pipeline = byte_level_tokenizer()
-    pipeline.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>"])
+    pipeline.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     pipeline.save(str(folder / "tokenizer.json"))
 
-    def write(template, **settings):
-        content = {"chat_template": template, "bos_token": {"content": "<s>"}, **settings}
+    def write(template):
+        content = {"chat_template": template, "bos_token": {"content": "<s>"}}
         (folder / "tokenizer_config.json").write_text(json.dumps(content))
         return minitri.load(folder, device="cpu").tokenizer
 
@@ -94,9 +91,8 @@ def test_control_tokens_are_tokens_and_bos_is_not_doubled(with_template):
     ids = tokenizer.encode_chat(TALK)
     named = [tokenizer.token(number) for number in ids]
     assert named[0] == "<s>"
-    assert named.count("<s>") == 1
-    assert named.count("<|im_start|>") == 5
-    assert named.count("<|im_end|>") == 4
+    counts = [named.count(name) for name in ("<s>", "<|im_start|>", "<|im_end|>")]
+    assert counts == [1, 5, 4]
     assert "Who is <Anne> & 'why'?" in tokenizer.decode(ids)
 
 
@@ -105,25 +101,17 @@ def test_of_several_templates_the_default_counts_and_a_file_counts_most(with_tem
     several = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     assert write(several).chat_template.render([]) == "D"
     assert write(several[:1]).chat_template.render([]) == "T"
-    (folder / "chat_template.jinja").write_text("F{{ bos_token }}")
-    assert write(several).chat_template.render([]) == "F<s>"
-
-
-def test_a_model_without_a_template_says_so(folder):
-    tokenizer = minitri.load(folder, device="cpu").tokenizer
-    assert tokenizer.chat_template is None
-    with pytest.raises(InputError, match="this model has no chat template: it completes texts"):
-        tokenizer.encode_chat(TALK)
-
-
-def test_a_template_of_the_wrong_type_is_named(with_template):
-    folder, write = with_template
-    with pytest.raises(InputError, match="holds a wrong value \\(chat_template is 5"):
-        write(5)
-    edit_json(folder / "tokenizer_config.json", chat_template=None)
+    (folder / "chat_template.jinja").write_text("F{{ bos_token }}{{ eos_token }}")
+    assert write(several).chat_template.render([]) == "F<s></s>"
     (folder / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(InputError, match="chat_template.jinja cannot be read"):
-        minitri.load(folder, device="cpu")
+    with pytest.raises(InputError, match="tokenizer of .*UnicodeDecodeError"):
+        write(several)
+
+
+def test_a_model_without_a_template_says_so(engine):
+    assert engine.tokenizer.chat_template is None
+    with pytest.raises(InputError, match="this model has no chat template"):
+        engine.tokenizer.encode_chat(TALK)
 
 
 @pytest.mark.parametrize(
@@ -137,17 +125,18 @@ def test_a_template_of_the_wrong_type_is_named(with_template):
         ("{% include '/etc/passwd' %}", "no loader"),
         ("{{ cycler.__init__.__globals__.os.system('true') }}", "access to attribute '__init__'"),
         ("{% for i in range(1000000000) %}x{% endfor %}", "Range too big"),
-        ("{{ 'x' * 1000000000000 }}", "it computes"),
-        ("{{ 9 ** 999999999 }}", "it computes"),
+        ("{{ 'x' * 10000000000000000 }}", "MemoryError"),
+        ("{{ 9 ** 999999999 }}", "a power"),
         ("{{ 1 / 0 }}", "division by zero"),
         ("{{ messages[0]['role'].foo.bar }}", "has no attribute 'foo'"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ("{{ 5 + 'a' }}", "unsupported operand"),
+        (NEEDS_PAIRS, "Roles must alternate"),
     ],
 )
 def test_what_a_template_may_not_do_is_one_line(template, problem):
     with pytest.raises(InputError, match=problem) as error:
-        ChatTemplate(template, {}).render(TALK)
+        ChatTemplate(template, {}).render(TALK[:2])
     assert "\n" not in str(error.value)
     assert "chat template" in str(error.value)
 
@@ -157,23 +146,3 @@ def test_what_a_template_may_not_do_is_one_line(template, problem):
 )
 def test_what_a_template_may_not_see_is_empty(template):
     assert ChatTemplate(template, {}).render(TALK) == ""
-
-
-def test_a_template_that_does_not_end_is_ended(monkeypatch):
-    monkeypatch.setattr("minitri.loading.chat_template.MAX_SECONDS", 0.2)
-    loop = "{% for i in range(99999) %}"
-    endless = loop * 4 + "{% set x = i %}" + "{% endfor %}" * 4
-    started = time.monotonic()
-    with pytest.raises(InputError, match="it takes longer than 0.2 s"):
-        ChatTemplate(endless, {}).render(TALK)
-    assert time.monotonic() - started < 20
-    monkeypatch.setattr("minitri.loading.chat_template.MAX_CHARACTERS", 1000)
-    with pytest.raises(InputError, match="it writes more than"):
-        ChatTemplate("{% for i in range(9999) %}x{% endfor %}", {}).render(TALK)
-
-
-def test_a_pipeline_without_settings_has_no_template():
-    tokenizer = Tokenizer(
-        TokenizersBackend(tokenizers.Tokenizer.from_str(byte_level_tokenizer().to_str())), None
-    )
-    assert tokenizer.chat_template is None

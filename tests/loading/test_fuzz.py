@@ -1,8 +1,8 @@
 """Files changed at random give one line, or exactly the model that is written in them.
 
-Whatever is accepted is computed a second time, by `transformers` from weights that this file reads
-itself, or that the `gguf` package reads; the logits must agree. Nothing may end in a traceback,
-hang (a minute for one file), or need half as much memory again as a good file.
+Whatever is accepted is computed a second time, by `transformers`, from weights that the packages
+safetensors and gguf read; the logits must agree. Nothing may end in a traceback, hang (a minute for
+one file), or need half as much memory again as a good file.
 
 The suite tries a few fixed examples; `MINITRI_FUZZ_EXAMPLES=1000 pytest tests/loading/test_fuzz.py`
 tries that many of each kind, and prints what became of them with `-s`.
@@ -11,10 +11,8 @@ tries that many of each kind, and prints what became of them with `-s`.
 import collections
 import contextlib
 import json
-import math
 import os
 import resource
-import shutil
 import signal
 import struct
 from pathlib import Path
@@ -25,14 +23,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import minitri
 from minitri.errors import InputError
-from minitri.loading.hf_folder import Folder
-from tests.conftest import byte_level_tokenizer
-from tests.loading.gguf_writer import NAMES, PARTS, write_gguf
-from tests.loading.test_checkpoint import TOKENS, load, logits
+from tests.loading.gguf_writer import NAMES, PARTS
+from tests.loading.test_checkpoint import TOKENS, as_gguf, copy_of, load, logits
 
 NUM_EXAMPLES = int(os.environ.get("MINITRI_FUZZ_EXAMPLES", "150"))
 examples = settings(
@@ -45,33 +41,37 @@ examples = settings(
 outcomes: collections.Counter[str] = collections.Counter()
 
 
-@contextlib.contextmanager
-def one_minute():
-    def stop(*_):
-        raise TimeoutError("it hangs")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(60)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+def stop(*_):
+    raise TimeoutError("it hangs")
 
 
 def loaded(path: Path, kind: str) -> minitri.Engine | None:
     """The model, or None if it was refused in one line."""
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(60)
     try:
-        with one_minute():
-            engine = load(path)
+        engine = load(path)
     except InputError as error:
         message = str(error)
         assert message.isprintable(), message
         assert len(message) < 1000, message
         outcomes[f"{kind}: refused"] += 1
         return None
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
     outcomes[f"{kind}: accepted"] += 1
     return engine
+
+
+@contextlib.contextmanager
+def replaced(file: Path, content: bytes):
+    before = file.read_bytes()
+    file.write_bytes(content)
+    try:
+        yield
+    finally:
+        file.write_bytes(before)
 
 
 def expected_logits(config: dict, weights: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -107,39 +107,13 @@ def memory_of_a_good_run(folder):
 @pytest.fixture(scope="module")
 def work(folder, tmp_path_factory) -> Path:
     """A copy of the tiny model, whose files the examples write over."""
-    return Path(shutil.copytree(folder, tmp_path_factory.mktemp("fuzz") / "tiny"))
+    return copy_of(folder, tmp_path_factory.mktemp("fuzz") / "tiny")
 
 
+VALUES = """[null, true, false, 0, 1, 2, 2.0, 2.5, -1, "2", "", "a\\nb", [], {}, [2], {"a": 1},
+1e-30, 1e30, Infinity, -Infinity, NaN, 100000000000000000000, "\\ud800"]"""
 JUNK = st.one_of(
-    st.sampled_from(
-        [
-            None,
-            True,
-            False,
-            0,
-            1,
-            2,
-            2.0,
-            2.5,
-            -1,
-            "2",
-            "",
-            "a\nb",
-            [],
-            {},
-            [2],
-            {"a": 1},
-            1e-30,
-            1e30,
-            math.inf,
-            -math.inf,
-            math.nan,
-            10**20,
-            10**400,
-            "x" * 3000,
-            "\ud800",
-        ]
-    ),
+    st.sampled_from([*json.loads(VALUES), 10**400, "x" * 3000]),
     st.integers(-3, 70),
     st.floats(),
     st.text(max_size=5),
@@ -151,60 +125,36 @@ def or_junk(*good) -> st.SearchStrategy:
     return st.one_of(st.sampled_from(good), st.sampled_from(good), JUNK)
 
 
+COUNTS = or_junk(1, 2, 4, 8, 16, 64, 320)
+NUMBERS = or_junk(1, 1.0, 0.5, 2, 2.5, 8.0, 32.0)
+TRAINED = "original_max_position_embeddings"
 ROPE = st.fixed_dictionaries(
     {"rope_type": or_junk("default", "linear", "llama3", "yarn", "yarn")},
     optional={
-        "factor": or_junk(1, 1.0, 2.5, 8.0),
-        "rope_theta": or_junk(10000, 500000.0, 2.0),
-        "original_max_position_embeddings": or_junk(64, 128, 512, 4),
-        "low_freq_factor": or_junk(1.0, 0.5, 2),
-        "high_freq_factor": or_junk(4.0, 1.0, 8),
-        "beta_fast": or_junk(32.0, 16, 1.0),
-        "beta_slow": or_junk(1.0, 2, 32.0),
-        "attention_factor": or_junk(1.0, 0.5, 1.2),
-        "truncate": or_junk(True, False),
-        "type": or_junk("linear", "default"),
-        "mscale": or_junk(1.0),
-        "partial_rotary_factor": or_junk(1.0, 1),
-        "surprise": JUNK,
+        **dict.fromkeys(("factor", "low_freq_factor", "attention_factor", "mscale"), NUMBERS),
+        **dict.fromkeys(("high_freq_factor", "beta_fast", "beta_slow", "surprise"), NUMBERS),
+        **{"rope_theta": NUMBERS, "partial_rotary_factor": NUMBERS, TRAINED: COUNTS},
+        **{"truncate": or_junk(True, False), "type": or_junk("linear", "default")},
     },
 )
 CONFIG = {
     "num_hidden_layers": or_junk(2, 1, 3),
-    "num_attention_heads": or_junk(4, 8, 2),
-    "num_key_value_heads": or_junk(2, 4, 1),
+    "num_attention_heads": COUNTS,
+    "num_key_value_heads": COUNTS,
     "head_dim": or_junk(16, 8, 32),
-    "hidden_size": or_junk(64),
-    "intermediate_size": or_junk(96),
-    "vocab_size": or_junk(320),
-    "max_position_embeddings": or_junk(512, 100, 4096),
+    "max_position_embeddings": COUNTS,
     "rms_norm_eps": or_junk(1e-6, 1e-3, 0.1),
     "rope_theta": or_junk(10000.0, 2e5),
     "rope_scaling": st.one_of(ROPE, ROPE, JUNK),
     "rope_parameters": st.one_of(ROPE, ROPE, ROPE, JUNK),
-    "tie_word_embeddings": or_junk(False),
-    "attention_bias": or_junk(False),
-    "mlp_bias": or_junk(False),
-    "hidden_act": or_junk("silu"),
-    "model_type": or_junk("llama"),
     "bos_token_id": or_junk(1, [1]),
     "eos_token_id": or_junk(2, [2, 7]),
-    "draft_of": JUNK,
-    "head_size": JUNK,
-    "partial_rotary_factor": or_junk(1.0),
-    "original_max_position_embeddings": or_junk(64),
+    TRAINED: COUNTS,
 }
-
-
-COUNTS = {
-    "num_layers": "num_hidden_layers",
-    "context_length": "max_position_embeddings",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "rms_norm_eps": "rms_norm_eps",
-    "vocab_size": "vocab_size",
-}
+OTHERS = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 320, "hidden_act": "silu"}
+OTHERS |= {"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False}
+OTHERS |= {"model_type": "llama", "draft_of": None, "head_size": None, "partial_rotary_factor": 1}
+CONFIG |= {key: or_junk(value) for key, value in OTHERS.items()}
 
 
 def without_null(config: dict) -> dict:
@@ -219,26 +169,19 @@ def without_null(config: dict) -> dict:
 @examples
 @given(data=st.data())
 def test_a_config_is_refused_or_means_what_it_says(work, data):
-    base = json.loads((work / "config.json").read_text())
     keys = data.draw(st.lists(st.sampled_from(sorted(CONFIG)), min_size=1, max_size=3))
-    config = base | {key: data.draw(CONFIG[key], key) for key in keys}
-    (work / "config.json").write_text(json.dumps(config))
-    try:
+    config = json.loads((work / "config.json").read_text())
+    config |= {key: data.draw(CONFIG[key], key) for key in keys}
+    with replaced(work / "config.json", json.dumps(config).encode()):
         engine = loaded(work, "config")
-    finally:
-        (work / "config.json").write_text(json.dumps(base))
-    if engine is None:
-        return
-    shape = engine.config
-    written = without_null(config)
-    for key in ("bos_token_id", "eos_token_id"):  # several, or of no use to logits
-        written.pop(key, None)
-    for name, key in COUNTS.items():
-        assert key not in written or getattr(shape, name) == written[key]
-    assert_same(engine, written, load_file(work / "model.safetensors"))
+    if engine is not None:
+        written = without_null(config)
+        for key in ("bos_token_id", "eos_token_id"):  # several, or of no use to logits
+            written.pop(key, None)
+        assert engine.config.context_length == written.get("max_position_embeddings", 2048)
+        assert_same(engine, written, load_file(work / "model.safetensors"))
 
 
-OLD = "original_max_position_embeddings"
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -247,58 +190,23 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
     "change",
     [
         {"rope_parameters": YARN},
-        {"rope_parameters": YARN, OLD: 64},
-        {"rope_parameters": YARN | {OLD: 128}, OLD: 64},
-        {"rope_parameters": LLAMA3, OLD: 64},
+        {"rope_parameters": YARN, TRAINED: 64},
+        {"rope_parameters": YARN | {TRAINED: 128}, TRAINED: 64},
+        {"rope_parameters": LLAMA3, TRAINED: 64},
         {"rope_parameters": YARN, "rope_scaling": {"type": "linear", "factor": 2.0}},
         {"rope_parameters": {}, "rope_scaling": YARN | {"rope_type": "linear"}, "rope_theta": 5e3},
         {"rope_parameters": YARN | {"rope_theta": 7000.0}, "rope_theta": 5000.0},
         {"rope_parameters": YARN | {"type": "linear", "truncate": False}},
-        {"rope_parameters": YARN | {"original_max_position_embeddings": 4, "beta_slow": 2.0}},
+        {"rope_parameters": YARN | {TRAINED: 4, "beta_slow": 2.0}},
         {"rope_parameters": YARN | {"attention_factor": 0.5, "beta_fast": 2, "beta_slow": 2}},
         {"head_dim": 8, "num_attention_heads": 8, "num_key_value_heads": 4},
     ],
     ids=str,
 )
 def test_unusual_forms_of_a_config_mean_what_they_mean_to_others(work, change):
-    base = (work / "config.json").read_bytes()
-    (work / "config.json").write_text(json.dumps(json.loads(base) | change))
-    try:
-        config = json.loads((work / "config.json").read_text())
+    config = json.loads((work / "config.json").read_text()) | change
+    with replaced(work / "config.json", json.dumps(config).encode()):
         assert_same(load(work), config, load_file(work / "model.safetensors"))
-    finally:
-        (work / "config.json").write_bytes(base)
-
-
-SETTINGS = st.fixed_dictionaries(
-    {},
-    optional={
-        "add_bos_token": or_junk(True, False),
-        "eos_token_id": or_junk(2, [2, 7]),
-        "bos_token_id": or_junk(1),
-        "tokenizer_class": JUNK,
-    },
-)
-
-
-@examples
-@given(kind=st.sampled_from(["generation_config.json", "tokenizer_config.json"]), values=SETTINGS)
-def test_small_settings_files_are_refused_or_followed(work, kind, values):
-    before = (work / kind).read_bytes() if (work / kind).exists() else None
-    (work / kind).write_text(json.dumps(values))
-    try:
-        engine = loaded(work, kind)
-    finally:
-        (work / kind).unlink()
-        if before is not None:
-            (work / kind).write_bytes(before)
-    if engine is None:
-        return
-    if kind == "tokenizer_config.json":
-        assert engine.tokenizer.bos_token_id == (1 if values.get("add_bos_token") else None)
-    elif values.get("eos_token_id") not in (None, []):
-        eos = values["eos_token_id"]
-        assert engine.config.eos_token_ids == tuple(eos if isinstance(eos, list) else [eos])
 
 
 def damaged(content: bytes, header: int, data) -> bytes:
@@ -310,9 +218,7 @@ def damaged(content: bytes, header: int, data) -> bytes:
         if how == "flip" and changed:
             changed[at] ^= 1 << data.draw(st.integers(0, 7))
         elif how == "number":
-            number = data.draw(
-                st.sampled_from([0, 1, 2, 8, 9, 255, 2**31, 2**32 - 1, 2**63, 2**64 - 1])
-            )
+            number = data.draw(st.sampled_from([0, 1, 2, 8, 9, 255, 2**31, 2**63, 2**64 - 1]))
             changed[at : at + 8] = struct.pack("<Q", number)
         elif how == "text":
             changed[at : at + 1] = str(data.draw(st.integers(0, 99))).encode()[:1]
@@ -321,96 +227,6 @@ def damaged(content: bytes, header: int, data) -> bytes:
         else:
             changed += bytes(data.draw(st.integers(1, 100)))
     return bytes(changed)
-
-
-DTYPES = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}
-
-
-def read_safetensors(content: bytes) -> dict[str, torch.Tensor]:
-    """By the format's own words."""
-    (length,) = struct.unpack_from("<Q", content)
-    found = {}
-    for name, entry in json.loads(content[8 : 8 + length]).items():
-        if name != "__metadata__":
-            begin, end = (8 + length + offset for offset in entry["data_offsets"])
-            values = np.frombuffer(content[begin:end], DTYPES[entry["dtype"]])
-            found[name] = torch.from_numpy(values.reshape(entry["shape"]).astype(np.float32))
-    return found
-
-
-def edited(content: bytes, data) -> bytes:
-    """The content with one entry of its header rewritten, in a header that is valid JSON."""
-    (length,) = struct.unpack_from("<Q", content)
-    header = json.loads(content[8 : 8 + length])
-    names = st.sampled_from(sorted(set(header) - {"__metadata__"}))
-    name, other = data.draw(names), data.draw(names)
-    how = data.draw(st.sampled_from(["dtype", "shape", "offsets", "rename", "swap", "junk"]))
-    if how == "dtype":
-        header[name]["dtype"] = data.draw(
-            or_junk("F32", "F16", "BF16", "I32", "F8_E4M3", "U8", "F64", "F4", "BOOL", "C64")
-        )
-    elif how == "shape":
-        header[name]["shape"] = data.draw(or_junk(header[name]["shape"][::-1], [], [0], [-1]))
-    elif how == "offsets":
-        header[name]["data_offsets"] = data.draw(or_junk(header[other]["data_offsets"], [0, 1]))
-    elif how == "rename":
-        header[data.draw(st.text(max_size=20))] = header.pop(name)
-    elif how == "swap":
-        header[name], header[other] = header[other], header[name]
-    else:
-        header[name] = data.draw(JUNK)
-    text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + content[8 + length :]
-
-
-@examples
-@given(data=st.data())
-def test_a_safetensors_header_is_refused_or_followed(work, data):
-    file = work / "model.safetensors"
-    original = file.read_bytes()
-    (length,) = struct.unpack_from("<Q", original)
-    if data.draw(st.booleans()):
-        content = edited(original, data)
-    else:
-        content = damaged(original, 8 + length, data)
-    file.write_bytes(content)
-    try:
-        engine = loaded(work, "safetensors")
-    finally:
-        file.write_bytes(original)
-    if engine is not None:
-        config = json.loads((work / "config.json").read_text())
-        assert_same(engine, config, read_safetensors(content))
-
-
-@pytest.fixture(scope="module")
-def shards(folder, tmp_path_factory) -> Path:
-    """Two shards, each with all tensors, the second negated; and one with none of them."""
-    target = tmp_path_factory.mktemp("fuzz") / "shards"
-    shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors"))
-    weights = load_file(folder / "model.safetensors")
-    save_file(weights, target / "a.safetensors")
-    save_file({name: -tensor for name, tensor in weights.items()}, target / "b.safetensors")
-    save_file({}, target / "c.safetensors")
-    return target
-
-
-@examples
-@given(data=st.data())
-def test_an_index_is_refused_or_followed(shards, data):
-    sign = {"a.safetensors": 1, "b.safetensors": -1}
-    weights = load_file(shards / "a.safetensors")
-    index = {name: data.draw(st.sampled_from(sorted(sign))) for name in weights}
-    for _ in range(data.draw(st.integers(0, 2))):
-        name = data.draw(st.one_of(st.sampled_from(sorted(weights)), st.text(max_size=9)))
-        index[name] = data.draw(or_junk("c.safetensors", "a.safetensors", "../a.safetensors"))
-    content = {"weight_map": data.draw(st.one_of(st.just(index), st.just(index), JUNK))}
-    (shards / "model.safetensors.index.json").write_text(json.dumps(content))
-    engine = loaded(shards, "index")
-    if engine is not None:
-        config = json.loads((shards / "config.json").read_text())
-        chosen = {name: sign[index[name]] * tensor for name, tensor in weights.items()}
-        assert_same(engine, config, chosen)
 
 
 KEYS = {
@@ -426,7 +242,7 @@ KEYS = {
 }
 
 
-def read_gguf(path: Path, heads: int) -> tuple[dict, dict[str, torch.Tensor], gguf.GGUFReader]:
+def read_gguf(path: Path) -> tuple[dict, dict[str, torch.Tensor], gguf.GGUFReader]:
     """Config and weights by the `gguf` package, which is used for files that were accepted only."""
     reader = gguf.GGUFReader(path)
     found = {name: reader.get_field(f"llama.{key}") for name, key in KEYS.items()}
@@ -454,9 +270,7 @@ def test_a_gguf_header_is_refused_or_followed(folder, tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "fuzz.gguf"
     original = path.with_suffix(".original")
     if not original.exists():
-        config = Folder(folder).config("tiny")
-        weights = dict(Folder(folder).tensors(config))
-        write_gguf(original, config, byte_level_tokenizer(), weights, kind="Q8_0")
+        as_gguf(folder, original, kind="Q8_0")
     content = original.read_bytes()
     header = gguf.GGUFReader(original).data_offset
     # Most of the header is the vocabulary; the rest, where more can go wrong, gets its share.
@@ -469,10 +283,7 @@ def test_a_gguf_header_is_refused_or_followed(folder, tmp_path_factory, data):
     engine = loaded(path, "gguf")
     if engine is None:
         return
-    config, weights, reader = read_gguf(path, 4)
-    for key, value in config.items():
-        if key == "rms_norm_eps":
-            assert math.isclose(engine.config.rms_norm_eps, value, rel_tol=1e-5)
+    config, weights, reader = read_gguf(path)
     assert_same(engine, config, weights)
     tokens = reader.get_field("tokenizer.ggml.tokens").contents()
     assert [engine.tokenizer.token(number) for number in range(len(tokens))] == tokens

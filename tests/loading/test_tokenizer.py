@@ -1,32 +1,31 @@
-"""All three kinds of tokenizer, and streaming that never breaks a character or loses a space."""
+"""All kinds of tokenizer, streaming that never breaks a character or loses a space, and drafters,
+which must spell every token as the target does, or their guesses mean something else."""
 
+import json
 from pathlib import Path
 
 import pytest
 import sentencepiece
 
-from minitri.errors import InputError
+import minitri
+from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.loading.gguf.file import GgufFile
 from minitri.loading.hf_folder import Folder
+from minitri.loading.open_models import load_tokenizer
 from minitri.loading.text_stream import IncrementalDecoder
-from minitri.loading.tokenizer import Tokenizer
-from minitri.loading.tokenizer_files import load_tokenizer
-from tests.conftest import SENTENCES, byte_level_tokenizer, edit_json, tiny_config
+from minitri.loading.tokenizer import Tokenizer, check_same_vocabulary
+from tests.conftest import SENTENCES, byte_level_tokenizer, edit_json, tiny_config, write_hf_folder
 from tests.loading.gguf_writer import write_gguf, write_gguf_with_sentencepiece
 
 HARD = "Naïve 日本語 🙂🚀 — “quotes”,\n\n  two  spaces\tand a tab"
 
 
-@pytest.fixture(scope="module")
-def sentencepiece_folder(tmp_path_factory) -> Path:
-    """A sentencepiece BPE with Llama-2's options, trained here."""
-    folder = tmp_path_factory.mktemp("sp")
-    text = folder / "text.txt"
-    text.write_text("\n".join(SENTENCES * 5), encoding="utf-8")
+def train_sentencepiece(folder: Path, vocab_size: int) -> Path:
+    """A sentencepiece BPE with Llama-2's options."""
     sentencepiece.SentencePieceTrainer.train(
-        input=str(text),
+        sentence_iterator=iter(SENTENCES * 5),
         model_prefix=str(folder / "tokenizer"),
-        vocab_size=400,
+        vocab_size=vocab_size,
         model_type="bpe",
         byte_fallback=True,
         normalization_rule_name="identity",
@@ -36,26 +35,35 @@ def sentencepiece_folder(tmp_path_factory) -> Path:
     return folder
 
 
-def load(folder: Path, **changes) -> Tokenizer:
-    return load_tokenizer(Folder(folder), tiny_config(vocab_size=500, bos_token_id=1, **changes))
+@pytest.fixture(scope="module")
+def sentencepiece_folder(tmp_path_factory) -> Path:
+    return train_sentencepiece(tmp_path_factory.mktemp("sp"), vocab_size=400)
 
 
-@pytest.fixture(params=["sentencepiece", "tokenizer.json", "gguf bpe", "gguf sentencepiece"])
-def tokenizer(request, sentencepiece_folder, tmp_path) -> Tokenizer:
-    config = tiny_config(vocab_size=500, bos_token_id=1)
-    if request.param == "sentencepiece":
-        return load(sentencepiece_folder)
-    if request.param == "tokenizer.json":
-        byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
-        return load(tmp_path)
-    if request.param == "gguf bpe":
-        return load_tokenizer(
-            GgufFile(write_gguf(tmp_path / "tiny.gguf", config, byte_level_tokenizer())), config
-        )
+CONFIG = tiny_config(vocab_size=500, bos_token_id=1)
+
+
+def load(path: Path) -> Tokenizer:
+    return load_tokenizer(GgufFile(path) if path.suffix else Folder(path), CONFIG)
+
+
+@pytest.fixture
+def tokenizers(sentencepiece_folder, tmp_path) -> dict[str, Tokenizer]:
+    byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    bpe = write_gguf(tmp_path / "tiny.gguf", CONFIG, byte_level_tokenizer())
     model = sentencepiece_folder / "tokenizer.model"
-    return load_tokenizer(
-        GgufFile(write_gguf_with_sentencepiece(tmp_path / "sp.gguf", config, model)), config
-    )
+    sp = write_gguf_with_sentencepiece(tmp_path / "sp.gguf", CONFIG, model)
+    paths = {"tokenizer.json": tmp_path, "sentencepiece": sentencepiece_folder}
+    paths |= {"gguf bpe": bpe, "gguf sentencepiece": sp}
+    return {name: load(path) for name, path in paths.items()}
+
+
+KINDS = ["sentencepiece", "tokenizer.json", "gguf bpe", "gguf sentencepiece"]
+
+
+@pytest.fixture(params=KINDS)
+def tokenizer(request, tokenizers) -> Tokenizer:
+    return tokenizers[request.param]
 
 
 @pytest.mark.parametrize("text", [*SENTENCES, HARD])
@@ -98,17 +106,12 @@ def test_ids_of_a_padded_vocabulary_have_no_text(sentencepiece_folder):
     assert load(sentencepiece_folder).decode([1, 450, 499]) == ""
 
 
-def test_the_gguf_forms_tokenize_like_their_originals(sentencepiece_folder, tmp_path):
-    config = tiny_config(vocab_size=500, bos_token_id=1)
-    bpe = GgufFile(write_gguf(tmp_path / "bpe.gguf", config, byte_level_tokenizer()))
-    sp = GgufFile(
-        write_gguf_with_sentencepiece(
-            tmp_path / "sp.gguf", config, sentencepiece_folder / "tokenizer.model"
-        )
-    )
+def test_the_gguf_forms_tokenize_like_their_originals(tokenizers):
+    bpe, sp = (tokenizers[name] for name in ("gguf bpe", "gguf sentencepiece"))
     for text in (*SENTENCES, HARD):
-        assert load_tokenizer(bpe, config).encode(text) == byte_level_tokenizer().encode(text).ids
-        assert load_tokenizer(sp, config).encode(text) == load(sentencepiece_folder).encode(text)
+        assert bpe.encode(text) == byte_level_tokenizer().encode(text).ids
+        assert sp.encode(text) == tokenizers["sentencepiece"].encode(text)
+    assert sp.encode_marked("</s>a<s>") == [2, *sp.encode("a")[1:], 1]
 
 
 def test_bos_follows_the_config_and_is_not_doubled(sentencepiece_folder, tmp_path):
@@ -121,20 +124,93 @@ def test_bos_follows_the_config_and_is_not_doubled(sentencepiece_folder, tmp_pat
     assert load(tmp_path).encode("<s>word")[:2].count(1) == 1
 
 
-def test_a_tokenizer_larger_than_the_vocabulary_is_refused(sentencepiece_folder):
-    with pytest.raises(InputError, match="has 400 tokens but the model's vocabulary has 399"):
-        load_tokenizer(Folder(sentencepiece_folder), tiny_config(vocab_size=399, bos_token_id=1))
+class Spelling:
+    """A tokenizer backend that only knows how tokens are spelled."""
+
+    def __init__(self, tokens: list[str | None]) -> None:
+        self.tokens, self.num_tokens = tokens, len(tokens)
+
+    def token(self, number: int) -> str | None:
+        return self.tokens[number]
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
-def test_a_damaged_tokenizer_is_one_clear_line(tmp_path, name):
-    (tmp_path / name).write_bytes(b"\x00 not a tokenizer")
-    with pytest.raises(InputError, match="damaged"):
-        load(tmp_path)
+TOKENS: list[str | None] = ["<unk>", "<s>", "</s>", "a", "b", "Ġthe"]
 
 
-def test_a_missing_tokenizer_is_one_clear_line(tmp_path):
-    with pytest.raises(
-        InputError, match="has no tokenizer; expected tokenizer.json or tokenizer.model"
+def check(draft: list[str | None], target: list[str | None]) -> None:
+    ours, theirs = Tokenizer(Spelling(draft), None), Tokenizer(Spelling(target), None)
+    check_same_vocabulary(ours, theirs, "tiny-draft")
+
+
+def test_vocabularies_that_agree_where_both_have_tokens_pass():
+    longer = [*TOKENS, "<pad>"]
+    unused = [*TOKENS, None]
+    for draft, target in (
+        (TOKENS, TOKENS),
+        ([*longer, "<extra>"], TOKENS),
+        (TOKENS, longer),
+        (TOKENS[:4], TOKENS),
+        ([*unused, None], unused),
     ):
-        load(tmp_path)
+        check(draft, target)
+
+
+@pytest.mark.parametrize("position", range(len(TOKENS)))
+@pytest.mark.parametrize("padding", [0, 2])
+def test_one_token_that_differs_is_refused_in_one_line(position, padding):
+    other = [*TOKENS, *["<pad>"] * padding]
+    other[position] = "other"
+    with pytest.raises(InputError, match=f"tiny-draft .* token {position} is 'other'") as refused:
+        check(other, TOKENS)
+    assert "\n" not in str(refused.value)
+    assert repr(TOKENS[position]) in str(refused.value)
+
+
+def two_tokens_changed_places(folder):
+    edited = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab = edited["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(edited), encoding="utf-8")
+
+
+def another_library(folder):
+    """With the same first tokens."""
+    (folder / "tokenizer.json").unlink()
+    train_sentencepiece(folder, vocab_size=320)
+
+
+@pytest.mark.parametrize("change", [two_tokens_changed_places, another_library])
+def test_a_drafter_of_another_family_is_refused_by_name_before_weights_are_read(
+    change, folder, tmp_path, monkeypatch
+):
+    other = write_hf_folder(tmp_path / "other-words")
+    change(other)
+    monkeypatch.setattr("minitri.loading.open_models.load_model", None)
+    with pytest.raises(InputError, match="the drafter other-words has another vocabulary") as it:
+        minitri.load(folder, draft=other)
+    assert "\n" not in str(it.value)
+
+
+@pytest.mark.parametrize("vocab_size", [312, 400])
+@pytest.mark.parametrize("num_tokens", [-20, 0, 1])
+def test_a_drafter_with_more_or_fewer_tokens_at_the_end_is_taken(
+    folder, tmp_path, num_tokens, vocab_size
+):
+    """In its tokenizer, in its model, or in both."""
+    other = write_hf_folder(tmp_path / "other", vocab_size=vocab_size)
+    content = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab, merges = content["model"]["vocab"], content["model"]["merges"]
+    end = len(vocab) + num_tokens
+    vocab |= {f"<{n}>": n for n in range(len(vocab), end)}
+    content["model"]["vocab"] = {name: number for name, number in vocab.items() if number < end}
+    content["model"]["merges"] = merges[: len(merges) + min(num_tokens, 0)]
+    (other / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    engine = minitri.load(folder, draft=other, dtype="float32")
+    done = engine.complete(
+        [5, 6, 7],
+        sampling=SamplingParams(1.0),
+        speculation=SpeculationConfig("naive"),
+        generation=GenerationConfig(30, ignore_eos=True),
+    )
+    assert max(done.token_ids) < engine.config.vocab_size
+    assert done.stats.levels[0].num_tested_tokens > 0

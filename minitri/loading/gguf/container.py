@@ -2,7 +2,6 @@
 
 The `gguf` package has a parser, too. It makes objects of every value, which takes 1.8 s for a
 vocabulary of 49,152 tokens where this one takes 0.1 s, and millions of them for a damaged header.
-So whatever a file counts is compared with its size before anything is made of it.
 """
 
 import math
@@ -11,14 +10,12 @@ from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
+from gguf.quants import quant_shape_to_byte_shape
 
 from minitri.errors import shorten
 
-_NUMBERS = dict(enumerate(("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?")))
-_NUMBERS |= {10: "<u8", 11: "<i8", 12: "<f8"}
+_NUMBERS = gguf.GGUFReader.gguf_scalar_to_np
 _TEXT, _ARRAY = 8, 9
-_MOST_ENTRIES, _MOST_TEXTS = 1 << 16, 1 << 22
-"""Keys or tensors of a file, and texts of an array: far more than any model has."""
 
 
 class StoredTensor(NamedTuple):
@@ -36,7 +33,7 @@ class _Reader:
         self.data = np.memmap(path, np.uint8, "r").view(np.ndarray)  # whose views are fast
         self.position = 0
 
-    def numbers(self, kind: str, count: int) -> np.ndarray:
+    def numbers(self, kind: Any, count: int) -> np.ndarray:
         """A view of the file."""
         start = self.position
         self.position += np.dtype(kind).itemsize * count
@@ -44,67 +41,58 @@ class _Reader:
             raise ValueError(f"{self.position} bytes are needed, {len(self.data)} are there")
         return self.data[start : self.position].view(kind)
 
-    def number(self, kind: str = "<u8", most: int | None = None) -> Any:
-        value = self.numbers(kind, 1).item()
-        if most is not None and value > most:
-            raise ValueError(f"it counts {value} things where at most {most} can be")
-        return value
+    def number(self, kind: Any = "<u8") -> Any:
+        return self.numbers(kind, 1).item()
 
     def text(self) -> str:
         return self.numbers("u1", self.number()).tobytes().decode()
 
-    def value(self, kind: int, is_element: bool = False) -> Any:
-        """A number, a text, a list of texts, or an array of numbers."""
+    def value(self) -> Any:
+        """After its type: a number, a text, a list of texts, or an array of numbers."""
+        kind = self.number("<u4")
         if kind == _TEXT:
             return self.text()
-        if kind == _ARRAY and not is_element:
-            element = self.number("<u4")
-            if element == _TEXT:
-                return [self.text() for _ in range(self.number(most=_MOST_TEXTS))]
-            return self.numbers(_NUMBERS[element], self.number())
-        return self.number(_NUMBERS[kind])
+        if kind != _ARRAY:
+            return self.number(_NUMBERS[kind])
+        kind, count = self.number("<u4"), self.number()
+        if kind == _TEXT:
+            return [self.text() for _ in range(count)]
+        return self.numbers(_NUMBERS[kind], count)
 
-    def metadata(self, num_keys: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for _ in range(num_keys):
-            key = self.text()
-            if key in found:
-                raise ValueError(f"it has {shorten(key, 60)} twice")
-            found[key] = self.value(self.number("<u4"))
-        return found
-
-    def tensors(self, num_tensors: int, alignment: int) -> dict[str, StoredTensor]:
-        """Each begins where the one before it ends; so none can be of another type or shape."""
-        table = []
-        for _ in range(num_tensors):
-            name = self.text()
-            num_dims = self.number("<u4", most=4)
-            *rows, row = reversed(self.numbers("<u8", num_dims).tolist())
-            table.append((name, rows, row, self.number("<u4"), self.number()))
-        end = 0
-        begin = -(-self.position // alignment) * alignment
-        found: dict[str, StoredTensor] = {}
-        for name, rows, row, number, offset in table:
-            kind = gguf.GGMLQuantizationType(number)
-            block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
-            if offset != end or row % block or name in found:
-                what = f"tensor {shorten(name, 60)} of type {kind.name} and shape {(*rows, row)}"
-                raise ValueError(f"{what} does not fit between its neighbours")
-            row_bytes = row // block * num_bytes
-            self.position = begin + offset
-            data = self.numbers("u1", math.prod(rows) * row_bytes).reshape(*rows, row_bytes)
-            found[name] = StoredTensor(kind, (*rows, row), data)
-            end = -(-(self.position - begin) // alignment) * alignment
-        if len(self.data) > begin + end:
-            raise ValueError("bytes are left after its last tensor")
-        return found
+    def align(self, alignment: int) -> int:
+        """Goes on to the next multiple."""
+        self.position = -(-self.position // alignment) * alignment
+        return self.position
 
 
 def read_container(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """Metadata and tensors by their names. Raises `ValueError` and others for a damaged file."""
+    """Metadata and tensors by their names. Raises `ValueError` and others for a damaged file.
+
+    A tensor begins where the one before it ends; so none can be of another type or shape.
+    """
     reader = _Reader(path)
     if reader.number("<u4") != gguf.GGUF_MAGIC or reader.number("<u4") not in (2, 3):
         raise ValueError("it does not begin with GGUF and version 2 or 3")
-    num_tensors = reader.number(most=_MOST_ENTRIES)
-    metadata = reader.metadata(reader.number(most=_MOST_ENTRIES))
-    return metadata, reader.tensors(num_tensors, metadata.get("general.alignment", 32))
+    num_tensors, num_keys = reader.number(), reader.number()
+    metadata = {reader.text(): reader.value() for _ in range(num_keys)}
+    table = []
+    for _ in range(num_tensors):
+        name = reader.text()
+        *rows, row = reversed(reader.numbers("<u8", reader.number("<u4")).tolist())
+        table.append((name, (*rows, row), reader.number("<u4"), reader.number()))
+    alignment = metadata.get("general.alignment", 32)
+    begin = reader.align(alignment)
+    tensors = {}
+    for name, shape, number, offset in table:
+        kind = gguf.GGMLQuantizationType(number)
+        stored = quant_shape_to_byte_shape(shape, kind)
+        if begin + offset != reader.align(alignment):
+            what = f"tensor {shorten(name, 60)} of type {kind.name} and shape {shape}"
+            raise ValueError(f"{what} does not begin where the one before it ends")
+        data = reader.numbers("u1", math.prod(stored)).reshape(stored)
+        tensors[name] = StoredTensor(kind, shape, data)
+    if reader.align(alignment) < len(reader.data):
+        raise ValueError("bytes are left after its last tensor")
+    if len(metadata) + len(tensors) < num_keys + num_tensors:
+        raise ValueError("it has a name twice")
+    return metadata, tensors
