@@ -39,7 +39,6 @@ from minitri.roofline import CPU, Workload, weights_per_pass
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.stack import Stack, begin
 from tools.bench.bandwidth import copy_bandwidth, idle_share
-from tools.bench.plots import draw_contexts
 
 SAMPLING = SamplingParams(0.6, top_p=0.9)
 WARMUP_STEPS = 3
@@ -80,10 +79,10 @@ class Setup:
 
 def setup_of(args: argparse.Namespace) -> Setup:
     """What the flags ask for. Raises `InputError`."""
-    if args.compare or args.peers or args.profile or args.coupled:
+    if args.compare or args.peer or args.profile or args.coupled:
         raise InputError(
-            "--load dummy goes with none of --compare, --peers, --profile and --coupled; leave "
-            "them out"
+            "--load dummy goes with none of --compare, --peer, --profile and --coupled; leave them "
+            "out"
         )
     target = shape_of(args.shape)
     if target is None:
@@ -94,14 +93,16 @@ def setup_of(args: argparse.Namespace) -> Setup:
             "--load dummy compares one method with autoregressive decoding; give one --method, not "
             "auto"
         )
-    args.model, args.method = args.shape, methods[0]
-    args.gamma1, args.gamma2 = args.gamma1 or 2, args.gamma2 or (16 if args.offload else 6)
-    device, generation = choose_device(args.device), taken(GenerationConfig, args)
+    args.model = args.shape
+    args.method = methods[0]
+    args.gamma1 = args.gamma1 or 2
+    args.gamma2 = args.gamma2 or (16 if args.offload else 6)
+    device = choose_device(args.device)
     return Setup(
         target,
         shape_of(draft_of(args)),
         speculation_of(args),
-        generation,
+        taken(GenerationConfig, args, max_new_tokens=args.new_tokens),
         args.synthetic_acceptance,
         choose_dtype(args.dtype, device),
         device,
@@ -112,14 +113,7 @@ def setup_of(args: argparse.Namespace) -> Setup:
 
 def run_synthetic(args: argparse.Namespace) -> None:
     """Measures a shape with made-up weights and verdicts, and prints."""
-    setup, contexts = setup_of(args), args.context or [8192]
-    result = sweep_contexts(setup, contexts)
-    print(json.dumps(result), flush=True)
-    if args.plot:
-        runs = ("autoregressive", "cascade")
-        times = {run: [row[run]["ms_per_token"] for row in result["rows"]] for run in runs}
-        title = f"SYNTHETIC: {args.shape}, {setup.device}, acceptance {setup.acceptance}"
-        draw_contexts(args.plot, contexts, times, title)
+    print(json.dumps(sweep_contexts(setup_of(args), args.context or [8192])), flush=True)
 
 
 def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
