@@ -12,9 +12,7 @@ The scores are
 - `order`: the middle of the token's interval in the CDF of p, by which tokens are sampled. Tells
   whether random numbers are biased or used twice.
 - `drafter`: 1 where the drafter's distribution q is above p. Tells whether rejected guesses leave a
-  trace: a recovered token that is sampled from p instead of the residual shows here first.
-- `residual`: `order` within the residual max(p - q, 0), 1/2 elsewhere. The same for recovered
-  tokens alone.
+  trace: a recovered token that is sampled from p instead of the residual shows here.
 
 Tokens for which there was a guess and others (bonus tokens) are added up apart: which of both comes
 next is certain before the token is sampled, and bugs may push them in opposite directions.
@@ -27,24 +25,22 @@ Legend: N tokens, V vocab.
 
 import math
 from dataclasses import dataclass, field
-from statistics import NormalDist
 
 import torch
 from torch import Tensor
 
-from minitri.caches.full import FullCache
 from minitri.decoding.sampling import pad_vocabulary, probs_from_logits
 from minitri.engine import Engine
 from minitri.loading.prompt_ids import MAX_SEED
-from minitri.model.block import read_block
 from minitri.model.llama import Llama
-from minitri.requests import Token
+from minitri.requests import Request, Token
+from minitri.selftest.departures import last_logits
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 FALSE_ALARM = 1e-4
 """Odds that sound code fails a self-test, all methods and scores together."""
-POWER = 0.99
-"""Odds at which the smallest shift that is reported would be found."""
+RATES = [sign * 2.0**-k for k in range(13) for sign in (-1, 1)]
+"""The l above."""
 ROWS_AT_ONCE = 32
 
 
@@ -54,13 +50,18 @@ class ScoreSum:
 
     total: float = 0.0
     variance: float = 0.0
-    num_tokens: int = 0
 
     def add(self, scores_NV: Tensor, probs_NV: Tensor, tokens_N: Tensor) -> None:
         mean_N = (probs_NV * scores_NV).sum(1)
         self.variance += float((probs_NV * (scores_NV - mean_N.unsqueeze(1)) ** 2).sum())
         self.total += float((scores_NV.gather(1, tokens_N.unsqueeze(1))[:, 0] - mean_N).sum())
-        self.num_tokens += len(tokens_N)
+
+    @property
+    def p_value(self) -> float:
+        """The odds, at most, that the sum of sound code comes so far from 0."""
+        logs = [it * self.total - (math.exp(abs(it)) - 1 - abs(it)) * self.variance for it in RATES]
+        log_sum = float(torch.tensor(logs, dtype=torch.float64).logsumexp(0))
+        return math.exp(min(0.0, math.log(len(logs)) - log_sum))
 
 
 @dataclass
@@ -73,8 +74,8 @@ class DistributionTest:
 
     @property
     def p_values(self) -> dict[str, float]:
-        """By score, a bound of the odds that the sum of sound code is as far from 0."""
-        return {name: bound(s.total, s.variance) for name, s in self.sums.items()}
+        """By score."""
+        return {name: it.p_value for name, it in self.sums.items()}
 
     @property
     def alarm_level(self) -> float:
@@ -82,24 +83,8 @@ class DistributionTest:
         return FALSE_ALARM / self.num_tests / max(len(self.sums), 1)
 
     @property
-    def worst(self) -> str:
-        """The score with the smallest p-value."""
-        return min(self.p_values, key=self.p_values.__getitem__)
-
-    @property
     def is_alarm(self) -> bool:
-        return self.p_values[self.worst] < self.alarm_level
-
-    def smallest_shift(self, name: str) -> float:
-        """The mean shift of a score per token that is found with odds of `POWER`."""
-        found = self.sums[name]
-        low, high = 0.0, float(found.num_tokens)
-        while high - low > 0.1:
-            total = (low + high) / 2
-            is_alarm = bound(total, found.variance) < self.alarm_level
-            low, high = (low, total) if is_alarm else (total, high)
-        luck = NormalDist().inv_cdf(POWER) * math.sqrt(found.variance)
-        return (high + luck) / found.num_tokens if found.num_tokens else 1.0
+        return min(self.p_values.values()) < self.alarm_level
 
     def add(
         self,
@@ -112,44 +97,24 @@ class DistributionTest:
         """Takes in the tokens emitted after a prompt."""
         new = [event.token_id for event in emitted]
         text = prompt + new
-        N = len(new)
         V = model.config.vocab_size
         tokens_N = torch.tensor(new, device=model.device)
-        is_bonus_N = torch.tensor([event.origin == "bonus" for event in emitted])
-        p_NV = probs_after(model, text, N, sampling, V)
+        is_bonus_N = torch.tensor(
+            [event.origin == "bonus" for event in emitted], device=model.device
+        )
+
+        def probs(model: Llama) -> Tensor:
+            logits_NV = last_logits(model, text[:-1], len(new))[:, :V]
+            return pad_vocabulary(probs_from_logits(logits_NV, sampling), V)
+
+        p_NV = probs(model)
         scores = {"likelihood": p_NV, "order": p_NV.cumsum(1) - p_NV / 2}
         if draft is not None and len(text) <= draft.config.context_length:
-            residual_NV = p_NV - probs_after(draft, text, N, sampling, V)
-            scores["drafter"] = (residual_NV < 0).float()
-            residual_NV.clamp_(min=0)
-            order_NV = residual_NV.cumsum(1) - residual_NV / 2
-            order_NV /= residual_NV.sum(1, keepdim=True).clamp_min(1e-9)
-            scores["residual"] = order_NV.where(residual_NV > 0, 0.5)
-        for kind, is_kind_N in (("guessed", ~is_bonus_N), ("bonus", is_bonus_N)):
-            rows = is_kind_N.to(model.device)
+            scores["drafter"] = (probs(draft) > p_NV).float()
+        for kind, rows in (("guessed", ~is_bonus_N), ("bonus", is_bonus_N)):
             for name, scores_NV in scores.items():
                 score_sum = self.sums.setdefault(f"{name} of {kind} tokens", ScoreSum())
                 score_sum.add(scores_NV[rows], p_NV[rows], tokens_N[rows])
-
-
-def bound(total: float, variance: float) -> float:
-    """The odds, at most, that the sum of the scores of sound code comes so far from 0."""
-    rates = [sign * 2.0**-k for k in range(13) for sign in (-1, 1)]
-    logs = [rate * total - (math.exp(abs(rate)) - 1 - abs(rate)) * variance for rate in rates]
-    best = max(logs)
-    log_mean = best + math.log(sum(math.exp(value - best) for value in logs) / len(logs))
-    return math.exp(min(0.0, -log_mean))
-
-
-@torch.inference_mode()
-def probs_after(
-    model: Llama, text: list[int], num: int, sampling: SamplingParams, vocab_size: int
-) -> Tensor:
-    """Distributions (N, V) of the last `num` tokens of a text, by one plain pass."""
-    cache = FullCache.allocate(model.config, 1, len(text), dtype=model.dtype, device=model.device)
-    hidden_BTE = read_block(model, [text[:-1]], cache)
-    logits_NV = model.logits(hidden_BTE[0, -num:])[:, :vocab_size]
-    return pad_vocabulary(probs_from_logits(logits_NV, sampling), vocab_size)
 
 
 def windows(tokens: list[int], num_rows: int, length: int) -> list[list[int]]:
@@ -172,18 +137,13 @@ def run_test(
     """Continues the prompts in batches with independent random numbers, and tests the texts."""
     test = DistributionTest(num_tests)
     generation = GenerationConfig(num_new, ignore_eos=True)
-    for first in range(0, len(prompts), ROWS_AT_ONCE):
-        batch = prompts[first : first + ROWS_AT_ONCE]
-        emitted: list[list[Token]] = [[] for _ in batch]
-        for event in engine.generate(
-            batch,
-            sampling=sampling,
-            generation=generation,
-            speculation=speculation,
-            seed=[(seed + first + b) % (MAX_SEED + 1) for b in range(len(batch))],
-        ):
-            if isinstance(event, Token):
-                emitted[event.row].append(event)
-        for prompt, tokens in zip(batch, emitted, strict=True):
-            test.add(engine.model, engine.draft, prompt, tokens, sampling)
+    seeds = ((seed + number) % (MAX_SEED + 1) for number in range(len(prompts)))
+    pairs = zip(prompts, seeds, strict=True)
+    requests = [Request(prompt, own, sampling, generation) for prompt, own in pairs]
+    emitted: list[list[Token]] = [[] for _ in prompts]
+    for event in engine.stream(requests, batch_size=ROWS_AT_ONCE, speculation=speculation):
+        if isinstance(event, Token):
+            emitted[event.row].append(event)
+    for prompt, tokens in zip(prompts, emitted, strict=True):
+        test.add(engine.model, engine.draft, prompt, tokens, sampling)
     return test
