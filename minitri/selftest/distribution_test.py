@@ -24,7 +24,7 @@ Legend: N tokens, V vocab.
 """
 
 import math
-from dataclasses import dataclass, field
+from collections import defaultdict
 
 import torch
 from torch import Tensor
@@ -44,86 +44,6 @@ RATES = [sign * 2.0**-k for k in range(13) for sign in (-1, 1)]
 ROWS_AT_ONCE = 32
 
 
-@dataclass
-class ScoreSum:
-    """Scores of emitted tokens less their means under p."""
-
-    total: float = 0.0
-    variance: float = 0.0
-
-    def add(self, scores_NV: Tensor, probs_NV: Tensor, tokens_N: Tensor) -> None:
-        mean_N = (probs_NV * scores_NV).sum(1)
-        self.variance += float((probs_NV * (scores_NV - mean_N.unsqueeze(1)) ** 2).sum())
-        self.total += float((scores_NV.gather(1, tokens_N.unsqueeze(1))[:, 0] - mean_N).sum())
-
-    @property
-    def p_value(self) -> float:
-        """The odds, at most, that the sum of sound code comes so far from 0."""
-        logs = [it * self.total - (math.exp(abs(it)) - 1 - abs(it)) * self.variance for it in RATES]
-        log_sum = float(torch.tensor(logs, dtype=torch.float64).logsumexp(0))
-        return math.exp(min(0.0, math.log(len(logs)) - log_sum))
-
-
-@dataclass
-class DistributionTest:
-    """The tests of one method; `add` takes in the texts of its rows."""
-
-    num_tests: int
-    """Methods that share the odds of a false alarm."""
-    sums: dict[str, ScoreSum] = field(default_factory=dict)
-
-    @property
-    def p_values(self) -> dict[str, float]:
-        """By score."""
-        return {name: it.p_value for name, it in self.sums.items()}
-
-    @property
-    def alarm_level(self) -> float:
-        """The p-value below which a score is an alarm."""
-        return FALSE_ALARM / self.num_tests / max(len(self.sums), 1)
-
-    @property
-    def is_alarm(self) -> bool:
-        return min(self.p_values.values()) < self.alarm_level
-
-    def add(
-        self,
-        model: Llama,
-        draft: Llama | None,
-        prompt: list[int],
-        emitted: list[Token],
-        sampling: SamplingParams,
-    ) -> None:
-        """Takes in the tokens emitted after a prompt."""
-        new = [event.token_id for event in emitted]
-        text = prompt + new
-        V = model.config.vocab_size
-        tokens_N = torch.tensor(new, device=model.device)
-        is_bonus_N = torch.tensor(
-            [event.origin == "bonus" for event in emitted], device=model.device
-        )
-
-        def probs(model: Llama) -> Tensor:
-            logits_NV = last_logits(model, text[:-1], len(new))[:, :V]
-            return pad_vocabulary(probs_from_logits(logits_NV, sampling), V)
-
-        p_NV = probs(model)
-        scores = {"likelihood": p_NV, "order": p_NV.cumsum(1) - p_NV / 2}
-        if draft is not None and len(text) <= draft.config.context_length:
-            scores["drafter"] = (probs(draft) > p_NV).float()
-        for kind, rows in (("guessed", ~is_bonus_N), ("bonus", is_bonus_N)):
-            for name, scores_NV in scores.items():
-                score_sum = self.sums.setdefault(f"{name} of {kind} tokens", ScoreSum())
-                score_sum.add(scores_NV[rows], p_NV[rows], tokens_N[rows])
-
-
-def windows(tokens: list[int], num_rows: int, length: int) -> list[list[int]]:
-    """Pieces of a text to go on from, of at most `length` tokens, spread over it."""
-    last = max(len(tokens) - length, 0)
-    starts = (last * row // max(num_rows - 1, 1) for row in range(num_rows))
-    return [tokens[start : start + length] for start in starts]
-
-
 def run_test(
     engine: Engine,
     prompts: list[list[int]],
@@ -132,10 +52,8 @@ def run_test(
     *,
     num_new: int,
     seed: int,
-    num_tests: int,
-) -> DistributionTest:
-    """Continues the prompts in batches with independent random numbers, and tests the texts."""
-    test = DistributionTest(num_tests)
+) -> dict[str, float]:
+    """Continues the prompts with independent random numbers; returns for every score a p-value."""
     generation = GenerationConfig(num_new, ignore_eos=True)
     seeds = ((seed + number) % (MAX_SEED + 1) for number in range(len(prompts)))
     pairs = zip(prompts, seeds, strict=True)
@@ -144,6 +62,57 @@ def run_test(
     for event in engine.stream(requests, batch_size=ROWS_AT_ONCE, speculation=speculation):
         if isinstance(event, Token):
             emitted[event.row].append(event)
+    sums: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros(2, dtype=torch.float64))
     for prompt, tokens in zip(prompts, emitted, strict=True):
-        test.add(engine.model, engine.draft, prompt, tokens, sampling)
-    return test
+        for name, own_sums in score(engine, prompt, tokens, sampling).items():
+            sums[name] += own_sums.cpu()
+    return {name: p_value(*both.tolist()) for name, both in sums.items()}
+
+
+def score(
+    engine: Engine, prompt: list[int], emitted: list[Token], sampling: SamplingParams
+) -> dict[str, Tensor]:
+    """By score, the sums over the tokens after a prompt of what the score is off its mean under p,
+    and of its variance."""
+    new = [event.token_id for event in emitted]
+    text = prompt + new
+    V = engine.config.vocab_size
+
+    def probs(model: Llama) -> Tensor:
+        logits_NV = last_logits(model, text[:-1], len(new))[:, :V]
+        return pad_vocabulary(probs_from_logits(logits_NV, sampling), V)
+
+    p_NV = probs(engine.model)
+    tokens_N1 = torch.tensor(new, device=p_NV.device).unsqueeze(1)
+    is_bonus_N = torch.tensor([event.origin == "bonus" for event in emitted], device=p_NV.device)
+    scores = {"likelihood": p_NV, "order": p_NV.cumsum(1) - p_NV / 2}
+    draft = engine.draft
+    if draft is not None and len(text) <= draft.config.context_length:
+        scores["drafter"] = (probs(draft) > p_NV).float()
+    sums = {}
+    for name, scores_NV in scores.items():
+        off_NV = scores_NV - (p_NV * scores_NV).sum(1, keepdim=True)
+        off_N = off_NV.gather(1, tokens_N1)[:, 0]
+        both_N2 = torch.stack((off_N, (p_NV * off_NV**2).sum(1)), 1).double()
+        sums[f"{name} of guessed tokens"] = both_N2[~is_bonus_N].sum(0)
+        sums[f"{name} of bonus tokens"] = both_N2[is_bonus_N].sum(0)
+    return sums
+
+
+def p_value(total: float, variance: float) -> float:
+    """The odds, at most, that the sum of the scores of sound code comes so far from 0."""
+    logs = [rate * total - (math.exp(abs(rate)) - 1 - abs(rate)) * variance for rate in RATES]
+    log_sum = float(torch.tensor(logs, dtype=torch.float64).logsumexp(0))
+    return math.exp(min(0.0, math.log(len(logs)) - log_sum))
+
+
+def is_alarm(p_values: dict[str, float], num_tests: int) -> bool:
+    """Whether one of them is too small for sound code that passes `num_tests` such tests."""
+    return min(p_values.values()) * len(p_values) * num_tests < FALSE_ALARM
+
+
+def windows(tokens: list[int], num_rows: int, length: int) -> list[list[int]]:
+    """Pieces of a text to go on from, of at most `length` tokens, spread over it."""
+    last = max(len(tokens) - length, 0)
+    starts = (last * row // max(num_rows - 1, 1) for row in range(num_rows))
+    return [tokens[start : start + length] for start in starts]
