@@ -5,7 +5,8 @@
 prints, for several placements of the KV cache, the bytes on the device and in host memory, whether
 they fit, and the milliseconds per token to expect, autoregressive and with the cascade. Gammas that
 are not given are the fastest ones, if a pass over more tokens takes no longer. Bytes come from
-`gpu/placement.py`, with which an engine boots, times from `phases.py`. The last line is JSON.
+`gpu/placement.py`, with which an engine boots, times from what the autotuner expects of the passes
+in `roofline.py` before it has measured any. The last line is JSON.
 """
 
 from minitri.cli.exits import clean_imports, program
@@ -13,6 +14,7 @@ from minitri.cli.exits import clean_imports, program
 with clean_imports():
     import argparse
     import dataclasses
+    import functools
     import json
     import os.path
     import sys
@@ -21,14 +23,14 @@ with clean_imports():
 
     from minitri.cli import arguments
     from minitri.config import ModelConfig
+    from minitri.decoding.autotuner import Autotuner
     from minitri.errors import InputError, shorten
     from minitri.gpu.placement import CONTEXT, GIB, Demand, Load, demand, shortage
     from minitri.loading.checkpoint import open_checkpoint
     from minitri.loading.devices import DTYPES
     from minitri.loading.fetch import COMMITTED, LOOKUPS, committed_path, default_draft
     from minitri.loading.named_models import shape_of, unknown_model
-    from minitri.phases import CARDS, phase_table, phases, predict, prefill
-    from minitri.roofline import Machine, Workload, eight_bit_bytes
+    from minitri.roofline import CARDS, Machine, Pass, Workload, eight_bit_bytes
     from minitri.settings import StepPlan
 
 
@@ -119,6 +121,23 @@ def workload(load: Load, on_chip: int) -> Workload:
     )
 
 
+def predict(
+    work: Workload, machine: Machine, plans: list[StepPlan], acceptance: tuple[float, float]
+) -> dict[str, Any]:
+    """Milliseconds per token with the fastest plan and without speculation, if guesses of the
+    drafter and of the retrieval level are accepted at these rates."""
+    tuner = Autotuner(plans, functools.partial(work.seconds, machine), use_clock=False)
+    for stage, rate in zip(("draft", "retrieval"), acceptance, strict=True):
+        tuner.note_acceptance(stage, 10**9, round(10**9 * rate))
+    best = max(plans, key=tuner.tokens_per_second)
+    ms = {
+        "autoregressive": 1e3 * work.seconds(machine, "target", 0),
+        "cascade": 1e3 / tuner.tokens_per_second(best),
+    }
+    speedup = ms["autoregressive"] / ms["cascade"]
+    return {"plan": dataclasses.asdict(best), **ms, "speedup": speedup}
+
+
 def run_command(args: argparse.Namespace) -> int:
     """Prints the plan. Raises `InputError` with what is missing if no placement fits."""
     needs = demand_of(args)
@@ -128,10 +147,9 @@ def run_command(args: argparse.Namespace) -> int:
     gpu_bytes = args.gpu_memory * GIB - CONTEXT
     host_bytes = args.host_memory * GIB / args.gpus
     best = needs.most_on_chip(gpu_bytes)
+    plans = load.speculation.plans
     placements = []
     for on_chip in sorted({load.config.num_layers, best or 0, 0}, reverse=True):
-        work = workload(load, on_chip)
-        plans = [predict(work, machine, plan, args.acceptance) for plan in load.speculation.plans]
         here, there = needs.on_device(on_chip), needs.on_host(on_chip)
         placements.append(
             {
@@ -140,7 +158,7 @@ def run_command(args: argparse.Namespace) -> int:
                 "host_bytes": there,
                 "fits": here <= gpu_bytes and there <= host_bytes,
                 "parts": needs.parts(on_chip),
-                "predicted_ms": min(plans, key=lambda ms: float(ms["cascade"])),
+                "predicted_ms": predict(workload(load, on_chip), machine, plans, args.acceptance),
             }
         )
     print(
@@ -149,25 +167,14 @@ def run_command(args: argparse.Namespace) -> int:
     )
     print(table(placements))
     if args.explain:
-        chosen = next(row for row in placements if row["on_chip"] == (best or 0))
-        plan = StepPlan(**chosen["predicted_ms"]["plan"])
-        explain(workload(load, best or 0), machine, plan, args)
+        [ms] = (row["predicted_ms"] for row in placements if row["on_chip"] == (best or 0))
+        found = passes(workload(load, best or 0), StepPlan(**ms["plan"]), args.prefill_chunk)
+        print(f"\n{pass_table(found, machine, {})}\nConstants: {machine}")
     facts = {"model": load.config.name, "context": load.num_tokens, "on_chip": best}
     print(json.dumps({**facts, "placements": placements}))
     if (missing := shortage(needs, gpu_bytes, host_bytes)) is not None:
         raise InputError(missing)
     return 0
-
-
-def explain(work: Workload, machine: Machine, plan: StepPlan, args: argparse.Namespace) -> None:
-    """Prints what the phases of the best placement need, on each GPU."""
-    found, num_tokens = phases(work, plan, args.acceptance)
-    chunk = prefill(work, args.prefill_chunk)
-    found |= {"autoregressive": (0.0, work.read("target", 0)), "prefill chunk": (0.0, chunk)}
-    print(f"\n{plan}, {num_tokens:.2f} tokens a step:")
-    print(phase_table(found, machine))
-    seconds = chunk.seconds(machine) * work.num_tokens / work.batch_size / args.prefill_chunk
-    print(f"The prompt takes {seconds:.0f} s. Constants: {machine}")
 
 
 def table(placements: list[dict[str, Any]]) -> str:
@@ -183,6 +190,35 @@ def table(placements: list[dict[str, Any]]) -> str:
         )
         parts = (f"{name} {size / GIB:.2f}" for name, size in row["parts"].items())
         lines.append("    " + ", ".join(parts))
+    return "\n".join(lines)
+
+
+def passes(work: Workload, plan: StepPlan, prefill_chunk: int) -> dict[str, Pass]:
+    """The passes of a step by this plan, of autoregressive decoding, and of a chunk of the prompt
+    on average, whose K and V of hosted layers are written to host memory once."""
+    found = {
+        "target": work.read("target", plan.gamma2 or plan.gamma1),
+        "autoregressive": work.read("target", 0),
+    }
+    if plan.uses_retrieval:
+        found["retrieval"] = work.read("retrieval", plan.gamma1)
+    if plan.uses_drafter and work.draft is not None:
+        found["draft"] = work.read("draft", 0)
+    half = dataclasses.replace(work, num_tokens=work.num_tokens // 2, hosted_share=0.0)
+    link_bytes = work.hosted_share * work.batch_size * prefill_chunk * work.slot_bytes
+    chunk = half.read("target", prefill_chunk - 1)
+    return {**found, "prefill chunk": dataclasses.replace(chunk, link_bytes=link_bytes)}
+
+
+def pass_table(found: dict[str, Pass], machine: Machine, measured_ms: dict[str, float]) -> str:
+    """Passes as lines: predicted and, where they were, measured milliseconds."""
+    titles = ["weights MB", "KV MB", "link MB", "GFLOP", "ms"] + ["measured"] * bool(measured_ms)
+    lines = [f"{'':16s}" + "".join(f"{title:>12}" for title in titles)]
+    for name, it in found.items():
+        numbers = [it.weight_bytes / 1e6, it.kv_bytes / 1e6, it.link_bytes / 1e6, it.flops / 1e9]
+        numbers.append(1e3 * it.seconds(machine))
+        numbers += [measured_ms[name]] if name in measured_ms else []
+        lines.append(f"{name:16s}" + "".join(f"{number:12.3f}" for number in numbers))
     return "\n".join(lines)
 
 

@@ -8,9 +8,7 @@ Legend: D head dim, E hidden size.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from minitri.config import ModelConfig
 from minitri.model.llama import Llama
@@ -49,6 +47,25 @@ CPU = Machine(
 )
 GPU = Machine(2e12, 2e12, 25e9, seconds_per_layer=0.05e-3, share_per_extra_token=0.01)
 """Nominal machines: of the right order where nothing was measured, and the same in every run."""
+CARDS = {
+    gib: Machine(
+        bytes_per_second,
+        bytes_per_second,
+        25e9,
+        seconds_per_layer=16e-6,
+        seconds_per_pass=0.15e-3,
+        flops_per_second=flops_per_second,
+        seconds_per_sum=12e-6,
+    )
+    for gib, bytes_per_second, flops_per_second in (
+        (48, 1e12, 100e12),
+        (80, 2e12, 200e12),
+        (1e9, 4e12, 500e12),
+    )
+}
+"""By memory in GiB: what smaller cards, an A100 and an H200 read, and the FLOP/s of large products
+there. A layer is 10 launches in a CUDA graph, a pass a verdict and a copy to the host, a sum an
+all-reduce without NVLink. The link is PCIe 4.0 x16."""
 
 
 def matrices(config: ModelConfig) -> list[tuple[int, int]]:
@@ -168,19 +185,8 @@ class Workload:
             is_in_four_bits=stage == "retrieval" and (weight_bytes or whole) < whole / 2,
         )
 
-
-def pass_costs(
-    target: ModelConfig, draft: ModelConfig | None, *, machine: Machine, **sizes: Any
-) -> Callable[[str, float], float]:
-    """Nominal seconds of a pass of a stage, for the autotuner; `sizes` are those of `Workload`.
-
-    The function returned takes the stage and the guesses that the pass verifies in each row.
-    """
-    work = Workload(target, draft, **sizes)
-
-    def seconds(stage: str, num_guesses: float) -> float:
-        if stage == "draft" and draft is None:
-            return 0.0  # lookup takes no pass
-        return work.read(stage, num_guesses).seconds(machine)
-
-    return seconds
+    def seconds(self, machine: Machine, stage: str, num_guesses: float) -> float:
+        """Nominal seconds of `read`; 0 of lookup, which takes no pass."""
+        if stage == "draft" and self.draft is None:
+            return 0.0
+        return self.read(stage, num_guesses).seconds(machine)

@@ -15,7 +15,7 @@ with clean_imports():
     import sys
     from collections.abc import Callable
 
-    from minitri.bench.compare import StartPeer, compare, summarise, table
+    from minitri.bench.compare import Run, compare, summarise, table
     from minitri.cli import arguments
     from minitri.cli.boot import load_engine
     from minitri.cli.inputs import read_prompt
@@ -83,9 +83,10 @@ def speculations_of(args: argparse.Namespace) -> dict[str, SpeculationConfig]:
 
 
 def measure(
-    args: argparse.Namespace, find_peers: Callable[[Engine], dict[str, StartPeer]] = lambda _: {}
+    args: argparse.Namespace,
+    find_others: Callable[[Engine], dict[str, Callable[[Request], Run]]] = lambda _: {},
 ) -> None:
-    """Measures what the flags name, and prints. Raises `InputError`."""
+    """Measures what the flags name, and other programs, and prints. Raises `InputError`."""
     texts = [(read_prompt(file), args.prompt_tokens) for file in args.prompt_file or [None]]
     speculations = speculations_of(args)
     generation = arguments.taken(GenerationConfig, args, max_new_tokens=args.new_tokens)
@@ -98,7 +99,7 @@ def measure(
     draft = arguments.draft_of(args)
     engine, prompts = load_engine(args, draft, texts, num_new=args.new_tokens)
     requests = [Request(it, sampling=sampling, generation=generation) for it in prompts]
-    done = compare(engine, requests, seeds, speculations, find_peers(engine))
+    done = compare(engine, requests, seeds, speculations, find_others(engine))
     result = summarise(done)
     facts = where(engine.model)
     lengths = [len(prompt) for prompt in prompts]

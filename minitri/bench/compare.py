@@ -9,13 +9,11 @@ turns, too: those of `tools/bench`.
 """
 
 import dataclasses
-import itertools
 import logging
 import os.path
 import statistics
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,9 +25,6 @@ from minitri.stats import Stats
 
 log = logging.getLogger("minitri")
 
-StartPeer = Callable[[list[int], int], Iterator[int]]
-"""Another program: continues a prompt by some number of tokens, one at a time; the first follows
-the prefill. What is loaded for it is loaded before it returns."""
 Result = dict[str, dict[str, Any]]
 """Figures of every method and program, by its name."""
 
@@ -51,14 +46,12 @@ def compare(
     requests: Sequence[Request],
     seeds: Sequence[int],
     speculations: dict[str, SpeculationConfig],
-    peers: dict[str, StartPeer],
+    others: Mapping[str, Callable[[Request], Run]],
 ) -> dict[str, list[Run]]:
-    """Lets every method go on after every prompt, which are token ids, with every seed.
-
-    Peers run once per prompt, greedily. Progress goes to the log.
-    """
-    done: dict[str, list[Run]] = {name: [] for name in (*speculations, *peers)}
-    order = list(speculations)
+    """Lets every method, and other programs, go on after every prompt, which are token ids, with
+    every seed. Progress goes to the log."""
+    order = [*speculations, *others]
+    done: dict[str, list[Run]] = {name: [] for name in order}
     longest = max(speculations.values(), key=lambda it: it.max_block)  # its cache serves all
     for prompt in requests:
         seconds = read_cold(engine, prompt, longest)
@@ -66,13 +59,13 @@ def compare(
         for seed in seeds:
             request = dataclasses.replace(prompt, seed=seed)
             for name in order:
-                done[name].append(run_method(engine, request, speculations[name], seconds))
+                if name in others:
+                    run = others[name](request)
+                else:
+                    run = run_method(engine, request, speculations[name], seconds)
+                done[name].append(run)
+                log.info("  seed %d, %s: %.1f ms/token", seed, name, run.ms_per_token)
             order.append(order.pop(0))
-            times = (f"{name} {done[name][-1].ms_per_token:.1f}" for name in speculations)
-            log.info("  seed %d, ms/token: %s", seed, ", ".join(times))
-        for name, start in peers.items():
-            done[name].append(run_peer(start, prompt))
-            log.info("  %s has read it in %.1f s", name, done[name][-1].prefill_seconds)
     return done
 
 
@@ -108,23 +101,6 @@ def run_method(
     )
 
 
-def run_peer(start: StartPeer, request: Request) -> Run:
-    """Runs another program."""
-    num_new = request.generation.max_new_tokens
-    peer = start([int(token) for token in request.prompt], num_new)
-    times = [time.perf_counter()]
-    tokens = []
-    for token in itertools.islice(peer, num_new):
-        tokens.append(token)
-        times.append(time.perf_counter())
-    return Run(
-        tokens,
-        prefill_seconds=times[1] - times[0],
-        ms_per_token=1e3 * (times[-1] - times[1]) / (len(tokens) - 1),
-        should_repeat=request.sampling.temperature == 0,
-    )
-
-
 def num_same(tokens: Sequence[int], others: Sequence[int]) -> int:
     """Tokens that two texts have in common, from the first on."""
     return len(os.path.commonprefix([[*tokens], [*others]]))  # noqa: RUF071 (of lists)
@@ -140,8 +116,7 @@ def summarise(done: dict[str, list[Run]]) -> Result:
     result = {}
     first = next(iter(done.values()))
     for name, own in done.items():
-        reference = first[:: len(first) // len(own)]  # a peer runs with the first seed only
-        pairs = list(zip(reference, own, strict=True))
+        pairs = list(zip(first, own, strict=True))
         plans: Counter[str] = Counter()
         accepted: Counter[str] = Counter()
         tested: Counter[str] = Counter()

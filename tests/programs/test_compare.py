@@ -104,15 +104,14 @@ def test_trees_take_part(run, folder):
 
 
 def test_speedups_are_taken_prompt_by_prompt():
-    """Of two prompts, of which one is four times as slow for everybody; the peer ran once per
-    prompt, of two seeds."""
+    """Of two prompts with two seeds, of which one is four times as slow for everybody."""
     level = SimpleNamespace(name="target", num_accepted_tokens=60, num_tested_tokens=100)
     stats = SimpleNamespace(levels=[level], steps_per_plan={"naive": 40})
     result = summarise(
         {
             "autoregressive": [Run([], 1.0, ms, False) for ms in (10, 10, 40, 40)],
             "naive": [Run([], 1.0, ms, False, stats) for ms in (5, 4, 20, 20)],
-            "peer": [Run([], seconds, ms, False) for seconds, ms in ((1.0, 20), (8.0, 160))],
+            "peer": [Run([], ms / 20, ms, False) for ms in (20, 20, 160, 160)],
         },
     )
     assert result["naive"]["speedup"] == {"median": 2.0, "min": 2.0, "max": 2.5}

@@ -10,14 +10,20 @@ or a shape with made-up weights and verdicts (`synthetic.py`).
 """
 
 import argparse
+import functools
 import sys
+from collections.abc import Callable
 
 from minitri.bench import __main__ as bench
+from minitri.bench.compare import Run
 from minitri.cli import arguments
 from minitri.cli.exits import program
+from minitri.engine import Engine
 from minitri.errors import InputError
 from minitri.loading.fetch import locate
+from minitri.requests import Request
 from tools.bench.floor import run_floor
+from tools.bench.peers import run_peer
 from tools.bench.peers.choice import PEERS, find_peers, peer_names, peer_python
 from tools.bench.synthetic import add_synthetic_flags, run_synthetic
 
@@ -37,8 +43,8 @@ def build_parser() -> arguments.OneLineParser:
     text = "a peer, or all whose names begin so; may be given several times: " + ", ".join(PEERS)
     add("--peer", type=peer_names, action="extend", default=[], metavar="NAME", help=text)
     text = "the Python interpreter that has openvino-genai or llama-cpp-python, if not this one"
-    options = {"action": "append", "default": [], "metavar": "PROGRAM=PATH"}
-    add("--peer-python", type=peer_python, help=text, **options)
+    name = "PROGRAM=PATH"
+    add("--peer-python", type=peer_python, action="append", default=[], metavar=name, help=text)
     add_synthetic_flags(parser)
     return parser
 
@@ -51,9 +57,12 @@ def run_command(args: argparse.Namespace) -> None:
         run_synthetic(args)
     elif args.compare:
         pythons = dict(args.peer_python)
-        bench.measure(
-            args, lambda engine: find_peers(locate(args.model).path, engine, args.peer, pythons)
-        )
+
+        def peers(engine: Engine) -> dict[str, Callable[[Request], Run]]:
+            found = find_peers(locate(args.model).path, engine, args.peer, pythons)
+            return {name: functools.partial(run_peer, start) for name, start in found.items()}
+
+        bench.measure(args, peers)
     elif given or len(args.prompt_file or []) > 1:
         raise InputError(f"{', '.join(given) or 'several --prompt-file'}: these need --compare")
     else:

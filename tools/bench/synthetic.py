@@ -33,9 +33,9 @@ from minitri.loading.devices import attention_for, choose_device, choose_dtype, 
 from minitri.loading.named_models import shape_of, unknown_model
 from minitri.memory import Models
 from minitri.model.llama import Llama
-from minitri.phases import CARDS, phase_table, phases
+from minitri.plan import pass_table, passes
 from minitri.requests import Request
-from minitri.roofline import CPU, Workload, weights_per_pass
+from minitri.roofline import CARDS, CPU, Workload, weights_per_pass
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.stack import Stack, begin
 from tools.bench.bandwidth import copy_bandwidth, idle_share
@@ -197,7 +197,7 @@ def ledger(
         link_bytes_per_second=link,
     )
     context = row["context"]
-    workload = Workload(
+    work = Workload(
         target.config,
         draft.config if draft is not None else None,
         context,
@@ -205,8 +205,10 @@ def ledger(
         itemsize=setup.dtype.itemsize,
         hosted_share=1 - row["cascade"]["on_chip"] / target.config.num_layers,
     )
-    found, _ = phases(workload, setup.speculation.plans[0], setup.acceptance)
-    return phase_table(found, machine, row["cascade"]["phase_ms"])
+    found = passes(work, setup.speculation.plans[0], setup.generation.prefill_chunk)
+    measured = row["cascade"]["phase_ms"]
+    measured["autoregressive"] = row["autoregressive"]["phase_ms"]["target"]
+    return pass_table(found, machine, measured)
 
 
 class SyntheticSource:

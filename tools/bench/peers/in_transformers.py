@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from minitri.bench.compare import StartPeer
 from minitri.config import ModelConfig
 from minitri.engine import Engine
 from minitri.loading.checkpoint import open_checkpoint
+from tools.bench.peers import StartPeer
 
 
 def transformers_model(path: Path, engine: Engine) -> Any:
