@@ -20,7 +20,6 @@ with clean_imports():
     import dataclasses
     import functools
     import json
-    import logging
     import sys
     from typing import Any
 
@@ -38,18 +37,11 @@ with clean_imports():
     from minitri.selftest.distribution_test import FALSE_ALARM, is_alarm, run_test, windows
     from minitri.settings import METHODS, GenerationConfig, SamplingParams, SpeculationConfig
 
-log = logging.getLogger("minitri")
-
 WINDOW = 64
 NEW_TOKENS = 64
 """Of the statistical test: tokens that a text begins with, and tokens that it goes on for."""
-VERDICTS = {
-    "equal": "num_equal",
-    "numeric tie": "num_ties",
-    "consistent": "num_consistent",
-    "BUG": "num_bugs",
-}
-"""What a comparison may find, and the names of their counts in the report."""
+VERDICTS = {"equal": "equal", "ties": "numeric tie", "consistent": "consistent", "bugs": "BUG"}
+"""What a comparison may find, by the name of its count."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -93,7 +85,6 @@ class SelfTest:
         self.engine.release()
         if self.engine.model.dtype == torch.float32:
             return self.engine
-        log.info("a difference: loading the model in float32 to look at it ...")
         flags = {**arguments.model_of(self._args), "dtype": "float32", "attention": "auto"}
         return load(**flags, draft=arguments.draft_of(self._args))
 
@@ -106,10 +97,7 @@ class SelfTest:
             speculation=speculation,
             seed=self._args.seed,
         )
-        end = finish(run, quiet=self._args.quiet)
-        stats = end.stats
-        log.info("prompt: %.1f s, %.1f ms/token", stats.prefill_seconds, stats.ms_per_token or 0)
-        return list(end.token_ids)
+        return list(finish(run, quiet=self._args.quiet).token_ids)
 
     def compare(
         self, speculation: SpeculationConfig, temperature: float, expected: list[int]
@@ -117,11 +105,12 @@ class SelfTest:
         """The text of one method against that of autoregressive decoding."""
         got = self.decode(speculation, temperature)
         n = num_same(expected, got)
-        result = {"verdict": "equal", "num_tokens": len(got), "num_equal_tokens": n}
+        counts = {"num_tokens": len(got), "num_equal_tokens": n}
         if n == len(got):
-            return result
+            return {"verdict": "equal", **counts}
+        model = self.engine.model
         found = explain(
-            self.engine.model,
+            model,
             self.exact_engine.model,
             self._prompt + got[:n],
             (expected[n], got[n]),
@@ -129,10 +118,9 @@ class SelfTest:
             seed=self._args.seed,
             block=speculation.max_block,
         )
-        must_be_equal = self.engine.model.execution.is_row_invariant and not speculation.tree
-        is_tie = found.score_gap <= found.bound and not must_be_equal
-        verdict = "numeric tie" if is_tie else "BUG"
-        return result | dataclasses.asdict(found) | {"verdict": verdict}
+        is_bitwise = model.execution.is_row_invariant and not speculation.tree
+        is_tie = found["score_gap"] <= found["bound"] and not is_bitwise
+        return {"verdict": "numeric tie" if is_tie else "BUG", **counts, **found}
 
     def check_samples(
         self, speculation: SpeculationConfig, sampling: SamplingParams, num_tests: int
@@ -159,12 +147,11 @@ class SelfTest:
         }
 
 
-def show(mode: str, method: str, result: dict[str, Any]) -> dict[str, Any]:
+def show(mode: str, method: str, found: dict[str, Any]) -> dict[str, Any]:
     """Prints a comparison as a line; returns it for the report."""
-    numbers = (item for item in result.items() if isinstance(item[1], int | float))
-    facts = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in numbers)
-    print(f"{mode:8s} {method:14s} {result['verdict']}: {facts}", flush=True)
-    return {"mode": mode, "method": method, **result}
+    numbers = (f"{name} {n:g}" for name, n in found.items() if isinstance(n, int | float))
+    print(f"{mode:8s} {method:14s} {found['verdict']}: {', '.join(numbers)}", flush=True)
+    return {"mode": mode, "method": method, **found}
 
 
 def run_command(args: argparse.Namespace) -> int:
@@ -174,9 +161,9 @@ def run_command(args: argparse.Namespace) -> int:
     speculation = arguments.speculation_of(args)
     sampling = arguments.taken(SamplingParams, args)
     arguments.taken(GenerationConfig, args)  # bad values fail before anything is loaded
-    kept = [(read_prompt(args.prompt_file, args.prompt), args.max_prompt_tokens)]
+    text = (read_prompt(args.prompt_file, args.prompt), args.max_prompt_tokens)
     draft = arguments.draft_of(args)
-    engine, [prompt] = load_engine(args, draft, kept, num_new=args.max_new_tokens)
+    engine, [prompt] = load_engine(args, draft, [text], num_new=args.max_new_tokens)
     test = SelfTest(engine, prompt, args)
     results = []
     for mode, temperature in (("greedy", 0.0), ("coupled", args.temperature)):
@@ -186,8 +173,7 @@ def run_command(args: argparse.Namespace) -> int:
         )
         expected = test.decode(alone, temperature)
         for config in configs:
-            found = test.compare(config, temperature, expected)
-            results.append(show(mode, config.method, found))
+            results.append(show(mode, config.method, test.compare(config, temperature, expected)))
     if args.num_samples and sampling.temperature:
         for method in methods:
             config = dataclasses.replace(speculation, method=method)
@@ -195,11 +181,11 @@ def run_command(args: argparse.Namespace) -> int:
             results.append(show("sampled", method, found))
         print(f"a false alarm in the samples has odds of 1 in {1 / FALSE_ALARM:,.0f}")
     verdicts = [result["verdict"] for result in results]
-    counts = {name: verdicts.count(verdict) for verdict, name in VERDICTS.items()}
-    print(", ".join(f"{name.replace('_', ' ')} {count}" for name, count in counts.items()))
+    counts = {f"num_{name}": verdicts.count(verdict) for name, verdict in VERDICTS.items()}
+    print(", ".join(f"{verdicts.count(verdict)} {name}" for name, verdict in VERDICTS.items()))
     report = {"model": args.model, **where(engine.model), "num_prompt_tokens": len(prompt)}
     print(json.dumps({**report, "seed": args.seed, **counts, "comparisons": results}), flush=True)
-    return int(counts["num_bugs"] > 0)
+    return int("BUG" in verdicts)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -8,8 +8,6 @@ of the two runs), divided by the temperature where tokens are sampled.
 Legend: N tokens, V vocab.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -18,23 +16,6 @@ from minitri.decoding.noise import gumbel, noise_key
 from minitri.model.block import read_block
 from minitri.model.llama import Llama
 from minitri.runner import prefill
-
-
-@dataclass(frozen=True)
-class Departure:
-    """The first token that differs, in numbers."""
-
-    position: int
-    """Of the token in the sequence, prompt included."""
-    expected: int
-    """The token of autoregressive decoding."""
-    got: int
-    top2_gap: float
-    """Between the two best logits, in the dtype in use."""
-    score_gap: float
-    """How far the worse one of the two tokens scores below the best token of all, in float32."""
-    bound: float
-    """What rounding explains of that."""
 
 
 def explain(
@@ -46,9 +27,13 @@ def explain(
     temperature: float,
     seed: int,
     block: int,
-) -> Departure:
+) -> dict[str, float]:
     """Compares the logits after `sequence` in the dtype of `model` and, by `exact`, in float32,
     where the expected token and the one that came are `tokens`.
+
+    Returns `position`, that of the token in the text; `top2_gap`, between the two best logits in
+    the dtype; `score_gap`, how far the worse one of the two tokens scores below the best of all in
+    float32; and `bound`, what rounding explains of that.
 
     The dtype's error is measured on logits read as decoding reads them, alone and at the end of a
     block of `block` tokens. It is at least the spacing of the dtype's numbers at the largest logit.
@@ -59,13 +44,14 @@ def explain(
     spacing = torch.finfo(model.dtype).eps * float(exact_V.abs().max())
     error = max(float((used_NV - exact_V).abs().max()), spacing)
     scores_V = scores(exact_V, temperature, seed, len(sequence))
-    return Departure(
-        len(sequence),
-        *tokens,
-        top2_gap=float(used_NV[0].topk(2).values.diff().abs()),
-        score_gap=float(scores_V.max() - scores_V[list(tokens)].min()),
-        bound=2 * error / (temperature or 1.0),
-    )
+    return {
+        "position": len(sequence),
+        "expected": tokens[0],
+        "got": tokens[1],
+        "top2_gap": float(used_NV[0].topk(2).values.diff().abs()),
+        "score_gap": float(scores_V.max() - scores_V[list(tokens)].min()),
+        "bound": 2 * error / (temperature or 1.0),
+    }
 
 
 def scores(logits_V: Tensor, temperature: float, seed: int, position: int) -> Tensor:

@@ -4,9 +4,9 @@ With independent random numbers every method writes another text, so nothing can
 by token. But after any text a plain pass of the model gives the distribution p that the next token
 must follow. Each test gives every token of the vocabulary a score from 0 to 1, and adds up how far
 the scores of the tokens that were emitted are from their mean under p. For an exact method that sum
-is a martingale S: its mean is 0 and its variance V known, whatever the text, and the mean over some
-l of exp(l S - (exp |l| - 1 - |l|) V) is above 1 / a with odds of at most a (Freedman 1975, Ville).
-The scores are
+is a martingale S: its mean is 0 and its variance V known, whatever the text, and for any l
+exp(l S - (exp |l| - 1 - |l|) V) is above 1 / a with odds of at most a (Freedman 1975, Ville). Of
+several l the largest counts, with odds that many times as high. The scores are
 
 - `likelihood`: p itself. Tells whether the text is sampled from too sharp or flat a distribution.
 - `order`: the middle of the token's interval in the CDF of p, by which tokens are sampled. Tells
@@ -40,7 +40,7 @@ from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 FALSE_ALARM = 1e-4
 """Odds that sound code fails a self-test, all methods and scores together."""
 RATES = [sign * 2.0**-k for k in range(13) for sign in (-1, 1)]
-"""The l above."""
+"""The l that are tried."""
 ROWS_AT_ONCE = 32
 
 
@@ -102,8 +102,7 @@ def score(
 def p_value(total: float, variance: float) -> float:
     """The odds, at most, that the sum of the scores of sound code comes so far from 0."""
     logs = [rate * total - (math.exp(abs(rate)) - 1 - abs(rate)) * variance for rate in RATES]
-    log_sum = float(torch.tensor(logs, dtype=torch.float64).logsumexp(0))
-    return math.exp(min(0.0, math.log(len(logs)) - log_sum))
+    return math.exp(min(0.0, math.log(len(RATES)) - max(logs)))
 
 
 def is_alarm(p_values: dict[str, float], num_tests: int) -> bool:
@@ -113,6 +112,5 @@ def is_alarm(p_values: dict[str, float], num_tests: int) -> bool:
 
 def windows(tokens: list[int], num_rows: int, length: int) -> list[list[int]]:
     """Pieces of a text to go on from, of at most `length` tokens, spread over it."""
-    last = max(len(tokens) - length, 0)
-    starts = (last * row // max(num_rows - 1, 1) for row in range(num_rows))
-    return [tokens[start : start + length] for start in starts]
+    step = max(len(tokens) - length, 0) / num_rows
+    return [tokens[int(row * step) :][:length] for row in range(num_rows)]
