@@ -5,7 +5,6 @@ Most tests put a package of a few lines in the place of llama-cpp-python: the pr
 and its failures are then those of a real peer.
 """
 
-import importlib.util
 import json
 import os
 import sys
@@ -16,7 +15,6 @@ import pytest
 
 from minitri import GenerationConfig, InputError, SpeculationConfig, load
 from minitri.loading.hf_folder import Folder
-from tests.cascades import random_prompt
 from tests.conftest import byte_level_tokenizer
 from tests.loading.gguf_writer import write_gguf
 from tools.bench import __main__ as bench
@@ -82,27 +80,23 @@ def test_a_peer_runs_in_its_own_process(installed, gguf_file, caplog):
 
 
 @pytest.mark.parametrize(
-    ("loading", "reason"),
+    ("loading", "changes", "reason"),
     [
-        ("raise ValueError('no such\\nmodel')", "ValueError: no such model"),
-        ("import os; os._exit(3)", "llama.cpp ended with exit code 3"),
+        ("raise ValueError('no such\\nmodel')", {}, "ValueError: no such model"),
+        ("import os; os._exit(3)", {}, "llama.cpp ended with exit code 3"),
+        ("", {"scaling": "yarn:4"}, "RoPE scaling"),
+        ("", {"device": "meta"}, "on meta"),
+        ("", {"path": "folder"}, "GGUF"),
     ],
 )
-def test_a_peer_that_fails_is_skipped(installed, gguf_file, caplog, loading, reason):
+def test_what_fails_or_cannot_be_compared_is_skipped(
+    installed, gguf_file, folder, caplog, loading, changes, reason
+):
     installed("llama_cpp", STAND_IN.format(loading=loading))
+    path = folder if changes.pop("path", None) else gguf_file
     with caplog.at_level("INFO", "minitri"):
-        assert found(gguf_file, LLAMA_CPP) == {}
-    assert f"{LLAMA_CPP}: skipped: {reason}" in caplog.messages
-
-
-@pytest.mark.parametrize(
-    ("scaling", "device", "reason"),
-    [("yarn:4", "cpu", "RoPE scaling"), (None, "meta", "on meta"), (None, "folder", "GGUF")],
-)
-def test_what_cannot_be_compared_is_skipped(scaling, device, reason, gguf_file, folder, caplog):
-    path = folder if device == "folder" else gguf_file
-    with caplog.at_level("INFO", "minitri"):
-        assert found(path, LLAMA_CPP, scaling=scaling, device=device) == {}
+        assert found(path, LLAMA_CPP, **changes) == {}
+    assert caplog.messages[-1].startswith(f"{LLAMA_CPP}: skipped: ")
     assert reason in caplog.messages[-1]
 
 
@@ -121,16 +115,11 @@ def test_peers_take_their_turns(installed, gguf_file, capsys):
     assert f"{LLAMA_CPP}: " in err
 
 
-def greedy(path: Path | str, prompt: list[int], num_new: int, dtype: str = "float32") -> list[int]:
-    engine = load(str(path), dtype=dtype, device="cpu")
+def greedy(path: Path, prompt: list[int], num_new: int) -> list[int]:
+    engine = load(path, dtype="float32", device="cpu")
     generation = GenerationConfig(num_new, ignore_eos=True)
     speculation = SpeculationConfig("autoregressive")
     return [*engine.complete(prompt, generation=generation, speculation=speculation).token_ids]
-
-
-def test_float16_weights_are_those_that_minitri_computes_with(gguf_file):
-    prompt = [5, 6, 7, 8] * 10
-    assert greedy(gguf_file, prompt, 12) == greedy(as_float16(gguf_file), prompt, 12)
 
 
 def test_a_peer_that_is_dropped_leaves_no_process(installed):
@@ -162,27 +151,11 @@ def test_a_peer_is_chosen_by_its_name_or_the_beginning_of_it():
     assert peer_names("openvino f16") == [name for name in PEERS if name.startswith("openvino")]
 
 
-def test_transformers_says_what_minitri_says(folder):
+def test_other_weights_and_programs_say_what_minitri_says(folder, gguf_file):
+    """A GGUF file as f16, and `transformers`."""
     pytest.importorskip("transformers")
+    prompt = [5, 6, 7, 8] * 10
+    assert greedy(gguf_file, prompt, 12) == greedy(as_float16(gguf_file), prompt, 12)
     engine = load(str(folder), dtype="float32", device="cpu")
-    prompt = random_prompt(engine.config, 40)
     peer = transformers_peer(transformers_model(folder, engine))
     assert list(peer(prompt, 20)) == greedy(folder, prompt, 20)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("program", "package"), [("openvino f16", "openvino_genai"), ("llama.cpp f16", "llama_cpp")]
-)
-def test_peers_say_what_minitri_says(program, package, real_weights, long_text):
-    """Greedily, with the real weights; rounded in other ways, later tokens may differ."""
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
-    engine = load("smollm2-135m", dtype="bfloat16", device="cpu")
-    prompt = engine.tokenizer.encode(long_text)[:300]
-    wanted = peer_names(program)
-    peers = find_peers(real_weights, engine, wanted, {})
-    assert list(peers) == wanted
-    ours = greedy("smollm2-135m", prompt, 8, "bfloat16")
-    for name, start in peers.items():
-        assert list(islice(start(prompt, 8), 8)) == ours, name

@@ -1,8 +1,6 @@
 """Made-up weights and verdicts: labelled as such everywhere, at the rates asked for, through the
 real cascade."""
 
-import json
-
 import pytest
 import torch
 
@@ -85,18 +83,6 @@ def test_a_sweep_says_synthetic_in_every_row_and_what_was_predicted(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert any(line.endswith("measured") for line in lines)
     assert sum(line.startswith("target  ") for line in lines) == 2
-
-
-@pytest.mark.slow
-def test_the_command_sweeps_contexts(capsys):
-    flags = "--load dummy --shape smollm2-135m --draft suffix --context 300 --context 600 -q"
-    flags += " --new-tokens 8 --budget 64 --synthetic-acceptance 0.3,0.8"
-    with pytest.raises(SystemExit) as exit_:
-        bench.main(flags.split())
-    assert exit_.value.code == 0
-    out = capsys.readouterr().out
-    assert out.startswith("SYNTHETIC")
-    assert json.loads(out.splitlines()[-1])["acceptance"] == [0.3, 0.8]
 
 
 @pytest.mark.parametrize(

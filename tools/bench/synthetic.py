@@ -35,7 +35,7 @@ from minitri.memory import Models
 from minitri.model.llama import Llama
 from minitri.plan import pass_table, passes
 from minitri.requests import Request
-from minitri.roofline import CARDS, CPU, Workload, weights_per_pass
+from minitri.roofline import CARDS, CPU, Workload
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.stack import Stack, begin
 from tools.bench.bandwidth import copy_bandwidth, idle_share
@@ -117,98 +117,58 @@ def run_synthetic(args: argparse.Namespace) -> None:
 
 
 def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
-    """Decodes after several contexts, autoregressively and by the cascade; prints a line each."""
-    config, speculation, itemsize = setup.target, setup.speculation, setup.dtype.itemsize
+    """Decodes after several contexts, autoregressively and by the cascade, and prints next to what
+    was measured what the bandwidths of copies predict."""
+    config = setup.target
     target = random_model(config, setup)
     draft = random_model(setup.draft, setup) if setup.draft else None
     copy = retrieval_copy(target, setup.draft_weights)
     memory, link = (copy_bandwidth(setup.device, from_host=hosted) for hosted in (False, True))
-    rows: list[dict[str, Any]] = []
+    machine = dataclasses.replace(
+        CARDS[1e9] if setup.device.type == "cuda" else CPU,
+        weight_bytes_per_second=memory,
+        kv_bytes_per_second=memory,
+        link_bytes_per_second=link,
+    )
+    plan = setup.speculation.plans[0]
     result = {
         "synthetic": True,
         "shape": config.name,
         "acceptance": setup.acceptance,
         "draft": setup.draft.name if setup.draft else "suffix",
         **where(target),
-        "method": speculation.method,
-        "plan": str(speculation.plans[0]),
+        "plan": str(plan),
         "copy_bytes_per_second": memory,
         "host_copy_bytes_per_second": link,
-        "rows": rows,
     }
-    print(
-        f"SYNTHETIC: random weights in the shape of {config.name}, drafter {result['draft']}, "
-        f"{setup.dtype}, {setup.device}, attention {result['attention']}, {result['plan']}, "
-        f"verdicts drawn at {setup.acceptance}; copies: {memory / 1e9:.1f} GB/s on the device, "
-        f"{link / 1e9:.1f} GB/s from the host",
-        flush=True,
-    )
-    weights, slot = weights_per_pass(config) * itemsize, config.kv_values_per_token * itemsize
+    print(f"SYNTHETIC weights and verdicts: {result}", flush=True)
+    rows = []
     for context in contexts:
         with running(Models(target, target, draft)):
             alone = decode(target, draft, context, setup, "autoregressive")
-            together = decode(target, draft, context, setup, speculation.method, copy)
-        seconds, kv = 1e-3 * alone["ms_per_step"]["median"], slot * context
-        hosted = kv * (1 - alone["on_chip"] / config.num_layers)
-        rows.append(
-            {
-                "context": context,
-                "autoregressive": alone,
-                "cascade": together,
-                "speedup": alone["ms_per_token"] / together["ms_per_token"],
-                "bytes_per_second": (weights + kv - hosted) / seconds,
-                "link_bytes_per_second": hosted / seconds,
-            }
+            together = decode(target, draft, context, setup, plan.method, copy)
+        speedup = alone["ms_per_token"] / together["ms_per_token"]
+        row = {"context": context, "autoregressive": alone, "cascade": together, "speedup": speedup}
+        rows.append(row)
+        work = Workload(
+            config,
+            setup.draft,
+            context,
+            setup.speculation.budget_for(context),
+            itemsize=setup.dtype.itemsize,
+            hosted_share=1 - together["on_chip"] / config.num_layers,
         )
-        print(line(rows[-1], memory, link), flush=True)
-        print(ledger(target, draft, setup, rows[-1], (memory, link)), flush=True)
-    return result
-
-
-def line(row: dict[str, Any], memory: float, link: float) -> str:
-    """One context, for people; the rates are those of copies."""
-    alone, together = row["autoregressive"], row["cascade"]
-    phases = ", ".join(f"{name} {ms:.2f}" for name, ms in together["phase_ms_per_token"].items())
-    if together["idle_share"] is not None:
-        phases += f"; the GPU is idle for {together['idle_share']:.0%}"
-    on_device, over_link = row["bytes_per_second"], row["link_bytes_per_second"]
-    return (
-        f"{row['context']:8d} tokens: autoregressive {alone['ms_per_step']['median']:.2f} ms/token "
-        f"at {on_device / 1e9:.1f} GB/s of memory ({on_device / memory:.0%} of a copy) and "
-        f"{over_link / 1e9:.1f} over the link ({over_link / link:.0%}); cascade "
-        f"{together['ms_per_token']:.2f} ms/token, {together['tokens_per_step']:.2f} tokens per "
-        f"step ({phases}); speedup {row['speedup']:.2f}, synthetic"
-    )
-
-
-def ledger(
-    target: Llama,
-    draft: Llama | None,
-    setup: Setup,
-    row: dict[str, Any],
-    bytes_per_second: tuple[float, float],
-) -> str:
-    """Predicted and measured milliseconds of each phase, at the bandwidths of copies."""
-    memory, link = bytes_per_second
-    machine = dataclasses.replace(
-        CARDS[1e9] if target.device.type == "cuda" else CPU,
-        weight_bytes_per_second=memory,
-        kv_bytes_per_second=memory,
-        link_bytes_per_second=link,
-    )
-    context = row["context"]
-    work = Workload(
-        target.config,
-        draft.config if draft is not None else None,
-        context,
-        setup.speculation.budget_for(context),
-        itemsize=setup.dtype.itemsize,
-        hosted_share=1 - row["cascade"]["on_chip"] / target.config.num_layers,
-    )
-    found = passes(work, setup.speculation.plans[0], setup.generation.prefill_chunk)
-    measured = row["cascade"]["phase_ms"]
-    measured["autoregressive"] = row["autoregressive"]["phase_ms"]["target"]
-    return pass_table(found, machine, measured)
+        found = passes(work, plan, setup.generation.prefill_chunk)
+        measured = {**together["phase_ms"], "autoregressive": alone["phase_ms"]["target"]}
+        idle = together["idle_share"]
+        print(
+            f"\n{context} tokens: autoregressive {alone['ms_per_token']:.2f} ms/token, cascade "
+            f"{together['ms_per_token']:.2f}, {together['tokens_per_step']:.2f} tokens a step, "
+            f"speedup {speedup:.2f}, synthetic"
+            + (f"; the GPU is idle for {idle:.0%}" if idle is not None else "")
+        )
+        print(pass_table(found, machine, measured), flush=True)
+    return {**result, "rows": rows}
 
 
 class SyntheticSource:
