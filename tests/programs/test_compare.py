@@ -70,8 +70,8 @@ def test_a_prompt_is_read_cold_and_once(run, files, monkeypatch):
     assert read[:5] == read[5:]
     assert read[0] == 150
     assert set(read[1:5]) == {1, 17}  # all but what a method must see anew
-    least = min(run.stats.prefill_seconds for run in (runs[0], runs[5]))
-    assert all(row["prefill_seconds"]["min"] > 0.8 * least for row in rows.values())
+    own = min(run.stats.prefill_seconds for run in runs if run.stats.num_prefilled_tokens < 150)
+    assert all(row["prefill_seconds"]["min"] > own for row in rows.values())
 
 
 def test_one_method_is_measured_alone(run):
