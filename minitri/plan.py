@@ -5,7 +5,8 @@
 prints, for several placements of the KV cache, the bytes on the device and in host memory, whether
 they fit, and the milliseconds per token to expect, autoregressive and with the cascade. Gammas that
 are not given are the fastest ones, if a pass over more tokens takes no longer. Bytes come from
-`gpu/placement.py`, with which an engine boots, times from `phases.py`. The last line is JSON.
+`gpu/placement.py`, with which an engine boots, times from what the autotuner expects of the passes
+in `roofline.py` before it has measured any. The last line is JSON.
 """
 
 from minitri.cli.exits import clean_imports, program
@@ -13,20 +14,22 @@ from minitri.cli.exits import clean_imports, program
 with clean_imports():
     import argparse
     import dataclasses
+    import functools
     import json
     import sys
     from typing import Any
 
     from minitri.cli import arguments
     from minitri.config import ModelConfig
+    from minitri.decoding.autotuner import Autotuner
     from minitri.errors import InputError, shorten
     from minitri.gpu.placement import CONTEXT, GIB, Demand, Load, demand, shortage
     from minitri.loading.checkpoint import open_checkpoint
+    from minitri.loading.devices import DTYPES
     from minitri.loading.fetch import LOOKUPS, default_draft, local_path
     from minitri.loading.named_models import shape_of, unknown_model
-    from minitri.phases import CARDS, phase_table, phases, predict, prefill
-    from minitri.roofline import Machine, Workload, eight_bit_bytes, four_bit_bytes
-    from minitri.settings import SpeculationConfig, StepPlan
+    from minitri.roofline import CARDS, Machine, Pass, Workload, eight_bit_bytes
+    from minitri.settings import StepPlan
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -39,34 +42,23 @@ def build_parser() -> arguments.OneLineParser:
         "memory, and how fast that can be.",
     )
     add = parser.add_argument
-    count = arguments.positive
-    number = positive_number
     text = "a named model, or a folder or file whose config is read"
     add("-m", "--model", metavar="NAME|PATH", default="llama2-7b-128k", help=text)
-    text = "tokens, prompt and output (default: all it holds)"
-    add("--context", type=count, metavar="N", help=text)
-    add("--batch", type=arguments.whole(1, 65536), metavar="N", default=1, help="sequences")
-    text = "tokens of the prompt read at a time"
-    add("--prefill-chunk", type=count, metavar="N", default=1024, help=text)
-    text = "of weights and KV cache"
-    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help=text)
-    group = parser.add_argument_group("machine")
-    for name, default, text in (
-        ("gpu-memory", 24, "nominal memory of a GPU in GiB"),
-        ("host-memory", 256, "memory that may be page-locked, in GiB"),
-        (
-            "gpu-gb-s",
-            None,
-            "GB/s at which the GPU reads its memory (default: by its size, 1000, 2000 or 4000)",
-        ),
-        ("link-gb-s", 25, "GB/s from host memory to each GPU: 25 for PCIe 4.0 x16, 50 for 5.0"),
-    ):
-        group.add_argument(f"--{name}", type=number, metavar="X", default=default, help=text)
-    text = "GPUs that share the model by tensor parallelism (torchrun)"
-    group.add_argument("--gpus", type=arguments.whole(1, 64), metavar="N", default=1, help=text)
-    text = "print bytes and FLOPs of each phase"
-    group.add_argument("--explain", action="store_true", help=text)
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and KV cache")
+    machine = parser.add_argument_group("machine")
     group = parser.add_argument_group("speculation")
+    count = arguments.positive
+    for flags, name, kind, default, text in (
+        (parser, "context", count, None, "tokens, prompt and output (default: all it holds)"),
+        (parser, "batch", arguments.whole(1, 65536), 1, "sequences"),
+        (parser, "prefill-chunk", count, 1024, "tokens of the prompt read at a time"),
+        (machine, "gpu-memory", count, 24, "nominal memory of a GPU in GiB"),
+        (machine, "gpus", arguments.whole(1, 64), 1, "GPUs that share the model (torchrun)"),
+        (machine, "host-memory", count, 256, "memory that may be page-locked, in GiB"),
+        (machine, "link-gb-s", count, 25, "GB/s from the host to a GPU; 50 for PCIe 5.0 x16"),
+    ):
+        flags.add_argument(f"--{name}", type=kind, metavar="N", default=default, help=text)
+    arguments.add_switches(parser, explain="print bytes and FLOPs of each phase")
     text = "of the retrieval level: the model's own, or a copy in 8 bits"
     group.add_argument("--draft-weights", choices=("same", "int8"), default="same", help=text)
     arguments.add_rates_flag(group, "acceptance", "acceptance rates to expect")
@@ -74,17 +66,6 @@ def build_parser() -> arguments.OneLineParser:
     arguments.add_size_flags(group)
     parser.set_defaults(method="triforce", seed=0, quiet=False)
     return parser
-
-
-def positive_number(text: str) -> float:
-    """A flag's value that must be a number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and below 1e9")
-    return value
 
 
 def config_of(name: str) -> ModelConfig:
@@ -103,142 +84,139 @@ def draft_config(args: argparse.Namespace) -> ModelConfig | None:
     return None if name in (*LOOKUPS, "none") else config_of(name)
 
 
-def machine_of(args: argparse.Namespace) -> Machine:
-    """A card of this size, with the bandwidths that are given."""
-    card = next(card for most, card in CARDS.items() if args.gpu_memory <= most)
-    memory = 1e9 * args.gpu_gb_s if args.gpu_gb_s else card.kv_bytes_per_second
-    return dataclasses.replace(
-        card,
-        weight_bytes_per_second=memory,
-        kv_bytes_per_second=memory,
-        link_bytes_per_second=1e9 * args.link_gb_s,
+def demand_of(args: argparse.Namespace) -> Demand:
+    """What a run needs on each GPU. Raises `InputError`."""
+    config = config_of(args.model)
+    context = args.context or config.context_length
+    load = Load(
+        config,
+        draft_config(args),
+        arguments.speculation_of(args),
+        context,
+        [context] * args.batch,
+        args.prefill_chunk,
+        itemsize=4 if args.dtype == "float32" else 2,
+        num_gpus=args.gpus,
+        has_copy=args.draft_weights != "same",
     )
+    return demand(load)
+
+
+def workload(load: Load, on_chip: int) -> Workload:
+    """What each GPU decodes at the end of the context, with K and V of `on_chip` layers there."""
+    num_rows = len(load.prompt_lengths)
+    share = load.config.share(load.num_gpus)
+    return Workload(
+        share,
+        load.draft,
+        load.num_tokens * num_rows,
+        load.speculation.budget_for(load.num_tokens) * num_rows,
+        itemsize=load.itemsize,
+        hosted_share=1 - on_chip / load.config.num_layers,
+        retrieval_bytes=eight_bit_bytes(share) if load.has_copy else None,
+        batch_size=num_rows,
+        num_gpus=load.num_gpus,
+    )
+
+
+def predict(
+    work: Workload, machine: Machine, plans: list[StepPlan], acceptance: tuple[float, float]
+) -> dict[str, Any]:
+    """Milliseconds per token with the fastest plan and without speculation, if guesses of the
+    drafter and of the retrieval level are accepted at these rates."""
+    tuner = Autotuner(plans, functools.partial(work.seconds, machine), use_clock=False)
+    for stage, rate in zip(("draft", "retrieval"), acceptance, strict=True):
+        tuner.note_acceptance(stage, 10**9, round(10**9 * rate))
+    best = max(plans, key=tuner.tokens_per_second)
+    ms = {
+        "autoregressive": 1e3 * work.seconds(machine, "target", 0),
+        "cascade": 1e3 / tuner.tokens_per_second(best),
+    }
+    speedup = ms["autoregressive"] / ms["cascade"]
+    return {"plan": dataclasses.asdict(best), **ms, "speedup": speedup}
 
 
 def run_command(args: argparse.Namespace) -> int:
     """Prints the plan. Raises `InputError` with what is missing if no placement fits."""
-    config = config_of(args.model)
-    draft = draft_config(args)
-    context = args.context or config.context_length
-    itemsize = 4 if args.dtype == "float32" else 2
-    speculation = arguments.speculation_of(args)
-    has_copy = args.draft_weights != "same"
-    how = (args.prefill_chunk, itemsize, args.gpus, has_copy)
-    needs = demand(Load(config, draft, speculation, context, [context] * args.batch, *how))
-    L = config.num_layers
-    share = config.share(args.gpus)
-    work = Workload(
-        share,
-        draft,
-        context * args.batch,
-        speculation.budget_for(context) * args.batch,
-        itemsize=itemsize,
-        retrieval_bytes=eight_bit_bytes(share) if has_copy else None,
-        batch_size=args.batch,
-        num_gpus=args.gpus,
-    )
-    gpu_bytes, host_bytes = args.gpu_memory * GIB - CONTEXT, args.host_memory * GIB / args.gpus
-    machine = machine_of(args)
-
+    needs = demand_of(args)
+    load = needs.load
+    card = next(card for most, card in CARDS.items() if args.gpu_memory <= most)
+    machine = dataclasses.replace(card, link_bytes_per_second=1e9 * args.link_gb_s)
+    gpu_bytes = args.gpu_memory * GIB - CONTEXT
+    host_bytes = args.host_memory * GIB / args.gpus
     best = needs.most_on_chip(gpu_bytes)
-    placements = [
-        place(on_chip, needs, work, speculation, machine, (gpu_bytes, host_bytes), args.acceptance)
-        for on_chip in sorted({L, best or 0, 0}, reverse=True)
-    ]
-    speed = machine.kv_bytes_per_second / 1e9
+    plans = load.speculation.plans
+    placements = []
+    for on_chip in sorted({load.config.num_layers, best or 0, 0}, reverse=True):
+        here, there = needs.on_device(on_chip), needs.on_host(on_chip)
+        placements.append(
+            {
+                "on_chip": on_chip,
+                "device_bytes": here,
+                "host_bytes": there,
+                "fits": here <= gpu_bytes and there <= host_bytes,
+                "parts": needs.parts(on_chip),
+                "predicted_ms": predict(workload(load, on_chip), machine, plans, args.acceptance),
+            }
+        )
     print(
-        f"{config.name}, {context} tokens, batch {args.batch}, {args.dtype}, drafter "
-        f"{draft.name if draft else 'suffix'}, budget {speculation.budget_for(context)}; "
-        f"{args.gpus} GPU of {args.gpu_memory:g} GiB, {gpu_bytes / GIB:.1f} of them free, at "
-        f"{speed:g} GB/s, {args.host_memory:g} GiB of host memory over {args.link_gb_s:g} GB/s per "
-        "GPU"
+        f"{load.config.name}, {load.num_tokens} tokens, batch {args.batch}, {args.dtype}; "
+        f"{args.gpus} GPU of {args.gpu_memory:g} GiB at {machine.kv_bytes_per_second / 1e9:g} GB/s"
     )
-    print(table(placements, L))
+    print(table(placements))
     if args.explain:
-        chosen = next(row for row in placements if row["on_chip"] == (best or 0))
-        here = dataclasses.replace(work, hosted_share=1 - chosen["on_chip"] / L)
-        explain(here, machine, StepPlan(**chosen["predicted_ms"]["plan"]), args)
-    copy_bytes = four_bit_bytes(config)
-    print(f"On a CPU guesses take a copy in 4 bits, {copy_bytes / GIB:.2f} GiB (--draft-weights).")
-    result = {"model": config.name, "context": context, "on_chip": best, "placements": placements}
-    print(json.dumps(result | {"draft_weights_bytes": copy_bytes}))
+        [ms] = (row["predicted_ms"] for row in placements if row["on_chip"] == (best or 0))
+        found = passes(workload(load, best or 0), StepPlan(**ms["plan"]), args.prefill_chunk)
+        print(f"\n{pass_table(found, machine, {})}\nConstants: {machine}")
+    facts = {"model": load.config.name, "context": load.num_tokens, "on_chip": best}
+    print(json.dumps({**facts, "placements": placements}))
     if (missing := shortage(needs, gpu_bytes, host_bytes)) is not None:
         raise InputError(missing)
     return 0
 
 
-def place(
-    on_chip: int,
-    needs: Demand,
-    work: Workload,
-    speculation: SpeculationConfig,
-    machine: Machine,
-    free_bytes: tuple[float, float],
-    acceptance: tuple[float, float],
-) -> dict[str, Any]:
-    """What is where with K and V of this number of layers on the GPU, and how fast that can be.
-
-    `free_bytes` are those of the GPU and of host memory.
-    """
-    context = work.num_tokens // work.batch_size
-
-    def fits(num_rows: int) -> bool:
-        more = demand(dataclasses.replace(needs.load, prompt_lengths=[context] * num_rows))
-        return more.on_device(on_chip) <= free_bytes[0] and more.on_host(on_chip) <= free_bytes[1]
-
-    here = dataclasses.replace(work, hosted_share=1 - on_chip / needs.load.config.num_layers)
-    plans = (predict(here, machine, plan, acceptance) for plan in speculation.plans)
-    return {
-        "on_chip": on_chip,
-        "fits": fits(work.batch_size),
-        "rows_that_fit": next((n - 1 for n in range(1, 1001) if not fits(n)), 1000),
-        "device_bytes": needs.on_device(on_chip),
-        "host_bytes": needs.on_host(on_chip),
-        "parts": needs.parts(on_chip),
-        "predicted_ms": min(plans, key=lambda ms: ms["cascade"]),
-    }
-
-
-def explain(work: Workload, machine: Machine, plan: StepPlan, args: argparse.Namespace) -> None:
-    """Prints what the phases of the best placement need, on each GPU."""
-    found, num_tokens = phases(work, plan, args.acceptance)
-    chunk = prefill(work, args.prefill_chunk)
-    found += [("autoregressive", 0.0, work.read("target", 0)), ("prefill chunk", 0.0, chunk)]
-    print(f"\n{plan}, {num_tokens:.2f} tokens a step:")
-    print(phase_table(found, machine))
-    seconds = chunk.seconds(machine) * work.num_tokens / work.batch_size / args.prefill_chunk
-    print(f"The prompt takes {seconds:.0f} s. Constants: {machine}")
-
-
-def table(placements: list[dict[str, Any]], L: int) -> str:
-    """Placements of L layers as columns."""
-    columns = []
-    for placement in placements:
-        on_chip = placement["on_chip"]
-        ms = placement["predicted_ms"]
-        columns.append(
-            {
-                "KV cache on the GPU": "all" if on_chip == L else f"{on_chip} of {L} layers",
-                **{f"  {name}, GiB": size / GIB for name, size in placement["parts"].items()},
-                "on the GPU, GiB": placement["device_bytes"] / GIB,
-                "in host memory, GiB": placement["host_bytes"] / GIB,
-                "fits": "yes" if placement["fits"] else "no",
-                "sequences that fit": placement["rows_that_fit"],
-                "draft step, ms": ms["draft"],
-                "retrieval verification, ms": ms["retrieval"],
-                "full verification, ms": ms["target"],
-                "commit, ms": ms["commit"],
-                "autoregressive, ms/token": ms["autoregressive"],
-                "gamma1, gamma2": "{gamma1}, {gamma2}".format(**ms["plan"]),
-                "cascade, ms/token": ms["cascade"],
-                "speedup": ms["speedup"],
-            }
+def table(placements: list[dict[str, Any]]) -> str:
+    """A line for each placement, and below it what the bytes on the GPU are for."""
+    lines = ["layers with KV on the GPU    GiB there  on host  fits  ms alone  cascade  speedup"]
+    for row in placements:
+        here, there = row["device_bytes"] / GIB, row["host_bytes"] / GIB
+        ms = row["predicted_ms"]
+        lines.append(
+            f"{row['on_chip']:25d} {here:12.2f} {there:8.2f} {'yes' if row['fits'] else 'no':>5s} "
+            f"{ms['autoregressive']:9.2f} {ms['cascade']:8.2f} {ms['speedup']:8.2f}  "
+            f"{StepPlan(**ms['plan'])}"
         )
-    lines = []
-    for name in columns[0]:
-        cells = (column[name] for column in columns)
-        shown = (f"{cell:.2f}" if isinstance(cell, float) else cell for cell in cells)
-        lines.append(f"{name:34s}" + "".join(f"{cell:>18}" for cell in shown))
+        parts = (f"{name} {size / GIB:.2f}" for name, size in row["parts"].items())
+        lines.append("    " + ", ".join(parts))
+    return "\n".join(lines)
+
+
+def passes(work: Workload, plan: StepPlan, prefill_chunk: int) -> dict[str, Pass]:
+    """The passes of a step by this plan, of autoregressive decoding, and of a chunk of the prompt
+    on average, whose K and V of hosted layers are written to host memory once."""
+    found = {
+        "target": work.read("target", plan.gamma2 or plan.gamma1),
+        "autoregressive": work.read("target", 0),
+    }
+    if plan.uses_retrieval:
+        found["retrieval"] = work.read("retrieval", plan.gamma1)
+    if plan.uses_drafter and work.draft is not None:
+        found["draft"] = work.read("draft", 0)
+    half = dataclasses.replace(work, num_tokens=work.num_tokens // 2, hosted_share=0.0)
+    link_bytes = work.hosted_share * work.batch_size * prefill_chunk * work.slot_bytes
+    chunk = half.read("target", prefill_chunk - 1)
+    return {**found, "prefill chunk": dataclasses.replace(chunk, link_bytes=link_bytes)}
+
+
+def pass_table(found: dict[str, Pass], machine: Machine, measured_ms: dict[str, float]) -> str:
+    """Passes as lines: predicted and, where they were, measured milliseconds."""
+    titles = ["weights MB", "KV MB", "link MB", "GFLOP", "ms"] + ["measured"] * bool(measured_ms)
+    lines = [f"{'':16s}" + "".join(f"{title:>12}" for title in titles)]
+    for name, it in found.items():
+        numbers = [it.weight_bytes / 1e6, it.kv_bytes / 1e6, it.link_bytes / 1e6, it.flops / 1e9]
+        numbers.append(1e3 * it.seconds(machine))
+        numbers += [measured_ms[name]] if name in measured_ms else []
+        lines.append(f"{name:16s}" + "".join(f"{number:12.3f}" for number in numbers))
     return "\n".join(lines)
 
 

@@ -8,9 +8,7 @@ Legend: D head dim, E hidden size.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from minitri.config import ModelConfig
 from minitri.model.llama import Llama
@@ -49,24 +47,40 @@ CPU = Machine(
 )
 GPU = Machine(2e12, 2e12, 25e9, seconds_per_layer=0.05e-3, share_per_extra_token=0.01)
 """Nominal machines: of the right order where nothing was measured, and the same in every run."""
+CARDS = {
+    gib: Machine(
+        bytes_per_second,
+        bytes_per_second,
+        25e9,
+        seconds_per_layer=16e-6,
+        seconds_per_pass=0.15e-3,
+        flops_per_second=flops_per_second,
+        seconds_per_sum=12e-6,
+    )
+    for gib, bytes_per_second, flops_per_second in (
+        (48, 1e12, 100e12),
+        (80, 2e12, 200e12),
+        (1e9, 4e12, 500e12),
+    )
+}
+"""By memory in GiB: what smaller cards, an A100 and an H200 read, and the FLOP/s of large products
+there. A layer is 10 launches in a CUDA graph, a pass a verdict and a copy to the host, a sum an
+all-reduce without NVLink. The link is PCIe 4.0 x16."""
 
 
-def size_of_layer(config: ModelConfig, row: Callable[[int], int]) -> int:
-    """Of the matrices of a layer, with `row` the size of a row by its length."""
+def matrices(config: ModelConfig) -> list[tuple[int, int]]:
+    """Rows and columns of the matrices of a layer."""
     E, inner = config.hidden_size, config.intermediate_size
     width = config.num_heads * config.head_dim
-    rows = width + 2 * config.num_kv_heads * config.head_dim + 2 * inner
-    return rows * row(E) + E * (row(width) + row(inner))
+    num_inputs = width + 2 * config.num_kv_heads * config.head_dim + 2 * inner
+    return [(num_inputs, E), (E, width), (E, inner)]
 
 
 def num_weights(config: ModelConfig) -> int:
     """Numbers in a model's weights; of a drafter without an embedding table, its own only."""
     E = config.hidden_size
-    layer = (
-        size_of_layer(config, lambda length: length)
-        + 2 * E
-        + 2 * config.head_dim * config.head_norm
-    )
+    layer = sum(rows * columns for rows, columns in matrices(config))
+    layer += 2 * E + 2 * config.head_dim * config.head_norm
     if config.attention_bias:
         layer += config.head_dim * (config.num_heads + 2 * config.num_kv_heads)
     if config.attention_bias if config.output_bias is None else config.output_bias:
@@ -88,16 +102,9 @@ def bytes_per_pass(model: Llama) -> int:
     return sum(weight.nbytes for weight in weights if weight is not None)
 
 
-def four_bit_bytes(config: ModelConfig) -> int:
-    """Bytes of a model's copy in 4 bits, its LM head in 8, scales included: `cpu/quantized.py`."""
-    E = config.hidden_size
-    layer = size_of_layer(config, lambda length: -(-length // 64) * 32 + length // 32 * 4)
-    return config.num_layers * layer + config.vocab_size * (-(-E // 64) * 64 + E // 32 * 2)
-
-
 def eight_bit_bytes(config: ModelConfig) -> int:
     """Bytes of a copy in 8 bits with a scale of 4 bytes per row: `gpu/eight_bits.py`."""
-    layer = size_of_layer(config, lambda length: length + 4)
+    layer = sum(rows * (columns + 4) for rows, columns in matrices(config))
     return config.num_layers * layer + config.vocab_size * (config.hidden_size + 4)
 
 
@@ -105,16 +112,16 @@ def eight_bit_bytes(config: ModelConfig) -> int:
 class Pass:
     """What a forward pass reads, moves and computes, on each GPU."""
 
-    num_layers: float
-    weight_bytes: float = 0.0
-    kv_bytes: float = 0.0
-    link_bytes: float = 0.0
+    num_layers: int
+    weight_bytes: float
+    kv_bytes: float
+    link_bytes: float
     """The part of the KV that comes from host memory, while all else goes on: the slower counts."""
-    num_sums: int = 0
+    num_sums: int
     """Tensors that are added up over all GPUs."""
-    flops: float = 0.0
-    num_extra_tokens: float = 0.0
-    is_in_four_bits: bool = False
+    flops: float
+    num_extra_tokens: float
+    is_in_four_bits: bool
 
     def seconds(self, machine: Machine) -> float:
         """How long it takes there."""
@@ -152,6 +159,11 @@ class Workload:
     batch_size: int = 1
     num_gpus: int = 1
 
+    @property
+    def slot_bytes(self) -> int:
+        """K and V of a token."""
+        return self.target.kv_values_per_token * self.itemsize
+
     def read(self, stage: str, num_guesses: float) -> Pass:
         """A pass of a stage ("draft", "retrieval", "target") over guesses and a token per row."""
         config = self.draft if stage == "draft" else self.target
@@ -159,34 +171,22 @@ class Workload:
         whole = weights_per_pass(config) * self.itemsize
         weight_bytes = {"target": self.target_bytes, "retrieval": self.retrieval_bytes}.get(stage)
         slots = {"draft": 0, "retrieval": self.num_retrieved, "target": self.num_tokens}[stage]
-        slot_bytes = self.target.kv_values_per_token * self.itemsize
         attention = 4 * config.num_heads * config.head_dim * config.num_layers * slots
         num_tokens = self.batch_size * (num_guesses + 1)
         is_split = self.num_gpus > 1 and stage != "draft"
         return Pass(
             num_layers=config.num_layers,
             weight_bytes=whole if weight_bytes is None else weight_bytes,
-            kv_bytes=slots * slot_bytes,
-            link_bytes=(self.hosted_share if stage == "target" else 0.0) * slots * slot_bytes,
+            kv_bytes=slots * self.slot_bytes,
+            link_bytes=(self.hosted_share if stage == "target" else 0.0) * slots * self.slot_bytes,
             num_sums=2 * config.num_layers + 2 if is_split else 0,
             flops=num_tokens * (2 * weights_per_pass(config) + attention / self.batch_size),
             num_extra_tokens=self.batch_size * num_guesses,
             is_in_four_bits=stage == "retrieval" and (weight_bytes or whole) < whole / 2,
         )
 
-
-def pass_costs(
-    target: ModelConfig, draft: ModelConfig | None, *, machine: Machine, **sizes: Any
-) -> Callable[[str, float], float]:
-    """Nominal seconds of a pass of a stage, for the autotuner; `sizes` are those of `Workload`.
-
-    The function returned takes the stage and the guesses that the pass verifies in each row.
-    """
-    work = Workload(target, draft, **sizes)
-
-    def seconds(stage: str, num_guesses: float) -> float:
-        if stage == "draft" and draft is None:
-            return 0.0  # lookup takes no pass
-        return work.read(stage, num_guesses).seconds(machine)
-
-    return seconds
+    def seconds(self, machine: Machine, stage: str, num_guesses: float) -> float:
+        """Nominal seconds of `read`; 0 of lookup, which takes no pass."""
+        if stage == "draft" and self.draft is None:
+            return 0.0
+        return self.read(stage, num_guesses).seconds(machine)

@@ -23,7 +23,7 @@ from minitri.drafters.plugin import PluggedDrafter
 from minitri.gpu.streams import clock_of
 from minitri.memory import Memory, MemoryShape, Models, allocate
 from minitri.requests import Request
-from minitri.roofline import CPU, GPU, bytes_per_pass, pass_costs
+from minitri.roofline import CPU, GPU, Workload, bytes_per_pass
 from minitri.runner import ModelRunner, prefill
 from minitri.settings import SpeculationConfig
 from minitri.stats import LevelStats, Stats
@@ -227,10 +227,9 @@ def prior_seconds(memory: Memory, shape: MemoryShape) -> Callable[[str, float], 
     models = memory.models
     target = models.target
     least = target.execution.ranks.least  # shares may be uneven
-    return pass_costs(
+    work = Workload(
         target.config,
         memory.draft.model.config if memory.draft is not None else None,
-        machine=GPU if target.device.type == "cuda" else CPU,
         itemsize=target.dtype.itemsize,
         target_bytes=int(least(bytes_per_pass(target))),
         retrieval_bytes=int(least(bytes_per_pass(models.retrieval))),
@@ -239,6 +238,8 @@ def prior_seconds(memory: Memory, shape: MemoryShape) -> Callable[[str, float], 
         hosted_share=1 - memory.full.on_chip / target.config.num_layers,
         batch_size=shape.num_rows,
     )
+    machine = GPU if target.device.type == "cuda" else CPU
+    return functools.partial(work.seconds, machine)
 
 
 def may_use_clock(models: Models, shape: MemoryShape) -> bool:

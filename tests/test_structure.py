@@ -28,7 +28,6 @@ MAY_IMPORT = {
     "drafters": "errors settings stats decoding",
     "trees": "settings stats decoding model runner",
     "roofline": "config model",
-    "phases": "settings decoding roofline",
     "caches": "errors config settings stats model decoding",
     "cpu": "settings errors folders model caches",
     "gpu": "errors config settings stats model decoding caches roofline",

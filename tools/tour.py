@@ -35,7 +35,6 @@ from minitri.errors import InputError
 from minitri.requests import Token
 from minitri.runner import prefill
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
-from tools.bench.plots import png_file
 
 WINDOW, SHIFT, CHUNK, NUM_SINKS = 16, 128, 8, 4
 """Tokens that ask together, and how far before them others asked; tokens of a chunk; sinks."""
@@ -101,7 +100,7 @@ def build_parser() -> arguments.OneLineParser:
     arguments.add_model_flags(parser)
     arguments.add_prompt_flags(parser, max_prompt_tokens=8000)
     arguments.add_draft_flag(parser)
-    parser.add_argument("--out", type=png_file, default=Path("tour.png"), metavar="FILE.png")
+    parser.add_argument("--out", type=Path, default=Path("tour.png"), metavar="FILE.png")
     parser.set_defaults(max_new_tokens=160, method="triforce")
     arguments.add_switches(parser, quiet="no progress and no log on standard error")
     return parser
@@ -318,6 +317,8 @@ def main(argv: list[str] | None = None) -> None:
 def run_command(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError("the tour draws with matplotlib; install it: pip install matplotlib")
+    if args.out.suffix != ".png" or not args.out.parent.is_dir():
+        raise InputError(f"--out {args.out} is not a .png file in a folder that is there")
     text, draft = read_prompt(args.prompt_file, args.prompt), arguments.draft_of(args)
     pairs = [(text, args.max_prompt_tokens)]
     engine, [prompt] = load_engine(args, draft, pairs, num_new=args.max_new_tokens)

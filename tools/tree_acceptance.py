@@ -9,6 +9,7 @@ rates, how fast each shape would be on a GPU, by bytes over bandwidth. The last 
 """
 
 import argparse
+import functools
 import itertools
 import json
 import statistics
@@ -21,7 +22,7 @@ from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig,
 from minitri.memory import Models
 from minitri.plan import config_of
 from minitri.requests import Request
-from minitri.roofline import Machine, pass_costs
+from minitri.roofline import Machine, Workload
 from minitri.settings import StepPlan
 from minitri.stack import Stack, begin
 from minitri.trees.shape import sequences
@@ -107,9 +108,8 @@ def main() -> None:
     texts = [Path(file).read_text(encoding="utf-8") for file in args.prompt_file]
     prompts = [engine.tokenizer.encode(text)[: args.prompt_tokens] for text in texts]
     target, draft = config_of(args.gpu_model), config_of(args.gpu_draft)
-    costs = pass_costs(
-        target, draft, machine=GPU, itemsize=2, num_tokens=122_880, num_retrieved=4096
-    )
+    work = Workload(target, draft, num_tokens=122_880, num_retrieved=4096)
+    costs = functools.partial(work.seconds, GPU)
     plans, results = shapes(args.depth), list[dict[str, object]]()
     for temperature in (0.0, 0.6, 1.0):
         sampling = SamplingParams(temperature)

@@ -11,7 +11,7 @@ from minitri import SamplingParams, SpeculationConfig
 from minitri.decoding import random_source
 from minitri.decoding.sampling import sample
 from minitri.decoding.verification import verify
-from minitri.selftest.distribution_test import run_test, windows
+from minitri.selftest.distribution_test import is_alarm, run_test, windows
 from tests.conftest import write_hf_folder
 
 SAMPLING = SamplingParams(1.2, top_p=0.95)
@@ -27,16 +27,14 @@ def engine(folder, tmp_path_factory):
 def run(engine, method):
     text = engine.tokenizer.encode("She had been forced into prudence in her youth. " * 20)
     speculation = SpeculationConfig(method, gamma1=2, gamma2=3, budget=32, num_recent_tokens=60)
-    return run_test(
-        engine, windows(text, 64, 64), SAMPLING, speculation, num_new=64, seed=0, num_tests=3
-    )
+    return run_test(engine, windows(text, 64, 64), SAMPLING, speculation, num_new=64, seed=0)
 
 
 @pytest.mark.parametrize("method", ["naive", "retrieval", "triforce"])
 def test_samples_follow_the_distribution(engine, method):
     """False alarm: odds of at most 1 in 10,000, and the seeds are fixed."""
-    test = run(engine, method)
-    assert not test.is_alarm, test.p_values
+    p_values = run(engine, method)
+    assert not is_alarm(p_values, 3), p_values
 
 
 def test_a_wrong_verification_on_the_device_is_noticed(engine, monkeypatch):
@@ -50,4 +48,4 @@ def test_a_wrong_verification_on_the_device_is_noticed(engine, monkeypatch):
         return replace(verdict, next_tokens=drawn.tolist())
 
     monkeypatch.setattr(random_source, "verify_block", resample_from_p)
-    assert run(engine, "naive").is_alarm
+    assert is_alarm(run(engine, "naive"), 3)

@@ -1,12 +1,9 @@
 """Made-up weights and verdicts: labelled as such everywhere, at the rates asked for, through the
 real cascade."""
 
-import json
-
 import pytest
 import torch
 
-from minitri import generate
 from minitri.decoding.verification import Proposal
 from minitri.roofline import weights_per_pass
 from minitri.settings import GenerationConfig, SpeculationConfig
@@ -85,21 +82,7 @@ def test_a_sweep_says_synthetic_in_every_row_and_what_was_predicted(capsys):
     assert all(run["synthetic"] for run in [result, *runs])
     lines = capsys.readouterr().out.splitlines()
     assert any(line.endswith("measured") for line in lines)
-    assert sum(line.startswith("target verification") for line in lines) == 2
-
-
-@pytest.mark.slow
-def test_the_command_sweeps_contexts_and_draws_them(capsys, tmp_path):
-    plot = tmp_path / "sweep.png"
-    flags = "--load dummy --shape smollm2-135m --draft suffix --context 300 --context 600 -q"
-    flags += f" --new-tokens 8 --budget 64 --plot {plot} --synthetic-acceptance 0.3,0.8"
-    with pytest.raises(SystemExit) as exit_:
-        bench.main(flags.split())
-    assert exit_.value.code == 0
-    out = capsys.readouterr().out
-    assert out.startswith("SYNTHETIC")
-    assert json.loads(out.splitlines()[-1])["acceptance"] == [0.3, 0.8]
-    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert sum(line.startswith("target  ") for line in lines) == 2
 
 
 @pytest.mark.parametrize(
@@ -110,7 +93,6 @@ def test_the_command_sweeps_contexts_and_draws_them(capsys, tmp_path):
         ("--method auto", "--method"),
         ("--method naive --method triforce", "--method"),
         ("--synthetic-acceptance 2,1", "--synthetic-acceptance"),
-        ("--plot /nowhere/x.png --shape smollm2-135m", "/nowhere/x.png"),
     ],
 )
 def test_nonsense_is_refused_in_one_line(capsys, flags, named):
@@ -120,10 +102,3 @@ def test_nonsense_is_refused_in_one_line(capsys, flags, named):
     assert (exit_.value.code, out) == (2, "")
     assert named in error
     assert error.count("\n") == 1
-
-
-def test_generate_cannot_reach_made_up_verdicts(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        generate.main(["--prompt", "x", "--accept=0.9,0.9"])
-    assert exit_.value.code == 2
-    assert "--accept" in capsys.readouterr().err

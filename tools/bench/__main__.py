@@ -1,27 +1,30 @@
 """Measurements around the benchmark of the package: `python -m tools.bench`.
 
     python -m tools.bench --prompt-tokens 8000 --new-tokens 64 --profile
-    python -m tools.bench --compare --peers --plot speed.png
+    python -m tools.bench --compare --peer openvino --peer llama.cpp
     python -m tools.bench --load dummy --shape llama2-7b-128k --context 122880
 
 measures the model alone against the floor that memory bandwidth sets (`floor.py`); or, as
-`minitri.bench --compare`, the methods against one another and against other programs (`peers/`),
-with a picture; or a shape with made-up weights and verdicts (`synthetic.py`).
+`minitri.bench --compare`, the methods against one another and against other programs (`peers/`);
+or a shape with made-up weights and verdicts (`synthetic.py`).
 """
 
 import argparse
+import functools
 import sys
+from collections.abc import Callable
 
 from minitri.bench import __main__ as bench
-from minitri.bench.compare import StartPeer
+from minitri.bench.compare import Run
 from minitri.cli import arguments
 from minitri.cli.exits import program
 from minitri.engine import Engine
 from minitri.errors import InputError
 from minitri.loading.fetch import locate
+from minitri.requests import Request
 from tools.bench.floor import run_floor
+from tools.bench.peers import run_peer
 from tools.bench.peers.choice import PEERS, find_peers, peer_names, peer_python
-from tools.bench.plots import draw_contexts, draw_speedups, png_file
 from tools.bench.synthetic import add_synthetic_flags, run_synthetic
 
 
@@ -33,59 +36,33 @@ def build_parser() -> arguments.OneLineParser:
         description="Speed against the floor of memory bandwidth, other programs, made-up models.",
     )
     bench.add_flags(parser)
-    arguments.add_switches(
-        parser,
-        profile="say where the time of a decoding step goes",
-        peers="other programs take part: all of --peer that can run here",
-    )
-    add, count = parser.add_argument, arguments.positive
+    arguments.add_switches(parser, profile="say where the time of a decoding step goes")
+    add = parser.add_argument
     text = "runs to measure, without --compare"
-    add("--repeats", type=count, default=3, metavar="N", help=text)
+    add("--repeats", type=arguments.positive, default=3, metavar="N", help=text)
     text = "a peer, or all whose names begin so; may be given several times: " + ", ".join(PEERS)
     add("--peer", type=peer_names, action="extend", default=[], metavar="NAME", help=text)
     text = "the Python interpreter that has openvino-genai or llama-cpp-python, if not this one"
-    add(
-        "--peer-python",
-        type=peer_python,
-        action="append",
-        default=[],
-        metavar="PROGRAM=PATH",
-        help=text,
-    )
-    text = "draw the speedups, or ms/token over contexts, as a PNG"
-    add("--plot", type=png_file, metavar="FILE", help=text)
+    name = "PROGRAM=PATH"
+    add("--peer-python", type=peer_python, action="append", default=[], metavar=name, help=text)
     add_synthetic_flags(parser)
     return parser
 
 
-def run_compare(args: argparse.Namespace) -> None:
-    """Compares the methods and the peers, and draws what was measured."""
-
-    def peers(engine: Engine) -> dict[str, StartPeer]:
-        wanted = PEERS if args.peers else args.peer
-        return find_peers(locate(args.model).path, engine, wanted, dict(args.peer_python))
-
-    title, results = bench.measure(args, peers)
-    if args.plot and not args.sweep_tokens:
-        [(length, result)] = results.items()
-        draw_speedups(args.plot, result, f"{title}, {length} prompt tokens")
-    elif args.plot:
-        contexts = sorted(results)
-        times = {
-            name: [results[context][name]["ms_per_token"]["median"] for context in contexts]
-            for name in results[contexts[0]]
-        }
-        draw_contexts(args.plot, contexts, times, title)
-
-
 def run_command(args: argparse.Namespace) -> None:
     """Does what the flags say. Raises `InputError`."""
-    of_comparisons = ("peers", "peer", "peer_python", "plot", "methods", "sweep_tokens", "coupled")
+    of_comparisons = ("peer", "peer_python", "methods", "coupled")
     given = [f"--{name.replace('_', '-')}" for name in of_comparisons if getattr(args, name)]
     if args.load == "dummy":
         run_synthetic(args)
     elif args.compare:
-        run_compare(args)
+        pythons = dict(args.peer_python)
+
+        def peers(engine: Engine) -> dict[str, Callable[[Request], Run]]:
+            found = find_peers(locate(args.model).path, engine, args.peer, pythons)
+            return {name: functools.partial(run_peer, start) for name, start in found.items()}
+
+        bench.measure(args, peers)
     elif given or len(args.prompt_file or []) > 1:
         raise InputError(f"{', '.join(given) or 'several --prompt-file'}: these need --compare")
     else:

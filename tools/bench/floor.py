@@ -4,13 +4,14 @@ import argparse
 import contextlib
 import ctypes
 import json
+import resource
+import sys
 import unittest.mock
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from minitri.bench.__main__ import peak_memory_bytes
 from minitri.bench.compare import spread
 from minitri.cli.arguments import taken
 from minitri.cli.boot import load_engine
@@ -36,7 +37,8 @@ def run_floor(args: argparse.Namespace) -> None:
     """Measures the model alone and prints."""
     bare_bytes = peak_memory_bytes(torch.device("cpu"))
     text = read_prompt(args.prompt_file[0] if args.prompt_file else None)
-    generation, num_new = taken(GenerationConfig, args), args.max_new_tokens
+    num_new = args.new_tokens
+    generation = taken(GenerationConfig, args, max_new_tokens=num_new)
     args.draft_weights = "same"
     engine, [prompt] = load_engine(args, "suffix", [(text, args.prompt_tokens)], num_new=num_new)
     device = engine.model.device
@@ -65,6 +67,14 @@ def run_floor(args: argparse.Namespace) -> None:
     print(json.dumps(result))
 
 
+def peak_memory_bytes(device: torch.device) -> int:
+    """Largest memory in use so far: of this process on CPU, of PyTorch's allocator on CUDA."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 def card(engine: Engine, num_tokens: int) -> dict[str, float]:
     """What a step must read at a length of `num_tokens`, and how fast this machine reads."""
     model = engine.model
@@ -81,7 +91,8 @@ def card(engine: Engine, num_tokens: int) -> dict[str, float]:
 
 
 def plain_decoding(engine: Engine, prompt: list[int], generation: GenerationConfig) -> Generation:
-    """A greedy run of the model alone."""
+    """A greedy run of the model alone, which reads the prompt from its start."""
+    engine.release()
     alone = SpeculationConfig("autoregressive")
     return engine.generate(prompt, generation=generation, speculation=alone)
 

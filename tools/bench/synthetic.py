@@ -33,13 +33,12 @@ from minitri.loading.devices import attention_for, choose_device, choose_dtype, 
 from minitri.loading.named_models import shape_of, unknown_model
 from minitri.memory import Models
 from minitri.model.llama import Llama
-from minitri.phases import CARDS, phase_table, phases
+from minitri.plan import pass_table, passes
 from minitri.requests import Request
-from minitri.roofline import CPU, Workload, weights_per_pass
+from minitri.roofline import CARDS, CPU, Workload
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.stack import Stack, begin
 from tools.bench.bandwidth import copy_bandwidth, idle_share
-from tools.bench.plots import draw_contexts
 
 SAMPLING = SamplingParams(0.6, top_p=0.9)
 WARMUP_STEPS = 3
@@ -80,10 +79,10 @@ class Setup:
 
 def setup_of(args: argparse.Namespace) -> Setup:
     """What the flags ask for. Raises `InputError`."""
-    if args.compare or args.peers or args.profile or args.coupled:
+    if args.compare or args.peer or args.profile or args.coupled:
         raise InputError(
-            "--load dummy goes with none of --compare, --peers, --profile and --coupled; leave "
-            "them out"
+            "--load dummy goes with none of --compare, --peer, --profile and --coupled; leave them "
+            "out"
         )
     target = shape_of(args.shape)
     if target is None:
@@ -94,14 +93,16 @@ def setup_of(args: argparse.Namespace) -> Setup:
             "--load dummy compares one method with autoregressive decoding; give one --method, not "
             "auto"
         )
-    args.model, args.method = args.shape, methods[0]
-    args.gamma1, args.gamma2 = args.gamma1 or 2, args.gamma2 or (16 if args.offload else 6)
-    device, generation = choose_device(args.device), taken(GenerationConfig, args)
+    args.model = args.shape
+    args.method = methods[0]
+    args.gamma1 = args.gamma1 or 2
+    args.gamma2 = args.gamma2 or (16 if args.offload else 6)
+    device = choose_device(args.device)
     return Setup(
         target,
         shape_of(draft_of(args)),
         speculation_of(args),
-        generation,
+        taken(GenerationConfig, args, max_new_tokens=args.new_tokens),
         args.synthetic_acceptance,
         choose_dtype(args.dtype, device),
         device,
@@ -112,107 +113,62 @@ def setup_of(args: argparse.Namespace) -> Setup:
 
 def run_synthetic(args: argparse.Namespace) -> None:
     """Measures a shape with made-up weights and verdicts, and prints."""
-    setup, contexts = setup_of(args), args.context or [8192]
-    result = sweep_contexts(setup, contexts)
-    print(json.dumps(result), flush=True)
-    if args.plot:
-        runs = ("autoregressive", "cascade")
-        times = {run: [row[run]["ms_per_token"] for row in result["rows"]] for run in runs}
-        title = f"SYNTHETIC: {args.shape}, {setup.device}, acceptance {setup.acceptance}"
-        draw_contexts(args.plot, contexts, times, title)
+    print(json.dumps(sweep_contexts(setup_of(args), args.context or [8192])), flush=True)
 
 
 def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
-    """Decodes after several contexts, autoregressively and by the cascade; prints a line each."""
-    config, speculation, itemsize = setup.target, setup.speculation, setup.dtype.itemsize
+    """Decodes after several contexts, autoregressively and by the cascade, and prints next to what
+    was measured what the bandwidths of copies predict."""
+    config = setup.target
     target = random_model(config, setup)
     draft = random_model(setup.draft, setup) if setup.draft else None
     copy = retrieval_copy(target, setup.draft_weights)
     memory, link = (copy_bandwidth(setup.device, from_host=hosted) for hosted in (False, True))
-    rows: list[dict[str, Any]] = []
+    machine = dataclasses.replace(
+        CARDS[1e9] if setup.device.type == "cuda" else CPU,
+        weight_bytes_per_second=memory,
+        kv_bytes_per_second=memory,
+        link_bytes_per_second=link,
+    )
+    plan = setup.speculation.plans[0]
     result = {
         "synthetic": True,
         "shape": config.name,
         "acceptance": setup.acceptance,
         "draft": setup.draft.name if setup.draft else "suffix",
         **where(target),
-        "method": speculation.method,
-        "plan": str(speculation.plans[0]),
+        "plan": str(plan),
         "copy_bytes_per_second": memory,
         "host_copy_bytes_per_second": link,
-        "rows": rows,
     }
-    print(
-        f"SYNTHETIC: random weights in the shape of {config.name}, drafter {result['draft']}, "
-        f"{setup.dtype}, {setup.device}, attention {result['attention']}, {result['plan']}, "
-        f"verdicts drawn at {setup.acceptance}; copies: {memory / 1e9:.1f} GB/s on the device, "
-        f"{link / 1e9:.1f} GB/s from the host",
-        flush=True,
-    )
-    weights, slot = weights_per_pass(config) * itemsize, config.kv_values_per_token * itemsize
+    print(f"SYNTHETIC weights and verdicts: {result}", flush=True)
+    rows = []
     for context in contexts:
         with running(Models(target, target, draft)):
             alone = decode(target, draft, context, setup, "autoregressive")
-            together = decode(target, draft, context, setup, speculation.method, copy)
-        seconds, kv = 1e-3 * alone["ms_per_step"]["median"], slot * context
-        hosted = kv * (1 - alone["on_chip"] / config.num_layers)
-        rows.append(
-            {
-                "context": context,
-                "autoregressive": alone,
-                "cascade": together,
-                "speedup": alone["ms_per_token"] / together["ms_per_token"],
-                "bytes_per_second": (weights + kv - hosted) / seconds,
-                "link_bytes_per_second": hosted / seconds,
-            }
+            together = decode(target, draft, context, setup, plan.method, copy)
+        speedup = alone["ms_per_token"] / together["ms_per_token"]
+        row = {"context": context, "autoregressive": alone, "cascade": together, "speedup": speedup}
+        rows.append(row)
+        work = Workload(
+            config,
+            setup.draft,
+            context,
+            setup.speculation.budget_for(context),
+            itemsize=setup.dtype.itemsize,
+            hosted_share=1 - together["on_chip"] / config.num_layers,
         )
-        print(line(rows[-1], memory, link), flush=True)
-        print(ledger(target, draft, setup, rows[-1], (memory, link)), flush=True)
-    return result
-
-
-def line(row: dict[str, Any], memory: float, link: float) -> str:
-    """One context, for people; the rates are those of copies."""
-    alone, together = row["autoregressive"], row["cascade"]
-    phases = ", ".join(f"{name} {ms:.2f}" for name, ms in together["phase_ms_per_token"].items())
-    if together["idle_share"] is not None:
-        phases += f"; the GPU is idle for {together['idle_share']:.0%}"
-    on_device, over_link = row["bytes_per_second"], row["link_bytes_per_second"]
-    return (
-        f"{row['context']:8d} tokens: autoregressive {alone['ms_per_step']['median']:.2f} ms/token "
-        f"at {on_device / 1e9:.1f} GB/s of memory ({on_device / memory:.0%} of a copy) and "
-        f"{over_link / 1e9:.1f} over the link ({over_link / link:.0%}); cascade "
-        f"{together['ms_per_token']:.2f} ms/token, {together['tokens_per_step']:.2f} tokens per "
-        f"step ({phases}); speedup {row['speedup']:.2f}, synthetic"
-    )
-
-
-def ledger(
-    target: Llama,
-    draft: Llama | None,
-    setup: Setup,
-    row: dict[str, Any],
-    bytes_per_second: tuple[float, float],
-) -> str:
-    """Predicted and measured milliseconds of each phase, at the bandwidths of copies."""
-    memory, link = bytes_per_second
-    machine = dataclasses.replace(
-        CARDS[1e9] if target.device.type == "cuda" else CPU,
-        weight_bytes_per_second=memory,
-        kv_bytes_per_second=memory,
-        link_bytes_per_second=link,
-    )
-    context = row["context"]
-    workload = Workload(
-        target.config,
-        draft.config if draft is not None else None,
-        context,
-        setup.speculation.budget_for(context),
-        itemsize=setup.dtype.itemsize,
-        hosted_share=1 - row["cascade"]["on_chip"] / target.config.num_layers,
-    )
-    found, _ = phases(workload, setup.speculation.plans[0], setup.acceptance)
-    return phase_table(found, machine, row["cascade"]["phase_ms"])
+        found = passes(work, plan, setup.generation.prefill_chunk)
+        measured = {**together["phase_ms"], "autoregressive": alone["phase_ms"]["target"]}
+        idle = together["idle_share"]
+        print(
+            f"\n{context} tokens: autoregressive {alone['ms_per_token']:.2f} ms/token, cascade "
+            f"{together['ms_per_token']:.2f}, {together['tokens_per_step']:.2f} tokens a step, "
+            f"speedup {speedup:.2f}, synthetic"
+            + (f"; the GPU is idle for {idle:.0%}" if idle is not None else "")
+        )
+        print(pass_table(found, machine, measured), flush=True)
+    return {**result, "rows": rows}
 
 
 class SyntheticSource:

@@ -4,15 +4,6 @@ numbers that minitri computes with."""
 from pathlib import Path
 
 
-def is_quantized(path: Path) -> bool:
-    """Whether a GGUF file has tensors of fewer bits than f16."""
-    from gguf import GGMLQuantizationType as Type
-    from gguf import GGUFReader
-
-    kept = (Type.F32, Type.F16, Type.BF16)
-    return any(tensor.tensor_type not in kept for tensor in GGUFReader(path).tensors)
-
-
 def as_float16(path: Path) -> Path:
     """The GGUF file with its matrices as f16, written once next to it."""
     target = path.with_suffix(".f16.gguf")

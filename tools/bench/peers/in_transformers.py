@@ -1,11 +1,9 @@
-"""The peer `transformers`, plain and with its prompt lookup, in this process: the engine's weights
-in the engine's dtype. Only this file knows it, and only on demand."""
+"""The peer `transformers` in this process: the engine's weights in the engine's dtype. Only this
+file knows it, and only on demand."""
 
 import inspect
 import json
-import queue
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +11,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from minitri.bench.compare import StartPeer
 from minitri.config import ModelConfig
 from minitri.engine import Engine
 from minitri.loading.checkpoint import open_checkpoint
+from tools.bench.peers import StartPeer
 
 
 def transformers_model(path: Path, engine: Engine) -> Any:
@@ -83,66 +81,5 @@ def transformers_peer(model: Any) -> StartPeer:
                 logits = model(torch.tensor([block], device=model.device), **options).logits
             block = [int(logits[0, -1].argmax())]
             yield block[0]
-
-    return run
-
-
-class Valve:
-    """A streamer that holds `generate` of `transformers`, in a thread, until it may go on."""
-
-    def __init__(self) -> None:
-        self.made: queue.Queue[list[int] | Exception | None] = queue.Queue()
-        """Tokens; at last what `generate` raised, or None if it has returned."""
-        self.wanted = threading.Semaphore(0)
-        self.is_closed = False
-
-    def put(self, tokens: torch.Tensor) -> None:
-        """Called by `generate` with the prompt, then with what every forward pass has added."""
-        self.made.put(tokens.flatten().tolist())
-        self.wanted.acquire()
-        if self.is_closed:
-            raise GeneratorExit
-
-    def end(self) -> None:
-        """Called by `generate` when it is done."""
-
-
-def prompt_lookup_peer(model: Any) -> StartPeer:
-    """Speculation by its `generate`, which looks the last words up in the text."""
-
-    def generate(prompt: list[int], num_new: int, valve: Valve) -> None:
-        tokens = torch.tensor([prompt], device=model.device)
-        try:
-            model.generate(
-                tokens,
-                attention_mask=torch.ones_like(tokens),
-                streamer=valve,
-                do_sample=False,
-                max_new_tokens=num_new,
-                min_new_tokens=num_new,
-                prompt_lookup_num_tokens=10,
-                pad_token_id=0,
-            )
-            valve.made.put(None)
-        except GeneratorExit:
-            pass
-        except Exception as error:  # would end the thread unseen, and leave the caller waiting
-            valve.made.put(error)
-
-    def run(prompt: list[int], num_new: int) -> Iterator[int]:
-        valve = Valve()
-        arguments = (prompt, num_new, valve)
-        threading.Thread(target=generate, args=arguments, name="prompt lookup", daemon=True).start()
-        stream: Iterator[list[int] | Exception] = iter(valve.made.get, None)
-        try:
-            for number, made in enumerate(stream):
-                if isinstance(made, Exception):
-                    raise made
-                if number:  # the first is the prompt
-                    yield from made
-                valve.wanted.release()
-        finally:
-            valve.is_closed = True
-            valve.wanted.release()
 
     return run

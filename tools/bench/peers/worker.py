@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 
 class OpenVINO:
@@ -61,43 +60,16 @@ class LlamaCpp:
 
         self.version = llama_cpp.__version__
 
-    def load(
-        self,
-        *,
-        weights: str,
-        prompt: list[int],
-        num_new: int,
-        threads: int,
-        kv: str,
-        lookup: bool,
-        flash: bool,
-        scaling: str | None,
-        factor: float,
-        original_context: int,
-    ) -> Iterator[int]:
+    def load(self, *, weights: str, prompt: list[int], num_new: int, threads: int) -> Iterator[int]:
         """Loads the weights; the iterator reads the prompt, then decodes without an end."""
         import llama_cpp
-        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-        kv_type = getattr(llama_cpp, f"GGML_TYPE_{kv.upper()}")
-        options: dict[str, Any] = {}
-        if scaling is not None:
-            kind = getattr(llama_cpp, f"LLAMA_ROPE_SCALING_TYPE_{scaling.upper()}")
-            options |= {"rope_scaling_type": kind, "rope_freq_scale": 1 / factor}
-            options |= {"yarn_orig_ctx": original_context}
-        if lookup:  # 2 guesses, its own advice for CPUs; computes logits of the whole prompt, too
-            draft = LlamaPromptLookupDecoding(num_pred_tokens=2)
-            options |= {"draft_model": draft, "logits_all": True}
         model = llama_cpp.Llama(
             weights,
             n_ctx=len(prompt) + num_new + 8,
             n_threads=threads,
             n_threads_batch=threads,
-            type_k=kv_type,
-            type_v=kv_type,
-            flash_attn=flash,
             verbose=False,
-            **options,
         )
         return model.generate(prompt, temp=0.0, top_k=1, repeat_penalty=1.0)
 
