@@ -79,7 +79,7 @@ def seed_of(args: argparse.Namespace, speculation: SpeculationConfig) -> int:
     """The seed that was given; or one drawn where it matters, which is told."""
     if args.seed is not None or not args.temperature:
         return args.seed or 0
-    seed = join().agree(lambda: secrets.randbelow(MAX_SEED + 1))
+    seed = join().ask_first(lambda: secrets.randbelow(MAX_SEED + 1))
     repeats = f"--seed {seed} repeats this text"
     if len(speculation.plans) > 1:
         repeats += ", up to rounding"

@@ -7,7 +7,7 @@ import torch
 from minitri.config import ModelConfig
 from minitri.cpu.flash_attention import attend_cpu
 from minitri.cpu.kernels import MAX_HEAD_DIM, Kernels, load_kernels
-from minitri.cpu.low_bit_models import has_at_most, quantized_copy
+from minitri.cpu.low_bit_models import quantized_copy
 from minitri.cpu.packed import can_pack
 from minitri.errors import InputError
 from minitri.gpu.attention_backends import GpuAttention, choose_attention
@@ -101,25 +101,25 @@ def check_weights(weights: str, draft_weights: str) -> None:
 
 
 def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
-    """The copy of a model in 4 or 8 bits that guesses with the retrieval cache; None: the model
-    does, which may have as few itself.
+    """The copy of a model in 4 or, on a GPU, 8 bits that guesses with the retrieval cache; None:
+    the model does, which may have as few itself.
 
     Raises `InputError` if it cannot be had.
     """
-    name = model.config.name
     device = model.device.type
-    if wanted == "same" or (wanted == "auto" and not model.execution.is_row_invariant):
+    has_kernels = model.execution.is_row_invariant
+    if wanted == "same" or (wanted == "auto" and not has_kernels):
         return None
     if device == "cuda" and wanted == "int8":
         return eight_bit_copy(model)
-    if not model.execution.is_row_invariant:
-        advice = "use int8, or leave it out" if device == "cuda" else "leave it out"
+    if wanted == "int8" or not has_kernels:
+        needs = "a GPU" if wanted == "int8" else "the compiled kernels"
         raise InputError(
-            f"--draft-weights {wanted} needs the compiled kernels, which {name} on {model.device} "
-            f"does not use; {advice}"
+            f"--draft-weights {wanted} needs {needs}, which {model.config.name} on {model.device} "
+            "does not use; leave it out"
         )
-    bits = 8 if wanted == "int8" else 4
-    return None if has_at_most(model, bits) else quantized_copy(model, bits)
+    copy = quantized_copy(model)
+    return copy if copy.num_bytes else None  # None: the model has as few bits itself
 
 
 def attention_name(attend: Attend) -> str:

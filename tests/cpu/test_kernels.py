@@ -1,5 +1,6 @@
 """The compiled kernels against plain formulas, on this processor's instructions and on others."""
 
+import ctypes
 import math
 import platform
 import subprocess
@@ -49,7 +50,7 @@ def compiled(folder: Path, instructions: str = "native", change: tuple[str, str]
     flags = ["-std=c++17", "-O1", f"-march={instructions}", "-shared", "-fPIC", "-pthread", "-w"]
     library = folder / "kernels.so"
     subprocess.run(["c++", *flags, str(folder / SOURCE.name), "-o", str(library)], check=True)
-    return Kernels(library, num_threads=2)
+    return Kernels(ctypes.CDLL(str(library)), num_threads=2)
 
 
 def attend(kernels, q, *others):

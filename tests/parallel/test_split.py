@@ -37,14 +37,11 @@ def test_shares_give_the_logits_of_the_whole(tmp_path, shape, count):
         assert share_bytes < 1.1 * num_bytes / count
 
 
-def test_memory_is_the_least_of_all_ranks_and_an_error_that_of_rank_0():
+def test_memory_is_the_least_of_all_ranks_and_an_answer_or_error_that_of_rank_0():
     assert on_ranks(3, lambda ranks: ranks.least(5 - ranks.rank)) == [3, 3, 3]
-
-    def answer(ranks):
-        return ranks.agree(lambda: 1 // ranks.rank)
-
+    assert on_ranks(2, lambda ranks: ranks.ask_first(lambda: ranks.rank)) == [0, 0]
     with pytest.raises(ZeroDivisionError):
-        on_ranks(2, answer)
-    assert on_ranks(2, lambda ranks: ranks.agree(lambda: ranks.rank)) == [0, 0]
-    with pytest.raises(InputError, match="the ranks were given different things; start all"):
+        on_ranks(2, lambda ranks: ranks.ask_first(lambda: 1 // ranks.rank))
+    on_ranks(2, lambda ranks: ranks.check_same("things", 1))
+    with pytest.raises(InputError, match="different things"):
         on_ranks(2, lambda ranks: ranks.check_same("things", ranks.rank))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import SHAPE, write_hf_folder
+from tests.conftest import write_hf_folder
 from tests.parallel.worker import PROMPTS, RUNS
 
 CASES = [f"{name}, {sampling}, {draft}" for draft, name, sampling in RUNS]
@@ -78,23 +78,13 @@ def test_ranks_that_would_take_different_steps_follow_rank_0(seen):
 
 
 def test_logits_are_those_of_one_process_and_the_same_bits_on_all_ranks(seen):
-    alone, first, second = (them["pass"]["logits"] for them in seen)
+    alone, first, second = (them["logits"] for them in seen)
     assert alone.shape == (1, len(PROMPTS[2]), 321)
     torch.testing.assert_close(first, alone, rtol=1e-4, atol=1e-4)
     assert torch.equal(first, second)
 
 
-def test_a_pass_sends_two_sums_a_layer_the_embeddings_and_the_logits(seen, capsys):
-    L, E, T = SHAPE["num_hidden_layers"], SHAPE["hidden_size"], len(PROMPTS[2])
-    rows = (321 + 1) // 2
-    expected = 4 * T * ((2 * L + 1) * E + rows)
-    assert [them["pass"]["num_bytes"] for them in seen] == [0, expected, expected]
-    with capsys.disabled():
-        print(f"\n  {expected // T} bytes a token from each of 2 ranks: L = {L}, E = {E}, float32")
-
-
 def test_rank_0_is_asked_and_the_others_hear_it(seen):
-    """More than one message of fixed size."""
     assert [them["asked"] for them in seen] == ["by rank 0" * 1000] * 3
 
 
