@@ -173,30 +173,28 @@ class Kernels:
         x: Tensor,
         weight: Tensor,
         out_features: int,
-        *,
         bits: int = 16,
+        *,
         bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        norm: Tensor | None = None,
-        eps: float = 0.0,
-        is_gated: bool = False,
         is_wide: bool = False,
     ) -> Tensor:
-        """x W^T + bias + residual, (..., N); with `norm`, its weights, of the RMSNorm of x.
+        """x W^T + bias, (..., N); `is_wide`: in float32, in which sums are in any case.
 
         `weight` is (N, E) in the dtype of x, or with 4 or 8 `bits` what `quantized.py` makes of it.
-        `is_gated`: W holds a gate and an up projection, and the result is silu(gate) * up, of N / 2
-        numbers. `is_wide`: the result is float32. Sums are float32 in any case.
         """
-        assert residual is None or residual.is_contiguous()
         x = x.contiguous()
         E = x.shape[-1]
-        shape = (*x.shape[:-1], out_features // (1 + is_gated))
-        out = torch.empty(shape, dtype=torch.float32 if is_wide else x.dtype)
+        out = x.new_empty(*x.shape[:-1], out_features, dtype=torch.float32 if is_wide else x.dtype)
         arguments = LinearArguments(
-            *map(address, (x, norm, weight, bias, residual, out)),
-            *(x.numel() // E, E, out_features, is_gated, is_wide, self.num_threads),
-            eps,
+            x=address(x),
+            weights=address(weight),
+            bias=address(bias),
+            out=address(out),
+            R=x.numel() // E,
+            E=E,
+            N=out_features,
+            is_wide=is_wide,
+            num_threads=self.num_threads,
         )
         self._linear(DTYPES[x.dtype], bits, ctypes.byref(arguments))
         return out

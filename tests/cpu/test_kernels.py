@@ -6,33 +6,27 @@ import platform
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from minitri import load
-from minitri.caches.full import FullCache
-from minitri.cpu.kernel_layers import KernelLinear
-from minitri.cpu.kernels import SOURCE, Kernels, load_kernels
-from minitri.cpu.low_bit_models import quantized_copy
+from minitri.cpu.kernels import DTYPES, SOURCE, Kernels, LinearArguments, address, load_kernels
 from minitri.cpu.quantized import dequantize, quantize
 from minitri.model.attention import attend_math
-from minitri.roofline import four_bit_bytes
 from minitri.settings import LONGEST_BLOCK
 from tests.model.test_attention import random_case
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 INSTRUCTIONS = ["native"]
 if platform.machine() == "x86_64":
     INSTRUCTIONS += ["x86-64-v3", "x86-64"]  # AVX2; SSE2, like any other 16-byte vectors
 PIECE = 512
 """Slots of a piece of attention, as in the source."""
+every_dtype = pytest.mark.parametrize("dtype", TOLERANCE)
 
 
 @pytest.fixture(scope="module", params=INSTRUCTIONS)
@@ -58,12 +52,24 @@ def attend(kernels, q, *others):
     return kernels.attend(q, *others, is_short=q.shape[1] <= LONGEST_BLOCK)
 
 
+def linear(kernels, x, weight, N, bits=16, *, norm=None, bias=None, residual=None, is_gated=False):
+    """A linear layer with what a pass has around it, in the number type of x; `norm` is an RMSNorm
+    of x."""
+    out = x.new_empty(*x.shape[:-1], N // (1 + is_gated))
+    eps = 1e-5 if norm is not None else 0
+    tensors = (x, norm, weight, bias, residual, out)
+    numbers = (x.numel() // x.shape[-1], x.shape[-1], N, is_gated, False, kernels.num_threads, eps)
+    arguments = LinearArguments(*map(address, tensors), *numbers)
+    kernels._linear(DTYPES[x.dtype], bits, ctypes.byref(arguments))
+    return out
+
+
 def random(*shape, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@every_dtype
 @pytest.mark.parametrize("D", [64, 128, 80, 16, 6])
 def test_attention_equals_the_oracle(kernels, dtype, D):
     """Blocks of one token, of several and of a prefill; prefixes within a block of slots, across
@@ -86,7 +92,7 @@ def test_attention_equals_the_oracle(kernels, dtype, D):
             assert error < TOLERANCE[dtype], (T, prefixes, rule is None, error)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@every_dtype
 def test_attention_of_a_token_has_the_same_bits_whatever_stands_next_to_it(kernels, dtype):
     """In a block or alone, next to others, on one thread or three; the prefix ends near the
     boundaries of blocks of slots and of pieces."""
@@ -111,7 +117,7 @@ def test_attention_survives_scores_of_any_size(kernels):
         assert (got - exact).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@every_dtype
 @pytest.mark.parametrize("T", [1, 8])
 def test_what_is_not_finite_is_never_hidden(kernels, dtype, T):
     """One key, value or query of NaN, of any payload, makes a result of NaN, as with the oracle."""
@@ -125,72 +131,72 @@ def test_what_is_not_finite_is_never_hidden(kernels, dtype, T):
             assert not wanted.all()
     x, weight = random(1, 3, 64, dtype=dtype), random(20, 64, dtype=dtype, seed=1)
     x[0, 1, 5] = math.nan
-    for options in ({}, {"is_gated": True}, {"norm": torch.ones(64, dtype=dtype), "eps": 1e-5}):
-        got = kernels.linear(x, weight, 20, **options).isfinite()
+    for options in ({}, {"is_gated": True}, {"norm": torch.ones(64, dtype=dtype)}):
+        got = linear(kernels, x, weight, 20, **options).isfinite()
         assert got[0, [0, 2]].all()
         assert not got[0, 1].any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@every_dtype
 @pytest.mark.parametrize("E", [576, 64, 48, 33, 608])
 @pytest.mark.parametrize("R", [1, 4, 6, 7, 25])
 def test_linear_equals_plain_formulas(kernels, dtype, E, R):
     """With and without norm, bias, residual and gate; outputs that fill no tile."""
-    N, eps = 90, 1e-5
+    N = 90
     x, weight = random(1, R, E, dtype=dtype), random(N, E, dtype=dtype, seed=1) / E**0.5
     norm, bias = random(E, dtype=dtype, seed=2), random(N, dtype=dtype, seed=3)
     residual = random(1, R, N, dtype=dtype, seed=4)
     exact, w = x.double(), weight.double()
-    normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps) * norm.double()
+    normed = F.rms_norm(exact, (E,), norm.double(), 1e-5)
     gate, up = (normed @ w.T).chunk(2, -1)
     plain = exact @ w.T
-    for got, wanted in (
-        (kernels.linear(x, weight, N), plain),
-        (kernels.linear(x, weight, N, bias=bias), plain + bias),
-        (kernels.linear(x, weight, N, residual=residual), plain + residual),
-        (kernels.linear(x, weight, N, norm=norm, eps=eps), normed @ w.T),
-        (kernels.linear(x, weight, N, norm=norm, eps=eps, is_gated=True), F.silu(gate) * up),
+    for options, wanted in (
+        ({"bias": bias}, plain + bias),
+        ({"residual": residual}, plain + residual),
+        ({"norm": norm}, normed @ w.T),
+        ({"norm": norm, "is_gated": True}, F.silu(gate) * up),
     ):
-        assert got.dtype == dtype
+        got = linear(kernels, x, weight, N, **options)
         assert (got - wanted).abs().max() < 3 * TOLERANCE[dtype]
-    logits = kernels.linear(x, weight, N, is_wide=True)
-    assert logits.dtype == torch.float32
-    assert (logits - plain).abs().max() < 1e-5
+    for is_wide, tolerance in ((False, 3 * TOLERANCE[dtype]), (True, 1e-5)):
+        got = kernels.linear(x, weight, N, bias=bias, is_wide=is_wide)
+        assert got.dtype == (torch.float32 if is_wide else dtype)
+        assert (got - plain - bias).abs().max() < tolerance
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@every_dtype
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("E", [576, 64, 32, 1056])
+@pytest.mark.parametrize("E", [576, 64, 32, 96, 1056])
 def test_quantized_weights_multiply_as_the_numbers_that_they_stand_for(kernels, dtype, bits, E):
     """Odd and even numbers of groups, more of them than a vector holds."""
     x, weight = random(1, 7, E, dtype=dtype), random(50, E, seed=1) / E**0.5
     packed = quantize(weight, bits)
     exact = x.double() @ dequantize(packed, E, bits).double().T
-    got = kernels.linear(x, packed, 50, bits=bits, is_wide=True)
+    got = kernels.linear(x, packed, 50, bits, is_wide=True)
     assert (got - exact).abs().max() < 2e-5
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@every_dtype
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_a_linear_layer_gives_a_row_the_same_bits_whatever_stands_next_to_it(kernels, dtype, bits):
     E, N = 608, 90
     x, weight = random(1, 25, E, dtype=dtype), random(N, E, dtype=dtype, seed=1)
     weight = weight if bits == 16 else quantize(weight, bits)
     norm, residual = random(E, dtype=dtype, seed=2), random(1, 25, N, dtype=dtype, seed=3)
-    options = {"bits": bits, "norm": norm, "eps": 1e-6}
-    block = kernels.linear(x, weight, N, residual=residual, **options)
-    gated = kernels.linear(x, weight, N, is_gated=True, **options)
+    block = linear(kernels, x, weight, N, bits, norm=norm, residual=residual)
+    gated = linear(kernels, x, weight, N, bits, norm=norm, is_gated=True)
     for threads in (1, 3, 2):
         kernels.num_threads = threads
         for r in range(25):
-            one = slice(r, r + 1)
-            alone = kernels.linear(x[:, one], weight, N, residual=residual[:, one], **options)
+            one = x[:, r : r + 1]
+            given = residual[:, r : r + 1]
+            alone = linear(kernels, one, weight, N, bits, norm=norm, residual=given)
             assert torch.equal(alone[0, 0], block[0, r])
-            alone = kernels.linear(x[:, one], weight, N, is_gated=True, **options)
+            alone = linear(kernels, one, weight, N, bits, norm=norm, is_gated=True)
             assert torch.equal(alone[0, 0], gated[0, r])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@every_dtype
 def test_numbers_are_rounded_as_pytorch_rounds_them(kernels, dtype):
     """To the nearest, ties to even; denormal, too large, infinite and NaN."""
     wide = torch.cat(
@@ -207,6 +213,13 @@ def test_numbers_are_rounded_as_pytorch_rounds_them(kernels, dtype):
     assert torch.equal(same[finite], eye[finite])
     half = kernels.rotate(eye, cos / 3, 0 * cos)
     assert torch.equal(half[finite], (eye.float() * (cos / 3)).to(dtype)[finite])
+
+
+def test_the_norm_of_almost_zeros_is_bounded(kernels):
+    """By its epsilon."""
+    x, weight, norm = torch.full((1, 1, 64), 1e-6), torch.eye(64), torch.ones(64)
+    got = linear(kernels, x, weight, 64, norm=norm)
+    assert (got - 1e-6 / math.sqrt(1e-12 + 1e-5)).abs().max() < 1e-6
 
 
 def test_a_forked_process_computes_too():
@@ -291,41 +304,3 @@ def test_wrong_kernels_are_noticed(name, tmp_path):
         test_linear_equals_plain_formulas(mutant, dtype, 48, 7)
         test_quantized_weights_multiply_as_the_numbers_that_they_stand_for(mutant, dtype, 4, 576)
         test_the_norm_of_almost_zeros_is_bounded(mutant)
-
-
-def test_the_norm_of_almost_zeros_is_bounded(kernels):
-    """By its epsilon."""
-    x, weight, norm = torch.full((1, 1, 64), 1e-6), torch.eye(64), torch.ones(64)
-    got = kernels.linear(x, weight, 64, norm=norm, eps=1e-5)
-    assert (got - 1e-6 / math.sqrt(1e-12 + 1e-5)).abs().max() < 1e-6
-
-
-def test_every_layer_of_a_loaded_model_is_on_kernels(folder):
-    model = load(folder, device="cpu").model
-    kinds = Counter(type(module).__name__ for module in model.modules())
-    assert not kinds.keys() & {"Layers", "Linear", "TiedHead"}
-    assert kinds["KernelLayers"] == 1
-    assert model.execution.is_row_invariant
-
-
-def test_a_copy_in_4_bits_is_as_large_as_planned_and_guesses_like_its_model(folder):
-    model = load(folder, device="cpu", dtype="float32").model
-    twin = quantized_copy(model)
-    assert twin.num_bytes == four_bit_bytes(model.config)
-    tokens, positions = torch.arange(40).unsqueeze(0), torch.arange(40).unsqueeze(0)
-    cache = FullCache.allocate(model.config, 1, 40, dtype=model.dtype, device=model.device)
-    exact, rough = (m.logits(m(tokens, positions, cache)) for m in (model, twin))
-    assert 0 < (exact - rough).norm() / exact.norm() < 0.6  # random weights: worse than any
-    finer = load(folder, device="cpu", dtype="float32", draft_weights="int8").retrieval_model
-    assert {layer.bits for layer in finer.modules() if isinstance(layer, KernelLinear)} == {8}
-    assert 0 < (exact - finer.logits(finer(tokens, positions, cache))).norm() < exact.norm() / 10
-    assert torch.equal(exact, model.logits(model(tokens, positions, cache)))  # it is as it was
-
-
-def test_heads_are_rotated_wherever_their_rows_lie():
-    """The rows of a short block in a batch are cut out of padded ones."""
-    kernels = load_kernels()
-    padded = torch.randn(3, 9, 4, 8, generator=torch.Generator().manual_seed(0))
-    cos, sin = (padded[:, i : i + 2, :1].contiguous() for i in (2, 4))
-    cut = padded[:, :2]
-    assert torch.equal(kernels.rotate(cut, cos, sin), kernels.rotate(cut.contiguous(), cos, sin))

@@ -8,9 +8,9 @@ from minitri.gpu.attention_backends import attend_fused
 from minitri.model.attention import attend_math
 
 
-def random_case(T, prefixes, H=6, K=2, D=16, seed=0, dtype=torch.float32):
+def random_case(T, prefixes, H=6, K=2, D=16, S=None, seed=0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
-    S = max(prefixes) + T + 70
+    S = S or max(prefixes) + T + 70
     B = len(prefixes)
     draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
     q, k, v = draw(B, T, H, D), draw(B, K, S, D), draw(B, K, S, D)
