@@ -45,7 +45,7 @@ from minitri.loading.checkpoint import open_checkpoint, placements
 from minitri.loading.fetch import locate
 from minitri.model.cache import BlockKV
 from minitri.model.linear import TrimmedHead
-from minitri.model.llama import Llama
+from minitri.model.llama import Llama, sample_of_vocabulary
 from minitri.settings import SamplingParams, SpeculationConfig
 from tools.distill_data import BATCH, LabelStore, W, continue_texts, label, read_texts, sequences_of
 
@@ -230,8 +230,7 @@ def start_from(engine: Engine, args: argparse.Namespace, head_ids: Tensor) -> Ll
         if name == head:
             places["lm_head.weight"].copy_(tensor[head_ids])
         if name == "model.embed_tokens.weight":
-            assert isinstance(draft.lm_head, TrimmedHead)
-            draft.lm_head.embedding_sample.copy_(tensor[draft.lm_head.sampled_tokens()])
+            draft.embedding_sample.copy_(tensor[sample_of_vocabulary(config)])
     places["lm_head.token_ids"].copy_(head_ids)
     return draft
 

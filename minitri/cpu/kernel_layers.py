@@ -43,12 +43,12 @@ class KernelLinear(Linear):
         self, like: Linear, kernels: Kernels, packed_NX: Tensor | None = None, bits: int = 16
     ) -> None:
         """Shares weights and bias of another layer, or has weights of 4 or 8 bits instead."""
-        weight = like.weight
-        if packed_NX is not None:
-            weight = nn.Parameter(packed_NX, requires_grad=False)
-        super().__init__(weight, like.bias)
-        self.in_features, self.dtype = like.in_features, like.weight.dtype
-        self.kernels, self.bits = kernels, bits
+        own = None if packed_NX is None else nn.Parameter(packed_NX, requires_grad=False)
+        super().__init__(like.weight if own is None else own, like.bias)
+        self.in_features = like.in_features
+        self.dtype = like.weight.dtype
+        self.kernels = kernels
+        self.bits = bits
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.plain_weight(x.dtype)

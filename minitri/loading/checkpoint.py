@@ -33,7 +33,7 @@ from minitri.loading.hf_folder import Folder
 from minitri.model.attention import Attend, attend_math
 from minitri.model.execution import Ranks
 from minitri.model.linear import TrimmedHead
-from minitri.model.llama import Llama
+from minitri.model.llama import Llama, sample_of_vocabulary
 from minitri.parallel.split import new_model, share_tensors
 
 MIN_SIMILARITY = 0.9
@@ -135,8 +135,8 @@ def _check_drafter(model: Llama, target: Llama, path: Path) -> None:
             f"{path}: lm_head.token_ids are not {len(ids)} different tokens of "
             f"{config.vocab_size}; the drafter is damaged, make or download it again"
         )
-    lent_rows = target.embed(head.sampled_tokens().to(target.device)).float()
-    similarity = F.cosine_similarity(lent_rows, head.embedding_sample.float(), dim=-1).median()
+    lent_rows = target.embed(sample_of_vocabulary(config).to(target.device)).float()
+    similarity = F.cosine_similarity(lent_rows, model.embedding_sample.float(), dim=-1).median()
     if not similarity > MIN_SIMILARITY:
         raise InputError(
             f"{made_for} embeddings are not those of {target.config.name} (cosine "
@@ -152,7 +152,7 @@ def placements(model: Llama) -> dict[str, Tensor]:
     if isinstance(head, TrimmedHead):
         places["lm_head.weight"] = head.linear.weight
         places["lm_head.token_ids"] = head.token_ids
-        places["target.embedding_sample"] = head.embedding_sample
+        places["target.embedding_sample"] = model.embedding_sample
     elif config.tie_word_embeddings:
         places["model.embed_tokens.weight"] = head.weight
     else:

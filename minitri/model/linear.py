@@ -10,9 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-EMBEDDING_SAMPLE = 64
-"""Rows of its target's embedding table that a drafter without one keeps."""
-
 
 class Linear(nn.Module):
     """y = x W^T + b with W of shape (out_features, in_features)."""
@@ -44,15 +41,10 @@ class TiedHead(Linear):
 
 
 class TrimmedHead(nn.Module):
-    """An LM head over a part of the vocabulary; other tokens have a logit of -inf, so q = 0.
-
-    It is that of a drafter without an embedding table, which borrows its target's.
-    """
+    """An LM head over a part of the vocabulary; other tokens have a logit of -inf, so q = 0."""
 
     token_ids: Tensor
     """The token that each row of `linear` stands for."""
-    embedding_sample: Tensor
-    """Rows of the target's table, by which the drafter recognises it."""
 
     def __init__(
         self, in_features: int, num_tokens: int, vocab_size: int, *, dtype: torch.dtype
@@ -61,14 +53,8 @@ class TrimmedHead(nn.Module):
         self.linear = Linear.empty(in_features, num_tokens, dtype=dtype)
         self.vocab_size = vocab_size
         self.register_buffer("token_ids", torch.zeros(num_tokens, dtype=torch.int64))
-        sample = torch.empty(EMBEDDING_SAMPLE, in_features, dtype=dtype)
-        self.register_buffer("embedding_sample", sample)
 
     def forward(self, x: Tensor) -> Tensor:
         known = self.linear(x)
         logits = known.new_full((*known.shape[:-1], self.vocab_size), -math.inf)
         return logits.index_copy_(-1, self.token_ids, known)
-
-    def sampled_tokens(self) -> Tensor:
-        """The tokens, spread over the vocabulary, whose embeddings `embedding_sample` holds."""
-        return torch.linspace(0, self.vocab_size - 1, EMBEDDING_SAMPLE).long()

@@ -23,10 +23,16 @@ from minitri.model.execution import Execution
 from minitri.model.linear import Linear, TiedHead, TrimmedHead
 from minitri.model.rope import Rope, Rotary
 
+EMBEDDING_SAMPLE = 64
+"""Rows of its target's embedding table that a drafter without one keeps, to recognise it."""
+
 
 class Llama(nn.Module):
     """A Llama of any size, MHA or GQA, or one of its relatives, which differ in `ModelConfig`
     alone. Weights are uninitialised until a checkpoint fills them."""
+
+    embedding_sample: Tensor
+    """Of a drafter without embeddings: some rows of its target's, see `sample_of_vocabulary`."""
 
     def __init__(
         self,
@@ -52,10 +58,13 @@ class Llama(nn.Module):
             if target is None and not config.tie_word_embeddings:
                 table_VE = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
                 self.embed_tokens = nn.Parameter(table_VE)
+            if config.head_size is not None:
+                sample = torch.empty(EMBEDDING_SAMPLE, config.hidden_size, dtype=dtype)
+                self.register_buffer("embedding_sample", sample)
         self.requires_grad_(False)
         self.lent_embedding = target.embed if target is not None else None
         self.rope = Rope(config.rope, config.head_dim, device)
-        self.num_bytes = sum(weight.numel() * weight.element_size() for weight in self.parameters())
+        self.num_bytes = sum(weight.nbytes for weight in self.parameters())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,6 +111,11 @@ class Llama(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """LM head: (..., E) to (..., V), float32."""
         return self.lm_head(hidden).float()
+
+
+def sample_of_vocabulary(config: ModelConfig) -> Tensor:
+    """Tokens, spread over the vocabulary, by whose embeddings a drafter recognises its target."""
+    return torch.linspace(0, config.vocab_size - 1, EMBEDDING_SAMPLE).long()
 
 
 def make_head(config: ModelConfig, dtype: torch.dtype) -> Linear | TrimmedHead:

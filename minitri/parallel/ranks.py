@@ -11,7 +11,6 @@ captured in CUDA graphs.
 import atexit
 import functools
 import os
-import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -52,18 +51,16 @@ class RankGroup(Ranks):
         return parts.movedim(0, -2).flatten(-2)
 
     def ask_first(self, ask: Callable[[], T]) -> T:
-        answer: Any = None
-        error: Exception | None = None
+        sent: list[Any] = [None, None]  # what it returns, what it raises
         try:
-            answer = ask() if self.rank == 0 else None
-        except Exception as failure:
-            error = failure
-        sent = [(answer, error)]
+            if self.rank == 0:
+                sent[0] = ask()
+        except Exception as error:
+            sent[1] = error
         self._call(dist.broadcast_object_list, sent, 0)
-        answer, error = sent[0]
-        if error is not None:
-            raise error
-        return answer
+        if sent[1] is not None:
+            raise sent[1]
+        return sent[0]
 
     def least(self, value: float) -> float:
         least = torch.tensor(value, dtype=torch.float64)
@@ -79,7 +76,7 @@ class RankGroup(Ranks):
         try:
             collective(*arguments)
         except RuntimeError as error:
-            reason = re.sub(r"^\[\S*\] ", "", str(error))  # without a place in gloo's source
+            reason = str(error).split("] ")[-1]  # without a place in gloo's source
             raise InputError(
                 f"rank {self.rank} has lost the other ranks ({shorten(reason, 90)}); one of them "
                 "has ended or does not answer, start all of them again"

@@ -9,9 +9,8 @@ from minitri.cpu import quantized
 from minitri.cpu.kernel_layers import KernelTiedHead
 from minitri.cpu.kernels import load_kernels
 from minitri.cpu.low_bit_models import quantized_copy
-from minitri.cpu.quantized import GROUP, dequantize, pack, quantize, row_widths
+from minitri.cpu.quantized import GROUP, dequantize, quantize, row_widths
 from minitri.model.linear import TiedHead
-from minitri.roofline import four_bit_bytes
 
 needs_kernels = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
 
@@ -42,25 +41,6 @@ def test_groups_of_equal_weights_and_of_zeros_keep_them(bits):
     assert torch.equal(dequantize(quantize(weight_NE, bits), 3 * GROUP, bits), wanted)
 
 
-def test_two_groups_of_4_bits_share_bytes_and_the_third_stands_alone():
-    quants_NGQ = torch.arange(3 * GROUP).remainder(16).to(torch.uint8).view(1, 3, GROUP)
-    quants_NGQ[0, 1] = 15 - quants_NGQ[0, 1]
-    scales, offsets = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[-1.0, 0.0, 0.5]])
-    [row] = pack(quants_NGQ, scales, offsets)
-    assert len(row) == sum(row_widths(3 * GROUP, 4)) == 2 * GROUP + 2 * 3 * 2
-    assert torch.equal(row[:GROUP], quants_NGQ[0, 0] + 16 * quants_NGQ[0, 1])
-    assert torch.equal(row[GROUP : 2 * GROUP], quants_NGQ[0, 2])  # the padding is 0
-    assert row[2 * GROUP :].view(torch.float16).tolist() == [1, 2, 3, -1, 0, 0.5]
-
-
-def test_8_bits_are_signed_and_lie_one_after_the_other():
-    quants_NGQ = torch.arange(-128, -32).to(torch.int8).view(1, 3, GROUP)
-    [row] = pack(quants_NGQ, torch.tensor([[1.0, 2.0, 0.5]]), None)
-    assert len(row) == sum(row_widths(3 * GROUP, 8)) == 4 * GROUP + 3 * 2
-    assert row[: 3 * GROUP].view(torch.int8).tolist() == list(range(-128, -32))
-    assert row[4 * GROUP :].view(torch.float16).tolist() == [1, 2, 0.5]
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 def test_large_matrices_are_read_and_written_in_slices(bits, monkeypatch):
     weight_NE = random(50, 96)
@@ -86,12 +66,12 @@ def test_rows_of_a_tied_head_are_those_of_its_matrix(bits, dtype):
 
 
 @needs_kernels
-def test_a_copy_in_4_bits_is_as_large_as_planned_and_guesses_like_its_model(folder):
+def test_a_copy_in_4_bits_is_small_and_guesses_like_its_model(folder):
     model = load(folder, device="cpu", dtype="float32").model
     twin = quantized_copy(model)
-    assert twin.num_bytes == four_bit_bytes(model.config)
-    tokens = torch.arange(40).unsqueeze(0)
+    assert twin.num_bytes < model.num_bytes / 4
+    tokens = torch.arange(5).unsqueeze(0)
     cache = FullCache.allocate(model.config, 1, 40, dtype=model.dtype, device=model.device)
     exact, rough, again = (m.logits(m(tokens, tokens, cache)) for m in (model, twin, model))
     assert 0 < (exact - rough).norm() / exact.norm() < 0.6  # random weights: worse than any
-    assert torch.equal(exact, again)  # the model is as it was
+    assert torch.equal(exact, again)  # a pass of the model does not take the copy's weights

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minitri.cpu.flash_attention import PIECES, SHORT_BLOCK, attend_cpu
+from minitri.cpu.flash_attention import attend_cpu
 from minitri.gpu.attention_backends import attend_fused
 from minitri.model.attention import attend_math
 
@@ -24,8 +24,8 @@ def oracle(q, k, v, lengths, rule=None):
     return attend_math(q.double(), k.double(), v.double(), lengths, rule)
 
 
-BLOCKS = (1, 2, SHORT_BLOCK, SHORT_BLOCK + 1, 40)
-PREFIXES = ((0,), (1,), (PIECES - 1,), (63,), (64,), (100,), (0, 37, 5), (90, 90, 90))
+BLOCKS = (1, 2, 24, 40)
+PREFIXES = ((0,), (1,), (3,), (63,), (64,), (100,), (0, 37, 5), (90, 90, 90))
 
 
 @pytest.mark.parametrize("T", BLOCKS)
@@ -38,7 +38,7 @@ def test_every_path_equals_the_oracle(attend, T, prefixes, heads):
     assert (attend(*case) - oracle(*case)).abs().max() < 2e-6
 
 
-@pytest.mark.parametrize("T", [3, SHORT_BLOCK + 4])
+@pytest.mark.parametrize("T", [3, 28])
 @pytest.mark.parametrize("attend", [attend_cpu, attend_fused])
 def test_a_tree_rule_replaces_causality_inside_the_block_only(T, attend):
     case = random_case(T, (22,))

@@ -70,13 +70,6 @@ def test_the_kv_cache_of_a_rank_may_be_in_host_memory(seen):
     assert first == seen[1]["triforce, greedy, model"][0]
 
 
-def test_ranks_that_would_take_different_steps_follow_rank_0(seen):
-    """Each has an autotuner that chooses at random, by a seed of its own."""
-    alone, first, second = (them["chosen"] for them in seen)
-    assert alone == first == second
-    assert len(first[1]) > 3
-
-
 def test_logits_are_those_of_one_process_and_the_same_bits_on_all_ranks(seen):
     alone, first, second = (them["logits"] for them in seen)
     assert alone.shape == (1, len(PROMPTS[2]), 321)
@@ -166,8 +159,3 @@ def test_a_bad_flag_is_told_once(models):
     )
     assert (code, other) == (2, 2)
     assert (first + second).count("\n") == 1
-
-
-def test_without_torchrun_there_is_no_process_group(engine):
-    assert engine.model.execution.ranks.count == 1
-    assert not torch.distributed.is_initialized()

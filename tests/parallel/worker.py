@@ -3,18 +3,15 @@
 Writes what it saw into a file. Ranks are given different clocks on purpose: none may count.
 """
 
-import random
 import sys
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 import minitri
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
-from minitri.decoding.autotuner import Autotuner
 from minitri.engine import Engine
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.block import read_block
@@ -75,17 +72,6 @@ def logits(engine: Engine) -> Any:
         return engine.model.logits(read_block(engine.model, PROMPTS[2:], new_cache(engine.config)))
 
 
-def at_random(seed: int) -> Any:
-    """A method in the place of `Autotuner.choose`."""
-    numbers = random.Random(seed)
-
-    def choose(self) -> Any:
-        self.plan = numbers.choice(self._plans)
-        return self.plan
-
-    return choose
-
-
 def problem(work: Any) -> str:
     """The one line of an input error."""
     try:
@@ -123,10 +109,8 @@ def main(folder: Path) -> None:
     for draft, name, sampling in RUNS:
         found = texts(engines[draft], *SAMPLINGS[sampling], 0, **METHODS[name])
         seen[f"{name}, {sampling}, {draft}"] = found
-    with patch.object(Autotuner, "choose", at_random(7)):
-        chosen = texts(plain, 0.8, False, 0, method="auto")
     tied = load(folder, "tied")
-    seen |= {"chosen": chosen, "tied": texts(tied, 0.0, False, 0, **METHODS["retrieval"])}
+    seen["tied"] = texts(tied, 0.0, False, 0, **METHODS["retrieval"])
     seen |= {"offloaded": offloaded(plain), "logits": logits(engines["suffix"])}
     seen["asked"] = ranks.ask_first(lambda: f"by rank {ranks.rank}" * 1000)
     if ranks.count > 1:
