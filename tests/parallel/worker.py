@@ -14,10 +14,9 @@ import minitri
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.engine import Engine
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.model.block import read_block
 from minitri.parallel.ranks import join
 from tests.cascades import Rig
-from tests.conftest import CPU, new_cache
+from tests.conftest import CPU
 
 PROMPTS = [[5 + 7 * i % 300 for i in range(length)] for length in (90, 3, 41)]
 NUM_NEW = 12
@@ -66,12 +65,6 @@ def offloaded(engine: Engine) -> list[list[int]]:
         return rig.run()
 
 
-def logits(engine: Engine) -> Any:
-    """Of a block of tokens."""
-    with torch.inference_mode():
-        return engine.model.logits(read_block(engine.model, PROMPTS[2:], new_cache(engine.config)))
-
-
 def problem(work: Any) -> str:
     """The one line of an input error."""
     try:
@@ -111,8 +104,7 @@ def main(folder: Path) -> None:
         seen[f"{name}, {sampling}, {draft}"] = found
     tied = load(folder, "tied")
     seen["tied"] = texts(tied, 0.0, False, 0, **METHODS["retrieval"])
-    seen |= {"offloaded": offloaded(plain), "logits": logits(engines["suffix"])}
-    seen["asked"] = ranks.ask_first(lambda: f"by rank {ranks.rank}" * 1000)
+    seen["offloaded"] = offloaded(plain)
     if ranks.count > 1:
         seen["mistakes"] = mistakes(folder, tied, ranks.rank)
     torch.save(seen, folder / f"{ranks.rank} of {ranks.count}.pt")
