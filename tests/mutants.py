@@ -254,9 +254,10 @@ parallel/test_split.py::test_shares_give_the_logits_of_the_whole[biases, a vocab
     _share: tensor if ranks.rank == 0 else tensor.new_zeros(tensor.shape) => tensor
   every rank embeds what another one has, too
     SplitLlama.embed: rows.where(is_here.unsqueeze(-1), 0) => rows
-parallel/test_split.py::test_memory_is_the_least_of_all_ranks_and_an_error_that_of_rank_0
+parallel/test_split.py
+::test_memory_is_the_least_of_all_ranks_and_an_answer_or_error_that_of_rank_0
   a rank follows its own verdict
-    RankGroup.agree: value, error = self._of_first((value, error)) => pass
+    RankGroup.ask_first: self._call(dist.broadcast_object_list, sent, 0) => pass
 gpu_twins/test_offloaded_cache.py::test_every_conflict_is_put_in_order_by_events[retrieval-1-2]
   a layer that is not waited for
     OffloadedFullCache._update_hosted: buffer.ready.wait() => pass

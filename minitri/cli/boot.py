@@ -81,7 +81,7 @@ def seed_of(args: argparse.Namespace, sampling: SamplingParams) -> int:
     """The seed that was given; or one drawn where it matters, which is told."""
     if args.seed is not None or not sampling.temperature:
         return args.seed or 0
-    seed = join().agree(lambda: secrets.randbelow(MAX_SEED + 1))
+    seed = join().ask_first(lambda: secrets.randbelow(MAX_SEED + 1))
     log.info("seed %d; the text may follow the clock, too: --seed makes it repeatable", seed)
     return seed
 

@@ -1,18 +1,14 @@
 """Builds the CPU kernels: compiles a C++ file for this very machine when it is first needed.
 
-A library's name holds two digests. One is of all that it depends on: the sources, the flags, and
-the compiler and the processor's instructions, as macros and Linux state them; so a library that
-another machine or version has left in a shared folder is not found. The other is of its content: a
-damaged library is not loaded but built again. No unfinished file gets its final name.
+A library's name holds a digest of all that it depends on: the sources, the flags, the compiler and
+the instructions for which it compiles here, as its macros state them. So a library that another
+machine or version has left in a shared folder is not found. No unfinished file gets its final name.
 """
 
-import atexit
 import ctypes
 import hashlib
 import logging
 import os
-import re
-import shlex
 import shutil
 import subprocess
 import tempfile
@@ -26,50 +22,45 @@ log = logging.getLogger("minitri")
 
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-w")
-NATIVE: tuple[list[str], ...] = (["-march=native"], ["-mcpu=native"], [])
-"""Flags for all instructions of this processor, of which compilers know one, both or none."""
-TIMEOUT_SECONDS = 120
 
 
 class BuildError(RuntimeError):
     """The kernels cannot be built; one line says why and what to do."""
 
 
-def shared_library(source: Path) -> Path:
-    """A library that can be loaded here, built if the cache has none; raises `BuildError`.
+def load_library(source: Path) -> ctypes.CDLL:
+    """What a C++ file and the headers of its folder define, built if the cache does not have it.
 
-    The source may include headers of its folder. Where the cache cannot be written to, the library
-    lasts as long as this process.
+    Where the cache cannot be written to, it is built for this process. Raises `BuildError`.
     """
     compiler = _compiler()
-    problem = ""
-    macros = _compile(compiler, ["-E", "-dM"], "#include <cstdlib>\n")
-    sources = [file.read_text("utf-8") for file in (source, *sorted(source.parent.glob("*.h")))]
-    depends_on = [*sources, *compiler, *FLAGS, *sorted(macros.splitlines()), _instructions()]
-    stem = f"{source.stem}-{_digest(chr(0).join(depends_on).encode())}"
+    code, *headers = (file.read_text("utf-8") for file in (source, *source.parent.glob("*.h")))
+    macros = _compile(compiler, ["-E", "-dM"], "#include <cstdlib>\n").splitlines()
+    depends_on = [code, *sorted(headers), *compiler, *FLAGS, *sorted(macros)]
+    digest = hashlib.sha256("\0".join(depends_on).encode()).hexdigest()
+    name = f"{source.stem}-{digest[:16]}.so"
     with suppress(OSError, InputError):
-        for path in _cache_folder().glob(f"{stem}-*.so"):
-            if path.stem.endswith(_digest(path.read_bytes())):
-                ctypes.CDLL(str(path))
-                return path
+        return ctypes.CDLL(str(_cache_folder() / name))
     log.info("building the CPU kernels with %s (once, some seconds)", " ".join(compiler))
-    library = _build(compiler, [*FLAGS, f"-I{source.parent}"], sources[0])
-    for folder in (_cache_folder, _temporary_folder):
+    with tempfile.TemporaryDirectory(prefix="minitri-", ignore_cleanup_errors=True) as folder:
+        built = Path(folder) / name
+        _compile(compiler, [*FLAGS, f"-I{source.parent}", "-o", str(built)], code)
         try:
-            return _stored(library, folder() / f"{stem}-{_digest(library)}.so")
+            library = ctypes.CDLL(str(built))
+        except OSError as error:
+            problem = f"what {' '.join(compiler)} built cannot be loaded ({shorten(error, 90)})"
+            raise BuildError(f"{problem}; name another in CXX") from None
+        try:
+            unfinished = shutil.copy(built, _cache_folder() / f"{name}.{os.getpid()}")
+            Path(unfinished).replace(_cache_folder() / name)
         except (OSError, InputError) as error:
-            problem = shorten(error, 90)
-            log.info("cannot store the CPU kernels: %s", problem)
-    name = " ".join(compiler)
-    raise BuildError(f"what {name} built cannot be loaded ({problem}); name another in CXX")
+            log.info("cannot store the CPU kernels: %s", shorten(error, 90))
+    return library
 
 
 def _compiler() -> list[str]:
     """The command, which may have arguments, as in CXX='ccache g++'."""
-    try:
-        chosen = shlex.split(os.environ.get("CXX", ""))
-    except ValueError as error:
-        raise BuildError(f"CXX is no command ({error}); correct or unset it") from None
+    chosen = os.environ.get("CXX", "").split()
     found = chosen or [name for name in COMPILERS if shutil.which(name)][:1]
     if not found or os.name != "posix":
         raise BuildError(
@@ -79,12 +70,20 @@ def _compiler() -> list[str]:
     return found
 
 
-def _stored(library: bytes, path: Path) -> Path:
-    with tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as unfinished:
-        file = Path(unfinished) / path.name
-        file.write_bytes(library)
-        ctypes.CDLL(str(file))
-        return file.replace(path)
+def _compile(compiler: list[str], flags: list[str], code: str) -> str:
+    """Standard output of the compiler, made to use all of this processor if it knows how."""
+    name = " ".join(compiler)
+    for native in (["-march=native"], []):
+        command = [*compiler, *native, *flags, "-x", "c++", "-"]
+        try:
+            done = subprocess.run(command, input=code.encode(), capture_output=True, check=False)
+        except OSError as error:
+            raise BuildError(f"{name} cannot be run ({error.strerror}); correct CXX") from None
+        if done.returncode == 0:
+            return done.stdout.decode(errors="replace")
+    told = shorten(done.stderr.decode(errors="replace"), 120)
+    problem = told or f"exit code {done.returncode}"
+    raise BuildError(f"{name} failed ({problem}); repair it, or name another in CXX")
 
 
 def _cache_folder() -> Path:
@@ -97,61 +96,3 @@ def _cache_folder() -> Path:
             f"other users can write to {folder}; delete it, or set MINITRI_WEIGHTS"
         )
     return folder
-
-
-def _temporary_folder() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="minitri-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
-def _build(compiler: list[str], flags: list[str], code: str) -> bytes:
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        built = Path(folder) / "library"
-        _compile(compiler, [*flags, "-o", str(built)], code)
-        try:
-            return built.read_bytes()
-        except OSError as error:
-            problem = f"{' '.join(compiler)} wrote no library ({shorten(error.strerror, 90)})"
-            raise BuildError(f"{problem}; name another in CXX") from None
-
-
-def _compile(compiler: list[str], flags: list[str], code: str) -> str:
-    """Standard output of the compiler, made to use all of this processor if it knows how."""
-    name = " ".join(compiler)
-    done = None
-    for native in NATIVE:
-        command = [*compiler, *native, *flags, "-x", "c++", "-"]
-        try:
-            done = subprocess.run(
-                command,
-                input=code,
-                capture_output=True,
-                encoding="utf-8",
-                errors="replace",
-                env={**os.environ, "LC_ALL": "C"},
-                timeout=TIMEOUT_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            problem = f"{name} did not finish within {TIMEOUT_SECONDS} s"
-            raise BuildError(f"{problem}; name another in CXX") from None
-        except OSError as error:
-            raise BuildError(f"{name} cannot be run ({error.strerror}); correct CXX") from None
-        if done.returncode == 0:
-            return done.stdout
-    assert done is not None
-    told = re.findall(r"^.*(?:error|cannot|undefined).*$", done.stderr, re.M)
-    problem = shorten((told or done.stderr.split("\n"))[0], 100) or f"exit code {done.returncode}"
-    raise BuildError(f"{name} failed ({problem}); repair it, or name another in CXX")
-
-
-def _instructions() -> str:
-    """The processor's, as Linux lists them; elsewhere the macros must do."""
-    with suppress(OSError), Path("/proc/cpuinfo").open() as cpuinfo:
-        return "".join(re.findall(r"^(?:flags|Features|isa)\b.*", cpuinfo.read(8192), re.M)[:1])
-    return ""
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]

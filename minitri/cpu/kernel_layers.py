@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
-from minitri.cpu.kernels import Kernels, LayerWeights, Matrix, PassArguments, address
+from minitri.cpu.kernels import DTYPES, Kernels, LayerWeights, Matrix, PassArguments, address
 from minitri.cpu.quantized import dequantize
 from minitri.model.execution import Execution
 from minitri.model.linear import Linear, TiedHead, TrimmedHead
@@ -43,28 +43,24 @@ class KernelLinear(Linear):
         self, like: Linear, kernels: Kernels, packed_NX: Tensor | None = None, bits: int = 16
     ) -> None:
         """Shares weights and bias of another layer, or has weights of 4 or 8 bits instead."""
-        weight = like.weight
-        if packed_NX is not None:
-            weight = nn.Parameter(packed_NX, requires_grad=False)
-        super().__init__(weight, like.bias)
-        self.in_features, self.dtype = like.in_features, like.weight.dtype
-        self.kernels, self.bits = kernels, bits
+        own = None if packed_NX is None else nn.Parameter(packed_NX, requires_grad=False)
+        super().__init__(like.weight if own is None else own, like.bias)
+        self.in_features = like.in_features
+        self.dtype = like.weight.dtype
+        self.kernels = kernels
+        self.bits = bits
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.plain_weight(x.dtype)
-        tile = product_tile(weight)
         rows_TE = x.reshape(-1, x.shape[-1])
         T = len(rows_TE)
-        num_missing = max(0, LONGEST_BLOCK + 1 - T) if tile is None else -T % tile
-        if num_missing:
-            rows_TE = F.pad(rows_TE, (0, 0, 0, num_missing))
-        if tile is None:
-            out = F.linear(rows_TE, weight, self.bias)
-        else:
-            out = rows_TE.new_empty(len(rows_TE), self.out_features)
-            multiply = torch.mm if self.bias is None else partial(torch.addmm, self.bias)
-            for some, place in zip(rows_TE.split(tile), out.split(tile), strict=True):
-                multiply(some, weight.t(), out=place)
+        tile = product_tile(weight) or max(T, LONGEST_BLOCK + 1)
+        if T % tile:
+            rows_TE = F.pad(rows_TE, (0, 0, 0, -T % tile))
+        multiply = torch.mm if self.bias is None else partial(torch.addmm, self.bias)
+        out = rows_TE.new_empty(len(rows_TE), self.out_features)
+        for some, place in zip(rows_TE.split(tile), out.split(tile), strict=True):
+            multiply(some, weight.t(), out=place)
         return out[:T].view(*x.shape[:-1], -1)
 
     def plain_weight(self, dtype: torch.dtype) -> Tensor:
@@ -99,7 +95,7 @@ class KernelHead(KernelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() > 1 and x.shape[-2] > LONGEST_BLOCK:
-            return F.linear(x, self.plain_weight(x.dtype), self.bias)
+            return super().forward(x)
         return self.kernels.linear(
             x, self.weight, self.out_features, bits=self.bits, bias=self.bias, is_wide=self.is_wide
         )
@@ -150,7 +146,6 @@ class KernelLayers(Layers):
 
     def _short_pass(self, x_BTE: Tensor, shared: Pass) -> Tensor:
         cache = shared.cache
-        rule = shared.rule_TT
         queries = shared.queries_LBTHD
         assert isinstance(cache, WRITABLE)
         B, T, E = x_BTE.shape
@@ -162,38 +157,26 @@ class KernelLayers(Layers):
         assert queries is None or (queries.is_contiguous() and queries.dtype == x_BTE.dtype)
         if self._weights is None:
             self._weights = (LayerWeights * L)(*map(weights_of, self))
-        x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
-        rule = None if rule is None else rule.contiguous()
-        lengths = (ctypes.c_int64 * B)(*cache.lengths)
-        kv_layer, kv_batch, kv_head, kv_slot, _ = cache.keys.stride()
         first = self[0]
         assert isinstance(first, Layer)
+        x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
+        raw_keys = cache.raw_keys if isinstance(cache, StreamingCache) else None
+        lengths = (ctypes.c_int64 * B)(*cache.lengths)
+        rule = None if shared.rule_TT is None else shared.rule_TT.contiguous()
         arguments = PassArguments(
-            layers=self._weights,
-            x=address(x_BTE),
-            cos=address(shared.rotary.cos),
-            sin=address(shared.rotary.signed_sin),
-            keys=address(cache.keys),
-            values=address(cache.values),
-            raw_keys=address(cache.raw_keys) if isinstance(cache, StreamingCache) else None,
-            queries=address(queries),
-            lengths=ctypes.addressof(lengths),
-            rule=address(rule),
-            L=L,
-            B=B,
-            T=T,
-            W=0 if queries is None else queries.shape[2],
-            E=E,
-            H=first.self_attn.heads[0],
-            K=K,
-            D=D,
-            kv_layer=kv_layer,
-            kv_batch=kv_batch,
-            kv_head=kv_head,
-            kv_slot=kv_slot,
-            eps=first.input_layernorm.eps,
+            self._weights,
+            *map(address, (x_BTE, shared.rotary.cos, shared.rotary.signed_sin)),
+            *map(address, (cache.keys, cache.values, raw_keys, queries)),
+            ctypes.addressof(lengths),
+            address(rule),
+            *(L, B, T, 0 if queries is None else queries.shape[2]),
+            *(E, first.self_attn.heads[0], K, D),
+            *cache.keys.stride()[:4],
+            self.kernels.num_threads,
+            first.input_layernorm.eps,
+            self.kernels.seconds,
         )
-        self.kernels.run_pass(x_BTE.dtype, arguments)
+        self.kernels.run_pass(DTYPES[x_BTE.dtype], ctypes.byref(arguments))
         return x_BTE
 
 

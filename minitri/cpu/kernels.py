@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minitri.cpu.build import BuildError, shared_library
+from minitri.cpu.build import BuildError, load_library
 from minitri.errors import shorten
 
 log = logging.getLogger("minitri")
@@ -36,21 +36,20 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Number types by their numbers in the kernels."""
 
 
-def _pointers(*names: str) -> list[tuple[str, type]]:
-    return [(name, ctypes.c_void_p) for name in names]
+def _pointers(names: str) -> list[tuple[str, type]]:
+    return [(name, ctypes.c_void_p) for name in names.split()]
 
 
-def _numbers(*names: str) -> list[tuple[str, type]]:
-    return [(name, ctypes.c_int64) for name in names]
+def _numbers(names: str) -> list[tuple[str, type]]:
+    return [(name, ctypes.c_int64) for name in names.split()]
 
 
 class AttentionArguments(ctypes.Structure):
     """Attention of a block; its fields are explained in `attention.h`."""
 
     _fields_ = [
-        *_pointers("q", "keys", "values", "out", "lengths", "rule"),
-        *_numbers("B", "T", "H", "K", "D", "q_batch", "q_token", "q_head"),
-        *_numbers("kv_batch", "kv_head", "kv_slot", "num_threads"),
+        *_pointers("q keys values out lengths rule"),
+        *_numbers("B T H K D q_batch q_token q_head kv_batch kv_head kv_slot num_threads"),
     ]
 
 
@@ -58,8 +57,8 @@ class LinearArguments(ctypes.Structure):
     """A linear layer; its fields are explained in `linear.h`."""
 
     _fields_ = [
-        *_pointers("x", "norm", "weights", "bias", "residual", "out"),
-        *_numbers("R", "E", "N", "is_gated", "is_wide", "num_threads"),
+        *_pointers("x norm weights bias residual out"),
+        *_numbers("R E N is_gated is_wide num_threads"),
         ("eps", ctypes.c_double),
     ]
 
@@ -67,14 +66,14 @@ class LinearArguments(ctypes.Structure):
 class Matrix(ctypes.Structure):
     """Weights and bias of a linear layer."""
 
-    _fields_ = [*_pointers("weights", "bias"), *_numbers("N", "E", "bits")]
+    _fields_ = [*_pointers("weights bias"), *_numbers("N E bits")]
 
 
 class LayerWeights(ctypes.Structure):
     """Where the weights of a transformer block are."""
 
     _fields_ = [
-        *_pointers("input_norm", "post_norm", "q_norm", "k_norm"),
+        *_pointers("input_norm post_norm q_norm k_norm"),
         *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
     ]
 
@@ -84,9 +83,8 @@ class PassArguments(ctypes.Structure):
 
     _fields_ = [
         ("layers", ctypes.POINTER(LayerWeights)),
-        *_pointers("x", "cos", "sin", "keys", "values", "raw_keys", "queries", "lengths", "rule"),
-        *_numbers("L", "B", "T", "W", "E", "H", "K", "D"),
-        *_numbers("kv_layer", "kv_batch", "kv_head", "kv_slot", "num_threads"),
+        *_pointers("x cos sin keys values raw_keys queries lengths rule"),
+        *_numbers("L B T W E H K D kv_layer kv_batch kv_head kv_slot num_threads"),
         ("eps", ctypes.c_double),
         ("seconds", ctypes.POINTER(ctypes.c_double)),
     ]
@@ -95,16 +93,13 @@ class PassArguments(ctypes.Structure):
 class Kernels:
     """The functions of a shared library."""
 
-    def __init__(self, path: Path, num_threads: int) -> None:
-        """Raises `OSError` if it cannot be loaded, `AttributeError` if a function is missing."""
-        library = ctypes.CDLL(str(path))
+    def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
         self._attention = library.minitri_attention
         self._linear = library.minitri_linear
         self._rotate = library.minitri_rotate
-        self._pass = library.minitri_pass
+        self.run_pass = library.minitri_pass
+        """All layers of a model over a short block: number type, `PassArguments`."""
         self._rotate.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 4]
-        for function in (self._attention, self._linear, self._rotate, self._pass):
-            function.restype = None
         library.minitri_instructions.restype = ctypes.c_char_p
         self.instructions: str = library.minitri_instructions().decode()
         """The processor's, as far as the kernels use them."""
@@ -158,7 +153,6 @@ class Kernels:
         B, T, H, D = q_BTHD.shape
         assert q_BTHD.stride(3) == keys_BKSD.stride(3) == 1
         assert keys_BKSD.stride() == values_BKSD.stride()
-        assert not (q_BTHD.requires_grad and torch.is_grad_enabled()), "kernels have no gradients"
         out_BTHD = torch.empty(B, T, H, D, dtype=q_BTHD.dtype)
         rule = rule_TT.contiguous() if rule_TT is not None else None
         lengths = (ctypes.c_int64 * B)(*prefix_lengths)
@@ -179,41 +173,31 @@ class Kernels:
         x: Tensor,
         weight: Tensor,
         out_features: int,
-        *,
         bits: int = 16,
+        *,
         bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        norm: Tensor | None = None,
-        eps: float = 0.0,
-        is_gated: bool = False,
         is_wide: bool = False,
     ) -> Tensor:
-        """x W^T + bias + residual, (..., N); with `norm`, its weights, of the RMSNorm of x.
+        """x W^T + bias, (..., N); `is_wide`: in float32, in which sums are in any case.
 
         `weight` is (N, E) in the dtype of x, or with 4 or 8 `bits` what `quantized.py` makes of it.
-        `is_gated`: W holds a gate and an up projection, and the result is silu(gate) * up, of N / 2
-        numbers. `is_wide`: the result is float32. Sums are float32 in any case.
         """
-        assert not (x.requires_grad and torch.is_grad_enabled()), "kernels have no gradients"
-        assert residual is None or residual.is_contiguous()
         x = x.contiguous()
         E = x.shape[-1]
-        shape = (*x.shape[:-1], out_features // (1 + is_gated))
-        out = torch.empty(shape, dtype=torch.float32 if is_wide else x.dtype)
+        out = x.new_empty(*x.shape[:-1], out_features, dtype=torch.float32 if is_wide else x.dtype)
         arguments = LinearArguments(
-            *map(address, (x, norm, weight, bias, residual, out)),
-            *(x.numel() // E, E, out_features, is_gated, is_wide, self.num_threads),
-            eps,
+            x=address(x),
+            weights=address(weight),
+            bias=address(bias),
+            out=address(out),
+            R=x.numel() // E,
+            E=E,
+            N=out_features,
+            is_wide=is_wide,
+            num_threads=self.num_threads,
         )
         self._linear(DTYPES[x.dtype], bits, ctypes.byref(arguments))
         return out
-
-    def run_pass(self, dtype: torch.dtype, arguments: PassArguments) -> None:
-        """All layers of a model over a short block, whose K and V are written into a cache."""
-        arguments.num_threads = self.num_threads
-        if self.seconds is not None:
-            arguments.seconds = self.seconds
-        self._pass(DTYPES[dtype], ctypes.byref(arguments))
 
     def rotate(self, x_BTHD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
         """Rotates the first heads of each token, a slice of (B, T, heads, D).
@@ -221,12 +205,10 @@ class Kernels:
         `cos` and `signed_sin` are (B, T, 1, D) float32, as in `model.rope.Rotary`.
         """
         B, T, H, D = x_BTHD.shape
-        if B > 1 and x_BTHD.stride(0) != T * x_BTHD.stride(1):  # short blocks out of padded ones
-            x_BTHD = x_BTHD.contiguous()
+        assert B == 1 or x_BTHD.stride(0) == T * x_BTHD.stride(1)
         out_BTHD = torch.empty(B, T, H, D, dtype=x_BTHD.dtype)
         addresses = map(address, (x_BTHD, cos, signed_sin, out_BTHD))
-        sizes = (B * T, x_BTHD.stride(1) // D, H, D)
-        self._rotate(DTYPES[x_BTHD.dtype], *addresses, *sizes)
+        self._rotate(DTYPES[x_BTHD.dtype], *addresses, B * T, x_BTHD.stride(1) // D, H, D)
         return out_BTHD
 
 
@@ -245,7 +227,7 @@ def load_kernels() -> Kernels | None:
     if os.environ.get("MINITRI_KERNELS") == "off":
         return None
     try:
-        return Kernels(shared_library(SOURCE), torch.get_num_threads())
-    except (BuildError, OSError, AttributeError) as error:
+        return Kernels(load_library(SOURCE), torch.get_num_threads())
+    except BuildError as error:
         log.warning("no compiled CPU kernels (%s); decoding takes twice as long", shorten(error))
         return None

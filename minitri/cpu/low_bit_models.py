@@ -31,44 +31,37 @@ def keep_quantized(model: Llama, places: Mapping[str, Tensor], stored: Stored) -
     for name, place in places.items():
         fillers.setdefault(place.untyped_storage().data_ptr(), []).append(name)
     layers = {p: layer for p, layer in model.named_modules() if isinstance(layer, KernelLinear)}
+    num_kept = 0
     kept: set[str] = set()
     for path, layer in layers.items():
         names = fillers[layer.weight.untyped_storage().data_ptr()]
-        kinds = {stored.get((name, tuple(places[name].shape))) for name in names}
-        bits = kinds.pop() if len(kinds) == 1 else None
-        if bits is None:
+        bits, *others = {stored.get((name, tuple(places[name].shape))) for name in names}
+        if others or bits is None:
             continue
         shape = (layer.out_features, sum(row_widths(layer.in_features, bits)))
         packed_NX = torch.empty(shape, dtype=torch.uint8)
         model.set_submodule(path, type(layer)(layer, layer.kernels, packed_NX, bits))
+        num_kept += 1
         kept |= set(names)
     model.num_bytes = sum(weight.nbytes for weight in model.parameters())
-    kernel_layers = [layer for layer in model.modules() if isinstance(layer, KernelLinear)]
-    num_kept = sum(layer.bits < 16 for layer in kernel_layers)
-    log.info("%d of %d matrices stay quantized", num_kept, len(kernel_layers))
+    log.info("%d of %d matrices stay quantized", num_kept, len(layers))
     return kept
 
 
-def has_at_most(model: Llama, bits: int) -> bool:
-    """Whether no layer of the blocks has more bits, so that a copy would be hardly smaller."""
-    layers = (layer for layer in model.layers.modules() if isinstance(layer, KernelLinear))
-    return all(layer.bits <= bits for layer in layers)
-
-
-def quantized_copy(model: Llama, bits: int = 4) -> Llama:
-    """A copy of a model on kernels with linear layers of 4 or 8 bits; it shares the rest, among it
-    those layers of the model that have as few.
+def quantized_copy(model: Llama) -> Llama:
+    """A copy of a model on kernels with linear layers of 4 bits; it shares the rest, among it those
+    layers of the model that have as few.
 
     Its LM head has 8 bits: with 4 of them SmolLM2's copy would agree with it on 79 % of the tokens,
     instead of 99.
     """
 
     def quantized(layer: KernelLinear) -> KernelLinear:
-        wanted = 8 if isinstance(layer, KernelHead) else bits
-        if layer.in_features % GROUP or layer.bits <= wanted:
+        bits = 8 if isinstance(layer, KernelHead) else 4
+        if layer.in_features % GROUP or layer.bits <= bits:
             return layer
-        packed_NX = quantize(layer.plain_weight(torch.float32), wanted)
-        return type(layer)(layer, layer.kernels, packed_NX, wanted)
+        packed_NX = quantize(layer.plain_weight(torch.float32), bits)
+        return type(layer)(layer, layer.kernels, packed_NX, bits)
 
     factories: Factories = {
         KernelLinear: quantized,

@@ -27,8 +27,8 @@ def row_widths(in_features: int, bits: int) -> list[int]:
 
 def quantize(weight_NE: Tensor, bits: int) -> Tensor:
     """A matrix in 4 bits, in which each group's extremes are met, or in 8, which are symmetric."""
-    num_rows = rows_at_once(weight_NE.shape[1])
-    return torch.cat([_quantize_rows(rows, bits) for rows in weight_NE.split(num_rows)])
+    parts = weight_NE.split(rows_at_once(weight_NE.shape[1]))
+    return torch.cat([_quantize_rows(rows, bits) for rows in parts])
 
 
 def rows_at_once(num_columns: int) -> int:
@@ -39,26 +39,27 @@ def rows_at_once(num_columns: int) -> int:
 def _quantize_rows(weight_NE: Tensor, bits: int) -> Tensor:
     groups_NGQ = weight_NE.float().unflatten(1, (-1, GROUP))
     least_NG, most_NG = groups_NGQ.aminmax(dim=2)
-    if bits == 8:
-        scales_NG = (torch.maximum(-least_NG, most_NG) / 127).half()
-        quants_NGQ = groups_NGQ / scales_NG.float().clamp_min(TINY).unsqueeze(2)
-        return pack(quants_NGQ.round_().clamp_(-127, 127).to(torch.int8), scales_NG, None)
-    scales_NG = ((most_NG - least_NG) / 15).half()
-    offsets_NG = least_NG.half()
-    steps_NGQ = (groups_NGQ - offsets_NG.float().unsqueeze(2)).div_(
-        scales_NG.float().clamp_min(TINY).unsqueeze(2)
-    )
-    return pack(steps_NGQ.round_().clamp_(0, 15).to(torch.uint8), scales_NG, offsets_NG)
+    offsets_NG = None
+    limits = (-127, 127)
+    scales_NG = (torch.maximum(-least_NG, most_NG) / 127).half()
+    if bits == 4:
+        offsets_NG = least_NG.half()
+        limits = (0, 15)
+        scales_NG = ((most_NG - least_NG) / 15).half()
+        groups_NGQ = groups_NGQ - offsets_NG.float().unsqueeze(2)
+    quants_NGQ = groups_NGQ / scales_NG.float().clamp_min(TINY).unsqueeze(2)
+    return pack(quants_NGQ.round_().clamp_(*limits).to(torch.int8), scales_NG, offsets_NG)
 
 
 def pack(quants_NGQ: Tensor, scales_NG: Tensor, offsets_NG: Tensor | None) -> Tensor:
     """Rows of bytes: 4 bits (0 to 15) with offsets, else 8 bits (-128 to 127)."""
+    quants_NGQ = quants_NGQ.view(torch.uint8)
     if quants_NGQ.shape[1] % 2:
         quants_NGQ = F.pad(quants_NGQ, (0, 0, 0, 1))
-    parts = [quants_NGQ.view(torch.uint8), scales_NG.half().contiguous().view(torch.uint8)]
     if offsets_NG is not None:
-        parts[0] = quants_NGQ[:, 0::2] | quants_NGQ[:, 1::2] << 4
-        parts.append(offsets_NG.half().contiguous().view(torch.uint8))
+        quants_NGQ = quants_NGQ[:, 0::2] | quants_NGQ[:, 1::2] << 4
+    factors = [part for part in (scales_NG, offsets_NG) if part is not None]
+    parts = [quants_NGQ, *(part.half().contiguous().view(torch.uint8) for part in factors)]
     return torch.cat([part.flatten(1) for part in parts], 1)
 
 
@@ -66,11 +67,8 @@ def dequantize(
     packed_NX: Tensor, in_features: int, bits: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """The matrix, (N, E), computed in float32."""
-    weight_NE = torch.empty(len(packed_NX), in_features, dtype=dtype)
-    num_rows = rows_at_once(in_features)
-    for packed, rows in zip(packed_NX.split(num_rows), weight_NE.split(num_rows), strict=True):
-        rows.copy_(_dequantize_rows(packed, in_features, bits))
-    return weight_NE
+    parts = packed_NX.split(rows_at_once(in_features))
+    return torch.cat([_dequantize_rows(rows, in_features, bits).to(dtype) for rows in parts])
 
 
 def _dequantize_rows(packed_NX: Tensor, in_features: int, bits: int) -> Tensor:

@@ -29,6 +29,7 @@ public:
     static Pool& get() { return *the_one(); }
 
     // `num_numbers`: how many are read in all. For few, the caller alone is faster than waking.
+    // Threads stay: `num_threads` is the same for all calls of a process.
     // Calls of several threads follow each other.
     void run(int64_t n, int64_t num_numbers, int64_t num_threads,
              const std::function<void(int64_t)>& task) {
@@ -37,9 +38,8 @@ public:
             return;
         }
         std::lock_guard<std::mutex> only_one(calls);
-        num_needed = int(num_threads) - 1;
-        while (num_workers < num_needed) {
-            std::thread(&Pool::work, this, num_workers++, round.load()).detach();
+        for (; num_workers < num_threads - 1; ++num_workers) {
+            std::thread(&Pool::work, this, round.load()).detach();
         }
         current = &task;
         num_tasks = n;
@@ -55,7 +55,6 @@ public:
             if (spins < SPINS) pause_cpu();
             else std::this_thread::yield();
         }
-        num_workers = std::min(num_workers, num_needed);
     }
 
 private:
@@ -77,7 +76,7 @@ private:
         }
     }
 
-    void work(int number, uint64_t seen) {
+    void work(uint64_t seen) {
         for (;; ++seen) {
             for (int i = 0; i < SPINS && round.load(std::memory_order_acquire) == seen; ++i) {
                 pause_cpu();
@@ -88,10 +87,8 @@ private:
                 wake.wait(hold, [&] { return round.load(std::memory_order_seq_cst) != seen; });
                 num_sleeping.fetch_sub(1, std::memory_order_seq_cst);
             }
-            const bool is_needed = number < num_needed;
-            if (is_needed) take_tasks();
+            take_tasks();
             num_busy.fetch_sub(1, std::memory_order_release);
-            if (!is_needed) return;
         }
     }
 
@@ -99,7 +96,7 @@ private:
     std::condition_variable wake;
     const std::function<void(int64_t)>* current = nullptr;
     int64_t num_tasks = 0;
-    int num_workers = 0, num_needed = 0;
+    int num_workers = 0;
     alignas(64) std::atomic<uint64_t> round{0};
     alignas(64) std::atomic<int64_t> next{0};
     alignas(64) std::atomic<int> num_busy{0};

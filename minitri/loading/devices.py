@@ -9,7 +9,7 @@ import torch
 from minitri.config import ModelConfig
 from minitri.cpu.flash_attention import attend_cpu
 from minitri.cpu.kernels import MAX_HEAD_DIM, Kernels, load_kernels
-from minitri.cpu.low_bit_models import has_at_most, quantized_copy
+from minitri.cpu.low_bit_models import quantized_copy
 from minitri.cpu.packed import can_pack
 from minitri.errors import InputError, shorten
 from minitri.gpu.attention_backends import GpuAttention, choose_attention
@@ -98,24 +98,24 @@ def kernels_for(device: torch.device, config: ModelConfig) -> Kernels | None:
 
 
 def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
-    """The copy of a model in 4 or 8 bits that guesses with the retrieval cache; None: the model
-    does, which may have as few itself.
+    """The copy of a model in 4 or, on a GPU, 8 bits that guesses with the retrieval cache; None:
+    the model does, which may have as few itself.
 
     Raises `InputError` if it cannot be had.
     """
-    is_invariant = model.execution.is_row_invariant
-    if wanted == "same" or (wanted == "auto" and not is_invariant):
+    has_kernels = model.execution.is_row_invariant
+    if wanted == "same" or (wanted == "auto" and not has_kernels):
         return None
-    on_gpu = model.device.type == "cuda"
-    if on_gpu and wanted == "int8":
+    if wanted == "int8" and model.device.type == "cuda":
         return eight_bit_copy(model)
-    if not is_invariant:
+    if wanted == "int8" or not has_kernels:
+        needs = "a GPU" if wanted == "int8" else "the compiled kernels"
         raise InputError(
-            f"--draft-weights {wanted} needs the compiled kernels, which {model.config.name} on "
-            f"{model.device} does not use; {'use int8, or ' * on_gpu}leave it out"
+            f"--draft-weights {wanted} needs {needs}, which {model.config.name} on {model.device} "
+            "does not use; leave it out"
         )
-    bits = 8 if wanted == "int8" else 4
-    return None if has_at_most(model, bits) else quantized_copy(model, bits)
+    copy = quantized_copy(model)
+    return copy if copy.num_bytes else None  # None: the model has as few bits itself
 
 
 def attention_name(attend: Attend) -> str:

@@ -51,16 +51,15 @@ def attend_math(
     """The oracle: textbook formulas in float32, or in float64 for float64 tensors."""
     if min(prefix_lengths) < max(prefix_lengths):
         return row_by_row(attend_math, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT)
-    T, D = q_BTHD.shape[1], q_BTHD.shape[3]
+    T, H, D = q_BTHD.shape[1:]
     end = prefix_lengths[0] + T
     exact = torch.promote_types(q_BTHD.dtype, torch.float32)
-    q_BKGTD = fold(q_BTHD, keys_BKSD.shape[1]).unflatten(2, (-1, T)).to(exact)
-    k_BK1SD, v_BK1SD = (slots[:, :, None, :end].to(exact) for slots in (keys_BKSD, values_BKSD))
-    scores_BKGTS = q_BKGTD @ k_BK1SD.transpose(-1, -2) / math.sqrt(D)
-    unseen_TT = ~block_rule(T, rule_TT, q_BTHD.device)
-    scores_BKGTS[..., -T:].masked_fill_(unseen_TT, -math.inf)
-    out_BKRD = (scores_BKGTS.softmax(-1) @ v_BK1SD).flatten(2, 3)
-    return unfold(out_BKRD, T).to(q_BTHD.dtype)
+    G = H // keys_BKSD.shape[1]
+    slots = (keys_BKSD[:, :, :end], values_BKSD[:, :, :end])
+    k_BHSD, v_BHSD = (part.to(exact).repeat_interleave(G, 1) for part in slots)
+    scores_BHTS = q_BTHD.transpose(1, 2).to(exact) @ k_BHSD.transpose(2, 3) / math.sqrt(D)
+    scores_BHTS[..., -T:].masked_fill_(~block_rule(T, rule_TT, q_BTHD.device), -math.inf)
+    return (scores_BHTS.softmax(-1) @ v_BHSD).transpose(1, 2).to(q_BTHD.dtype)
 
 
 def row_by_row(

@@ -45,8 +45,7 @@ def read_block(
     T is the length of the longest block. The cache's lengths stay as they are.
     """
     block = make_block(model, blocks, cache, max(map(len, blocks)))
-    inputs = (block.tokens_BT, block.positions_BT, cache, None, block.slots_BT, queries_LBTHD)
-    return model.forward(*inputs, is_prompt=is_prompt)
+    return forward_block(model, block, cache, queries_LBTHD, is_prompt=is_prompt)
 
 
 def forward_block(
@@ -55,12 +54,12 @@ def forward_block(
     cache: Cache,
     queries_LBTHD: Tensor | None,
     rule_TT: Tensor | None = None,
+    *,
+    is_prompt: bool = False,
 ) -> Tensor:
     """Final hidden states (B, T, E) of a block; see `Llama.forward`."""
-    tokens_BT = block.tokens_BT
-    positions_BT = block.positions_BT
-    slots_BT = block.slots_BT
-    return model.forward(tokens_BT, positions_BT, cache, rule_TT, slots_BT, queries_LBTHD)
+    where = (block.positions_BT, cache, rule_TT, block.slots_BT)
+    return model.forward(block.tokens_BT, *where, queries_LBTHD, is_prompt=is_prompt)
 
 
 def make_block(

@@ -16,13 +16,9 @@ class Ranks:
 
     rank, count = 0, 1
 
-    def agree(self, decide: Callable[[], T]) -> T:
-        """What `decide` returns or raises on rank 0; the others call it, too."""
-        return decide()
-
     def ask_first(self, ask: Callable[[], T]) -> T:
         """What `ask` returns or raises on rank 0, where alone it is called."""
-        return self.agree(ask)
+        return ask()
 
     def least(self, value: float) -> float:
         """The smallest of all ranks' values."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import RMSNorm
 
 from minitri.config import ModelConfig
 from minitri.model.attention import Attend, attend_math
@@ -52,17 +53,18 @@ class Llama(nn.Module):
         self.execution = Execution()
         with torch.device(device):
             self.layers = Layers(Layer(config, dtype) for _ in range(config.num_layers))
-            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
             self.lm_head = make_head(config, dtype)
             if target is None and not config.tie_word_embeddings:
                 table_VE = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
-                self.embed_tokens = nn.Parameter(table_VE, requires_grad=False)
+                self.embed_tokens = nn.Parameter(table_VE)
             if config.head_size is not None:
                 sample = torch.empty(EMBEDDING_SAMPLE, config.hidden_size, dtype=dtype)
                 self.register_buffer("embedding_sample", sample)
+        self.requires_grad_(False)
         self.lent_embedding = target.embed if target is not None else None
         self.rope = Rope(config.rope, config.head_dim, device)
-        self.num_bytes = sum(weight.numel() * weight.element_size() for weight in self.parameters())
+        self.num_bytes = sum(weight.nbytes for weight in self.parameters())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -156,9 +158,9 @@ class Layer(nn.Module):
         super().__init__()
         E = config.hidden_size
         eps = config.rms_norm_eps
-        self.input_layernorm = RMSNorm(E, eps, dtype)
+        self.input_layernorm = RMSNorm(E, eps, dtype=dtype)
         self.self_attn = Attention(config, dtype)
-        self.post_attention_layernorm = RMSNorm(E, eps, dtype)
+        self.post_attention_layernorm = RMSNorm(E, eps, dtype=dtype)
         self.mlp = MLP(config, dtype)
 
     def forward(self, x_BTE: Tensor, layer: int, shared: Pass) -> Tensor:
@@ -180,8 +182,10 @@ class Attention(nn.Module):
         self.qkv_proj = Linear.empty(E, (H + 2 * K) * D, bias=bias, dtype=dtype)
         has_bias = bias if config.output_bias is None else config.output_bias
         self.o_proj = Linear.empty(H * D, E, bias=has_bias, dtype=dtype)
-        norms = (RMSNorm(D, config.rms_norm_eps, dtype) if config.head_norm else None for _ in "qk")
-        self.q_norm, self.k_norm = norms
+        self.q_norm = self.k_norm = None
+        if config.head_norm:
+            self.q_norm = RMSNorm(D, config.rms_norm_eps, dtype=dtype)
+            self.k_norm = RMSNorm(D, config.rms_norm_eps, dtype=dtype)
 
     def forward(self, x_BTE: Tensor, layer: int, shared: Pass) -> Tensor:
         return self.o_proj(self.mix(self.qkv_proj(x_BTE), layer, shared))
@@ -202,10 +206,8 @@ class Attention(nn.Module):
             shared.queries_LBTHD[layer, :, : latest_BTHD.shape[1]] = latest_BTHD
         block = BlockKV(raw_BTKD, k_BTKD, v_BTKD, shared.slots_BT)
         keys_BKSD, values_BKSD = shared.cache.update(layer, block)
-        lengths = shared.cache.lengths
-        rule_TT = shared.rule_TT
-        attend, lengths_B = shared.attend, shared.lengths_B
-        return attend(q_BTHD, keys_BKSD, values_BKSD, lengths, rule_TT, lengths_B).flatten(2)
+        lengths = (shared.cache.lengths, shared.rule_TT, shared.lengths_B)
+        return shared.attend(q_BTHD, keys_BKSD, values_BKSD, *lengths).flatten(2)
 
 
 class MLP(nn.Module):
@@ -220,15 +222,3 @@ class MLP(nn.Module):
     def forward(self, x_BTE: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x_BTE).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32 or better."""
-
-    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)

@@ -45,9 +45,9 @@ class SplitLlama(Llama):
 
     def add_up(self) -> None:
         """Has linear layers over a share of their inputs add up what all ranks compute."""
-        for layer in self.layers:
-            for parent, name in ((layer.self_attn, "o_proj"), (layer.mlp, "down_proj")):
-                setattr(parent, name, Summed(getattr(parent, name), self.ranks))
+        for name, layer in list(self.named_modules()):
+            if name.endswith(COLUMNS):
+                self.set_submodule(name, Summed(layer, self.ranks))
 
     def embed(self, tokens: Tensor) -> Tensor:
         if self.lent_embedding is not None:
@@ -88,11 +88,10 @@ def share_tensors(
 
 
 def _share(name: str, tensor: Tensor, ranks: Ranks) -> Tensor:
-    module, _, kind = name.rpartition(".")
-    module = module.rpartition(".")[2]
+    module, kind = f".{name}".split(".")[-2:]
     is_bias = kind == "bias"
-    if tensor.dim() != 2 - is_bias or tensor.is_meta:
-        return tensor  # a damaged one, which loading refuses
+    if tensor.dim() != 2 - is_bias:
+        return tensor  # a norm's, or a damaged one, which loading refuses
     if module in ROWS:
         return tensor.tensor_split(ranks.count)[ranks.rank]
     if module in COLUMNS and is_bias:  # added once

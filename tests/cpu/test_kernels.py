@@ -1,22 +1,13 @@
 """The compiled kernels against plain formulas, on this processor's instructions and on others."""
 
 import math
-import platform
 import subprocess
 import sys
-import time
-from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from minitri import load
-from minitri.caches.full import FullCache
-from minitri.cpu.kernel_layers import KernelLinear
-from minitri.cpu.kernels import SOURCE, Kernels, load_kernels
-from minitri.cpu.low_bit_models import quantized_copy
+from minitri.cpu.kernels import load_kernels
 from minitri.cpu.quantized import dequantize, quantize
 from minitri.model.attention import attend_math
 from minitri.settings import LONGEST_BLOCK
@@ -24,31 +15,10 @@ from tests.model.test_attention import random_case
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-INSTRUCTIONS = ["native"]
-if platform.machine() == "x86_64":
-    INSTRUCTIONS += ["x86-64-v3", "x86-64"]  # AVX2; SSE2, like any other 16-byte vectors
 PIECE = 512
 """Slots of a piece of attention, as in the source."""
-
-
-@pytest.fixture(scope="module", params=INSTRUCTIONS)
-def kernels(request, tmp_path_factory):
-    return compiled(tmp_path_factory.mktemp("kernels"), request.param)
-
-
-def compiled(folder: Path, instructions: str = "native", change: tuple[str, str] = ("", "")):
-    """Kernels for some instructions, where a text of the source may be changed to another; they
-    run on two threads."""
-    files = [SOURCE, *SOURCE.parent.glob("*.h")]
-    assert any(change[0] in file.read_text() for file in files)
-    for file in files:
-        (folder / file.name).write_text(file.read_text().replace(*change, -1 if change[0] else 0))
-    flags = ["-std=c++17", "-O1", f"-march={instructions}", "-shared", "-fPIC", "-pthread", "-w"]
-    library = folder / "kernels.so"
-    subprocess.run(["c++", *flags, str(folder / SOURCE.name), "-o", str(library)], check=True)
-    return Kernels(library, num_threads=2)
+every_dtype = pytest.mark.parametrize("dtype", TOLERANCE)
 
 
 def attend(kernels, q, *others):
@@ -61,7 +31,7 @@ def random(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@every_dtype
 @pytest.mark.parametrize("D", [64, 128, 80, 16, 6])
 def test_attention_equals_the_oracle(kernels, dtype, D):
     """Blocks of one token, of several and of a prefill; prefixes within a block of slots, across
@@ -84,7 +54,7 @@ def test_attention_equals_the_oracle(kernels, dtype, D):
             assert error < TOLERANCE[dtype], (T, prefixes, rule is None, error)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@every_dtype
 def test_attention_of_a_token_has_the_same_bits_whatever_stands_next_to_it(kernels, dtype):
     """In a block or alone, next to others, on one thread or three; the prefix ends near the
     boundaries of blocks of slots and of pieces."""
@@ -109,7 +79,7 @@ def test_attention_survives_scores_of_any_size(kernels):
         assert (got - exact).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@every_dtype
 @pytest.mark.parametrize("T", [1, 8])
 def test_what_is_not_finite_is_never_hidden(kernels, dtype, T):
     """One key, value or query of NaN, of any payload, makes a result of NaN, as with the oracle."""
@@ -123,72 +93,34 @@ def test_what_is_not_finite_is_never_hidden(kernels, dtype, T):
             assert not wanted.all()
     x, weight = random(1, 3, 64, dtype=dtype), random(20, 64, dtype=dtype, seed=1)
     x[0, 1, 5] = math.nan
-    for options in ({}, {"is_gated": True}, {"norm": torch.ones(64, dtype=dtype), "eps": 1e-5}):
-        got = kernels.linear(x, weight, 20, **options).isfinite()
-        assert got[0, [0, 2]].all()
-        assert not got[0, 1].any()
+    got = kernels.linear(x, weight, 20).isfinite()
+    assert got[0, [0, 2]].all()
+    assert not got[0, 1].any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("E", [576, 64, 48, 33, 608])
-@pytest.mark.parametrize("R", [1, 4, 6, 7, 25])
-def test_linear_equals_plain_formulas(kernels, dtype, E, R):
-    """With and without norm, bias, residual and gate; outputs that fill no tile."""
-    N, eps = 90, 1e-5
+@every_dtype
+@pytest.mark.parametrize(
+    ("bits", "E"),
+    [(16, 576), (16, 48), (16, 33), *((n, E) for n in (4, 8) for E in (576, 32, 1056))],
+)
+@pytest.mark.parametrize("R", [1, 4, 7, 25])
+def test_linear_equals_plain_formulas(kernels, dtype, bits, E, R):
+    """Odd and even numbers of quantized groups, more than a vector holds; outputs that fill no
+    tile."""
+    N = 90
     x, weight = random(1, R, E, dtype=dtype), random(N, E, dtype=dtype, seed=1) / E**0.5
-    norm, bias = random(E, dtype=dtype, seed=2), random(N, dtype=dtype, seed=3)
-    residual = random(1, R, N, dtype=dtype, seed=4)
-    exact, w = x.double(), weight.double()
-    normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps) * norm.double()
-    gate, up = (normed @ w.T).chunk(2, -1)
-    plain = exact @ w.T
-    for got, wanted in (
-        (kernels.linear(x, weight, N), plain),
-        (kernels.linear(x, weight, N, bias=bias), plain + bias),
-        (kernels.linear(x, weight, N, residual=residual), plain + residual),
-        (kernels.linear(x, weight, N, norm=norm, eps=eps), normed @ w.T),
-        (kernels.linear(x, weight, N, norm=norm, eps=eps, is_gated=True), F.silu(gate) * up),
-    ):
-        assert got.dtype == dtype
-        assert (got - wanted).abs().max() < 3 * TOLERANCE[dtype]
-    logits = kernels.linear(x, weight, N, is_wide=True)
-    assert logits.dtype == torch.float32
-    assert (logits - plain).abs().max() < 1e-5
+    bias = random(N, dtype=dtype, seed=3)
+    if bits < 16:
+        weight = quantize(weight, bits)
+    plain = weight if bits == 16 else dequantize(weight, E, bits)
+    exact = x.double() @ plain.double().T + bias
+    for is_wide, tolerance in ((False, 3 * TOLERANCE[dtype]), (True, 2e-5)):
+        got = kernels.linear(x, weight, N, bits, bias=bias, is_wide=is_wide)
+        assert got.dtype == (torch.float32 if is_wide else dtype)
+        assert (got - exact).abs().max() < tolerance
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("E", [576, 64, 32, 1056])
-def test_quantized_weights_multiply_as_the_numbers_that_they_stand_for(kernels, dtype, bits, E):
-    """Odd and even numbers of groups, more of them than a vector holds."""
-    x, weight = random(1, 7, E, dtype=dtype), random(50, E, seed=1) / E**0.5
-    packed = quantize(weight, bits)
-    exact = x.double() @ dequantize(packed, E, bits).double().T
-    got = kernels.linear(x, packed, 50, bits=bits, is_wide=True)
-    assert (got - exact).abs().max() < 2e-5
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [16, 8, 4])
-def test_a_linear_layer_gives_a_row_the_same_bits_whatever_stands_next_to_it(kernels, dtype, bits):
-    E, N = 608, 90
-    x, weight = random(1, 25, E, dtype=dtype), random(N, E, dtype=dtype, seed=1)
-    weight = weight if bits == 16 else quantize(weight, bits)
-    norm, residual = random(E, dtype=dtype, seed=2), random(1, 25, N, dtype=dtype, seed=3)
-    options = {"bits": bits, "norm": norm, "eps": 1e-6}
-    block = kernels.linear(x, weight, N, residual=residual, **options)
-    gated = kernels.linear(x, weight, N, is_gated=True, **options)
-    for threads in (1, 3, 2):
-        kernels.num_threads = threads
-        for r in range(25):
-            one = slice(r, r + 1)
-            alone = kernels.linear(x[:, one], weight, N, residual=residual[:, one], **options)
-            assert torch.equal(alone[0, 0], block[0, r])
-            alone = kernels.linear(x[:, one], weight, N, is_gated=True, **options)
-            assert torch.equal(alone[0, 0], gated[0, r])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@every_dtype
 def test_numbers_are_rounded_as_pytorch_rounds_them(kernels, dtype):
     """To the nearest, ties to even; denormal, too large, infinite and NaN."""
     wide = torch.cat(
@@ -232,98 +164,3 @@ if (child := os.fork()) == 0:
 sys.exit(os.waitpid(child, 0)[1])
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=60)
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are not listed here")
-def test_threads_that_are_not_wanted_any_more_end():
-    """Else each of them would wake for every kernel."""
-    kernels, x, weight = load_kernels(), torch.ones(1, 1, 64), torch.ones(4096, 64)
-    assert kernels is not None
-
-    def num_threads(wanted: int) -> int:
-        kernels.num_threads = wanted
-        kernels.linear(x, weight, 4096)
-        time.sleep(0.5)
-        return len(list(Path("/proc/self/task").iterdir()))
-
-    few = num_threads(2)
-    assert num_threads(20) == few + 18
-    assert num_threads(2) == few
-
-
-MUTANTS = {
-    "pieces begin where the prefix ends": (
-        "begin = piece * PIECE;",
-        "begin = num_pieces > 1 && piece ? piece * PIECE - a.lengths[b] % BLOCK : piece * PIECE;",
-    ),
-    "a token sees the next one": ("block : block + t + 1, 0)", "block : block + t + 2, 0)"),
-    "a slot after the block is read": ("if (s + 1 < n) b", "if (s < n) b"),
-    "a piece is left out of the merge": (
-        "p = 0; p < num_pieces; ++p) {\n            const float w",
-        "p = 1; p < num_pieces; ++p) {\n            const float w",
-    ),
-    "sums are not rescaled": ("store(sums, load(sums) * shrink);", ""),
-    "totals are not rescaled": ("total *= shrink;", ""),
-    "the rest of a row is skipped": ("if (e < E) {", "if (false) {"),
-    "rows of a tile share an operand": (
-        "rows.x + m * rows.stride + e / Op::STEP);\n        }\n",
-        "rows.x + 0 * rows.stride + e / Op::STEP);\n        }\n",
-    ),
-    "no epsilon": ("+ float(a.eps)", ""),
-    "NaN becomes a number": ("x < -126.0f ? splat(-126.0f) : x;", "maximum(x, splat(-126.0f));"),
-    "half the scale": ("scale[o][i + half];", "scale[o][i];"),
-}
-"""Wrong kernels: a text of the source and what stands in its place."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MUTANTS)
-def test_wrong_kernels_are_noticed(name, tmp_path):
-    mutant = compiled(tmp_path, change=MUTANTS[name])
-    dtype = torch.bfloat16
-    with pytest.raises(AssertionError):  # noqa: PT012
-        test_attention_equals_the_oracle(mutant, dtype, 64)
-        test_attention_of_a_token_has_the_same_bits_whatever_stands_next_to_it(mutant, dtype)
-        test_attention_survives_scores_of_any_size(mutant)
-        test_what_is_not_finite_is_never_hidden(mutant, torch.float32, 1)
-        test_linear_equals_plain_formulas(mutant, dtype, 48, 7)
-        test_quantized_weights_multiply_as_the_numbers_that_they_stand_for(mutant, dtype, 4, 576)
-        test_the_norm_of_almost_zeros_is_bounded(mutant)
-
-
-def test_the_norm_of_almost_zeros_is_bounded(kernels):
-    """By its epsilon."""
-    x, weight, norm = torch.full((1, 1, 64), 1e-6), torch.eye(64), torch.ones(64)
-    got = kernels.linear(x, weight, 64, norm=norm, eps=1e-5)
-    assert (got - 1e-6 / math.sqrt(1e-12 + 1e-5)).abs().max() < 1e-6
-
-
-def test_every_layer_of_a_loaded_model_is_on_kernels(folder):
-    model = load(folder, device="cpu").model
-    kinds = Counter(type(module).__name__ for module in model.modules())
-    assert not kinds.keys() & {"Layers", "Linear", "TiedHead"}
-    assert kinds["KernelLayers"] == 1
-    assert model.execution.is_row_invariant
-
-
-def test_a_copy_in_4_bits_is_small_and_guesses_like_its_model(folder):
-    model = load(folder, device="cpu", dtype="float32").model
-    twin = quantized_copy(model)
-    assert twin.num_bytes < model.num_bytes / 4
-    tokens, positions = torch.arange(40).unsqueeze(0), torch.arange(40).unsqueeze(0)
-    cache = FullCache.allocate(model.config, 1, 40, dtype=model.dtype, device=model.device)
-    exact, rough = (m.logits(m(tokens, positions, cache)) for m in (model, twin))
-    assert 0 < (exact - rough).norm() / exact.norm() < 0.6  # random weights: worse than any
-    finer = load(folder, device="cpu", dtype="float32", draft_weights="int8").retrieval_model
-    assert {layer.bits for layer in finer.modules() if isinstance(layer, KernelLinear)} == {8}
-    assert 0 < (exact - finer.logits(finer(tokens, positions, cache))).norm() < exact.norm() / 10
-    assert torch.equal(exact, model.logits(model(tokens, positions, cache)))  # it is as it was
-
-
-def test_heads_are_rotated_wherever_their_rows_lie():
-    """The rows of a short block in a batch are cut out of padded ones."""
-    kernels = load_kernels()
-    padded = torch.randn(3, 9, 4, 8, generator=torch.Generator().manual_seed(0))
-    cos, sin = (padded[:, i : i + 2, :1].contiguous() for i in (2, 4))
-    cut = padded[:, :2]
-    assert torch.equal(kernels.rotate(cut, cos, sin), kernels.rotate(cut.contiguous(), cos, sin))

@@ -20,19 +20,19 @@ from minitri.cpu.low_bit_models import quantized_copy
 from minitri.runner import prefill
 from minitri.settings import GenerationConfig, SpeculationConfig
 from tests.conftest import tiny_config, tiny_model
-from tests.cpu.test_kernels import TOLERANCE, compiled
+from tests.cpu import test_kernels as claims
+from tests.cpu.conftest import compiled
+from tests.cpu.test_kernels import TOLERANCE
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
 
 CONFIG = tiny_config(attention_bias=True, head_norm=True)
+LONG = replace(CONFIG, context_length=1024)
+WIDE = replace(LONG, hidden_size=576, intermediate_size=1536)
+"""As the matrices of a real model, which PyTorch multiplies in other ways than small ones."""
 SPECULATION = SpeculationConfig(budget=64, chunk_size=8, num_recent_tokens=40, num_sink_tokens=4)
 B, CPU = 2, torch.device("cpu")
 LENGTHS = [37, 5]
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    return compiled(tmp_path_factory.mktemp("kernels"))
 
 
 def filled_cache(kind: str, dtype: torch.dtype) -> FullCache | RetrievalCache | StreamingCache:
@@ -62,8 +62,17 @@ def tensors(cache: FullCache | RetrievalCache | StreamingCache) -> list[torch.Te
     return [cache.keys, cache.values, *raw]
 
 
-def check_pass(kernels: Kernels, kind: str, dtype: torch.dtype, T: int, *, has_rule: bool) -> None:
+def check_pass(
+    kernels: Kernels,
+    kind: str,
+    dtype: torch.dtype,
+    T: int,
+    *,
+    has_rule: bool = False,
+    scale: float = 1.0,
+) -> None:
     plain = tiny_model(CONFIG, dtype=dtype)
+    plain.embed_tokens.mul_(scale)
     fused = copy.deepcopy(plain)
     use_kernels(fused, kernels)
     assert isinstance(fused.layers, KernelLayers)
@@ -92,63 +101,54 @@ def test_a_pass_computes_and_writes_what_the_plain_layers_do(kernels, kind, dtyp
     check_pass(kernels, kind, dtype, T, has_rule=has_rule)
 
 
-MUTANTS = {
-    "V one slot late": (
-        "std::copy(value, value + D, static_cast<T*>(p.values) + at)",
-        "std::copy(value, value + D, static_cast<T*>(p.values) + at + p.kv_slot)",
-    ),
-    "rotated raw keys": (
-        "std::copy(key, key + D, static_cast<T*>(p.raw_keys) + at)",
-        "rotate_head(key, cos, sin, static_cast<T*>(p.raw_keys) + at, D)",
-    ),
-    "the lengths of row 0": ("(p.lengths[b] + t) * p.kv_slot", "(p.lengths[0] + t) * p.kv_slot"),
-    "the first layer's cache": (
-        "const T *keys = static_cast<T*>(p.keys) + i * p.kv_layer",
-        "const T *keys = static_cast<T*>(p.keys)",
-    ),
-    "queries of all rows in one": ("(layer * p.B + b) * p.W", "layer * p.B * p.W"),
-    "one norm for both": ("layer.post_norm", "layer.input_norm"),
-    "one norm for q and k": ("h < p.H ? q_norm : k_norm", "q_norm"),
-    "no residual": ("layer.down, p.x, p.x", "layer.down, nullptr, p.x"),
-}
-"""Wrong passes: a text of the source and what stands in its place."""
+def test_norms_of_almost_zeros_are_bounded(kernels):
+    """By their epsilon."""
+    check_pass(kernels, "full", torch.float32, 2, scale=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MUTANTS)
-def test_wrong_passes_are_noticed(name, tmp_path):
-    mutant = compiled(tmp_path, change=MUTANTS[name])
-    with pytest.raises(AssertionError):  # noqa: PT012
-        for T in (1, 5):
-            check_pass(mutant, "streaming", torch.float32, T, has_rule=T == 5)
-
-
-def test_a_block_that_does_not_fit_is_refused(kernels):
-    model = tiny_model(CONFIG)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [16, 4])
+def test_a_token_has_the_same_bits_whatever_shares_its_pass(kernels, dtype, bits):
+    """Neighbours in its block, other rows, threads."""
+    config = replace(CONFIG, hidden_size=608, intermediate_size=160)
+    model = tiny_model(config, dtype=dtype)
     use_kernels(model, kernels)
+    if bits == 4:
+        model = quantized_copy(model)
+    tokens = torch.randint(config.vocab_size, (B, 20), generator=torch.manual_seed(2))
+
+    def hidden(rows, *ends):
+        cache, parts = FullCache.allocate(config, len(rows), 64, dtype=dtype, device=CPU), []
+        for start, end in zip((0, *ends), ends, strict=False):
+            positions = torch.arange(start, end).expand(len(rows), -1)
+            parts.append(model(tokens[rows, start:end], positions, cache))
+            cache.advance([end - start] * len(rows))
+        return torch.cat(parts, 1)
+
+    whole = hidden([0, 1], 20)
+    for threads in (1, 3, 2):
+        kernels.num_threads = threads
+        for ends in ((7, 20), range(1, 21)):
+            assert torch.equal(hidden([0, 1], *ends), whole)
+            assert torch.equal(hidden([1], *ends), whole[1:])
+
+
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_a_block_that_does_not_fit_is_refused(has_kernels):
+    model = tiny_model(CONFIG)
+    if has_kernels:
+        use_kernels(model, load_kernels())
     cache = filled_cache("full", torch.float32)
     cache.advance([128 - LENGTHS[0] - 1, 0])
     tokens = torch.zeros(B, 2, dtype=torch.int64)
-    with pytest.raises(IndexError, match="a block of 2 after 127 of 128"):
+    with pytest.raises(IndexError, match="127 of 128"):
         model(tokens, tokens, cache)
 
 
-def test_a_copy_of_a_model_does_not_take_its_weights(kernels):
-    """The addresses of weights that a pass keeps are of one model only."""
-    model = tiny_model(CONFIG)
-    use_kernels(model, kernels)
-    tokens = torch.zeros(B, 1, dtype=torch.int64)
-    before = model(tokens, tokens, filled_cache("full", torch.float32))
-    twin = quantized_copy(model)
-    rough = twin(tokens, tokens, filled_cache("full", torch.float32))
-    assert not torch.equal(rough, before)
-    assert torch.equal(model(tokens, tokens, filled_cache("full", torch.float32)), before)
-
-
-def assert_chunks_may_begin_anywhere(kernels, dtype, config=CONFIG):
+def assert_chunks_may_begin_anywhere(dtype, config):
     """K and V have the same bits: a text may go on after what an earlier one left."""
     model = tiny_model(config, dtype=getattr(torch, dtype))
-    use_kernels(model, kernels)
+    use_kernels(model, load_kernels())
     prompt = torch.randint(0, config.vocab_size, (701,), generator=torch.manual_seed(0)).tolist()
     caches = []
     for ends in ([700], [256, 700], [1, 2, 9, 340, 341, 470, 699, 700], range(100, 701, 100)):
@@ -161,20 +161,15 @@ def assert_chunks_may_begin_anywhere(kernels, dtype, config=CONFIG):
         assert all(torch.equal(*both) for both in zip(pair, caches[0], strict=True))
 
 
-LONG = replace(CONFIG, context_length=1024)
-WIDE = replace(LONG, hidden_size=576, intermediate_size=1536)
-"""As the matrices of a real model, which PyTorch multiplies in other ways than small ones."""
-
-
 @pytest.mark.parametrize("config", [LONG, WIDE], ids=["small", "wide"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_chunks_of_a_prompt_may_begin_anywhere(kernels, dtype, config):
-    assert_chunks_may_begin_anywhere(kernels, dtype, config)
+def test_chunks_of_a_prompt_may_begin_anywhere(dtype, config):
+    assert_chunks_may_begin_anywhere(dtype, config)
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_chunks_may_begin_anywhere_on_a_machine_whose_products_depend_on_their_size(
-    kernels, bias, monkeypatch
+    bias, monkeypatch
 ):
     """As with AMX: fewer than 600 rows have other last bits."""
 
@@ -190,7 +185,7 @@ def test_chunks_may_begin_anywhere_on_a_machine_whose_products_depend_on_their_s
     for owner, name in ((F, "linear"), (torch, "mm"), (torch, "addmm")):
         monkeypatch.setattr(owner, name, scaled(getattr(owner, name)))
     config = replace(LONG, attention_bias=bias)
-    assert_chunks_may_begin_anywhere(kernels, "float32", config)
+    assert_chunks_may_begin_anywhere("float32", config)
     assert set(kernel_layers._TILES.values()) == {kernel_layers.TILE}
 
 
@@ -211,3 +206,62 @@ def test_two_engines_in_two_threads_do_not_disturb_each_other(folder):
     with ThreadPoolExecutor(2) as threads:
         for _ in range(5):
             assert list(threads.map(run, engines)) == alone
+
+
+MUTANTS = {
+    "pieces begin where the prefix ends": (
+        "begin = piece * PIECE;",
+        "begin = num_pieces > 1 && piece ? piece * PIECE - a.lengths[b] % BLOCK : piece * PIECE;",
+    ),
+    "a token sees the next one": ("block : block + t + 1, 0)", "block : block + t + 2, 0)"),
+    "a slot after the block is read": ("if (s + 1 < n) b", "if (s < n) b"),
+    "a piece is left out of the merge": (
+        "p = 0; p < num_pieces; ++p) {\n            const float w",
+        "p = 1; p < num_pieces; ++p) {\n            const float w",
+    ),
+    "sums are not rescaled": ("store(sums, load(sums) * shrink);", ""),
+    "totals are not rescaled": ("total *= shrink;", ""),
+    "the rest of a row is skipped": ("if (e < E) {", "if (false) {"),
+    "rows of a tile share an operand": (
+        "rows.x + m * rows.stride + e / Op::STEP);\n        }\n",
+        "rows.x + 0 * rows.stride + e / Op::STEP);\n        }\n",
+    ),
+    "NaN becomes a number": ("x < -126.0f ? splat(-126.0f) : x;", "maximum(x, splat(-126.0f));"),
+    "half the scale": ("scale[o][i + half];", "scale[o][i];"),
+    "V one slot late": (
+        "std::copy(value, value + D, static_cast<T*>(p.values) + at)",
+        "std::copy(value, value + D, static_cast<T*>(p.values) + at + p.kv_slot)",
+    ),
+    "rotated raw keys": (
+        "std::copy(key, key + D, static_cast<T*>(p.raw_keys) + at)",
+        "rotate_head(key, cos, sin, static_cast<T*>(p.raw_keys) + at, D)",
+    ),
+    "the lengths of row 0": ("(p.lengths[b] + t) * p.kv_slot", "(p.lengths[0] + t) * p.kv_slot"),
+    "the first layer's cache": (
+        "const T *keys = static_cast<T*>(p.keys) + i * p.kv_layer",
+        "const T *keys = static_cast<T*>(p.keys)",
+    ),
+    "queries of all rows in one": ("(layer * p.B + b) * p.W", "layer * p.B * p.W"),
+    "one norm for both": ("layer.post_norm", "layer.input_norm"),
+    "one norm for q and k": ("h < p.H ? q_norm : k_norm", "q_norm"),
+    "no residual": ("layer.down, p.x, p.x", "layer.down, nullptr, p.x"),
+    "no epsilon": ("+ float(a.eps)", ""),
+}
+"""Wrong kernels: a text of the source and what stands in its place."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
+def test_wrong_kernels_are_noticed(name, tmp_path):
+    mutant = compiled(tmp_path, change=MUTANTS[name])
+    dtype = torch.bfloat16
+    with pytest.raises(AssertionError):  # noqa: PT012
+        claims.test_attention_equals_the_oracle(mutant, dtype, 64)
+        claims.test_attention_of_a_token_has_the_same_bits_whatever_stands_next_to_it(mutant, dtype)
+        claims.test_attention_survives_scores_of_any_size(mutant)
+        claims.test_what_is_not_finite_is_never_hidden(mutant, torch.float32, 1)
+        claims.test_linear_equals_plain_formulas(mutant, dtype, 16, 48, 7)
+        claims.test_linear_equals_plain_formulas(mutant, dtype, 4, 576, 7)
+        for T in (1, 5):
+            check_pass(mutant, "streaming", torch.float32, T, has_rule=T == 5)
+        test_norms_of_almost_zeros_are_bounded(mutant)

@@ -133,7 +133,7 @@ def test_a_copy_however_wrong_changes_no_text(kind, method, sampling):
 
 @pytest.mark.parametrize(
     ("wanted", "device", "problem"),
-    [("int8", "cpu", "kernels"), ("int4", "cuda", "kernels"), ("int8", "cuda", "no such arch")],
+    [("int8", "cpu", "GPU"), ("int4", "cuda", "kernels"), ("int8", "cuda", "no such arch")],
 )
 def test_weights_that_a_device_cannot_have_are_refused_in_one_line(
     wanted, device, problem, monkeypatch

@@ -184,8 +184,7 @@ def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(weights, t
     for kind in ("Q4_0", "Q4_1"):
         path = write(weights, tmp_path / "4.gguf", kind)
         assert load(path).retrieval_model is None
-        for wanted in ("int4", "int8"):
-            assert load(path, draft_weights=wanted).retrieval_model is None
+        assert load(path, draft_weights="int4").retrieval_model is None
         assert load(path, "auto").retrieval_model is not None
     path = write(weights, tmp_path / "8.gguf", "Q8_0", v_proj="F16")
     engine = load(path)

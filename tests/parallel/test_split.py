@@ -7,6 +7,7 @@ from minitri.errors import InputError
 from minitri.loading.checkpoint import load_model, open_checkpoint
 from minitri.model.block import read_block
 from minitri.model.execution import Ranks
+from minitri.parallel.ranks import join
 from tests.conftest import CPU, new_cache, write_hf_folder
 from tests.parallel.threads import on_ranks
 
@@ -37,14 +38,24 @@ def test_shares_give_the_logits_of_the_whole(tmp_path, shape, count):
         assert share_bytes < 1.1 * num_bytes / count
 
 
-def test_memory_is_the_least_of_all_ranks_and_an_error_that_of_rank_0():
+def test_memory_is_the_least_of_all_ranks_and_an_answer_or_error_that_of_rank_0():
     assert on_ranks(3, lambda ranks: ranks.least(5 - ranks.rank)) == [3, 3, 3]
-
-    def answer(ranks):
-        return ranks.agree(lambda: 1 // ranks.rank)
-
+    assert on_ranks(2, lambda ranks: ranks.ask_first(lambda: ranks.rank)) == [0, 0]
     with pytest.raises(ZeroDivisionError):
-        on_ranks(2, answer)
-    assert on_ranks(2, lambda ranks: ranks.agree(lambda: ranks.rank)) == [0, 0]
-    with pytest.raises(InputError, match="the ranks were given different things; start all"):
+        on_ranks(2, lambda ranks: ranks.ask_first(lambda: 1 // ranks.rank))
+    on_ranks(2, lambda ranks: ranks.check_same("things", 1))
+    with pytest.raises(InputError, match="different things"):
         on_ranks(2, lambda ranks: ranks.check_same("things", ranks.rank))
+
+
+@pytest.mark.parametrize(
+    "named",
+    [{"WORLD_SIZE": "x", "RANK": "0"}, {"WORLD_SIZE": "2"}, {"WORLD_SIZE": "2", "RANK": "y"}],
+)
+def test_an_environment_that_is_not_torchruns_is_refused(named, monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in named.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="torchrun"):
+        join.__wrapped__()

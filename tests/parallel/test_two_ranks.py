@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import SHAPE, write_hf_folder
-from tests.parallel.worker import PROMPTS, RUNS
+from tests.conftest import write_hf_folder
+from tests.parallel.worker import RUNS
 
 CASES = [f"{name}, {sampling}, {draft}" for draft, name, sampling in RUNS]
 
@@ -68,34 +68,6 @@ def test_the_kv_cache_of_a_rank_may_be_in_host_memory(seen):
     alone, first, second = (them["offloaded"] for them in seen)
     assert alone == first == second
     assert first == seen[1]["triforce, greedy, model"][0]
-
-
-def test_ranks_that_would_take_different_steps_follow_rank_0(seen):
-    """Each has an autotuner that chooses at random, by a seed of its own."""
-    alone, first, second = (them["chosen"] for them in seen)
-    assert alone == first == second
-    assert len(first[1]) > 3
-
-
-def test_logits_are_those_of_one_process_and_the_same_bits_on_all_ranks(seen):
-    alone, first, second = (them["pass"]["logits"] for them in seen)
-    assert alone.shape == (1, len(PROMPTS[2]), 321)
-    torch.testing.assert_close(first, alone, rtol=1e-4, atol=1e-4)
-    assert torch.equal(first, second)
-
-
-def test_a_pass_sends_two_sums_a_layer_the_embeddings_and_the_logits(seen, capsys):
-    L, E, T = SHAPE["num_hidden_layers"], SHAPE["hidden_size"], len(PROMPTS[2])
-    rows = (321 + 1) // 2
-    expected = 4 * T * ((2 * L + 1) * E + rows)
-    assert [them["pass"]["num_bytes"] for them in seen] == [0, expected, expected]
-    with capsys.disabled():
-        print(f"\n  {expected // T} bytes a token from each of 2 ranks: L = {L}, E = {E}, float32")
-
-
-def test_rank_0_is_asked_and_the_others_hear_it(seen):
-    """More than one message of fixed size."""
-    assert [them["asked"] for them in seen] == ["by rank 0" * 1000] * 3
 
 
 def test_what_does_not_fit_is_one_line_on_all_ranks(seen):
@@ -176,8 +148,3 @@ def test_a_bad_flag_is_told_once(models):
     )
     assert (code, other) == (2, 2)
     assert (first + second).count("\n") == 1
-
-
-def test_without_torchrun_there_is_no_process_group(engine):
-    assert engine.model.execution.ranks.count == 1
-    assert not torch.distributed.is_initialized()

@@ -1,5 +1,6 @@
 """Ranks that are threads of one process: for tests that must see its code, such as mutants'."""
 
+import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,24 +21,25 @@ class ThreadRanks(RankGroup):
 
     def __init__(self, rank: int, sent: list, barrier: threading.Barrier) -> None:
         self.rank, self.count = rank, len(sent)
-        self.num_bytes_sent, self._sent, self._barrier = 0, sent, barrier
+        self._sent, self._barrier = sent, barrier
 
     def _call(self, collective: Callable[..., Any], *arguments: Any) -> None:
         *outputs, own = arguments[:2] if collective is dist.all_gather else arguments[:1]
-        self._sent[self.rank] = collective, own.clone()
+        self._sent[self.rank] = collective, copy.deepcopy(own)
         self._wait()
-        whats, tensors = zip(*self._sent, strict=True)
+        whats, given = zip(*self._sent, strict=True)
         self._wait()
-        if len({*whats}) > 1 or len({tensor.shape for tensor in tensors}) > 1:
+        shapes = {getattr(it, "shape", None) for it in given}
+        if len({*whats}) > 1 or len(shapes) > 1:
             self._barrier.abort()
             raise InputError(f"rank {self.rank} does something else than the others")
         if collective is dist.all_gather:
-            for output, tensor in zip(outputs[0], tensors, strict=True):
+            for output, tensor in zip(outputs[0], given, strict=True):
                 output.copy_(tensor)
-        elif collective is dist.broadcast:
-            own.copy_(tensors[0])
+        elif collective is dist.broadcast_object_list:
+            own[:] = given[0]
         else:
-            stack = torch.stack(tensors)
+            stack = torch.stack(given)
             own.copy_(stack.amin(0) if arguments[1:] else stack.sum(0))
 
     def _wait(self) -> None:

@@ -3,25 +3,20 @@
 Writes what it saw into a file. Ranks are given different clocks on purpose: none may count.
 """
 
-import random
 import sys
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 import minitri
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
-from minitri.decoding.autotuner import Autotuner
 from minitri.engine import Engine
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.model.block import read_block
-from minitri.model.execution import Ranks
 from minitri.parallel.ranks import join
 from tests.cascades import Rig
-from tests.conftest import CPU, new_cache
+from tests.conftest import CPU
 
 PROMPTS = [[5 + 7 * i % 300 for i in range(length)] for length in (90, 3, 41)]
 NUM_NEW = 12
@@ -70,26 +65,6 @@ def offloaded(engine: Engine) -> list[list[int]]:
         return rig.run()
 
 
-def logits(engine: Engine, ranks: Ranks) -> dict[str, Any]:
-    """Of a block of tokens, and the bytes that this rank sent for it."""
-    model, cache = engine.model, new_cache(engine.config)
-    before = getattr(ranks, "num_bytes_sent", 0)
-    with torch.inference_mode():
-        found = model.logits(read_block(model, PROMPTS[2:], cache))
-    return {"logits": found, "num_bytes": getattr(ranks, "num_bytes_sent", 0) - before}
-
-
-def at_random(seed: int) -> Any:
-    """A method in the place of `Autotuner.choose`."""
-    numbers = random.Random(seed)
-
-    def choose(self) -> Any:
-        self.plan = numbers.choice(self._plans)
-        return self.plan
-
-    return choose
-
-
 def problem(work: Any) -> str:
     """The one line of an input error."""
     try:
@@ -109,7 +84,7 @@ def mistakes(folder: Path, engine: Engine, rank: int) -> dict[str, str]:
         "other seeds": problem(lambda: engine.generate(PROMPTS[0], seed=rank)),
         "int4": problem(lambda: load(folder, "plain", draft_weights="int4")),
         "one GPU": problem(lambda: load(folder, "plain", device="cuda:0")),
-        "of rank 0": problem(lambda: join().agree(lambda: fail(rank))),
+        "of rank 0": problem(lambda: join().ask_first(lambda: fail(rank))),
     }
 
 
@@ -127,12 +102,9 @@ def main(folder: Path) -> None:
     for draft, name, sampling in RUNS:
         found = texts(engines[draft], *SAMPLINGS[sampling], 0, **METHODS[name])
         seen[f"{name}, {sampling}, {draft}"] = found
-    with patch.object(Autotuner, "choose", at_random(7)):
-        chosen = texts(plain, 0.8, False, 0, method="auto")
     tied = load(folder, "tied")
-    seen |= {"chosen": chosen, "tied": texts(tied, 0.0, False, 0, **METHODS["retrieval"])}
-    seen |= {"offloaded": offloaded(plain), "pass": logits(engines["suffix"], ranks)}
-    seen["asked"] = ranks.ask_first(lambda: f"by rank {ranks.rank}" * 1000)
+    seen["tied"] = texts(tied, 0.0, False, 0, **METHODS["retrieval"])
+    seen["offloaded"] = offloaded(plain)
     if ranks.count > 1:
         seen["mistakes"] = mistakes(folder, tied, ranks.rank)
     torch.save(seen, folder / f"{ranks.rank} of {ranks.count}.pt")

@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import RMSNorm
 
-from minitri.model.llama import RMSNorm
 from minitri.model.rope import Rotary
 
 HEADS_PER_PROGRAM = 8

@@ -1,0 +1,34 @@
+"""Kernels compiled for this processor's instructions and for others."""
+
+import ctypes
+import platform
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from minitri.cpu.kernels import SOURCE, Kernels, load_kernels
+
+INSTRUCTIONS = ["native"]
+if platform.machine() == "x86_64":
+    INSTRUCTIONS += ["x86-64-v3", "x86-64"]  # AVX2; SSE2, like any other 16-byte vectors
+
+
+def compiled(folder: Path, instructions: str = "native", change: tuple[str, str] = ("", "")):
+    """Kernels for some instructions, where a text of the source may be changed to another; they
+    run on two threads."""
+    files = [SOURCE, *SOURCE.parent.glob("*.h")]
+    assert any(change[0] in file.read_text() for file in files)
+    for file in files:
+        (folder / file.name).write_text(file.read_text().replace(*change, -1 if change[0] else 0))
+    flags = ["-std=c++17", "-O1", f"-march={instructions}", "-shared", "-fPIC", "-pthread", "-w"]
+    library = folder / "kernels.so"
+    subprocess.run(["c++", *flags, str(folder / SOURCE.name), "-o", str(library)], check=True)
+    return Kernels(ctypes.CDLL(str(library)), num_threads=2)
+
+
+@pytest.fixture(scope="session", params=INSTRUCTIONS)
+def kernels(request, tmp_path_factory):
+    if load_kernels() is None:
+        pytest.skip("there is no C++ compiler here")
+    return compiled(tmp_path_factory.mktemp("kernels"), request.param)
