@@ -21,7 +21,7 @@ with clean_imports():
     from minitri.cli import arguments
     from minitri.config import ModelConfig
     from minitri.errors import InputError, shorten
-    from minitri.gpu.placement import CONTEXT, GIB, Demand, Load, demand, shortage
+    from minitri.gpu.placement import CONTEXT, GIB, Demand, shortage
     from minitri.loading.checkpoint import open_checkpoint
     from minitri.loading.fetch import LOOKUPS, committed_path, default_draft
     from minitri.loading.named_models import shape_of, unknown_model
@@ -129,7 +129,7 @@ def run_command(args: argparse.Namespace) -> int:
     speculation = arguments.speculation_of(args)
     has_copy = args.draft_weights != "same"
     how = (args.prefill_chunk, itemsize, args.gpus, has_copy)
-    needs = demand(Load(config, draft, speculation, context, [context] * args.batch, *how))
+    needs = Demand(config, draft, speculation, context, [context] * args.batch, *how)
     L = config.num_layers
     share = config.share(args.gpus)
     work = Workload(
@@ -188,10 +188,10 @@ def place(
     context = work.num_tokens // work.batch_size
 
     def fits(num_rows: int) -> bool:
-        more = demand(dataclasses.replace(needs.load, prompt_lengths=[context] * num_rows))
+        more = dataclasses.replace(needs, prompt_lengths=[context] * num_rows)
         return more.on_device(on_chip) <= free_bytes[0] and more.on_host(on_chip) <= free_bytes[1]
 
-    here = dataclasses.replace(work, hosted_share=1 - on_chip / needs.load.config.num_layers)
+    here = dataclasses.replace(work, hosted_share=1 - on_chip / needs.config.num_layers)
     plans = (predict(here, machine, plan, acceptance) for plan in speculation.plans)
     return {
         "on_chip": on_chip,

@@ -340,7 +340,7 @@ def fill_cache(full: FullCache) -> None:
     tensors = [full.keys, full.values]
     if isinstance(full, OffloadedFullCache):
         staging = full._staging
-        tensors += [staging.host_PLBKSD, staging.ring_PLBKTD]
+        tensors += [staging.host_LBSPKD, staging.ring_LBTPKD]
     for tensor in tensors:
         fill(tensor, 1.0)
 

@@ -3,7 +3,7 @@
 Chunk by chunk, every layer would fetch what the chunks before have left there, for each chunk anew:
 3.8 TB for 122,880 tokens of a 7B model. Here a layer reads all chunks before the next one does. Its
 K and V stay in a staging buffer meanwhile and travel once, to the host. What is kept are hidden
-states of the whole prompt, on the device, or in host memory where they do not fit.
+states of the whole prompt.
 
 Layers compute the same blocks after the same prefixes, so K and V are the same bits. Until the
 last layer is done the row counts as empty, and no other pass may come between.
@@ -14,13 +14,10 @@ Legend: L layers, B batch (1), T tokens of a chunk, H query heads, D head dim, E
 import math
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache
-from minitri.gpu.allocation import free_device_bytes
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.gpu.placement import RESERVE
 from minitri.model.block import make_block
 from minitri.model.cache import BlockKV
 from minitri.model.llama import Llama, Pass
@@ -33,11 +30,10 @@ class RowInWork(OffloadedFullCache):
     def __init__(self, full: OffloadedFullCache, b: int, start: int) -> None:
         """Shares the memory of row b."""
         super().__init__(*full.parts(b, start))
-        self._staging.stored.wait()  # what stood there is written over
 
     def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
         if layer < self.on_chip:
-            return FullCache.update(self, layer, block)
+            return super().update(layer, block)
         buffer = self._fetch(layer)
         on_device = self._update_hosted(buffer, block)
         buffer.num_held[self._rows.start] = self._lengths[0] + block.keys_BTKD.shape[1]
@@ -52,20 +48,17 @@ class Chunk:
         model: Llama,
         cache: RowInWork,
         tokens: list[int],
-        home: torch.device,
         max_queries: int,
     ) -> None:
-        """Hidden states wait at `home`; the queries of the last `max_queries` tokens are wanted."""
+        """The queries of the last `max_queries` tokens are wanted."""
         self._cache = cache
-        self._home = home
         self.end = cache.lengths[0] + len(tokens)
         self._block = make_block(model, [tokens], cache, len(tokens))
-        x_BTE = model.embed(self._block.tokens_BT)
+        self._hidden_BTE = model.embed(self._block.tokens_BT)
         config = model.config
         T = min(max_queries, len(tokens))
         shape = (config.num_layers, 1, T, config.num_heads, config.head_dim)
-        self.queries_LBTHD = x_BTE.new_empty(shape) if T else None
-        self._hidden_BTE = x_BTE.to(home, non_blocking=True)
+        self.queries_LBTHD = self._hidden_BTE.new_empty(shape) if T else None
 
     def go_through(self, model: Llama, number: int) -> None:
         """Computes one layer."""
@@ -74,9 +67,7 @@ class Chunk:
         rotary = model.rope.at(self._block.positions_BT)
         queries_LBTHD = self.queries_LBTHD
         shared = Pass(rotary, self._cache, None, slots_BT, lengths_B, queries_LBTHD, model.attend)
-        x_BTE = self._hidden_BTE.to(model.device, non_blocking=True)
-        x_BTE = model.layers[number].forward(x_BTE, number, shared)
-        self._hidden_BTE = x_BTE.to(self._home, non_blocking=True)  # page-locked on the host
+        self._hidden_BTE = model.layers[number].forward(self._hidden_BTE, number, shared)
 
 
 def read_by_layers(
@@ -100,9 +91,8 @@ def read_by_layers(
     if not starts:
         return
     first = first_watched(len(starts), chunk, max_queries) if watch is not None else len(starts)
-    home = home_of_hidden(model, end - before[b])
     chunks = [
-        Chunk(model, RowInWork(full, b, start), prompt[start : min(start + chunk, end)], home, num)
+        Chunk(model, RowInWork(full, b, start), prompt[start : min(start + chunk, end)], num)
         for start, num in zip(starts, [0] * first + [max_queries] * len(starts), strict=False)
     ]
     for done in range(L * len(chunks)):
@@ -125,10 +115,3 @@ def first_watched(num_chunks: int, chunk: int, window: int) -> int:
     num_last = 1 + -(-(window - 1) // size)  # enough to fill it, if the last chunk is one token
     period = window // math.gcd(window, size)
     return max(0, num_chunks - num_last) // period * period
-
-
-def home_of_hidden(model: Llama, num_tokens: int) -> torch.device:
-    """Where hidden states of a prompt are kept from one layer to the next."""
-    num_bytes = num_tokens * model.config.hidden_size * model.dtype.itemsize
-    is_tight = model.device.type == "cuda" and num_bytes + RESERVE > free_device_bytes(model.device)
-    return torch.device("cpu") if is_tight else model.device
