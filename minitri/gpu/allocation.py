@@ -17,7 +17,7 @@ from minitri.config import ModelConfig
 from minitri.errors import InputError
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.gpu.placement import Demand, choose_on_chip, shortage
+from minitri.gpu.placement import Demand, choose_on_chip
 from minitri.model.execution import Ranks
 from minitri.model.llama import Llama
 from minitri.settings import GenerationConfig, SpeculationConfig
@@ -35,10 +35,9 @@ def free_bytes(device: torch.device, ranks: Ranks) -> tuple[float, float]:
 def free_host_bytes() -> float:
     """Host memory that can be taken, by the system and by a container's limit; else infinity."""
     free = [math.inf]
-    with contextlib.suppress(OSError, StopIteration, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(line for line in lines if line.startswith("MemAvailable:"))
-        free.append(1024.0 * int(available.split()[1]))
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        _, available = Path("/proc/meminfo").read_text().split("MemAvailable:")
+        free.append(1024.0 * int(available.split()[0]))
     with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
         group = Path("/sys/fs/cgroup")
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
@@ -82,11 +81,8 @@ def most_rows(
     whole, on_device, on_host = demand_of(*run, longest)
     for num_rows in range(len(longest), 1, -1):
         needs = replace(whole, prompt_lengths=longest[:num_rows])
-        if generation.offload:
-            fits = shortage(needs, on_device, on_host + kept_host_bytes) is None
-        else:
-            fits = needs.on_device(target.config.num_layers) <= on_device
-        if fits:
+        on_chip = None if generation.offload else target.config.num_layers
+        if needs.fits(on_device, on_host + kept_host_bytes, on_chip):
             return num_rows
     return 1
 

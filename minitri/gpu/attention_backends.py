@@ -147,16 +147,13 @@ class GpuAttention:
         return self.backend(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
 
 
-def make_backend(name: str, device: torch.device) -> Backend:
+def make_backend(name: str) -> Backend:
     """A backend by its name. Raises whatever importing it does."""
-    if name == "math":
-        return attend_masked
-    if name == "flash":
-        return attend_flash
-    from minitri.gpu.kernels.flash_decoding import attend_short_block
+    if name == "triton":
+        from minitri.gpu.kernels.flash_decoding import attend_short_block
 
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return partial(attend_short_block, num_processors=processors)
+        return attend_short_block
+    return attend_flash if name == "flash" else attend_masked
 
 
 def choose_attention(
@@ -166,42 +163,44 @@ def choose_attention(
 
     Why another one cannot be used is a warning. Raises `InputError` if none is left.
     """
-    for name in BACKENDS if wanted == "auto" else (wanted,):
-        if name == "flash" and wanted == "auto" and dtype == torch.float32:
-            continue
-
-        def check(name: str = name) -> None:
-            backend = make_backend(name, device)
-            for T in (1, 3, 9, LONGEST_BLOCK):
-                check_backend(backend, device, dtype, config, T)
-
-        problem = problem_with(check)
+    names = [name for name in BACKENDS if name != "flash" or dtype != torch.float32]
+    problem = ""
+    for name in names if wanted == "auto" else [wanted]:
+        make = partial(make_backend, name)
+        problem = problem_with(partial(check_backend, make, device, dtype, config))
         if not problem:
-            return GpuAttention(make_backend(name, device), name)
-        log.warning("attention %s does not work on %s in %s (%s)", name, device, dtype, problem)
+            return GpuAttention(make(), name)
+        if wanted == "auto":
+            log.warning("attention %s is not used on %s (%s)", name, device, problem)
     raise InputError(
-        f"no attention backend that is allowed works on {device} in {dtype}; use --attention auto, "
-        "or --device cpu"
+        f"--attention {wanted} fails on {device} in {dtype} ({problem}); use --attention auto, or "
+        "--device cpu"
     )
 
 
 def check_backend(
-    backend: Backend, device: torch.device, dtype: torch.dtype, config: ModelConfig, T: int
+    make: Callable[[], Backend],
+    device: torch.device,
+    dtype: torch.dtype,
+    config: ModelConfig,
+    block_sizes: tuple[int, ...] = (1, 3, 9, LONGEST_BLOCK),
 ) -> None:
-    """Raises an error if a backend differs from the oracle, on long, short and empty prefixes, of
-    chains and of trees."""
-    generator = torch.Generator().manual_seed(0)
+    """Raises an error if a backend cannot be made, or differs from the oracle, on long, short and
+    empty prefixes, of chains and of trees."""
     S = 2048
     lengths = [1900, 0, 700]
     K = config.num_kv_heads
-    q_BTHD, keys_BKSD, values_BKSD = (
-        torch.randn(3, *shape, config.head_dim, generator=generator).to(device, dtype)
-        for shape in ((T, config.num_heads), (K, S), (K, S))
-    )
-    lengths_B = torch.tensor(lengths, device=device)
-    tree_TT = torch.eye(T, dtype=torch.bool) | (torch.rand(T, T, generator=generator) < 0.3).tril()
-    for rule_TT in (None, tree_TT.to(device)):
-        got = backend(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
+    for T in block_sizes:
+        generator = torch.Generator().manual_seed(0)
+        q_BTHD, keys_BKSD, values_BKSD = (
+            torch.randn(3, *shape, config.head_dim, generator=generator).to(device, dtype)
+            for shape in ((T, config.num_heads), (K, S), (K, S))
+        )
         wide = (q_BTHD.double(), keys_BKSD.double(), values_BKSD.double())
-        exact = attend_math(*wide, lengths, rule_TT)
-        torch.testing.assert_close(got.double(), exact, rtol=0, atol=TOLERANCES[dtype])
+        some_TT = torch.rand(T, T, generator=generator) < 0.3
+        tree_TT = (torch.eye(T, dtype=torch.bool) | some_TT.tril()).to(device)
+        for rule_TT in (None, tree_TT):
+            lengths_B = torch.tensor(lengths, device=device)
+            got = make()(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
+            exact = attend_math(*wide, lengths, rule_TT)
+            torch.testing.assert_close(got.double(), exact, rtol=0, atol=TOLERANCES[dtype])

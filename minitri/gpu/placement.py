@@ -65,15 +65,15 @@ class Demand:
         config = self.share
         hosted = config.num_layers - on_chip
         kv_layer = self.slots * self.kv_slot
-        # What of a prompt that is read layer by layer waits for the next one.
-        hidden_states = max(self.prompt_lengths) * config.hidden_size * self.itemsize
+        # Of a prompt that is read layer by layer: its hidden states, and its rotation in float32.
+        token = config.hidden_size * self.itemsize + 8 * config.head_dim
         return {
             "weights": num_weights(config) * self.itemsize,
             "weights that only propose": self._draft_weights(),
             "full KV cache": on_chip * kv_layer,
             "staging buffers": min(hosted, 2) * kv_layer + hosted * RING * self.kv_slot,
             "small KV caches": self._small_caches(1 if hosted else on_chip),
-            "activations": self._activations() + (hidden_states if hosted else 0),
+            "activations": self._activations() + token * bool(hosted) * max(self.prompt_lengths),
             "reserve, graphs": RESERVE,
         }
 
@@ -128,36 +128,38 @@ class Demand:
         choices = range(self.config.num_layers + 1)
         return max((n for n in choices if self.on_device(n) <= device_bytes), default=None)
 
+    def fits(self, device_bytes: float, host_bytes: float, on_chip: int | None = None) -> bool:
+        """Whether there is room with KV of `on_chip` layers on the device; None: of the most."""
+        best = self.most_on_chip(device_bytes)
+        wanted = best if on_chip is None else on_chip
+        if best is None or wanted is None or wanted > best:
+            return False
+        return self.on_host(wanted) <= host_bytes
 
-def shortage(needs: Demand, device_bytes: float, host_bytes: float) -> str | None:
-    """What is too small for every placement, and what to do; None if some placement fits."""
-    if (missing := _missing(needs, device_bytes, host_bytes)) is None:
+
+def shortage(
+    needs: Demand, device_bytes: float, host_bytes: float, on_chip: int | None = None
+) -> str | None:
+    """What is needed, and what to do, where `Demand.fits` is false; else None."""
+    if needs.fits(device_bytes, host_bytes, on_chip):
         return None
 
     def is_too_long(thousands: int) -> bool:
         lengths = [min(length, 1024 * thousands) for length in needs.prompt_lengths]
         other = replace(needs, num_tokens=1024 * thousands, prompt_lengths=lengths)
-        return _missing(other, device_bytes, host_bytes) is not None
+        return not other.fits(device_bytes, host_bytes, on_chip)
 
     most = bisect_left(range(1, needs.num_tokens // 1024 + 1), True, key=is_too_long)
     advice = "use a smaller model, dtype or --prefill-chunk, or more GPUs (torchrun)"
-    return f"{missing}; " + (f"a context of {1024 * most} tokens would fit" if most else advice)
-
-
-def _missing(needs: Demand, device_bytes: float, host_bytes: float) -> str | None:
-    name = needs.config.name
-    best = needs.most_on_chip(device_bytes)
-    if best is None:
-        return (
-            f"{name} needs {needs.on_device(0) / GIB:.2f} GiB on the device even with its whole KV "
-            f"cache in host memory, got {device_bytes / GIB:.2f}"
-        )
-    if needs.on_host(best) > host_bytes:
-        return (
-            f"the KV cache of {name} needs {needs.on_host(best) / GIB:.2f} GiB of host memory next "
-            f"to {best} layers on the device, got {host_bytes / GIB:.2f}"
-        )
-    return None
+    if most:
+        advice = f"a context of {1024 * most} tokens would fit"
+    here = needs.most_on_chip(device_bytes) or 0 if on_chip is None else on_chip
+    return (
+        f"{needs.config.name} needs {needs.on_device(here) / GIB:.2f} GiB on the device and "
+        f"{needs.on_host(here) / GIB:.2f} in host memory with the KV cache of {here} of "
+        f"{needs.config.num_layers} layers on the device, got {device_bytes / GIB:.2f} and "
+        f"{host_bytes / GIB:.2f}; {advice}"
+    )
 
 
 def choose_on_chip(
@@ -166,23 +168,15 @@ def choose_on_chip(
     """Layers whose KV stays on the device: all without `offload`, else `on_chip` or the most that
     fit. `device_bytes` include what weights have already taken. Raises `InputError`."""
     L = needs.config.num_layers
-    if not generation.offload:
-        if needs.on_device(L) - RESERVE > device_bytes:
-            raise InputError(
-                f"{needs.config.name} needs {needs.on_device(L) / GIB:.1f} GiB on the device with "
-                f"its whole KV cache, got {device_bytes / GIB:.1f}; use --offload, or shorten the "
-                "prompt (see python -m minitri.plan)"
-            )
-        return L
-    if (missing := shortage(needs, device_bytes, host_bytes)) is not None:
-        raise InputError(missing)
-    best = needs.most_on_chip(device_bytes)
-    assert best is not None
-    wanted = best if generation.on_chip is None else generation.on_chip
-    if wanted > best or needs.on_host(wanted) > host_bytes:
+    if generation.offload:
+        if problem := shortage(needs, device_bytes, host_bytes, generation.on_chip):
+            raise InputError(problem)
+        most = needs.most_on_chip(device_bytes) or 0
+        return most if generation.on_chip is None else generation.on_chip
+    if needs.on_device(L) - RESERVE > device_bytes:
         raise InputError(
-            f"--on-chip {wanted} needs {needs.on_device(wanted) / GIB:.1f} GiB on the device and "
-            f"{needs.on_host(wanted) / GIB:.1f} in host memory, got {device_bytes / GIB:.1f} and "
-            f"{host_bytes / GIB:.1f}; {best} of {L} layers fit, or shorten the prompt"
+            f"{needs.config.name} needs {needs.on_device(L) / GIB:.1f} GiB on the device with its "
+            f"whole KV cache, got {device_bytes / GIB:.1f}; use --offload, or shorten the prompt "
+            "(see python -m minitri.plan)"
         )
-    return wanted
+    return L

@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -27,3 +28,11 @@ def problem_with(check: Callable[[], None]) -> str:
     except Exception as failure:  # a compiler of kernels may raise anything
         return shorten(failure, 80)
     return ""
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a few on a CPU, where kernels are interpreted."""
+    if device.type == "cpu":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count

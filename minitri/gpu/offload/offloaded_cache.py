@@ -140,8 +140,9 @@ class OffloadedFullCache(FullCache):
         modulo RING, and queues its way to host memory."""
         T = block.keys_BTKD.shape[1]
         self._check_room(T)
-        on_device = self._wait_for(buffer)
-        write_block(*on_device, block, self._lengths)
+        buffer.ready.wait()
+        keys_BKSD, values_BKSD = buffer.kv_BSPKD[self._rows].transpose(1, 3).unbind(2)
+        write_block(keys_BKSD, values_BKSD, block, self._lengths)
         staging = self._staging
         hosted = buffer.layer - self.on_chip
         for b, start in self._row_lengths():
@@ -150,12 +151,10 @@ class OffloadedFullCache(FullCache):
             places = torch.arange(first, end, device=self.device) % RING
             staging.ring_LBTPKD[hosted, b].index_copy_(0, places, buffer.kv_BSPKD[b, first:end])
             staging.ring_starts[b] = max(min(staging.ring_starts[b], start), end - RING)
-        with staging.stream.copying():
-            for b, start in self._row_lengths():
-                new_TPKD = buffer.kv_BSPKD[b, start : start + T]
-                host_TPKD = staging.host_LBSPKD[hosted, b, start : start + T]
-                host_TPKD.copy_(new_TPKD, non_blocking=True)
-        return on_device
+            with staging.stream.copying():
+                host_TPKD = staging.host_LBSPKD[hosted, b, start:end]
+                host_TPKD.copy_(buffer.kv_BSPKD[b, start:end], non_blocking=True)
+        return keys_BKSD, values_BKSD
 
     def _prefetch(self, layer: int) -> StagingBuffer:
         """Queues the copies of a hosted layer and of the next one; the first's buffer."""
@@ -181,18 +180,10 @@ class OffloadedFullCache(FullCache):
             buffer.ready.record()
         return buffer
 
-    def _wait_for(self, buffer: StagingBuffer) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, K, S, D) of this cache's rows in a buffer, once they are there."""
-        buffer.ready.wait()
-        keys_BKSD, values_BKSD = buffer.kv_BSPKD[self._rows].transpose(1, 3).unbind(2)
-        return keys_BKSD, values_BKSD
-
     def layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from zip(self.keys[:, b], self.values[:, b], strict=True)
-        row = self.row(b)  # so that no other row's KV travels
-        for layer in range(self.on_chip, self.shape[0]):
-            keys_BKSD, values_BKSD = row._wait_for(row._prefetch(layer))
-            yield keys_BKSD[0], values_BKSD[0]
+        end = self._lengths[b]
+        for keys_KSD, values_KSD in self.held_layers(b):
+            yield keys_KSD[:, :end].to(self.device), values_KSD[:, :end].to(self.device)
 
     def tokens(self, b: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         keys_LKTD, values_LKTD = super().tokens(b, start, end)
