@@ -65,15 +65,15 @@ class Demand:
         config = self.share
         hosted = config.num_layers - on_chip
         kv_layer = self.slots * self.kv_slot
-        # Of a prompt that is read layer by layer: its hidden states, and its rotation in float32.
-        token = config.hidden_size * self.itemsize + 8 * config.head_dim
+        # Of a prompt that is read layer by layer.
+        hidden_states = max(self.prompt_lengths) * config.hidden_size * self.itemsize
         return {
             "weights": num_weights(config) * self.itemsize,
             "weights that only propose": self._draft_weights(),
             "full KV cache": on_chip * kv_layer,
             "staging buffers": min(hosted, 2) * kv_layer + hosted * RING * self.kv_slot,
             "small KV caches": self._small_caches(1 if hosted else on_chip),
-            "activations": self._activations() + token * bool(hosted) * max(self.prompt_lengths),
+            "activations": self._activations() + (hidden_states if hosted else 0),
             "reserve, graphs": RESERVE,
         }
 

@@ -69,21 +69,10 @@ def test_a_step_waits_once_for_every_verdict(
     draft = near_copy(target, 0.02)
     for model in (target, draft):
         as_on_a_gpu(model)
-    rig = Rig(
-        target,
-        [random_prompt(CONFIG, 60)],
-        draft=draft,
-        num_new=60,
-        graphs=GraphPool(CPU),
-        method=method,
-        sampling=sampling,
-        budget=32,
-        num_recent_tokens=20,
-        gamma1=2,
-        gamma2=4,
-        rebuild_stride=100,
-        **how,
-    )
+    settings = {"method": method, "sampling": sampling, "gamma1": 2, "gamma2": 4, **how}
+    settings |= {"budget": 32, "num_recent_tokens": 20, "rebuild_stride": 100, "num_new": 60}
+    prompts = [random_prompt(CONFIG, 60)]
+    rig = Rig(target, prompts, draft=draft, graphs=GraphPool(CPU), **settings)
     with torch.inference_mode():
         rig.start()
         rig.cascade.step()  # in which the drafter reads its window

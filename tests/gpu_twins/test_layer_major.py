@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from minitri import GenerationConfig, PrefillProgress, Request, SpeculationConfig, memory, runner
-from minitri.gpu.offload.layer_major import first_watched
 from minitri.runner import prefill
 from tests.cascades import WARM, Rig, random_prompt, tiny_engine
 from tests.conftest import new_cache, tiny_model
@@ -98,17 +97,6 @@ def test_means_of_staged_keys_are_those_that_are_kept(on_chip, chunk_size):
         held = whole.small.lengths[0]
         assert torch.equal(ours.small.keys[..., :held, :], whole.small.keys[..., :held, :])
     assert ours.stats.num_rebuilds == whole.stats.num_rebuilds > 5
-
-
-@pytest.mark.parametrize("window", range(1, 20))
-def test_chunks_are_left_out_only_if_the_ring_of_queries_does_not_show_it(window):
-    for chunk in range(1, 24):
-        for num_chunks in (1, 2, 3, 9, 40):
-            first, size = first_watched(num_chunks, chunk, window), min(chunk, window)
-            assert first * size % window == 0
-            if first:
-                assert (num_chunks - first - 1) * size + 1 >= window
-    assert first_watched(120, 1024, 16) == 118
 
 
 def test_a_policy_that_wants_the_whole_prompt_reads_it_chunk_by_chunk():

@@ -15,7 +15,7 @@ from minitri.settings import METHODS
 from tests.cascades import random_prompt, tiny_engine
 from tests.conftest import CPU
 from tests.gpu_twins.conftest import as_on_a_gpu
-from tests.gpu_twins.test_offloaded_cache import offloaded
+from tests.gpu_twins.offload import offloaded
 from tools.paper.baselines.policies import NAMES, policy_of
 
 WARM = SamplingParams(0.9, 30, top_p=0.95, min_p=0.01)

@@ -46,11 +46,11 @@ def layer_by_layer(
     block = make_block(model, [tokens], cache, len(tokens))
     slots_BT = block.slots_BT
     lengths_B = None if slots_BT is None else slots_BT[:, 0].contiguous()
-    rotary = model.rope.at(block.positions_BT)
-    shared = Pass(rotary, cache, None, slots_BT, lengths_B, queries_LBTHD, model.attend)
+    where = (cache, None, slots_BT, lengths_B, queries_LBTHD, model.attend)
     x_BTE = model.embed(block.tokens_BT)
     for number, layer in enumerate(model.layers):
-        x_BTE = layer.forward(x_BTE, number, shared)
+        # Made anew, as all chunks wait at once.
+        x_BTE = layer.forward(x_BTE, number, Pass(model.rope.at(block.positions_BT), *where))
         yield
 
 
