@@ -243,8 +243,8 @@ gpu_twins/test_eight_bits.py::test_a_copy_however_wrong_changes_no_text[wrong-tr
         block_sizes=_target_blocks(speculation), **common)
 gpu_twins/test_eight_bits.py::test_a_copy_is_as_large_as_planned_and_shares_the_rest[False]
   a copy of fewer bits rounds the model itself
-    eight_bits:quantize: weight.float() / scales.unsqueeze(1)
-    => weight.float().div_(scales.unsqueeze(1))
+    eight_bits:quantize: weight_NE.float() / scales_N.unsqueeze(1)
+    => weight_NE.float().div_(scales_N.unsqueeze(1))
 parallel/test_split.py::test_shares_give_the_logits_of_the_whole[biases, a vocabulary of 321-2]
   a bias is added by every rank
     _share: tensor if ranks.rank == 0 else tensor.new_zeros(tensor.shape) => tensor

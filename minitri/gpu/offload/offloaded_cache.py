@@ -213,6 +213,7 @@ class OffloadedFullCache(FullCache):
         self._staging.stream.synchronize()
         new_TPKD = torch.stack((keys_KTD, values_KTD), 1).transpose(0, 2)
         self._staging.host_LBSPKD[layer - self.on_chip, b, : len(new_TPKD)] = new_TPKD
+        self._staging.ring_starts[b] = len(new_TPKD)  # none of these tokens is in the ring
 
     def restore(self, b: int, num_tokens: int) -> None:
         super().restore(b, num_tokens)
