@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -224,23 +223,6 @@ def test_what_is_absent_or_wrong_is_not_chosen(made, caplog):
     backends["math"] = out_of_memory
     with pytest.raises(InputError, match="no memory left"):
         choose_attention(CPU, torch.float16, CONFIG)
-
-
-def test_grouped_queries_in_float32_reach_no_kernel_that_holds_all_scores(monkeypatch):
-    """As many K and V heads as query heads in every call, which a fused kernel takes."""
-    sdpa, calls = F.scaled_dot_product_attention, []
-
-    def watched(q, k, v, **options):
-        calls.append((q.shape[1], k.shape[1], options["enable_gqa"]))
-        return sdpa(q, k, v, **options)
-
-    for T in (9, 1):  # without a mask, which knows the function by its name
-        q, k, v, lengths = random_case(T, (70, 70), H=6, K=2, D=16)
-        if T == 1:
-            monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
-        got = attend_fused(q, k, v, lengths)
-        assert (got - attend_math(q, k, v, lengths)).abs().max() < 3e-6
-    assert calls == [(2, 2, False)] * 3
 
 
 def test_a_chunk_of_a_long_prompt_in_float32_never_holds_all_scores(monkeypatch):

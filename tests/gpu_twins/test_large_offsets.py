@@ -51,36 +51,6 @@ def test_the_last_layers_block_lands_at_the_far_end_of_a_cache_of_seven_billion_
     assert torch.equal(cache.keys[L - 1, 0, :, S - 3 : S - 1], tail[:, 2:])
 
 
-def far_apart(slots_BKSD: torch.Tensor) -> torch.Tensor:
-    """The same numbers in a cache whose heads are `HUGE` numbers apart."""
-    B, heads, _, dims = slots_BKSD.shape
-    flat = sparse(B * heads * HUGE, slots_BKSD.dtype)
-    far = flat.as_strided(slots_BKSD.shape, (heads * HUGE, HUGE, dims, 1))
-    far.copy_(slots_BKSD)
-    return far
-
-
-def test_triton_attention_reads_heads_that_are_far_apart():
-    pytest.importorskip("triton", reason="needs triton, which is made for Linux")
-    if torch.cuda.is_available():
-        pytest.skip("sparse memory is the host's")
-    from minitri.gpu.kernels.flash_decoding import attend_short_block
-
-    q, k, v, lengths = random_case(2, (70, 5), H=4, K=2, D=16, S=128, dtype=torch.float16)
-    exact = attend_math(q.double(), k.double(), v.double(), lengths)
-    got = attend_short_block(q, far_apart(k), far_apart(v), torch.tensor(lengths))
-    assert (got.double() - exact).abs().max() < 0.01
-
-
-@pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
-def test_the_compiled_cpu_kernel_reads_heads_that_are_far_apart():
-    q, k, v, lengths = random_case(2, (70, 5), H=4, K=2, D=16, S=128)
-    exact = attend_math(q.double(), k.double(), v.double(), lengths)
-    kernels = load_kernels()
-    got = kernels.attend(q, far_apart(k), far_apart(v), lengths)
-    assert (got.double() - exact).abs().max() < 1e-5
-
-
 def test_the_retrieval_cache_finds_chunks_at_the_far_end():
     """Of the first and the last layer and head, 16 billion numbers apart: the only keys that look
     like the query are in the middle and near the end of the text."""
