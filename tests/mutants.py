@@ -255,16 +255,14 @@ parallel/test_split.py::test_memory_is_the_least_of_all_ranks_and_an_error_that_
     RankGroup.agree: value, error = self._of_first((value, error)) => pass
 gpu_twins/test_offloaded_cache.py::test_every_conflict_is_put_in_order_by_events[retrieval-1]
   a layer that is not waited for
-    OffloadedFullCache._update_hosted: buffer.ready.wait() => pass
+    OffloadedFullCache.update_hosted: buffer.ready.wait() => pass
 gpu_twins/test_offloaded_cache.py::test_trees_need_no_other_events
   a block written over one that is on its way
-    OffloadedFullCache._fetch: buffer.ready.record()
+    OffloadedFullCache.fetch: buffer.ready.record()
     => missing.start < missing.stop and buffer.ready.record()
 gpu_twins/test_layer_major.py::test_nothing_travels_twice[0]
   a prefix fetched again for every chunk
-    RowInWork.update: buffer.num_held[self._rows.start] = self._lengths[0] +
-        block.keys_BTKD.shape[1]
-    => _ = self._lengths[0] + block.keys_BTKD.shape[1]
+    HostedRow.update: buffer.num_held[self._b] = self._lengths[0] + T => pass
 gpu_twins/test_layer_major.py
 ::test_the_retrieval_cache_is_as_if_it_had_seen_every_chunk[200-16-16]
   queries of the last chunk alone

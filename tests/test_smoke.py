@@ -11,7 +11,7 @@ from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
 PROMPTS = [[5, 6, 7], list(range(10, 60))]
 LIMIT = GenerationConfig(max_new_tokens=16, ignore_eos=True)
 SIZES = {"gamma1": 2, "gamma2": 4, "budget": 24, "num_recent_tokens": 8}
-NEEDED_ELSEWHERE = ("triton", "flash_attn", "gguf", "matplotlib", "prompt_toolkit")
+NEEDED_ELSEWHERE = ("triton", "gguf", "matplotlib", "prompt_toolkit")
 
 
 def texts(run) -> list[tuple[int, ...]]:

@@ -116,7 +116,7 @@ def allocate_full_cache(
             return FullCache.allocate(config, B, capacity, **options)
         placed = "KV cache: %d of %d layers on %s, the others in host memory"
         log.info(placed, on_chip, config.num_layers, target.device)
-        return OffloadedFullCache.placed(config, B, capacity, on_chip=on_chip, host=host, **options)
+        return OffloadedFullCache(config, B, capacity, on_chip=on_chip, host=host, **options)
     except RuntimeError:  # out of memory, on CUDA too
         needed = B * capacity * config.kv_values_per_token * target.dtype.itemsize
         raise InputError(

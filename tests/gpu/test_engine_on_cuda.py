@@ -123,7 +123,7 @@ def test_offload_holds_the_bits_of_the_full_cache():
     for slots in (whole.keys, whole.values):
         slots.normal_(generator=generator)
     whole.advance([1900, 3])
-    ours = OffloadedFullCache.placed(config, 2, 8192, on_chip=2, **settings)
+    ours = OffloadedFullCache(config, 2, 8192, on_chip=2, **settings)
     fill(ours, whole)
     for size in (3000, 1, 7, 2000, 4, 4, 1, 900):
         starts_B1 = torch.tensor(whole.lengths, device="cuda").unsqueeze(1)

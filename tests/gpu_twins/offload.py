@@ -42,7 +42,7 @@ def offloaded(
 ) -> OffloadedFullCache:
     settings |= {"on_chip": on_chip, "dtype": torch.float32, "device": CPU}
     settings["stream"] = stream or InOrder()
-    return OffloadedFullCache.placed(config, batch_size, capacity, **settings)
+    return OffloadedFullCache(config, batch_size, capacity, **settings)
 
 
 class Traffic(TorchDispatchMode):
@@ -50,7 +50,7 @@ class Traffic(TorchDispatchMode):
 
     def __init__(self, cache: OffloadedFullCache) -> None:
         super().__init__()
-        self.host = cache._staging.host_LBSPKD
+        self.host = cache.host_LBSPKD
         self.to_device = self.to_host = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -83,9 +83,8 @@ class Recorder(TorchDispatchMode):
             clock |= {name: own[name] for name, own in self.clocks.items()}
 
     def watch(self, cache: OffloadedFullCache) -> None:
-        staging = cache._staging
-        tensors = [staging.host_LBSPKD, staging.ring_LBTPKD]
-        tensors += [buffer.kv_BSPKD for buffer in staging.buffers]
+        tensors = [cache.host_LBSPKD, cache.ring_LBTPKD]
+        tensors += [buffer.kv_BSPKD for buffer in cache.buffers]
         self.watched = [(it.data_ptr(), it.data_ptr() + it.nbytes) for it in tensors]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -157,12 +156,12 @@ def test_trees_need_no_other_events():
         Rig(target, PROMPTS, draft=near_copy(target, 0.02), full=full, **settings).run()
 
 
-@pytest.mark.parametrize("name", ["_fetch", "_update_hosted"])
+@pytest.mark.parametrize("name", ["fetch", "update_hosted"])
 def test_a_copy_that_does_not_wait_for_the_computation_is_noticed(name, monkeypatch):
     method = getattr(OffloadedFullCache, name)
 
     def hasty(cache: OffloadedFullCache, *settings):
-        recorder = cache._staging.stream
+        recorder = cache.stream
         recorder.copies_wait = False
         done = method(cache, *settings)
         recorder.copies_wait = True
@@ -178,10 +177,10 @@ def test_the_next_layer_is_on_its_way_before_this_one_is_waited_for():
     been queued."""
     cache = offloaded(1, batch_size=1)
     queued, seen = [], []
-    fetch = cache._fetch
-    cache._fetch = lambda layer: (queued.append(layer), fetch(layer))[1]
+    fetch = cache.fetch
+    cache.fetch = lambda layer, ends: (queued.append(layer), fetch(layer, ends))[1]
     for layer, buffer in ((1, 0), (2, 1), (3, 0), (4, 1)):
-        cache._staging.buffers[buffer].ready.wait = lambda: seen.append(set(queued))
+        cache.buffers[buffer].ready.wait = lambda: seen.append(set(queued))
         cache.update(layer, random_block(1, 2))
         assert {layer, min(layer + 1, 4)} <= seen[-1]
     queued.clear()
@@ -226,7 +225,7 @@ def test_buffers_that_keep_their_layer_stay_true(num_layers):
     settings = {"method": "naive", "gamma1": 3, "num_new": 30, "num_recent_tokens": 60}
     rig = Rig(target, PROMPTS, draft=near_copy(target, 0.05), full=full, **settings)
     assert rig.run() == plain_tokens(target, PROMPTS, num_new=30)
-    assert len(full._staging.buffers) == min(num_layers, 2)
+    assert len(full.buffers) == min(num_layers, 2)
 
 
 def test_only_what_is_missing_travels():

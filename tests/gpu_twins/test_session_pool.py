@@ -69,7 +69,7 @@ def spoil(session) -> None:
     session.prefix._ended = [HeldRow(session.full, b, [], 0) for b in range(session.shape.num_rows)]
     holders, small = [session.full], session.retrieval_cache
     if isinstance(session.full, OffloadedFullCache):
-        holders += [session.full._staging, *session.full._staging.buffers]
+        holders += session.full.buffers
     holders += [small, small._policy] if small else []
     holders += [session.draft.cache] if session.draft else []
     tensors = [session.target.queries_LBTHD]

@@ -339,8 +339,7 @@ def fill_cache(full: FullCache) -> None:
     """Random K and V in every slot."""
     tensors = [full.keys, full.values]
     if isinstance(full, OffloadedFullCache):
-        staging = full._staging
-        tensors += [staging.host_LBSPKD, staging.ring_LBTPKD]
+        tensors += [full.host_LBSPKD, full.ring_LBTPKD]
     for tensor in tensors:
         fill(tensor, 1.0)
 

@@ -16,31 +16,13 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from minitri.caches.full import FullCache
-from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
+from minitri.gpu.offload.offloaded_cache import HostedRow, OffloadedFullCache
 from minitri.model.block import make_block
-from minitri.model.cache import BlockKV
 from minitri.model.llama import Llama, Pass
 
 
-class RowInWork(OffloadedFullCache):
-    """A row of an offloaded cache, as far as the chunks before one reach: a layer reads one chunk
-    after another, before the next layer does, and nothing travels but what is new."""
-
-    def __init__(self, full: OffloadedFullCache, b: int, start: int) -> None:
-        """Shares the memory of row b."""
-        super().__init__(*full.parts(b, start))
-
-    def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
-        if layer < self.on_chip:
-            return super().update(layer, block)
-        buffer = self._fetch(layer)
-        on_device = self._update_hosted(buffer, block)
-        buffer.num_held[self._rows.start] = self._lengths[0] + block.keys_BTKD.shape[1]
-        return on_device
-
-
 def layer_by_layer(
-    model: Llama, cache: RowInWork, tokens: list[int], queries_LBTHD: Tensor | None
+    model: Llama, cache: HostedRow, tokens: list[int], queries_LBTHD: Tensor | None
 ) -> Iterator[None]:
     """Computes a chunk of a prompt, one layer whenever it is asked for the next."""
     block = make_block(model, [tokens], cache, len(tokens))
@@ -82,7 +64,7 @@ def read_by_layers(
     for number, (start, stop) in enumerate(zip(starts, ends, strict=True)):
         size = (L, 1, min(max_queries, stop - start), config.num_heads, config.head_dim)
         queries.append(full.keys.new_empty(size) if watch and number >= first else None)
-        row = RowInWork(full, b, start)
+        row = HostedRow(full, b, start)
         chunks.append(layer_by_layer(model, row, prompt[start:stop], queries[-1]))
     for done in range(L * len(chunks)):
         next(chunks[done % len(chunks)])

@@ -18,6 +18,7 @@ Legend: P = 2 keys and values, L layers, B batch, S slots, K KV heads, D head di
 Tokens come first in host memory and buffers, so that some of them are copied at once.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -46,26 +47,6 @@ class StagingBuffer:
         stream.share(kv_BSPKD)
 
 
-class Staging:
-    """What the rows of a cache share: host memory, buffers, the stream, the ring."""
-
-    def __init__(
-        self,
-        shape: tuple[int, int, int, int, int],
-        stream: CopyStream,
-        host: HostMemory,
-        like: Tensor,
-    ) -> None:
-        """`shape` is (L, B, K, S, D) of the layers in host memory; `like` has dtype and device."""
-        L, B, K, S, D = shape
-        self.host_LBSPKD = host.lend(self, (L, B, S, 2, K, D), like.dtype)
-        self.stream = stream
-        tensors = (like.new_empty(B, S, 2, K, D) for _ in range(min(L, 2)))
-        self.buffers = [StagingBuffer(kv_BSPKD, stream) for kv_BSPKD in tensors]
-        self.ring_LBTPKD = like.new_empty(L, B, RING, 2, K, D)
-        self.ring_starts = [0] * B  # first token of each row that is in the ring
-
-
 class OffloadedFullCache(FullCache):
     """A `FullCache` of which all but the first layers are in host memory."""
 
@@ -74,16 +55,7 @@ class OffloadedFullCache(FullCache):
     the device and before anything attends to them."""
 
     def __init__(
-        self, keys: Tensor, values: Tensor, lengths: list[int], staging: Staging, rows: slice
-    ) -> None:
-        """`rows` of the shared memory are this cache's."""
-        super().__init__(keys, values, lengths)
-        self._staging = staging
-        self._rows = rows
-
-    @classmethod
-    def placed(
-        cls,
+        self,
         config: ModelConfig,
         batch_size: int,
         capacity: int,
@@ -93,14 +65,21 @@ class OffloadedFullCache(FullCache):
         device: torch.device,
         host: HostMemory | None = None,
         stream: CopyStream | None = None,
-    ) -> "OffloadedFullCache":
-        """An empty cache with `on_chip` layers on the device; `host` lends memory for others."""
+    ) -> None:
+        """Empty, with `on_chip` layers on the device; `host` lends memory for the others."""
         assert 0 <= on_chip < config.num_layers
-        shape = (batch_size, config.num_kv_heads, round_up_to_stride(capacity), config.head_dim)
-        keys, values = (torch.empty(on_chip, *shape, dtype=dtype, device=device) for _ in range(2))
-        hosted = (config.num_layers - on_chip, *shape)
-        staging = Staging(hosted, stream or CopyStream(device), host or HostMemory(device), keys)
-        return cls(keys, values, [0] * batch_size, staging, slice(0, batch_size))
+        B, K, D = batch_size, config.num_kv_heads, config.head_dim
+        L = config.num_layers - on_chip
+        S = round_up_to_stride(capacity)
+        empty = functools.partial(torch.empty, dtype=dtype, device=device)
+        super().__init__(empty(on_chip, B, K, S, D), empty(on_chip, B, K, S, D), [0] * B)
+        host = host or HostMemory(device)
+        self.host_LBSPKD = host.lend(self, (L, B, S, 2, K, D), dtype)
+        self.stream = stream or CopyStream(device)
+        buffers = (empty(B, S, 2, K, D) for _ in range(min(L, 2)))
+        self.buffers = [StagingBuffer(kv_BSPKD, self.stream) for kv_BSPKD in buffers]
+        self.ring_LBTPKD = empty(L, B, RING, 2, K, D)
+        self.ring_starts = [0] * B  # first token of each row that is in the ring
 
     def rebuild_while_staged(self, cache: RetrievalCache, queries_LBTHD: Tensor) -> None:
         """Has a retrieval cache select from each layer while it is here; the queries are those of
@@ -118,64 +97,65 @@ class OffloadedFullCache(FullCache):
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
         _, B, K, S, D = self.keys.shape
-        return self.on_chip + len(self._staging.host_LBSPKD), B, K, S, D
+        return self.on_chip + len(self.host_LBSPKD), B, K, S, D
 
     @property
     def num_bytes(self) -> int:
         """Bytes of keys and values on the device and in host memory, less the staging buffers."""
-        return super().num_bytes + self._staging.host_LBSPKD.nbytes
+        return super().num_bytes + self.host_LBSPKD.nbytes
 
     def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
         """See `model.cache.Cache`."""
         if layer < self.on_chip:
             on_device = super().update(layer, block)
         else:
-            on_device = self._update_hosted(self._prefetch(layer), block)
+            self._check_room(block.keys_BTKD.shape[1])
+            on_device = self.update_hosted(self._prefetch(layer), block, self._by_row())
         if self.on_layer_staged is not None:
             self.on_layer_staged(layer, *on_device)
         return on_device
 
-    def _update_hosted(self, buffer: StagingBuffer, block: BlockKV) -> tuple[Tensor, Tensor]:
-        """Writes a block after the prefixes in a buffer and into the ring, there at its positions
-        modulo RING, and queues its way to host memory."""
+    def update_hosted(
+        self, buffer: StagingBuffer, block: BlockKV, starts: dict[int, int]
+    ) -> tuple[Tensor, Tensor]:
+        """Writes a block of successive rows, from `starts` on, into a buffer and into the ring,
+        there at positions modulo RING, and queues its way to host memory."""
         T = block.keys_BTKD.shape[1]
-        self._check_room(T)
         buffer.ready.wait()
-        keys_BKSD, values_BKSD = buffer.kv_BSPKD[self._rows].transpose(1, 3).unbind(2)
-        write_block(keys_BKSD, values_BKSD, block, self._lengths)
-        staging = self._staging
+        kv_BSPKD = buffer.kv_BSPKD[min(starts) : max(starts) + 1]
+        keys_BKSD, values_BKSD = kv_BSPKD.transpose(1, 3).unbind(2)
+        write_block(keys_BKSD, values_BKSD, block, [*starts.values()])
         hosted = buffer.layer - self.on_chip
-        for b, start in self._row_lengths():
+        for b, start in starts.items():
             end = start + T
             first = max(start, end - RING)
             places = torch.arange(first, end, device=self.device) % RING
-            staging.ring_LBTPKD[hosted, b].index_copy_(0, places, buffer.kv_BSPKD[b, first:end])
-            staging.ring_starts[b] = max(min(staging.ring_starts[b], start), end - RING)
-            with staging.stream.copying():
-                host_TPKD = staging.host_LBSPKD[hosted, b, start:end]
+            self.ring_LBTPKD[hosted, b].index_copy_(0, places, buffer.kv_BSPKD[b, first:end])
+            self.ring_starts[b] = max(min(self.ring_starts[b], start), end - RING)
+            with self.stream.copying():
+                host_TPKD = self.host_LBSPKD[hosted, b, start:end]
                 host_TPKD.copy_(buffer.kv_BSPKD[b, start:end], non_blocking=True)
         return keys_BKSD, values_BKSD
 
     def _prefetch(self, layer: int) -> StagingBuffer:
         """Queues the copies of a hosted layer and of the next one; the first's buffer."""
-        buffer = self._fetch(layer)
+        buffer = self.fetch(layer, self._by_row())
         if layer + 1 < self.shape[0]:
-            self._fetch(layer + 1)
+            self.fetch(layer + 1, self._by_row())
         return buffer
 
-    def _fetch(self, layer: int) -> StagingBuffer:
-        """Queues the copy of those tokens of a layer that its staging buffer lacks, if any."""
-        staging = self._staging
+    def fetch(self, layer: int, ends: dict[int, int]) -> StagingBuffer:
+        """Queues the copy of those tokens of some rows that a layer's buffer lacks, if any."""
         hosted = layer - self.on_chip
-        buffer = staging.buffers[hosted % len(staging.buffers)]
+        buffer = self.buffers[hosted % len(self.buffers)]
         if buffer.layer != layer:
             buffer.layer = layer
             buffer.num_held = [0] * len(buffer.num_held)
-        with staging.stream.copying():
-            for b, end in self._row_lengths():
+        with self.stream.copying():
+            for b, end in ends.items():
                 missing = slice(buffer.num_held[b], end)
-                host_SPKD = staging.host_LBSPKD[hosted, b, missing]
-                buffer.kv_BSPKD[b, missing].copy_(host_SPKD, non_blocking=True)
+                host_TPKD = self.host_LBSPKD[hosted, b, missing]
+                buffer.kv_BSPKD[b, missing].copy_(host_TPKD, non_blocking=True)
                 buffer.num_held[b] = max(buffer.num_held[b], end)
             buffer.ready.record()
         return buffer
@@ -187,47 +167,36 @@ class OffloadedFullCache(FullCache):
 
     def tokens(self, b: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         keys_LKTD, values_LKTD = super().tokens(b, start, end)
-        staging = self._staging
-        b = b + self._rows.start
-        if start >= staging.ring_starts[b]:
+        if start >= self.ring_starts[b]:
             places = torch.arange(start, end, device=self.device) % RING
-            hosted_LTPKD = staging.ring_LBTPKD[:, b].index_select(1, places)
+            hosted_LTPKD = self.ring_LBTPKD[:, b].index_select(1, places)
         else:
-            staging.stream.synchronize()
-            layers = (
-                host_TPKD.to(self.device) for host_TPKD in staging.host_LBSPKD[:, b, start:end]
-            )
+            self.stream.synchronize()
+            layers = (host_TPKD.to(self.device) for host_TPKD in self.host_LBSPKD[:, b, start:end])
             hosted_LTPKD = torch.stack([*layers])
         keys, values = hosted_LTPKD.transpose(1, 3).unbind(2)
         return torch.cat((keys_LKTD, keys)), torch.cat((values_LKTD, values))
 
     def held_layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield from zip(self.keys[:, b], self.values[:, b], strict=True)
-        self._staging.stream.synchronize()
-        yield from zip(*self._staging.host_LBSPKD[:, b].transpose(1, 3).unbind(2), strict=True)
+        self.stream.synchronize()
+        yield from zip(*self.host_LBSPKD[:, b].transpose(1, 3).unbind(2), strict=True)
 
     def write(self, layer: int, b: int, keys_KTD: Tensor, values_KTD: Tensor) -> None:
         if layer < self.on_chip:
             super().write(layer, b, keys_KTD, values_KTD)
             return
-        self._staging.stream.synchronize()
+        self.stream.synchronize()
         new_TPKD = torch.stack((keys_KTD, values_KTD), 1).transpose(0, 2)
-        self._staging.host_LBSPKD[layer - self.on_chip, b, : len(new_TPKD)] = new_TPKD
-        self._staging.ring_starts[b] = len(new_TPKD)  # none of these tokens is in the ring
+        self.host_LBSPKD[layer - self.on_chip, b, : len(new_TPKD)] = new_TPKD
+        self.ring_starts[b] = len(new_TPKD)  # none of these tokens is in the ring
 
     def restore(self, b: int, num_tokens: int) -> None:
         super().restore(b, num_tokens)
-        self._staging.ring_starts[b] = num_tokens  # none of these tokens is in the ring
+        self.ring_starts[b] = num_tokens  # none of these tokens is in the ring
 
-    def row(self, b: int) -> "OffloadedFullCache":
-        return OffloadedFullCache(*self.parts(b, self._lengths[b]))
-
-    def parts(self, b: int, length: int) -> tuple[Tensor, Tensor, list[int], Staging, slice]:
-        """The arguments that make a cache of row b alone, which holds `length` tokens."""
-        here = slice(b, b + 1)
-        shared = self._rows.start + b
-        rows = slice(shared, shared + 1)
-        return self.keys[:, here], self.values[:, here], [length], self._staging, rows
+    def row(self, b: int) -> "HostedRow":
+        return HostedRow(self, b, self._lengths[b])
 
     def advance(self, counts: list[int]) -> None:
         super().advance(counts)
@@ -235,27 +204,50 @@ class OffloadedFullCache(FullCache):
 
     def keep_path(self, b: int, path: list[int]) -> None:
         super().keep_path(b, path)
-        staging = self._staging
         start = self._lengths[b]
-        row = self._rows.start + b
         end = start + 1 + len(path)
         old = torch.tensor([start + place for place in path]).to(self.device) % RING
         new = torch.arange(start + 1, end, device=self.device) % RING
-        kept_LTPKD = staging.ring_LBTPKD[:, row].index_select(1, old)
-        staging.ring_LBTPKD[:, row].index_copy_(1, new, kept_LTPKD)
-        staging.stream.share(kept_LTPKD)
-        with staging.stream.copying():
-            for host_BSPKD, kept_TPKD in zip(staging.host_LBSPKD, kept_LTPKD, strict=True):
-                host_BSPKD[row, start + 1 : end].copy_(kept_TPKD, non_blocking=True)
-        for buffer in staging.buffers:
-            buffer.num_held[row] = min(buffer.num_held[row], start)
+        kept_LTPKD = self.ring_LBTPKD[:, b].index_select(1, old)
+        self.ring_LBTPKD[:, b].index_copy_(1, new, kept_LTPKD)
+        self.stream.share(kept_LTPKD)
+        with self.stream.copying():
+            for host_BSPKD, kept_TPKD in zip(self.host_LBSPKD, kept_LTPKD, strict=True):
+                host_BSPKD[b, start + 1 : end].copy_(kept_TPKD, non_blocking=True)
+        for buffer in self.buffers:
+            buffer.num_held[b] = min(buffer.num_held[b], start)
 
     def _set_lengths(self, lengths: list[int]) -> None:
         super()._set_lengths(lengths)
-        for b, length in self._row_lengths():
-            for buffer in self._staging.buffers:
-                buffer.num_held[b] = min(buffer.num_held[b], length)
+        for buffer in self.buffers:
+            buffer.num_held = [min(pair) for pair in zip(buffer.num_held, lengths, strict=True)]
 
-    def _row_lengths(self) -> Iterator[tuple[int, int]]:
-        """Each row's number in the shared memory, and its length."""
-        return zip(range(self._rows.start, self._rows.stop), self._lengths, strict=True)
+    def _by_row(self) -> dict[int, int]:
+        return dict(enumerate(self._lengths))
+
+
+class HostedRow(FullCache):
+    """A row of an offloaded cache by itself, as far as some first tokens reach. What is written
+    stays in its layer's buffer, so that a layer may read one block after another, before the next
+    layer does, and nothing travels but what is new."""
+
+    def __init__(self, full: OffloadedFullCache, b: int, length: int) -> None:
+        super().__init__(full.keys[:, b : b + 1], full.values[:, b : b + 1], [length])
+        self._full = full
+        self._b = b
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        L, _, K, S, D = self._full.shape
+        return L, 1, K, S, D
+
+    def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
+        if layer < self.on_chip:
+            return super().update(layer, block)
+        T = block.keys_BTKD.shape[1]
+        self._check_room(T)
+        here = {self._b: self._lengths[0]}
+        buffer = self._full.fetch(layer, here)
+        on_device = self._full.update_hosted(buffer, block, here)
+        buffer.num_held[self._b] = self._lengths[0] + T
+        return on_device
