@@ -18,18 +18,10 @@ from minitri.errors import InputError
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.gpu.placement import Demand, choose_on_chip
-from minitri.model.execution import Ranks
 from minitri.model.llama import Llama
 from minitri.settings import GenerationConfig, SpeculationConfig
 
 log = logging.getLogger("minitri")
-
-
-def free_bytes(device: torch.device, ranks: Ranks) -> tuple[float, float]:
-    """Memory that each rank can take: of its device, a share of that of the host."""
-    host = ranks.least(free_host_bytes()) / ranks.count
-    on_device = free_device_bytes(device) if device.type == "cuda" else host
-    return ranks.least(on_device), host
 
 
 def free_host_bytes() -> float:
@@ -59,10 +51,14 @@ def demand_of(
     num_tokens: int,
     prompt_lengths: list[int],
 ) -> tuple[Demand, float, float]:
-    """What a run needs here, and the bytes on the device, weights included, and on the host."""
+    """What a run needs here, and the bytes that each rank can take on its device, weights
+    included, and of the host's memory."""
     sizes = (generation.prefill_chunk, target.dtype.itemsize)
     needs = Demand(target.config, draft, speculation, num_tokens, prompt_lengths, *sizes)
-    on_device, on_host = free_bytes(target.device, target.execution.ranks)
+    ranks = target.execution.ranks
+    on_host = ranks.least(free_host_bytes()) / ranks.count
+    is_cuda = target.device.type == "cuda"
+    on_device = ranks.least(free_device_bytes(target.device)) if is_cuda else on_host
     parts = needs.parts(0)
     return needs, on_device + parts["weights"] + parts["weights that only propose"], on_host
 

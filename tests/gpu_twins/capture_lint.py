@@ -60,10 +60,8 @@ class Watch(TorchDispatchMode):
         name, kwargs = function.overloadpacket.__name__, kwargs or {}
         if name in WAITS:
             raise CaptureError(f"{name}: the host waits for a number")
-        masks = args[1] if name in ("index", "index_put", "index_put_") else ()
-        is_masked = any(index is not None and index.dtype == torch.bool for index in masks)
         is_repeated = name == "repeat_interleave" and kwargs.get("output_size") is None
-        if name in SIZED_BY_DATA or is_masked or is_repeated:
+        if name in SIZED_BY_DATA or is_masked(name, args) or is_repeated:
             raise CaptureError(f"{name}: a size that depends on data")
         if name in HOST_DATA:
             raise CaptureError(f"{name}: numbers from the host")
@@ -84,6 +82,12 @@ class Watch(TorchDispatchMode):
         for place, storage in self.storages.items():
             if place != address(output) and not storage.expired():
                 raise CaptureError("a tensor made in a step stays when it is over")
+
+
+def is_masked(name: str, args) -> bool:
+    """Whether an operation reads or writes where a mask is true."""
+    masks = args[1] if name in ("index", "index_put", "index_put_") else ()
+    return any(index is not None and index.dtype == torch.bool for index in masks)
 
 
 def address(tensor: torch.Tensor) -> int:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from minitri.settings import SamplingParams
+from minitri.settings import METHODS, SamplingParams
 from tests.cascades import GREEDY, Rig, near_copy, random_prompt
 from tests.conftest import tiny_config, tiny_model
 from tests.gpu_twins.capture_lint import CaptureError, LintedPool
@@ -10,39 +10,32 @@ from tests.gpu_twins.conftest import TWINS, as_on_a_gpu
 from tests.mutation import Mutant, mutated
 
 CONFIG = tiny_config(num_layers=2)
-PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (60, 3)]
+PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (60, 3, 21)]
 WARM = SamplingParams(0.8, top_k=20, top_p=0.9, min_p=0.01)
 
 
 def tokens(pool, backend=None, *, method, sampling=GREEDY, coupled=False):
+    """The tokens of a run, and how many guesses were tested and accepted."""
     target = tiny_model(CONFIG)
     draft = near_copy(target, 0.02)
     if backend is not None:
         for model in (target, draft):
             as_on_a_gpu(model, backend)
-    rig = Rig(
-        target,
-        PROMPTS,
-        draft=draft,
-        num_new=16,
-        graphs=pool,
-        method=method,
-        sampling=sampling,
-        coupled=coupled,
-        budget=24,
-        num_recent_tokens=60,
-        gamma1=2,
-        gamma2=3,
-    )
-    return rig.run()
+    settings = {"method": method, "sampling": sampling, "coupled": coupled, "num_new": 20}
+    settings |= {"budget": 24, "num_recent_tokens": 60, "gamma1": 2, "gamma2": 3}
+    rig = Rig(target, PROMPTS, draft=draft, graphs=pool, **settings)
+    new = rig.run()
+    stages = [] if method == "auto" else rig.stats.stages  # auto follows the clock
+    return new, [(stage.num_tested_tokens, stage.num_accepted_tokens) for stage in stages]
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, WARM])
+@pytest.mark.parametrize("sampling", [GREEDY, WARM, SamplingParams(0.7, top_p=0.8)])
 @pytest.mark.parametrize("coupled", [False, True])
-@pytest.mark.parametrize("method", ["autoregressive", "naive", "retrieval", "triforce", "auto"])
-def test_captured_steps_hold_what_a_graph_can_hold(
+@pytest.mark.parametrize("method", METHODS)
+def test_captured_steps_hold_what_a_graph_can_hold_and_give_what_eager_ones_give(
     method, sampling, coupled, lengths_on_the_device
 ):
+    """Ragged rows, every method and twin of a backend."""
     plain = tokens(None, method=method, sampling=sampling, coupled=coupled)
     for backend in TWINS.values():
         pool = LintedPool()

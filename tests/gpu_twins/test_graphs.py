@@ -1,5 +1,5 @@
-"""Steps over static buffers give what eager ones give. On a CPU no graph is captured; all around it
-is the same."""
+"""Steps over static buffers give what eager ones give, see `test_capture_lint.py`, too. On a CPU no
+graph is captured; all around it is the same."""
 
 import weakref
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from torch import Tensor
 from minitri.errors import InputError
 from minitri.gpu.graphs import GraphPool
 from minitri.runner import ModelRunner
-from minitri.settings import MAX_GAMMA, METHODS, SamplingParams
+from minitri.settings import MAX_GAMMA, SamplingParams
 from tests.cascades import GREEDY, WARM, Rig, near_copy, random_prompt
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
 from tests.exactness import probs_after
-from tests.gpu_twins.conftest import TWINS, as_on_a_gpu
+from tests.gpu_twins.conftest import as_on_a_gpu
 from tests.gpu_twins.offload import offloaded
 
 CONFIG = tiny_config(num_layers=3)
@@ -45,34 +45,6 @@ def test_a_step_has_the_signature_of_what_it_wraps():
     with pytest.raises(AssertionError, match="right"):
         step(Pair(torch.zeros(3), torch.zeros(1)))
     assert (pool.num_graphs, pool.capture_seconds, pool.num_bytes) == (1, 0, 0)
-
-
-@pytest.mark.parametrize("backend", TWINS.values(), ids=TWINS)
-@pytest.mark.parametrize("sampling", [GREEDY, WARM, SamplingParams(0.7, top_p=0.8)])
-@pytest.mark.parametrize("method", METHODS)
-def test_static_steps_give_the_tokens_of_eager_ones(
-    method, sampling, backend, lengths_on_the_device
-):
-    """Ragged rows that end at different times, every method, the same tokens and the same
-    acceptance."""
-    target = tiny_model(CONFIG)
-    draft = near_copy(target, 0.02)
-    chosen = {"coupled": True} if method == "auto" else GAMMAS  # auto follows the clock
-    settings = {"draft": draft, "method": method, "sampling": sampling, **SMALL, **chosen}
-    plain = Rig(target, PROMPTS, **settings)
-    tokens = plain.run()
-    pool = GraphPool(CPU)
-    for model in (target, draft):
-        as_on_a_gpu(model, backend)
-    static = Rig(target, PROMPTS, graphs=pool, **settings)
-    assert static.run() == tokens
-    assert pool.num_graphs >= 1
-    if method != "auto":
-        ours, theirs = (
-            [(s.num_tested_tokens, s.num_accepted_tokens) for s in rig.stats.stages]
-            for rig in (static, plain)
-        )
-        assert ours == theirs
 
 
 @pytest.mark.parametrize("vocab_size", [40, 64, 90])
