@@ -132,7 +132,7 @@ gpu_twins/test_attention_backends.py
     => attend_piece[num_tiles, P, B * K](*tensors, scale, *counts, *strides, D=D,
         HAS_RULE=False, **sizes)
 gpu_twins/test_attention_backends.py
-::test_a_chunk_of_a_long_prompt_in_float32_never_holds_all_scores
+::test_grouped_queries_in_float32_reach_no_kernel_that_holds_all_scores
   all scores of a chunk held at once in float32
     attend_fused: H == K or q_BTHD.dtype != torch.float32 => H >= K
 gpu_twins/test_fused_modules.py::test_the_network_adds_and_norms_in_another_order_only
