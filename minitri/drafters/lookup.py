@@ -11,14 +11,14 @@ from each; the longest match wins, among equals the latest. Only tokens that are
 """
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 
 import torch
 
-from minitri.decoding.autotuner import Autotuner
+from minitri.decoding.level import Stage
+from minitri.decoding.meter import Meter
 from minitri.decoding.verification import Proposal
 from minitri.stats import LevelStats
 
@@ -113,22 +113,19 @@ class _Row:
         return guess
 
 
-class LookupDrafter:
-    """Lookup for B rows: a stage of the cascade, see `decoding.level.Stage`."""
+class LookupDrafter(Stage):
+    """Lookup for B rows."""
 
     def __init__(
         self,
         batch_size: int,
         stats: LevelStats,
-        tuner: Autotuner,
+        meter: Meter,
         *,
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        """`tuner` is told what a guess takes."""
-        self.stats = stats
-        self.gamma = 1  # set before every step, see `Cascade`
-        self._tuner = tuner
+        super().__init__(stats, meter)
         self._vocab_size = vocab_size
         self._device = device
         self._rows = [_Row() for _ in range(batch_size)]
@@ -141,20 +138,15 @@ class LookupDrafter:
 
     def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
         """Up to `gamma` tokens for each active row, none where nothing matches."""
-        started = time.perf_counter()
-        rows = zip(self._rows, sequences, active, strict=True)
-        tokens = [row.propose(sequence, self.gamma) if on else [] for row, sequence, on in rows]
-        shape = (len(tokens), max(map(len, tokens)), self._vocab_size)
-        probs_BNV = torch.zeros(shape, device=self._device)
-        proposal = Proposal.of(tokens, probs_BNV, [[self.stats.name] * len(row) for row in tokens])
-        probs_BNV.scatter_(2, proposal.tokens_BN.unsqueeze(2), 1.0)
-        seconds = time.perf_counter() - started
-        self.stats.seconds += seconds
-        self._tuner.note_round(self.stats.name, 0, seconds / self.gamma)
+        with self._meter.drafting(self.stats, 0, num_tokens=self.gamma):
+            rows = zip(self._rows, sequences, active, strict=True)
+            tokens = [row.propose(sequence, self.gamma) if on else [] for row, sequence, on in rows]
+            shape = (len(tokens), max(map(len, tokens)), self._vocab_size)
+            probs_BNV = torch.zeros(shape, device=self._device)
+            origins = [[self.stats.name] * len(row) for row in tokens]
+            proposal = Proposal.of(tokens, probs_BNV, origins)
+            probs_BNV.scatter_(2, proposal.tokens_BN.unsqueeze(2), 1.0)
         return proposal
-
-    def crop(self, lengths: list[int]) -> None:
-        """Nothing to do: only tokens that are certain are kept."""
 
     def reset(self, b: int) -> None:
         """Drops row b's tokens."""

@@ -49,9 +49,9 @@ def test_every_round_is_timed_once_although_it_is_known_late(tree, monkeypatch):
         tree=tree,
     )
     noted = []
-    note_round = rig.cascade.tuner.note_round
+    note_round = rig.session.tuner.note_round
     monkeypatch.setattr(
-        rig.cascade.tuner, "note_round", lambda *args: (noted.append(args), note_round(*args))
+        rig.session.tuner, "note_round", lambda *args: (noted.append(args), note_round(*args))
     )
     with torch.inference_mode():
         rig.start()

@@ -1,10 +1,10 @@
 """What the tuner learns of trees, and when it prefers one."""
 
 import pytest
+from minitri.trees.tuner import FIRST_RATE, RESHAPE, TreeTuner
 
 from minitri.settings import StepPlan
 from minitri.trees.shape import sequences
-from minitri.trees.tuner import FIRST_RATE, RESHAPE, TreeTuner
 from minitri.trees.walk import IndependentTrees
 from tests.exactness import Table
 from tests.trees.trees_of_tables import tree_cascade
