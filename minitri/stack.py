@@ -136,7 +136,7 @@ class Stack:
 
     def start(self, rows: list[int] | None = None, *, wants_logits: bool = False) -> list[Emitted]:
         """The first tokens of rows whose prompts have been read, or of all."""
-        with self._decoding(), self.meter.prefill():
+        with self._decoding():
             return self.cascade.start(rows, wants_logits=wants_logits)
 
     def step(self, *, wants_logits: bool = False) -> list[Emitted]:

@@ -66,26 +66,28 @@ class Cascade:
         self, rows: Collection[int] | None = None, *, wants_logits: bool = False
     ) -> list[Emitted]:
         """Samples the first tokens of these rows, or of all, by the target alone, whose cache lacks
-        the last token of each prompt. From then on every step extends them."""
+        the last token of each prompt. From then on every step extends them. What the small caches
+        take belongs to the prefill."""
         nothing = Proposal.nothing(len(self.sequences))
         starting = [rows is None or b in rows for b in range(len(self.sequences))]
-        emitted, _ = self._target.verify(
-            self.sequences, starting, nothing, wants_logits=wants_logits
-        )
+        emitted = self._target.verify(self.sequences, starting, nothing, wants_logits=wants_logits)
         self._commit(emitted, starting)
         self.active = [on or new for on, new in zip(self.active, starting, strict=True)]
         self._stack(self._meter.tuner.plan)
+        self._meter.settle()
         return emitted
 
     def step(self, *, wants_logits: bool = False) -> list[Emitted]:
         """Extends every active row by the accepted guesses and one token of the target's own."""
         plan = self._meter.tuner.choose()
-        self._stack(plan)
+        with self._meter.commit():
+            self._stack(plan)
         guessing = [on and guess for on, guess in zip(self.active, self.guessing, strict=True)]
-        emitted, _ = self._target.round(
+        emitted = self._target.round(
             self.sequences, self.active, guessing, wants_logits=wants_logits
         )
-        self._commit(emitted, self.active)
+        with self._meter.commit():
+            self._commit(emitted, self.active)
         steps = self._meter.stats.steps_per_plan
         steps[str(plan)] = steps.get(str(plan), 0) + 1
         return emitted
@@ -94,13 +96,12 @@ class Cascade:
         """Puts the stages of a plan on top of one another; lets them catch up with the text."""
         below: Stage | None = None
         gammas = (plan.gamma1, plan.gamma2, 1)
-        with self._meter.commit():
-            for stage, gamma in zip(self._stages, gammas, strict=True):
-                if stage is not None and gamma > 0:
-                    stage.gamma = gamma
-                    stage.below = below
-                    stage.prepare(self.sequences, self.active)
-                    below = stage
+        for stage, gamma in zip(self._stages, gammas, strict=True):
+            if stage is not None and gamma > 0:
+                stage.gamma = gamma
+                stage.below = below
+                stage.prepare(self.sequences, self.active)
+                below = stage
 
     def _commit(self, emitted: list[Emitted], active: list[bool]) -> None:
         """Brings what became certain into the caches: the one place for it.
@@ -111,8 +112,7 @@ class Cascade:
         """
         if self._retrieval is not None:
             has_guessed = self._target.below is self._retrieval
-            with self._meter.commit():
-                self._retrieval.runner.commit(emitted, active, has_guessed=has_guessed)
+            self._retrieval.runner.commit(emitted, active, has_guessed=has_guessed)
 
     def retire(self, b: int) -> None:
         """Ends row b. Its caches are emptied, so that it costs no attention any more."""

@@ -25,9 +25,12 @@ class Output:
     logits_BNV: Tensor | None = None
     """None where the pass was captured, and they were not asked for."""
 
-    def logits_at(self, b: int, places: int | list[int]) -> Tensor | None:
-        """The logits of row b after these tokens of its block, if there are any."""
-        return None if self.logits_BNV is None else self.logits_BNV[b, places]
+    def emitted(
+        self, b: int, tokens: list[int], origins: list[str], places: slice | list[int]
+    ) -> "Emitted":
+        """What row b adds to its text, by the distributions at these places of its block."""
+        logits_NV = None if self.logits_BNV is None else self.logits_BNV[b, places]
+        return Emitted(tokens, origins, self.probs_BNV[b, places], logits_NV)
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class Emitted:
     tokens: list[int]
     origins: list[str]
     """The stage that guessed the token (`draft`, `retrieval`), or `recovered` or `bonus`."""
+    probs_NV: Tensor = field(compare=False, repr=False)
+    """The verifier's distributions, which the tokens follow."""
     logits_NV: Tensor | None = field(default=None, compare=False, repr=False)
     """The verifier's logits at the place of each token, if its pass kept them."""
 
@@ -118,9 +123,8 @@ class Level(Stage):
         origins: list[list[str]] = [[] for _ in sequences]
         unfinished = active
         while any(unfinished):
-            emitted, probs_BNV = self.round(sequences, unfinished, unfinished)
-            for b, row in enumerate(emitted):
-                probs[b].append(probs_BNV[b, : len(row.tokens)])
+            for b, row in enumerate(self.round(sequences, unfinished, unfinished)):
+                probs[b].append(row.probs_NV)
                 origins[b] += [*row.origins[:-1], self.stats.name][: len(row.tokens)]
             unfinished = [
                 on and len(row) < self.gamma for on, row in zip(active, origins, strict=True)
@@ -154,7 +158,7 @@ class Level(Stage):
         guessing: list[bool],
         *,
         wants_logits: bool = False,
-    ) -> tuple[list[Emitted], Tensor]:
+    ) -> list[Emitted]:
         """Lets the stage below guess for the rows that are `guessing`, and verifies its guesses;
         returns what `verify` does."""
         proposer = None
@@ -163,7 +167,7 @@ class Level(Stage):
             proposer = self.below.stats.name
             proposal = self.below.propose(sequences, guessing)
         with self._meter.round(self.stats, max(proposal.counts)):
-            emitted, probs_BNV = self.verify(sequences, active, proposal, wants_logits=wants_logits)
+            emitted = self.verify(sequences, active, proposal, wants_logits=wants_logits)
         for b, row in enumerate(emitted):
             if row.tokens:
                 self._meter.note_acceptance(
@@ -172,7 +176,7 @@ class Level(Stage):
                     proposal.depth(b),
                     len(row.tokens) - 1,
                 )
-        return emitted, probs_BNV
+        return emitted
 
     def verify(
         self,
@@ -181,24 +185,21 @@ class Level(Stage):
         proposal: Proposal,
         *,
         wants_logits: bool = False,
-    ) -> tuple[list[Emitted], Tensor]:
-        """Verifies a proposal in one forward pass and appends the outcome to the active rows.
-
-        Returns what was appended, and the distributions (B, N + 1, V) of this level, of which the
-        tokens appended to row b follow the first ones.
-        """
+    ) -> list[Emitted]:
+        """Verifies a proposal in one forward pass and appends the outcome to the active rows."""
         output = self.runner.next_probs(sequences, active, proposal, wants_logits=wants_logits)
         starts = [len(sequence) for sequence in sequences]
         outcome = self._source.verify(proposal, output.probs_BNV, starts, active)
-        emitted = [Emitted([], []) for _ in sequences]
+        emitted = list[Emitted]()
         for b, tokens in enumerate(outcome):
-            if active[b]:
-                n = len(tokens) - 1
-                own = "bonus" if n == proposal.counts[b] else "recovered"
-                origins = [*proposal.origins[b][:n], own]
-                emitted[b] = Emitted(tokens, origins, output.logits_at(b, [*range(n + 1)]))
+            n = len(tokens) - 1
+            own = "bonus" if n == proposal.counts[b] else "recovered"
+            origins = [*proposal.origins[b][:n], own]
+            if not active[b]:
+                tokens, origins = [], []
+            emitted.append(output.emitted(b, tokens, origins, slice(len(tokens))))
         self._append(sequences, emitted)
-        return emitted, output.probs_BNV
+        return emitted
 
     def _append(self, sequences: list[list[int]], emitted: list[Emitted]) -> None:
         """Adds the outcome of a round to the texts; drops what was rejected, and leaves the last

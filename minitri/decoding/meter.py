@@ -42,15 +42,6 @@ class Meter:
         """The small caches are brought up to date."""
         return self._timed(self.stats.note_commit)
 
-    @contextmanager
-    def prefill(self) -> Iterator[None]:
-        """Commits of the block are not counted: they belong to a prefill."""
-        self.settle()
-        before = self.stats.commit_seconds
-        yield
-        self.settle()
-        self.stats.commit_seconds = before
-
     def note_acceptance(
         self, level: LevelStats, proposer: str | None, num_draft: int, num_accepted: int
     ) -> None:

@@ -11,6 +11,7 @@ from each; the longest match wins, among equals the latest. Only tokens that are
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
@@ -82,8 +83,10 @@ class _Row:
     """A row's text, and what became of its guesses."""
 
     text: GrowingText = field(default_factory=GrowingText)
-    outcomes: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Tested and accepted guesses, by the size of the match: its power of 2."""
+    tested: Counter[int] = field(default_factory=Counter)
+    """Guesses that became certain or were rejected, by the size of the match: its power of 2."""
+    accepted: Counter[int] = field(default_factory=Counter)
+    """Those of them that were right."""
     guess: list[int] = field(default_factory=list)
     """The guess after the last certain token."""
     size: int = 0
@@ -91,11 +94,10 @@ class _Row:
 
     def extend(self, tokens: list[int]) -> None:
         """Adds tokens that are certain; learns from them whether the last guess was right."""
-        known = min(len(tokens), len(self.guess))
-        wrong = [a != b for a, b in zip(tokens[:known], self.guess[:known], strict=True)]
-        accepted = [*wrong, True].index(True)
-        tested, right = self.outcomes.get(self.size, (0, 0))
-        self.outcomes[self.size] = tested + min(accepted + 1, known), right + accepted
+        are_right = [token == guess for token, guess in zip(tokens, self.guess, strict=False)]
+        num_accepted = [*are_right, False].index(False)
+        self.tested[self.size] += min(num_accepted + 1, len(are_right))
+        self.accepted[self.size] += num_accepted
         self.guess = []
         self.text.extend(tokens)
 
@@ -105,8 +107,7 @@ class _Row:
         size = length.bit_length()
         if guess:
             # By the rule of succession; that `length` tokens agree is evidence of its own.
-            tested, right = self.outcomes.get(size, (0, 0))
-            rate = (length + right) / (length + 2 + tested)
+            rate = (length + self.accepted[size]) / (length + 2 + self.tested[size])
             guess = guess[: max(1, int(math.log(LEAST_CHANCE) / math.log(rate)))]
         if len(sequence) == len(self.text.tokens):
             self.guess, self.size = guess, size

@@ -12,7 +12,7 @@ Legend: N nodes with the root, T nodes of a pass.
 
 import functools
 import heapq
-import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -100,20 +100,17 @@ def sequoia(rates: Sequence[float], num_nodes: int, max_depth: int) -> TreeShape
     node is worth more than its parent or the sibling before it, and the nodes that are worth most,
     taken one by one, are the optimum that Sequoia finds by a dynamic programme.
     """
-    taken: list[tuple[int, int, int, int]] = []  # depth, parent, rank, name: all by age
-    waiting = [(-rates[0], 1, 0, 0, 1.0)]  # worth, depth, parent, rank, worth of the parent
+    taken = list[tuple[int, ...]]()  # the nodes by the ranks of their ancestors and their own
+    waiting: list[tuple[float, int, tuple[int, ...]]] = [(-rates[0], 1, (0,))]
     while waiting and len(taken) < num_nodes:
-        worth, depth, parent, rank, of_parent = heapq.heappop(waiting)
-        name = len(taken) + 1
-        taken.append((depth, parent, rank, name))
+        _, depth, path = heapq.heappop(waiting)
+        taken.append(path)
+        *above, rank = path
+        following = [(*path, 0)] if depth < max_depth else []
         if rank + 1 < len(rates):
-            sibling = -of_parent * rates[rank + 1]
-            heapq.heappush(waiting, (sibling, depth, parent, rank + 1, of_parent))
-        if depth < max_depth:
-            heapq.heappush(waiting, (worth * rates[0], depth + 1, name, 0, -worth))
-    parents, numbers = [-1], {0: 0}
-    for _, level in itertools.groupby(sorted(taken), key=lambda node: node[0]):
-        for _, parent, _, name in sorted(level, key=lambda node: (numbers[node[1]], node[2])):
-            parents.append(numbers[parent])
-            numbers[name] = len(parents) - 1
-    return TreeShape(tuple(parents))
+            following.append((*above, rank + 1))
+        for other in following:
+            worth = math.prod(rates[rank] for rank in other)
+            heapq.heappush(waiting, (-worth, len(other), other))
+    paths = [(), *sorted(taken, key=lambda path: (len(path), path))]
+    return TreeShape((-1, *(paths.index(path[:-1]) for path in paths[1:])))

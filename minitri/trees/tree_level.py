@@ -13,7 +13,6 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from minitri.decoding.level import Emitted, Level, Output, Runner
 from minitri.decoding.meter import Meter
@@ -133,9 +132,8 @@ class TreeLevel(Level):
         self, b: int, output: Output, place: int, num_children: int, position: int
     ) -> list[int]:
         """Tokens of the children of the node at this place of row b's block."""
-        logits_V = output.logits_at(b, place)
-        if self.trees.is_greedy(b) and logits_V is not None:
-            return likeliest(logits_V, num_children)
+        if self.trees.is_greedy(b) and output.logits_BNV is not None:
+            return likeliest(output.logits_BNV[b, place], num_children)
         return self._source.draw(b, output.probs_BNV[b, place], num_children, position)
 
     def verify(
@@ -145,7 +143,7 @@ class TreeLevel(Level):
         proposal: Proposal,
         *,
         wants_logits: bool = False,
-    ) -> tuple[list[Emitted], Tensor]:
+    ) -> list[Emitted]:
         """See `Level.verify`. Of a tree, the accepted path and one token more are appended."""
         if not isinstance(proposal, TreeProposal):
             return super().verify(sequences, active, proposal, wants_logits=wants_logits)
@@ -153,20 +151,21 @@ class TreeLevel(Level):
         blocks = [[sequence[-1], *guesses] for sequence, guesses in pairs]
         output = self.trees.next_probs_of_tree(blocks, proposal.shape, 0)
         require_finite(output.probs_BNV)
-        paths: list[list[int]] = [[] for _ in sequences]
-        emitted = [Emitted([], []) for _ in sequences]
+        paths, emitted = list[list[int]](), list[Emitted]()
         for b, sequence in enumerate(sequences):
             if active[b]:
                 path, token = self._source.walk(proposal, b, output.probs_BNV[b], len(sequence))
-                own = "recovered" if proposal.shape.children[path[-1] if path else 0] else "bonus"
+                own = "recovered" if proposal.shape.children[[0, *path][-1]] else "bonus"
                 tokens = [*(proposal.tokens[b][node - 1] for node in path), token]
                 origins = [*(proposal.origins[b][node - 1] for node in path), own]
-                paths[b] = path
-                emitted[b] = Emitted(tokens, origins, output.logits_at(b, [0, *path]))
+                paths.append(path)
+                emitted.append(output.emitted(b, tokens, origins, [0, *path]))
+            else:
+                paths.append([])
+                emitted.append(output.emitted(b, [], [], []))
         self.trees.keep_paths(paths, active)
         self._append(sequences, emitted)
-        kept = [output.probs_BNV[b, [0, *path]] for b, path in enumerate(paths)]
-        return emitted, pad_sequence(kept, batch_first=True)
+        return emitted
 
 
 def require_finite(probs: Tensor, *, is_drafter: bool = False) -> None:
