@@ -18,7 +18,6 @@ from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.cascade import Cascade
 from minitri.decoding.level import Level, Output
 from minitri.decoding.meter import Meter
-from minitri.decoding.sampling import sample
 from minitri.decoding.verification import Proposal, verify, verify_block
 from minitri.settings import StepPlan
 from minitri.stats import LevelStats, Stats
@@ -238,8 +237,8 @@ class ScriptedSource(IndependentTrees):
 
     def sample(self, probs_BV, starts, active):
         nothing = Proposal.nothing(len(active))
-        uniforms_BN = self.numbers_of(nothing, probs_BV.unsqueeze(1), active)
-        return sample(probs_BV, uniforms_BN[:, 0])
+        self.drawn = self.numbers_of(nothing, probs_BV.unsqueeze(1), active)
+        return super().sample(probs_BV, starts, active)
 
     def verify(self, proposal, probs_BNV, starts, active):
         return self.decide(proposal, probs_BNV, self.numbers_of(proposal, probs_BNV, active))
@@ -253,6 +252,9 @@ class ScriptedSource(IndependentTrees):
                 numbers = torch.tensor(found or [0.0] * (n + 1), dtype=torch.float64)
                 uniforms_BN[b, :n], uniforms_BN[b, -1] = numbers[:-1], numbers[-1]
         return uniforms_BN
+
+    def _draw(self, counts, active):
+        return self.drawn
 
     def draw(self, b, probs_V, num_children, position):
         numbers = self.next_numbers(b, lambda: draws(probs_V, num_children))
