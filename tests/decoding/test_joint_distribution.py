@@ -116,19 +116,12 @@ def test_three_tokens_follow_the_joint_distribution(case, texts_of):
     num_seeds, found = int(counts.sum()), p_value(counts.sum(0), probs)
     print(f"\n  {case}: p-value {found:.3g} over {num_seeds} seeds")
     assert smallest_distance(probs, num_seeds) < 0.04 * (NUM_SEEDS / num_seeds) ** 0.5
-    stages = [
-        [sum(counted) for counted in zip(*pairs, strict=True)]
-        for pairs in zip(
-            *(
-                [(it.num_accepted_tokens, it.num_tested_tokens) for it in run.stages]
-                for run in runs
-            ),
-            strict=True,
-        )
-    ]
     # Speculation that is always right, or always wrong, shows little.
-    assert all(0.1 < accepted / tested < 0.9 for accepted, tested in stages if tested) or drafter
-    assert stages[1 % len(stages)][0] > 100 or len(stages) == 1
+    for stage in zip(*(run.stages for run in runs), strict=True):
+        accepted = sum(run.num_accepted_tokens for run in stage)
+        tested = sum(run.num_tested_tokens for run in stage)
+        assert not tested or accepted > 100
+        assert not tested or drafter or 0.1 < accepted / tested < 0.9
     plans = {plan for run in runs for plan in run.steps_per_plan}
     assert len(plans) == (4 if speculation.method == "auto" else 1)
     assert found > FALSE_ALARM
