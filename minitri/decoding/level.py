@@ -1,5 +1,5 @@
-"""A level of the cascade (`cascade.py`): what verifies the stage below it and proposes to the one
-above; and the protocols of stages and of runners, models with a cache.
+"""A level of the cascade (`cascade.py`): a stage that verifies the one below it and proposes to the
+one above; and the protocol of runners, models with a cache.
 
 Legend: B rows, N proposed tokens, V vocab.
 """
@@ -194,10 +194,9 @@ class Level(Stage):
         for b, tokens in enumerate(outcome):
             n = len(tokens) - 1
             own = "bonus" if n == proposal.counts[b] else "recovered"
-            origins = [*proposal.origins[b][:n], own]
-            if not active[b]:
-                tokens, origins = [], []
-            emitted.append(output.emitted(b, tokens, origins, slice(len(tokens))))
+            num_new = n + 1 if active[b] else 0
+            origins = [*proposal.origins[b][:n], own][:num_new]
+            emitted.append(output.emitted(b, tokens[:num_new], origins, slice(num_new)))
         self._append(sequences, emitted)
         return emitted
 
