@@ -5,7 +5,8 @@ and a CUDA graph can replay it. `choose_attention` takes the first of these that
 device and agrees with the oracle:
 
 - `triton`: our own kernel, see `kernels/flash_decoding.py`;
-- `flash`: PyTorch's FlashAttention-2, which takes no float32 and no trees;
+- `flash`: FlashAttention-2 from the flash-attn package, or else PyTorch's; it takes no float32 and
+  no trees;
 - `math`: plain formulas over all slots with a mask.
 
 Longer blocks, which only a prefill has, go to `attend_fused` by their lengths on the host.
@@ -67,28 +68,38 @@ def attend_masked(
 
 
 def attend_flash(
+    kernel: Callable[..., Tensor],
     q_BTHD: Tensor,
     keys_BKSD: Tensor,
     values_BKSD: Tensor,
     lengths_B: Tensor,
     rule_TT: Tensor | None = None,
 ) -> Tensor:
-    """The `flash` backend: PyTorch's kernel for packed sequences, of which row b of the cache is
-    one that begins at token b * row / token."""
+    """The `flash` backend: `kernel` is flash_attn's `flash_attn_with_kvcache`, or like it."""
     if rule_TT is not None:
         return attend_masked(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
+    k_BSKD, v_BSKD = (slots.transpose(1, 2) for slots in (keys_BKSD, values_BKSD))
+    ends_B = (lengths_B + q_BTHD.shape[1]).int()
+    return kernel(q_BTHD, k_BSKD, v_BSKD, cache_seqlens=ends_B, causal=True)
+
+
+def torch_flash(
+    q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, *, cache_seqlens: Tensor, causal: bool
+) -> Tensor:
+    """PyTorch's kernel for packed sequences, called like `flash_attn_with_kvcache`: row b of the
+    cache is one that begins at token b * row / token."""
     B, T, H, D = q_BTHD.shape
-    K, S = keys_BKSD.shape[1:3]
-    row, head, token, _ = keys_BKSD.stride()
-    assert values_BKSD.stride() == keys_BKSD.stride()
+    S, K = k_BSKD.shape[1:3]
+    row, token, head, _ = k_BSKD.stride()
+    assert v_BSKD.stride() == k_BSKD.stride()
     assert row % token == 0
     step = row // token
     packed = ((B - 1) * step + S, K, D), (token, head, 1)
-    k, v = keys_BKSD.as_strided(*packed), values_BKSD.as_strided(*packed)
+    k, v = k_BSKD.as_strided(*packed), v_BSKD.as_strided(*packed)
     rows = torch.arange(B + 1, device=q_BTHD.device, dtype=torch.int32)
     sizes = (rows * T, rows * step, T, S)
     out, *_ = torch.ops.aten._flash_attention_forward(
-        q_BTHD.reshape(B * T, H, D), k, v, *sizes, 0.0, True, False, seqused_k=(lengths_B + T).int()
+        q_BTHD.reshape(B * T, H, D), k, v, *sizes, 0.0, causal, False, seqused_k=cache_seqlens
     )
     return out.view(B, T, H, D)
 
@@ -153,7 +164,13 @@ def make_backend(name: str) -> Backend:
         from minitri.gpu.kernels.flash_decoding import attend_short_block
 
         return attend_short_block
-    return attend_flash if name == "flash" else attend_masked
+    if name == "math":
+        return attend_masked
+    try:
+        from flash_attn import flash_attn_with_kvcache as kernel
+    except ImportError:
+        kernel = torch_flash
+    return partial(attend_flash, kernel)
 
 
 def choose_attention(

@@ -2,6 +2,7 @@
 interpreter and PyTorch's flash kernel has a stand-in; on a GPU they are compiled."""
 
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from minitri.gpu.attention_backends import (
     attend_masked,
     check_backend,
     choose_attention,
+    make_backend,
+    torch_flash,
 )
 from minitri.model.attention import attend_math
 from minitri.settings import LONGEST_BLOCK
@@ -237,3 +240,11 @@ def test_grouped_queries_in_float32_reach_no_kernel_that_holds_all_scores(monkey
     got = attend_fused(q, k, v, lengths)
     assert (got - attend_math(q, k, v, lengths)).abs().max() < 3e-6
     assert calls == [(2, 2, False)] * 3
+
+
+def test_the_flash_attn_package_comes_before_pytorchs_own(monkeypatch):
+    package = ModuleType("flash_attn")
+    package.flash_attn_with_kvcache = torch_flash
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setattr(attention_backends, "torch_flash", None)
+    assert error_of(make_backend("flash"), *random_case(3, (5, 0), 4, 2, D=D, S=40)) < 3e-6
