@@ -84,6 +84,7 @@ def test_auto_is_the_default_and_repeats_itself_whatever_the_clock_says(
     prompt = random_prompt(engine.config, 150)
 
     def text(**settings) -> tuple[int, ...]:
+        engine.release()  # a prompt that is partly known is read in other blocks, which may round
         *_, end = engine.generate(
             prompt, sampling=sampling, generation=generation, seed=4, **settings
         )
