@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitri.caches.full import FullCache, SlotCache
+from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.decoding.level import Emitted, Output
@@ -26,6 +26,7 @@ from minitri.gpu.graphs import CapturedSteps, GraphPool
 from minitri.gpu.offload.layer_major import read_by_layers
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.block import Block, forward_block, make_block, read_block
+from minitri.model.cache import Cache
 from minitri.model.llama import Llama
 from minitri.settings import SamplingParams
 
@@ -36,7 +37,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Llama,
-        cache: SlotCache,
+        cache: Cache,
         sampling: SamplingParams,
         *,
         vocab_size: int,

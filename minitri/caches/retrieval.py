@@ -24,9 +24,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minitri.caches.full import FullCache, SlotCache
+from minitri.caches.full import FullCache
 from minitri.caches.policies import Policy
-from minitri.model.cache import round_up_to_stride
+from minitri.model.cache import Cache, round_up_to_stride
 from minitri.settings import SpeculationConfig
 
 
@@ -46,7 +46,7 @@ class Row:
     """Whether it is rebuilt with the latest pass of the target."""
 
 
-class RetrievalCache(SlotCache):
+class RetrievalCache(Cache):
     """A small copy of a full cache: `budget` committed tokens per row, room for a block after."""
 
     selects_in_pass = False

@@ -14,10 +14,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from minitri.caches.full import SlotCache
 from minitri.config import ModelConfig
 from minitri.errors import InputError
-from minitri.model.cache import BlockKV, write_after
+from minitri.model.cache import BlockKV, Cache, write_after
 from minitri.model.rope import Rope
 from minitri.settings import SpeculationConfig
 
@@ -31,7 +30,7 @@ def window_slots(speculation: SpeculationConfig) -> int:
     return kept + SLIDE + speculation.room
 
 
-class StreamingCache(SlotCache):
+class StreamingCache(Cache):
     """Sinks and recent tokens of B rows: raw keys, rotated keys and values."""
 
     def __init__(
