@@ -119,11 +119,11 @@ class Generation(Iterator[Event]):
                     yield Idle()
                 else:
                     break
-        except (GeneratorExit, KeyboardInterrupt):
+        except (GeneratorExit, KeyboardInterrupt) as stop:
             # After other errors the memory is not kept.
             for b in self._running:
                 stack.retire(b)
-            pool.put(stack.memory)
+            pool.put(stack.memory, was_interrupted=isinstance(stop, KeyboardInterrupt))
             raise
         pool.put(stack.memory)
 
@@ -183,20 +183,16 @@ class Generation(Iterator[Event]):
         yield from self._emit(stack, emitted)
 
     def _prefill(self, row: Row, b: int, stack: Stack) -> Iterator[PrefillProgress]:
-        """Reads a prompt in chunks. `Cascade.start` reads its last token, reported here as read."""
-        stats = self.stats
-        num_tokens = len(row.prompt)
+        """Reads a prompt in chunks."""
         started = time.perf_counter()
-        done = row.stats.num_cached_tokens = stack.reuse(b)
         chunks = stack.prefill(b)
-        while done < num_tokens:
-            end = next(chunks, num_tokens - 1)
+        done = num_cached = row.stats.num_cached_tokens = next(chunks)
+        for end in chunks:
             synchronize(self._model.device)
-            read = done
-            done = num_tokens if end == num_tokens - 1 else end
-            stats.num_prefilled_tokens += done - read
-            stats.prefill_seconds += time.perf_counter() - started
-            yield PrefillProgress(row.number, done, num_tokens, row.stats.num_cached_tokens)
+            self.stats.num_prefilled_tokens += end - done
+            self.stats.prefill_seconds += time.perf_counter() - started
+            done = end
+            yield PrefillProgress(row.number, done, len(row.prompt), num_cached)
             started = time.perf_counter()
 
     def _emit(self, stack: Stack, emitted: list[Emitted]) -> Iterator[Event]:
