@@ -92,20 +92,19 @@ class Engine:
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
         speculation: SpeculationConfig | bool = True,
         method: str | None = None,
-        drafter: str | None = None,
         seed: int | Sequence[int] = 0,
     ) -> Generation:
         """Starts a run over one prompt or several; each is a text or a list of token ids.
 
-        With `speculation` False nothing is guessed; `method` and `drafter` replace those of the
-        settings. Of a prompt that begins like a text of the last run only the rest is read. A
-        single `seed` gives row b the seed `seed + b`. A row's tokens depend on its own prompt and
-        seed alone, up to the last bits of the arithmetic. One exception: where method or gammas are
-        open, at a temperature above 0 and uncoupled, rows share the autotuner's choices; and a
-        drafter that fails in one row drafts for none. Raises `InputError` here, before any work, if
-        a prompt is empty, too long, or has tokens outside the vocabulary.
+        With `speculation` False nothing is guessed; `method` replaces that of the settings. Of a
+        prompt that begins like a text of the last run only the rest is read. A single `seed` gives
+        row b the seed `seed + b`. A row's tokens depend on its own prompt and seed alone, up to the
+        last bits of the arithmetic. One exception: where method or gammas are open, at a
+        temperature above 0 and uncoupled, rows share the autotuner's choices; and a drafter that
+        fails in one row drafts for none. Raises `InputError` here, before any work, if a prompt is
+        empty, too long, or has tokens outside the vocabulary.
         """
-        speculation = _as_config(speculation, method=method, drafter=drafter)
+        speculation = _as_config(speculation, method)
         ids = encode_prompts(prompts, self.tokenizer)
         pairs = zip(ids, as_seeds(seed, len(ids)), strict=True)
         requests = [Request(tokens, own, sampling, generation) for tokens, own in pairs]
@@ -262,13 +261,16 @@ class Engine:
         self._pool.clear()
 
 
-def _as_config(speculation: SpeculationConfig | bool, **changes: str | None) -> SpeculationConfig:
-    """What to speculate: settings, the default ones, or nothing; some changed."""
+def _as_config(
+    speculation: SpeculationConfig | bool, method: str | None = None
+) -> SpeculationConfig:
+    """What to speculate: settings, the default ones, or nothing; perhaps by another method."""
     if isinstance(speculation, bool):
         speculation = SpeculationConfig("auto" if speculation else "autoregressive")
     expect(speculation, SpeculationConfig)
-    wanted: Any = {name: value for name, value in changes.items() if value is not None}
-    return dataclasses.replace(speculation, **wanted)
+    if method is not None:
+        speculation = dataclasses.replace(speculation, method=method)
+    return speculation
 
 
 def _check_size(batch_size: int) -> None:

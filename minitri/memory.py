@@ -135,10 +135,7 @@ def allocate(
     """
     target = models.target
     speculation = shape.speculation
-    uses_model = speculation.drafter != "lookup" and any(
-        it.uses_drafter for it in speculation.plans
-    )
-    draft = models.draft if uses_model else None
+    draft = models.draft if any(plan.uses_drafter for plan in speculation.plans) else None
     if full is None:
         draft_config = draft.config if draft is not None else None
         settings = (draft_config, shape.generation, speculation)

@@ -85,7 +85,7 @@ class Stack:
         self.stats.stages.append(stats)
         target = models.target
         where: dict[str, Any] = {"vocab_size": target.config.vocab_size, "device": target.device}
-        if models.drafter is None or self.shape.speculation.drafter == "lookup":
+        if models.drafter is None:
             return LookupDrafter(self.shape.num_rows, stats, self.tuner, **where)
         runner = self.memory.target
         return PluggedDrafter(models.drafter, stats, self.tuner, self.source, runner, **where)
