@@ -13,6 +13,7 @@ prompt to its end. Nothing here prints.
 import dataclasses
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from minitri.caches.snapshots import Origin, read_snapshot, write_snapshot
@@ -33,6 +34,7 @@ MAX_ROWS = 8
 """Requests of a stream that run at a time, if memory allows."""
 
 
+@dataclass(eq=False, repr=False)
 class Engine:
     """A model and its tokenizer, ready to generate any number of times, one after the other.
 
@@ -43,29 +45,22 @@ class Engine:
     the texts before it were.
     """
 
-    def __init__(
-        self,
-        model: Llama,
-        tokenizer: Tokenizer,
-        draft: Llama | None = None,
-        retrieval_model: Llama | None = None,
-        drafter: Drafter | None = None,
-        sampling_defaults: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
-    ) -> None:
-        """`draft` is the model of the first level of the cascade, `drafter` an object that guesses
-        in its place; without both the last words are looked up in the text.
+    model: Llama
+    tokenizer: Tokenizer
+    draft: Llama | None = None
+    """The model of the first level of the cascade."""
+    retrieval_model: Llama | None = None
+    """A copy of the model in fewer bits, which guesses with the retrieval cache."""
+    drafter: Drafter | None = None
+    """An object that guesses in the place of `draft`; without both the last words are looked up in
+    the text."""
+    sampling_defaults: SamplingParams = SamplingParams()  # noqa: RUF009 (frozen)
+    """What the model's generation_config.json recommends; nothing here applies it."""
 
-        `retrieval_model`, a copy of the model in fewer bits, guesses with the retrieval cache.
-        """
-        self.model = model
-        self.tokenizer = tokenizer
-        self.draft = draft
-        self.retrieval_model = retrieval_model
-        self.drafter = drafter
-        self.sampling_defaults = sampling_defaults
-        """What the model's generation_config.json recommends; nothing here applies it."""
+    def __post_init__(self) -> None:
         self.snapshot_note = ""
-        self.models = Models(model, retrieval_model or model, draft, drafter)
+        retrieval = self.retrieval_model or self.model
+        self.models = Models(self.model, retrieval, self.draft, self.drafter)
         self._pool = MemoryPool(self.models)
 
     def __repr__(self) -> str:

@@ -60,7 +60,7 @@ class Generation(Iterator[Event]):
 
         With `make_row`, which checks a request with its number, the run goes on until it is closed.
         """
-        self._models = pool.models
+        self._pool = pool
         self._model = pool.models.target
         self.rows = rows
         self._make_row = make_row
@@ -70,13 +70,13 @@ class Generation(Iterator[Event]):
         self._reading: dict[int, Iterator[PrefillProgress]] = {}
         asked = [(row.prompt, row.request) for row in rows]
         self._model.execution.ranks.check_same("prompts, seeds or settings", (shape, asked))
-        with running(self._models):
+        with running(pool.models):
             stack = Stack(pool.open(shape, [row.prompt for row in rows]), shape)
         self.stats = stack.stats
-        self._events = self._run(stack, pool)  # this alone holds the memory
+        self._events = self._run(stack)  # this alone holds the memory
 
     def __next__(self) -> Event:
-        with running(self._models):
+        with running(self._pool.models):
             return next(self._events)
 
     def __enter__(self) -> Self:
@@ -106,10 +106,10 @@ class Generation(Iterator[Event]):
 
     def close(self) -> None:
         """Ends the run and gives up its memory; further events raise `StopIteration`."""
-        with running(self._models):
+        with running(self._pool.models):
             self._events.close()
 
-    def _run(self, stack: Stack, pool: MemoryPool) -> Generator[Event, None, None]:
+    def _run(self, stack: Stack) -> Generator[Event, None, None]:
         try:
             while True:
                 self._admit(stack)
@@ -123,9 +123,9 @@ class Generation(Iterator[Event]):
             # After other errors the memory is not kept.
             for b in self._running:
                 stack.retire(b)
-            pool.put(stack.memory, was_interrupted=isinstance(stop, KeyboardInterrupt))
+            self._pool.put(stack.memory, was_interrupted=isinstance(stop, KeyboardInterrupt))
             raise
-        pool.put(stack.memory)
+        self._pool.put(stack.memory)
 
     def _admit(self, stack: Stack) -> None:
         """Gives the free places to waiting requests; cancelled ones go."""

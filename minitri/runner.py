@@ -210,7 +210,7 @@ class DraftRunner(ModelRunner):
         window = tokens[:num_sinks] + tokens[num_sinks:][-self.cache.num_recent_tokens :]
         self.cache.reset(b)
         read_block(self.model, [window], self.cache.row(b))
-        self.cache.set_window(b, num_slots=len(window), num_tokens=len(tokens))
+        self.cache.hold(b, len(window), len(tokens))
 
 
 def take_rows(rows_BTX: Tensor, index_BN: Tensor) -> Tensor:

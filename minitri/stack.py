@@ -95,7 +95,6 @@ class Stack:
         memory = self.memory
         speculation = self.shape.speculation
         self.sequences[b][:] = prompt
-        memory.prefix.num_prompt[b] = len(prompt)
         self.cascade.active[b] = False
         self.cascade.guessing[b] = request.speculation
         self.source.restart(b, request.seed)

@@ -75,4 +75,4 @@ class FullCache(Cache):
 
     def restore(self, b: int, num_tokens: int) -> None:
         """Row b, which was empty, holds `num_tokens`: they stand in its first slots."""
-        self._hold(b, num_tokens, num_tokens)
+        self.hold(b, num_tokens, num_tokens)

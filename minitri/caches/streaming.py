@@ -80,10 +80,6 @@ class StreamingCache(Cache):
         row.raw_keys = self.raw_keys[:, b : b + 1]
         return row
 
-    def set_window(self, b: int, *, num_slots: int, num_tokens: int) -> None:
-        """Declares row b's first slots valid; they stand for `num_tokens`, most left out."""
-        self._hold(b, num_slots, num_tokens)
-
     def slide(self) -> None:
         """In rows without room for another block, drops what is neither sink nor recent."""
         sinks, kept = self.num_sink_tokens, self.num_sink_tokens + self.num_recent_tokens
@@ -97,4 +93,4 @@ class StreamingCache(Cache):
             moved_LTKD = self.raw_keys[:, b, :, sinks:kept].transpose(1, 2)
             rotated_LTKD = self._rope.at(positions).rotate(moved_LTKD)
             self.keys[:, b, :, sinks:kept] = rotated_LTKD.transpose(1, 2)
-            self._hold(b, kept, self.num_tokens[b])
+            self.hold(b, kept, self.num_tokens[b])

@@ -107,7 +107,7 @@ class Cache:
 
     def reset(self, b: int) -> None:
         """Empties row b, for another text."""
-        self._hold(b, 0, 0)
+        self.hold(b, 0, 0)
 
     def row(self, b: int) -> Self:
         """A cache of row b alone, in the same memory; what it reads is counted there alone."""
@@ -121,7 +121,7 @@ class Cache:
         for slots in (self.keys, self.values):
             gather_path(slots, b, self._lengths[b], path)
 
-    def _hold(self, b: int, num_slots: int, num_tokens: int) -> None:
+    def hold(self, b: int, num_slots: int, num_tokens: int) -> None:
         """Row b's first slots are valid; they stand for `num_tokens` of its text."""
         self._num_left_out[b] = num_tokens - num_slots
         self._set_lengths([num_slots if b == row else n for row, n in enumerate(self._lengths)])
