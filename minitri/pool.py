@@ -81,7 +81,7 @@ class MemoryPool:
         )
         return (
             fits(kept, new)
-            and all(runner.can_sample_by(new.sampling) for runner in kept.runners)
+            and all(steps.can_sample_by(new.sampling) for steps in kept.captured)
             and new.generation.prefill_chunk <= old.generation.prefill_chunk
             and wanted == settings
             and (cache is None or max(new.budgets) <= cache.max_budget)

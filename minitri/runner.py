@@ -147,10 +147,6 @@ class ModelRunner:
         """Empties row b."""
         self.cache.reset(b)
 
-    def can_sample_by(self, sampling: SamplingParams) -> bool:
-        """Whether what was captured, if anything, can apply these filters, too."""
-        return self.captured is None or self.captured.can_sample_by(sampling)
-
     @property
     def sampling(self) -> list[SamplingParams]:
         """The filters of each row; captured steps apply those of the first to all."""

@@ -100,7 +100,7 @@ class Stack:
         self.source.restart(b, request.seed)
         if memory.retrieval_cache is not None:
             memory.retrieval_cache.reset(b, self.shape.budget_for(len(prompt)))
-        if memory.samples_alike:
+        if memory.captured:
             self.sampling = [request.sampling] * self.shape.num_rows
         else:
             self.sampling[b] = request.sampling
