@@ -134,10 +134,6 @@ def test_bad_prompts_are_refused_before_any_work(engine, prompts):
             start(prompts, generation=GenerationConfig(max_new_tokens=12))
 
 
-def test_a_prompt_that_fills_the_context_to_the_last_token_runs(engine):
-    assert len(run(engine, [7] * 500, n=12, ignore_eos=True)[0].token_ids) == 12
-
-
 @pytest.mark.parametrize("seed", [-1, 2**32, [1], [1, 2, 3], [0, None], 1.5, None])
 def test_bad_seeds_are_refused(engine, seed):
     with pytest.raises(InputError, match="seed is"):
