@@ -64,7 +64,7 @@ CARDS = {
     )
 }
 """By memory in GiB: what smaller cards, an A100 and an H200 read, and the FLOP/s of large products
-there. A layer is 10 launches in a CUDA graph, a pass a verdict and a copy to the host, a sum an
+there. A layer is 12 launches in a CUDA graph, a pass a verdict and a copy to the host, a sum an
 all-reduce without NVLink. The link is PCIe 4.0 x16."""
 
 

@@ -1,10 +1,7 @@
 """The default mode, independent random numbers at a temperature above 0, samples from the model's
 distribution on a CUDA device, through captured steps and the verification that runs there."""
 
-from dataclasses import replace
-
 import pytest
-import torch
 
 import minitri
 from minitri import SamplingParams, SpeculationConfig
@@ -41,11 +38,10 @@ def test_a_wrong_verification_on_the_device_is_noticed(engine, monkeypatch):
     """A rejected guess is replaced by a sample from p itself, not from the residual."""
 
     def resample_from_p(proposal, probs_BNV, uniforms_BN):
-        verdict = verify(proposal, probs_BNV, uniforms_BN)
-        rows = torch.arange(len(probs_BNV), device=probs_BNV.device)
-        num_accepted = torch.tensor(verdict.num_accepted, device=probs_BNV.device)
-        drawn = sample(probs_BNV[rows, num_accepted], uniforms_BN[:, -1])
-        return replace(verdict, next_tokens=drawn.tolist())
+        outcome = verify(proposal, probs_BNV, uniforms_BN)
+        places = [len(tokens) - 1 for tokens in outcome]
+        drawn = sample(probs_BNV[range(len(places)), places], uniforms_BN[:, -1])
+        return [[*row[:-1], token] for row, token in zip(outcome, drawn.tolist(), strict=True)]
 
     monkeypatch.setattr(random_source, "verify_block", resample_from_p)
     assert is_alarm(run(engine, "naive"), 3)
