@@ -54,7 +54,8 @@ class ModelRunner:
         self.model = model
         self.cache = cache
         self.queries_LBTHD = queries_LBTHD
-        self._sampling = [sampling] * len(cache.lengths)
+        self.sampling = [sampling] * len(cache.lengths)
+        """The filters of each row."""
         self._vocab_size = vocab_size
         self.captured: CapturedSteps | None = None
         if graphs is not None:
@@ -130,7 +131,7 @@ class ModelRunner:
     def output(self, hidden_BNE: Tensor) -> Output:
         """Logits, and the distributions that the filters of each row make of them."""
         logits_BNV = self.model.logits(hidden_BNE)[..., : self._vocab_size]
-        probs_BNV = probs_of_rows(logits_BNV, self._sampling)
+        probs_BNV = probs_of_rows(logits_BNV, self.sampling)
         return Output(pad_vocabulary(probs_BNV, self._vocab_size), logits_BNV)
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
@@ -147,16 +148,13 @@ class ModelRunner:
         """Empties row b."""
         self.cache.reset(b)
 
-    @property
-    def sampling(self) -> list[SamplingParams]:
-        """The filters of each row; captured steps apply those of the first to all."""
-        return self._sampling
-
-    @sampling.setter
-    def sampling(self, sampling: list[SamplingParams]) -> None:
-        if self.captured is not None and sampling[0] != self._sampling[0]:
-            self.captured.sample_by(sampling[0])
-        self._sampling = sampling
+    def sample_by(self, b: int, sampling: SamplingParams) -> None:
+        """Row b has these filters from now on; captured steps apply them to all rows."""
+        if self.captured is None:
+            self.sampling[b] = sampling
+        else:
+            self.sampling = [sampling] * len(self.sampling)
+            self.captured.sample_by(sampling)
 
 
 class RetrievalRunner(ModelRunner):

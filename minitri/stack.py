@@ -44,7 +44,6 @@ class Stack:
         self.memory = memory
         self.shape = shape
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
-        self.sampling = [shape.sampling] * shape.num_rows
         num_graphs = memory.graphs.num_graphs if memory.graphs is not None else 0
         self.stats = Stats(kv_cache_bytes=memory.num_cache_bytes, num_graphs=num_graphs)
         if memory.retrieval_cache is not None:
@@ -100,12 +99,8 @@ class Stack:
         self.source.restart(b, request.seed)
         if memory.retrieval_cache is not None:
             memory.retrieval_cache.reset(b, self.shape.budget_for(len(prompt)))
-        if memory.captured:
-            self.sampling = [request.sampling] * self.shape.num_rows
-        else:
-            self.sampling[b] = request.sampling
         for runner in memory.runners:
-            runner.sampling = self.sampling
+            runner.sample_by(b, request.sampling)
 
     def prefill(self, b: int) -> Iterator[int]:
         """Reads the prompt of row b; yields how many of its tokens are there: at first those whose
