@@ -13,6 +13,7 @@ prompt to its end. Nothing here prints.
 import dataclasses
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from minitri.caches.snapshots import Origin, read_snapshot, write_snapshot
@@ -33,6 +34,7 @@ MAX_ROWS = 8
 """Requests of a stream that run at a time, if memory allows."""
 
 
+@dataclass(eq=False, repr=False)
 class Engine:
     """A model and its tokenizer, ready to generate any number of times, one after the other.
 
@@ -43,29 +45,22 @@ class Engine:
     the texts before it were.
     """
 
-    def __init__(
-        self,
-        model: Llama,
-        tokenizer: Tokenizer,
-        draft: Llama | None = None,
-        retrieval_model: Llama | None = None,
-        drafter: Drafter | None = None,
-        sampling_defaults: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
-    ) -> None:
-        """`draft` is the model of the first level of the cascade, `drafter` an object that guesses
-        in its place; without both the last words are looked up in the text.
+    model: Llama
+    tokenizer: Tokenizer
+    draft: Llama | None = None
+    """The model of the first level of the cascade."""
+    retrieval_model: Llama | None = None
+    """A copy of the model in fewer bits, which guesses with the retrieval cache."""
+    drafter: Drafter | None = None
+    """An object that guesses in the place of `draft`; without both the last words are looked up in
+    the text."""
+    sampling_defaults: SamplingParams = SamplingParams()  # noqa: RUF009 (frozen)
+    """What the model's generation_config.json recommends; nothing here applies it."""
 
-        `retrieval_model`, a copy of the model in fewer bits, guesses with the retrieval cache.
-        """
-        self.model = model
-        self.tokenizer = tokenizer
-        self.draft = draft
-        self.retrieval_model = retrieval_model
-        self.drafter = drafter
-        self.sampling_defaults = sampling_defaults
-        """What the model's generation_config.json recommends; nothing here applies it."""
+    def __post_init__(self) -> None:
         self.snapshot_note = ""
-        self.models = Models(model, retrieval_model or model, draft, drafter)
+        retrieval = self.retrieval_model or self.model
+        self.models = Models(self.model, retrieval, self.draft, self.drafter)
         self._pool = MemoryPool(self.models)
 
     def __repr__(self) -> str:
@@ -92,20 +87,19 @@ class Engine:
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
         speculation: SpeculationConfig | bool = True,
         method: str | None = None,
-        drafter: str | None = None,
         seed: int | Sequence[int] = 0,
     ) -> Generation:
         """Starts a run over one prompt or several; each is a text or a list of token ids.
 
-        With `speculation` False nothing is guessed; `method` and `drafter` replace those of the
-        settings. Of a prompt that begins like a text of the last run only the rest is read. A
-        single `seed` gives row b the seed `seed + b`. A row's tokens depend on its own prompt and
-        seed alone, up to the last bits of the arithmetic. One exception: where method or gammas are
-        open, at a temperature above 0 and uncoupled, rows share the autotuner's choices; and a
-        drafter that fails in one row drafts for none. Raises `InputError` here, before any work, if
-        a prompt is empty, too long, or has tokens outside the vocabulary.
+        With `speculation` False nothing is guessed; `method` replaces that of the settings. Of a
+        prompt that begins like a text of the last run only the rest is read. A single `seed` gives
+        row b the seed `seed + b`. A row's tokens depend on its own prompt and seed alone, up to the
+        last bits of the arithmetic. One exception: where method or gammas are open, at a
+        temperature above 0 and uncoupled, rows share the autotuner's choices; and a drafter that
+        fails in one row drafts for none. Raises `InputError` here, before any work, if a prompt is
+        empty, too long, or has tokens outside the vocabulary.
         """
-        speculation = _as_config(speculation, method=method, drafter=drafter)
+        speculation = _as_config(speculation, method)
         ids = encode_prompts(prompts, self.tokenizer)
         pairs = zip(ids, as_seeds(seed, len(ids)), strict=True)
         requests = [Request(tokens, own, sampling, generation) for tokens, own in pairs]
@@ -262,13 +256,16 @@ class Engine:
         self._pool.clear()
 
 
-def _as_config(speculation: SpeculationConfig | bool, **changes: str | None) -> SpeculationConfig:
-    """What to speculate: settings, the default ones, or nothing; some changed."""
+def _as_config(
+    speculation: SpeculationConfig | bool, method: str | None = None
+) -> SpeculationConfig:
+    """What to speculate: settings, the default ones, or nothing; perhaps by another method."""
     if isinstance(speculation, bool):
         speculation = SpeculationConfig("auto" if speculation else "autoregressive")
     expect(speculation, SpeculationConfig)
-    wanted: Any = {name: value for name, value in changes.items() if value is not None}
-    return dataclasses.replace(speculation, **wanted)
+    if method is not None:
+        speculation = dataclasses.replace(speculation, method=method)
+    return speculation
 
 
 def _check_size(batch_size: int) -> None:

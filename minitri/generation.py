@@ -60,7 +60,7 @@ class Generation(Iterator[Event]):
 
         With `make_row`, which checks a request with its number, the run goes on until it is closed.
         """
-        self._models = pool.models
+        self._pool = pool
         self._model = pool.models.target
         self.rows = rows
         self._make_row = make_row
@@ -70,13 +70,13 @@ class Generation(Iterator[Event]):
         self._reading: dict[int, Iterator[PrefillProgress]] = {}
         asked = [(row.prompt, row.request) for row in rows]
         self._model.execution.ranks.check_same("prompts, seeds or settings", (shape, asked))
-        with running(self._models):
+        with running(pool.models):
             stack = Stack(pool.open(shape, [row.prompt for row in rows]), shape)
         self.stats = stack.stats
-        self._events = self._run(stack, pool)  # this alone holds the memory
+        self._events = self._run(stack)  # this alone holds the memory
 
     def __next__(self) -> Event:
-        with running(self._models):
+        with running(self._pool.models):
             return next(self._events)
 
     def __enter__(self) -> Self:
@@ -106,10 +106,10 @@ class Generation(Iterator[Event]):
 
     def close(self) -> None:
         """Ends the run and gives up its memory; further events raise `StopIteration`."""
-        with running(self._models):
+        with running(self._pool.models):
             self._events.close()
 
-    def _run(self, stack: Stack, pool: MemoryPool) -> Generator[Event, None, None]:
+    def _run(self, stack: Stack) -> Generator[Event, None, None]:
         try:
             while True:
                 self._admit(stack)
@@ -119,13 +119,13 @@ class Generation(Iterator[Event]):
                     yield Idle()
                 else:
                     break
-        except (GeneratorExit, KeyboardInterrupt):
+        except (GeneratorExit, KeyboardInterrupt) as stop:
             # After other errors the memory is not kept.
             for b in self._running:
                 stack.retire(b)
-            pool.put(stack.memory)
+            self._pool.put(stack.memory, was_interrupted=isinstance(stop, KeyboardInterrupt))
             raise
-        pool.put(stack.memory)
+        self._pool.put(stack.memory)
 
     def _admit(self, stack: Stack) -> None:
         """Gives the free places to waiting requests; cancelled ones go."""
@@ -136,7 +136,7 @@ class Generation(Iterator[Event]):
         while self._waiting and len(self._running) < memory.shape.num_rows:
             row = self._waiting[0]
             sampling = {it.request.sampling for it in self._running.values()}
-            if memory.samples_alike and sampling - {row.request.sampling}:
+            if memory.captured and sampling - {row.request.sampling}:
                 break
             self._waiting.popleft()
             places = [b for b in range(memory.shape.num_rows) if b not in self._running]
@@ -183,20 +183,16 @@ class Generation(Iterator[Event]):
         yield from self._emit(stack, emitted)
 
     def _prefill(self, row: Row, b: int, stack: Stack) -> Iterator[PrefillProgress]:
-        """Reads a prompt in chunks. `Cascade.start` reads its last token, reported here as read."""
-        stats = self.stats
-        num_tokens = len(row.prompt)
+        """Reads a prompt in chunks."""
         started = time.perf_counter()
-        done = row.stats.num_cached_tokens = stack.reuse(b)
         chunks = stack.prefill(b)
-        while done < num_tokens:
-            end = next(chunks, num_tokens - 1)
+        done = num_cached = row.stats.num_cached_tokens = next(chunks)
+        for end in chunks:
             synchronize(self._model.device)
-            read = done
-            done = num_tokens if end == num_tokens - 1 else end
-            stats.num_prefilled_tokens += done - read
-            stats.prefill_seconds += time.perf_counter() - started
-            yield PrefillProgress(row.number, done, num_tokens, row.stats.num_cached_tokens)
+            self.stats.num_prefilled_tokens += end - done
+            self.stats.prefill_seconds += time.perf_counter() - started
+            done = end
+            yield PrefillProgress(row.number, done, len(row.prompt), num_cached)
             started = time.perf_counter()
 
     def _emit(self, stack: Stack, emitted: list[Emitted]) -> Iterator[Event]:

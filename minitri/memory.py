@@ -19,7 +19,7 @@ from minitri.caches.streaming import StreamingCache
 from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError, shorten
 from minitri.gpu.allocation import allocate_full_cache
-from minitri.gpu.graphs import GraphPool, graph_pool
+from minitri.gpu.graphs import CapturedSteps, GraphPool, graph_pool
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.cache import round_up_to_stride
@@ -112,9 +112,10 @@ class Memory:
         return sum(runner.cache.num_bytes for runner in self.runners)
 
     @property
-    def samples_alike(self) -> bool:
-        """Whether all rows must have the same filters: those of captured steps."""
-        return any(runner.captured is not None for runner in self.runners)
+    def captured(self) -> list[CapturedSteps]:
+        """Steps of the runners that were captured; if there are any, all rows must have the same
+        filters."""
+        return [it.captured for it in self.runners if it.captured is not None]
 
 
 def allocate(
@@ -135,10 +136,7 @@ def allocate(
     """
     target = models.target
     speculation = shape.speculation
-    uses_model = speculation.drafter != "lookup" and any(
-        it.uses_drafter for it in speculation.plans
-    )
-    draft = models.draft if uses_model else None
+    draft = models.draft if any(plan.uses_drafter for plan in speculation.plans) else None
     if full is None:
         draft_config = draft.config if draft is not None else None
         settings = (draft_config, shape.generation, speculation)

@@ -46,16 +46,17 @@ class MemoryPool:
         self._latest = id(memory)
         return memory
 
-    def put(self, memory: Memory) -> None:
+    def put(self, memory: Memory, *, was_interrupted: bool = False) -> None:
         """Keeps the memory of a run that is over, if it is the latest.
 
-        With `offload` and no `on_chip` a shorter text may have room for more layers on the device,
-        so such a memory serves one run only, unless it was reserved for longer texts.
+        K and V in host memory serve one run only where this was interrupted in the middle of a
+        step, which may leave its buffers half written; or where a shorter text may have room for
+        more layers on the device: with no `on_chip`, unless it was reserved for longer texts.
         """
         generation = memory.shape.generation
-        is_fitted = isinstance(memory.full, OffloadedFullCache)
-        is_fitted &= generation.on_chip is None and not generation.reserve
-        if id(memory) == self._latest and not is_fitted:
+        is_fitted = generation.on_chip is None and not generation.reserve
+        is_spent = isinstance(memory.full, OffloadedFullCache) and (is_fitted or was_interrupted)
+        if id(memory) == self._latest and not is_spent:
             self._kept = memory
 
     @property
@@ -80,7 +81,7 @@ class MemoryPool:
         )
         return (
             fits(kept, new)
-            and all(runner.can_sample_by(new.sampling) for runner in kept.runners)
+            and all(steps.can_sample_by(new.sampling) for steps in kept.captured)
             and new.generation.prefill_chunk <= old.generation.prefill_chunk
             and wanted == settings
             and (cache is None or max(new.budgets) <= cache.max_budget)

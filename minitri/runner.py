@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitri.caches.full import FullCache, SlotCache
+from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.decoding.level import Emitted, Output
@@ -26,6 +26,7 @@ from minitri.gpu.graphs import CapturedSteps, GraphPool
 from minitri.gpu.offload.layer_major import read_by_layers
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.block import Block, forward_block, make_block, read_block
+from minitri.model.cache import Cache
 from minitri.model.llama import Llama
 from minitri.settings import SamplingParams
 
@@ -36,7 +37,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Llama,
-        cache: SlotCache,
+        cache: Cache,
         sampling: SamplingParams,
         *,
         vocab_size: int,
@@ -53,7 +54,8 @@ class ModelRunner:
         self.model = model
         self.cache = cache
         self.queries_LBTHD = queries_LBTHD
-        self._sampling = [sampling] * len(cache.lengths)
+        self.sampling = [sampling] * len(cache.lengths)
+        """The filters of each row."""
         self._vocab_size = vocab_size
         self.captured: CapturedSteps | None = None
         if graphs is not None:
@@ -129,7 +131,7 @@ class ModelRunner:
     def output(self, hidden_BNE: Tensor) -> Output:
         """Logits, and the distributions that the filters of each row make of them."""
         logits_BNV = self.model.logits(hidden_BNE)[..., : self._vocab_size]
-        probs_BNV = probs_of_rows(logits_BNV, self._sampling)
+        probs_BNV = probs_of_rows(logits_BNV, self.sampling)
         return Output(pad_vocabulary(probs_BNV, self._vocab_size), logits_BNV)
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
@@ -146,20 +148,13 @@ class ModelRunner:
         """Empties row b."""
         self.cache.reset(b)
 
-    def can_sample_by(self, sampling: SamplingParams) -> bool:
-        """Whether what was captured, if anything, can apply these filters, too."""
-        return self.captured is None or self.captured.can_sample_by(sampling)
-
-    @property
-    def sampling(self) -> list[SamplingParams]:
-        """The filters of each row; captured steps apply those of the first to all."""
-        return self._sampling
-
-    @sampling.setter
-    def sampling(self, sampling: list[SamplingParams]) -> None:
-        if self.captured is not None and sampling[0] != self._sampling[0]:
-            self.captured.sample_by(sampling[0])
-        self._sampling = sampling
+    def sample_by(self, b: int, sampling: SamplingParams) -> None:
+        """Row b has these filters from now on; captured steps apply them to all rows."""
+        if self.captured is None:
+            self.sampling[b] = sampling
+        else:
+            self.sampling = [sampling] * len(self.sampling)
+            self.captured.sample_by(sampling)
 
 
 class RetrievalRunner(ModelRunner):
@@ -209,7 +204,7 @@ class DraftRunner(ModelRunner):
         window = tokens[:num_sinks] + tokens[num_sinks:][-self.cache.num_recent_tokens :]
         self.cache.reset(b)
         read_block(self.model, [window], self.cache.row(b))
-        self.cache.set_window(b, num_slots=len(window), num_tokens=len(tokens))
+        self.cache.hold(b, len(window), len(tokens))
 
 
 def take_rows(rows_BTX: Tensor, index_BN: Tensor) -> Tensor:

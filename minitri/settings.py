@@ -15,7 +15,6 @@ from minitri.fields import between, check_fields, one_of, refuse
 
 METHODS = ("auto", "autoregressive", "naive", "retrieval", "triforce")
 VERIFICATIONS = ("block", "token")
-DRAFTERS = ("engine", "lookup")
 MAX_GAMMA = 64
 LONGEST_BLOCK = 1 + 2 * MAX_GAMMA
 """Most tokens that a pass of decoding reads per row: the last certain one and all guesses."""
@@ -176,9 +175,6 @@ class SpeculationConfig:
     tree: str = ""
     """Let the lowest stage guess trees: N, a Sequoia tree of at most N tokens, or WxD, W sequences
     of D tokens. In bfloat16 a near-tie may then fall the other way. Default: chains."""
-
-    drafter: str = one_of("engine", *DRAFTERS)
-    """Who drafts: the drafter that the engine has, or lookup in the text in its place."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -37,15 +37,17 @@ class Stack:
     def __init__(
         self, memory: Memory, shape: MemoryShape, sources: Mapping[str, RandomSource] | None = None
     ) -> None:
-        """Empties the memory, which must fit the `shape` of the run.
+        """The memory must fit the `shape` of the run; no row of it has a text.
 
         `sources` replaces the random sources of the named stages: for made-up verdicts.
         """
         self.memory = memory
         self.shape = shape
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
-        self.sampling = [shape.sampling] * shape.num_rows
-        self.stats = Stats(kv_cache_bytes=memory.num_cache_bytes)
+        num_graphs = memory.graphs.num_graphs if memory.graphs is not None else 0
+        self.stats = Stats(kv_cache_bytes=memory.num_cache_bytes, num_graphs=num_graphs)
+        if memory.retrieval_cache is not None:
+            memory.retrieval_cache.num_rebuilds = 0
         self.tuner = Autotuner(
             shape.speculation.plans,
             prior_seconds(memory, shape),
@@ -53,25 +55,7 @@ class Stack:
         )
         self.source = _random_source(shape.speculation)
         self.meter = Meter(self.stats, self.tuner, clock_of(memory.models.target.device))
-        self._empty()
         self.cascade = self._cascade(sources or {})
-
-    def _empty(self) -> None:
-        """Empties the caches for other texts."""
-        memory = self.memory
-        for runner in memory.runners:
-            runner.sampling = self.sampling
-            for b in range(self.shape.num_rows):
-                runner.reset(b)
-        memory.prefix.num_prompt = list(self.shape.prompt_lengths)
-        memory.prefix.note_certain()
-        if memory.retrieval_cache is not None:
-            memory.retrieval_cache.num_rebuilds = 0
-        if memory.graphs is not None:
-            self.stats.num_graphs = memory.graphs.num_graphs
-            self.stats.graph_bytes = memory.graphs.num_bytes
-            self.stats.capture_seconds = memory.graphs.capture_seconds
-            memory.graphs.capture_seconds = 0.0
 
     def _cascade(self, sources: Mapping[str, RandomSource]) -> Cascade:
         """The stages over the runners of the memory, from the lowest upwards."""
@@ -101,7 +85,7 @@ class Stack:
         self.stats.stages.append(stats)
         target = models.target
         where: dict[str, Any] = {"vocab_size": target.config.vocab_size, "device": target.device}
-        if models.drafter is None or self.shape.speculation.drafter == "lookup":
+        if models.drafter is None:
             return LookupDrafter(self.shape.num_rows, stats, self.meter, **where)
         runner = self.memory.target
         return PluggedDrafter(models.drafter, stats, self.meter, self.source, runner, **where)
@@ -110,50 +94,37 @@ class Stack:
         """Gives row b, which is empty, to a request; `prefill` and `start` must follow."""
         memory = self.memory
         self.sequences[b][:] = prompt
-        memory.prefix.num_prompt[b] = len(prompt)
         self.cascade.active[b] = False
         self.cascade.guessing[b] = request.speculation
         self.source.restart(b, request.seed)
         if memory.retrieval_cache is not None:
             memory.retrieval_cache.reset(b, self.shape.budget_for(len(prompt)))
-        if memory.samples_alike:
-            self.sampling = [request.sampling] * self.shape.num_rows
-        else:
-            self.sampling[b] = request.sampling
         for runner in memory.runners:
-            runner.sampling = self.sampling
-
-    def reuse(self, b: int) -> int:
-        """Begins the text of row b with the K and V of its first tokens that other texts left, if
-        any; returns how many.
-
-        The last tokens are always read: their queries choose what the retrieval cache holds.
-        """
-        prompt = self.sequences[b]
-        cache = self.memory.retrieval_cache
-        most = len(prompt) - 1
-        if cache is not None:
-            most -= self.shape.speculation.observation_window
-            if cache.max_prompt_queries is None:
-                most = 0  # its policy must see all of them
-        return self.memory.prefix.take(b, self.sequences, most)
+            runner.sample_by(b, request.sampling)
 
     def prefill(self, b: int) -> Iterator[int]:
-        """Reads the prompt of row b but for its last token in chunks; yields tokens read so far."""
-        self.stats.num_prompt_tokens += len(self.sequences[b])
+        """Reads the prompt of row b; yields how many of its tokens are there: at first those whose
+        K and V other texts left, then after every chunk; at the end all, of which `start` reads
+        the last one."""
         memory = self.memory
-        cache = self.memory.retrieval_cache
-        for num_read in prefill(
-            memory.models.target,
-            self.sequences[b],
-            memory.full,
-            b,
-            chunk=self.shape.generation.prefill_chunk,
-            watch=functools.partial(cache.observe, b) if cache is not None else None,
-            max_queries=cache.max_prompt_queries if cache is not None else None,
-        ):
+        cache = memory.retrieval_cache
+        prompt = self.sequences[b]
+        self.stats.num_prompt_tokens += len(prompt)
+        last = most = len(prompt) - 1
+        watch = max_queries = None
+        if cache is not None:
+            watch = functools.partial(cache.observe, b)
+            max_queries = cache.max_prompt_queries
+            # What is always read: tokens whose queries choose what the retrieval cache holds.
+            most = 0 if max_queries is None else last - max_queries
+        yield memory.prefix.take(b, self.sequences, most)
+        chunk = self.shape.generation.prefill_chunk
+        where = (memory.models.target, prompt, memory.full, b)
+        for num_read in prefill(*where, chunk=chunk, watch=watch, max_queries=max_queries):
             memory.prefix.note_certain()
-            yield num_read
+            if num_read < last:
+                yield num_read
+        yield len(prompt)
 
     def start(self, rows: list[int] | None = None, *, wants_logits: bool = False) -> list[Emitted]:
         """The first tokens of rows whose prompts have been read, or of all."""

@@ -99,9 +99,6 @@ class Stats:
     """Steps made by each plan (method and gammas); more than one where something was open."""
     num_graphs: int = 0
     """CUDA graphs of this run's session; 0 where nothing is captured."""
-    capture_seconds: float = 0.0
-    """Spent on capturing graphs for this run."""
-    graph_bytes: int = 0
 
     def note_commit(self, seconds: float) -> None:
         """Adds to `commit_seconds`."""

@@ -153,7 +153,7 @@ def windows_read_once(draft: DraftRunner) -> Callable[[int, list[int]], None]:
         length, window = known[tuple(tokens)]
         for row, values in zip(slots, window, strict=True):
             row[:, b, :, :length] = values
-        cache.set_window(b, num_slots=length, num_tokens=len(tokens))
+        cache.hold(b, length, len(tokens))
 
     return read_or_copy
 

@@ -77,8 +77,8 @@ test_runner.py::test_a_bfloat16_models_distributions_are_float32[sampling0]
 test_runner.py
 ::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_after_it[sampling0]
   logits rounded to bfloat16 before the filters
-    ModelRunner.output: probs_of_rows(logits_BNV, self._sampling)
-    => probs_of_rows(logits_BNV.bfloat16(), self._sampling).float()
+    ModelRunner.output: probs_of_rows(logits_BNV, self.sampling)
+    => probs_of_rows(logits_BNV.bfloat16(), self.sampling).float()
 caches/test_chunk_scores.py::test_the_queries_that_choose_are_those_that_attend[4]
   unrotated queries choose chunks
     Attention.mix: q_BTHD[:, -shared.queries_LBTHD.shape[2]:]
@@ -189,7 +189,7 @@ test_engine.py::test_seeds_decide_and_belong_to_rows
     Stack.admit: self.source.restart(b, request.seed) => self.source.restart(b, 0)
 test_stream.py::test_every_request_gets_what_it_gets_alone[2-triforce-False]
   a new text is sampled by the old one's filters
-    Stack.admit: self.sampling[b] = request.sampling => pass
+    ModelRunner.sample_by: self.sampling[b] = sampling => pass
 trees/test_tree_enumeration.py
 ::test_a_tree_that_the_target_verifies_gives_its_distribution[six-10]
   siblings share the number of their tests
@@ -315,8 +315,8 @@ reuse/test_open_runs.py::test_a_request_without_speculation_stands_next_to_other
 test_runner.py
 ::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_after_it[sampling0]
   a drafter's vocabulary cut after the softmax
-    ModelRunner.output: probs_of_rows(logits_BNV, self._sampling)
-    => probs_of_rows(self.model.logits(hidden_BNE), self._sampling)[..., : self._vocab_size]
+    ModelRunner.output: probs_of_rows(logits_BNV, self.sampling)
+    => probs_of_rows(self.model.logits(hidden_BNE), self.sampling)[..., : self._vocab_size]
 decoding/test_enumeration.py::test_blocks_at_both_levels_give_the_target_distribution[3-1-1-3]
   a block's last guess tested as if another followed
     verify_block: num_after_BN > 0 => num_after_BN >= 0

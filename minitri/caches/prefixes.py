@@ -61,8 +61,7 @@ class PrefixCache:
         self._reads_alike = reads_alike
         self._ended = [HeldRow(full, b, []) for b in range(len(full.lengths))]
         self._num_certain = list(full.lengths)
-        self.num_prompt = list(full.lengths)
-        """Tokens of each row's prompt."""
+        self._num_prompt = [1] * len(full.lengths)  # tokens of each row's prompt
         self.snapshot: HeldRow | None = None
 
     def note_certain(self) -> None:
@@ -72,7 +71,7 @@ class PrefixCache:
     def _num_exact(self, b: int) -> int:
         """Tokens of row b whose K and V are what a prefill gives."""
         held = self._num_certain[b]
-        return held if self._reads_alike else min(held, self.num_prompt[b] - 1)
+        return held if self._reads_alike else min(held, self._num_prompt[b] - 1)
 
     @property
     def longest(self) -> HeldRow | None:
@@ -115,8 +114,9 @@ class PrefixCache:
         return max(places, key=gain)
 
     def take(self, b: int, texts: list[list[int]], most: int) -> int:
-        """Fills row b, which is empty, with the longest beginning of its text that is at hand, of
+        """Fills row b, which is empty, with the longest beginning of its prompt that is at hand, of
         at most `most` tokens; returns how many. `texts` are those of all rows."""
+        self._num_prompt[b] = len(texts[b])
         sources = [*self._ended]
         for other, text in enumerate(texts):
             sources.append(HeldRow(self._full, other, text[: self._num_exact(other)]))

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minitri.caches.full import FullCache, SlotCache
+from minitri.caches.full import FullCache
 from minitri.caches.policies import Policy
-from minitri.model.cache import round_up_to_stride
+from minitri.model.cache import Cache, round_up_to_stride
 from minitri.settings import SpeculationConfig
 
 
@@ -46,7 +46,7 @@ class Row:
     """Whether it is rebuilt with the latest pass of the target."""
 
 
-class RetrievalCache(SlotCache):
+class RetrievalCache(Cache):
     """A small copy of a full cache: `budget` committed tokens per row, room for a block after."""
 
     selects_in_pass = False
@@ -117,7 +117,7 @@ class RetrievalCache(SlotCache):
         held = known // M * M  # what is left of the last chunk is copied by `commit`
         budget = self.rows[b].budget
         self.rows[b] = Row(budget, 0, num_committed=held, built_at=known)
-        self._hold(b, budget, held)
+        self.hold(b, budget, held)
 
     def commit(self, b: int, queries_LTHD: Tensor) -> None:
         """Takes over what the full cache now holds of row b, and drops the block.
@@ -126,7 +126,7 @@ class RetrievalCache(SlotCache):
         of the target has just read and `observe` has not seen.
         """
         row = self.rows[b]
-        self._hold(b, row.num_committed - self._num_left_out[b], row.num_committed)
+        self.hold(b, row.num_committed - self._num_left_out[b], row.num_committed)
         known = self._full.lengths[b] - queries_LTHD.shape[1]  # before that pass
         if not self.selects_in_pass and self._is_due(row, known):
             row.is_planned = True
@@ -186,4 +186,4 @@ class RetrievalCache(SlotCache):
                 small[:, b, :, slot : slot + count] = exact_LKTD
             row.num_overwritten += 0 if is_free else count
             row.num_committed += count
-            self._hold(b, min(held + count, row.budget), row.num_committed)
+            self.hold(b, min(held + count, row.budget), row.num_committed)

@@ -14,10 +14,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from minitri.caches.full import SlotCache
 from minitri.config import ModelConfig
 from minitri.errors import InputError
-from minitri.model.cache import BlockKV, write_after
+from minitri.model.cache import BlockKV, Cache, write_after
 from minitri.model.rope import Rope
 from minitri.settings import SpeculationConfig
 
@@ -31,7 +30,7 @@ def window_slots(speculation: SpeculationConfig) -> int:
     return kept + SLIDE + speculation.room
 
 
-class StreamingCache(SlotCache):
+class StreamingCache(Cache):
     """Sinks and recent tokens of B rows: raw keys, rotated keys and values."""
 
     def __init__(
@@ -81,10 +80,6 @@ class StreamingCache(SlotCache):
         row.raw_keys = self.raw_keys[:, b : b + 1]
         return row
 
-    def set_window(self, b: int, *, num_slots: int, num_tokens: int) -> None:
-        """Declares row b's first slots valid; they stand for `num_tokens`, most left out."""
-        self._hold(b, num_slots, num_tokens)
-
     def slide(self) -> None:
         """In rows without room for another block, drops what is neither sink nor recent."""
         sinks, kept = self.num_sink_tokens, self.num_sink_tokens + self.num_recent_tokens
@@ -98,4 +93,4 @@ class StreamingCache(SlotCache):
             moved_LTKD = self.raw_keys[:, b, :, sinks:kept].transpose(1, 2)
             rotated_LTKD = self._rope.at(positions).rotate(moved_LTKD)
             self.keys[:, b, :, sinks:kept] = rotated_LTKD.transpose(1, 2)
-            self._hold(b, kept, self.num_tokens[b])
+            self.hold(b, kept, self.num_tokens[b])

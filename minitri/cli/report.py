@@ -53,8 +53,7 @@ def details(engine: Engine, run: Generation) -> str:
         *map(level_line, stats.levels),
         f"ms/token {phases}; {stats.num_rebuilds} rebuilds of the retrieval cache",
         f"plans    {plans}",
-        f"graphs   {stats.num_graphs} captured in {stats.capture_seconds:.2f} s, "
-        f"{stats.graph_bytes / 1e6:.0f} MB",
+        f"graphs   {stats.num_graphs}",
         f"memory   weights {weights / 1e6:.0f} MB, KV caches {stats.kv_cache_bytes / 1e6:.0f} MB",
     ]
     return "\n".join(lines)

@@ -1,14 +1,22 @@
-"""The `Cache` protocol: what the model, and whoever runs it, ask of a KV cache.
+"""KV caches: slots for K and V, and how many of them are valid per row.
 
-A cache holds K and V of the tokens that were *inputs* of the model, one row per sequence. In a
-forward pass each layer writes the K and V of its block right after every row's prefix, and attends
-to both. Lengths do not move in a forward pass: whoever decides that the block's tokens stay calls
-`advance` afterwards. Slots past a row's length are garbage, and nothing may depend on them.
+A cache holds K and V of the tokens that were *inputs* of the model, one row per text. In a forward
+pass each layer writes the K and V of its block right after every row's prefix, and attends to both.
+Lengths do not move in a forward pass: whoever decides that the block's tokens stay calls `advance`
+afterwards. They are on the host, and change only by `advance`, `crop`, `reset` and what a kind of
+cache adds to these. Slots past a row's length are garbage, and nothing may depend on them.
 
-Legend: B rows, T tokens of a block, K KV heads, S slots, D head dim.
+A row's valid slots are a prefix: tokens of its text in the cache's order, and the latest block.
+Small caches leave tokens of the text out.
+
+Layout (L, B, K, S, D): a KV head's keys are contiguous, which is what attention over a long prefix
+wants, and a layer or a row is a view.
+
+Legend: L layers, B rows, T tokens of a block, K KV heads, S slots, D head dim.
 """
 
-from typing import NamedTuple, Protocol
+import copy
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -34,43 +42,98 @@ class BlockKV(NamedTuple):
     """On the device, where the block belongs; None: the cache goes by `lengths`."""
 
 
-class Cache(Protocol):
-    """A KV cache of B rows."""
+class Cache:
+    """`keys` and `values` (L, B, K, S, D) of B rows."""
+
+    def __init__(self, keys: Tensor, values: Tensor, lengths: list[int] | None = None) -> None:
+        self.keys, self.values = keys, values
+        B = keys.shape[1]
+        self._lengths = list(lengths or [0] * B)
+        self._num_left_out = [0] * B
+        """Tokens of each row's text that were read, or passed over, and stand in no slot."""
 
     @property
     def lengths(self) -> list[int]:
         """Valid slots per row, on the host: the prefix that a block attends to."""
+        return self._lengths
 
     @property
     def num_tokens(self) -> list[int]:
-        """Tokens of each row's sequence that were read; a small cache holds fewer than that."""
+        """Tokens of each row's text that were read; a small cache holds fewer than that."""
+        return [sum(pair) for pair in zip(self._lengths, self._num_left_out, strict=True)]
 
     @property
     def next_positions(self) -> list[int]:
         """Position of the next token of each row, for its rotary embedding."""
+        return self.num_tokens
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """(L, B, K, S, D) of keys and of values, wherever they are."""
+        L, B, K, S, D = self.keys.shape
+        return L, B, K, S, D
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.keys.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.keys.device
+
+    @property
+    def capacity(self) -> int:
+        """Slots per row."""
+        return self.keys.shape[3]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes reserved for keys and values."""
+        return self.keys.nbytes + self.values.nbytes
 
     def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
         """Writes the block after every row's prefix; returns K and V (B, K, S, D) to attend to."""
+        return write_block(self.keys[layer], self.values[layer], block, self._lengths)
 
     def advance(self, counts: list[int]) -> None:
         """Keeps the first `counts[b]` tokens of the block that was just written."""
+        self._set_lengths([old + count for old, count in zip(self._lengths, counts, strict=True)])
 
     def crop(self, num_tokens: list[int]) -> None:
-        """Takes tokens back: row b keeps the first `num_tokens[b]` of those it has read."""
+        """Row b keeps at most the first `num_tokens[b]` of those it has read."""
+        rows = zip(self._lengths, num_tokens, self._num_left_out, strict=True)
+        self._set_lengths([min(old, new - left_out) for old, new, left_out in rows])
 
     def reset(self, b: int) -> None:
-        """Empties row b, for another sequence."""
+        """Empties row b, for another text."""
+        self.hold(b, 0, 0)
 
-
-class TreeCache(Cache, Protocol):
-    """A cache whose blocks may be trees."""
+    def row(self, b: int) -> Self:
+        """A cache of row b alone, in the same memory; what it reads is counted there alone."""
+        row = copy.copy(self)
+        row.keys, row.values = (slots[:, b : b + 1] for slots in (self.keys, self.values))
+        row._lengths, row._num_left_out = [self._lengths[b]], [self._num_left_out[b]]
+        return row
 
     def keep_path(self, b: int, path: list[int]) -> None:
         """Moves K and V of the block's tokens at these places, rising, right after its first."""
+        for slots in (self.keys, self.values):
+            gather_path(slots, b, self._lengths[b], path)
+
+    def hold(self, b: int, num_slots: int, num_tokens: int) -> None:
+        """Row b's first slots are valid; they stand for `num_tokens` of its text."""
+        self._num_left_out[b] = num_tokens - num_slots
+        self._set_lengths([num_slots if b == row else n for row, n in enumerate(self._lengths)])
+
+    def _set_lengths(self, lengths: list[int]) -> None:
+        assert min(lengths) >= 0
+        assert max(lengths) <= self.capacity
+        self._lengths = lengths
 
 
 def gather_path(slots_LBKSD: Tensor, b: int, start: int, path: list[int]) -> None:
-    """`TreeCache.keep_path` for keys or values of a block that begins at slot `start`."""
+    """`Cache.keep_path` for keys or values of a block that begins at slot `start`."""
     places = torch.tensor(path).to(slots_LBKSD.device) + start
     slots_LBKSD[:, b, :, start + 1 :][:, :, : len(path)] = slots_LBKSD[:, b].index_select(2, places)
 

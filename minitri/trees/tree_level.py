@@ -9,8 +9,6 @@ sampled from, so nothing above knows of trees.
 Legend: B rows, N nodes, T nodes of a pass, V vocab, L layers, H query heads, D head dim.
 """
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
@@ -18,7 +16,7 @@ from minitri.decoding.level import Emitted, Level, Output, Runner
 from minitri.decoding.meter import Meter
 from minitri.decoding.verification import NotFiniteError, Proposal
 from minitri.model.block import forward_block, make_block
-from minitri.model.cache import TreeCache, gather_path
+from minitri.model.cache import gather_path
 from minitri.runner import ModelRunner
 from minitri.stats import LevelStats
 from minitri.trees.shape import TreeShape, shape_of
@@ -52,7 +50,7 @@ class TreeRunner:
         runner = self._runner
         for b, path in enumerate(paths):
             if active[b] and path != list(range(1, len(path) + 1)):
-                cast(TreeCache, runner.cache).keep_path(b, path)
+                runner.cache.keep_path(b, path)
                 if runner.queries_LBTHD is not None:
                     gather_path(runner.queries_LBTHD.transpose(2, 3), b, 0, path)
         counts = [1 + len(path) if on else 0 for path, on in zip(paths, active, strict=True)]

@@ -13,7 +13,7 @@ from minitri.caches.full import FullCache
 from minitri.caches.policies import NEIGHBOR, make_policy
 from minitri.caches.retrieval import RetrievalCache
 from minitri.settings import SamplingParams, SpeculationConfig
-from tests.cascades import WARM, Rig, near_copy, plain_tokens, random_prompt
+from tests.cascades import Rig, plain_tokens, random_prompt
 from tests.conftest import new_cache, tiny_config, tiny_model
 from tests.exactness import probs_after
 from tools.paper.baselines.policies import NAMES, policy_of
@@ -339,26 +339,3 @@ def test_the_default_budget_is_a_quarter_of_the_prompt_within_limits():
     assert budgets == [256, 256, 512, 4096, 4096]
     assert SpeculationConfig(chunk_size=100).budget_for(1) == 300
     assert SpeculationConfig(budget=16).budget_for(10**6) == 16
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("noise", "num_new"), [(None, 4096), (0.005, 1200)])
-def test_output_far_beyond_the_budget_is_still_the_targets(noise, num_new):
-    """New tokens through a cache of 512, which is rebuilt again and again and never grows; fewer of
-    them with a model as drafter, which takes longer."""
-    config = tiny_config(
-        num_layers=1, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1
-    )
-    target, prompt = tiny_model(config, seed=2), random_prompt(config, 700)
-    settings = {"num_new": num_new, "sampling": WARM, "coupled": True, "prefill_chunk": 512}
-    draft = None if noise is None else near_copy(target, noise)
-    sizes = {"budget": 512, "num_recent_tokens": 32, "gamma1": 3, "gamma2": 10}
-    rig = Rig(target, [prompt], draft=draft, method="triforce", **sizes, **settings)
-    tensors = (rig.retrieval.keys, rig.retrieval.values, rig.full.keys, rig.full.values)
-    places, held = [tensor.data_ptr() for tensor in tensors], set()
-    tokens = rig.run(lambda rig: held.add((rig.cascade.active[0], rig.retrieval.lengths[0])))
-    assert tokens == plain_tokens(target, [prompt], **settings)
-    assert held == {(True, 512), (False, 0)}
-    assert rig.stats.num_rebuilds > num_new // 512
-    now = (rig.retrieval.keys, rig.retrieval.values, rig.full.keys, rig.full.values)
-    assert [tensor.data_ptr() for tensor in now] == places

@@ -6,10 +6,10 @@ import itertools
 import pytest
 import torch
 
-from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
+from minitri import InputError, SamplingParams, SpeculationConfig
 from minitri.caches.streaming import SLIDE, StreamingCache
 from minitri.runner import DraftRunner
-from tests.cascades import Rig, fresh_read, near_copy, plain_tokens, random_prompt, tiny_engine
+from tests.cascades import Rig, fresh_read, plain_tokens, random_prompt
 from tests.conftest import tiny_config, tiny_model
 from tests.exactness import probs_after
 
@@ -165,28 +165,6 @@ def test_ragged_rows_slide_on_their_own():
 
 
 @pytest.mark.parametrize("method", ["naive", "triforce"])
-@pytest.mark.parametrize("lengths", [(1, 150), (150, 100, 30), (99, 400)])
-def test_a_batch_may_mix_prompts_that_fit_the_window_with_longer_ones(method, lengths):
-    """A prompt that fits was once read next to full windows of other rows, whose slots it did not
-    fit after."""
-    config = tiny_config(context_length=512)
-    target, prompts = tiny_model(config), [random_prompt(config, n, seed=n) for n in lengths]
-    draft = near_copy(target, 0.02)
-    settings = {"num_recent_tokens": 100, "budget": 32, "prefill_chunk": 512, "num_new": 8}
-    rig = Rig(target, prompts, draft=draft, method=method, **settings)
-    assert rig.run() == plain_tokens(target, prompts, num_new=8, prefill_chunk=512)
-
-
-def test_a_row_that_has_ended_stays_out():
-    runner = new_runner(batch_size=2)
-    runner.prepare([TEXT[:100], TEXT[:100]], [True, True])
-    runner.reset(0)
-    runner.prepare([TEXT[:100], TEXT[:101]], [False, True])
-    assert (runner.cache.lengths[0], runner.cache.num_tokens[0]) == (0, 0)
-    assert runner.cache.num_tokens[1] == 99
-
-
-@pytest.mark.parametrize("method", ["naive", "triforce"])
 def test_a_drafter_of_a_short_context_serves_a_longer_prompt(method, monkeypatch):
     """The drafter holds 70 tokens, the prompt has 200; it never sees a position that it was not
     made for."""
@@ -211,18 +189,3 @@ def test_a_window_that_the_drafter_cannot_hold_is_refused():
     with pytest.raises(InputError, match="101 tokens but its window needs 102 .*num_recent_tokens"):
         Rig(target, prompts, draft=tiny_model(tiny_config(context_length=101)), **settings)
     Rig(target, prompts, draft=tiny_model(tiny_config(context_length=102)), **settings)
-
-
-def test_a_second_prompt_meets_a_fresh_cache():
-    """The same tokens, guesses and verdicts as in a new engine: no length, no sink is left from the
-    first prompt."""
-    speculation = SpeculationConfig("triforce", gamma1=2, gamma2=6, budget=16, **SIZES)
-    settings = {"generation": GenerationConfig(20, ignore_eos=True), "speculation": speculation}
-    used, fresh = tiny_engine(), tiny_engine()
-    used.complete(random_prompt(used.config, 120, seed=1), **settings)
-    prompt = random_prompt(used.config, 90, seed=2)
-    ours, theirs = (engine.complete(prompt, **settings) for engine in (used, fresh))
-    assert ours.token_ids == theirs.token_ids
-    levels = [[level.as_dict() for level in done.stats.levels] for done in (ours, theirs)]
-    assert levels[0] == levels[1]
-    assert levels[0][0]["num_accepted_tokens"] > 0

@@ -78,7 +78,7 @@ def test_a_replay_has_the_bits_of_an_eager_pass(name):
             [(row * 31 + size * 7 + i) % CONFIG.vocab_size for i in range(size)] for row in range(2)
         ]
         warm = SamplingParams(0.3 + 0.1 * cache.lengths[0], top_p=0.7 + 0.02 * cache.lengths[0])
-        runner.sampling = [SamplingParams() if kept == 2 else warm] * 2
+        runner.sample_by(0, SamplingParams() if kept == 2 else warm)
         inputs = make_block(model, blocks, cache, size)
         logits_BTV = model.logits(forward_block(model, inputs, cache, None))
         eager = probs_by_tensor(logits_BTV.flatten(0, 1), WARM, runner.captured._numbers_3)

@@ -12,7 +12,7 @@ from minitri import (
     SpeculationConfig,
     Token,
 )
-from tests.cascades import random_prompt, tiny_engine
+from tests.cascades import random_prompt
 
 WARM = SamplingParams(0.9, 30)
 SIZES = {"gamma1": 2, "gamma2": 3, "budget": 32, "num_recent_tokens": 16}
@@ -147,18 +147,3 @@ def test_speculation_is_chosen_per_call(engine):
             chosen = settings.get("method", "autoregressive")
             assert all(plan.startswith(chosen) for plan in run.stats.steps_per_plan)
     assert texts[1:] == texts[:1] * 3
-
-
-def test_the_drafter_is_chosen_per_call():
-    engine = tiny_engine()
-    prompt, texts, names = random_prompt(engine.config, 60), [], []
-    for drafter in ("engine", "lookup", None):
-        run = engine.generate(
-            prompt, method="naive", drafter=drafter, generation=GenerationConfig(16)
-        )
-        names.append(run._events.gi_frame.f_locals["stack"].memory.draft is not None)
-        texts.append([event.token_id for event in run if isinstance(event, Token)])
-    assert names == [True, False, True]
-    assert texts[1:] == texts[:1] * 2
-    with pytest.raises(InputError, match="^drafter is 'best'"):
-        engine.generate(prompt, drafter="best")

@@ -47,11 +47,12 @@ def document(engine):
     return random_prompt(engine.config, 150, seed=1)
 
 
-@pytest.mark.parametrize("policy", NAMES)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "policy"),
+    [(method, "retrieval") for method in METHODS]
+    + [(method, policy) for method in ("retrieval", "triforce") for policy in NAMES[1:]],
+)
 def test_a_second_question_gets_the_answer_of_a_fresh_run(engine, document, method, policy):
-    if policy != "retrieval" and method not in ("retrieval", "triforce"):
-        pytest.skip("no cache that has a policy")
     speculation = settings_of(method, policy=policy_of(policy))
     engine.release()
     first, cached = say(engine, [document], speculation)
@@ -146,19 +147,15 @@ def test_a_run_that_is_left_leaves_what_it_has_read(engine, document, event):
     assert held[:149] == document[: len(held)][:149]
 
 
-def test_ctrl_c_in_the_middle_of_a_step_loses_nothing_that_was_certain(
-    engine, document, monkeypatch
-):
-    """Guesses were in the caches when it came."""
-    engine.release()
+def interrupt(engine, document, monkeypatch, **settings):
+    """A run that ends by Ctrl-C in the middle of a step: guesses are in the caches, what was
+    rejected is still there, what came is not."""
+    generation = GenerationConfig(30, ignore_eos=True, **settings)
     speculation = settings_of("triforce")
-    generation = GenerationConfig(30, ignore_eos=True)
     run = engine.generate(
         document, speculation=speculation, generation=generation, sampling=WARM, seed=2
     )
-    for event in run:
-        if isinstance(event, Token):
-            break
+    next(event for event in run if isinstance(event, Token))
     session = run._events.gi_frame.f_locals["stack"]
     target = session.cascade._target
 
@@ -167,9 +164,17 @@ def test_ctrl_c_in_the_middle_of_a_step_loses_nothing_that_was_certain(
             raise KeyboardInterrupt
         type(target).crop(target, lengths)
 
-    monkeypatch.setattr(target, "crop", crop)  # what was rejected is still there, what came is not
+    monkeypatch.setattr(target, "crop", crop)
     with pytest.raises(KeyboardInterrupt):
         list(run)
+
+
+def test_ctrl_c_in_the_middle_of_a_step_loses_nothing_that_was_certain(
+    engine, document, monkeypatch
+):
+    engine.release()
+    interrupt(engine, document, monkeypatch)
+    speculation = settings_of("triforce")
     prompt = [*engine.held_tokens, *range(20)]  # the last are always read
     assert prompt[:149] == document[:149]
     again, cached = say(engine, [prompt], speculation, num_new=40)
@@ -257,17 +262,35 @@ def test_on_compiled_kernels_texts_are_equal_to_the_bit(folder, dtype):
         assert torch.equal(slots[:, 0, :, : len(prompt) - 1], own)
 
 
+def hosted(engine, on_chip: int, batch_size: int, monkeypatch) -> dict:
+    """The settings of runs whose K and V are in host memory."""
+    full = functools.partial(offloaded, on_chip, batch_size=batch_size, config=engine.config)
+    monkeypatch.setattr("minitri.memory.allocate_full_cache", lambda *_: full())
+    return {"offload": True, "on_chip": on_chip}
+
+
 @pytest.mark.parametrize("on_chip", [0, 1])
 def test_a_cache_in_host_memory_serves_too(on_chip, monkeypatch):
     engine, fresh = tiny_engine(), tiny_engine()
     document = random_prompt(engine.config, 200, seed=1)  # more than the ring holds
-    for it in (engine, fresh):
-        hosted = functools.partial(offloaded, on_chip, batch_size=2, config=it.config)
-        monkeypatch.setattr("minitri.memory.allocate_full_cache", lambda *_, f=hosted: f())
-    settings = {"offload": True, "on_chip": on_chip}
+    settings = hosted(engine, on_chip, 2, monkeypatch)
     speculation = settings_of("triforce")
     say(engine, [document, document[:50]], speculation, **settings)
     prompts = [[*document, 5, 6], [*document, 7]]
     again, cached = say(engine, prompts, speculation, **settings)
     assert cached == [197, 196]
     assert say(fresh, prompts, speculation, **settings) == (again, [0, 196])
+
+
+def test_k_and_v_in_host_memory_are_not_kept_after_ctrl_c_in_the_middle_of_a_step(
+    document, monkeypatch
+):
+    """Buffers and ring may be half written; a run that is left between two steps keeps them."""
+    engine = tiny_engine()
+    settings = hosted(engine, 1, 1, monkeypatch)
+    first, _ = say(engine, [document], settings_of("triforce"), **settings)
+    assert engine.held_tokens
+    interrupt(engine, document, monkeypatch, **settings)
+    assert engine.held_tokens == []
+    again = say(engine, [document], settings_of("triforce"), **settings)
+    assert again == (first, [0])

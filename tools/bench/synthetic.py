@@ -227,6 +227,7 @@ def decode(
     session.meter.settle()
     stats.num_decoded_tokens = num_tokens = len(tokens) - before
     on_gpu = target.device.type == "cuda"
+    graphs = session.memory.graphs
     seconds = {"commit": stats.commit_seconds / len(times)}
     for stage, num_before in zip(stats.stages, rounds_before, strict=True):
         seconds[stage.name] = stage.seconds / max(stage.num_rounds - num_before, 1)
@@ -242,7 +243,7 @@ def decode(
         "idle_share": idle_share(session.step, PROFILED_STEPS) if on_gpu else None,
         "on_chip": session.memory.full.on_chip,
         "num_graphs": stats.num_graphs,
-        "capture_seconds": stats.capture_seconds,
+        "capture_seconds": graphs.capture_seconds if graphs is not None else 0.0,
     }
 
 

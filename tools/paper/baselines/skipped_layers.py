@@ -65,7 +65,7 @@ class SkippedLayers:
         window = tokens[:num_sinks] + tokens[num_sinks:][-cache.num_recent_tokens :]
         cache.reset(0)
         read_block(self._model, [window], cache.row(0))
-        cache.set_window(0, num_slots=len(window), num_tokens=len(tokens))
+        cache.hold(0, len(window), len(tokens))
 
     def _new_cache(self) -> StreamingCache:
         model = self._model
