@@ -12,7 +12,6 @@ with clean_imports():
     import dataclasses
     import json
     import logging
-    import sys
 
     from minitri.cli import arguments, boot
     from minitri.cli.inputs import read_prompt
@@ -52,13 +51,11 @@ class GenerateFlags:
     color: bool = False
     """Color each token by the stage it came from."""
     json: bool = False
-    """Print one JSON object instead of the text; errors are one, too."""
+    """Print one JSON object instead of the text."""
     json_stream: bool = False
     """Print a JSON object per token, and at the end that of --json."""
     stats: bool = False
     """All statistics, not only a line of them."""
-    quiet: bool = False
-    """No progress, log or statistics on standard error."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -73,20 +70,17 @@ def build_parser() -> arguments.OneLineParser:
         "--prompts questions.jsonl --max-new-tokens 64 > answers.jsonl",
         description="Generates text from a Llama model after a prompt as long as its context.",
     )
-    arguments.add_model_flags(parser)
+    arguments.add_flags(parser, *arguments.MODEL)
     group = arguments.add_prompt_flags(parser, default="standard input if piped, else demo")
     text = "the same as --prompt TEXT"
     group.add_argument("prompt", nargs="?", metavar="TEXT", default=argparse.SUPPRESS, help=text)
-    arguments.add_fields(group, GenerateFlags, "prompts")
-    fields = ("prefill_chunk", "stop", "ignore_eos", "logprobs")
-    arguments.add_fields(parser, GenerationConfig, *fields)
-    arguments.add_gpu_flags(parser)
-    own = [field.name for field in dataclasses.fields(GenerateFlags)]
-    arguments.add_fields(parser, GenerateFlags, *own[1:])
-    text = "makes a text repeatable: the same command with the same seed writes the same text "
-    text += "(default: a new one each time; open methods and gammas then follow the clock)"
-    arguments.add_open_sampling_flags(parser, text)
-    arguments.add_speculation_flags(parser, "none of this changes the text's distribution")
+    prompts, *others = arguments.names_of(GenerateFlags)
+    arguments.add_fields(group, GenerateFlags, prompts)
+    arguments.add_flags(parser, "stop", "ignore_eos", "logprobs", *arguments.MEMORY)
+    arguments.add_fields(parser, GenerateFlags, *others)
+    arguments.add_open_sampling_flags(parser)
+    title = "speculation (none of this changes the text's distribution)"
+    arguments.add_flags(parser, *arguments.SPECULATION, title=title)
     text = "show the models that have names and exit"
     parser.add_argument("--list-models", action="version", version=table(), help=text)
     return parser
@@ -97,17 +91,16 @@ def run_command(args: argparse.Namespace) -> int:
     arguments.taken(SamplingParams, args)  # bad values fail before anything is loaded
     generation = arguments.taken(GenerationConfig, args)
     speculation = arguments.speculation_of(args)
-    draft = arguments.draft_of(args)
     if args.system is not None and not args.chat:
         raise InputError("--system has a text, but nothing is a message; add --chat")
     arguments.warn_of_ignored(args)
     boot.check_kv_files(args)
     if args.prompts is not None:
-        return run_lines(args, generation, speculation, draft)
+        run_lines(args, generation, speculation)
+        return 0
     if args.prompt is None and args.prompt_file is None:
         choose_prompt(args)
-    text = read_prompt(args.prompt_file, args.prompt), args.max_prompt_tokens
-    engine, [prompt] = boot.load_engine(args, draft, [text], num_new=generation.max_new_tokens)
+    engine, [prompt] = boot.load_engine(args, [read_prompt(args.prompt_file, args.prompt)])
     sampling = boot.sampling_of(args, engine)
     seed = boot.seed_of(args, sampling)
     boot.load_kv(args, engine)
@@ -144,11 +137,7 @@ def show(args: argparse.Namespace, engine: Engine, run: Generation) -> str:
     return finish_reason
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Entry point of `python -m minitri.generate`."""
-    with program(build_parser, argv, parallel=True) as args:
-        sys.exit(run_command(args))
-
+main = program(build_parser, run_command, parallel=True)
 
 if __name__ == "__main__":
     main()

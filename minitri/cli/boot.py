@@ -1,6 +1,6 @@
 """From flags to an engine that is ready: weights, threads, sampling, seed, a KV snapshot.
 
-engine, [prompt] = load_engine(args, draft, [(text, max_tokens)], num_new=256)
+engine, [prompt] = load_engine(args, [read_prompt(args.prompt_file)])
 sampling = sampling_of(args, engine)
 seed = seed_of(args, sampling)
 """
@@ -12,10 +12,11 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from minitri.cli.arguments import model_of, taken
+from minitri.cli.arguments import draft_of, model_of, taken
 from minitri.cli.inputs import encode
 from minitri.cli.report import details, outline
 from minitri.config import ModelConfig
@@ -32,34 +33,33 @@ log = logging.getLogger("minitri")
 
 
 def boot(
-    args: argparse.Namespace, draft: str, check: Callable[[Tokenizer, ModelConfig], None]
-) -> Engine:
-    """Boots the engine that the flags ask for, with `check` before the weights are read."""
+    args: argparse.Namespace, prepare: Callable[[Tokenizer, ModelConfig], Any] = lambda *_: None
+) -> tuple[Engine, Any]:
+    """Boots the engine that the flags ask for; gives also what `prepare` made before the weights
+    were read. Raises `InputError`."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    engine = load(**model_of(args), draft=draft, before_weights=check)
+    made = []
+    engine = load(
+        **model_of(args),
+        draft=draft_of(args),
+        before_weights=lambda *files: made.append(prepare(*files)),
+    )
     if args.bitwise and (args.tree or not engine.model.execution.is_row_invariant):
         raise InputError(
             "--bitwise needs the compiled kernels and no --tree; run on a CPU with a C++ compiler, "
             "or leave it out"
         )
-    return engine
+    return engine, made[0]
 
 
-def load_engine(
-    args: argparse.Namespace, draft: str, texts: Sequence[tuple[str, int | None]], *, num_new: int
-) -> tuple[Engine, list[list[int]]]:
-    """Boots the engine that the flags ask for; its prompts are checked before it reads weights.
+def load_engine(args: argparse.Namespace, texts: Sequence[str]) -> tuple[Engine, list[list[int]]]:
+    """Boots the engine that the flags ask for; its prompts are checked before it reads weights."""
 
-    Each text goes with the number of tokens that are kept. Raises `InputError`.
-    """
-    prompts: list[list[int]] = []
+    def prompts(tokenizer: Tokenizer, config: ModelConfig) -> list[list[int]]:
+        return [encode(text, tokenizer, config, args.max_new_tokens, args) for text in texts]
 
-    def check(tokenizer: Tokenizer, config: ModelConfig) -> None:
-        for text, max_tokens in texts:
-            prompts.append(encode(text, tokenizer, config, max_tokens, num_new, args))
-
-    return boot(args, draft, check), prompts
+    return boot(args, prompts)
 
 
 def sampling_of(args: argparse.Namespace, engine: Engine) -> SamplingParams:

@@ -63,11 +63,10 @@ def encode(
     prompt: str | list[int],
     tokenizer: Tokenizer,
     config: ModelConfig,
-    max_tokens: int | None,
     num_new: int,
     args: argparse.Namespace,
 ) -> list[int]:
-    """Token ids of a prompt, at most `max_tokens`, by --fit, --chat and --system.
+    """Token ids of a prompt by --max-prompt-tokens, --fit, --chat and --system.
 
     What is cut is cut from the text, not from BOS or the chat template around it. Raises
     `InputError` if there is no template, or no room for the prompt and `num_new` more tokens.
@@ -77,7 +76,7 @@ def encode(
     start = _num_same(ids, empty)
     end = len(ids) - _num_same(ids[::-1], empty[start:][::-1])
     fit = vars(args).get("fit")
-    room = max_tokens or len(ids)
+    room = args.max_prompt_tokens or len(ids)
     if fit is not None:
         room = min(room, config.context_length - num_new)
     num_cut = len(ids) - room

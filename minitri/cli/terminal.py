@@ -1,9 +1,7 @@
 """Shows a run as it goes: text or a line of JSON per token, a progress bar, colors by origin."""
 
-import contextlib
 import json
 import signal
-import threading
 from collections.abc import Callable, Iterator
 
 from tqdm import tqdm
@@ -45,43 +43,33 @@ def nothing(_: Token) -> str:
 
 
 def stream(
-    run: Generation,
-    show: Callable[[Token], str],
-    *,
-    quiet: bool,
-    stopped: threading.Event | None = None,
+    run: Generation, show: Callable[[Token], str], *, quiet: bool
 ) -> tuple[str, list[Token]]:
     """Shows a run of one prompt; returns how it ended, and its tokens.
 
-    It ends as `interrupted` after an event that `stopped` is set in, and at once by Ctrl-C.
+    After a Ctrl-C it ends as `interrupted` with the next event; a second one interrupts at once.
     """
     tokens: list[Token] = []
-    with contextlib.suppress(KeyboardInterrupt):
+    is_stopped = False
+
+    def stop(*_: object) -> None:
+        nonlocal is_stopped
+        signal.signal(signal.SIGINT, before)
+        is_stopped = True
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
         for event in with_bar(run, quiet=quiet):
             if isinstance(event, End):
                 return event.finish_reason, tokens
             if isinstance(event, Token):
                 tokens.append(event)
                 print(show(event), end="", flush=True)
-            if stopped is not None and stopped.is_set():
+            if is_stopped:
                 break
-    return "interrupted", tokens
-
-
-@contextlib.contextmanager
-def stoppable() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event that this gives, and interrupts nothing; a second one does."""
-    stopped = threading.Event()
-
-    def stop(*_: object) -> None:
-        signal.signal(signal.SIGINT, before)
-        stopped.set()
-
-    before = signal.signal(signal.SIGINT, stop)
-    try:
-        yield stopped
     finally:
         signal.signal(signal.SIGINT, before)
+    return "interrupted", tokens
 
 
 def finish(run: Generation, *, quiet: bool) -> End:

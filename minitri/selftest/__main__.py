@@ -20,7 +20,6 @@ with clean_imports():
     import dataclasses
     import functools
     import json
-    import sys
     from typing import Any
 
     import torch
@@ -54,20 +53,20 @@ def build_parser() -> arguments.OneLineParser:
         description="Compares every speculative method with autoregressive decoding, token by "
         "token, on your weights, and its samples with the model's distribution.",
     )
-    arguments.add_model_flags(parser)
-    arguments.add_prompt_flags(parser, max_prompt_tokens=2000)
+    arguments.add_flags(parser, *arguments.MODEL)
+    arguments.add_prompt_flags(parser)
     add = parser.add_argument
     choices = ("auto", *METHODS[2:])
     text = "may be given several times (default: naive, retrieval, triforce)"
     add("--method", action="append", choices=choices, dest="methods", help=text)
     text = "tokens per method in the statistical test of uncoupled sampling; 0 leaves it out"
     add("--num-samples", type=arguments.whole(0, 10**6), metavar="N", default=2048, help=text)
-    arguments.add_draft_flag(parser)
-    arguments.add_gpu_flags(parser)
-    arguments.add_size_flags(parser.add_argument_group("speculation"))
-    arguments.add_switches(parser, quiet="no progress or log on standard error")
-    arguments.add_sampling_flags(parser, "of all runs (default: 7)")
-    parser.set_defaults(max_new_tokens=128, ignore_eos=True, temperature=0.8, seed=7)
+    arguments.add_flags(parser, *arguments.MEMORY)
+    arguments.add_flags(parser, "draft", *arguments.SIZES, title="speculation")
+    arguments.add_flags(parser, *arguments.SAMPLING, "seed", title="sampling")
+    parser.set_defaults(
+        max_prompt_tokens=2000, max_new_tokens=128, ignore_eos=True, temperature=0.8, seed=7
+    )
     return parser
 
 
@@ -161,9 +160,7 @@ def run_command(args: argparse.Namespace) -> int:
     speculation = arguments.speculation_of(args)
     sampling = arguments.taken(SamplingParams, args)
     arguments.taken(GenerationConfig, args)  # bad values fail before anything is loaded
-    text = (read_prompt(args.prompt_file, args.prompt), args.max_prompt_tokens)
-    draft = arguments.draft_of(args)
-    engine, [prompt] = load_engine(args, draft, [text], num_new=args.max_new_tokens)
+    engine, [prompt] = load_engine(args, [read_prompt(args.prompt_file, args.prompt)])
     test = SelfTest(engine, prompt, args)
     results = []
     for mode, temperature in (("greedy", 0.0), ("coupled", args.temperature)):
@@ -188,11 +185,7 @@ def run_command(args: argparse.Namespace) -> int:
     return int("BUG" in verdicts)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Entry point of `python -m minitri.selftest`."""
-    with program(build_parser, argv, parallel=True) as args:
-        sys.exit(run_command(args))
-
+main = program(build_parser, run_command, parallel=True)
 
 if __name__ == "__main__":
     main()
