@@ -13,18 +13,16 @@ with clean_imports():
     import json
     import logging
 
+    from minitri import Engine, Generation, GenerationConfig, InputError, SamplingParams
     from minitri.cli import arguments, boot
     from minitri.cli.inputs import read_prompt
     from minitri.cli.jsonl import run_lines
     from minitri.cli.report import report
     from minitri.cli.terminal import LEGEND, colored, json_line, nothing, plain, stream
-    from minitri.engine import MAX_ROWS, Engine
-    from minitri.errors import InputError
+    from minitri.engine import MAX_ROWS
     from minitri.fields import between
-    from minitri.generation import Generation
     from minitri.loading.named_models import table
     from minitri.parallel.ranks import join
-    from minitri.settings import GenerationConfig, SamplingParams
 
 log = logging.getLogger("minitri")
 
@@ -94,7 +92,7 @@ def run_command(args: argparse.Namespace) -> int:
     if args.system is not None and not args.chat:
         raise InputError("--system has a text, but nothing is a message; add --chat")
     arguments.warn_of_ignored(args)
-    boot.check_kv_files(args)
+    boot.check_save_kv(args)
     if args.prompts is not None:
         run_lines(args, generation, speculation)
         return 0

@@ -18,10 +18,10 @@ with clean_imports():
     import json
     from typing import Any
 
+    from minitri import InputError, ModelConfig
     from minitri.cli import arguments
-    from minitri.config import ModelConfig
     from minitri.decoding.autotuner import Autotuner
-    from minitri.errors import InputError, shorten
+    from minitri.errors import shorten
     from minitri.fields import between, one_of
     from minitri.gpu.placement import CONTEXT, GIB, Demand, Load, demand, shortage
     from minitri.loading.checkpoint import open_checkpoint
@@ -121,7 +121,6 @@ def workload(load: Load, on_chip: int) -> Workload:
         itemsize=load.itemsize,
         hosted_share=1 - on_chip / load.config.num_layers,
         retrieval_bytes=eight_bit_bytes(share) if load.has_copy else None,
-        num_gpus=load.num_gpus,
     )
 
 

@@ -14,16 +14,21 @@ with clean_imports():
     import json
     from collections.abc import Callable
 
+    from minitri import (
+        Engine,
+        GenerationConfig,
+        InputError,
+        Request,
+        SamplingParams,
+        SpeculationConfig,
+    )
     from minitri.bench.compare import Run, compare, summarise, table
     from minitri.cli import arguments
     from minitri.cli.boot import load_engine
     from minitri.cli.inputs import read_prompt
     from minitri.cli.report import where
-    from minitri.engine import Engine
-    from minitri.errors import InputError
     from minitri.loading.prompt_ids import as_seeds
-    from minitri.requests import Request
-    from minitri.settings import METHODS, GenerationConfig, SamplingParams, SpeculationConfig
+    from minitri.settings import METHODS
 
 
 def build_parser() -> arguments.OneLineParser:

@@ -10,18 +10,15 @@ turns, too: those of `tools/bench`.
 
 import dataclasses
 import logging
-import os.path
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from minitri import Engine, PrefillProgress, Request, SpeculationConfig, Stats
+from minitri.cli.inputs import num_same
 from minitri.cli.terminal import finish
-from minitri.engine import Engine
-from minitri.requests import PrefillProgress, Request
-from minitri.settings import SpeculationConfig
-from minitri.stats import Stats
 
 log = logging.getLogger("minitri")
 
@@ -99,11 +96,6 @@ def run_method(
         should_repeat=request.sampling.temperature == 0 or speculation.coupled,
         stats=stats,
     )
-
-
-def num_same(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Tokens that two texts have in common, from the first on."""
-    return len(os.path.commonprefix([[*tokens], [*others]]))  # noqa: RUF071 (of lists)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

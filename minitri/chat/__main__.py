@@ -15,20 +15,24 @@ with clean_imports():
     from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
+    from minitri import (
+        Engine,
+        Generation,
+        GenerationConfig,
+        InputError,
+        ModelConfig,
+        SamplingParams,
+        SpeculationConfig,
+        Token,
+    )
     from minitri.chat.conversation import Conversation
     from minitri.cli import arguments
     from minitri.cli.boot import boot, sampling_of, seed_of
     from minitri.cli.inputs import read_text
     from minitri.cli.report import details, outline
     from minitri.cli.terminal import LEGEND, colored, nothing, plain, stream
-    from minitri.config import ModelConfig
-    from minitri.engine import Engine
-    from minitri.errors import InputError
-    from minitri.generation import Generation
     from minitri.loading.prompt_ids import MAX_SEED, check_prompt
     from minitri.loading.tokenizer import Tokenizer
-    from minitri.requests import Token
-    from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 log = logging.getLogger("minitri")
 

@@ -14,15 +14,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from minitri import __version__
-from minitri.errors import MAX_COUNT, InputError, shorten
+from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig, __version__
+from minitri.errors import MAX_COUNT, shorten
 from minitri.fields import between, changed, one_of
 from minitri.gpu.attention_backends import BACKENDS
 from minitri.loading.devices import DRAFT_WEIGHTS, DTYPES, WEIGHTS
 from minitri.loading.fetch import default_draft
 from minitri.loading.named_models import DEFAULT_MODEL
 from minitri.loading.prompt_ids import MAX_SEED
-from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 log = logging.getLogger("minitri")
 
@@ -107,10 +106,8 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        has_value = type(action.default) in (int, float, str)
-        has_value &= action.default is not argparse.SUPPRESS
-        is_told = "default:" in text.lower()
-        return f"{text} (default: %(default)s)" if has_value and not is_told else text
+        is_value = type(action.default) in (int, float, str) and action.default != argparse.SUPPRESS
+        return text + " (default: %(default)s)" * (is_value and "default:" not in text.lower())
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -16,18 +16,14 @@ from typing import Any
 
 import torch
 
+from minitri import Engine, Generation, InputError, ModelConfig, SamplingParams, load
 from minitri.cli.arguments import draft_of, model_of, taken
 from minitri.cli.inputs import encode
 from minitri.cli.report import details, outline
-from minitri.config import ModelConfig
-from minitri.engine import Engine
-from minitri.errors import InputError, shorten
-from minitri.generation import Generation
-from minitri.loader import load
+from minitri.errors import shorten
 from minitri.loading.prompt_ids import MAX_SEED
 from minitri.loading.tokenizer import Tokenizer
 from minitri.parallel.ranks import join
-from minitri.settings import SamplingParams
 
 log = logging.getLogger("minitri")
 
@@ -86,10 +82,8 @@ def seed_of(args: argparse.Namespace, sampling: SamplingParams) -> int:
     return seed
 
 
-def check_kv_files(args: argparse.Namespace) -> None:
-    """Raises `InputError`, before minutes of work, for files that cannot be read or written."""
-    if args.load_kv is not None and not Path(args.load_kv).is_file():
-        raise InputError(f"--load-kv: there is no file {shorten(args.load_kv)}")
+def check_save_kv(args: argparse.Namespace) -> None:
+    """Raises `InputError`, before minutes of work, for a file that cannot be written."""
     if args.save_kv is not None and not os.access(Path(args.save_kv).absolute().parent, os.W_OK):
         raise InputError(f"--save-kv: cannot write {shorten(args.save_kv)}; name another file")
 

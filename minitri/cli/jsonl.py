@@ -14,17 +14,23 @@ from typing import Any
 
 from tqdm import tqdm
 
+from minitri import (
+    End,
+    Engine,
+    Generation,
+    GenerationConfig,
+    InputError,
+    Request,
+    SpeculationConfig,
+    Token,
+)
 from minitri.cli.arguments import SAMPLING
 from minitri.cli.boot import boot, conclude, load_kv, sampling_of, seed_of
 from minitri.cli.inputs import encode, read_text
 from minitri.cli.report import answer
-from minitri.engine import Engine
-from minitri.errors import InputError, shorten
+from minitri.errors import shorten
 from minitri.fields import changed
-from minitri.generation import Generation
 from minitri.loading.prompt_ids import MAX_SEED, as_seeds
-from minitri.requests import End, Request, Token
-from minitri.settings import GenerationConfig, SpeculationConfig
 
 KNOWN = ("prompt", "token_ids", "id", "seed", "max_new_tokens", "stop", "ignore_eos", *SAMPLING)
 """What a line may say."""

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 
 from tqdm import tqdm
 
-from minitri.generation import Generation
-from minitri.requests import End, Event, PrefillProgress, Token
+from minitri import End, Event, Generation, PrefillProgress, Token
 
 COLORS = {
     "draft": ("\x1b[32m", "guessed by the drafter"),

@@ -16,12 +16,11 @@ with clean_imports():
     import os
     import socket
 
+    from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
     from minitri.cli import arguments
     from minitri.cli.boot import boot
     from minitri.engine import MAX_ROWS
-    from minitri.errors import InputError
     from minitri.fields import between
-    from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 log = logging.getLogger("minitri")
 
@@ -82,9 +81,8 @@ def build_parser() -> arguments.OneLineParser:
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that clients may connect to while the model is loaded. Raises `InputError`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family)
+        return socket.create_server((host, port))
     except (OSError, UnicodeError) as error:
         raise InputError(
             f"cannot listen at {host}, port {port}: {error}; choose another --host or --port"
@@ -131,13 +129,11 @@ def run_command(args: argparse.Namespace) -> None:
                 server_header=False,
                 timeout_graceful_shutdown=FINISH_SECONDS,
             )
-            host, port, *_ = listener.getsockname()
             log.info(
                 "%s at http://%s:%d/v1: %d requests at a time, of %d tokens each (%.2g GiB of KV "
                 "caches); Ctrl-C ends",
                 engine.config.name,
-                f"[{host}]" if ":" in host else host,
-                port,
+                *listener.getsockname(),
                 args.batch_size,
                 context,
                 worker.kv_cache_bytes / (1 << 30),

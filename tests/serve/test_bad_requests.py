@@ -57,7 +57,7 @@ USER = {"role": "user", "content": "a"}
         ("message", {"messages": [{"role": "user"}]}),
         ("message", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
         ("message", {"messages": [{**USER, "tool_calls": []}]}),
-        ("messages", {"messages": [USER], "prompt": "She"}),
+        ("prompt", {"messages": [USER], "prompt": "She"}),
         ("Unicode", {"messages": [{**USER, "content": "\ud800"}]}),
         ("Unicode", {"messages": [{**USER, "role": "\ud800"}]}),
         ("logprobs", {"messages": [USER], "logprobs": 2}),
