@@ -1,8 +1,8 @@
 """The command line: `minitri "The sea was"`, or `python -m minitri.generate`.
 
 Text goes to standard output as it is generated, everything else to standard error. With --json the
-only line on standard output is one JSON object, with --json-stream there is one per token before
-it. Exit codes: 0 done, 2 bad usage or bad input (one line), 130 interrupted; 1 is a bug.
+only line on standard output is one JSON object. Exit codes: 0 done, 2 bad usage or bad input (one
+line), 130 interrupted; 1 is a bug.
 """
 
 from minitri.cli.exits import clean_imports, is_piped, program
@@ -18,7 +18,7 @@ with clean_imports():
     from minitri.cli.inputs import read_prompt
     from minitri.cli.jsonl import run_lines
     from minitri.cli.report import report
-    from minitri.cli.terminal import LEGEND, colored, json_line, nothing, plain, stream
+    from minitri.cli.terminal import LEGEND, colored, nothing, plain, stream
     from minitri.engine import MAX_ROWS
     from minitri.fields import between
     from minitri.loading.named_models import table
@@ -50,8 +50,6 @@ class GenerateFlags:
     """Color each token by the stage it came from."""
     json: bool = False
     """Print one JSON object instead of the text."""
-    json_stream: bool = False
-    """Print a JSON object per token, and at the end that of --json."""
     stats: bool = False
     """All statistics, not only a line of them."""
 
@@ -122,15 +120,13 @@ def choose_prompt(args: argparse.Namespace) -> None:
 
 def show(args: argparse.Namespace, engine: Engine, run: Generation) -> str:
     """Writes a run's text or JSON as it goes; returns how it finished."""
-    is_json = args.json or args.json_stream
-    if is_json:
-        write = json_line if args.json_stream else nothing
-    else:
-        write = colored if args.color else plain
-    if write is colored:
+    write = colored if args.color else plain
+    if args.json:
+        write = nothing
+    elif args.color:
         log.info(LEGEND)
     finish_reason, tokens = stream(run, write, quiet=args.quiet)
-    end = json.dumps(report(engine, run, args, finish_reason, tokens)) if is_json else ""
+    end = json.dumps(report(engine, run, args, finish_reason, tokens)) if args.json else ""
     print(end, flush=True)
     return finish_reason
 

@@ -1,6 +1,5 @@
-"""Shows a run as it goes: text or a line of JSON per token, a progress bar, colors by origin."""
+"""Shows a run as it goes: text, a progress bar, colors by origin."""
 
-import json
 import signal
 from collections.abc import Callable, Iterator
 
@@ -27,13 +26,6 @@ def plain(token: Token) -> str:
 def colored(token: Token) -> str:
     """A token as text in the color of its origin."""
     return f"{COLORS[token.origin][0]}{token.text}{RESET}" if token.text else ""
-
-
-def json_line(token: Token) -> str:
-    """A token as a line of JSON."""
-    names = ["token_id", "text", "origin"]
-    names += [] if token.logprob is None else ["logprob", "top_logprobs"]
-    return json.dumps({name: getattr(token, name) for name in names}) + "\n"
 
 
 def nothing(_: Token) -> str:
