@@ -97,8 +97,7 @@ def run_command(args: argparse.Namespace) -> int:
     if args.prompt is None and args.prompt_file is None:
         choose_prompt(args)
     engine, [prompt] = boot.load_engine(args, [read_prompt(args.prompt_file, args.prompt)])
-    sampling = boot.sampling_of(args, engine)
-    seed = boot.seed_of(args, sampling)
+    sampling, seed = boot.sampling_of(args, engine)
     boot.load_kv(args, engine)
     run = engine.generate(
         prompt, sampling=sampling, generation=generation, speculation=speculation, seed=seed

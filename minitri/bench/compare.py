@@ -147,7 +147,4 @@ def table(result: Result) -> str:
         if row["same_tokens"] and name != reference:
             counts = ", ".join(map(str, row["same_tokens"]))
             lines.append(f"{'':24s} the text of {reference} for {counts} tokens")
-        if len(row["steps_per_plan"]) > 1:
-            most_used = list(row["steps_per_plan"].items())[:4]
-            lines.append(f"{'':24s} plans: " + ", ".join(f"{plan}: {n}" for plan, n in most_used))
     return "\n".join(lines)

@@ -27,7 +27,7 @@ with clean_imports():
     )
     from minitri.chat.conversation import Conversation
     from minitri.cli import arguments
-    from minitri.cli.boot import boot, sampling_of, seed_of
+    from minitri.cli.boot import boot, sampling_of
     from minitri.cli.inputs import read_text
     from minitri.cli.report import details, outline
     from minitri.cli.terminal import LEGEND, colored, nothing, plain, stream
@@ -52,9 +52,8 @@ class Chat:
     ) -> None:
         self._engine = engine
         self._args = args
-        self._sampling = sampling_of(args, engine)
+        self._sampling, self._seed = sampling_of(args, engine)
         self._speculation = speculation
-        self._seed = seed_of(args, self._sampling)
         self._talk = talk
         if not self._talk.has_template:
             log.info("this model has no chat template: plain questions and answers are tried")

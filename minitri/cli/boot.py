@@ -1,8 +1,7 @@
 """From flags to an engine that is ready: weights, threads, sampling, seed, a KV snapshot.
 
 engine, [prompt] = load_engine(args, [read_prompt(args.prompt_file)])
-sampling = sampling_of(args, engine)
-seed = seed_of(args, sampling)
+sampling, seed = sampling_of(args, engine)
 """
 
 import argparse
@@ -58,19 +57,20 @@ def load_engine(args: argparse.Namespace, texts: Sequence[str]) -> tuple[Engine,
     return boot(args, prompts)
 
 
-def sampling_of(args: argparse.Namespace, engine: Engine) -> SamplingParams:
-    """Sampling by the flags, and where there are none as the model's files say, which is told."""
+def sampling_of(args: argparse.Namespace, engine: Engine) -> tuple[SamplingParams, int]:
+    """Sampling by the flags, and where there are none as the model's files say, which is told; and
+    the seed."""
     sampling = taken(SamplingParams, args)
     found = {
         name: value
         for name, value in vars(engine.sampling_defaults).items()
         if getattr(args, name) is None and value != getattr(sampling, name)
     }
-    if args.temperature == 0 or not found:
-        return sampling
-    advice = "--temperature 0 is greedy"
-    log.info("sampling as the model's generation_config.json says: %s; %s", found, advice)
-    return dataclasses.replace(sampling, **found)
+    if args.temperature != 0 and found:
+        advice = "--temperature 0 is greedy"
+        log.info("sampling as the model's generation_config.json says: %s; %s", found, advice)
+        sampling = dataclasses.replace(sampling, **found)
+    return sampling, seed_of(args, sampling)
 
 
 def seed_of(args: argparse.Namespace, sampling: SamplingParams) -> int:

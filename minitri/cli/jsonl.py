@@ -25,7 +25,7 @@ from minitri import (
     Token,
 )
 from minitri.cli.arguments import SAMPLING
-from minitri.cli.boot import boot, conclude, load_kv, sampling_of, seed_of
+from minitri.cli.boot import boot, conclude, load_kv, sampling_of
 from minitri.cli.inputs import encode, read_text
 from minitri.cli.report import answer
 from minitri.errors import shorten
@@ -43,8 +43,7 @@ def run_lines(
     numbered = enumerate(read_text(args.prompts).splitlines(), 1)
     lines = [(number, line) for number, line in numbered if line.strip()]
     engine, _ = boot(args)
-    sampling = sampling_of(args, engine)
-    seed = seed_of(args, sampling)
+    sampling, seed = sampling_of(args, engine)
     load_kv(args, engine)
     heads: list[dict[str, Any]] = []
     requests = []

@@ -28,7 +28,7 @@ def colored(token: Token) -> str:
     return f"{COLORS[token.origin][0]}{token.text}{RESET}" if token.text else ""
 
 
-def nothing(_: Token) -> str:
+def nothing(token: Token) -> str:  # noqa: ARG001 (what `stream` calls)
     """No token is shown."""
     return ""
 

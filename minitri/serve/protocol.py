@@ -19,7 +19,6 @@ from minitri.errors import shorten
 from minitri.fields import changed
 from minitri.loading.prompt_ids import MAX_SEED
 
-MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000
 """Characters of all stop strings."""
 TEXT_TOKENS = 16
@@ -137,9 +136,8 @@ class Protocol:
         generation = GenerationConfig(
             num_new, stop, fields.get("ignore_eos", False), logprobs=logprobs
         )
-        if len(generation.stop) > MAX_STOPS or len("".join(generation.stop)) > MAX_STOP_LENGTH:
-            limits = f"at most {MAX_STOPS}, of {MAX_STOP_LENGTH} characters in all"
-            raise InputError(f"stop has {len(generation.stop)} strings; give {limits}")
+        if (length := len("".join(generation.stop))) > MAX_STOP_LENGTH:
+            raise InputError(f"stop has {length} characters; give at most {MAX_STOP_LENGTH} in all")
         return generation
 
     def _ids(self, prompt: Any) -> list[int]:
