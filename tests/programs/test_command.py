@@ -1,6 +1,5 @@
 """The command `minitri`, and the habits of command lines that its programs keep."""
 
-import json
 import os
 import re
 import shutil
@@ -16,7 +15,6 @@ from minitri import __main__ as command
 from minitri.bench import __main__ as bench
 from minitri.chat import __main__ as chat
 from minitri.cli import exits, inputs
-from minitri.loading.named_models import MODELS
 from minitri.loading.tokenizer import Tokenizer
 from minitri.selftest import __main__ as selftest
 from minitri.serve import __main__ as serve
@@ -64,11 +62,6 @@ def test_help_and_version_do_not_wait_for_pytorch(flag, wanted):
     )
     shown = subprocess.check_output([sys.executable, "-SEc", program, flag], text=True)
     assert shown == f"{wanted}False False\n"
-
-
-def test_the_table_of_models_has_every_name(run):
-    rows = [line.split() for line in run("--list-models", model=None).out.splitlines()[1:]]
-    assert rows == [[name, row.repo, row.draft, str(row.context)] for name, row in MODELS.items()]
 
 
 @pytest.mark.parametrize("words", [(), (PROMPT,)])
@@ -155,23 +148,6 @@ def test_log_probabilities_are_in_all_json(run, run_lines):
 def test_a_mistake_elsewhere_is_no_bad_input():
     with pytest.raises(ValueError, match="a bug"), exits.clean_exits():
         raise ValueError("a bug")
-
-
-def test_one_line_says_tokens_seconds_speed_and_what_was_guessed(run):
-    flags = (PROMPT, "-n", "24", "--method", "retrieval", "--gamma2", "3")
-    code, out, err = run(*flags, "--json")
-    guessed = json.loads(out)["by_origin"]["retrieval"] / 24
-    assert (code, guessed > 0) == (0, True)
-    assert re.fullmatch(
-        r"24 tokens in [\d.]+ s, [\d.]+ s of it for the prompt, decoded at [\d.]+ tokens/s, "
-        rf"{guessed:.0%} guessed",
-        err.splitlines()[-1],
-    )
-    details = run(*flags, "--stats").err
-    for word in ("prefill  ", "decode   ", "ms/token", "memory   weights"):
-        assert word in details
-        assert word not in err
-    assert run(PROMPT, "--method", "autoregressive").err.endswith(" tokens/s\n")
 
 
 @pytest.fixture
