@@ -75,7 +75,7 @@ def program(
             log.handlers = [logging.StreamHandler()]  # to standard error, message only
             log.setLevel(logging.WARNING if args.quiet else logging.INFO)
             log.disabled = is_silent
-            sys.exit(run_command(args))
+            sys.exit(run_command(args) or 0)
 
     return main
 
