@@ -1,11 +1,14 @@
 """Shows a run as it goes: text, a progress bar, colors by origin."""
 
+import logging
 import signal
 from collections.abc import Callable, Iterator
 
 from tqdm import tqdm
 
 from minitri import End, Event, Generation, PrefillProgress, Token
+
+log = logging.getLogger("minitri")
 
 COLORS = {
     "draft": ("\x1b[32m", "guessed by the drafter"),
@@ -47,6 +50,7 @@ def stream(
         nonlocal is_stopped
         signal.signal(signal.SIGINT, before)
         is_stopped = True
+        log.info("stopping after this step; another Ctrl-C stops at once")
 
     before = signal.signal(signal.SIGINT, stop)
     try:
