@@ -1,9 +1,12 @@
 """Fields of settings that say what they may be, and the one check that reads it."""
 
 import dataclasses
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any, NoReturn, TypeVar
 
 from minitri.errors import MAX_COUNT, InputError, shorten
+
+T = TypeVar("T")
 
 
 def one_of(default: Any, *choices: Any) -> Any:
@@ -15,6 +18,12 @@ def between(default: Any, least: float, most: float = MAX_COUNT) -> Any:
     """A field that is a number within bounds, None if that is the default; a whole number if
     `least` is one."""
     return dataclasses.field(default=default, metadata={"range": (least, most)})
+
+
+def changed(settings: T, values: Mapping[str, Any]) -> T:
+    """A copy of settings with those of the values that have a field's name."""
+    own = {name: value for name, value in values.items() if name in vars(settings)}
+    return dataclasses.replace(settings, **own)  # type: ignore[type-var]
 
 
 def check_fields(settings: Any, label: str = "") -> None:

@@ -1,8 +1,8 @@
 """The command line: `minitri "The sea was"`, or `python -m minitri.generate`.
 
 Text goes to standard output as it is generated, everything else to standard error. With --json the
-only line on standard output is one JSON object, with --json-stream there is one per token before
-it. Exit codes: 0 done, 2 bad usage or bad input (one line), 130 interrupted; 1 is a bug.
+only line on standard output is one JSON object. Exit codes: 0 done, 2 bad usage or bad input (one
+line), 130 interrupted; 1 is a bug.
 """
 
 from minitri.cli.exits import clean_imports, is_piped, program
@@ -12,20 +12,17 @@ with clean_imports():
     import dataclasses
     import json
     import logging
-    import sys
 
+    from minitri import Engine, Generation, GenerationConfig, InputError, SamplingParams
     from minitri.cli import arguments, boot
     from minitri.cli.inputs import read_prompt
     from minitri.cli.jsonl import run_lines
     from minitri.cli.report import report
-    from minitri.cli.terminal import LEGEND, colored, json_line, nothing, plain, stream
-    from minitri.engine import MAX_ROWS, Engine
-    from minitri.errors import InputError
+    from minitri.cli.terminal import LEGEND, colored, nothing, plain, stream
+    from minitri.engine import MAX_ROWS
     from minitri.fields import between
-    from minitri.generation import Generation
     from minitri.loading.named_models import table
     from minitri.parallel.ranks import join
-    from minitri.settings import GenerationConfig, SamplingParams
 
 log = logging.getLogger("minitri")
 
@@ -52,13 +49,9 @@ class GenerateFlags:
     color: bool = False
     """Color each token by the stage it came from."""
     json: bool = False
-    """Print one JSON object instead of the text; errors are one, too."""
-    json_stream: bool = False
-    """Print a JSON object per token, and at the end that of --json."""
+    """Print one JSON object instead of the text."""
     stats: bool = False
     """All statistics, not only a line of them."""
-    quiet: bool = False
-    """No progress, log or statistics on standard error."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -73,20 +66,17 @@ def build_parser() -> arguments.OneLineParser:
         "--prompts questions.jsonl --max-new-tokens 64 > answers.jsonl",
         description="Generates text from a Llama model after a prompt as long as its context.",
     )
-    arguments.add_model_flags(parser)
+    arguments.add_flags(parser, *arguments.MODEL)
     group = arguments.add_prompt_flags(parser, default="standard input if piped, else demo")
     text = "the same as --prompt TEXT"
     group.add_argument("prompt", nargs="?", metavar="TEXT", default=argparse.SUPPRESS, help=text)
-    arguments.add_fields(group, GenerateFlags, "prompts")
-    fields = ("prefill_chunk", "stop", "ignore_eos", "logprobs")
-    arguments.add_fields(parser, GenerationConfig, *fields)
-    arguments.add_gpu_flags(parser)
-    own = [field.name for field in dataclasses.fields(GenerateFlags)]
-    arguments.add_fields(parser, GenerateFlags, *own[1:])
-    text = "makes a text repeatable: the same command with the same seed writes the same text "
-    text += "(default: a new one each time; open methods and gammas then follow the clock)"
-    arguments.add_open_sampling_flags(parser, text)
-    arguments.add_speculation_flags(parser, "none of this changes the text's distribution")
+    prompts, *others = arguments.names_of(GenerateFlags)
+    arguments.add_fields(group, GenerateFlags, prompts)
+    arguments.add_flags(parser, "stop", "ignore_eos", "logprobs", *arguments.MEMORY)
+    arguments.add_fields(parser, GenerateFlags, *others)
+    arguments.add_open_sampling_flags(parser)
+    title = "speculation (none of this changes the text's distribution)"
+    arguments.add_flags(parser, *arguments.SPECULATION, title=title)
     text = "show the models that have names and exit"
     parser.add_argument("--list-models", action="version", version=table(), help=text)
     return parser
@@ -97,19 +87,17 @@ def run_command(args: argparse.Namespace) -> int:
     arguments.taken(SamplingParams, args)  # bad values fail before anything is loaded
     generation = arguments.taken(GenerationConfig, args)
     speculation = arguments.speculation_of(args)
-    draft = arguments.draft_of(args)
     if args.system is not None and not args.chat:
         raise InputError("--system has a text, but nothing is a message; add --chat")
     arguments.warn_of_ignored(args)
-    boot.check_kv_files(args)
+    boot.check_save_kv(args)
     if args.prompts is not None:
-        return run_lines(args, generation, speculation, draft)
+        run_lines(args, generation, speculation)
+        return 0
     if args.prompt is None and args.prompt_file is None:
         choose_prompt(args)
-    text = read_prompt(args.prompt_file, args.prompt), args.max_prompt_tokens
-    engine, [prompt] = boot.load_engine(args, draft, [text], num_new=generation.max_new_tokens)
-    sampling = boot.sampling_of(args, engine)
-    seed = boot.seed_of(args, sampling)
+    engine, [prompt] = boot.load_engine(args, [read_prompt(args.prompt_file, args.prompt)])
+    sampling, seed = boot.sampling_of(args, engine)
     boot.load_kv(args, engine)
     run = engine.generate(
         prompt, sampling=sampling, generation=generation, speculation=speculation, seed=seed
@@ -131,24 +119,18 @@ def choose_prompt(args: argparse.Namespace) -> None:
 
 def show(args: argparse.Namespace, engine: Engine, run: Generation) -> str:
     """Writes a run's text or JSON as it goes; returns how it finished."""
-    is_json = args.json or args.json_stream
-    if is_json:
-        write = json_line if args.json_stream else nothing
-    else:
-        write = colored if args.color else plain
-    if write is colored:
+    write = colored if args.color else plain
+    if args.json:
+        write = nothing
+    elif args.color:
         log.info(LEGEND)
     finish_reason, tokens = stream(run, write, quiet=args.quiet)
-    end = json.dumps(report(engine, run, args, finish_reason, tokens)) if is_json else ""
+    end = json.dumps(report(engine, run, args, finish_reason, tokens)) if args.json else ""
     print(end, flush=True)
     return finish_reason
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Entry point of `python -m minitri.generate`."""
-    with program(build_parser, argv, parallel=True) as args:
-        sys.exit(run_command(args))
-
+main = program(build_parser, run_command, parallel=True)
 
 if __name__ == "__main__":
     main()

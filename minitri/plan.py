@@ -16,13 +16,13 @@ with clean_imports():
     import dataclasses
     import functools
     import json
-    import sys
     from typing import Any
 
+    from minitri import InputError, ModelConfig
     from minitri.cli import arguments
-    from minitri.config import ModelConfig
     from minitri.decoding.autotuner import Autotuner
-    from minitri.errors import InputError, shorten
+    from minitri.errors import shorten
+    from minitri.fields import between, one_of
     from minitri.gpu.placement import CONTEXT, GIB, Demand, shortage
     from minitri.loading.checkpoint import open_checkpoint
     from minitri.loading.devices import DTYPES
@@ -30,6 +30,34 @@ with clean_imports():
     from minitri.loading.named_models import shape_of, unknown_model
     from minitri.roofline import CARDS, Machine, Pass, Workload, eight_bit_bytes
     from minitri.settings import StepPlan
+
+
+ACCEPTANCE = (0.46, 0.92)
+"""Of the drafter's guesses and of the retrieval level's: about the paper's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanFlags:
+    """What this program alone is asked for."""
+
+    model: str = "llama2-7b-128k"
+    """A named model, or a folder or file whose config is read."""
+    dtype: str = one_of("bfloat16", *DTYPES)
+    """Of weights and KV cache."""
+    context: int | None = between(None, 1)
+    """Tokens, prompt and output. Default: all it holds."""
+    gpu_memory: int = between(24, 1)
+    """Nominal memory of a GPU in GiB."""
+    gpus: int = between(1, 1, 64)
+    """GPUs that share the model (torchrun)."""
+    host_memory: int = between(256, 1)
+    """Memory that may be page-locked, in GiB."""
+    link_gb_s: int = between(25, 1)
+    """GB/s from the host to a GPU; 50 for PCIe 5.0 x16."""
+    explain: bool = False
+    """Print bytes and FLOPs of each phase."""
+    draft_weights: str = one_of("same", "same", "int8")
+    """Of the retrieval level: the model's own, or a copy in 8 bits."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -41,30 +69,10 @@ def build_parser() -> arguments.OneLineParser:
         description="Says what of a model and its KV cache fits on a GPU and what goes to host "
         "memory, and how fast that can be.",
     )
-    add = parser.add_argument
-    text = "a named model, or a folder or file whose config is read"
-    add("-m", "--model", metavar="NAME|PATH", default="llama2-7b-128k", help=text)
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and KV cache")
-    machine = parser.add_argument_group("machine")
-    group = parser.add_argument_group("speculation")
-    count = arguments.positive
-    for flags, name, kind, default, text in (
-        (parser, "context", count, None, "tokens, prompt and output (default: all it holds)"),
-        (parser, "batch", arguments.whole(1, 65536), 1, "sequences"),
-        (parser, "prefill-chunk", count, 1024, "tokens of the prompt read at a time"),
-        (machine, "gpu-memory", count, 24, "nominal memory of a GPU in GiB"),
-        (machine, "gpus", arguments.whole(1, 64), 1, "GPUs that share the model (torchrun)"),
-        (machine, "host-memory", count, 256, "memory that may be page-locked, in GiB"),
-        (machine, "link-gb-s", count, 25, "GB/s from the host to a GPU; 50 for PCIe 5.0 x16"),
-    ):
-        flags.add_argument(f"--{name}", type=kind, metavar="N", default=default, help=text)
-    arguments.add_switches(parser, explain="print bytes and FLOPs of each phase")
-    text = "of the retrieval level: the model's own, or a copy in 8 bits"
-    group.add_argument("--draft-weights", choices=("same", "int8"), default="same", help=text)
-    arguments.add_rates_flag(group, "acceptance", "acceptance rates to expect")
-    arguments.add_draft_flag(group)
-    arguments.add_size_flags(group)
-    parser.set_defaults(method="triforce", seed=0, quiet=False)
+    arguments.add_fields(parser, PlanFlags)
+    arguments.add_flags(parser, "prefill_chunk")
+    arguments.add_flags(parser, "draft", *arguments.SIZES, title="speculation")
+    parser.set_defaults(method="triforce", seed=0)
     return parser
 
 
@@ -93,7 +101,7 @@ def demand_of(args: argparse.Namespace) -> Demand:
         draft_config(args),
         arguments.speculation_of(args),
         context,
-        [context] * args.batch,
+        [context],
         args.prefill_chunk,
         itemsize=4 if args.dtype == "float32" else 2,
         num_gpus=args.gpus,
@@ -103,22 +111,22 @@ def demand_of(args: argparse.Namespace) -> Demand:
 
 def workload(needs: Demand, on_chip: int) -> Workload:
     """What each GPU decodes at the end of the context, with K and V of `on_chip` layers there."""
-    num_rows = len(needs.prompt_lengths)
     return Workload(
         needs.share,
         needs.draft,
-        needs.num_tokens * num_rows,
-        needs.speculation.budget_for(needs.num_tokens) * num_rows,
+        needs.num_tokens,
+        needs.speculation.budget_for(needs.num_tokens),
         itemsize=needs.itemsize,
         hosted_share=1 - on_chip / needs.config.num_layers,
         retrieval_bytes=eight_bit_bytes(needs.share) if needs.has_copy else None,
-        batch_size=num_rows,
-        num_gpus=needs.num_gpus,
     )
 
 
 def predict(
-    work: Workload, machine: Machine, plans: list[StepPlan], acceptance: tuple[float, float]
+    work: Workload,
+    machine: Machine,
+    plans: list[StepPlan],
+    acceptance: tuple[float, float] = ACCEPTANCE,
 ) -> dict[str, Any]:
     """Milliseconds per token with the fastest plan and without speculation, if guesses of the
     drafter and of the retrieval level are accepted at these rates."""
@@ -153,11 +161,11 @@ def run_command(args: argparse.Namespace) -> int:
                 "host_bytes": there,
                 "fits": here <= gpu_bytes and there <= host_bytes,
                 "parts": needs.parts(on_chip),
-                "predicted_ms": predict(workload(needs, on_chip), machine, plans, args.acceptance),
+                "predicted_ms": predict(workload(needs, on_chip), machine, plans),
             }
         )
     print(
-        f"{needs.config.name}, {needs.num_tokens} tokens, batch {args.batch}, {args.dtype}; "
+        f"{needs.config.name}, {needs.num_tokens} tokens, {args.dtype}; "
         f"{args.gpus} GPU of {args.gpu_memory:g} GiB at {machine.kv_bytes_per_second / 1e9:g} GB/s"
     )
     print(table(placements))
@@ -200,7 +208,7 @@ def passes(work: Workload, plan: StepPlan, prefill_chunk: int) -> dict[str, Pass
     if plan.uses_drafter and work.draft is not None:
         found["draft"] = work.read("draft", 0)
     half = dataclasses.replace(work, num_tokens=work.num_tokens // 2, hosted_share=0.0)
-    link_bytes = work.hosted_share * work.batch_size * prefill_chunk * work.slot_bytes
+    link_bytes = work.hosted_share * prefill_chunk * work.slot_bytes
     chunk = half.read("target", prefill_chunk - 1)
     return {**found, "prefill chunk": dataclasses.replace(chunk, link_bytes=link_bytes)}
 
@@ -217,11 +225,7 @@ def pass_table(found: dict[str, Pass], machine: Machine, measured_ms: dict[str, 
     return "\n".join(lines)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Entry point of `python -m minitri.plan`."""
-    with program(build_parser, argv) as args:
-        sys.exit(run_command(args))
-
+main = program(build_parser, run_command)
 
 if __name__ == "__main__":
     main()

@@ -32,8 +32,6 @@ class Machine:
     """As `share_per_extra_token`, of a copy in 4 bits, whose weights take less time to read."""
     flops_per_second: float = math.inf
     """Of large products."""
-    seconds_per_sum: float = 0.0
-    """Of a small tensor over all GPUs."""
 
 
 CPU = Machine(
@@ -55,7 +53,6 @@ CARDS = {
         seconds_per_layer=16e-6,
         seconds_per_pass=0.15e-3,
         flops_per_second=flops_per_second,
-        seconds_per_sum=12e-6,
     )
     for gib, bytes_per_second, flops_per_second in (
         (48, 1e12, 100e12),
@@ -64,8 +61,8 @@ CARDS = {
     )
 }
 """By memory in GiB: what smaller cards, an A100 and an H200 read, and the FLOP/s of large products
-there. A layer is 12 launches in a CUDA graph, a pass a verdict and a copy to the host, a sum an
-all-reduce without NVLink. The link is PCIe 4.0 x16."""
+there. A layer is 12 launches in a CUDA graph, a pass a verdict and a copy to the host. The link is
+PCIe 4.0 x16; what several GPUs send to one another is left out."""
 
 
 def matrices(config: ModelConfig) -> list[tuple[int, int]]:
@@ -117,8 +114,6 @@ class Pass:
     kv_bytes: float
     link_bytes: float
     """The part of the KV that comes from host memory, while all else goes on: the slower counts."""
-    num_sums: int
-    """Tensors that are added up over all GPUs."""
     flops: float
     num_extra_tokens: float
     is_in_four_bits: bool
@@ -133,8 +128,7 @@ class Pass:
         if self.is_in_four_bits:
             share = machine.share_in_four_bits
         seconds *= 1 + share * self.num_extra_tokens
-        seconds = max(seconds, self.flops / machine.flops_per_second)
-        return seconds + self.num_sums * machine.seconds_per_sum
+        return max(seconds, self.flops / machine.flops_per_second)
 
 
 @dataclass(frozen=True)
@@ -157,7 +151,6 @@ class Workload:
     retrieval_bytes: int | None = None
     """As `target_bytes`, at the retrieval level."""
     batch_size: int = 1
-    num_gpus: int = 1
 
     @property
     def slot_bytes(self) -> int:
@@ -173,13 +166,11 @@ class Workload:
         slots = {"draft": 0, "retrieval": self.num_retrieved, "target": self.num_tokens}[stage]
         attention = 4 * config.num_heads * config.head_dim * config.num_layers * slots
         num_tokens = self.batch_size * (num_guesses + 1)
-        is_split = self.num_gpus > 1 and stage != "draft"
         return Pass(
             num_layers=config.num_layers,
             weight_bytes=whole if weight_bytes is None else weight_bytes,
             kv_bytes=slots * self.slot_bytes,
             link_bytes=(self.hosted_share if stage == "target" else 0.0) * slots * self.slot_bytes,
-            num_sums=2 * config.num_layers + 2 if is_split else 0,
             flops=num_tokens * (2 * weights_per_pass(config) + attention / self.batch_size),
             num_extra_tokens=self.batch_size * num_guesses,
             is_in_four_bits=stage == "retrieval" and (weight_bytes or whole) < whole / 2,

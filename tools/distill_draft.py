@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from minitri.cli.arguments import OneLineParser, add_model_flags, positive
+from minitri.cli.arguments import MODEL, OneLineParser, add_flags, positive
 from minitri.cli.exits import program
 from minitri.config import ModelConfig, RopeConfig
 from minitri.cpu.flash_attention import attend_cpu
@@ -82,7 +82,7 @@ class NoCache:
 
 def build_parser() -> OneLineParser:
     parser, shown = OneLineParser(description=__doc__), "(default: %(default)s)"
-    add_model_flags(parser)
+    add_flags(parser, *MODEL)
     parser.add_argument(
         "--text",
         action="append",
@@ -121,7 +121,6 @@ def build_parser() -> OneLineParser:
         parser.add_argument(flag, type=positive, default=default, metavar="N", help=text)
     parser.add_argument("--learning-rate", type=float, default=4e-3, metavar="R", help=shown)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help=shown)
-    parser.add_argument("--quiet", action="store_true", help="no progress bars")
     return parser
 
 
@@ -438,11 +437,6 @@ def train(
     show(losses)
 
 
-def main(argv: list[str] | None = None) -> None:
-    with program(build_parser, argv) as args:
-        make_drafter(args)
-
-
 def make_drafter(args: argparse.Namespace) -> None:
     """Labels texts, trains, and writes the drafter's folder."""
     if min(args.text_tokens, args.held_out_tokens) < W:
@@ -472,6 +466,8 @@ def make_drafter(args: argparse.Namespace) -> None:
     write_drafter(draft, args.out)
     print(f"{args.out}: use it with --model {args.model} --draft {args.out}")
 
+
+main = program(build_parser, make_drafter)
 
 if __name__ == "__main__":
     main()

@@ -14,7 +14,6 @@ import argparse
 import importlib.util
 import math
 import statistics
-import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,12 +96,10 @@ class Reading:
 
 def build_parser() -> arguments.OneLineParser:
     parser = arguments.OneLineParser(description=__doc__)
-    arguments.add_model_flags(parser)
-    arguments.add_prompt_flags(parser, max_prompt_tokens=8000)
-    arguments.add_draft_flag(parser)
+    arguments.add_flags(parser, *arguments.MODEL, "draft")
+    arguments.add_prompt_flags(parser)
     parser.add_argument("--out", type=Path, default=Path("tour.png"), metavar="FILE.png")
-    parser.set_defaults(max_new_tokens=160, method="triforce")
-    arguments.add_switches(parser, quiet="no progress and no log on standard error")
+    parser.set_defaults(max_prompt_tokens=8000, max_new_tokens=160, method="triforce")
     return parser
 
 
@@ -309,27 +306,21 @@ def draw(engine: Engine, prompt: list[int], num_new: int, out: Path) -> None:
     print(f"drawn: {out}")
 
 
-def main(argv: list[str] | None = None) -> None:
-    with program(build_parser, argv) as args:
-        sys.exit(run_command(args))
-
-
-def run_command(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError("the tour draws with matplotlib; install it: pip install matplotlib")
     if args.out.suffix != ".png" or not args.out.parent.is_dir():
         raise InputError(f"--out {args.out} is not a .png file in a folder that is there")
-    text, draft = read_prompt(args.prompt_file, args.prompt), arguments.draft_of(args)
-    pairs = [(text, args.max_prompt_tokens)]
-    engine, [prompt] = load_engine(args, draft, pairs, num_new=args.max_new_tokens)
+    engine, [prompt] = load_engine(args, [read_prompt(args.prompt_file, args.prompt)])
     if len(prompt) < 4 * (SHIFT + WINDOW):
         raise InputError(
             f"the text has {len(prompt)} tokens, too few to see anything; give at least "
             f"{4 * (SHIFT + WINDOW)}"
         )
     draw(engine, prompt, args.max_new_tokens, args.out)
-    return 0
 
+
+main = program(build_parser, run_command)
 
 if __name__ == "__main__":
     main()

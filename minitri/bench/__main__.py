@@ -12,19 +12,23 @@ with clean_imports():
     import argparse
     import dataclasses
     import json
-    import sys
     from collections.abc import Callable
 
+    from minitri import (
+        Engine,
+        GenerationConfig,
+        InputError,
+        Request,
+        SamplingParams,
+        SpeculationConfig,
+    )
     from minitri.bench.compare import Run, compare, summarise, table
     from minitri.cli import arguments
     from minitri.cli.boot import load_engine
     from minitri.cli.inputs import read_prompt
     from minitri.cli.report import where
-    from minitri.engine import Engine
-    from minitri.errors import InputError
     from minitri.loading.prompt_ids import as_seeds
-    from minitri.requests import Request
-    from minitri.settings import METHODS, GenerationConfig, SamplingParams, SpeculationConfig
+    from minitri.settings import METHODS
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -43,29 +47,25 @@ def build_parser() -> arguments.OneLineParser:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """What is measured, and on which prompts."""
-    arguments.add_model_flags(parser)
-    arguments.add_switches(
-        parser,
-        compare="measure all methods, or those of --method, against autoregressive decoding",
-        coupled="let all methods write the same text, so that none has better luck",
-        quiet="no progress or log on standard error",
-    )
+    arguments.add_flags(parser, *arguments.MODEL, "coupled")
     add = parser.add_argument
+    text = "measure all methods, or those of --method, against autoregressive decoding"
+    add("--compare", action="store_true", help=text)
     text = "or METHOD:TREE, as in naive:16 or triforce:4x3; several times (default: auto, or all)"
     add("--method", action="append", dest="methods", metavar="METHOD", default=[], help=text)
     text = "UTF-8 text, or -, standard input; may be given several times (default: Python's help)"
-    add("--prompt-file", action="append", metavar="FILE", help=text)
-    for name, kind, default, text in (
-        ("prompt-tokens", arguments.positive, arguments.DEMO_PROMPT_TOKENS, "of each prompt"),
-        ("new-tokens", arguments.whole(4), 64, "tokens to generate, at least 4"),
-        ("seeds", arguments.whole(1, 1000), 2, "runs per prompt"),
+    add("--prompt-file", action="append", metavar="FILE", default=[], help=text)
+    for name, dest, least, default, text in (
+        ("prompt", "max_prompt_tokens", 1, arguments.DEMO_PROMPT_TOKENS, "of each prompt"),
+        ("new", "max_new_tokens", 4, 64, "tokens to generate, at least 4"),
     ):
-        add(f"--{name}", type=kind, metavar="N", default=default, help=text)
-    group = parser.add_argument_group("speculation")
-    arguments.add_draft_flag(group)
-    arguments.add_size_flags(group)
-    arguments.add_sampling_flags(parser)
-    arguments.add_gpu_flags(parser)
+        kind = arguments.whole(least)
+        add(f"--{name}-tokens", dest=dest, type=kind, metavar="N", default=default, help=text)
+    kind = arguments.whole(1, 1000)
+    add("--seeds", type=kind, metavar="N", default=2, help="runs per prompt")
+    arguments.add_flags(parser, "draft", *arguments.SIZES, title="speculation")
+    arguments.add_flags(parser, *arguments.SAMPLING, "seed", title="sampling")
+    arguments.add_flags(parser, *arguments.MEMORY)
     parser.set_defaults(method="auto", ignore_eos=True)
 
 
@@ -87,17 +87,16 @@ def measure(
     find_others: Callable[[Engine], dict[str, Callable[[Request], Run]]] = lambda _: {},
 ) -> None:
     """Measures what the flags name, and other programs, and prints. Raises `InputError`."""
-    texts = [(read_prompt(file), args.prompt_tokens) for file in args.prompt_file or [None]]
+    texts = [read_prompt(file) for file in args.prompt_file or [None]]
     speculations = speculations_of(args)
-    generation = arguments.taken(GenerationConfig, args, max_new_tokens=args.new_tokens)
+    generation = arguments.taken(GenerationConfig, args)
     sampling = arguments.taken(SamplingParams, args)
     seeds = as_seeds(args.seed or 0, args.seeds)
     if args.offload and args.on_chip is None:
         raise InputError(
             "--offload needs --on-chip N here, so that all methods keep as many layers on the GPU"
         )
-    draft = arguments.draft_of(args)
-    engine, prompts = load_engine(args, draft, texts, num_new=args.new_tokens)
+    engine, prompts = load_engine(args, texts)
     requests = [Request(it, sampling=sampling, generation=generation) for it in prompts]
     done = compare(engine, requests, seeds, speculations, find_others(engine))
     result = summarise(done)
@@ -105,22 +104,17 @@ def measure(
     lengths = [len(prompt) for prompt in prompts]
     print(
         f"{args.model}, {facts['dtype']}, {facts['device']}; prompts of {max(lengths)} tokens, "
-        f"{args.new_tokens} new ones, T={args.temperature:g}, top-p {args.top_p:g}; {len(prompts)} "
-        f"prompts x {args.seeds} seeds: median (range)"
+        f"{args.max_new_tokens} new ones, T={args.temperature:g}, top-p {args.top_p:g}; "
+        f"{len(prompts)} prompts x {args.seeds} seeds: median (range)"
     )
     print(table(result))
-    names = ("model", "temperature", "top_p", "coupled", "seeds", "new_tokens")
+    names = ("model", "temperature", "top_p", "coupled", "seeds", "max_new_tokens")
     report = {name: getattr(args, name) for name in names}
     report |= {**facts, "draft": engine.drafter_name, "num_prompt_tokens": lengths}
     print(json.dumps({**report, "contestants": result}), flush=True)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Entry point of `python -m minitri.bench`."""
-    with program(build_parser, argv) as args:
-        measure(args)
-        sys.exit(0)
-
+main = program(build_parser, measure)
 
 if __name__ == "__main__":
     main()

@@ -10,18 +10,15 @@ turns, too: those of `tools/bench`.
 
 import dataclasses
 import logging
-import os.path
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from minitri import Engine, PrefillProgress, Request, SpeculationConfig, Stats
+from minitri.cli.inputs import num_same
 from minitri.cli.terminal import finish
-from minitri.engine import Engine
-from minitri.requests import PrefillProgress, Request
-from minitri.settings import SpeculationConfig
-from minitri.stats import Stats
 
 log = logging.getLogger("minitri")
 
@@ -101,11 +98,6 @@ def run_method(
     )
 
 
-def num_same(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Tokens that two texts have in common, from the first on."""
-    return len(os.path.commonprefix([[*tokens], [*others]]))  # noqa: RUF071 (of lists)
-
-
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median and range."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
@@ -155,7 +147,4 @@ def table(result: Result) -> str:
         if row["same_tokens"] and name != reference:
             counts = ", ".join(map(str, row["same_tokens"]))
             lines.append(f"{'':24s} the text of {reference} for {counts} tokens")
-        if len(row["steps_per_plan"]) > 1:
-            most_used = list(row["steps_per_plan"].items())[:4]
-            lines.append(f"{'':24s} plans: " + ", ".join(f"{plan}: {n}" for plan, n in most_used))
     return "\n".join(lines)

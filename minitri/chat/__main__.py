@@ -15,20 +15,24 @@ with clean_imports():
     from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
+    from minitri import (
+        Engine,
+        Generation,
+        GenerationConfig,
+        InputError,
+        ModelConfig,
+        SamplingParams,
+        SpeculationConfig,
+        Token,
+    )
     from minitri.chat.conversation import Conversation
     from minitri.cli import arguments
-    from minitri.cli.boot import boot, sampling_of, seed_of
+    from minitri.cli.boot import boot, sampling_of
     from minitri.cli.inputs import read_text
     from minitri.cli.report import details, outline
-    from minitri.cli.terminal import LEGEND, colored, nothing, plain, stoppable, stream
-    from minitri.config import ModelConfig
-    from minitri.engine import Engine
-    from minitri.errors import InputError
-    from minitri.generation import Generation
+    from minitri.cli.terminal import LEGEND, colored, nothing, plain, stream
     from minitri.loading.prompt_ids import MAX_SEED, check_prompt
     from minitri.loading.tokenizer import Tokenizer
-    from minitri.requests import Token
-    from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 log = logging.getLogger("minitri")
 
@@ -42,16 +46,15 @@ class Chat:
     def __init__(
         self,
         engine: Engine,
+        talk: Conversation,
         args: argparse.Namespace,
         speculation: SpeculationConfig,
-        documents: list[str],
     ) -> None:
         self._engine = engine
         self._args = args
-        self._sampling = sampling_of(args, engine)
+        self._sampling, self._seed = sampling_of(args, engine)
         self._speculation = speculation
-        self._seed = seed_of(args, self._sampling)
-        self._talk = Conversation(engine.tokenizer, system=args.system, documents=documents)
+        self._talk = talk
         if not self._talk.has_template:
             log.info("this model has no chat template: plain questions and answers are tried")
         self._last: Generation | None = None
@@ -59,7 +62,7 @@ class Chat:
             log.info(LEGEND)
         if args.load is not None:
             self.do_load(args.load)
-        elif documents:
+        elif args.document:
             self._read_documents()
 
     def obey(self, line: str) -> None:
@@ -151,8 +154,8 @@ class Chat:
             speculation=self._speculation,
             seed=self._seed,
         )
-        with stoppable() as stopped, self._last as run:
-            return stream(run, show, quiet=self._args.quiet, stopped=stopped)
+        with self._last as run:
+            return stream(run, show, quiet=self._args.quiet)
 
 
 def commands() -> list[str]:
@@ -173,8 +176,6 @@ class ChatFlags:
     """Go on with what /save wrote to this file."""
     color: bool = False
     """Color each token by the stage it came from."""
-    quiet: bool = False
-    """No progress, log or statistics on standard error."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -187,14 +188,13 @@ def build_parser() -> arguments.OneLineParser:
         "--load monday.kv",
         description=about + "; ".join(commands()),
     )
-    arguments.add_model_flags(parser)
+    arguments.add_flags(parser, *arguments.MODEL)
     arguments.add_fields(parser, ChatFlags)
-    arguments.add_fields(parser, GenerationConfig, "max_new_tokens", "prefill_chunk")
+    arguments.add_flags(parser, "max_new_tokens", *arguments.MEMORY)
     parser.set_defaults(max_new_tokens=512)
-    arguments.add_gpu_flags(parser)
-    text = "makes a conversation repeatable (default: a new one each time)"
-    arguments.add_open_sampling_flags(parser, text)
-    arguments.add_speculation_flags(parser, "none of this changes the text's distribution")
+    arguments.add_open_sampling_flags(parser)
+    title = "speculation (none of this changes the text's distribution)"
+    arguments.add_flags(parser, *arguments.SPECULATION, title=title)
     return parser
 
 
@@ -205,12 +205,12 @@ def run_command(args: argparse.Namespace) -> None:
     arguments.warn_of_ignored(args)
     documents = [read_text(file) for file in args.document]
 
-    def check(tokenizer: Tokenizer, config: ModelConfig) -> None:
+    def begin(tokenizer: Tokenizer, config: ModelConfig) -> Conversation:
         talk = Conversation(tokenizer, system=args.system, documents=documents)
         check_prompt(talk.beginning, config, 1)
+        return talk
 
-    engine = boot(args, arguments.draft_of(args), check)
-    chat = Chat(engine, args, speculation, documents)
+    chat = Chat(*boot(args, begin), args, speculation)
     for line in typed_lines():
         chat.obey(line)
 
@@ -232,11 +232,7 @@ def typed_lines() -> Iterator[str]:
         return
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Entry point of `python -m minitri.chat`."""
-    with program(build_parser, argv) as args:
-        run_command(args)
-
+main = program(build_parser, run_command)
 
 if __name__ == "__main__":
     main()

@@ -73,14 +73,10 @@ class Conversation:
 
     def restore(self, note: str) -> None:
         """Goes on where another conversation was. Raises `InputError`."""
-        kinds = {"documents": list, "tokens": list, "first": list, "end": str}
         try:
-            state = json.loads(note)
-            values = [state[name] for name in kinds]
+            values = [json.loads(note)[name] for name in ("documents", "tokens", "first", "end")]
         except (ValueError, LookupError, TypeError):
-            values = []
-        if [*map(type, values)] != [*kinds.values()]:
-            raise InputError("the snapshot holds no conversation; load one that /save wrote")
+            raise InputError("the snapshot holds no conversation; load one of /save") from None
         self.beginning, self.tokens, self._first, self._end = values
 
     def _around_question(self) -> tuple[str, str]:

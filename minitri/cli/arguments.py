@@ -14,15 +14,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from minitri import __version__
-from minitri.errors import MAX_COUNT, InputError, shorten
-from minitri.fields import between, one_of
+from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig, __version__
+from minitri.errors import MAX_COUNT, shorten
+from minitri.fields import between, changed, one_of
 from minitri.gpu.attention_backends import BACKENDS
 from minitri.loading.devices import DRAFT_WEIGHTS, DTYPES, WEIGHTS
 from minitri.loading.fetch import default_draft
 from minitri.loading.named_models import DEFAULT_MODEL
 from minitri.loading.prompt_ids import MAX_SEED
-from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 log = logging.getLogger("minitri")
 
@@ -35,11 +34,7 @@ DEMO_PROMPT_TOKENS = 4000
 WITH_DRAFTER = ("auto", "naive", "triforce")
 """Methods that a drafter guesses for."""
 WITHOUT_RETRIEVAL = ("autoregressive", "naive")
-WINDOW = ["num_sink_tokens", "num_recent_tokens"]
-RETRIEVAL = ["gamma2", "budget", "chunk_size", "observation_window", "rebuild_stride"]
-"""Settings of the drafter's cache, and of the retrieval level."""
-SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]
-SHORT = {"model": ["-m"], "prompt": ["-p"], "max_new_tokens": ["-n"], "quiet": ["-q"]}
+SHORT = {"model": ["-m"], "prompt": ["-p"], "max_new_tokens": ["-n"]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +79,26 @@ class SharedFlags:
     draft: str = "auto"
     """Drafter for naive and triforce: a model of the same vocabulary, or suffix, which looks the
     last words up in the text. Default: the one made for the model, else suffix."""
+    seed: int | None = between(None, 0, MAX_SEED)
+    """The same command with the same seed writes the same text; without one, open methods and
+    gammas may follow the clock."""
+
+
+def names_of(settings: type[Any]) -> list[str]:
+    """The fields of a settings class."""
+    return [field.name for field in dataclasses.fields(settings)]
+
+
+SETTINGS = (ModelChoice, SharedFlags, SamplingParams, GenerationConfig, SpeculationConfig)
+"""Whose fields are flags; no two have the same name. The following are those that go together."""
+MODEL = (*names_of(ModelChoice), "threads", "bitwise")
+MEMORY = ("prefill_chunk", "offload", "on_chip", "cuda_graphs")
+SAMPLING = names_of(SamplingParams)
+WINDOW = ("num_sink_tokens", "num_recent_tokens")
+"""Of the drafter's cache."""
+RETRIEVAL = ("gamma2", "budget", "chunk_size", "observation_window", "rebuild_stride")
+SIZES = ("gamma1", *RETRIEVAL, *WINDOW, "tree", "verification")
+SPECULATION = ("method", "coupled", "draft", *SIZES)
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -91,10 +106,8 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        has_value = type(action.default) in (int, float, str)
-        has_value &= action.default is not argparse.SUPPRESS
-        is_told = "default:" in text.lower()
-        return f"{text} (default: %(default)s)" if has_value and not is_told else text
+        is_value = type(action.default) in (int, float, str) and action.default != argparse.SUPPRESS
+        return text + " (default: %(default)s)" * (is_value and "default:" not in text.lower())
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -109,6 +122,8 @@ class OneLineParser(argparse.ArgumentParser):
             settings |= {"prog": command, "epilog": "\n".join(lines), "usage": "%(prog)s [flags]"}
         super().__init__(formatter_class=HelpFormatter, **settings)
         self.add_argument("--version", action="version", version=f"minitri {__version__}")
+        text = "no progress, log or statistics on standard error"
+        self.add_argument("-q", "--quiet", action="store_true", help=text)
 
     def error(self, message: str) -> NoReturn:
         """Raises the line, for exit code 2."""
@@ -135,12 +150,12 @@ def whole(least: int, most: float = MAX_COUNT) -> Callable[[str], int]:
 positive = whole(1)
 
 
-def two_rates(text: str) -> tuple[float, float]:
-    """A flag's value such as 0.46,0.92."""
-    draft, retrieval = map(float, text.split(","))
-    if not (0 <= draft <= 1 and 0 <= retrieval <= 1):
-        raise ValueError
-    return draft, retrieval
+def add_flags(flags: Flags, *names: str, title: str = "") -> None:
+    """A flag for each of these fields of `SETTINGS`, in a group of their own if it has a title."""
+    group = flags.add_argument_group(title) if title else flags
+    for settings in SETTINGS:
+        if own := [name for name in names if name in names_of(settings)]:
+            add_fields(group, settings, *own)
 
 
 def add_fields(flags: Flags, settings: type[Any], *names: str) -> None:
@@ -176,83 +191,26 @@ def field_texts(settings: type) -> dict[str, str]:
     return {name: " ".join(text.split()).replace(r"\\", "\\") for name, text in found}
 
 
-def add_switches(flags: Flags, **texts: str) -> None:
-    """Flags without a value, each with its help text."""
-    for name, text in texts.items():
-        flags.add_argument(*flag_names(name), action="store_true", help=text)
-
-
-def add_model_flags(flags: Flags) -> None:
-    """Which model runs, and how."""
-    add_fields(flags, ModelChoice)
-    add_fields(flags, SharedFlags, "threads", "bitwise")
-
-
-def add_prompt_flags(
-    parser: argparse.ArgumentParser, *, max_prompt_tokens: int | None = None, default: str = "demo"
-) -> Flags:
+def add_prompt_flags(parser: argparse.ArgumentParser, default: str = "demo") -> Flags:
     """What the model reads, and how much it writes; returns the group of which one may be given."""
     group = parser.add_argument_group(f"prompt (default: {default})")
     group = group.add_mutually_exclusive_group()
-    add_fields(group, SharedFlags, "prompt", "prompt_file", "demo")
-    add_fields(parser, SharedFlags, "max_prompt_tokens", "fit")
-    parser.set_defaults(max_prompt_tokens=max_prompt_tokens)
-    add_fields(parser, GenerationConfig, "max_new_tokens")
+    add_flags(group, "prompt", "prompt_file", "demo")
+    add_flags(parser, "max_prompt_tokens", "fit", "max_new_tokens")
     return group
 
 
-def add_gpu_flags(flags: Flags) -> None:
-    """Where the KV cache is, and how a GPU computes."""
-    add_fields(flags, GenerationConfig, "offload", "on_chip", "cuda_graphs")
-
-
-def add_sampling_flags(
-    parser: argparse.ArgumentParser, seed: str = "of the first run (default: 0)", about: str = ""
-) -> None:
-    """The distribution of the next token, and the seed with its help text."""
-    group = parser.add_argument_group("sampling", about)
-    add_fields(group, SamplingParams, *SAMPLING)
-    group.add_argument("--seed", type=whole(0, MAX_SEED), help=seed)
-
-
-def add_open_sampling_flags(parser: argparse.ArgumentParser, seed: str) -> None:
+def add_open_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Sampling that the model's files decide where no flag does: flags are None then."""
-    about = "default: as the model's generation_config.json says, or else greedy"
-    add_sampling_flags(parser, seed, about)
+    title = "sampling (default: as the model's generation_config.json says, or else greedy)"
+    add_flags(parser, *SAMPLING, "seed", title=title)
     parser.set_defaults(**dict.fromkeys(SAMPLING))
-
-
-def add_draft_flag(flags: Flags) -> None:
-    """Who guesses first."""
-    add_fields(flags, SharedFlags, "draft")
-
-
-def add_size_flags(flags: Flags) -> None:
-    """How far each level guesses ahead, and how much the small caches hold."""
-    add_fields(flags, SpeculationConfig, "gamma1", *RETRIEVAL, *WINDOW, "tree", "verification")
-
-
-def add_speculation_flags(parser: argparse.ArgumentParser, about: str) -> None:
-    """Everything about guessing, in a group of its own."""
-    group = parser.add_argument_group(f"speculation ({about})")
-    add_fields(group, SpeculationConfig, "method", "coupled")
-    add_draft_flag(group)
-    add_size_flags(group)
-
-
-def add_rates_flag(flags: Flags, name: str, text: str) -> None:
-    """Acceptance rates to assume, of the drafter's guesses and of the retrieval level's."""
-    options: dict[str, Any] = {"type": two_rates, "metavar": "DRAFT,RETRIEVAL"}
-    text += " (default: 0.46,0.92, about the paper's)"
-    flags.add_argument(f"--{name}", default=(0.46, 0.92), help=text, **options)
 
 
 def taken(settings: type[Settings], args: argparse.Namespace, **others: Any) -> Settings:
     """Settings by the flags that are named after their fields. Raises `InputError`."""
-    names = inspect.signature(settings).parameters
-    given = {name: value for name, value in vars(args).items() if name in names}
-    flags = {name: value for name, value in given.items() if value is not None}
-    return settings(**flags | others)
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    return changed(settings(), given | others)
 
 
 def model_of(args: argparse.Namespace) -> dict[str, Any]:

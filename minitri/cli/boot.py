@@ -1,8 +1,7 @@
 """From flags to an engine that is ready: weights, threads, sampling, seed, a KV snapshot.
 
-engine, [prompt] = load_engine(args, draft, [(text, max_tokens)], num_new=256)
-sampling = sampling_of(args, engine)
-seed = seed_of(args, sampling)
+engine, [prompt] = load_engine(args, [read_prompt(args.prompt_file)])
+sampling, seed = sampling_of(args, engine)
 """
 
 import argparse
@@ -12,69 +11,66 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from minitri.cli.arguments import model_of, taken
+from minitri import Engine, Generation, InputError, ModelConfig, SamplingParams, load
+from minitri.cli.arguments import draft_of, model_of, taken
 from minitri.cli.inputs import encode
 from minitri.cli.report import details, outline
-from minitri.config import ModelConfig
-from minitri.engine import Engine
-from minitri.errors import InputError, shorten
-from minitri.generation import Generation
-from minitri.loader import load
+from minitri.errors import shorten
 from minitri.loading.prompt_ids import MAX_SEED
 from minitri.loading.tokenizer import Tokenizer
 from minitri.parallel.ranks import join
-from minitri.settings import SamplingParams
 
 log = logging.getLogger("minitri")
 
 
 def boot(
-    args: argparse.Namespace, draft: str, check: Callable[[Tokenizer, ModelConfig], None]
-) -> Engine:
-    """Boots the engine that the flags ask for, with `check` before the weights are read."""
+    args: argparse.Namespace, prepare: Callable[[Tokenizer, ModelConfig], Any] = lambda *_: None
+) -> tuple[Engine, Any]:
+    """Boots the engine that the flags ask for; gives also what `prepare` made before the weights
+    were read. Raises `InputError`."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    engine = load(**model_of(args), draft=draft, before_weights=check)
+    made = []
+    engine = load(
+        **model_of(args),
+        draft=draft_of(args),
+        before_weights=lambda *files: made.append(prepare(*files)),
+    )
     if args.bitwise and (args.tree or not engine.model.execution.is_row_invariant):
         raise InputError(
             "--bitwise needs the compiled kernels and no --tree; run on a CPU with a C++ compiler, "
             "or leave it out"
         )
-    return engine
+    return engine, made[0]
 
 
-def load_engine(
-    args: argparse.Namespace, draft: str, texts: Sequence[tuple[str, int | None]], *, num_new: int
-) -> tuple[Engine, list[list[int]]]:
-    """Boots the engine that the flags ask for; its prompts are checked before it reads weights.
+def load_engine(args: argparse.Namespace, texts: Sequence[str]) -> tuple[Engine, list[list[int]]]:
+    """Boots the engine that the flags ask for; its prompts are checked before it reads weights."""
 
-    Each text goes with the number of tokens that are kept. Raises `InputError`.
-    """
-    prompts: list[list[int]] = []
+    def prompts(tokenizer: Tokenizer, config: ModelConfig) -> list[list[int]]:
+        return [encode(text, tokenizer, config, args.max_new_tokens, args) for text in texts]
 
-    def check(tokenizer: Tokenizer, config: ModelConfig) -> None:
-        for text, max_tokens in texts:
-            prompts.append(encode(text, tokenizer, config, max_tokens, num_new, args))
-
-    return boot(args, draft, check), prompts
+    return boot(args, prompts)
 
 
-def sampling_of(args: argparse.Namespace, engine: Engine) -> SamplingParams:
-    """Sampling by the flags, and where there are none as the model's files say, which is told."""
+def sampling_of(args: argparse.Namespace, engine: Engine) -> tuple[SamplingParams, int]:
+    """Sampling by the flags, and where there are none as the model's files say, which is told; and
+    the seed."""
     sampling = taken(SamplingParams, args)
     found = {
         name: value
         for name, value in vars(engine.sampling_defaults).items()
         if getattr(args, name) is None and value != getattr(sampling, name)
     }
-    if args.temperature == 0 or not found:
-        return sampling
-    advice = "--temperature 0 is greedy"
-    log.info("sampling as the model's generation_config.json says: %s; %s", found, advice)
-    return dataclasses.replace(sampling, **found)
+    if args.temperature != 0 and found:
+        advice = "--temperature 0 is greedy"
+        log.info("sampling as the model's generation_config.json says: %s; %s", found, advice)
+        sampling = dataclasses.replace(sampling, **found)
+    return sampling, seed_of(args, sampling)
 
 
 def seed_of(args: argparse.Namespace, sampling: SamplingParams) -> int:
@@ -86,10 +82,8 @@ def seed_of(args: argparse.Namespace, sampling: SamplingParams) -> int:
     return seed
 
 
-def check_kv_files(args: argparse.Namespace) -> None:
-    """Raises `InputError`, before minutes of work, for files that cannot be read or written."""
-    if args.load_kv is not None and not Path(args.load_kv).is_file():
-        raise InputError(f"--load-kv: there is no file {shorten(args.load_kv)}")
+def check_save_kv(args: argparse.Namespace) -> None:
+    """Raises `InputError`, before minutes of work, for a file that cannot be written."""
     if args.save_kv is not None and not os.access(Path(args.save_kv).absolute().parent, os.W_OK):
         raise InputError(f"--save-kv: cannot write {shorten(args.save_kv)}; name another file")
 

@@ -1,5 +1,7 @@
 """How a program starts and how it ends: with an exit code and at most one line on standard error.
 
+    main = program(build_parser, run_command)
+
 Imports next to nothing, so that it can guard the imports that take seconds.
 """
 
@@ -18,9 +20,6 @@ TYPE_CHECKING = False  # `typing` itself takes milliseconds, in which nothing gu
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Callable
-
-WRITE_ERRORS = (errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPIPE)
-"""What may happen to a write although there is no bug."""
 
 
 @contextlib.contextmanager
@@ -50,29 +49,35 @@ def clean_imports() -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@contextlib.contextmanager
 def program(
-    build_parser: "Callable[[], ArgumentParser]", argv: list[str] | None, *, parallel: bool = False
-) -> "Iterator[Namespace]":
-    """What every program does around its work: flags, log, UTF-8 output, and `clean_exits`.
+    build_parser: "Callable[[], ArgumentParser]",
+    run_command: "Callable[[Namespace], int | None]",
+    *,
+    parallel: bool = False,
+) -> "Callable[..., None]":
+    """The `main` of a program: flags, log, UTF-8 output and `clean_exits` around its work.
 
-    `parallel`: torchrun may start it in several processes, of which the first one speaks."""
-    words = sys.argv[1:] if argv is None else argv
-    with clean_exits(as_json=bool({"--json", "--json-stream"} & {*words})):
-        import logging
+    `run_command` returns the exit code. `parallel`: torchrun may start the program in several
+    processes, of which the first one speaks."""
 
-        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # all is done by then
-        if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-        parser = build_parser()
-        is_silent = _is_follower(parser.prog, parallel)
-        args = parser.parse_args(words)
-        args.quiet |= is_silent
-        log = logging.getLogger("minitri")
-        log.handlers = [logging.StreamHandler()]  # to standard error, message only
-        log.setLevel(logging.WARNING if args.quiet else logging.INFO)
-        log.disabled = is_silent
-        yield args
+    def main(argv: list[str] | None = None) -> None:
+        with clean_exits():
+            import logging
+
+            atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # all is done by then
+            if hasattr(sys.stdout, "reconfigure"):
+                sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+            parser = build_parser()
+            is_silent = _is_follower(parser.prog, parallel)
+            args = parser.parse_args(argv)
+            args.quiet |= is_silent
+            log = logging.getLogger("minitri")
+            log.handlers = [logging.StreamHandler()]  # to standard error, message only
+            log.setLevel(logging.WARNING if args.quiet else logging.INFO)
+            log.disabled = is_silent
+            sys.exit(run_command(args) or 0)
+
+    return main
 
 
 def _is_follower(name: str, parallel: bool) -> bool:
@@ -89,24 +94,18 @@ def _is_follower(name: str, parallel: bool) -> bool:
 
 
 @contextlib.contextmanager
-def clean_exits(*, as_json: bool = False) -> Iterator[None]:
+def clean_exits() -> Iterator[None]:
     """Ends the program with a code and at most one line.
 
-    That is for bad input (with `as_json` an object on standard output, too), a missing package,
-    Ctrl-C, a full disk and a closed pipe; anything else is a bug.
+    That is for bad input, a missing package, Ctrl-C, and what the system refuses, such as a write
+    to a full disk; anything else is a bug.
     """
-    _mend_streams()
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # a shell has closed it
+            setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: PTH123, SIM115
     try:
-        if sys.stdout is None:
-            raise _end(2, "standard output is closed; send it somewhere, such as > /dev/null")
         try:
             yield
-        except InputError as error:
-            if as_json:
-                import json
-
-                print(json.dumps({"error": str(error)}, ensure_ascii=False))
-            raise
         finally:
             sys.stdout.flush()
     except SystemExit as end:  # others that run with this process end with its code
@@ -119,15 +118,11 @@ def clean_exits(*, as_json: bool = False) -> Iterator[None]:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # a second one
         raise _end(130, "interrupted") from None
     except OSError as error:
-        if error.errno == errno.ENOENT and error.filename is None:  # of os.getcwd
-            raise _end(2, "the current folder is gone; change to another") from None
-        if error.errno not in WRITE_ERRORS:
-            raise
         # What could not be written is given up, so that Python does not fail again in the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if error.errno == errno.EPIPE:  # whoever read our output has gone
             raise _end(0) from None
-        raise _end(2, f"cannot write the output: {error.strerror}; send it elsewhere") from None
+        raise _end(2, f"the system says: {error}; send output elsewhere, or free it") from None
 
 
 def is_piped() -> bool:
@@ -149,24 +144,5 @@ def _end(code: int, line: str = "") -> SystemExit:
 
 
 def _stop_at_once(*_: object) -> None:
-    try:
-        if os.environ.get("RANK", "0") == "0":
-            os.write(2, b"minitri: interrupted\n")
-    finally:
-        os._exit(130)
-
-
-def _mend_streams() -> None:
-    """Opens /dev/null for streams that a shell has closed, so that no other file takes their
-    place, and for a standard error that takes nothing."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
-    try:
-        os.write(2, b"")
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
-    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+    os.write(2, b"minitri: interrupted\n")
+    os._exit(130)

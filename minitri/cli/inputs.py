@@ -4,11 +4,12 @@ import argparse
 import logging
 import os.path
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from minitri.config import ModelConfig
-from minitri.errors import InputError, shorten
+from minitri import InputError, ModelConfig
+from minitri.errors import shorten
 from minitri.loading.prompt_ids import check_prompt
 from minitri.loading.tokenizer import Tokenizer
 from minitri.parallel.ranks import join
@@ -63,21 +64,20 @@ def encode(
     prompt: str | list[int],
     tokenizer: Tokenizer,
     config: ModelConfig,
-    max_tokens: int | None,
     num_new: int,
     args: argparse.Namespace,
 ) -> list[int]:
-    """Token ids of a prompt, at most `max_tokens`, by --fit, --chat and --system.
+    """Token ids of a prompt by --max-prompt-tokens, --fit, --chat and --system.
 
     What is cut is cut from the text, not from BOS or the chat template around it. Raises
     `InputError` if there is no template, or no room for the prompt and `num_new` more tokens.
     """
     ids = _ids(prompt, tokenizer, args)
     empty = _ids(prompt[:0], tokenizer, args)
-    start = _num_same(ids, empty)
-    end = len(ids) - _num_same(ids[::-1], empty[start:][::-1])
+    start = num_same(ids, empty)
+    end = len(ids) - num_same(ids[::-1], empty[start:][::-1])
     fit = vars(args).get("fit")
-    room = max_tokens or len(ids)
+    room = args.max_prompt_tokens or len(ids)
     if fit is not None:
         room = min(room, config.context_length - num_new)
     num_cut = len(ids) - room
@@ -100,5 +100,6 @@ def _ids(prompt: str | list[int], tokenizer: Tokenizer, args: argparse.Namespace
     return tokenizer.encode_chat(messages)
 
 
-def _num_same(first: list[int], second: list[int]) -> int:
-    return len(os.path.commonprefix([first, second]))  # noqa: RUF071 (of lists)
+def num_same(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Tokens that two texts have in common, from the first on."""
+    return len(os.path.commonprefix([[*tokens], [*others]]))  # noqa: RUF071 (of lists)

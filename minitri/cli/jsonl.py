@@ -8,41 +8,42 @@ with an `error`; the others run.
 """
 
 import argparse
-import dataclasses
 import json
 from collections import defaultdict
 from typing import Any
 
 from tqdm import tqdm
 
+from minitri import (
+    End,
+    Engine,
+    Generation,
+    GenerationConfig,
+    InputError,
+    Request,
+    SpeculationConfig,
+    Token,
+)
 from minitri.cli.arguments import SAMPLING
-from minitri.cli.boot import boot, conclude, load_kv, sampling_of, seed_of
+from minitri.cli.boot import boot, conclude, load_kv, sampling_of
 from minitri.cli.inputs import encode, read_text
 from minitri.cli.report import answer
-from minitri.engine import Engine
-from minitri.errors import InputError, shorten
-from minitri.generation import Generation
+from minitri.errors import shorten
+from minitri.fields import changed
 from minitri.loading.prompt_ids import MAX_SEED, as_seeds
-from minitri.requests import End, Request, Token
-from minitri.settings import GenerationConfig, SpeculationConfig
 
-ENDING = ["max_new_tokens", "stop", "ignore_eos"]
-KNOWN = ["prompt", "token_ids", "id", "seed", *ENDING, *SAMPLING]
+KNOWN = ("prompt", "token_ids", "id", "seed", "max_new_tokens", "stop", "ignore_eos", *SAMPLING)
 """What a line may say."""
 
 
 def run_lines(
-    args: argparse.Namespace,
-    generation: GenerationConfig,
-    speculation: SpeculationConfig,
-    draft: str,
-) -> int:
-    """Answers every line of --prompts; returns the exit code. Raises `InputError` at last."""
+    args: argparse.Namespace, generation: GenerationConfig, speculation: SpeculationConfig
+) -> None:
+    """Answers every line of --prompts. Raises `InputError` at last if some were wrong."""
     numbered = enumerate(read_text(args.prompts).splitlines(), 1)
     lines = [(number, line) for number, line in numbered if line.strip()]
-    engine = boot(args, draft, lambda *_: None)
-    sampling = sampling_of(args, engine)
-    seed = seed_of(args, sampling)
+    engine, _ = boot(args)
+    sampling, seed = sampling_of(args, engine)
     load_kv(args, engine)
     heads: list[dict[str, Any]] = []
     requests = []
@@ -65,7 +66,6 @@ def run_lines(
     if len(requests) < max(len(lines), 1):
         num_wrong = len(lines) - len(requests)
         raise InputError(f"{num_wrong} of {len(lines)} lines of {shorten(args.prompts)} were wrong")
-    return 0
 
 
 def read_line(line: str) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def read_line(line: str) -> dict[str, Any]:
         fields = {**json.loads(line)}
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"it is no object of JSON: {shorten(error, 90)}") from None
-    if unknown := sorted(fields.keys() - KNOWN):
+    if unknown := sorted(fields.keys() - {*KNOWN}):
         name = shorten(unknown[0], 60)
         raise InputError(f"{name!r} is unknown; known are {', '.join(KNOWN)}")
     match fields:
@@ -90,12 +90,10 @@ def request_of(
 ) -> Request:
     """What a line asks for, the rest as in `default`. Raises `InputError`."""
     [seed] = as_seeds(fields.get("seed", default.seed), 1)
-    own = {name: fields[name] for name in SAMPLING if name in fields}
-    sampling = dataclasses.replace(default.sampling, **own)
-    own = {name: fields[name] for name in ENDING if name in fields}
-    generation = dataclasses.replace(default.generation, **own)
-    sizes = engine.config, args.max_prompt_tokens, generation.max_new_tokens
-    ids = encode(fields["prompt"], engine.tokenizer, *sizes, args)
+    sampling = changed(default.sampling, fields)
+    generation = changed(default.generation, fields)
+    num_new = generation.max_new_tokens
+    ids = encode(fields["prompt"], engine.tokenizer, engine.config, num_new, args)
     return Request(ids, seed, sampling, generation)
 
 

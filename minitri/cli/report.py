@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 
+from minitri import Engine, Generation, Stats, Token
 from minitri.cli.arguments import WITH_DRAFTER
-from minitri.engine import Engine
-from minitri.generation import Generation
 from minitri.loading.devices import attention_name
 from minitri.model.llama import Llama
-from minitri.requests import Row, Token
-from minitri.stats import LevelStats, Stats
+from minitri.requests import Row
+from minitri.stats import LevelStats
 
 GUESSED = ("draft", "retrieval")
 """Origins of tokens that the target only verified."""

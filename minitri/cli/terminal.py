@@ -1,15 +1,14 @@
-"""Shows a run as it goes: text or a line of JSON per token, a progress bar, colors by origin."""
+"""Shows a run as it goes: text, a progress bar, colors by origin."""
 
-import contextlib
-import json
+import logging
 import signal
-import threading
 from collections.abc import Callable, Iterator
 
 from tqdm import tqdm
 
-from minitri.generation import Generation
-from minitri.requests import End, Event, PrefillProgress, Token
+from minitri import End, Event, Generation, PrefillProgress, Token
+
+log = logging.getLogger("minitri")
 
 COLORS = {
     "draft": ("\x1b[32m", "guessed by the drafter"),
@@ -32,56 +31,40 @@ def colored(token: Token) -> str:
     return f"{COLORS[token.origin][0]}{token.text}{RESET}" if token.text else ""
 
 
-def json_line(token: Token) -> str:
-    """A token as a line of JSON."""
-    names = ["token_id", "text", "origin"]
-    names += [] if token.logprob is None else ["logprob", "top_logprobs"]
-    return json.dumps({name: getattr(token, name) for name in names}) + "\n"
-
-
-def nothing(_: Token) -> str:
+def nothing(token: Token) -> str:  # noqa: ARG001 (what `stream` calls)
     """No token is shown."""
     return ""
 
 
 def stream(
-    run: Generation,
-    show: Callable[[Token], str],
-    *,
-    quiet: bool,
-    stopped: threading.Event | None = None,
+    run: Generation, show: Callable[[Token], str], *, quiet: bool
 ) -> tuple[str, list[Token]]:
     """Shows a run of one prompt; returns how it ended, and its tokens.
 
-    It ends as `interrupted` after an event that `stopped` is set in, and at once by Ctrl-C.
+    After a Ctrl-C it ends as `interrupted` with the next event; a second one interrupts at once.
     """
     tokens: list[Token] = []
-    with contextlib.suppress(KeyboardInterrupt):
+    is_stopped = False
+
+    def stop(*_: object) -> None:
+        nonlocal is_stopped
+        signal.signal(signal.SIGINT, before)
+        is_stopped = True
+        log.info("stopping after this step; another Ctrl-C stops at once")
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
         for event in with_bar(run, quiet=quiet):
             if isinstance(event, End):
                 return event.finish_reason, tokens
             if isinstance(event, Token):
                 tokens.append(event)
                 print(show(event), end="", flush=True)
-            if stopped is not None and stopped.is_set():
+            if is_stopped:
                 break
-    return "interrupted", tokens
-
-
-@contextlib.contextmanager
-def stoppable() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event that this gives, and interrupts nothing; a second one does."""
-    stopped = threading.Event()
-
-    def stop(*_: object) -> None:
-        signal.signal(signal.SIGINT, before)
-        stopped.set()
-
-    before = signal.signal(signal.SIGINT, stop)
-    try:
-        yield stopped
     finally:
         signal.signal(signal.SIGINT, before)
+    return "interrupted", tokens
 
 
 def finish(run: Generation, *, quiet: bool) -> End:

@@ -20,22 +20,19 @@ with clean_imports():
     import dataclasses
     import functools
     import json
-    import sys
     from typing import Any
 
     import torch
 
-    from minitri.bench.compare import num_same
+    from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig, load
     from minitri.cli import arguments
     from minitri.cli.boot import load_engine
-    from minitri.cli.inputs import read_prompt
+    from minitri.cli.inputs import num_same, read_prompt
     from minitri.cli.report import where
     from minitri.cli.terminal import finish
-    from minitri.engine import Engine
-    from minitri.loader import load
     from minitri.selftest.departures import explain
     from minitri.selftest.distribution_test import FALSE_ALARM, is_alarm, run_test, windows
-    from minitri.settings import METHODS, GenerationConfig, SamplingParams, SpeculationConfig
+    from minitri.settings import METHODS
 
 WINDOW = 64
 NEW_TOKENS = 64
@@ -54,30 +51,30 @@ def build_parser() -> arguments.OneLineParser:
         description="Compares every speculative method with autoregressive decoding, token by "
         "token, on your weights, and its samples with the model's distribution.",
     )
-    arguments.add_model_flags(parser)
-    arguments.add_prompt_flags(parser, max_prompt_tokens=2000)
+    arguments.add_flags(parser, *arguments.MODEL)
+    arguments.add_prompt_flags(parser)
     add = parser.add_argument
     choices = ("auto", *METHODS[2:])
     text = "may be given several times (default: naive, retrieval, triforce)"
     add("--method", action="append", choices=choices, dest="methods", help=text)
     text = "tokens per method in the statistical test of uncoupled sampling; 0 leaves it out"
     add("--num-samples", type=arguments.whole(0, 10**6), metavar="N", default=2048, help=text)
-    arguments.add_draft_flag(parser)
-    arguments.add_gpu_flags(parser)
-    arguments.add_size_flags(parser.add_argument_group("speculation"))
-    arguments.add_switches(parser, quiet="no progress or log on standard error")
-    arguments.add_sampling_flags(parser, "of all runs (default: 7)")
-    parser.set_defaults(max_new_tokens=128, ignore_eos=True, temperature=0.8, seed=7)
+    arguments.add_flags(parser, *arguments.MEMORY)
+    arguments.add_flags(parser, "draft", *arguments.SIZES, title="speculation")
+    arguments.add_flags(parser, *arguments.SAMPLING, "seed", title="sampling")
+    parser.set_defaults(
+        max_prompt_tokens=2000, max_new_tokens=128, ignore_eos=True, temperature=0.8, seed=7
+    )
     return parser
 
 
+@dataclasses.dataclass
 class SelfTest:
     """The comparisons of one engine on one prompt."""
 
-    def __init__(self, engine: Engine, prompt: list[int], args: argparse.Namespace) -> None:
-        self.engine = engine
-        self._prompt = prompt
-        self._args = args
+    engine: Engine
+    prompt: list[int]
+    args: argparse.Namespace
 
     @functools.cached_property
     def exact_engine(self) -> Engine:
@@ -85,19 +82,19 @@ class SelfTest:
         self.engine.release()
         if self.engine.model.dtype == torch.float32:
             return self.engine
-        flags = {**arguments.model_of(self._args), "dtype": "float32", "attention": "auto"}
-        return load(**flags, draft=arguments.draft_of(self._args))
+        flags = {**arguments.model_of(self.args), "dtype": "float32", "attention": "auto"}
+        return load(**flags, draft=arguments.draft_of(self.args))
 
     def decode(self, speculation: SpeculationConfig, temperature: float) -> list[int]:
         """The tokens of one run, which goes on after the end of a text: all are equally long."""
         run = self.engine.generate(
-            self._prompt,
+            self.prompt,
             sampling=SamplingParams(temperature),
-            generation=arguments.taken(GenerationConfig, self._args),
+            generation=arguments.taken(GenerationConfig, self.args),
             speculation=speculation,
-            seed=self._args.seed,
+            seed=self.args.seed,
         )
-        return list(finish(run, quiet=self._args.quiet).token_ids)
+        return list(finish(run, quiet=self.args.quiet).token_ids)
 
     def compare(
         self, speculation: SpeculationConfig, temperature: float, expected: list[int]
@@ -112,10 +109,10 @@ class SelfTest:
         found = explain(
             model,
             self.exact_engine.model,
-            self._prompt + got[:n],
+            self.prompt + got[:n],
             (expected[n], got[n]),
             temperature=temperature,
-            seed=self._args.seed,
+            seed=self.args.seed,
             block=speculation.max_block,
         )
         is_bitwise = model.execution.is_row_invariant and not speculation.tree
@@ -129,13 +126,13 @@ class SelfTest:
 
         An alarm in another dtype than float32 may be rounding, so it is looked at in float32.
         """
-        num_rows = -(-self._args.num_samples // NEW_TOKENS)
-        prompts = windows(self._prompt, num_rows, WINDOW)
+        num_rows = -(-self.args.num_samples // NEW_TOKENS)
+        prompts = windows(self.prompt, num_rows, WINDOW)
         # A cache so small that the guesses of the retrieval level are often wrong.
         budget = speculation.budget or 4 * speculation.chunk_size
         speculation = dataclasses.replace(speculation, budget=budget)
         run = (prompts, sampling, speculation)
-        settings = {"num_new": NEW_TOKENS, "seed": self._args.seed}
+        settings = {"num_new": NEW_TOKENS, "seed": self.args.seed}
         p_values = run_test(self.engine, *run, **settings)
         if is_alarm(p_values, num_tests) and self.exact_engine is not self.engine:
             p_values = run_test(self.exact_engine, *run, **settings)
@@ -161,9 +158,7 @@ def run_command(args: argparse.Namespace) -> int:
     speculation = arguments.speculation_of(args)
     sampling = arguments.taken(SamplingParams, args)
     arguments.taken(GenerationConfig, args)  # bad values fail before anything is loaded
-    text = (read_prompt(args.prompt_file, args.prompt), args.max_prompt_tokens)
-    draft = arguments.draft_of(args)
-    engine, [prompt] = load_engine(args, draft, [text], num_new=args.max_new_tokens)
+    engine, [prompt] = load_engine(args, [read_prompt(args.prompt_file, args.prompt)])
     test = SelfTest(engine, prompt, args)
     results = []
     for mode, temperature in (("greedy", 0.0), ("coupled", args.temperature)):
@@ -182,17 +177,13 @@ def run_command(args: argparse.Namespace) -> int:
         print(f"a false alarm in the samples has odds of 1 in {1 / FALSE_ALARM:,.0f}")
     verdicts = [result["verdict"] for result in results]
     counts = {f"num_{name}": verdicts.count(verdict) for name, verdict in VERDICTS.items()}
-    print(", ".join(f"{verdicts.count(verdict)} {name}" for name, verdict in VERDICTS.items()))
+    print(", ".join(f"{name} {count}" for name, count in counts.items()))
     report = {"model": args.model, **where(engine.model), "num_prompt_tokens": len(prompt)}
     print(json.dumps({**report, "seed": args.seed, **counts, "comparisons": results}), flush=True)
     return int("BUG" in verdicts)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Entry point of `python -m minitri.selftest`."""
-    with program(build_parser, argv, parallel=True) as args:
-        sys.exit(run_command(args))
-
+main = program(build_parser, run_command, parallel=True)
 
 if __name__ == "__main__":
     main()

@@ -29,13 +29,11 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
+from minitri import Engine, GenerationConfig, Request, SamplingParams, SpeculationConfig, Token
 from minitri.decoding.sampling import pad_vocabulary, probs_from_logits
-from minitri.engine import Engine
 from minitri.loading.prompt_ids import MAX_SEED
 from minitri.model.llama import Llama
-from minitri.requests import Request, Token
 from minitri.selftest.departures import last_logits
-from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 FALSE_ALARM = 1e-4
 """Odds that sound code fails a self-test, all methods and scores together."""

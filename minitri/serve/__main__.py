@@ -10,17 +10,17 @@ from minitri.cli.exits import clean_imports, program
 with clean_imports():
     import argparse
     import contextlib
+    import dataclasses
     import functools
     import logging
     import os
     import socket
-    from typing import Any
 
+    from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
     from minitri.cli import arguments
     from minitri.cli.boot import boot
     from minitri.engine import MAX_ROWS
-    from minitri.errors import InputError
-    from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
+    from minitri.fields import between
 
 log = logging.getLogger("minitri")
 
@@ -28,6 +28,27 @@ DEFAULT_CONTEXT = 8192
 """Tokens of KV cache per row, which is taken at the start: what fits next to most models."""
 FINISH_SECONDS = 60
 """For running requests to end after a Ctrl-C."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeFlags:
+    """What this program alone is asked for."""
+
+    context: int | None = between(None, 1)
+    """Tokens that a prompt and its answer may have, for which each row takes memory. Default: 8192,
+    or the model's context if that is shorter."""
+    batch_size: int = between(MAX_ROWS, 1)
+    """Requests that run at a time."""
+    max_queue: int = between(64, 1)
+    """Requests that wait for a row; more are answered with 503."""
+    time_limit: int = between(600, 1)
+    """Seconds for a request, waiting included."""
+    host: str = "127.0.0.1"
+    """Address to listen at; 0.0.0.0: all."""
+    port: int = between(8000, 0, 65535)
+    """Where to listen; 0: any port that is free."""
+    api_key: str | None = None
+    """What clients have to send. Default: MINITRI_API_KEY, or nothing."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -39,48 +60,29 @@ def build_parser() -> arguments.OneLineParser:
         description="Serves a model at the endpoints of OpenAI's API: /v1/models, /v1/completions "
         "and /v1/chat/completions; next to them /health.",
     )
-    arguments.add_model_flags(parser)
+    arguments.add_flags(parser, *arguments.MODEL)
     group = parser.add_argument_group("server")
-    room = (
-        "tokens that a prompt and its answer may have, for which each row takes memory (default: "
-    )
-    room += f"{DEFAULT_CONTEXT}, or the model's context if that is shorter)"
-    for name, default, text in (
-        ("context", None, room),
-        ("batch-size", MAX_ROWS, "requests that run at a time"),
-        ("max-queue", 64, "requests that wait for a row; more are answered with 503"),
-        ("time-limit", 600, "seconds for a request, waiting included"),
-    ):
-        options: dict[str, Any] = {"type": arguments.positive, "metavar": "N", "default": default}
-        group.add_argument(f"--{name}", help=text, **options)
-    group.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all")
-    text = "0: any that is free"
-    group.add_argument("--port", type=arguments.whole(0, 65535), default=8000, help=text)
-    text = "what clients have to send (default: MINITRI_API_KEY, or nothing)"
-    group.add_argument("--api-key", metavar="KEY", help=text)
-    arguments.add_switches(group, quiet="only errors on standard error")
-    arguments.add_fields(group, GenerationConfig, "prefill_chunk")
-    arguments.add_gpu_flags(group)
-    group = parser.add_argument_group(
+    arguments.add_fields(group, ServeFlags)
+    arguments.add_flags(group, *arguments.MEMORY)
+    title = (
         "sampling where a request does not say: as in OpenAI's API at temperature 1, 16 tokens of "
         "a text, a chat to the end of the context, a new seed, which the answer tells (captured "
         "graphs on a GPU know only the kinds of filters that are given here)"
     )
-    arguments.add_fields(group, SamplingParams, "temperature", "top_k", "top_p", "min_p")
+    arguments.add_flags(parser, *arguments.SAMPLING, title=title)
     parser.set_defaults(temperature=1.0)
-    arguments.add_speculation_flags(
-        parser,
-        "none of this changes the distribution; with --coupled, or at temperature 0, a seed gives "
-        "the same text alone and with other requests",
+    title = (
+        "speculation (none of this changes the distribution; with --coupled, or at temperature 0, "
+        "a seed gives the same text alone and with other requests)"
     )
+    arguments.add_flags(parser, *arguments.SPECULATION, title=title)
     return parser
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that clients may connect to while the model is loaded. Raises `InputError`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family)
+        return socket.create_server((host, port))
     except (OSError, UnicodeError) as error:
         raise InputError(
             f"cannot listen at {host}, port {port}: {error}; choose another --host or --port"
@@ -101,7 +103,7 @@ def run_command(args: argparse.Namespace) -> None:
     speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
     arguments.warn_of_ignored(args)
     with listen(args.host, args.port) as listener:
-        engine = boot(args, arguments.draft_of(args), lambda *_: None)
+        engine, _ = boot(args)
         context = args.context or min(DEFAULT_CONTEXT, engine.config.context_length)
         names = list(dict.fromkeys([engine.config.name, args.model]))
         protocol = Protocol(engine, names, sampling, context)
@@ -127,13 +129,11 @@ def run_command(args: argparse.Namespace) -> None:
                 server_header=False,
                 timeout_graceful_shutdown=FINISH_SECONDS,
             )
-            host, port, *_ = listener.getsockname()
             log.info(
                 "%s at http://%s:%d/v1: %d requests at a time, of %d tokens each (%.2g GiB of KV "
                 "caches); Ctrl-C ends",
                 engine.config.name,
-                f"[{host}]" if ":" in host else host,
-                port,
+                *listener.getsockname(),
                 args.batch_size,
                 context,
                 worker.kv_cache_bytes / (1 << 30),
@@ -143,11 +143,7 @@ def run_command(args: argparse.Namespace) -> None:
     log.info("stopped")
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Entry point of `python -m minitri.serve`."""
-    with program(build_parser, argv) as args:
-        run_command(args)
-
+main = program(build_parser, run_command)
 
 if __name__ == "__main__":
     main()

@@ -14,11 +14,9 @@ import secrets
 import time
 from typing import Any
 
-from minitri.engine import Engine
+from minitri import End, Engine, Event, RowStats, Token
 from minitri.loading.tokenizer import Tokenizer
-from minitri.requests import End, Event, Token
 from minitri.serve.protocol import Call
-from minitri.stats import RowStats
 
 LEAST_LOGPROB = -9999.0
 """OpenAI's, for a token that is practically impossible: JSON knows no infinity."""

@@ -22,8 +22,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from minitri.errors import InputError, shorten
-from minitri.requests import End, Event
+from minitri import End, Event, InputError
+from minitri.errors import shorten
 from minitri.serve.answers import Json, Writer, in_stream, to_json
 from minitri.serve.protocol import ApiError, Call, Protocol
 from minitri.serve.worker import Worker

@@ -4,50 +4,38 @@
     call = protocol.read(b'{"prompt": "The sea was", "seed": 7}', is_chat=False)
 
 Fields and defaults are OpenAI's; `top_k`, `min_p`, `ignore_eos` and `speculation` are additions. A
-field that this server has no use for is accepted where its value changes nothing (`n` of 1) and
-refused elsewhere: nothing that a client asks for is left out in silence. What the settings and the
-engine check is left to them. It knows neither HTTP nor the run.
+field that this server has no use for is accepted where its value asks for nothing (`n` of 1, an
+empty list, false) and refused elsewhere. What the settings and the engine check is left to them. It
+knows neither HTTP nor the run.
 """
 
-import dataclasses
 import json
 import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from minitri.engine import Engine
-from minitri.errors import InputError, shorten
+from minitri import Engine, GenerationConfig, InputError, Request, SamplingParams
+from minitri.errors import shorten
+from minitri.fields import changed
 from minitri.loading.prompt_ids import MAX_SEED
-from minitri.requests import Request
-from minitri.settings import GenerationConfig, SamplingParams
 
-MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000
 """Characters of all stop strings."""
 TEXT_TOKENS = 16
 """New tokens of /v1/completions unless the client says how many: OpenAI's default."""
-SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]
-IGNORED = ["user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier"]
-"""Fields that do not concern the text."""
 COMMON: dict[str, Any] = {
-    **dict.fromkeys(("model", "stop", "ignore_eos", *SAMPLING, *IGNORED), object),
+    **dict.fromkeys(("model", "stop", "ignore_eos", *vars(SamplingParams())), object),
+    **dict.fromkeys(("user", "metadata", "safety_identifier", "prompt_cache_key"), object),
+    "service_tier": object,
     "max_tokens": int,
     "seed": int,
     "speculation": bool,
     "stream": bool,
-    "stream_options": ({"include_usage": True}, {"include_usage": False}, {}),
+    "stream_options": ({"include_usage": True}, {"include_usage": False}),
     "n": (1,),
     "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "tools": ([],),
-    "functions": ([],),
     "tool_choice": ("none", "auto"),
     "response_format": ({"type": "text"},),
-    "store": (False,),
     "modalities": (["text"],),
 }
 """Fields of both endpoints: the type that a value must have, or the values that are supported."""
@@ -116,15 +104,14 @@ class Protocol:
             ids = self.engine.tokenizer.encode_chat(turns)
         else:
             ids = self._ids(fields.get("prompt", ""))
-        own = {name: fields[name] for name in SAMPLING if name in fields}
         request = Request(
             ids,
             fields.get("seed", secrets.randbelow(MAX_SEED + 1)),
-            dataclasses.replace(self.sampling, **own),
+            changed(self.sampling, fields),
             self._generation(fields, len(ids), is_chat=is_chat),
             fields.get("speculation", True),
         )
-        include_usage = fields.get("stream_options", {}).get("include_usage", False)
+        include_usage = (fields.get("stream_options") or {}).get("include_usage", False)
         return Call(request, is_chat, fields.get("stream", False), include_usage)
 
     def _generation(
@@ -149,9 +136,8 @@ class Protocol:
         generation = GenerationConfig(
             num_new, stop, fields.get("ignore_eos", False), logprobs=logprobs
         )
-        if len(generation.stop) > MAX_STOPS or len("".join(generation.stop)) > MAX_STOP_LENGTH:
-            limits = f"at most {MAX_STOPS}, of {MAX_STOP_LENGTH} characters in all"
-            raise InputError(f"stop has {len(generation.stop)} strings; give {limits}")
+        if (length := len("".join(generation.stop))) > MAX_STOP_LENGTH:
+            raise InputError(f"stop has {length} characters; give at most {MAX_STOP_LENGTH} in all")
         return generation
 
     def _ids(self, prompt: Any) -> list[int]:
@@ -177,11 +163,10 @@ def _fields(body: bytes, known: dict[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         got = f"{shorten(repr(name), 60)} is {shorten(repr(value), 60)}"
         wanted = known.get(name, ())
-        if not wanted:
-            raise InputError(f"{got}, which is unknown here; known are {', '.join(sorted(known))}")
-        if isinstance(wanted, tuple) and value not in wanted:
-            raise InputError(f"{got}, which is not supported; give {wanted[0]!r}, or none")
-        if isinstance(wanted, type) and wanted not in (object, type(value)):
+        if isinstance(wanted, tuple):
+            if value and value not in wanted:
+                raise InputError(f"{got}, which this server does not know; leave it out")
+        elif wanted not in (object, type(value)):
             raise InputError(f"{got}; give a value of type {wanted.__name__}")
     return fields
 

@@ -16,9 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from minitri.errors import InputError
-from minitri.generation import Generation
-from minitri.requests import End, Event, Idle, Request
+from minitri import End, Event, Generation, Idle, InputError, Request
 
 log = logging.getLogger("minitri")
 Deliver = Callable[[Event | Exception], None]

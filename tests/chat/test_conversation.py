@@ -78,7 +78,7 @@ def test_it_goes_on_where_it_was_saved():
     assert other.ask("Why?") == talk.ask("Why?")
 
 
-@pytest.mark.parametrize("note", ["", "{}", "[1]", '{"documents": 5}', "null"])
+@pytest.mark.parametrize("note", ["", "[1]", '{"documents": 5}'])
 def test_a_snapshot_of_something_else_is_refused(note):
     talk = Conversation(tokenizer(CHATML))
     before = talk.ask("Who?")

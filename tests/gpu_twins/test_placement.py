@@ -240,8 +240,6 @@ def test_a_plan_of_a_folder_reads_its_config_only(folder, capsys):
     [
         ("--model", "lama"),
         ("--gpu-memory", "-1"),
-        ("--acceptance", "0.5"),
-        ("--acceptance", "0.5,2"),
         ("--context", "0"),
     ],
 )

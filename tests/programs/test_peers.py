@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from minitri import GenerationConfig, InputError, SpeculationConfig, load
+from minitri import GenerationConfig, SpeculationConfig, load
 from minitri.loading.hf_folder import Folder
 from tests.conftest import byte_level_tokenizer
 from tests.loading.gguf_writer import write_gguf
 from tools.bench import __main__ as bench
-from tools.bench.peers.choice import PEERS, find_peers, peer_names
+from tools.bench.peers.choice import PEERS, find_peers
 from tools.bench.peers.float16 import as_float16
 from tools.bench.peers.in_transformers import transformers_model, transformers_peer
-from tools.bench.peers.process import Worker, worker_peer
+from tools.bench.peers.process import worker_peer
 
 STAND_IN = """
 __version__ = "1.2.3"
@@ -108,7 +108,7 @@ def test_peers_take_their_turns(installed, gguf_file, capsys):
         bench.main(flags.split())
     out, err = capsys.readouterr()
     rows = json.loads(out.splitlines()[-1])["contestants"]
-    assert ended.value.code == 0
+    assert not ended.value.code
     assert set(rows) == {"autoregressive", LLAMA_CPP}
     assert rows[LLAMA_CPP]["ms_per_token"]["median"] > 0
     assert len(rows[LLAMA_CPP]["same_tokens"]) == 2
@@ -130,25 +130,6 @@ def test_a_peer_that_is_dropped_leaves_no_process(installed):
     process = tokens._process
     del tokens
     assert process.returncode is not None
-
-
-@pytest.mark.parametrize(
-    ("python", "said"),
-    [
-        ("/no/python", "cannot run /no/python: No such file"),
-        ("false", "openvino ended with exit code 1"),
-        ("cat", "what runs openvino says '"),
-    ],
-)
-def test_a_program_that_is_no_python_is_one_line(python, said):
-    with pytest.raises(InputError, match=said):
-        Worker(python, "openvino")
-
-
-def test_a_peer_is_chosen_by_its_name_or_the_beginning_of_it():
-    assert peer_names(LLAMA_CPP) == [LLAMA_CPP]
-    assert peer_names("openvino f16/bf16") == ["openvino f16/bf16"]
-    assert peer_names("openvino f16") == [name for name in PEERS if name.startswith("openvino")]
 
 
 def test_other_weights_and_programs_say_what_minitri_says(folder, gguf_file):

@@ -173,23 +173,3 @@ def test_samples_of_a_broken_verification_are_a_bug(check_samples, monkeypatch, 
     code, found = check_samples("--method naive --method triforce")
     assert code == 1
     assert {row["verdict"] for row in found.values()} == {"BUG"}
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ("--method autoregressive", "--method"),
-        ("--draft none", "--draft"),
-        ("--temperature -1", "temperature"),
-        ("--max-new-tokens 0", "max-new-tokens"),
-        ("--gamma2 0", "gamma2"),
-        ("--budget 33", "budget"),
-        ("--prompt-file /nowhere/x.txt", "/nowhere/x.txt"),
-        ("--max-prompt-tokens 600", "max_new_tokens=40"),
-    ],
-)
-def test_bad_flags_are_one_line_and_exit_code_2(check, flags, named):
-    code, lines, err = check(f"--quiet {flags}")
-    assert (code, lines) == (2, [])
-    assert err.count("\n") == 1
-    assert named in err

@@ -28,26 +28,19 @@ def shell(command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, **options)
 
 
-@pytest.mark.parametrize("streams", ["2>&-", "2>/dev/full", "2</dev/null", "<&- 2>&-"])
-def test_text_is_written_where_standard_error_is_closed_or_full(folder, streams):
-    program = f"{sys.executable} -m minitri.generate --model {folder} She -n 3 --ignore-eos"
-    done = shell(f"{program} {streams}")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.strip()
-
-
 @pytest.mark.parametrize(
-    ("stdout", "message"),
+    ("streams", "code", "said"),
     [
-        (">&-", "standard output is closed"),
-        ("1</dev/null", "cannot write the output: Bad file descriptor"),
-        (">/dev/full", "cannot write the output: No space left on device"),
+        ("2>&-", 0, ""),
+        ("<&- >&- 2>&-", 0, ""),
+        (">/dev/full", 2, "No space left on device"),
+        ("1</dev/null", 2, "Bad file descriptor"),
     ],
 )
-def test_nowhere_to_write_to_is_one_line(stdout, message):
-    done = shell(f"{sys.executable} -m minitri.plan --gpu-memory 999 {stdout}")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert done.stderr.startswith(f"minitri: {message}; send it ")
+def test_closed_and_full_streams_are_at_most_one_line(streams, code, said):
+    done = shell(f"{sys.executable} -m minitri.plan --gpu-memory 999 {streams}")
+    assert (done.returncode, done.stderr.count("\n")) == (code, bool(said))
+    assert said in done.stderr
 
 
 def test_a_reader_that_leaves_is_no_error():
@@ -66,12 +59,9 @@ def test_next_to_nothing_is_imported_before_ctrl_c_is_guarded():
 def test_a_folder_that_has_gone_is_one_line(tmp_path):
     (tmp_path / "gone").mkdir()
     search = os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))  # noqa: PTH109
-    command = (
-        f"cd {tmp_path}/gone; rmdir ../gone; PYTHONPATH={search} {sys.executable} -m minitri.plan"
-    )
-    done = shell(command)
+    program = f"PYTHONPATH={search} {sys.executable} -m minitri.plan"
+    done = shell(f"cd {tmp_path}/gone; rmdir ../gone; {program}")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "current folder" in done.stderr
 
 
 def test_names_of_the_package_are_imported_when_they_are_asked_for():
@@ -90,15 +80,8 @@ def test_files_that_are_no_prompt_are_refused(tmp_path, monkeypatch, content, fr
     file.write_bytes(content)
     monkeypatch.setattr(inputs, "MAX_PROMPT_BYTES", 64)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content)))
-    with pytest.raises(InputError, match="not UTF-8 text|no model reads as much|prompt is empty"):
+    with pytest.raises(InputError):
         inputs.read_prompt("-" if from_stdin else str(file))
-
-
-def test_a_file_without_end_is_read_up_to_a_bound():
-    if not os.path.exists("/dev/zero"):  # noqa: PTH110
-        pytest.skip("needs /dev/zero")
-    with pytest.raises(InputError, match="/dev/zero has more than 16 MB"):
-        inputs.read_prompt("/dev/zero")
 
 
 KEEP, LOWER, STRETCH = "--max-prompt-tokens", "--max-new-tokens", "--rope-scaling"

@@ -9,8 +9,6 @@ from minitri.roofline import weights_per_pass
 from minitri.settings import GenerationConfig, SpeculationConfig
 from tests.conftest import CPU, new_cache, tiny_config
 from tests.gpu_twins.test_offloaded_cache import offloaded
-from tools.bench import __main__ as bench
-from tools.bench.bandwidth import covered
 from tools.bench.synthetic import (
     Setup,
     SyntheticSource,
@@ -70,11 +68,6 @@ def test_a_shape_decodes_by_every_method(method, wanted):
     assert result["ms_per_token"] > 0
 
 
-def test_time_at_work_counts_what_overlaps_once():
-    assert covered([]) == 0
-    assert covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.75), (6.0, 7.5)]) == 3 + 2.5
-
-
 def test_a_sweep_says_synthetic_in_every_row_and_what_was_predicted(capsys):
     result = sweep_contexts(setup_of("triforce", (0.5, 0.9), draft=None), [64, 128])
     assert [row["context"] for row in result["rows"]] == [64, 128]
@@ -83,22 +76,3 @@ def test_a_sweep_says_synthetic_in_every_row_and_what_was_predicted(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert any(line.endswith("measured") for line in lines)
     assert sum(line.startswith("target  ") for line in lines) == 2
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ("--shape lama2", "lama2"),
-        ("--compare", "--compare"),
-        ("--method auto", "--method"),
-        ("--method naive --method triforce", "--method"),
-        ("--synthetic-acceptance 2,1", "--synthetic-acceptance"),
-    ],
-)
-def test_nonsense_is_refused_in_one_line(capsys, flags, named):
-    with pytest.raises(SystemExit) as exit_:
-        bench.main(["--load", "dummy", "--quiet", *flags.split()])
-    out, error = capsys.readouterr()
-    assert (exit_.value.code, out) == (2, "")
-    assert named in error
-    assert error.count("\n") == 1

@@ -11,7 +11,6 @@ or a shape with made-up weights and verdicts (`synthetic.py`).
 
 import argparse
 import functools
-import sys
 from collections.abc import Callable
 
 from minitri.bench import __main__ as bench
@@ -36,8 +35,9 @@ def build_parser() -> arguments.OneLineParser:
         description="Speed against the floor of memory bandwidth, other programs, made-up models.",
     )
     bench.add_flags(parser)
-    arguments.add_switches(parser, profile="say where the time of a decoding step goes")
     add = parser.add_argument
+    text = "say where the time of a decoding step goes"
+    add("--profile", action="store_true", help=text)
     text = "runs to measure, without --compare"
     add("--repeats", type=arguments.positive, default=3, metavar="N", help=text)
     text = "a peer, or all whose names begin so; may be given several times: " + ", ".join(PEERS)
@@ -69,12 +69,7 @@ def run_command(args: argparse.Namespace) -> None:
         run_floor(args)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Entry point of `python -m tools.bench`."""
-    with program(build_parser, argv) as args:
-        run_command(args)
-        sys.exit(0)
-
+main = program(build_parser, run_command)
 
 if __name__ == "__main__":
     main()

@@ -37,10 +37,10 @@ def run_floor(args: argparse.Namespace) -> None:
     """Measures the model alone and prints."""
     bare_bytes = peak_memory_bytes(torch.device("cpu"))
     text = read_prompt(args.prompt_file[0] if args.prompt_file else None)
-    num_new = args.new_tokens
-    generation = taken(GenerationConfig, args, max_new_tokens=num_new)
-    args.draft_weights = "same"
-    engine, [prompt] = load_engine(args, "suffix", [(text, args.prompt_tokens)], num_new=num_new)
+    num_new = args.max_new_tokens
+    generation = taken(GenerationConfig, args)
+    args.method = "autoregressive"
+    engine, [prompt] = load_engine(args, [text])
     device = engine.model.device
     all_stats = [
         finish(plain_decoding(engine, prompt, generation), quiet=args.quiet).stats

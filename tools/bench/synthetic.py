@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minitri.bench.compare import spread
 from minitri.caches.full import FullCache
-from minitri.cli.arguments import add_rates_flag, draft_of, positive, speculation_of, taken
+from minitri.cli.arguments import draft_of, positive, speculation_of, taken
 from minitri.cli.report import phase_ms, where
 from minitri.config import ModelConfig
 from minitri.cpu.packed import can_pack, pack_linears
@@ -33,7 +33,7 @@ from minitri.loading.devices import attention_for, choose_device, choose_dtype, 
 from minitri.loading.named_models import shape_of, unknown_model
 from minitri.memory import Models
 from minitri.model.llama import Llama
-from minitri.plan import pass_table, passes
+from minitri.plan import ACCEPTANCE, pass_table, passes
 from minitri.requests import Request
 from minitri.roofline import CARDS, CPU, Workload
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
@@ -58,7 +58,17 @@ def add_synthetic_flags(parser: argparse.ArgumentParser) -> None:
     add("--shape", metavar="NAME", default="llama2-7b-128k", help="a named model")
     text = "tokens; several make a sweep (default: 8192)"
     add("--context", type=positive, action="append", metavar="N", help=text)
-    add_rates_flag(group, "synthetic-acceptance", "probability that a guess is accepted")
+    text = "probability that a guess of the drafter and of the retrieval level is accepted"
+    kind: dict[str, Any] = {"type": two_rates, "metavar": "DRAFT,RETRIEVAL"}
+    add("--synthetic-acceptance", default=ACCEPTANCE, help=text, **kind)
+
+
+def two_rates(text: str) -> tuple[float, float]:
+    """A flag's value such as 0.46,0.92."""
+    draft, retrieval = map(float, text.split(","))
+    if not (0 <= draft <= 1 and 0 <= retrieval <= 1):
+        raise ValueError
+    return draft, retrieval
 
 
 @dataclass(frozen=True)
@@ -102,7 +112,7 @@ def setup_of(args: argparse.Namespace) -> Setup:
         target,
         shape_of(draft_of(args)),
         speculation_of(args),
-        taken(GenerationConfig, args, max_new_tokens=args.new_tokens),
+        taken(GenerationConfig, args),
         args.synthetic_acceptance,
         choose_dtype(args.dtype, device),
         device,

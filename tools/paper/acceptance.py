@@ -58,7 +58,7 @@ from tools.paper.baselines.policies import NAMES, speculation_with
 
 def build_parser() -> arguments.OneLineParser:
     parser, shown = arguments.OneLineParser(description=__doc__), "(default: %(default)s)"
-    arguments.add_model_flags(parser)
+    arguments.add_flags(parser, *arguments.MODEL)
     parser.add_argument(
         "--prompt-file",
         action="append",
@@ -88,8 +88,8 @@ def build_parser() -> arguments.OneLineParser:
         choices=("int4", "int8"),
         help="also measure a copy of the weights; may be given several times",
     )
-    arguments.add_sampling_flags(parser)
-    arguments.add_size_flags(parser.add_argument_group("speculation"))
+    arguments.add_flags(parser, *arguments.SAMPLING, "seed", title="sampling")
+    arguments.add_flags(parser, *arguments.SIZES, title="speculation")
     sizes = {"gamma1": 3, "gamma2": 3, "budget": 1024, "method": "retrieval"}
     parser.set_defaults(**sizes, seed=0, temperature=0.6, top_p=0.9, quiet=True)
     return parser
@@ -260,33 +260,31 @@ def measure(
 
 
 @torch.inference_mode()
-def main(argv: list[str] | None = None) -> None:
-    with program(build_parser, argv) as args:
-        names = list(dict.fromkeys(args.policy or ["all"]))
-        names, args.policy = list(NAMES) if "all" in names else names, "retrieval"
-        if args.gamma1 is None or args.gamma2 is None:
-            raise InputError(
-                "gamma1 or gamma2 is auto; give numbers, such as --gamma1 3 --gamma2 3"
-            )
-        settings, files = arguments.speculation_of(args), args.prompt_file or [None]
-        texts = [read_prompt(file) for file in files]
-        draft = "ngram" if args.draft == "none" else args.draft
-        engine = load(**arguments.model_of(args), draft=draft)
-        if args.draft != "none" and engine.draft is None:
-            raise InputError(
-                f"--draft {args.draft} is no model; only a drafter with distributions of its own "
-                "can be measured"
-            )
-        titles = [Path(file).stem if file else "demo" for file in files]
-        copies = {name: rounded_copy(engine.model, args, name) for name in args.copy}
-        found: defaultdict[str, list[Rate]] = defaultdict(list, {name: [] for name in names})
-        speculations = {name: speculation_with(name, settings) for name in names}
-        for title, text in zip(titles, texts, strict=True):
-            prompt = engine.tokenizer.encode(text)[: args.prompt_tokens]
-            check_prompt(prompt, engine.config, args.new_tokens)
-            print(f"{title}: {len(prompt)} tokens", file=sys.stderr, flush=True)
-            measure(engine, prompt, args, speculations, copies, found)
-        show(engine, args, titles, found)
+def run_command(args: argparse.Namespace) -> None:
+    """Does what the flags say. Raises `InputError`."""
+    names = list(dict.fromkeys(args.policy or ["all"]))
+    names, args.policy = list(NAMES) if "all" in names else names, "retrieval"
+    if args.gamma1 is None or args.gamma2 is None:
+        raise InputError("gamma1 or gamma2 is auto; give numbers, such as --gamma1 3 --gamma2 3")
+    settings, files = arguments.speculation_of(args), args.prompt_file or [None]
+    texts = [read_prompt(file) for file in files]
+    draft = "ngram" if args.draft == "none" else args.draft
+    engine = load(**arguments.model_of(args), draft=draft)
+    if args.draft != "none" and engine.draft is None:
+        raise InputError(
+            f"--draft {args.draft} is no model; only a drafter with distributions of its own "
+            "can be measured"
+        )
+    titles = [Path(file).stem if file else "demo" for file in files]
+    copies = {name: rounded_copy(engine.model, args, name) for name in args.copy}
+    found: defaultdict[str, list[Rate]] = defaultdict(list, {name: [] for name in names})
+    speculations = {name: speculation_with(name, settings) for name in names}
+    for title, text in zip(titles, texts, strict=True):
+        prompt = engine.tokenizer.encode(text)[: args.prompt_tokens]
+        check_prompt(prompt, engine.config, args.new_tokens)
+        print(f"{title}: {len(prompt)} tokens", file=sys.stderr, flush=True)
+        measure(engine, prompt, args, speculations, copies, found)
+    show(engine, args, titles, found)
 
 
 def show(
@@ -315,6 +313,8 @@ def show(
     result |= {"standard_error": {name: [error for _, error in row] for name, row in found.items()}}
     print(json.dumps({**result, "mean": means}))
 
+
+main = program(build_parser, run_command)
 
 if __name__ == "__main__":
     main()

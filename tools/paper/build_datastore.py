@@ -10,7 +10,6 @@ can use the file. It gets its name when it is whole.
 """
 
 import argparse
-import sys
 import time
 from pathlib import Path
 
@@ -30,7 +29,6 @@ def build_parser() -> arguments.OneLineParser:
     parser.add_argument("--model", default=DEFAULT_MODEL, metavar="NAME|PATH|ORG/REPO", help=text)
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the file to write")
     parser.add_argument("texts", nargs="+", metavar="TEXT", help="UTF-8 files")
-    parser.set_defaults(quiet=False)
     return parser
 
 
@@ -58,12 +56,7 @@ def read_text(file: str) -> str:
         raise InputError(f"cannot read {shorten(file)} ({reason}); give UTF-8 texts") from None
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Entry point of `python -m tools.paper.build_datastore`."""
-    with program(build_parser, argv) as args:
-        run_command(args)
-        sys.exit(0)
-
+main = program(build_parser, run_command)
 
 if __name__ == "__main__":
     main()

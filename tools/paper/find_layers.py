@@ -56,7 +56,6 @@ def build_parser() -> arguments.OneLineParser:
         "--seed", type=seed, default=0, metavar="N", help=f"of windows, swaps {shown}"
     )
     parser.add_argument("--dtype", default="auto", help=f"as for minitri.generate {shown}")
-    parser.set_defaults(quiet=False)
     return parser
 
 
@@ -148,12 +147,7 @@ def run_command(args: argparse.Namespace) -> None:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Entry point of `python -m tools.paper.find_layers`."""
-    with program(build_parser, argv) as args:
-        run_command(args)
-        sys.exit(0)
-
+main = program(build_parser, run_command)
 
 if __name__ == "__main__":
     main()

@@ -50,7 +50,7 @@ BEGINNING = "The special magic number for purple-lemon mentioned in the provided
 
 def build_parser() -> arguments.OneLineParser:
     parser, shown = arguments.OneLineParser(description=__doc__), "(default: %(default)s)"
-    arguments.add_model_flags(parser)
+    arguments.add_flags(parser, *arguments.MODEL)
     parser.add_argument(
         "--prompt-file", metavar="FILE", help="UTF-8 text to hide in (default: Python's help)"
     )
@@ -75,7 +75,7 @@ def build_parser() -> arguments.OneLineParser:
     parser.add_argument(
         "--whole-answer", action="store_true", help=f"do not begin the answer with {BEGINNING!r}"
     )
-    arguments.add_size_flags(parser.add_argument_group("speculation"))
+    arguments.add_flags(parser, *arguments.SIZES, title="speculation")
     parser.set_defaults(gamma1=2, gamma2=6, budget=1024, method="retrieval", quiet=True)
     return parser
 
@@ -131,28 +131,28 @@ def ask(
     }
 
 
-def main(argv: list[str] | None = None) -> None:
-    with program(build_parser, argv) as args:
-        lengths, depths = args.prompt_tokens or [2000, 4000, 8000], args.depth or [0.2, 0.5, 0.8]
-        if not all(0 <= depth <= 1 for depth in depths):
-            raise InputError(f"depths are {depths}; give shares of the text from 0 to 1")
-        names = list(dict.fromkeys(args.policy or ["all"]))
-        policies, args.policy = list(NAMES) if "all" in names else names, "retrieval"
-        speculation = arguments.speculation_of(args)
-        text = read_prompt(args.prompt_file)
-        engine = load(**arguments.model_of(args), draft="ngram")
-        text_ids, numbers, runs = engine.tokenizer.encode(text), random.Random(args.seed), []
-        for length, depth in ((length, depth) for length in lengths for depth in depths):
-            number = numbers.randint(1_000_000, 9_999_999)
-            beginning = "" if args.whole_answer else BEGINNING
-            prompt = hide(engine.tokenizer, text_ids, length, depth, number, beginning)
-            for policy in policies:
-                print(f"{length} tokens, depth {depth}, {policy} ...", file=sys.stderr, flush=True)
-                settings = speculation_with(policy, speculation)
-                result = ask(engine, prompt, args.new_tokens, number, settings)
-                where = {"prompt_tokens": length, "depth": depth, "number": number}
-                runs.append({**where, "policy": policy, **result})
-        show(engine, args, policies, runs)
+def run_command(args: argparse.Namespace) -> None:
+    """Does what the flags say. Raises `InputError`."""
+    lengths, depths = args.prompt_tokens or [2000, 4000, 8000], args.depth or [0.2, 0.5, 0.8]
+    if not all(0 <= depth <= 1 for depth in depths):
+        raise InputError(f"depths are {depths}; give shares of the text from 0 to 1")
+    names = list(dict.fromkeys(args.policy or ["all"]))
+    policies, args.policy = list(NAMES) if "all" in names else names, "retrieval"
+    speculation = arguments.speculation_of(args)
+    text = read_prompt(args.prompt_file)
+    engine = load(**arguments.model_of(args), draft="ngram")
+    text_ids, numbers, runs = engine.tokenizer.encode(text), random.Random(args.seed), []
+    for length, depth in ((length, depth) for length in lengths for depth in depths):
+        number = numbers.randint(1_000_000, 9_999_999)
+        beginning = "" if args.whole_answer else BEGINNING
+        prompt = hide(engine.tokenizer, text_ids, length, depth, number, beginning)
+        for policy in policies:
+            print(f"{length} tokens, depth {depth}, {policy} ...", file=sys.stderr, flush=True)
+            settings = speculation_with(policy, speculation)
+            result = ask(engine, prompt, args.new_tokens, number, settings)
+            where = {"prompt_tokens": length, "depth": depth, "number": number}
+            runs.append({**where, "policy": policy, **result})
+    show(engine, args, policies, runs)
 
 
 def show(
@@ -177,6 +177,8 @@ def show(
     result = {"model": args.model, "dtype": dtype, "budget": args.budget, "gamma2": args.gamma2}
     print(json.dumps({**result, "seed": args.seed, "runs": runs, "mean": means}))
 
+
+main = program(build_parser, run_command)
 
 if __name__ == "__main__":
     main()
