@@ -17,10 +17,8 @@ from typing import Any, NoReturn, TypeVar
 from minitri import __version__
 from minitri.errors import MAX_COUNT, InputError, shorten
 from minitri.fields import between, one_of
-from minitri.gpu.attention_backends import BACKENDS
-from minitri.loading.devices import DRAFT_WEIGHTS, DTYPES, WEIGHTS
+from minitri.loading.devices import ModelChoice
 from minitri.loading.fetch import default_draft
-from minitri.loading.named_models import DEFAULT_MODEL
 from minitri.loading.prompt_ids import MAX_SEED
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
@@ -43,27 +41,6 @@ SHORT = {"model": ["-m"], "prompt": ["-p"], "max_new_tokens": ["-n"], "quiet": [
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelChoice:
-    """Which model runs, and how: arguments of `minitri.load`."""
-
-    model: str = DEFAULT_MODEL
-    """A named model of --list-models, a folder or file, or a hub repository ORG/REPO."""
-    dtype: str = one_of("auto", "auto", *DTYPES)
-    """Of weights and KV cache. Default: what is fast here."""
-    attention: str = one_of("auto", "auto", *BACKENDS)
-    """Of short blocks on a GPU. Default: the first that works."""
-    weights: str = one_of("auto", *WEIGHTS)
-    """Native keeps the 4 or 8 bits of a GGUF file. Default: in --dtype."""
-    draft_weights: str = one_of("auto", *DRAFT_WEIGHTS)
-    """Of the target (same), or of a copy in fewer bits, where it guesses with the retrieval cache;
-    the text stays the same. Default: int4 where compiled kernels run."""
-    device: str = "auto"
-    """The CPU, cpu, or a GPU: cuda, cuda:N. Default: cuda if it is there."""
-    rope_scaling: str | None = None
-    """Stretch the context: yarn:4 makes 32K of 8K. Default: as trained."""
-
-
-@dataclasses.dataclass(frozen=True)
 class SharedFlags:
     """What several programs ask for and no other class holds."""
 
@@ -81,9 +58,6 @@ class SharedFlags:
     """Keep the first N tokens of the prompt; of the demo 4000 if nothing else is said."""
     fit: str | None = one_of(None, "first", "last")
     """Tokens that are kept of a prompt too long for the context. Default: an error."""
-    draft: str = "auto"
-    """Drafter for naive and triforce: a model of the same vocabulary, or suffix, which looks the
-    last words up in the text. Default: the one made for the model, else suffix."""
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -184,7 +158,7 @@ def add_switches(flags: Flags, **texts: str) -> None:
 
 def add_model_flags(flags: Flags) -> None:
     """Which model runs, and how."""
-    add_fields(flags, ModelChoice)
+    add_fields(flags, ModelChoice, *(set(field_texts(ModelChoice)) - {"draft"}))
     add_fields(flags, SharedFlags, "threads", "bitwise")
 
 
@@ -224,7 +198,7 @@ def add_open_sampling_flags(parser: argparse.ArgumentParser, seed: str) -> None:
 
 def add_draft_flag(flags: Flags) -> None:
     """Who guesses first."""
-    add_fields(flags, SharedFlags, "draft")
+    add_fields(flags, ModelChoice, "draft")
 
 
 def add_size_flags(flags: Flags) -> None:
@@ -261,6 +235,7 @@ def model_of(args: argparse.Namespace) -> dict[str, Any]:
     Methods without a retrieval level have no use for a copy of the weights.
     """
     options = dict(vars(taken(ModelChoice, args)))
+    del options["draft"]
     if "method" in args and args.method in WITHOUT_RETRIEVAL:
         options["draft_weights"] = "same"
     return {**options, "progress": not args.quiet and sys.stderr.isatty()}

@@ -20,7 +20,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minitri.loading.values import explain
+from minitri.errors import explain
 
 MAX_SECONDS = 5.0
 MAX_SIZE = 1 << 28
@@ -79,7 +79,8 @@ class Environment(ImmutableSandboxedEnvironment):
     def _parse(self, *source: Any) -> nodes.Template:
         """Has loops and macros look at the clock, and `~` put its texts together by `concat`."""
         tree = super()._parse(*source)
-        for block in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
+        blocks: Any = tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))
+        for block in blocks:
             block.body.insert(0, nodes.ExprStmt(call("spend", nodes.Const(0))))
         for chain in tree.find_all(nodes.Concat):
             texts = [nodes.Filter(it, "string", [], [], None, None) for it in chain.nodes]
@@ -92,7 +93,7 @@ class Environment(ImmutableSandboxedEnvironment):
         if self.room < 0 or time.monotonic() > self.deadline:
             raise TemplateError(f"it makes too much of something, or takes {MAX_SECONDS:g} seconds")
 
-    def concat(self, pieces: Iterable[str]) -> str:  # type: ignore[override]
+    def concat(self, pieces: Iterable[str]) -> str:
         """What a template, a block or a macro writes."""
         found = []
         for piece in pieces:

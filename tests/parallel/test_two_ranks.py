@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_one_line_on_all_ranks(seen):
     first, second = (them["mistakes"] for them in seen[1:])
     assert first == second
     told = {
-        "odd heads": "cannot be split over 2 ranks: num_heads=3, num_kv_heads=3",
+        "odd heads": "cannot be split over 2 ranks: {'num_heads': 3, 'num_kv_heads': 3}",
         "other flags": "the ranks were given different models, or ways to load them; start all",
         "other prompts": "the ranks were given different prompts, seeds or settings; start all",
         "other seeds": "the ranks were given different prompts, seeds or settings; start all",
