@@ -66,7 +66,8 @@ class Environment(ImmutableSandboxedEnvironment):
     """Jinja's sandbox with what chat templates use, and limits of time and size."""
 
     intercepted_binops = frozenset(["+", "*", "**"])
-    deadline, room = 0.0, 0
+    deadline = 0.0
+    room = 0
 
     def __init__(self) -> None:
         super().__init__(
