@@ -7,11 +7,10 @@ import dataclasses
 from dataclasses import MISSING, dataclass, field
 from typing import Self
 
-from minitri.errors import MAX_COUNT, InputError
+from minitri.errors import InputError
 from minitri.fields import between, check_fields, one_of, refuse
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-LONGEST_CONTEXT = MAX_COUNT
 SPLIT = ("num_heads", "num_kv_heads", "intermediate_size")
 """Sizes of which each of several GPUs has its share."""
 

@@ -4,6 +4,9 @@ It says what is wrong, what was got and what to do. The programs print it and ex
 program that embeds the engine catches `InputError`. Whatever else escapes from minitri is a bug.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 MAX_COUNT = 2**31 - 1
 
 
@@ -25,3 +28,20 @@ def check_unicode(text: str, what: str) -> None:
         raise InputError(
             f"{what} is not valid Unicode (character {error.start}); give it as UTF-8"
         ) from None
+
+
+@contextmanager
+def explain(problem: str, advice: str = "get it again") -> Iterator[None]:
+    """Turns whatever goes wrong into one line: `problem (what the error says); advice`."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # libraries raise all kinds over damaged files
+        kind = type(error).__name__
+        raise InputError(f"{problem} ({kind}: {printable(error, 120)}); {advice}") from None
+
+
+def printable(text: object, limit: int = 200) -> str:
+    """`shorten`, for texts that come from files: a control character could move the cursor."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in shorten(text, limit))

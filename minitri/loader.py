@@ -7,6 +7,7 @@ from minitri.config import ModelConfig
 from minitri.drafters.plugin import Drafter
 from minitri.engine import Engine
 from minitri.errors import InputError, shorten
+from minitri.loading.devices import ModelChoice
 from minitri.loading.named_models import DEFAULT_MODEL
 from minitri.loading.open_models import OpenModels
 from minitri.loading.tokenizer import Tokenizer
@@ -45,17 +46,14 @@ def load(
     if drafter is not None and (draft != "auto" or not callable(getattr(drafter, "guess", None))):
         given = f"drafter is {shorten(repr(drafter), 60)} with draft {shorten(repr(draft), 60)}"
         raise InputError(f"{given}; give a minitri.Drafter, or a draft, but not both")
-    files = OpenModels(
-        model,
-        draft if drafter is None else "suffix",
-        dtype=dtype,
-        device=device,
-        attention=attention,
-        rope_scaling=rope_scaling,
-        weights=weights,
-        draft_weights=draft_weights,
-        progress=progress,
+    model, draft = (
+        os.fsdecode(name) if isinstance(name, os.PathLike) else name for name in (model, draft)
     )
+    lookup = draft if drafter is None else "suffix"
+    choice = ModelChoice(
+        model, dtype, attention, weights, draft_weights, device, rope_scaling, lookup
+    )
+    files = OpenModels(choice, progress=progress)
     if before_weights is not None:
         before_weights(files.tokenizer, files.config)
     target, draft_model, retrieval_model = files.load()

@@ -249,7 +249,7 @@ gpu_twins/test_eight_bits.py::test_a_copy_is_as_large_as_planned_and_shares_the_
     => weight_NE.float().div_(scales_N.unsqueeze(1))
 parallel/test_split.py::test_shares_give_the_logits_of_the_whole[biases, a vocabulary of 321-2]
   a bias is added by every rank
-    _share: tensor if ranks.rank == 0 else tensor.new_zeros(tensor.shape) => tensor
+    share: tensor if ranks.rank == 0 else tensor.new_zeros(tensor.shape) => tensor
   every rank embeds what another one has, too
     SplitLlama.embed: rows.where(is_here.unsqueeze(-1), 0) => rows
 parallel/test_split.py

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "stack": "settings stats model decoding drafters trees caches roofline gpu runner memory "
     "requests",
     "pool": "caches gpu memory",
-    "loading": "errors config folders settings model caches cpu gpu parallel",
+    "loading": "errors config fields folders settings model caches cpu gpu parallel",
     "generation": "errors settings stats model decoding gpu requests memory stack pool",
     "engine": "errors config settings model drafters caches gpu loading requests memory pool "
     "generation",

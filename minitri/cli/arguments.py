@@ -17,10 +17,8 @@ from typing import Any, NoReturn, TypeVar
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig, __version__
 from minitri.errors import MAX_COUNT, shorten
 from minitri.fields import between, changed, one_of
-from minitri.gpu.attention_backends import BACKENDS
-from minitri.loading.devices import DRAFT_WEIGHTS, DTYPES, WEIGHTS
+from minitri.loading.devices import ModelChoice
 from minitri.loading.fetch import default_draft
-from minitri.loading.named_models import DEFAULT_MODEL
 from minitri.loading.prompt_ids import MAX_SEED
 
 log = logging.getLogger("minitri")
@@ -35,27 +33,6 @@ WITH_DRAFTER = ("auto", "naive", "triforce")
 """Methods that a drafter guesses for."""
 WITHOUT_RETRIEVAL = ("autoregressive", "naive")
 SHORT = {"model": ["-m"], "prompt": ["-p"], "max_new_tokens": ["-n"]}
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelChoice:
-    """Which model runs, and how: arguments of `minitri.load`."""
-
-    model: str = DEFAULT_MODEL
-    """A named model of --list-models, a folder or file, or a hub repository ORG/REPO."""
-    dtype: str = one_of("auto", "auto", *DTYPES)
-    """Of weights and KV cache. Default: what is fast here."""
-    attention: str = one_of("auto", "auto", *BACKENDS)
-    """Of short blocks on a GPU. Default: the first that works."""
-    weights: str = one_of("auto", *WEIGHTS)
-    """Native keeps the 4 or 8 bits of a GGUF file. Default: in --dtype."""
-    draft_weights: str = one_of("auto", *DRAFT_WEIGHTS)
-    """Of the target (same), or of a copy in fewer bits, where it guesses with the retrieval cache;
-    the text stays the same. Default: int4 where compiled kernels run."""
-    device: str = "auto"
-    """The CPU, cpu, or a GPU: cuda, cuda:N. Default: cuda if it is there."""
-    rope_scaling: str | None = None
-    """Stretch the context: yarn:4 makes 32K of 8K. Default: as trained."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +53,6 @@ class SharedFlags:
     """Keep the first N tokens of the prompt; of the demo 4000 if nothing else is said."""
     fit: str | None = one_of(None, "first", "last")
     """Tokens that are kept of a prompt too long for the context. Default: an error."""
-    draft: str = "auto"
-    """Drafter for naive and triforce: a model of the same vocabulary, or suffix, which looks the
-    last words up in the text. Default: the one made for the model, else suffix."""
     seed: int | None = between(None, 0, MAX_SEED)
     """The same command with the same seed writes the same text; without one, open methods and
     gammas may follow the clock."""
@@ -91,7 +65,7 @@ def names_of(settings: type[Any]) -> list[str]:
 
 SETTINGS = (ModelChoice, SharedFlags, SamplingParams, GenerationConfig, SpeculationConfig)
 """Whose fields are flags; no two have the same name. The following are those that go together."""
-MODEL = (*names_of(ModelChoice), "threads", "bitwise")
+MODEL = (*names_of(ModelChoice)[:-1], "threads", "bitwise")
 MEMORY = ("prefill_chunk", "offload", "on_chip", "cuda_graphs")
 SAMPLING = names_of(SamplingParams)
 WINDOW = ("num_sink_tokens", "num_recent_tokens")
@@ -219,6 +193,7 @@ def model_of(args: argparse.Namespace) -> dict[str, Any]:
     Methods without a retrieval level have no use for a copy of the weights.
     """
     options = dict(vars(taken(ModelChoice, args)))
+    del options["draft"]
     if "method" in args and args.method in WITHOUT_RETRIEVAL:
         options["draft_weights"] = "same"
     return {**options, "progress": not args.quiet and sys.stderr.isatty()}

@@ -4,12 +4,15 @@
     template.render([{"role": "user", "content": "Who is Anne?"}])
 
 A template comes with a model from anywhere, so it runs in Jinja's sandbox, which keeps it away from
-Python. What it can use is what `transformers` offers, so that the result is the same.
+Python, and within limits of time and size. What it can use is what `transformers` offers, so that
+the result is the same.
 """
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 from jinja2 import TemplateError, nodes
@@ -17,8 +20,11 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minitri.loading.values import explain
+from minitri.errors import explain
 
+MAX_SECONDS = 5.0
+MAX_SIZE = 1 << 28
+"""For a rendering: characters of all texts and items of all lists that it makes."""
 ADVICE = "write the prompt without --chat, or correct the template"
 
 Message = Mapping[str, str]
@@ -33,8 +39,9 @@ class ChatTemplate:
 
         Raises `InputError` if the template is none.
         """
+        self._environment = Environment()
         with explain("the model's chat template is not valid", ADVICE):
-            self._template = Environment().from_string(source)
+            self._template = self._environment.from_string(source)
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
@@ -44,6 +51,8 @@ class ChatTemplate:
         `InputError` with the template's own message if the conversation does not suit it.
         """
         with explain("the model's chat template fails", ADVICE):
+            self._environment.deadline = time.monotonic() + MAX_SECONDS
+            self._environment.room = MAX_SIZE
             return self._template.render(
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
@@ -54,9 +63,11 @@ class ChatTemplate:
 
 
 class Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with what chat templates use."""
+    """Jinja's sandbox with what chat templates use, and limits of time and size."""
 
-    intercepted_binops = frozenset(["**"])
+    intercepted_binops = frozenset(["+", "*", "**"])
+    deadline = 0.0
+    room = 0
 
     def __init__(self) -> None:
         super().__init__(
@@ -66,8 +77,42 @@ class Environment(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = complain
         self.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
 
-    def call_binop(self, *_: Any) -> Any:
-        raise TemplateError("it computes a power, which could take hours")
+    def _parse(self, *source: Any) -> nodes.Template:
+        """Has loops and macros look at the clock, and `~` put its texts together by `concat`."""
+        tree = super()._parse(*source)
+        blocks: Any = tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))
+        for block in blocks:
+            block.body.insert(0, nodes.ExprStmt(call("spend", nodes.Const(0))))
+        for chain in tree.find_all(nodes.Concat):
+            texts = [nodes.Filter(it, "string", [], [], None, None) for it in chain.nodes]
+            chain.nodes = [call("concat", nodes.List(texts))]
+        return tree
+
+    def spend(self, size: int) -> None:
+        """Raises `TemplateError` where there is neither time nor room for more."""
+        self.room -= size
+        if self.room < 0 or time.monotonic() > self.deadline:
+            raise TemplateError(f"it makes too much of something, or takes {MAX_SECONDS:g} seconds")
+
+    def concat(self, pieces: Iterable[str]) -> str:
+        """What a template, a block or a macro writes."""
+        found = []
+        for piece in pieces:
+            self.spend(len(piece))
+            found.append(piece)
+        return "".join(found)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """A sum, product or power, if it is not too large."""
+        size = 1 + sum(len(it) for it in (left, right) if isinstance(it, Sized))
+        factors = math.prod(abs(it) for it in (left, right) if isinstance(it, int))
+        self.spend(size if operator == "+" else size * factors)
+        return super().call_binop(context, operator, left, right)
+
+
+def call(method: str, argument: nodes.Expr) -> nodes.Call:
+    """The call of a method of the environment."""
+    return nodes.Call(nodes.EnvironmentAttribute(method), [argument], [], None, None)
 
 
 class GenerationBlock(Extension):

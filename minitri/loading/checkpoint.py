@@ -11,7 +11,9 @@ they were made with, and loading compares it with the table that is lent.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,18 +25,18 @@ from minitri.config import ModelConfig
 from minitri.cpu.kernel_layers import use_kernels
 from minitri.cpu.low_bit_models import keep_quantized
 from minitri.cpu.packed import can_pack, pack_linears
-from minitri.errors import InputError
+from minitri.errors import InputError, explain, printable
 from minitri.gpu.fused_modules import fuse_if_possible
 from minitri.loading.devices import kernels_for
 from minitri.loading.gguf.blocks import BITS
 from minitri.loading.gguf.file import GgufFile
 from minitri.loading.hf_folder import Folder
-from minitri.loading.values import explain, printable
 from minitri.model.attention import Attend, attend_math
 from minitri.model.execution import Ranks
 from minitri.model.linear import TrimmedHead
 from minitri.model.llama import Llama, sample_of_vocabulary
-from minitri.parallel.split import new_model, share_tensors
+from minitri.parallel.ranks import RankGroup
+from minitri.parallel.split import SplitLlama, share
 
 MIN_SIMILARITY = 0.9
 """Least median cosine of a drafter's sample of embeddings: copies of one model differ a little."""
@@ -68,20 +70,26 @@ def load_model(
     missing, damaged or do not fit the config.
     """
     lender = target if config.draft_of is not None else None
+    make: Any = partial(SplitLlama, ranks=ranks) if isinstance(ranks, RankGroup) else Llama
     advice = "use a smaller model or dtype, or check the sizes in the config"
     with explain(f"the weights of {config.name} do not fit on {device}", advice):
         # There may be no memory, or sizes may be beyond those of any tensor.
-        model = new_model(config, ranks, dtype=dtype, device=device, target=lender, attend=attend)
+        options = {"dtype": dtype, "device": device, "target": lender, "attend": attend}
+        model = make(config, **options)
     kernels = kernels_for(device, config) if ranks.count == 1 else None
     if kernels is not None:
         use_kernels(model, kernels)
     tensors = _native_tensors(model, checkpoint) if native else checkpoint.tensors(config)
-    _fill(model, share_tensors(tensors, ranks), checkpoint.path, progress)
+    shares = ((name, share(name, tensor, ranks)) for name, tensor in tensors)
+    _fill(model, shares, checkpoint.path, progress)
     if lender is not None:
         _check_drafter(model, lender, checkpoint.path)
     if kernels is None and can_pack(dtype, device):
         pack_linears(model)
-    return fuse_if_possible(model).eval()
+    model = fuse_if_possible(model).eval()
+    if isinstance(model, SplitLlama):
+        model.add_up()
+    return model
 
 
 def _native_tensors(model: Llama, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
@@ -158,8 +166,9 @@ def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progr
             if name in missing:
                 place = missing.pop(name)
                 _check_tensor(f"{path}: {name}", tensor, place)
-                place.copy_(tensor)
-                samples[name] = sampled(tensor)
+                with explain(f"{path}: {name} is no plain tensor"):
+                    place.copy_(tensor)
+                    samples[name] = sampled(tensor)
                 bar.update()
             elif name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
                 unexpected.append(name)
@@ -174,11 +183,10 @@ def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progr
 
 
 def _check_tensor(name: str, tensor: Tensor, place: Tensor) -> None:
-    is_plain = tensor.layout == torch.strided and not tensor.is_meta
-    is_alike = tensor.is_floating_point() == place.is_floating_point()
-    if not (is_plain and is_alike and tensor.shape == place.shape):
+    kinds = [(it.is_floating_point(), it.shape) for it in (tensor, place)]
+    if kinds[0] != kinds[1]:
         found, wanted = (f"{it.dtype} {tuple(it.shape)}" for it in (tensor, place))
         raise InputError(
-            f"{name} is {found} ({tensor.layout}, {tensor.device}) where the config asks for plain "
-            f"{wanted}; use a checkpoint that is not quantized, and its own config"
+            f"{name} is {found} where the config asks for {wanted}; use a checkpoint that is not "
+            "quantized, and its own config"
         )

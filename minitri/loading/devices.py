@@ -1,8 +1,8 @@
 """What a model runs on: device, number type, and the attention that suits both."""
 
 import logging
-from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 
@@ -11,9 +11,11 @@ from minitri.cpu.flash_attention import attend_cpu
 from minitri.cpu.kernels import MAX_HEAD_DIM, Kernels, load_kernels
 from minitri.cpu.low_bit_models import quantized_copy
 from minitri.cpu.packed import can_pack
-from minitri.errors import InputError, shorten
-from minitri.gpu.attention_backends import GpuAttention, choose_attention
+from minitri.errors import InputError
+from minitri.fields import check_fields, one_of, refuse
+from minitri.gpu.attention_backends import BACKENDS, GpuAttention, choose_attention
 from minitri.gpu.eight_bits import eight_bit_copy
+from minitri.loading.named_models import DEFAULT_MODEL
 from minitri.model.attention import Attend
 from minitri.model.execution import Ranks
 from minitri.model.llama import Llama
@@ -23,19 +25,35 @@ log = logging.getLogger("minitri")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-WEIGHTS = ("auto", "native")
-DRAFT_WEIGHTS = ("auto", "int4", "int8", "same")
-_CHOICES = {"dtype": ("auto", *DTYPES), "weights": WEIGHTS, "draft_weights": DRAFT_WEIGHTS}
 
+@dataclass(frozen=True)
+class ModelChoice:
+    """Which model runs, and how: arguments of `minitri.load`. Raises `InputError`."""
 
-def check_names(settings: Mapping[str, object]) -> None:
-    """Raises `InputError` unless all are texts, and names that are known."""
-    for setting, value in settings.items():
-        found = f"{setting} is {shorten(repr(value), 60)}"
-        if not isinstance(value, str):
-            raise InputError(f"{found}; it must be a text")
-        if setting in _CHOICES and value not in _CHOICES[setting]:
-            raise InputError(f"{found}; use one of {', '.join(_CHOICES[setting])}")
+    model: str = DEFAULT_MODEL
+    """A named model of --list-models, a folder or file, or a hub repository ORG/REPO."""
+    dtype: str = one_of("auto", "auto", *DTYPES)
+    """Of weights and KV cache. Default: what is fast here."""
+    attention: str = one_of("auto", "auto", *BACKENDS)
+    """Of short blocks on a GPU. Default: the first that works."""
+    weights: str = one_of("auto", "auto", "native")
+    """Native keeps the 4 or 8 bits of a GGUF file. Default: in --dtype."""
+    draft_weights: str = one_of("auto", "auto", "int4", "int8", "same")
+    """Of the target (same), or of a copy in fewer bits, where it guesses with the retrieval cache;
+    the text stays the same. Default: int4 where compiled kernels run."""
+    device: str = "auto"
+    """The CPU, cpu, or a GPU: cuda, cuda:N. Default: cuda if it is there."""
+    rope_scaling: str | None = None
+    """Stretch the context: yarn:4 makes 32K of 8K. Default: as trained."""
+    draft: str = "auto"
+    """Drafter for naive and triforce: a model of the same vocabulary, or suffix, which looks the
+    last words up in the text. Default: the one made for the model, else suffix."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name, value in vars(self).items():
+            if not isinstance(value, str) and value is not getattr(ModelChoice, name):
+                refuse(self, name, "it must be a text")
 
 
 def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B008

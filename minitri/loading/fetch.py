@@ -17,10 +17,9 @@ from typing import NamedTuple
 
 from filelock import FileLock
 
-from minitri.errors import InputError, shorten
+from minitri.errors import InputError, explain, shorten
 from minitri.folders import CHECKOUT, weights_folder
 from minitri.loading.named_models import DEFAULT_MODEL, MODELS, unknown_model
-from minitri.loading.values import explain
 
 log = logging.getLogger("minitri")
 

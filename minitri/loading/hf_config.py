@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from minitri.config import ROPE_KINDS, ModelConfig, RopeConfig
-from minitri.errors import InputError, shorten
-from minitri.loading.values import as_token_ids, explain, read_fields, read_value, require
+from minitri.errors import InputError, explain, shorten
+from minitri.loading.values import as_token_ids, read_fields, read_value, require
 from minitri.settings import SamplingParams
 
 log = logging.getLogger("minitri")

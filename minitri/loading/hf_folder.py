@@ -10,14 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from minitri.config import ModelConfig
-from minitri.errors import InputError, shorten
+from minitri.errors import InputError, explain, shorten
 from minitri.loading.hf_config import read_config
-from minitri.loading.values import as_token_ids, explain
+from minitri.loading.tokenizer import Backend, SentencePieceBackend, TokenizersBackend
+from minitri.loading.values import as_token_ids
 
 
 class Folder:
@@ -46,6 +48,18 @@ class Folder:
         if template.is_file():
             found["chat_template"] = template.read_text("utf-8")
         return found
+
+    def tokenizer(self) -> tuple[Backend, bool]:
+        """The tokenizer, and whether prompts start with BOS unless the settings say otherwise."""
+        file, model = self.folder / "tokenizer.json", self.folder / "tokenizer.model"
+        if model.is_file() and not file.exists():
+            return SentencePieceBackend(model.read_bytes()), True
+        if not file.is_file():
+            raise FileNotFoundError("expected tokenizer.json or tokenizer.model")
+        pipeline = tokenizers.Tokenizer.from_file(str(file))
+        pipeline.no_truncation()
+        pipeline.no_padding()
+        return TokenizersBackend(pipeline), bool(pipeline.encode("", add_special_tokens=True).ids)
 
     def tensors(self, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002
         """Every weight under its name, one at a time; a shard is closed before the next opens.

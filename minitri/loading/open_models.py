@@ -6,41 +6,29 @@ So whatever is wrong with a prompt or a drafter is found before the minutes that
 import contextlib
 import dataclasses
 import logging
-import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-import tokenizers
 import torch
 
 from minitri.config import ModelConfig
-from minitri.errors import InputError, shorten
+from minitri.errors import InputError, explain, shorten
 from minitri.loading.checkpoint import Checkpoint, load_model, open_checkpoint
 from minitri.loading.devices import (
+    ModelChoice,
     attention_for,
     attention_name,
-    check_names,
     choose_device,
     choose_dtype,
     retrieval_copy,
 )
 from minitri.loading.fetch import LOOKUPS, default_draft, locate
-from minitri.loading.gguf.file import GgufFile
-from minitri.loading.gguf.vocabulary import byte_level_bpe, sentencepiece_model
 from minitri.loading.hf_config import read_sampling, stretch_rope
-from minitri.loading.tokenizer import (
-    Backend,
-    SentencePieceBackend,
-    Tokenizer,
-    TokenizersBackend,
-    check_same_vocabulary,
-)
-from minitri.loading.values import explain, read_value
+from minitri.loading.tokenizer import Tokenizer, check_same_vocabulary
+from minitri.loading.values import read_value
 from minitri.model.execution import Ranks
 from minitri.model.llama import Llama
 from minitri.parallel.ranks import join
-from minitri.parallel.split import SplitLlama
 
 log = logging.getLogger("minitri")
 
@@ -50,35 +38,31 @@ class OpenModel:
 
     def __init__(
         self,
-        name: str,
+        choice: ModelChoice,
         *,
         dtype: torch.dtype,
         device: torch.device,
-        attention: str = "auto",
-        rope_scaling: str | None = None,
-        weights: str = "auto",
         progress: bool = False,
     ) -> None:
-        """The arguments are those of `minitri.load`. Raises `InputError`."""
-        located = join().ask_first(lambda: locate(name, progress=progress))
+        """Raises `InputError`."""
+        located = join().ask_first(lambda: locate(choice.model, progress=progress))
         self.checkpoint = open_checkpoint(located.path)
         config = self.checkpoint.config(located.name)
         if located.context:
             config = dataclasses.replace(config, context_length=located.context)
-        self.config = config if rope_scaling is None else stretch_rope(config, rope_scaling)
+        stretch = choice.rope_scaling
+        self.config = config if stretch is None else stretch_rope(config, stretch)
         has_tokenizer = config.draft_of is None  # else it reads tokens from its target's table
         self.tokenizer = load_tokenizer(self.checkpoint, config) if has_tokenizer else None
-        attend = attention_for(device, dtype, config, attention)
+        attend = attention_for(device, dtype, config, choice.attention)
         self._options: dict[str, Any] = {"dtype": dtype, "device": device, "attend": attend}
-        self._options |= {"native": weights == "native", "progress": progress}
+        self._options |= {"native": choice.weights == "native", "progress": progress}
 
     def load(self, target: Llama | None = None) -> Llama:
         """Reads the weights. `target` lends its embedding table to a drafter that has none."""
         ranks = join() if target is None else Ranks()  # a drafter is whole on every rank
         options = {**self._options, "target": target, "ranks": ranks}
         model = load_model(self.checkpoint, self.config, **options)
-        if isinstance(model, SplitLlama):
-            model.add_up()
         log.info(
             "%s on %s, %s, attention %s, context %d tokens, RoPE %s",
             self.config.name,
@@ -92,35 +76,15 @@ class OpenModel:
 
 
 class OpenModels:
-    """A model and its drafter, all but their weights; the arguments are those of `minitri.load`."""
+    """A model and its drafter, all but their weights."""
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str],
-        draft: str | os.PathLike[str],
-        *,
-        draft_weights: str,
-        rope_scaling: str | None,
-        weights: str,
-        device: str,
-        dtype: str,
-        attention: str,
-        progress: bool,
-    ) -> None:
-        model, draft = (
-            os.fsdecode(it) if isinstance(it, os.PathLike) else it for it in (model, draft)
-        )
-        names = {"model": model, "draft": draft, "dtype": dtype, "device": device}
-        names |= {"attention": attention, "rope_scaling": rope_scaling or ""}
-        names |= {"weights": weights, "draft_weights": draft_weights}
-        check_names(names)
+    def __init__(self, choice: ModelChoice, *, progress: bool = False) -> None:
         ranks = join()
-        ranks.check_same("models, or ways to load them", names)
-        place = choose_device(device, ranks)
-        options: dict[str, Any] = {"dtype": choose_dtype(dtype, place), "device": place}
-        options |= {"attention": attention, "progress": progress}
-
-        self._target = OpenModel(model, rope_scaling=rope_scaling, weights=weights, **options)
+        ranks.check_same("models, or ways to load them", choice)
+        device = choose_device(choice.device, ranks)
+        dtype = choose_dtype(choice.dtype, device)
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "progress": progress}
+        self._target = OpenModel(choice, **options)
         self.config = self._target.config
         if self._target.tokenizer is None:
             raise InputError(
@@ -131,12 +95,12 @@ class OpenModels:
         settings = self._target.checkpoint.generation_config
         self.sampling_defaults = read_sampling(settings, self.config.name)
         self._draft: OpenModel | None = None
-        self._draft_weights = draft_weights
-        self._is_draft_optional = draft == "auto"
-        name = default_draft(model) if draft == "auto" else draft
+        self._choice = choice
+        name = default_draft(choice.model) if choice.draft == "auto" else choice.draft
         if name not in LOOKUPS:
             with self._or_lookup():
-                opened = OpenModel(name, **options)
+                plain = dataclasses.replace(choice, model=name, rope_scaling=None, weights="auto")
+                opened = OpenModel(plain, **options)
                 if opened.tokenizer is not None:
                     check_same_vocabulary(opened.tokenizer, self.tokenizer, opened.config.name)
                 self._draft = opened
@@ -145,7 +109,7 @@ class OpenModels:
         """Reads the weights: the model; its draft model, its copy in fewer bits, if used."""
         target = self._target.load()
         drafter = None
-        retrieval_model = retrieval_copy(target, self._draft_weights)
+        retrieval_model = retrieval_copy(target, self._choice.draft_weights)
         if self._draft is not None:
             with self._or_lookup():
                 drafter = self._draft.load(target)
@@ -157,7 +121,7 @@ class OpenModels:
         try:
             yield
         except InputError as error:
-            if not self._is_draft_optional:
+            if self._choice.draft != "auto":
                 raise
             log.warning("%s; suffix lookup takes its place", error)
 
@@ -165,10 +129,7 @@ class OpenModels:
 def load_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> Tokenizer:
     """The tokenizer of an opened model. Raises `InputError` if there is none that fits."""
     with explain(f"the tokenizer of {checkpoint.path} is missing or damaged"):
-        if isinstance(checkpoint, GgufFile):
-            backend, add_bos = _from_gguf(checkpoint)
-        else:
-            backend, add_bos = _from_folder(checkpoint.folder)
+        backend, add_bos = checkpoint.tokenizer()
         settings = checkpoint.tokenizer_config
         add_bos = read_value(settings, "add_bos_token", bool, add_bos)
         template = _chat_template(settings)
@@ -187,28 +148,6 @@ def load_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> Tokenizer:
     known = ((name, i) for name, i in ids.items() if i is not None and i < backend.num_tokens)
     special = {name: backend.token(i) or "" for name, i in known} | _special_tokens(settings)
     return Tokenizer(backend, bos if add_bos else None, template, special)
-
-
-def _from_folder(folder: Path) -> tuple[Backend, bool]:
-    """The backend, and whether prompts start with BOS unless the settings say otherwise."""
-    file, model = folder / "tokenizer.json", folder / "tokenizer.model"
-    if model.is_file() and not file.exists():
-        return SentencePieceBackend(model.read_bytes()), True
-    if not file.is_file():
-        raise FileNotFoundError("expected tokenizer.json or tokenizer.model")
-    pipeline = tokenizers.Tokenizer.from_file(str(file))
-    pipeline.no_truncation()
-    pipeline.no_padding()
-    return TokenizersBackend(pipeline), bool(pipeline.encode("", add_special_tokens=True).ids)
-
-
-def _from_gguf(file: GgufFile) -> tuple[Backend, bool]:
-    kind = file.metadata.get("tokenizer.ggml.model")
-    if kind == "llama":
-        return SentencePieceBackend(sentencepiece_model(file)), True
-    if kind == "gpt2":
-        return TokenizersBackend(byte_level_bpe(file)), False
-    raise ValueError(f"it is of type {shorten(repr(kind), 60)}, neither gpt2 nor llama")
 
 
 def _chat_template(settings: Mapping[str, Any]) -> str | None:

@@ -4,7 +4,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from minitri.config import LONGEST_CONTEXT, ModelConfig
+from minitri.config import ModelConfig
 from minitri.errors import InputError, shorten
 from minitri.loading.tokenizer import Tokenizer
 
@@ -53,28 +53,11 @@ def check_prompt(ids: list[int], config: ModelConfig, num_new: int) -> None:
                 f"{config.vocab_size - 1}"
             )
     if len(ids) + num_new > config.context_length:
-        raise InputError(_too_long(len(ids), config, num_new))
-
-
-def _too_long(num_tokens: int, config: ModelConfig, num_new: int) -> str:
-    """The error for a prompt beyond the context, with numbers that work."""
-    context = config.context_length
-    rope = config.rope
-    advice = []
-    if num_new < context:
-        advice.append(f"keep at most {context - num_new} (--max-prompt-tokens)")
-    if num_tokens < context:
-        advice.append(f"lower --max-new-tokens to {context - num_tokens}")
-    trained = rope.original_context or context
-    factor = -(-(num_tokens + num_new) // trained)
-    fits = factor <= 1024 and factor * trained <= LONGEST_CONTEXT
-    if fits and rope.frequency_divisors is None:
-        kind = "yarn" if rope.kind == "default" else rope.kind
-        advice.append(f"stretch the context (--rope-scaling {kind}:{factor})")
-    return (
-        f"prompt has {num_tokens} tokens but {config.name} holds {context} minus "
-        f"max_new_tokens={num_new}; {', or '.join(advice) or f'lower both to {context} in all'}"
-    )
+        raise InputError(
+            f"prompt has {len(ids)} tokens but {config.name} holds {config.context_length} minus "
+            f"max_new_tokens={num_new}; shorten it (--max-prompt-tokens), lower --max-new-tokens, "
+            "or stretch the context (--rope-scaling)"
+        )
 
 
 def as_seeds(seed: int | Sequence[int], num_rows: int) -> list[int]:

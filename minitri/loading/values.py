@@ -3,11 +3,10 @@
 Null is as good as absent.
 """
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from typing import Any, get_args, get_type_hints
 
-from minitri.errors import InputError, shorten
+from minitri.errors import InputError, printable, shorten
 
 _NAMES = {
     int: "a whole number",
@@ -17,23 +16,6 @@ _NAMES = {
     dict: "an object",
     list: "a list",
 }
-
-
-@contextmanager
-def explain(problem: str, advice: str = "get it again") -> Iterator[None]:
-    """Turns whatever goes wrong into one line: `problem (what the error says); advice`."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:  # libraries raise all kinds over damaged files
-        kind = type(error).__name__
-        raise InputError(f"{problem} ({kind}: {printable(error, 120)}); {advice}") from None
-
-
-def printable(text: object, limit: int = 200) -> str:
-    """`shorten`, for texts that come from files: a control character could move the cursor."""
-    return "".join(char if char.isprintable() else "\ufffd" for char in shorten(text, limit))
 
 
 def read_value(settings: Mapping[str, Any], key: str, kind: type[Any], default: Any = None) -> Any:

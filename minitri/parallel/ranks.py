@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from minitri.errors import InputError, shorten
+from minitri.errors import InputError, explain
 from minitri.model.execution import Ranks
 
 TIMEOUT = timedelta(minutes=30)
@@ -73,14 +73,9 @@ class RankGroup(Ranks):
             raise InputError(f"the ranks were given different {what}; {ADVICE}")
 
     def _call(self, collective: Callable[..., Any], *arguments: Any) -> None:
-        try:
+        problem = f"rank {self.rank} has lost the other ranks"
+        with explain(problem, "one has ended or does not answer, start all of them again"):
             collective(*arguments)
-        except RuntimeError as error:
-            reason = str(error).split("] ")[-1]  # without a place in gloo's source
-            raise InputError(
-                f"rank {self.rank} has lost the other ranks ({shorten(reason, 90)}); one of them "
-                "has ended or does not answer, start all of them again"
-            ) from None
 
 
 @functools.cache
@@ -93,14 +88,9 @@ def join() -> Ranks:
         return Ranks()
     has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
     backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
-    try:
+    with explain(f"rank {os.environ.get('RANK')} could not join the others", ADVICE):
         store, rank, count = store_of_ranks()
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=TIMEOUT)
-    except (RuntimeError, ValueError, AssertionError) as error:
-        raise InputError(
-            f"rank {os.environ.get('RANK')} could not join the others ({shorten(error, 90)}); "
-            f"{ADVICE}"
-        ) from None
     atexit.register(dist.destroy_process_group)  # else the threads of gloo abort the process
     return RankGroup()
 

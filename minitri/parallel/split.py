@@ -12,7 +12,6 @@ Legend: E hidden size, R rows of the vocabulary on a rank, V vocab.
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch.nn.functional as F
@@ -72,22 +71,10 @@ class Summed(nn.Module):
         return self.ranks.sum(self.part(x))
 
 
-def new_model(config: ModelConfig, ranks: Ranks, **options: Any) -> Llama:
-    """A model without weights yet, or this rank's share of one."""
-    if isinstance(ranks, RankGroup):
-        return SplitLlama(config, ranks=ranks, **options)
-    return Llama(config, **options)
-
-
-def share_tensors(
-    tensors: Iterator[tuple[str, Tensor]], ranks: Ranks
-) -> Iterator[tuple[str, Tensor]]:
-    """A rank's share of every tensor of a checkpoint, which is read one by one."""
-    for name, tensor in tensors:
-        yield name, _share(name, tensor, ranks)
-
-
-def _share(name: str, tensor: Tensor, ranks: Ranks) -> Tensor:
+def share(name: str, tensor: Tensor, ranks: Ranks) -> Tensor:
+    """A rank's share of a tensor of a checkpoint."""
+    if ranks.count == 1:
+        return tensor
     module, kind = f".{name}".split(".")[-2:]
     is_bias = kind == "bias"
     if tensor.dim() != 2 - is_bias:

@@ -110,16 +110,14 @@ def write_gguf(
 
 def write_gguf_with_sentencepiece(path: Path, config: ModelConfig, model: Path) -> Path:
     """A file with the pieces of a sentencepiece model and no weights but an embedding."""
-    processor = sentencepiece.SentencePieceProcessor(str(model))
-    ids = range(processor.vocab_size())
+    pieces = sentencepiece.SentencePieceProcessor(str(model))
+    ids = range(pieces.vocab_size())
     writer = _header(path, config)
     writer.add_tokenizer_model("llama")
-    writer.add_token_list([processor.id_to_piece(i) for i in ids])
-    writer.add_token_scores([processor.get_score(i) for i in ids])
-    types = [1] * len(ids)
-    for i in ids:
-        is_kind = {2: processor.is_unknown(i), 3: processor.is_control(i), 6: processor.is_byte(i)}
-        types[i] = next((kind for kind, it_is in is_kind.items() if it_is), 1)
+    writer.add_token_list([pieces.id_to_piece(i) for i in ids])
+    writer.add_token_scores([pieces.get_score(i) for i in ids])
+    kinds = {2: pieces.is_unknown, 3: pieces.is_control, 6: pieces.is_byte}
+    types = [next((kind for kind, it_is in kinds.items() if it_is(i)), 1) for i in ids]
     writer.add_token_types(types)
     _finish(writer, config, None, "F32")
     return path

@@ -12,12 +12,12 @@ import minitri
 from minitri.config import ModelConfig, RopeConfig
 from minitri.errors import InputError
 from minitri.loading.fetch import Located
-from minitri.loading.gguf.file import GgufFile, hugging_face_name
+from minitri.loading.gguf.file import GgufFile
 from minitri.loading.hf_config import stretch_rope
 from minitri.loading.hf_folder import Folder, weight_files
 from minitri.model.rope import rope_frequencies
 from tests.conftest import byte_level_tokenizer, edit_json, new_cache, write_hf_folder
-from tests.loading.gguf_writer import PARTS, write_gguf
+from tests.loading.gguf_writer import write_gguf
 
 TOKENS = torch.randint(0, 320, (1, 20), generator=torch.Generator().manual_seed(0))
 
@@ -83,22 +83,16 @@ def test_a_quantized_gguf_is_the_dequantized_model(folder, tmp_path):
     assert 0 < (logits(load(path)) - logits(load(folder))).abs().max() < 0.5
 
 
-def test_gguf_names_are_translated():
-    for ours, theirs in PARTS.items():
-        assert hugging_face_name(f"blk.7.{theirs}.weight") == f"model.layers.7.{ours}.weight"
-    assert hugging_face_name("something.else") == "something.else"
-
-
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
         ({"factor": 4.0}, {"kind": "linear", "factor": 4.0}),
         ({"type": "none"}, {"kind": "default", "factor": 1.0}),
+        ({"type": "yarn", "factor": 4.0, "yarn_beta_slow": 2.0}, {"kind": "yarn", "beta_slow": 2}),
         (
             {"type": "yarn", "factor": 4.0, "original_context_length": 128, "yarn_beta_fast": 16.0},
-            {"kind": "yarn", "factor": 4.0, "original_context": 128, "beta_fast": 16.0},
+            {"original_context": 128, "beta_fast": 16.0},
         ),
-        ({"type": "yarn", "factor": 4.0, "yarn_beta_slow": 2.0}, {"kind": "yarn", "beta_slow": 2}),
     ],
 )
 def test_gguf_rope_scaling_arrives(folder, tmp_path, settings, wanted):
@@ -172,16 +166,13 @@ def test_generation_config_decides_the_end_tokens_and_null_is_as_good_as_absent(
     assert load(copy).config == before
 
 
-def test_the_context_of_a_named_model_wins(folder, monkeypatch):
-    located = Located("tiny", folder, context=1234)
-    monkeypatch.setattr("minitri.loading.open_models.locate", lambda *_, **__: located)
-    assert load("tiny").config.context_length == 1234
-
-
-def test_safetensors_win_over_bin(folder, tmp_path):
+def test_the_context_of_a_named_model_and_safetensors_win(folder, tmp_path, monkeypatch):
     copy = copy_of(folder, tmp_path / "copy")
     (copy / "pytorch_model.bin").write_bytes(b"")
     assert weight_files(copy) == ([copy / "model.safetensors"], {})
+    located = Located("tiny", copy, context=1234)
+    monkeypatch.setattr("minitri.loading.open_models.locate", lambda *_, **__: located)
+    assert load("tiny").config.context_length == 1234
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,7 @@ def test_streamed_pieces_put_together_are_the_text(tokenizer, text):
 
 
 def test_half_a_character_waits_and_is_not_lost_at_the_end(tokenizer):
-    ids = tokenizer.encode("x 🦥")
-    assert len(ids) > 4  # the emoji is several byte tokens
+    ids = tokenizer.encode("x 🦥")  # the emoji is several byte tokens
     decoder = IncrementalDecoder(tokenizer, ids[:2])
     assert "\ufffd" not in "".join(decoder.push(token) for token in ids[2:-1])
     assert "\ufffd" in decoder.flush()
@@ -142,28 +141,14 @@ def check(draft: list[str | None], target: list[str | None]) -> None:
     check_same_vocabulary(ours, theirs, "tiny-draft")
 
 
-def test_vocabularies_that_agree_where_both_have_tokens_pass():
-    longer = [*TOKENS, "<pad>"]
-    unused = [*TOKENS, None]
-    for draft, target in (
-        (TOKENS, TOKENS),
-        ([*longer, "<extra>"], TOKENS),
-        (TOKENS, longer),
-        (TOKENS[:4], TOKENS),
-        ([*unused, None], unused),
-    ):
+@pytest.mark.parametrize("more", [[], ["<pad>"], [None], ["<pad>", None]])
+def test_vocabularies_agree_where_both_have_tokens(more):
+    for draft, target in ((TOKENS + more, TOKENS), (TOKENS, TOKENS + more), (TOKENS[:4], TOKENS)):
         check(draft, target)
-
-
-@pytest.mark.parametrize("position", range(len(TOKENS)))
-@pytest.mark.parametrize("padding", [0, 2])
-def test_one_token_that_differs_is_refused_in_one_line(position, padding):
-    other = [*TOKENS, *["<pad>"] * padding]
-    other[position] = "other"
-    with pytest.raises(InputError, match=f"tiny-draft .* token {position} is 'other'") as refused:
-        check(other, TOKENS)
-    assert "\n" not in str(refused.value)
-    assert repr(TOKENS[position]) in str(refused.value)
+    for position in range(len(TOKENS)):
+        other = [*TOKENS[:position], "other", *TOKENS[position + 1 :], *more]
+        with pytest.raises(InputError, match=f"tiny-draft .* token {position} is 'other'"):
+            check(other, TOKENS)
 
 
 def two_tokens_changed_places(folder):

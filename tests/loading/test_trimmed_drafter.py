@@ -60,9 +60,8 @@ def load(target, drafter) -> minitri.Engine:
 
 
 def refused(target, drafter, match: str) -> None:
-    with pytest.raises(InputError, match=match) as caught:
+    with pytest.raises(InputError, match=match):
         load(target, drafter)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_distilled_drafter_guesses_and_changes_nothing(target, drafter):
@@ -110,28 +109,24 @@ def test_an_interrupted_distillation_goes_on_where_it_was(target, books, tmp_pat
     that was left alone."""
     distill(target, books, tmp_path / "whole")
 
-    def interrupted(function, at):
-        calls = itertools.count(1)
+    def interrupt(owner, name, at):
+        function, calls = getattr(owner, name), itertools.count(1)
 
         def call(*args):
             if next(calls) == at:
                 raise KeyboardInterrupt
             return function(*args)
 
-        return call
+        monkeypatch.setattr(owner, name, call)
 
-    for owner, name, at in (
-        (distill_data.LabelStore, "append", 3),
-        (distill_draft, "distillation_loss", 4),
-    ):
-        monkeypatch.setattr(owner, name, interrupted(getattr(owner, name), at))
+    interrupt(distill_data.LabelStore, "append", 3)
+    interrupt(distill_draft, "distillation_loss", 4)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             distill(target, books, tmp_path / "parts")
     distill(target, books, tmp_path / "parts")
-    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    whole, parts = (load_file(tmp_path / it / "model.safetensors") for it in ("whole", "parts"))
+    torch.testing.assert_close(whole, parts, rtol=0, atol=0)
 
 
 def test_a_drafter_is_not_a_model_nor_for_another_target(drafter, tmp_path):

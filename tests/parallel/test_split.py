@@ -26,8 +26,6 @@ def test_shares_give_the_logits_of_the_whole(tmp_path, shape, count):
 
     def logits(ranks):
         model = load_model(checkpoint, config, dtype=torch.float32, device=CPU, ranks=ranks)
-        if ranks.count > 1:
-            model.add_up()
         tokens = [token % config.vocab_size for token in TOKENS]
         cache = new_cache(model.config, dtype=torch.float32)
         return model.logits(read_block(model, [tokens], cache)), model.num_bytes

@@ -78,7 +78,7 @@ def mistakes(folder: Path, engine: Engine, rank: int) -> dict[str, str]:
     options = SpeculationConfig(method="retrieval")
     return {
         "odd heads": problem(lambda: load(folder, "odd")),
-        "other flags": problem(lambda: load(folder, "plain", attention=["auto", "x"][rank])),
+        "other flags": problem(lambda: load(folder, "plain", weights=["auto", "native"][rank])),
         "other prompts": problem(lambda: engine.generate([PROMPTS[rank]], speculation=options)),
         "other seeds": problem(lambda: engine.generate(PROMPTS[0], seed=rank)),
         "int4": problem(lambda: load(folder, "plain", draft_weights="int4")),

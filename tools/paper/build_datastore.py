@@ -18,6 +18,7 @@ import torch
 from minitri.cli import arguments
 from minitri.cli.exits import program
 from minitri.errors import InputError, shorten
+from minitri.loading.devices import ModelChoice
 from minitri.loading.named_models import DEFAULT_MODEL
 from minitri.loading.open_models import OpenModel
 from tools.paper.baselines.datastore import write_datastore
@@ -35,7 +36,9 @@ def build_parser() -> arguments.OneLineParser:
 def run_command(args: argparse.Namespace) -> None:
     """Does what the flags say. Raises `InputError`."""
     texts = [read_text(file) for file in args.texts]
-    tokenizer = OpenModel(args.model, dtype=torch.float32, device=torch.device("cpu")).tokenizer
+    tokenizer = OpenModel(
+        ModelChoice(args.model), dtype=torch.float32, device=torch.device("cpu")
+    ).tokenizer
     if tokenizer is None:
         raise InputError(f"{args.model} is a drafter without a tokenizer; give its target's name")
     started = time.perf_counter()

@@ -19,9 +19,12 @@ import torch
 from torch import Tensor
 
 from minitri.config import ModelConfig
+from minitri.errors import explain, printable
 from minitri.loading.gguf.blocks import BITS, repack
+from minitri.loading.gguf.vocabulary import read_vocabulary
 from minitri.loading.hf_config import check_family, read_config
-from minitri.loading.values import explain, printable, require
+from minitri.loading.tokenizer import Backend
+from minitri.loading.values import require
 
 _NAMES = {
     "blk": "model.layers",
@@ -91,6 +94,10 @@ class GgufFile:
         """Under the names of a Hugging Face tokenizer_config.json."""
         keys = ("tokenizer.chat_template", "tokenizer.ggml.add_bos_token")
         return {key.rpartition(".")[2]: self.metadata.get(key) for key in keys}
+
+    def tokenizer(self) -> tuple[Backend, bool]:
+        """The tokenizer, and whether prompts start with BOS unless the settings say otherwise."""
+        return read_vocabulary(self.metadata)
 
     def config(self, name: str) -> ModelConfig:
         """The model's shape. Raises `InputError` for a model of another family."""

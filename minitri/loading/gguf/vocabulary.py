@@ -1,12 +1,13 @@
 """The tokenizer in a GGUF file, as one of the libraries takes it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from minitri.errors import shorten
-from minitri.loading.gguf.file import GgufFile
+from minitri.errors import explain, shorten
+from minitri.loading.tokenizer import Backend, SentencePieceBackend, TokenizersBackend
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -20,9 +21,21 @@ _CUTS |= {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "qwen2": _QWEN}
 """How a text is cut into words first, by `tokenizer.ggml.pre`; None: in GPT-2's way."""
 
 
-def byte_level_bpe(file: GgufFile) -> tokenizers.Tokenizer:
-    """Byte-level BPE. Raises `ValueError` for one that minitri does not know."""
-    pre = file.metadata.get("tokenizer.ggml.pre")
+def read_vocabulary(metadata: Mapping[str, Any]) -> tuple[Backend, bool]:
+    """The tokenizer, and whether prompts start with BOS unless the file says otherwise.
+
+    Raises `ValueError` for one that minitri does not know, and others for damaged ones.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind == "llama":
+        return SentencePieceBackend(_sentencepiece_model(metadata)), True
+    if kind == "gpt2":
+        return TokenizersBackend(_byte_level_bpe(metadata)), False
+    raise ValueError(f"it is of type {shorten(repr(kind), 60)}, neither gpt2 nor llama")
+
+
+def _byte_level_bpe(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    pre = metadata.get("tokenizer.ggml.pre")
     if pre not in list(_CUTS):
         raise ValueError(f"it cuts words in the way {shorten(repr(pre), 60)}")
     pattern = _CUTS[pre]
@@ -31,11 +44,11 @@ def byte_level_bpe(file: GgufFile) -> tokenizers.Tokenizer:
         words.insert(0, pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"))
     if pre == "smollm":
         words.insert(0, pre_tokenizers.Digits(individual_digits=True))
-    tokens = file.metadata["tokenizer.ggml.tokens"]
+    tokens = metadata["tokenizer.ggml.tokens"]
     vocab = {token: number for number, token in enumerate(tokens)}
     if len(vocab) < len(tokens):
         raise ValueError(f"{len(tokens) - len(vocab)} of {len(tokens)} tokens are there twice")
-    merges = [tuple(merge.split(" ")) for merge in file.metadata["tokenizer.ggml.merges"]]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     bpe = models.BPE(vocab=vocab, merges=merges, ignore_merges=pattern is _LLAMA3)
     pipeline = tokenizers.Tokenizer(bpe)
     pipeline.pre_tokenizer = pre_tokenizers.Sequence(words)
@@ -43,7 +56,7 @@ def byte_level_bpe(file: GgufFile) -> tokenizers.Tokenizer:
     if pattern is _QWEN:
         pipeline.normalizer = normalizers.NFC()
     CONTROL, USER_DEFINED = 3, 4
-    types = file.metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
     for token, kind in zip(tokens, types, strict=True):
         if kind in (CONTROL, USER_DEFINED):
             added = tokenizers.AddedToken(token, special=bool(kind == CONTROL), normalized=False)
@@ -51,13 +64,13 @@ def byte_level_bpe(file: GgufFile) -> tokenizers.Tokenizer:
     return pipeline
 
 
-def sentencepiece_model(file: GgufFile) -> bytes:
+def _sentencepiece_model(metadata: Mapping[str, Any]) -> bytes:
     """A sentencepiece model with the pieces, scores and types of the file."""
-    with file.explain("needs the package protobuf", "run: pip install 'minitri[gguf]'"):
+    with explain("this tokenizer needs the package protobuf", "run: pip install 'minitri[gguf]'"):
         from sentencepiece import sentencepiece_model_pb2 as messages
     parts = ("tokens", "scores", "token_type")
-    pieces = zip(*(file.metadata[f"tokenizer.ggml.{part}"] for part in parts), strict=True)
-    add_space = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    pieces = zip(*(metadata[f"tokenizer.ggml.{part}"] for part in parts), strict=True)
+    add_space = metadata.get("tokenizer.ggml.add_space_prefix", True)
     model = messages.ModelProto(
         pieces=[{"piece": piece, "score": score, "type": kind} for piece, score, kind in pieces],
         trainer_spec={"model_type": messages.TrainerSpec.BPE, "byte_fallback": True},
