@@ -23,7 +23,7 @@ with clean_imports():
     from minitri.config import ModelConfig
     from minitri.decoding.autotuner import Autotuner
     from minitri.errors import InputError, shorten
-    from minitri.gpu.placement import CONTEXT, GIB, Demand, Load, demand, shortage
+    from minitri.gpu.placement import CONTEXT, GIB, Demand, shortage
     from minitri.loading.checkpoint import open_checkpoint
     from minitri.loading.devices import DTYPES
     from minitri.loading.fetch import LOOKUPS, default_draft, local_path
@@ -88,7 +88,7 @@ def demand_of(args: argparse.Namespace) -> Demand:
     """What a run needs on each GPU. Raises `InputError`."""
     config = config_of(args.model)
     context = args.context or config.context_length
-    load = Load(
+    return Demand(
         config,
         draft_config(args),
         arguments.speculation_of(args),
@@ -99,23 +99,22 @@ def demand_of(args: argparse.Namespace) -> Demand:
         num_gpus=args.gpus,
         has_copy=args.draft_weights != "same",
     )
-    return demand(load)
 
 
-def workload(load: Load, on_chip: int) -> Workload:
+def workload(needs: Demand, on_chip: int) -> Workload:
     """What each GPU decodes at the end of the context, with K and V of `on_chip` layers there."""
-    num_rows = len(load.prompt_lengths)
-    share = load.config.share(load.num_gpus)
+    num_rows = len(needs.prompt_lengths)
+    share = needs.config.share(needs.num_gpus)
     return Workload(
         share,
-        load.draft,
-        load.num_tokens * num_rows,
-        load.speculation.budget_for(load.num_tokens) * num_rows,
-        itemsize=load.itemsize,
-        hosted_share=1 - on_chip / load.config.num_layers,
-        retrieval_bytes=eight_bit_bytes(share) if load.has_copy else None,
+        needs.draft,
+        needs.num_tokens * num_rows,
+        needs.speculation.budget_for(needs.num_tokens) * num_rows,
+        itemsize=needs.itemsize,
+        hosted_share=1 - on_chip / needs.config.num_layers,
+        retrieval_bytes=eight_bit_bytes(share) if needs.has_copy else None,
         batch_size=num_rows,
-        num_gpus=load.num_gpus,
+        num_gpus=needs.num_gpus,
     )
 
 
@@ -139,15 +138,14 @@ def predict(
 def run_command(args: argparse.Namespace) -> int:
     """Prints the plan. Raises `InputError` with what is missing if no placement fits."""
     needs = demand_of(args)
-    load = needs.load
     card = next(card for most, card in CARDS.items() if args.gpu_memory <= most)
     machine = dataclasses.replace(card, link_bytes_per_second=1e9 * args.link_gb_s)
     gpu_bytes = args.gpu_memory * GIB - CONTEXT
     host_bytes = args.host_memory * GIB / args.gpus
     best = needs.most_on_chip(gpu_bytes)
-    plans = load.speculation.plans
+    plans = needs.speculation.plans
     placements = []
-    for on_chip in sorted({load.config.num_layers, best or 0, 0}, reverse=True):
+    for on_chip in sorted({needs.config.num_layers, best or 0, 0}, reverse=True):
         here, there = needs.on_device(on_chip), needs.on_host(on_chip)
         placements.append(
             {
@@ -156,19 +154,19 @@ def run_command(args: argparse.Namespace) -> int:
                 "host_bytes": there,
                 "fits": here <= gpu_bytes and there <= host_bytes,
                 "parts": needs.parts(on_chip),
-                "predicted_ms": predict(workload(load, on_chip), machine, plans, args.acceptance),
+                "predicted_ms": predict(workload(needs, on_chip), machine, plans, args.acceptance),
             }
         )
     print(
-        f"{load.config.name}, {load.num_tokens} tokens, batch {args.batch}, {args.dtype}; "
+        f"{needs.config.name}, {needs.num_tokens} tokens, batch {args.batch}, {args.dtype}; "
         f"{args.gpus} GPU of {args.gpu_memory:g} GiB at {machine.kv_bytes_per_second / 1e9:g} GB/s"
     )
     print(table(placements))
     if args.explain:
         [ms] = (row["predicted_ms"] for row in placements if row["on_chip"] == (best or 0))
-        found = passes(workload(load, best or 0), StepPlan(**ms["plan"]), args.prefill_chunk)
+        found = passes(workload(needs, best or 0), StepPlan(**ms["plan"]), args.prefill_chunk)
         print(f"\n{pass_table(found, machine, {})}\nConstants: {machine}")
-    facts = {"model": load.config.name, "context": load.num_tokens, "on_chip": best}
+    facts = {"model": needs.config.name, "context": needs.num_tokens, "on_chip": best}
     print(json.dumps({**facts, "placements": placements}))
     if (missing := shortage(needs, gpu_bytes, host_bytes)) is not None:
         raise InputError(missing)

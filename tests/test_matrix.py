@@ -8,13 +8,11 @@ with its settings and its drafter; a use is how the same requests reach the engi
 import dataclasses
 
 import pytest
-import torch
 
 from minitri import End, Engine, GenerationConfig, Request, SamplingParams, SpeculationConfig
-from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.gpu.streams import Streams
 from tests.cascades import Rig, near_copy, plain_tokens, random_prompt, tiny_engine
-from tests.conftest import CPU, tiny_config, tiny_model
+from tests.conftest import tiny_config, tiny_model
+from tests.gpu_twins.offload import offloaded
 from tools.paper.baselines.policies import policy_of
 
 SMALL = {"budget": 32, "chunk_size": 8, "num_recent_tokens": 20, "gamma1": 2, "gamma2": 3}
@@ -127,9 +125,7 @@ def test_the_text_is_the_autoregressive_one(engines, way, coupled, use):
 def test_kv_in_host_memory_changes_no_text(way, on_chip):
     config = tiny_config(num_layers=3)
     target, (method, _, tree) = tiny_model(config), way.partition(" ")
-    full = OffloadedFullCache.placed(
-        config, 3, 512, on_chip=on_chip, dtype=torch.float32, device=CPU, streams=Streams()
-    )
+    full = offloaded(on_chip, config=config)
     prompts = [random_prompt(config, n, seed=n) for n in (60, 1, 21)]
     settings = {"sampling": SamplingParams(0.9, 20, 0.95), "coupled": True, **SMALL}
     draft = near_copy(target, 0.05)

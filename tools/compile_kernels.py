@@ -77,25 +77,7 @@ def weights_cases(dtype: str) -> Iterator[Case]:
         yield Case(f"weights, {M} rows, N={N}", multiply_tile, types, constants, is_pipelined=True)
 
 
-def fused_cases(dtype: str) -> Iterator[Case]:
-    """What stands between the matrices of a 7B model, with all that it may have to write."""
-    from minitri.gpu.kernels import elementwise
-
-    several = ("qkv", "q", "keys", "values", "raw_keys", "queries", "x", "change", "weight")
-    types = dict.fromkeys((*several, "total", "normed", "gate_up", "out"), f"*{dtype}")
-    types |= {"cos": "*fp32", "signed_sin": "*fp32", "slots": "*i64", "eps": "fp32"}
-    for D, keeps in itertools.product((64, 128), (False, True)):
-        constants = {"H": 32, "K": 8, "D": D, "SIZE": D, "HEADS": elementwise.HEADS_PER_PROGRAM}
-        constants |= {"KEEPS_RAW": keeps, "KEEPS_QUERIES": keeps}
-        yield Case(f"fused, RoPE, D={D}", elementwise.rotate_and_write, types, constants)
-    for E in (4096, 5120):
-        constants = {"SIZE": 1 << (E - 1).bit_length(), "num_warps": 8}
-        yield Case(f"fused, norm of {E}", elementwise.add_and_normalize, types, constants)
-    constants = {"SIZE": elementwise.GATES_PER_PROGRAM}
-    yield Case("fused, SiLU", elementwise.gate, types, constants)
-
-
-KERNELS = {"attention": attention_cases, "weights": weights_cases, "fused": fused_cases}
+KERNELS = {"attention": attention_cases, "weights": weights_cases}
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ if $has_gpu; then nvidia-smi --query-gpu=name,memory.total,driver_version --form
 big=(--load dummy --shape llama2-7b-128k --context 122880 --method triforce --new-tokens 48 --repeats 1)
 part "tests on the device" 180 python -m pytest -q -rN --maxfail=10 tests/gpu
 gpu_part "attention and other kernels against their oracles" 90 \
-    python -m pytest -q tests/gpu_twins/test_attention_backends.py \
+    python -m pytest -q -m "slow or not slow" tests/gpu_twins/test_attention_backends.py \
     tests/gpu_twins/test_fused_modules.py tests/gpu_twins/test_eight_bits.py
 part "selftest" 110 python -m minitri.selftest --model "$model" --max-new-tokens 48
 gpu_part "7B at 122,880 tokens, on chip" 120 python -m tools.bench "${big[@]}"

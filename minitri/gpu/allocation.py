@@ -17,28 +17,19 @@ from minitri.config import ModelConfig
 from minitri.errors import InputError
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.gpu.placement import Demand, Load, choose_on_chip, demand, shortage
-from minitri.model.execution import Ranks
+from minitri.gpu.placement import Demand, choose_on_chip
 from minitri.model.llama import Llama
 from minitri.settings import GenerationConfig, SpeculationConfig
 
 log = logging.getLogger("minitri")
 
 
-def free_bytes(device: torch.device, ranks: Ranks) -> tuple[float, float]:
-    """Memory that each rank can take: of its device, a share of that of the host."""
-    host = ranks.least(free_host_bytes()) / ranks.count
-    on_device = free_device_bytes(device) if device.type == "cuda" else host
-    return ranks.least(on_device), host
-
-
 def free_host_bytes() -> float:
     """Host memory that can be taken, by the system and by a container's limit; else infinity."""
     free = [math.inf]
-    with contextlib.suppress(OSError, StopIteration, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(line for line in lines if line.startswith("MemAvailable:"))
-        free.append(1024.0 * int(available.split()[1]))
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        _, available = Path("/proc/meminfo").read_text().split("MemAvailable:")
+        free.append(1024.0 * int(available.split()[0]))
     with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
         group = Path("/sys/fs/cgroup")
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
@@ -60,13 +51,16 @@ def demand_of(
     num_tokens: int,
     prompt_lengths: list[int],
 ) -> tuple[Demand, float, float]:
-    """What a run needs here, and the bytes on the device, weights included, and on the host."""
-    load = Load(target.config, draft, speculation, num_tokens, prompt_lengths)
-    needs = demand(
-        replace(load, prefill_chunk=generation.prefill_chunk, itemsize=target.dtype.itemsize)
-    )
-    on_device, on_host = free_bytes(target.device, target.execution.ranks)
-    return needs, on_device + needs.weights + needs.draft_weights, on_host
+    """What a run needs here, and the bytes that each rank can take on its device, weights
+    included, and of the host's memory."""
+    sizes = (generation.prefill_chunk, target.dtype.itemsize)
+    needs = Demand(target.config, draft, speculation, num_tokens, prompt_lengths, *sizes)
+    ranks = target.execution.ranks
+    on_host = ranks.least(free_host_bytes()) / ranks.count
+    is_cuda = target.device.type == "cuda"
+    on_device = ranks.least(free_device_bytes(target.device)) if is_cuda else on_host
+    parts = needs.parts(0)
+    return needs, on_device + parts["weights"] + parts["weights that only propose"], on_host
 
 
 def most_rows(
@@ -82,12 +76,9 @@ def most_rows(
     run = (target, draft, generation, speculation, num_tokens)
     whole, on_device, on_host = demand_of(*run, longest)
     for num_rows in range(len(longest), 1, -1):
-        needs = demand(replace(whole.load, prompt_lengths=longest[:num_rows]))
-        if generation.offload:
-            fits = shortage(needs, on_device, on_host + kept_host_bytes) is None
-        else:
-            fits = needs.on_device(target.config.num_layers) <= on_device
-        if fits:
+        needs = replace(whole, prompt_lengths=longest[:num_rows])
+        on_chip = None if generation.offload else target.config.num_layers
+        if needs.fits(on_device, on_host + kept_host_bytes, on_chip):
             return num_rows
     return 1
 
@@ -107,28 +98,27 @@ def allocate_full_cache(
     needs.
     """
     config = target.config
-    device = target.device
     B = len(prompt_lengths)
     check_offload(target, generation)
-    options: dict[str, Any] = {"dtype": target.dtype, "device": device}
+    options: dict[str, Any] = {"dtype": target.dtype, "device": target.device}
     on_chip = config.num_layers
-    host = host or HostMemory(device)
     try:
-        if device.type == "cuda":
+        if target.device.type == "cuda":
+            host = host or HostMemory(target.device)
             run = (target, draft, generation, speculation, capacity)
             needs, on_device, on_host = demand_of(*run, prompt_lengths)
             on_chip = choose_on_chip(needs, generation, on_device, on_host + host.num_free_bytes)
-            options |= {"num_buffers": needs.num_buffers(on_chip, on_device), "host": host}
         if on_chip == config.num_layers:
-            return FullCache.allocate(config, B, capacity, dtype=target.dtype, device=device)
+            return FullCache.allocate(config, B, capacity, **options)
         placed = "KV cache: %d of %d layers on %s, the others in host memory"
-        log.info(placed, on_chip, config.num_layers, device)
-        return OffloadedFullCache.placed(config, B, capacity, on_chip=on_chip, **options)
+        log.info(placed, on_chip, config.num_layers, target.device)
+        return OffloadedFullCache(config, B, capacity, on_chip=on_chip, host=host, **options)
     except RuntimeError:  # out of memory, on CUDA too
         needed = B * capacity * config.kv_values_per_token * target.dtype.itemsize
         raise InputError(
-            f"the KV cache for {B} x {capacity} tokens needs {needed / 1e9:.1f} GB, which {device} "
-            "does not have; shorten the prompt, lower max_new_tokens, or use a smaller dtype"
+            f"the KV cache for {B} x {capacity} tokens needs {needed / 1e9:.1f} GB, which "
+            f"{target.device} does not have; shorten the prompt, lower max_new_tokens, or use a "
+            "smaller dtype"
         ) from None
 
 

@@ -5,8 +5,7 @@ and a CUDA graph can replay it. `choose_attention` takes the first of these that
 device and agrees with the oracle:
 
 - `triton`: our own kernel, see `kernels/flash_decoding.py`;
-- `flash`: FlashAttention-2 from the flash-attn package, or else PyTorch's. It takes no float32 and
-  no trees;
+- `flash`: PyTorch's FlashAttention-2, which takes no float32 and no trees;
 - `math`: plain formulas over all slots with a mask.
 
 Longer blocks, which only a prefill has, go to `attend_fused` by their lengths on the host.
@@ -56,11 +55,11 @@ def attend_masked(
     q_BKRD = fold(q_BTHD, K).to(exact) / math.sqrt(q_BTHD.shape[3])
     # Slot s is in the block if 0 <= s - length < T. After it may be anything, even NaN.
     offsets_BS = torch.arange(S, device=q_BTHD.device) - lengths_B.unsqueeze(1)
-    is_after_B1S1 = (offsets_BS >= T)[:, None, :, None]
+    is_after_BS = offsets_BS >= T
+    is_after_B1S1 = is_after_BS[:, None, :, None]
     rule_TT = block_rule(T, rule_TT, q_BTHD.device)
-    rule_TX = F.pad(F.pad(rule_TT, (1, 0), value=True), (0, 1))  # prefix, block, what comes after
-    unseen_BTS = ~rule_TX[:, offsets_BS.clamp(-1, T) + 1].transpose(0, 1)
-    unseen_B1RS = unseen_BTS.repeat(1, q_BKRD.shape[2] // T, 1).unsqueeze(1)
+    sees_TBS = (offsets_BS < 0) | ~is_after_BS & rule_TT[:, offsets_BS.clamp(0, T - 1)]
+    unseen_B1RS = ~sees_TBS.transpose(0, 1).repeat(1, q_BKRD.shape[2] // T, 1).unsqueeze(1)
     scores_BKRS = q_BKRD @ keys_BKSD.to(exact).masked_fill(is_after_B1S1, 0).transpose(2, 3)
     probs_BKRS = scores_BKRS.masked_fill(unseen_B1RS, -math.inf).softmax(-1)
     out_BKRD = probs_BKRS @ values_BKSD.to(exact).masked_fill(is_after_B1S1, 0)
@@ -68,38 +67,28 @@ def attend_masked(
 
 
 def attend_flash(
-    kernel: Callable[..., Tensor],
     q_BTHD: Tensor,
     keys_BKSD: Tensor,
     values_BKSD: Tensor,
     lengths_B: Tensor,
     rule_TT: Tensor | None = None,
 ) -> Tensor:
-    """The `flash` backend: `kernel` is flash_attn's `flash_attn_with_kvcache`, or like it."""
+    """The `flash` backend: PyTorch's kernel for packed sequences, of which row b of the cache is
+    one that begins at token b * row / token."""
     if rule_TT is not None:
         return attend_masked(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
-    k_BSKD, v_BSKD = (slots.transpose(1, 2) for slots in (keys_BKSD, values_BKSD))
-    ends_B = (lengths_B + q_BTHD.shape[1]).int()
-    return kernel(q_BTHD, k_BSKD, v_BSKD, cache_seqlens=ends_B, causal=True)
-
-
-def torch_flash(
-    q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, *, cache_seqlens: Tensor, causal: bool
-) -> Tensor:
-    """PyTorch's FlashAttention-2 for packed sequences, called like `flash_attn_with_kvcache`."""
     B, T, H, D = q_BTHD.shape
-    S, K = k_BSKD.shape[1:3]
-    row, token, head, _ = k_BSKD.stride()
-    assert v_BSKD.stride() == k_BSKD.stride()
+    K, S = keys_BKSD.shape[1:3]
+    row, head, token, _ = keys_BKSD.stride()
+    assert values_BKSD.stride() == keys_BKSD.stride()
     assert row % token == 0
-    # Read as packed tokens, row b begins at token b * row / token.
     step = row // token
     packed = ((B - 1) * step + S, K, D), (token, head, 1)
-    k, v = k_BSKD.as_strided(*packed), v_BSKD.as_strided(*packed)
+    k, v = keys_BKSD.as_strided(*packed), values_BKSD.as_strided(*packed)
     rows = torch.arange(B + 1, device=q_BTHD.device, dtype=torch.int32)
     sizes = (rows * T, rows * step, T, S)
     out, *_ = torch.ops.aten._flash_attention_forward(
-        q_BTHD.reshape(B * T, H, D), k, v, *sizes, 0.0, causal, False, seqused_k=cache_seqlens
+        q_BTHD.reshape(B * T, H, D), k, v, *sizes, 0.0, True, False, seqused_k=(lengths_B + T).int()
     )
     return out.view(B, T, H, D)
 
@@ -158,20 +147,13 @@ class GpuAttention:
         return self.backend(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
 
 
-def make_backend(name: str, device: torch.device) -> Backend:
+def make_backend(name: str) -> Backend:
     """A backend by its name. Raises whatever importing it does."""
-    if name == "math":
-        return attend_masked
-    if name == "flash":
-        try:
-            from flash_attn import flash_attn_with_kvcache
-        except ImportError:
-            return partial(attend_flash, torch_flash)
-        return partial(attend_flash, flash_attn_with_kvcache)
-    from minitri.gpu.kernels.flash_decoding import attend_short_block
+    if name == "triton":
+        from minitri.gpu.kernels.flash_decoding import attend_short_block
 
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return partial(attend_short_block, num_processors=processors)
+        return attend_short_block
+    return attend_flash if name == "flash" else attend_masked
 
 
 def choose_attention(
@@ -181,47 +163,44 @@ def choose_attention(
 
     Why another one cannot be used is a warning. Raises `InputError` if none is left.
     """
-    for name in BACKENDS if wanted == "auto" else (wanted,):
-        if name == "flash" and wanted == "auto" and dtype == torch.float32:
-            continue
-        largest = partial(error_of, name, device, dtype, config)
-        problem = problem_with(largest, TOLERANCES[dtype])
+    names = [name for name in BACKENDS if name != "flash" or dtype != torch.float32]
+    problem = ""
+    for name in names if wanted == "auto" else [wanted]:
+        make = partial(make_backend, name)
+        problem = problem_with(partial(check_backend, make, device, dtype, config))
         if not problem:
-            return GpuAttention(make_backend(name, device), name)
-        if wanted != "auto":
-            raise InputError(
-                f"--attention {name} fails on {device} in {dtype} ({problem}); use --attention auto"
-            )
-        log.warning(
-            "attention %s is not used on %s (%s); decoding is slower", name, device, problem
-        )
-    raise InputError(f"no attention backend works on {device} in {dtype}; use --device cpu")
+            return GpuAttention(make(), name)
+        if wanted == "auto":
+            log.warning("attention %s is not used on %s (%s)", name, device, problem)
+    raise InputError(
+        f"--attention {wanted} fails on {device} in {dtype} ({problem}); use --attention auto, or "
+        "--device cpu"
+    )
 
 
-def error_of(name: str, device: torch.device, dtype: torch.dtype, config: ModelConfig) -> float:
-    """Distance of a backend from the oracle for blocks of some lengths."""
-    backend = make_backend(name, device)
-    return max(largest_error(backend, device, dtype, config, T) for T in (1, 3, 9, LONGEST_BLOCK))
-
-
-def largest_error(
-    backend: Backend, device: torch.device, dtype: torch.dtype, config: ModelConfig, T: int
-) -> float:
-    """Distance from the oracle on long, short and empty prefixes, of chains and of trees."""
-    generator = torch.Generator().manual_seed(0)
+def check_backend(
+    make: Callable[[], Backend],
+    device: torch.device,
+    dtype: torch.dtype,
+    config: ModelConfig,
+    block_sizes: tuple[int, ...] = (1, 3, 9, LONGEST_BLOCK),
+) -> None:
+    """Raises an error if a backend cannot be made, or differs from the oracle, on long, short and
+    empty prefixes, of chains and of trees."""
     S = 2048
     lengths = [1900, 0, 700]
     K = config.num_kv_heads
-    q_BTHD, keys_BKSD, values_BKSD = (
-        torch.randn(3, *shape, config.head_dim, generator=generator).to(device, dtype)
-        for shape in ((T, config.num_heads), (K, S), (K, S))
-    )
-    lengths_B = torch.tensor(lengths, device=device)
-    tree_TT = torch.eye(T, dtype=torch.bool) | (torch.rand(T, T, generator=generator) < 0.3).tril()
-    errors = []
-    for rule_TT in (None, tree_TT.to(device)):
-        got = backend(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
+    for T in block_sizes:
+        generator = torch.Generator().manual_seed(0)
+        q_BTHD, keys_BKSD, values_BKSD = (
+            torch.randn(3, *shape, config.head_dim, generator=generator).to(device, dtype)
+            for shape in ((T, config.num_heads), (K, S), (K, S))
+        )
         wide = (q_BTHD.double(), keys_BKSD.double(), values_BKSD.double())
-        error = (got.double() - attend_math(*wide, lengths, rule_TT)).abs().max()
-        errors.append(float(error.nan_to_num(math.inf)))
-    return max(errors)
+        some_TT = torch.rand(T, T, generator=generator) < 0.3
+        tree_TT = (torch.eye(T, dtype=torch.bool) | some_TT.tril()).to(device)
+        for rule_TT in (None, tree_TT):
+            lengths_B = torch.tensor(lengths, device=device)
+            got = make()(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
+            exact = attend_math(*wide, lengths, rule_TT)
+            torch.testing.assert_close(got.double(), exact, rtol=0, atol=TOLERANCES[dtype])

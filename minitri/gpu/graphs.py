@@ -1,21 +1,21 @@
 """CUDA graphs: a computation of fixed shapes is captured once and replayed, so that no kernel costs
 a launch, an allocation or Python.
 
-`GraphedStep` wraps a function from a dataclass of tensors to a tensor, for inputs of one shape. It
-copies inputs into static buffers, over which the graph runs. **What it returns is overwritten by
-the next call** of any step in the same pool: use it at once, or clone it. What else the function
-reads or writes, weights and caches, must stay where it was at capture. On a CPU the static buffers
-run eagerly, so that tests cover all but the graph itself.
+A captured step is a function from a block to a tensor, for blocks of one shape. It copies them into
+static buffers, over which the graph runs. **What it returns is overwritten by the next call** of
+any step in the same pool: use it at once, or clone it. What else the function reads or writes,
+weights and caches, must stay where it was at capture. On a CPU the static buffers run eagerly, so
+that tests cover all but the graph itself.
 
 `CapturedSteps` are the way from a block of tokens to distributions, captured per block size with
 the filters that a run uses. Their numbers (temperature, top-p, min-p) are a tensor, so other
 numbers need no new capture; their form (`SamplingParams.form`) is fixed.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable, Collection
-from typing import Any, Generic, TypeVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +30,7 @@ from minitri.settings import LONGEST_BLOCK, SamplingParams
 NUM_WARMUPS = 2
 """Runs before a capture, in which libraries choose kernels and allocate their workspaces."""
 
-Inputs = TypeVar("Inputs")
-"""A dataclass whose fields are all tensors."""
+Step = Callable[[Block], Tensor]
 
 
 class GraphPool:
@@ -48,10 +47,11 @@ class GraphPool:
             self._memory: Any = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(device)
 
-    def capture(self, step: Callable[[Inputs], Tensor], example: Inputs) -> "GraphedStep[Inputs]":
-        """A step captured for inputs like `example`. Raises `InputError` if it cannot be."""
+    def capture(self, step: Step, example: Block) -> Step:
+        """The step, captured over a copy of `example`. Raises `InputError` if it cannot be."""
+        static = replace(example, **{name: it.clone() for name, it in vars(example).items()})
         try:
-            graphed = GraphedStep(step, example, self)
+            replay, output = self._record(lambda: step(static))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -59,10 +59,22 @@ class GraphPool:
                 f"a CUDA graph could not be captured ({shorten(error, 90)}); use --no-cuda-graphs"
             ) from None
         self.num_graphs += 1
-        return graphed
 
-    def record(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        def captured(block: Block) -> Tensor:
+            for name, ours in vars(static).items():
+                theirs = getattr(block, name)
+                assert ours.shape == theirs.shape, name  # else it would be broadcast
+                ours.copy_(theirs, non_blocking=True)
+            replay()
+            return output
+
+        return captured
+
+    def _record(self, run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
         """Warms `run` up and captures it: what replays it, and the tensor that this writes."""
+        if not self.on_gpu:
+            first = run().clone()
+            return lambda: first.copy_(run()), first
         device = self._stream.device
         clear_workspaces()
         torch.cuda.empty_cache()  # as the capture does, so that only its own memory is counted
@@ -82,42 +94,6 @@ class GraphPool:
         self.capture_seconds += time.perf_counter() - started
         self.num_bytes += torch.cuda.memory_reserved(device) - reserved
         return graph.replay, output
-
-
-class GraphedStep(Generic[Inputs]):
-    """One function, captured for inputs of one shape."""
-
-    def __init__(
-        self, step: Callable[[Inputs], Tensor], example: Inputs, pool: GraphPool | None = None
-    ) -> None:
-        """Captures `step` over a copy of `example` in a pool on a GPU; else it runs eagerly."""
-        copies = {name: tensor.clone() for name, tensor in vars(example).items()}
-        static: Inputs = dataclasses.replace(example, **copies)  # type: ignore[type-var]
-        self._static = static
-        self._run: Callable[[], object]
-        if pool is not None and pool.on_gpu:
-            self._run, self._output = pool.record(lambda: step(static))
-        else:
-            output = step(static).clone()
-            self._run = lambda: output.copy_(step(static))
-            self._output = output
-
-    def __call__(self, inputs: Inputs) -> Tensor:
-        """What the step returns for these inputs; valid until the next call.
-
-        Raises `ValueError` if they differ in shape, dtype or device from those at capture.
-        """
-        for name, ours in vars(self._static).items():
-            theirs = getattr(inputs, name)
-            for what in ("shape", "dtype", "device"):
-                if getattr(ours, what) != getattr(theirs, what):
-                    raise ValueError(
-                        f"{name} has {what} {getattr(theirs, what)}, but the step was captured "
-                        f"with {getattr(ours, what)}; capture another one for it"
-                    )
-            ours.copy_(theirs, non_blocking=True)
-        self._run()
-        return self._output
 
 
 def clear_workspaces() -> None:
@@ -156,7 +132,7 @@ class CapturedSteps:
         numbers_3 = torch.tensor(filters.numbers, dtype=torch.float64).to(model.device)
         self._form = filters.form
         self._numbers_3 = numbers_3
-        self.by_size: dict[int, GraphedStep[Block]] = {}
+        self.by_size: dict[int, Step] = {}
 
         def step(block: Block) -> Tensor:
             hidden_BTE = forward_block(model, block, cache, queries_LBTHD)

@@ -1,61 +1,38 @@
-"""Streams of copies next to the computation, and events by which one waits for another."""
+"""A stream of copies next to the computation, and what a GPU's work takes, by events."""
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from minitri.stats import Clock
 
-Way = Literal["to device", "to host"]
-"""Where copies go."""
 
-
-class NoEvent:
-    """An event on a device that does one thing at a time."""
-
-    def record(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-
-class Streams:
-    """Streams of copies next to the current one; here, as on a CPU, all runs in program order."""
-
-    @contextlib.contextmanager
-    def copying(self, way: Way) -> Iterator[None]:  # noqa: ARG002 (there is but one stream)
-        """What is queued inside runs on the stream for that way, after what is queued now."""
-        yield
-
-    def event(self) -> NoEvent | torch.cuda.Event:
-        """A mark in a stream's work, to `record` there and to `wait` for on another stream."""
-        return NoEvent()
-
-    def share(self, tensor: Tensor) -> None:
-        """Keeps a tensor's memory from reuse until no stream of copies needs it."""
-
-
-class CudaStreams(Streams):
-    """A stream for each way on a CUDA device, since a link carries both at once."""
+class CopyStream:
+    """A stream of copies next to the current one of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._copies = {way: torch.cuda.Stream(device) for way in get_args(Way)}
+        self._stream = torch.cuda.Stream(device)
 
     @contextlib.contextmanager
-    def copying(self, way: Way) -> Iterator[None]:
-        stream = self._copies[way]
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
-        with torch.cuda.stream(stream):
+    def copying(self) -> Iterator[None]:
+        """What is queued inside runs on the stream of copies, after what is queued now."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
             yield
 
     def event(self) -> torch.cuda.Event:
+        """A mark in a stream's work, to `record` there and to `wait` for on another stream."""
         return torch.cuda.Event()
 
     def share(self, tensor: Tensor) -> None:
-        for stream in self._copies.values():
-            tensor.record_stream(stream)
+        """Keeps a tensor's memory from reuse until no copy needs it."""
+        tensor.record_stream(self._stream)
+
+    def synchronize(self) -> None:
+        """Waits until the device has done everything it was asked to."""
+        synchronize(self._stream.device)
 
 
 class CudaClock(Clock):

@@ -12,6 +12,7 @@ from minitri.decoding.sampling import probs_from_logits
 from minitri.decoding.verification import Proposal
 from minitri.errors import InputError
 from minitri.gpu.attention_backends import BACKENDS, TOLERANCES, choose_attention
+from minitri.gpu.fused_modules import fuse_if_possible
 from minitri.gpu.graphs import GraphPool, probs_by_tensor
 from minitri.model.attention import attend_math
 from minitri.model.block import forward_block, make_block
@@ -39,26 +40,26 @@ def attention_or_skip(name: str, dtype: torch.dtype):
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (9, 3)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_backend_agrees_with_the_oracle(name, heads, dtype):
+    """By lengths on the device, and, as for a prompt, on the host."""
     attend = attention_or_skip(name, dtype)
     for T in range(1, 17):
-        q, k, v, lengths = random_case(
-            T, (0, 1, 700, 2047), *heads, D=64, S=2304, seed=T, dtype=dtype
-        )
-        lengths_B = torch.tensor(lengths).cuda()
-        got = attend(q.cuda(), k.cuda(), v.cuda(), lengths, None, lengths_B).double().cpu()
-        exact = attend_math(q.double(), k.double(), v.double(), lengths)
-        assert (got - exact).abs().max() < 2 * TOLERANCES[dtype], T
+        case = random_case(T, (0, 1, 700, 2047), *heads, D=64, S=2304, seed=T, dtype=dtype)
+        *tensors, lengths = case
+        exact = attend_math(*(tensor.double() for tensor in tensors), lengths)
+        for lengths_B in (torch.tensor(lengths).cuda(), None):
+            got = attend(*(tensor.cuda() for tensor in tensors), lengths, None, lengths_B)
+            assert (got.double().cpu() - exact).abs().max() < 2 * TOLERANCES[dtype], T
 
 
 def gpu_model(dtype: torch.dtype, attend) -> Llama:
     model = Llama(CONFIG, dtype=dtype, device=torch.device("cuda")).eval()
     generator = torch.Generator("cuda").manual_seed(0)
     for name, weight in model.named_parameters():
-        weight.fill_(1) if name.endswith("norm.weight") else weight.normal_(
-            0, 0.05, generator=generator
-        )
+        weight.normal_(0, 0.05, generator=generator)
+        if name.endswith("norm.weight"):
+            weight.fill_(1)
     model.attend = attend
-    return model
+    return fuse_if_possible(model)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

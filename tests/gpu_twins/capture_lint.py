@@ -14,17 +14,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minitri.gpu.graphs import GraphedStep, GraphPool
+from minitri.gpu.graphs import GraphPool
 
 WAITS = {"_local_scalar_dense", "equal", "is_nonzero"}
-SIZED_BY_DATA = {
-    "nonzero",
-    "masked_select",
-    "unique_dim",
-    "_unique2",
-    "unique_consecutive",
-    "bincount",
-}
+SIZED_BY_DATA = {"nonzero", "masked_select", "_unique2", "unique_consecutive", "bincount"}
 HOST_DATA = {"lift_fresh", "lift_fresh_copy"}
 """What `torch.tensor` and the like are made of."""
 ASKS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.cpu}
@@ -67,10 +60,8 @@ class Watch(TorchDispatchMode):
         name, kwargs = function.overloadpacket.__name__, kwargs or {}
         if name in WAITS:
             raise CaptureError(f"{name}: the host waits for a number")
-        masks = args[1] if name in ("index", "index_put", "index_put_") else ()
-        is_masked = any(index is not None and index.dtype == torch.bool for index in masks)
         is_repeated = name == "repeat_interleave" and kwargs.get("output_size") is None
-        if name in SIZED_BY_DATA or is_masked or is_repeated:
+        if name in SIZED_BY_DATA or is_masked(name, args) or is_repeated:
             raise CaptureError(f"{name}: a size that depends on data")
         if name in HOST_DATA:
             raise CaptureError(f"{name}: numbers from the host")
@@ -93,20 +84,27 @@ class Watch(TorchDispatchMode):
                 raise CaptureError("a tensor made in a step stays when it is over")
 
 
+def is_masked(name: str, args) -> bool:
+    """Whether an operation reads or writes where a mask is true."""
+    masks = args[1] if name in ("index", "index_put", "index_put_") else ()
+    return any(index is not None and index.dtype == torch.bool for index in masks)
+
+
 def address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
 class LintedPool(GraphPool):
-    """A pool whose steps are watched whenever they run."""
+    """A pool whose steps are watched whenever they run, and whose outputs do not last."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
-        self.steps: list[GraphedStep] = []
+        self.outputs: dict[int, Tensor] = {}
         self.num_runs = 0
 
     def capture(self, step, example):
         known: list[set[int]] = []
+        number = self.num_graphs
 
         def watched(inputs):
             self.num_runs += 1
@@ -119,18 +117,14 @@ class LintedPool(GraphPool):
                 watch.check_nothing_stays(output)
             return output
 
-        graphed = super().capture(watched, example)
-        self.steps.append(graphed)
-        call = graphed.__call__
+        captured = super().capture(watched, example)
 
-        class Poisoning(type(graphed)):
+        def poisoning(inputs):
             """Before it runs, what other steps have returned is overwritten."""
+            for other, output in self.outputs.items():
+                if other != number:
+                    output.fill_(torch.nan)
+            self.outputs[number] = captured(inputs)
+            return self.outputs[number]
 
-            def __call__(self, inputs, pool=self):
-                for other in pool.steps:
-                    if other is not self:
-                        other._output.fill_(torch.nan)
-                return call(inputs)
-
-        graphed.__class__ = Poisoning
-        return graphed
+        return poisoning

@@ -1,14 +1,12 @@
 """Twins of a GPU on a CPU: lengths that are read on the device, and a packed flash kernel."""
 
-from functools import partial
-
 import pytest
 import torch
 
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
-from minitri.gpu.attention_backends import GpuAttention, attend_flash, attend_masked, torch_flash
+from minitri.gpu.attention_backends import GpuAttention, attend_flash, attend_masked
 from minitri.gpu.graphs import GraphPool
 from minitri.model import block as block_module
 from minitri.settings import LONGEST_BLOCK
@@ -46,7 +44,7 @@ def flash_on_a_cpu(monkeypatch):
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", as_kernel(packed_flash))
 
 
-TWINS = {"math": attend_masked, "flash": partial(attend_flash, torch_flash)}
+TWINS = {"math": attend_masked, "flash": attend_flash}
 """Backends that need no compiler."""
 
 

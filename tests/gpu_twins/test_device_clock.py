@@ -67,19 +67,6 @@ class Device:
         monkeypatch.setattr("minitri.stats.time.perf_counter", lambda: self.done)
 
 
-def test_seconds_are_told_once_and_in_order(monkeypatch):
-    device, told, clock = Device(monkeypatch), [], CudaClock()
-    for seconds in (2.0, 3.0):
-        started = clock.now()
-        device.queued += seconds
-        clock.since(started, told.append)
-    assert told == []  # and nobody waited
-    assert device.done == 0
-    for _ in range(2):
-        clock.settle()
-        assert told == [2.0, 3.0]
-
-
 def timed_run(monkeypatch, costs):
     device = Device(monkeypatch)
     target = tiny_model(CONFIG)

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from minitri.errors import InputError
+from minitri.gpu import eight_bits
 from minitri.gpu.eight_bits import EightBitLinear, eight_bit_copy, multiply_math, quantize
 from minitri.gpu.graphs import GraphPool
 from minitri.loading.devices import retrieval_copy
 from minitri.model.execution import Execution
+from minitri.model.llama import Llama
 from minitri.roofline import bytes_per_pass, eight_bit_bytes
 from tests.cascades import GREEDY, WARM, Rig, near_copy, plain_tokens, random_prompt
 from tests.conftest import CPU, tiny_config, tiny_model
@@ -42,17 +44,23 @@ def before_nan(tensor):
 @pytest.mark.parametrize(
     ("M", "N", "E"), [(1, 70, 1040), (5, 64, 512), (21, 33, 96), (64, 40, 320), (70, 40, 320)]
 )
-def test_the_kernel_equals_the_formula(M, N, E, num_processors, dtype):
+def test_the_kernel_equals_the_formula(M, N, E, num_processors, dtype, monkeypatch):
     """Every tile, with rows, columns and numbers that do not fill it; nothing after is read."""
     weights = pytest.importorskip("minitri.gpu.kernels.weights", reason="needs triton")
+    monkeypatch.setattr(weights, "num_processors", lambda device: num_processors)
     weight_NE, scales_N = (before_nan(part) for part in quantize(random(N, E, seed=1)))
     x = before_nan(random(M, E).to(dtype))
-    got = weights.multiply(x.view(M, 1, E), weight_NE, scales_N, num_processors)
+    got = weights.multiply(x.view(M, 1, E), weight_NE, scales_N)
     assert got.shape == (M, 1, N)
     assert got.dtype == dtype
     exact = x.double() @ weight_NE.double().T * scales_N.double()
     rounding = 0.01 if ON_GPU and dtype != torch.float16 else 4 * torch.finfo(dtype).eps
     assert (got[:, 0].double() - exact).abs().max() <= rounding * exact.abs().max()
+
+
+def test_the_kernel_passes_the_test_of_every_boot():
+    pytest.importorskip("triton", reason="needs triton")
+    eight_bits.check_kernel(Llama(CONFIG, dtype=torch.float16, device=DEVICE))
 
 
 def test_a_rounded_weight_is_half_a_step_from_the_original():
@@ -110,20 +118,10 @@ def test_a_copy_however_wrong_changes_no_text(kind, method, sampling):
     settings = {"sampling": sampling, "coupled": True, "num_new": 24, "seed": 3}
     exact = plain_tokens(target, PROMPTS, **settings)
     draft = near_copy(target, 0.02) if method == "triforce" else None
+    settings |= {"gamma1": 2, "gamma2": 3, "budget": 24, "num_recent_tokens": 60}
+    settings |= {"draft": draft, "retrieval_model": twin, "method": method}
     for graphs in (None, GraphPool(CPU)):
-        rig = Rig(
-            target,
-            PROMPTS,
-            draft=draft,
-            retrieval_model=twin,
-            graphs=graphs,
-            method=method,
-            gamma1=2,
-            gamma2=3,
-            budget=24,
-            num_recent_tokens=60,
-            **settings,
-        )
+        rig = Rig(target, PROMPTS, graphs=graphs, **settings)
         assert rig.run() == exact
         rate = rig.stats.stages[-1].acceptance_rate
         assert rate < 0.6 if kind == "wrong" else rate > 0.5
@@ -138,10 +136,10 @@ def test_a_copy_however_wrong_changes_no_text(kind, method, sampling):
 def test_weights_that_a_device_cannot_have_are_refused_in_one_line(
     wanted, device, problem, monkeypatch
 ):
-    def fail(device):
+    def fail(model):
         raise RuntimeError("no such arch")
 
-    monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
+    monkeypatch.setattr(eight_bits, "check_kernel", fail)
     model = SimpleNamespace(
         device=torch.device(device),
         dtype=torch.float32,

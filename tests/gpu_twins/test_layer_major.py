@@ -1,19 +1,14 @@
 """A prompt that is read layer by layer leaves what it would leave chunk by chunk, and nothing
 travels twice."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from minitri import GenerationConfig, PrefillProgress, Request, SpeculationConfig, memory, runner
-from minitri.gpu.offload import layer_major
-from minitri.gpu.offload.layer_major import first_watched, home_of_hidden
-from minitri.gpu.placement import RESERVE
 from minitri.runner import prefill
 from tests.cascades import WARM, Rig, random_prompt, tiny_engine
 from tests.conftest import new_cache, tiny_model
-from tests.gpu_twins.test_offloaded_cache import CONFIG, TOKEN, Traffic, assert_same, offloaded
+from tests.gpu_twins.offload import CONFIG, TOKEN, Traffic, assert_same, offloaded
 
 PROMPT = random_prompt(CONFIG, 200)
 RETRIEVAL = SpeculationConfig("retrieval", budget=24, gamma2=3, num_recent_tokens=40)
@@ -26,11 +21,10 @@ def by_chunks(monkeypatch) -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 17, 18, 33, 200])
 @pytest.mark.parametrize("on_chip", [0, 2, 4])
-@pytest.mark.parametrize("num_buffers", [2, 3])
-def test_k_and_v_are_those_of_a_cache_on_the_device(length, on_chip, num_buffers):
+def test_k_and_v_are_those_of_a_cache_on_the_device(length, on_chip):
     """The same bits, wherever the last chunk of 16 ends, after another row; progress, too."""
     model = tiny_model(CONFIG)
-    exact, ours = new_cache(CONFIG, 2, 300), offloaded(on_chip, 2, num_buffers=num_buffers)
+    exact, ours = new_cache(CONFIG, 2, 300), offloaded(on_chip, 2)
     for b, prompt in ((1, PROMPT[:50]), (0, PROMPT[:length])):
         ends = [list(prefill(model, prompt, full, b, chunk=16)) for full in (exact, ours)]
         assert ends[0] == ends[1]
@@ -102,17 +96,6 @@ def test_means_of_staged_keys_are_those_that_are_kept(on_chip, chunk_size):
     assert ours.stats.num_rebuilds == whole.stats.num_rebuilds > 5
 
 
-@pytest.mark.parametrize("window", range(1, 20))
-def test_chunks_are_left_out_only_if_the_ring_of_queries_does_not_show_it(window):
-    for chunk in range(1, 24):
-        for num_chunks in (1, 2, 3, 9, 40):
-            first, size = first_watched(num_chunks, chunk, window), min(chunk, window)
-            assert first * size % window == 0
-            if first:
-                assert (num_chunks - first - 1) * size + 1 >= window
-    assert first_watched(120, 1024, 16) == 118
-
-
 def test_a_policy_that_wants_the_whole_prompt_reads_it_chunk_by_chunk():
     """Queries of all tokens and layers would take as much memory as the keys."""
     model, seen = tiny_model(CONFIG), []
@@ -175,12 +158,3 @@ def test_prompts_that_join_a_batch_are_read_to_their_ends(method, monkeypatch):
     assert [done for row, done in progress if row == 2] == [*range(16, 120, 16), 120]
     first = events.index(PrefillProgress(2, 16, 120, 0))
     assert all(isinstance(event, PrefillProgress) for event in events[first : first + 8])
-
-
-@pytest.mark.parametrize(("spare", "home"), [(0, "cuda"), (-1, "cpu")])
-def test_hidden_states_wait_on_the_host_where_the_device_lacks_the_room(spare, home, monkeypatch):
-    num_bytes = 1000 * CONFIG.hidden_size * 2
-    model = SimpleNamespace(config=CONFIG, dtype=torch.bfloat16, device=torch.device("cuda"))
-    free = num_bytes + RESERVE + spare
-    monkeypatch.setattr(layer_major, "free_device_bytes", lambda device: free)
-    assert home_of_hidden(model, 1000) == torch.device(home)

@@ -6,13 +6,11 @@ import re
 from dataclasses import replace
 
 import pytest
-import torch
 
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig, plan
 from minitri.errors import InputError
 from minitri.gpu.allocation import free_host_bytes
-from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.gpu.placement import CONTEXT, GIB, MAX_BUFFERS, RESERVE, Load, choose_on_chip, demand
+from minitri.gpu.placement import CONTEXT, GIB, RESERVE, Demand, choose_on_chip
 from minitri.loading.named_models import MODELS, shape_of
 from minitri.memory import MemoryShape, Models, allocate
 from minitri.roofline import CPU as CPU_MACHINE
@@ -25,7 +23,8 @@ from minitri.roofline import (
     weights_per_pass,
 )
 from minitri.settings import StepPlan
-from tests.conftest import CPU, new_cache, tiny_config, tiny_model
+from tests.conftest import new_cache, tiny_config, tiny_model
+from tests.gpu_twins.offload import offloaded
 
 TRIFORCE = SpeculationConfig("triforce", gamma1=2, gamma2=6)
 PLAN = StepPlan("triforce", 2, 6)
@@ -70,10 +69,10 @@ def test_named_models_have_the_shapes_that_everybody_knows():
 def test_caches_are_counted_as_they_are_allocated(speculation, lengths):
     config, B = tiny_config(num_layers=3, context_length=16384), 2
     target, num_tokens = tiny_model(config), max(lengths) + 100
-    needs = demand(Load(config, config, speculation, num_tokens, lengths, itemsize=4))
+    needs = Demand(config, config, speculation, num_tokens, lengths, itemsize=4)
     capacity = num_tokens + speculation.max_block
     full = new_cache(config, B, capacity)
-    assert needs.kv_layer * 3 == full.num_bytes
+    assert needs.parts(3)["full KV cache"] == full.num_bytes
     shape = MemoryShape(tuple(lengths), SamplingParams(), GenerationConfig(100), speculation)
     memory = allocate(Models(target, target, target), shape, full=full)
     small = memory.retrieval_cache
@@ -81,38 +80,29 @@ def test_caches_are_counted_as_they_are_allocated(speculation, lengths):
     window = B * speculation.observation_window * 3 * config.num_heads * config.head_dim * 4
     held = memory.num_cache_bytes - full.num_bytes + window
     held += memory.target.queries_LBTHD.nbytes
-    assert needs.small_caches == held
     assert needs.parts(3)["small KV caches"] == held + means.nbytes
     assert needs.parts(2)["small KV caches"] == held + means.nbytes / 3  # of one layer
-    hidden_states = needs.parts(2)["activations"] - needs.parts(3)["activations"]
-    assert hidden_states == max(lengths) * config.hidden_size * 4
-    offloaded = OffloadedFullCache.placed(
-        config, B, capacity, on_chip=1, dtype=torch.float32, device=CPU
-    )
-    staging = offloaded._staging
-    on_device = offloaded.keys.nbytes + offloaded.values.nbytes + staging.ring_PLBKTD.nbytes
-    on_device += sum(buffer.kv_PBKSD.nbytes for buffer in staging.buffers)
+    waiting = needs.parts(2)["activations"] - needs.parts(3)["activations"]
+    assert waiting == max(lengths) * 4 * config.hidden_size
+    cache = offloaded(1, B, capacity, config=config)
+    on_device = cache.keys.nbytes + cache.values.nbytes + cache.ring_LBTPKD.nbytes
+    on_device += sum(buffer.kv_BSPKD.nbytes for buffer in cache.buffers)
     parts = needs.parts(1)
     assert parts["full KV cache"] + parts["staging buffers"] == on_device
-    assert needs.on_host(1) == staging.host_PLBKSD.nbytes
+    assert needs.on_host(1) == cache.host_LBSPKD.nbytes
 
 
 def seven_b(context: int = 124928, **changes):
-    return demand(Load(SEVEN_B, DRAFT, TRIFORCE, context, [context], **changes))
+    return Demand(SEVEN_B, DRAFT, TRIFORCE, context, [context], **changes)
 
 
-def test_the_most_layers_that_fit_do_fit_and_what_is_left_is_for_staging_buffers():
-    """At least two, which every placement has; a layer on the device is worth more than a third."""
+def test_the_most_layers_that_fit_do_fit():
     needs = seven_b()
     for gib in (23.2, 40, 48, 72):
         best = needs.most_on_chip(gib * GIB)
         assert needs.on_device(best) <= gib * GIB < needs.on_device(best + 1)
-        assert needs.num_buffers(best, gib * GIB) == 2
-        assert needs.num_buffers(best - 1, gib * GIB) == 3
     assert needs.most_on_chip(16 * GIB) is None
     assert needs.most_on_chip(141 * GIB) == 32
-    assert needs.num_buffers(0, 60 * GIB) == MAX_BUFFERS
-    assert needs.num_buffers(20, 24 * GIB) == 2
 
 
 def test_an_engine_places_layers_by_the_same_numbers():
@@ -128,11 +118,11 @@ def test_an_engine_places_layers_by_the_same_numbers():
     assert chosen(GenerationConfig(), exact / GIB) == 32
     for wanted, device_gib, host_gib, message in (
         (GenerationConfig(), (exact - 1) / GIB, 256, "use --offload"),
-        (offload(on_chip=33), 141, 256, "--on-chip 33 needs .* 32 of 32 layers fit"),
-        (offload(on_chip=31), 72, 256, r"--on-chip 31 needs .* 2\d of 32 layers fit"),
-        (offload(), 12, 256, "even with its whole KV cache in host memory, got 12.0"),
-        (offload(), 30, 1, "of host memory .* got 1.0"),
-        (offload(on_chip=0), 80, 20, "--on-chip 0 needs"),
+        (offload(on_chip=33), 141, 256, "KV cache of 33 of 32 layers"),
+        (offload(on_chip=31), 72, 256, "KV cache of 31 of 32 layers on the device, got 72.00"),
+        (offload(), 12, 256, "KV cache of 0 of 32 layers on the device, got 12.00"),
+        (offload(), 30, 1, r"got 30.00 and 1.00; a context of \d+ tokens would fit"),
+        (offload(on_chip=0), 80, 20, "61.03 in host memory"),
     ):
         with pytest.raises(InputError, match=message):
             chosen(wanted, device_gib, host_gib)
@@ -196,37 +186,31 @@ def test_the_context_of_cuda_is_counted_in_a_plan_and_not_at_boot(capsys):
         assert found == wanted < needs.most_on_chip(gib * GIB + 2 * GIB)
 
 
-def test_a_plan_that_does_not_fit_says_what_would(capsys):
-    """And that does: each piece of advice is taken."""
-    small = ("--context", "122880", "--gpu-memory", "24", "--prefill-chunk", "16384")
-    code, _, error = run(capsys, *small)
-    advice = r"a context of (\d+) tokens or --prefill-chunk (\d+) or"
-    tokens, chunk = re.search(advice, error).groups()
+def test_a_plan_that_does_not_fit_says_how_many_tokens_would(capsys):
+    """And they do; where none do, what else to change."""
+    small = ("--gpu-memory", "24", "--prefill-chunk", "16384", "--context")
+    code, _, error = run(capsys, *small, "122880")
+    (tokens,) = re.findall(r"a context of (\d+) tokens", error)
     assert (code, error.count("\n")) == (2, 1)
-    assert "twice as many such GPUs (torchrun) would fit" in error
-    for changes, code in (
-        (("--context", tokens), 0),
-        (("--context", str(int(tokens) + 1024)), 2),
-        (("--prefill-chunk", chunk), 0),
-        (("--prefill-chunk", str(2 * int(chunk))), 2),
-        (("--gpus", "2"), 0),
-    ):
-        assert run(capsys, *small, *changes)[0] == code
-    assert "--dtype bfloat16" in run(capsys, "--gpu-memory", "36", "--dtype", "float32")[2]
-    assert "use a smaller model or dtype" in run(capsys, "--gpu-memory", "3")[2]
+    assert run(capsys, *small, tokens)[0] == 0
+    assert run(capsys, *small, str(int(tokens) + 1024))[0] == 2
+    code, _, error = run(capsys, "--gpu-memory", "3")
+    assert code == 2
+    assert "use a smaller model, dtype or --prefill-chunk, or more GPUs" in error
     _, lines, _ = run(capsys, "--model", "lwm-text-512k", "--host-memory", "512")
     assert [row["fits"] for row in json.loads(lines[-1])["placements"]] == [False, False]
 
 
 def test_two_gpus_share_weights_and_kv_but_not_the_drafter():
-    one, two, copied = seven_b(), seven_b(num_gpus=2), seven_b(num_gpus=2, has_copy=True)
+    sizes = [{}, {"num_gpus": 2}, {"num_gpus": 2, "has_copy": True}]
+    one, two, copied = (seven_b(**size).parts(32) for size in sizes)
     norms = (2 * SEVEN_B.num_layers + 1) * SEVEN_B.hidden_size * 2
-    assert two.weights - norms == (one.weights - norms) / 2
-    assert two.kv_layer == one.kv_layer / 2
-    assert two.draft_weights == one.draft_weights
-    assert copied.draft_weights - two.draft_weights == eight_bit_bytes(SEVEN_B.share(2))
+    assert two["weights"] - norms == (one["weights"] - norms) / 2
+    assert two["full KV cache"] == one["full KV cache"] / 2
+    guessing = [parts["weights that only propose"] for parts in (one, two, copied)]
+    assert guessing[0] == guessing[1] == guessing[2] - eight_bit_bytes(SEVEN_B.share(2))
     with pytest.raises(InputError, match="cannot be split over 3 ranks"):
-        seven_b(num_gpus=3)
+        seven_b(num_gpus=3).on_device(0)
 
 
 def test_gammas_are_the_fastest_for_where_the_kv_cache_is(capsys):

@@ -15,11 +15,14 @@ from minitri.settings import METHODS
 from tests.cascades import random_prompt, tiny_engine
 from tests.conftest import CPU
 from tests.gpu_twins.conftest import as_on_a_gpu
-from tests.gpu_twins.test_offloaded_cache import offloaded
+from tests.gpu_twins.offload import offloaded
 from tools.paper.baselines.policies import NAMES, policy_of
 
 WARM = SamplingParams(0.9, 30, top_p=0.95, min_p=0.01)
 SETTINGS = {"budget": 24, "num_recent_tokens": 40, "rebuild_stride": 5}
+GAMMAS = {"gamma1": 2, "gamma2": 3}
+TRIFORCE = SpeculationConfig("triforce", **GAMMAS, **SETTINGS)
+NAIVE = SpeculationConfig("naive", gamma1=2, **SETTINGS)
 
 
 @pytest.fixture
@@ -66,7 +69,7 @@ def spoil(session) -> None:
     session.prefix._ended = [HeldRow(session.full, b, [], 0) for b in range(session.shape.num_rows)]
     holders, small = [session.full], session.retrieval_cache
     if isinstance(session.full, OffloadedFullCache):
-        holders += [session.full._staging, *session.full._staging.buffers]
+        holders += session.full.buffers
     holders += [small, small._policy] if small else []
     holders += [session.draft.cache] if session.draft else []
     tensors = [session.target.queries_LBTHD]
@@ -76,16 +79,17 @@ def spoil(session) -> None:
         tensor.fill_(math.nan)
 
 
-@pytest.mark.parametrize("policy", NAMES)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "policy"),
+    [(method, "retrieval") for method in METHODS]
+    + [(method, policy) for method in ("retrieval", "triforce") for policy in NAMES[1:]],
+)
 def test_the_next_run_captures_nothing_and_says_what_it_would_have_said_first(
     method, policy, pools
 ):
     """Another temperature, other and shorter texts, after whatever the last run left: tokens,
     acceptance, rebuilds."""
-    if policy != "retrieval" and method not in ("retrieval", "triforce"):
-        pytest.skip("no cache that has a policy")
-    gammas = {} if method == "auto" else {"gamma1": 2, "gamma2": 3}
+    gammas = {} if method == "auto" else GAMMAS
     settings = {"method": method, "policy": policy_of(policy), **gammas, **SETTINGS}
     speculation = SpeculationConfig(**settings)
     engine = gpu_engine()
@@ -108,20 +112,25 @@ def test_the_next_run_captures_nothing_and_says_what_it_would_have_said_first(
         pools.pop()
 
 
-@pytest.mark.parametrize("on_chip", [0, 1])
-def test_kv_in_host_memory_is_kept_too(on_chip, pools, monkeypatch):
-    speculation = SpeculationConfig("triforce", gamma1=2, gamma2=3, **SETTINGS)
-    engine, fresh = gpu_engine(), gpu_engine()
+def host_everything(monkeypatch, engine, on_chip: int, batch_size: int) -> dict:
+    """Has K and V put into host memory; the settings to ask for it."""
     monkeypatch.setattr(
         memory,
         "allocate_full_cache",
-        lambda *settings: offloaded(on_chip, batch_size=2, config=engine.config),
+        lambda *settings: offloaded(on_chip, batch_size, config=engine.config),
     )
-    say(engine, (300, 33), speculation, offload=True, on_chip=on_chip)  # more than the ring holds
+    return {"offload": True, "on_chip": on_chip}
+
+
+@pytest.mark.parametrize("on_chip", [0, 1])
+def test_kv_in_host_memory_is_kept_too(on_chip, pools, monkeypatch):
+    engine, fresh = gpu_engine(), gpu_engine()
+    settings = host_everything(monkeypatch, engine, on_chip, 2)
+    say(engine, (300, 33), TRIFORCE, **settings)  # more than the ring holds
     spoil(engine._pool._kept)
-    again = say(engine, (200, 150), speculation, seed=5, offload=True, on_chip=on_chip)
+    again = say(engine, (200, 150), TRIFORCE, seed=5, **settings)
     assert len(pools) == 1
-    assert again == say(fresh, (200, 150), speculation, seed=5, offload=True, on_chip=on_chip)
+    assert again == say(fresh, (200, 150), TRIFORCE, seed=5, **settings)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +149,7 @@ def test_kv_in_host_memory_is_kept_too(on_chip, pools, monkeypatch):
     ],
 )
 def test_what_does_not_suit_is_made_anew(lengths, changes, settings, pools):
-    wanted = {"method": "triforce", "gamma1": 2, "gamma2": 3, **SETTINGS}
+    wanted = {"method": "triforce", **GAMMAS, **SETTINGS}
     engine = gpu_engine()
     say(engine, (90, 33), SpeculationConfig(**wanted), num_new=65)  # up to a whole stride of slots
     speculation = SpeculationConfig(**{**wanted, **changes})
@@ -162,38 +171,45 @@ def test_a_larger_budget_is_not_squeezed_in(pools):
         assert engine._pool._can_run(kept, shape) == fits
 
 
-def test_a_run_that_is_left_is_kept_and_one_that_fails_is_not(pools):
-    speculation = SpeculationConfig("triforce", gamma1=2, gamma2=3, **SETTINGS)
-    engine = gpu_engine()
-    run = engine.generate(random_prompt(engine.config, 60), sampling=WARM, speculation=speculation)
-    for _ in range(12):
+def begin(engine, length: int, num_events: int, speculation=TRIFORCE, sampling=WARM):
+    """A run that is under way."""
+    prompt = random_prompt(engine.config, length)
+    run = engine.generate(prompt, sampling=sampling, speculation=speculation)
+    for _ in range(num_events):
         next(run)
-    run.close()
+    return run
+
+
+def test_a_run_that_is_left_or_collected_is_kept_and_one_that_fails_is_not(pools):
+    engine = gpu_engine()
+    begin(engine, 60, 12).close()
     kept = engine._pool._kept
     assert kept is not None
-    say(engine, (40,), speculation, num_new=50)
+    say(engine, (40,), TRIFORCE, num_new=50)
     assert engine._pool._kept is kept
+    run = begin(engine, 60, 2)
+    del run
+    gc.collect()
+    assert engine._pool._kept is not None
     engine.model.norm.weight.fill_(math.nan)
     with pytest.raises(InputError, match="not finite"):
-        say(engine, (40,), speculation, num_new=50)
+        say(engine, (40,), TRIFORCE, num_new=50)
     assert engine._pool._kept is None
 
 
-def test_an_older_run_puts_nothing_in_the_place_of_a_newer_one(pools):
-    speculation = SpeculationConfig("naive", gamma1=2, **SETTINGS)
+def test_an_older_run_puts_nothing_in_the_place_of_a_newer_one_or_after_a_release(pools):
     engine = gpu_engine()
-    older = engine.generate(
-        random_prompt(engine.config, 60), sampling=WARM, speculation=speculation
-    )
-    next(older)
-    say(engine, (40,), speculation)
+    older = begin(engine, 60, 1, NAIVE)
+    say(engine, (40,), NAIVE)
     kept = engine._pool._kept
     older.close()
     assert engine._pool._kept is kept is not None
-    left = engine.generate(random_prompt(engine.config, 20), sampling=WARM, speculation=speculation)
-    next(left)
+    left = begin(engine, 20, 1, NAIVE)
     engine.release()
     left.close()
+    assert engine._pool._kept is None
+    say(engine, (30,), NAIVE)
+    engine.release()
     assert engine._pool._kept is None
 
 
@@ -209,21 +225,16 @@ def test_a_run_inside_inference_mode_leaves_what_one_outside_can_use(pools):
 def test_layers_that_were_fitted_to_one_run_are_not_kept(pools, monkeypatch):
     """With KV in host memory and no `on_chip` given; a shorter text may have room for all."""
     engine = gpu_engine()
-    hosted = offloaded(1, batch_size=1, config=engine.config)
-    monkeypatch.setattr(memory, "allocate_full_cache", lambda *settings: hosted)
-    say(engine, (90,), SpeculationConfig("naive", gamma1=2, **SETTINGS), offload=True)
+    host_everything(monkeypatch, engine, 1, 1)
+    say(engine, (90,), NAIVE, offload=True)
     assert engine._pool._kept is None
 
 
 def test_two_runs_at_once_have_their_own(pools):
-    speculation = SpeculationConfig("triforce", gamma1=2, gamma2=3, **SETTINGS)
     engine, prompts = gpu_engine(), [[5, 6, 7] * 9, [8, 9] * 17]
-    say(engine, (60,), speculation, num_new=60)
-    generation = GenerationConfig(30, ignore_eos=True)
-    alone, both = (
-        [engine.generate(p, speculation=speculation, generation=generation) for p in prompts]
-        for _ in range(2)
-    )
+    say(engine, (60,), TRIFORCE, num_new=60)
+    how = {"speculation": TRIFORCE, "generation": GenerationConfig(30, ignore_eos=True)}
+    alone, both = ([engine.generate(prompt, **how) for prompt in prompts] for _ in range(2))
     expected = {
         n: event.token_ids for n, run in enumerate(alone) for event in run if isinstance(event, End)
     }
@@ -235,25 +246,13 @@ def test_two_runs_at_once_have_their_own(pools):
     assert said == expected
 
 
-def test_nothing_is_kept_after_a_release(pools):
-    speculation = SpeculationConfig("naive", gamma1=2, **SETTINGS)
-    engine = gpu_engine()
-    say(engine, (30,), speculation)
-    assert engine._pool._kept is not None
-    engine.release()
-    assert engine._pool._kept is None
-
-
 def test_other_filters_capture_anew_though_the_target_was_not_captured(pools, monkeypatch):
     """With K and V in host memory the target runs eagerly, but its proposers were captured."""
-    speculation = SpeculationConfig("triforce", gamma1=2, gamma2=3, **SETTINGS)
     engine, fresh = gpu_engine(), gpu_engine()
-    hosted = lambda *settings: offloaded(1, batch_size=1, config=engine.config)  # noqa: E731
-    monkeypatch.setattr(memory, "allocate_full_cache", hosted)
-    settings = {"offload": True, "on_chip": 1}
-    say(engine, (90,), speculation, SamplingParams(0.9, 2), **settings)
+    settings = host_everything(monkeypatch, engine, 1, 1)
+    say(engine, (90,), TRIFORCE, SamplingParams(0.9, 2), **settings)
     again, first = (
-        say(it, (90,), speculation, SamplingParams(0.9, top_p=0.9), seed=5, **settings)
+        say(it, (90,), TRIFORCE, SamplingParams(0.9, top_p=0.9), seed=5, **settings)
         for it in (engine, fresh)
     )
     assert len(pools) == 3
@@ -275,18 +274,6 @@ def test_what_a_seed_writes_does_not_depend_on_the_run_before(length, pools):
 @pytest.mark.parametrize(("length", "budget"), [(30, None), (200, 4096)])
 def test_a_budget_beyond_what_a_text_can_fill_does_not_capture_anew(length, budget, pools):
     engine = gpu_engine()
-    speculation = SpeculationConfig("triforce", gamma1=2, gamma2=3, budget=budget)
     for _ in range(3):
-        say(engine, (length,), speculation)
+        say(engine, (length,), SpeculationConfig("triforce", **GAMMAS, budget=budget))
     assert len(pools) == 1
-
-
-def test_an_abandoned_run_is_kept_when_it_is_collected(pools):
-    engine = gpu_engine()
-    speculation = SpeculationConfig("triforce", gamma1=2, gamma2=3, **SETTINGS)
-    run = engine.generate(random_prompt(engine.config, 60), speculation=speculation)
-    next(run)
-    next(run)
-    del run
-    gc.collect()
-    assert engine._pool._kept is not None

@@ -13,10 +13,9 @@ import torch
 import minitri
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.engine import Engine
-from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.parallel.ranks import join
 from tests.cascades import Rig
-from tests.conftest import CPU
+from tests.gpu_twins.offload import offloaded as hosted_cache
 
 PROMPTS = [[5 + 7 * i % 300 for i in range(length)] for length in (90, 3, 41)]
 NUM_NEW = 12
@@ -57,7 +56,7 @@ def texts(engine: Engine, temperature: float, coupled: bool, seed: int, **method
 def offloaded(engine: Engine) -> list[list[int]]:
     """Greedy texts with the KV cache of a layer in host memory."""
     config, speculation = engine.config, {**SETTINGS, **METHODS["triforce"]}
-    full = OffloadedFullCache.placed(config, 3, 200, on_chip=1, dtype=torch.float32, device=CPU)
+    full = hosted_cache(1, 3, 200, config=config)
     with torch.inference_mode():
         rig = Rig(
             engine.model, PROMPTS, draft=engine.draft, num_new=NUM_NEW, full=full, **speculation

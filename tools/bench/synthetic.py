@@ -295,8 +295,7 @@ def fill_cache(full: FullCache) -> None:
     """Random K and V in every slot."""
     tensors = [full.keys, full.values]
     if isinstance(full, OffloadedFullCache):
-        staging = full._staging
-        tensors += [staging.host_PLBKSD, staging.ring_PLBKTD]
+        tensors += [full.host_LBSPKD, full.ring_LBTPKD]
     for tensor in tensors:
         fill(tensor, 1.0)
 

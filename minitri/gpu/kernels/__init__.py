@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -13,16 +14,25 @@ from minitri.errors import InputError, shorten
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
-def problem_with(largest_error: Callable[[], float], tolerance: float) -> str:
-    """Why a kernel cannot be used on this very device; empty if it agrees with its oracle.
+def problem_with(check: Callable[[], None]) -> str:
+    """Why a kernel cannot be used on this very device: what `check`, which compares it with its
+    oracle, raises; empty if nothing.
 
     Raises `InputError` if there is no memory left to try it.
     """
     try:
         with warnings.catch_warnings(action="ignore"):  # a compiler's, of its own code
-            error = largest_error()
+            check()
     except torch.OutOfMemoryError:
         raise InputError("the GPU has no memory left to try kernels; free some of it") from None
     except Exception as failure:  # a compiler of kernels may raise anything
         return shorten(failure, 80)
-    return "" if error <= tolerance else f"it is off by {error:.2g}"
+    return ""
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a few on a CPU, where kernels are interpreted."""
+    if device.type == "cpu":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minitri.gpu.kernels import num_processors
+
 NUM_KEYS = 64
 """Keys that a program reads at a time."""
 MAX_ROWS = 64
@@ -137,8 +139,6 @@ def attend_short_block(
     values_BKSD: Tensor,
     lengths_B: Tensor,
     rule_TT: Tensor | None = None,
-    *,
-    num_processors: int,
 ) -> Tensor:
     """Attention (B, T, H, D) over prefix and block in one pass; causal without a rule."""
     B, T, H, D = q_BTHD.shape
@@ -152,7 +152,7 @@ def attend_short_block(
     rule = rule_TT.contiguous() if rule_TT is not None else lengths_B  # the latter is not read
     sizes = tile_sizes(R, q_BTHD.dtype, has_rule=has_rule)
     num_tiles = triton.cdiv(R, sizes["ROWS"])
-    wanted = PROGRAMS_PER_PROCESSOR * num_processors // (B * K * num_tiles)
+    wanted = PROGRAMS_PER_PROCESSOR * num_processors(q_BTHD.device) // (B * K * num_tiles)
     P = min(MAX_PIECES, max(1, wanted))
     outs = q_BTHD.new_empty(B, K, P, R, D, dtype=torch.float32)
     lses = q_BTHD.new_empty(B, K, P, R, dtype=torch.float32)

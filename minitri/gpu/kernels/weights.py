@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minitri.gpu.kernels import num_processors
+
 SHARES = 4
 """Runs of a row of W that a program reads at once: one for each of its warps."""
 MAX_ROWS = 64
@@ -72,7 +74,7 @@ def tile_sizes(M: int, N: int, num_processors: int) -> dict[str, int]:
     return {"ROWS": rows, "COLUMNS": columns, "WIDTH": width, "STAGES": stages}
 
 
-def multiply(x: Tensor, weight_NE: Tensor, scales_N: Tensor, num_processors: int) -> Tensor:
+def multiply(x: Tensor, weight_NE: Tensor, scales_N: Tensor) -> Tensor:
     """scales * x W^T, (..., N), for (..., E); W is int8.
 
     On a GPU float32 rows are rounded to bfloat16 before.
@@ -82,7 +84,7 @@ def multiply(x: Tensor, weight_NE: Tensor, scales_N: Tensor, num_processors: int
     if x_ME.is_cuda and x.dtype == torch.float32:
         x_ME = x_ME.bfloat16()
     out_MN = x.new_empty(len(x_ME), N)
-    sizes = tile_sizes(len(x_ME), N, num_processors)
+    sizes = tile_sizes(len(x_ME), N, num_processors(x.device))
     grid = triton.cdiv(N, sizes["COLUMNS"]), triton.cdiv(len(x_ME), sizes["ROWS"])
     tensors = (x_ME, weight_NE, scales_N, out_MN)
     with torch.cuda.device_of(x):  # else Triton would launch on the current one
