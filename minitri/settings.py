@@ -204,37 +204,32 @@ class SpeculationConfig:
     @property
     def plans(self) -> list[StepPlan]:
         """All ways to make a step that these settings allow."""
-        gammas1 = OPEN_GAMMA1 if self.gamma1 is None else (self.gamma1,)
-        gammas2 = OPEN_GAMMA2 if self.gamma2 is None else (self.gamma2,)
+        gammas1 = self._gammas(self.gamma1, OPEN_GAMMA1, self.tree)
+        gammas2 = self._gammas(self.gamma2, OPEN_GAMMA2)
+        grown = self.tree if self.method == "retrieval" else ""  # where no drafter guesses
         plans = {
             "autoregressive": [StepPlan("autoregressive")],
-            "naive": [StepPlan("naive", gamma1) for gamma1 in gammas1],
-            "retrieval": [StepPlan("retrieval", 0, gamma2) for gamma2 in gammas2],
-            "triforce": [StepPlan("triforce", g1, g2) for g1 in gammas1 for g2 in gammas2],
+            "naive": [StepPlan("naive", gamma1, 0, self.tree) for gamma1 in gammas1],
+            "retrieval": [
+                StepPlan("retrieval", 0, depth, grown)
+                for depth in self._gammas(self.gamma2, OPEN_GAMMA2, grown)
+            ],
+            "triforce": [
+                StepPlan("triforce", gamma1, gamma2, self.tree)
+                for gamma1 in gammas1
+                for gamma2 in gammas2
+            ],
         }
         chosen = [*plans] if self.method == "auto" else [self.method]
-        found = [plan for name in chosen for plan in plans[name]]
-        trees = [plan for name in chosen for plan in self._trees(name, gammas2)]
-        return [*found, *trees] if self.method == "auto" else trees or found
+        return [plan for name in chosen for plan in plans[name]]
 
-    def _trees(self, method: str, gammas2: Sequence[int]) -> list[StepPlan]:
-        """The plans of a method with trees; gamma1 is their depth, gamma2 where there is none."""
-        width, depth = parse_tree(self.tree)
-        if not width:
-            return []
-        gamma = depth or (self.gamma2 if method == "retrieval" else self.gamma1)
-        depths = OPEN_DEPTHS if gamma is None else (gamma,)
-        sizes = {self.tree}
-        if self.method == "auto" and width >= 4 and not depth:
-            sizes.add(str(width // 2))
-        shapes = [(depth, size) for depth in depths for size in sorted(sizes)]
-        if method == "triforce":
-            return [StepPlan(method, depth, g2, size) for depth, size in shapes for g2 in gammas2]
-        if method == "naive":
-            return [StepPlan(method, depth, 0, size) for depth, size in shapes]
-        # The autotuner leaves trees by the retrieval level out: its guesses are rarely wrong.
-        is_asked = method == "retrieval" and self.method == method
-        return [StepPlan(method, 0, depth, size) for depth, size in shapes] if is_asked else []
+    @staticmethod
+    def _gammas(gamma: int | None, gammas: tuple[int, ...], tree: str = "") -> tuple[int, ...]:
+        """What there is to choose from: of a tree its depths."""
+        wanted = parse_tree(tree)[1] or gamma
+        if wanted is not None:
+            return (wanted,)
+        return OPEN_DEPTHS if tree else gammas
 
     @property
     def max_block(self) -> int:

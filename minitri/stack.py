@@ -28,7 +28,6 @@ from minitri.runner import ModelRunner, prefill
 from minitri.settings import SpeculationConfig
 from minitri.stats import LevelStats, Stats
 from minitri.trees.tree_level import TreeLevel, TreeRunner
-from minitri.trees.tuner import TreeTuner
 from minitri.trees.walk import CoupledTrees, IndependentTrees
 
 
@@ -47,7 +46,11 @@ class Stack:
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
         self.sampling = [shape.sampling] * shape.num_rows
         self.stats = Stats(kv_cache_bytes=memory.num_cache_bytes)
-        self.tuner = _tuner(memory, shape)
+        self.tuner = Autotuner(
+            shape.speculation.plans,
+            prior_seconds(memory, shape),
+            use_clock=may_use_clock(memory.models, shape),
+        )
         self.source = _random_source(shape.speculation)
         self.meter = Meter(self.stats, self.tuner, clock_of(memory.models.target.device))
         self._empty()
@@ -78,8 +81,8 @@ class Stack:
             stats = LevelStats(name)
             self.stats.stages.append(stats)
             own: Any = sources.get(name, self.source)
-            if isinstance(self.tuner, TreeTuner):
-                return TreeLevel(runner, own, stats, self.meter, TreeRunner(runner), self.tuner)
+            if self.shape.speculation.tree:
+                return TreeLevel(runner, own, stats, self.meter, TreeRunner(runner))
             return Level(runner, own, stats, self.meter)
 
         drafter: Stage | None = None
@@ -89,9 +92,7 @@ class Stack:
             drafter = self._without_model()
         retrieval = level("retrieval", memory.retrieval) if memory.retrieval is not None else None
         target = level("target", memory.target)
-        return Cascade(
-            self.sequences, self.stats, self.tuner, target, retrieval, drafter, meter=self.meter
-        )
+        return Cascade(self.sequences, self.meter, target, retrieval, drafter)
 
     def _without_model(self) -> Stage:
         """The engine's drafter from outside, or lookup."""
@@ -101,14 +102,13 @@ class Stack:
         target = models.target
         where: dict[str, Any] = {"vocab_size": target.config.vocab_size, "device": target.device}
         if models.drafter is None or self.shape.speculation.drafter == "lookup":
-            return LookupDrafter(self.shape.num_rows, stats, self.tuner, **where)
+            return LookupDrafter(self.shape.num_rows, stats, self.meter, **where)
         runner = self.memory.target
-        return PluggedDrafter(models.drafter, stats, self.tuner, self.source, runner, **where)
+        return PluggedDrafter(models.drafter, stats, self.meter, self.source, runner, **where)
 
     def admit(self, b: int, prompt: list[int], request: Request) -> None:
         """Gives row b, which is empty, to a request; `prefill` and `start` must follow."""
         memory = self.memory
-        speculation = self.shape.speculation
         self.sequences[b][:] = prompt
         memory.prefix.num_prompt[b] = len(prompt)
         self.cascade.active[b] = False
@@ -122,9 +122,6 @@ class Stack:
             self.sampling[b] = request.sampling
         for runner in memory.runners:
             runner.sampling = self.sampling
-        depends_on_shapes = request.sampling.temperature > 0 and not speculation.coupled
-        if isinstance(self.tuner, TreeTuner) and depends_on_shapes and not speculation.timed:
-            self.tuner.keep_shapes()
 
     def reuse(self, b: int) -> int:
         """Begins the text of row b with the K and V of its first tokens that other texts left, if
@@ -160,7 +157,7 @@ class Stack:
 
     def start(self, rows: list[int] | None = None, *, wants_logits: bool = False) -> list[Emitted]:
         """The first tokens of rows whose prompts have been read, or of all."""
-        with self._decoding(), self.meter.prefill():
+        with self._decoding():
             return self.cascade.start(rows, wants_logits=wants_logits)
 
     def step(self, *, wants_logits: bool = False) -> list[Emitted]:
@@ -210,16 +207,6 @@ def _random_source(speculation: SpeculationConfig) -> IndependentSource | Couple
         return CoupledTrees() if speculation.tree else CoupledSource()
     make = IndependentTrees if speculation.tree else IndependentSource
     return make(kind=speculation.verification)
-
-
-def _tuner(memory: Memory, shape: MemoryShape) -> Autotuner:
-    """What chooses the plan of each step."""
-    make = TreeTuner if shape.speculation.tree else Autotuner
-    return make(
-        shape.speculation.plans,
-        prior_seconds(memory, shape),
-        use_clock=may_use_clock(memory.models, shape),
-    )
 
 
 def prior_seconds(memory: Memory, shape: MemoryShape) -> Callable[[str, float], float]:

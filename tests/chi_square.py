@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.decoding.sampling import probs_from_logits
-from minitri.decoding.verification import Proposal, Verdict, verify
+from minitri.decoding.verification import Proposal, verify
 from minitri.memory import Memory, MemoryShape, Models
 from minitri.model.attention import fold, unfold
 from minitri.model.llama import Llama
@@ -208,10 +208,10 @@ def smallest_distance(probs: Tensor, num_seeds: int, power: float = 0.99) -> flo
     return math.sqrt(shift / num_seeds) / 2
 
 
-def reuse_number(proposal: Proposal, probs_BNV: torch.Tensor, uniforms_BN: torch.Tensor) -> Verdict:
+def reuse_number(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> list[list[int]]:
     """A bug: the number of the last test is used again for the recovered or bonus token."""
-    numbers_BN, sound = uniforms_BN.clone(), verify(proposal, probs_BNV, uniforms_BN)
-    for b, (n, row) in enumerate(zip(sound.num_accepted, proposal.tokens, strict=True)):
-        if row:
-            numbers_BN[b, -1] = uniforms_BN[b, min(n, len(row) - 1)]
+    numbers_BN = uniforms_BN.clone()
+    for b, tokens in enumerate(verify(proposal, probs_BNV, uniforms_BN)):
+        if proposal.counts[b]:
+            numbers_BN[b, -1] = uniforms_BN[b, min(len(tokens), proposal.counts[b]) - 1]
     return verify(proposal, probs_BNV, numbers_BN)

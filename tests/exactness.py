@@ -2,10 +2,12 @@
 
 `TableRunner` stands where a model with a cache stands: it keeps the tokens it has read, as a cache
 does, and looks distributions up by them, so a cascade that crops too much or too little gets wrong
-ones. `output_distribution` runs the real cascade for every outcome of every random number, level by
-level, and adds the probabilities up: no sampling, no tolerance but rounding.
+ones. `output_distribution` runs the real cascade, of chains or of trees, for every outcome of every
+random number, level by level, and adds the probabilities up: no sampling, no tolerance but
+rounding.
 """
 
+import functools
 import itertools
 import random
 from functools import cache
@@ -16,10 +18,11 @@ from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.cascade import Cascade
 from minitri.decoding.level import Level, Output
 from minitri.decoding.meter import Meter
-from minitri.decoding.random_source import IndependentSource
 from minitri.decoding.verification import Proposal, verify, verify_block
 from minitri.settings import StepPlan
 from minitri.stats import LevelStats, Stats
+from minitri.trees.tree_level import TreeLevel
+from minitri.trees.walk import MISSING, IndependentTrees, TreeProposal, draw_children, walk
 
 
 class Table:
@@ -50,11 +53,12 @@ def probs_after(runner, text: list[int], num_guesses: int = 0) -> torch.Tensor:
 
 
 class TableRunner:
-    """Distributions for the tokens that have been read and not been cropped."""
+    """Distributions for the tokens that have been read and not been cropped: at first, as after a
+    prefill, all of the prompt but its last one."""
 
     def __init__(self, table: Table, batch_size: int) -> None:
         self.table = table
-        self.memory: list[list[int]] = [[] for _ in range(batch_size)]
+        self.memory = [PROMPT[:-1] for _ in range(batch_size)]
 
     def next_probs(self, sequences, active, guesses=None, *, wants_logits=False):
         tokens = [[]] * len(active) if guesses is None else guesses.tokens
@@ -73,6 +77,25 @@ class TableRunner:
         pairs = zip(self.memory, tokens_B.tolist(), strict=True)
         texts = [[*memory, token] for memory, token in pairs]
         return self.next_probs(texts, active).probs_BNV.squeeze(1)
+
+    def next_probs_of_tree(self, blocks, shape, first):
+        T = len(blocks[0])
+        probs_BTV = torch.zeros(len(blocks), T, self.table.V, dtype=torch.float64)
+        self.blocks = blocks
+        for b, block in enumerate(blocks):
+            for i in range(T):
+                seen = shape.rule_TT[first + i, first : first + T].nonzero().flatten().tolist()
+                context = (*self.memory[b], *(block[j] for j in seen))
+                probs_BTV[b, i] = self.table.row(context)
+        return Output(probs_BTV)
+
+    def keep_paths(self, paths, active):
+        for b, path in enumerate(paths):
+            if active[b]:
+                self.memory[b] += [self.blocks[b][node] for node in (0, *path)]
+
+    def is_greedy(self, b):
+        return False
 
     def crop(self, lengths):
         for row, length in zip(self.memory, lengths, strict=True):
@@ -159,40 +182,96 @@ def cells(probs: torch.Tensor, edges: tuple[float, ...] = UPPER) -> list[tuple[f
     return [(share / len(edges), end - share * edge) for share, end in found for edge in edges]
 
 
-class ScriptedSource(IndependentSource):
+def draws(probs_V, num_children, reached=1.0, numbers=()):
+    """Every way to draw different tokens: its probability, and numbers that lead there."""
+    if len(numbers) == num_children:
+        return [(reached, list(numbers))]
+    if float(probs_V.sum()) == 0:
+        return draws(probs_V, num_children, reached, (*numbers, 0.5))
+    shares, found = probs_V / probs_V.sum(), []
+    tokens = shares.nonzero().flatten().tolist()
+    for token, (share, number) in zip(tokens, cells(shares), strict=True):
+        left_V = probs_V.clone()
+        left_V[token] = 0
+        found += draws(left_V, num_children, reached * share, (*numbers, number))
+    return found
+
+
+def walks(proposal: TreeProposal, b, probs_NV, node=0, reached=1.0, numbers=None):
+    """Every way through a tree, by the textbook."""
+    shape, found = proposal.shape, []
+    numbers = numbers or [0.5] * len(shape)
+    rest_V, rest = probs_NV[node], reached
+    if shape.children[node]:
+        q_V = proposal.probs_BNV[b, shape.inner.index(node)].clone()
+    for child in shape.children[node]:
+        token = proposal.tokens[b][child - 1]
+        if token == MISSING:
+            break
+        own_V = q_V / q_V.sum()
+        accept = min(1.0, float(rest_V[token] / own_V[token]))
+        if accept > 0:
+            passed = [*numbers]
+            passed[child] = accept * (1 - EDGE)
+            found += walks(proposal, b, probs_NV, child, rest * accept, passed)
+        if accept == 1:
+            return found
+        numbers[child] = accept + (1 - accept) * EDGE
+        rest *= 1 - accept
+        left_V = (rest_V - own_V).clamp_min(0)
+        rest_V = left_V / left_V.sum()
+        q_V[token] = 0
+    for share, number in cells(rest_V):
+        found.append((rest * share, [number, *numbers[1:]]))
+    return found
+
+
+class ScriptedSource(IndependentTrees):
     """A random source that follows a script per row, and notes decisions beyond them."""
 
-    decide = staticmethod(verify)
-
-    def __init__(self, scripts: list[list[list[float]]]) -> None:
-        super().__init__([0] * len(scripts))
+    def __init__(self, scripts: list[list[list[float]]], decide=verify) -> None:
+        super().__init__()
         self.scripts, self.step = scripts, [0] * len(scripts)
+        self.decide = decide
         self.frontier: dict[int, list[tuple[float, list[float]]]] = {}
 
     def sample(self, probs_BV, starts, active):
-        self.note(Proposal.nothing(len(active)), probs_BV.unsqueeze(1), active)
+        nothing = Proposal.nothing(len(active))
+        self.drawn = self.numbers_of(nothing, probs_BV.unsqueeze(1), active)
         return super().sample(probs_BV, starts, active)
 
     def verify(self, proposal, probs_BNV, starts, active):
-        self.note(proposal, probs_BNV, active)
-        return self.decide(proposal, probs_BNV, self._draw(proposal.counts, active))
+        return self.decide(proposal, probs_BNV, self.numbers_of(proposal, probs_BNV, active))
 
-    def note(self, proposal, probs_BNV, active):
-        for b, script in enumerate(self.scripts):
-            if active[b] and self.step[b] == len(script) and b not in self.frontier:
-                textbook = outcomes_of_block if self.decide is verify_block else outcomes
-                self.frontier[b] = textbook(proposal, probs_BNV, b)
+    def numbers_of(self, proposal, probs_BNV, active):
+        textbook = outcomes_of_block if self.decide is verify_block else outcomes
+        uniforms_BN = torch.zeros(len(active), max(proposal.counts) + 1, dtype=torch.float64)
+        for b, n in enumerate(proposal.counts):
+            if active[b]:
+                found = self.next_numbers(b, functools.partial(textbook, proposal, probs_BNV, b))
+                numbers = torch.tensor(found or [0.0] * (n + 1), dtype=torch.float64)
+                uniforms_BN[b, :n], uniforms_BN[b, -1] = numbers[:-1], numbers[-1]
+        return uniforms_BN
 
     def _draw(self, counts, active):
-        uniforms_BN = torch.zeros(len(active), max(counts) + 1, dtype=torch.float64)
-        for b, script in enumerate(self.scripts):
-            if active[b]:
-                if self.step[b] < len(script):
-                    numbers = torch.tensor(script[self.step[b]], dtype=torch.float64)
-                    uniforms_BN[b, : len(numbers) - 1] = numbers[:-1]
-                    uniforms_BN[b, -1] = numbers[-1]
-                self.step[b] += 1
-        return uniforms_BN
+        return self.drawn
+
+    def draw(self, b, probs_V, num_children, position):
+        numbers = self.next_numbers(b, lambda: draws(probs_V, num_children))
+        return draw_children(probs_V, numbers or [0.5] * num_children)
+
+    def walk(self, proposal, b, probs_NV, start):
+        numbers = self.next_numbers(b, lambda: walks(proposal, b, probs_NV))
+        return walk(proposal, b, probs_NV, numbers or [0.5] * len(proposal.shape))
+
+    def next_numbers(self, b, textbook):
+        """What the script says; notes the outcomes of a decision that it says nothing of."""
+        self.step[b] += 1
+        if self.step[b] <= len(self.scripts[b]):
+            return self.scripts[b][self.step[b] - 1]
+        if b not in self.frontier:
+            self.frontier[b] = textbook()
+        return None
 
 
 PROMPT = [0, 1]
@@ -211,48 +290,64 @@ class ScheduledTuner(Autotuner):
 
 
 def toy_cascade(
-    source, batch_size, target, middle, draft, gamma1, gamma2, level=Level, plans=None
+    source, batch_size, target, middle, draft, gamma1, gamma2, *, shape=None, plans=None
 ) -> Cascade:
-    """TriForce over tables; `None` for middle or draft leaves that stage out."""
-    if plans is None:
-        names = {(False, False): "autoregressive", (False, True): "naive"}
-        names |= {(True, False): "retrieval", (True, True): "triforce"}
-        name = names[middle is not None, draft is not None]
-        plans = [StepPlan(name, gamma1 if draft else 0, gamma2 if middle else 0)]
-    tuner = ScheduledTuner(plans)
+    """TriForce over tables; `None` for middle or draft leaves that stage out. All rows take part
+    from the first step on, without `start`, which would draw a token.
+
+    With a `shape` the lowest stage guesses trees of it where the plan has a tree.
+    """
+    names = {(False, False): "autoregressive", (False, True): "naive"}
+    names |= {(True, False): "retrieval", (True, True): "triforce"}
+    name = names[middle is not None, draft is not None]
+    gammas = gamma1 if draft else 0, gamma2 if middle else 0
+    plans = plans or [StepPlan(name, *gammas, "1" if shape else "")]
+    meter = Meter(Stats(), ScheduledTuner(plans))
 
     def make(table, name):
         if table is None:
             return None
-        return level(TableRunner(table, batch_size), source, LevelStats(name), meter)
+        runner, stats = TableRunner(table, batch_size), LevelStats(name)
+        if shape is None:
+            return Level(runner, source, stats, meter)
+        level = TreeLevel(runner, source, stats, meter, runner)
+        level.shape = lambda: shape if meter.tuner.plan.tree else None
+        return level
 
-    stats = Stats()
-    meter = Meter(stats, tuner)
     stages = make(target, "target"), make(middle, "retrieval"), make(draft, "draft")
-    texts = [list(PROMPT) for _ in range(batch_size)]
-    return running(Cascade(texts, stats, tuner, *stages, meter=meter))
-
-
-def running(cascade: Cascade) -> Cascade:
-    """All rows take part from the first step on, without `start`, which would draw a token."""
-    cascade.active = [True] * len(cascade.sequences)
+    cascade = Cascade([list(PROMPT) for _ in range(batch_size)], meter, *stages)
+    cascade.active = [True] * batch_size
     return cascade
 
 
-def output_distribution(
-    build, horizon: int, target: Table, *, num_steps: int = 1, decide=verify, scripted=None
-) -> torch.Tensor:
+def largest_error(
+    V, gamma1, gamma2, *, seed=0, horizon=3, num_steps=1, decide=verify, **settings
+) -> float:
+    """Of the distribution of the first `horizon` tokens: how far that of a cascade over random
+    tables is from the target's. A gamma of 0 leaves its stage out."""
+    target = Table(V, seed)
+    middle = Table(V, seed + 1, near=target) if gamma2 else None
+    draft = Table(V, seed + 2, near=target) if gamma1 else None
+
+    def build(source, batch_size):
+        stages = target, middle, draft
+        return toy_cascade(source, batch_size, *stages, gamma1, gamma2, **settings)
+
+    probs = output_distribution(build, horizon, target, num_steps=num_steps, decide=decide)
+    return float((probs - target_distribution(target, horizon)).abs().max())
+
+
+def output_distribution(build, horizon: int, target: Table, *, num_steps, decide) -> torch.Tensor:
     """The distribution of the first `horizon` tokens after a prompt, (V,) * horizon: a few steps
     of a cascade, all random numbers.
 
-    `build(source, batch_size)` makes the cascade, `scripted` its kind of source. Where the steps
-    emit fewer tokens the exact target goes on.
+    `build(source, batch_size)` makes the cascade. Where the steps emit fewer tokens the exact
+    target goes on.
     """
     total = torch.zeros((target.V,) * horizon, dtype=torch.float64)
     paths: list[tuple[float, list[list[float]]]] = [(1.0, [])]
     while paths:
-        source = (scripted or ScriptedSource)([script for _, script in paths])
-        source.decide = decide
+        source = ScriptedSource([script for _, script in paths], decide)
         cascade = build(source, len(paths))
         for _ in range(num_steps):
             cascade.step()

@@ -21,10 +21,9 @@ decoding/test_enumeration.py::test_both_levels_together_give_the_target_distribu
   bonus token from the wrong row
     _sample_next: (rows, num_accepted_B) => (rows, num_accepted_B.clamp_max(last))
   biased acceptance numbers
-    verification:verify: uniforms_BN[:, :p_BN.shape[1]] => uniforms_BN[:, :p_BN.shape[1]] ** 1.001
+    verification:verify: uniforms_BN[:, :-1] => uniforms_BN[:, :-1] ** 1.001
   q without top-p
-    Level.propose: probs_BNV[b, :len(row.tokens)]
-    => 0.8 * probs_BNV[b, :len(row.tokens)] + 0.2 / probs_BNV.shape[2]
+    Level.propose: row.probs_NV => 0.8 * row.probs_NV + 0.2 / row.probs_NV.shape[1]
   greedy draft scored with soft q
     IndependentSource.sample: sample(probs_BV, uniforms_B1.squeeze(1).to(probs_BV.device,
         non_blocking=True))
@@ -32,16 +31,17 @@ decoding/test_enumeration.py::test_both_levels_together_give_the_target_distribu
   acceptance number reused for the recovered token
     _sample_next: -1 => last
   padding counted as guesses
-    _num_surviving: passes_BN & _are_guesses(proposal, passes_BN.device) => passes_BN.int()
-decoding/test_noise.py::test_no_number_of_the_independent_source_serves_twice
+    _num_passed: passes_BN & _are_guesses(proposal, passes_BN.device) => passes_BN.int()
+decoding/test_random_source.py::test_all_numbers_of_a_run_are_distinct[triforce]
   reused noise
-    IndependentSource._draw: self._generators[b] => self._generators[b].manual_seed(7)
+    IndependentSource.uniforms: self._generators[b] => self._generators[b].manual_seed(7)
   n numbers drawn instead of n + 1
-    IndependentSource._draw: drawn[n] => drawn[max(n - 1, 0)]
+    IndependentSource._draw: self.uniforms(b, n + 1)
+    => self.uniforms(b, max(n, 1)).repeat(2)[:n + 1]
   float32 uniforms
-    IndependentSource._draw: torch.rand(n + 1, dtype=torch.float64,
+    IndependentSource.uniforms: torch.rand(count, dtype=torch.float64,
         generator=self._generators[b])
-    => torch.rand(n + 1, dtype=torch.float32, generator=self._generators[b])
+    => torch.rand(count, dtype=torch.float32, generator=self._generators[b]).double()
 decoding/test_noise.py::test_gumbel_noise_is_of_fine_numbers_that_differ
   24-bit Gumbel noise
     hashed_uniforms: (_shift_right(x, 12).double() + 0.5) * 2.0 ** (-52)
@@ -85,15 +85,14 @@ caches/test_chunk_scores.py::test_the_queries_that_choose_are_those_that_attend[
     => heads[:, -shared.queries_LBTHD.shape[2]:, :self.heads[0]]
 decoding/test_enumeration.py::test_a_residual_that_vanishes_falls_back_to_p
   a guess of probability 0 accepted by the number 0
-    verification:verify: uniforms_BN[:, :p_BN.shape[1]] * q_BN < p_BN
-    => uniforms_BN[:, :p_BN.shape[1]] * q_BN <= p_BN
+    verification:verify: uniforms_BN[:, :-1] * q_BN < p_BN => uniforms_BN[:, :-1] * q_BN <= p_BN
 decoding/test_enumeration.py::test_both_levels_together_give_the_target_distribution[3-2-1]
   q of the next guess
     _sample_next: num_accepted_B.clamp_max => (num_accepted_B + 1).clamp_max
   accepted guesses counted after a rejection
-    _num_surviving: (passes_BN & _are_guesses(proposal, passes_BN.device)).cumprod(1)
+    _num_passed: (passes_BN & _are_guesses(proposal, passes_BN.device)).cumprod(1)
     => passes_BN & _are_guesses(proposal, passes_BN.device)
-decoding/test_block_verification.py
+decoding/test_enumeration.py
 ::test_blocks_at_both_levels_give_the_target_distribution[3-2-1-4]
   a block's recovered token from the residual of single tests
     _sample_next: scale_B1 * p_BV => p_BV
@@ -108,17 +107,17 @@ decoding/test_block_verification.py
     verify_block: (passes_BN * lengths).amax => passes_BN.cumprod(1).sum
 decoding/test_equality.py::test_a_row_of_a_batch_gives_what_it_gives_alone_at_any_temperature[24]
   one generator for all rows
-    IndependentSource._draw: self._generators[b] => self._generators[0]
+    IndependentSource.uniforms: self._generators[b] => self._generators[0]
   a row that has ended draws on
     IndependentSource._draw: active[b] => True
   a short row's last number put after its guesses
-    IndependentSource._draw: (b, N) => (b, n)
+    IndependentSource._draw: [*range(n), -1] => [*range(n), n]
 decoding/test_switching_plans.py
 ::test_any_schedule_gives_the_text_of_the_model_alone[True-True-schedule3]
   coupled: one noise for a whole block
-    CoupledSource._keys: start + i => start
+    CoupledSource.verify: start + i => start
   coupled: noise by the place in the block
-    CoupledSource._keys: start + i => i
+    CoupledSource.verify: start + i => i
 decoding/test_sampling.py
 ::test_every_combination_of_filters_is_the_distribution_by_definition[0.0-0.95-0-0.2]
   top-p drops the token that reaches the mass
@@ -144,7 +143,7 @@ decoding/test_sampling.py::test_a_token_of_probability_zero_is_never_drawn
     => torch.searchsorted(cdf_NV, targets_N1, right=False)
 decoding/test_enumeration.py::test_nothing_leaks_from_one_step_into_the_next
   rejected guesses left in the cache
-    Level.verify: start + n => start + n + 1
+    Level._append: len(sequence) - bool(new.tokens) => len(sequence)
 caches/test_retrieval_cache.py
 ::test_what_is_read_after_the_chosen_stands_where_it_does_in_the_text
   positions of slots, not of tokens
@@ -216,16 +215,18 @@ caches/test_caches_after_steps.py
 ::[naive tree 7-0.02-sampling0-False]
   a path gathered in the wrong order
     gather_path: torch.tensor(path) => torch.tensor(path[::-1])
-trees/test_tree_enumeration.py::test_a_tree_below_two_levels_gives_the_target_distribution[fork]
+trees/test_tree_enumeration.py
+::test_a_tree_by_or_below_the_retrieval_level_gives_the_target_distribution[1-fork]
   a tree's rows of p in the order of its nodes, not of the path
-    TreeLevel.verify: output.probs_BNV[b, [0, *path]] => output.probs_BNV[b, :1 + len(path)]
+    TreeLevel.verify: output.emitted(b, tokens, origins, [0, *path])
+    => output.emitted(b, tokens, origins, slice(1 + len(path)))
 trees/test_tree_sampling.py::test_every_child_and_every_test_has_a_number_of_its_own
   numbers of a tree's children used again for its tests
-    IndependentTrees._uniforms: self._generators[b] => torch.Generator().manual_seed(b)
+    IndependentSource.uniforms: self._generators[b] => torch.Generator().manual_seed(b)
 test_matrix.py
 ::test_the_text_is_the_autoregressive_one[naive, tree 7-coupled-in_a_batch]
   noise of a tree by node, not by position
-    CoupledTrees.walk: start + depth => start + depth + len(depths)
+    CoupledTrees.walk: start + depth => start + depth + len(proposal.shape)
 gpu_twins/test_host_round_trips.py
 ::test_a_step_waits_once_for_every_verdict[triforce-sampling0-how0]
   a drafted token fetched by the host
@@ -307,7 +308,7 @@ reuse/test_logprobs.py::test_they_are_those_of_the_plain_forward_pass
     sampling:log_probs: logits_NV.log_softmax => (logits_NV / 0.8).log_softmax
 reuse/test_logprobs.py::test_they_are_those_of_autoregressive_decoding[sampling0-naive-3x2]
   log-probabilities of a tree's first nodes, not of its path
-    TreeLevel.verify: output.logits_BNV[b, [0, *path]] => output.logits_BNV[b, :1 + len(path)]
+    Output.emitted: self.logits_BNV[b, places] => self.logits_BNV[b, :len(tokens)]
 reuse/test_open_runs.py::test_a_request_without_speculation_stands_next_to_others[False-]
   guesses for a request that wants none
     Cascade.step: on and guess => on
@@ -316,19 +317,20 @@ test_runner.py
   a drafter's vocabulary cut after the softmax
     ModelRunner.output: probs_of_rows(logits_BNV, self._sampling)
     => probs_of_rows(self.model.logits(hidden_BNE), self._sampling)[..., : self._vocab_size]
-decoding/test_block_verification.py::test_blocks_at_both_levels_give_the_target_distribution[3-1-1-3]
+decoding/test_enumeration.py::test_blocks_at_both_levels_give_the_target_distribution[3-1-1-3]
   a block's last guess tested as if another followed
     verify_block: num_after_BN > 0 => num_after_BN >= 0
 decoding/test_block_verification.py
 ::test_a_row_does_not_depend_on_its_neighbours_nor_on_what_pads_it[0.1]
   padding accepted with a block
-    verify_block: (uniforms_BN[:, :N] < h_BN) & (num_after_BN >= 0) => uniforms_BN[:, :N] < h_BN
+    verify_block: (uniforms_BN[:, :-1] < h_BN) & (num_after_BN >= 0) => uniforms_BN[:, :-1] < h_BN
 gpu_twins/test_device_clock.py::test_every_stage_is_charged_for_its_own_work
   the last step's seconds are never read
     Cascade.retire: self._meter.settle() => pass
 gpu_twins/test_device_clock.py::test_the_first_build_belongs_to_the_prefill
-  seconds of a prefill arrive while decoding
-    Meter.prefill#2: self.settle() => pass
+  a prefill's commit counts as decoding's
+    Cascade.start: self._commit(emitted, starting)
+    => with self._meter.commit(): self._commit(emitted, starting)
 reuse/test_prefixes.py::test_idle_rows_are_restored
   what idle rows wrote stays where a text goes on
     PrefixCache._fill: pairs = source.first_LPKTD => pairs = ()
@@ -337,7 +339,7 @@ decoding/test_sampling.py::test_a_row_has_filters_of_its_own
     probs_of_rows: len(set(params)) => len({own.form for own in params})
 trees/test_tree_sampling.py::test_a_row_that_guesses_nothing_takes_one_number
   numbers by the size of a tree for a row that guesses nothing
-    IndependentTrees.walk: len(proposal.shape) if proposal.has_guesses(b) else 1
+    IndependentTrees.walk: len(proposal.shape) if proposal.depth(b) else 1
     => len(proposal.shape)
 """
 

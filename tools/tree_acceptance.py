@@ -3,16 +3,14 @@
     python tools/tree_acceptance.py --prompt-file novel.txt --prompt-file other.txt
 
 The drafter guesses chains, independent sequences and Sequoia trees of equally many nodes, which the
-target verifies. Printed are tokens per step as measured, next to what the rates by rank of child
-predict (their product along each path, as in Figure 6c of the TriForce paper); and with the same
-rates, how fast each shape would be on a GPU, by bytes over bandwidth. The last line is JSON.
+target verifies. Printed are tokens per step, and how fast each shape would be at that on a GPU, by
+bytes over bandwidth. The last line is JSON.
 """
 
 import argparse
 import functools
 import itertools
 import json
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,8 +23,7 @@ from minitri.requests import Request
 from minitri.roofline import Machine, Workload
 from minitri.settings import StepPlan
 from minitri.stack import Stack, begin
-from minitri.trees.shape import sequences
-from minitri.trees.tuner import TreeTuner
+from minitri.trees.shape import sequences, shape_of
 
 GPU = Machine(4e12, 4e12, 50e9, seconds_per_layer=0.02e-3, share_per_extra_token=0.004)
 """An H200 with graphs; a token more of a block costs what its arithmetic does."""
@@ -57,29 +54,15 @@ def run(
 def evaluate(
     sessions: list[Stack], plan: StepPlan, costs: Callable[[str, float], float]
 ) -> dict[str, float]:
-    """Tokens a step as measured, as the rates by rank predict, and what the former give on a GPU,
-    if passes cost so much there."""
+    """Tokens a step, and what they give on a GPU, if passes cost so much there."""
     levels = [session.stats.levels[-1] for session in sessions]
     steps = sum(level.num_rounds for level in levels)
     measured = 1 + sum(level.num_accepted_tokens for level in levels) / steps
-    tuners = [session.cascade.tuner for session in sessions]
-    shapes = [
-        tuner.shape(plan) if isinstance(tuner, TreeTuner) else sequences(1, plan.gamma1)
-        for tuner in tuners
-    ]
-    estimates, seconds = [], []
-    for level, tuner, shape in zip(levels, tuners, shapes, strict=True):
-        alone = [level.acceptance_rate or 0.0]
-        rates = tuner.rates("draft") if isinstance(tuner, TreeTuner) else alone
-        estimates.append(shape.expected_tokens(rates))
-        known = itertools.accumulate(shape.sizes[:-1])
-        drafting = sum(costs("draft", max(nodes - 2, 0)) for nodes in known)
-        seconds.append(drafting + costs("target", len(shape) - 1))
-    return {
-        "tokens_per_step": measured,
-        "estimated": statistics.mean(estimates),
-        "gpu_speedup": measured * costs("target", 0) / statistics.mean(seconds),
-    }
+    shape = shape_of(plan) if plan.tree else sequences(1, plan.gamma1)
+    known = itertools.accumulate(shape.sizes[:-1])
+    drafting = sum(costs("draft", max(nodes - 2, 0)) for nodes in known)
+    seconds = drafting + costs("target", len(shape) - 1)
+    return {"tokens_per_step": measured, "gpu_speedup": measured * costs("target", 0) / seconds}
 
 
 def shapes(depth: int) -> dict[str, StepPlan]:
@@ -122,9 +105,8 @@ def main() -> None:
             found = evaluate(sessions, plan, costs)
             results.append({"temperature": temperature, "shape": name, **found})
             print(
-                f"T={temperature:<4g} {name:18s} {found['tokens_per_step']:.2f} tokens a step, "
-                f"estimated {found['estimated']:.2f}; {args.gpu_model} on a GPU at 122,880: "
-                f"{found['gpu_speedup']:.2f}x",
+                f"T={temperature:<4g} {name:18s} {found['tokens_per_step']:.2f} tokens a step; "
+                f"{args.gpu_model} on a GPU at 122,880: {found['gpu_speedup']:.2f}x",
                 flush=True,
             )
     print(json.dumps({**vars(args), "results": results}))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig, load
 from minitri.decoding.random_source import IndependentSource
-from minitri.decoding.verification import Proposal, Verdict
+from minitri.decoding.verification import Proposal
 from minitri.requests import Request
 from minitri.settings import VERIFICATIONS
 from minitri.stack import begin
@@ -43,7 +43,7 @@ class WatchedSource(IndependentSource):
 
     def verify(
         self, proposal: Proposal, probs_BNV: Tensor, starts: list[int], active: list[bool]
-    ) -> Verdict:
+    ) -> list[list[int]]:
         by_token = by_block = 1.0
         accepted = [0.0, 0.0]
         for i, token in enumerate(proposal.tokens[0]):

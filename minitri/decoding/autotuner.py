@@ -11,7 +11,7 @@ follows the target's distribution whatever is chosen. Without the clock they dep
 
 from collections.abc import Callable
 
-from minitri.settings import StepPlan
+from minitri.settings import StepPlan, num_nodes
 
 # What is lost without each of them: section "Ablation of the autotuner" of tools/RESULTS.md.
 FIRST_RATES = {"draft": 0.55, "retrieval": 0.9}
@@ -27,7 +27,7 @@ HYSTERESIS = 1.02
 EXPLORATION = 1.005
 """Factor by which a plan looks faster with every step in which a stage of it was not used."""
 RARITY = 50
-"""A stage is tried again only after this many times what it takes to catch up with the text."""
+"""Times what a stage took to catch up with the text that must go by before it looks faster."""
 
 
 class Autotuner:
@@ -48,11 +48,10 @@ class Autotuner:
         self._use_clock = use_clock
         self._factors: dict[str, float] = {}  # measured over prior seconds, per stage
         self._timed: set[tuple[str, int]] = set()
-        # Tested and accepted guesses, older ones weigh less; steps since the stage was used.
+        # Tested and accepted guesses, older ones weigh less.
         self._guesses = {s: (FIRST_TESTED, FIRST_TESTED * rate) for s, rate in FIRST_RATES.items()}
-        self._num_unused = dict.fromkeys(FIRST_RATES, 0)
-        self._seconds_unused = dict.fromkeys(FIRST_RATES, 0.0)
-        self._catching_up = dict.fromkeys(FIRST_RATES, 0.0)
+        # Steps in which the stage was not used, less those that its catching up is worth.
+        self._num_unused = dict.fromkeys(FIRST_RATES, 0.0)
 
     def choose(self) -> StepPlan:
         """The plan of the next step."""
@@ -61,18 +60,18 @@ class Autotuner:
         if speeds[best] > HYSTERESIS * speeds[self.plan]:
             self.plan = best
         used = _proposers(self.plan)
-        self._num_unused = {s: 0 if s in used else n + 1 for s, n in self._num_unused.items()}
-        self._seconds_unused |= dict.fromkeys(used, 0.0)
+        for stage, n in self._num_unused.items():
+            self._num_unused[stage] = MEMORY * min(n, 0) if stage in used else n + 1
         return self.plan
 
     def note_catching_up(self, stage: str, seconds: float) -> None:
         """Learns how long a stage took to get ready for a step."""
-        if self._use_clock and stage in self._catching_up:
-            self._catching_up[stage] = max(seconds, MEMORY * self._catching_up[stage])
+        if self._use_clock and stage in self._num_unused:
+            num_steps = RARITY * seconds / self._cost("target", 0)
+            self._num_unused[stage] = min(self._num_unused[stage], -num_steps)
 
     def note_round(self, stage: str, num_guesses: int, seconds: float) -> None:
         """Learns what a round that verified `num_guesses` took."""
-        self._seconds_unused = {s: n + seconds for s, n in self._seconds_unused.items()}
         # The first round of its length says nothing: it may have compiled or allocated something.
         if (stage, num_guesses) in self._timed and self._use_clock:
             measured = seconds / self._prior(stage, num_guesses)
@@ -90,18 +89,21 @@ class Autotuner:
     def tokens_per_second(self, plan: StepPlan) -> float:
         """Predicted speed of a plan."""
         length = float(plan.gamma1)
-        seconds = plan.gamma1 * self._cost("draft", 0)
+        tree = num_nodes(plan.tree)
+        num_guesses = tree or length
+        # A pass reads the nodes that a tree has so far, half of them on average.
+        seconds = plan.gamma1 * self._cost("draft", tree / 2)
         if plan.uses_retrieval:
             per_round = expected_tokens(self._rate("draft"), plan.gamma1)
             length, num_rounds = expected_block(per_round, plan)
-            seconds = num_rounds * (seconds + self._cost("retrieval", plan.gamma1))
+            seconds = num_rounds * (seconds + self._cost("retrieval", num_guesses))
+            num_guesses = length
         rate = self._rate("retrieval" if plan.uses_retrieval else "draft")
-        return expected_tokens(rate, length) / (seconds + self._cost("target", length))
+        return expected_tokens(rate, length) / (seconds + self._cost("target", num_guesses))
 
     def _optimistic_speed(self, plan: StepPlan) -> float:
-        due = [s for s, n in self._seconds_unused.items() if n >= RARITY * self._catching_up[s]]
-        num_steps = max((self._num_unused[s] for s in _proposers(plan) if s in due), default=0)
-        return self.tokens_per_second(plan) * EXPLORATION ** min(num_steps, 10_000)
+        num_steps = max((self._num_unused[stage] for stage in _proposers(plan)), default=0)
+        return self.tokens_per_second(plan) * EXPLORATION ** min(max(num_steps, 0), 10_000)
 
     def _rate(self, proposer: str) -> float:
         tested, accepted = self._guesses[proposer]

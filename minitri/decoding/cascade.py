@@ -35,12 +35,10 @@ token thrown away for what it is would bend the distribution.
 
 from collections.abc import Collection
 
-from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.level import Emitted, Level, Stage
 from minitri.decoding.meter import Meter
 from minitri.decoding.verification import Proposal
 from minitri.settings import StepPlan
-from minitri.stats import Stats
 
 
 class Cascade:
@@ -49,73 +47,61 @@ class Cascade:
     def __init__(
         self,
         sequences: list[list[int]],
-        stats: Stats,
-        tuner: Autotuner,
+        meter: Meter,
         target: Level,
         retrieval: Level | None = None,
         drafter: Stage | None = None,
-        *,
-        meter: Meter,
     ) -> None:
-        """`sequences` are the texts, a list per row, extended in place. `tuner` says before each
-        step which stages take part; `stats` are those of the run."""
+        """`sequences` are the texts, a list per row, extended in place. The autotuner of `meter`
+        says before each step which stages take part."""
         self.sequences = sequences
         self.active = [False] * len(sequences)  # until they start
         self.guessing = [True] * len(sequences)
-        self._stats = stats
-        self.tuner = tuner
+        self._meter = meter
         self._target = target
         self._retrieval = retrieval
-        self._drafter = drafter
-        self._meter = meter
+        self._stages = (drafter, retrieval, target)
 
     def start(
         self, rows: Collection[int] | None = None, *, wants_logits: bool = False
     ) -> list[Emitted]:
         """Samples the first tokens of these rows, or of all, by the target alone, whose cache lacks
-        the last token of each prompt. From then on every step extends them."""
+        the last token of each prompt. From then on every step extends them. What the small caches
+        take belongs to the prefill."""
         nothing = Proposal.nothing(len(self.sequences))
         starting = [rows is None or b in rows for b in range(len(self.sequences))]
-        emitted, _ = self._target.verify(
-            self.sequences, starting, nothing, wants_logits=wants_logits
-        )
+        emitted = self._target.verify(self.sequences, starting, nothing, wants_logits=wants_logits)
         self._commit(emitted, starting)
         self.active = [on or new for on, new in zip(self.active, starting, strict=True)]
-        self._prepare(self.tuner.plan)
+        self._stack(self._meter.tuner.plan)
+        self._meter.settle()
         return emitted
 
     def step(self, *, wants_logits: bool = False) -> list[Emitted]:
         """Extends every active row by the accepted guesses and one token of the target's own."""
-        plan = self.tuner.choose()
-        self._prepare(plan)
+        plan = self._meter.tuner.choose()
+        with self._meter.commit():
+            self._stack(plan)
         guessing = [on and guess for on, guess in zip(self.active, self.guessing, strict=True)]
-        emitted, _ = self._target.round(
+        emitted = self._target.round(
             self.sequences, self.active, guessing, wants_logits=wants_logits
         )
-        self._commit(emitted, self.active)
-        self._stats.steps_per_plan[str(plan)] = self._stats.steps_per_plan.get(str(plan), 0) + 1
+        with self._meter.commit():
+            self._commit(emitted, self.active)
+        steps = self._meter.stats.steps_per_plan
+        steps[str(plan)] = steps.get(str(plan), 0) + 1
         return emitted
 
-    def _prepare(self, plan: StepPlan) -> None:
-        """Stacks the stages of a plan and lets them catch up with the text."""
-        with self._meter.commit():
-            for stage in self._stack(plan):
+    def _stack(self, plan: StepPlan) -> None:
+        """Puts the stages of a plan on top of one another; lets them catch up with the text."""
+        below: Stage | None = None
+        gammas = (plan.gamma1, plan.gamma2, 1)
+        for stage, gamma in zip(self._stages, gammas, strict=True):
+            if stage is not None and gamma > 0:
+                stage.gamma = gamma
+                stage.below = below
                 stage.prepare(self.sequences, self.active)
-
-    def _stack(self, plan: StepPlan) -> list[Stage]:
-        """Puts the stages of a plan on top of one another; returns them from the lowest upwards."""
-        stages: list[Stage] = []
-        if plan.uses_drafter:
-            assert self._drafter is not None
-            self._drafter.gamma = plan.gamma1
-            stages.append(self._drafter)
-        if plan.uses_retrieval:
-            assert self._retrieval is not None
-            self._retrieval.gamma = plan.gamma2
-            self._retrieval.below = stages[-1] if stages else None
-            stages.append(self._retrieval)
-        self._target.below = stages[-1] if stages else None
-        return [*stages, self._target]
+                below = stage
 
     def _commit(self, emitted: list[Emitted], active: list[bool]) -> None:
         """Brings what became certain into the caches: the one place for it.
@@ -125,13 +111,12 @@ class Cascade:
         slides and catches up before the next step that uses it (`Stage.prepare`).
         """
         if self._retrieval is not None:
-            with self._meter.commit():
-                self._retrieval.runner.commit(emitted, active)
+            self._retrieval.runner.commit(emitted, active)
 
     def retire(self, b: int) -> None:
         """Ends row b. Its caches are emptied, so that it costs no attention any more."""
         self.active[b] = False
         self._meter.settle()
-        for stage in (self._target, self._retrieval, self._drafter):
+        for stage in self._stages:
             if stage is not None:
                 stage.reset(b)

@@ -9,10 +9,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from minitri.decoding.meter import Meter
 from minitri.decoding.random_source import RandomSource
-from minitri.decoding.verification import Proposal, Verdict
+from minitri.decoding.verification import Proposal
 from minitri.stats import LevelStats
 
 
@@ -24,6 +25,13 @@ class Output:
     logits_BNV: Tensor | None = None
     """None where the pass was captured, and they were not asked for."""
 
+    def emitted(
+        self, b: int, tokens: list[int], origins: list[str], places: slice | list[int]
+    ) -> "Emitted":
+        """What row b adds to its text, by the distributions at these places of its block."""
+        logits_NV = None if self.logits_BNV is None else self.logits_BNV[b, places]
+        return Emitted(tokens, origins, self.probs_BNV[b, places], logits_NV)
+
 
 @dataclass(frozen=True)
 class Emitted:
@@ -32,12 +40,28 @@ class Emitted:
     tokens: list[int]
     origins: list[str]
     """The stage that guessed the token (`draft`, `retrieval`), or `recovered` or `bonus`."""
+    probs_NV: Tensor = field(compare=False, repr=False)
+    """The verifier's distributions, which the tokens follow."""
     logits_NV: Tensor | None = field(default=None, compare=False, repr=False)
     """The verifier's logits at the place of each token, if its pass kept them."""
 
 
-class Follower(Protocol):
-    """Something that follows the texts as they grow: a stage of the cascade, or a runner."""
+class Stage:
+    """Something that proposes tokens: a `Level`, or a drafter without a model.
+
+    By default it keeps nothing of the texts, so that it has nothing to drop.
+    """
+
+    def __init__(self, stats: LevelStats, meter: Meter) -> None:
+        self.stats = stats
+        self.gamma = 1
+        """Tokens to collect for a proposal, which a last round may overshoot."""
+        self.below: Stage | None = None  # set before every step, like gamma: see `Cascade`
+        self._meter = meter
+
+    def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
+        """Guesses the next tokens of the active rows; leaves `sequences` as they were."""
+        raise NotImplementedError
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
         """Called before a step that uses it, when all `sequences` are certain."""
@@ -49,19 +73,14 @@ class Follower(Protocol):
         """Drops all that it knows of row b."""
 
 
-class Stage(Follower, Protocol):
-    """Something that proposes tokens: a `Level`, or a drafter without a model."""
-
-    stats: LevelStats
-    gamma: int
-    """Tokens to collect for a proposal; the last round may overshoot it."""
-
-    def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
-        """Guesses the next tokens of the active rows; leaves `sequences` as they were."""
-
-
-class Runner(Follower, Protocol):
+class Runner(Protocol):
     """A model with a cache, as a level sees it; see `runner.py`."""
+
+    def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
+        """See `Stage`, as for the other two."""
+
+    def crop(self, lengths: list[int]) -> None: ...
+    def reset(self, b: int) -> None: ...
 
     def next_probs(
         self,
@@ -84,18 +103,15 @@ class Runner(Follower, Protocol):
         """Called after every step with what became certain."""
 
 
-class Level:
+class Level(Stage):
     """One level of the cascade: verifies the stage below it, proposes to the level above."""
 
     def __init__(
         self, runner: Runner, source: RandomSource, stats: LevelStats, meter: Meter
     ) -> None:
+        super().__init__(stats, meter)
         self.runner = runner
-        self.stats = stats
-        self.below: Stage | None = None  # like gamma, set before every step: see `Cascade`
-        self.gamma = 1
         self._source = source
-        self._meter = meter
 
     def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
         """Runs rounds until every active row has a block of at least `gamma` tokens."""
@@ -106,18 +122,18 @@ class Level:
         origins: list[list[str]] = [[] for _ in sequences]
         unfinished = active
         while any(unfinished):
-            emitted, probs_BNV = self.round(sequences, unfinished)
-            for b, row in enumerate(emitted):
-                probs[b].append(probs_BNV[b, : len(row.tokens)])
-                origins[b] += [*row.origins[:-1], self.stats.name] if row.tokens else []
+            for b, row in enumerate(self.round(sequences, unfinished, unfinished)):
+                probs[b].append(row.probs_NV)
+                origins[b] += [*row.origins[:-1], self.stats.name][: len(row.tokens)]
             unfinished = [
                 on and len(row) < self.gamma for on, row in zip(active, origins, strict=True)
             ]
-        blocks = [sequence[start:] for sequence, start in zip(sequences, starts, strict=True)]
+        blocks = list[list[int]]()
         for sequence, start in zip(sequences, starts, strict=True):
+            blocks.append(sequence[start:])
             del sequence[start:]
-        rows = [torch.cat(row) for row in probs]
-        return Proposal.of(blocks, torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), origins)
+        probs_BNV = pad_sequence([torch.cat(row) for row in probs], batch_first=True)
+        return Proposal.of(blocks, probs_BNV, origins)
 
     def _draft(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
         """Guesses `gamma` tokens of every active row, one after the other, on the device."""
@@ -138,24 +154,28 @@ class Level:
         self,
         sequences: list[list[int]],
         active: list[bool],
-        guessing: list[bool] | None = None,
+        guessing: list[bool],
         *,
         wants_logits: bool = False,
-    ) -> tuple[list[Emitted], Tensor]:
-        """Lets the stage below guess, for the rows that are `guessing` (None: for all active ones),
-        and verifies its guesses; returns what `verify` does."""
-        guessing = active if guessing is None else guessing
-        if self.below is None or not any(guessing):
-            proposal = Proposal.nothing(len(sequences))
-        else:
+    ) -> list[Emitted]:
+        """Lets the stage below guess for the rows that are `guessing`, and verifies its guesses;
+        returns what `verify` does."""
+        proposer = None
+        proposal = Proposal.nothing(len(sequences))
+        if self.below is not None and any(guessing):
+            proposer = self.below.stats.name
             proposal = self.below.propose(sequences, guessing)
         with self._meter.round(self.stats, max(proposal.counts)):
-            emitted, probs_BNV = self.verify(sequences, active, proposal, wants_logits=wants_logits)
-        proposer = self.below.stats.name if self.below is not None else None
+            emitted = self.verify(sequences, active, proposal, wants_logits=wants_logits)
         for b, row in enumerate(emitted):
             if row.tokens:
-                self._note_verdict(proposal, b, row, proposer if guessing[b] else None)
-        return emitted, probs_BNV
+                self._meter.note_acceptance(
+                    self.stats,
+                    proposer if guessing[b] else None,
+                    proposal.depth(b),
+                    len(row.tokens) - 1,
+                )
+        return emitted
 
     def verify(
         self,
@@ -164,23 +184,29 @@ class Level:
         proposal: Proposal,
         *,
         wants_logits: bool = False,
-    ) -> tuple[list[Emitted], Tensor]:
-        """Verifies a proposal in one forward pass and appends the outcome to the active rows.
-
-        Returns what was appended, and the distributions (B, N + 1, V) of this level, of which the
-        tokens appended to row b follow the first ones.
-        """
-        starts = [len(sequence) for sequence in sequences]
+    ) -> list[Emitted]:
+        """Verifies a proposal in one forward pass and appends the outcome to the active rows."""
         output = self.runner.next_probs(sequences, active, proposal, wants_logits=wants_logits)
-        verdict = self._source.verify(proposal, output.probs_BNV, starts, active)
-        rows = enumerate(active)
-        emitted = [
-            _emitted(proposal, verdict, output, b) if on else Emitted([], []) for b, on in rows
-        ]
+        starts = [len(sequence) for sequence in sequences]
+        outcome = self._source.verify(proposal, output.probs_BNV, starts, active)
+        emitted = list[Emitted]()
+        for b, tokens in enumerate(outcome):
+            n = len(tokens) - 1
+            own = "bonus" if n == proposal.counts[b] else "recovered"
+            origins = [*proposal.origins[b][:n], own]
+            if not active[b]:
+                tokens, origins = [], []
+            emitted.append(output.emitted(b, tokens, origins, slice(len(tokens))))
+        self._append(sequences, emitted)
+        return emitted
+
+    def _append(self, sequences: list[list[int]], emitted: list[Emitted]) -> None:
+        """Adds the outcome of a round to the texts; drops what was rejected, and leaves the last
+        token to be read."""
         for sequence, new in zip(sequences, emitted, strict=True):
             sequence += new.tokens
-        self.crop([start + n for start, n in zip(starts, verdict.num_accepted, strict=True)])
-        return emitted, output.probs_BNV
+        pairs = zip(sequences, emitted, strict=True)
+        self.crop([len(sequence) - bool(new.tokens) for sequence, new in pairs])
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
         with self._meter.catching_up(self.stats):
@@ -194,16 +220,3 @@ class Level:
 
     def reset(self, b: int) -> None:
         self.runner.reset(b)
-
-    def _note_verdict(
-        self, proposal: Proposal, b: int, emitted: Emitted, proposer: str | None
-    ) -> None:
-        self._meter.note_verdict(self.stats, proposer, proposal.counts[b], len(emitted.tokens) - 1)
-
-
-def _emitted(proposal: Proposal, verdict: Verdict, output: Output, b: int) -> Emitted:
-    n = verdict.num_accepted[b]
-    own = "bonus" if n == proposal.counts[b] else "recovered"
-    tokens = [*verdict.guesses[b][:n], verdict.next_tokens[b]]
-    logits_NV = None if output.logits_BNV is None else output.logits_BNV[b, : len(tokens)]
-    return Emitted(tokens, [*proposal.origins[b][:n], own], logits_NV)

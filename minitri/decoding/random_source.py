@@ -13,7 +13,13 @@ from torch import Tensor
 
 from minitri.decoding.noise import gumbel_argmax, noise_key
 from minitri.decoding.sampling import sample
-from minitri.decoding.verification import Proposal, Verdict, verify, verify_block, verify_coupled
+from minitri.decoding.verification import (
+    Proposal,
+    integers,
+    verify,
+    verify_block,
+    verify_coupled,
+)
 from minitri.settings import SpeculationConfig
 
 
@@ -25,11 +31,10 @@ class RandomSource(Protocol):
 
     def verify(
         self, proposal: Proposal, probs_BNV: Tensor, starts: list[int], active: list[bool]
-    ) -> Verdict:
-        """The verdict about a proposal that begins at position `starts[b]` of row b.
+    ) -> list[list[int]]:
+        """Verifies a proposal that begins at position `starts[b]` of row b: see `verify`.
 
-        `probs_BNV` (B, N + 1, V) are the verifier's distributions. Rows that are not active use no
-        random numbers; what the verdict says about them means nothing.
+        Rows that are not active use no random numbers; what is returned for them means nothing.
         """
 
 
@@ -40,7 +45,7 @@ class IndependentSource:
         self, seeds: Sequence[int] = (), kind: str = SpeculationConfig.verification
     ) -> None:
         """`seeds` of the first rows; `kind`: of verification, as in `SpeculationConfig`."""
-        self._is_by_block = kind == "block"
+        self._verify = verify_block if kind == "block" else verify
         self._generators: dict[int, torch.Generator] = {}
         for b, seed in enumerate(seeds):
             self.restart(b, seed)
@@ -59,21 +64,23 @@ class IndependentSource:
         probs_BNV: Tensor,
         starts: list[int],  # noqa: ARG002 (noise by position needs them)
         active: list[bool],
-    ) -> Verdict:
+    ) -> list[list[int]]:
         uniforms_BN = self._draw(proposal.counts, active)
-        decide = verify_block if self._is_by_block else verify
-        return decide(proposal, probs_BNV, uniforms_BN.to(probs_BNV.device, non_blocking=True))
+        return self._verify(
+            proposal, probs_BNV, uniforms_BN.to(probs_BNV.device, non_blocking=True)
+        )
 
     def _draw(self, counts: list[int], active: list[bool]) -> Tensor:
         """Numbers (B, N + 1) for each row's tests, and last for the token after them."""
-        N = max(counts)
-        uniforms_BN = torch.zeros(len(active), N + 1, dtype=torch.float64)
+        uniforms_BN = torch.zeros(len(active), max(counts) + 1, dtype=torch.float64)
         for b, n in enumerate(counts):
             if active[b]:
-                drawn = torch.rand(n + 1, dtype=torch.float64, generator=self._generators[b])
-                uniforms_BN[b, :n] = drawn[:n]
-                uniforms_BN[b, N] = drawn[n]
+                uniforms_BN[b, [*range(n), -1]] = self.uniforms(b, n + 1)
         return uniforms_BN
+
+    def uniforms(self, b: int, count: int) -> Tensor:
+        """The next float64 numbers in [0, 1) of row b."""
+        return torch.rand(count, dtype=torch.float64, generator=self._generators[b])
 
 
 class CoupledSource:
@@ -87,8 +94,8 @@ class CoupledSource:
         self._seeds[b] = seed
 
     def sample(self, probs_BV: Tensor, starts: list[int], active: list[bool]) -> Tensor:  # noqa: ARG002
-        keys_B1 = torch.tensor(self._keys(starts, 1)).to(probs_BV.device, non_blocking=True)
-        return gumbel_argmax(probs_BV, keys_B1.squeeze(1))
+        keys = [self.key(b, start) for b, start in enumerate(starts)]
+        return gumbel_argmax(probs_BV, integers(keys, probs_BV.device))
 
     def verify(
         self,
@@ -96,11 +103,11 @@ class CoupledSource:
         probs_BNV: Tensor,
         starts: list[int],
         active: list[bool],  # noqa: ARG002 (noise is not used up)
-    ) -> Verdict:
-        keys = self._keys(starts, max(proposal.counts) + 1)
+    ) -> list[list[int]]:
+        places = range(max(proposal.counts) + 1)
+        keys = [[self.key(b, start + i) for i in places] for b, start in enumerate(starts)]
         return verify_coupled(proposal, probs_BNV, keys)
 
-    def _keys(self, starts: list[int], count: int) -> list[list[int]]:
-        """Keys of the noise of `count` positions."""
-        rows = [(self._seeds.get(b, 0), start) for b, start in enumerate(starts)]
-        return [[noise_key(seed, start + i) for i in range(count)] for seed, start in rows]
+    def key(self, b: int, position: int) -> int:
+        """The key of the noise of a position of row b."""
+        return noise_key(self._seeds.get(b, 0), position)

@@ -4,10 +4,11 @@ A proposal is tokens together with the distributions q that they were really sam
 nobody can pair tokens with a distribution they do not come from. `verify` accepts or corrects them
 such that every token it emits follows the verifier's distribution p exactly (Leviathan et al. 2023,
 algorithm 1; TriForce section 3.3). So does `verify_block`, which looks at all of them together and
-keeps more (Sun et al. 2024, arXiv 2403.10444). `verify_coupled` uses common random numbers instead:
-a guess is kept if the verifier would have said the same. Pure functions; randomness is an argument.
+accepts more (Sun et al. 2024, arXiv 2403.10444). `verify_coupled` uses common random numbers: a
+guess is accepted if the verifier would have said the same. Pure functions; randomness is an
+argument.
 
-Guesses stay on the device until they are verified: the verdict brings them to the host, and is the
+Guesses stay on the device until they are verified: the outcome brings them to the host, and is the
 only thing that the host waits for.
 
 Legend: B rows, N proposed tokens, V vocab.
@@ -59,7 +60,7 @@ class Proposal:
     @classmethod
     def nothing(cls, batch_size: int) -> Self:
         """The empty proposal, which a level without a stage below verifies."""
-        rows: list[list[Any]] = [[] for _ in range(batch_size)]
+        rows: list[list[Any]] = [[]] * batch_size
         return cls.of(rows, torch.empty(batch_size, 0, 0), rows)
 
     @functools.cached_property
@@ -67,49 +68,43 @@ class Proposal:
         """Row b's tokens on the host, which waits for them."""
         return [row[:n] for row, n in zip(self.tokens_BN.tolist(), self.counts, strict=True)]
 
-
-@dataclass(frozen=True)
-class Verdict:
-    """What became of a proposal, row by row."""
-
-    num_accepted: list[int]
-    """How many guesses stay, from the first on."""
-    next_tokens: list[int]
-    """The token after them: recovered where a guess was rejected, else the bonus token."""
-    guesses: list[list[int]]
-    """The tokens that were proposed, padded."""
+    def depth(self, b: int) -> int:
+        """The most guesses about row b that can be accepted."""
+        return self.counts[b]
 
 
-def verify(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> Verdict:
-    """Accepts x_i while u_i q_i(x_i) < p_i(x_i), then samples one more token.
+def verify(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> list[list[int]]:
+    """Of each row the accepted guesses, and one token more: recovered, or the bonus token.
 
-    The recovered token of the first rejection comes from norm(max(p_i - q_i, 0)), or from p_i if
-    that vanishes in floating point. The bonus token, if all n survive, comes from p_{n+1}.
-    `probs_BNV` (B, N + 1, V) are the verifier's p_1 .. p_{N+1}; `uniforms_BN` (B, N + 1) are
-    independent numbers in [0, 1), one per test and the last one for the recovered or bonus token.
-    Takes one host synchronisation. Raises `NotFiniteError`.
+    x_i is accepted while u_i q_i(x_i) < p_i(x_i). The recovered token of the first rejection comes
+    from norm(max(p_i - q_i, 0)), or from p_i if that vanishes in floating point. The bonus token,
+    if all n are accepted, comes from p_{n+1}. `probs_BNV` (B, N + 1, V) are the verifier's
+    p_1 .. p_{N+1}; `uniforms_BN` (B, N + 1) are independent numbers in [0, 1), one per test and the
+    last one for the token after the guesses. Takes one host synchronisation. Raises
+    `NotFiniteError`.
     """
     if not any(proposal.counts):
-        return _without_guesses(probs_BNV, uniforms_BN)
-    p_BN, q_BN = _probs_of_guesses(proposal, probs_BNV)
-    passes_BN = uniforms_BN[:, : p_BN.shape[1]] * q_BN < p_BN
-    num_accepted_B = _num_surviving(passes_BN, proposal)
+        next_tokens_B = sample(probs_BNV[:, 0], uniforms_BN[:, -1])
+        return _on_host(proposal, probs_BNV, torch.zeros_like(next_tokens_B), next_tokens_B)
+    p_BN = _of_tokens(probs_BNV, proposal.tokens_BN)
+    q_BN = _of_tokens(proposal.probs_BNV, proposal.tokens_BN)
+    num_accepted_B = _num_passed(uniforms_BN[:, :-1] * q_BN < p_BN, proposal)
     return _sample_next(proposal, probs_BNV, num_accepted_B, uniforms_BN)
 
 
-def verify_block(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> Verdict:
-    """Accepts x_1 .. x_i for the largest i with u_i < h_i, then samples one more token.
+def verify_block(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> list[list[int]]:
+    """`verify` for all guesses of a row together: no fewer are accepted in expectation.
 
-    Block verification (Sun et al. 2024, algorithm 2): no fewer tokens in expectation than `verify`,
-    whose arguments these are, and the same distribution. x_1 .. x_i stay with probability
-    w_i = min(w_{i-1} p_i(x_i) / q_i(x_i), 1), whatever else does. With S_i the mass of
-    max(w_i p_{i+1} - q_{i+1}, 0), from which the recovered token after them comes,
-    h_i = S_i / (S_i + 1 - w_i); h_n = w_n. As long as a round has not ended the next token
-    therefore follows p_{i+1}, so this too is exact at every level.
+    Block verification (Sun et al. 2024, algorithm 2) accepts x_1 .. x_i for the largest i with
+    u_i < h_i. x_1 .. x_i stay with probability w_i = min(w_{i-1} p_i(x_i) / q_i(x_i), 1), whatever
+    else does. With S_i the mass of max(w_i p_{i+1} - q_{i+1}, 0), from which the recovered token
+    after them comes, h_i = S_i / (S_i + 1 - w_i); h_n = w_n. As long as a round has not ended the
+    next token therefore follows p_{i+1}, so this too is exact at every level.
     """
     if not any(proposal.counts):
-        return _without_guesses(probs_BNV, uniforms_BN)
-    p_BN, q_BN = _probs_of_guesses(proposal, probs_BNV)
+        return verify(proposal, probs_BNV, uniforms_BN)
+    p_BN = _of_tokens(probs_BNV, proposal.tokens_BN)
+    q_BN = _of_tokens(proposal.probs_BNV, proposal.tokens_BN)
     N, device = p_BN.shape[1], p_BN.device
     logs_BN = (p_BN.double() / q_BN.double()).log().cumsum(1)
     w_BN = (logs_BN - logs_BN.cummax(1).values.clamp_min(0)).exp()  # the running product, capped
@@ -119,13 +114,13 @@ def verify_block(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> 
     lengths = torch.arange(1, N + 1, device=device)
     num_after_BN = integers(proposal.counts, device).unsqueeze(1) - lengths
     h_BN = (S_BN / (S_BN + 1 - w_BN)).where((num_after_BN > 0) & (w_BN < 1), w_BN)
-    passes_BN = (uniforms_BN[:, :N] < h_BN) & (num_after_BN >= 0)
+    passes_BN = (uniforms_BN[:, :-1] < h_BN) & (num_after_BN >= 0)
     num_accepted_B = (passes_BN * lengths).amax(1)
     scale_B1 = scales_BN1.squeeze(2).gather(1, num_accepted_B.unsqueeze(1))
     return _sample_next(proposal, probs_BNV, num_accepted_B, uniforms_BN, scale_B1)
 
 
-def verify_coupled(proposal: Proposal, probs_BNV: Tensor, keys: list[list[int]]) -> Verdict:
+def verify_coupled(proposal: Proposal, probs_BNV: Tensor, keys: list[list[int]]) -> list[list[int]]:
     """Emits argmax(log p_i + g_i) at every position; accepts a guess iff it is that very token.
 
     `keys[b][i]` names the Gumbel noise g of the position of x_i in row b: every level that samples
@@ -134,25 +129,15 @@ def verify_coupled(proposal: Proposal, probs_BNV: Tensor, keys: list[list[int]])
     N = max(proposal.counts)
     choices_BN = gumbel_argmax(probs_BNV[:, : N + 1], integers(keys, probs_BNV.device))
     # Without guesses, their tokens may be on another device.
-    num_accepted_B = _num_surviving(
-        choices_BN[:, :N] == proposal.tokens_BN.to(choices_BN), proposal
-    )
+    passes_BN = choices_BN[:, :N] == proposal.tokens_BN.to(choices_BN)
+    num_accepted_B = _num_passed(passes_BN, proposal)
     next_tokens_B = choices_BN.gather(1, num_accepted_B.unsqueeze(1)).squeeze(1)
     return _on_host(proposal, probs_BNV, num_accepted_B, next_tokens_B)
 
 
-def _probs_of_guesses(proposal: Proposal, probs_BNV: Tensor) -> tuple[Tensor, Tensor]:
-    """p_i(x_i) and q_i(x_i) of all guesses, (B, N) both."""
-    tokens_BN1 = proposal.tokens_BN.unsqueeze(2)
-    N = tokens_BN1.shape[1]
-    p_BN1, q_BN1 = (it[:, :N].gather(2, tokens_BN1) for it in (probs_BNV, proposal.probs_BNV))
-    return p_BN1.squeeze(2), q_BN1.squeeze(2)
-
-
-def _without_guesses(probs_BNV: Tensor, uniforms_BN: Tensor) -> Verdict:
-    next_tokens_B = sample(probs_BNV[:, 0], uniforms_BN[:, -1])
-    nothing = Proposal.nothing(len(next_tokens_B))
-    return _on_host(nothing, probs_BNV, torch.zeros_like(next_tokens_B), next_tokens_B)
+def _of_tokens(probs_BNV: Tensor, tokens_BN: Tensor) -> Tensor:
+    """The probability of each token (B, N) at its place."""
+    return probs_BNV.gather(2, tokens_BN.unsqueeze(2)).squeeze(2)
 
 
 def _sample_next(
@@ -161,8 +146,8 @@ def _sample_next(
     num_accepted_B: Tensor,
     uniforms_BN: Tensor,
     scale_B1: Tensor | float = 1.0,
-) -> Verdict:
-    """The verdict, with a recovered token from max(scale p - q, 0) or a bonus token."""
+) -> list[list[int]]:
+    """The accepted guesses, and a recovered token from max(scale p - q, 0) or a bonus token."""
     rows = torch.arange(len(probs_BNV), device=probs_BNV.device)
     is_rejected_B = num_accepted_B < integers(proposal.counts, probs_BNV.device)
     last = max(proposal.counts) - 1
@@ -175,7 +160,7 @@ def _sample_next(
     return _on_host(proposal, probs_BNV, num_accepted_B, next_tokens_B)
 
 
-def _num_surviving(passes_BN: Tensor, proposal: Proposal) -> Tensor:
+def _num_passed(passes_BN: Tensor, proposal: Proposal) -> Tensor:
     """Guesses of each row (B,) before the first that fails its test."""
     return (passes_BN & _are_guesses(proposal, passes_BN.device)).cumprod(1).sum(1)
 
@@ -193,19 +178,17 @@ def integers(values: list[int] | list[list[int]], device: torch.device) -> Tenso
 
 def _on_host(
     proposal: Proposal, probs_BNV: Tensor, num_accepted_B: Tensor, next_tokens_B: Tensor
-) -> Verdict:
-    """The verdict, brought to the host in one transfer: rows of whole numbers, the guesses last."""
+) -> list[list[int]]:
+    """The outcome, brought to the host in one transfer."""
     q_BN = proposal.probs_BNV.sum(2)
     q_is_finite = (q_BN.isfinite() | ~_are_guesses(proposal, q_BN.device)).all()
     are_finite = (probs_BNV.sum().isfinite(), q_is_finite)
     flags = [it.to(next_tokens_B).expand_as(next_tokens_B) for it in are_finite]
     columns = torch.stack((num_accepted_B, next_tokens_B, *flags), 1)
     rows = torch.cat((columns, proposal.tokens_BN.to(columns)), 1).tolist()
-    verdict = Verdict([], [], [])
+    tokens = list[list[int]]()
     for num_accepted, next_token, p_is_finite, q_is_finite, *guesses in rows:
         if not (p_is_finite and q_is_finite):
             raise NotFiniteError(is_drafter=not q_is_finite)
-        verdict.num_accepted.append(num_accepted)
-        verdict.next_tokens.append(next_token)
-        verdict.guesses.append(guesses)
-    return verdict
+        tokens.append([*guesses[:num_accepted], next_token])
+    return tokens

@@ -11,14 +11,15 @@ from each; the longest match wins, among equals the latest. Only tokens that are
 """
 
 import math
-import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 
 import torch
 
-from minitri.decoding.autotuner import Autotuner
+from minitri.decoding.level import Stage
+from minitri.decoding.meter import Meter
 from minitri.decoding.verification import Proposal
 from minitri.stats import LevelStats
 
@@ -82,8 +83,10 @@ class _Row:
     """A row's text, and what became of its guesses."""
 
     text: GrowingText = field(default_factory=GrowingText)
-    outcomes: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Tested and accepted guesses, by the size of the match: its power of 2."""
+    tested: Counter[int] = field(default_factory=Counter)
+    """Guesses that became certain or were rejected, by the size of the match: its power of 2."""
+    accepted: Counter[int] = field(default_factory=Counter)
+    """Those of them that were right."""
     guess: list[int] = field(default_factory=list)
     """The guess after the last certain token."""
     size: int = 0
@@ -91,11 +94,10 @@ class _Row:
 
     def extend(self, tokens: list[int]) -> None:
         """Adds tokens that are certain; learns from them whether the last guess was right."""
-        known = min(len(tokens), len(self.guess))
-        wrong = [a != b for a, b in zip(tokens[:known], self.guess[:known], strict=True)]
-        accepted = [*wrong, True].index(True)
-        tested, right = self.outcomes.get(self.size, (0, 0))
-        self.outcomes[self.size] = tested + min(accepted + 1, known), right + accepted
+        are_right = [token == guess for token, guess in zip(tokens, self.guess, strict=False)]
+        num_accepted = [*are_right, False].index(False)
+        self.tested[self.size] += min(num_accepted + 1, len(are_right))
+        self.accepted[self.size] += num_accepted
         self.guess = []
         self.text.extend(tokens)
 
@@ -105,30 +107,26 @@ class _Row:
         size = length.bit_length()
         if guess:
             # By the rule of succession; that `length` tokens agree is evidence of its own.
-            tested, right = self.outcomes.get(size, (0, 0))
-            rate = (length + right) / (length + 2 + tested)
+            rate = (length + self.accepted[size]) / (length + 2 + self.tested[size])
             guess = guess[: max(1, int(math.log(LEAST_CHANCE) / math.log(rate)))]
         if len(sequence) == len(self.text.tokens):
             self.guess, self.size = guess, size
         return guess
 
 
-class LookupDrafter:
-    """Lookup for B rows: a stage of the cascade, see `decoding.level.Stage`."""
+class LookupDrafter(Stage):
+    """Lookup for B rows."""
 
     def __init__(
         self,
         batch_size: int,
         stats: LevelStats,
-        tuner: Autotuner,
+        meter: Meter,
         *,
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        """`tuner` is told what a guess takes."""
-        self.stats = stats
-        self.gamma = 1  # set before every step, see `Cascade`
-        self._tuner = tuner
+        super().__init__(stats, meter)
         self._vocab_size = vocab_size
         self._device = device
         self._rows = [_Row() for _ in range(batch_size)]
@@ -141,20 +139,15 @@ class LookupDrafter:
 
     def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
         """Up to `gamma` tokens for each active row, none where nothing matches."""
-        started = time.perf_counter()
-        rows = zip(self._rows, sequences, active, strict=True)
-        tokens = [row.propose(sequence, self.gamma) if on else [] for row, sequence, on in rows]
-        shape = (len(tokens), max(map(len, tokens)), self._vocab_size)
-        probs_BNV = torch.zeros(shape, device=self._device)
-        proposal = Proposal.of(tokens, probs_BNV, [[self.stats.name] * len(row) for row in tokens])
-        probs_BNV.scatter_(2, proposal.tokens_BN.unsqueeze(2), 1.0)
-        seconds = time.perf_counter() - started
-        self.stats.seconds += seconds
-        self._tuner.note_round(self.stats.name, 0, seconds / self.gamma)
+        with self._meter.drafting(self.stats, 0, num_tokens=self.gamma):
+            rows = zip(self._rows, sequences, active, strict=True)
+            tokens = [row.propose(sequence, self.gamma) if on else [] for row, sequence, on in rows]
+            shape = (len(tokens), max(map(len, tokens)), self._vocab_size)
+            probs_BNV = torch.zeros(shape, device=self._device)
+            origins = [[self.stats.name] * len(row) for row in tokens]
+            proposal = Proposal.of(tokens, probs_BNV, origins)
+            probs_BNV.scatter_(2, proposal.tokens_BN.unsqueeze(2), 1.0)
         return proposal
-
-    def crop(self, lengths: list[int]) -> None:
-        """Nothing to do: only tokens that are certain are kept."""
 
     def reset(self, b: int) -> None:
         """Drops row b's tokens."""

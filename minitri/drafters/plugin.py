@@ -20,14 +20,14 @@ really follows the distribution that it is verified by, which is what keeps text
 Legend: B rows, V vocab.
 """
 
-import time
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from minitri.decoding.autotuner import Autotuner
+from minitri.decoding.level import Stage
+from minitri.decoding.meter import Meter
 from minitri.decoding.random_source import RandomSource
 from minitri.decoding.sampling import probs_of_rows
 from minitri.decoding.verification import Proposal
@@ -58,49 +58,45 @@ class Filters(Protocol):
     sampling: list[SamplingParams]
 
 
-class PluggedDrafter:
-    """A `Drafter` for B rows: a stage of the cascade, see `decoding.level.Stage`."""
+class PluggedDrafter(Stage):
+    """A `Drafter` for B rows."""
 
     def __init__(
         self,
         drafter: Drafter,
         stats: LevelStats,
-        tuner: Autotuner,
+        meter: Meter,
         source: RandomSource,
         runner: Filters,
         *,
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        """`runner` has the filters of the rows; `tuner` is told what a guess takes."""
-        self.stats = stats
-        self.gamma = 1  # set before every step, see `Cascade`
+        """`runner` has the filters of the rows."""
+        super().__init__(stats, meter)
         self._drafter = drafter
-        self._tuner = tuner
         self._source = source
         self._runner = runner
         self._no_guess_V = torch.zeros(vocab_size, device=device)
 
     def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
         """Up to `gamma` tokens for each active row."""
-        started = time.perf_counter()
         probs = list[Tensor]()
         guesses: list[list[int]] = [[] for _ in sequences]
         asked = active
-        for _ in range(self.gamma):
-            texts = [[*text, *own] for text, own in zip(sequences, guesses, strict=True)]
-            rows = [self._ask(text, b) if asked[b] else None for b, text in enumerate(texts)]
-            asked = [row is not None for row in rows]
-            if not any(asked):
-                break
-            logits_BV = torch.stack([self._no_guess_V if row is None else row for row in rows])
-            probs.append(probs_of_rows(logits_BV.unsqueeze(1), self._runner.sampling).squeeze(1))
-            drawn_B = self._source.sample(probs[-1], [len(text) for text in texts], asked)
-            for own, token, on in zip(guesses, drawn_B.tolist(), asked, strict=True):
-                own += [token] * on
-        seconds = time.perf_counter() - started
-        self.stats.seconds += seconds
-        self._tuner.note_round(self.stats.name, 0, seconds / self.gamma)
+        with self._meter.drafting(self.stats, 0, num_tokens=self.gamma):
+            for _ in range(self.gamma):
+                texts = [[*text, *own] for text, own in zip(sequences, guesses, strict=True)]
+                rows = [self._ask(text, b) if asked[b] else None for b, text in enumerate(texts)]
+                asked = [row is not None for row in rows]
+                if not any(asked):
+                    break
+                logits_BV = torch.stack([self._no_guess_V if row is None else row for row in rows])
+                probs_B1V = probs_of_rows(logits_BV.unsqueeze(1), self._runner.sampling)
+                probs.append(probs_B1V.squeeze(1))
+                drawn_B = self._source.sample(probs[-1], [len(text) for text in texts], asked)
+                for own, token, on in zip(guesses, drawn_B.tolist(), asked, strict=True):
+                    own += [token] * on
         if not probs:
             return Proposal.nothing(len(sequences))
         origins = [[self.stats.name] * len(own) for own in guesses]
@@ -112,37 +108,15 @@ class PluggedDrafter:
             answer = self._drafter.guess(tokens, b)
             if answer is None:
                 return None
-            probs_V = torch.zeros_like(self._no_guess_V)
+            vocab_size = len(self._no_guess_V)
             if isinstance(answer, int):
-                if not 0 <= answer < len(probs_V):
-                    raise self._broken(f"guessed {answer}; a token is from 0 to {len(probs_V) - 1}")
-                probs_V[answer] = 1
-                return probs_V.log()
-            given = torch.as_tensor(answer)
-            if given.shape != probs_V.shape:
-                wanted = f"give a token or probabilities of shape {list(probs_V.shape)}"
-                raise self._broken(f"guessed a tensor of shape {list(given.shape)}; {wanted}")
-            probs_V += given.to(probs_V)
-        except InputError:
-            raise
+                answer = torch.nn.functional.one_hot(torch.tensor(answer), vocab_size)
+            probs_V = torch.as_tensor(answer).to(self._no_guess_V)
+            is_sound = probs_V.shape == self._no_guess_V.shape and float(probs_V.min()) >= 0
+            if not (is_sound and abs(float(probs_V.sum()) - 1) < TOLERANCE):
+                raise ValueError(f"give a token below {vocab_size}, or as many probabilities")
         except Exception as error:
-            raise self._broken(
-                f"raised {type(error).__name__} ({shorten(error, 90)}); mend it"
-            ) from error
-        total, least = float(probs_V.sum()), float(probs_V.min())
-        if not (abs(total - 1) < TOLERANCE and least >= 0):
-            what = f"gave probabilities from {least:.3g} on with the sum {total:.6g}"
-            raise self._broken(f"{what}; they must be positive with the sum 1")
+            name = type(self._drafter).__name__
+            what = f"{type(error).__name__}: {shorten(error, 90)}"
+            raise InputError(f"the drafter {name} gave no guess ({what}); mend it") from error
         return probs_V.log()
-
-    def _broken(self, what: str) -> InputError:
-        return InputError(f"the drafter {type(self._drafter).__name__} {what}")
-
-    def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
-        """Nothing to do: it is given the whole text whenever it is asked."""
-
-    def crop(self, lengths: list[int]) -> None:
-        """Nothing to do, as in `prepare`."""
-
-    def reset(self, b: int) -> None:
-        """Nothing to do, as in `prepare`."""

@@ -12,12 +12,20 @@ Legend: N nodes with the root, T nodes of a pass.
 
 import functools
 import heapq
-import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from minitri.decoding.autotuner import FIRST_RATES
+from minitri.settings import StepPlan, parse_tree
+
+MAX_CHILDREN = 8
+"""Most children that a node of a Sequoia tree has."""
+YOUNGER_RATE = 0.3
+"""How often a child is accepted that is tested after its elder siblings were rejected."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +72,20 @@ class TreeShape:
             rule_TT[node] |= rule_TT[parent]
         return rule_TT
 
-    def expected_tokens(self, rates: Sequence[float]) -> float:
-        """Tokens per round, the verifier's own included, if the r-th child of a node is accepted at
-        `rates[r]` of the times when its parent was."""
-        reached = [1.0]
-        for node, parent in enumerate(self.parents[1:], 1):
-            reached.append(reached[parent] * rates[self.children[parent].index(node)])
-        return sum(reached)
+
+@functools.cache
+def shape_of(plan: StepPlan) -> TreeShape:
+    """The tree that a plan asks for: independent sequences, or the best one of its size."""
+    width, depth = parse_tree(plan.tree)
+    if depth:
+        return sequences(width, depth)
+    first = FIRST_RATES["draft" if plan.uses_drafter else "retrieval"]
+    rates = [first]
+    rejected = 1 - first  # the elder siblings
+    for _ in range(MAX_CHILDREN - 1):
+        rates.append(rejected * YOUNGER_RATE)
+        rejected *= 1 - YOUNGER_RATE
+    return sequoia(rates, width, plan.gamma1 or plan.gamma2)
 
 
 def sequences(width: int, depth: int) -> TreeShape:
@@ -79,26 +94,23 @@ def sequences(width: int, depth: int) -> TreeShape:
 
 
 def sequoia(rates: Sequence[float], num_nodes: int, max_depth: int) -> TreeShape:
-    """The tree of at most `num_nodes` guesses with the most expected tokens; see `expected_tokens`.
+    """The tree of at most `num_nodes` guesses with the most expected tokens per round.
 
-    `rates` must not rise. Then no node is worth more than its parent or the sibling before it, and
-    the nodes that are worth most, taken one by one, are the optimum that Sequoia finds by a dynamic
-    programme.
+    `rates[r]`, which must not rise, is how often the r-th child of an accepted node is. Then no
+    node is worth more than its parent or the sibling before it, and the nodes that are worth most,
+    taken one by one, are the optimum that Sequoia finds by a dynamic programme.
     """
-    taken: list[tuple[int, int, int, int]] = []  # depth, parent, rank, name: all by age
-    waiting = [(-rates[0], 1, 0, 0, 1.0)]  # worth, depth, parent, rank, worth of the parent
+    taken = list[tuple[int, ...]]()  # the nodes by the ranks of their ancestors and their own
+    waiting: list[tuple[float, int, tuple[int, ...]]] = [(-rates[0], 1, (0,))]
     while waiting and len(taken) < num_nodes:
-        worth, depth, parent, rank, of_parent = heapq.heappop(waiting)
-        name = len(taken) + 1
-        taken.append((depth, parent, rank, name))
+        _, depth, path = heapq.heappop(waiting)
+        taken.append(path)
+        *above, rank = path
+        following = [(*path, 0)] if depth < max_depth else []
         if rank + 1 < len(rates):
-            sibling = -of_parent * rates[rank + 1]
-            heapq.heappush(waiting, (sibling, depth, parent, rank + 1, of_parent))
-        if depth < max_depth:
-            heapq.heappush(waiting, (worth * rates[0], depth + 1, name, 0, -worth))
-    parents, numbers = [-1], {0: 0}
-    for _, level in itertools.groupby(sorted(taken), key=lambda node: node[0]):
-        for _, parent, _, name in sorted(level, key=lambda node: (numbers[node[1]], node[2])):
-            parents.append(numbers[parent])
-            numbers[name] = len(parents) - 1
-    return TreeShape(tuple(parents))
+            following.append((*above, rank + 1))
+        for other in following:
+            worth = math.prod(rates[rank] for rank in other)
+            heapq.heappush(waiting, (-worth, len(other), other))
+    paths = [(), *sorted(taken, key=lambda path: (len(path), path))]
+    return TreeShape((-1, *(paths.index(path[:-1]) for path in paths[1:])))

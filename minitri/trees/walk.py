@@ -18,12 +18,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from minitri.decoding.noise import gumbel_argmax, gumbel_scores, noise_key
+from minitri.decoding.noise import gumbel_argmax, gumbel_scores
 from minitri.decoding.random_source import CoupledSource, IndependentSource
 from minitri.decoding.sampling import sample
-from minitri.decoding.verification import Proposal
+from minitri.decoding.verification import Proposal, integers
 from minitri.trees.shape import TreeShape
 
 MISSING = -1
@@ -41,22 +42,9 @@ class TreeProposal(Proposal):
     is_listed: list[bool]
     """Rows whose nodes were chosen without chance."""
 
-    def has_guesses(self, b: int) -> bool:
-        """Whether anything was guessed for row b; else all its nodes are missing."""
-        return any(token != MISSING for token in self.tokens[b])
-
-    def ranks_of(self, b: int, path: list[int]) -> tuple[list[int], int]:
-        """Of an accepted path of tokens in row b: which child of its parent each was, the eldest 0,
-        and how many siblings were rejected after them."""
-        ranks = list[int]()
-        node = 0
-        tokens = [MISSING, *self.tokens[b]]
-        for token in path:
-            siblings = [tokens[child] for child in self.shape.children[node]]
-            ranks.append(siblings.index(token))
-            node = self.shape.children[node][ranks[-1]]
-        rejected = [child for child in self.shape.children[node] if tokens[child] != MISSING]
-        return ranks, len(rejected)
+    def depth(self, b: int) -> int:
+        """That of the tree; 0 where nothing was guessed, so that all nodes are missing."""
+        return self.shape.depths[-1] if set(self.tokens[b]) != {MISSING} else 0
 
 
 def draw_children(probs_V: Tensor, uniforms: list[float]) -> list[int]:
@@ -73,10 +61,8 @@ def draw_children(probs_V: Tensor, uniforms: list[float]) -> list[int]:
 def likeliest(scores_V: Tensor, count: int) -> list[int]:
     """The tokens with the highest scores, MISSING where only minus infinity is left."""
     best = scores_V.topk(min(count, len(scores_V)))
-    tokens = [
-        token if score > -math.inf else MISSING
-        for score, token in zip(best.values.tolist(), best.indices.tolist(), strict=True)
-    ]
+    pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    tokens = [token if score > -math.inf else MISSING for score, token in pairs]
     return tokens + [MISSING] * (count - len(tokens))
 
 
@@ -88,60 +74,36 @@ def walk(
     `probs_NV` are the verifier's distributions after every node; `uniforms` are independent
     numbers in [0, 1), one per test of a node, that of the root for the last token.
     """
-    path, node = list[int](), 0
+    path = list[int]()
+    node = 0
     while True:
         rest_V = probs_NV[node]
         for child, token, q_V in tested_children(proposal, b, node):
-            q = 1.0 if q_V is None else float(q_V[token])
-            if uniforms[child] * q < float(rest_V[token]):
+            if uniforms[child] * float(q_V[token]) < float(rest_V[token]):
                 path.append(child)
                 node = child
                 break
-            rest_V = residual(rest_V, token, q_V)
+            left_V = (rest_V - q_V).clamp_min(0)
+            mass = float(left_V.sum())
+            rest_V = left_V / mass if mass > 0 else rest_V
         else:
             return path, sample_one(rest_V, uniforms[0])
 
 
-def walk_coupled(proposal: TreeProposal, b: int, choices: list[int]) -> tuple[list[int], int]:
-    """The same where the verifier's token after every node is known: the path that it takes."""
-    path, node = list[int](), 0
-    while True:
-        for child, token, _ in tested_children(proposal, b, node):
-            if token == choices[node]:
-                path.append(child)
-                node = child
-                break
-        else:
-            return path, choices[node]
-
-
-def tested_children(
-    proposal: TreeProposal, b: int, node: int
-) -> Iterator[tuple[int, int, Tensor | None]]:
+def tested_children(proposal: TreeProposal, b: int, node: int) -> Iterator[tuple[int, int, Tensor]]:
     """The children of a node of row b, their tokens, and the distributions (V,) that these were
-    drawn from, without the siblings before them; None for listed ones."""
+    drawn from, without the siblings before them."""
     shape = proposal.shape
-    q_V = None
-    if shape.children[node] and not proposal.is_listed[b]:
-        q_V = proposal.probs_BNV[b, shape.inner.index(node)].clone()
-    for child in shape.children[node]:
+    for rank, child in enumerate(shape.children[node]):
         token = proposal.tokens[b][child - 1]
         if token == MISSING:
             return
-        yield child, token, None if q_V is None else q_V / q_V.sum()
-        if q_V is not None:
-            q_V[token] = 0
-
-
-def residual(rest_V: Tensor, token: int, q_V: Tensor | None) -> Tensor:
-    """What a rejected child leaves of the verifier's distribution; all, if it leaves nothing."""
-    if q_V is None:
-        left_V = rest_V.clone()
-        left_V[token] = 0
-    else:
-        left_V = (rest_V - q_V).clamp_min(0)
-    mass = float(left_V.sum())
-    return left_V / mass if mass > 0 else rest_V
+        if rank == 0:
+            q_V = proposal.probs_BNV[b, shape.inner.index(node)].clone()
+        if proposal.is_listed[b]:
+            q_V = F.one_hot(torch.tensor(token), len(q_V)).to(q_V)
+        yield child, token, q_V / q_V.sum()
+        q_V[token] = 0
 
 
 def sample_one(probs_V: Tensor, uniform: float) -> int:
@@ -158,7 +120,7 @@ class IndependentTrees(IndependentSource):
 
     def draw(self, b: int, probs_V: Tensor, num_children: int, position: int) -> list[int]:  # noqa: ARG002
         """Tokens of a node's children, which stand at `position` of row b's text."""
-        return draw_children(probs_V, self._uniforms(b, num_children))
+        return draw_children(probs_V, self.uniforms(b, num_children).tolist())
 
     def walk(
         self,
@@ -167,17 +129,10 @@ class IndependentTrees(IndependentSource):
         probs_NV: Tensor,
         start: int,  # noqa: ARG002
     ) -> tuple[list[int], int]:
-        """The accepted nodes of row b, whose text has `start` tokens, and the token after them.
-
-        `probs_NV` are the verifier's distributions after every node.
-        """
+        """`walk` for row b, whose text has `start` tokens."""
         # A row without guesses takes as many numbers as it would without trees next to it.
-        count = len(proposal.shape) if proposal.has_guesses(b) else 1
-        return walk(proposal, b, probs_NV, self._uniforms(b, count))
-
-    def _uniforms(self, b: int, count: int) -> list[float]:
-        numbers = torch.rand(count, dtype=torch.float64, generator=self._generators[b])
-        return [float(number) for number in numbers]
+        count = len(proposal.shape) if proposal.depth(b) else 1
+        return walk(proposal, b, probs_NV, self.uniforms(b, count).tolist())
 
 
 class CoupledTrees(CoupledSource):
@@ -186,12 +141,14 @@ class CoupledTrees(CoupledSource):
     is_listed = True
 
     def draw(self, b: int, probs_V: Tensor, num_children: int, position: int) -> list[int]:
-        key = torch.tensor(noise_key(self._seeds[b], position)).to(probs_V.device)
+        key = torch.tensor(self.key(b, position)).to(probs_V.device)
         return likeliest(gumbel_scores(probs_V, key), num_children)
 
     def walk(
         self, proposal: TreeProposal, b: int, probs_NV: Tensor, start: int
     ) -> tuple[list[int], int]:
-        depths = proposal.shape.depths
-        keys = torch.tensor([noise_key(self._seeds[b], start + depth) for depth in depths])
-        return walk_coupled(proposal, b, gumbel_argmax(probs_NV, keys.to(probs_NV.device)).tolist())
+        """With the noise of its position the token after every node is certain."""
+        keys = [self.key(b, start + depth) for depth in proposal.shape.depths]
+        choices_N = gumbel_argmax(probs_NV, integers(keys, probs_NV.device))
+        certain_NV = F.one_hot(choices_N, probs_NV.shape[1])
+        return walk(proposal, b, certain_NV, [0.0] * len(keys))

@@ -8,8 +8,6 @@ from minitri.stats import Clock
 from tests.cascades import Rig, near_copy, random_prompt
 from tests.conftest import tiny_config, tiny_model
 
-CONFIG = tiny_config(num_layers=2)
-
 
 class LateClock(Clock):
     """Time passes by one with every mark; what it took is known when the device is done."""
@@ -33,26 +31,13 @@ class LateClock(Clock):
 
 @pytest.mark.parametrize("tree", ["", "4"])
 def test_every_round_is_timed_once_although_it_is_known_late(tree, monkeypatch):
-    clock = LateClock()
+    clock, noted = LateClock(), []
     monkeypatch.setattr(stack, "clock_of", lambda device: clock)
-    target = tiny_model(CONFIG)
-    rig = Rig(
-        target,
-        [random_prompt(CONFIG, 40)],
-        draft=near_copy(target, 0.02),
-        num_new=60,
-        method="triforce",
-        budget=32,
-        num_recent_tokens=20,
-        gamma1=2,
-        gamma2=3,
-        tree=tree,
-    )
-    noted = []
-    note_round = rig.cascade.tuner.note_round
-    monkeypatch.setattr(
-        rig.cascade.tuner, "note_round", lambda *args: (noted.append(args), note_round(*args))
-    )
+    target = tiny_model(tiny_config(num_layers=2))
+    settings = {"budget": 32, "num_recent_tokens": 20, "gamma1": 2, "gamma2": 3, "tree": tree}
+    prompts, draft = [random_prompt(target.config, 40)], near_copy(target, 0.02)
+    rig = Rig(target, prompts, draft=draft, num_new=60, method="triforce", **settings)
+    monkeypatch.setattr(rig.session.tuner, "note_round", lambda *args: noted.append(args))
     with torch.inference_mode():
         rig.start()
         for _ in range(5):

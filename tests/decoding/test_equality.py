@@ -65,17 +65,6 @@ def test_a_row_of_a_batch_gives_what_it_gives_alone_at_any_temperature(
         assert alone == [together[b]]
 
 
-@pytest.mark.parametrize("distribution", [(SamplingParams(1.0), False), COUPLED])
-def test_a_seed_gives_the_same_text_twice_and_another_seed_another(
-    engine, other_engine, distribution
-):
-    once, again, other = (
-        texts(engine, other_engine.model, distribution, seed=seed, method="triforce", budget=24)[0]
-        for seed in (3, 3, 4)
-    )
-    assert once == again != other
-
-
 def test_a_target_that_drafts_for_itself_is_always_right(engine):
     """Every stage sees everything, so every distribution is the target's: nothing may be rejected,
     at any temperature."""

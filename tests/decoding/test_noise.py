@@ -1,35 +1,12 @@
-"""The numbers themselves: fine enough, never used twice, and of the right distribution."""
+"""Noise tied to seed and position: fine enough, never used twice, and of the right distribution."""
 
+import itertools
+
+import pytest
 import torch
 
-from minitri.decoding import noise, random_source
+from minitri.decoding import noise
 from minitri.decoding.noise import gumbel_argmax, hashed_uniforms, noise_key
-from minitri.decoding.random_source import IndependentSource
-from minitri.decoding.verification import Proposal, Verdict
-
-SEEDS = [3, 4, 5, 1003]
-
-
-def test_no_number_of_the_independent_source_serves_twice(monkeypatch):
-    """Every test of every proposal, and the token after it, has a number of its own: float64 with
-    all its bits, whatever the row, the level and the step."""
-    taken = []
-
-    def note(proposal, probs_BNV, uniforms_BN):
-        for b, n in enumerate(proposal.counts):
-            taken.extend([*uniforms_BN[b, :n].tolist(), float(uniforms_BN[b, -1])])
-        assert uniforms_BN.dtype == torch.float64
-        return Verdict([0] * len(SEEDS), [0] * len(SEEDS), [[]] * len(SEEDS))
-
-    monkeypatch.setattr(random_source, "verify_block", note)
-    source, probs = IndependentSource(SEEDS), torch.ones(len(SEEDS), 6, 2)
-    for counts in [(0, 0, 0, 0), (5, 2, 1, 0), (1, 1, 1, 1), (0, 5, 3, 4)] * 5:
-        tokens = [[0] * n for n in counts]
-        source.verify(Proposal.of(tokens, probs, tokens), probs, [1] * 4, [True] * 4)
-    assert len(set(taken)) == len(taken) == 200
-    assert all(0 <= number < 1 for number in taken)
-    assert sum(number * 2**24 % 1 > 0 for number in taken) == 200  # a float32 has 24 bits
-    assert sum(number * 2**40 % 1 > 0 for number in taken) > 190
 
 
 def test_gumbel_noise_is_of_fine_numbers_that_differ():
@@ -78,3 +55,40 @@ def test_coupled_tokens_follow_the_distribution_at_every_position():
     tokens = gumbel_argmax(probs.expand(20_000, -1), keys)
     expected = 20_000 * probs
     assert ((tokens.bincount(minlength=4) - expected) ** 2 / expected).sum() < 30.7
+
+
+def test_the_noise_of_a_place_is_unrelated_to_its_neighbours():
+    """Seeds, positions and tokens up to two apart; 6 standard errors are a false alarm of 1 in
+    10^8."""
+    tokens = torch.arange(20_000)
+    here = hashed_uniforms(torch.tensor(noise_key(5, 100)), tokens)
+    for seed, position, shift in itertools.product(range(3, 8), range(98, 103), range(-2, 3)):
+        if (seed, position, shift) != (5, 100, 0):
+            there = hashed_uniforms(torch.tensor(noise_key(seed, position)), tokens + shift)
+            related = torch.corrcoef(torch.stack((here, there)))[0, 1]
+            assert float(related.abs()) < 6 / len(tokens) ** 0.5
+
+
+@pytest.mark.parametrize("exponent", [9, 12, 15])
+def test_noise_is_fine_enough_for_tokens_of_tiny_probability(exponent):
+    """A token of probability p wins against one of nearly 1 while its uniform number is above
+    about 1 - p: odds of p, as SplitMix64 maps keys to hashes one to one. Numbers of 24 bits end at
+    1 - 2^-25, so it would never win."""
+    p, number = 10.0**-exponent, 1
+    probs = torch.tensor([1 - p, p], dtype=torch.float64)
+    for part, wins in ((0.01, True), (100, False)):
+        key = key_of(hash_=2**64 - int(2**64 * p * part) - 1, number=number)
+        uniform = float(hashed_uniforms(torch.tensor(key), torch.tensor(number)))
+        assert 1 - uniform == pytest.approx(p * part, rel=0.1)
+        assert int(gumbel_argmax(probs, torch.tensor(key))) == wins
+
+
+def key_of(*, hash_: int, number: int) -> int:
+    """The key whose noise for this number is made of this hash: SplitMix64 backwards."""
+    mask = 2**64 - 1
+    x = hash_
+    for bits, factor in ((31, noise._MIX2), (27, noise._MIX1), (30, 1)):
+        x = x ^ (x >> bits) ^ (x >> 2 * bits)
+        x = x * pow(factor, -1, 2**64) & mask
+    x = (x - (number + 1) * noise._STEP) & mask
+    return x - 2**64 if x >> 63 else x

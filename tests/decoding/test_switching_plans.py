@@ -12,26 +12,10 @@ from minitri.decoding.autotuner import Autotuner
 from minitri.settings import StepPlan
 from tests.cascades import Rig, near_copy, plain_tokens, random_prompt, tiny_engine
 from tests.conftest import tiny_config, tiny_model
-from tests.exactness import Table, output_distribution, target_distribution, toy_cascade
 
 AR, NAIVE = StepPlan("autoregressive"), StepPlan("naive", 2)
 RETRIEVAL, TRIFORCE = StepPlan("retrieval", 0, 2), StepPlan("triforce", 1, 2)
 ALL = [AR, NAIVE, RETRIEVAL, TRIFORCE]
-
-
-@pytest.mark.parametrize(
-    "order", list(itertools.permutations([AR, StepPlan("naive", 1), StepPlan("triforce", 1, 1)]))
-)
-def test_a_schedule_of_switches_gives_the_target_distribution(order):
-    """Summed over all random numbers of two steps, with the stages stacked anew before each."""
-    target = Table(3, 0)
-    middle, draft = Table(3, 1, near=target), Table(3, 2, near=target)
-
-    def build(source, batch_size):
-        return toy_cascade(source, batch_size, target, middle, draft, 1, 1, plans=list(order))
-
-    probs = output_distribution(build, 3, target, num_steps=2)
-    assert (probs - target_distribution(target, 3)).abs().max() < 1e-12
 
 
 def forced(monkeypatch, plans) -> None:
@@ -135,11 +119,3 @@ def test_a_row_that_ended_costs_nothing_in_a_stage_that_was_left_out(monkeypatch
     for runner in rig.runners.values():
         assert runner.cache.lengths[1] == 0
         assert runner.cache.lengths[0] > 0
-
-
-def test_a_gamma_that_was_given_is_kept():
-    plans = SpeculationConfig(gamma1=3, gamma2=5).plans
-    assert {plan.gamma1 for plan in plans} == {0, 3}
-    assert {plan.gamma2 for plan in plans} == {0, 5}
-    assert SpeculationConfig("naive", gamma1=3).plans == [StepPlan("naive", 3)]
-    assert len(SpeculationConfig("naive").plans) > 1

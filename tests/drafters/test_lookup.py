@@ -7,10 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minitri.drafters import lookup as text_module
+from minitri.decoding.meter import Meter
+from minitri.drafters import lookup
 from minitri.drafters.lookup import LONGEST, GrowingText, LookupDrafter
 from minitri.settings import StepPlan
-from minitri.stats import LevelStats
+from minitri.stats import LevelStats, Stats
 from tests.conftest import CPU
 from tests.exactness import ScheduledTuner
 
@@ -19,20 +20,12 @@ WORDS = st.lists(st.integers(0, 2), max_size=60) | st.lists(st.integers(0, 20), 
 
 
 def new_drafter(*texts: list[int], num_guesses: int = 3) -> LookupDrafter:
-    drafter = LookupDrafter(
-        len(texts),
-        LevelStats("draft"),
-        ScheduledTuner([StepPlan("naive", num_guesses)]),
-        vocab_size=V,
-        device=CPU,
-    )
+    meter = Meter(Stats(), ScheduledTuner([StepPlan("naive", num_guesses)]))
+    sizes = {"vocab_size": V, "device": CPU}
+    drafter = LookupDrafter(len(texts), LevelStats("draft"), meter, **sizes)
     drafter.gamma = num_guesses
     drafter.prepare([list(text) for text in texts], [True] * len(texts))
     return drafter
-
-
-def guess(text, in_flight=(), **settings) -> list[int]:
-    return new_drafter(text, **settings).propose([[*text, *in_flight]], [True]).tokens[0]
 
 
 def found(text, in_flight=(), limit=5) -> tuple[int, list[int]]:
@@ -75,21 +68,20 @@ def test_a_text_that_grew_in_pieces_is_that_text(pieces, data):
     assert growing.lookup(sequence, 4) == found(whole, sequence[len(whole) :], 4)
 
 
-def test_what_followed_the_last_words_is_guessed():
-    assert found([1, 2, 3, 4, 5, 9, 1, 2], limit=3) == (2, [3, 4, 5])
-    assert guess([1, 2, 3, 4, 5, 9, 1, 2], num_guesses=1) == [3]
-
-
-def test_a_match_may_be_longer_than_any_fixed_number_of_words():
-    """The later place agrees in four tokens, the earlier one in five."""
-    text = [5, 1, 2, 3, 4, 10, 11, 12, 6, 1, 2, 3, 4, 20, 21, 22, 5, 1, 2, 3, 4]
-    assert found(text, limit=3) == (5, [10, 11, 12])
-    assert found([*range(100, 160), 7, *range(100, 160)], limit=1) == (60, [7])
-
-
-def test_a_loop_is_guessed_to_go_on():
-    assert found([1, 2, 7, 8, 7, 8], limit=5) == (2, [7, 8, 7, 8, 7])
-    assert found([6] * 500, limit=3) == (LONGEST, [6, 6, 6])
+@pytest.mark.parametrize(
+    ("text", "limit", "wanted"),
+    [
+        ([1, 2, 3, 4, 5, 9, 1, 2], 3, (2, [3, 4, 5])),
+        # The later place agrees in four tokens, the earlier one in five.
+        ([5, *range(1, 5), 10, 11, 12, 6, *range(1, 5), 20, 5, *range(1, 5)], 3, (5, [10, 11, 12])),
+        ([*range(100, 160), 7, *range(100, 160)], 1, (60, [7])),
+        # A loop goes on.
+        ([1, 2, 7, 8, 7, 8], 5, (2, [7, 8, 7, 8, 7])),
+        ([6] * 500, 3, (LONGEST, [6, 6, 6])),
+    ],
+)
+def test_what_followed_the_longest_match_is_found(text, limit, wanted):
+    assert found(text, limit=limit) == wanted
 
 
 @pytest.mark.parametrize("text", [[], [1], [1, 2], [1, 2, 3, 4], [1, 2, 3, 9, 2], [7, 3, 8, 3]])
@@ -103,7 +95,7 @@ def test_nothing_is_guessed_where_nothing_matches(text):
 def test_a_frequent_pair_costs_no_more_than_the_places_that_are_compared(monkeypatch):
     text = [4, 1, 2, 8, *[1, 2, 9] * 3, 4, 1, 2]
     assert found(text, limit=1) == (3, [8])
-    monkeypatch.setattr(text_module, "MOST_PLACES", 3)
+    monkeypatch.setattr(lookup, "MOST_PLACES", 3)
     assert found(text, limit=1) == (2, [9])
 
 
@@ -118,11 +110,17 @@ def test_rejected_guesses_are_never_learnt():
     assert drafter.propose([[1, 2, 3, 4, 5, 6, 9, 8]], [True]).tokens == [[]]
 
 
-def test_rows_look_each_into_its_own_text():
+def test_rows_look_each_into_its_own_text_and_leave_it_as_it_was():
+    """What they guess has one-hot distributions."""
     rows = [[1, 2, 3, 1, 2], [1, 2, 9, 8, 7, 6, 1, 2], [5, 1, 2], [1, 2, 4, 1, 2]]
+    before = [[*row] for row in rows]
     proposal = new_drafter(*rows).propose(rows, [True, True, True, False])
     assert proposal.tokens == [[3, 1, 2], [9, 8, 7], [], []]
     assert proposal.origins == [["draft"] * 3, ["draft"] * 3, [], []]
+    for b, tokens in enumerate(proposal.tokens):
+        wanted = torch.nn.functional.one_hot(torch.tensor(tokens, dtype=torch.int64), V)
+        assert torch.equal(proposal.probs_BNV[b, : len(tokens)], wanted.float())
+    assert rows == before
 
 
 def test_a_row_that_ended_is_forgotten():
@@ -135,7 +133,7 @@ def test_a_row_that_ended_is_forgotten():
 
 def test_a_long_match_and_past_success_allow_more_guesses():
     def num_guesses(text) -> int:
-        return len(guess(text, num_guesses=64))
+        return len(new_drafter(text, num_guesses=64).propose([text], [True]).tokens[0])
 
     short, long = [1, 2, 3, 1, 2], [*range(3, 23), 1, *range(3, 23)]
     assert 1 <= num_guesses(short) < num_guesses(long) < 64
@@ -154,18 +152,3 @@ def test_a_long_match_and_past_success_allow_more_guesses():
         return len(drafter.propose([sequence], [True]).tokens[0])
 
     assert after([21], [22]) == 1 < num_guesses(short) < after([3, 4, 5])
-
-
-def test_the_sequences_are_left_as_they_were():
-    sequences = [[1, 2, 3, 1, 2], [4]]
-    new_drafter(*sequences).propose(sequences, [True, True])
-    assert sequences == [[1, 2, 3, 1, 2], [4]]
-
-
-def test_the_distribution_is_one_hot_on_the_tokens():
-    rows = [[1, 2, 3, 1, 2], [5], [6, 6, 6]]
-    proposal = new_drafter(*rows).propose(rows, [True] * 3)
-    assert proposal.counts == [3, 0, 3]
-    for b, tokens in enumerate(proposal.tokens):
-        wanted = torch.nn.functional.one_hot(torch.tensor(tokens, dtype=torch.int64), V)
-        assert torch.equal(proposal.probs_BNV[b, : len(tokens)], wanted.float())

@@ -7,7 +7,7 @@ import pytest
 
 from minitri.errors import InputError
 from minitri.settings import SpeculationConfig, StepPlan, parse_tree
-from minitri.trees.shape import TreeShape, sequences, sequoia
+from minitri.trees.shape import TreeShape, sequences, sequoia, shape_of
 
 
 def test_independent_sequences_part_at_the_root():
@@ -25,9 +25,12 @@ def test_a_node_sees_itself_and_its_ancestors():
     assert seen == [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 3, 4]]
 
 
-def test_expected_tokens_are_the_sum_of_the_chances_that_nodes_are_reached():
-    assert TreeShape((-1, 0, 0, 1)).expected_tokens([0.5, 0.2]) == 1 + 0.5 + 0.2 + 0.25
-    assert TreeShape((-1,)).expected_tokens([0.5]) == 1
+def expected_tokens(shape, rates):
+    """Tokens per round if the r-th child of an accepted node is accepted at `rates[r]`."""
+    reached = [1.0]
+    for node, parent in enumerate(shape.parents[1:], 1):
+        reached.append(reached[parent] * rates[shape.children[parent].index(node)])
+    return sum(reached)
 
 
 def best_by_dynamic_programme(rates, num_nodes, max_depth):
@@ -61,16 +64,19 @@ def test_sequoia_finds_what_the_dynamic_programme_finds(seed):
     assert len(shape) <= num_nodes + 1
     assert shape.depths[-1] <= max_depth
     assert shape.depths == sorted(shape.depths)
-    assert all(children == sorted(children) for children in shape.children)
-    wanted = best_by_dynamic_programme(tuple(rates), num_nodes, max_depth)
-    assert shape.expected_tokens(rates) == pytest.approx(wanted)
-
-
-def test_siblings_stand_side_by_side_in_the_order_of_their_chances():
-    shape = sequoia([0.6, 0.3, 0.1], 20, 4)
-    for children in shape.children:
+    for children in shape.children:  # side by side in the order of their chances
         assert children == list(range(children[0], children[-1] + 1)) if children else True
-    assert len(shape.children[0]) > len(shape.children[-1])
+    wanted = best_by_dynamic_programme(tuple(rates), num_nodes, max_depth)
+    assert expected_tokens(shape, rates) == pytest.approx(wanted)
+
+
+def test_a_plans_tree_has_its_size_and_depth_and_is_wide_where_guesses_are_unsure():
+    by_draft = shape_of(StepPlan("naive", 4, 0, "16"))
+    by_target = shape_of(StepPlan("retrieval", 0, 4, "16"))
+    assert len(by_draft) == len(by_target) == 17
+    assert by_draft.depths[-1] == by_target.depths[-1] == 4
+    assert by_draft.sizes[1] > by_target.sizes[1]
+    assert shape_of(StepPlan("triforce", 3, 2, "4x3")) == sequences(4, 3)
 
 
 def test_a_tree_of_one_kind_of_plan_is_named_by_its_size():
@@ -85,20 +91,16 @@ def test_a_tree_of_one_kind_of_plan_is_named_by_its_size():
     assert SpeculationConfig("retrieval", tree="2x5").plans == [StepPlan("retrieval", 0, 5, "2x5")]
     assert SpeculationConfig("autoregressive", tree="8").max_block == 1
     assert SpeculationConfig("naive", tree="8x8").max_block == 65
-    chains = SpeculationConfig("auto").plans
-    with_trees = SpeculationConfig("auto", tree="16").plans
-    assert with_trees[: len(chains)] == chains
-    assert {plan.tree for plan in with_trees} == {"", "16", "8"}
+    plans = SpeculationConfig("auto", tree="16").plans
+    assert {plan.tree for plan in plans if plan.uses_drafter} == {"16"}
+    assert {plan.tree for plan in plans if not plan.uses_drafter} == {""}
 
 
 @pytest.mark.parametrize(
-    "tree", ["0", "x", "4x", "x4", "65", "9x8", "-4", "4 x 3", "0x4", 16, None]
+    "settings",
+    [{"tree": it} for it in ("0", "x", "4x", "x4", "65", "9x8", "-4", "4 x 3", "0x4", 16, None)]
+    + [{"gamma1": 2, "tree": "4x3"}],
 )
-def test_nonsense_and_trees_that_are_too_large_are_refused(tree):
-    with pytest.raises(InputError, match=r"tree is .*; it must be tokens, as in 16"):
-        SpeculationConfig(tree=tree)
-
-
-def test_sequences_of_a_length_that_gamma1_denies_are_refused():
-    with pytest.raises(InputError, match="gamma1 is 2; but"):
-        SpeculationConfig(gamma1=2, tree="4x3")
+def test_nonsense_and_trees_that_are_too_large_are_refused(settings):
+    with pytest.raises(InputError, match=f"^{next(iter(settings))} is "):
+        SpeculationConfig(**settings)

@@ -1,4 +1,4 @@
-"""How nodes are drawn and paths are chosen, where enumeration does not look."""
+"""Drawing the nodes of trees and walking through them, a decision at a time."""
 
 import collections
 import itertools
@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from minitri.trees import walk as trees_walk
+from minitri import SamplingParams, SpeculationConfig
 from minitri.trees.shape import TreeShape, sequences
 from minitri.trees.walk import (
     MISSING,
@@ -17,8 +17,10 @@ from minitri.trees.walk import (
     likeliest,
     walk,
 )
+from tests.cascades import tiny_engine
 
 PROBS = torch.tensor([0.5, 0.0, 0.2, 0.3], dtype=torch.float64)
+FORK = TreeShape((-1, 0, 0))
 
 
 def test_children_are_drawn_without_replacement():
@@ -44,33 +46,34 @@ def proposal_of(shape, tokens, q_IV, *, is_listed=False):
 
 def test_a_row_that_guesses_nothing_takes_one_number():
     """As it does where no other row has a tree."""
-    shape, source, fresh = TreeShape((-1, 0, 0)), IndependentTrees([3]), IndependentTrees([3])
-    proposal = proposal_of(shape, [MISSING, MISSING], torch.zeros(1, 4))
+    source, fresh = IndependentTrees([3]), IndependentTrees([3])
+    proposal = proposal_of(FORK, [MISSING, MISSING], torch.zeros(1, 4))
     source.walk(proposal, 0, PROBS.expand(3, 4), 9)
-    fresh._uniforms(0, 1)
-    assert source._uniforms(0, 5) == fresh._uniforms(0, 5)
+    fresh.uniforms(0, 1)
+    assert source.uniforms(0, 5).tolist() == fresh.uniforms(0, 5).tolist()
 
 
-def test_missing_nodes_are_never_tested():
+@pytest.mark.parametrize(
+    ("tokens", "is_listed", "uniforms", "wanted"),
+    [
+        ([2, MISSING], False, [0.1, 0.1, 0.0], ([1], 0)),
+        ([2, MISSING], False, [0.99, 0.3, 0.0], ([], 3)),
+        ([0, 2], True, [0.0, 0.49, 0.9], ([1], 0)),
+        ([0, 2], True, [0.0, 0.51, 0.39], ([2], 0)),  # 0.2 of the 0.5 that are left
+        ([0, 2], True, [0.99, 0.51, 0.41], ([], 3)),
+    ],
+)
+def test_a_child_is_tested_against_what_its_elder_siblings_left(
+    tokens, is_listed, uniforms, wanted
+):
+    """Listed ones are accepted with the verifier's chance, missing ones are never tested."""
     one_hot = torch.tensor([[0.0, 0.0, 1.0, 0.0]], dtype=torch.float64)
-    proposal = proposal_of(TreeShape((-1, 0, 0)), [2, MISSING], one_hot)
-    p_NV = PROBS.expand(3, 4)
-    assert walk(proposal, 0, p_NV, [0.1, 0.1, 0.0]) == ([1], 0)
-    assert walk(proposal, 0, p_NV, [0.99, 0.3, 0.0]) == ([], 3)
-
-
-def test_listed_children_are_accepted_with_the_verifiers_chance():
-    """What the rejected ones had goes to the others."""
-    proposal = proposal_of(TreeShape((-1, 0, 0)), [0, 2], torch.empty(1, 4), is_listed=True)
-    p_NV = PROBS.expand(3, 4)
-    assert walk(proposal, 0, p_NV, [0.0, 0.49, 0.9])[0] == [1]
-    assert walk(proposal, 0, p_NV, [0.0, 0.51, 0.39])[0] == [2]  # 0.2 of the 0.5 that are left
-    assert walk(proposal, 0, p_NV, [0.99, 0.51, 0.41]) == ([], 3)
+    proposal = proposal_of(FORK, tokens, one_hot, is_listed=is_listed)
+    assert walk(proposal, 0, PROBS.expand(3, 4), uniforms) == wanted
 
 
 def test_a_residual_that_vanishes_in_floating_point_keeps_what_was_there():
-    q_IV = torch.full((1, 4), 0.25)
-    proposal = proposal_of(TreeShape((-1, 0)), [2], q_IV)
+    proposal = proposal_of(TreeShape((-1, 0)), [2], torch.full((1, 4), 0.25))
     assert walk(proposal, 0, torch.full((2, 4), 0.25), [0.6, 1.0]) == ([], 2)
 
 
@@ -81,33 +84,23 @@ def test_coupled_children_share_the_noise_of_their_position():
     children = source.draw(0, q_V, 3, 17)
     assert len(set(children)) == 3
     assert source.draw(0, q_V, 1, 17) == children[:1]
-    shape = sequences(3, 1)
-    proposal = proposal_of(shape, children[::-1], q_V.unsqueeze(0), is_listed=True)
+    assert source.sample(q_V.unsqueeze(0), [17], [True]).tolist() == children[:1]
+    proposal = proposal_of(sequences(3, 1), children[::-1], q_V.unsqueeze(0), is_listed=True)
     path, _ = source.walk(proposal, 0, q_V.expand(4, 50), 17)
     assert path == [3]
 
 
 def test_every_child_and_every_test_has_a_number_of_its_own(monkeypatch):
-    from minitri import SamplingParams, SpeculationConfig
-    from tests.cascades import tiny_engine
-
-    drawn = collections.defaultdict(list)
-    real = trees_walk.IndependentTrees._uniforms
+    drawn = []
+    real = IndependentTrees.uniforms
 
     def noting(source, b, count):
         numbers = real(source, b, count)
-        drawn[b] += numbers
+        drawn.extend(numbers.tolist())
         return numbers
 
-    monkeypatch.setattr(trees_walk.IndependentTrees, "_uniforms", noting)
-    list(
-        tiny_engine().generate(
-            [[5, 6, 7], [8, 9]],
-            sampling=SamplingParams(1.1),
-            seed=4,
-            speculation=SpeculationConfig("naive", gamma1=2, tree="5"),
-        )
-    )
-    numbers = [*drawn[0], *drawn[1]]
-    assert len(numbers) > 500
-    assert len(set(numbers)) == len(numbers)
+    monkeypatch.setattr(IndependentTrees, "uniforms", noting)
+    settings = {"sampling": SamplingParams(1.1), "seed": 4}
+    settings["speculation"] = SpeculationConfig("naive", gamma1=2, tree="5")
+    list(tiny_engine().generate([[5, 6, 7], [8, 9]], **settings))
+    assert len(set(drawn)) == len(drawn) > 500

@@ -24,7 +24,7 @@ from minitri.cli.report import phase_ms, where
 from minitri.config import ModelConfig
 from minitri.cpu.packed import can_pack, pack_linears
 from minitri.decoding.random_source import IndependentSource
-from minitri.decoding.verification import Proposal, Verdict
+from minitri.decoding.verification import Proposal
 from minitri.errors import InputError
 from minitri.generation import running
 from minitri.gpu.fused_modules import fuse_if_possible
@@ -188,14 +188,15 @@ class SyntheticSource:
 
     def verify(
         self, proposal: Proposal, probs_BNV: Tensor, starts: list[int], active: list[bool]
-    ) -> Verdict:
+    ) -> list[list[int]]:
         """See `RandomSource`."""
         real = self._real.verify(proposal, probs_BNV, starts, active)
-        num_accepted = []
-        for count in proposal.counts:
-            passes = torch.rand(count, generator=self._generator) < self._rate
-            num_accepted.append(int(passes.int().cumprod(0).sum()))
-        return dataclasses.replace(real, num_accepted=num_accepted)
+        made_up = []
+        for guesses, (*_, next_token) in zip(proposal.tokens, real, strict=True):
+            passes = torch.rand(len(guesses), generator=self._generator) < self._rate
+            num_accepted = int(passes.int().cumprod(0).sum())
+            made_up.append([*guesses[:num_accepted], next_token])
+        return made_up
 
 
 @torch.inference_mode()
