@@ -124,7 +124,7 @@ decoding/test_sampling.py
     _cutoff_within: probs.cumsum(-1, dtype=torch.float64) - probs
     => probs.cumsum(-1, dtype=torch.float64)
 gpu_twins/test_attention_backends.py
-::test_a_trees_rule_replaces_causality_inside_the_block[heads0-prefixes0-3-triton]
+::test_every_backend_equals_the_oracle[True-heads0-prefixes0-3-triton]
   a tree read as a chain by the kernel
     attend_short_block: attend_piece[num_tiles, P, B * K](*tensors, scale, *counts, *strides,
         D=D, HAS_RULE=has_rule, **sizes)
@@ -327,7 +327,6 @@ decoding/test_block_verification.py
 gpu_twins/test_device_clock.py::test_every_stage_is_charged_for_its_own_work
   the last step's seconds are never read
     Cascade.retire: self._meter.settle() => pass
-gpu_twins/test_device_clock.py::test_the_first_build_belongs_to_the_prefill
   a prefill's commit counts as decoding's
     Cascade.start: self._commit(emitted, starting)
     => with self._meter.commit(): self._commit(emitted, starting)
