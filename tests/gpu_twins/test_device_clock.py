@@ -79,9 +79,13 @@ def test_every_stage_is_charged_for_its_own_work(monkeypatch):
 
     for name in ("next_probs", "next_probs_after"):
         monkeypatch.setattr(ModelRunner, name, timed(getattr(ModelRunner, name)))
+    tuner, noted = rig.session.tuner, []
+    monkeypatch.setattr(tuner, "note_round", lambda stage, *more: noted.append((stage, more[1])))
     rig.run()
     stats = rig.stats
     assert stats.num_rebuilds > 2
     assert stats.commit_seconds == (stats.num_rebuilds - 1) * REBUILD
     for stage in stats.stages:
         assert stage.seconds == stage.num_rounds * COSTS[stage.name], stage.name
+        times = [seconds for name, seconds in noted if name == stage.name]
+        assert (len(times), sum(times)) == (stage.num_rounds, stage.seconds)

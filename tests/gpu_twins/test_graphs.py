@@ -12,9 +12,8 @@ from minitri.errors import InputError
 from minitri.gpu.graphs import GraphPool
 from minitri.runner import ModelRunner
 from minitri.settings import SamplingParams
-from tests.cascades import GREEDY, WARM, Rig, near_copy, plain_tokens, random_prompt
+from tests.cascades import Rig, near_copy, plain_tokens, random_prompt
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
-from tests.exactness import probs_after
 from tests.gpu_twins.conftest import as_on_a_gpu
 from tests.gpu_twins.offload import offloaded
 
@@ -44,24 +43,6 @@ def test_a_step_has_the_signature_of_what_it_wraps():
     with pytest.raises(AssertionError, match="right"):
         step(Pair(torch.zeros(3), torch.zeros(1)))
     assert (pool.num_graphs, pool.capture_seconds, pool.num_bytes) == (1, 0, 0)
-
-
-@pytest.mark.parametrize("vocab_size", [40, 64, 90])
-@pytest.mark.parametrize("sampling", [GREEDY, WARM, SamplingParams(1.0)])
-def test_a_static_step_fits_a_model_to_a_smaller_or_larger_vocabulary(
-    vocab_size, sampling, lengths_on_the_device
-):
-    """Cut before the softmax, padded after it: the distributions of eager passes."""
-    model = as_on_a_gpu(tiny_model(CONFIG))
-    tokens = [token % 40 for token in random_prompt(CONFIG, 30)]
-    found = []
-    for graphs in (None, GraphPool(CPU)):
-        settings = {"vocab_size": vocab_size, "graphs": graphs, "block_sizes": (4, 30)}
-        runner = ModelRunner(model, new_cache(CONFIG), sampling, **settings)
-        found.append(probs_after(runner, tokens, 3).clone())
-    assert found[0].shape == (1, 4, vocab_size)
-    assert torch.allclose(found[0], found[1], atol=1e-6)
-    assert torch.allclose(found[1].sum(-1), torch.ones(1, 4))
 
 
 def test_kv_from_host_memory_is_streamed_by_eager_steps(lengths_on_the_device):
