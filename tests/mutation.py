@@ -10,7 +10,6 @@ import contextlib
 import functools
 import importlib
 import inspect
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -160,7 +159,6 @@ def code_of(code: CodeType, qualname: str) -> CodeType:
 class Outcome:
     """How tests ended that ran inside a test."""
 
-    seconds: float = 0.0
     passed: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     errors: list[type[BaseException]] = field(default_factory=list)
@@ -178,11 +176,10 @@ class Outcome:
 
 def run_tests(*names: str) -> Outcome:
     """Runs tests in this process and says how they ended; stops at the first failure."""
-    outcome, started = Outcome(), time.perf_counter()
+    outcome = Outcome()
     options = ["-x", "-q", "--no-header", "-o", "addopts=", *NO_PLUGINS]
     with contextlib.chdir(Path(__file__).parent), pytest.MonkeyPatch.context() as patching:
         patching.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
         patching.delenv("PYTEST_ADDOPTS", raising=False)
         pytest.main([*options, *names], plugins=[outcome])
-    outcome.seconds = time.perf_counter() - started
     return outcome

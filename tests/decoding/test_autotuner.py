@@ -3,7 +3,7 @@
 import functools
 import itertools
 import random
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 
@@ -125,14 +125,12 @@ def test_expected_tokens_are_those_of_independent_guesses():
     assert (length, num_rounds) == (9.5, 9.5 / 4)
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Rounds with these milliseconds; the drafter's and the retrieval level's acceptance rates."""
+class Machine(NamedTuple):
+    """Milliseconds of rounds; the drafter's and the retrieval level's acceptance rates."""
 
     name: str
     ms: tuple[float, float, float]
-    draft_rate: float
-    retrieval_rate: float
+    rates: tuple[float, float]
 
     @property
     def costs(self) -> dict[str, float]:
@@ -140,13 +138,13 @@ class Machine:
 
 
 MACHINES = [
-    Machine("a small model on a CPU after 8,000 tokens", (3.7, 40, 62), 0.51, 0.93),
-    Machine("on another CPU", (4.5, 33, 56), 0.52, 0.96),
-    Machine("32,000 tokens", (4, 44, 115), 0.50, 0.80),
-    Machine("n-grams that find nothing", (0.1, 30, 62), 0.05, 0.93),
-    Machine("nothing is faster", (4.7, 35, 40), 0.05, 0.6),
-    Machine("a large model on a GPU", (1.5, 9, 33), 0.47, 0.92),
-    Machine("KV in host memory", (1.5, 9, 2500), 0.47, 0.92),
+    Machine("a small model on a CPU after 8,000 tokens", (3.7, 40, 62), (0.51, 0.93)),
+    Machine("on another CPU", (4.5, 33, 56), (0.52, 0.96)),
+    Machine("32,000 tokens", (4, 44, 115), (0.50, 0.80)),
+    Machine("n-grams that find nothing", (0.1, 30, 62), (0.05, 0.93)),
+    Machine("nothing is faster", (4.7, 35, 40), (0.05, 0.6)),
+    Machine("a large model on a GPU", (1.5, 9, 33), (0.47, 0.92)),
+    Machine("KV in host memory", (1.5, 9, 2500), (0.47, 0.92)),
 ]
 
 
@@ -186,8 +184,7 @@ class Simulation:
         self.known.add(stage)
         self.ms += ms
         self.tuner.note_round(stage, num_guesses, ms)
-        is_draft = proposer == "draft"
-        rate = self.machine.draft_rate if is_draft else self.machine.retrieval_rate
+        rate = self.machine.rates[proposer != "draft"]
         rate += self.luck[self.num_tokens // 2] * (1 - rate)
         rejected = (i for i in range(num_guesses) if self.random.random() >= rate)
         num_accepted = next(rejected, num_guesses)
