@@ -56,7 +56,7 @@ decoding/test_noise.py::test_coupled_tokens_follow_the_distribution_at_every_pos
 caches/test_streaming_cache.py::test_a_row_that_is_far_back_is_started_over
   streaming length not reset
     DraftRunner._read_window: self.cache.reset(b) => pass
-decoding/test_equality.py::test_a_target_that_drafts_for_itself_is_always_right
+decoding/test_equality.py::test_a_target_that_drafts_for_itself_is_always_right[distribution1]
   last accepted token dropped from the drafter
     ModelRunner.next_probs: sequence[seen:] => sequence[max(seen, len(sequence) - 1) :]
   guesses read one place too early
@@ -105,7 +105,7 @@ decoding/test_enumeration.py
     verify_block: logs_BN.cummax(1).values => logs_BN
   a block ends at the first test that fails
     verify_block: (passes_BN * lengths).amax => passes_BN.cumprod(1).sum
-decoding/test_equality.py::test_a_row_of_a_batch_gives_what_it_gives_alone_at_any_temperature[24]
+decoding/test_random_source.py::test_a_rows_numbers_do_not_depend_on_its_neighbours[triforce]
   one generator for all rows
     IndependentSource.uniforms: self._generators[b] => self._generators[0]
   a row that has ended draws on

@@ -9,12 +9,9 @@ import pytest
 import torch
 
 from minitri.caches.full import FullCache
-from minitri.caches.policies import make_policy
-from minitri.caches.retrieval import RetrievalCache
 from minitri.cpu.kernels import load_kernels
 from minitri.model.attention import attend_math
 from minitri.model.cache import BlockKV, gather_path
-from minitri.settings import SpeculationConfig
 from tests.model.test_attention import random_case
 
 L, K, S, D = 32, 32, 122_880, 128
@@ -48,31 +45,6 @@ def test_the_last_layers_block_lands_at_the_far_end_of_a_cache_of_seven_billion_
     tail = cache.keys[L - 1, 0, :, S - 4 :].clone()
     gather_path(cache.keys[-5:], 0, S - 4, [2, 3])  # 2.5 x 10^9 numbers
     assert torch.equal(cache.keys[L - 1, 0, :, S - 3 : S - 1], tail[:, 2:])
-
-
-def test_the_retrieval_cache_finds_chunks_at_the_far_end():
-    """Of the first and the last layer and head, 16 billion numbers apart: the only keys that look
-    like the query are in the middle and near the end of the text."""
-    keys, values = (
-        sparse(L * K * S * D, torch.bfloat16).view(L, 1, K, S, D)[::31, :, ::31] for _ in range(2)
-    )
-    full, middle, end = FullCache(keys, values, [0]), S // 16, S // 8 - 9
-    speculation = SpeculationConfig("retrieval", num_sink_tokens=8, num_recent_tokens=8)
-    policy = make_policy("retrieval", full, 8)
-    cache = RetrievalCache(full, policy, speculation, budgets=[64], num_heads=2)
-    query = torch.randn(D, generator=torch.Generator().manual_seed(0)).bfloat16() * 4
-    for chunk in (middle, end):
-        slots = slice(chunk * 8, chunk * 8 + 8)
-        keys[:, :, :, slots], values[:, :, :, slots] = query, chunk % 251
-    queries_LTHD = query.expand(2, 1, 2, D)
-    full.advance([S - 2])
-    cache.observe(0, queries_LTHD)
-    full.advance([1])
-    cache.commit(0, queries_LTHD)
-    assert cache.num_rebuilds == 1
-    for chunk in (middle, end):
-        assert (cache.values[:, 0, :, :64] == chunk % 251).all(3).sum(2).eq(8).all()
-        assert (cache.keys[:, 0, :, :64] == query).all(3).sum(2).eq(16).all()
 
 
 ROWS = 6
