@@ -126,7 +126,8 @@ def test_a_plan_for_seven_billion_weights_after_122k_tokens(capsys, gib, best):
     for hidden states of the prompt), 0.5 in reserve. What fits in the plan fits at boot, when
     CUDA has taken its context."""
     flags = ("--context", "124928", "--gamma1", "2", "--gamma2", "6", "--budget", "4096")
-    code, lines, _ = run(capsys, *flags, "--gpu-memory", gib)
+    code, lines, _ = run(capsys, *flags, "--gpu-memory", gib, "--explain")
+    assert any(line.startswith("prefill chunk ") for line in lines)
     result = json.loads(lines[-1])
     assert (code, result["on_chip"]) == (0, best)
     rows = {row["on_chip"]: row for row in result["placements"]}
@@ -167,20 +168,6 @@ def test_two_gpus_share_weights_and_kv_but_not_the_drafter():
     assert guessing[0] == guessing[1] == guessing[2] - eight_bit_bytes(SEVEN_B.share(2))
     with pytest.raises(InputError, match="cannot be split over 3 ranks"):
         seven_b(num_gpus=3).on_device(0)
-
-
-def test_gammas_are_the_fastest_for_where_the_kv_cache_is(capsys):
-    """A pass over KV in host memory is so dear that it had better verify many guesses."""
-    found = []
-    for gammas in ((), ("--gamma1", "2", "--gamma2", "6")):
-        _, lines, _ = run(capsys, "--gpu-memory", "141", "--budget", "4096", *gammas)
-        found.append([row["predicted_ms"] for row in json.loads(lines[-1])["placements"]])
-    (here, there), given = found
-    assert there["plan"]["gamma2"] > here["plan"]["gamma2"]
-    wanted = {"method": "triforce", "gamma1": 2, "gamma2": 6, "tree": ""}
-    assert [row["plan"] for row in given] == [wanted] * 2
-    assert here["speedup"] >= given[0]["speedup"]
-    assert there["speedup"] > 1.3 * given[1]["speedup"]
 
 
 @pytest.mark.parametrize(
