@@ -117,14 +117,18 @@ def cut(length: int):
     return lambda file: file.write_bytes(file.read_bytes()[:length])
 
 
+def write(content: bytes):
+    return lambda file: file.write_bytes(content)
+
+
 FACTS = {"format": "minitri datastore 1", "vocabulary": fingerprint(WORDS)}
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        *((cut(length), "cannot be read") for length in (0, 5, 8, 60, 500, -1)),
-        *((flip(place), "damaged") for place in (-1, -700, -1300)),
+        *((cut(length), "cannot be read") for length in (0, 8, 60, -1)),
+        *((flip(place), "damaged") for place in (-1, -1300)),
         (lambda file: file.unlink(), "no datastore"),
         (lambda file: save_file({"tokens": torch.zeros(3)}, file), "its format is None"),
         (lambda file: save_file({"tokens": torch.zeros(3)}, file, FACTS), "cannot be read"),
@@ -197,11 +201,8 @@ def change(**facts):
     ("damage", "words"),
     [
         (lambda file: file.unlink(), "cannot be read"),
-        (lambda file: file.write_text(file.read_text()[:40]), "cannot be read"),
-        (lambda file: file.write_bytes(b"\xff\xfe"), "cannot be read"),
-        (lambda file: file.write_text("[" * 100_000), "cannot be read"),
-        (lambda file: file.write_text(""), "cannot be read"),
-        (lambda file: file.write_text("[]"), "no file of layers"),
+        *((write(it), "cannot be read") for it in (b"", b"{", b"\xff\xfe", b"[" * 100_000)),
+        (write(b"[]"), "no file of layers"),
         (change(format="another"), "no file of layers"),
         (change(num_layers=30), "num_layers 30"),
         (change(hidden_size=[1]), "hidden_size"),
