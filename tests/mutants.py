@@ -237,7 +237,7 @@ decoding/test_drafters_that_fail.py
   guesses with a distribution that is not finite count
     _on_host: q_BN.isfinite() | ~_are_guesses(proposal, q_BN.device)
     => q_BN.isfinite() | q_BN.isnan()
-gpu_twins/test_eight_bits.py::test_a_copy_however_wrong_changes_no_text[wrong-triforce-sampling0]
+gpu_twins/test_eight_bits.py::test_a_copy_however_wrong_changes_no_text[triforce-sampling0]
   the copy of fewer bits verifies at the last level
     allocate: ModelRunner(target, full, shape.sampling, queries_LBTHD=queries_LBTHD,
         block_sizes=sizes, **options)

@@ -96,11 +96,10 @@ def wrong(model):
 @pytest.mark.parametrize("sampling", [GREEDY, WARM])
 @pytest.mark.parametrize("method", ["retrieval", "triforce"])
 @pytest.mark.usefixtures("lengths_on_the_device")
-@pytest.mark.parametrize("kind", ["int8", "wrong"])
-def test_a_copy_however_wrong_changes_no_text(kind, method, sampling):
+def test_a_copy_however_wrong_changes_no_text(method, sampling):
     """Greedy and coupled, by eager and by static steps. It reads no prompt, and it is asked."""
     target = as_on_a_gpu(tiny_model(CONFIG))
-    twin, longest = wrong(target) if kind == "wrong" else (eight_bit_copy(target), [0])
+    twin, longest = wrong(target)
     settings = {"sampling": sampling, "coupled": True, "num_new": 24, "seed": 3}
     exact = plain_tokens(target, PROMPTS, **settings)
     draft = near_copy(target, 0.02) if method == "triforce" else None
@@ -109,10 +108,8 @@ def test_a_copy_however_wrong_changes_no_text(kind, method, sampling):
     for graphs in (None, GraphPool(CPU)):
         rig = Rig(target, PROMPTS, graphs=graphs, **settings)
         assert rig.run() == exact
-        rate = rig.stats.stages[-1].acceptance_rate
-        assert rate < 0.6 if kind == "wrong" else rate > 0.5
-    if kind == "wrong":
-        assert 0 < longest[0] <= 1 + 2 + 3
+        assert rig.stats.stages[-1].acceptance_rate < 0.6
+    assert 0 < longest[0] <= 1 + 2 + 3
 
 
 @pytest.mark.parametrize(
