@@ -90,6 +90,11 @@ class Rig:
             for sequence, prompt in zip(self.sequences, self.prompts, strict=True)
         ]
 
+    def num_verdicts(self) -> int:
+        """Rounds that ended with one: all but the draft's, which verify nothing."""
+        stages = self.stats.stages
+        return sum(stage.num_rounds for stage in stages[1:] or stages)
+
     def _retire_finished(self, emitted: list[Emitted]) -> list[Emitted]:
         for b, new in enumerate(self.new_tokens()):
             if self.cascade.active[b] and len(new) >= self.num_new:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.decoding.sampling import probs_from_logits
-from minitri.decoding.verification import Proposal, verify
 from minitri.memory import Memory, MemoryShape, Models
 from minitri.model.attention import fold, unfold
 from minitri.model.llama import Llama
@@ -94,10 +93,12 @@ def count_texts(
 ) -> tuple[Tensor, list[Stats]]:
     """How often each text comes over seeds 0 .. num_seeds - 1, and the statistics of all runs.
 
-    Counts are (V,) * NUM_TOKENS for each run of `ROWS` seeds. A session steps without a
-    `Generation` around it: all tokens are counted, no text is made.
+    Counts are (V,) * NUM_TOKENS. A session steps without a `Generation` around it: all tokens are
+    counted, no text is made.
     """
-    generation, runs, stats = GenerationConfig(NUM_TOKENS), [], []
+    generation, stats = GenerationConfig(NUM_TOKENS), []
+    counts = torch.zeros((V,) * NUM_TOKENS, dtype=torch.float64)
+    one = torch.ones((), dtype=torch.float64)
     for first in range(0, num_seeds, ROWS):
         seeds = list(range(first, first + ROWS))
         RUN["first seed"] = first
@@ -112,11 +113,9 @@ def count_texts(
                 if cascade.active[b] and len(sequence) >= len(PROMPT) + NUM_TOKENS:
                     cascade.retire(b)
         texts = [sequence[len(PROMPT) :][:NUM_TOKENS] for sequence in session.sequences]
-        counts = torch.zeros((V,) * NUM_TOKENS, dtype=torch.float64)
-        one = torch.ones((), dtype=torch.float64)
-        runs.append(counts.index_put_(torch.tensor(texts).unbind(1), one, accumulate=True))
+        counts.index_put_(torch.tensor(texts).unbind(1), one, accumulate=True)
         stats.append(session.stats)
-    return torch.stack(runs), stats
+    return counts, stats
 
 
 def read_prompt_once(session: Stack) -> None:
@@ -206,12 +205,3 @@ def smallest_distance(probs: Tensor, num_seeds: int, power: float = 0.99) -> flo
         s for s in itertools.count(1) if freedom + s - z * math.sqrt(2 * freedom + 4 * s) > limit
     )
     return math.sqrt(shift / num_seeds) / 2
-
-
-def reuse_number(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> list[list[int]]:
-    """A bug: the number of the last test is used again for the recovered or bonus token."""
-    numbers_BN = uniforms_BN.clone()
-    for b, tokens in enumerate(verify(proposal, probs_BNV, uniforms_BN)):
-        if proposal.counts[b]:
-            numbers_BN[b, -1] = uniforms_BN[b, min(len(tokens), proposal.counts[b]) - 1]
-    return verify(proposal, probs_BNV, numbers_BN)

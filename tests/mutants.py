@@ -56,7 +56,7 @@ decoding/test_noise.py::test_coupled_tokens_follow_the_distribution_at_every_pos
 caches/test_streaming_cache.py::test_a_row_that_is_far_back_is_started_over
   streaming length not reset
     DraftRunner._read_window: self.cache.reset(b) => pass
-decoding/test_equality.py::test_a_target_that_drafts_for_itself_is_always_right
+decoding/test_equality.py::test_a_target_that_drafts_for_itself_is_always_right[distribution1]
   last accepted token dropped from the drafter
     ModelRunner.next_probs: sequence[seen:] => sequence[max(seen, len(sequence) - 1) :]
   guesses read one place too early
@@ -105,7 +105,7 @@ decoding/test_enumeration.py
     verify_block: logs_BN.cummax(1).values => logs_BN
   a block ends at the first test that fails
     verify_block: (passes_BN * lengths).amax => passes_BN.cumprod(1).sum
-decoding/test_equality.py::test_a_row_of_a_batch_gives_what_it_gives_alone_at_any_temperature[24]
+decoding/test_random_source.py::test_a_rows_numbers_do_not_depend_on_its_neighbours[triforce]
   one generator for all rows
     IndependentSource.uniforms: self._generators[b] => self._generators[0]
   a row that has ended draws on
@@ -124,7 +124,7 @@ decoding/test_sampling.py
     _cutoff_within: probs.cumsum(-1, dtype=torch.float64) - probs
     => probs.cumsum(-1, dtype=torch.float64)
 gpu_twins/test_attention_backends.py
-::test_a_trees_rule_replaces_causality_inside_the_block[heads0-prefixes0-3-triton]
+::test_every_backend_equals_the_oracle[True-heads0-prefixes0-3-triton]
   a tree read as a chain by the kernel
     attend_short_block: attend_piece[num_tiles, P, B * K](*tensors, scale, *counts, *strides,
         D=D, HAS_RULE=has_rule, **sizes)
@@ -237,7 +237,7 @@ decoding/test_drafters_that_fail.py
   guesses with a distribution that is not finite count
     _on_host: q_BN.isfinite() | ~_are_guesses(proposal, q_BN.device)
     => q_BN.isfinite() | q_BN.isnan()
-gpu_twins/test_eight_bits.py::test_a_copy_however_wrong_changes_no_text[wrong-triforce-sampling0]
+gpu_twins/test_eight_bits.py::test_a_copy_however_wrong_changes_no_text[triforce-sampling0]
   the copy of fewer bits verifies at the last level
     allocate: ModelRunner(target, full, shape.sampling, queries_LBTHD=queries_LBTHD,
         block_sizes=sizes, **options)
@@ -327,7 +327,6 @@ decoding/test_block_verification.py
 gpu_twins/test_device_clock.py::test_every_stage_is_charged_for_its_own_work
   the last step's seconds are never read
     Cascade.retire: self._meter.settle() => pass
-gpu_twins/test_device_clock.py::test_the_first_build_belongs_to_the_prefill
   a prefill's commit counts as decoding's
     Cascade.start: self._commit(emitted, starting)
     => with self._meter.commit(): self._commit(emitted, starting)

@@ -1,7 +1,6 @@
 """The rooms of the package: who may import whom, how long a file may be."""
 
 import ast
-import importlib
 import io
 import subprocess
 import sys
@@ -46,9 +45,6 @@ MAY_IMPORT = {
 FILES = sorted(file for file in PACKAGE.rglob("*.py") if file != PACKAGE / "__init__.py")
 
 
-NEEDED_ELSEWHERE = ("triton", "flash_attn", "gguf", "matplotlib", "prompt_toolkit")
-
-
 def module_name(file: Path) -> str:
     return ".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
@@ -79,23 +75,13 @@ def test_a_room_imports_only_what_it_may(file):
         return
     others = {name.split(".")[0] for name in ours(file)} - {room}
     assert others <= set(MAY_IMPORT[room].split())
+    assert room != "caches" or "model.llama" not in ours(file)
 
 
 def test_imports_make_no_circle():
     """Imports inside functions count."""
     graph = {module_name(file): ours(file) for file in FILES}
     assert len(list(TopologicalSorter(graph).static_order())) >= len(FILES)
-
-
-def test_the_algorithm_and_the_caches_know_nothing_of_networks_and_files():
-    for file in FILES:
-        name = module_name(file)
-        if name.startswith("decoding"):
-            assert not any(other.startswith(("model", "caches", "gpu")) for other in ours(file)), (
-                name
-            )
-        if name.startswith("caches"):
-            assert "model.llama" not in ours(file), name
 
 
 def test_the_code_is_short_enough_to_read():
@@ -106,7 +92,7 @@ def test_the_code_is_short_enough_to_read():
     assert sum(map(num_packed, texts)) <= 73
     files = [file for name in ("minitri", "tests", "tools") for file in python_files(name)]
     assert sum(file.read_text(encoding="utf-8").count("fmt" + ": skip") for file in files) <= 25
-    assert sum(map(num_lines, python_files("tests"))) <= 18_680
+    assert sum(map(num_lines, python_files("tests"))) <= 14_960
     assert sum(num_lines(file) for file in PACKAGE.rglob("cpu/*.[ch]*")) <= 1_250
 
 
@@ -173,17 +159,6 @@ def test_no_two_modules_have_one_name():
     names = Counter(file.name for file in FILES)
     shared = {"__init__.py", "__main__.py"}
     assert {name for name, count in names.items() if count > 1} <= shared
-
-
-def test_every_module_can_be_imported():
-    for file in FILES:
-        name = module_name(file)
-        if not name.endswith("__main__"):
-            try:
-                importlib.import_module(f"minitri.{name}")
-            except ImportError as error:
-                if (error.name or "").split(".")[0] not in NEEDED_ELSEWHERE:
-                    raise
 
 
 def test_transformers_is_never_imported(folder):

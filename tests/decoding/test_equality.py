@@ -1,8 +1,6 @@
-"""Greedy and seed-coupled texts equal those of autoregressive decoding, whatever the method and its
-settings.
+"""What a target that drafts for itself shows, and when choices may follow the clock.
 
-In float32 on a CPU, where a row computed in a block differs from the row alone in the last bits
-only, this is equality of tokens, over thousands of them.
+Equality of texts with autoregressive decoding is in `tests/test_matrix.py`.
 """
 
 from types import SimpleNamespace
@@ -10,75 +8,31 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import minitri
-from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.memory import MemoryShape
 from minitri.model.execution import Execution
 from minitri.stack import may_use_clock
-from tests.conftest import write_hf_folder
+from tests.cascades import tiny_engine
 
-PROMPTS = [[5, 6, 7], list(range(10, 60)), [9], [4] * 20]
-"""Ragged; one shorter than a chunk, one a single token, one all repetition, which n-grams love."""
-NUM_NEW = 40
 GREEDY = (SamplingParams(), False)
 COUPLED = (SamplingParams(0.8, top_k=40, top_p=0.95), True)
 
 
-@pytest.fixture(scope="module")
-def other_engine(tmp_path_factory) -> minitri.Engine:
-    """Another model with the same vocabulary: a drafter that is often wrong."""
-    folder = write_hf_folder(
-        tmp_path_factory.mktemp("drafts") / "draft", seed=3, num_hidden_layers=1
-    )
-    return minitri.load(str(folder), dtype="float32", device="cpu")
-
-
-def texts(engine, draft, distribution, prompts=PROMPTS, num_new=NUM_NEW, seed=7, **settings):
-    sampling, coupled = distribution
-    run = minitri.Engine(engine.model, engine.tokenizer, draft).generate(
-        prompts,
-        sampling=sampling,
-        generation=GenerationConfig(num_new, ignore_eos=True),
-        speculation=SpeculationConfig(coupled=coupled, **settings),
-        seed=seed,
-    )
-    ends = sorted((event for event in run if isinstance(event, End)), key=lambda end: end.row)
-    return [end.token_ids for end in ends], ends[0].stats
-
-
-@pytest.mark.parametrize("budget", [24, None])
-def test_a_row_of_a_batch_gives_what_it_gives_alone_at_any_temperature(
-    engine, other_engine, budget, monkeypatch
-):
-    """Without coupling, too: a row draws from its own stream, only when it takes part, and has its
-    own budget."""
-    monkeypatch.setattr(
-        SpeculationConfig, "budget_for", lambda self, n, doublings=0: self.budget or 8 + n // 16 * 8
-    )
-    distribution = (SamplingParams(0.9, top_k=50), False)
-    settings = {"method": "triforce", "gamma1": 2, "gamma2": 4, "budget": budget}
-    together, _ = texts(engine, other_engine.model, distribution, seed=[7, 8, 9, 10], **settings)
-    for b, prompt in enumerate(PROMPTS):
-        alone, _ = texts(
-            engine, other_engine.model, distribution, prompts=[prompt], seed=7 + b, **settings
-        )
-        assert alone == [together[b]]
-
-
-def test_a_target_that_drafts_for_itself_is_always_right(engine):
+@pytest.mark.parametrize("distribution", [GREEDY, COUPLED, (SamplingParams(1.0), False)])
+def test_a_target_that_drafts_for_itself_is_always_right(distribution):
     """Every stage sees everything, so every distribution is the target's: nothing may be rejected,
     at any temperature."""
-    for distribution in (GREEDY, COUPLED, (SamplingParams(1.0), False)):
-        _, stats = texts(
-            engine,
-            engine.model,
-            distribution,
-            method="triforce",
-            budget=128,
-            num_recent_tokens=200,
-            gamma1=3,
-        )
-        assert [level.acceptance_rate for level in stats.levels] == [1.0, 1.0]
+    sampling, coupled = distribution
+    target, prompts = tiny_engine(), [[5, 6, 7], list(range(10, 60)), [9], [4] * 20]
+    settings = {"budget": 128, "num_recent_tokens": 200, "gamma1": 3, "gamma2": 6}
+    run = Engine(target.model, target.tokenizer, target.model).generate(
+        prompts,
+        sampling=sampling,
+        generation=GenerationConfig(40, ignore_eos=True),
+        speculation=SpeculationConfig("triforce", coupled=coupled, **settings),
+    )
+    *_, end = run
+    assert [level.acceptance_rate for level in end.stats.levels] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

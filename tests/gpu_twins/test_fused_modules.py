@@ -11,7 +11,7 @@ from minitri.gpu.fused_modules import FusedLayers, check_kernels, compiled, fuse
 from minitri.gpu.graphs import GraphPool
 from minitri.model.llama import Layers, Llama
 from minitri.model.replace import replace_modules
-from tests.cascades import Rig, near_copy, random_prompt
+from tests.cascades import Rig, near_copy, plain_tokens, random_prompt
 from tests.conftest import tiny_config, tiny_model
 from tests.gpu_twins.conftest import as_on_a_gpu
 
@@ -27,12 +27,6 @@ needs_compiler = pytest.mark.skipif(
 def inductor():
     """Imported before an operation is replaced that it looks up."""
     pytest.importorskip("torch._inductor.compile_fx")
-
-
-@pytest.fixture
-def uncompiled(monkeypatch):
-    """The functions as they are, in the place of their kernels."""
-    monkeypatch.setattr(fused_modules, "compiled", lambda function: function)
 
 
 def fused(model: Llama) -> Llama:
@@ -62,33 +56,25 @@ def test_compiled_kernels_pass_the_test_of_every_boot(dtype):
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.usefixtures("inductor", "lengths_on_the_device")
-@pytest.mark.parametrize("method", ["autoregressive", "triforce"])
-def test_texts_stay_the_same(method):
-    """Full, retrieval and streaming caches, rows of different lengths, captured steps; a fused
-    model shares all weights of the plain one."""
-    settings = {"num_new": 12, "method": method, "budget": 24, "num_recent_tokens": 60}
-    settings |= {"gamma1": 2, "gamma2": 3} if method == "triforce" else {}
+def test_texts_stay_the_same():
+    """Full, retrieval and streaming caches, rows of different lengths, captured steps."""
+    settings = {"num_new": 12, "budget": 24, "num_recent_tokens": 60, "gamma1": 2, "gamma2": 3}
     prompts = [random_prompt(CONFIG, n, seed=n) for n in (30, 3)]
     plain = as_on_a_gpu(tiny_model(CONFIG))
-    draft = near_copy(plain, 0.02)
+    draft, pool = fused(near_copy(plain, 0.02)), GraphPool(torch.device("cpu"))
+    rig = Rig(fused(plain), prompts, draft=draft, graphs=pool, method="triforce", **settings)
+    assert rig.run() == plain_tokens(plain, prompts, num_new=12)
+
+
+def test_the_network_adds_and_norms_in_another_order_only(monkeypatch):
+    """Hidden states, K and V to the bit, by the uncompiled functions; all weights are shared."""
+    monkeypatch.setattr(fused_modules, "compiled", lambda function: function)
+    plain, found = tiny_model(CONFIG), []
     ours = fused(plain)
     assert {id(w) for w in ours.parameters()} == {id(w) for w in plain.parameters()}
     assert not isinstance(plain.layers, FusedLayers)
-    texts = [
-        Rig(target, prompts, draft=own, graphs=GraphPool(torch.device("cpu")), **settings).run()
-        for target, own in ((plain, draft), (ours, fused(draft)))
-    ]
-    assert texts[0] == texts[1]
-
-
-@pytest.mark.usefixtures("uncompiled")
-def test_the_network_adds_and_norms_in_another_order_only():
-    """Hidden states, K and V to the bit, by the uncompiled functions."""
-    plain = tiny_model(CONFIG)
-    prompt = random_prompt(CONFIG, 30)
-    found = []
-    for model in (plain, fused(plain)):
-        rig = Rig(model, [prompt], method="autoregressive", num_new=4)
+    for model in (plain, ours):
+        rig = Rig(model, [random_prompt(CONFIG, 30)], method="autoregressive", num_new=4)
         found.append([rig.run(), rig.full.keys[..., :33, :], rig.full.values[..., :33, :]])
     (text, *slots), (other_text, *other_slots) = found
     assert text == other_text
@@ -122,12 +108,10 @@ def test_where_kernels_do_not_work_the_model_stays_as_it_is_and_it_says_why(
         if problem:
             raise RuntimeError(problem)
 
-    model = tiny_model(CONFIG)
     monkeypatch.setenv("MINITRI_KERNELS", kernels)
     monkeypatch.setattr(fused_modules, "check_kernels", check)
     monkeypatch.setattr(Llama, "device", torch.device(device))
+    model = tiny_model(CONFIG)
     found = fuse_if_possible(model)
-    assert isinstance(found.layers, FusedLayers) == is_fused
-    assert is_fused or found is model
-    assert len(caplog.records) == bool(problem)
-    assert problem in caplog.text
+    assert (isinstance(found.layers, FusedLayers), found is not model) == (is_fused, is_fused)
+    assert [problem in record.getMessage() for record in caplog.records] == [True] * bool(problem)

@@ -11,17 +11,15 @@ from torch import Tensor
 from minitri.errors import InputError
 from minitri.gpu.graphs import GraphPool
 from minitri.runner import ModelRunner
-from minitri.settings import MAX_GAMMA, SamplingParams
-from tests.cascades import GREEDY, WARM, Rig, near_copy, random_prompt
+from minitri.settings import SamplingParams
+from tests.cascades import Rig, near_copy, plain_tokens, random_prompt
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
-from tests.exactness import probs_after
 from tests.gpu_twins.conftest import as_on_a_gpu
 from tests.gpu_twins.offload import offloaded
 
 CONFIG = tiny_config(num_layers=3)
 PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (60, 3, 21)]
-SMALL = {"num_new": 24, "budget": 24, "num_recent_tokens": 60}
-GAMMAS = {"gamma1": 2, "gamma2": 3}
+SMALL = {"budget": 24, "num_recent_tokens": 60, "gamma1": 2, "gamma2": 3}
 
 
 @dataclass(frozen=True)
@@ -47,30 +45,11 @@ def test_a_step_has_the_signature_of_what_it_wraps():
     assert (pool.num_graphs, pool.capture_seconds, pool.num_bytes) == (1, 0, 0)
 
 
-@pytest.mark.parametrize("vocab_size", [40, 64, 90])
-@pytest.mark.parametrize("sampling", [GREEDY, WARM, SamplingParams(1.0)])
-def test_a_static_step_fits_a_model_to_a_smaller_or_larger_vocabulary(
-    vocab_size, sampling, lengths_on_the_device
-):
-    """Cut before the softmax, padded after it: the distributions of eager passes."""
-    model = as_on_a_gpu(tiny_model(CONFIG))
-    tokens = [token % 40 for token in random_prompt(CONFIG, 30)]
-    found = []
-    for graphs in (None, GraphPool(CPU)):
-        settings = {"vocab_size": vocab_size, "graphs": graphs, "block_sizes": (4, 30)}
-        runner = ModelRunner(model, new_cache(CONFIG), sampling, **settings)
-        found.append(probs_after(runner, tokens, 3).clone())
-    assert found[0].shape == (1, 4, vocab_size)
-    assert torch.allclose(found[0], found[1], atol=1e-6)
-    assert torch.allclose(found[1].sum(-1), torch.ones(1, 4))
-
-
 def test_kv_from_host_memory_is_streamed_by_eager_steps(lengths_on_the_device):
     """The draft and the small cache of the target are captured, the pass over the full cache is
     not."""
-    target = tiny_model(CONFIG)
-    settings = {"method": "triforce", **SMALL, **GAMMAS}
-    tokens = Rig(target, PROMPTS, draft=near_copy(target, 0.02), **settings).run()
+    target, settings = tiny_model(CONFIG), {"method": "triforce", "num_new": 24, **SMALL}
+    tokens = plain_tokens(target, PROMPTS, num_new=24)
     draft = as_on_a_gpu(near_copy(target, 0.02))
     pool, full = GraphPool(CPU), offloaded(1, config=CONFIG)
     rig = Rig(as_on_a_gpu(target), PROMPTS, draft=draft, graphs=pool, full=full, **settings)
@@ -80,29 +59,12 @@ def test_kv_from_host_memory_is_streamed_by_eager_steps(lengths_on_the_device):
     assert pool.num_graphs == sum(map(len, steps)) > 0
 
 
-def test_blocks_of_the_largest_gammas_do_not_read_lengths_from_the_host(lengths_on_the_device):
-    """Beyond `LONGEST_BLOCK` attention goes by the host's lengths, which a graph would keep as they
-    were."""
-    target = tiny_model(CONFIG)
-    draft = near_copy(target, 0.01)
-    settings = {"num_new": 80, "budget": 24, "num_recent_tokens": 12}
-    plain = Rig(target, PROMPTS[:1], method="autoregressive", num_new=80).run()
-    for model in (target, draft):
-        as_on_a_gpu(model)
-    for method, gamma in (("retrieval", "gamma2"), ("naive", "gamma1")):
-        how = {"method": method, gamma: MAX_GAMMA, "graphs": GraphPool(CPU)}
-        rig = Rig(target, PROMPTS[:1], draft=draft, **settings, **how)
-        assert rig.run() == plain
-        assert max(rig.runners["target"].captured.by_size) == MAX_GAMMA + 1
-
-
 def test_a_run_that_is_over_frees_its_cache(lengths_on_the_device):
     target, full = as_on_a_gpu(tiny_model(CONFIG)), new_cache(CONFIG, 3, 256)
-    settings = {"method": "retrieval", "budget": 24, "gamma2": 3, "graphs": GraphPool(CPU)}
-    rig = Rig(target, PROMPTS, full=full, **settings)
+    rig = Rig(target, PROMPTS, full=full, method="retrieval", graphs=GraphPool(CPU), **SMALL)
     rig.run()
     gone = weakref.ref(full)
-    del full, rig, settings
+    del full, rig
     assert gone() is None
 
 

@@ -5,13 +5,12 @@ import gc
 import pytest
 import torch
 
-from minitri import memory
+from minitri import GenerationConfig, SpeculationConfig, memory
 from minitri.gpu.offload import host_memory as module
 from minitri.gpu.offload.host_memory import HostMemory
-from minitri.settings import SpeculationConfig
+from tests.cascades import random_prompt, tiny_engine
 from tests.conftest import CPU
 from tests.gpu_twins.offload import offloaded
-from tests.gpu_twins.test_session_pool import gpu_engine, pools, say  # noqa: F401 (a fixture)
 
 
 class Borrower:
@@ -42,10 +41,7 @@ def test_memory_comes_back_when_its_borrower_is_gone_and_serves_the_next_one(mad
     again = host.lend(host, (3, 5), torch.float32)
     assert (again.shape, again.data_ptr(), host.num_free_bytes) == ((3, 5), address, 0)
     again.fill_(1.0)
-    borrower = Borrower()
-    host.lend(borrower, (50,), torch.uint8)
-    del borrower
-    assert host.num_free_bytes == 50
+    host.lend(Borrower(), (50,), torch.uint8)
     host.lend(host, (80,), torch.uint8)
     assert (host.num_free_bytes, made) == (0, [70, 70, 50, 80])
 
@@ -89,24 +85,20 @@ def test_memory_is_registered_once_and_unregistered_when_it_is_given_up(error, m
     assert [record.levelname for record in caplog.records] == ["WARNING"] * bool(error)
 
 
-def test_the_next_run_of_an_engine_takes_over_host_memory_until_it_is_released(
-    pools,  # noqa: F811
-    made,
-    monkeypatch,
-):
-    """Also where the memory is not kept, and for shorter texts; texts stay as they are."""
-    engine, fresh = gpu_engine(), gpu_engine()
+def test_the_next_run_of_an_engine_takes_over_host_memory_until_it_is_released(made, monkeypatch):
+    """Also for a shorter text; texts stay as they are."""
+    engine, fresh = tiny_engine(), tiny_engine()
 
     def allocate(*settings):
         return offloaded(0, 1, settings[5], config=engine.config, host=settings[6])
 
     monkeypatch.setattr(memory, "allocate_full_cache", allocate)
-    speculation = SpeculationConfig("retrieval", gamma2=3, budget=24, num_recent_tokens=40)
-    offload = {"offload": True, "prefill_chunk": 32}
-    say(engine, (300,), speculation, **offload)
-    again = say(engine, (200,), speculation, seed=5, **offload)
+    how = {"generation": GenerationConfig(24, offload=True, prefill_chunk=32)}
+    how["speculation"] = SpeculationConfig("retrieval", gamma2=3, budget=24, num_recent_tokens=40)
+    prompts = [random_prompt(engine.config, n) for n in (300, 200)]
+    texts = [engine.complete(prompt, **how).token_ids for prompt in prompts]
     assert len(made) == 1
-    assert again == say(fresh, (200,), speculation, seed=5, **offload)
+    assert fresh.complete(prompts[1], **how).token_ids == texts[1]
     assert engine._pool.host.num_free_bytes == made[0]
     engine.release()
     assert engine._pool.host.num_free_bytes == 0
