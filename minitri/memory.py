@@ -28,8 +28,8 @@ from minitri.runner import DraftRunner, ModelRunner, RetrievalRunner, empty_quer
 from minitri.settings import LONGEST_BLOCK, GenerationConfig, SamplingParams, SpeculationConfig
 
 TARGET_BLOCKS = (1, 5, 9, LONGEST_BLOCK)
-"""Block sizes that are captured of the target, as far as a run has blocks that long; short ones
-need not be padded to the longest of all plans."""
+"""Block sizes for which passes of the target are captured, as far as a run has blocks that long;
+short ones need not be padded to the longest of all plans."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class MemoryShape:
     """What a run needs memory for."""
 
     prompt_lengths: tuple[int, ...]
-    """Tokens of the longest prompt of each row: as many rows as texts run at a time."""
+    """Tokens of the longest prompt of each row; as many rows as texts run at a time."""
     sampling: SamplingParams
     """The filters that captured steps apply."""
     generation: GenerationConfig
@@ -61,7 +61,7 @@ class MemoryShape:
 
     @property
     def reserved_lengths(self) -> list[int]:
-        """Tokens of the longest prompt that each row must have room for, now or later."""
+        """Tokens of the longest text, or prompt, that each row must have room for, now or later."""
         return [max(length, self.generation.reserve) for length in self.prompt_lengths]
 
     @property

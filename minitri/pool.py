@@ -75,7 +75,7 @@ class MemoryPool:
         old = kept.shape
         cache = kept.retrieval_cache
         settings = old.speculation
-        # Every run may choose these two anew.
+        # Every run may choose these two for itself.
         wanted = dataclasses.replace(
             new.speculation, coupled=settings.coupled, timed=settings.timed
         )

@@ -2,8 +2,8 @@
 
 `ModelRunner.next_probs` feeds whatever the cache has not seen of each row in one forward pass for
 the whole batch. Rows may have different amounts to read; shorter ones are padded at the end, where
-nothing looks. This is the one place where logits become distributions, so every level applies the
-same filters. `RetrievalRunner` adds how the retrieval cache follows the full one, `DraftRunner` how
+nothing looks. Logits become distributions by the filters of `decoding/sampling.py`, at every level
+the same. `RetrievalRunner` adds how the retrieval cache follows the full one, `DraftRunner` how
 a drafter gets to the end of a long text. `prefill` fills a row of a full cache beforehand.
 
 Legend: B rows, T tokens read at once, N proposed tokens, E hidden size, V vocab, L layers, H query
@@ -79,7 +79,7 @@ class ModelRunner:
     ) -> Output:
         """Distributions (B, N + 1, V); see `decoding.level.Runner`."""
         counts = [0] * len(active) if guesses is None else guesses.counts
-        certain = [
+        certain = [  # of a row that is not active any token
             sequence[seen:] if on else sequence[-1:] or [0]
             for sequence, seen, on in zip(sequences, self.cache.num_tokens, active, strict=True)
         ]

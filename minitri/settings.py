@@ -167,8 +167,8 @@ class SpeculationConfig:
     """Tie random numbers to seed and position: one text per seed for all methods."""
     timed: bool = one_of(False, True, False)
     """Let the autotuner follow the clock even where a seed then no longer repeats its text: at a
-    temperature above 0, unless coupled, and wherever a text may depend on the last bits (any dtype
-    but float32, any GPU). Otherwise it follows predicted costs there."""
+    temperature above 0, unless coupled, and wherever a text may depend on the last bits (unless
+    compiled CPU kernels, or float32 on a CPU, make all plans equal). Else predicted costs count."""
     verification: str = one_of("block", *VERIFICATIONS)
     """Test a chain of guesses as a block, which accepts more of them, or token by token; no
     difference at temperature 0 or with --coupled."""

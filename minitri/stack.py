@@ -1,4 +1,4 @@
-"""A run over a memory: the texts of its rows, and the stages that a step stacks over each other.
+"""A run over a memory: the texts of its rows, and the stages of the cascade that extends them.
 
 `admit` gives a row to a text, which is the only way a text starts; `prefill` reads its prompt while
 the retrieval cache observes it; `start` and `step` make tokens; `retire` ends it. What the
@@ -39,7 +39,7 @@ class Stack:
     ) -> None:
         """The memory must fit the `shape` of the run; no row of it has a text.
 
-        `sources` replaces the random sources of the named stages: for made-up verdicts.
+        `sources` replaces the random sources of the named stages: to simulate acceptance.
         """
         self.memory = memory
         self.shape = shape
@@ -201,10 +201,11 @@ def prior_seconds(memory: Memory, shape: MemoryShape) -> Callable[[str, float], 
 
 
 def may_use_clock(models: Models, shape: MemoryShape) -> bool:
-    """Whether the autotuner may follow measured times: if all plans write the same text.
+    """Whether the autotuner may follow measured times: if all plans write the same text, or if
+    `timed` accepts that they may not.
 
-    Unless it is row-invariant, the length of a block may decide a near-tie in other dtypes than
-    float32, and on a GPU. Ranks that compute one model together must choose alike.
+    Unless the model is row-invariant, the length of a block may decide a near-tie in other dtypes
+    than float32, and on a GPU. Ranks that compute one model together must make equal choices.
     """
     target = models.target
     speculation = shape.speculation

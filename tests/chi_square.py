@@ -3,7 +3,7 @@
 The models are so small that the target's distribution over all texts of three tokens is known.
 Marginals can be right while the joint is wrong (numbers used twice), so whole texts are counted.
 Seeds are fixed, hence every test is deterministic; its odds of a false alarm are those of seeds
-drawn anew.
+drawn again.
 """
 
 import itertools

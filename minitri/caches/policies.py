@@ -11,6 +11,9 @@ The whole of one that keeps the chunks with the largest key:
 
     engine.generate(prompt, speculation=minitri.SpeculationConfig(policy=Largest()))
 
+It is asked for each layer and row at every rebuild, once the text outgrows the budget (at least 256
+tokens by default; `budget=64` shows one at work).
+
 A policy changes the speed, and no text: the target sees the whole cache. One that raises, or whose
 scores have another shape or are NaN, ends the run with an `InputError` that names it.
 
@@ -138,7 +141,7 @@ class CheckedPolicy:
         except Exception as error:
             name = type(self._policy).__name__
             what = f"{type(error).__name__} ({shorten(error, 90)})"
-            raise InputError(f"the policy {name} failed: {what}; mend it") from error
+            raise InputError(f"the policy {name} failed: {what}; correct it") from error
 
 
 def attention_received(q_KRD: Tensor, keys_KND: Tensor) -> Tensor:

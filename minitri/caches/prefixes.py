@@ -3,7 +3,7 @@ text which begins like one of them need not be read from its start.
 
 A row without a text has the length 0, so that it costs no attention; but the passes of other rows
 write what means nothing to its first slots. These are put aside when its text ends, and put back
-when the next one takes over. Only K, V and their tokens are kept: all else is made anew from them
+when the next one takes over. Only K, V and their tokens are kept: all else is recomputed from them
 and from the last tokens of the prompt, which are always read.
 
 Legend: L layers, P = 2 keys and values, B rows, T tokens, K KV heads, D head dim.

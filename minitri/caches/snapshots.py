@@ -91,7 +91,7 @@ def read_snapshot(name: str, origin: Origin) -> tuple[HeldRow, str]:
     except (SafetensorError, OSError, RuntimeError, ValueError, TypeError) as error:
         raise InputError(
             f"there is no KV snapshot {shorten(name)} for {origin.config.name}: "
-            f"{shorten(error, 160)}; read the text again and save anew"
+            f"{shorten(error, 160)}; read the text again and save it again"
         ) from None
     keys_LBKTD, values_LBKTD = found["kv"].unsqueeze(2).unbind(1)
     full = FullCache(keys_LBKTD, values_LBKTD, [num_tokens])

@@ -2,7 +2,7 @@
 
 Keys are stored as they come, before rotation, and rotated by the *slot* they stand in, so a drafter
 with a context of 2K serves a text of a million tokens: it never sees a position beyond its window.
-A rotated copy is kept next to them and made anew only when the window slides, which happens in
+A rotated copy is kept next to them and recomputed only when the window slides, which happens in
 strides of `SLIDE` tokens, and between steps only, so a crop always finds what it takes back at the
 end of the window.
 

@@ -6,7 +6,7 @@
 
 The model's chat template says how it is written. What stands between two answers is rendered with
 marks in the places of the answers and of the question, and cut there; so what has been said is
-never written anew. A model without a template gets plain questions and answers.
+never written again. A model without a template gets plain questions and answers.
 """
 
 import json

@@ -27,8 +27,13 @@ The draft model is a level without a stage below: it verifies nothing and sample
 Its tokens stay on the device until the level above has verified them, so that the host waits once a
 round, for the verdict.
 
-Invariants. All levels share one list of tokens per row: the text, and after it the guesses in
-flight. A cache never holds the last token of a list, which is the next input. Whether another
+Words. A *round* is one level's proposal and its verification by the next; a *step* is a round of
+the target. A *stage* is whatever proposes: a level, or a drafter without a model.
+
+Invariants. All levels share one list of tokens per row: the text, and after it what the retrieval
+level has emitted in this step. Between rounds a cache lacks at least the last token of the list,
+which is its next input; a draft model lacks two after full acceptance, since the last token that it
+guessed was never an input. Whether another
 round is run is decided before its first token is sampled, and no emitted token is discarded: a
 token thrown away for what it is would bend the distribution.
 """
@@ -56,7 +61,7 @@ class Cascade:
         says before each step which stages take part."""
         self.sequences = sequences
         self.active = [False] * len(sequences)  # until they start
-        self.guessing = [True] * len(sequences)
+        self.guessing = [True] * len(sequences)  # rows whose requests allow speculation
         self._meter = meter
         self._target = target
         self._retrieval = retrieval
@@ -66,8 +71,8 @@ class Cascade:
         self, rows: Collection[int] | None = None, *, wants_logits: bool = False
     ) -> list[Emitted]:
         """Samples the first tokens of these rows, or of all, by the target alone, whose cache lacks
-        the last token of each prompt. From then on every step extends them. What the small caches
-        take belongs to the prefill."""
+        the last token of each prompt. From then on every step extends them. The
+        time that small caches take to catch up counts as prefill."""
         nothing = Proposal.nothing(len(self.sequences))
         starting = [rows is None or b in rows for b in range(len(self.sequences))]
         emitted = self._target.verify(self.sequences, starting, nothing, wants_logits=wants_logits)
@@ -104,11 +109,11 @@ class Cascade:
                 below = stage
 
     def _commit(self, emitted: list[Emitted], active: list[bool]) -> None:
-        """Brings what became certain into the caches: the one place for it.
+        """Brings what became certain into the caches.
 
         The full cache was cropped to the accepted tokens when they were verified. The retrieval
         cache takes over their exact K and V, and is rebuilt if that is due. The drafter's cache
-        slides and catches up before the next step that uses it (`Stage.prepare`).
+        slides before the next step that uses it (`Stage.prepare`), whose first pass reads the rest.
         """
         if self._retrieval is not None:
             self._retrieval.runner.commit(emitted, active)

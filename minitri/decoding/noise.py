@@ -1,6 +1,6 @@
 """Gumbel noise tied to (seed, position, token): what makes a seed give one text for all methods.
 
-The noise of a position is a vector over the vocabulary, computed anew wherever it is needed from a
+The noise of a position is a vector over the vocabulary, computed wherever it is needed from a
 64-bit key by SplitMix64 (Steele et al. 2014). Nothing is stored, and only tokens that have a
 positive probability cost anything. Pure functions.
 """

@@ -3,6 +3,9 @@
 `IndependentSource` is the default: fresh numbers for every decision. `CoupledSource` ties noise to
 (seed, position), so that a seed gives the same text whatever the method. With either, a row takes
 numbers from its own seed only, so its tokens do not depend on what else is in the batch.
+
+No independent number is used twice: a test that shares its number with the guess that it tests is
+biased. Coupled noise may be shared, as what is emitted is always the verifier's own argmax.
 """
 
 from collections.abc import Sequence

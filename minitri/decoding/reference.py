@@ -4,7 +4,8 @@ Models are functions from the tokens of a text to the distribution of the next o
 probabilities. There are no caches: `draft`, `retrieval` and `target` stand for the drafter with its
 streaming cache, the target with its retrieval cache, and the target with its full one. The cascade
 (`cascade.py`) is the fast form of this, for any number of stages and rows; given the same random
-numbers it emits the same tokens (`tests/decoding/test_reference.py`).
+numbers it emits the same tokens, if it verifies token by token (`tests/decoding/test_reference.py`;
+its default, `verify_block`, accepts more).
 """
 
 from bisect import bisect_right

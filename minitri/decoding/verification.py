@@ -3,8 +3,9 @@
 A proposal is tokens together with the distributions q that they were really sampled from, so that
 nobody can pair tokens with a distribution they do not come from. `verify` accepts or corrects them
 such that every token it emits follows the verifier's distribution p exactly (Leviathan et al. 2023,
-algorithm 1; TriForce section 3.3). So does `verify_block`, which looks at all of them together and
-accepts more (Sun et al. 2024, arXiv 2403.10444). `verify_coupled` uses common random numbers: a
+algorithm 1; TriForce section 3.3). So does `verify_block`, the default, which looks at all of them
+together and accepts more (Sun et al. 2024, arXiv 2403.10444); `random_source.py` calls the one that
+`SpeculationConfig.verification` names. `verify_coupled` uses common random numbers: a
 guess is accepted if the verifier would have said the same. Pure functions; randomness is an
 argument.
 

@@ -9,9 +9,10 @@ whole of one that repeats the last token but one:
 
     engine = minitri.load("smollm2-135m", drafter=Echo())
 
-It is asked token by token, with the text so far and its own guesses at the end of it, up to gamma1
-times a round. What it answers is checked: a drafter that raises, or whose answer is no token and no
-distribution, ends the run with an `InputError` that names it, and nothing of that answer is used.
+Methods naive, triforce and auto ask it: token by token, with the text so far and its own guesses at
+the end of it, up to gamma1 times a round. What it answers is checked: a drafter that raises, or
+whose answer is no token and no distribution, ends the run with an `InputError` that names it, and
+nothing of that answer is used.
 
 Where it answers with a distribution, the filters of the request (temperature, top-p, ...) are
 applied to it, and the token is sampled here, with the engine's own random numbers. So the guess
@@ -43,7 +44,7 @@ class Drafter(Protocol):
     """Guesses the next token: give such an object to `minitri.load(..., drafter=...)`."""
 
     def guess(self, tokens: list[int], row: int) -> int | Tensor | Sequence[float] | None:
-        """What follows `tokens`: a token, a distribution over the vocabulary (V,), or None.
+        """What follows `tokens`: a token (int), a distribution over the vocabulary (V,), or None.
 
         `tokens` are prompt, output and the guesses of this round so far; the list may be kept.
         None ends the round: nothing (more) is guessed. `row` is the number of the text in its
@@ -118,5 +119,7 @@ class PluggedDrafter(Stage):
         except Exception as error:
             name = type(self._drafter).__name__
             what = f"{type(error).__name__}: {shorten(error, 90)}"
-            raise InputError(f"the drafter {name} gave no guess ({what}); mend it") from error
+            raise InputError(
+                f"the drafter {name} gave no valid guess ({what}); correct it"
+            ) from error
         return probs_V.log()

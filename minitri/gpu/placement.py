@@ -46,7 +46,7 @@ class Demand:
 
     @cached_property
     def share(self) -> ModelConfig:
-        """The model's part on a GPU. Raises `InputError` if it cannot be split over so many."""
+        """The model's part on a GPU. Raises `InputError` if it cannot be split over that many."""
         return self.config.share(self.num_gpus)
 
     @property

@@ -242,7 +242,7 @@ def test_every_token_since_the_last_build_is_held_once(name, budget, chunk_size,
         (300, 1, 309, NEVER, 4, [1, *[0] * 20]),  # not without a reason
     ],
 )
-def test_it_is_built_anew_when_it_is_due(budget, chunk_size, prompt, stride, count, wanted):
+def test_it_is_rebuilt_when_it_is_due(budget, chunk_size, prompt, stride, count, wanted):
     bench = Bench(budget=budget, chunk_size=chunk_size, rebuild_stride=stride)
     bench.read(prompt)
     assert [bench.commit(count) for _ in wanted] == wanted

@@ -37,7 +37,7 @@ PLANS = StepPlan("autoregressive"), StepPlan("naive", 1), StepPlan("triforce", 1
 
 @pytest.mark.parametrize("plans", itertools.permutations(PLANS))
 def test_a_schedule_of_switches_gives_the_target_distribution(plans):
-    """The stages are stacked anew before each of two steps."""
+    """The stages are stacked again before each of two steps."""
     assert largest_error(3, 1, 1, num_steps=2, plans=plans) < ROUNDING
 
 

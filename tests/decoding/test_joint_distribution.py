@@ -3,10 +3,10 @@ drafters whose vocabulary is smaller or larger than the target's: greedy and cou
 a wrong q.
 
 An adversarial drafter, a retrieval cache of a quarter of the prompt, and 20,000 seeds. A false
-alarm has odds of 1 in 100,000 per test, had the seeds been drawn anew. A distribution of texts that
-is 4 % away from the target's (total variation) is found with odds of 99 %: `smallest_distance`.
-With 5,000 seeds, where gammas, randomness or the drafter differ, one that is 8 % away. `pytest -s`
-prints the p-values.
+alarm has odds of 1 in 100,000 per test, had the seeds been drawn again. A distribution of texts
+that is 4 % away from the target's (total variation) is found with odds of 99 %:
+`smallest_distance`. With 5,000 seeds, where gammas, randomness or the drafter differ, one that is 8
+% away. `pytest -s` prints the p-values.
 """
 
 import dataclasses

@@ -57,7 +57,7 @@ def tokens(engine, speculation, sampling=GREEDY, prompts=PROMPTS, **placement):
 )
 @pytest.mark.parametrize("sampling", [GREEDY, WARM])
 def test_every_method_gives_the_tokens_of_the_cpu(load, changes, placement, sampling):
-    """Greedy and coupled; the retrieval cache is chosen anew every few tokens, of layers that visit
+    """Greedy and coupled; the retrieval cache is rebuilt every few tokens, of layers that visit
     the device. The next run, at another temperature, captures nothing and says what it would have
     said first."""
     coupled = sampling is WARM

@@ -151,7 +151,7 @@ def test_kv_in_host_memory_is_kept_too(placement, sampling, num_pools, pools, mo
         ((90, 33), {}, {"cuda_graphs": False}),
     ],
 )
-def test_what_does_not_suit_is_made_anew(lengths, changes, settings, pools):
+def test_what_does_not_suit_is_allocated_again(lengths, changes, settings, pools):
     wanted = {"method": "triforce", **GAMMAS, **SETTINGS}
     engine = gpu_engine()
     say(engine, (90, 33), SpeculationConfig(**wanted), num_new=65)  # up to a whole stride of slots
@@ -210,7 +210,7 @@ def test_what_a_seed_writes_does_not_depend_on_the_run_before(length, pools):
 
 
 @pytest.mark.parametrize(("length", "budget"), [(30, None), (200, 4096)])
-def test_a_budget_beyond_what_a_text_can_fill_does_not_capture_anew(length, budget, pools):
+def test_a_budget_beyond_what_a_text_can_fill_captures_nothing_more(length, budget, pools):
     engine = gpu_engine()
     for _ in range(3):
         say(engine, (length,), SpeculationConfig("triforce", **GAMMAS, budget=budget))

@@ -68,7 +68,7 @@ def test_a_prompt_is_read_cold_and_once(run, files, monkeypatch):
     read = [run.stats.num_prefilled_tokens for run in runs]
     assert read[:5] == read[5:]
     assert read[0] == 150
-    assert set(read[1:5]) == {1, 17}  # all but what a method must see anew
+    assert set(read[1:5]) == {1, 17}  # all but what a method must see again
     own = min(run.stats.prefill_seconds for run in runs if run.stats.num_prefilled_tokens < 150)
     assert all(row["prefill_seconds"]["min"] > own for row in rows.values())
 

@@ -1,6 +1,6 @@
 """Reading a prompt layer by layer, into a full cache whose K and V are in host memory.
 
-Chunk by chunk, every layer would fetch what the chunks before have left there, for each chunk anew:
+Chunk by chunk, every layer would fetch what earlier chunks have left there, for each chunk again:
 3.8 TB for 122,880 tokens of a 7B model. Here a layer reads all chunks before the next one does. Its
 K and V stay in a staging buffer meanwhile and travel once, to the host. What is kept are hidden
 states of the whole prompt.
@@ -31,7 +31,7 @@ def layer_by_layer(
     where = (cache, None, slots_BT, lengths_B, queries_LBTHD, model.attend)
     x_BTE = model.embed(block.tokens_BT)
     for number, layer in enumerate(model.layers):
-        # Made anew, as all chunks wait at once.
+        # Made afresh, as all chunks wait at once.
         x_BTE = layer.forward(x_BTE, number, Pass(model.rope.at(block.positions_BT), *where))
         yield
 
