@@ -123,20 +123,24 @@ def test_torchrun_shows_one_text_of_one_prompt_from_standard_input(models):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_when_one_rank_ends_all_end_with_one_line(models, how):
-    """A rank that is killed is noticed by the other; one that is interrupted says so itself."""
+    """A rank that is killed is noticed by the other; one that is interrupted says so itself.
+
+    On a busy machine a text may be whole before the signal comes; then another run is made.
+    """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     flags = ("--quiet", "--max-new-tokens", "450", "--method", "autoregressive", "--prompt", "She")
-    ranks = start(generate(models, *flags), 2, **pipes)
-    assert ranks[0].stdout.read(1)  # it has begun
+    code = other = 0
+    for _ in range(5):
+        if code == other == 0:
+            ranks = start(generate(models, *flags), 2, **pipes)
+            assert ranks[0].stdout.read(1)  # it has begun
+            ranks[1].send_signal(how)
+            (code, _, messages), (other, _, others) = finish(ranks)
     if how == signal.SIGKILL:
-        ranks[1].kill()
-        (code, _, messages), _ = finish(ranks)
         assert code == 2
         assert messages.count("\n") == 1
         assert "rank 0 has lost the other ranks" in messages
     else:
-        ranks[1].send_signal(how)
-        (code, _, messages), (other, _, others) = finish(ranks)
         assert (code, other) == (130, 130)
         assert messages + others == ""
 
