@@ -8,23 +8,22 @@ SMALL = {"budget": 40, "chunk_size": 4, "num_sink_tokens": 2, "num_recent_tokens
 SMALL |= {"gamma1": 2, "gamma2": 3}
 """Caches that miss a part of a prompt of 50 tokens: of the guesses some are right and some are
 wrong."""
-STACKS = [(method, "engine") for method in ("naive", "retrieval", "triforce")]
-STACKS.append(("triforce", "lookup"))
+METHODS = ("naive", "retrieval", "triforce")
 
 
 def test_end_tokens_end_a_text_at_every_offset_of_a_block(monkeypatch):
     """Each token of the free text in turn is made the end token, for every stack of the cascade,
     greedy and not."""
-    engine, last_origins = tiny_engine(noise=0.01), set()
+    engine, lookup, last_origins = tiny_engine(noise=0.01), tiny_engine(noise=None), set()
     config, prompt = engine.config, random_prompt(engine.config, 50, seed=50)
 
-    def run(sampling, method="autoregressive", drafter="engine"):
+    def run(sampling, method="autoregressive", engine=engine):
         """The `End` event, and the origins of its tokens. Coupled: every method says the same."""
         *tokens, end = engine.generate(
             prompt,
             sampling=sampling,
             generation=GenerationConfig(16),
-            speculation=SpeculationConfig(method, drafter=drafter, coupled=True, **SMALL),
+            speculation=SpeculationConfig(method, coupled=True, **SMALL),
             seed=3,
         )
         return end, [event.origin for event in tokens if isinstance(event, Token)]
@@ -35,7 +34,8 @@ def test_end_tokens_end_a_text_at_every_offset_of_a_block(monkeypatch):
         for token in dict.fromkeys(free.token_ids):
             monkeypatch.setattr(engine.model, "config", config.with_eos((token,)))
             position, alone = free.token_ids.index(token), run(sampling)[0]
-            for stack in STACKS:
+            monkeypatch.setattr(lookup.model, "config", engine.model.config)
+            for stack in (*((method, engine) for method in METHODS), ("triforce", lookup)):
                 end, origins = run(sampling, *stack)
                 assert end.token_ids == free.token_ids[: position + 1]
                 assert (end.finish_reason, end.text) == ("eos", alone.text)

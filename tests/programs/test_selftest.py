@@ -14,7 +14,6 @@ from minitri.model.execution import Execution
 from minitri.selftest import __main__ as selftest
 from minitri.selftest.departures import scores
 from minitri.settings import SamplingParams
-from tests.chi_square import reuse_number
 from tests.conftest import write_hf_folder
 
 
@@ -165,6 +164,15 @@ def resample_from_p(proposal, probs_BNV, uniforms_BN):
     places = [len(tokens) - 1 for tokens in outcome]
     drawn = sample(probs_BNV[range(len(places)), places], uniforms_BN[:, -1])
     return [[*row[:-1], token] for row, token in zip(outcome, drawn.tolist(), strict=True)]
+
+
+def reuse_number(proposal, probs_BNV, uniforms_BN):
+    """The number of the last test is used again for the recovered or bonus token."""
+    numbers_BN = uniforms_BN.clone()
+    for b, tokens in enumerate(verify(proposal, probs_BNV, uniforms_BN)):
+        if num_guesses := len(proposal.tokens[b]):
+            numbers_BN[b, -1] = uniforms_BN[b, min(len(tokens), num_guesses) - 1]
+    return verify(proposal, probs_BNV, numbers_BN)
 
 
 @pytest.mark.parametrize("broken", [resample_from_p, reuse_number])

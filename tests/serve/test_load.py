@@ -16,9 +16,10 @@ def test_a_client_that_leaves_frees_its_row(engine, caplog):
     caplog.set_level("INFO")
     with serving(engine, before=before, num_rows=1) as server:
         fields = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "stream": True}
-        with server.raw(**fields) as reader, server.raw(**fields):
+        with server.raw(**fields) as reader:
             assert reader.recv(12) == b"HTTP/1.1 200"
-            server.wait(lambda: server.service.num_open == 2)
+            with server.raw(**fields):
+                server.wait(lambda: server.service.num_open == 2)
         server.wait(lambda: server.service.num_open == 0)
         gate.set()
         server.wait_until_free()
