@@ -95,9 +95,9 @@ class Engine:
         prompt that begins like a text of the last run only the rest is read. A single `seed` gives
         row b the seed `seed + b`. A row's tokens depend on its own prompt and seed alone, up to the
         last bits of the arithmetic. One exception: where method or gammas are open, at a
-        temperature above 0 and uncoupled, rows share the autotuner's choices; and a drafter that
-        fails in one row drafts for none. Raises `InputError` here, before any work, if a prompt is
-        empty, too long, or has tokens outside the vocabulary.
+        temperature above 0 and uncoupled, rows share the autotuner's choices. Raises
+        `InputError` here, before any work, if a prompt is empty, too long, or has tokens outside
+        the vocabulary.
         """
         speculation = _as_config(speculation, method)
         ids = encode_prompts(prompts, self.tokenizer)

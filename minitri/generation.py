@@ -74,6 +74,7 @@ class Generation(Iterator[Event]):
             stack = Stack(pool.open(shape, [row.prompt for row in rows]), shape)
         self.stats = stack.stats
         self._events = self._run(stack)  # this alone holds the memory
+        next(self._events)
 
     def __next__(self) -> Event:
         with running(self._pool.models):
@@ -111,6 +112,7 @@ class Generation(Iterator[Event]):
 
     def _run(self, stack: Stack) -> Generator[Event, None, None]:
         try:
+            yield Idle()  # whatever ends the run from here on gives its memory back
             while True:
                 self._admit(stack)
                 if self._running:

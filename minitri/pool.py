@@ -79,12 +79,16 @@ class MemoryPool:
         wanted = dataclasses.replace(
             new.speculation, coupled=settings.coupled, timed=settings.timed
         )
+        policies = (settings.policy, new.speculation.policy)
         return (
             fits(kept, new)
+            and all(isinstance(policy, str) for policy in policies)  # another keeps its own state
             and all(steps.can_sample_by(new.sampling) for steps in kept.captured)
             and new.generation.prefill_chunk <= old.generation.prefill_chunk
             and wanted == settings
-            and (cache is None or max(new.budgets) <= cache.max_budget)
+            and (
+                cache is None or max(map(new.budget_for, new.reserved_lengths)) <= cache.max_budget
+            )
         )
 
 

@@ -174,7 +174,7 @@ class SpeculationConfig:
     difference at temperature 0 or with --coupled."""
     tree: str = ""
     """Let the lowest stage guess trees: N, a Sequoia tree of at most N tokens, or WxD, W sequences
-    of D tokens. In bfloat16 a near-tie may then fall the other way. Default: chains."""
+    of D tokens. A near-tie may then fall the other way. Default: chains."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -214,5 +214,5 @@ def may_use_clock(models: Models, shape: MemoryShape) -> bool:
     is_same_text = speculation.coupled or shape.sampling.temperature == 0
     is_float32 = target.dtype == torch.float32 and target.device.type == "cpu"
     # The slots of a path, and so the order in which attention adds, depend on the tree.
-    is_exact = is_float32 or (target.execution.is_row_invariant and not speculation.tree)
+    is_exact = (is_float32 or target.execution.is_row_invariant) and not speculation.tree
     return speculation.timed or (is_same_text and is_exact)

@@ -195,6 +195,9 @@ def test_every_run_has_a_policy_of_its_own(engine):
     for _ in zip(*runs, strict=True):
         pass
     assert all(tuple(run.rows[0].token_ids) == alone.token_ids for run in runs)
+    policy.memory = "not for the runs before"
+    with pytest.raises(minitri.InputError, match="policy Visited"):
+        engine.complete(PROMPT, **settings)
     assert policy.seen == {}
 
 

@@ -95,7 +95,7 @@ def read_snapshot(name: str, origin: Origin) -> tuple[HeldRow, str]:
         ) from None
     keys_LBKTD, values_LBKTD = found["kv"].unsqueeze(2).unbind(1)
     full = FullCache(keys_LBKTD, values_LBKTD, [num_tokens])
-    return HeldRow(full, 0, found["tokens"].tolist()), facts["note"]
+    return HeldRow(full, 0, found["tokens"].tolist()), facts.get("note", "")
 
 
 def write_snapshot(name: str, source: HeldRow, origin: Origin, note: str = "") -> int:

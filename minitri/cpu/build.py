@@ -51,8 +51,10 @@ def load_library(source: Path) -> ctypes.CDLL:
             problem = f"what {' '.join(compiler)} built cannot be loaded ({shorten(error, 90)})"
             raise BuildError(f"{problem}; name another in CXX") from None
         try:
-            unfinished = shutil.copy(built, _cache_folder() / f"{name}.{os.getpid()}")
-            Path(unfinished).replace(_cache_folder() / name)
+            unfinished = Path(shutil.copy(built, _cache_folder() / f"{name}.{os.getpid()}"))
+            with unfinished.open("rb") as file:
+                os.fsync(file.fileno())  # a library cut short by a crash would end every process
+            unfinished.replace(_cache_folder() / name)
         except (OSError, InputError) as error:
             log.info("cannot store the CPU kernels: %s", shorten(error, 90))
     return library

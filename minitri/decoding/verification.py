@@ -190,6 +190,7 @@ def _on_host(
     tokens = list[list[int]]()
     for num_accepted, next_token, p_is_finite, q_is_finite, *guesses in rows:
         if not (p_is_finite and q_is_finite):
-            raise NotFiniteError(is_drafter=not q_is_finite)
+            is_drafter = not q_is_finite and any("draft" in row for row in proposal.origins)
+            raise NotFiniteError(is_drafter=is_drafter)
         tokens.append([*guesses[:num_accepted], next_token])
     return tokens

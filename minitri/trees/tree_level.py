@@ -95,7 +95,7 @@ class TreeLevel(Level):
     ) -> TreeProposal:
         """Draws all nodes, depth by depth; of greedy rows the likeliest ones."""
         is_greedy = [self.trees.is_greedy(b) for b in range(len(sequences))]
-        nodes = [[sequence[-1]] + [MISSING] * (len(shape) - 1) for sequence in sequences]
+        nodes = [[*last_of(sequence), *[MISSING] * (len(shape) - 1)] for sequence in sequences]
         probs = list[Tensor]()
         first = 0
         for size in shape.sizes[:-1]:
@@ -146,7 +146,7 @@ class TreeLevel(Level):
         if not isinstance(proposal, TreeProposal):
             return super().verify(sequences, active, proposal, wants_logits=wants_logits)
         pairs = zip(sequences, proposal.tokens, strict=True)
-        blocks = [[sequence[-1], *guesses] for sequence, guesses in pairs]
+        blocks = [[*last_of(sequence), *guesses] for sequence, guesses in pairs]
         output = self.trees.next_probs_of_tree(blocks, proposal.shape, 0)
         require_finite(output.probs_BNV)
         paths, emitted = list[list[int]](), list[Emitted]()
@@ -164,6 +164,11 @@ class TreeLevel(Level):
         self.trees.keep_paths(paths, active)
         self._append(sequences, emitted)
         return emitted
+
+
+def last_of(sequence: list[int]) -> list[int]:
+    """The last token; any in a row that never had a text."""
+    return sequence[-1:] or [0]
 
 
 def require_finite(probs: Tensor, *, is_drafter: bool = False) -> None:

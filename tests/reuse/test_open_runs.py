@@ -147,3 +147,34 @@ def test_speculation_is_chosen_per_call(engine):
             chosen = settings.get("method", "autoregressive")
             assert all(plan.startswith(chosen) for plan in run.stats.steps_per_plan)
     assert texts[1:] == texts[:1] * 3
+
+
+@pytest.mark.parametrize(("method", "tree"), [("naive", "3"), ("triforce", "2x2")])
+def test_trees_do_not_mind_rows_that_never_had_a_text(engine, method, tree):
+    speculation = SpeculationConfig(method, tree=tree, budget=32, num_recent_tokens=16)
+    wanted = request(engine, 0)
+    with start(engine, batch_size=3, speculation=speculation) as run:
+        run.submit(wanted)
+        found = until_idle(run)[0].token_ids
+    assert found == alone(engine, wanted, speculation)
+
+
+def test_an_open_run_has_a_retrieval_cache_for_all_that_it_reserves(engine, monkeypatch):
+    """Whatever the budget of the run before it, where budgets follow prompts."""
+    monkeypatch.setattr("minitri.settings.MIN_BUDGET", 16)
+    speculation = SpeculationConfig("retrieval", gamma2=3, num_recent_tokens=16)
+    run = engine.generate([3] * 40, speculation=speculation, generation=GenerationConfig(360))
+    next(run)
+    run.close()
+    wanted = request(engine, 30)
+    with start(engine, batch_size=1, reserve=360, speculation=speculation) as run:
+        run.submit(wanted)
+        found = until_idle(run)[0].token_ids
+    assert found == alone(engine, wanted, speculation)
+
+
+def test_a_run_closed_before_its_first_event_gives_the_text_before_it_back(engine):
+    engine.complete([3] * 50, generation=GenerationConfig(5, ignore_eos=True))
+    held = engine.held_tokens
+    engine.generate([4] * 30).close()
+    assert engine.held_tokens == held != []

@@ -1,6 +1,7 @@
 """Prefix reuse: a text that begins like an earlier one is what a fresh run writes."""
 
 import functools
+import itertools
 import math
 
 import pytest
@@ -10,6 +11,7 @@ import minitri
 from minitri import (
     End,
     GenerationConfig,
+    Idle,
     PrefillProgress,
     Request,
     SamplingParams,
@@ -294,3 +296,28 @@ def test_k_and_v_in_host_memory_are_not_kept_after_ctrl_c_in_the_middle_of_a_ste
     assert engine.held_tokens == []
     again = say(engine, [document], settings_of("triforce"), **settings)
     assert again == (first, [0])
+
+
+def test_a_cache_in_host_memory_serves_a_run_without_a_retrieval_level(document, monkeypatch):
+    """Once a retrieval cache selected from the layers that passed by."""
+    engine = tiny_engine()
+    settings = hosted(engine, 1, 1, monkeypatch)
+    settings["sampling"] = SamplingParams()
+    greedy, _ = say(engine, [document], settings_of("triforce"), **settings)
+    assert say(engine, [document], settings_of("autoregressive"), **settings)[0] == greedy
+
+
+def test_a_text_may_be_cancelled_while_another_is_read_layer_by_layer(monkeypatch):
+    engine = tiny_engine()
+    hosted(engine, 1, 2, monkeypatch)
+    generation = GenerationConfig(reserve=200, prefill_chunk=16)
+    run = engine.open(batch_size=2, speculation=settings_of("triforce"), generation=generation)
+    long = GenerationConfig(50, ignore_eos=True)
+    first = run.submit(Request([5] * 20, generation=long))
+    assert any(isinstance(event, Token) for event in run)
+    second = run.submit(Request([*range(3, 103)], generation=GenerationConfig(5, ignore_eos=True)))
+    assert any(isinstance(it, PrefillProgress) and it.row == second for it in run)
+    run.cancel(first)
+    events = itertools.takewhile(lambda event: not isinstance(event, Idle), run)
+    [end] = [event for event in events if isinstance(event, End)]
+    assert (end.row, len(end.token_ids)) == (second, 5)
