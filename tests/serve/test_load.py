@@ -13,7 +13,7 @@ def test_a_client_that_leaves_frees_its_row(engine, caplog):
     """Also one that leaves before its row runs, or while it reads a stream."""
     gate, turns = threading.Event(), iter(range(2))
     before = lambda: next(turns, None) is None and gate.wait(20)  # noqa: E731
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="minitri")
     with serving(engine, before=before, num_rows=1) as server:
         fields = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "stream": True}
         with server.raw(**fields) as reader:
