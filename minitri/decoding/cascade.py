@@ -33,9 +33,9 @@ the target. A *stage* is whatever proposes: a level, or a drafter without a mode
 Invariants. All levels share one list of tokens per row: the text, and after it what the retrieval
 level has emitted in this step. Between rounds a cache lacks at least the last token of the list,
 which is its next input; a draft model lacks two after full acceptance, since the last token that it
-guessed was never an input. Whether another
-round is run is decided before its first token is sampled, and no emitted token is discarded: a
-token thrown away for what it is would bend the distribution.
+guessed was never an input. Whether another round is run is decided before its first token is
+sampled, and no emitted token is discarded: a token thrown away for what it is would bend the
+distribution.
 """
 
 from collections.abc import Collection
@@ -71,8 +71,8 @@ class Cascade:
         self, rows: Collection[int] | None = None, *, wants_logits: bool = False
     ) -> list[Emitted]:
         """Samples the first tokens of these rows, or of all, by the target alone, whose cache lacks
-        the last token of each prompt. From then on every step extends them. The
-        time that small caches take to catch up counts as prefill."""
+        the last token of each prompt. From then on every step extends them. The time that small
+        caches take to catch up counts as prefill."""
         nothing = Proposal.nothing(len(self.sequences))
         starting = [rows is None or b in rows for b in range(len(self.sequences))]
         emitted = self._target.verify(self.sequences, starting, nothing, wants_logits=wants_logits)
