@@ -42,13 +42,21 @@ inline void norm_head(T* x, const T* weight, double eps, int64_t D) {
     for (int64_t d = 0; d < D; ++d) narrow(widen(x[d]) * scale * widen(weight[d]), x + d);
 }
 
-// Rotates the first `heads` of each row (total heads, D): out (R, heads, D); cos and sin (R, D).
+struct RotateArguments {
+    const void* x;            // (R, total, D)
+    const float *cos, *sin;   // (R, D)
+    void* out;                // (R, H, D): the first H heads
+    int64_t R, total, H, D;
+};
+
 template <class T>
-void rotate(const T* x, const float* cos, const float* sin, T* out, int64_t R, int64_t total,
-            int64_t heads, int64_t D) {
-    for (int64_t r = 0; r < R; ++r, cos += D, sin += D) {
-        for (int64_t h = 0; h < heads; ++h) {
-            rotate_head(x + (r * total + h) * D, cos, sin, out + (r * heads + h) * D, D);
+void rotate(const RotateArguments& a) {
+    const T* x = static_cast<const T*>(a.x);
+    T* out = static_cast<T*>(a.out);
+    for (int64_t r = 0; r < a.R; ++r) {
+        const float *cos = a.cos + r * a.D, *sin = a.sin + r * a.D;
+        for (int64_t h = 0; h < a.H; ++h) {
+            rotate_head(x + (r * a.total + h) * a.D, cos, sin, out + (r * a.H + h) * a.D, a.D);
         }
     }
 }
@@ -183,15 +191,10 @@ void minitri_pass(int dtype, const PassArguments* p) {
     if (dtype == 2) pass<Widened<Float16>>(*p);
 }
 
-void minitri_rotate(int dtype, const void* x, const float* cos, const float* sin, void* out, int64_t R,
-                    int64_t total, int64_t heads, int64_t D) {
-    auto call = [&](auto number) {
-        using T = decltype(number);
-        rotate(static_cast<const T*>(x), cos, sin, static_cast<T*>(out), R, total, heads, D);
-    };
-    if (dtype == 0) call(float{});
-    if (dtype == 1) call(BFloat16{});
-    if (dtype == 2) call(Float16{});
+void minitri_rotate(int dtype, const RotateArguments* a) {
+    if (dtype == 0) rotate<float>(*a);
+    if (dtype == 1) rotate<BFloat16>(*a);
+    if (dtype == 2) rotate<Float16>(*a);
 }
 
 }

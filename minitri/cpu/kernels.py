@@ -16,6 +16,7 @@ import ctypes
 import functools
 import logging
 import os
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,76 +37,17 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Number types by their numbers in the kernels."""
 
 
-def _pointers(names: str) -> list[tuple[str, type]]:
-    return [(name, ctypes.c_void_p) for name in names.split()]
-
-
-def _numbers(names: str) -> list[tuple[str, type]]:
-    return [(name, ctypes.c_int64) for name in names.split()]
-
-
-class AttentionArguments(ctypes.Structure):
-    """Attention of a block; its fields are explained in `attention.h`."""
-
-    _fields_ = [
-        *_pointers("q keys values out lengths rule"),
-        *_numbers("B T H K D q_batch q_token q_head kv_batch kv_head kv_slot num_threads"),
-    ]
-
-
-class LinearArguments(ctypes.Structure):
-    """A linear layer; its fields are explained in `linear.h`."""
-
-    _fields_ = [
-        *_pointers("x norm weights bias residual out"),
-        *_numbers("R E N is_gated is_wide num_threads"),
-        ("eps", ctypes.c_double),
-    ]
-
-
-class Matrix(ctypes.Structure):
-    """Weights and bias of a linear layer."""
-
-    _fields_ = [*_pointers("weights bias"), *_numbers("N E bits")]
-
-
-class LayerWeights(ctypes.Structure):
-    """Where the weights of a transformer block are."""
-
-    _fields_ = [
-        *_pointers("input_norm post_norm q_norm k_norm"),
-        *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
-    ]
-
-
-class PassArguments(ctypes.Structure):
-    """A pass of all layers; its fields are explained in `kernels.cpp`."""
-
-    _fields_ = [
-        ("layers", ctypes.POINTER(LayerWeights)),
-        *_pointers("x cos sin keys values raw_keys queries lengths rule"),
-        *_numbers("L B T W E H K D kv_layer kv_batch kv_head kv_slot num_threads"),
-        ("eps", ctypes.c_double),
-        ("seconds", ctypes.POINTER(ctypes.c_double)),
-    ]
-
-
 class Kernels:
     """The functions of a shared library."""
 
     def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
-        self._attention = library.minitri_attention
-        self._linear = library.minitri_linear
-        self._rotate = library.minitri_rotate
-        self.run_pass = library.minitri_pass
-        """All layers of a model over a short block: number type, `PassArguments`."""
-        self._rotate.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 4]
+        self.library = library
         library.minitri_instructions.restype = ctypes.c_char_p
         self.instructions: str = library.minitri_instructions().decode()
         """The processor's, as far as the kernels use them."""
         self.num_threads = num_threads
-        self.seconds: ctypes.Array[ctypes.c_double] | None = None
-        """Two numbers, if a profile wants them: what linear layers and attention of passes take."""
+        self.seconds: Tensor | None = None
+        """Two float64, if a profile wants them: what linear layers and attention of passes take."""
         self._torch_threads = num_threads
         self._one_at_a_time = threading.RLock()
         os.register_at_fork(after_in_child=self._begin_in_child)
@@ -154,18 +96,16 @@ class Kernels:
         assert q_BTHD.stride(3) == keys_BKSD.stride(3) == 1
         assert keys_BKSD.stride() == values_BKSD.stride()
         out_BTHD = torch.empty(B, T, H, D, dtype=q_BTHD.dtype)
-        rule = rule_TT.contiguous() if rule_TT is not None else None
-        lengths = (ctypes.c_int64 * B)(*prefix_lengths)
-        arguments = AttentionArguments(
-            *map(address, (q_BTHD, keys_BKSD, values_BKSD, out_BTHD)),
-            ctypes.addressof(lengths),
-            address(rule),
+        lengths = torch.tensor(prefix_lengths)
+        rule_TT = rule_TT.contiguous() if rule_TT is not None else None
+        arguments = struct_of(
+            *(q_BTHD, keys_BKSD, values_BKSD, out_BTHD, lengths, rule_TT),
             *(B, T, H, keys_BKSD.shape[1], D),
             *q_BTHD.stride()[:3],
             *keys_BKSD.stride()[:3],
             self.num_threads,
         )
-        self._attention(DTYPES[q_BTHD.dtype], is_short, ctypes.byref(arguments))
+        self.library.minitri_attention(DTYPES[q_BTHD.dtype], is_short, arguments)
         return out_BTHD
 
     def linear(
@@ -185,18 +125,13 @@ class Kernels:
         x = x.contiguous()
         E = x.shape[-1]
         out = x.new_empty(*x.shape[:-1], out_features, dtype=torch.float32 if is_wide else x.dtype)
-        arguments = LinearArguments(
-            x=address(x),
-            weights=address(weight),
-            bias=address(bias),
-            out=address(out),
-            R=x.numel() // E,
-            E=E,
-            N=out_features,
-            is_wide=is_wide,
-            num_threads=self.num_threads,
+        norm = residual = None
+        is_gated, eps = False, 0.0
+        arguments = struct_of(
+            *(x, norm, weight, bias, residual, out),
+            *(x.numel() // E, E, out_features, is_gated, is_wide, self.num_threads, eps),
         )
-        self._linear(DTYPES[x.dtype], bits, ctypes.byref(arguments))
+        self.library.minitri_linear(DTYPES[x.dtype], bits, arguments)
         return out
 
     def rotate(self, x_BTHD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
@@ -207,14 +142,19 @@ class Kernels:
         B, T, H, D = x_BTHD.shape
         assert B == 1 or x_BTHD.stride(0) == T * x_BTHD.stride(1)
         out_BTHD = torch.empty(B, T, H, D, dtype=x_BTHD.dtype)
-        addresses = map(address, (x_BTHD, cos, signed_sin, out_BTHD))
-        self._rotate(DTYPES[x_BTHD.dtype], *addresses, B * T, x_BTHD.stride(1) // D, H, D)
+        sizes = (B * T, x_BTHD.stride(1) // D, H, D)
+        arguments = struct_of(x_BTHD, cos, signed_sin, out_BTHD, *sizes)
+        self.library.minitri_rotate(DTYPES[x_BTHD.dtype], arguments)
         return out_BTHD
 
 
-def address(tensor: Tensor | None) -> int | None:
-    """Where the numbers of a tensor are; None stands for null."""
-    return None if tensor is None else tensor.data_ptr()
+def struct_of(*fields: Tensor | float | None) -> bytes:
+    """A struct of the kernels, whose fields are addresses and numbers of 8 bytes each, in its order.
+
+    Tensors among them must outlive it.
+    """
+    words = [it.data_ptr() if isinstance(it, Tensor) else it or 0 for it in fields]
+    return struct.pack("".join("d" if isinstance(it, float) else "q" for it in words), *words)
 
 
 @functools.cache

@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 GROUP = 32
-TINY = 1e-12
-"""Stands for a scale of 0."""
 NUMBERS_AT_ONCE = 1 << 19
 """Weights that are quantized or dequantized at a time: what that takes stays in a cache."""
 
@@ -25,42 +23,38 @@ def row_widths(in_features: int, bits: int) -> list[int]:
     return [(G + G % 2) * GROUP * bits // 8, 2 * G] + [2 * G] * (bits == 4)
 
 
+def rows_at_once(num_columns: int) -> int:
+    """In how large parts to read or write a quantized matrix."""
+    return max(1, NUMBERS_AT_ONCE // num_columns)
+
+
 def quantize(weight_NE: Tensor, bits: int) -> Tensor:
     """A matrix in 4 bits, in which each group's extremes are met, or in 8, which are symmetric."""
     parts = weight_NE.split(rows_at_once(weight_NE.shape[1]))
     return torch.cat([_quantize_rows(rows, bits) for rows in parts])
 
 
-def rows_at_once(num_columns: int) -> int:
-    """In how large parts to read or write a quantized matrix."""
-    return max(1, NUMBERS_AT_ONCE // num_columns)
-
-
 def _quantize_rows(weight_NE: Tensor, bits: int) -> Tensor:
     groups_NGQ = weight_NE.float().unflatten(1, (-1, GROUP))
-    least_NG, most_NG = groups_NGQ.aminmax(dim=2)
-    offsets_NG = None
-    limits = (-127, 127)
-    scales_NG = (torch.maximum(-least_NG, most_NG) / 127).half()
+    least, most = groups_NGQ.aminmax(dim=2, keepdim=True)
     if bits == 4:
-        offsets_NG = least_NG.half()
         limits = (0, 15)
-        scales_NG = ((most_NG - least_NG) / 15).half()
-        groups_NGQ = groups_NGQ - offsets_NG.float().unsqueeze(2)
-    quants_NGQ = groups_NGQ / scales_NG.float().clamp_min(TINY).unsqueeze(2)
-    return pack(quants_NGQ.round_().clamp_(*limits).to(torch.int8), scales_NG, offsets_NG)
+        factors = [((most - least) / 15).half(), least.half()]
+        groups_NGQ = groups_NGQ - factors[1]
+    else:
+        limits = (-127, 127)
+        factors = [(torch.maximum(-least, most) / 127).half()]
+    quants_NGQ = groups_NGQ / factors[0].float().clamp_min(1e-12)
+    return pack(quants_NGQ.round_().clamp_(*limits).to(torch.int8), *factors)
 
 
-def pack(quants_NGQ: Tensor, scales_NG: Tensor, offsets_NG: Tensor | None) -> Tensor:
-    """Rows of bytes: 4 bits (0 to 15) with offsets, else 8 bits (-128 to 127)."""
-    quants_NGQ = quants_NGQ.view(torch.uint8)
-    if quants_NGQ.shape[1] % 2:
-        quants_NGQ = F.pad(quants_NGQ, (0, 0, 0, 1))
-    if offsets_NG is not None:
+def pack(quants_NGQ: Tensor, *factors_NG: Tensor) -> Tensor:
+    """Rows of bytes: with scales of 8 bits (-128 to 127), with offsets, too, of 4 (0 to 15)."""
+    quants_NGQ = F.pad(quants_NGQ.view(torch.uint8), (0, 0, 0, quants_NGQ.shape[1] % 2))
+    if len(factors_NG) == 2:
         quants_NGQ = quants_NGQ[:, 0::2] | quants_NGQ[:, 1::2] << 4
-    factors = [part for part in (scales_NG, offsets_NG) if part is not None]
-    parts = [quants_NGQ, *(part.half().contiguous().view(torch.uint8) for part in factors)]
-    return torch.cat([part.flatten(1) for part in parts], 1)
+    factors = (part.half().contiguous().view(torch.uint8) for part in factors_NG)
+    return torch.cat([part.flatten(1) for part in (quants_NGQ, *factors)], 1)
 
 
 def dequantize(
@@ -73,10 +67,10 @@ def dequantize(
 
 def _dequantize_rows(packed_NX: Tensor, in_features: int, bits: int) -> Tensor:
     G = in_features // GROUP
-    quants, *factors = packed_NX.split(row_widths(in_features, bits), dim=1)
-    factors = [part.contiguous().view(torch.float16).float().unsqueeze(2) for part in factors]
-    quants_NGQ = quants.unflatten(1, (-1, GROUP))
+    parts = packed_NX.split(row_widths(in_features, bits), dim=1)
+    scales, *offsets = (p.contiguous().view(torch.float16).float().unsqueeze(2) for p in parts[1:])
+    quants_NGQ = parts[0].unflatten(1, (-1, GROUP))
     if bits == 8:
-        return (quants_NGQ.view(torch.int8)[:, :G] * factors[0]).flatten(1)
+        return (quants_NGQ.view(torch.int8)[:, :G] * scales).flatten(1)
     halves = torch.stack((quants_NGQ & 15, quants_NGQ >> 4), 2).flatten(1, 2)[:, :G]
-    return (halves * factors[0]).add_(factors[1]).flatten(1)
+    return (halves * scales).add_(offsets[0]).flatten(1)

@@ -22,8 +22,7 @@ from tqdm import tqdm
 
 from minitri.caches.snapshots import sampled
 from minitri.config import ModelConfig
-from minitri.cpu.kernel_layers import use_kernels
-from minitri.cpu.low_bit_models import keep_quantized
+from minitri.cpu.kernel_layers import keep_quantized, use_kernels
 from minitri.cpu.packed import can_pack, pack_linears
 from minitri.errors import InputError, explain, printable
 from minitri.gpu.fused_modules import fuse_if_possible

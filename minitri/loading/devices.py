@@ -8,8 +8,8 @@ import torch
 
 from minitri.config import ModelConfig
 from minitri.cpu.flash_attention import attend_cpu
+from minitri.cpu.kernel_layers import quantized_copy
 from minitri.cpu.kernels import MAX_HEAD_DIM, Kernels, load_kernels
-from minitri.cpu.low_bit_models import quantized_copy
 from minitri.cpu.packed import can_pack
 from minitri.errors import InputError
 from minitri.fields import check_fields, one_of, refuse

@@ -14,9 +14,8 @@ from minitri.caches.policies import make_policy
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.cpu import kernel_layers
-from minitri.cpu.kernel_layers import KernelLayers, use_kernels
+from minitri.cpu.kernel_layers import KernelLayers, quantized_copy, use_kernels
 from minitri.cpu.kernels import load_kernels
-from minitri.cpu.low_bit_models import quantized_copy
 from minitri.runner import prefill
 from minitri.settings import GenerationConfig, SpeculationConfig
 from tests.conftest import tiny_config, tiny_model

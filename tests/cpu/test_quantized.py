@@ -6,9 +6,8 @@ import torch
 from minitri import load
 from minitri.caches.full import FullCache
 from minitri.cpu import quantized
-from minitri.cpu.kernel_layers import KernelTiedHead
+from minitri.cpu.kernel_layers import KernelTiedHead, quantized_copy
 from minitri.cpu.kernels import load_kernels
-from minitri.cpu.low_bit_models import quantized_copy
 from minitri.cpu.quantized import GROUP, dequantize, quantize, row_widths
 from minitri.model.linear import TiedHead
 

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import ctypes
 import json
 import resource
 import sys
@@ -118,12 +117,12 @@ def profile_decoding(
     kernels = {row.key: row.self_cpu_time_total / 1e3 / num_steps for row in rows}
     parts = {part: sum(kernels.get(name, 0.0) for name in names) for part, names in PARTS.items()}
     for part, spent in zip(("linear layers", "attention"), seconds, strict=True):
-        parts[part] += 1e3 * spent / num_steps
+        parts[part] += 1e3 * float(spent) / num_steps
     return {**parts, "other": total - sum(parts.values())}
 
 
 @contextlib.contextmanager
-def seen_by_profiler(kernels: Kernels | None) -> Iterator[Iterable[float]]:
+def seen_by_profiler(kernels: Kernels | None) -> Iterator[Iterable[Any]]:
     """Gives PyTorch's profiler the name of the LM head's kernel, which it does not know, and yields
     the seconds of linear layers and attention in passes, which are one call each."""
 
@@ -137,8 +136,9 @@ def seen_by_profiler(kernels: Kernels | None) -> Iterator[Iterable[float]]:
     if kernels is None:
         yield (0.0, 0.0)
         return
-    head = unittest.mock.patch.object(kernels, "_linear", named("linear", kernels._linear))
-    seconds = (ctypes.c_double * 2)()
+    library, seconds = kernels.library, torch.zeros(2, dtype=torch.float64)
+    linear = named("linear", library.minitri_linear)
+    head = unittest.mock.patch.object(library, "minitri_linear", linear)
     with head, unittest.mock.patch.object(kernels, "seconds", seconds):
         yield seconds
 

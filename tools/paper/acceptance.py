@@ -41,7 +41,7 @@ from minitri.caches.streaming import StreamingCache
 from minitri.cli import arguments
 from minitri.cli.exits import program
 from minitri.cli.inputs import read_prompt
-from minitri.cpu.low_bit_models import quantized_copy
+from minitri.cpu.kernel_layers import quantized_copy
 from minitri.decoding.sampling import sample
 from minitri.decoding.verification import Proposal
 from minitri.engine import Engine

@@ -32,6 +32,6 @@ def _repack_blocks(blocks_NGX: Tensor, kind: str) -> Tensor:
     factors = blocks_NGX[..., :begin].contiguous().view(torch.float16)
     scales_NG, quants_NGX = factors[..., 0], blocks_NGX[..., begin:]
     if BITS[kind] == 8:
-        return pack(quants_NGX, scales_NG, None)
+        return pack(quants_NGX, scales_NG)
     offsets_NG = factors[..., 1] if kind == "Q4_1" else -8 * scales_NG
     return pack(torch.cat((quants_NGX & 15, quants_NGX >> 4), 2), scales_NG, offsets_NG)
