@@ -1,10 +1,8 @@
 """The network on compiled kernels: what `use_kernels` puts in the place of a model's layers.
 
-A short pass is one call for all layers. Each of them reads its weights, K and V once: RMSNorm with
-the projection after it, RoPE, attention, projections with the residual addition after them, and
-gate, up and SiLU together. Weights stay plain, as they were loaded, or have 4 or 8 bits: kept from a
-file, or in a copy that proposes. A block of a prompt, or of more than LONGEST_BLOCK tokens, takes
-the plain layers, but for attention and RoPE.
+A short pass is one call for all layers, which reads weights, K and V once. A block of a prompt, or
+of more than LONGEST_BLOCK tokens, takes the plain layers, but for attention and RoPE. Weights are
+as they were loaded, or have 4 or 8 bits: kept from a file, or in a copy that proposes.
 
 Legend: L layers, B batch, T tokens, S slots, E hidden size, H query heads, K KV heads, D head dim.
 """
@@ -12,7 +10,7 @@ Legend: L layers, B batch, T tokens, S slots, E hidden size, H query heads, K KV
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -32,12 +30,8 @@ from minitri.settings import LONGEST_BLOCK
 
 log = logging.getLogger("minitri")
 
-Stored = Mapping[tuple[str, tuple[int, ...]], int]
-"""Bits of the quantized matrices of a file, by name and shape."""
-TILE, MANY_ROWS = 256, 1024
-"""Rows of a matrix product where their number decides the last bits, and of a usual prompt."""
-_TILES: dict[tuple[object, ...], int | None] = {}
-"""What `product_tile` has found, by dtype, shape and number of threads."""
+TILE = 256
+"""Rows of a matrix product where their number decides the last bits."""
 WRITABLE = (FullCache, RetrievalCache, StreamingCache)
 """Caches that are nothing but tensors (L, B, K, S, D), which a pass may write and read itself."""
 
@@ -60,7 +54,8 @@ class KernelLinear(Linear):
         weight = self.plain_weight(x.dtype)
         rows_TE = x.flatten(0, -2)
         T = len(rows_TE)
-        tile = product_tile(weight) or max(T, LONGEST_BLOCK + 1)
+        tile = product_tile(weight.dtype, *weight.shape, torch.get_num_threads())
+        tile = tile or max(T, LONGEST_BLOCK + 1)
         if T % tile:
             rows_TE = F.pad(rows_TE, (0, 0, 0, -T % tile))
         multiply = torch.mm if self.bias is None else partial(torch.addmm, self.bias)
@@ -76,35 +71,30 @@ class KernelLinear(Linear):
         return dequantize(self.weight, self.in_features, self.bits, dtype)
 
 
-def product_tile(weight: Tensor) -> int | None:
-    """Rows to multiply with a matrix at a time, so that the bits of each depend on it alone.
+@lru_cache
+def product_tile(dtype: torch.dtype, N: int, E: int, num_threads: int) -> int | None:  # noqa: ARG001 (a key)
+    """Rows to multiply with a (N, E) matrix at a time, so that the bits of each depend on it alone.
 
     None: any number above LONGEST_BLOCK. With AMX, and in float32, oneDNN may add up few rows in
     another order than many; then K and V would depend on how a prompt was cut. It is tried out.
     """
-    key = (weight.dtype, *weight.shape, torch.get_num_threads())
-    if key not in _TILES:
-        x = torch.randn(MANY_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0))
-        x = x.to(weight.dtype)
-        many = F.linear(x, weight)
-        few = (LONGEST_BLOCK + 1, TILE, 2 * TILE)
-        is_same = all(torch.equal(F.linear(x[:rows], weight), many[:rows]) for rows in few)
-        _TILES[key] = None if is_same else TILE
-    return _TILES[key]
+    seeded = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, E, generator=seeded, dtype=dtype) for n in (4 * TILE, N))
+    many = F.linear(x, weight)
+    few = (LONGEST_BLOCK + 1, TILE, 2 * TILE)
+    is_same = all(torch.equal(F.linear(x[:rows], weight), many[:rows]) for rows in few)
+    return None if is_same else TILE
 
 
 class KernelHead(KernelLinear):
     """An LM head, by a kernel for short blocks."""
 
-    is_wide = True
-    """Logits are float32, without rounding."""
+    is_wide = True  # logits are float32
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() > 1 and x.shape[-2] > LONGEST_BLOCK:
             return super().forward(x)
-        return self.kernels.linear(
-            x, self.weight, self.out_features, bits=self.bits, bias=self.bias, is_wide=self.is_wide
-        )
+        return self.kernels.linear(x, self.weight, self.bits, bias=self.bias, is_wide=self.is_wide)
 
 
 class KernelTiedHead(KernelHead, TiedHead):
@@ -113,13 +103,13 @@ class KernelTiedHead(KernelHead, TiedHead):
     def rows(self, numbers: Tensor) -> Tensor:
         if self.bits == 16:
             return super().rows(numbers)
-        packed = self.weight[numbers.flatten()]
-        rows = dequantize(packed, self.in_features, self.bits, self.dtype)
-        return rows.view(*numbers.shape, self.in_features)
+        packed_NX = self.weight[numbers.flatten()]
+        rows_NE = dequantize(packed_NX, self.in_features, self.bits, self.dtype)
+        return rows_NE.view(*numbers.shape, -1)
 
 
 class KernelPartialHead(KernelHead):
-    """An LM head over a part of the vocabulary."""
+    """An LM head over a part of the vocabulary; its logits are rounded."""
 
     is_wide = False
 
@@ -143,22 +133,18 @@ class KernelLayers(Layers):
         self.kernels = kernels
 
     def forward(self, x_BTE: Tensor, shared: Pass) -> Tensor:
-        is_long = shared.is_prompt or x_BTE.shape[1] > LONGEST_BLOCK
-        if is_long or type(shared.cache) not in WRITABLE:
-            rotary = KernelRotary(shared.rotary.cos, shared.rotary.signed_sin, self.kernels)
-            return super().forward(x_BTE, replace(shared, rotary=rotary))
-        return self._short_pass(x_BTE, shared)
-
-    def _short_pass(self, x_BTE: Tensor, shared: Pass) -> Tensor:
         cache = shared.cache
         queries = shared.queries_LBTHD
+        is_long = shared.is_prompt or x_BTE.shape[1] > LONGEST_BLOCK
+        if is_long or type(cache) not in WRITABLE:
+            rotary = KernelRotary(shared.rotary.cos, shared.rotary.signed_sin, self.kernels)
+            return super().forward(x_BTE, replace(shared, rotary=rotary))
         B, T, E = x_BTE.shape
         L, _, K, S, D = cache.keys.shape
         if max(cache.lengths) + T > S:
             raise IndexError(f"a block of {T} after {max(cache.lengths)} of {S} tokens")
         assert cache.keys.stride() == cache.values.stride()
-        assert cache.keys.dtype == x_BTE.dtype
-        assert queries is None or (queries.is_contiguous() and queries.dtype == x_BTE.dtype)
+        assert queries is None or queries.is_contiguous()
         first = self[0]
         assert isinstance(first, Layer)
         x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
@@ -167,12 +153,9 @@ class KernelLayers(Layers):
         arguments = struct_of(
             *(self._weights, x_BTE, shared.rotary.cos, shared.rotary.signed_sin),
             *(cache.keys, cache.values, getattr(cache, "raw_keys", None), queries, lengths, rule),
-            *(L, B, T, 0 if queries is None else queries.shape[2]),
-            *(E, first.self_attn.heads[0], K, D),
-            *cache.keys.stride()[:4],
-            self.kernels.num_threads,
-            first.input_layernorm.eps,
-            self.kernels.seconds,
+            *(L, B, T, queries.shape[2] if queries is not None else 0),
+            *(E, first.self_attn.heads[0], K, D, *cache.keys.stride()[:4]),
+            *(self.kernels.num_threads, first.input_layernorm.eps, self.kernels.seconds),
         )
         self.kernels.library.minitri_pass(DTYPES[x_BTE.dtype], arguments)
         return x_BTE
@@ -188,9 +171,9 @@ def weights_of(layer: nn.Module) -> list[Tensor | int | None]:
     """A block's fields of `LayerWeights`."""
     assert isinstance(layer, Layer)
     attention, mlp = layer.self_attn, layer.mlp
-    norms = (layer.input_layernorm, layer.post_attention_layernorm)
-    every = (*norms, attention.q_norm, attention.k_norm)
-    fields: list[Tensor | int | None] = [None if norm is None else norm.weight for norm in every]
+    head_norms = (attention.q_norm, attention.k_norm)
+    norms = (layer.input_layernorm, layer.post_attention_layernorm, *head_norms)
+    fields: list[Tensor | int | None] = [getattr(norm, "weight", None) for norm in norms]
     for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
         assert isinstance(linear, KernelLinear)
         fields += [linear.weight, linear.bias, linear.out_features, linear.in_features, linear.bits]
@@ -213,20 +196,22 @@ def use_kernels(model: Llama, kernels: Kernels) -> None:
     )
 
 
-def keep_quantized(model: Llama, places: Mapping[str, Tensor], stored: Stored) -> set[str]:
+def keep_quantized(
+    model: Llama, places: Mapping[str, Tensor], stored: Mapping[tuple[str, tuple[int, ...]], int]
+) -> list[str]:
     """Makes the layers of a model on kernels quantized, and empty, where a file has them so.
 
     The tensors of the file fill `places`, views of weights; several fill a fused projection, which
-    needs all of them in as many bits. Returns the names of those that are to come quantized.
+    needs all of them in as many bits. `stored` are the bits of the file's matrices, by name and
+    shape. Returns the names of those that are to come quantized.
     """
-    fillers: dict[int, list[str]] = {}
-    for name, place in places.items():
-        fillers.setdefault(place.untyped_storage().data_ptr(), []).append(name)
+    homes = {name: place.untyped_storage().data_ptr() for name, place in places.items()}
     layers = {p: layer for p, layer in model.named_modules() if isinstance(layer, KernelLinear)}
     num_kept = 0
-    kept: set[str] = set()
+    kept: list[str] = []
     for path, layer in layers.items():
-        names = fillers[layer.weight.untyped_storage().data_ptr()]
+        own = layer.weight.untyped_storage().data_ptr()
+        names = [name for name, home in homes.items() if home == own]
         bits, *others = {stored.get((name, tuple(places[name].shape))) for name in names}
         if others or bits is None:
             continue
@@ -234,7 +219,7 @@ def keep_quantized(model: Llama, places: Mapping[str, Tensor], stored: Stored) -
         packed_NX = torch.empty(shape, dtype=torch.uint8)
         model.set_submodule(path, type(layer)(layer, layer.kernels, packed_NX, bits))
         num_kept += 1
-        kept |= set(names)
+        kept += names
     model.num_bytes = sum(weight.nbytes for weight in model.parameters())
     log.info("%d of %d matrices stay quantized", num_kept, len(layers))
     return kept

@@ -1,8 +1,5 @@
 """The compiled kernels of a CPU as functions on tensors; the C++ files say what they compute.
 
-They are built for this machine when they are first needed (`build.py`). Where that cannot be done,
-or MINITRI_KERNELS=off is set, `load_kernels` gives None, and PyTorch's own operations do the work.
-
 All kernels of a pass are row-invariant: the bits of a row of the result do not depend on the other
 rows of the block, nor on the number of threads. Several threads may call them at once; steps and
 chunks of prompts wait for each other, since PyTorch's number of threads is one for the process.
@@ -24,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minitri.cpu.build import BuildError, load_library
+from minitri.cpu.build import load_library
 from minitri.errors import shorten
 
 log = logging.getLogger("minitri")
@@ -33,8 +30,7 @@ SOURCE = Path(__file__).with_name("kernels.cpp")
 
 MAX_HEAD_DIM = 1024
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Number types by their numbers in the kernels."""
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as the kernels number them
 
 
 class Kernels:
@@ -43,19 +39,18 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
         self.library = library
         library.minitri_instructions.restype = ctypes.c_char_p
-        self.instructions: str = library.minitri_instructions().decode()
+        self.instructions = library.minitri_instructions().decode()
         """The processor's, as far as the kernels use them."""
         self.num_threads = num_threads
         self.seconds: Tensor | None = None
-        """Two float64, if a profile wants them: what linear layers and attention of passes take."""
-        self._torch_threads = num_threads
+        """Two float64, for a profile: what linear layers and attention of passes take."""
         self._one_at_a_time = threading.RLock()
         os.register_at_fork(after_in_child=self._begin_in_child)
 
     def _begin_in_child(self) -> None:
-        """PyTorch's threads do not survive a fork, and it would wait for them; a lock that another
-        thread held stays held."""
-        self._torch_threads = 1
+        """Threads do not survive a fork, and PyTorch would wait for them; a lock that another one
+        held stays held."""
+        self.num_threads = 1
         self._one_at_a_time = threading.RLock()
         torch.set_num_threads(1)
 
@@ -68,13 +63,13 @@ class Kernels:
             try:
                 yield
             finally:
-                torch.set_num_threads(self._torch_threads)
+                torch.set_num_threads(self.num_threads)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """All threads for PyTorch, in a thread that came up during a step, too."""
         with self._one_at_a_time:
-            torch.set_num_threads(self._torch_threads)
+            torch.set_num_threads(self.num_threads)
             yield
 
     def attend(
@@ -101,9 +96,7 @@ class Kernels:
         arguments = struct_of(
             *(q_BTHD, keys_BKSD, values_BKSD, out_BTHD, lengths, rule_TT),
             *(B, T, H, keys_BKSD.shape[1], D),
-            *q_BTHD.stride()[:3],
-            *keys_BKSD.stride()[:3],
-            self.num_threads,
+            *(*q_BTHD.stride()[:3], *keys_BKSD.stride()[:3], self.num_threads),
         )
         self.library.minitri_attention(DTYPES[q_BTHD.dtype], is_short, arguments)
         return out_BTHD
@@ -112,7 +105,6 @@ class Kernels:
         self,
         x: Tensor,
         weight: Tensor,
-        out_features: int,
         bits: int = 16,
         *,
         bias: Tensor | None = None,
@@ -124,12 +116,12 @@ class Kernels:
         """
         x = x.contiguous()
         E = x.shape[-1]
-        out = x.new_empty(*x.shape[:-1], out_features, dtype=torch.float32 if is_wide else x.dtype)
-        norm = residual = None
-        is_gated, eps = False, 0.0
+        N = len(weight)
+        out = x.new_empty(*x.shape[:-1], N, dtype=torch.float32 if is_wide else x.dtype)
+        norm = residual = is_gated = eps = None
         arguments = struct_of(
             *(x, norm, weight, bias, residual, out),
-            *(x.numel() // E, E, out_features, is_gated, is_wide, self.num_threads, eps),
+            *(x.numel() // E, E, N, is_gated, is_wide, self.num_threads, eps),
         )
         self.library.minitri_linear(DTYPES[x.dtype], bits, arguments)
         return out
@@ -140,7 +132,6 @@ class Kernels:
         `cos` and `signed_sin` are (B, T, 1, D) float32, as in `model.rope.Rotary`.
         """
         B, T, H, D = x_BTHD.shape
-        assert B == 1 or x_BTHD.stride(0) == T * x_BTHD.stride(1)
         out_BTHD = torch.empty(B, T, H, D, dtype=x_BTHD.dtype)
         sizes = (B * T, x_BTHD.stride(1) // D, H, D)
         arguments = struct_of(x_BTHD, cos, signed_sin, out_BTHD, *sizes)
@@ -149,7 +140,7 @@ class Kernels:
 
 
 def struct_of(*fields: Tensor | float | None) -> bytes:
-    """A struct of the kernels, whose fields are addresses and numbers of 8 bytes each, in its order.
+    """A struct of the kernels: addresses and numbers, 8 bytes each, in the order of its fields.
 
     Tensors among them must outlive it.
     """
@@ -159,15 +150,16 @@ def struct_of(*fields: Tensor | float | None) -> bytes:
 
 @functools.cache
 def load_kernels() -> Kernels | None:
-    """The kernels, built for this machine if they are not yet; None, with a warning, if that fails.
+    """The kernels, with as many threads as PyTorch has now, built for this machine if they are not.
 
-    They have as many threads as PyTorch has now. The environment variable MINITRI_KERNELS=off
-    stands for no kernels.
+    None, with a warning, if that fails, or if the environment says MINITRI_KERNELS=off: then
+    PyTorch's own operations do the work.
     """
     if os.environ.get("MINITRI_KERNELS") == "off":
         return None
     try:
         return Kernels(load_library(SOURCE), torch.get_num_threads())
-    except BuildError as error:
-        log.warning("no compiled CPU kernels (%s); decoding takes twice as long", shorten(error))
+    except OSError as error:
+        advice = "decoding takes twice as long; name a C++ compiler in CXX"
+        log.warning("no compiled CPU kernels (%s): %s", shorten(error), advice)
         return None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from minitri.model.linear import Linear, TiedHead
+from minitri.model.replace import Factories
 
 
 class PackedLinear(Linear):
@@ -34,24 +35,24 @@ class PackedTiedHead(TiedHead):
         return self.packed(x)
 
 
+PACKED: Factories = {Linear: PackedLinear, TiedHead: PackedTiedHead}
+
+
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this build of PyTorch on this CPU has the packed kernel for the dtype."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+    kernels = torch.ops.mkldnn
+    if device.type != "cpu" or not hasattr(kernels, "_reorder_linear_weight"):
         return False
     if dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return kernels._is_mkldnn_bf16_supported()
     if dtype == torch.float16:
-        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+        return kernels._is_mkldnn_fp16_supported()
     return dtype == torch.float32
 
 
 def pack_linears(model: nn.Module) -> None:
     """Replaces every plain linear layer of a model; at most one of them is in memory twice."""
     for name, layer in list(model.named_modules()):
-        if type(layer) is TiedHead:
-            model.set_submodule(name, PackedTiedHead(layer))
-        elif type(layer) is Linear:
-            model.set_submodule(name, PackedLinear(layer))
+        if type(layer) in PACKED:
+            model.set_submodule(name, PACKED[type(layer)](layer))
             del layer.weight

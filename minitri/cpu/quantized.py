@@ -24,7 +24,7 @@ def row_widths(in_features: int, bits: int) -> list[int]:
 
 
 def rows_at_once(num_columns: int) -> int:
-    """In how large parts to read or write a quantized matrix."""
+    """How many rows of a quantized matrix to read or write at a time."""
     return max(1, NUMBERS_AT_ONCE // num_columns)
 
 

@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
-#include <pthread.h>
 #include <thread>
 
 namespace {
@@ -26,7 +25,10 @@ inline void pause_cpu() {
 // within microseconds, and then sleeps: waiting threads leave the cores to others.
 class Pool {
 public:
-    static Pool& get() { return *the_one(); }
+    static Pool& get() {
+        static Pool* pool = new Pool;  // never destroyed: its threads end with the process
+        return *pool;
+    }
 
     // `num_numbers`: how many are read in all. For few, the caller alone is faster than waking.
     // Threads stay: `num_threads` is the same for all calls of a process.
@@ -58,15 +60,6 @@ public:
     }
 
 private:
-    static Pool*& the_one() {
-        static Pool* pool = [] {
-            // A forked process has none of the threads.
-            pthread_atfork(nullptr, nullptr, [] { the_one() = new Pool; });
-            return new Pool;  // never destroyed: its threads end with the process
-        }();
-        return pool;
-    }
-
     static constexpr int64_t WORTH_WAKING = 32768;
     static constexpr int SPINS = 4000;  // some 50 to 100 microseconds
 

@@ -3,6 +3,7 @@
 import ctypes
 import platform
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,13 @@ if platform.machine() == "x86_64":
     INSTRUCTIONS += ["x86-64-v3", "x86-64"]  # AVX2; SSE2, like any other 16-byte vectors
 
 
-def compiled(folder: Path, instructions: str = "native", change: tuple[str, str] = ("", "")):
+def compiled(folder: Path, instructions: str = "native", change: Sequence[str] = ("\n", "\n")):
     """Kernels for some instructions, where a text of the source may be changed to another; they
     run on two threads."""
-    files = [SOURCE, *SOURCE.parent.glob("*.h")]
-    assert any(change[0] in file.read_text() for file in files)
-    for file in files:
-        (folder / file.name).write_text(file.read_text().replace(*change, -1 if change[0] else 0))
+    texts = {file.name: file.read_text() for file in SOURCE.parent.glob("*.[ch]*")}
+    assert any(change[0] in text for text in texts.values())
+    for name, text in texts.items():
+        (folder / name).write_text(text.replace(*change))
     flags = ["-std=c++17", "-O1", f"-march={instructions}", "-shared", "-fPIC", "-pthread", "-w"]
     library = folder / "kernels.so"
     subprocess.run(["c++", *flags, str(folder / SOURCE.name), "-o", str(library)], check=True)

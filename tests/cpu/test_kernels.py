@@ -1,5 +1,6 @@
 """The compiled kernels against plain formulas, on this processor's instructions and on others."""
 
+import itertools
 import math
 import subprocess
 import sys
@@ -36,16 +37,9 @@ def random(*shape, dtype=torch.float32, seed=0):
 def test_attention_equals_the_oracle(kernels, dtype, D):
     """Blocks of one token, of several and of a prefill; prefixes within a block of slots, across
     pieces and none; causal or any rule; rows of different lengths; NaN after each."""
-    for T, prefixes in (
-        (1, (0,)),
-        (1, (63,)),
-        (1, (PIECE,)),
-        (3, (62, 1200)),
-        (8, (PIECE - 4,)),
-        (24, (0, 37, 5)),
-        (LONGEST_BLOCK, (100,)),
-        (LONGEST_BLOCK + 71, (0, 130)),
-    ):
+    cases = [(1, (0,)), (1, (63,)), (1, (PIECE,)), (3, (62, 1200)), (8, (PIECE - 4,))]
+    cases += [(24, (0, 37, 5)), (LONGEST_BLOCK, (100,)), (LONGEST_BLOCK + 71, (0, 130))]
+    for T, prefixes in cases:
         q, k, v, lengths = random_case(T, prefixes, D=D, dtype=dtype)
         tree = torch.rand(T, T, generator=torch.Generator().manual_seed(1)) < 0.3
         for rule in (None, tree | torch.eye(T, dtype=torch.bool)):
@@ -83,17 +77,15 @@ def test_attention_survives_scores_of_any_size(kernels):
 @pytest.mark.parametrize("T", [1, 8])
 def test_what_is_not_finite_is_never_hidden(kernels, dtype, T):
     """One key, value or query of NaN, of any payload, makes a result of NaN, as with the oracle."""
-    for name, place in (("q", (0, 0, 0, 3)), ("k", (0, 0, 40, 3)), ("v", (0, 0, 40, 3))):
-        for value in (math.nan, -math.nan, math.inf):
-            q, k, v, lengths = random_case(T, (700,), dtype=dtype)
-            {"q": q, "k": k, "v": v}[name][place] = value
-            got = attend(kernels, q, k, v, lengths).isfinite()
-            wanted = attend_math(q, k, v, lengths).isfinite()
-            assert not got[~wanted].any(), (name, value)
-            assert not wanted.all()
+    for which, value in itertools.product((0, 1, 2), (math.nan, -math.nan, math.inf)):
+        *qkv, lengths = random_case(T, (700,), dtype=dtype)
+        qkv[which][0, 0, 40 if which else 0, 3] = value
+        wanted = attend_math(*qkv, lengths).isfinite()
+        assert not attend(kernels, *qkv, lengths).isfinite()[~wanted].any(), (which, value)
+        assert not wanted.all()
     x, weight = random(1, 3, 64, dtype=dtype), random(20, 64, dtype=dtype, seed=1)
     x[0, 1, 5] = math.nan
-    got = kernels.linear(x, weight, 20).isfinite()
+    got = kernels.linear(x, weight).isfinite()
     assert got[0, [0, 2]].all()
     assert not got[0, 1].any()
 
@@ -115,7 +107,7 @@ def test_linear_equals_plain_formulas(kernels, dtype, bits, E, R):
     plain = weight if bits == 16 else dequantize(weight, E, bits)
     exact = x.double() @ plain.double().T + bias
     for is_wide, tolerance in ((False, 3 * TOLERANCE[dtype]), (True, 2e-5)):
-        got = kernels.linear(x, weight, N, bits, bias=bias, is_wide=is_wide)
+        got = kernels.linear(x, weight, bits, bias=bias, is_wide=is_wide)
         assert got.dtype == (torch.float32 if is_wide else dtype)
         assert (got - exact).abs().max() < tolerance
 
@@ -123,14 +115,10 @@ def test_linear_equals_plain_formulas(kernels, dtype, bits, E, R):
 @every_dtype
 def test_numbers_are_rounded_as_pytorch_rounds_them(kernels, dtype):
     """To the nearest, ties to even; denormal, too large, infinite and NaN."""
-    wide = torch.cat(
-        [
-            random(4000) * 10.0 ** torch.arange(-10, 10).repeat_interleave(200),
-            torch.tensor([0.0, -0.0, 65504, 65519.9, 65520, 1e-8, 6e-8, 3e38, math.inf, math.nan]),
-            1 + torch.arange(64) / 2**9,
-            1 + torch.arange(64) / 2**12,
-        ]
-    )
+    many = random(4000) * 10.0 ** torch.arange(-10, 10).repeat_interleave(200)
+    rare = [0.0, -0.0, 65504, 65519.9, 65520, 1e-8, 6e-8, 3e38, math.inf, math.nan]
+    ties = [1 + torch.arange(64) / 2**bits for bits in (9, 12)]
+    wide = torch.cat([many, torch.tensor(rare), *ties])
     eye, cos = wide.to(dtype).view(1, 1, 1, -1), torch.ones(1, 1, 1, len(wide))
     same = kernels.rotate(eye, cos, 0 * cos)  # x cos(0) + x' sin(0)
     finite = eye.isfinite() & eye.roll(len(wide) // 2, -1).isfinite()
@@ -151,7 +139,7 @@ def run():
     with kernels.reading():
         long = large @ large.T
     with kernels.decoding():
-        return long.relu_().sum().item() + kernels.linear(x, weight, 4096).sum().item()
+        return long.relu_().sum().item() + kernels.linear(x, weight).sum().item()
 wanted, started, is_over = run(), threading.Event(), threading.Event()
 def hold():
     with kernels.decoding():

@@ -9,19 +9,23 @@ import torch
 import torch.nn.functional as F
 
 from minitri import Token, load
-from minitri.caches.full import FullCache
 from minitri.caches.policies import make_policy
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
-from minitri.cpu import kernel_layers
-from minitri.cpu.kernel_layers import KernelLayers, quantized_copy, use_kernels
+from minitri.cpu.kernel_layers import (
+    TILE,
+    KernelLayers,
+    product_tile,
+    quantized_copy,
+    use_kernels,
+)
 from minitri.cpu.kernels import load_kernels
 from minitri.runner import prefill
 from minitri.settings import GenerationConfig, SpeculationConfig
-from tests.conftest import tiny_config, tiny_model
+from tests.conftest import CPU, new_cache, tiny_config, tiny_model
 from tests.cpu import test_kernels as claims
 from tests.cpu.conftest import compiled
-from tests.cpu.test_kernels import TOLERANCE
+from tests.cpu.test_kernels import TOLERANCE, every_dtype
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
 
@@ -30,20 +34,20 @@ LONG = replace(CONFIG, context_length=1024)
 WIDE = replace(LONG, hidden_size=576, intermediate_size=1536)
 """As the matrices of a real model, which PyTorch multiplies in other ways than small ones."""
 SPECULATION = SpeculationConfig(budget=64, chunk_size=8, num_recent_tokens=40, num_sink_tokens=4)
-B, CPU = 2, torch.device("cpu")
 LENGTHS = [37, 5]
+B = len(LENGTHS)
 
 
 def filled_cache(kind: str, dtype: torch.dtype):
     """Two rows of random numbers; NaN after them."""
-    where = {"dtype": dtype, "device": CPU}
-    cache = full = FullCache.allocate(CONFIG, B, 128, **where)
+    cache = full = new_cache(CONFIG, B, 128, dtype=dtype)
     if kind == "retrieval":
         policy = make_policy("retrieval", full, SPECULATION.chunk_size)
         heads = CONFIG.num_heads
         cache = RetrievalCache(full, policy, SPECULATION, budgets=[64, 64], num_heads=heads)
     elif kind == "streaming":
-        cache = StreamingCache(CONFIG, tiny_model(CONFIG).rope, B, SPECULATION, **where)
+        rope = tiny_model(CONFIG).rope
+        cache = StreamingCache(CONFIG, rope, B, SPECULATION, dtype=dtype, device=CPU)
     generator = torch.Generator().manual_seed(1)
     for slots in tensors(cache):
         slots.fill_(torch.nan)
@@ -83,7 +87,7 @@ def check_pass(kernels, kind, dtype, T, *, has_rule=False, scale=1.0) -> None:
 
 
 @pytest.mark.parametrize("kind", ["full", "retrieval", "streaming"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@every_dtype
 @pytest.mark.parametrize(("T", "has_rule"), [(1, False), (2, False), (5, True)])
 def test_a_pass_computes_and_writes_what_the_plain_layers_do(kernels, kind, dtype, T, has_rule):
     check_pass(kernels, kind, dtype, T, has_rule=has_rule)
@@ -94,7 +98,7 @@ def test_norms_of_almost_zeros_are_bounded(kernels):
     check_pass(kernels, "full", torch.float32, 2, scale=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@every_dtype
 @pytest.mark.parametrize("bits", [16, 4])
 def test_a_token_has_the_same_bits_whatever_shares_its_pass(kernels, dtype, bits):
     """Neighbours in its block, other rows, threads."""
@@ -106,7 +110,7 @@ def test_a_token_has_the_same_bits_whatever_shares_its_pass(kernels, dtype, bits
     tokens = torch.randint(config.vocab_size, (B, 20), generator=torch.manual_seed(2))
 
     def hidden(rows, *ends):
-        cache, parts = FullCache.allocate(config, len(rows), 64, dtype=dtype, device=CPU), []
+        cache, parts = new_cache(config, len(rows), dtype=dtype), []
         for start, end in zip((0, *ends), ends, strict=False):
             positions = torch.arange(start, end).expand(len(rows), -1)
             parts.append(model(tokens[rows, start:end], positions, cache))
@@ -131,14 +135,16 @@ def test_a_block_that_does_not_fit_is_refused():
         model(tokens, tokens, cache)
 
 
-def assert_chunks_may_begin_anywhere(dtype, config):
+@pytest.mark.parametrize("config", [LONG, WIDE], ids=["small", "wide"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_chunks_of_a_prompt_may_begin_anywhere(dtype, config):
     """K and V have the same bits: a text may go on after what an earlier one left."""
     model = tiny_model(config, dtype=getattr(torch, dtype))
     use_kernels(model, load_kernels())
     prompt = torch.randint(0, config.vocab_size, (701,), generator=torch.manual_seed(0)).tolist()
     caches = []
     for ends in ([700], [256, 700], [1, 2, 9, 340, 341, 470, 699, 700], range(100, 701, 100)):
-        cache = FullCache.allocate(config, 1, 704, dtype=model.dtype, device=model.device)
+        cache = new_cache(config, capacity=704, dtype=model.dtype)
         for end in ends:
             for _ in prefill(model, prompt[: end + 1], cache, 0, chunk=1024):
                 pass
@@ -147,15 +153,9 @@ def assert_chunks_may_begin_anywhere(dtype, config):
         assert all(torch.equal(*both) for both in zip(pair, caches[0], strict=True))
 
 
-@pytest.mark.parametrize("config", [LONG, WIDE], ids=["small", "wide"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_chunks_of_a_prompt_may_begin_anywhere(dtype, config):
-    assert_chunks_may_begin_anywhere(dtype, config)
-
-
 @pytest.mark.parametrize("bias", [True, False])
 def test_chunks_may_begin_anywhere_on_a_machine_whose_products_depend_on_their_size(
-    bias, monkeypatch
+    bias, monkeypatch, request
 ):
     """As with AMX: fewer than 600 rows have other last bits."""
 
@@ -167,12 +167,12 @@ def test_chunks_may_begin_anywhere_on_a_machine_whose_products_depend_on_their_s
 
         return multiply
 
-    monkeypatch.setattr(kernel_layers, "_TILES", {})
+    request.addfinalizer(product_tile.cache_clear)
+    product_tile.cache_clear()
     for owner, name in ((F, "linear"), (torch, "mm"), (torch, "addmm")):
         monkeypatch.setattr(owner, name, scaled(getattr(owner, name)))
-    config = replace(LONG, attention_bias=bias)
-    assert_chunks_may_begin_anywhere("float32", config)
-    assert set(kernel_layers._TILES.values()) == {kernel_layers.TILE}
+    test_chunks_of_a_prompt_may_begin_anywhere("float32", replace(LONG, attention_bias=bias))
+    assert product_tile(torch.float32, 64, 32, 1) == TILE
 
 
 def test_two_engines_in_two_threads_do_not_disturb_each_other(folder):
@@ -183,7 +183,7 @@ def test_two_engines_in_two_threads_do_not_disturb_each_other(folder):
         prompt = torch.randint(0, 90, (60,), generator=torch.manual_seed(1)).tolist()
         events = engine.generate(prompt, generation=GenerationConfig(12, prefill_chunk=7))
         text = [event.token_id for event in events if isinstance(event, Token)]
-        cache = FullCache.allocate(engine.config, 1, 64, dtype=engine.model.dtype, device=CPU)
+        cache = new_cache(engine.config, dtype=engine.model.dtype)
         for _ in prefill(engine.model, prompt, cache, 0, chunk=5):
             pass
         return text, cache.keys.float()[..., :59, :].tolist()
@@ -194,60 +194,44 @@ def test_two_engines_in_two_threads_do_not_disturb_each_other(folder):
             assert list(threads.map(run, engines)) == alone
 
 
-MUTANTS = {
-    "pieces begin where the prefix ends": (
-        "begin = piece * PIECE;",
-        "begin = num_pieces > 1 && piece ? piece * PIECE - a.lengths[b] % BLOCK : piece * PIECE;",
-    ),
-    "a token sees the next one": ("block : block + t + 1, 0)", "block : block + t + 2, 0)"),
-    "a slot after the block is read": ("if (s + 1 < n) b", "if (s < n) b"),
-    "a piece is left out of the merge": (
-        "p = 0; p < num_pieces; ++p) {\n            const float w",
-        "p = 1; p < num_pieces; ++p) {\n            const float w",
-    ),
-    "sums are not rescaled": ("store(sums, load(sums) * shrink);", ""),
-    "totals are not rescaled": ("total *= shrink;", ""),
-    "the rest of a row is skipped": ("if (e < E) {", "if (false) {"),
-    "rows of a tile share an operand": (
-        "rows.x + m * rows.stride + e / Op::STEP);\n        }\n",
-        "rows.x + 0 * rows.stride + e / Op::STEP);\n        }\n",
-    ),
-    "NaN becomes a number": ("x < -126.0f ? splat(-126.0f) : x;", "maximum(x, splat(-126.0f));"),
-    "half the scale": ("scale[o][i + half];", "scale[o][i];"),
-    "V one slot late": (
-        "std::copy(value, value + D, static_cast<T*>(p.values) + at)",
-        "std::copy(value, value + D, static_cast<T*>(p.values) + at + p.kv_slot)",
-    ),
-    "rotated raw keys": (
-        "std::copy(key, key + D, static_cast<T*>(p.raw_keys) + at)",
-        "rotate_head(key, cos, sin, static_cast<T*>(p.raw_keys) + at, D)",
-    ),
-    "the lengths of row 0": ("(p.lengths[b] + t) * p.kv_slot", "(p.lengths[0] + t) * p.kv_slot"),
-    "the first layer's cache": (
-        "const T *keys = static_cast<T*>(p.keys) + i * p.kv_layer",
-        "const T *keys = static_cast<T*>(p.keys)",
-    ),
-    "queries of all rows in one": ("(layer * p.B + b) * p.W", "layer * p.B * p.W"),
-    "one norm for both": ("layer.post_norm", "layer.input_norm"),
-    "one norm for q and k": ("h < p.H ? q_norm : k_norm", "q_norm"),
-    "no residual": ("layer.down, p.x, p.x", "layer.down, nullptr, p.x"),
-    "no epsilon": ("+ float(a.eps)", ""),
-}
-"""Wrong kernels: a text of the source and what stands in its place."""
+MUTANTS = """
+begin = piece * PIECE;
+    => begin = num_pieces > 1 && piece ? piece * PIECE - a.lengths[b] % BLOCK : piece * PIECE;
+block : block + t + 1, 0) => block : block + t + 2, 0)
+if (s + 1 < n) b => if (s < n) b
+const float weight = power_of_2( => const float weight = p == 0 ? 0.0f : power_of_2(
+store(sums, load(sums) * shrink); => ;
+total *= shrink; => ;
+if (e < E) { => if (false) {
+rows.x + m * rows.stride + e / => rows.x + e /
+x < -126.0f ? splat(-126.0f) : x; => maximum(x, splat(-126.0f));
+scale[o][i + half]; => scale[o][i];
+(p.values) + at) => (p.values) + at + p.kv_slot)
+std::copy(key, key + D, static_cast<T*>(p.raw_keys) + at)
+    => rotate_head(key, cos, sin, static_cast<T*>(p.raw_keys) + at, D)
+(p.lengths[b] + t) * p.kv_slot => (p.lengths[0] + t) * p.kv_slot
+(p.keys) + i * p.kv_layer => (p.keys)
+(layer * p.B + b) * p.W => layer * p.B * p.W
+layer.post_norm => layer.input_norm
+h < p.H ? q_norm : k_norm => q_norm
+layer.down, p.x, p.x => layer.down, nullptr, p.x
++ float(a.eps) => + 0.0f
+"""
+"""Wrong kernels: a text of the source => what stands in its place."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MUTANTS)
-def test_wrong_kernels_are_noticed(name, tmp_path):
-    mutant = compiled(tmp_path, change=MUTANTS[name])
+@pytest.mark.parametrize("mutant", MUTANTS.replace("\n    =>", " =>").strip().splitlines())
+def test_wrong_kernels_are_noticed(mutant, tmp_path):
+    wrong = compiled(tmp_path, change=mutant.split(" => "))
     dtype = torch.bfloat16
     with pytest.raises(AssertionError):  # noqa: PT012
-        claims.test_attention_equals_the_oracle(mutant, dtype, 64)
-        claims.test_attention_of_a_token_has_the_same_bits_whatever_stands_next_to_it(mutant, dtype)
-        claims.test_attention_survives_scores_of_any_size(mutant)
-        claims.test_what_is_not_finite_is_never_hidden(mutant, torch.float32, 1)
-        claims.test_linear_equals_plain_formulas(mutant, dtype, 16, 48, 7)
-        claims.test_linear_equals_plain_formulas(mutant, dtype, 4, 576, 7)
+        claims.test_attention_equals_the_oracle(wrong, dtype, 64)
+        claims.test_attention_of_a_token_has_the_same_bits_whatever_stands_next_to_it(wrong, dtype)
+        claims.test_attention_survives_scores_of_any_size(wrong)
+        claims.test_what_is_not_finite_is_never_hidden(wrong, torch.float32, 1)
+        claims.test_linear_equals_plain_formulas(wrong, dtype, 16, 48, 7)
+        claims.test_linear_equals_plain_formulas(wrong, dtype, 4, 576, 7)
         for T in (1, 5):
-            check_pass(mutant, "streaming", torch.float32, T, has_rule=T == 5)
-        test_norms_of_almost_zeros_are_bounded(mutant)
+            check_pass(wrong, "streaming", torch.float32, T, has_rule=T == 5)
+        test_norms_of_almost_zeros_are_bounded(wrong)

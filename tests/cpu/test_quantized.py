@@ -4,25 +4,22 @@ import pytest
 import torch
 
 from minitri import load
-from minitri.caches.full import FullCache
 from minitri.cpu import quantized
 from minitri.cpu.kernel_layers import KernelTiedHead, quantized_copy
 from minitri.cpu.kernels import load_kernels
 from minitri.cpu.quantized import GROUP, dequantize, quantize, row_widths
 from minitri.model.linear import TiedHead
+from tests.conftest import new_cache
+from tests.cpu.test_kernels import every_dtype, random
 
 needs_kernels = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
 
 
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.mark.parametrize("E", [32, 96, 576])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_quantized_weight_is_half_a_step_from_the_original(bits, E):
+def test_a_quantized_weight_is_half_a_step_from_the_original(bits, E, monkeypatch):
     """And by the rounding of scales and offsets to float16; numbers of groups are odd and even, and
-    groups of equal weights and of zeros keep them."""
+    groups of equal weights and of zeros keep them. The size of the slices changes nothing."""
     weight_NE = random(40, E)
     weight_NE[7], weight_NE[8] = 0, 1.5
     groups_NGQ = weight_NE.unflatten(1, (-1, GROUP))
@@ -31,24 +28,18 @@ def test_a_quantized_weight_is_half_a_step_from_the_original(bits, E):
     packed_NX = quantize(weight_NE, bits)
     assert packed_NX.dtype == torch.uint8
     assert packed_NX.shape == (40, sum(row_widths(E, bits)))
-    errors = (dequantize(packed_NX, E, bits).view_as(groups_NGQ) - groups_NGQ).abs()
+    whole = dequantize(packed_NX, E, bits)
+    errors = (whole.view_as(groups_NGQ) - groups_NGQ).abs()
     assert (errors <= steps / 2 + 1e-3 * groups_NGQ.abs().amax(2, keepdim=True)).all()
     assert not errors[7].any()
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_large_matrices_are_read_and_written_in_slices(bits, monkeypatch):
-    weight_NE = random(50, 96)
-    packed_NX = quantize(weight_NE, bits)
-    whole = dequantize(packed_NX, 96, bits)
-    for numbers_at_once in (1, 96 * 7, 96 * 50):
+    for numbers_at_once in (1, E * 7, E * 50):
         monkeypatch.setattr(quantized, "NUMBERS_AT_ONCE", numbers_at_once)
         assert torch.equal(quantize(weight_NE, bits), packed_NX)
-        assert torch.equal(dequantize(packed_NX, 96, bits, torch.bfloat16), whole.bfloat16())
+        assert torch.equal(dequantize(packed_NX, E, bits, torch.bfloat16), whole.bfloat16())
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@every_dtype
 @pytest.mark.parametrize("bits", [4, 8])
 def test_rows_of_a_tied_head_are_those_of_its_matrix(bits, dtype):
     plain = TiedHead.empty(96, 50, dtype=dtype)
@@ -66,7 +57,7 @@ def test_a_copy_in_4_bits_is_small_and_guesses_like_its_model(folder):
     twin = quantized_copy(model)
     assert twin.num_bytes < model.num_bytes / 4
     tokens = torch.arange(5).unsqueeze(0)
-    cache = FullCache.allocate(model.config, 1, 40, dtype=model.dtype, device=model.device)
+    cache = new_cache(model.config, dtype=torch.float32)
     exact, rough, again = (m.logits(m(tokens, tokens, cache)) for m in (model, twin, model))
     assert 0 < (exact - rough).norm() / exact.norm() < 0.6  # random weights: worse than any
     assert torch.equal(exact, again)  # a pass of the model does not take the copy's weights
