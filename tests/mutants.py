@@ -251,7 +251,7 @@ parallel/test_split.py::test_shares_give_the_logits_of_the_whole[biases, a vocab
   a bias is added by every rank
     share: tensor if ranks.rank == 0 else tensor.new_zeros(tensor.shape) => tensor
   every rank embeds what another one has, too
-    SplitLlama.embed: rows.where(is_here.unsqueeze(-1), 0) => rows
+    SplitLlama.embed: rows.where((nearest == own).unsqueeze(-1), 0) => rows
 parallel/test_split.py
 ::test_memory_is_the_least_of_all_ranks_and_an_answer_or_error_that_of_rank_0
   a rank follows its own verdict

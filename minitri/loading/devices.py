@@ -1,6 +1,7 @@
 """What a model runs on: device, number type, and the attention that suits both."""
 
 import logging
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -19,7 +20,6 @@ from minitri.loading.named_models import DEFAULT_MODEL
 from minitri.model.attention import Attend
 from minitri.model.execution import Ranks
 from minitri.model.llama import Llama
-from minitri.parallel.ranks import local_rank
 
 log = logging.getLogger("minitri")
 
@@ -64,7 +64,7 @@ def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B
     if ranks.count > 1 and name.startswith("cuda"):
         if name != "cuda":
             raise InputError(f"device {name!r} is one GPU for {ranks.count} ranks; use cuda")
-        name = f"cuda:{local_rank()}"
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     with suppress(RuntimeError):  # of a name that means nothing to PyTorch
         device = torch.device(name)
         if device.type == "cpu":

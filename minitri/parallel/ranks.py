@@ -3,9 +3,8 @@
 All ranks draw the same random numbers and read the same gathered logits, so they take the same
 decisions; what only one can know, such as a prompt from standard input, rank 0 is asked for.
 
-A process alone is a `Ranks`, for which all of this is free. Nothing here knows models or devices:
-tensors on CUDA go through NCCL, all others through gloo. What the layers of a model send may be
-captured in CUDA graphs.
+A process alone is a `Ranks`, for which all of this is free. Tensors on CUDA go through NCCL, all
+others through gloo. What the layers of a model send may be captured in CUDA graphs.
 """
 
 import atexit
@@ -13,16 +12,15 @@ import functools
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from minitri.errors import InputError, explain
-from minitri.model.execution import Ranks
+from minitri.model.execution import Ranks, T
 
 TIMEOUT = timedelta(minutes=30)
 """For a rank that says nothing: rank 0 may be fetching. One that has ended is noticed at once."""
@@ -30,14 +28,15 @@ JOIN_TIMEOUT = timedelta(minutes=2)
 """For ranks that were never started."""
 ADVICE = "start all with one command: torchrun --nproc-per-node 2 -m minitri.generate ..."
 
-T = TypeVar("T")
-
 
 class RankGroup(Ranks):
     """Several ranks, joined by the process group of `torch.distributed`."""
 
-    def __init__(self) -> None:
-        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+    def __init__(self, store: Any, rank: int, count: int) -> None:
+        """`store` is the one of keys and values that torchrun keeps for its ranks."""
+        self.store = store
+        self.rank = rank
+        self.count = count
 
     def sum(self, x: Tensor) -> Tensor:
         """Adds up the tensors of all ranks, in place; everywhere with the same bits."""
@@ -68,13 +67,11 @@ class RankGroup(Ranks):
         return float(least)
 
     def check_same(self, what: str, value: object) -> None:
-        is_same = self.ask_first(lambda: value) == value
-        if not self.least(float(is_same)):
+        if not self.least(self.ask_first(lambda: value) == value):
             raise InputError(f"the ranks were given different {what}; {ADVICE}")
 
     def _call(self, collective: Callable[..., Any], *arguments: Any) -> None:
-        problem = f"rank {self.rank} has lost the other ranks"
-        with explain(problem, "one has ended or does not answer, start all of them again"):
+        with explain(f"rank {self.rank} has lost the other ranks", "start all of them again"):
             collective(*arguments)
 
 
@@ -86,20 +83,12 @@ def join() -> Ranks:
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return Ranks()
-    has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
-    backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     with explain(f"rank {os.environ.get('RANK')} could not join the others", ADVICE):
-        store, rank, count = store_of_ranks()
+        store, rank, count = next(iter(rendezvous("env://", timeout=JOIN_TIMEOUT)))
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=TIMEOUT)
     atexit.register(dist.destroy_process_group)  # else the threads of gloo abort the process
-    return RankGroup()
-
-
-@functools.cache
-def store_of_ranks() -> tuple[Any, int, int]:
-    """The key-value store that torchrun keeps for its ranks; rank and number of this process."""
-    store, rank, count = next(iter(rendezvous("env://", timeout=JOIN_TIMEOUT)))
-    return PrefixStore("minitri", store), rank, count
+    return RankGroup(store, rank, count)
 
 
 def first_end(code: int) -> tuple[int, bool]:
@@ -108,16 +97,12 @@ def first_end(code: int) -> tuple[int, bool]:
     The others lose it, and then end, too.
     """
     rank = os.environ.get("RANK", "0")
-    if not dist.is_initialized():
+    ranks = join() if dist.is_initialized() else None
+    if not isinstance(ranks, RankGroup):
         return code, rank == "0" or not rank.isdecimal()
     own = f"{code} {rank}"
     try:
-        first = store_of_ranks()[0].compare_set("end", "", own).decode()
+        first = ranks.store.compare_set("end", "", own).decode()
     except RuntimeError:  # rank 0 kept the store, and has gone
         return code, True
     return int(first.split()[0]), first == own
-
-
-def local_rank() -> str:
-    """The number of this process among those of its machine, by torchrun's environment."""
-    return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))

@@ -2,11 +2,9 @@
 (arXiv 1909.08053).
 
 A rank holds some KV heads with their query heads, some columns of the MLP and some rows of the
-vocabulary, and computes with them as if they were all: its `config` is that of the share, but for
-the vocabulary. Residual stream and norms are everywhere the same. What leaves the heads and the MLP
-is added up over the ranks, two sums a layer; embeddings are a third sum, logits are gathered. K and
-V of its own heads stay on each rank, whatever the cache, and retrieval chooses chunks per KV head,
-so caches send nothing.
+vocabulary: its `config` is that of the share, but for the vocabulary. What leaves the heads and the
+MLP is added up over the ranks, two sums a layer; embeddings are a third sum, logits are gathered.
+Retrieval chooses chunks per KV head, so caches send nothing.
 
 Legend: E hidden size, R rows of the vocabulary on a rank, V vocab.
 """
@@ -22,10 +20,10 @@ from minitri.model.execution import Execution, Ranks
 from minitri.model.llama import Llama
 from minitri.parallel.ranks import RankGroup
 
-ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 COLUMNS = ("o_proj", "down_proj")
 TABLES = ("embed_tokens", "lm_head")
-"""How a matrix is cut, by the name of its tensor in a checkpoint."""
+"""Matrices, by the names of their tensors in a checkpoint, that are cut by columns, and those whose
+rows may not come out even. All others are cut by rows."""
 
 
 class SplitLlama(Llama):
@@ -52,9 +50,9 @@ class SplitLlama(Llama):
         if self.lent_embedding is not None:
             return super().embed(tokens)
         own = tokens - self.ranks.rank * self._num_rows
-        is_here = (own >= 0) & (own < self._num_rows)
-        rows = super().embed(own.where(is_here, 0))
-        return self.ranks.sum(rows.where(is_here.unsqueeze(-1), 0))
+        nearest = own.clamp(0, self._num_rows - 1)
+        rows = super().embed(nearest)
+        return self.ranks.sum(rows.where((nearest == own).unsqueeze(-1), 0))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.ranks.gather(self.lm_head(hidden))[..., : self.config.vocab_size].float()
@@ -73,20 +71,14 @@ class Summed(nn.Module):
 
 def share(name: str, tensor: Tensor, ranks: Ranks) -> Tensor:
     """A rank's share of a tensor of a checkpoint."""
-    if ranks.count == 1:
-        return tensor
     module, kind = f".{name}".split(".")[-2:]
     is_bias = kind == "bias"
-    if tensor.dim() != 2 - is_bias:
+    if ranks.count == 1 or tensor.dim() != 2 - is_bias:
         return tensor  # a norm's, or a damaged one, which loading refuses
-    if module in ROWS:
-        return tensor.tensor_split(ranks.count)[ranks.rank]
     if module in COLUMNS and is_bias:  # added once
         return tensor if ranks.rank == 0 else tensor.new_zeros(tensor.shape)
-    if module in COLUMNS:
-        return tensor.tensor_split(ranks.count, 1)[ranks.rank]
     if module in TABLES:
         num_rows = -(-len(tensor) // ranks.count)
         part_RE = tensor[ranks.rank * num_rows :][:num_rows]
         return F.pad(part_RE, (0, 0, 0, num_rows - len(part_RE)))
-    return tensor
+    return tensor.tensor_split(ranks.count, int(module in COLUMNS))[ranks.rank]

@@ -1,15 +1,22 @@
-"""What the shares of a model compute together is what the whole computes."""
+"""What the shares of a model compute together is what the whole computes.
+
+Ranks are threads of one process here, so that mutants of its code are seen.
+"""
+
+import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from minitri.errors import InputError
 from minitri.loading.checkpoint import load_model, open_checkpoint
 from minitri.model.block import read_block
 from minitri.model.execution import Ranks
-from minitri.parallel.ranks import join
+from minitri.parallel.ranks import RankGroup, join
 from tests.conftest import CPU, new_cache, write_hf_folder
-from tests.parallel.threads import on_ranks
 
 TOKENS = [3, 320, 160, 161, 0, 7]
 SHAPES = {
@@ -17,6 +24,43 @@ SHAPES = {
     "tied": {"tie_word_embeddings": True},
     "one KV head each": {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
 }
+SECONDS = 10
+"""After which a rank whose others do not come is alone."""
+
+
+class ThreadRanks(RankGroup):
+    """Rank `rank` of several; what is sent goes through a list that all of them hold."""
+
+    def __init__(self, rank, sent, barrier):
+        super().__init__(None, rank, len(sent))
+        self._sent, self._barrier = sent, barrier
+
+    def _call(self, collective, *arguments):
+        own = arguments[collective is dist.all_gather]
+        self._sent[self.rank] = copy.deepcopy(own)
+        self._barrier.wait(SECONDS)
+        given = [*self._sent]
+        self._barrier.wait(SECONDS)
+        if collective is dist.all_gather:
+            for output, tensor in zip(arguments[0], given, strict=True):
+                output.copy_(tensor)
+        elif collective is dist.broadcast_object_list:
+            own[:] = given[0]
+        else:
+            stack = torch.stack(given)
+            own.copy_(stack.amin(0) if arguments[1:] else stack.sum(0))
+
+
+def on_ranks(count, work):
+    """What every rank makes of its work."""
+    sent, barrier = [None] * count, threading.Barrier(count)
+
+    def run(rank):
+        with torch.inference_mode():
+            return work(ThreadRanks(rank, sent, barrier))
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(run, range(count)))
 
 
 @pytest.mark.parametrize(("shape", "count"), [*zip(SHAPES, (2, 2, 3), strict=True)])
@@ -46,14 +90,12 @@ def test_memory_is_the_least_of_all_ranks_and_an_answer_or_error_that_of_rank_0(
         on_ranks(2, lambda ranks: ranks.check_same("things", ranks.rank))
 
 
-@pytest.mark.parametrize(
-    "named",
-    [{"WORLD_SIZE": "x", "RANK": "0"}, {"WORLD_SIZE": "2"}, {"WORLD_SIZE": "2", "RANK": "y"}],
-)
-def test_an_environment_that_is_not_torchruns_is_refused(named, monkeypatch):
-    for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
+@pytest.mark.parametrize(("count", "rank"), [("x", "0"), ("2", None), ("2", "y")])
+def test_an_environment_that_is_not_torchruns_is_refused(count, rank, monkeypatch):
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in named.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WORLD_SIZE", count)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
     with pytest.raises(InputError, match="torchrun"):
         join.__wrapped__()

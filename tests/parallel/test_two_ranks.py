@@ -1,7 +1,8 @@
 """A model split over two processes writes the texts of one: gloo on a CPU stands for NCCL on GPUs.
 
-Two ranks and a process alone make the same runs (`worker.py`), at the same time. Everything is
-float32, where only a near-tie could tell them apart.
+Two ranks and a process alone make the same runs (`main`, below), at the same time. Everything is
+float32, where only a near-tie could tell them apart. Ranks are given different clocks on purpose:
+none may count.
 """
 
 import os
@@ -9,15 +10,38 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from subprocess import PIPE
+from typing import Any
 
 import pytest
 import torch
 
+import minitri
+from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
+from minitri.engine import Engine
+from minitri.parallel.ranks import join
+from tests.cascades import Rig
 from tests.conftest import write_hf_folder
-from tests.parallel.worker import RUNS
+from tests.gpu_twins.offload import offloaded as hosted_cache
 
-CASES = [f"{name}, {sampling}, {draft}" for draft, name, sampling in RUNS]
+PROMPTS = [[5 + 7 * i % 300 for i in range(length)] for length in (90, 3, 41)]
+NUM_NEW = 12
+SETTINGS = {"budget": 32, "chunk_size": 4, "rebuild_stride": 8, "num_recent_tokens": 12}
+METHODS: dict[str, dict[str, Any]] = {
+    "autoregressive": {},
+    "naive": {"gamma1": 3},
+    "retrieval": {"gamma2": 3},
+    "triforce": {"gamma1": 2, "gamma2": 4},
+    "tree": {"method": "triforce", "gamma1": 2, "gamma2": 3, "tree": "5"},
+    "auto": {},
+}
+METHODS = {name: {"method": name, **options} for name, options in METHODS.items()}
+SAMPLINGS = {"greedy": (0.0, False), "coupled": (0.8, True), "independent": (0.8, False)}
+RUNS = [("suffix", name, "coupled") for name in METHODS if name != "autoregressive"]
+RUNS += [("tied", name, sampling) for name in METHODS for sampling in SAMPLINGS]
+"""Drafter, method, sampling."""
 
 
 def start(program: list[str], num_ranks: int = 1, **options) -> list[subprocess.Popen]:
@@ -25,11 +49,10 @@ def start(program: list[str], num_ranks: int = 1, **options) -> list[subprocess.
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": str(num_ranks), "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
     ranks = []
-    for rank in range(num_ranks):
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
-        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-        env |= {name: str(value) for name, value in names.items()}
+    for rank in map(str, range(num_ranks)):
+        env = {**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"}
         ranks.append(subprocess.Popen([sys.executable, "-m", *program], env=env, **options))
     return ranks
 
@@ -48,16 +71,16 @@ def models(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def seen(models) -> list[dict]:
     """What a process alone saw, then rank 0 and rank 1."""
-    program = ["tests.parallel.worker", str(models)]
+    program = ["tests.parallel.test_two_ranks", str(models)]
     for process in start(program) + start(program, 2):
         assert process.wait(timeout=300) == 0
     names = ("0 of 1", "0 of 2", "1 of 2")
     return [torch.load(models / f"{name}.pt", weights_only=True) for name in names]
 
 
-@pytest.mark.parametrize("case", [*CASES, "tied"])
+@pytest.mark.parametrize("case", [*map(", ".join, RUNS), "tied"])
 def test_two_ranks_write_the_text_of_one_process(seen, case):
-    """With every method and drafter, in batches; rank 1's seed is another where that may matter."""
+    """With every method and drafter, in batches."""
     (alone, plans), first, second = (them[case] for them in seen)
     assert first[0] == alone
     assert first == second
@@ -66,25 +89,15 @@ def test_two_ranks_write_the_text_of_one_process(seen, case):
 
 def test_the_kv_cache_of_a_rank_may_be_in_host_memory(seen):
     alone, first, second = (them["offloaded"] for them in seen)
-    assert alone == first == second
-    assert first == seen[1]["triforce, greedy, model"][0]
+    assert alone == first == second == seen[1]["tied, triforce, greedy"][0]
 
 
 def test_what_does_not_fit_is_one_line_on_all_ranks(seen):
     first, second = (them["mistakes"] for them in seen[1:])
     assert first == second
-    told = {
-        "odd heads": "cannot be split over 2 ranks",
-        "other flags": "the ranks were given different models, or ways to load them; start all",
-        "other prompts": "the ranks were given different prompts, seeds or settings; start all",
-        "other seeds": "the ranks were given different prompts, seeds or settings; start all",
-        "int4": "--draft-weights int4 needs the compiled kernels",
-        "one GPU": "is one GPU for 2 ranks",
-        "of rank 0": "rank 0 cannot read it",
-    }
-    for name, line in told.items():
-        assert line in first[name]
-        assert "\n" not in first[name]
+    for part, line in first:
+        assert part in line
+        assert "\n" not in line
 
 
 def generate(models: Path, *flags: str) -> list[str]:
@@ -92,31 +105,22 @@ def generate(models: Path, *flags: str) -> list[str]:
     return ["minitri.generate", "--model", model, "--device", "cpu", "--ignore-eos", *flags]
 
 
-def finish(ranks: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
-    """Exit code, output and messages of each."""
-    ended = [rank.communicate(timeout=60) for rank in ranks]
-    pairs = zip(ranks, ended, strict=True)
-    return [(rank.returncode, out, messages) for rank, (out, messages) in pairs]
+def finish(ranks: list[subprocess.Popen]) -> tuple[list[int], list[str]]:
+    """Exit codes and messages of all."""
+    messages = [rank.communicate(timeout=60)[1] for rank in ranks]
+    return [rank.returncode for rank in ranks], messages
 
 
 @pytest.mark.slow
 def test_torchrun_shows_one_text_of_one_prompt_from_standard_input(models):
     program = generate(models, "--prompt-file", "-", "--max-new-tokens", "8", "--method", "naive")
-    program = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        *program,
-    ]
-    text = "She had been forced into prudence"
-    run = subprocess.run(program, input=text, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    alone = subprocess.run(
-        [sys.executable, "-m", *program[6:]], input=text, capture_output=True, text=True
+    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "-m"]
+    options = {"input": "She had been forced", "capture_output": True, "text": True}
+    run, alone = (
+        subprocess.run([sys.executable, "-m", *before, *program], timeout=120, **options)
+        for before in (torchrun, [])
     )
+    assert run.returncode == 0, run.stderr
     assert run.stdout == alone.stdout
     assert run.stderr.count("tokens/s") == 1  # the summary, once
 
@@ -127,28 +131,96 @@ def test_when_one_rank_ends_all_end_with_one_line(models, how):
 
     On a busy machine a text may be whole before the signal comes; then another run is made.
     """
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     flags = ("--quiet", "--max-new-tokens", "450", "--method", "autoregressive", "--prompt", "She")
-    code = other = 0
+    codes = [0, 0]
     for _ in range(5):
-        if code == other == 0:
-            ranks = start(generate(models, *flags), 2, **pipes)
+        if codes == [0, 0]:
+            ranks = start(generate(models, *flags), 2, stdout=PIPE, stderr=PIPE, text=True)
             assert ranks[0].stdout.read(1)  # it has begun
             ranks[1].send_signal(how)
-            (code, _, messages), (other, _, others) = finish(ranks)
+            codes, messages = finish(ranks)
     if how == signal.SIGKILL:
-        assert code == 2
-        assert messages.count("\n") == 1
-        assert "rank 0 has lost the other ranks" in messages
+        assert codes[0] == 2
+        assert messages[0].count("\n") == 1
+        assert "rank 0 has lost the other ranks" in messages[0]
     else:
-        assert (code, other) == (130, 130)
-        assert messages + others == ""
+        assert codes == [130, 130]
+        assert messages == ["", ""]
 
 
 def test_a_bad_flag_is_told_once(models):
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    (code, _, first), (other, _, second) = finish(
-        start(generate(models, "--gamma1", "x"), 2, **pipes)
-    )
-    assert (code, other) == (2, 2)
-    assert (first + second).count("\n") == 1
+    program = generate(models, "--gamma1", "x")
+    codes, messages = finish(start(program, 2, stdout=PIPE, stderr=PIPE, text=True))
+    assert codes == [2, 2]
+    assert "".join(messages).count("\n") == 1
+
+
+def load(folder: Path, name: str, draft: str = "suffix", **options: Any) -> Engine:
+    draft = str(folder / draft) if draft != "suffix" else draft
+    options = {"dtype": "float32", "device": "cpu", "draft_weights": "same", **options}
+    return minitri.load(folder / name, draft=draft, **options)
+
+
+def texts(engine: Engine, temperature: float, coupled: bool, **method: Any) -> Any:
+    """Tokens and plans of a batch of three prompts of different lengths."""
+    sampling = SamplingParams(temperature, top_p=0.95 if temperature else 1.0)
+    generation = GenerationConfig(NUM_NEW, ignore_eos=True, prefill_chunk=16)
+    speculation = SpeculationConfig(coupled=coupled, **SETTINGS, **method)
+    options = {"sampling": sampling, "generation": generation, "speculation": speculation}
+    with engine.generate(PROMPTS, seed=0, **options) as run:
+        list(run)
+    return [row.token_ids for row in run.rows], run.stats.steps_per_plan
+
+
+def offloaded(engine: Engine) -> list[list[int]]:
+    """Greedy texts with the KV cache of a layer in host memory."""
+    full = hosted_cache(1, 3, 200, config=engine.config)
+    options = {"full": full, **SETTINGS, **METHODS["triforce"]}
+    with torch.inference_mode():
+        return Rig(engine.model, PROMPTS, draft=engine.draft, num_new=NUM_NEW, **options).run()
+
+
+def mistakes(folder: Path, engine: Engine, rank: int) -> list[tuple[str, str]]:
+    """What is to be said, and is, where the ranks, or a model, do not fit."""
+
+    def fail() -> None:
+        raise InputError(f"rank {rank} cannot read it")
+
+    weights = ["auto", "native"][rank]
+    attempts = [
+        ("split over 2 ranks", lambda: load(folder, "odd")),
+        ("different models", lambda: load(folder, "plain", weights=weights)),
+        ("different prompts", lambda: engine.generate([PROMPTS[rank]])),
+        ("seeds or settings", lambda: engine.generate(PROMPTS[0], seed=rank)),
+        ("--draft-weights int4", lambda: load(folder, "plain", draft_weights="int4")),
+        ("one GPU for 2 ranks", lambda: load(folder, "plain", device="cuda:0")),
+        ("rank 0 cannot read it", lambda: join().ask_first(fail)),
+    ]
+    told = []
+    for part, attempt in attempts:
+        with pytest.raises(InputError) as caught:
+            attempt()
+        told.append((part, str(caught.value)))
+    return told
+
+
+def main(folder: Path) -> None:
+    """Writes into a file what this rank sees."""
+    ranks, seen = join(), dict[str, Any]()
+    if ranks.rank:
+        real = time.perf_counter
+        time.perf_counter = lambda: real() ** 2  # a clock that runs faster and faster
+    engines = {draft: load(folder, "plain", draft) for draft in ("suffix", "tied")}
+    for draft, name, sampling in RUNS:
+        found = texts(engines[draft], *SAMPLINGS[sampling], **METHODS[name])
+        seen[f"{draft}, {name}, {sampling}"] = found
+    tied = load(folder, "tied")
+    seen["tied"] = texts(tied, 0.0, False, **METHODS["retrieval"])
+    seen["offloaded"] = offloaded(engines["tied"])
+    if ranks.count > 1:
+        seen["mistakes"] = mistakes(folder, tied, ranks.rank)
+    torch.save(seen, folder / f"{ranks.rank} of {ranks.count}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
