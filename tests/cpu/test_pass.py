@@ -12,13 +12,7 @@ from minitri import Token, load
 from minitri.caches.policies import make_policy
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
-from minitri.cpu.kernel_layers import (
-    TILE,
-    KernelLayers,
-    product_tile,
-    quantized_copy,
-    use_kernels,
-)
+from minitri.cpu.kernel_layers import TILE, product_tile, quantized_copy, use_kernels
 from minitri.cpu.kernels import load_kernels
 from minitri.runner import prefill
 from minitri.settings import GenerationConfig, SpeculationConfig
@@ -63,12 +57,19 @@ def tensors(cache) -> list[torch.Tensor]:
     return [cache.keys, cache.values, *raw]
 
 
-def check_pass(kernels, kind, dtype, T, *, has_rule=False, scale=1.0) -> None:
+@pytest.mark.parametrize("kind", ["full", "retrieval", "streaming"])
+@every_dtype
+@pytest.mark.parametrize(
+    ("T", "has_rule", "scale"), [(1, False, 1), (2, False, 1), (5, True, 1), (2, False, 1e-6)]
+)
+def test_a_pass_computes_and_writes_what_the_plain_layers_do(
+    kernels, kind, dtype, T, has_rule, scale
+):
+    """Norms of almost zeros are bounded by their epsilon."""
     plain = tiny_model(CONFIG, dtype=dtype)
     plain.embed_tokens.mul_(scale)
     fused = copy.deepcopy(plain)
     use_kernels(fused, kernels)
-    assert isinstance(fused.layers, KernelLayers)
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(CONFIG.vocab_size, (B, T), generator=generator)
     positions = torch.tensor(LENGTHS).unsqueeze(1) + torch.arange(T)
@@ -84,18 +85,6 @@ def check_pass(kernels, kind, dtype, T, *, has_rule=False, scale=1.0) -> None:
         outs.append([t.nan_to_num(99.0).float() for t in (hidden, queries, *tensors(cache))])
     for want, got in zip(*outs, strict=True):
         assert (want - got).abs().max() < 10 * TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("kind", ["full", "retrieval", "streaming"])
-@every_dtype
-@pytest.mark.parametrize(("T", "has_rule"), [(1, False), (2, False), (5, True)])
-def test_a_pass_computes_and_writes_what_the_plain_layers_do(kernels, kind, dtype, T, has_rule):
-    check_pass(kernels, kind, dtype, T, has_rule=has_rule)
-
-
-def test_norms_of_almost_zeros_are_bounded(kernels):
-    """By their epsilon."""
-    check_pass(kernels, "full", torch.float32, 2, scale=1e-6)
 
 
 @every_dtype
@@ -232,6 +221,7 @@ def test_wrong_kernels_are_noticed(mutant, tmp_path):
         claims.test_what_is_not_finite_is_never_hidden(wrong, torch.float32, 1)
         claims.test_linear_equals_plain_formulas(wrong, dtype, 16, 48, 7)
         claims.test_linear_equals_plain_formulas(wrong, dtype, 4, 576, 7)
-        for T in (1, 5):
-            check_pass(wrong, "streaming", torch.float32, T, has_rule=T == 5)
-        test_norms_of_almost_zeros_are_bounded(wrong)
+        for case in ((1, False, 1), (5, True, 1), (2, False, 1e-6)):
+            test_a_pass_computes_and_writes_what_the_plain_layers_do(
+                wrong, "streaming", torch.float32, *case
+            )

@@ -44,7 +44,7 @@ RUNS += [("tied", name, sampling) for name in METHODS for sampling in SAMPLINGS]
 """Drafter, method, sampling."""
 
 
-def start(program: list[str], num_ranks: int = 1, **options) -> list[subprocess.Popen]:
+def start(program: list[str], num_ranks: int = 1) -> list[subprocess.Popen]:
     """A process per rank, as torchrun would start them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -53,8 +53,15 @@ def start(program: list[str], num_ranks: int = 1, **options) -> list[subprocess.
     ranks = []
     for rank in map(str, range(num_ranks)):
         env = {**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"}
-        ranks.append(subprocess.Popen([sys.executable, "-m", *program], env=env, **options))
+        pipes = {"stdout": PIPE, "stderr": PIPE, "text": True}
+        ranks.append(subprocess.Popen([sys.executable, "-m", *program], env=env, **pipes))
     return ranks
+
+
+def finish(ranks: list[subprocess.Popen]) -> tuple[list[int], list[str]]:
+    """Exit codes and messages of all."""
+    messages = [rank.communicate(timeout=300)[1] for rank in ranks]
+    return [rank.returncode for rank in ranks], messages
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +79,8 @@ def models(tmp_path_factory) -> Path:
 def seen(models) -> list[dict]:
     """What a process alone saw, then rank 0 and rank 1."""
     program = ["tests.parallel.test_two_ranks", str(models)]
-    for process in start(program) + start(program, 2):
-        assert process.wait(timeout=300) == 0
+    codes, messages = finish(start(program) + start(program, 2))
+    assert codes == [0, 0, 0], messages
     names = ("0 of 1", "0 of 2", "1 of 2")
     return [torch.load(models / f"{name}.pt", weights_only=True) for name in names]
 
@@ -105,12 +112,6 @@ def generate(models: Path, *flags: str) -> list[str]:
     return ["minitri.generate", "--model", model, "--device", "cpu", "--ignore-eos", *flags]
 
 
-def finish(ranks: list[subprocess.Popen]) -> tuple[list[int], list[str]]:
-    """Exit codes and messages of all."""
-    messages = [rank.communicate(timeout=60)[1] for rank in ranks]
-    return [rank.returncode for rank in ranks], messages
-
-
 @pytest.mark.slow
 def test_torchrun_shows_one_text_of_one_prompt_from_standard_input(models):
     program = generate(models, "--prompt-file", "-", "--max-new-tokens", "8", "--method", "naive")
@@ -135,7 +136,7 @@ def test_when_one_rank_ends_all_end_with_one_line(models, how):
     codes = [0, 0]
     for _ in range(5):
         if codes == [0, 0]:
-            ranks = start(generate(models, *flags), 2, stdout=PIPE, stderr=PIPE, text=True)
+            ranks = start(generate(models, *flags), 2)
             assert ranks[0].stdout.read(1)  # it has begun
             ranks[1].send_signal(how)
             codes, messages = finish(ranks)
@@ -149,8 +150,7 @@ def test_when_one_rank_ends_all_end_with_one_line(models, how):
 
 
 def test_a_bad_flag_is_told_once(models):
-    program = generate(models, "--gamma1", "x")
-    codes, messages = finish(start(program, 2, stdout=PIPE, stderr=PIPE, text=True))
+    codes, messages = finish(start(generate(models, "--gamma1", "x"), 2))
     assert codes == [2, 2]
     assert "".join(messages).count("\n") == 1
 
