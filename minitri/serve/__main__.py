@@ -39,10 +39,6 @@ class ServeFlags:
     or the model's context if that is shorter."""
     batch_size: int = between(MAX_ROWS, 1)
     """Requests that run at a time."""
-    max_queue: int = between(64, 1)
-    """Requests that wait for a row; more are answered with 503."""
-    time_limit: int = between(600, 1)
-    """Seconds for a request, waiting included."""
     host: str = "127.0.0.1"
     """Address to listen at; 0.0.0.0: all."""
     port: int = between(8000, 0, 65535)
@@ -84,21 +80,18 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port))
     except (OSError, UnicodeError) as error:
-        raise InputError(
-            f"cannot listen at {host}, port {port}: {error}; choose another --host or --port"
-        ) from None
+        what = f"cannot listen at {host}, port {port}: {error}"
+        raise InputError(f"{what}; choose another --host or --port") from None
 
 
 def run_command(args: argparse.Namespace) -> None:
     """Answers requests until Ctrl-C."""
-    try:
-        import uvicorn
+    import uvicorn  # an extra, without which --help works
 
-        from minitri.serve.app import Service
-        from minitri.serve.protocol import Protocol
-        from minitri.serve.worker import Worker
-    except ModuleNotFoundError as error:
-        raise InputError(f"{error}; install it: pip install 'minitri[serve]'") from None
+    from minitri.serve.app import Service
+    from minitri.serve.protocol import Protocol
+    from minitri.serve.worker import Worker
+
     sampling = arguments.taken(SamplingParams, args)
     speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
     arguments.warn_of_ignored(args)
@@ -106,7 +99,6 @@ def run_command(args: argparse.Namespace) -> None:
         engine, _ = boot(args)
         context = args.context or min(DEFAULT_CONTEXT, engine.config.context_length)
         names = list(dict.fromkeys([engine.config.name, args.model]))
-        protocol = Protocol(engine, names, sampling, context)
         open_run = functools.partial(
             engine.open,
             batch_size=args.batch_size,
@@ -115,13 +107,8 @@ def run_command(args: argparse.Namespace) -> None:
             speculation=speculation,
         )
         with contextlib.closing(Worker(open_run)) as worker:
-            service = Service(
-                protocol,
-                worker,
-                max_open=args.batch_size + args.max_queue,
-                seconds=args.time_limit,
-                api_key=args.api_key or os.environ.get("MINITRI_API_KEY"),
-            )
+            key = args.api_key or os.environ.get("MINITRI_API_KEY")
+            service = Service(Protocol(engine, names, sampling, context), worker, key)
             config = uvicorn.Config(
                 service.app,
                 log_config=None,
@@ -129,15 +116,9 @@ def run_command(args: argparse.Namespace) -> None:
                 server_header=False,
                 timeout_graceful_shutdown=FINISH_SECONDS,
             )
-            log.info(
-                "%s at http://%s:%d/v1: %d requests at a time, of %d tokens each (%.2g GiB of KV "
-                "caches); Ctrl-C ends",
-                engine.config.name,
-                *listener.getsockname(),
-                args.batch_size,
-                context,
-                worker.kv_cache_bytes / (1 << 30),
-            )
+            text = "%s at http://%s:%d/v1: %d requests at a time, of %d tokens each; Ctrl-C ends"
+            address = listener.getsockname()
+            log.info(text, engine.config.name, *address, args.batch_size, context)
             with contextlib.suppress(KeyboardInterrupt):
                 uvicorn.Server(config).run(sockets=[listener])
     log.info("stopped")

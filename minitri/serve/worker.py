@@ -39,14 +39,11 @@ class Worker:
     """Runs requests of any thread in one run."""
 
     def __init__(self, open_run: Callable[[], Generation]) -> None:
-        """Raises what `open_run` raises."""
         self._open = open_run
-        run = open_run()
-        self.kv_cache_bytes = run.stats.kv_cache_bytes
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # None: wake up and stop
         self._jobs: dict[int, Job] = {}
         self._stopping = False
-        self._thread = threading.Thread(target=self._work, args=(run,), daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(open_run(),), daemon=True)
         self._thread.start()
 
     def submit(self, request: Request, deliver: Deliver) -> Job:

@@ -73,7 +73,7 @@ class Watched:
 
 
 @contextlib.contextmanager
-def serving(engine, *, before=lambda: None, num_rows=NUM_ROWS, max_queue=100, seconds=60.0, **key):
+def serving(engine, *, before=lambda: None, num_rows=NUM_ROWS, api_key=None):
     """A server in a thread, whose worker calls `before` before each event."""
     run = {
         "batch_size": num_rows,
@@ -86,7 +86,7 @@ def serving(engine, *, before=lambda: None, num_rows=NUM_ROWS, max_queue=100, se
         listener,
         contextlib.closing(Worker(lambda: Watched(engine.open(**run), before))) as worker,
     ):
-        service = Service(protocol, worker, num_rows + max_queue, seconds, **key)
+        service = Service(protocol, worker, api_key)
         server = uvicorn.Server(uvicorn.Config(service.app, log_config=None))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
