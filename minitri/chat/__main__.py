@@ -13,7 +13,6 @@ with clean_imports():
     import logging
     import sys
     from collections.abc import Callable, Iterator, Sequence
-    from typing import Any
 
     from minitri import (
         Engine,
@@ -31,6 +30,7 @@ with clean_imports():
     from minitri.cli.inputs import read_text
     from minitri.cli.report import details, outline
     from minitri.cli.terminal import LEGEND, colored, nothing, plain, stream
+    from minitri.errors import shorten
     from minitri.loading.prompt_ids import MAX_SEED, check_prompt
     from minitri.loading.tokenizer import Tokenizer
 
@@ -55,15 +55,16 @@ class Chat:
         self._sampling, self._seed = sampling_of(args, engine)
         self._speculation = speculation
         self._talk = talk
-        if not self._talk.has_template:
+        if not talk.has_template:
             log.info("this model has no chat template: plain questions and answers are tried")
         self._last: Generation | None = None
         if args.color:
             log.info(LEGEND)
         if args.load is not None:
             self.do_load(args.load)
-        elif args.document:
-            self._read_documents()
+        elif args.document:  # is read at once; Ctrl-C leaves the rest for later
+            self._run(talk.beginning, 1, nothing)
+            log.info("%d tokens of documents are read", len(talk.beginning))
 
     def obey(self, line: str) -> None:
         """Answers a question or follows a command."""
@@ -84,13 +85,11 @@ class Chat:
         """what the last answer took"""
         if self._last is None:
             raise InputError("there is no answer yet; ask something")
-        cached = self._last.rows[0].stats.num_cached_tokens
-        log.info("%s; %d tokens were in the KV cache", outline(self._last), cached)
-        log.info("%s", details(self._engine, self._last))
+        log.info("%s\n%s", outline(self._last), details(self._last))
 
     def do_reset(self, _: str) -> None:
         """forget questions and answers, keep the documents"""
-        self._talk.reset()
+        self._talk.tokens = []
         log.info("questions and answers are forgotten")
 
     def do_save(self, file: str) -> None:
@@ -99,20 +98,16 @@ class Chat:
 
     def do_load(self, file: str) -> None:
         """FILE: go on with the conversation in it"""
-        self._engine.load_kv(file)
+        num_tokens = self._engine.load_kv(file)
         self._talk.restore(self._engine.snapshot_note)
-        log.info("loaded %d tokens from %s", len(self._talk.tokens or self._talk.beginning), file)
-
-    def do_color(self, _: str) -> None:
-        """color tokens by who guessed them, or stop it"""
-        self._args.color = not self._args.color
-        log.info("%s", LEGEND if self._args.color else "colors are off")
+        log.info("loaded %d tokens from %s", num_tokens, file)
 
     def do_temperature(self, value: str) -> None:
         """T: 0 is greedy, 1 the model's own distribution"""
-        temperature: Any = value
-        with contextlib.suppress(ValueError):
+        try:
             temperature = float(value)
+        except ValueError:
+            raise InputError(f"temperature is {shorten(repr(value))}; give a number") from None
         self._sampling = dataclasses.replace(self._sampling, temperature=temperature)
         log.info("temperature %g", temperature)
 
@@ -131,14 +126,6 @@ class Chat:
         self._talk.answered(prompt, ids, text, end or "")
         if reason in ("interrupted", "length"):
             log.info("(%s after %d tokens)", reason, len(ids))
-
-    def _read_documents(self) -> None:
-        """Reads what stands before the first question; Ctrl-C leaves the rest for later."""
-        beginning = self._talk.beginning
-        self._run(beginning, 1, nothing)
-        room = self._engine.config.context_length - len(beginning)
-        line = "%d tokens of documents are read; room for %d tokens of questions and answers"
-        log.info(line, len(beginning), room)
 
     def _run(
         self, prompt: list[int], num_new: int, show: Callable[[Token], str]

@@ -32,7 +32,7 @@ class Conversation:
         self._first = [] if system is None else [{"role": "system", "content": system}]
         self._documents = "".join(text.rstrip("\n") + "\n\n" for text in documents)
         self.tokens: list[int] = []
-        """All that was said; empty before the first answer."""
+        """All that was said; empty before the first answer, and to forget questions and answers."""
         self._end = ""
         encode = tokenizer.encode_marked if self.has_template else tokenizer.encode  # with BOS
         self.beginning = encode(self._around_question()[0])
@@ -62,22 +62,16 @@ class Conversation:
         self.tokens = prompt + ids
         self._end = end
 
-    def reset(self) -> None:
-        """Forgets all questions and answers; documents stay."""
-        self.tokens = []
-
     def as_note(self) -> str:
         """All of it, for `restore`."""
-        state = {"documents": self.beginning, "tokens": self.tokens, "first": self._first}
-        return json.dumps(state | {"end": self._end})
+        return json.dumps([self.beginning, self.tokens, self._first, self._end])
 
     def restore(self, note: str) -> None:
         """Goes on where another conversation was. Raises `InputError`."""
         try:
-            values = [json.loads(note)[name] for name in ("documents", "tokens", "first", "end")]
-        except (ValueError, LookupError, TypeError):
+            self.beginning, self.tokens, self._first, self._end = json.loads(note)
+        except (ValueError, TypeError):
             raise InputError("the snapshot holds no conversation; load one of /save") from None
-        self.beginning, self.tokens, self._first, self._end = values
 
     def _around_question(self) -> tuple[str, str]:
         """What stands before the next question, from the last answer on, and what after it."""

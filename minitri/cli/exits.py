@@ -28,25 +28,22 @@ def clean_imports() -> Iterator[None]:
 
     Extension modules lose exceptions there, so that Ctrl-C ends the program at once.
     """
-    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if is_default:
-        signal.signal(signal.SIGINT, _stop_at_once)
+    before = signal.signal(signal.SIGINT, _stop_at_once)
     import shutil
 
     # PyTorch's large tensors in pages of 2 MB: weights and KV caches are read 5 % faster on Linux.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # Waiting threads of PyTorch would spin on the cores of compiled kernels: with them asleep
     # prompts are read 15 % faster. Without a compiler spinning is faster.
-    has_kernels = os.environ.get("MINITRI_KERNELS") != "off"
-    if has_kernels and shutil.which(os.environ.get("CXX", "c++")):
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler and os.environ.get("MINITRI_KERNELS") != "off":
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         with clean_exits():
             os.getcwd()  # noqa: PTH109 (imports more); a library of PyTorch aborts without it
             yield
     finally:
-        if is_default:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, before)
 
 
 def program(
@@ -58,7 +55,8 @@ def program(
     """The `main` of a program: flags, log, UTF-8 output and `clean_exits` around its work.
 
     `run_command` returns the exit code. `parallel`: torchrun may start the program in several
-    processes, of which the first one speaks."""
+    processes, of which the first one speaks.
+    """
 
     def main(argv: list[str] | None = None) -> None:
         with clean_exits():
@@ -68,29 +66,24 @@ def program(
             if hasattr(sys.stdout, "reconfigure"):
                 sys.stdout.reconfigure(encoding="utf-8", errors="replace")
             parser = build_parser()
-            is_silent = _is_follower(parser.prog, parallel)
+            rank = 0
+            if os.environ.get("WORLD_SIZE", "1") != "1":
+                if not parallel:
+                    raise InputError(f"{parser.prog} is one process; start it without torchrun")
+                from minitri.parallel.ranks import join
+
+                rank = join().rank
+            if rank:
+                _mute()
             args = parser.parse_args(argv)
-            args.quiet |= is_silent
+            args.quiet |= rank > 0
             log = logging.getLogger("minitri")
             log.handlers = [logging.StreamHandler()]  # to standard error, message only
             log.setLevel(logging.WARNING if args.quiet else logging.INFO)
-            log.disabled = is_silent
+            log.disabled = rank > 0
             sys.exit(run_command(args) or 0)
 
     return main
-
-
-def _is_follower(name: str, parallel: bool) -> bool:
-    """Joins the other processes, if torchrun has started several; whether this one is silent."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        return False
-    if not parallel:
-        raise InputError(f"{name} runs in one process; start it without torchrun")
-    from minitri.parallel.ranks import join
-
-    if join().rank:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
-    return join().rank > 0
 
 
 @contextlib.contextmanager
@@ -109,7 +102,7 @@ def clean_exits() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except SystemExit as end:  # others that run with this process end with its code
-        raise _end(end.code) if isinstance(end.code, int) and end.code else end from None
+        raise _end(int(end.code)) if end.code else end from None
     except InputError as error:
         raise _end(2, " ".join(str(error).splitlines())) from None
     except ModuleNotFoundError as error:
@@ -118,8 +111,7 @@ def clean_exits() -> Iterator[None]:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # a second one
         raise _end(130, "interrupted") from None
     except OSError as error:
-        # What could not be written is given up, so that Python does not fail again in the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _mute()  # what could not be written is given up: else Python fails again in the end
         if error.errno == errno.EPIPE:  # whoever read our output has gone
             raise _end(0) from None
         raise _end(2, f"the system says: {error}; send output elsewhere, or free it") from None
@@ -141,6 +133,11 @@ def _end(code: int, line: str = "") -> SystemExit:
     if line and is_first:
         print(f"minitri: {line}", file=sys.stderr)
     return SystemExit(code)
+
+
+def _mute() -> None:
+    """From here on standard output goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _stop_at_once(*_: object) -> None:

@@ -72,8 +72,17 @@ def encode(
     What is cut is cut from the text, not from BOS or the chat template around it. Raises
     `InputError` if there is no template, or no room for the prompt and `num_new` more tokens.
     """
-    ids = _ids(prompt, tokenizer, args)
-    empty = _ids(prompt[:0], tokenizer, args)
+
+    def encoded(text: str | list[int]) -> list[int]:
+        if not isinstance(text, str):
+            return text
+        if not vars(args).get("chat"):
+            return tokenizer.encode(text)
+        system = [] if args.system is None else [{"role": "system", "content": args.system}]
+        return tokenizer.encode_chat([*system, {"role": "user", "content": text}])
+
+    ids = encoded(prompt)
+    empty = encoded(prompt[:0])
     start = num_same(ids, empty)
     end = len(ids) - num_same(ids[::-1], empty[start:][::-1])
     fit = vars(args).get("fit")
@@ -87,17 +96,6 @@ def encode(
         ids = ids[:first] + ids[first + num_cut :]
     check_prompt(ids, config, num_new)
     return ids
-
-
-def _ids(prompt: str | list[int], tokenizer: Tokenizer, args: argparse.Namespace) -> list[int]:
-    if not isinstance(prompt, str):
-        return prompt
-    if not vars(args).get("chat"):
-        return tokenizer.encode(prompt)
-    messages = [{"role": "user", "content": prompt}]
-    if args.system is not None:
-        messages.insert(0, {"role": "system", "content": args.system})
-    return tokenizer.encode_chat(messages)
 
 
 def num_same(tokens: Sequence[int], others: Sequence[int]) -> int:

@@ -14,18 +14,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from minitri import (
-    End,
-    Engine,
-    Generation,
-    GenerationConfig,
-    InputError,
-    Request,
-    SpeculationConfig,
-    Token,
-)
+from minitri import End, Engine, GenerationConfig, InputError, Request, SpeculationConfig, Token
 from minitri.cli.arguments import SAMPLING
-from minitri.cli.boot import boot, conclude, load_kv, sampling_of
+from minitri.cli.boot import boot, conclude, sampling_of
 from minitri.cli.inputs import encode, read_text
 from minitri.cli.report import answer
 from minitri.errors import shorten
@@ -44,7 +35,6 @@ def run_lines(
     lines = [(number, line) for number, line in numbered if line.strip()]
     engine, _ = boot(args)
     sampling, seed = sampling_of(args, engine)
-    load_kv(args, engine)
     heads: list[dict[str, Any]] = []
     requests = []
     for index, (number, line) in enumerate(lines):
@@ -56,12 +46,22 @@ def run_lines(
             requests.append(request_of(fields, args, engine, default))
             heads.append(head)
         except InputError as error:
-            write(head, error=str(error))
+            write(head, {"error": str(error)})
+    tokens: defaultdict[int, list[Token]] = defaultdict(list)
     if requests:
         run = engine.stream(
             requests, batch_size=args.batch_size, generation=generation, speculation=speculation
         )
-        _write_answers(run, heads, quiet=args.quiet)
+        hidden = True if args.quiet else None
+        with tqdm(total=len(heads), unit=" prompts", disable=hidden) as bar:
+            for event in run:
+                if isinstance(event, Token):
+                    tokens[event.row].append(event)
+                elif isinstance(event, End):
+                    row = run.rows[event.row]
+                    found = answer(row, event.finish_reason, tokens.pop(event.row))
+                    write(heads[event.row], found)
+                    bar.update()
         conclude(args, engine, run)
     if len(requests) < max(len(lines), 1):
         num_wrong = len(lines) - len(requests)
@@ -90,26 +90,11 @@ def request_of(
 ) -> Request:
     """What a line asks for, the rest as in `default`. Raises `InputError`."""
     [seed] = as_seeds(fields.get("seed", default.seed), 1)
-    sampling = changed(default.sampling, fields)
     generation = changed(default.generation, fields)
-    num_new = generation.max_new_tokens
-    ids = encode(fields["prompt"], engine.tokenizer, engine.config, num_new, args)
-    return Request(ids, seed, sampling, generation)
+    ids = encode(fields["prompt"], engine.tokenizer, engine.config, generation.max_new_tokens, args)
+    return Request(ids, seed, changed(default.sampling, fields), generation)
 
 
-def write(head: dict[str, Any], **answer: Any) -> None:
+def write(head: dict[str, Any], content: dict[str, Any]) -> None:
     """Writes a line of the output."""
-    print(json.dumps(head | answer, ensure_ascii=False), flush=True)
-
-
-def _write_answers(run: Generation, heads: list[dict[str, Any]], *, quiet: bool) -> None:
-    """Writes each text as it ends."""
-    tokens: defaultdict[int, list[Token]] = defaultdict(list)
-    with tqdm(total=len(heads), unit=" prompts", disable=True if quiet else None) as bar:
-        for event in run:
-            if isinstance(event, Token):
-                tokens[event.row].append(event)
-            elif isinstance(event, End):
-                row = run.rows[event.row]
-                write(heads[event.row], **answer(row, event.finish_reason, tokens.pop(event.row)))
-                bar.update()
+    print(json.dumps(head | content, ensure_ascii=False), flush=True)

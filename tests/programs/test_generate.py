@@ -26,7 +26,7 @@ def test_text_goes_to_stdout_and_everything_else_to_stderr(run):
     code, out, err = run(PROMPT, "--stats")
     assert code == 0
     assert "prefill" not in out
-    for word in ("weights: ", "prefill  ", "decode  ", "ms/token", "KV cache", "% guessed"):
+    for word in ("weights: ", "prefill_seconds", "ms/token", "kv_cache_bytes", "% guessed"):
         assert word in err
     assert run(PROMPT, "--quiet") == (0, out, "")
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from minitri.cli import exits, inputs
-from minitri.cli.boot import seed_of
+from minitri.cli.boot import sampling_of
 from minitri.errors import InputError
 from minitri.loading.hf_config import stretch_rope
 from minitri.loading.prompt_ids import check_prompt
@@ -98,11 +98,12 @@ def test_a_prompt_too_long_is_told_with_what_may_be_changed():
 
 
 @pytest.mark.parametrize(("seed", "temperature"), [(None, 0.8), (None, 0.0), (5, 0.8)])
-def test_a_seed_that_is_drawn_is_told_where_it_matters(caplog, seed, temperature):
+def test_a_seed_that_is_drawn_is_told_where_it_matters(caplog, engine, seed, temperature):
     is_drawn = seed is None and temperature > 0
+    filters = {**vars(SamplingParams()), "temperature": temperature}
+    args = SimpleNamespace(seed=seed, **filters)
     with caplog.at_level("INFO", "minitri"):
-        args = SimpleNamespace(seed=seed)
-        seeds = [seed_of(args, SamplingParams(temperature)) for _ in range(3)]
+        seeds = [sampling_of(args, engine)[1] for _ in range(3)]
     assert len({*seeds}) == (3 if is_drawn else 1)
     told = [int(message.split(";")[0].split()[1]) for message in caplog.messages]
     assert told == (seeds if is_drawn else [])

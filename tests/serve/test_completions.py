@@ -2,12 +2,8 @@
 
 import math
 
-import pytest
-
-from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
-from minitri.serve.answers import shown, spelled
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
-from tests.conftest import SENTENCES, byte_level_tokenizer
+from tests.conftest import SENTENCES
 
 PROMPT = "She had been forced into prudence"
 
@@ -101,14 +97,6 @@ def test_a_longer_prompt_is_read_from_where_it_was_left(server):
     complete(server, prompt=long)
     answer = complete(server, prompt=long + " And so")
     assert answer.usage.prompt_tokens_details.cached_tokens > 200
-
-
-@pytest.mark.parametrize("text", [*SENTENCES, "\x00\x7f\xa0"])
-def test_bytes_of_tokens_make_up_the_text(text):
-    tokenizer = Tokenizer(TokenizersBackend(byte_level_tokenizer()), None)
-    names = [spelled(tokenizer, token) for token in tokenizer.encode(text)]
-    assert b"".join(names).decode() == text
-    assert shown(b" \xf0\x9f") == r"bytes: \xf0\x9f"
 
 
 def test_models_and_health(server):
