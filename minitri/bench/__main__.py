@@ -103,9 +103,8 @@ def measure(
     facts = where(engine.model)
     lengths = [len(prompt) for prompt in prompts]
     print(
-        f"{args.model}, {facts['dtype']}, {facts['device']}; prompts of {max(lengths)} tokens, "
-        f"{args.max_new_tokens} new ones, T={args.temperature:g}, top-p {args.top_p:g}; "
-        f"{len(prompts)} prompts x {args.seeds} seeds: median (range)"
+        f"{args.model}, {facts['dtype']}, {facts['device']}; {len(prompts)} prompts of "
+        f"{max(lengths)} tokens, {args.max_new_tokens} new ones, {args.seeds} seeds: median (range)"
     )
     print(table(result))
     names = ("model", "temperature", "top_p", "coupled", "seeds", "max_new_tokens")

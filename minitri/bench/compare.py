@@ -16,9 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minitri import Engine, PrefillProgress, Request, SpeculationConfig, Stats
+from minitri import End, Engine, PrefillProgress, Request, SpeculationConfig, Stats
 from minitri.cli.inputs import num_same
-from minitri.cli.terminal import finish
 
 log = logging.getLogger("minitri")
 
@@ -85,7 +84,8 @@ def run_method(
     All tokens of its steps count, even those that the end of the text cuts away.
     """
     run = engine.stream([request], generation=request.generation, speculation=speculation)
-    end = finish(run, quiet=True)
+    *_, end = run
+    assert isinstance(end, End)
     stats = end.stats
     num_made = sum(stats.steps_per_plan.values()) + stats.stages[-1].num_accepted_tokens
     share_held = end.row_stats.num_cached_tokens / len(request.prompt)

@@ -30,7 +30,7 @@ with clean_imports():
     from minitri.cli.inputs import read_text
     from minitri.cli.report import details, outline
     from minitri.cli.terminal import LEGEND, colored, nothing, plain, stream
-    from minitri.errors import shorten
+    from minitri.errors import explain, shorten
     from minitri.loading.prompt_ids import MAX_SEED, check_prompt
     from minitri.loading.tokenizer import Tokenizer
 
@@ -55,8 +55,6 @@ class Chat:
         self._sampling, self._seed = sampling_of(args, engine)
         self._speculation = speculation
         self._talk = talk
-        if not talk.has_template:
-            log.info("this model has no chat template: plain questions and answers are tried")
         self._last: Generation | None = None
         if args.color:
             log.info(LEGEND)
@@ -104,26 +102,21 @@ class Chat:
 
     def do_temperature(self, value: str) -> None:
         """T: 0 is greedy, 1 the model's own distribution"""
-        try:
+        with explain(f"temperature is {shorten(repr(value))}", "give a number"):
             temperature = float(value)
-        except ValueError:
-            raise InputError(f"temperature is {shorten(repr(value))}; give a number") from None
         self._sampling = dataclasses.replace(self._sampling, temperature=temperature)
         log.info("temperature %g", temperature)
 
     def _answer(self, question: str) -> None:
         prompt = self._talk.ask(question)
-        room = self._engine.config.context_length - len(prompt)
-        if room < 1:
-            raise InputError(f"the context has no room for {len(prompt)} tokens; /reset forgets")
+        room = max(1, self._engine.config.context_length - len(prompt))
         show = colored if self._args.color else plain
         reason, tokens = self._run(prompt, min(self._args.max_new_tokens, room), show)
         print(flush=True)
         self._seed = (self._seed + 1) % (MAX_SEED + 1)
         ids = [token.token_id for token in tokens]
-        text = "".join(token.text for token in tokens)
         end = self._engine.tokenizer.token(ids[-1]) if reason == "eos" else ""
-        self._talk.answered(prompt, ids, text, end or "")
+        self._talk.answered(prompt, ids, end or "")
         if reason in ("interrupted", "length"):
             log.info("(%s after %d tokens)", reason, len(ids))
 
@@ -133,7 +126,7 @@ class Chat:
         """Goes on after a prompt; returns how that ended, and the tokens."""
         context = self._engine.config.context_length
         reserve = min(context, len(self._talk.beginning) + TALK_TOKENS)
-        own = {"max_new_tokens": num_new, "stop": self._talk.stops, "reserve": reserve}
+        own = {"max_new_tokens": num_new, "reserve": reserve}
         self._last = self._engine.generate(
             prompt,
             sampling=self._sampling,

@@ -17,7 +17,6 @@ from minitri import GenerationConfig, InputError, SamplingParams, SpeculationCon
 from minitri.errors import MAX_COUNT, shorten
 from minitri.fields import between, changed, one_of
 from minitri.loading.devices import ModelChoice
-from minitri.loading.fetch import default_draft
 from minitri.loading.prompt_ids import MAX_SEED
 
 log = logging.getLogger("minitri")
@@ -188,13 +187,13 @@ def taken(settings: type[Settings], args: argparse.Namespace, **others: Any) -> 
 
 
 def model_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of `load` that the flags stand for, without the drafter.
-
-    Methods without a retrieval level have no use for a copy of the weights.
-    """
+    """The keyword arguments of `load` that the flags stand for: no drafter, and no copy of the
+    weights, for methods that have no use for them."""
     options = dict(vars(taken(ModelChoice, args)))
-    del options["draft"]
-    if "budget" in UNUSED.get(vars(args).get("method", ""), ()):
+    unused = UNUSED.get(vars(args).get("method", ""), ())
+    if "draft" in unused:
+        options["draft"] = "suffix"
+    if "budget" in unused:
         options["draft_weights"] = "same"
     return {**options, "progress": not args.quiet and sys.stderr.isatty()}
 
@@ -202,17 +201,6 @@ def model_of(args: argparse.Namespace) -> dict[str, Any]:
 def speculation_of(args: argparse.Namespace) -> SpeculationConfig:
     """How the flags want to speculate; by the clock if no seed is given. Raises `InputError`."""
     return taken(SpeculationConfig, args, timed=args.seed is None)
-
-
-def draft_of(args: argparse.Namespace) -> str:
-    """The drafter that the flags ask for. Raises `InputError` if one is missing."""
-    if "draft" in UNUSED.get(args.method, ()):
-        return "suffix"  # which costs nothing
-    if args.draft == "none":
-        raise InputError(f"--draft none cannot guess for --method {args.method}; give another")
-    if args.draft == "auto" and args.method != "auto":
-        return default_draft(args.model)  # must be had; for --method auto `load` may do without
-    return str(args.draft)
 
 
 def warn_of_ignored(args: argparse.Namespace) -> None:

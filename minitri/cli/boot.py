@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from minitri import Engine, Generation, InputError, ModelConfig, SamplingParams, load
-from minitri.cli.arguments import draft_of, model_of, taken
+from minitri.cli.arguments import model_of, taken
 from minitri.cli.inputs import encode
 from minitri.cli.report import details, outline
 from minitri.errors import shorten
@@ -35,11 +35,7 @@ def boot(
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     made = []
-    engine = load(
-        **model_of(args),
-        draft=draft_of(args),
-        before_weights=lambda *files: made.append(prepare(*files)),
-    )
+    engine = load(**model_of(args), before_weights=lambda *files: made.append(prepare(*files)))
     if args.bitwise and (args.tree or not engine.model.execution.is_row_invariant):
         raise InputError(
             "--bitwise needs the compiled kernels and no --tree; run on a CPU with a C++ compiler, "

@@ -1,8 +1,8 @@
 """Many prompts from a file: `generate --prompts FILE.jsonl`.
 
-Each line of the file is an object with a `prompt` or `token_ids`, and whatever differs from the
-flags: `seed`, `max_new_tokens`, `stop`, `ignore_eos`, `temperature`, `top_k`, `top_p`, `min_p`; an
-`id` of any kind comes back in the answer. As soon as a text ends it is written as one line of JSON,
+Each line of the file is an object with a `prompt` and whatever differs from the flags: `seed`,
+`max_new_tokens`, `stop`, `ignore_eos`, `temperature`, `top_k`, `top_p`, `min_p`; an `id` of any
+kind comes back in the answer. As soon as a text ends it is written as one line of JSON,
 so an interrupted run loses nothing that was finished. A line that is wrong is answered by a line
 with an `error`; the others run.
 """
@@ -14,16 +14,25 @@ from typing import Any
 
 from tqdm import tqdm
 
-from minitri import End, Engine, GenerationConfig, InputError, Request, SpeculationConfig, Token
+from minitri import (
+    End,
+    Engine,
+    Generation,
+    GenerationConfig,
+    InputError,
+    Request,
+    SpeculationConfig,
+    Token,
+)
 from minitri.cli.arguments import SAMPLING
 from minitri.cli.boot import boot, conclude, sampling_of
 from minitri.cli.inputs import encode, read_text
 from minitri.cli.report import answer
-from minitri.errors import shorten
+from minitri.errors import explain, shorten
 from minitri.fields import changed
 from minitri.loading.prompt_ids import MAX_SEED, as_seeds
 
-KNOWN = ("prompt", "token_ids", "id", "seed", "max_new_tokens", "stop", "ignore_eos", *SAMPLING)
+KNOWN = ("prompt", "id", "seed", "max_new_tokens", "stop", "ignore_eos", *SAMPLING)
 """What a line may say."""
 
 
@@ -47,21 +56,11 @@ def run_lines(
             heads.append(head)
         except InputError as error:
             write(head, {"error": str(error)})
-    tokens: defaultdict[int, list[Token]] = defaultdict(list)
     if requests:
         run = engine.stream(
             requests, batch_size=args.batch_size, generation=generation, speculation=speculation
         )
-        hidden = True if args.quiet else None
-        with tqdm(total=len(heads), unit=" prompts", disable=hidden) as bar:
-            for event in run:
-                if isinstance(event, Token):
-                    tokens[event.row].append(event)
-                elif isinstance(event, End):
-                    row = run.rows[event.row]
-                    found = answer(row, event.finish_reason, tokens.pop(event.row))
-                    write(heads[event.row], found)
-                    bar.update()
+        write_answers(run, heads, quiet=args.quiet)
         conclude(args, engine, run)
     if len(requests) < max(len(lines), 1):
         num_wrong = len(lines) - len(requests)
@@ -69,20 +68,15 @@ def run_lines(
 
 
 def read_line(line: str) -> dict[str, Any]:
-    """The object in a line; its `prompt` may be token ids. Raises `InputError` if it is wrong."""
-    try:
+    """The object in a line. Raises `InputError` if it is wrong."""
+    with explain("it is no object of JSON", "write one"):
         fields = {**json.loads(line)}
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"it is no object of JSON: {shorten(error, 90)}") from None
     if unknown := sorted(fields.keys() - {*KNOWN}):
         name = shorten(unknown[0], 60)
         raise InputError(f"{name!r} is unknown; known are {', '.join(KNOWN)}")
-    match fields:
-        case {"prompt": str()} if "token_ids" not in fields:
-            return fields
-        case {"token_ids": [*ids]} if "prompt" not in fields and {*map(type, ids)} <= {int}:
-            return {**fields, "prompt": ids}
-    raise InputError("give either prompt, a text, or token_ids, a list of whole numbers")
+    if not isinstance(fields.get("prompt"), str):
+        raise InputError("there is no prompt; give a text")
+    return fields
 
 
 def request_of(
@@ -91,8 +85,22 @@ def request_of(
     """What a line asks for, the rest as in `default`. Raises `InputError`."""
     [seed] = as_seeds(fields.get("seed", default.seed), 1)
     generation = changed(default.generation, fields)
-    ids = encode(fields["prompt"], engine.tokenizer, engine.config, generation.max_new_tokens, args)
+    num_new = generation.max_new_tokens
+    ids = encode(fields["prompt"], engine.tokenizer, engine.config, num_new, args)
     return Request(ids, seed, changed(default.sampling, fields), generation)
+
+
+def write_answers(run: Generation, heads: list[dict[str, Any]], *, quiet: bool) -> None:
+    """Writes each text as it ends."""
+    tokens: defaultdict[int, list[Token]] = defaultdict(list)
+    with tqdm(total=len(heads), unit=" prompts", disable=True if quiet else None) as bar:
+        for event in run:
+            if isinstance(event, Token):
+                tokens[event.row].append(event)
+            elif isinstance(event, End):
+                row = run.rows[event.row]
+                write(heads[event.row], answer(row, event.finish_reason, tokens.pop(event.row)))
+                bar.update()
 
 
 def write(head: dict[str, Any], content: dict[str, Any]) -> None:

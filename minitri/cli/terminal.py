@@ -67,13 +67,6 @@ def stream(
     return "interrupted", tokens
 
 
-def finish(run: Generation, *, quiet: bool) -> End:
-    """Runs one prompt to its end with a progress bar, shows nothing else."""
-    *_, end = with_bar(run, quiet=quiet)
-    assert isinstance(end, End)
-    return end
-
-
 def with_bar(run: Generation, *, quiet: bool) -> Iterator[Event]:
     """The events of one prompt, with a progress bar on a terminal while the prompt is read."""
     total = run.rows[0].num_prompt_tokens

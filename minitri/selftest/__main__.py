@@ -28,7 +28,6 @@ with clean_imports():
     from minitri.cli.boot import load_engine
     from minitri.cli.inputs import num_same, read_prompt
     from minitri.cli.report import where
-    from minitri.cli.terminal import finish
     from minitri.selftest.departures import explain
     from minitri.selftest.distribution_test import FALSE_ALARM, is_alarm, run_test, windows
     from minitri.settings import METHODS
@@ -88,14 +87,14 @@ class SelfTest:
 
     def decode(self, speculation: SpeculationConfig, temperature: float) -> list[int]:
         """The tokens of one run, which goes on after the end of a text: all are equally long."""
-        run = self.engine.generate(
+        end = self.engine.complete(
             self.prompt,
             sampling=SamplingParams(temperature),
             generation=arguments.taken(GenerationConfig, self.args),
             speculation=speculation,
             seed=self.args.seed,
         )
-        return list(finish(run, quiet=self.args.quiet).token_ids)
+        return list(end.token_ids)
 
     def compare(
         self, speculation: SpeculationConfig, temperature: float, expected: list[int]

@@ -53,9 +53,10 @@ def run_test(
 ) -> dict[str, float]:
     """Continues the prompts with independent random numbers; returns for every score a p-value."""
     generation = GenerationConfig(num_new, ignore_eos=True)
-    seeds = ((seed + number) % (MAX_SEED + 1) for number in range(len(prompts)))
-    pairs = zip(prompts, seeds, strict=True)
-    requests = [Request(prompt, own, sampling, generation) for prompt, own in pairs]
+    requests = [
+        Request(prompt, (seed + number) % (MAX_SEED + 1), sampling, generation)
+        for number, prompt in enumerate(prompts)
+    ]
     emitted: list[list[Token]] = [[] for _ in prompts]
     for event in engine.stream(requests, batch_size=ROWS_AT_ONCE, speculation=speculation):
         if isinstance(event, Token):

@@ -16,10 +16,11 @@ with clean_imports():
     import os
     import socket
 
-    from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
+    from minitri import GenerationConfig, SamplingParams, SpeculationConfig
     from minitri.cli import arguments
     from minitri.cli.boot import boot
     from minitri.engine import MAX_ROWS
+    from minitri.errors import explain
     from minitri.fields import between
 
 log = logging.getLogger("minitri")
@@ -77,11 +78,8 @@ def build_parser() -> arguments.OneLineParser:
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that clients may connect to while the model is loaded. Raises `InputError`."""
-    try:
+    with explain(f"cannot listen at {host}, port {port}", "choose another --host or --port"):
         return socket.create_server((host, port))
-    except (OSError, UnicodeError) as error:
-        what = f"cannot listen at {host}, port {port}: {error}"
-        raise InputError(f"{what}; choose another --host or --port") from None
 
 
 def run_command(args: argparse.Namespace) -> None:

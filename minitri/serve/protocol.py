@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minitri import Engine, GenerationConfig, InputError, Request, SamplingParams
-from minitri.errors import shorten
+from minitri.errors import explain, shorten
 from minitri.fields import changed
 from minitri.loading.prompt_ids import MAX_SEED
 
@@ -123,12 +123,8 @@ class Protocol:
 
 def _fields(body: bytes, known: set[str]) -> dict[str, Any]:
     """The fields that are not null."""
-    try:
-        content = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"the body is no JSON: {shorten(error, 90)}; send an object") from None
-    if not isinstance(content, dict):
-        raise InputError(f"the body is {shorten(repr(content), 60)}; send an object")
+    with explain("the body is no object of JSON", "send an object"):
+        content = {**json.loads(body)}
     for name, value in content.items():
         if value and name not in known and value not in SUPPORTED.get(name, ()):
             got = f"{shorten(repr(name), 60)} is {shorten(repr(value), 60)}"

@@ -74,6 +74,15 @@ def test_piped_questions_are_answered_and_commands_obeyed(chat, document, tmp_pa
     assert int(re.findall(r"num_prefilled_tokens: (\d+)", err)[0]) < 100
 
 
+@pytest.mark.parametrize("flags", ["--load missing.kv", f"--document {__file__}"])
+def test_what_cannot_begin_is_one_line(instruct, capsys, flags):
+    with pytest.raises(SystemExit) as ended:
+        main(["--quiet", "--model", str(instruct), "--device", "cpu", *flags.split()])
+    [line] = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert ("missing.kv" if "--load" in flags else "prompt has") in line
+
+
 def test_at_a_terminal_ctrl_c_stops_an_answer_only(instruct):
     terminal, other = pty.openpty()
     shown = ""

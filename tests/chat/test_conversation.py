@@ -41,35 +41,23 @@ def test_it_reads_as_if_the_template_had_written_all_of_it(template, documents, 
         assert prompt[: len(before)] == before
         assert spelled(tokens, prompt) == tokens.chat_template.render(messages)
         ids = tokens.encode_marked(answer + end * ends)
-        talk.answered(prompt, ids, answer, end if ends else "")
+        talk.answered(prompt, ids, end if ends else "")
         messages.append({"role": "assistant", "content": answer})
         before = talk.tokens
         assert before == prompt + ids
 
 
-def test_a_model_without_a_template_gets_plain_questions():
-    tokens = tokenizer(None)
-    talk = Conversation(tokens, system="Be brief.", documents=["One."])
-    prompt = talk.ask("Who?")
-    assert spelled(tokens, prompt) == "Be brief.\n\nOne.\n\n\nQuestion: Who?\nAnswer:"
-    talk.answered(prompt, [1, 2, 3], " Anne.\n")
-    again = talk.ask("And?")
-    assert again[: len(prompt)] == prompt
-    assert spelled(tokens, again).endswith("Answer: Anne.\n\nQuestion: And?\nAnswer:")
-    assert talk.stops == ("\nQuestion: ",)
-
-
 def test_what_is_forgotten_leaves_the_documents():
     talk = Conversation(tokenizer(CHATML), documents=["One."])
     first = talk.ask("Who?")
-    talk.answered(first, [5], "x")
+    talk.answered(first, [5])
     talk.tokens = []
     assert talk.ask("Who?") == first
 
 
 def test_it_goes_on_where_it_was_saved():
     talk, other = (Conversation(tokenizer(CHATML), documents=[name]) for name in ("One.", "Two."))
-    talk.answered(talk.ask("Who?"), [5, 6], "x", "<|im_end|>")
+    talk.answered(talk.ask("Who?"), [5, 6], "<|im_end|>")
     other.restore(talk.as_note())
     assert other.ask("Why?") == talk.ask("Why?")
     assert other.beginning == talk.beginning
@@ -84,7 +72,9 @@ def test_a_snapshot_of_something_else_is_refused(note):
     assert talk.ask("Who?") == before
 
 
-def test_a_template_that_refuses_or_leaves_out_is_named():
+def test_a_template_that_is_missing_refuses_or_leaves_out_is_named():
+    with pytest.raises(InputError, match="has no chat template"):
+        Conversation(tokenizer(None))
     with pytest.raises(InputError, match="leaves questions out"):
         Conversation(tokenizer("always the same"))
     with pytest.raises(InputError, match="no, thanks"):

@@ -85,7 +85,7 @@ def test_files_that_are_no_prompt_are_refused(tmp_path, monkeypatch, content, fr
 def test_a_file_without_end_is_read_up_to_a_bound():
     if not os.path.exists("/dev/zero"):  # noqa: PTH110
         pytest.skip("needs /dev/zero")
-    with pytest.raises(InputError, match="/dev/zero has more than 16 MB"):
+    with pytest.raises(InputError, match="/dev/zero .*more than 16 MB"):
         inputs.read_prompt("/dev/zero")
 
 
