@@ -1,8 +1,5 @@
 """The benchmark: prefill and decoding speed of a method, or of all methods in turns.
 
-    python -m minitri.bench --prompt-tokens 8000 --new-tokens 64 --method triforce
-    python -m minitri.bench --compare
-
 Prints medians with the range over prompts and seeds; the last line of standard output is JSON.
 """
 

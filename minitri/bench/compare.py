@@ -44,8 +44,7 @@ def compare(
     speculations: dict[str, SpeculationConfig],
     others: Mapping[str, Callable[[Request], Run]],
 ) -> dict[str, list[Run]]:
-    """Lets every method, and other programs, go on after every prompt, which are token ids, with
-    every seed. Progress goes to the log."""
+    """Lets every method, and other programs, go on after every prompt with every seed."""
     order = [*speculations, *others]
     done: dict[str, list[Run]] = {name: [] for name in order}
     longest = max(speculations.values(), key=lambda it: it.max_block)  # its cache serves all
@@ -79,10 +78,8 @@ def read_cold(engine: Engine, request: Request, speculation: SpeculationConfig) 
 def run_method(
     engine: Engine, request: Request, speculation: SpeculationConfig, read_seconds: float
 ) -> Run:
-    """Runs a method after a prompt that the engine has read in `read_seconds`.
-
-    All tokens of its steps count, even those that the end of the text cuts away.
-    """
+    """Runs a method after a prompt that the engine has read in `read_seconds`. All tokens of its
+    steps count, even those that the end of the text cuts away."""
     run = engine.stream([request], generation=request.generation, speculation=speculation)
     *_, end = run
     assert isinstance(end, End)

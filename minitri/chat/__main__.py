@@ -1,4 +1,4 @@
-"""The chat: `python -m minitri.chat --document novel.txt`, then questions.
+"""The chat: `minitri chat --document novel.txt`, then questions.
 
 Documents are read once; questions and answers stay in the KV cache. Answers go to standard output,
 everything else to standard error. Without a terminal every line of standard input is a question.
@@ -21,7 +21,6 @@ with clean_imports():
         InputError,
         ModelConfig,
         SamplingParams,
-        SpeculationConfig,
         Token,
     )
     from minitri.chat.conversation import Conversation
@@ -43,18 +42,11 @@ TALK_TOKENS = 4096
 class Chat:
     """A conversation with an engine; its methods `do_NAME` are what /NAME does."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        talk: Conversation,
-        args: argparse.Namespace,
-        speculation: SpeculationConfig,
-    ) -> None:
+    def __init__(self, engine: Engine, talk: Conversation, args: argparse.Namespace) -> None:
         self._engine = engine
+        self._talk = talk
         self._args = args
         self._sampling, self._seed = sampling_of(args, engine)
-        self._speculation = speculation
-        self._talk = talk
         self._last: Generation | None = None
         if args.color:
             log.info(LEGEND)
@@ -131,7 +123,7 @@ class Chat:
             prompt,
             sampling=self._sampling,
             generation=arguments.taken(GenerationConfig, self._args, **own),
-            speculation=self._speculation,
+            speculation=arguments.speculation_of(self._args),
             seed=self._seed,
         )
         with self._last as run:
@@ -181,7 +173,7 @@ def build_parser() -> arguments.OneLineParser:
 def run_command(args: argparse.Namespace) -> None:
     """Chats until /quit or the end of the input."""
     arguments.taken(SamplingParams, args)  # bad values fail before anything is loaded
-    speculation = arguments.speculation_of(args)
+    arguments.speculation_of(args)
     arguments.warn_of_ignored(args)
     documents = [read_text(file) for file in args.document]
 
@@ -190,7 +182,7 @@ def run_command(args: argparse.Namespace) -> None:
         check_prompt(talk.beginning, config, 1)
         return talk
 
-    chat = Chat(*boot(args, begin), args, speculation)
+    chat = Chat(*boot(args, begin), args)
     for line in typed_lines():
         chat.obey(line)
 

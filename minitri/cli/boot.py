@@ -1,8 +1,4 @@
-"""From flags to an engine that is ready: weights, threads, sampling, seed, a KV snapshot.
-
-engine, [prompt] = load_engine(args, [read_prompt(args.prompt_file)])
-sampling, seed = sampling_of(args, engine)
-"""
+"""From flags to an engine that is ready: weights, threads, sampling, seed, a KV snapshot."""
 
 import argparse
 import dataclasses
@@ -37,10 +33,8 @@ def boot(
     made = []
     engine = load(**model_of(args), before_weights=lambda *files: made.append(prepare(*files)))
     if args.bitwise and (args.tree or not engine.model.execution.is_row_invariant):
-        raise InputError(
-            "--bitwise needs the compiled kernels and no --tree; run on a CPU with a C++ compiler, "
-            "or leave it out"
-        )
+        needs = "the compiled kernels (a CPU with a C++ compiler) and no --tree"
+        raise InputError(f"--bitwise needs {needs}; leave it out")
     if (file := vars(args).get("load_kv")) is not None:
         log.info("KV snapshot: %d tokens", engine.load_kv(file))
     return engine, made[0]

@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def clean_imports() -> Iterator[None]:
-    """`clean_exits` for the seconds that importing PyTorch takes, after what has to come before.
-
-    Extension modules lose exceptions there, so that Ctrl-C ends the program at once.
-    """
+    """`clean_exits` for the seconds that importing PyTorch takes, where extension modules lose
+    exceptions, so that Ctrl-C ends the program at once."""
     before = signal.signal(signal.SIGINT, _stop_at_once)
     import shutil
 
@@ -49,38 +47,32 @@ def clean_imports() -> Iterator[None]:
 def program(
     build_parser: "Callable[[], ArgumentParser]",
     run_command: "Callable[[Namespace], int | None]",
-    *,
     parallel: bool = False,
 ) -> "Callable[..., None]":
-    """The `main` of a program: flags, log, UTF-8 output and `clean_exits` around its work.
-
-    `run_command` returns the exit code. `parallel`: torchrun may start the program in several
-    processes, of which the first one speaks.
-    """
+    """The `main` of a program; `run_command` returns the exit code. `parallel`: torchrun may start
+    it in several processes, of which the first one speaks."""
 
     def main(argv: list[str] | None = None) -> None:
         with clean_exits():
             import logging
 
+            from minitri.parallel.ranks import join
+
             atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # all is done by then
             if hasattr(sys.stdout, "reconfigure"):
                 sys.stdout.reconfigure(encoding="utf-8", errors="replace")
             parser = build_parser()
-            rank = 0
-            if os.environ.get("WORLD_SIZE", "1") != "1":
-                if not parallel:
-                    raise InputError(f"{parser.prog} is one process; start it without torchrun")
-                from minitri.parallel.ranks import join
-
-                rank = join().rank
-            if rank:
+            ranks = join()
+            if ranks.count > 1 and not parallel:
+                raise InputError(f"{parser.prog} is one process; start it without torchrun")
+            if ranks.rank:
                 _mute()
             args = parser.parse_args(argv)
-            args.quiet |= rank > 0
+            args.quiet |= ranks.rank > 0
             log = logging.getLogger("minitri")
             log.handlers = [logging.StreamHandler()]  # to standard error, message only
             log.setLevel(logging.WARNING if args.quiet else logging.INFO)
-            log.disabled = rank > 0
+            log.disabled = ranks.rank > 0
             sys.exit(run_command(args) or 0)
 
     return main
@@ -88,11 +80,8 @@ def program(
 
 @contextlib.contextmanager
 def clean_exits() -> Iterator[None]:
-    """Ends the program with a code and at most one line.
-
-    That is for bad input, a missing package, Ctrl-C, and what the system refuses, such as a write
-    to a full disk; anything else is a bug.
-    """
+    """Ends the program with a code and at most one line: for bad input, a missing package, Ctrl-C,
+    and what the system refuses, such as a write to a full disk. Anything else is a bug."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # a shell has closed it
             setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: PTH123, SIM115
@@ -136,7 +125,6 @@ def _end(code: int, line: str = "") -> SystemExit:
 
 
 def _mute() -> None:
-    """From here on standard output goes nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

@@ -60,11 +60,9 @@ def encode(
     num_new: int,
     args: argparse.Namespace,
 ) -> list[int]:
-    """Token ids of a prompt by --max-prompt-tokens, --fit, --chat and --system.
-
-    What is cut is cut from the text, not from BOS or the chat template around it. Raises
-    `InputError` if there is no template, or no room for the prompt and `num_new` more tokens.
-    """
+    """Token ids of a prompt by --max-prompt-tokens, --fit, --chat and --system; what is cut is cut
+    from the text, not from BOS or the chat template around it. Raises `InputError` if there is no
+    template, or no room for the prompt and `num_new` more tokens."""
 
     def encoded(text: str) -> list[int]:
         if not vars(args).get("chat"):

@@ -1,10 +1,9 @@
 """Many prompts from a file: `generate --prompts FILE.jsonl`.
 
-Each line of the file is an object with a `prompt` and whatever differs from the flags: `seed`,
-`max_new_tokens`, `stop`, `ignore_eos`, `temperature`, `top_k`, `top_p`, `min_p`; an `id` of any
-kind comes back in the answer. As soon as a text ends it is written as one line of JSON,
-so an interrupted run loses nothing that was finished. A line that is wrong is answered by a line
-with an `error`; the others run.
+Each line is an object with a `prompt` and whatever differs from the flags (`KNOWN`); an `id` of any
+kind comes back in the answer. As soon as a text ends it is written as one line of JSON, so an
+interrupted run loses nothing that was finished. A line that is wrong is answered by a line with an
+`error`; the others run.
 """
 
 import argparse
@@ -104,5 +103,5 @@ def write_answers(run: Generation, heads: list[dict[str, Any]], *, quiet: bool) 
 
 
 def write(head: dict[str, Any], content: dict[str, Any]) -> None:
-    """Writes a line of the output."""
+    """A line of the output."""
     print(json.dumps(head | content, ensure_ascii=False), flush=True)

@@ -1,16 +1,12 @@
-"""Does speculation change anything on *your* weights? `python -m minitri.selftest --model NAME`
+"""Does speculation change anything on *your* weights? `minitri selftest --model NAME`
 
 Decodes one prompt autoregressively and with each speculative method, greedily and with seed-coupled
-sampling, and compares token by token. A difference is called a numeric tie if rounding explains it
-(`departures.py`), and a BUG otherwise.
+sampling, and compares token by token. A difference is called a tie if rounding explains it
+(`departures.py`), and a BUG otherwise. Then the default mode, independent random numbers: of many
+short texts statistical tests tell whether they follow the model's distribution
+(`distribution_test.py`); where passes of other lengths round differently an alarm is unclear.
 
-Then the default mode, independent random numbers at a temperature above 0, with your filters: many
-short texts per method, of which statistical tests tell whether they follow the model's distribution
-(`distribution_test.py`); their odds of a false alarm are printed. Where passes of other lengths
-round differently an alarm is unclear, and the test is to be repeated with --dtype float32.
-
-Exit codes: 0 all is well, 1 a bug, 2 bad input, 130 interrupted. The last line of standard output
-is JSON.
+Exit codes: 0 all is well, 1 a bug. The last line of standard output is JSON.
 """
 
 from minitri.cli.exits import clean_imports, program
@@ -35,14 +31,7 @@ with clean_imports():
 WINDOW = 64
 NEW_TOKENS = 64
 """Of the statistical test: tokens that a text begins with, and tokens that it goes on for."""
-VERDICTS = {
-    "equal": "equal",
-    "ties": "numeric tie",
-    "consistent": "consistent",
-    "unclear": "unclear",
-    "bugs": "BUG",
-}
-"""What a comparison may find, by the name of its count."""
+VERDICTS = ("equal", "tie", "consistent", "unclear", "BUG")
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -52,8 +41,7 @@ def build_parser() -> arguments.OneLineParser:
         "--model smollm2-135m --dtype float32",
         "--temperature 0.6 --top-p 0.9 --num-samples 20000",
         "--model llama2-7b-128k --method triforce --max-prompt-tokens 32000",
-        description="Compares every speculative method with autoregressive decoding, token by "
-        "token, on your weights, and its samples with the model's distribution.",
+        description="Does speculation change the text, or its distribution, on your weights?",
     )
     arguments.add_flags(parser, *arguments.MODEL)
     arguments.add_prompt_flags(parser)
@@ -86,7 +74,7 @@ class SelfTest:
         return self.engine.model.execution.is_row_invariant and not self.args.tree
 
     def decode(self, speculation: SpeculationConfig, temperature: float) -> list[int]:
-        """The tokens of one run, which goes on after the end of a text: all are equally long."""
+        """The tokens of one run; all are equally long."""
         end = self.engine.complete(
             self.prompt,
             sampling=SamplingParams(temperature),
@@ -115,7 +103,7 @@ class SelfTest:
             block=speculation.max_block,
         )
         is_tie = found["score_gap"] <= found["bound"] and not self.is_bitwise
-        return {"verdict": "numeric tie" if is_tie else "BUG", **counts, **found}
+        return {"verdict": "tie" if is_tie else "BUG", **counts, **found}
 
     def check_samples(
         self, speculation: SpeculationConfig, sampling: SamplingParams, num_tests: int
@@ -173,7 +161,7 @@ def run_command(args: argparse.Namespace) -> int:
     verdicts = [result["verdict"] for result in results]
     if "unclear" in verdicts:
         print("unclear: rounding, or a bug; repeat with --dtype float32")
-    counts = {f"num_{name}": verdicts.count(verdict) for name, verdict in VERDICTS.items()}
+    counts = {f"num_{verdict}": verdicts.count(verdict) for verdict in VERDICTS}
     print(", ".join(f"{name} {count}" for name, count in counts.items()))
     report = {"model": args.model, **where(engine.model), "num_prompt_tokens": len(prompt)}
     print(json.dumps({**report, "seed": args.seed, **counts, "comparisons": results}), flush=True)

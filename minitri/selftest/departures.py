@@ -1,9 +1,9 @@
 """Explains a difference between two runs that should write the same text: rounding, or a bug.
 
 Where the texts part, the logits are computed as decoding computes them, alone and at the end of a
-block. Rounding explains a difference if both tokens score within `bound` of the best one. `bound`
-is twice the largest difference over the vocabulary between the logits of both ways, but at least
-the spacing of the dtype's numbers, divided by the temperature where tokens are sampled.
+block. Rounding explains a difference if both tokens score within `bound` of the best one: twice the
+largest difference over the vocabulary between the logits of both ways, but at least the spacing of
+the dtype's numbers, divided by the temperature where tokens are sampled.
 
 Legend: N tokens, V vocab.
 """
@@ -29,8 +29,7 @@ def explain(
 ) -> dict[str, float]:
     """Compares the scores after `sequence` of `tokens`, the expected one and the one that came.
 
-    Returns `position`, that of the token in the text; `top2_gap`, between the two best logits;
-    `score_gap`, how far the worse of the two tokens scores below the best of all; and `bound`, what
+    `score_gap` is how far the worse of the two tokens scores below the best of all; `bound`, what
     rounding explains of that. Blocks have `block` tokens.
     """
     widths = (1, min(block, len(sequence)))

@@ -8,17 +8,16 @@ is a martingale S: its mean is 0 and its variance V known, whatever the text, an
 exp(l S - (exp |l| - 1 - |l|) V) is above 1 / a with odds of at most a (Freedman 1975, Ville). Of
 several l the largest counts, with odds that many times as high. The scores are
 
-- `likelihood`: p itself. Tells whether the text is sampled from too sharp or flat a distribution.
-- `order`: the middle of the token's interval in the CDF of p, by which tokens are sampled. Tells
-  whether random numbers are biased or used twice.
-- `drafter`: 1 where the drafter's distribution q is above p. Tells whether rejected guesses leave a
-  trace: a recovered token that is sampled from p instead of the residual shows here.
+- `likelihood`: p itself, against too sharp or flat a distribution.
+- `order`: the middle of the token's interval in the CDF of p, by which tokens are sampled, against
+  random numbers that are biased or used twice.
+- `drafter`: 1 where the drafter's distribution q is above p, against traces of rejected guesses: a
+  recovered token that is sampled from p instead of the residual.
 
 Tokens for which there was a guess and others (bonus tokens) are added up apart: which of both comes
 next is certain before the token is sampled, and bugs may push them in opposite directions.
 
-All this holds as far as the plain pass computes the p that decoding used. Other dtypes than float32
-round differently in blocks of other lengths, so an alarm there must be repeated in float32.
+All this holds as far as the plain pass computes the p that decoding used, as in float32.
 
 Legend: N tokens, V vocab.
 """

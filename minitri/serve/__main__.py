@@ -1,6 +1,4 @@
-"""The server: `python -m minitri.serve --model smollm2-135m`, then any client of OpenAI's API.
-
-    client = openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+"""The server: `minitri serve --model smollm2-135m`, then any client of OpenAI's API.
 
 Reports go to standard error. After a Ctrl-C running requests end first; a second one stops them.
 """
@@ -36,8 +34,7 @@ class ServeFlags:
     """What this program alone is asked for."""
 
     context: int | None = between(None, 1)
-    """Tokens that a prompt and its answer may have, for which each row takes memory. Default: 8192,
-    or the model's context if that is shorter."""
+    """Tokens of a prompt and its answer, for which each row takes memory. Default: at most 8192."""
     batch_size: int = between(MAX_ROWS, 1)
     """Requests that run at a time."""
     host: str = "127.0.0.1"
@@ -58,26 +55,18 @@ def build_parser() -> arguments.OneLineParser:
         "and /v1/chat/completions; next to them /health.",
     )
     arguments.add_flags(parser, *arguments.MODEL)
-    group = parser.add_argument_group("server")
-    arguments.add_fields(group, ServeFlags)
-    arguments.add_flags(group, *arguments.MEMORY)
-    title = (
-        "sampling where a request does not say: as in OpenAI's API at temperature 1, 16 tokens of "
-        "a text, a chat to the end of the context, a new seed, which the answer tells (captured "
-        "graphs on a GPU know only the kinds of filters that are given here)"
-    )
+    arguments.add_fields(parser, ServeFlags)
+    arguments.add_flags(parser, *arguments.MEMORY)
+    title = "sampling where a request does not say (a GPU's graphs know no other kinds of filters)"
     arguments.add_flags(parser, *arguments.SAMPLING, title=title)
     parser.set_defaults(temperature=1.0)
-    title = (
-        "speculation (none of this changes the distribution; with --coupled, or at temperature 0, "
-        "a seed gives the same text alone and with other requests)"
-    )
+    title = "speculation (with --coupled a seed gives one text, alone and with other requests)"
     arguments.add_flags(parser, *arguments.SPECULATION, title=title)
     return parser
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that clients may connect to while the model is loaded. Raises `InputError`."""
+    """A socket, to which clients may connect while the model is loaded. Raises `InputError`."""
     with explain(f"cannot listen at {host}, port {port}", "choose another --host or --port"):
         return socket.create_server((host, port))
 

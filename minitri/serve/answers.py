@@ -1,9 +1,6 @@
 """How an endpoint words its answer: OpenAI's JSON, whole or as a stream, of a run's events.
 
-    writer = Writer(call, "smollm2-135m", engine)
-    writer.take(event)  # bytes to send, for each event
-
-In addition to OpenAI's fields every answer has its `seed`. It knows neither HTTP nor the run.
+In addition to OpenAI's fields every answer has its `seed`.
 """
 
 import itertools
@@ -26,7 +23,7 @@ def to_json(content: Json) -> bytes:
 
 
 def in_stream(content: Json) -> bytes:
-    """An event of a stream."""
+    """The same as an event of a stream."""
     return b"data: %b\n\n" % to_json(content)
 
 

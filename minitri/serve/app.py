@@ -1,7 +1,5 @@
 """The HTTP side: endpoints and errors, as a small ASGI application.
 
-    app = Service(protocol, worker, api_key=None).app
-
 Every request takes one way: key, body, JSON, events, answer; wherever it fails, the client gets
 OpenAI's error JSON, and the others do not notice. A client that leaves frees its row.
 """
@@ -42,20 +40,16 @@ class Service:
 
     @property
     def app(self) -> Starlette:
-        """What a web server runs."""
-        text = functools.partial(self.complete, is_chat=False)
-        chat = functools.partial(self.complete, is_chat=True)
         routes = [
             Route("/v1/models", self.models),
-            Route("/v1/completions", text, methods=["POST"]),
-            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/chat/completions", self.complete, methods=["POST"]),
             Route("/health", self.health),
         ]
         handled = [ApiError, InputError, HTTPException, ClientDisconnect, Exception]
         return Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, refuse))
 
-    async def complete(self, request: Request, *, is_chat: bool) -> ASGIApp:
-        """Both kinds of completions."""
+    async def complete(self, request: Request) -> ASGIApp:
         self._check_key(request)
         kind = request.headers.get("content-type", "")
         if not kind.lower().startswith("application/json"):  # which a web page cannot send
@@ -68,6 +62,7 @@ class Service:
             if len(body) > limit:
                 message = f"the body has more than {limit} bytes, the limit; shorten the prompt"
                 raise ApiError(413, "request_too_large", message)
+        is_chat = "/chat/" in request.url.path
         call = await run_in_threadpool(self.protocol.read, bytes(body), is_chat=is_chat)
         return functools.partial(self._answer, call)
 
@@ -137,7 +132,6 @@ class Service:
         return answer({"object": "list", "data": data})
 
     async def health(self, _: Request) -> Response:
-        """Whether requests are answered, and how many run or wait."""
         return answer({"status": "ok", "requests": self.num_open})
 
 

@@ -1,8 +1,5 @@
 """What a client asks: from the JSON of a request to a `Call`.
 
-    protocol = Protocol(engine, ["smollm2-135m"], SamplingParams(temperature=1.0), context=8192)
-    call = protocol.read(b'{"prompt": "The sea was", "seed": 7}', is_chat=False)
-
 Fields and defaults are OpenAI's; `top_k`, `min_p`, `ignore_eos` and `speculation` are additions. A
 field that this server has no use for is accepted where its value asks for nothing (`n` of 1, an
 empty list, false) and refused elsewhere. What the settings and the engine check is left to them.
@@ -75,10 +72,8 @@ class Protocol:
     """Tokens of a prompt and its answer."""
 
     def read(self, body: bytes, *, is_chat: bool) -> Call:
-        """The call that a body stands for. Tokenizes, which may take a second.
-
-        Raises `InputError`, or an `ApiError` where OpenAI has a status or code of its own.
-        """
+        """The call that a body stands for. Tokenizes, which may take a second. Raises `InputError`,
+        or an `ApiError` where OpenAI has a status of its own."""
         fields = _fields(body, CHAT if is_chat else TEXT)
         model = fields.get("model", self.names[0])
         if model not in self.names:
@@ -96,10 +91,8 @@ class Protocol:
             ids = self._ids(fields.get("prompt", ""))
         room = max(1, self.context - len(ids))
         num_new = fields.get("max_tokens", room if is_chat else min(room, TEXT_TOKENS))
-        own = {
-            "max_new_tokens": fields.get("max_completion_tokens", num_new),
-            "logprobs": logprobs,
-        }
+        num_new = fields.get("max_completion_tokens", num_new)
+        own = {"max_new_tokens": num_new, "logprobs": logprobs}
         request = Request(
             ids,
             fields.get("seed", secrets.randbelow(MAX_SEED + 1)),

@@ -59,7 +59,7 @@ def test_sound_code_passes_with_every_method_and_both_modes(check):
         for mode in ("greedy", "coupled")
         for method in ("naive", "retrieval", "triforce")
     ]
-    assert (report["num_equal"], report["num_ties"], report["num_bugs"]) == (6, 0, 0)
+    assert (report["num_equal"], report["num_tie"], report["num_BUG"]) == (6, 0, 0)
     assert all(row["num_equal_tokens"] == row["num_tokens"] == 40 for row in report["comparisons"])
 
 
@@ -71,7 +71,7 @@ def test_a_verification_that_accepts_everything_is_a_bug(check, monkeypatch):
     monkeypatch.setattr(random_source, "verify_block", accept_all)
     code, _, report = check("--method naive")
     greedy, coupled = report["comparisons"]
-    assert code == report["num_bugs"] == 1
+    assert code == report["num_BUG"] == 1
     assert coupled["verdict"] == "equal"  # its decision is another function
     assert greedy["verdict"] == "BUG"
     assert greedy["position"] == 120 + greedy["num_equal_tokens"] < 160
@@ -108,7 +108,7 @@ def swap_top_two(monkeypatch, low: float, high: float):
 @pytest.mark.parametrize(
     ("gaps", "flags", "is_row_invariant", "verdict"),
     [
-        ((0.0, 0.05), "--dtype bfloat16 --max-new-tokens 300", False, "numeric tie"),
+        ((0.0, 0.05), "--dtype bfloat16 --max-new-tokens 300", False, "tie"),
         ((0.0, 0.05), "--dtype bfloat16 --max-new-tokens 300", True, "BUG"),
         ((1e-3, 0.05), "--max-new-tokens 300", False, "BUG"),
         ((1.0, 9.0), "--dtype bfloat16", False, "BUG"),
