@@ -157,7 +157,6 @@ def build_parser() -> arguments.OneLineParser:
         "chat",
         "--document novel.txt",
         "--document a.txt --document b.txt --system 'Answer in one sentence.' --temperature 0.6",
-        "--load monday.kv",
         description=about + "; ".join(commands()),
     )
     arguments.add_flags(parser, *arguments.MODEL)

@@ -1,7 +1,7 @@
 """The flags of the programs, in groups that they share, and the settings that flags stand for.
 
-Flags for a field of `SamplingParams`, `GenerationConfig` or `SpeculationConfig` take their kind and
-default from the field and their help from the text below it. This module loads nothing.
+A flag for a field of a settings class takes its kind and default from the field and its help from
+the text below it. This module loads nothing.
 """
 
 import argparse
@@ -49,8 +49,7 @@ class SharedFlags:
     fit: str | None = one_of(None, "first", "last")
     """Tokens that are kept of a prompt too long for the context. Default: an error."""
     seed: int | None = between(None, 0, MAX_SEED)
-    """The same command with the same seed writes the same text; without one, open methods and
-    gammas may follow the clock."""
+    """The same command with the same seed writes the same text. Default: drawn."""
 
 
 def names_of(settings: type[Any]) -> list[str]:

@@ -38,7 +38,6 @@ def build_parser() -> arguments.OneLineParser:
     """The flags of the self-test."""
     parser = arguments.OneLineParser(
         "selftest",
-        "--model smollm2-135m --dtype float32",
         "--temperature 0.6 --top-p 0.9 --num-samples 20000",
         "--model llama2-7b-128k --method triforce --max-prompt-tokens 32000",
         description="Does speculation change the text, or its distribution, on your weights?",
@@ -49,7 +48,7 @@ def build_parser() -> arguments.OneLineParser:
     choices = ("auto", *METHODS[2:])
     text = "may be given several times (default: naive, retrieval, triforce)"
     add("--method", action="append", choices=choices, dest="methods", help=text)
-    text = "tokens per method in the statistical test of uncoupled sampling; 0 leaves it out"
+    text = "tokens per method in the statistical test; 0 leaves it out"
     add("--num-samples", type=arguments.whole(0, 10**6), metavar="N", default=2048, help=text)
     arguments.add_flags(parser, *arguments.MEMORY)
     arguments.add_flags(parser, "draft", *arguments.SIZES, title="speculation")
@@ -117,8 +116,8 @@ class SelfTest:
         p_values = run_test(
             self.engine, prompts, sampling, speculation, num_new=NEW_TOKENS, seed=self.args.seed
         )
-        is_certain = self.is_bitwise or self.engine.model.dtype == torch.float32
-        alarm = "BUG" if is_certain else "unclear"
+        is_exact = self.is_bitwise or self.engine.model.dtype == torch.float32
+        alarm = "BUG" if is_exact else "unclear"
         return {
             "verdict": alarm if is_alarm(p_values, num_tests) else "consistent",
             "num_tokens": num_rows * NEW_TOKENS,

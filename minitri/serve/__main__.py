@@ -49,10 +49,8 @@ def build_parser() -> arguments.OneLineParser:
     """All flags of the program."""
     parser = arguments.OneLineParser(
         "serve",
-        "--model smollm2-135m",
         "--context 32768 --batch-size 2 --port 8080 --api-key secret --coupled",
-        description="Serves a model at the endpoints of OpenAI's API: /v1/models, /v1/completions "
-        "and /v1/chat/completions; next to them /health.",
+        description="Serves a model at OpenAI's /v1/completions and /v1/chat/completions.",
     )
     arguments.add_flags(parser, *arguments.MODEL)
     arguments.add_fields(parser, ServeFlags)

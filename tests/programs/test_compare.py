@@ -31,9 +31,9 @@ def run(folder, capsys):
 def files(tmp_path, long_text) -> list[str]:
     """Flags that name two texts with a common beginning."""
     flags = []
-    for name, rest in (("one", long_text[900:2000]), ("two", long_text[3000:4000])):
-        file = tmp_path / f"{name}.txt"
-        file.write_text(long_text[:300] + rest, encoding="utf-8")
+    for start in (900, 3000):
+        file = tmp_path / f"{start}.txt"
+        file.write_text(long_text[:300] + long_text[start : start + 1000], encoding="utf-8")
         flags += ["--prompt-file", str(file)]
     return flags
 
@@ -50,8 +50,6 @@ def test_all_methods_take_turns_on_several_prompts_and_seeds(run, files):
     assert rows["autoregressive"]["speedup"] == {"median": 1, "min": 1, "max": 1}
     assert rows["autoregressive"]["acceptance"] == {}
     assert rows["naive"]["same_tokens"] == []  # drawn independently
-    assert list(rows["triforce"]["acceptance"])[-1] == "target"
-    assert sum(rows["auto"]["steps_per_plan"].values()) > 0
 
 
 def test_a_prompt_is_read_cold_and_once(run, files, monkeypatch):

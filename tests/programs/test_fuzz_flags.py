@@ -28,12 +28,8 @@ PLAIN = """0 1 2 3 8 16 64 100 256 -1 2147483647 2147483648 １２ 1_000 +7 0x10
 VALUES = ["", " ", " 7 ", "%s %(prog)s {}", "a\nb\rc\u2028d", *PLAIN.split(), __file__]
 VALUES += ["9" * 23, "9" * 5000, "-" + "9" * 5000, "0." + "1" * 5000, "A" * 10000, "x" * 300]
 COUNTS = (*("1", "2", "4", "8", "16", "32", "64") * 2, "2147483647")
-FINE = {
-    "N": COUNTS,
-    **dict.fromkeys(("temperature", "top_p", "min_p"), ("0", "0.5", "1")),
-    "X": ("0.1", "24", "1000"),
-    "DRAFT,RETRIEVAL": ("0.5,0.5", "0,1"),
-}
+SHARES = dict.fromkeys(("temperature", "top_p", "min_p"), ("0", "0.5", "1"))
+FINE = {"N": COUNTS, **SHARES, "X": ("0.1", "24", "1000"), "DRAFT,RETRIEVAL": ("0.5,0.5", "0,1")}
 """Values that most flags take, by what their help calls the value, or by their names."""
 
 
@@ -75,12 +71,9 @@ def tiny_models():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(boot, "load", load)
         patch.setattr(bench, "find_peers", lambda *_: {})
-        for module, name in (
-            (minitri_bench, "compare"),
-            (floor, "plain_decoding"),
-            (synthetic, "sweep_contexts"),
-        ):
-            patch.setattr(module, name, end)
+        patch.setattr(minitri_bench, "compare", end)
+        patch.setattr(floor, "plain_decoding", end)
+        patch.setattr(synthetic, "sweep_contexts", end)
         yield
     logging.getLogger("minitri").handlers = []
 

@@ -1,9 +1,5 @@
 """`tools.bench --compare --peer`: what can run takes part in its own process, the rest is skipped
-with a reason.
-
-Most tests put a package of a few lines in the place of llama-cpp-python: the process, its protocol
-and its failures are then those of a real peer.
-"""
+with a reason. Most tests put a package of a few lines in the place of llama-cpp-python."""
 
 import json
 import os
@@ -74,8 +70,7 @@ def test_a_peer_runs_in_its_own_process(installed, gguf_file, caplog):
     assert list(islice(peers[LLAMA_CPP]([5] * 40, 9), 3)) == [40] * 3
     missing = [line for line in caplog.messages if line.startswith("openvino")]
     assert len(missing) == 4
-    assert all("skipped: ImportError: built for another machine" in line for line in missing)
-    assert all("pip install openvino-genai, or --peer-python" in line for line in missing)
+    assert all("ImportError: built for another machine; pip install" in line for line in missing)
     assert any(line.startswith(f"{LLAMA_CPP} 1.2.3, run by ") for line in caplog.messages)
 
 
@@ -106,13 +101,11 @@ def test_peers_take_their_turns(installed, gguf_file, capsys):
     flags += "--new-tokens 12 --dtype float32 --device cpu --temperature 0 --peer llama.cpp"
     with pytest.raises(SystemExit) as ended:
         bench.main(flags.split())
-    out, err = capsys.readouterr()
-    rows = json.loads(out.splitlines()[-1])["contestants"]
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["contestants"]
     assert not ended.value.code
     assert set(rows) == {"autoregressive", LLAMA_CPP}
     assert rows[LLAMA_CPP]["ms_per_token"]["median"] > 0
     assert len(rows[LLAMA_CPP]["same_tokens"]) == 2
-    assert f"{LLAMA_CPP}: " in err
 
 
 def greedy(path: Path, prompt: list[int], num_new: int) -> list[int]:

@@ -5,6 +5,7 @@ import io
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,18 +13,11 @@ import pytest
 from minitri.cli import exits, inputs
 from minitri.cli.boot import sampling_of
 from minitri.errors import InputError
-from minitri.loading.hf_config import stretch_rope
-from minitri.loading.prompt_ids import check_prompt
 from minitri.settings import SamplingParams
-from tests.conftest import tiny_config
-
-HEAVY = {"argparse", "json", "logging", "typing", "dataclasses", "threading", "torch", "numpy"}
-"""Of these none is imported before Ctrl-C is guarded; each would take milliseconds at least."""
 
 
 def shell(command: str) -> subprocess.CompletedProcess[str]:
-    options = {"shell": True, "check": False, "text": True, "capture_output": True, "timeout": 120}
-    return subprocess.run(command, **options)
+    return subprocess.run(command, shell=True, check=False, text=True, capture_output=True)
 
 
 @pytest.mark.parametrize(
@@ -46,19 +40,10 @@ def test_a_reader_that_leaves_is_no_error():
     assert done.stderr == "0\n"
 
 
-def test_next_to_nothing_is_imported_before_ctrl_c_is_guarded():
-    """With `-S -E` nothing else has imported it before."""
-    program = "import sys, minitri.cli.exits; print(*sys.modules)"
-    loaded = shell(f"{sys.executable} -S -E -c '{program}'").stdout.split()
-    assert "minitri.cli.exits" in loaded
-    assert not HEAVY & set(loaded)
-
-
 def test_a_folder_that_has_gone_is_one_line(tmp_path):
-    (tmp_path / "gone").mkdir()
     search = os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))  # noqa: PTH109
     program = f"PYTHONPATH={search} {sys.executable} -m minitri.plan"
-    done = shell(f"cd {tmp_path}/gone; rmdir ../gone; {program}")
+    done = shell(f"cd {tmp_path}; mkdir gone; cd gone; rmdir ../gone; {program}")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 
@@ -82,19 +67,10 @@ def test_files_that_are_no_prompt_are_refused(tmp_path, monkeypatch, content, fr
         inputs.read_prompt("-" if from_stdin else str(file))
 
 
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs /dev/zero")
 def test_a_file_without_end_is_read_up_to_a_bound():
-    if not os.path.exists("/dev/zero"):  # noqa: PTH110
-        pytest.skip("needs /dev/zero")
     with pytest.raises(InputError, match="/dev/zero .*more than 16 MB"):
         inputs.read_prompt("/dev/zero")
-
-
-def test_a_prompt_too_long_is_told_with_what_may_be_changed():
-    config = tiny_config()
-    check_prompt([0] * 236, config, 20)
-    check_prompt([0] * 237, stretch_rope(config, "yarn:2"), 20)
-    with pytest.raises(InputError, match="237 tokens .* holds 256 minus .*=20; .*--rope-scaling"):
-        check_prompt([0] * 237, config, 20)
 
 
 @pytest.mark.parametrize(("seed", "temperature"), [(None, 0.8), (None, 0.0), (5, 0.8)])

@@ -17,10 +17,10 @@ from tools.paper.baselines.policies import NAMES
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory, long_text) -> list[str]:
-    folder = tmp_path_factory.mktemp("texts")
-    for name in ("one", "two"):
-        (folder / f"{name}.txt").write_text(long_text[1000 * len(name) :][:8000], encoding="utf-8")
-    return [str(folder / "one.txt"), str(folder / "two.txt")]
+    files = [tmp_path_factory.mktemp("texts") / name for name in ("one.txt", "two.txt")]
+    for number, file in enumerate(files):
+        file.write_text(long_text[3000 + 2000 * number :][:8000], encoding="utf-8")
+    return [*map(str, files)]
 
 
 @pytest.fixture
@@ -45,9 +45,8 @@ def test_acceptance_of_every_policy_over_several_texts(measure, texts):
     flags = f"{SHORT} --prompt-file {texts[1]} --budget 64 --gamma2 4"
     table, result = measure(acceptance, flags)
     assert [line.split()[0] for line in table[2:]] == list(NAMES)
-    for key in ("acceptance", "mean", "standard_error"):
-        assert set(result[key]) == set(NAMES)
-    for name, rates in result["acceptance"].items():
+    for name in NAMES:
+        rates = result["acceptance"][name]
         assert all(0 < rate < 1 for rate in rates)
         assert all(0 < error < 0.2 for error in result["standard_error"][name])
         assert result["mean"][name] == pytest.approx(sum(rates) / 2)
@@ -56,11 +55,10 @@ def test_acceptance_of_every_policy_over_several_texts(measure, texts):
 def test_what_knows_everything_is_always_accepted(measure, folder):
     """A budget that holds the whole text; and a drafter that is the target, whose window does: by a
     small retrieval cache it is accepted as that is by the target, nearly."""
-    _, result = measure(acceptance, f"{SHORT} --budget 256 --policy retrieval")
-    assert result["mean"]["retrieval"] == pytest.approx(1, abs=1e-4)
+    mean = measure(acceptance, f"{SHORT} --budget 256 --policy retrieval")[1]["mean"]
+    assert mean["retrieval"] == pytest.approx(1, abs=1e-4)
     sizes = f"--draft {folder} --budget 64 --num-recent-tokens 230 --policy streaming"
     mean = measure(acceptance, f"{SHORT} {sizes}")[1]["mean"]
-    assert list(mean) == ["streaming", "draft", "draft streaming"]
     assert mean["draft"] == pytest.approx(1, abs=1e-4)
     assert mean["draft streaming"] == pytest.approx(mean["streaming"], abs=0.1)
 
@@ -68,22 +66,19 @@ def test_what_knows_everything_is_always_accepted(measure, folder):
 def test_a_rate_does_not_depend_on_what_is_measured_next_to_it(measure):
     """Policies share the prompt's full cache; a finer copy of the weights overlaps more."""
     flags = f"{SHORT} --budget 32 --policy"
-    alone = {
-        name: measure(acceptance, f"{flags} {name}")[1]["mean"][name] for name in ("h2o", "topk")
-    }
     both = measure(acceptance, f"{flags} h2o --policy topk --copy int4 --copy int8")[1]["mean"]
-    for name, rate in alone.items():
+    for name in ("h2o", "topk"):
+        rate = measure(acceptance, f"{flags} {name}")[1]["mean"][name]
         assert both[name] == rate != both[f"{name} int8"]
         assert 0.5 < both[f"{name} int4 overlap"] < both[f"{name} int8 overlap"] < 1
-    assert alone["h2o"] != alone["topk"]
+    assert both["h2o"] != both["topk"]
 
 
 def test_needle_tables_every_length_depth_and_policy(measure):
     flags = "--budget 64 --prompt-tokens 700 --prompt-tokens 800 --depth 0 --depth 0.7"
     table, result = measure(needle, f"{flags} --new-tokens 12 --rope-scaling linear:2")
-    assert [line.split()[:2] for line in table[2:-1]] == [
-        [n, name] for n in ("700", "800") for name in NAMES
-    ]
+    wanted = [[n, name] for n in ("700", "800") for name in NAMES]
+    assert [line.split()[:2] for line in table[2:-1]] == wanted
     assert len(result["runs"]) == 2 * 2 * len(NAMES)
     assert all(0 <= run["agreement"] <= 1 for run in result["runs"])
     answers = {(run["prompt_tokens"], run["depth"], run["answer"]) for run in result["runs"]}
@@ -119,16 +114,11 @@ def test_the_floor_is_measured_by_runs_that_read_the_whole_prompt(measure, monke
     assert [run.stats.num_prefilled_tokens for run in runs] == [200] * 4
 
 
-@pytest.fixture(scope="module")
-def long_model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tour") / "tiny"
-    return write_hf_folder(folder, max_position_embeddings=2048)
-
-
-def test_the_tour_draws_four_pictures_and_says_what_they_show(long_model, tmp_path, capsys):
+def test_the_tour_draws_four_pictures_and_says_what_they_show(tmp_path, capsys):
+    model = write_hf_folder(tmp_path / "tiny", max_position_embeddings=2048)
     text, out = tmp_path / "text.txt", tmp_path / "tour.png"
     text.write_text(" ".join(SENTENCES) * 40)
-    flags = f"--model {long_model} --device cpu --prompt-file {text} --out {out} -q"
+    flags = f"--model {model} --device cpu --prompt-file {text} --out {out} -q"
     with pytest.raises(SystemExit) as end:
         tour.main([*flags.split(), "--max-prompt-tokens", "700", "--max-new-tokens", "12"])
     assert not end.value.code
@@ -137,4 +127,3 @@ def test_the_tour_draws_four_pictures_and_says_what_they_show(long_model, tmp_pa
     best, kept, _ = (int(it) for it in re.findall(r"(\d+)%", said.splitlines()[0]))
     assert 100 >= best >= kept > 0
     assert re.search(r"3\. \d+% of 12 tokens were guessed", said)
-    assert "After 700 tokens a token takes" in said

@@ -36,11 +36,10 @@ class Server:
     def raw(self, body: bytes = b"", missing: int = 0, **fields) -> socket.socket:
         """A connection that has sent a POST, without its last bytes, and waits for nothing."""
         body = body or json.dumps(fields).encode()
-        head = f"Content-Length: {len(body) + missing}"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body) + missing}\r\n\r\n"
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=20)
-        request = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{head}\r\n"
-        kind = "Content-Type: application/json\r\n\r\n"
-        connection.sendall((request + kind).encode() + body)
+        connection.sendall(head.encode() + body)
         return connection
 
     def wait(self, is_so) -> None:

@@ -77,9 +77,8 @@ def test_a_body_that_is_no_object_is_refused(server, body):
 def test_other_types_models_paths_and_methods_are_refused(server):
     plain = server.http.post(TEXT, content=b"{}", headers={"content-type": "text/plain"})
     assert plain.status_code == 415
-    with pytest.raises(openai.NotFoundError, match="'gpt-9'") as caught:
+    with pytest.raises(openai.NotFoundError, match="'gpt-9'"):
         server.openai.completions.create(model="gpt-9", prompt="She had")
-    assert caught.value.code == "model_not_found"
     for response in (server.http.get(TEXT), server.http.get("/v2"), server.post("/health")):
         assert response.status_code in (404, 405)
         assert response.json()["error"]["type"] == "invalid_request_error"

@@ -35,12 +35,11 @@ def test_a_text_is_the_engines_own(server, engine):
 
 def test_a_stream_gives_the_same_text_and_ends_with_usage(server):
     chunks = list(complete(server, stream=True, stream_options={"include_usage": True}))
-    whole = complete(server)
-    assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text
-    reasons = [c.choices[0].finish_reason for c in chunks if c.choices]
+    *pieces, last = chunks
+    assert "".join(c.choices[0].text for c in pieces) == complete(server).choices[0].text
+    reasons = [c.choices[0].finish_reason for c in pieces]
     assert reasons == [None] * (len(reasons) - 1) + ["length"]
-    assert not chunks[-1].choices
-    assert chunks[-1].usage.completion_tokens == 24
+    assert (last.choices, last.usage.completion_tokens) == ([], 24)
     raw = server.post(prompt=PROMPT, stream=True, max_tokens=2).text
     assert raw.endswith("\n\ndata: [DONE]\n\n")
 
@@ -48,11 +47,10 @@ def test_a_stream_gives_the_same_text_and_ends_with_usage(server):
 def test_a_text_ends_before_a_stop_string(server):
     text = complete(server).choices[0].text
     stop = text[10:13]
-    answer = complete(server, stop=[stop])
-    assert answer.choices[0].text == text[: text.index(stop)]
-    assert answer.choices[0].finish_reason == "stop"
+    choice = complete(server, stop=[stop]).choices[0]
+    assert (choice.text, choice.finish_reason) == (text[: text.index(stop)], "stop")
     streamed = "".join(c.choices[0].text for c in complete(server, stop=stop, stream=True))
-    assert streamed == answer.choices[0].text
+    assert streamed == choice.text
 
 
 def test_a_seed_that_was_drawn_is_told_and_repeats_the_text(server):
@@ -70,8 +68,8 @@ def test_a_prompt_may_be_token_ids(server, engine):
 
 
 def test_logprobs_are_of_the_tokens_of_the_text(server):
-    answer = complete(server, logprobs=3, temperature=0)
-    found = answer.choices[0].logprobs
+    fields = {"logprobs": 3, "temperature": 0}
+    found = complete(server, **fields).choices[0].logprobs
     assert len(found.tokens) == len(found.text_offset) == 24
     for name, logprob, top in zip(
         found.tokens, found.token_logprobs, found.top_logprobs, strict=True
@@ -79,7 +77,7 @@ def test_logprobs_are_of_the_tokens_of_the_text(server):
         assert len(top) == 3
         assert top[name] == logprob == max(top.values())  # greedy
         assert sum(map(math.exp, top.values())) < 1
-    chunks = list(complete(server, logprobs=3, temperature=0, stream=True))
+    chunks = list(complete(server, **fields, stream=True))
     streamed = [c.choices[0].logprobs for c in chunks if c.choices[0].logprobs]
     assert [name for part in streamed for name in part.tokens] == found.tokens
     assert [n for part in streamed for n in part.text_offset] == found.text_offset

@@ -12,19 +12,13 @@ import pytest
 from minitri.serve.__main__ import build_parser, main
 
 
-def failure(capsys, *flags: str) -> str:
-    """The one line of a program that ends with code 2."""
-    with pytest.raises(SystemExit) as end:
-        main([*flags])
-    assert end.value.code == 2
-    [line] = capsys.readouterr().err.splitlines()
-    return line
-
-
 def test_a_port_that_is_taken_is_one_line_before_the_model_is_read(capsys):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
-        line = failure(capsys, "--port", port, "--model", "no-such-model")
+        with pytest.raises(SystemExit) as end:
+            main(["--port", port, "--model", "no-such-model"])
+    [line] = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2
     assert f"cannot listen at 127.0.0.1, port {port}" in line
 
 
