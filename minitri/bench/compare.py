@@ -3,9 +3,8 @@
 The engine reads a prompt once, cold; every run starts after it. The methods take turns, seed by
 seed, and another one begins each time, so that a machine whose speed drifts is as slow for one as
 for the other. A speedup is milliseconds per token of the first method over those of another, of one
-prompt and one seed; medians and ranges are taken over these. At temperature 0, or coupled, all
-methods should write the same text, and what is the same is counted. Other programs may take their
-turns, too: those of `tools/bench`.
+prompt and one seed. At temperature 0, or coupled, all methods should write the same text, and what
+is the same is counted. Other programs may take their turns, too: those of `tools/bench`.
 """
 
 import dataclasses
@@ -101,7 +100,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def summarise(done: dict[str, list[Run]]) -> Result:
-    """Medians and ranges, with speedups over the first method prompt by prompt and seed by seed."""
+    """Medians and ranges, with speedups over the first method."""
     result = {}
     first = next(iter(done.values()))
     for name, own in done.items():

@@ -57,7 +57,6 @@ class Chat:
             log.info("%d tokens of documents are read", len(talk.beginning))
 
     def obey(self, line: str) -> None:
-        """Answers a question or follows a command."""
         name, _, value = line.partition(" ")
         try:
             if name.startswith("/"):
@@ -115,7 +114,7 @@ class Chat:
     def _run(
         self, prompt: list[int], num_new: int, show: Callable[[Token], str]
     ) -> tuple[str, list[Token]]:
-        """Goes on after a prompt; returns how that ended, and the tokens."""
+        """Returns how it ended, and the tokens."""
         context = self._engine.config.context_length
         reserve = min(context, len(self._talk.beginning) + TALK_TOKENS)
         own = {"max_new_tokens": num_new, "reserve": reserve}

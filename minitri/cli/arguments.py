@@ -99,7 +99,6 @@ class OneLineParser(argparse.ArgumentParser):
         self.add_argument("-q", "--quiet", action="store_true", help=text)
 
     def error(self, message: str) -> NoReturn:
-        """Raises the line, for exit code 2."""
         raise InputError(f"{shorten(message, 400)}; see --help")
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:

@@ -21,7 +21,7 @@ MAX_PROMPT_BYTES = 16 << 20
 
 
 def read_prompt(file: str | None, prompt: str | None = None) -> str:
-    """The text of a prompt, of a UTF-8 file, of standard input (`-`), or else of the demo."""
+    """The text of a prompt, a UTF-8 file, standard input (`-`), or else the demo."""
     if prompt is None:
         prompt = demo_text() if file is None else read_text(file)
     if not prompt:
@@ -54,11 +54,7 @@ def demo_text() -> str:
 
 
 def encode(
-    prompt: str,
-    tokenizer: Tokenizer,
-    config: ModelConfig,
-    num_new: int,
-    args: argparse.Namespace,
+    prompt: str, tokenizer: Tokenizer, config: ModelConfig, num_new: int, args: argparse.Namespace
 ) -> list[int]:
     """Token ids of a prompt by --max-prompt-tokens, --fit, --chat and --system; what is cut is cut
     from the text, not from BOS or the chat template around it. Raises `InputError` if there is no

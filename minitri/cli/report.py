@@ -73,11 +73,7 @@ def answer(row: Row, finish_reason: str, tokens: Sequence[Token]) -> dict[str, A
 
 
 def report(
-    engine: Engine,
-    run: Generation,
-    args: argparse.Namespace,
-    finish_reason: str,
-    tokens: Sequence[Token],
+    engine: Engine, run: Generation, args: argparse.Namespace, reason: str, tokens: Sequence[Token]
 ) -> dict[str, Any]:
     """The statistics for programs: the object that --json prints."""
     [row] = run.rows
@@ -88,7 +84,7 @@ def report(
         "coupled": args.coupled,
         "draft": None if "draft" in UNUSED.get(args.method, ()) else engine.drafter_name,
         **where(engine.model),
-        **answer(row, finish_reason, tokens),
+        **answer(row, reason, tokens),
         **vars(row.stats),
         **vars(stats),
         "ms_per_token": stats.ms_per_token,

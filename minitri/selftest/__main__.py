@@ -39,7 +39,6 @@ def build_parser() -> arguments.OneLineParser:
     parser = arguments.OneLineParser(
         "selftest",
         "--temperature 0.6 --top-p 0.9 --num-samples 20000",
-        "--model llama2-7b-128k --method triforce --max-prompt-tokens 32000",
         description="Does speculation change the text, or its distribution, on your weights?",
     )
     arguments.add_flags(parser, *arguments.MODEL)
@@ -93,14 +92,10 @@ class SelfTest:
         if n == len(got):
             return {"verdict": "equal", **counts}
         self.engine.release()
-        found = explain(
-            self.engine.model,
-            self.prompt + got[:n],
-            (expected[n], got[n]),
-            temperature=temperature,
-            seed=self.args.seed,
-            block=speculation.max_block,
-        )
+        pair = [expected[n], got[n]]
+        sequence = self.prompt + got[:n]
+        noise = (temperature, self.args.seed)
+        found = explain(self.engine.model, sequence, pair, speculation.max_block, *noise)
         is_tie = found["score_gap"] <= found["bound"] and not self.is_bitwise
         return {"verdict": "tie" if is_tie else "BUG", **counts, **found}
 

@@ -19,18 +19,12 @@ from minitri.runner import prefill
 
 
 def explain(
-    model: Llama,
-    sequence: list[int],
-    tokens: tuple[int, int],
-    *,
-    temperature: float,
-    seed: int,
-    block: int,
+    model: Llama, sequence: list[int], tokens: list[int], block: int, temperature: float, seed: int
 ) -> dict[str, float]:
-    """Compares the scores after `sequence` of `tokens`, the expected one and the one that came.
+    """Compares the scores after `sequence` of two `tokens`, the expected one and the one that came.
 
-    `score_gap` is how far the worse of the two tokens scores below the best of all; `bound`, what
-    rounding explains of that. Blocks have `block` tokens.
+    `score_gap` is how far the worse of them scores below the best of all; `bound`, what rounding
+    explains of that. Blocks have `block` tokens.
     """
     widths = (1, min(block, len(sequence)))
     logits_2V = torch.stack([last_logits(model, sequence, width)[-1] for width in widths])
@@ -43,7 +37,7 @@ def explain(
         "expected": tokens[0],
         "got": tokens[1],
         "top2_gap": float(alone_V.topk(2).values.diff().abs()),
-        "score_gap": float(scores_V.max() - scores_V[list(tokens)].min()),
+        "score_gap": float(scores_V.max() - scores_V[tokens].min()),
         "bound": 2 * float(error) / (temperature or 1.0),
     }
 

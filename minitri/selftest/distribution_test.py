@@ -1,10 +1,9 @@
 """Does a method sample from the model's distribution? A statistical test of the default mode.
 
-With independent random numbers every method writes another text, so nothing can be compared token
-by token. But after any text a plain pass of the model gives the distribution p that the next token
-must follow. Each test gives every token of the vocabulary a score from 0 to 1, and adds up how far
-the scores of the tokens that were emitted are from their mean under p. For an exact method that sum
-is a martingale S: its mean is 0 and its variance V known, whatever the text, and for any l
+After any text a plain pass of the model gives the distribution p that the next token must follow.
+Each test gives every token of the vocabulary a score from 0 to 1, and adds up how far the scores of
+the tokens that were emitted are from their mean under p. For an exact method that sum is a
+martingale S: its mean is 0 and its variance V known, whatever the text, and for any l
 exp(l S - (exp |l| - 1 - |l|) V) is above 1 / a with odds of at most a (Freedman 1975, Ville). Of
 several l the largest counts, with odds that many times as high. The scores are
 
@@ -16,8 +15,6 @@ several l the largest counts, with odds that many times as high. The scores are
 
 Tokens for which there was a guess and others (bonus tokens) are added up apart: which of both comes
 next is certain before the token is sampled, and bugs may push them in opposite directions.
-
-All this holds as far as the plain pass computes the p that decoding used, as in float32.
 
 Legend: N tokens, V vocab.
 """
@@ -70,8 +67,7 @@ def run_test(
 def score(
     engine: Engine, prompt: list[int], emitted: list[Token], sampling: SamplingParams
 ) -> dict[str, Tensor]:
-    """By score, the sums over the tokens after a prompt of what the score is off its mean under p,
-    and of its variance."""
+    """By score, the sums over the new tokens of what it is off its mean and of its variance."""
     new = [event.token_id for event in emitted]
     text = prompt + new
     V = engine.config.vocab_size

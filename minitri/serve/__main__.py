@@ -63,12 +63,6 @@ def build_parser() -> arguments.OneLineParser:
     return parser
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket, to which clients may connect while the model is loaded. Raises `InputError`."""
-    with explain(f"cannot listen at {host}, port {port}", "choose another --host or --port"):
-        return socket.create_server((host, port))
-
-
 def run_command(args: argparse.Namespace) -> None:
     """Answers requests until Ctrl-C."""
     import uvicorn  # an extra, without which --help works
@@ -80,7 +74,9 @@ def run_command(args: argparse.Namespace) -> None:
     sampling = arguments.taken(SamplingParams, args)
     speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
     arguments.warn_of_ignored(args)
-    with listen(args.host, args.port) as listener:
+    with explain(f"cannot listen at {args.host}, port {args.port}", "choose another"):
+        listener = socket.create_server((args.host, args.port))
+    with listener:  # clients may connect while the model is loaded
         engine, _ = boot(args)
         context = args.context or min(DEFAULT_CONTEXT, engine.config.context_length)
         names = list(dict.fromkeys([engine.config.name, args.model]))
@@ -95,11 +91,7 @@ def run_command(args: argparse.Namespace) -> None:
             key = args.api_key or os.environ.get("MINITRI_API_KEY")
             service = Service(Protocol(engine, names, sampling, context), worker, key)
             config = uvicorn.Config(
-                service.app,
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=FINISH_SECONDS,
+                service.app, log_config=None, timeout_graceful_shutdown=FINISH_SECONDS
             )
             text = "%s at http://%s:%d/v1: %d requests at a time, of %d tokens each; Ctrl-C ends"
             address = listener.getsockname()

@@ -124,7 +124,6 @@ class Service:
             raise ApiError(401, "invalid_api_key", message)
 
     async def models(self, request: Request) -> Response:
-        """The one model, under its names."""
         self._check_key(request)
         about = {"object": "model", "created": 0, "owned_by": "minitri"}
         about |= {"max_model_len": self.protocol.context}

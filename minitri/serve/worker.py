@@ -1,8 +1,8 @@
 """The thread that owns the engine and its one open run, in which all requests are rows.
 
 Other threads leave messages, which it takes between two events of the run; with nothing to do it
-sleeps. A request that is wrong gets the `InputError` as its event and the others go on. When the
-run itself fails, its requests get the error, and a new run is opened for the next ones.
+sleeps. A request that is wrong gets the `InputError` as its event. When the run itself fails, its
+requests get the error, and a new run is opened for the next ones.
 """
 
 import logging
@@ -43,7 +43,7 @@ class Worker:
         self._thread.start()
 
     def submit(self, request: Request, deliver: Deliver) -> Job:
-        """Puts a request after the others; `deliver` is called in the worker's thread."""
+        """`deliver` is called in the worker's thread."""
         job = Job(request, deliver)
         self._inbox.put(job)
         return job
