@@ -20,9 +20,8 @@ from tests.loading.test_chat_template import CHATML
 @pytest.fixture(scope="module")
 def instruct(tmp_path_factory):
     """A tiny model with a chat template and a long context, whose answers do not end."""
-    folder = write_hf_folder(
-        tmp_path_factory.mktemp("chat") / "tiny", max_position_embeddings=2048, vocab_size=330
-    )
+    folder = tmp_path_factory.mktemp("chat") / "tiny"
+    write_hf_folder(folder, max_position_embeddings=2048, vocab_size=330)
     (folder / "tokenizer_config.json").write_text("{}")
     edit_json(folder / "tokenizer_config.json", chat_template=CHATML)
     for name in ("config.json", "generation_config.json"):
@@ -48,17 +47,13 @@ def chat(instruct, capfd, monkeypatch):
     return chat
 
 
-@pytest.fixture
-def document(tmp_path) -> str:
-    (tmp_path / "d.txt").write_text("It was a dark night. " * 40)
-    return str(tmp_path / "d.txt")
-
-
-def test_piped_questions_are_answered_and_commands_obeyed(chat, document, tmp_path):
+def test_piped_questions_are_answered_and_commands_obeyed(chat, tmp_path):
+    document = tmp_path / "d.txt"
+    document.write_text("It was a dark night. " * 40)
     commands = ["/nonsense", "/temperature hot", "/temperature -1", "/temperature 0", "/stats"]
     commands += ["/save", "/save /no/such/folder/x", "/load /no/such/file", f"/save {tmp_path}/kv"]
     lines = ["Who?", "", *commands, "And why?", "/stats", "/reset", "/quit", "never asked"]
-    out, err = chat("\n".join(lines), "--document", document, "-n", "12", "--color")
+    out, err = chat("\n".join(lines), "--document", str(document), "-n", "12", "--color")
     for told in ("tokens of documents are read", "/temperature T"):
         assert told in err
     for wrong in ("temperature is 'hot'", "temperature is -1", "/no/such/folder/x", "/such/file"):

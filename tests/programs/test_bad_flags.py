@@ -15,7 +15,6 @@ MODULES = {
     "tour": "tools.tour",
 }
 BAD = """
-generate --model no-such-model | 'no-such-model'
 generate --model smollm2-135 | did you mean smollm2-135m?
 generate --prompt '' | prompt is empty
 generate --prompt-file /nowhere/x.txt | /nowhere/x.txt
@@ -25,21 +24,17 @@ generate --prompt=-- | --prompt: expected one argument
 generate --prompt x --demo | --demo: not allowed with argument
 generate --prompt x y | prompt
 generate --system Short! | --system
-generate --fit both | --fit: invalid choice: 'both'
 generate --fit last -n 600 | max_new_tokens=600
 chat --document /dev/null | chat template
 generate --temperature -1 | temperature is -1.0
 generate --top-k -3 | --top-k: '-3'
 generate --top-k １２ | --top-k: '１２'
 generate --max-prompt-tokens 1_000 | --max-prompt-tokens: '1_000'
-generate --seed -1 | --seed: '-1'
 generate --budget NINES | --budget: '99999999
 generate --method retrieval --budget 30 | multiple of the chunk size, 8
-generate --gamma2 100 | --gamma2: '100'
 generate --method magic | --method: invalid choice: 'magic'
 generate --method triforce --draft none | 'none'
 generate --method naive --draft no-such | 'no-such'
-generate --device abacus | device 'abacus'
 generate --device cpu --offload | offload is for GPUs
 generate --device cpu --attention math | math is for GPUs
 generate --rope-scaling yarn | is not KIND:FACTOR
@@ -48,14 +43,11 @@ generate --load-kv /nowhere/x | /nowhere/x
 generate --warp | unrecognized arguments: --warp
 chat --document /nowhere/x.txt | /nowhere/x.txt
 chat --document BINARY | UTF-8
-chat --temperature -1 | temperature
 serve --port 70000 | --port: '70000'
 serve --host no.such.host | cannot listen at no.such.host
 selftest --method autoregressive | --method
-selftest --draft none | 'none'
 selftest --max-prompt-tokens 600 --max-new-tokens 40 | max_new_tokens=40
 bench --new-tokens 3 | --new-tokens
-bench --seeds x | --seeds
 bench --prompt-file no-such-file | no-such-file
 bench --compare --offload --model no-such-model | --on-chip
 bench --method naive:0 | tree
@@ -78,15 +70,11 @@ MODEL = {"generate": "-n 8 --prompt x", "chat": "", "selftest": "", "tour": "--d
 """Programs that get the tiny model, and these flags, unless a line gives them."""
 
 
-@pytest.fixture
-def odd_values(tmp_path) -> dict[str, str]:
+@pytest.mark.parametrize("line", BAD.strip().splitlines())
+def test_bad_input_is_one_line_and_exit_code_2(folder, tmp_path, capsys, line):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     values = {"NINES": "9" * 5000, "LONG": "word " * 600, "LONE": "a\udcff"}
-    return {**values, "BINARY": str(tmp_path / "binary")}
-
-
-@pytest.mark.parametrize("line", BAD.strip().splitlines())
-def test_bad_input_is_one_line_and_exit_code_2(folder, odd_values, capsys, line):
+    values["BINARY"] = str(tmp_path / "binary")
     flags, message = line.split(" | ")
     name, *words = shlex.split(flags)
     if name in MODEL:
@@ -96,7 +84,7 @@ def test_bad_input_is_one_line_and_exit_code_2(folder, odd_values, capsys, line)
             words += [] if is_given else [flag, value]
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(MODULES[name]).main(
-            ["--quiet", *(odd_values.get(word, word) for word in words)]
+            ["--quiet", *(values.get(word, word) for word in words)]
         )
     out, err = capsys.readouterr()
     assert (ended.value.code, out, err.count("\n")) == (2, "", 1)

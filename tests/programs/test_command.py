@@ -1,5 +1,7 @@
-"""The command `minitri`, and the habits of command lines that its programs keep."""
+"""The command `minitri`, the habits of command lines that its programs keep, and what a user's
+shell may do to them: close their streams, fill the disk, feed them files without end."""
 
+import io
 import os
 import re
 import shutil
@@ -15,6 +17,7 @@ from minitri import generate, plan
 from minitri.bench import __main__ as bench
 from minitri.chat import __main__ as chat
 from minitri.cli import exits, inputs
+from minitri.errors import InputError
 from minitri.loading.tokenizer import Tokenizer
 from minitri.selftest import __main__ as selftest
 from minitri.serve import __main__ as serve
@@ -169,6 +172,7 @@ def test_sampling_is_as_the_model_says_where_no_flag_does(run, run_lines, advise
     done = run_lines(*asked, model=model)
     [drawn] = re.findall(r"^seed (\d+);", done.err, re.MULTILINE)
     assert [done.lines[n]["seed"] for n in (1, 3)] == [int(drawn), 3]
+    assert not any("seed " in run(PROMPT, *flags).err for flags in ((), ("--seed", "5")))
 
 
 @pytest.mark.parametrize("settings", [{"temperature": "hot"}, {"top_p": 0}, {"top_k": 1.5}])
@@ -176,3 +180,71 @@ def test_malformed_advice_warns_and_is_not_followed(run, advised, settings):
     done = run(PROMPT, "--json", model=advised(**settings))
     assert (done.code, done.json["temperature"]) == (0, 0)
     assert f"generation_config.json is not followed: {next(iter(settings))} is " in done.err
+
+
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, shell=True, check=False, text=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("streams", "code", "said"),
+    [
+        ("2>&-", 0, ""),
+        ("<&- >&- 2>&-", 0, ""),
+        (">/dev/full", 2, "No space left on device"),
+        ("1</dev/null", 2, "Bad file descriptor"),
+    ],
+)
+def test_closed_and_full_streams_are_at_most_one_line(streams, code, said):
+    done = shell(f"{sys.executable} -m minitri.plan --gpu-memory 999 {streams}")
+    assert (done.returncode, done.stderr.count("\n")) == (code, bool(said))
+    assert said in done.stderr
+
+
+def test_a_reader_that_leaves_is_no_error():
+    done = shell(f"{{ sleep 0.1; {sys.executable} -m minitri.plan; echo $? >&2; }} | true")
+    assert done.stderr == "0\n"
+
+
+def test_a_folder_that_has_gone_is_one_line(tmp_path):
+    search = os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))  # noqa: PTH109
+    program = f"PYTHONPATH={search} {sys.executable} -m minitri.plan"
+    done = shell(f"cd {tmp_path}; mkdir gone; cd gone; rmdir ../gone; {program}")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+def test_names_of_the_package_are_imported_when_they_are_asked_for():
+    import minitri
+
+    assert set(minitri.__all__) <= set(dir(minitri))
+    assert all(getattr(minitri, name) is not None for name in minitri.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Lama'"):
+        minitri.Lama  # noqa: B018
+
+
+@pytest.mark.parametrize("from_stdin", [False, True])
+@pytest.mark.parametrize("content", [b"caf\xff", b"ab\0", b"a" * 65, b""])
+def test_files_that_are_no_prompt_are_refused(tmp_path, monkeypatch, content, from_stdin):
+    file = tmp_path / "prompt"
+    file.write_bytes(content)
+    monkeypatch.setattr(inputs, "MAX_PROMPT_BYTES", 64)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content)))
+    with pytest.raises(InputError):
+        inputs.read_prompt("-" if from_stdin else str(file))
+
+
+def test_a_file_without_end_is_read_up_to_a_bound():
+    with pytest.raises(InputError, match="/dev/zero"):
+        inputs.read_prompt("/dev/zero")
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [({}, "1000"), ({"MINITRI_KERNELS": "off"}, None), ({"GOMP_SPINCOUNT": "7"}, "7")],
+)
+def test_waiting_threads_of_pytorch_sleep_next_to_compiled_kernels(given, found, monkeypatch):
+    """Unless there are none, or somebody has decided otherwise."""
+    monkeypatch.setattr(os, "environ", dict(given))
+    monkeypatch.setattr("shutil.which", lambda _: "c++")
+    with exits.clean_imports():
+        assert os.environ.get("GOMP_SPINCOUNT") == found

@@ -1,7 +1,5 @@
 """Hostile command lines: any flags of a program with any values give exit code 0, or 2 and a line.
-
-`MINITRI_FUZZ_EXAMPLES=1000 pytest tests/programs/test_fuzz_flags.py` tries more of them.
-"""
+`MINITRI_FUZZ_EXAMPLES=1000 pytest tests/programs/test_fuzz_flags.py` tries more of them."""
 
 import io
 import logging
@@ -38,22 +36,16 @@ def command_lines(program) -> st.SearchStrategy[list[str]]:
     hostile = st.sampled_from(VALUES) | st.text(max_size=9)
     often, rarely = [], [hostile.map(lambda value: [value])]
     for action in program.build_parser()._actions[1:]:  # without --help
-        if not action.option_strings:
-            rarely.append(hostile.map(lambda value: ["--", value]))
-            continue
-        name = action.option_strings[-1]
+        name = (action.option_strings or ["--"])[-1]
         if action.nargs == 0:
             often += [st.just([name]) for name in action.option_strings]
             continue
-        known = FINE.get(action.metavar or action.dest, VALUES)
-        fine = st.sampled_from([*(action.choices or known)])
-        often.append(fine.map(lambda value, name=name: [name, value]))
-        rarely.append(hostile.map(lambda value, name=name: [name, value]))
-        rarely.append(hostile.map(lambda value, name=name: [f"{name}={value}"]))
+        rarely += [hostile.map(lambda value, name=name: [name, value])]
+        rarely += [hostile.map(lambda value, name=name: [f"{name}={value}"])]
+        known = action.choices or FINE.get(action.metavar or action.dest, VALUES)
+        often.append(st.sampled_from([*known]).map(lambda value, name=name: [name, value]))
     words = st.lists(st.one_of(often), max_size=6), st.lists(st.one_of(rarely), max_size=2)
-    return st.tuples(*words).map(
-        lambda parts: [word for part in parts for it in part for word in it]
-    )
+    return st.tuples(*words).map(lambda parts: [it for part in parts for two in part for it in two])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -78,13 +70,11 @@ def tiny_models():
     logging.getLogger("minitri").handlers = []
 
 
+SHORT = ["--max-new-tokens=4", "--max-prompt-tokens=40", "--quiet"]
+
+
 @pytest.mark.parametrize(
-    ("program", "fixed"),
-    [
-        (generate, ["--max-new-tokens=4", "--max-prompt-tokens=40", "--quiet"]),
-        (bench, ["--prompt-tokens", "40"]),
-        (plan, []),
-    ],
+    ("program", "fixed"), [(generate, SHORT), (bench, ["--prompt-tokens", "40"]), (plan, [])]
 )
 def test_any_flags_run_or_are_refused_in_one_line(program, fixed):
     @settings(derandomize=True, database=None, deadline=None, max_examples=EXAMPLES)

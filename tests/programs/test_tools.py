@@ -1,16 +1,21 @@
 """The measuring tools run on a tiny model, print a table, and end in one JSON line of plausible
-figures."""
+figures; made-up weights and verdicts are labelled as such, and accepted at the rates asked for."""
 
 import json
 import re
 
 import pytest
+import torch
 
+from minitri.decoding.verification import Proposal
 from minitri.errors import InputError
-from tests.conftest import SENTENCES, write_hf_folder
+from minitri.roofline import weights_per_pass
+from minitri.settings import GenerationConfig, SpeculationConfig
+from tests.conftest import CPU, SENTENCES, tiny_config, write_hf_folder
 from tools import tour
 from tools.bench import __main__ as bench
 from tools.bench import floor
+from tools.bench.synthetic import Setup, SyntheticSource, decode, random_model, sweep_contexts
 from tools.paper import acceptance, needle
 from tools.paper.baselines.policies import NAMES
 
@@ -127,3 +132,49 @@ def test_the_tour_draws_four_pictures_and_says_what_they_show(tmp_path, capsys):
     best, kept, _ = (int(it) for it in re.findall(r"(\d+)%", said.splitlines()[0]))
     assert 100 >= best >= kept > 0
     assert re.search(r"3\. \d+% of 12 tokens were guessed", said)
+
+
+CONFIG = tiny_config()
+
+
+def setup_of(method: str, rates: tuple[float, float], draft=CONFIG) -> Setup:
+    speculation = SpeculationConfig(method, gamma1=2, gamma2=3, budget=32, num_recent_tokens=40)
+    generation = GenerationConfig(24, ignore_eos=True)
+    return Setup(CONFIG, draft, speculation, generation, rates, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.46, 0.92, 1.0])
+def test_guesses_are_accepted_at_the_rate_asked_for(rate):
+    """Of 4,000 first guesses: within 4 standard deviations, at odds of 1 : 15,000."""
+    source, probs = SyntheticSource(rate, 3), torch.full((1, 4, 8), 1 / 8)
+    proposal = Proposal.of([[1, 2, 3]], probs[:, :3], [["draft"] * 3])
+    counts = [len(source.verify(proposal, probs, [0], [True])[0]) - 1 for _ in range(4000)]
+    first, second = (sum(count > n for count in counts) for n in (0, 1))
+    assert abs(first / 4000 - rate) <= 4 * (rate * (1 - rate) / 4000) ** 0.5
+    assert abs(second / max(1, first) - rate) <= 0.06
+
+
+@pytest.mark.parametrize(
+    ("method", "wanted"), [("autoregressive", 1), ("naive", 3), ("retrieval", 4), ("triforce", 4)]
+)
+def test_a_shape_decodes_by_every_method(method, wanted):
+    """With certain guesses of both levels a step makes as many tokens as a block can hold, and one
+    more."""
+    setup = setup_of(method, (1.0, 1.0))
+    target, draft = (random_model(CONFIG, setup) for _ in range(2))
+    untied = CONFIG.vocab_size * CONFIG.hidden_size * 4
+    assert 4 * weights_per_pass(CONFIG) == target.num_bytes - untied
+    result = decode(target, draft, 100, setup, method)
+    assert result["tokens_per_step"] == wanted
+    assert result["synthetic"] is True
+    assert result["ms_per_token"] > 0
+
+
+def test_a_sweep_says_synthetic_in_every_row_and_what_was_predicted(capsys):
+    result = sweep_contexts(setup_of("triforce", (0.5, 0.9), draft=None), [64, 128])
+    assert [row["context"] for row in result["rows"]] == [64, 128]
+    runs = [row[name] for row in result["rows"] for name in ("autoregressive", "cascade")]
+    assert all(run["synthetic"] for run in [result, *runs])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.endswith("measured") for line in lines)
+    assert sum(line.startswith("target  ") for line in lines) == 2

@@ -53,38 +53,32 @@ class Server:
         self.wait(lambda: not (self.service.num_open or self.service.worker._jobs))
 
 
-class Watched:
-    """A run with something to do before each of its events."""
+def opened(engine, before, num_rows: int):
+    """An open run with something to do before each of its events."""
+    run = engine.open(
+        batch_size=num_rows,
+        generation=GenerationConfig(reserve=CONTEXT),
+        speculation=SpeculationConfig("triforce", gamma1=2, gamma2=4, coupled=True),
+    )
+    events = run._events
 
-    def __init__(self, run, before) -> None:
-        self._run, self._before = run, before
-        self.submit, self.cancel, self.stats = run.submit, run.cancel, run.stats
+    def watched():
+        with contextlib.closing(events):
+            while True:
+                before()
+                yield next(events)
 
-    def __next__(self):
-        self._before()
-        return next(self._run)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error) -> None:
-        self._run.close()
+    run._events = watched()
+    return run
 
 
 @contextlib.contextmanager
 def serving(engine, *, before=lambda: None, num_rows=NUM_ROWS, api_key=None):
     """A server in a thread, whose worker calls `before` before each event."""
-    run = {
-        "batch_size": num_rows,
-        "generation": GenerationConfig(reserve=CONTEXT),
-        "speculation": SpeculationConfig("triforce", gamma1=2, gamma2=4, coupled=True),
-    }
     protocol = Protocol(engine, ["tiny"], SamplingParams(temperature=1.0), CONTEXT)
     listener = socket.create_server(("127.0.0.1", 0))
-    with (
-        listener,
-        contextlib.closing(Worker(lambda: Watched(engine.open(**run), before))) as worker,
-    ):
+    worker = Worker(lambda: opened(engine, before, num_rows))
+    with listener, contextlib.closing(worker):
         service = Service(protocol, worker, api_key)
         server = uvicorn.Server(uvicorn.Config(service.app, log_config=None))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

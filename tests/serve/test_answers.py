@@ -1,9 +1,13 @@
-"""Answers of the server, by the real `openai` client, against the engine itself."""
+"""Answers of both endpoints, by the real `openai` client, against the engine itself."""
 
 import math
 
+import openai
+import pytest
+
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from tests.conftest import SENTENCES
+from tests.serve.conftest import CONTEXT
 
 PROMPT = "She had been forced into prudence"
 
@@ -53,14 +57,6 @@ def test_a_text_ends_before_a_stop_string(server):
     assert streamed == choice.text
 
 
-def test_a_seed_that_was_drawn_is_told_and_repeats_the_text(server):
-    fields = {"prompt": PROMPT, "max_tokens": 20}
-    first, second = (server.post(**fields).json() for _ in range(2))
-    assert first["seed"] != second["seed"]
-    again = server.post(**fields, seed=first["seed"]).json()
-    assert again["choices"][0]["text"] == first["choices"][0]["text"]
-
-
 def test_a_prompt_may_be_token_ids(server, engine):
     ids = engine.tokenizer.encode(PROMPT)
     texts = {complete(server, prompt=p).choices[0].text for p in (PROMPT, ids, [ids], [PROMPT])}
@@ -97,7 +93,79 @@ def test_a_longer_prompt_is_read_from_where_it_was_left(server):
     assert answer.usage.prompt_tokens_details.cached_tokens > 200
 
 
+def test_a_seed_that_was_drawn_is_told_and_repeats_the_text(server):
+    fields = {"prompt": PROMPT, "max_tokens": 20}
+    first, second = (server.post(**fields).json() for _ in range(2))
+    assert first["seed"] != second["seed"]
+    again = server.post(**fields, seed=first["seed"]).json()
+    assert again["choices"][0]["text"] == first["choices"][0]["text"]
+
+
 def test_models_and_health(server):
     assert [model.id for model in server.openai.models.list()] == ["tiny"]
     server.wait_until_free()
     assert server.http.get("/health").json() == {"status": "ok", "requests": 0}
+
+
+PARTS = [{"type": "text", "text": "Who "}, {"type": "text", "text": "is?"}]
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PARTS}]
+PLAIN = [MESSAGES[0], {"role": "user", "content": "Who is?"}]
+
+
+@pytest.fixture
+def ask(server, template):
+    def ask(**fields):
+        defaults = {"model": "tiny", "messages": MESSAGES, "seed": 5, "max_completion_tokens": 16}
+        return server.openai.chat.completions.create(**{**defaults, **fields})
+
+    return ask
+
+
+def test_an_answer_goes_on_after_the_rendered_messages(ask, engine, template):
+    prompt = engine.tokenizer.encode_marked(template.render(PLAIN))
+    answer = ask()
+    [choice] = answer.choices
+    assert choice.message.content == own_text(engine, prompt, seed=5, num=16)
+    assert (choice.message.role, choice.finish_reason) == ("assistant", "length")
+    assert answer.usage.prompt_tokens == len(prompt)
+    *pieces, last = ask(stream=True, stream_options={"include_usage": True})
+    deltas = [piece.choices[0].delta for piece in pieces]
+    assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+    assert "".join(delta.content or "" for delta in deltas) == choice.message.content
+    assert pieces[-1].choices[0].finish_reason == "length"
+    assert last.usage.completion_tokens == 16
+
+
+def test_logprobs_have_the_bytes_of_whole_characters(ask):
+    answer = ask(logprobs=True, top_logprobs=2)
+    entries = answer.choices[0].logprobs.content
+    known = [entry.token for entry in entries if entry.bytes]
+    assert all(token in answer.choices[0].message.content for token in known)
+    assert len(entries) == 16 > len(known) > 4
+    for entry in entries:
+        assert entry.bytes is None or bytes(entry.bytes).decode() == entry.token
+        first, second = (top.logprob for top in entry.top_logprobs)
+        assert max(entry.logprob, second) <= first <= 0
+    chunks = [c for c in ask(logprobs=True, stream=True) if c.choices[0].logprobs]
+    streamed = [entry for chunk in chunks for entry in chunk.choices[0].logprobs.content]
+    assert [entry.bytes for entry in streamed] == [entry.bytes for entry in entries]
+
+
+def test_a_token_that_ends_the_text_is_not_in_its_logprobs(ask):
+    """Of some seeds the text ends by itself."""
+    fields = {"max_completion_tokens": 300, "logprobs": True}
+    answers = (ask(seed=seed, **fields) for seed in range(100))
+    ended = next(it for it in answers if it.choices[0].finish_reason == "stop")
+    entries = ended.choices[0].logprobs.content
+    assert len(entries) == ended.usage.completion_tokens - 1
+    assert "</s>" not in [entry.token for entry in entries]
+
+
+def test_a_chat_without_max_tokens_may_fill_the_context(ask):
+    usage = ask(max_completion_tokens=None, extra_body={"ignore_eos": True}).usage
+    assert usage.total_tokens == CONTEXT
+
+
+def test_a_model_without_a_template_is_a_bad_request(server):
+    with pytest.raises(openai.BadRequestError, match="has no chat template"):
+        server.openai.chat.completions.create(model="tiny", messages=MESSAGES)
