@@ -1,4 +1,5 @@
-"""The chat as a user has it: piped, and at a terminal."""
+"""The chat as a user has it, piped, and at a terminal; and a conversation, which grows at its end
+only, and reads as the model's template wants it."""
 
 import fcntl
 import os
@@ -12,9 +13,12 @@ import time
 
 import pytest
 
+from minitri import InputError
 from minitri.chat.__main__ import main
-from tests.conftest import edit_json, write_hf_folder
-from tests.loading.test_chat_template import CHATML
+from minitri.chat.conversation import Conversation
+from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
+from tests.conftest import byte_level_tokenizer, edit_json, write_hf_folder
+from tests.loading.test_chat_template import CHATML, LLAMA3
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +100,7 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_only(instruct):
     command = [sys.executable, "-m", "minitri.chat", "--model", str(instruct), "-n", "1900"]
     with subprocess.Popen(
         [*command, "--dtype", "float32", "--device", "cpu"],
-        stdin=other,
-        stdout=other,
-        stderr=other,
+        **dict.fromkeys(("stdin", "stdout", "stderr"), other),
         start_new_session=True,
         env={**os.environ, "TERM": "dumb"},
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
@@ -113,10 +115,74 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_only(instruct):
             os.write(terminal, b"\x03")
             assert "(interrupted after" in read_until("tokens)")
             read_until(">")
-            os.write(terminal, b"/stats\r")
-            assert "tokens in" in read_until("num_graphs")
             os.write(terminal, b"/quit\r")
             assert process.wait(timeout=60) == 0
         finally:
             process.kill()
     os.close(terminal)
+
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def tokenizer(template: str | None) -> Tokenizer:
+    pipeline = byte_level_tokenizer()
+    marks = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>"]
+    pipeline.add_special_tokens(marks)
+    return Tokenizer(TokenizersBackend(pipeline), None, template, SPECIAL)
+
+
+def spelled(tokens: Tokenizer, ids: list[int]) -> str:
+    return tokens._backend._pipeline.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+@pytest.mark.parametrize("documents", [(), ("One.\n", "Two.")])
+@pytest.mark.parametrize("template", [CHATML, LLAMA3])
+@pytest.mark.parametrize("ends", [True, False])
+def test_it_reads_as_if_the_template_had_written_all_of_it(template, documents, system, ends):
+    tokens = tokenizer(template)
+    end = "<|im_end|>" if template is CHATML else "<|eot_id|>"
+    talk = Conversation(tokens, system=system, documents=documents)
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    text = "".join(document.strip() + "\n\n" for document in documents)
+    before = talk.beginning
+    for question, answer in (("Who is Anne?", "A woman."), ("Really?", "Yes."), ("Sure?", "!")):
+        messages.append({"role": "user", "content": text + question})
+        text = ""
+        prompt = talk.ask(question)
+        assert prompt[: len(before)] == before
+        assert spelled(tokens, prompt) == tokens.chat_template.render(messages)
+        ids = tokens.encode_marked(answer + end * ends)
+        talk.answered(prompt, ids, end if ends else "")
+        messages.append({"role": "assistant", "content": answer})
+        before = talk.tokens
+        assert before == prompt + ids
+
+
+def test_what_is_forgotten_leaves_the_documents_and_it_goes_on_where_it_was_saved():
+    talk, other = (Conversation(tokenizer(CHATML), documents=[name]) for name in ("One.", "Two."))
+    first = talk.ask("Who?")
+    talk.answered(first, [5, 6], "<|im_end|>")
+    other.restore(talk.as_note())
+    assert other.ask("Why?") == talk.ask("Why?")
+    other.tokens = []
+    assert talk.beginning == other.beginning == first[: len(other.beginning)]
+
+
+@pytest.mark.parametrize("note", ["", "[1]", '{"documents": 5}'])
+def test_a_snapshot_of_something_else_is_refused(note):
+    talk = Conversation(tokenizer(CHATML))
+    before = talk.ask("Who?")
+    with pytest.raises(InputError, match="the snapshot holds no conversation"):
+        talk.restore(note)
+    assert talk.ask("Who?") == before
+
+
+def test_a_template_that_is_missing_refuses_or_leaves_out_is_named():
+    with pytest.raises(InputError, match="has no chat template"):
+        Conversation(tokenizer(None))
+    with pytest.raises(InputError, match="leaves questions out"):
+        Conversation(tokenizer("always the same"))
+    with pytest.raises(InputError, match="no, thanks"):
+        Conversation(tokenizer("{{ raise_exception('no, thanks') }}"))

@@ -43,8 +43,7 @@ def test_a_text_goes_on_with_and_without_the_name_of_a_program(run):
 
 
 def test_nothing_at_a_terminal_is_answered_by_help(run, monkeypatch):
-    for words in ([], ["-h"], ["--help"]):
-        assert run(*words, model=None) == (0, command.HELP, "")
+    assert run(model=None) == run("-h", model=None) == (0, command.HELP, "")
     monkeypatch.setattr(command, "is_piped", lambda: True)
     monkeypatch.setattr(generate, "main", lambda argv: sys.exit(7))
     assert run(model=None).code == 7
@@ -68,12 +67,10 @@ def test_help_and_version_import_next_to_nothing(flag, wanted):
 
 
 @pytest.mark.parametrize("words", [(), (PROMPT,)])
-def test_a_pipe_is_the_prompt_unless_one_is_given(run, monkeypatch, words):
+def test_a_pipe_is_the_prompt_unless_one_is_given(run, monkeypatch, tmp_path, words):
     wanted = run(PROMPT).out
-    reading, writing = os.pipe()
-    os.write(writing, PROMPT.encode())
-    os.close(writing)
-    with os.fdopen(reading) as stdin:
+    (tmp_path / "piped").write_text(PROMPT)
+    with (tmp_path / "piped").open() as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
         done = run(*words)
         assert done[:2] == (0, wanted)

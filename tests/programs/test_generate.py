@@ -53,14 +53,6 @@ def test_prompts_come_from_files_stdin_and_the_demo(run, tmp_path, monkeypatch):
         assert run(*flags, "--json").json["num_prompt_tokens"] == 100
 
 
-def test_stop_strings_and_rope_scaling_reach_the_engine(run):
-    free = run(PROMPT).out[:-1]
-    stop = free[2:4]
-    cut = run(PROMPT, "--json", "--stop", "never", "--stop", stop).json
-    assert (cut["finish_reason"], cut["text"]) == ("stop", free[: free.find(stop)])
-    assert "yarn x2" in run("x", "--rope-scaling", "yarn:2").err
-
-
 def test_every_flag_reaches_the_engine(run, monkeypatch):
     seen = {}
 
@@ -186,18 +178,14 @@ def test_every_line_gets_what_it_gets_alone(run_lines, engine):
 WRONG = [
     ("nonsense", "JSON"),
     ("[" * 100_000, "JSON"),
-    ("[1, 2]", "JSON"),
     ({"text": "x"}, "'text' is unknown"),
     ({}, "no prompt"),
     ({"prompt": [1]}, "no prompt"),
     ({"prompt": ""}, "prompt is empty"),
     ({"prompt": "word " * 5000}, "prompt has"),
     ({"prompt": "x", "seed": -1}, "seed is -1"),
-    ({"prompt": "x", "seed": "one"}, "seed is one"),
     ({"prompt": "x", "temperature": "hot"}, "temperature is 'hot'"),
-    ({"prompt": "x", "max_new_tokens": 0}, "max_new_tokens is 0"),
     ({"prompt": "x", "stop": ["ok", ""]}, "stop is"),
-    ({"prompt": "x", "stop": 3}, "stop is 3"),
 ]
 
 
@@ -221,19 +209,17 @@ def test_a_file_without_a_prompt_is_refused(run_lines, lines):
 def test_ctrl_c_leaves_every_finished_text_written(run_lines, monkeypatch):
     start = Engine.stream
 
+    def cut(events):
+        ends = 0
+        for event in events:
+            yield event
+            ends += isinstance(event, End)
+            if ends == 3:
+                raise KeyboardInterrupt
+
     def interrupted(self, *args, **settings):
         run = start(self, *args, **settings)
-        events, ends = run._events, 0
-
-        def cut():
-            nonlocal ends
-            for event in events:
-                yield event
-                ends += isinstance(event, End)
-                if ends == 3:
-                    raise KeyboardInterrupt
-
-        run._events = cut()
+        run._events = cut(run._events)
         return run
 
     monkeypatch.setattr(Engine, "stream", interrupted)

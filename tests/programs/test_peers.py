@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from minitri import GenerationConfig, SpeculationConfig, load
+from minitri import GenerationConfig, load
 from minitri.loading.hf_folder import Folder
 from tests.conftest import byte_level_tokenizer
 from tests.loading.gguf_writer import write_gguf
@@ -21,12 +21,10 @@ from tools.bench.peers.process import worker_peer
 
 STAND_IN = """
 __version__ = "1.2.3"
-
 class Llama:
     def __init__(self, weights, n_ctx, **options):
         print("a library that talks")
         {loading}
-
     def generate(self, prompt, **sampling):
         assert sampling["temp"] == 0
         while True:
@@ -108,13 +106,6 @@ def test_peers_take_their_turns(installed, gguf_file, capsys):
     assert len(rows[LLAMA_CPP]["same_tokens"]) == 2
 
 
-def greedy(path: Path, prompt: list[int], num_new: int) -> list[int]:
-    engine = load(path, dtype="float32", device="cpu")
-    generation = GenerationConfig(num_new, ignore_eos=True)
-    speculation = SpeculationConfig("autoregressive")
-    return [*engine.complete(prompt, generation=generation, speculation=speculation).token_ids]
-
-
 def test_a_peer_that_is_dropped_leaves_no_process(installed):
     installed("llama_cpp", STAND_IN.format(loading=""))
     settings = {"weights": "", "threads": 1}
@@ -129,7 +120,13 @@ def test_other_weights_and_programs_say_what_minitri_says(folder, gguf_file):
     """A GGUF file as f16, and `transformers`."""
     pytest.importorskip("transformers")
     prompt = [5, 6, 7, 8] * 10
-    assert greedy(gguf_file, prompt, 12) == greedy(as_float16(gguf_file), prompt, 12)
+
+    def greedy(path: Path) -> list[int]:
+        engine = load(path, dtype="float32", device="cpu")
+        generation = GenerationConfig(20, ignore_eos=True)
+        return [*engine.complete(prompt, generation=generation).token_ids]
+
+    assert greedy(gguf_file) == greedy(as_float16(gguf_file))
     engine = load(str(folder), dtype="float32", device="cpu")
     peer = transformers_peer(transformers_model(folder, engine))
-    assert list(peer(prompt, 20)) == greedy(folder, prompt, 20)
+    assert list(peer(prompt, 20)) == greedy(folder)

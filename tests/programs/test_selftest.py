@@ -1,5 +1,6 @@
 """The self-test finds what is broken, and does not cry wolf over rounding."""
 
+import itertools
 import json
 
 import pytest
@@ -65,8 +66,7 @@ def test_a_verification_that_accepts_everything_is_a_bug(check, monkeypatch):
     code, _, report = check("--method naive")
     greedy, coupled = report["comparisons"]
     assert code == report["num_BUG"] == 1
-    assert coupled["verdict"] == "equal"  # its decision is another function
-    assert greedy["verdict"] == "BUG"
+    assert (greedy["verdict"], coupled["verdict"]) == ("BUG", "equal")  # by another function
     assert greedy["position"] == 120 + greedy["num_equal_tokens"] < 160
     assert greedy["score_gap"] > greedy["bound"]
 
@@ -122,11 +122,10 @@ def test_a_flip_is_a_tie_only_where_rounding_explains_it(
 
 def test_the_scores_are_what_decoding_takes_the_argmax_of():
     logits_V = torch.randn(50, generator=torch.Generator().manual_seed(0))
-    for temperature in (0.3, 0.8, 2.0):
+    for temperature, position in itertools.product((0.3, 0.8, 2.0), range(20)):
         probs_1V = probs_from_logits(logits_V.unsqueeze(0), SamplingParams(temperature))
-        for position in range(20):
-            drawn = gumbel_argmax(probs_1V, torch.tensor([noise_key(5, position)]))
-            assert int(scores(logits_V, temperature, 5, position).argmax()) == int(drawn)
+        drawn = gumbel_argmax(probs_1V, torch.tensor([noise_key(5, position)]))
+        assert int(scores(logits_V, temperature, 5, position).argmax()) == int(drawn)
 
 
 @pytest.mark.parametrize(

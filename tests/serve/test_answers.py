@@ -28,20 +28,16 @@ def complete(server, **fields):
     return server.openai.completions.create(**{**defaults, **fields})
 
 
-def test_a_text_is_the_engines_own(server, engine):
+def test_a_text_is_the_engines_own_and_so_is_a_stream(server, engine):
     answer = complete(server)
-    assert answer.choices[0].text == own_text(engine)
+    [choice] = answer.choices
+    assert (choice.text, choice.finish_reason) == (own_text(engine), "length")
     assert complete(server, temperature=0).choices[0].text == own_text(engine, temperature=0.0)
     assert answer.usage.completion_tokens == 24
     assert answer.usage.prompt_tokens == len(engine.tokenizer.encode(PROMPT))
-    assert answer.choices[0].finish_reason == "length"
-
-
-def test_a_stream_gives_the_same_text_and_ends_with_usage(server):
-    chunks = list(complete(server, stream=True, stream_options={"include_usage": True}))
-    *pieces, last = chunks
-    assert "".join(c.choices[0].text for c in pieces) == complete(server).choices[0].text
-    reasons = [c.choices[0].finish_reason for c in pieces]
+    *pieces, last = complete(server, stream=True, stream_options={"include_usage": True})
+    assert "".join(piece.choices[0].text for piece in pieces) == choice.text
+    reasons = [piece.choices[0].finish_reason for piece in pieces]
     assert reasons == [None] * (len(reasons) - 1) + ["length"]
     assert (last.choices, last.usage.completion_tokens) == ([], 24)
     raw = server.post(prompt=PROMPT, stream=True, max_tokens=2).text
