@@ -1,5 +1,4 @@
-"""The chat as a user has it, piped, and at a terminal; and a conversation, which grows at its end
-only, and reads as the model's template wants it."""
+"""The chat as a user has it, piped or at a terminal; and the conversation that it keeps."""
 
 import fcntl
 import os

@@ -1,5 +1,4 @@
-"""The command `minitri`, the habits of command lines that its programs keep, and what a user's
-shell may do to them: close their streams, fill the disk, feed them files without end."""
+"""The command `minitri`: habits that its programs keep, and what a shell may do to them."""
 
 import io
 import os
@@ -94,9 +93,7 @@ def test_fit_keeps_the_first_or_last_tokens_and_says_so(engine, run, run_lines):
     done = run(text, "--fit", "last", "--json")
     assert (done.code, done.json["num_prompt_tokens"]) == (0, room)
     assert f"prompt: only its last {room} tokens" in done.err
-    done = run_lines({"prompt": text}, {"prompt": PROMPT}, flags=("--fit", "last"))
-    counts = [answer["num_prompt_tokens"] for _, answer in sorted(done.lines.items())]
-    assert counts == [room, len(engine.tokenizer.encode(PROMPT))]
+    assert run_lines({"prompt": text}, flags=("--fit", "last")).json["num_prompt_tokens"] == room
 
 
 def test_a_message_is_put_into_the_template_and_only_it_is_cut(run, run_lines, engine, monkeypatch):

@@ -1,5 +1,4 @@
-"""The measuring tools run on a tiny model, print a table, and end in one JSON line of plausible
-figures; made-up weights and verdicts are labelled as such, and accepted at the rates asked for."""
+"""The measuring tools run on a tiny model, print a table, and end in a JSON line of figures."""
 
 import json
 import re

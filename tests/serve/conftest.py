@@ -49,7 +49,6 @@ class Server:
             time.sleep(0.01)
 
     def wait_until_free(self) -> None:
-        """No row is lost."""
         self.wait(lambda: not (self.service.num_open or self.service.worker._jobs))
 
 
@@ -100,7 +99,6 @@ def server(engine):
 
 @pytest.fixture
 def template(engine, monkeypatch) -> ChatTemplate:
-    """The tiny model has one for the time of a test."""
     made = ChatTemplate(CHATML, {})
     monkeypatch.setitem(vars(engine.tokenizer), "chat_template", made)
     return made

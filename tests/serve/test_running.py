@@ -1,5 +1,4 @@
-"""The program from its start to its end, and many clients at a time, some of which vanish: no row
-is lost, no text changes."""
+"""The program from its start to its end, and many clients at a time: no row, no text is lost."""
 
 import re
 import signal
