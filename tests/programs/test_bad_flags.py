@@ -35,14 +35,12 @@ generate --prompt LONG | holds 512 minus max_new_tokens=8
 generate --prompt LONE | not valid Unicode (character 1)
 generate --prompt=-- | --prompt: expected one argument
 generate --prompt x --demo | --demo: not allowed with argument
-generate --prompt x y | prompt
 generate --system Short! | --system
 generate --fit last -n 600 | max_new_tokens=600
 chat --document /dev/null | chat template
 generate --temperature -1 | temperature is -1.0
 generate --top-k -3 | --top-k: '-3'
 generate --top-k １２ | --top-k: '１２'
-generate --max-prompt-tokens 1_000 | --max-prompt-tokens: '1_000'
 generate --budget NINES | --budget: '99999999
 generate --method retrieval --budget 30 | multiple of the chunk size, 8
 generate --method magic | --method: invalid choice: 'magic'
@@ -57,7 +55,6 @@ generate --warp | unrecognized arguments: --warp
 chat --document BINARY | UTF-8
 serve --port 70000 | --port: '70000'
 serve --host no.such.host | cannot listen at no.such.host
-selftest --method autoregressive | --method
 selftest --max-prompt-tokens 600 --max-new-tokens 40 | max_new_tokens=40
 bench --compare --offload --model no-such-model | --on-chip
 bench --method naive:0 | tree
