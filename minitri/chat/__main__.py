@@ -114,7 +114,6 @@ class Chat:
     def _run(
         self, prompt: list[int], num_new: int, show: Callable[[Token], str]
     ) -> tuple[str, list[Token]]:
-        """Returns how it ended, and the tokens."""
         context = self._engine.config.context_length
         reserve = min(context, len(self._talk.beginning) + TALK_TOKENS)
         own = {"max_new_tokens": num_new, "reserve": reserve}

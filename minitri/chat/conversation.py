@@ -7,6 +7,7 @@ never written again.
 
 import json
 from collections.abc import Sequence
+from operator import itemgetter
 
 from minitri.errors import InputError, check_unicode, explain
 from minitri.loading.tokenizer import Tokenizer
@@ -46,13 +47,14 @@ class Conversation:
         self._end = end
 
     def as_note(self) -> str:
-        """All of it, for `restore`."""
-        return json.dumps([self.beginning, self.tokens, self._first, self._end])
+        state = {"documents": self.beginning, "tokens": self.tokens, "first": self._first}
+        return json.dumps(state | {"end": self._end})
 
     def restore(self, note: str) -> None:
         """Goes on where another conversation was. Raises `InputError`."""
         with explain("the snapshot holds no conversation", "load one of /save"):
-            self.beginning, self.tokens, self._first, self._end = json.loads(note)
+            found = itemgetter("documents", "tokens", "first", "end")(json.loads(note))
+        self.beginning, self.tokens, self._first, self._end = found
 
     def _around_question(self) -> tuple[str, str]:
         """What stands before the next question, from the last answer on, and what after it."""

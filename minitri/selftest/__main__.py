@@ -72,7 +72,6 @@ class SelfTest:
         return self.engine.model.execution.is_row_invariant and not self.args.tree
 
     def decode(self, speculation: SpeculationConfig, temperature: float) -> list[int]:
-        """The tokens of one run; all are equally long."""
         end = self.engine.complete(
             self.prompt,
             sampling=SamplingParams(temperature),
