@@ -98,7 +98,6 @@ def run_command(args: argparse.Namespace) -> int:
         choose_prompt(args)
     engine, [prompt] = boot.load_engine(args, [read_prompt(args.prompt_file, args.prompt)])
     sampling, seed = boot.sampling_of(args, engine)
-    boot.load_kv(args, engine)
     run = engine.generate(
         prompt, sampling=sampling, generation=generation, speculation=speculation, seed=seed
     )

@@ -1,8 +1,5 @@
 """The benchmark: prefill and decoding speed of a method, or of all methods in turns.
 
-    python -m minitri.bench --prompt-tokens 8000 --new-tokens 64 --method triforce
-    python -m minitri.bench --compare
-
 Prints medians with the range over prompts and seeds; the last line of standard output is JSON.
 """
 
@@ -37,9 +34,7 @@ def build_parser() -> arguments.OneLineParser:
         "bench",
         "--prompt-tokens 8000 --new-tokens 64 --method triforce",
         "--compare --prompt-file a.txt --prompt-file b.txt --temperature 0.6 --top-p 0.9",
-        "--compare --method naive --method naive:16 --method auto",
-        description="Measures prefill and decoding speed of a method or, with --compare, of all "
-        "methods in turns.",
+        description="Prefill and decoding speed of a method or, with --compare, of all in turns.",
     )
     add_flags(parser)
     return parser
@@ -49,8 +44,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """What is measured, and on which prompts."""
     arguments.add_flags(parser, *arguments.MODEL, "coupled")
     add = parser.add_argument
-    text = "measure all methods, or those of --method, against autoregressive decoding"
-    add("--compare", action="store_true", help=text)
+    add("--compare", action="store_true", help="all methods, or those of --method, in turns")
     text = "or METHOD:TREE, as in naive:16 or triforce:4x3; several times (default: auto, or all)"
     add("--method", action="append", dest="methods", metavar="METHOD", default=[], help=text)
     text = "UTF-8 text, or -, standard input; may be given several times (default: Python's help)"
@@ -61,8 +55,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     ):
         kind = arguments.whole(least)
         add(f"--{name}-tokens", dest=dest, type=kind, metavar="N", default=default, help=text)
-    kind = arguments.whole(1, 1000)
-    add("--seeds", type=kind, metavar="N", default=2, help="runs per prompt")
+    add("--seeds", type=arguments.whole(1, 1000), metavar="N", default=2, help="runs per prompt")
     arguments.add_flags(parser, "draft", *arguments.SIZES, title="speculation")
     arguments.add_flags(parser, *arguments.SAMPLING, "seed", title="sampling")
     arguments.add_flags(parser, *arguments.MEMORY)
@@ -93,9 +86,7 @@ def measure(
     sampling = arguments.taken(SamplingParams, args)
     seeds = as_seeds(args.seed or 0, args.seeds)
     if args.offload and args.on_chip is None:
-        raise InputError(
-            "--offload needs --on-chip N here, so that all methods keep as many layers on the GPU"
-        )
+        raise InputError("--offload needs --on-chip N here, the same for all methods")
     engine, prompts = load_engine(args, texts)
     requests = [Request(it, sampling=sampling, generation=generation) for it in prompts]
     done = compare(engine, requests, seeds, speculations, find_others(engine))
@@ -103,9 +94,8 @@ def measure(
     facts = where(engine.model)
     lengths = [len(prompt) for prompt in prompts]
     print(
-        f"{args.model}, {facts['dtype']}, {facts['device']}; prompts of {max(lengths)} tokens, "
-        f"{args.max_new_tokens} new ones, T={args.temperature:g}, top-p {args.top_p:g}; "
-        f"{len(prompts)} prompts x {args.seeds} seeds: median (range)"
+        f"{args.model}, {facts['dtype']}, {facts['device']}; {len(prompts)} prompts of "
+        f"{max(lengths)} tokens, {args.max_new_tokens} new ones, {args.seeds} seeds: median (range)"
     )
     print(table(result))
     names = ("model", "temperature", "top_p", "coupled", "seeds", "max_new_tokens")

@@ -3,9 +3,8 @@
 The engine reads a prompt once, cold; every run starts after it. The methods take turns, seed by
 seed, and another one begins each time, so that a machine whose speed drifts is as slow for one as
 for the other. A speedup is milliseconds per token of the first method over those of another, of one
-prompt and one seed; medians and ranges are taken over these. At temperature 0, or coupled, all
-methods should write the same text, and what is the same is counted. Other programs may take their
-turns, too: those of `tools/bench`.
+prompt and one seed. At temperature 0, or coupled, all methods should write the same text, and what
+is the same is counted. Other programs may take their turns, too: those of `tools/bench`.
 """
 
 import dataclasses
@@ -16,9 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minitri import Engine, PrefillProgress, Request, SpeculationConfig, Stats
+from minitri import End, Engine, PrefillProgress, Request, SpeculationConfig, Stats
 from minitri.cli.inputs import num_same
-from minitri.cli.terminal import finish
 
 log = logging.getLogger("minitri")
 
@@ -45,8 +43,7 @@ def compare(
     speculations: dict[str, SpeculationConfig],
     others: Mapping[str, Callable[[Request], Run]],
 ) -> dict[str, list[Run]]:
-    """Lets every method, and other programs, go on after every prompt, which are token ids, with
-    every seed. Progress goes to the log."""
+    """Lets every method, and other programs, go on after every prompt with every seed."""
     order = [*speculations, *others]
     done: dict[str, list[Run]] = {name: [] for name in order}
     longest = max(speculations.values(), key=lambda it: it.max_block)  # its cache serves all
@@ -80,12 +77,11 @@ def read_cold(engine: Engine, request: Request, speculation: SpeculationConfig) 
 def run_method(
     engine: Engine, request: Request, speculation: SpeculationConfig, read_seconds: float
 ) -> Run:
-    """Runs a method after a prompt that the engine has read in `read_seconds`.
-
-    All tokens of its steps count, even those that the end of the text cuts away.
-    """
+    """Runs a method after a prompt that the engine has read in `read_seconds`. All tokens of its
+    steps count, even those that the end of the text cuts away."""
     run = engine.stream([request], generation=request.generation, speculation=speculation)
-    end = finish(run, quiet=True)
+    *_, end = run
+    assert isinstance(end, End)
     stats = end.stats
     num_made = sum(stats.steps_per_plan.values()) + stats.stages[-1].num_accepted_tokens
     share_held = end.row_stats.num_cached_tokens / len(request.prompt)
@@ -104,7 +100,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def summarise(done: dict[str, list[Run]]) -> Result:
-    """Medians and ranges, with speedups over the first method prompt by prompt and seed by seed."""
+    """Medians and ranges, with speedups over the first method."""
     result = {}
     first = next(iter(done.values()))
     for name, own in done.items():

@@ -1,4 +1,4 @@
-"""The chat: `python -m minitri.chat --document novel.txt`, then questions.
+"""The chat: `minitri chat --document novel.txt`, then questions.
 
 Documents are read once; questions and answers stay in the KV cache. Answers go to standard output,
 everything else to standard error. Without a terminal every line of standard input is a question.
@@ -13,7 +13,6 @@ with clean_imports():
     import logging
     import sys
     from collections.abc import Callable, Iterator, Sequence
-    from typing import Any
 
     from minitri import (
         Engine,
@@ -22,7 +21,6 @@ with clean_imports():
         InputError,
         ModelConfig,
         SamplingParams,
-        SpeculationConfig,
         Token,
     )
     from minitri.chat.conversation import Conversation
@@ -31,6 +29,7 @@ with clean_imports():
     from minitri.cli.inputs import read_text
     from minitri.cli.report import details, outline
     from minitri.cli.terminal import LEGEND, colored, nothing, plain, stream
+    from minitri.errors import explain, shorten
     from minitri.loading.prompt_ids import MAX_SEED, check_prompt
     from minitri.loading.tokenizer import Tokenizer
 
@@ -43,30 +42,21 @@ TALK_TOKENS = 4096
 class Chat:
     """A conversation with an engine; its methods `do_NAME` are what /NAME does."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        talk: Conversation,
-        args: argparse.Namespace,
-        speculation: SpeculationConfig,
-    ) -> None:
+    def __init__(self, engine: Engine, talk: Conversation, args: argparse.Namespace) -> None:
         self._engine = engine
+        self._talk = talk
         self._args = args
         self._sampling, self._seed = sampling_of(args, engine)
-        self._speculation = speculation
-        self._talk = talk
-        if not self._talk.has_template:
-            log.info("this model has no chat template: plain questions and answers are tried")
         self._last: Generation | None = None
         if args.color:
             log.info(LEGEND)
         if args.load is not None:
             self.do_load(args.load)
-        elif args.document:
-            self._read_documents()
+        elif args.document:  # is read at once; Ctrl-C leaves the rest for later
+            self._run(talk.beginning, 1, nothing)
+            log.info("%d tokens of documents are read", len(talk.beginning))
 
     def obey(self, line: str) -> None:
-        """Answers a question or follows a command."""
         name, _, value = line.partition(" ")
         try:
             if name.startswith("/"):
@@ -84,13 +74,11 @@ class Chat:
         """what the last answer took"""
         if self._last is None:
             raise InputError("there is no answer yet; ask something")
-        cached = self._last.rows[0].stats.num_cached_tokens
-        log.info("%s; %d tokens were in the KV cache", outline(self._last), cached)
-        log.info("%s", details(self._engine, self._last))
+        log.info("%s\n%s", outline(self._last), details(self._last))
 
     def do_reset(self, _: str) -> None:
         """forget questions and answers, keep the documents"""
-        self._talk.reset()
+        self._talk.tokens = []
         log.info("questions and answers are forgotten")
 
     def do_save(self, file: str) -> None:
@@ -99,59 +87,41 @@ class Chat:
 
     def do_load(self, file: str) -> None:
         """FILE: go on with the conversation in it"""
-        self._engine.load_kv(file)
+        num_tokens = self._engine.load_kv(file)
         self._talk.restore(self._engine.snapshot_note)
-        log.info("loaded %d tokens from %s", len(self._talk.tokens or self._talk.beginning), file)
-
-    def do_color(self, _: str) -> None:
-        """color tokens by who guessed them, or stop it"""
-        self._args.color = not self._args.color
-        log.info("%s", LEGEND if self._args.color else "colors are off")
+        log.info("loaded %d tokens from %s", num_tokens, file)
 
     def do_temperature(self, value: str) -> None:
         """T: 0 is greedy, 1 the model's own distribution"""
-        temperature: Any = value
-        with contextlib.suppress(ValueError):
+        with explain(f"temperature is {shorten(repr(value))}", "give a number"):
             temperature = float(value)
         self._sampling = dataclasses.replace(self._sampling, temperature=temperature)
         log.info("temperature %g", temperature)
 
     def _answer(self, question: str) -> None:
         prompt = self._talk.ask(question)
-        room = self._engine.config.context_length - len(prompt)
-        if room < 1:
-            raise InputError(f"the context has no room for {len(prompt)} tokens; /reset forgets")
+        room = max(1, self._engine.config.context_length - len(prompt))
         show = colored if self._args.color else plain
         reason, tokens = self._run(prompt, min(self._args.max_new_tokens, room), show)
         print(flush=True)
         self._seed = (self._seed + 1) % (MAX_SEED + 1)
         ids = [token.token_id for token in tokens]
-        text = "".join(token.text for token in tokens)
         end = self._engine.tokenizer.token(ids[-1]) if reason == "eos" else ""
-        self._talk.answered(prompt, ids, text, end or "")
+        self._talk.answered(prompt, ids, end or "")
         if reason in ("interrupted", "length"):
             log.info("(%s after %d tokens)", reason, len(ids))
-
-    def _read_documents(self) -> None:
-        """Reads what stands before the first question; Ctrl-C leaves the rest for later."""
-        beginning = self._talk.beginning
-        self._run(beginning, 1, nothing)
-        room = self._engine.config.context_length - len(beginning)
-        line = "%d tokens of documents are read; room for %d tokens of questions and answers"
-        log.info(line, len(beginning), room)
 
     def _run(
         self, prompt: list[int], num_new: int, show: Callable[[Token], str]
     ) -> tuple[str, list[Token]]:
-        """Goes on after a prompt; returns how that ended, and the tokens."""
         context = self._engine.config.context_length
         reserve = min(context, len(self._talk.beginning) + TALK_TOKENS)
-        own = {"max_new_tokens": num_new, "stop": self._talk.stops, "reserve": reserve}
+        own = {"max_new_tokens": num_new, "reserve": reserve}
         self._last = self._engine.generate(
             prompt,
             sampling=self._sampling,
             generation=arguments.taken(GenerationConfig, self._args, **own),
-            speculation=self._speculation,
+            speculation=arguments.speculation_of(self._args),
             seed=self._seed,
         )
         with self._last as run:
@@ -185,7 +155,6 @@ def build_parser() -> arguments.OneLineParser:
         "chat",
         "--document novel.txt",
         "--document a.txt --document b.txt --system 'Answer in one sentence.' --temperature 0.6",
-        "--load monday.kv",
         description=about + "; ".join(commands()),
     )
     arguments.add_flags(parser, *arguments.MODEL)
@@ -201,7 +170,7 @@ def build_parser() -> arguments.OneLineParser:
 def run_command(args: argparse.Namespace) -> None:
     """Chats until /quit or the end of the input."""
     arguments.taken(SamplingParams, args)  # bad values fail before anything is loaded
-    speculation = arguments.speculation_of(args)
+    arguments.speculation_of(args)
     arguments.warn_of_ignored(args)
     documents = [read_text(file) for file in args.document]
 
@@ -210,7 +179,7 @@ def run_command(args: argparse.Namespace) -> None:
         check_prompt(talk.beginning, config, 1)
         return talk
 
-    chat = Chat(*boot(args, begin), args, speculation)
+    chat = Chat(*boot(args, begin), args)
     for line in typed_lines():
         chat.obey(line)
 

@@ -1,22 +1,17 @@
 """A conversation as token ids that only grow, so that the KV cache holds all but the latest words.
 
-    talk = Conversation(engine.tokenizer, system="Be brief.", documents=["Persuasion, by ..."])
-    prompt = talk.ask("Who is Anne?")           # for Engine.generate
-    talk.answered(prompt, token_ids, "Anne is ...")
-
 The model's chat template says how it is written. What stands between two answers is rendered with
 marks in the places of the answers and of the question, and cut there; so what has been said is
-never written again. A model without a template gets plain questions and answers.
+never written again.
 """
 
 import json
 from collections.abc import Sequence
+from operator import itemgetter
 
-from minitri.errors import InputError, check_unicode
+from minitri.errors import InputError, check_unicode, explain
 from minitri.loading.tokenizer import Tokenizer
 
-QUESTION, ANSWER = "\nQuestion: ", "\nAnswer:"
-"""How a conversation is written for a model without a template."""
 MARK, EARLIER = "<|minitri-question|>", "<|minitri-answer|>"
 
 
@@ -26,22 +21,16 @@ class Conversation:
     def __init__(
         self, tokenizer: Tokenizer, *, system: str | None = None, documents: Sequence[str] = ()
     ) -> None:
-        """`system` tells the model how to behave. Raises `InputError` if its template refuses."""
+        """`system` tells the model how to behave. Raises `InputError` if there is no chat template,
+        or if it refuses."""
         self._tokenizer = tokenizer
-        self.has_template = tokenizer.chat_template is not None
         self._first = [] if system is None else [{"role": "system", "content": system}]
         self._documents = "".join(text.rstrip("\n") + "\n\n" for text in documents)
         self.tokens: list[int] = []
-        """All that was said; empty before the first answer."""
+        """All that was said; empty before the first answer, and to forget questions and answers."""
         self._end = ""
-        encode = tokenizer.encode_marked if self.has_template else tokenizer.encode  # with BOS
-        self.beginning = encode(self._around_question()[0])
+        self.beginning = tokenizer.encode_marked(self._around_question()[0])
         """All that stands before the first question: to be read beforehand."""
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Where an answer ends, if no end token says so."""
-        return () if self.has_template else (QUESTION,)
 
     def ask(self, question: str) -> list[int]:
         """Token ids of the conversation with another question, up to where the answer begins."""
@@ -51,46 +40,30 @@ class Conversation:
             return self.beginning + self._tokenizer.encode_marked(question + after)
         return self.tokens + self._tokenizer.encode_marked(before + question + after)
 
-    def answered(
-        self, prompt: list[int], token_ids: Sequence[int], text: str, end: str = ""
-    ) -> None:
-        """Takes in the answer to a prompt of `ask`: as far as it was given.
-
-        `end` is how its end token is spelled, if it ended with one.
-        """
-        ids = list(token_ids) if self.has_template else self._tokenizer.encode_marked(text)
-        self.tokens = prompt + ids
+    def answered(self, prompt: list[int], token_ids: Sequence[int], end: str = "") -> None:
+        """Takes in the answer to a prompt of `ask`, as far as it was given; `end` is how its end
+        token is spelled, if it ended with one."""
+        self.tokens = [*prompt, *token_ids]
         self._end = end
 
-    def reset(self) -> None:
-        """Forgets all questions and answers; documents stay."""
-        self.tokens = []
-
     def as_note(self) -> str:
-        """All of it, for `restore`."""
         state = {"documents": self.beginning, "tokens": self.tokens, "first": self._first}
         return json.dumps(state | {"end": self._end})
 
     def restore(self, note: str) -> None:
         """Goes on where another conversation was. Raises `InputError`."""
-        try:
-            values = [json.loads(note)[name] for name in ("documents", "tokens", "first", "end")]
-        except (ValueError, LookupError, TypeError):
-            raise InputError("the snapshot holds no conversation; load one of /save") from None
-        self.beginning, self.tokens, self._first, self._end = values
+        with explain("the snapshot holds no conversation", "load one of /save"):
+            found = itemgetter("documents", "tokens", "first", "end")(json.loads(note))
+        self.beginning, self.tokens, self._first, self._end = found
 
     def _around_question(self) -> tuple[str, str]:
         """What stands before the next question, from the last answer on, and what after it."""
-        if not self.has_template:
-            system = "".join(f"{message['content']}\n\n" for message in self._first)
-            before = "" if self.tokens else system + self._documents
-            return before + QUESTION, ANSWER
+        if (template := self._tokenizer.chat_template) is None:
+            raise InputError("this model has no chat template; use an instruct model")
         turns = [("user", self._documents + MARK)]
         if self.tokens:
             turns = [("user", "x"), ("assistant", EARLIER), ("user", MARK)]
         messages = [{"role": who, "content": what} for who, what in turns]
-        template = self._tokenizer.chat_template
-        assert template is not None
         before, mark, after = template.render([*self._first, *messages]).rpartition(MARK)
         if not mark:
             raise InputError("the model's chat template leaves questions out; use another model")

@@ -1,7 +1,7 @@
 """The flags of the programs, in groups that they share, and the settings that flags stand for.
 
-Flags for a field of `SamplingParams`, `GenerationConfig` or `SpeculationConfig` take their kind and
-default from the field and their help from the text below it. This module loads nothing.
+A flag for a field of a settings class takes its kind and default from the field and its help from
+the text below it. This module loads nothing.
 """
 
 import argparse
@@ -11,14 +11,12 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig, __version__
 from minitri.errors import MAX_COUNT, shorten
 from minitri.fields import between, changed, one_of
 from minitri.loading.devices import ModelChoice
-from minitri.loading.fetch import default_draft
 from minitri.loading.prompt_ids import MAX_SEED
 
 log = logging.getLogger("minitri")
@@ -29,9 +27,6 @@ Flags = argparse._ActionsContainer
 
 DEMO_PROMPT_TOKENS = 4000
 """Length of the built-in prompt where no other is asked for: read in seconds on a laptop."""
-WITH_DRAFTER = ("auto", "naive", "triforce")
-"""Methods that a drafter guesses for."""
-WITHOUT_RETRIEVAL = ("autoregressive", "naive")
 SHORT = {"model": ["-m"], "prompt": ["-p"], "max_new_tokens": ["-n"]}
 
 
@@ -54,8 +49,7 @@ class SharedFlags:
     fit: str | None = one_of(None, "first", "last")
     """Tokens that are kept of a prompt too long for the context. Default: an error."""
     seed: int | None = between(None, 0, MAX_SEED)
-    """The same command with the same seed writes the same text; without one, open methods and
-    gammas may follow the clock."""
+    """The same command with the same seed writes the same text. Default: drawn."""
 
 
 def names_of(settings: type[Any]) -> list[str]:
@@ -73,6 +67,12 @@ WINDOW = ("num_sink_tokens", "num_recent_tokens")
 RETRIEVAL = ("gamma2", "budget", "chunk_size", "observation_window", "rebuild_stride")
 SIZES = ("gamma1", *RETRIEVAL, *WINDOW, "tree", "verification")
 SPECULATION = ("method", "coupled", "draft", *SIZES)
+UNUSED: dict[str, tuple[str, ...]] = {
+    "autoregressive": ("draft", "gamma1", *RETRIEVAL, *WINDOW),
+    "naive": RETRIEVAL,
+    "retrieval": ("draft", "gamma1"),
+}
+"""What methods have no use for; the others use all."""
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -88,19 +88,17 @@ class OneLineParser(argparse.ArgumentParser):
     """Says what is wrong with the flags in one line, without the usage text in front."""
 
     def __init__(self, program: str = "", *examples: str, **settings: Any) -> None:
-        """`examples` are flags of `python -m minitri.PROGRAM`, or `minitri PROGRAM`."""
+        """`examples` are flags of `minitri PROGRAM`."""
         if program:
-            is_command = Path(sys.argv[0]).stem == "minitri"
-            command = f"minitri {program}" if is_command else f"python -m minitri.{program}"
-            lines = ["examples:", *(f"  {command} {flags}" for flags in examples)]
-            settings |= {"prog": command, "epilog": "\n".join(lines), "usage": "%(prog)s [flags]"}
+            lines = ["examples:", *(f"  minitri {program} {flags}" for flags in examples)]
+            settings |= {"prog": f"minitri {program}", "usage": "%(prog)s [flags]"}
+            settings["epilog"] = "\n".join(lines)
         super().__init__(formatter_class=HelpFormatter, **settings)
         self.add_argument("--version", action="version", version=f"minitri {__version__}")
         text = "no progress, log or statistics on standard error"
         self.add_argument("-q", "--quiet", action="store_true", help=text)
 
     def error(self, message: str) -> NoReturn:
-        """Raises the line, for exit code 2."""
         raise InputError(f"{shorten(message, 400)}; see --help")
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
@@ -128,8 +126,7 @@ def add_flags(flags: Flags, *names: str, title: str = "") -> None:
     """A flag for each of these fields of `SETTINGS`, in a group of their own if it has a title."""
     group = flags.add_argument_group(title) if title else flags
     for settings in SETTINGS:
-        if own := [name for name in names if name in names_of(settings)]:
-            add_fields(group, settings, *own)
+        add_fields(group, settings, *names)
 
 
 def add_fields(flags: Flags, settings: type[Any], *names: str) -> None:
@@ -151,12 +148,12 @@ def add_fields(flags: Flags, settings: type[Any], *names: str) -> None:
             options["type"] = float
         else:
             options["choices"] = field.metadata.get("choices")
-        flags.add_argument(*flag_names(field.name), **options)
+        flags.add_argument(*SHORT.get(field.name, []), as_flag(field.name), **options)
 
 
-def flag_names(name: str) -> list[str]:
-    """How a setting is spelled as a flag."""
-    return [*SHORT.get(name, []), f"--{name.replace('_', '-')}"]
+def as_flag(name: str) -> str:
+    """How a setting is spelled."""
+    return f"--{name.replace('_', '-')}"
 
 
 def field_texts(settings: type) -> dict[str, str]:
@@ -188,13 +185,13 @@ def taken(settings: type[Settings], args: argparse.Namespace, **others: Any) -> 
 
 
 def model_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of `load` that the flags stand for, without the drafter.
-
-    Methods without a retrieval level have no use for a copy of the weights.
-    """
+    """The keyword arguments of `load` that the flags stand for: no drafter, and no copy of the
+    weights, for methods that have no use for them."""
     options = dict(vars(taken(ModelChoice, args)))
-    del options["draft"]
-    if "method" in args and args.method in WITHOUT_RETRIEVAL:
+    unused = UNUSED.get(vars(args).get("method", ""), ())
+    if "draft" in unused:
+        options["draft"] = "suffix"
+    if "budget" in unused:
         options["draft_weights"] = "same"
     return {**options, "progress": not args.quiet and sys.stderr.isatty()}
 
@@ -204,24 +201,9 @@ def speculation_of(args: argparse.Namespace) -> SpeculationConfig:
     return taken(SpeculationConfig, args, timed=args.seed is None)
 
 
-def draft_of(args: argparse.Namespace) -> str:
-    """The drafter that the flags ask for. Raises `InputError` if one is missing."""
-    if args.method not in WITH_DRAFTER:
-        return "suffix"  # which costs nothing and is not used
-    if args.draft == "none":
-        raise InputError(f"--draft none cannot guess for --method {args.method}; give another")
-    if args.draft == "auto" and args.method != "auto":
-        return default_draft(args.model)  # must be had; for --method auto `load` may do without
-    return str(args.draft)
-
-
 def warn_of_ignored(args: argparse.Namespace) -> None:
     """Names the flags that were set although the method has no use for them."""
-    unused = [] if args.method in WITH_DRAFTER else ["draft", "gamma1"]
-    unused += RETRIEVAL if args.method in WITHOUT_RETRIEVAL else []
-    unused += WINDOW if args.method == "autoregressive" else []
     defaults = {"draft": "auto", **vars(SpeculationConfig())}
-    for name in unused:
+    for name in UNUSED.get(args.method, ()):
         if getattr(args, name) != defaults[name]:
-            [*_, flag] = flag_names(name)
-            log.warning("%s is ignored: --method %s has no use for it", flag, args.method)
+            log.warning("%s is ignored: --method %s has no use for it", as_flag(name), args.method)

@@ -1,8 +1,4 @@
-"""From flags to an engine that is ready: weights, threads, sampling, seed, a KV snapshot.
-
-engine, [prompt] = load_engine(args, [read_prompt(args.prompt_file)])
-sampling, seed = sampling_of(args, engine)
-"""
+"""From flags to an engine that is ready: weights, threads, sampling, seed, a KV snapshot."""
 
 import argparse
 import dataclasses
@@ -16,7 +12,7 @@ from typing import Any
 import torch
 
 from minitri import Engine, Generation, InputError, ModelConfig, SamplingParams, load
-from minitri.cli.arguments import draft_of, model_of, taken
+from minitri.cli.arguments import model_of, taken
 from minitri.cli.inputs import encode
 from minitri.cli.report import details, outline
 from minitri.errors import shorten
@@ -30,21 +26,17 @@ log = logging.getLogger("minitri")
 def boot(
     args: argparse.Namespace, prepare: Callable[[Tokenizer, ModelConfig], Any] = lambda *_: None
 ) -> tuple[Engine, Any]:
-    """Boots the engine that the flags ask for; gives also what `prepare` made before the weights
-    were read. Raises `InputError`."""
+    """Boots the engine that the flags ask for, with a KV snapshot if they name one; gives also what
+    `prepare` made before the weights were read. Raises `InputError`."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     made = []
-    engine = load(
-        **model_of(args),
-        draft=draft_of(args),
-        before_weights=lambda *files: made.append(prepare(*files)),
-    )
+    engine = load(**model_of(args), before_weights=lambda *files: made.append(prepare(*files)))
     if args.bitwise and (args.tree or not engine.model.execution.is_row_invariant):
-        raise InputError(
-            "--bitwise needs the compiled kernels and no --tree; run on a CPU with a C++ compiler, "
-            "or leave it out"
-        )
+        needs = "the compiled kernels (a CPU with a C++ compiler) and no --tree"
+        raise InputError(f"--bitwise needs {needs}; leave it out")
+    if (file := vars(args).get("load_kv")) is not None:
+        log.info("KV snapshot: %d tokens", engine.load_kv(file))
     return engine, made[0]
 
 
@@ -58,8 +50,8 @@ def load_engine(args: argparse.Namespace, texts: Sequence[str]) -> tuple[Engine,
 
 
 def sampling_of(args: argparse.Namespace, engine: Engine) -> tuple[SamplingParams, int]:
-    """Sampling by the flags, and where there are none as the model's files say, which is told; and
-    the seed."""
+    """Sampling by the flags, and where there are none as the model's files say; and the seed, which
+    is drawn if it matters and was not given. What is not by flags is told."""
     sampling = taken(SamplingParams, args)
     found = {
         name: value
@@ -70,16 +62,11 @@ def sampling_of(args: argparse.Namespace, engine: Engine) -> tuple[SamplingParam
         advice = "--temperature 0 is greedy"
         log.info("sampling as the model's generation_config.json says: %s; %s", found, advice)
         sampling = dataclasses.replace(sampling, **found)
-    return sampling, seed_of(args, sampling)
-
-
-def seed_of(args: argparse.Namespace, sampling: SamplingParams) -> int:
-    """The seed that was given; or one drawn where it matters, which is told."""
-    if args.seed is not None or not sampling.temperature:
-        return args.seed or 0
-    seed = join().ask_first(lambda: secrets.randbelow(MAX_SEED + 1))
-    log.info("seed %d; the text may follow the clock, too: --seed makes it repeatable", seed)
-    return seed
+    seed = args.seed
+    if seed is None and sampling.temperature:
+        seed = join().ask_first(lambda: secrets.randbelow(MAX_SEED + 1))
+        log.info("seed %d; the text may follow the clock, too: --seed makes it repeatable", seed)
+    return sampling, seed or 0
 
 
 def check_save_kv(args: argparse.Namespace) -> None:
@@ -88,19 +75,11 @@ def check_save_kv(args: argparse.Namespace) -> None:
         raise InputError(f"--save-kv: cannot write {shorten(args.save_kv)}; name another file")
 
 
-def load_kv(args: argparse.Namespace, engine: Engine) -> None:
-    """Does what --load-kv says."""
-    if args.load_kv is not None:
-        log.info("KV snapshot: %d tokens", engine.load_kv(args.load_kv))
-
-
 def conclude(args: argparse.Namespace, engine: Engine, run: Generation) -> None:
     """Closes a run: its statistics go to the log; does what --save-kv says."""
     run.close()
     log.info(outline(run))
     if args.stats:
-        log.info(details(engine, run))
-    if args.load_kv is not None and not any(row.stats.num_cached_tokens for row in run.rows):
-        log.warning("--load-kv was of no use: the prompt begins unlike the text of the snapshot")
+        log.info(details(run))
     if args.save_kv is not None:
         log.info("saved the KV cache of %d tokens", engine.save_kv(args.save_kv))

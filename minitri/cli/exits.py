@@ -24,82 +24,64 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def clean_imports() -> Iterator[None]:
-    """`clean_exits` for the seconds that importing PyTorch takes, after what has to come before.
-
-    Extension modules lose exceptions there, so that Ctrl-C ends the program at once.
-    """
-    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if is_default:
-        signal.signal(signal.SIGINT, _stop_at_once)
+    """`clean_exits` for the seconds that importing PyTorch takes, where extension modules lose
+    exceptions, so that Ctrl-C ends the program at once."""
+    before = signal.signal(signal.SIGINT, _stop_at_once)
     import shutil
 
     # PyTorch's large tensors in pages of 2 MB: weights and KV caches are read 5 % faster on Linux.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # Waiting threads of PyTorch would spin on the cores of compiled kernels: with them asleep
     # prompts are read 15 % faster. Without a compiler spinning is faster.
-    has_kernels = os.environ.get("MINITRI_KERNELS") != "off"
-    if has_kernels and shutil.which(os.environ.get("CXX", "c++")):
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler and os.environ.get("MINITRI_KERNELS") != "off":
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         with clean_exits():
             os.getcwd()  # noqa: PTH109 (imports more); a library of PyTorch aborts without it
             yield
     finally:
-        if is_default:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, before)
 
 
 def program(
     build_parser: "Callable[[], ArgumentParser]",
     run_command: "Callable[[Namespace], int | None]",
-    *,
     parallel: bool = False,
 ) -> "Callable[..., None]":
-    """The `main` of a program: flags, log, UTF-8 output and `clean_exits` around its work.
-
-    `run_command` returns the exit code. `parallel`: torchrun may start the program in several
-    processes, of which the first one speaks."""
+    """The `main` of a program; `run_command` returns the exit code. `parallel`: torchrun may start
+    it in several processes, of which the first one speaks."""
 
     def main(argv: list[str] | None = None) -> None:
         with clean_exits():
             import logging
 
+            from minitri.parallel.ranks import join
+
             atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # all is done by then
             if hasattr(sys.stdout, "reconfigure"):
                 sys.stdout.reconfigure(encoding="utf-8", errors="replace")
             parser = build_parser()
-            is_silent = _is_follower(parser.prog, parallel)
+            ranks = join()
+            if ranks.count > 1 and not parallel:
+                raise InputError(f"{parser.prog} is one process; start it without torchrun")
+            if ranks.rank:
+                _mute()
             args = parser.parse_args(argv)
-            args.quiet |= is_silent
+            args.quiet |= ranks.rank > 0
             log = logging.getLogger("minitri")
             log.handlers = [logging.StreamHandler()]  # to standard error, message only
             log.setLevel(logging.WARNING if args.quiet else logging.INFO)
-            log.disabled = is_silent
+            log.disabled = ranks.rank > 0
             sys.exit(run_command(args) or 0)
 
     return main
 
 
-def _is_follower(name: str, parallel: bool) -> bool:
-    """Joins the other processes, if torchrun has started several; whether this one is silent."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        return False
-    if not parallel:
-        raise InputError(f"{name} runs in one process; start it without torchrun")
-    from minitri.parallel.ranks import join
-
-    if join().rank:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
-    return join().rank > 0
-
-
 @contextlib.contextmanager
 def clean_exits() -> Iterator[None]:
-    """Ends the program with a code and at most one line.
-
-    That is for bad input, a missing package, Ctrl-C, and what the system refuses, such as a write
-    to a full disk; anything else is a bug.
-    """
+    """Ends the program with a code and at most one line: for bad input, a missing package, Ctrl-C,
+    and what the system refuses, such as a write to a full disk. Anything else is a bug."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # a shell has closed it
             setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: PTH123, SIM115
@@ -109,7 +91,7 @@ def clean_exits() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except SystemExit as end:  # others that run with this process end with its code
-        raise _end(end.code) if isinstance(end.code, int) and end.code else end from None
+        raise _end(int(end.code)) if end.code else end from None
     except InputError as error:
         raise _end(2, " ".join(str(error).splitlines())) from None
     except ModuleNotFoundError as error:
@@ -118,8 +100,7 @@ def clean_exits() -> Iterator[None]:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # a second one
         raise _end(130, "interrupted") from None
     except OSError as error:
-        # What could not be written is given up, so that Python does not fail again in the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _mute()  # what could not be written is given up: else Python fails again in the end
         if error.errno == errno.EPIPE:  # whoever read our output has gone
             raise _end(0) from None
         raise _end(2, f"the system says: {error}; send output elsewhere, or free it") from None
@@ -141,6 +122,10 @@ def _end(code: int, line: str = "") -> SystemExit:
     if line and is_first:
         print(f"minitri: {line}", file=sys.stderr)
     return SystemExit(code)
+
+
+def _mute() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _stop_at_once(*_: object) -> None:

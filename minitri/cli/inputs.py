@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from minitri import InputError, ModelConfig
-from minitri.errors import shorten
+from minitri.errors import explain, shorten
 from minitri.loading.prompt_ids import check_prompt
 from minitri.loading.tokenizer import Tokenizer
 from minitri.parallel.ranks import join
@@ -21,7 +21,7 @@ MAX_PROMPT_BYTES = 16 << 20
 
 
 def read_prompt(file: str | None, prompt: str | None = None) -> str:
-    """The text of a prompt, of a UTF-8 file, of standard input (`-`), or else of the demo."""
+    """The text of a prompt, a UTF-8 file, standard input (`-`), or else the demo."""
     if prompt is None:
         prompt = demo_text() if file is None else read_text(file)
     if not prompt:
@@ -35,22 +35,15 @@ def read_text(file: str) -> str:
 
 
 def _read_text(file: str) -> str:
-    source = "standard input" if file == "-" else shorten(file)
-    try:
+    name = "standard input" if file == "-" else shorten(file)
+    with explain(f"cannot read {name}", "give UTF-8 text"):
         with nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream:
             content = stream.read(MAX_PROMPT_BYTES + 1) or b""  # None where nothing waits
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        text = "\0"
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"cannot read {source}: {reason}; name another file") from None
-    if len(content) > MAX_PROMPT_BYTES:
-        size = f"more than {MAX_PROMPT_BYTES >> 20} MB"
-        raise InputError(f"{source} has {size}, and no model reads as much; give a part of it")
-    if "\0" in text:
-        raise InputError(f"{source} is not UTF-8 text; convert it, or give another file")
-    return text
+        if len(content) > MAX_PROMPT_BYTES:
+            raise ValueError(f"it has more than {MAX_PROMPT_BYTES >> 20} MB")
+        if b"\0" in content:
+            raise ValueError("it has a NUL")
+        return content.decode("utf-8-sig")
 
 
 def demo_text() -> str:
@@ -61,19 +54,20 @@ def demo_text() -> str:
 
 
 def encode(
-    prompt: str | list[int],
-    tokenizer: Tokenizer,
-    config: ModelConfig,
-    num_new: int,
-    args: argparse.Namespace,
+    prompt: str, tokenizer: Tokenizer, config: ModelConfig, num_new: int, args: argparse.Namespace
 ) -> list[int]:
-    """Token ids of a prompt by --max-prompt-tokens, --fit, --chat and --system.
+    """Token ids of a prompt by --max-prompt-tokens, --fit, --chat and --system; what is cut is cut
+    from the text, not from BOS or the chat template around it. Raises `InputError` if there is no
+    template, or no room for the prompt and `num_new` more tokens."""
 
-    What is cut is cut from the text, not from BOS or the chat template around it. Raises
-    `InputError` if there is no template, or no room for the prompt and `num_new` more tokens.
-    """
-    ids = _ids(prompt, tokenizer, args)
-    empty = _ids(prompt[:0], tokenizer, args)
+    def encoded(text: str) -> list[int]:
+        if not vars(args).get("chat"):
+            return tokenizer.encode(text)
+        system = [] if args.system is None else [{"role": "system", "content": args.system}]
+        return tokenizer.encode_chat([*system, {"role": "user", "content": text}])
+
+    ids = encoded(prompt)
+    empty = encoded("")
     start = num_same(ids, empty)
     end = len(ids) - num_same(ids[::-1], empty[start:][::-1])
     fit = vars(args).get("fit")
@@ -87,17 +81,6 @@ def encode(
         ids = ids[:first] + ids[first + num_cut :]
     check_prompt(ids, config, num_new)
     return ids
-
-
-def _ids(prompt: str | list[int], tokenizer: Tokenizer, args: argparse.Namespace) -> list[int]:
-    if not isinstance(prompt, str):
-        return prompt
-    if not vars(args).get("chat"):
-        return tokenizer.encode(prompt)
-    messages = [{"role": "user", "content": prompt}]
-    if args.system is not None:
-        messages.insert(0, {"role": "system", "content": args.system})
-    return tokenizer.encode_chat(messages)
 
 
 def num_same(tokens: Sequence[int], others: Sequence[int]) -> int:

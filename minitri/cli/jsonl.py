@@ -1,10 +1,9 @@
 """Many prompts from a file: `generate --prompts FILE.jsonl`.
 
-Each line of the file is an object with a `prompt` or `token_ids`, and whatever differs from the
-flags: `seed`, `max_new_tokens`, `stop`, `ignore_eos`, `temperature`, `top_k`, `top_p`, `min_p`; an
-`id` of any kind comes back in the answer. As soon as a text ends it is written as one line of JSON,
-so an interrupted run loses nothing that was finished. A line that is wrong is answered by a line
-with an `error`; the others run.
+Each line is an object with a `prompt` and whatever differs from the flags (`KNOWN`); an `id` of any
+kind comes back in the answer. As soon as a text ends it is written as one line of JSON, so an
+interrupted run loses nothing that was finished. A line that is wrong is answered by a line with an
+`error`; the others run.
 """
 
 import argparse
@@ -25,14 +24,14 @@ from minitri import (
     Token,
 )
 from minitri.cli.arguments import SAMPLING
-from minitri.cli.boot import boot, conclude, load_kv, sampling_of
+from minitri.cli.boot import boot, conclude, sampling_of
 from minitri.cli.inputs import encode, read_text
 from minitri.cli.report import answer
-from minitri.errors import shorten
+from minitri.errors import explain, shorten
 from minitri.fields import changed
 from minitri.loading.prompt_ids import MAX_SEED, as_seeds
 
-KNOWN = ("prompt", "token_ids", "id", "seed", "max_new_tokens", "stop", "ignore_eos", *SAMPLING)
+KNOWN = ("prompt", "id", "seed", "max_new_tokens", "stop", "ignore_eos", *SAMPLING)
 """What a line may say."""
 
 
@@ -44,7 +43,6 @@ def run_lines(
     lines = [(number, line) for number, line in numbered if line.strip()]
     engine, _ = boot(args)
     sampling, seed = sampling_of(args, engine)
-    load_kv(args, engine)
     heads: list[dict[str, Any]] = []
     requests = []
     for index, (number, line) in enumerate(lines):
@@ -56,12 +54,12 @@ def run_lines(
             requests.append(request_of(fields, args, engine, default))
             heads.append(head)
         except InputError as error:
-            write(head, error=str(error))
+            write(head, {"error": str(error)})
     if requests:
         run = engine.stream(
             requests, batch_size=args.batch_size, generation=generation, speculation=speculation
         )
-        _write_answers(run, heads, quiet=args.quiet)
+        write_answers(run, heads, quiet=args.quiet)
         conclude(args, engine, run)
     if len(requests) < max(len(lines), 1):
         num_wrong = len(lines) - len(requests)
@@ -69,20 +67,15 @@ def run_lines(
 
 
 def read_line(line: str) -> dict[str, Any]:
-    """The object in a line; its `prompt` may be token ids. Raises `InputError` if it is wrong."""
-    try:
+    """The object in a line. Raises `InputError` if it is wrong."""
+    with explain("it is no object of JSON", "write one"):
         fields = {**json.loads(line)}
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"it is no object of JSON: {shorten(error, 90)}") from None
     if unknown := sorted(fields.keys() - {*KNOWN}):
         name = shorten(unknown[0], 60)
         raise InputError(f"{name!r} is unknown; known are {', '.join(KNOWN)}")
-    match fields:
-        case {"prompt": str()} if "token_ids" not in fields:
-            return fields
-        case {"token_ids": [*ids]} if "prompt" not in fields and {*map(type, ids)} <= {int}:
-            return {**fields, "prompt": ids}
-    raise InputError("give either prompt, a text, or token_ids, a list of whole numbers")
+    if not isinstance(fields.get("prompt"), str):
+        raise InputError("there is no prompt; give a text")
+    return fields
 
 
 def request_of(
@@ -90,19 +83,13 @@ def request_of(
 ) -> Request:
     """What a line asks for, the rest as in `default`. Raises `InputError`."""
     [seed] = as_seeds(fields.get("seed", default.seed), 1)
-    sampling = changed(default.sampling, fields)
     generation = changed(default.generation, fields)
     num_new = generation.max_new_tokens
     ids = encode(fields["prompt"], engine.tokenizer, engine.config, num_new, args)
-    return Request(ids, seed, sampling, generation)
+    return Request(ids, seed, changed(default.sampling, fields), generation)
 
 
-def write(head: dict[str, Any], **answer: Any) -> None:
-    """Writes a line of the output."""
-    print(json.dumps(head | answer, ensure_ascii=False), flush=True)
-
-
-def _write_answers(run: Generation, heads: list[dict[str, Any]], *, quiet: bool) -> None:
+def write_answers(run: Generation, heads: list[dict[str, Any]], *, quiet: bool) -> None:
     """Writes each text as it ends."""
     tokens: defaultdict[int, list[Token]] = defaultdict(list)
     with tqdm(total=len(heads), unit=" prompts", disable=True if quiet else None) as bar:
@@ -111,5 +98,10 @@ def _write_answers(run: Generation, heads: list[dict[str, Any]], *, quiet: bool)
                 tokens[event.row].append(event)
             elif isinstance(event, End):
                 row = run.rows[event.row]
-                write(heads[event.row], **answer(row, event.finish_reason, tokens.pop(event.row)))
+                write(heads[event.row], answer(row, event.finish_reason, tokens.pop(event.row)))
                 bar.update()
+
+
+def write(head: dict[str, Any], content: dict[str, Any]) -> None:
+    """A line of the output."""
+    print(json.dumps(head | content, ensure_ascii=False), flush=True)

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from minitri import Engine, Generation, Stats, Token
-from minitri.cli.arguments import WITH_DRAFTER
+from minitri.cli.arguments import UNUSED
 from minitri.loading.devices import attention_name
 from minitri.model.llama import Llama
 from minitri.requests import Row
-from minitri.stats import LevelStats
 
 GUESSED = ("draft", "retrieval")
 """Origins of tokens that the target only verified."""
@@ -37,33 +36,16 @@ def outline(run: Generation) -> str:
     return line
 
 
-def details(engine: Engine, run: Generation) -> str:
-    """The statistics for people who tune: of --stats."""
+def details(run: Generation) -> str:
+    """The statistics for people who tune, by the names that they have in --json."""
     stats = run.stats
-    phases = ", ".join(f"{name} {ms:.1f}" for name, ms in phase_ms(stats).items())
-    plans = ", ".join(f"{plan}: {steps} steps" for plan, steps in stats.steps_per_plan.items())
-    models = (engine.model, engine.draft, engine.retrieval_model)
-    weights = sum(model.num_bytes for model in models if model is not None)
-    lines = [
-        f"prefill  {stats.num_prefilled_tokens} of {stats.num_prompt_tokens} tokens in "
-        f"{stats.prefill_seconds:.2f} s",
-        f"decode   {stats.num_decoded_tokens} tokens after the first in "
-        f"{stats.decode_seconds:.2f} s, {stats.ms_per_token or 0:.1f} ms/token",
-        *map(level_line, stats.levels),
-        f"ms/token {phases}; {stats.num_rebuilds} rebuilds of the retrieval cache",
-        f"plans    {plans}",
-        f"graphs   {stats.num_graphs}",
-        f"memory   weights {weights / 1e6:.0f} MB, KV caches {stats.kv_cache_bytes / 1e6:.0f} MB",
-    ]
-    return "\n".join(lines)
-
-
-def level_line(level: LevelStats) -> str:
-    """One level: what it accepted."""
-    return (
-        f"{level.name:8s} accepted {level.num_accepted_tokens} of {level.num_tested_tokens} tested "
-        f"({level.acceptance_rate or 0:.3f}) of {level.num_draft_tokens} drafted in "
-        f"{level.num_rounds} rounds, {level.mean_acceptance_length or 0:.2f} tokens each"
+    tables: dict[str, dict[str, Any]] = {level.name: level.as_dict() for level in stats.levels}
+    tables |= {"ms/token": phase_ms(stats), "steps": stats.steps_per_plan, "run": vars(stats)}
+    return "\n".join(
+        f"{title:9s} {name}: {round(value, 3)}"
+        for title, table in tables.items()
+        for name, value in table.items()
+        if isinstance(value, int | float)
     )
 
 
@@ -91,11 +73,7 @@ def answer(row: Row, finish_reason: str, tokens: Sequence[Token]) -> dict[str, A
 
 
 def report(
-    engine: Engine,
-    run: Generation,
-    args: argparse.Namespace,
-    finish_reason: str,
-    tokens: Sequence[Token],
+    engine: Engine, run: Generation, args: argparse.Namespace, reason: str, tokens: Sequence[Token]
 ) -> dict[str, Any]:
     """The statistics for programs: the object that --json prints."""
     [row] = run.rows
@@ -104,9 +82,9 @@ def report(
         "model": args.model,
         "method": args.method,
         "coupled": args.coupled,
-        "draft": engine.drafter_name if args.method in WITH_DRAFTER else None,
+        "draft": None if "draft" in UNUSED.get(args.method, ()) else engine.drafter_name,
         **where(engine.model),
-        **answer(row, finish_reason, tokens),
+        **answer(row, reason, tokens),
         **vars(row.stats),
         **vars(stats),
         "ms_per_token": stats.ms_per_token,

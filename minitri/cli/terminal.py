@@ -2,11 +2,11 @@
 
 import logging
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from tqdm import tqdm
 
-from minitri import End, Event, Generation, PrefillProgress, Token
+from minitri import End, Generation, PrefillProgress, Token
 
 log = logging.getLogger("minitri")
 
@@ -39,10 +39,8 @@ def nothing(token: Token) -> str:  # noqa: ARG001 (what `stream` calls)
 def stream(
     run: Generation, show: Callable[[Token], str], *, quiet: bool
 ) -> tuple[str, list[Token]]:
-    """Shows a run of one prompt; returns how it ended, and its tokens.
-
-    After a Ctrl-C it ends as `interrupted` with the next event; a second one interrupts at once.
-    """
+    """Shows a run of one prompt, with a progress bar on a terminal while that is read; returns how
+    it ended, and its tokens: after a Ctrl-C as `interrupted`, with the next event."""
     tokens: list[Token] = []
     is_stopped = False
 
@@ -52,36 +50,22 @@ def stream(
         is_stopped = True
         log.info("stopping after this step; another Ctrl-C stops at once")
 
+    total = run.rows[0].num_prompt_tokens
+    hidden = True if quiet else None
     before = signal.signal(signal.SIGINT, stop)
     try:
-        for event in with_bar(run, quiet=quiet):
-            if isinstance(event, End):
-                return event.finish_reason, tokens
-            if isinstance(event, Token):
-                tokens.append(event)
-                print(show(event), end="", flush=True)
-            if is_stopped:
-                break
+        with tqdm(total=total, desc="prompt", unit=" tokens", leave=False, disable=hidden) as bar:
+            for event in run:
+                if isinstance(event, End):
+                    return event.finish_reason, tokens
+                if isinstance(event, PrefillProgress):
+                    bar.update(event.num_done - bar.n)
+                elif isinstance(event, Token):
+                    bar.close()
+                    tokens.append(event)
+                    print(show(event), end="", flush=True)
+                if is_stopped:
+                    break
     finally:
         signal.signal(signal.SIGINT, before)
     return "interrupted", tokens
-
-
-def finish(run: Generation, *, quiet: bool) -> End:
-    """Runs one prompt to its end with a progress bar, shows nothing else."""
-    *_, end = with_bar(run, quiet=quiet)
-    assert isinstance(end, End)
-    return end
-
-
-def with_bar(run: Generation, *, quiet: bool) -> Iterator[Event]:
-    """The events of one prompt, with a progress bar on a terminal while the prompt is read."""
-    total = run.rows[0].num_prompt_tokens
-    hidden = True if quiet else None
-    with tqdm(total=total, desc="prompt", unit=" tokens", leave=False, disable=hidden) as bar:
-        for event in run:
-            if isinstance(event, PrefillProgress):
-                bar.update(event.num_done - bar.n)
-            else:
-                bar.close()
-            yield event

@@ -1,24 +1,20 @@
 """Does a method sample from the model's distribution? A statistical test of the default mode.
 
-With independent random numbers every method writes another text, so nothing can be compared token
-by token. But after any text a plain pass of the model gives the distribution p that the next token
-must follow. Each test gives every token of the vocabulary a score from 0 to 1, and adds up how far
-the scores of the tokens that were emitted are from their mean under p. For an exact method that sum
-is a martingale S: its mean is 0 and its variance V known, whatever the text, and for any l
+After any text a plain pass of the model gives the distribution p that the next token must follow.
+Each test gives every token of the vocabulary a score from 0 to 1, and adds up how far the scores of
+the tokens that were emitted are from their mean under p. For an exact method that sum is a
+martingale S: its mean is 0 and its variance V known, whatever the text, and for any l
 exp(l S - (exp |l| - 1 - |l|) V) is above 1 / a with odds of at most a (Freedman 1975, Ville). Of
 several l the largest counts, with odds that many times as high. The scores are
 
-- `likelihood`: p itself. Tells whether the text is sampled from too sharp or flat a distribution.
-- `order`: the middle of the token's interval in the CDF of p, by which tokens are sampled. Tells
-  whether random numbers are biased or used twice.
-- `drafter`: 1 where the drafter's distribution q is above p. Tells whether rejected guesses leave a
-  trace: a recovered token that is sampled from p instead of the residual shows here.
+- `likelihood`: p itself, against too sharp or flat a distribution.
+- `order`: the middle of the token's interval in the CDF of p, by which tokens are sampled, against
+  random numbers that are biased or used twice.
+- `drafter`: 1 where the drafter's distribution q is above p, against traces of rejected guesses: a
+  recovered token that is sampled from p instead of the residual.
 
 Tokens for which there was a guess and others (bonus tokens) are added up apart: which of both comes
 next is certain before the token is sampled, and bugs may push them in opposite directions.
-
-All this holds as far as the plain pass computes the p that decoding used. Other dtypes than float32
-round differently in blocks of other lengths, so an alarm there must be repeated in float32.
 
 Legend: N tokens, V vocab.
 """
@@ -53,9 +49,10 @@ def run_test(
 ) -> dict[str, float]:
     """Continues the prompts with independent random numbers; returns for every score a p-value."""
     generation = GenerationConfig(num_new, ignore_eos=True)
-    seeds = ((seed + number) % (MAX_SEED + 1) for number in range(len(prompts)))
-    pairs = zip(prompts, seeds, strict=True)
-    requests = [Request(prompt, own, sampling, generation) for prompt, own in pairs]
+    requests = [
+        Request(prompt, (seed + number) % (MAX_SEED + 1), sampling, generation)
+        for number, prompt in enumerate(prompts)
+    ]
     emitted: list[list[Token]] = [[] for _ in prompts]
     for event in engine.stream(requests, batch_size=ROWS_AT_ONCE, speculation=speculation):
         if isinstance(event, Token):
@@ -70,8 +67,7 @@ def run_test(
 def score(
     engine: Engine, prompt: list[int], emitted: list[Token], sampling: SamplingParams
 ) -> dict[str, Tensor]:
-    """By score, the sums over the tokens after a prompt of what the score is off its mean under p,
-    and of its variance."""
+    """By score, the sums over the new tokens of what it is off its mean and of its variance."""
     new = [event.token_id for event in emitted]
     text = prompt + new
     V = engine.config.vocab_size

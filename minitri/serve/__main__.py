@@ -1,6 +1,4 @@
-"""The server: `python -m minitri.serve --model smollm2-135m`, then any client of OpenAI's API.
-
-    client = openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+"""The server: `minitri serve --model smollm2-135m`, then any client of OpenAI's API.
 
 Reports go to standard error. After a Ctrl-C running requests end first; a second one stops them.
 """
@@ -16,10 +14,11 @@ with clean_imports():
     import os
     import socket
 
-    from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
+    from minitri import GenerationConfig, SamplingParams, SpeculationConfig
     from minitri.cli import arguments
     from minitri.cli.boot import boot
     from minitri.engine import MAX_ROWS
+    from minitri.errors import explain
     from minitri.fields import between
 
 log = logging.getLogger("minitri")
@@ -35,14 +34,9 @@ class ServeFlags:
     """What this program alone is asked for."""
 
     context: int | None = between(None, 1)
-    """Tokens that a prompt and its answer may have, for which each row takes memory. Default: 8192,
-    or the model's context if that is shorter."""
+    """Tokens of a prompt and its answer, for which each row takes memory. Default: at most 8192."""
     batch_size: int = between(MAX_ROWS, 1)
     """Requests that run at a time."""
-    max_queue: int = between(64, 1)
-    """Requests that wait for a row; more are answered with 503."""
-    time_limit: int = between(600, 1)
-    """Seconds for a request, waiting included."""
     host: str = "127.0.0.1"
     """Address to listen at; 0.0.0.0: all."""
     port: int = between(8000, 0, 65535)
@@ -55,58 +49,37 @@ def build_parser() -> arguments.OneLineParser:
     """All flags of the program."""
     parser = arguments.OneLineParser(
         "serve",
-        "--model smollm2-135m",
         "--context 32768 --batch-size 2 --port 8080 --api-key secret --coupled",
-        description="Serves a model at the endpoints of OpenAI's API: /v1/models, /v1/completions "
-        "and /v1/chat/completions; next to them /health.",
+        description="Serves a model at OpenAI's /v1/completions and /v1/chat/completions.",
     )
     arguments.add_flags(parser, *arguments.MODEL)
-    group = parser.add_argument_group("server")
-    arguments.add_fields(group, ServeFlags)
-    arguments.add_flags(group, *arguments.MEMORY)
-    title = (
-        "sampling where a request does not say: as in OpenAI's API at temperature 1, 16 tokens of "
-        "a text, a chat to the end of the context, a new seed, which the answer tells (captured "
-        "graphs on a GPU know only the kinds of filters that are given here)"
-    )
+    arguments.add_fields(parser, ServeFlags)
+    arguments.add_flags(parser, *arguments.MEMORY)
+    title = "sampling where a request does not say (a GPU's graphs know no other kinds of filters)"
     arguments.add_flags(parser, *arguments.SAMPLING, title=title)
     parser.set_defaults(temperature=1.0)
-    title = (
-        "speculation (none of this changes the distribution; with --coupled, or at temperature 0, "
-        "a seed gives the same text alone and with other requests)"
-    )
+    title = "speculation (with --coupled a seed gives one text, alone and with other requests)"
     arguments.add_flags(parser, *arguments.SPECULATION, title=title)
     return parser
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that clients may connect to while the model is loaded. Raises `InputError`."""
-    try:
-        return socket.create_server((host, port))
-    except (OSError, UnicodeError) as error:
-        raise InputError(
-            f"cannot listen at {host}, port {port}: {error}; choose another --host or --port"
-        ) from None
-
-
 def run_command(args: argparse.Namespace) -> None:
     """Answers requests until Ctrl-C."""
-    try:
-        import uvicorn
+    import uvicorn  # an extra, without which --help works
 
-        from minitri.serve.app import Service
-        from minitri.serve.protocol import Protocol
-        from minitri.serve.worker import Worker
-    except ModuleNotFoundError as error:
-        raise InputError(f"{error}; install it: pip install 'minitri[serve]'") from None
+    from minitri.serve.app import Service
+    from minitri.serve.protocol import Protocol
+    from minitri.serve.worker import Worker
+
     sampling = arguments.taken(SamplingParams, args)
     speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
     arguments.warn_of_ignored(args)
-    with listen(args.host, args.port) as listener:
+    with explain(f"cannot listen at {args.host}, port {args.port}", "choose another"):
+        listener = socket.create_server((args.host, args.port))
+    with listener:  # clients may connect while the model is loaded
         engine, _ = boot(args)
         context = args.context or min(DEFAULT_CONTEXT, engine.config.context_length)
         names = list(dict.fromkeys([engine.config.name, args.model]))
-        protocol = Protocol(engine, names, sampling, context)
         open_run = functools.partial(
             engine.open,
             batch_size=args.batch_size,
@@ -115,29 +88,14 @@ def run_command(args: argparse.Namespace) -> None:
             speculation=speculation,
         )
         with contextlib.closing(Worker(open_run)) as worker:
-            service = Service(
-                protocol,
-                worker,
-                max_open=args.batch_size + args.max_queue,
-                seconds=args.time_limit,
-                api_key=args.api_key or os.environ.get("MINITRI_API_KEY"),
-            )
+            key = args.api_key or os.environ.get("MINITRI_API_KEY")
+            service = Service(Protocol(engine, names, sampling, context), worker, key)
             config = uvicorn.Config(
-                service.app,
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=FINISH_SECONDS,
+                service.app, log_config=None, timeout_graceful_shutdown=FINISH_SECONDS
             )
-            log.info(
-                "%s at http://%s:%d/v1: %d requests at a time, of %d tokens each (%.2g GiB of KV "
-                "caches); Ctrl-C ends",
-                engine.config.name,
-                *listener.getsockname(),
-                args.batch_size,
-                context,
-                worker.kv_cache_bytes / (1 << 30),
-            )
+            text = "%s at http://%s:%d/v1: %d requests at a time, of %d tokens each; Ctrl-C ends"
+            address = listener.getsockname()
+            log.info(text, engine.config.name, *address, args.batch_size, context)
             with contextlib.suppress(KeyboardInterrupt):
                 uvicorn.Server(config).run(sockets=[listener])
     log.info("stopped")

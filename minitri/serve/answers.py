@@ -1,21 +1,15 @@
 """How an endpoint words its answer: OpenAI's JSON, whole or as a stream, of a run's events.
 
-    writer = Writer(call, "smollm2-135m", engine)
-    writer.take(event)  # bytes to send, for each event
-
-In addition to OpenAI's fields every answer has its `seed`. It knows neither HTTP nor the run.
+In addition to OpenAI's fields every answer has its `seed`.
 """
 
-import functools
 import itertools
 import json
-import re
 import secrets
 import time
 from typing import Any
 
 from minitri import End, Engine, Event, RowStats, Token
-from minitri.loading.tokenizer import Tokenizer
 from minitri.serve.protocol import Call
 
 LEAST_LOGPROB = -9999.0
@@ -29,7 +23,7 @@ def to_json(content: Json) -> bytes:
 
 
 def in_stream(content: Json) -> bytes:
-    """An event of a stream."""
+    """The same as an event of a stream."""
     return b"data: %b\n\n" % to_json(content)
 
 
@@ -105,9 +99,14 @@ class Writer:
         }
 
     def _named(self, token_id: int, logprob: float | None) -> Json:
-        name = spelled(self._tokenizer, token_id)
-        value = max(logprob or 0.0, LEAST_LOGPROB)
-        return {"token": shown(name), "logprob": value, "bytes": list(name)}
+        """A token as text and, unless it is a part of a character, in UTF-8."""
+        spelling = self._tokenizer.token(token_id) or ""
+        text = self._tokenizer.decode([token_id])
+        is_part = "\ufffd" in text
+        if is_part or not text or "▁" in spelling:
+            text = spelling.replace("▁", " ")
+        utf8 = None if is_part else list(text.encode())
+        return {"token": text, "logprob": max(logprob or 0.0, LEAST_LOGPROB), "bytes": utf8}
 
 
 def usage(stats: RowStats) -> Json:
@@ -120,32 +119,3 @@ def usage(stats: RowStats) -> Json:
         "prompt_tokens_details": {"cached_tokens": stats.num_cached_tokens},
         "completion_tokens_details": {"accepted_prediction_tokens": guessed},
     }
-
-
-def spelled(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """The bytes of a token, which may be a part of a character."""
-    spelling = tokenizer.token(token_id) or ""
-    if re.fullmatch("<0x[0-9A-F]{2}>", spelling):
-        return bytes.fromhex(spelling[3:5])
-    byte_of = byte_level_alphabet()
-    name = bytes(byte_of[c] for c in spelling if c in byte_of)
-    is_byte_level = len(name) == len(spelling)
-    if is_byte_level and name.decode("utf-8", "replace") == tokenizer.decode([token_id]):
-        return name
-    return spelling.replace("▁", " ").encode()
-
-
-def shown(name: bytes) -> str:
-    """A token's bytes as text; where they are no UTF-8, as OpenAI writes them."""
-    try:
-        return name.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + name.decode(errors="backslashreplace")
-
-
-@functools.cache
-def byte_level_alphabet() -> dict[str, int]:
-    """What byte-level BPE writes for bytes: those not visible in Latin-1 count from U+0100 on."""
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = itertools.count(256)
-    return {chr(byte if byte in visible else next(others)): byte for byte in range(256)}

@@ -1,12 +1,8 @@
 """The thread that owns the engine and its one open run, in which all requests are rows.
 
-    worker = Worker(lambda: engine.open(batch_size=8, generation=GenerationConfig(reserve=8192)))
-    job = worker.submit(request, deliver)  # calls deliver(event) in its thread until an End
-    worker.cancel(job)
-
 Other threads leave messages, which it takes between two events of the run; with nothing to do it
-sleeps. A request that is wrong gets the `InputError` as its event and the others go on. When the
-run itself fails, its requests get the error, and a new run is opened for the next ones.
+sleeps. A request that is wrong gets the `InputError` as its event. When the run itself fails, its
+requests get the error, and a new run is opened for the next ones.
 """
 
 import logging
@@ -39,29 +35,25 @@ class Worker:
     """Runs requests of any thread in one run."""
 
     def __init__(self, open_run: Callable[[], Generation]) -> None:
-        """Raises what `open_run` raises."""
         self._open = open_run
-        run = open_run()
-        self.kv_cache_bytes = run.stats.kv_cache_bytes
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # None: wake up and stop
         self._jobs: dict[int, Job] = {}
         self._stopping = False
-        self._thread = threading.Thread(target=self._work, args=(run,), daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(open_run(),), daemon=True)
         self._thread.start()
 
     def submit(self, request: Request, deliver: Deliver) -> Job:
-        """Puts a request after the others."""
+        """`deliver` is called in the worker's thread."""
         job = Job(request, deliver)
         self._inbox.put(job)
         return job
 
     def cancel(self, job: Job) -> None:
-        """Takes a request out, wherever it is; nothing happens if it has ended."""
+        """Nothing happens if it has ended."""
         job.is_cancelled = True
         self._inbox.put(job)
 
     def close(self) -> None:
-        """Ends the run and the thread; requests that still run are dropped."""
         self._stopping = True
         self._inbox.put(None)
         self._thread.join()
@@ -92,7 +84,6 @@ class Worker:
                 job.deliver(event)
 
     def _take(self, run: Generation, job: Job) -> None:
-        """Does what the message says: to run a request, or to drop one."""
         if self._jobs.get(job.number) is job:
             run.cancel(job.number)
             del self._jobs[job.number]

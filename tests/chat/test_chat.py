@@ -1,8 +1,9 @@
-"""The chat as a user has it: piped, and at a terminal."""
+"""The chat as a user has it, piped or at a terminal; and the conversation that it keeps."""
 
 import fcntl
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -11,17 +12,19 @@ import time
 
 import pytest
 
+from minitri import InputError
 from minitri.chat.__main__ import main
-from tests.conftest import edit_json, write_hf_folder
-from tests.loading.test_chat_template import CHATML
+from minitri.chat.conversation import Conversation
+from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
+from tests.conftest import byte_level_tokenizer, edit_json, write_hf_folder
+from tests.loading.test_chat_template import CHATML, LLAMA3
 
 
 @pytest.fixture(scope="module")
 def instruct(tmp_path_factory):
     """A tiny model with a chat template and a long context, whose answers do not end."""
-    folder = write_hf_folder(
-        tmp_path_factory.mktemp("chat") / "tiny", max_position_embeddings=2048, vocab_size=330
-    )
+    folder = tmp_path_factory.mktemp("chat") / "tiny"
+    write_hf_folder(folder, max_position_embeddings=2048, vocab_size=330)
     (folder / "tokenizer_config.json").write_text("{}")
     edit_json(folder / "tokenizer_config.json", chat_template=CHATML)
     for name in ("config.json", "generation_config.json"):
@@ -47,28 +50,35 @@ def chat(instruct, capfd, monkeypatch):
     return chat
 
 
-@pytest.fixture
-def document(tmp_path) -> str:
-    (tmp_path / "d.txt").write_text("It was a dark night. " * 40)
-    return str(tmp_path / "d.txt")
-
-
-def test_piped_questions_are_answered_and_commands_obeyed(chat, document, tmp_path):
-    commands = ["/nonsense", "/temperature hot", "/temperature 0", "/color", "/stats", "/save"]
-    commands += ["/save /no/such/folder/x", "/load /no/such/file", f"/save {tmp_path / 'kv'}"]
+def test_piped_questions_are_answered_and_commands_obeyed(chat, tmp_path):
+    document = tmp_path / "d.txt"
+    document.write_text("It was a dark night. " * 40)
+    commands = ["/nonsense", "/temperature hot", "/temperature -1", "/temperature 0", "/stats"]
+    commands += ["/save", "/save /no/such/folder/x", "/load /no/such/file", f"/save {tmp_path}/kv"]
     lines = ["Who?", "", *commands, "And why?", "/stats", "/reset", "/quit", "never asked"]
-    out, err = chat("\n".join(lines), "--document", document, "-n", "12")
-    for told in ("tokens of documents are read", "tokens were in the KV cache", "/temperature T"):
+    out, err = chat("\n".join(lines), "--document", str(document), "-n", "12", "--color")
+    for told in ("tokens of documents are read", "/temperature T"):
         assert told in err
-    for wrong in ("temperature is 'hot'", "/no/such/folder/x", "/no/such/file"):
+    for wrong in ("temperature is 'hot'", "temperature is -1", "/no/such/folder/x", "/such/file"):
         assert wrong in err
     assert "never asked" not in out
     assert "\x1b" in out
-    read, _, every = next(it for it in err.splitlines()[::-1] if "prefill" in it).split()[1:4]
-    assert int(read) < 0.2 * int(every)  # of the second question
-    out, err = chat("And now?\n/stats\n", "--load", str(tmp_path / "kv"), "-n", "4")
-    [line] = [it for it in err.splitlines() if "were in the KV cache" in it]
-    assert int(line.split("; ")[1].split()[0]) > 100
+    read, every = (
+        int(re.findall(rf"{name}: (\d+)", err)[-1])
+        for name in ("num_prefilled_tokens", "num_prompt_tokens")
+    )
+    assert read < 0.2 * every  # of the second question
+    err = chat("And now?\n/stats\n", "--load", f"{tmp_path}/kv", "-n", "4")[1]
+    assert int(re.findall(r"num_prefilled_tokens: (\d+)", err)[0]) < 100
+
+
+@pytest.mark.parametrize("flags", ["--load missing.kv", f"--document {__file__}"])
+def test_what_cannot_begin_is_one_line(instruct, capsys, flags):
+    with pytest.raises(SystemExit) as ended:
+        main(["--quiet", "--model", str(instruct), "--device", "cpu", *flags.split()])
+    [line] = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert ("missing.kv" if "--load" in flags else "prompt has") in line
 
 
 def test_at_a_terminal_ctrl_c_stops_an_answer_only(instruct):
@@ -89,9 +99,7 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_only(instruct):
     command = [sys.executable, "-m", "minitri.chat", "--model", str(instruct), "-n", "1900"]
     with subprocess.Popen(
         [*command, "--dtype", "float32", "--device", "cpu"],
-        stdin=other,
-        stdout=other,
-        stderr=other,
+        **dict.fromkeys(("stdin", "stdout", "stderr"), other),
         start_new_session=True,
         env={**os.environ, "TERM": "dumb"},
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
@@ -106,10 +114,74 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_only(instruct):
             os.write(terminal, b"\x03")
             assert "(interrupted after" in read_until("tokens)")
             read_until(">")
-            os.write(terminal, b"/stats\r")
-            assert "tokens in" in read_until("memory")
             os.write(terminal, b"/quit\r")
             assert process.wait(timeout=60) == 0
         finally:
             process.kill()
     os.close(terminal)
+
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def tokenizer(template: str | None) -> Tokenizer:
+    pipeline = byte_level_tokenizer()
+    marks = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>"]
+    pipeline.add_special_tokens(marks)
+    return Tokenizer(TokenizersBackend(pipeline), None, template, SPECIAL)
+
+
+def spelled(tokens: Tokenizer, ids: list[int]) -> str:
+    return tokens._backend._pipeline.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+@pytest.mark.parametrize("documents", [(), ("One.\n", "Two.")])
+@pytest.mark.parametrize("template", [CHATML, LLAMA3])
+@pytest.mark.parametrize("ends", [True, False])
+def test_it_reads_as_if_the_template_had_written_all_of_it(template, documents, system, ends):
+    tokens = tokenizer(template)
+    end = "<|im_end|>" if template is CHATML else "<|eot_id|>"
+    talk = Conversation(tokens, system=system, documents=documents)
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    text = "".join(document.strip() + "\n\n" for document in documents)
+    before = talk.beginning
+    for question, answer in (("Who is Anne?", "A woman."), ("Really?", "Yes."), ("Sure?", "!")):
+        messages.append({"role": "user", "content": text + question})
+        text = ""
+        prompt = talk.ask(question)
+        assert prompt[: len(before)] == before
+        assert spelled(tokens, prompt) == tokens.chat_template.render(messages)
+        ids = tokens.encode_marked(answer + end * ends)
+        talk.answered(prompt, ids, end if ends else "")
+        messages.append({"role": "assistant", "content": answer})
+        before = talk.tokens
+        assert before == prompt + ids
+
+
+def test_what_is_forgotten_leaves_the_documents_and_it_goes_on_where_it_was_saved():
+    talk, other = (Conversation(tokenizer(CHATML), documents=[name]) for name in ("One.", "Two."))
+    first = talk.ask("Who?")
+    talk.answered(first, [5, 6], "<|im_end|>")
+    other.restore(talk.as_note())
+    assert other.ask("Why?") == talk.ask("Why?")
+    other.tokens = []
+    assert talk.beginning == other.beginning == first[: len(other.beginning)]
+
+
+@pytest.mark.parametrize("note", ["", "[1]", '{"documents": 5}'])
+def test_a_snapshot_of_something_else_is_refused(note):
+    talk = Conversation(tokenizer(CHATML))
+    before = talk.ask("Who?")
+    with pytest.raises(InputError, match="the snapshot holds no conversation"):
+        talk.restore(note)
+    assert talk.ask("Who?") == before
+
+
+def test_a_template_that_is_missing_refuses_or_leaves_out_is_named():
+    with pytest.raises(InputError, match="has no chat template"):
+        Conversation(tokenizer(None))
+    with pytest.raises(InputError, match="leaves questions out"):
+        Conversation(tokenizer("always the same"))
+    with pytest.raises(InputError, match="no, thanks"):
+        Conversation(tokenizer("{{ raise_exception('no, thanks') }}"))

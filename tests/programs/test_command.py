@@ -1,5 +1,6 @@
-"""The command `minitri`, and the habits of command lines that its programs keep."""
+"""The command `minitri`: habits that its programs keep, and what a shell may do to them."""
 
+import io
 import os
 import re
 import shutil
@@ -10,11 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 import minitri
-from minitri import Engine, generate, plan
 from minitri import __main__ as command
+from minitri import generate, plan
 from minitri.bench import __main__ as bench
 from minitri.chat import __main__ as chat
 from minitri.cli import exits, inputs
+from minitri.errors import InputError
 from minitri.loading.tokenizer import Tokenizer
 from minitri.selftest import __main__ as selftest
 from minitri.serve import __main__ as serve
@@ -24,53 +26,50 @@ PROMPT = "She had been forced into prudence in her youth"
 
 
 @pytest.mark.parametrize("program", [generate, plan, bench, selftest, chat, serve])
-def test_a_program_is_a_word_of_the_command(run, program, monkeypatch):
+def test_a_program_is_a_word_of_the_command(run, program):
     name = program.__name__.split(".")[1]
     help_text = run("--help", program=program.main, model=None)
     assert run(name, "--help", model=None) == help_text
-    assert f"python -m minitri.{name} " in help_text.out
+    assert f"  minitri {name} " in help_text.out
     assert f"  {name} " in command.HELP
     assert run("--version", program=program.main, model=None).out.startswith("minitri 0")
-    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/minitri"])
-    out = run(name, "--help", model=None).out
-    assert f"  minitri {name} " in out
-    assert "python -m" not in out
 
 
 def test_a_text_goes_on_with_and_without_the_name_of_a_program(run):
     wanted = run("--prompt", PROMPT, program=generate.main).out
-    for words in ((PROMPT,), ("-q", "-p", PROMPT), ("generate", PROMPT, "-n8")):
+    for words in (("-q", "-p", PROMPT), ("generate", PROMPT, "-n8")):
         assert run(*words)[:2] == (0, wanted)
 
 
 def test_nothing_at_a_terminal_is_answered_by_help(run, monkeypatch):
-    for words in ([], ["-h"], ["--help"]):
-        assert run(*words, model=None) == (0, command.HELP, "")
+    assert run(model=None) == run("-h", model=None) == (0, command.HELP, "")
     monkeypatch.setattr(command, "is_piped", lambda: True)
     monkeypatch.setattr(generate, "main", lambda argv: sys.exit(7))
     assert run(model=None).code == 7
 
 
+HEAVY = {"argparse", "json", "logging", "typing", "dataclasses", "threading", "torch", "numpy"}
+"""Of these none is imported before Ctrl-C is guarded; each would take milliseconds at least."""
+
+
 @pytest.mark.parametrize(
     ("flag", "wanted"), [("--version", f"minitri {minitri.__version__}\n"), ("-h", command.HELP)]
 )
-def test_help_and_version_do_not_wait_for_pytorch(flag, wanted):
-    program = (
-        "import sys, atexit; from minitri.__main__ import main\n"
-        "atexit.register(lambda: print('torch' in sys.modules, 'argparse' in sys.modules))\n"
-        "main([sys.argv[1]])"
-    )
+def test_help_and_version_import_next_to_nothing(flag, wanted):
+    """With `-S -E` nothing else has imported it before."""
+    program = "import sys, atexit; from minitri.__main__ import main\n"
+    program += "atexit.register(lambda: print(*sys.modules)); main([sys.argv[1]])"
     shown = subprocess.check_output([sys.executable, "-SEc", program, flag], text=True)
-    assert shown == f"{wanted}False False\n"
+    text, _, loaded = shown[:-1].rpartition("\n")
+    assert f"{text}\n" == wanted
+    assert not HEAVY & {*loaded.split()}
 
 
 @pytest.mark.parametrize("words", [(), (PROMPT,)])
-def test_a_pipe_is_the_prompt_unless_one_is_given(run, monkeypatch, words):
+def test_a_pipe_is_the_prompt_unless_one_is_given(run, monkeypatch, tmp_path, words):
     wanted = run(PROMPT).out
-    reading, writing = os.pipe()
-    os.write(writing, PROMPT.encode())
-    os.close(writing)
-    with os.fdopen(reading) as stdin:
+    (tmp_path / "piped").write_text(PROMPT)
+    with (tmp_path / "piped").open() as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
         done = run(*words)
         assert done[:2] == (0, wanted)
@@ -78,28 +77,23 @@ def test_a_pipe_is_the_prompt_unless_one_is_given(run, monkeypatch, words):
         assert stdin.read() == ("" if not words else PROMPT)
 
 
+def encoded(engine, text: str, **flags) -> list[int]:
+    args = SimpleNamespace(**{"max_prompt_tokens": None, **flags})
+    return inputs.encode(text, engine.tokenizer, engine.config, 8, args)
+
+
 def test_fit_keeps_the_first_or_last_tokens_and_says_so(engine, run, run_lines):
-    text, config = " ".join(f"{PROMPT} {n}." for n in range(100)), engine.config
-    ids, room = engine.tokenizer.encode(text), config.context_length - 8
+    text = " ".join(f"{PROMPT} {n}." for n in range(100))
+    ids, room = engine.tokenizer.encode(text), engine.config.context_length - 8
     has_bos = ids[0] == engine.tokenizer.bos_token_id
-
-    def encode(text, fit, most=None):
-        args = SimpleNamespace(fit=fit, max_prompt_tokens=most)
-        return inputs.encode(text, engine.tokenizer, config, 8, args)
-
-    assert encode(text, "first") == ids[:room]
-    assert encode(text, "last") == ids[:has_bos] + ids[len(ids) - room + has_bos :]
-    assert encode(text, "last", 20)[-9:] == ids[-9:]
-    assert encode(PROMPT, "last") == engine.tokenizer.encode(PROMPT)
-    assert encode([*range(20)], "last", 8) == [*range(12, 20)]
+    assert encoded(engine, text, fit="first") == ids[:room]
+    last = ids[:has_bos] + ids[len(ids) - room + has_bos :]
+    assert encoded(engine, text, fit="last") == last
+    assert encoded(engine, text, fit="last", max_prompt_tokens=20)[-9:] == ids[-9:]
     done = run(text, "--fit", "last", "--json")
     assert (done.code, done.json["num_prompt_tokens"]) == (0, room)
     assert f"prompt: only its last {room} tokens" in done.err
-    assert run(text).code == 2
-    lines = {"prompt": text}, {"token_ids": [5] * 700}, {"prompt": PROMPT}
-    done = run_lines(*lines, flags=("--fit", "last"))
-    counts = [answer["num_prompt_tokens"] for _, answer in sorted(done.lines.items())]
-    assert counts == [room, room, len(engine.tokenizer.encode(PROMPT))]
+    assert run_lines({"prompt": text}, flags=("--fit", "last")).json["num_prompt_tokens"] == room
 
 
 def test_a_message_is_put_into_the_template_and_only_it_is_cut(run, run_lines, engine, monkeypatch):
@@ -107,23 +101,14 @@ def test_a_message_is_put_into_the_template_and_only_it_is_cut(run, run_lines, e
         text = "".join(f"<s>{it['role']}\n{it['content']}</s>" for it in messages)
         return tokenizer.encode(f"{text}<s>assistant\n")
 
-    seen = []
-    stream = Engine.stream
-
-    def spy(self, requests, **settings):
-        seen.extend(request.prompt for request in requests)
-        return stream(self, requests, **settings)
-
     monkeypatch.setattr(Tokenizer, "encode_chat", encode_chat, raising=False)
-    monkeypatch.setattr(Engine, "stream", spy)
     messages = [{"role": "system", "content": "Short!"}, {"role": "user", "content": PROMPT}]
     whole, flags = encode_chat(engine.tokenizer, messages), ("--chat", "--system", "Short!")
-    assert run_lines({"prompt": PROMPT}, flags=flags).code == 0
-    assert seen == [whole]
-    assert run(PROMPT, *flags, "--json").json["num_prompt_tokens"] == len(whole)
-    args = SimpleNamespace(chat=True, system="Short!", fit="last", max_prompt_tokens=None)
+    assert encoded(engine, PROMPT, chat=True, system="Short!") == whole
+    for done in (run_lines({"prompt": PROMPT}, flags=flags), run(PROMPT, *flags, "--json")):
+        assert done.json["num_prompt_tokens"] == len(whole)
     text = f"{PROMPT}. " * 100
-    cut = inputs.encode(text, engine.tokenizer, engine.config, 8, args)
+    cut = encoded(engine, text, chat=True, system="Short!", fit="last")
     assert len(cut) == engine.config.context_length - 8
     told = engine.tokenizer.decode(cut)
     assert told.startswith("system\nShort!user\n")
@@ -132,16 +117,12 @@ def test_a_message_is_put_into_the_template_and_only_it_is_cut(run, run_lines, e
 
 def test_log_probabilities_are_in_all_json(run, run_lines):
     flags = ("--logprobs", "2", "--temperature", "0")
-    report = run(PROMPT, *flags, "--json").json
-    answer = run_lines({"prompt": PROMPT}, flags=flags).json
+    done = run(PROMPT, *flags, "--json"), run_lines({"prompt": PROMPT}, flags=flags)
     assert run(PROMPT, *flags).out == run(PROMPT).out
-    assert set(report) > set(run(PROMPT, "--json").json)
-    for logprobs, likeliest in (
-        (report["logprobs"], report["top_logprobs"]),
-        (answer["logprobs"], answer["top_logprobs"]),
-    ):
-        assert [pairs[0][1] for pairs in likeliest] == logprobs  # greedy: the likeliest
-        assert [pairs[0][0] for pairs in likeliest] == report["token_ids"]
+    for answer in (it.json for it in done):
+        likeliest = answer["top_logprobs"]
+        assert [pairs[0][1] for pairs in likeliest] == answer["logprobs"]  # greedy: the likeliest
+        assert [pairs[0][0] for pairs in likeliest] == answer["token_ids"]
         assert all(len(pairs) == 2 and pairs[1][1] <= pairs[0][1] < 0 for pairs in likeliest)
 
 
@@ -157,7 +138,7 @@ def advised(folder, tmp_path):
     def write(**settings):
         model = tmp_path / "advised"
         shutil.copytree(folder, model, dirs_exist_ok=True)
-        edit_json(model / "generation_config.json", **settings)
+        edit_json(model / "generation_config.json", do_sample=True, **settings)
         return model
 
     return write
@@ -167,8 +148,7 @@ SAID = "sampling as the model's generation_config.json says: "
 
 
 def test_sampling_is_as_the_model_says_where_no_flag_does(run, run_lines, advised):
-    model = advised(do_sample=True, temperature=0.6, top_p=0.9)
-    assert minitri.load(model).sampling_defaults == minitri.SamplingParams(0.6, 0, 0.9)
+    model = advised(temperature=0.6, top_p=0.9)
     flags = (PROMPT, "--seed", "4", "--json")
     done = run(*flags, model=model)
     assert (done.code, done.json["temperature"]) == (0, 0.6)
@@ -186,13 +166,79 @@ def test_sampling_is_as_the_model_says_where_no_flag_does(run, run_lines, advise
     done = run_lines(*asked, model=model)
     [drawn] = re.findall(r"^seed (\d+);", done.err, re.MULTILINE)
     assert [done.lines[n]["seed"] for n in (1, 3)] == [int(drawn), 3]
+    assert not any("seed " in run(PROMPT, *flags).err for flags in ((), ("--seed", "5")))
+
+
+@pytest.mark.parametrize("settings", [{"temperature": "hot"}, {"top_p": 0}, {"top_k": 1.5}])
+def test_malformed_advice_warns_and_is_not_followed(run, advised, settings):
+    done = run(PROMPT, "--json", model=advised(**settings))
+    assert (done.code, done.json["temperature"]) == (0, 0)
+    assert f"generation_config.json is not followed: {next(iter(settings))} is " in done.err
+
+
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, shell=True, check=False, text=True, capture_output=True)
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"temperature": "hot"}, {"top_p": 0}, {"top_k": 1.5}, {"temperature": True}, {"min_p": -1}],
+    ("streams", "code", "said"),
+    [
+        ("2>&-", 0, ""),
+        ("<&- >&- 2>&-", 0, ""),
+        (">/dev/full", 2, "No space left on device"),
+        ("1</dev/null", 2, "Bad file descriptor"),
+    ],
 )
-def test_malformed_advice_warns_and_is_not_followed(run, advised, settings):
-    done = run(PROMPT, "--json", model=advised(do_sample=True, **settings))
-    assert (done.code, done.json["temperature"]) == (0, 0)
-    assert f"generation_config.json is not followed: {next(iter(settings))} is " in done.err
+def test_closed_and_full_streams_are_at_most_one_line(streams, code, said):
+    done = shell(f"{sys.executable} -m minitri.plan --gpu-memory 999 {streams}")
+    assert (done.returncode, done.stderr.count("\n")) == (code, bool(said))
+    assert said in done.stderr
+
+
+def test_a_reader_that_leaves_is_no_error():
+    done = shell(f"{{ sleep 0.1; {sys.executable} -m minitri.plan; echo $? >&2; }} | true")
+    assert done.stderr == "0\n"
+
+
+def test_a_folder_that_has_gone_is_one_line(tmp_path):
+    search = os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))  # noqa: PTH109
+    program = f"PYTHONPATH={search} {sys.executable} -m minitri.plan"
+    done = shell(f"cd {tmp_path}; mkdir gone; cd gone; rmdir ../gone; {program}")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+def test_names_of_the_package_are_imported_when_they_are_asked_for():
+    import minitri
+
+    assert set(minitri.__all__) <= set(dir(minitri))
+    assert all(getattr(minitri, name) is not None for name in minitri.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Lama'"):
+        minitri.Lama  # noqa: B018
+
+
+@pytest.mark.parametrize("from_stdin", [False, True])
+@pytest.mark.parametrize("content", [b"caf\xff", b"ab\0", b"a" * 65, b""])
+def test_files_that_are_no_prompt_are_refused(tmp_path, monkeypatch, content, from_stdin):
+    file = tmp_path / "prompt"
+    file.write_bytes(content)
+    monkeypatch.setattr(inputs, "MAX_PROMPT_BYTES", 64)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content)))
+    with pytest.raises(InputError):
+        inputs.read_prompt("-" if from_stdin else str(file))
+
+
+def test_a_file_without_end_is_read_up_to_a_bound():
+    with pytest.raises(InputError, match="/dev/zero"):
+        inputs.read_prompt("/dev/zero")
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [({}, "1000"), ({"MINITRI_KERNELS": "off"}, None), ({"GOMP_SPINCOUNT": "7"}, "7")],
+)
+def test_waiting_threads_of_pytorch_sleep_next_to_compiled_kernels(given, found, monkeypatch):
+    """Unless there are none, or somebody has decided otherwise."""
+    monkeypatch.setattr(os, "environ", dict(given))
+    monkeypatch.setattr("shutil.which", lambda _: "c++")
+    with exits.clean_imports():
+        assert os.environ.get("GOMP_SPINCOUNT") == found

@@ -1,20 +1,17 @@
-"""The command line as a user meets it: what goes to which stream, exit codes, and one line for
-every mistake."""
+"""The command line as a user meets it: what goes to which stream; exit codes; `--prompts`."""
 
 import io
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri import End, Engine, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.cli import arguments
 
 PROMPT = "She had been forced into prudence in her youth"
@@ -26,7 +23,7 @@ def test_text_goes_to_stdout_and_everything_else_to_stderr(run):
     code, out, err = run(PROMPT, "--stats")
     assert code == 0
     assert "prefill" not in out
-    for word in ("weights: ", "prefill  ", "decode  ", "ms/token", "KV cache", "% guessed"):
+    for word in ("weights: ", "prefill_seconds", "ms/token", "kv_cache_bytes", "% guessed"):
         assert word in err
     assert run(PROMPT, "--quiet") == (0, out, "")
 
@@ -52,26 +49,15 @@ def test_prompts_come_from_files_stdin_and_the_demo(run, tmp_path, monkeypatch):
     assert run(PROMPT, "--max-prompt-tokens", "3", "--json").json["num_prompt_tokens"] == 3
     monkeypatch.setattr(arguments, "DEMO_PROMPT_TOKENS", 100)
     for flags in (("--demo",), ()):
-        done = run(*flags, "--json")
-        assert (done.code, done.json["num_prompt_tokens"]) == (0, 100)
-        assert "first 100 tokens of --demo" in done.err
-
-
-def test_stop_strings_and_rope_scaling_reach_the_engine(run):
-    free = run(PROMPT).out[:-1]
-    stop = free[2:4]
-    cut = run(PROMPT, "--json", "--stop", "never", "--stop", stop).json
-    assert (cut["finish_reason"], cut["text"]) == ("stop", free[: free.find(stop)])
-    assert "yarn x2" in run("x", "--rope-scaling", "yarn:2").err
+        assert run(*flags, "--json").json["num_prompt_tokens"] == 100
 
 
 def test_every_flag_reaches_the_engine(run, monkeypatch):
     seen = {}
-    generate_in_engine = Engine.generate
 
     def spy(self, prompts, **settings):
         seen.update(settings)
-        return generate_in_engine(self, prompts, **settings)
+        sys.exit()
 
     monkeypatch.setattr(Engine, "generate", spy)
     flags = """x --temperature 0.5 --top-k 9 --top-p 0.8 --min-p 0.1 --seed 4 --max-new-tokens 7
@@ -82,34 +68,18 @@ def test_every_flag_reaches_the_engine(run, monkeypatch):
     run(*flags.split())
     sizes = {"gamma1": 3, "gamma2": 5, "budget": 32, "chunk_size": 4, "observation_window": 6}
     sizes |= {"num_sink_tokens": 2, "num_recent_tokens": 9, "tree": "2x3", "verification": "token"}
-    rebuild = {"rebuild_stride": 11}
     assert seen == {
         "sampling": SamplingParams(0.5, 9, 0.8, 0.1),
         "generation": GenerationConfig(7, ("a", "b"), True, prefill_chunk=3, cuda_graphs=False),
-        "speculation": SpeculationConfig("triforce", **sizes, **rebuild, coupled=True),
+        "speculation": SpeculationConfig("triforce", **sizes, rebuild_stride=11, coupled=True),
         "seed": 4,
     }
 
 
-def test_a_drafter_of_another_vocabulary_is_refused_in_one_line(run, folder, tmp_path):
-    other = Path(shutil.copytree(folder, tmp_path / "other"))
-    pipeline = json.loads((other / "tokenizer.json").read_text())
-    vocab = pipeline["model"]["vocab"]
-    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
-    (other / "tokenizer.json").write_text(json.dumps(pipeline))
-    code, out, err = run(PROMPT, "--method", "triforce", "--draft", str(other))
-    assert (code, out) == (2, "")
-    assert re.search(r"minitri: the drafter .* token \d+ is 'b', the target's", err)
-    flags = ("--method", "triforce", "--draft", str(folder), "--num-recent-tokens", "50")
-    assert run(PROMPT, *flags).code == 0
-
-
 IGNORED = """
-autoregressive --gamma1 3 | --gamma1
+autoregressive --num-sink-tokens 9 --gamma1 3 | --gamma1 --num-sink-tokens
 retrieval --draft ngram --gamma1 3 | --draft --gamma1
-naive --draft ngram --budget 64 --gamma2 3 | --gamma2 --budget
-naive --rebuild-stride 9 | --rebuild-stride
-autoregressive --chunk-size 4 --num-sink-tokens 9 | --chunk-size --num-sink-tokens
+naive --draft ngram --budget 64 --rebuild-stride 9 | --budget --rebuild-stride
 auto --gamma1 3 --budget 64 --num-recent-tokens 40 |
 triforce --draft ngram --gamma1 3 --gamma2 3 --budget 64 --num-sink-tokens 9 |
 """
@@ -124,15 +94,13 @@ def test_flags_that_the_method_has_no_use_for_warn_and_run(run, line):
     assert [line.split()[0] for line in warnings] == ignored.split()
 
 
-@pytest.mark.parametrize("method", ["autoregressive", "triforce"])
-def test_colored_text_is_the_plain_text_in_color(run, method):
-    flags = (PROMPT, "-n", "24", "--method", method, "--budget", "8")
+def test_colored_text_is_the_plain_text_in_color(run):
+    flags = (PROMPT, "-n", "24", "--method", "triforce", "--budget", "8")
     plain, colored = run(*flags), run(*flags, "--color")
     assert "\x1b" not in plain.out + plain.err
     assert "\x1b" in colored.out
     assert re.sub(r"\x1b\[\d*m", "", colored.out) == plain.out
     assert "guessed by the drafter" in colored.err
-    assert "\x1b" not in run(*flags, "--color", "--quiet").err
 
 
 def heed_ctrl_c() -> None:
@@ -140,14 +108,16 @@ def heed_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+PIPES |= {"preexec_fn": heed_ctrl_c}
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_ctrl_c_prints_the_statistics_so_far_and_exits_130(folder, as_json):
-    """The run would take many minutes; the signal comes while tokens stream, or a second after
-    work began."""
+    """The run would take many minutes; the signal comes while tokens stream."""
     command = [sys.executable, "-m", "minitri.generate", "--model", str(folder), PROMPT]
     command += ["--rope-scaling", "linear:1000", "--max-new-tokens", "400000", "--ignore-eos"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([*command, *["--json"] * as_json], **pipes, preexec_fn=heed_ctrl_c)
+    process = subprocess.Popen([*command, *["--json"] * as_json], **PIPES)
     while "context" not in process.stderr.readline():  # the last line of the log before work begins
         pass
     first = "" if as_json else process.stdout.read(1)
@@ -166,20 +136,89 @@ def test_ctrl_c_prints_the_statistics_so_far_and_exits_130(folder, as_json):
 @pytest.mark.parametrize("words", ["minitri.generate --help", "minitri.bench --help", "minitri x"])
 def test_ctrl_c_while_pytorch_is_imported_is_one_line(tmp_path, words):
     """Although extension modules may lose exceptions; then the program went on."""
-    program = (
+    (tmp_path / "torch.py").write_text(
         "import contextlib, signal\n"
         "with contextlib.suppress(BaseException):\n"
         "    signal.raise_signal(signal.SIGINT)"
     )
-    (tmp_path / "torch.py").write_text(program)
-    search = os.pathsep.join([str(tmp_path), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-m", *words.split()],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": search},
-        preexec_fn=heed_ctrl_c,
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-m", *words.split()]
+    process = subprocess.Popen(command, **PIPES, cwd=tmp_path, env=environment)
+    assert process.communicate() == ("", "minitri: interrupted\n")
+    assert process.returncode == 130
+
+
+def test_every_line_gets_what_it_gets_alone(run_lines, engine):
+    done = run_lines(
+        {"prompt": "She had been", "id": "a", "ignore_eos": False},
+        {"prompt": "Whoever", "temperature": 0.9, "top_k": 8, "seed": 3, "max_new_tokens": 4},
+        "",
+        {"prompt": "The sea", "stop": ["e"], "id": [1]},
+        flags=("--batch-size", "2", "--temperature", "0.5", "--seed", "10", "--method", "naive"),
     )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "minitri: interrupted\n")
+    assert done.code == 0
+    assert "decoded at" in done.err
+    told = [(done.lines[n]["id"], done.lines[n]["seed"]) for n in (1, 2, 4)]
+    assert told == [("a", 10), (2, 3), ([1], 12)]
+    half = SamplingParams(temperature=0.5)
+    for number, prompt, sampling, generation in (
+        (1, "She had been", half, GenerationConfig(8)),
+        (2, "Whoever", SamplingParams(0.9, top_k=8), GenerationConfig(4, ignore_eos=True)),
+        (4, "The sea", half, GenerationConfig(8, stop=("e",), ignore_eos=True)),
+    ):
+        answer, settings = done.lines[number], {"sampling": sampling, "generation": generation}
+        settings |= {"seed": answer["seed"], "speculation": SpeculationConfig("naive")}
+        wanted = engine.complete(prompt, **settings)
+        assert tuple(answer["token_ids"]) == wanted.token_ids
+        assert (answer["text"], answer["finish_reason"]) == (wanted.text, wanted.finish_reason)
+
+
+WRONG = [
+    ("nonsense", "JSON"),
+    ("[" * 100_000, "JSON"),
+    ({"text": "x"}, "'text' is unknown"),
+    ({}, "no prompt"),
+    ({"prompt": ""}, "prompt is empty"),
+    ({"prompt": "word " * 5000}, "prompt has"),
+    ({"prompt": "x", "seed": -1}, "seed is -1"),
+    ({"prompt": "x", "temperature": "hot"}, "temperature is 'hot'"),
+    ({"prompt": "x", "stop": ["ok", ""]}, "stop is"),
+]
+
+
+def test_wrong_lines_are_named_and_the_others_run(run_lines):
+    lines = [line for line, _ in WRONG]
+    code, _, err = done = run_lines({"prompt": "The sea"}, *lines, {"prompt": "She"})
+    assert code == 2
+    for number, (_, message) in enumerate(WRONG, 2):
+        assert message in done.lines[number]["error"]
+    assert f"{len(WRONG)} of {len(WRONG) + 2} lines" in err.splitlines()[-1]
+    assert all(done.lines[number]["text"] for number in (1, len(WRONG) + 2))
+
+
+@pytest.mark.parametrize("lines", [(), ("", " "), ("x", "y")])
+def test_a_file_without_a_prompt_is_refused(run_lines, lines):
+    code, _, err = run_lines(*lines)
+    assert code == 2
+    assert "prompts.jsonl" in err.splitlines()[-1]
+
+
+def test_ctrl_c_leaves_every_finished_text_written(run_lines, monkeypatch):
+    start = Engine.stream
+
+    def cut(events):
+        ends = 0
+        for event in events:
+            yield event
+            ends += isinstance(event, End)
+            if ends == 3:
+                raise KeyboardInterrupt
+
+    def interrupted(self, *args, **settings):
+        run = start(self, *args, **settings)
+        run._events = cut(run._events)
+        return run
+
+    monkeypatch.setattr(Engine, "stream", interrupted)
+    done = run_lines(*[{"prompt": "The sea"}] * 9, flags=("--batch-size", "2"))
+    assert (done.code, len(done.lines)) == (130, 3)

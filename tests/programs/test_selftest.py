@@ -1,16 +1,15 @@
 """The self-test finds what is broken, and does not cry wolf over rounding."""
 
+import itertools
 import json
 
 import pytest
 import torch
 
-from minitri.cli.boot import load_engine
 from minitri.decoding import random_source, sampling
 from minitri.decoding.noise import gumbel_argmax, noise_key
 from minitri.decoding.sampling import probs_from_logits, sample
 from minitri.decoding.verification import verify
-from minitri.model.execution import Execution
 from minitri.selftest import __main__ as selftest
 from minitri.selftest.departures import scores
 from minitri.settings import SamplingParams
@@ -26,25 +25,20 @@ def check(folder, capsys):
         words = ["--model", str(folder), *always.split(), "--num-samples", "0", *flags.split()]
         with pytest.raises(SystemExit) as ended:
             selftest.main(words)
-        out, err = capsys.readouterr()
-        lines = out.splitlines()
-        return ended.value.code, lines, json.loads(lines[-1]) if lines else err
+        lines = capsys.readouterr().out.splitlines()
+        return ended.value.code, lines, json.loads(lines[-1])
 
     return run
 
 
-@pytest.fixture(scope="module")
-def other_folder(tmp_path_factory):
-    """A drafter whose favourites are not the target's."""
-    return write_hf_folder(tmp_path_factory.mktemp("models") / "other", seed=1)
-
-
 @pytest.fixture
-def check_samples(check, other_folder):
-    """Runs the statistical test: exit code, and its objects by method."""
+def check_samples(check, tmp_path):
+    """Runs the statistical test with a drafter whose favourites are not the target's: exit code,
+    and its objects by method."""
+    other = write_hf_folder(tmp_path / "other", seed=1)
 
     def run(flags: str):
-        code, _, report = check(f"--draft {other_folder} --num-samples 2000 {flags}")
+        code, _, report = check(f"--draft {other} --num-samples 2000 {flags}")
         results = report["comparisons"]
         return code, {row["method"]: row for row in results if row["mode"] == "sampled"}
 
@@ -59,7 +53,7 @@ def test_sound_code_passes_with_every_method_and_both_modes(check):
         for mode in ("greedy", "coupled")
         for method in ("naive", "retrieval", "triforce")
     ]
-    assert (report["num_equal"], report["num_ties"], report["num_bugs"]) == (6, 0, 0)
+    assert (report["num_equal"], report["num_tie"], report["num_BUG"]) == (6, 0, 0)
     assert all(row["num_equal_tokens"] == row["num_tokens"] == 40 for row in report["comparisons"])
 
 
@@ -71,9 +65,8 @@ def test_a_verification_that_accepts_everything_is_a_bug(check, monkeypatch):
     monkeypatch.setattr(random_source, "verify_block", accept_all)
     code, _, report = check("--method naive")
     greedy, coupled = report["comparisons"]
-    assert code == report["num_bugs"] == 1
-    assert coupled["verdict"] == "equal"  # its decision is another function
-    assert greedy["verdict"] == "BUG"
+    assert code == report["num_BUG"] == 1
+    assert (greedy["verdict"], coupled["verdict"]) == ("BUG", "equal")  # by another function
     assert greedy["position"] == 120 + greedy["num_equal_tokens"] < 160
     assert greedy["score_gap"] > greedy["bound"]
 
@@ -106,9 +99,9 @@ def swap_top_two(monkeypatch, low: float, high: float):
 
 
 @pytest.mark.parametrize(
-    ("gaps", "flags", "is_row_invariant", "verdict"),
+    ("gaps", "flags", "is_bitwise", "verdict"),
     [
-        ((0.0, 0.05), "--dtype bfloat16 --max-new-tokens 300", False, "numeric tie"),
+        ((0.0, 0.05), "--dtype bfloat16 --max-new-tokens 300", False, "tie"),
         ((0.0, 0.05), "--dtype bfloat16 --max-new-tokens 300", True, "BUG"),
         ((1e-3, 0.05), "--max-new-tokens 300", False, "BUG"),
         ((1.0, 9.0), "--dtype bfloat16", False, "BUG"),
@@ -116,38 +109,28 @@ def swap_top_two(monkeypatch, low: float, high: float):
     ids=["explained by rounding", "bits never change", "in float32", "too wide for bfloat16"],
 )
 def test_a_flip_is_a_tie_only_where_rounding_explains_it(
-    check, monkeypatch, gaps, flags, is_row_invariant, verdict
+    check, monkeypatch, gaps, flags, is_bitwise, verdict
 ):
-    def load(*args, **settings):
-        engine, prompts = load_engine(*args, **settings)
-        engine.model.execution = Execution(is_row_invariant=is_row_invariant)
-        return engine, prompts
-
-    monkeypatch.setattr(selftest, "load_engine", load)
+    monkeypatch.setattr(selftest.SelfTest, "is_bitwise", is_bitwise)
     swap_top_two(monkeypatch, *gaps)
     code, _, report = check(f"--method naive {flags}")
     greedy = report["comparisons"][0]
     assert (code, greedy["verdict"]) == (verdict == "BUG", verdict)
-    assert (greedy["score_gap"] <= greedy["bound"]) == (verdict != "BUG" or is_row_invariant)
+    assert (greedy["score_gap"] <= greedy["bound"]) == (verdict != "BUG" or is_bitwise)
     assert greedy["bound"] < (1 if "bfloat16" in flags else 1e-4)
 
 
 def test_the_scores_are_what_decoding_takes_the_argmax_of():
     logits_V = torch.randn(50, generator=torch.Generator().manual_seed(0))
-    for temperature in (0.3, 0.8, 2.0):
+    for temperature, position in itertools.product((0.3, 0.8, 2.0), range(20)):
         probs_1V = probs_from_logits(logits_V.unsqueeze(0), SamplingParams(temperature))
-        for position in range(20):
-            drawn = gumbel_argmax(probs_1V, torch.tensor([noise_key(5, position)]))
-            assert int(scores(logits_V, temperature, 5, position).argmax()) == int(drawn)
+        drawn = gumbel_argmax(probs_1V, torch.tensor([noise_key(5, position)]))
+        assert int(scores(logits_V, temperature, 5, position).argmax()) == int(drawn)
 
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        "--top-p 0.95 --temperature 1.2",
-        "--top-k 1 --method naive --seed 4294967295",  # no variance
-        "--dtype bfloat16 --top-p 0.1 --temperature 0.3 --method naive",  # an alarm, but rounding
-    ],
+    ["--top-p 0.95 --temperature 1.2", "--top-k 1 --method naive --seed 4294967295"],  # no variance
 )
 def test_sound_samples_are_consistent(check_samples, flags):
     code, found = check_samples(flags)
@@ -181,3 +164,10 @@ def test_samples_of_a_broken_verification_are_a_bug(check_samples, monkeypatch, 
     code, found = check_samples("--method naive --method triforce")
     assert code == 1
     assert {row["verdict"] for row in found.values()} == {"BUG"}
+
+
+def test_an_alarm_that_may_be_rounding_is_unclear(check_samples, monkeypatch):
+    monkeypatch.setattr(selftest.SelfTest, "is_bitwise", False)
+    monkeypatch.setattr(random_source, "verify_block", resample_from_p)
+    code, found = check_samples("--method naive --dtype bfloat16")
+    assert (code, found["naive"]["verdict"]) == (0, "unclear")

@@ -1,26 +1,30 @@
-"""The measuring tools run on a tiny model, print a table, and end in one JSON line of plausible
-figures."""
+"""The measuring tools run on a tiny model, print a table, and end in a JSON line of figures."""
 
 import json
 import re
 
 import pytest
+import torch
 
+from minitri.decoding.verification import Proposal
 from minitri.errors import InputError
-from tests.conftest import SENTENCES, write_hf_folder
+from minitri.roofline import weights_per_pass
+from minitri.settings import GenerationConfig, SpeculationConfig
+from tests.conftest import CPU, SENTENCES, tiny_config, write_hf_folder
 from tools import tour
 from tools.bench import __main__ as bench
 from tools.bench import floor
+from tools.bench.synthetic import Setup, SyntheticSource, decode, random_model, sweep_contexts
 from tools.paper import acceptance, needle
 from tools.paper.baselines.policies import NAMES
 
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory, long_text) -> list[str]:
-    folder = tmp_path_factory.mktemp("texts")
-    for name in ("one", "two"):
-        (folder / f"{name}.txt").write_text(long_text[1000 * len(name) :][:8000], encoding="utf-8")
-    return [str(folder / "one.txt"), str(folder / "two.txt")]
+    files = [tmp_path_factory.mktemp("texts") / name for name in ("one.txt", "two.txt")]
+    for number, file in enumerate(files):
+        file.write_text(long_text[3000 + 2000 * number :][:8000], encoding="utf-8")
+    return [*map(str, files)]
 
 
 @pytest.fixture
@@ -45,9 +49,8 @@ def test_acceptance_of_every_policy_over_several_texts(measure, texts):
     flags = f"{SHORT} --prompt-file {texts[1]} --budget 64 --gamma2 4"
     table, result = measure(acceptance, flags)
     assert [line.split()[0] for line in table[2:]] == list(NAMES)
-    for key in ("acceptance", "mean", "standard_error"):
-        assert set(result[key]) == set(NAMES)
-    for name, rates in result["acceptance"].items():
+    for name in NAMES:
+        rates = result["acceptance"][name]
         assert all(0 < rate < 1 for rate in rates)
         assert all(0 < error < 0.2 for error in result["standard_error"][name])
         assert result["mean"][name] == pytest.approx(sum(rates) / 2)
@@ -56,11 +59,10 @@ def test_acceptance_of_every_policy_over_several_texts(measure, texts):
 def test_what_knows_everything_is_always_accepted(measure, folder):
     """A budget that holds the whole text; and a drafter that is the target, whose window does: by a
     small retrieval cache it is accepted as that is by the target, nearly."""
-    _, result = measure(acceptance, f"{SHORT} --budget 256 --policy retrieval")
-    assert result["mean"]["retrieval"] == pytest.approx(1, abs=1e-4)
+    mean = measure(acceptance, f"{SHORT} --budget 256 --policy retrieval")[1]["mean"]
+    assert mean["retrieval"] == pytest.approx(1, abs=1e-4)
     sizes = f"--draft {folder} --budget 64 --num-recent-tokens 230 --policy streaming"
     mean = measure(acceptance, f"{SHORT} {sizes}")[1]["mean"]
-    assert list(mean) == ["streaming", "draft", "draft streaming"]
     assert mean["draft"] == pytest.approx(1, abs=1e-4)
     assert mean["draft streaming"] == pytest.approx(mean["streaming"], abs=0.1)
 
@@ -68,22 +70,19 @@ def test_what_knows_everything_is_always_accepted(measure, folder):
 def test_a_rate_does_not_depend_on_what_is_measured_next_to_it(measure):
     """Policies share the prompt's full cache; a finer copy of the weights overlaps more."""
     flags = f"{SHORT} --budget 32 --policy"
-    alone = {
-        name: measure(acceptance, f"{flags} {name}")[1]["mean"][name] for name in ("h2o", "topk")
-    }
     both = measure(acceptance, f"{flags} h2o --policy topk --copy int4 --copy int8")[1]["mean"]
-    for name, rate in alone.items():
+    for name in ("h2o", "topk"):
+        rate = measure(acceptance, f"{flags} {name}")[1]["mean"][name]
         assert both[name] == rate != both[f"{name} int8"]
         assert 0.5 < both[f"{name} int4 overlap"] < both[f"{name} int8 overlap"] < 1
-    assert alone["h2o"] != alone["topk"]
+    assert both["h2o"] != both["topk"]
 
 
 def test_needle_tables_every_length_depth_and_policy(measure):
     flags = "--budget 64 --prompt-tokens 700 --prompt-tokens 800 --depth 0 --depth 0.7"
     table, result = measure(needle, f"{flags} --new-tokens 12 --rope-scaling linear:2")
-    assert [line.split()[:2] for line in table[2:-1]] == [
-        [n, name] for n in ("700", "800") for name in NAMES
-    ]
+    wanted = [[n, name] for n in ("700", "800") for name in NAMES]
+    assert [line.split()[:2] for line in table[2:-1]] == wanted
     assert len(result["runs"]) == 2 * 2 * len(NAMES)
     assert all(0 <= run["agreement"] <= 1 for run in result["runs"])
     answers = {(run["prompt_tokens"], run["depth"], run["answer"]) for run in result["runs"]}
@@ -92,43 +91,33 @@ def test_needle_tables_every_length_depth_and_policy(measure):
 
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
 def test_the_needle_is_hidden_in_a_prompt_of_just_the_length_asked_for(engine, long_text, depth):
-    tokenizer = engine.tokenizer
-    text_ids = tokenizer.encode(long_text[:9000])
-    prompt = needle.hide(tokenizer, text_ids, 1000, depth, 1234567)
-    sentence = needle.NEEDLE.format(number=1234567)
-    text = tokenizer.decode(prompt)
+    text_ids = engine.tokenizer.encode(long_text[:9000])
+    prompt = needle.hide(engine.tokenizer, text_ids, 1000, depth, 1234567)
+    before, sentence, after = engine.tokenizer.decode(prompt).partition(
+        needle.NEEDLE.format(number=1234567)
+    )
     assert len(prompt) == 1000
-    assert text.count(sentence) == 1
-    assert text.index(sentence) / len(text) == pytest.approx(depth, abs=0.35)
-    assert text.endswith("assistant\n" + needle.BEGINNING)
+    assert sentence not in after
+    assert len(before) / len(before + sentence + after) == pytest.approx(depth, abs=0.35)
+    assert after.endswith("assistant\n" + needle.BEGINNING)
     with pytest.raises(InputError, match="a prompt of 1000 tokens"):
-        needle.hide(tokenizer, [5] * 100, 1000, depth, 1234567)
+        needle.hide(engine.tokenizer, [5] * 100, 1000, depth, 1234567)
 
 
 def test_the_floor_is_measured_by_runs_that_read_the_whole_prompt(measure, monkeypatch):
     """Else the second would find the prompt in the cache, and its prefill would take no time."""
-    runs = []
-    decoding = floor.plain_decoding
-
-    def spy(*args):
-        runs.append(decoding(*args))
-        return runs[-1]
-
+    runs, decoding = [], floor.plain_decoding
+    spy = lambda *args: runs.append(decoding(*args)) or runs[-1]  # noqa: E731
     monkeypatch.setattr(floor, "plain_decoding", spy)
     measure(bench, f"{SHORT} --repeats 3 --profile --quiet")
     assert [run.stats.num_prefilled_tokens for run in runs] == [200] * 4
 
 
-@pytest.fixture(scope="module")
-def long_model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tour") / "tiny"
-    return write_hf_folder(folder, max_position_embeddings=2048)
-
-
-def test_the_tour_draws_four_pictures_and_says_what_they_show(long_model, tmp_path, capsys):
+def test_the_tour_draws_four_pictures_and_says_what_they_show(tmp_path, capsys):
+    model = write_hf_folder(tmp_path / "tiny", max_position_embeddings=2048)
     text, out = tmp_path / "text.txt", tmp_path / "tour.png"
     text.write_text(" ".join(SENTENCES) * 40)
-    flags = f"--model {long_model} --device cpu --prompt-file {text} --out {out} -q"
+    flags = f"--model {model} --device cpu --prompt-file {text} --out {out} -q"
     with pytest.raises(SystemExit) as end:
         tour.main([*flags.split(), "--max-prompt-tokens", "700", "--max-new-tokens", "12"])
     assert not end.value.code
@@ -137,4 +126,49 @@ def test_the_tour_draws_four_pictures_and_says_what_they_show(long_model, tmp_pa
     best, kept, _ = (int(it) for it in re.findall(r"(\d+)%", said.splitlines()[0]))
     assert 100 >= best >= kept > 0
     assert re.search(r"3\. \d+% of 12 tokens were guessed", said)
-    assert "After 700 tokens a token takes" in said
+
+
+CONFIG = tiny_config()
+
+
+def setup_of(method: str, rates: tuple[float, float], draft=CONFIG) -> Setup:
+    speculation = SpeculationConfig(method, gamma1=2, gamma2=3, budget=32, num_recent_tokens=40)
+    generation = GenerationConfig(24, ignore_eos=True)
+    return Setup(CONFIG, draft, speculation, generation, rates, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.46, 0.92, 1.0])
+def test_guesses_are_accepted_at_the_rate_asked_for(rate):
+    """Of 4,000 first guesses: within 4 standard deviations, at odds of 1 : 15,000."""
+    source, probs = SyntheticSource(rate, 3), torch.full((1, 4, 8), 1 / 8)
+    proposal = Proposal.of([[1, 2, 3]], probs[:, :3], [["draft"] * 3])
+    counts = [len(source.verify(proposal, probs, [0], [True])[0]) - 1 for _ in range(4000)]
+    first, second = (sum(count > n for count in counts) for n in (0, 1))
+    assert abs(first / 4000 - rate) <= 4 * (rate * (1 - rate) / 4000) ** 0.5
+    assert abs(second / max(1, first) - rate) <= 0.06
+
+
+@pytest.mark.parametrize(
+    ("method", "wanted"), [("autoregressive", 1), ("naive", 3), ("retrieval", 4), ("triforce", 4)]
+)
+def test_a_shape_decodes_by_every_method(method, wanted):
+    """With certain guesses of both levels a step makes as many tokens as a block can hold, and one
+    more."""
+    setup = setup_of(method, (1.0, 1.0))
+    target, draft = (random_model(CONFIG, setup) for _ in range(2))
+    untied = CONFIG.vocab_size * CONFIG.hidden_size * 4
+    assert 4 * weights_per_pass(CONFIG) == target.num_bytes - untied
+    result = decode(target, draft, 100, setup, method)
+    assert result["tokens_per_step"] == wanted
+    assert result["synthetic"] is True
+    assert result["ms_per_token"] > 0
+
+
+def test_a_sweep_says_synthetic_in_every_row_and_what_was_predicted(capsys):
+    result = sweep_contexts(setup_of("triforce", (0.5, 0.9), draft=None), [64, 128])
+    assert [row["context"] for row in result["rows"]] == [64, 128]
+    runs = [row[name] for row in result["rows"] for name in ("autoregressive", "cascade")]
+    assert all(run["synthetic"] for run in [result, *runs])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.endswith("measured") for line in lines)
+    assert sum(line.startswith("target  ") for line in lines) == 2

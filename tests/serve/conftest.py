@@ -36,11 +36,10 @@ class Server:
     def raw(self, body: bytes = b"", missing: int = 0, **fields) -> socket.socket:
         """A connection that has sent a POST, without its last bytes, and waits for nothing."""
         body = body or json.dumps(fields).encode()
-        head = f"Content-Length: {len(body) + missing}"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body) + missing}\r\n\r\n"
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=20)
-        request = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{head}\r\n"
-        kind = "Content-Type: application/json\r\n\r\n"
-        connection.sendall((request + kind).encode() + body)
+        connection.sendall(head.encode() + body)
         return connection
 
     def wait(self, is_so) -> None:
@@ -50,43 +49,36 @@ class Server:
             time.sleep(0.01)
 
     def wait_until_free(self) -> None:
-        """No row is lost."""
         self.wait(lambda: not (self.service.num_open or self.service.worker._jobs))
 
 
-class Watched:
-    """A run with something to do before each of its events."""
+def opened(engine, before, num_rows: int):
+    """An open run with something to do before each of its events."""
+    run = engine.open(
+        batch_size=num_rows,
+        generation=GenerationConfig(reserve=CONTEXT),
+        speculation=SpeculationConfig("triforce", gamma1=2, gamma2=4, coupled=True),
+    )
+    events = run._events
 
-    def __init__(self, run, before) -> None:
-        self._run, self._before = run, before
-        self.submit, self.cancel, self.stats = run.submit, run.cancel, run.stats
+    def watched():
+        with contextlib.closing(events):
+            while True:
+                before()
+                yield next(events)
 
-    def __next__(self):
-        self._before()
-        return next(self._run)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error) -> None:
-        self._run.close()
+    run._events = watched()
+    return run
 
 
 @contextlib.contextmanager
-def serving(engine, *, before=lambda: None, num_rows=NUM_ROWS, max_queue=100, seconds=60.0, **key):
+def serving(engine, *, before=lambda: None, num_rows=NUM_ROWS, api_key=None):
     """A server in a thread, whose worker calls `before` before each event."""
-    run = {
-        "batch_size": num_rows,
-        "generation": GenerationConfig(reserve=CONTEXT),
-        "speculation": SpeculationConfig("triforce", gamma1=2, gamma2=4, coupled=True),
-    }
     protocol = Protocol(engine, ["tiny"], SamplingParams(temperature=1.0), CONTEXT)
     listener = socket.create_server(("127.0.0.1", 0))
-    with (
-        listener,
-        contextlib.closing(Worker(lambda: Watched(engine.open(**run), before))) as worker,
-    ):
-        service = Service(protocol, worker, num_rows + max_queue, seconds, **key)
+    worker = Worker(lambda: opened(engine, before, num_rows))
+    with listener, contextlib.closing(worker):
+        service = Service(protocol, worker, api_key)
         server = uvicorn.Server(uvicorn.Config(service.app, log_config=None))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
@@ -107,7 +99,6 @@ def server(engine):
 
 @pytest.fixture
 def template(engine, monkeypatch) -> ChatTemplate:
-    """The tiny model has one for the time of a test."""
     made = ChatTemplate(CHATML, {})
     monkeypatch.setitem(vars(engine.tokenizer), "chat_template", made)
     return made

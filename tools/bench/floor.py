@@ -16,7 +16,6 @@ from minitri.cli.arguments import taken
 from minitri.cli.boot import load_engine
 from minitri.cli.inputs import read_prompt
 from minitri.cli.report import where
-from minitri.cli.terminal import finish
 from minitri.cpu.kernels import Kernels, load_kernels
 from minitri.engine import Engine
 from minitri.generation import Generation
@@ -41,10 +40,11 @@ def run_floor(args: argparse.Namespace) -> None:
     args.method = "autoregressive"
     engine, [prompt] = load_engine(args, [text])
     device = engine.model.device
-    all_stats = [
-        finish(plain_decoding(engine, prompt, generation), quiet=args.quiet).stats
-        for _ in range(args.repeats)
-    ]
+    all_stats = []
+    for _ in range(args.repeats):
+        run = plain_decoding(engine, prompt, generation)
+        list(run)
+        all_stats.append(run.stats)
     peak_bytes = peak_memory_bytes(device) - (0 if device.type == "cuda" else bare_bytes)
     facts = card(engine, len(prompt) + num_new // 2)
     kv_bytes = int(facts["kv_bytes_per_token"]) * (len(prompt) + num_new)

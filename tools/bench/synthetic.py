@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minitri.bench.compare import spread
 from minitri.caches.full import FullCache
-from minitri.cli.arguments import draft_of, positive, speculation_of, taken
+from minitri.cli.arguments import model_of, positive, speculation_of, taken
 from minitri.cli.report import phase_ms, where
 from minitri.config import ModelConfig
 from minitri.cpu.packed import can_pack, pack_linears
@@ -30,6 +30,7 @@ from minitri.generation import running
 from minitri.gpu.fused_modules import fuse_if_possible
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.loading.devices import attention_for, choose_device, choose_dtype, retrieval_copy
+from minitri.loading.fetch import default_draft
 from minitri.loading.named_models import shape_of, unknown_model
 from minitri.memory import Models
 from minitri.model.llama import Llama
@@ -107,10 +108,11 @@ def setup_of(args: argparse.Namespace) -> Setup:
     args.method = methods[0]
     args.gamma1 = args.gamma1 or 2
     args.gamma2 = args.gamma2 or (16 if args.offload else 6)
+    draft = model_of(args)["draft"]
     device = choose_device(args.device)
     return Setup(
         target,
-        shape_of(draft_of(args)),
+        shape_of(default_draft(args.shape) if draft == "auto" else draft),
         speculation_of(args),
         taken(GenerationConfig, args),
         args.synthetic_acceptance,

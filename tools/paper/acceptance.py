@@ -221,7 +221,7 @@ def rounded_copy(model: Llama, args: argparse.Namespace, name: str) -> Llama:
     """What guesses with `--draft-weights name`."""
     if name == "int4":
         return quantized_copy(model)
-    twin = load(**arguments.model_of(args), draft="suffix").model
+    twin = load(**arguments.model_of(args) | {"draft": "suffix"}).model
     for layer in twin.modules():
         if isinstance(layer, Linear):
             weight_NE, scales_N = quantize(layer.weight)
@@ -269,7 +269,7 @@ def run_command(args: argparse.Namespace) -> None:
     settings, files = arguments.speculation_of(args), args.prompt_file or [None]
     texts = [read_prompt(file) for file in files]
     draft = "ngram" if args.draft == "none" else args.draft
-    engine = load(**arguments.model_of(args), draft=draft)
+    engine = load(**arguments.model_of(args) | {"draft": draft})
     if args.draft != "none" and engine.draft is None:
         raise InputError(
             f"--draft {args.draft} is no model; only a drafter with distributions of its own "

@@ -140,7 +140,7 @@ def run_command(args: argparse.Namespace) -> None:
     policies, args.policy = list(NAMES) if "all" in names else names, "retrieval"
     speculation = arguments.speculation_of(args)
     text = read_prompt(args.prompt_file)
-    engine = load(**arguments.model_of(args), draft="ngram")
+    engine = load(**arguments.model_of(args) | {"draft": "ngram"})
     text_ids, numbers, runs = engine.tokenizer.encode(text), random.Random(args.seed), []
     for length, depth in ((length, depth) for length in lengths for depth in depths):
         number = numbers.randint(1_000_000, 9_999_999)
