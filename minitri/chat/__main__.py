@@ -107,6 +107,8 @@ class Chat:
         self._seed = (self._seed + 1) % (MAX_SEED + 1)
         ids = [token.token_id for token in tokens]
         end = self._engine.tokenizer.token(ids[-1]) if reason == "eos" else ""
+        if self._talk.stops:  # the tokens may be those of a stop string, too
+            ids = self._engine.tokenizer.encode_marked("".join(token.text for token in tokens))
         self._talk.answered(prompt, ids, end or "")
         if reason in ("interrupted", "length"):
             log.info("(%s after %d tokens)", reason, len(ids))
@@ -116,7 +118,7 @@ class Chat:
     ) -> tuple[str, list[Token]]:
         context = self._engine.config.context_length
         reserve = min(context, len(self._talk.beginning) + TALK_TOKENS)
-        own = {"max_new_tokens": num_new, "reserve": reserve}
+        own = {"max_new_tokens": num_new, "reserve": reserve, "stop": self._talk.stops}
         self._last = self._engine.generate(
             prompt,
             sampling=self._sampling,

@@ -2,7 +2,7 @@
 
 The model's chat template says how it is written. What stands between two answers is rendered with
 marks in the places of the answers and of the question, and cut there; so what has been said is
-never written again.
+never written again. A model without a template gets plain questions and answers.
 """
 
 import json
@@ -12,6 +12,8 @@ from operator import itemgetter
 from minitri.errors import InputError, check_unicode, explain
 from minitri.loading.tokenizer import Tokenizer
 
+QUESTION, ANSWER = "\nQuestion: ", "\nAnswer:"
+"""How a conversation is written for a model without a template."""
 MARK, EARLIER = "<|minitri-question|>", "<|minitri-answer|>"
 
 
@@ -21,15 +23,18 @@ class Conversation:
     def __init__(
         self, tokenizer: Tokenizer, *, system: str | None = None, documents: Sequence[str] = ()
     ) -> None:
-        """`system` tells the model how to behave. Raises `InputError` if there is no chat template,
-        or if it refuses."""
+        """`system` tells the model how to behave. Raises `InputError` if its template refuses."""
         self._tokenizer = tokenizer
         self._first = [] if system is None else [{"role": "system", "content": system}]
         self._documents = "".join(text.rstrip("\n") + "\n\n" for text in documents)
         self.tokens: list[int] = []
         """All that was said; empty before the first answer, and to forget questions and answers."""
         self._end = ""
-        self.beginning = tokenizer.encode_marked(self._around_question()[0])
+        has_template = tokenizer.chat_template is not None
+        self.stops = () if has_template else (QUESTION,)
+        """Where an answer ends, if no end token says so."""
+        encode = tokenizer.encode_marked if has_template else tokenizer.encode  # with BOS
+        self.beginning = encode(self._around_question()[0])
         """All that stands before the first question: to be read beforehand."""
 
     def ask(self, question: str) -> list[int]:
@@ -59,7 +64,8 @@ class Conversation:
     def _around_question(self) -> tuple[str, str]:
         """What stands before the next question, from the last answer on, and what after it."""
         if (template := self._tokenizer.chat_template) is None:
-            raise InputError("this model has no chat template; use an instruct model")
+            system = "".join(f"{message['content']}\n\n" for message in self._first)
+            return ("" if self.tokens else system + self._documents) + QUESTION, ANSWER
         turns = [("user", self._documents + MARK)]
         if self.tokens:
             turns = [("user", "x"), ("assistant", EARLIER), ("user", MARK)]

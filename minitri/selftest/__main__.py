@@ -158,7 +158,7 @@ def run_command(args: argparse.Namespace) -> int:
     print(", ".join(f"{name} {count}" for name, count in counts.items()))
     report = {"model": args.model, **where(engine.model), "num_prompt_tokens": len(prompt)}
     print(json.dumps({**report, "seed": args.seed, **counts, "comparisons": results}), flush=True)
-    return int("BUG" in verdicts)
+    return int("BUG" in verdicts or "unclear" in verdicts)
 
 
 main = program(build_parser, run_command, parallel=True)

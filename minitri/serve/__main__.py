@@ -37,6 +37,8 @@ class ServeFlags:
     """Tokens of a prompt and its answer, for which each row takes memory. Default: at most 8192."""
     batch_size: int = between(MAX_ROWS, 1)
     """Requests that run at a time."""
+    max_queue: int = between(64, 1)
+    """Requests that wait for a row; more are answered with 503."""
     host: str = "127.0.0.1"
     """Address to listen at; 0.0.0.0: all."""
     port: int = between(8000, 0, 65535)
@@ -89,9 +91,13 @@ def run_command(args: argparse.Namespace) -> None:
         )
         with contextlib.closing(Worker(open_run)) as worker:
             key = args.api_key or os.environ.get("MINITRI_API_KEY")
-            service = Service(Protocol(engine, names, sampling, context), worker, key)
+            max_open = args.batch_size + args.max_queue
+            service = Service(Protocol(engine, names, sampling, context), worker, max_open, key)
             config = uvicorn.Config(
-                service.app, log_config=None, timeout_graceful_shutdown=FINISH_SECONDS
+                service.app,
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=FINISH_SECONDS,
             )
             text = "%s at http://%s:%d/v1: %d requests at a time, of %d tokens each; Ctrl-C ends"
             address = listener.getsockname()

@@ -27,6 +27,9 @@ from minitri.serve.worker import Worker
 
 log = logging.getLogger("minitri")
 
+BODY_SECONDS = 30
+"""For a client to send its request."""
+
 
 @dataclass
 class Service:
@@ -34,6 +37,8 @@ class Service:
 
     protocol: Protocol
     worker: Worker
+    max_open: int
+    """Requests that may run or wait."""
     api_key: str | None = None
     num_open: int = 0
     """Requests that run or wait."""
@@ -55,6 +60,20 @@ class Service:
         if not kind.lower().startswith("application/json"):  # which a web page cannot send
             message = f"the body's type is {shorten(repr(kind), 60)}; send application/json"
             raise ApiError(415, "unsupported_media_type", message)
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await self._body(request)
+        except TimeoutError:
+            message = f"the body was not there in {BODY_SECONDS} s; send it faster"
+            raise ApiError(408, "request_timeout", message) from None
+        if self.num_open >= self.max_open:
+            message = f"{self.num_open} requests run or wait, the most there may be; try later"
+            raise ApiError(503, "queue_full", message)
+        is_chat = "/chat/" in request.url.path
+        call = await run_in_threadpool(self.protocol.read, body, is_chat=is_chat)
+        return functools.partial(self._answer, call)
+
+    async def _body(self, request: Request) -> bytes:
         limit = max(1 << 20, 64 * self.protocol.context)  # a token of text takes about 4
         body = bytearray()
         async for part in request.stream():
@@ -62,9 +81,7 @@ class Service:
             if len(body) > limit:
                 message = f"the body has more than {limit} bytes, the limit; shorten the prompt"
                 raise ApiError(413, "request_too_large", message)
-        is_chat = "/chat/" in request.url.path
-        call = await run_in_threadpool(self.protocol.read, bytes(body), is_chat=is_chat)
-        return functools.partial(self._answer, call)
+        return bytes(body)
 
     async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a call while its row runs, until it ends or the client leaves."""

@@ -159,6 +159,16 @@ def test_it_reads_as_if_the_template_had_written_all_of_it(template, documents, 
         assert before == prompt + ids
 
 
+def test_a_model_without_a_template_gets_plain_questions():
+    tokens = tokenizer(None)
+    talk = Conversation(tokens, system="Be brief.", documents=["Anne was here.\n"])
+    prompt = talk.ask("Who?")
+    assert spelled(tokens, prompt) == "Be brief.\n\nAnne was here.\n\n\nQuestion: Who?\nAnswer:"
+    talk.answered(prompt, tokens.encode_marked(" Anne."))
+    assert spelled(tokens, talk.ask("Why?")[len(prompt) :]) == " Anne.\nQuestion: Why?\nAnswer:"
+    assert talk.stops == ("\nQuestion: ",)
+
+
 def test_what_is_forgotten_leaves_the_documents_and_it_goes_on_where_it_was_saved():
     talk, other = (Conversation(tokenizer(CHATML), documents=[name]) for name in ("One.", "Two."))
     first = talk.ask("Who?")
@@ -178,9 +188,7 @@ def test_a_snapshot_of_something_else_is_refused(note):
     assert talk.ask("Who?") == before
 
 
-def test_a_template_that_is_missing_refuses_or_leaves_out_is_named():
-    with pytest.raises(InputError, match="has no chat template"):
-        Conversation(tokenizer(None))
+def test_a_template_that_refuses_or_leaves_out_is_named():
     with pytest.raises(InputError, match="leaves questions out"):
         Conversation(tokenizer("always the same"))
     with pytest.raises(InputError, match="no, thanks"):

@@ -72,13 +72,13 @@ def opened(engine, before, num_rows: int):
 
 
 @contextlib.contextmanager
-def serving(engine, *, before=lambda: None, num_rows=NUM_ROWS, api_key=None):
+def serving(engine, *, before=lambda: None, num_rows=NUM_ROWS, max_queue=64, api_key=None):
     """A server in a thread, whose worker calls `before` before each event."""
     protocol = Protocol(engine, ["tiny"], SamplingParams(temperature=1.0), CONTEXT)
     listener = socket.create_server(("127.0.0.1", 0))
     worker = Worker(lambda: opened(engine, before, num_rows))
     with listener, contextlib.closing(worker):
-        service = Service(protocol, worker, api_key)
+        service = Service(protocol, worker, num_rows + max_queue, api_key)
         server = uvicorn.Server(uvicorn.Config(service.app, log_config=None))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

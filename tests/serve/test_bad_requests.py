@@ -1,6 +1,7 @@
 """Whatever a client sends, it gets one clear error, and the server goes on."""
 
 import json
+import threading
 
 import openai
 import pytest
@@ -79,13 +80,31 @@ def test_other_types_models_paths_and_methods_are_refused(server):
         assert response.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_a_body_that_is_too_long_or_does_not_end_is_refused_or_forgotten(server):
+def test_a_body_that_is_too_long_or_does_not_end_is_refused_or_forgotten(server, monkeypatch):
     with server.raw(b" " * 2_000_000, missing=10**8) as connection:
         assert b" 413 " in connection.recv(20)
     assert server.post(prompt="x" * 100_000_000).status_code == 413
     with server.raw(b'{"prompt"', missing=9):
         pass
+    monkeypatch.setattr("minitri.serve.app.BODY_SECONDS", 0.2)
+    with server.raw(b'{"prompt"', missing=9) as connection:
+        received = b""
+        while part := connection.recv(4096):  # to the end of the connection
+            received += part
+    assert b" 408 " in received
     assert server.post(prompt="She had", max_tokens=1).status_code == 200
+
+
+def test_beyond_the_queue_requests_are_asked_to_come_later(engine):
+    gate = threading.Event()
+    with serving(engine, before=gate.wait, num_rows=1, max_queue=1) as server:
+        with server.raw(prompt="She had"), server.raw(prompt="x"):
+            server.wait(lambda: server.service.num_open == 2)
+            response = server.post(prompt="She had")
+            gate.set()
+        assert response.status_code == 503
+        server.wait_until_free()
+        assert server.post(prompt="She had", max_tokens=1).status_code == 200
 
 
 def test_a_key_is_asked_for_everywhere_but_at_health(engine):
