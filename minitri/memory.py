@@ -24,7 +24,7 @@ from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.cache import round_up_to_stride
 from minitri.model.llama import Llama
-from minitri.runner import DraftRunner, ModelRunner, RetrievalRunner, empty_queries
+from minitri.runner import DraftRunner, ModelRunner, empty_queries
 from minitri.settings import LONGEST_BLOCK, GenerationConfig, SamplingParams, SpeculationConfig
 
 TARGET_BLOCKS = (1, 5, 9, LONGEST_BLOCK)
@@ -72,8 +72,8 @@ class MemoryShape:
 
     @property
     def budgets(self) -> list[int]:
-        """Tokens in the retrieval cache of each row."""
-        return [self.budget_for(length) for length in self.prompt_lengths]
+        """Tokens that the retrieval cache of each row must have room for, now or later."""
+        return [self.budget_for(length) for length in self.reserved_lengths]
 
     def budget_for(self, length: int) -> int:
         """The budget for a prompt of this length: never more than a text here can fill."""
@@ -93,13 +93,12 @@ class Memory:
     prefix: PrefixCache
     """What the rows of the full cache still hold of texts that have ended."""
     target: ModelRunner
-    retrieval: RetrievalRunner | None
-    draft: DraftRunner | None
+    queries_LBTHD: Tensor
+    """Those of the target's latest block, with which the retrieval cache is rebuilt."""
     graphs: GraphPool | None
-
-    @property
-    def retrieval_cache(self) -> RetrievalCache | None:
-        return self.retrieval.cache if self.retrieval is not None else None
+    retrieval: ModelRunner | None = None
+    retrieval_cache: RetrievalCache | None = None
+    draft: DraftRunner | None = None
 
     @property
     def runners(self) -> list[ModelRunner]:
@@ -136,7 +135,8 @@ def allocate(
     """
     target = models.target
     speculation = shape.speculation
-    draft = models.draft if any(plan.uses_drafter for plan in speculation.plans) else None
+    plans = speculation.plans
+    draft = models.draft if any(plan.uses_drafter for plan in plans) else None
     if full is None:
         draft_config = draft.config if draft is not None else None
         settings = (draft_config, shape.generation, speculation)
@@ -147,29 +147,28 @@ def allocate(
     prefix = PrefixCache(full, speculation.max_block, reads_alike=not is_row_invariant)
     if held is not None:  # before captures write to the slots of rows without a text
         prefix.adopt(held)
-    if graphs is None:
-        graphs = graph_pool(target.device, wanted=shape.generation.cuda_graphs)
-    options: dict[str, Any] = {"vocab_size": target.config.vocab_size, "graphs": graphs}
-    # A rebuild of the retrieval cache asks with those of the target's latest block.
+    graphs = graphs or graph_pool(target.device, wanted=shape.generation.cuda_graphs)
     queries_LBTHD = empty_queries(target, shape.num_rows, speculation.max_block)
-    drafting = retrieval = None
+    options: dict[str, Any] = {"vocab_size": target.config.vocab_size, "graphs": graphs}
+    small: dict[str, Any] = {}
     try:
         if draft is not None:
-            drafting = _draft_runner(draft, shape, options)
-        if any(plan.uses_retrieval for plan in speculation.plans):
-            retrieval = _retrieval_runner(models.retrieval, shape, full, queries_LBTHD, options)
+            small["draft"] = _draft_runner(draft, shape, options)
+        if any(plan.uses_retrieval for plan in plans):
+            cache = small["retrieval_cache"] = _retrieval_cache(shape, full, queries_LBTHD)
+            options["block_sizes"] = {1, 1 + max(plan.gamma1 for plan in plans)}
+            small["retrieval"] = ModelRunner(models.retrieval, cache, shape.sampling, **options)
         if full.on_chip < target.config.num_layers:
             options["graphs"] = None
-        sizes = {min(size, speculation.max_block) for size in TARGET_BLOCKS}
-        verifying = ModelRunner(
-            target, full, shape.sampling, queries_LBTHD=queries_LBTHD, block_sizes=sizes, **options
-        )
+        options["block_sizes"] = {min(size, speculation.max_block) for size in TARGET_BLOCKS}
+        options["queries_LBTHD"] = queries_LBTHD
+        verifying = ModelRunner(target, full, shape.sampling, **options)
     except RuntimeError as error:  # out of memory, on CUDA too
         raise InputError(
             f"the small KV caches do not fit on {target.device} next to the full one "
             f"({shorten(error, 90)}); lower budget or num_recent_tokens, or shorten the prompt"
         ) from None
-    return Memory(models, shape, full, prefix, verifying, retrieval, drafting, graphs)
+    return Memory(models, shape, full, prefix, verifying, queries_LBTHD, graphs, **small)
 
 
 def _draft_runner(draft: Llama, shape: MemoryShape, options: dict[str, Any]) -> DraftRunner:
@@ -181,25 +180,12 @@ def _draft_runner(draft: Llama, shape: MemoryShape, options: dict[str, Any]) -> 
     return DraftRunner(draft, cache, shape.sampling, block_sizes=sizes, **options)
 
 
-def _retrieval_runner(
-    model: Llama,
-    shape: MemoryShape,
-    full: FullCache,
-    queries_LBTHD: Tensor,
-    options: dict[str, Any],
-) -> RetrievalRunner:
-    """The retrieval cache and what runs over it; the queries are those of the target."""
+def _retrieval_cache(shape: MemoryShape, full: FullCache, queries_LBTHD: Tensor) -> RetrievalCache:
+    """An empty one; it follows `full`, and the queries of its latest block."""
     speculation = shape.speculation
-    cache = RetrievalCache(
-        full,
-        make_policy(speculation.policy, full, speculation.chunk_size),
-        speculation,
-        num_heads=model.config.num_heads,
-        budgets=[shape.budget_for(length) for length in shape.reserved_lengths],
-    )
+    policy = make_policy(speculation.policy, full, speculation.chunk_size)
+    num_heads = queries_LBTHD.shape[3]
+    cache = RetrievalCache(full, policy, speculation, num_heads=num_heads, budgets=shape.budgets)
     if isinstance(full, OffloadedFullCache):
         full.rebuild_while_staged(cache, queries_LBTHD)
-    sizes = {1, 1 + max(plan.gamma1 for plan in speculation.plans)}
-    return RetrievalRunner(
-        model, cache, shape.sampling, queries_LBTHD, block_sizes=sizes, **options
-    )
+    return cache

@@ -33,18 +33,16 @@ class MemoryPool:
         """Memory for a run: what was kept, or new. Raises `InputError` if there is no room."""
         kept = self._kept
         self._kept = None
-        if kept is not None and self._can_run(kept, shape):
-            memory = kept
-        else:
+        if kept is None or not self._can_run(kept, shape):
             full = kept.full if kept is not None and fits(kept, shape) else None
             held = None
             if kept is not None and (full is not None or is_worth_copying(kept, prompts)):
                 held = kept.prefix
-            del kept  # gives up its memory for the new one
-            memory = allocate(self.models, shape, full=full, held=held, host=self.host)
-        memory.prefix.snapshot = self.snapshot
-        self._latest = id(memory)
-        return memory
+            kept = None  # gives up its memory for the new one
+            kept = allocate(self.models, shape, full=full, held=held, host=self.host)
+        kept.prefix.snapshot = self.snapshot
+        self._latest = id(kept)
+        return kept
 
     def put(self, memory: Memory, *, was_interrupted: bool = False) -> None:
         """Keeps the memory of a run that is over, if it is the latest.
@@ -72,23 +70,17 @@ class MemoryPool:
 
     def _can_run(self, kept: Memory, new: MemoryShape) -> bool:
         """Whether the memory, and what was captured in it, serve a run of another shape."""
-        old = kept.shape
-        cache = kept.retrieval_cache
-        settings = old.speculation
+        settings = kept.shape.speculation
         # Every run may choose these two for itself.
-        wanted = dataclasses.replace(
-            new.speculation, coupled=settings.coupled, timed=settings.timed
-        )
-        policies = (settings.policy, new.speculation.policy)
+        own = {name: getattr(settings, name) for name in ("coupled", "timed")}
+        cache = kept.retrieval_cache
         return (
             fits(kept, new)
-            and all(isinstance(policy, str) for policy in policies)  # another keeps its own state
+            and dataclasses.replace(new.speculation, **own) == settings
+            and isinstance(settings.policy, str)  # another keeps its own state
             and all(steps.can_sample_by(new.sampling) for steps in kept.captured)
-            and new.generation.prefill_chunk <= old.generation.prefill_chunk
-            and wanted == settings
-            and (
-                cache is None or max(map(new.budget_for, new.reserved_lengths)) <= cache.max_budget
-            )
+            and new.generation.prefill_chunk <= kept.shape.generation.prefill_chunk
+            and (cache is None or max(new.budgets) <= cache.max_budget)
         )
 
 

@@ -3,31 +3,29 @@
 `ModelRunner.next_probs` feeds whatever the cache has not seen of each row in one forward pass for
 the whole batch. Rows may have different amounts to read; shorter ones are padded at the end, where
 nothing looks. Logits become distributions by the filters of `decoding/sampling.py`, at every level
-the same. `RetrievalRunner` adds how the retrieval cache follows the full one, `DraftRunner` how
-a drafter gets to the end of a long text. `prefill` fills a row of a full cache beforehand.
+the same. `DraftRunner` adds how a drafter gets to the end of a long text; `prefill` fills a row of
+a full cache beforehand.
 
 Legend: B rows, T tokens read at once, N proposed tokens, E hidden size, V vocab, L layers, H query
 heads, D head dim.
 """
 
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache
-from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
-from minitri.decoding.level import Emitted, Output
+from minitri.decoding.level import Output
 from minitri.decoding.sampling import pad_vocabulary, probs_of_rows
 from minitri.decoding.verification import Proposal
 from minitri.gpu.graphs import CapturedSteps, GraphPool
 from minitri.gpu.offload.layer_major import read_by_layers
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.model.block import Block, forward_block, make_block, read_block
+from minitri.model.block import make_block, read_block
 from minitri.model.cache import Cache
-from minitri.model.llama import Llama
+from minitri.model.llama import Block, Llama
 from minitri.settings import SamplingParams
 
 
@@ -125,7 +123,7 @@ class ModelRunner:
         size = block.tokens_BT.shape[1]
         if self.captured is not None and size in self.captured.by_size and not wants_logits:
             return Output(take_rows(self.captured.by_size[size](block), index_BN))
-        hidden_BTE = forward_block(self.model, block, self.cache, self.queries_LBTHD)
+        hidden_BTE = self.model.forward(block, self.cache, None, self.queries_LBTHD)
         return self.output(take_rows(hidden_BTE, index_BN))
 
     def output(self, hidden_BNE: Tensor) -> Output:
@@ -136,9 +134,6 @@ class ModelRunner:
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
         """Nothing to do before a step."""
-
-    def commit(self, emitted: list[Emitted], active: list[bool]) -> None:
-        """Nothing to do after a step: the cache was cropped to what was accepted."""
 
     def crop(self, lengths: list[int]) -> None:
         """Keeps at most the first `lengths[b]` tokens of row b."""
@@ -155,31 +150,6 @@ class ModelRunner:
         else:
             self.sampling = [sampling] * len(self.sampling)
             self.captured.sample_by(sampling)
-
-
-class RetrievalRunner(ModelRunner):
-    """The target over its retrieval cache."""
-
-    cache: RetrievalCache
-
-    def __init__(
-        self,
-        model: Llama,
-        cache: RetrievalCache,
-        sampling: SamplingParams,
-        full_queries_LBTHD: Tensor,
-        **settings: Any,
-    ) -> None:
-        """`full_queries_LBTHD` holds the queries of the latest pass over the full cache."""
-        super().__init__(model, cache, sampling, **settings)
-        self._full_queries_LBTHD = full_queries_LBTHD
-
-    def commit(self, emitted: list[Emitted], active: list[bool]) -> None:
-        """Copies exact K and V of the accepted tokens into the cache; may rebuild it."""
-        for b, row in enumerate(emitted):
-            if active[b]:
-                # The pass read the token before and the guesses; len(row.tokens) of them stay.
-                self.cache.commit(b, self._full_queries_LBTHD[:, b, : len(row.tokens)])
 
 
 class DraftRunner(ModelRunner):

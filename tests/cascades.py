@@ -16,8 +16,8 @@ from minitri.model.block import read_block
 from minitri.model.llama import Llama
 from minitri.requests import Request
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
-from minitri.stack import begin
 from tests.conftest import CPU, byte_level_tokenizer, new_cache, tiny_config, tiny_model
+from tools.runs import begin
 
 GREEDY = SamplingParams()
 WARM = SamplingParams(temperature=0.9, top_k=20, top_p=0.95)

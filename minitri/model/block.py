@@ -1,35 +1,14 @@
-"""Blocks: the new tokens of a forward pass, one row per sequence, and where they belong.
+"""From token lists to the block of a forward pass: where the new tokens of each row belong.
 
 Legend: B rows, T tokens of a block, L layers, H query heads, D head dim, E hidden size.
 """
 
-from dataclasses import dataclass, replace
-from typing import Self
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minitri.model.cache import Cache
-from minitri.model.llama import Llama
+from minitri.model.llama import Block, Llama
 from minitri.settings import LONGEST_BLOCK
-
-
-@dataclass(frozen=True)
-class Block:
-    """What a forward pass reads: a block of tokens per row, each (B, T) int64 on the device."""
-
-    tokens_BT: Tensor
-    positions_BT: Tensor
-    """Where the tokens stand, for the rotary embedding."""
-    slots_BT: Tensor | None
-    """Where they belong in the cache; None: the pass goes by the cache's lengths on the host."""
-
-    def with_guesses(self, places_BN: Tensor, tokens_BN: Tensor) -> Self:
-        """This block with other tokens at these places; those past its end are left out."""
-        padded_BT = F.pad(self.tokens_BT, (0, 1))
-        places_BN = places_BN.clamp(max=self.tokens_BT.shape[1])
-        return replace(self, tokens_BT=padded_BT.scatter(1, places_BN, tokens_BN)[:, :-1])
 
 
 def read_block(
@@ -45,21 +24,7 @@ def read_block(
     T is the length of the longest block. The cache's lengths stay as they are.
     """
     block = make_block(model, blocks, cache, max(map(len, blocks)))
-    return forward_block(model, block, cache, queries_LBTHD, is_prompt=is_prompt)
-
-
-def forward_block(
-    model: Llama,
-    block: Block,
-    cache: Cache,
-    queries_LBTHD: Tensor | None,
-    rule_TT: Tensor | None = None,
-    *,
-    is_prompt: bool = False,
-) -> Tensor:
-    """Final hidden states (B, T, E) of a block; see `Llama.forward`."""
-    where = (block.positions_BT, cache, rule_TT, block.slots_BT)
-    return model.forward(block.tokens_BT, *where, queries_LBTHD, is_prompt=is_prompt)
+    return model.forward(block, cache, None, queries_LBTHD, is_prompt=is_prompt)
 
 
 def make_block(

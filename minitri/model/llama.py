@@ -9,7 +9,8 @@ runs only on the rows whose logits somebody wants.
 Legend: L layers, B batch, T new tokens, E hidden size, K KV heads, H query heads, D head dim.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,24 @@ from minitri.model.cache import BlockKV, Cache
 from minitri.model.execution import Execution
 from minitri.model.linear import Linear, TiedHead, TrimmedHead
 from minitri.model.rope import Rope, Rotary
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a forward pass reads: new tokens of every row, each (B, T) int64 on the device."""
+
+    tokens_BT: Tensor
+    positions_BT: Tensor
+    """Where the tokens stand, for the rotary embedding."""
+    slots_BT: Tensor | None = None
+    """Where they belong in the cache; None: the pass goes by the cache's lengths on the host."""
+
+    def with_guesses(self, places_BN: Tensor, tokens_BN: Tensor) -> Self:
+        """This block with other tokens at these places; those past its end are left out."""
+        padded_BT = F.pad(self.tokens_BT, (0, 1))
+        places_BN = places_BN.clamp(max=self.tokens_BT.shape[1])
+        return replace(self, tokens_BT=padded_BT.scatter(1, places_BN, tokens_BN)[:, :-1])
+
 
 EMBEDDING_SAMPLE = 64
 """Rows of its target's embedding table that a drafter without one keeps, to recognise it."""
@@ -76,11 +95,9 @@ class Llama(nn.Module):
 
     def forward(
         self,
-        tokens_BT: Tensor,
-        positions_BT: Tensor,
+        block: Block,
         cache: Cache,
         rule_TT: Tensor | None = None,
-        slots_BT: Tensor | None = None,
         queries_LBTHD: Tensor | None = None,
         *,
         is_prompt: bool = False,
@@ -88,17 +105,17 @@ class Llama(nn.Module):
         """Final hidden states (B, T, E) of a block, whose K and V it writes into the cache.
 
         `rule_TT` says which tokens of the block see which (None: causal), see `attention.py`.
-        `slots_BT` are the slots right after the prefixes, so that lengths are read on the device;
-        without them they are read on the host. `queries_LBTHD`, if given, is filled with every
-        layer's rotated queries of the block, or of its last tokens if there is room for fewer.
-        With `is_prompt` blocks of any length are computed like long ones: to the bit, K and V do
-        not depend on where the chunks of a prompt begin. The lengths of the cache stay as they are:
-        call `cache.advance` with the tokens to keep.
+        `queries_LBTHD`, if given, is filled with every layer's rotated queries of the block, or of
+        its last tokens if there is room for fewer. With `is_prompt` blocks of any length are
+        computed like long ones: to the bit, K and V do not depend on where the chunks of a prompt
+        begin. The lengths of the cache stay as they are: call `cache.advance` with the tokens to
+        keep.
         """
-        rotary = self.rope.at(positions_BT)
-        attend, lengths_B = self.attend, None if slots_BT is None else slots_BT[:, 0].contiguous()
-        shared = Pass(rotary, cache, rule_TT, slots_BT, lengths_B, queries_LBTHD, attend, is_prompt)
-        return self.norm(self.layers.forward(self.embed(tokens_BT), shared))
+        slots_BT = block.slots_BT
+        lengths_B = None if slots_BT is None else slots_BT[:, 0].contiguous()
+        where = (cache, rule_TT, slots_BT, lengths_B, queries_LBTHD, self.attend, is_prompt)
+        shared = Pass(self.rope.at(block.positions_BT), *where)
+        return self.norm(self.layers.forward(self.embed(block.tokens_BT), shared))
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Rows of the embedding table: (...) integers to (..., E)."""

@@ -17,6 +17,7 @@ from minitri.cpu import kernel_layers
 from minitri.cpu.kernel_layers import KernelLayers, use_kernels
 from minitri.cpu.kernels import load_kernels
 from minitri.cpu.low_bit_models import quantized_copy
+from minitri.model.llama import Block
 from minitri.runner import prefill
 from minitri.settings import GenerationConfig, SpeculationConfig
 from tests.conftest import tiny_config, tiny_model
@@ -76,7 +77,7 @@ def check_pass(kernels, kind, dtype, T, *, has_rule=False, scale=1.0) -> None:
     for model in (plain, fused):
         cache = filled_cache(kind, dtype)
         queries = torch.full((2, B, 3, CONFIG.num_heads, CONFIG.head_dim), 7.0, dtype=dtype)
-        hidden = model(tokens, positions, cache, rule, queries_LBTHD=queries)
+        hidden = model.forward(Block(tokens, positions), cache, rule, queries)
         # NaN after what a row holds stays NaN, so it is known which slots were written.
         outs.append([t.nan_to_num(99.0).float() for t in (hidden, queries, *tensors(cache))])
     for want, got in zip(*outs, strict=True):
@@ -110,7 +111,7 @@ def test_a_token_has_the_same_bits_whatever_shares_its_pass(kernels, dtype, bits
         cache, parts = FullCache.allocate(config, len(rows), 64, dtype=dtype, device=CPU), []
         for start, end in zip((0, *ends), ends, strict=False):
             positions = torch.arange(start, end).expand(len(rows), -1)
-            parts.append(model(tokens[rows, start:end], positions, cache))
+            parts.append(model.forward(Block(tokens[rows, start:end], positions), cache))
             cache.advance([end - start] * len(rows))
         return torch.cat(parts, 1)
 
@@ -129,7 +130,7 @@ def test_a_block_that_does_not_fit_is_refused():
     cache.advance([128 - LENGTHS[0] - 1, 0])
     tokens = torch.zeros(B, 2, dtype=torch.int64)
     with pytest.raises(IndexError, match="127 of 128"):
-        model(tokens, tokens, cache)
+        model.forward(Block(tokens, tokens), cache)
 
 
 def assert_chunks_may_begin_anywhere(dtype, config):

@@ -37,8 +37,9 @@ from minitri.plan import ACCEPTANCE, pass_table, passes
 from minitri.requests import Request
 from minitri.roofline import CARDS, CPU, Workload
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
-from minitri.stack import Stack, begin
+from minitri.stack import Stack
 from tools.bench.bandwidth import copy_bandwidth, idle_share
+from tools.runs import begin
 
 SAMPLING = SamplingParams(0.6, top_p=0.9)
 WARMUP_STEPS = 3
