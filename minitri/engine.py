@@ -24,9 +24,8 @@ from minitri.generation import Generation
 from minitri.gpu.allocation import most_rows
 from minitri.loading.prompt_ids import Prompt, as_seeds, check_prompt, encode_prompts
 from minitri.loading.tokenizer import Tokenizer
-from minitri.memory import MemoryShape, Models
+from minitri.memory import MemoryPool, MemoryShape, Models
 from minitri.model.llama import Llama
-from minitri.pool import MemoryPool
 from minitri.requests import Completion, End, Request, Row, expect
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 

@@ -20,8 +20,7 @@ from minitri.decoding.sampling import log_probs
 from minitri.decoding.verification import NotFiniteError
 from minitri.errors import InputError, shorten
 from minitri.gpu.streams import synchronize
-from minitri.memory import MemoryShape, Models
-from minitri.pool import MemoryPool
+from minitri.memory import MemoryPool, MemoryShape, Models
 from minitri.requests import CANCELLED, End, Event, Idle, PrefillProgress, Request, Row, Token
 from minitri.stack import Stack
 

@@ -1,19 +1,21 @@
 """What a run computes with, allocated once: caches, runners over them, captured graphs.
 
 `allocate` reads as the boot order. A `Memory` is frozen and holds no text: `stack.py` puts the
-stages of a step over it, and another run that fits may take it over (`pool.py`).
+stages of a step over it. `MemoryPool` keeps that of the last run for one that fits, which then begins
+with its captured graphs, and after those first tokens of a prompt that the full cache still holds.
 
 Legend: L layers, B rows, T tokens of a block, H query heads, D head dim.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from minitri.caches.full import FullCache
 from minitri.caches.policies import make_policy
-from minitri.caches.prefixes import PrefixCache
+from minitri.caches.prefixes import HeldRow, PrefixCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.drafters.plugin import Drafter
@@ -30,6 +32,8 @@ from minitri.settings import LONGEST_BLOCK, GenerationConfig, SamplingParams, Sp
 TARGET_BLOCKS = (1, 5, 9, LONGEST_BLOCK)
 """Block sizes for which passes of the target are captured, as far as a run has blocks that long;
 short ones need not be padded to the longest of all plans."""
+WORTH_COPYING = 64
+"""Tokens at the beginning of a prompt for which two full caches may be in memory for a moment."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,3 +193,86 @@ def _retrieval_cache(shape: MemoryShape, full: FullCache, queries_LBTHD: Tensor)
     if isinstance(full, OffloadedFullCache):
         full.rebuild_while_staged(cache, queries_LBTHD)
     return cache
+
+
+class MemoryPool:
+    """The memory of runs over some models; at most one is kept, of the run that was opened last."""
+
+    def __init__(self, models: Models) -> None:
+        self.models = models
+        self.host = HostMemory(models.target.device)
+        self.snapshot: HeldRow | None = None
+        """What the texts of later runs may begin with, too."""
+        self._kept: Memory | None = None
+        self._latest: int | None = None  # by its id, so that the run alone keeps it alive
+
+    def open(self, shape: MemoryShape, prompts: Sequence[list[int]]) -> Memory:
+        """Memory for a run: what was kept, or new. Raises `InputError` if there is no room."""
+        kept = self._kept
+        self._kept = None
+        if kept is None or not self._can_run(kept, shape):
+            full = kept.full if kept is not None and fits(kept, shape) else None
+            held = None
+            if kept is not None and (full is not None or is_worth_copying(kept, prompts)):
+                held = kept.prefix
+            kept = None  # gives up its memory for the new one
+            kept = allocate(self.models, shape, full=full, held=held, host=self.host)
+        kept.prefix.snapshot = self.snapshot
+        self._latest = id(kept)
+        return kept
+
+    def put(self, memory: Memory, *, was_interrupted: bool = False) -> None:
+        """Keeps the memory of a run that is over, if it is the latest.
+
+        K and V in host memory serve one run only where this was interrupted in the middle of a
+        step, which may leave its buffers half written; or where a shorter text may have room for
+        more layers on the device: with no `on_chip`, unless it was reserved for longer texts.
+        """
+        generation = memory.shape.generation
+        is_fitted = generation.on_chip is None and not generation.reserve
+        is_spent = isinstance(memory.full, OffloadedFullCache) and (is_fitted or was_interrupted)
+        if id(memory) == self._latest and not is_spent:
+            self._kept = memory
+
+    @property
+    def held(self) -> HeldRow | None:
+        """The longest text whose K and V are kept."""
+        row = self._kept.prefix.longest if self._kept is not None else None
+        return row or self.snapshot
+
+    def clear(self) -> None:
+        """Frees what is kept; a run that is under way will not be kept either."""
+        self._kept = self.snapshot = self._latest = None
+        self.host.clear()
+
+    def _can_run(self, kept: Memory, new: MemoryShape) -> bool:
+        """Whether the memory, and what was captured in it, serve a run of another shape."""
+        settings = kept.shape.speculation
+        # Every run may choose these two for itself.
+        own = {name: getattr(settings, name) for name in ("coupled", "timed")}
+        cache = kept.retrieval_cache
+        return (
+            fits(kept, new)
+            and replace(new.speculation, **own) == settings
+            and isinstance(settings.policy, str)  # another keeps its own state
+            and all(steps.can_sample_by(new.sampling) for steps in kept.captured)
+            and new.generation.prefill_chunk <= kept.shape.generation.prefill_chunk
+            and (cache is None or max(new.budgets) <= cache.max_budget)
+        )
+
+
+def fits(kept: Memory, new: MemoryShape) -> bool:
+    """Whether the full cache serves a run of another shape."""
+    old = kept.shape
+    placed = ("offload", "on_chip", "cuda_graphs")
+    return (
+        new.num_rows == old.num_rows
+        and new.capacity <= kept.full.capacity
+        and all(getattr(new.generation, n) == getattr(old.generation, n) for n in placed)
+    )
+
+
+def is_worth_copying(kept: Memory, prompts: Sequence[list[int]]) -> bool:
+    """Whether to copy what a run left into a larger cache, which must fit next to it."""
+    is_cheap = kept.full.device.type != "cuda" and type(kept.full) is FullCache
+    return is_cheap and any(kept.prefix.num_shared(it) >= WORTH_COPYING for it in prompts)

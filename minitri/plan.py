@@ -134,12 +134,10 @@ def predict(
     for stage, rate in zip(("draft", "retrieval"), acceptance, strict=True):
         tuner.note_acceptance(stage, 10**9, round(10**9 * rate))
     best = max(plans, key=tuner.tokens_per_second)
-    ms = {
-        "autoregressive": 1e3 * work.seconds(machine, "target", 0),
-        "cascade": 1e3 / tuner.tokens_per_second(best),
-    }
-    speedup = ms["autoregressive"] / ms["cascade"]
-    return {"plan": dataclasses.asdict(best), **ms, "speedup": speedup}
+    alone = 1e3 * work.seconds(machine, "target", 0)
+    cascade = 1e3 / tuner.tokens_per_second(best)
+    ms = {"autoregressive": alone, "cascade": cascade, "speedup": alone / cascade}
+    return {"plan": dataclasses.asdict(best), **ms}
 
 
 def run_command(args: argparse.Namespace) -> int:
@@ -147,53 +145,47 @@ def run_command(args: argparse.Namespace) -> int:
     needs = demand_of(args)
     card = next(card for most, card in CARDS.items() if args.gpu_memory <= most)
     machine = dataclasses.replace(card, link_bytes_per_second=1e9 * args.link_gb_s)
-    gpu_bytes = args.gpu_memory * GIB - CONTEXT
-    host_bytes = args.host_memory * GIB / args.gpus
-    best = needs.most_on_chip(gpu_bytes)
-    plans = needs.speculation.plans
+    room = (args.gpu_memory * GIB - CONTEXT, args.host_memory * GIB / args.gpus)
+    best = needs.most_on_chip(room[0])
+    print(
+        f"{needs.config.name}, {needs.num_tokens} tokens, {args.dtype}; {args.gpus} GPU of "
+        f"{args.gpu_memory} GiB at {machine.kv_bytes_per_second / 1e9:g} GB/s\n"
+        "layers with KV on the GPU    GiB there  on host  fits  ms alone  cascade  speedup"
+    )
     placements = []
     for on_chip in sorted({needs.config.num_layers, best or 0, 0}, reverse=True):
-        here, there = needs.on_device(on_chip), needs.on_host(on_chip)
-        placements.append(
-            {
-                "on_chip": on_chip,
-                "device_bytes": here,
-                "host_bytes": there,
-                "fits": here <= gpu_bytes and there <= host_bytes,
-                "parts": needs.parts(on_chip),
-                "predicted_ms": predict(workload(needs, on_chip), machine, plans),
-            }
-        )
-    print(
-        f"{needs.config.name}, {needs.num_tokens} tokens, {args.dtype}; "
-        f"{args.gpus} GPU of {args.gpu_memory:g} GiB at {machine.kv_bytes_per_second / 1e9:g} GB/s"
-    )
-    print(table(placements))
+        ms = predict(workload(needs, on_chip), machine, needs.speculation.plans)
+        row = {
+            "on_chip": on_chip,
+            "device_bytes": needs.on_device(on_chip),
+            "host_bytes": needs.on_host(on_chip),
+            "fits": needs.on_device(on_chip) <= room[0] and needs.on_host(on_chip) <= room[1],
+            "parts": needs.parts(on_chip),
+            "predicted_ms": ms,
+        }
+        placements.append(row)
+        print(placement_lines(row))
+        if on_chip == (best or 0):
+            chosen = StepPlan(**ms["plan"])
     if args.explain:
-        [ms] = (row["predicted_ms"] for row in placements if row["on_chip"] == (best or 0))
-        found = passes(workload(needs, best or 0), StepPlan(**ms["plan"]), args.prefill_chunk)
-        print(f"\n{pass_table(found, machine, {})}\nConstants: {machine}")
+        found = passes(workload(needs, best or 0), chosen, args.prefill_chunk)
+        print(f"\n{pass_table(found, machine)}\nConstants: {machine}")
     facts = {"model": needs.config.name, "context": needs.num_tokens, "on_chip": best}
     print(json.dumps({**facts, "placements": placements}))
-    if (missing := shortage(needs, gpu_bytes, host_bytes)) is not None:
+    if (missing := shortage(needs, *room)) is not None:
         raise InputError(missing)
     return 0
 
 
-def table(placements: list[dict[str, Any]]) -> str:
-    """A line for each placement, and below it what the bytes on the GPU are for."""
-    lines = ["layers with KV on the GPU    GiB there  on host  fits  ms alone  cascade  speedup"]
-    for row in placements:
-        here, there = row["device_bytes"] / GIB, row["host_bytes"] / GIB
-        ms = row["predicted_ms"]
-        lines.append(
-            f"{row['on_chip']:25d} {here:12.2f} {there:8.2f} {'yes' if row['fits'] else 'no':>5s} "
-            f"{ms['autoregressive']:9.2f} {ms['cascade']:8.2f} {ms['speedup']:8.2f}  "
-            f"{StepPlan(**ms['plan'])}"
-        )
-        parts = (f"{name} {size / GIB:.2f}" for name, size in row["parts"].items())
-        lines.append("    " + ", ".join(parts))
-    return "\n".join(lines)
+def placement_lines(row: dict[str, Any]) -> str:
+    """A placement, and below it what the bytes on the GPU are for."""
+    ms = row["predicted_ms"]
+    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in row["parts"].items())
+    return (
+        f"{row['on_chip']:25d} {row['device_bytes'] / GIB:12.2f} {row['host_bytes'] / GIB:8.2f} "
+        f"{'yes' if row['fits'] else 'no':>5s} {ms['autoregressive']:9.2f} {ms['cascade']:8.2f} "
+        f"{ms['speedup']:8.2f}  {StepPlan(**ms['plan'])}\n    {parts}"
+    )
 
 
 def passes(work: Workload, plan: StepPlan, prefill_chunk: int) -> dict[str, Pass]:
@@ -213,14 +205,12 @@ def passes(work: Workload, plan: StepPlan, prefill_chunk: int) -> dict[str, Pass
     return {**found, "prefill chunk": dataclasses.replace(chunk, link_bytes=link_bytes)}
 
 
-def pass_table(found: dict[str, Pass], machine: Machine, measured_ms: dict[str, float]) -> str:
-    """Passes as lines: predicted and, where they were, measured milliseconds."""
-    titles = ["weights MB", "KV MB", "link MB", "GFLOP", "ms"] + ["measured"] * bool(measured_ms)
-    lines = [f"{'':16s}" + "".join(f"{title:>12}" for title in titles)]
+def pass_table(found: dict[str, Pass], machine: Machine) -> str:
+    """Passes as lines."""
+    lines = [f"{'':16s}  weights MB       KV MB     link MB       GFLOP          ms"]
     for name, it in found.items():
         numbers = [it.weight_bytes / 1e6, it.kv_bytes / 1e6, it.link_bytes / 1e6, it.flops / 1e9]
         numbers.append(1e3 * it.seconds(machine))
-        numbers += [measured_ms[name]] if name in measured_ms else []
         lines.append(f"{name:16s}" + "".join(f"{number:12.3f}" for number in numbers))
     return "\n".join(lines)
 

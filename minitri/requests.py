@@ -110,10 +110,6 @@ class Row:
         self._decoder = IncrementalDecoder(tokenizer, ids)
         self._scanner = StopScanner(request.generation.stop)
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt)
-
     def push(self, token: int, origin: str, eos: tuple[int, ...]) -> str:
         """Takes in a token; returns the text that may be shown now. Sets `finish_reason`."""
         generation = self.request.generation

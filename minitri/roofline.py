@@ -3,14 +3,16 @@
 Decoding is bound by memory: a pass reads every weight and all cached K and V once, however few
 tokens it computes. This is the one model of that, used by the autotuner before it has measured
 anything, by `python -m minitri.plan`, and by benchmarks that say how far from it they are.
-
-Legend: D head dim, E hidden size.
 """
 
 import math
 from dataclasses import dataclass
+from functools import cache
+
+import torch
 
 from minitri.config import ModelConfig
+from minitri.model.linear import Linear
 from minitri.model.llama import Llama
 
 
@@ -65,32 +67,22 @@ there. A layer is 12 launches in a CUDA graph, a pass a verdict and a copy to th
 PCIe 4.0 x16; what several GPUs send to one another is left out."""
 
 
-def matrices(config: ModelConfig) -> list[tuple[int, int]]:
-    """Rows and columns of the matrices of a layer."""
-    E, inner = config.hidden_size, config.intermediate_size
-    width = config.num_heads * config.head_dim
-    num_inputs = width + 2 * config.num_kv_heads * config.head_dim + 2 * inner
-    return [(num_inputs, E), (E, width), (E, inner)]
+def outline(config: ModelConfig) -> Llama:
+    """The network of a config, with no memory for its weights."""
+    return Llama(config, dtype=torch.float16, device=torch.device("meta"))
+
+
+@cache
+def weights_per_pass(config: ModelConfig) -> int:
+    """Numbers of the weights that a pass reads: of an untied embedding table only some rows."""
+    weights = outline(config).named_parameters()
+    return sum(weight.numel() for name, weight in weights if name != "embed_tokens")
 
 
 def num_weights(config: ModelConfig) -> int:
     """Numbers in a model's weights; of a drafter without an embedding table, its own only."""
-    E = config.hidden_size
-    layer = sum(rows * columns for rows, columns in matrices(config))
-    layer += 2 * E + 2 * config.head_dim * config.head_norm
-    if config.attention_bias:
-        layer += config.head_dim * (config.num_heads + 2 * config.num_kv_heads)
-    if config.attention_bias if config.output_bias is None else config.output_bias:
-        layer += E
-    head = config.vocab_size if config.head_size is None else config.head_size
-    tables = 1 if config.tie_word_embeddings or config.draft_of is not None else 2
-    return config.num_layers * layer + E + tables * head * E
-
-
-def weights_per_pass(config: ModelConfig) -> int:
-    """Numbers of the weights that a pass reads: of an untied embedding table only some rows."""
-    is_untied = not config.tie_word_embeddings and config.draft_of is None
-    return num_weights(config) - is_untied * config.vocab_size * config.hidden_size
+    has_table = not config.tie_word_embeddings and config.draft_of is None
+    return weights_per_pass(config) + has_table * config.vocab_size * config.hidden_size
 
 
 def bytes_per_pass(model: Llama) -> int:
@@ -99,10 +91,11 @@ def bytes_per_pass(model: Llama) -> int:
     return sum(weight.nbytes for weight in weights if weight is not None)
 
 
+@cache
 def eight_bit_bytes(config: ModelConfig) -> int:
     """Bytes of a copy in 8 bits with a scale of 4 bytes per row: `gpu/eight_bits.py`."""
-    layer = sum(rows * (columns + 4) for rows, columns in matrices(config))
-    return config.num_layers * layer + config.vocab_size * (config.hidden_size + 4)
+    layers = (it for it in outline(config).modules() if isinstance(it, Linear))
+    return sum(it.out_features * (it.in_features + 4) for it in layers)
 
 
 @dataclass(frozen=True)
@@ -161,19 +154,21 @@ class Workload:
         """A pass of a stage ("draft", "retrieval", "target") over guesses and a token per row."""
         config = self.draft if stage == "draft" else self.target
         assert config is not None
-        whole = weights_per_pass(config) * self.itemsize
-        weight_bytes = {"target": self.target_bytes, "retrieval": self.retrieval_bytes}.get(stage)
+        num_weights = weights_per_pass(config)
+        whole = num_weights * self.itemsize
+        known = {"target": self.target_bytes, "retrieval": self.retrieval_bytes}.get(stage)
+        weight_bytes = whole if known is None else known
         slots = {"draft": 0, "retrieval": self.num_retrieved, "target": self.num_tokens}[stage]
         attention = 4 * config.num_heads * config.head_dim * config.num_layers * slots
         num_tokens = self.batch_size * (num_guesses + 1)
         return Pass(
             num_layers=config.num_layers,
-            weight_bytes=whole if weight_bytes is None else weight_bytes,
+            weight_bytes=weight_bytes,
             kv_bytes=slots * self.slot_bytes,
             link_bytes=(self.hosted_share if stage == "target" else 0.0) * slots * self.slot_bytes,
-            flops=num_tokens * (2 * weights_per_pass(config) + attention / self.batch_size),
+            flops=num_tokens * (2 * num_weights + attention / self.batch_size),
             num_extra_tokens=self.batch_size * num_guesses,
-            is_in_four_bits=stage == "retrieval" and (weight_bytes or whole) < whole / 2,
+            is_in_four_bits=stage == "retrieval" and weight_bytes < whole / 2,
         )
 
     def seconds(self, machine: Machine, stage: str, num_guesses: float) -> float:

@@ -4,6 +4,7 @@ Every default is written once, in a field here. The command line takes defaults 
 these fields (`cli/arguments.py`): the first sentence below a field is its help text.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -200,32 +201,21 @@ class SpeculationConfig:
     @property
     def plans(self) -> list[StepPlan]:
         """All ways to make a step that these settings allow."""
-        gammas1 = self._gammas(self.gamma1, OPEN_GAMMA1, self.tree)
-        gammas2 = self._gammas(self.gamma2, OPEN_GAMMA2)
-        grown = self.tree if self.method == "retrieval" else ""  # where no drafter guesses
+        depth = parse_tree(self.tree)[1] or None
+        gammas1 = _choices(depth or self.gamma1, OPEN_DEPTHS if self.tree else OPEN_GAMMA1)
+        gammas2 = _choices(self.gamma2, OPEN_GAMMA2)
+        retrieval = [StepPlan("retrieval", 0, gamma2) for gamma2 in gammas2]
+        if self.tree and self.method == "retrieval":  # it grows the trees, as no drafter guesses
+            depths = _choices(depth or self.gamma2, OPEN_DEPTHS)
+            retrieval = [StepPlan("retrieval", 0, gamma2, self.tree) for gamma2 in depths]
+        pairs = itertools.product(gammas1, gammas2)
         plans = {
             "autoregressive": [StepPlan("autoregressive")],
             "naive": [StepPlan("naive", gamma1, 0, self.tree) for gamma1 in gammas1],
-            "retrieval": [
-                StepPlan("retrieval", 0, depth, grown)
-                for depth in self._gammas(self.gamma2, OPEN_GAMMA2, grown)
-            ],
-            "triforce": [
-                StepPlan("triforce", gamma1, gamma2, self.tree)
-                for gamma1 in gammas1
-                for gamma2 in gammas2
-            ],
+            "retrieval": retrieval,
+            "triforce": [StepPlan("triforce", *gammas, self.tree) for gammas in pairs],
         }
-        chosen = [*plans] if self.method == "auto" else [self.method]
-        return [plan for name in chosen for plan in plans[name]]
-
-    @staticmethod
-    def _gammas(gamma: int | None, gammas: tuple[int, ...], tree: str = "") -> tuple[int, ...]:
-        """What there is to choose from: of a tree its depths."""
-        wanted = parse_tree(tree)[1] or gamma
-        if wanted is not None:
-            return (wanted,)
-        return OPEN_DEPTHS if tree else gammas
+        return plans.get(self.method) or [*itertools.chain(*plans.values())]
 
     @property
     def max_block(self) -> int:
@@ -236,3 +226,8 @@ class SpeculationConfig:
     def room(self) -> int:
         """Slots that a small cache needs after a slide: an unread block, a block of guesses."""
         return 2 * self.max_block
+
+
+def _choices(gamma: int | None, open_to: tuple[int, ...]) -> tuple[int, ...]:
+    """What the autotuner may choose from: what is given, if it is."""
+    return open_to if gamma is None else (gamma,)

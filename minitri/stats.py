@@ -60,8 +60,7 @@ class LevelStats:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         rates = ("acceptance_rate", "mean_acceptance_length")
-        counts = {name: value for name, value in vars(self).items() if name != "seconds"}
-        return counts | {name: getattr(self, name) for name in rates}
+        return vars(self) | {name: getattr(self, name) for name in rates}
 
 
 @dataclass

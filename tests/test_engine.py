@@ -21,6 +21,7 @@ from minitri import (
 )
 from minitri.loading.devices import choose_dtype
 from minitri.loading.text_stream import StopScanner
+from minitri.model.block import read_block
 from minitri.requests import Row
 from tests.conftest import CPU, new_cache
 from tests.strategies import WRONG
@@ -48,8 +49,7 @@ def test_greedy_tokens_equal_those_of_the_naive_loop(engine):
     """The oracle: the whole sequence through the model again for every token, no cache kept."""
     model, sequence = engine.model, list(PROMPTS[1])
     for _ in range(12):
-        block, places = torch.tensor([sequence]), torch.arange(len(sequence)).unsqueeze(0)
-        hidden = model(block, places, new_cache(engine.config, capacity=100))
+        hidden = read_block(model, [sequence], new_cache(engine.config, capacity=100))
         sequence.append(int(model.logits(hidden[0, -1]).argmax()))
     [end] = run(engine, PROMPTS[1], ignore_eos=True)
     assert [*PROMPTS[1], *end.token_ids] == sequence

@@ -76,7 +76,7 @@ def finish(run: Generation, *, quiet: bool) -> End:
 
 def with_bar(run: Generation, *, quiet: bool) -> Iterator[Event]:
     """The events of one prompt, with a progress bar on a terminal while the prompt is read."""
-    total = run.rows[0].num_prompt_tokens
+    total = len(run.rows[0].prompt)
     hidden = True if quiet else None
     with tqdm(total=total, desc="prompt", unit=" tokens", leave=False, disable=hidden) as bar:
         for event in run:

@@ -68,10 +68,9 @@ class Cache:
         return self.num_tokens
 
     @property
-    def shape(self) -> tuple[int, int, int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         """(L, B, K, S, D) of keys and of values, wherever they are."""
-        L, B, K, S, D = self.keys.shape
-        return L, B, K, S, D
+        return self.keys.shape
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,9 +1,9 @@
 """Log-probabilities are the target's own at every place, whoever guessed the token."""
 
 import pytest
-import torch
 
 from minitri import GenerationConfig, Request, SamplingParams, SpeculationConfig, Token
+from minitri.model.block import read_block
 from tests.cascades import random_prompt, tiny_engine
 from tests.conftest import new_cache
 
@@ -45,8 +45,7 @@ def test_they_are_those_of_the_plain_forward_pass():
     prompt = random_prompt(engine.config, 40, seed=3)
     [tokens] = tokens_of(engine, [prompt], "triforce", SamplingParams(0.8, 5), 3)
     text = prompt + [token.token_id for token in tokens]
-    places = torch.arange(len(text)).unsqueeze(0)
-    hidden = engine.model(torch.tensor([text]), places, new_cache(engine.config, capacity=100))
+    hidden = read_block(engine.model, [text], new_cache(engine.config, capacity=100))
     scores = engine.model.logits(hidden)[0].log_softmax(-1)
     for place, token in enumerate(tokens, len(prompt) - 1):
         best = scores[place].topk(3)
