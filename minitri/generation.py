@@ -3,8 +3,7 @@
 A `Generation` works only while it is asked for the next event; stop asking, or call `close`, at any
 moment. Some requests run at a time, as rows of a batch, and the others wait: where a text ends, the
 next one takes its place. Prompts are read in chunks, between the steps of rows that are further on,
-and rows are decoded together, step by step of a cascade (`decoding/cascade.py`), whose tokens are
-cut here at the end of a text. It knows neither files nor flags, and nothing here prints.
+and rows are decoded together, by steps of a cascade, whose tokens are cut at the end of a text.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ from minitri.stack import Stack
 
 @contextlib.contextmanager
 def running(models: Models) -> Iterator[None]:
-    """Makes the models' device the current one; turns what may fail there into an `InputError`."""
+    """Makes the models' device the current one; what may fail there is an `InputError`."""
     model = models.target
     try:
         with torch.inference_mode(), torch.cuda.device_of(model.norm.weight):
@@ -134,20 +133,20 @@ class Generation(Iterator[Event]):
             if row.finish_reason is not None:
                 self._leave(stack, b)
         memory = stack.memory
-        while self._waiting and len(self._running) < memory.shape.num_rows:
+        places = {*range(memory.shape.num_rows)} - self._running.keys()
+        while self._waiting and places:
             row = self._waiting[0]
             sampling = {it.request.sampling for it in self._running.values()}
             if memory.captured and sampling - {row.request.sampling}:
                 break
             self._waiting.popleft()
-            places = [b for b in range(memory.shape.num_rows) if b not in self._running]
-            b = memory.prefix.best_place(places, row.prompt)
+            b = memory.prefix.best_place(sorted(places), row.prompt)
+            places.remove(b)
             self._running[b] = row
             stack.admit(b, row.prompt, row.request)
             self._reading[b] = self._prefill(row, b, stack)
 
     def _leave(self, stack: Stack, b: int) -> None:
-        """Row b is free for another request."""
         stack.retire(b)
         del self._running[b]
         self._reading.pop(b, None)

@@ -1,8 +1,8 @@
 """What a run computes with, allocated once: caches, runners over them, captured graphs.
 
 `allocate` reads as the boot order. A `Memory` is frozen and holds no text: `stack.py` puts the
-stages of a step over it. `MemoryPool` keeps that of the last run for one that fits, which then begins
-with its captured graphs, and after those first tokens of a prompt that the full cache still holds.
+stages of a step over it. `MemoryPool` keeps that of the last run for one that fits, which then
+begins with its graphs, and after those tokens of a prompt that the full cache still holds.
 
 Legend: L layers, B rows, T tokens of a block, H query heads, D head dim.
 """
@@ -30,8 +30,7 @@ from minitri.runner import DraftRunner, ModelRunner, empty_queries
 from minitri.settings import LONGEST_BLOCK, GenerationConfig, SamplingParams, SpeculationConfig
 
 TARGET_BLOCKS = (1, 5, 9, LONGEST_BLOCK)
-"""Block sizes for which passes of the target are captured, as far as a run has blocks that long;
-short ones need not be padded to the longest of all plans."""
+"""Block sizes for which passes of the target are captured, as far as a run has blocks that long."""
 WORTH_COPYING = 64
 """Tokens at the beginning of a prompt for which two full caches may be in memory for a moment."""
 
@@ -44,8 +43,9 @@ class Models:
     retrieval: Llama
     """Guesses with the retrieval cache: the target, or a copy of it in fewer bits."""
     draft: Llama | None = None
+    """The first level of the cascade."""
     drafter: Drafter | None = None
-    """Guesses in the place of a draft model; without both the last words are looked up."""
+    """Guesses in its place; without both the last words are looked up in the text."""
 
 
 @dataclass(frozen=True)
@@ -130,12 +130,11 @@ def allocate(
     graphs: GraphPool | None = None,
     host: HostMemory | None = None,
 ) -> Memory:
-    """Allocates and captures for runs of this shape.
+    """Allocates and captures for runs of this shape. Raises `InputError` if there is no room.
 
     `full` is a full cache to take over; `held` are texts that another run left, in `full` or
     elsewhere; `host` lends memory for K and V. By default the full cache goes where it fits, and
-    passes are captured on a GPU, but for those that stream K and V from host memory. Raises
-    `InputError` if there is no room.
+    passes are captured on a GPU, but for those that stream K and V from host memory.
     """
     target = models.target
     speculation = shape.speculation

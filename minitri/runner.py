@@ -11,6 +11,7 @@ heads, D head dim.
 """
 
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from minitri.gpu.offload.layer_major import read_by_layers
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.block import make_block, read_block
 from minitri.model.cache import Cache
-from minitri.model.llama import Block, Llama
+from minitri.model.llama import Llama
 from minitri.settings import SamplingParams
 
 
@@ -57,15 +58,8 @@ class ModelRunner:
         self._vocab_size = vocab_size
         self.captured: CapturedSteps | None = None
         if graphs is not None:
-            self.captured = CapturedSteps(
-                model,
-                cache,
-                sampling,
-                graphs,
-                block_sizes,
-                vocab_size=vocab_size,
-                queries_LBTHD=queries_LBTHD,
-            )
+            what: dict[str, Any] = {"vocab_size": vocab_size, "queries_LBTHD": queries_LBTHD}
+            self.captured = CapturedSteps(model, cache, sampling, graphs, block_sizes, **what)
 
     def next_probs(
         self,
@@ -115,16 +109,14 @@ class ModelRunner:
         block = make_block(self.model, fresh, self.cache, size or T)
         if guesses_BN is not None and places_BN.shape[1] > 0:
             block = block.with_guesses(places_BN, guesses_BN)
-        output = self._run(block, index_BN.clamp(max=T - 1), wants_logits=wants_logits)
+        index_BN = index_BN.clamp(max=T - 1)
+        if self.captured is not None and size is not None and not wants_logits:
+            output = Output(take_rows(self.captured.by_size[size](block), index_BN))
+        else:
+            hidden_BTE = self.model.forward(block, self.cache, None, self.queries_LBTHD)
+            output = self.output(take_rows(hidden_BTE, index_BN))
         self.cache.advance([len(row) if on else 0 for row, on in zip(fresh, active, strict=True)])
         return output
-
-    def _run(self, block: Block, index_BN: Tensor, *, wants_logits: bool) -> Output:
-        size = block.tokens_BT.shape[1]
-        if self.captured is not None and size in self.captured.by_size and not wants_logits:
-            return Output(take_rows(self.captured.by_size[size](block), index_BN))
-        hidden_BTE = self.model.forward(block, self.cache, None, self.queries_LBTHD)
-        return self.output(take_rows(hidden_BTE, index_BN))
 
     def output(self, hidden_BNE: Tensor) -> Output:
         """Logits, and the distributions that the filters of each row make of them."""

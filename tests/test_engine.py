@@ -206,7 +206,7 @@ def test_complete_gives_the_whole_output_at_once(engine):
     [end] = run(engine, PROMPTS[0], n=8, ignore_eos=True, sampling=NOISY, seed=3)
     assert (done.text, done.token_ids, done.finish_reason) == (end.text, end.token_ids, "length")
     assert "stats" not in repr(done)
-    assert repr(engine) == f"<Engine {engine.config.name}, drafter suffix, float32 on cpu>"
+    assert engine.drafter_name == "suffix"
     with pytest.raises(InputError, match="complete takes one prompt, got 2"):
         engine.complete([[1, 2], [3]])
 

@@ -71,7 +71,7 @@ def test_an_output_that_outlives_the_next_step_is_noticed(lengths_on_the_device)
     new = "self.captured.by_size[size](block)[:, : index_BN.shape[1]]"
     how = {"method": "triforce", "sampling": WARM, "coupled": True}
     plain = tokens(None, **how)
-    with mutated(Mutant("rows not copied", "ModelRunner._run", old, new, "")):
+    with mutated(Mutant("rows not copied", "ModelRunner._read", old, new, "")):
         try:
             found = tokens(LintedPool(), TWINS["math"], **how)
         except ArithmeticError:
