@@ -180,14 +180,14 @@ test_engine.py
 ::test_overlapping_stop_strings_end_a_text_at_the_same_place_however_it_is_cut[stop4-abcabcd-abc]
   text that may begin a stop string is not held back
     StopScanner.push: len(text) - keep => len(text)
-test_stream.py::test_every_request_gets_what_it_gets_alone[2-naive-False]
+test_stream.py::test_every_request_gets_what_it_gets_alone[2-naive]
   a row that is given to another text goes on with its noise
     IndependentSource.restart: self._generators[b] = torch.Generator().manual_seed(seed)
     => self._generators.setdefault(b, torch.Generator().manual_seed(seed))
 test_engine.py::test_seeds_decide_and_belong_to_rows
   a row's own seed is not used
     Stack.admit: self.source.restart(b, request.seed) => self.source.restart(b, 0)
-test_stream.py::test_every_request_gets_what_it_gets_alone[2-triforce-False]
+test_stream.py::test_every_request_gets_what_it_gets_alone[2-triforce]
   a new text is sampled by the old one's filters
     ModelRunner.sample_by: self.sampling[b] = sampling => pass
 trees/test_tree_enumeration.py

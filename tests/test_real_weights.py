@@ -40,9 +40,8 @@ def theirs(path, text: str, num_prompt: int, rope: dict | None) -> list[int]:
     config = AutoConfig.from_pretrained(**where)
     if rope is not None:
         config.rope_parameters, config.max_position_embeddings = rope, 32768
-    model = AutoModelForCausalLM.from_pretrained(
-        **where, config=config, dtype=torch.float32, **dequantized()
-    ).eval()
+    how = {"config": config, "dtype": torch.float32, **dequantized()}
+    model = AutoModelForCausalLM.from_pretrained(**where, **how).eval()
     tokens = torch.tensor([AutoTokenizer.from_pretrained(**where).encode(text)[:num_prompt]])
     out = model.generate(tokens, max_new_tokens=32, do_sample=False, eos_token_id=2, pad_token_id=2)
     return out[0, num_prompt:].tolist()
@@ -58,14 +57,13 @@ def dequantized() -> dict:
 
 
 @pytest.mark.parametrize(
-    ("num_prompt", "scaling", "rope"), [(1000, [], None), (8400, ["yarn:4"], YARN4)]
+    ("num_prompt", "flags", "rope"), [(1000, (), None), (8400, ("--rope-scaling", "yarn:4"), YARN4)]
 )
 def test_the_command_gives_the_tokens_of_transformers(
-    real_weights, long_text, tmp_path, capsys, num_prompt, scaling, rope
+    real_weights, long_text, tmp_path, capsys, num_prompt, flags, rope
 ):
     prompt = tmp_path / "prompt.txt"
     prompt.write_text(long_text, encoding="utf-8")
-    flags = [flag for value in scaling for flag in ("--rope-scaling", value)]
     report = ours(prompt, capsys, num_prompt, *flags)
     assert report["num_prompt_tokens"] == num_prompt
     assert report["token_ids"] == theirs(real_weights, long_text, num_prompt, rope)
@@ -91,7 +89,7 @@ def test_the_drafter_that_comes_with_the_default_model_is_used_and_often_right(
     prompt = tmp_path / "prompt.txt"
     prompt.write_text(long_text, encoding="utf-8")
     report = ours(
-        prompt, capsys, 1000, "--method", "naive", "--gamma1", "2", "--max-new-tokens", "64"
+        prompt, capsys, 1000, "--method=naive", "--gamma1=2", "--max-new-tokens=64"
     )
     assert report["draft"] == "smollm2-135m-draft"
     assert report["levels"][0]["acceptance_rate"] > 0.3
