@@ -8,17 +8,9 @@ import pytest
 import torch
 
 import minitri
-from minitri import (
-    End,
-    GenerationConfig,
-    Idle,
-    PrefillProgress,
-    Request,
-    SamplingParams,
-    SpeculationConfig,
-    Token,
-)
+from minitri import GenerationConfig, Request, SamplingParams, SpeculationConfig
 from minitri.caches.prefixes import PrefixCache
+from minitri.requests import End, Idle, PrefillProgress, Token
 from minitri.settings import METHODS
 from tests.cascades import ends_of, random_prompt, tiny_engine
 from tests.conftest import new_cache, tiny_config
@@ -26,21 +18,22 @@ from tests.gpu_twins.test_offloaded_cache import offloaded
 from tools.paper.baselines.policies import NAMES, policy_of
 
 WARM = SamplingParams(0.9, 30)
-SETTINGS = {"budget": 32, "num_recent_tokens": 16, "observation_window": 4}
 
 
-def settings_of(method: str, **changes) -> SpeculationConfig:
-    gammas = {} if method == "auto" else {"gamma1": 2, "gamma2": 3}
-    return SpeculationConfig(method, **{**SETTINGS, **gammas, **changes})
+def settings_of(method: str, **settings) -> SpeculationConfig:
+    settings |= {} if method == "auto" else {"gamma1": 2, "gamma2": 3}
+    settings |= {"budget": 32, "num_recent_tokens": 16, "observation_window": 4}
+    return SpeculationConfig(method, **settings)
 
 
-def say(engine, prompts, speculation, num_new=20, sampling=WARM, seed=0, **settings):
+TRIFORCE = settings_of("triforce")
+
+
+def say(engine, prompts, speculation=TRIFORCE, num_new=20, sampling=WARM, seed=0, **settings):
     """Texts of a run, and how many tokens of each prompt were not read."""
     generation = GenerationConfig(num_new, ignore_eos=True, prefill_chunk=16, **settings)
-    run = engine.generate(
-        prompts, sampling=sampling, generation=generation, speculation=speculation, seed=seed
-    )
-    ends = ends_of(run)
+    how = {"sampling": sampling, "generation": generation, "speculation": speculation}
+    ends = ends_of(engine.generate(prompts, seed=seed, **how))
     return [list(end.token_ids) for end in ends], [e.row_stats.num_cached_tokens for e in ends]
 
 
@@ -77,17 +70,16 @@ def test_a_second_question_gets_the_answer_of_a_fresh_run(engine, document, meth
 def test_questions_of_a_batch_share_the_document(engine, document):
     """The first row reads it, the others take it over."""
     prompts = [[*document, number, 3] for number in range(4)]
-    together, cached = fresh(engine, prompts, settings_of("triforce"))
+    together, cached = fresh(engine, prompts, TRIFORCE)
     assert cached == [0, 147, 147, 147]
     for seed, (prompt, text) in enumerate(zip(prompts, together, strict=True)):
-        assert fresh(engine, [prompt], settings_of("triforce"), seed=seed)[0] == [text]
+        assert fresh(engine, [prompt], TRIFORCE, seed=seed)[0] == [text]
 
 
 def open_run(engine, wanted: list[tuple[list[int], int]], later: tuple[list[int], int], **size):
     """Requests at temperature 0.9, one of them after 20 tokens; how that one ended."""
     engine.release()
-    speculation = settings_of("triforce")
-    run = engine.open(generation=GenerationConfig(reserve=256), speculation=speculation, **size)
+    run = engine.open(generation=GenerationConfig(reserve=256), speculation=TRIFORCE, **size)
 
     def submit(seed: int, prompt: list[int], num_new: int) -> int:
         return run.submit(Request(prompt, seed, WARM, GenerationConfig(num_new, ignore_eos=True)))
@@ -108,7 +100,7 @@ def test_idle_rows_are_restored(engine, document):
     wanted, later = [(document, 2), (random_prompt(engine.config, 40, 1), 30)], (document, 8)
     end = open_run(engine, wanted, later, batch_size=2)
     assert end.row_stats.num_cached_tokens >= 145
-    assert fresh(engine, [document], settings_of("triforce"), 8)[0] == [list(end.token_ids)]
+    assert fresh(engine, [document], TRIFORCE, 8)[0] == [list(end.token_ids)]
 
 
 def test_idle_rows_are_restored_for_others(engine, document):
@@ -117,16 +109,14 @@ def test_idle_rows_are_restored_for_others(engine, document):
     short = document[:60]  # too short to take the place of the first
     end = open_run(engine, wanted, (short, 8), batch_size=3)
     assert end.row_stats.num_cached_tokens == 55
-    assert fresh(engine, [short], settings_of("triforce"), 8)[0] == [list(end.token_ids)]
+    assert fresh(engine, [short], TRIFORCE, 8)[0] == [list(end.token_ids)]
 
 
 @pytest.mark.parametrize("event", [PrefillProgress, Token])
 def test_a_run_that_is_left_leaves_what_it_has_read(engine, document, event):
     engine.release()
     generation = GenerationConfig(20, prefill_chunk=16)
-    with engine.generate(
-        document, speculation=settings_of("triforce"), generation=generation
-    ) as run:
+    with engine.generate(document, speculation=TRIFORCE, generation=generation) as run:
         next(number for number, it in enumerate(run) if isinstance(it, event) and number > 4)
     held = engine.held_tokens
     assert len(held) >= (149 if event is Token else 48)
@@ -136,11 +126,8 @@ def test_a_run_that_is_left_leaves_what_it_has_read(engine, document, event):
 def interrupt(engine, document, monkeypatch, **settings):
     """A run that ends by Ctrl-C in the middle of a step: guesses are in the caches, what was
     rejected is still there, what came is not."""
-    generation = GenerationConfig(30, ignore_eos=True, **settings)
-    speculation = settings_of("triforce")
-    run = engine.generate(
-        document, speculation=speculation, generation=generation, sampling=WARM, seed=2
-    )
+    how = {"generation": GenerationConfig(30, ignore_eos=True, **settings), "sampling": WARM}
+    run = engine.generate(document, speculation=TRIFORCE, seed=2, **how)
     next(event for event in run if isinstance(event, Token))
     session = run._events.gi_frame.f_locals["stack"]
     target = session.cascade._target
@@ -162,9 +149,9 @@ def test_ctrl_c_in_the_middle_of_a_step_loses_nothing_that_was_certain(
     interrupt(engine, document, monkeypatch)
     prompt = [*engine.held_tokens, *range(20)]  # the last are always read
     assert prompt[:149] == document[:149]
-    again, cached = say(engine, [prompt], settings_of("triforce"), num_new=40)
+    again, cached = say(engine, [prompt], TRIFORCE, num_new=40)
     assert cached[0] > 140
-    assert fresh(engine, [prompt], settings_of("triforce"), num_new=40)[0] == again
+    assert fresh(engine, [prompt], TRIFORCE, num_new=40)[0] == again
 
 
 @pytest.mark.parametrize("taken_by", [0, 1])
@@ -202,9 +189,9 @@ def test_a_longer_run_takes_the_text_along(engine, document):
 
 
 def test_memory_that_is_reserved_serves_longer_runs(engine, document):
-    fresh(engine, [document], settings_of("triforce"), reserve=400)
+    fresh(engine, [document], TRIFORCE, reserve=400)
     kept = engine._pool._kept
-    say(engine, [document * 2], settings_of("triforce"), reserve=400)
+    say(engine, [document * 2], TRIFORCE, reserve=400)
     assert engine._pool._kept is kept
 
 
@@ -212,15 +199,14 @@ def test_nothing_of_other_texts_is_read():
     """All that earlier texts left is NaN but for the tokens in common."""
     engine = tiny_engine()
     document = random_prompt(engine.config, 100, seed=1)
-    speculation = settings_of("triforce")
-    say(engine, [document], speculation)
+    say(engine, [document])
     full = engine._pool._kept.full
     with torch.inference_mode():
         full.keys[..., 60:, :] = full.values[..., 60:, :] = math.nan
     prompt = [*document[:60], *random_prompt(engine.config, 40, seed=2)]
-    again, cached = say(engine, [prompt], speculation)
+    again, cached = say(engine, [prompt])
     assert cached[0] == 60 + (prompt[60] == document[60])
-    assert say(tiny_engine(), [prompt], speculation)[0] == again
+    assert fresh(engine, [prompt])[0] == again
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -230,11 +216,11 @@ def test_on_compiled_kernels_texts_are_equal_to_the_bit(folder, dtype):
     if not engine.model.execution.is_row_invariant:
         pytest.skip("no compiled kernels here")
     document = random_prompt(engine.config, 150, seed=1)
-    first, _ = say(engine, [document], settings_of("triforce"))
+    first, _ = say(engine, [document], TRIFORCE)
     prompt = [*document, *first[0], 9, 8, 7]
     held = []
     for ask in (say, fresh):
-        ask(engine, [prompt], settings_of("triforce"))
+        ask(engine, [prompt], TRIFORCE)
         full = engine._pool._kept.full
         held.append([it[:, 0, :, : len(prompt) - 1].clone() for it in (full.keys, full.values)])
     for ours, theirs in zip(*held, strict=True):
@@ -253,34 +239,29 @@ def test_a_cache_in_host_memory_serves_too(on_chip, monkeypatch):
     engine = tiny_engine()
     document = random_prompt(engine.config, 200, seed=1)  # more than the ring holds
     settings = hosted(engine, on_chip, 2, monkeypatch)
-    speculation = settings_of("triforce")
-    say(engine, [document, document[:50]], speculation, **settings)
+    say(engine, [document, document[:50]], **settings)
     prompts = [[*document, 5, 6], [*document, 7]]
-    again, cached = say(engine, prompts, speculation, **settings)
+    again, cached = say(engine, prompts, **settings)
     assert cached == [197, 196]
-    assert fresh(engine, prompts, speculation, **settings) == (again, [0, 196])
+    assert fresh(engine, prompts, **settings) == (again, [0, 196])
 
 
-def test_k_and_v_in_host_memory_are_not_kept_after_ctrl_c_in_the_middle_of_a_step(
-    document, monkeypatch
-):
+def test_k_and_v_in_host_memory_are_not_kept_after_ctrl_c_in_a_step(document, monkeypatch):
     """Buffers and ring may be half written; a run that is left between two steps keeps them."""
     engine = tiny_engine()
     settings = hosted(engine, 1, 1, monkeypatch)
-    first, _ = say(engine, [document], settings_of("triforce"), **settings)
+    first, _ = say(engine, [document], TRIFORCE, **settings)
     assert engine.held_tokens
     interrupt(engine, document, monkeypatch, **settings)
     assert engine.held_tokens == []
-    again = say(engine, [document], settings_of("triforce"), **settings)
-    assert again == (first, [0])
+    assert say(engine, [document], **settings) == (first, [0])
 
 
 def test_a_cache_in_host_memory_serves_a_run_without_a_retrieval_level(document, monkeypatch):
     """Once a retrieval cache selected from the layers that passed by."""
     engine = tiny_engine()
-    settings = hosted(engine, 1, 1, monkeypatch)
-    settings["sampling"] = SamplingParams()
-    greedy, _ = say(engine, [document], settings_of("triforce"), **settings)
+    settings = {**hosted(engine, 1, 1, monkeypatch), "sampling": SamplingParams()}
+    greedy, _ = say(engine, [document], TRIFORCE, **settings)
     assert say(engine, [document], settings_of("autoregressive"), **settings)[0] == greedy
 
 
@@ -288,13 +269,12 @@ def test_a_text_may_be_cancelled_while_another_is_read_layer_by_layer(monkeypatc
     engine = tiny_engine()
     hosted(engine, 1, 2, monkeypatch)
     generation = GenerationConfig(reserve=200, prefill_chunk=16)
-    run = engine.open(batch_size=2, speculation=settings_of("triforce"), generation=generation)
-    long = GenerationConfig(50, ignore_eos=True)
+    run = engine.open(batch_size=2, speculation=TRIFORCE, generation=generation)
+    long, short = (GenerationConfig(n, ignore_eos=True) for n in (50, 5))
     first = run.submit(Request([5] * 20, generation=long))
     assert any(isinstance(event, Token) for event in run)
-    second = run.submit(Request([*range(3, 103)], generation=GenerationConfig(5, ignore_eos=True)))
+    second = run.submit(Request([*range(3, 103)], generation=short))
     assert any(isinstance(it, PrefillProgress) and it.row == second for it in run)
     run.cancel(first)
-    events = itertools.takewhile(lambda event: not isinstance(event, Idle), run)
-    [end] = [event for event in events if isinstance(event, End)]
+    [end] = ends_of(itertools.takewhile(lambda event: not isinstance(event, Idle), run))
     assert (end.row, len(end.token_ids)) == (second, 5)
