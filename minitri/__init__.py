@@ -1,6 +1,5 @@
 """minitri: fast generation from long-context Llama models that does not change what the model says.
 
-`load` boots an `Engine`; `Engine.generate` gives a stream of events. Bad input raises `InputError`.
 Names are imported when they are first asked for, so that the command line can answer Ctrl-C with
 one line even while PyTorch is being imported.
 """

@@ -27,7 +27,7 @@ def load(
     progress: bool = False,
     before_weights: Callable[[Tokenizer, ModelConfig], None] | None = None,
 ) -> Engine:
-    """Boots an engine: finds or fetches the files, reads config, tokenizer and weights.
+    """Boots an engine. Raises `InputError`.
 
     `model` is a name from `minitri.MODELS`, a folder or file, or a hub repository ORG/NAME. So is
     `draft`; or it is `suffix`, which looks the last words up in the text, or `auto`, the drafter of
@@ -41,7 +41,7 @@ def load(
     `auto` with compiled kernels, or `int8` (on a GPU). `progress` draws bars on standard error.
     `before_weights` is given tokenizer and config before the weights are read: time to check a
     prompt. Under torchrun each process holds a share of the model, and all must make the same
-    calls. Raises `InputError`.
+    calls.
     """
     if drafter is not None and (draft != "auto" or not callable(getattr(drafter, "guess", None))):
         given = f"drafter is {shorten(repr(drafter), 60)} with draft {shorten(repr(draft), 60)}"

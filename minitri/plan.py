@@ -1,12 +1,9 @@
 """What of a model fits where, and how fast it can be: `python -m minitri.plan`, loading nothing.
 
-    python -m minitri.plan --model llama2-7b-128k --context 124928 --gpu-memory 24
-
-prints, for several placements of the KV cache, the bytes on the device and in host memory, whether
-they fit, and the milliseconds per token to expect, autoregressive and with the cascade. Gammas that
-are not given are the fastest ones, if a pass over more tokens takes no longer. Bytes come from
-`gpu/placement.py`, with which an engine boots, times from what the autotuner expects of the passes
-in `roofline.py` before it has measured any. The last line is JSON.
+For several placements of the KV cache: bytes on the device and in host memory, whether they fit,
+and milliseconds per token to expect, autoregressive and with the cascade, whose gammas are the
+fastest unless given. Bytes come from `gpu/placement.py`, with which an engine boots, times from
+what the autotuner expects of the passes in `roofline.py`. The last line is JSON.
 """
 
 from minitri.cli.exits import clean_imports, program
@@ -122,16 +119,10 @@ def workload(needs: Demand, on_chip: int) -> Workload:
     )
 
 
-def predict(
-    work: Workload,
-    machine: Machine,
-    plans: list[StepPlan],
-    acceptance: tuple[float, float] = ACCEPTANCE,
-) -> dict[str, Any]:
-    """Milliseconds per token with the fastest plan and without speculation, if guesses of the
-    drafter and of the retrieval level are accepted at these rates."""
+def predict(work: Workload, machine: Machine, plans: list[StepPlan]) -> dict[str, Any]:
+    """Milliseconds per token with the fastest plan and without speculation."""
     tuner = Autotuner(plans, functools.partial(work.seconds, machine), use_clock=False)
-    for stage, rate in zip(("draft", "retrieval"), acceptance, strict=True):
+    for stage, rate in zip(("draft", "retrieval"), ACCEPTANCE, strict=True):
         tuner.note_acceptance(stage, 10**9, round(10**9 * rate))
     best = max(plans, key=tuner.tokens_per_second)
     alone = 1e3 * work.seconds(machine, "target", 0)

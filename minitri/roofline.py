@@ -1,9 +1,6 @@
-"""How long a forward pass takes if only bytes count: bytes over bandwidth, from a `ModelConfig`.
-
-Decoding is bound by memory: a pass reads every weight and all cached K and V once, however few
-tokens it computes. This is the one model of that, used by the autotuner before it has measured
-anything, by `python -m minitri.plan`, and by benchmarks that say how far from it they are.
-"""
+"""How long a forward pass takes if only bytes count: a pass reads every weight and all cached K and
+V once, however few tokens it computes. For the autotuner before it has measured anything, and for
+`python -m minitri.plan`."""
 
 import math
 from dataclasses import dataclass
@@ -25,15 +22,14 @@ class Machine:
     link_bytes_per_second: float
     """From host memory to the device."""
     seconds_per_layer: float = 0.0
-    """Whatever is in it: launches, small operations, Python."""
+    """Launches, small operations, Python."""
     seconds_per_pass: float = 0.0
-    """Whatever is around it: sampling, a verdict."""
+    """Sampling, a verdict."""
     share_per_extra_token: float = 0.0
     """What each token of a block but the first of each row adds, as a share of the pass."""
     share_in_four_bits: float = 0.0
     """As `share_per_extra_token`, of a copy in 4 bits, whose weights take less time to read."""
     flops_per_second: float = math.inf
-    """Of large products."""
 
 
 CPU = Machine(
@@ -47,24 +43,19 @@ CPU = Machine(
 )
 GPU = Machine(2e12, 2e12, 25e9, seconds_per_layer=0.05e-3, share_per_extra_token=0.01)
 """Nominal machines: of the right order where nothing was measured, and the same in every run."""
-CARDS = {
-    gib: Machine(
-        bytes_per_second,
-        bytes_per_second,
-        25e9,
-        seconds_per_layer=16e-6,
-        seconds_per_pass=0.15e-3,
-        flops_per_second=flops_per_second,
-    )
-    for gib, bytes_per_second, flops_per_second in (
-        (48, 1e12, 100e12),
-        (80, 2e12, 200e12),
-        (1e9, 4e12, 500e12),
-    )
-}
-"""By memory in GiB: what smaller cards, an A100 and an H200 read, and the FLOP/s of large products
-there. A layer is 12 launches in a CUDA graph, a pass a verdict and a copy to the host. The link is
-PCIe 4.0 x16; what several GPUs send to one another is left out."""
+
+
+def card(bytes_per_second: float, flops_per_second: float) -> Machine:
+    """A GPU where a layer is 12 launches in a CUDA graph, a pass a verdict and a copy to the host.
+
+    The link is PCIe 4.0 x16; what several GPUs send to one another is left out.
+    """
+    speeds = (bytes_per_second, bytes_per_second, 25e9)
+    return Machine(*speeds, 16e-6, 0.15e-3, flops_per_second=flops_per_second)
+
+
+CARDS = {48: card(1e12, 100e12), 80: card(2e12, 200e12), 1e9: card(4e12, 500e12)}
+"""By memory in GiB: smaller cards, an A100 and an H200."""
 
 
 def outline(config: ModelConfig) -> Llama:
@@ -133,21 +124,18 @@ class Workload:
     draft: ModelConfig | None
     """None: lookup, which takes no pass."""
     num_tokens: int
-    """In the full cache, all rows together."""
+    """In the full cache, all rows together, as `num_retrieved` in the retrieval cache."""
     num_retrieved: int
-    """In the retrieval cache, all rows together."""
     itemsize: int = 2
     hosted_share: float = 0.0
     """Of the full cache, in host memory."""
     target_bytes: int | None = None
     """Of the weights that a pass reads; by default what the config implies."""
     retrieval_bytes: int | None = None
-    """As `target_bytes`, at the retrieval level."""
     batch_size: int = 1
 
     @property
     def slot_bytes(self) -> int:
-        """K and V of a token."""
         return self.target.kv_values_per_token * self.itemsize
 
     def read(self, stage: str, num_guesses: float) -> Pass:

@@ -91,8 +91,7 @@ class Cascade:
         emitted = self._target.round(
             self.sequences, self.active, guessing, wants_logits=wants_logits
         )
-        steps = self._meter.stats.steps_per_plan
-        steps[str(plan)] = steps.get(str(plan), 0) + 1
+        self._meter.stats.steps_per_plan[str(plan)] += 1
         return emitted
 
     def _stack(self, plan: StepPlan) -> None:

@@ -6,9 +6,8 @@ after the row's prefix. So prefill, decoding, verification and trees are one cal
 and rules. The rule is causal (None) or a (T, T) boolean tensor, True where a query (row) may see a
 key of the block (column).
 
-`Attend` is the contract. `attend_math` is the oracle of all tests; `cpu/flash_attention.py` and
-`gpu/attention_backends.py` hold the fast implementations. All are for inference: gradients after a
-prefix are not promised.
+`Attend` is the contract, `attend_math` the oracle of all tests; `cpu/` and `gpu/` hold the fast
+implementations, which promise no gradients after a prefix.
 
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T.
 """

@@ -2,12 +2,9 @@
 
 A cache holds K and V of the tokens that were *inputs* of the model, one row per text. In a forward
 pass each layer writes the K and V of its block right after every row's prefix, and attends to both.
-Lengths do not move in a forward pass: whoever decides that the block's tokens stay calls `advance`
-afterwards. They are on the host, and change only by `advance`, `crop`, `reset` and what a kind of
-cache adds to these. Slots past a row's length are garbage, and nothing may depend on them.
-
-A row's valid slots are a prefix: tokens of its text in the cache's order, and the latest block.
-Small caches leave tokens of the text out.
+Lengths do not move meanwhile: whoever decides that the block's tokens stay calls `advance`. Slots
+past a row's length are garbage, and nothing may depend on them. Small caches leave tokens of the
+text out.
 
 Layout (L, B, K, S, D): a KV head's keys are contiguous, which is what attention over a long prefix
 wants, and a layer or a row is a view.
@@ -83,12 +80,10 @@ class Cache:
 
     @property
     def capacity(self) -> int:
-        """Slots per row."""
         return self.keys.shape[3]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes reserved for keys and values."""
         return self.keys.nbytes + self.values.nbytes
 
     def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:

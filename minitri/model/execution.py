@@ -1,7 +1,4 @@
-"""How a model is computed, as far as those who run it must know.
-
-The network itself goes by none of this: what loads a model states it.
-"""
+"""How a model is computed, as far as those who run it must know; what loads a model states it."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

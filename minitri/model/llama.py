@@ -1,10 +1,9 @@
 """Llama, top down: the network and nothing else.
 
-The forward pass takes token ids, their positions and a cache, all explicit. The model keeps no
-state between calls, and does not know which kind of cache it writes to nor how attention is
-computed. Parameter names are those of Hugging Face checkpoints, except that the q, k, v and the
-gate, up projections are fused into one matmul each. The LM head is a method of its own, so that it
-runs only on the rows whose logits somebody wants.
+It keeps no state between calls, and does not know which kind of cache it writes to nor how
+attention is computed. Parameter names are those of Hugging Face checkpoints, except that q, k, v
+and gate, up are one matmul each. The LM head is a method of its own, so that it runs only on the
+rows whose logits somebody wants.
 
 Legend: L layers, B batch, T new tokens, E hidden size, K KV heads, H query heads, D head dim.
 """
