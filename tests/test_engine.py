@@ -3,6 +3,7 @@ can end."""
 
 import itertools
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -61,13 +62,11 @@ def test_text_that_waits_for_more_appears_when_the_row_ends(engine):
     """Half of a character in the decoder, the start of a stop string in the scanner."""
     half = engine.tokenizer.encode("🦥")[:2]
     begun = engine.tokenizer.encode("EN")
-    for (tokens, shown), (last, reason) in itertools.product(
-        ((half, "\ufffd"), (begun, "EN")), ((2, "eos"), (None, "length"))
-    ):
-        generation = GenerationConfig(len(tokens) + (last == 2), stop=("END",))
+    texts, ends = ((half, "\ufffd"), (begun, "EN")), (([2], "eos"), ([], "length"))
+    for (tokens, shown), (last, reason) in itertools.product(texts, ends):
+        generation = GenerationConfig(len(tokens + last), stop=("END",))
         row = Row(0, Request([5], generation=generation), [5], engine.tokenizer)
-        pushed = tokens if last is None else [*tokens, last]
-        text = "".join(row.push(token, "bonus", (2,)) for token in pushed)
+        text = "".join(row.push(token, "bonus", (2,)) for token in tokens + last)
         assert (text, row.text, row.finish_reason) == (shown, shown, reason)
 
 
@@ -180,24 +179,12 @@ def test_complete_gives_the_whole_output_at_once(engine):
 
 
 def test_prompts_can_be_checked_before_weights_are_read(folder, monkeypatch):
-    class EnoughError(Exception):
-        pass
-
     def look(tokenizer, config):
-        assert tokenizer.encode("a")
-        assert config.vocab_size == 320
-        raise EnoughError
+        raise InputError(f"{tokenizer.encode('a')} of {config.vocab_size}")
 
     monkeypatch.setattr("minitri.loading.open_models.load_model", None)
-    with pytest.raises(EnoughError):
+    with pytest.raises(InputError, match=" of 320"):
         minitri.load(folder, before_weights=look)
-
-
-def test_weights_that_are_not_numbers_give_an_error_and_no_text(folder):
-    broken = minitri.load(str(folder), dtype="float32", device="cpu")
-    broken.model.norm.weight[3] = torch.nan
-    with pytest.raises(InputError, match="logits that are not finite"):
-        texts(broken, PROMPTS[0])
 
 
 @pytest.mark.parametrize("has_it", [True, False])
@@ -218,10 +205,8 @@ def test_a_default_drafter_that_cannot_be_had_gives_way_to_ngrams(folder, monkey
 
 
 def test_a_cache_that_does_not_fit_says_how_large_it_is(engine, monkeypatch):
-    def out_of_memory(*_, **__):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
     engine.release()
-    monkeypatch.setattr("minitri.memory.FullCache.allocate", out_of_memory)
+    no_memory = Mock(side_effect=RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+    monkeypatch.setattr("minitri.memory.FullCache.allocate", no_memory)
     with pytest.raises(InputError, match=r"KV cache for 1 x 35 tokens needs .* GB"):
         engine.generate([1, 2, 3], generation=GenerationConfig(max_new_tokens=12))

@@ -29,12 +29,6 @@ def requests(engine, num: int = 9) -> list[Request]:
     ]
 
 
-def alone(engine, request: Request, speculation: SpeculationConfig) -> tuple[int, ...]:
-    settings = {"sampling": request.sampling, "generation": request.generation}
-    done = engine.complete(request.prompt, speculation=speculation, seed=request.seed, **settings)
-    return done.token_ids
-
-
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("batch_size", [2, 4])
 def test_every_request_gets_what_it_gets_alone(engine, method, batch_size):
@@ -42,7 +36,8 @@ def test_every_request_gets_what_it_gets_alone(engine, method, batch_size):
     settings = {"speculation": speculation, "generation": GenerationConfig(prefill_chunk=16)}
     run = engine.stream(wanted, batch_size=batch_size, **settings)
     events = list(run)
-    assert texts_of(events) == [alone(engine, request, speculation) for request in wanted]
+    alone = [texts_of(engine.stream([it], speculation=speculation))[0] for it in wanted]
+    assert texts_of(events) == alone
     done = {e.row: e.num_done for e in events if isinstance(e, PrefillProgress)}
     assert done == {i: len(request.prompt) for i, request in enumerate(wanted)}
     assert run.stats.num_prompt_tokens == run.stats.num_prefilled_tokens == sum(done.values())
@@ -92,7 +87,6 @@ def test_a_wrong_request_is_named(engine, wanted, message):
 
 @pytest.mark.parametrize("batch_size", [0, -1, "2", 1.5])
 def test_a_batch_of_no_rows_is_refused(engine, batch_size):
-    with pytest.raises(InputError, match="batch_size"):
-        engine.stream([Request("fine")], batch_size=batch_size)
-    with pytest.raises(InputError, match="batch_size"):
-        engine.open(batch_size=batch_size, generation=GenerationConfig(reserve=64))
+    for start in (lambda **size: engine.stream([Request("fine")], **size), engine.open):
+        with pytest.raises(InputError, match="batch_size"):
+            start(batch_size=batch_size, generation=GenerationConfig(reserve=64))

@@ -70,10 +70,6 @@ class Cache:
         return self.keys.shape
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.keys.dtype
-
-    @property
     def device(self) -> torch.device:
         """Where the model computes."""
         return self.keys.device

@@ -37,9 +37,7 @@ def until_idle(run) -> list:
 
 def alone(engine, wanted: Request, speculation=SPECULATION) -> tuple[int, ...]:
     engine.release()
-    settings = {"sampling": wanted.sampling, "generation": wanted.generation}
-    done = engine.complete(wanted.prompt, seed=wanted.seed, speculation=speculation, **settings)
-    return done.token_ids
+    return ends_of(engine.stream([wanted], speculation=speculation))[0].token_ids
 
 
 def test_requests_that_come_later_get_what_they_get_alone(engine):
