@@ -1,7 +1,6 @@
 """What a run wants: how to sample, when to stop, how to speculate. Frozen, checked when made.
 
-Every default is written once, in a field here. The command line takes defaults and help texts from
-these fields (`cli/arguments.py`): the first sentence below a field is its help text.
+Every default is written once, in a field here; the text below it is its help (`cli/arguments.py`).
 """
 
 import itertools
@@ -21,9 +20,8 @@ LONGEST_BLOCK = 1 + 2 * MAX_GAMMA
 """Most tokens that a pass of decoding reads per row: the last certain one and all guesses."""
 OPEN_GAMMA1 = (1, 2, 3, 4)
 OPEN_GAMMA2 = (1, 2, 3, 4, 6, 8, 12, 16)
-"""What the autotuner chooses from where a gamma is left open."""
 OPEN_DEPTHS = (2, 4)
-"""The same where the guesses are trees."""
+"""What the autotuner chooses from where a gamma, or the depth of a tree, is left open."""
 MIN_TEMPERATURE = 1e-6
 MIN_BUDGET, MAX_BUDGET = 256, 4096
 """Limits of the default budget, in tokens."""
