@@ -118,7 +118,7 @@ def test_kv_in_host_memory_changes_no_text(way, on_chip):
     full = offloaded(on_chip, config=config)
     prompts = [random_prompt(config, n, seed=n) for n in (60, 1, 21)]
     settings = {"sampling": SamplingParams(0.9, 20, 0.95), "coupled": True, **SMALL}
-    draft = near_copy(target, 0.05)
-    rig = Rig(target, prompts, draft=draft, method=method, tree=tree, full=full, **settings)
+    how = {"draft": near_copy(target, 0.05), "method": method, "tree": tree, "full": full}
+    rig = Rig(target, prompts, **how, **settings)
     assert rig.run() == plain_tokens(target, prompts, **settings)
     assert rig.stats.levels[-1].num_accepted_tokens > 10

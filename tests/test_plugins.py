@@ -3,7 +3,7 @@ break their protocol."""
 
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from unittest.mock import Mock
 
 import pytest
@@ -35,20 +35,18 @@ class Visited(minitri.Policy):
     """A policy: chunks that scored well at earlier rebuilds of this text score better."""
 
     def __init__(self, memory: float = 0.5) -> None:
-        self.memory = memory
-        self.seen: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
+        self.memory, self.seen = memory, {}
 
     def scores(self, layer, b, q_KRD, chunks_KNMD):
         means_KND = chunks_KNMD.float().mean(2)
         scores_KN = (q_KRD.float() @ means_KND.transpose(1, 2)).amax(1).softmax(1)
-        before = self.seen[b].get(layer)
-        if before is not None:
-            scores_KN[:, : before.shape[1]] += self.memory * before
-        self.seen[b][layer] = scores_KN
+        before = self.seen.get((b, layer), scores_KN[:, :0])
+        scores_KN[:, : before.shape[1]] += self.memory * before
+        self.seen[b, layer] = scores_KN
         return scores_KN
 
     def reset(self, b: int) -> None:
-        self.seen.pop(b, None)
+        self.seen = {place: scores for place, scores in self.seen.items() if place[0] != b}
 
 
 def with_drafter(engine, drafter) -> minitri.Engine:
@@ -118,13 +116,11 @@ def test_guesses_of_a_drafter_follow_the_filters_and_leave_the_distribution(engi
     Three likely tokens at two places. By chance chi-square is above 40, with nine outcomes, in one
     of 3 * 10^5 cases.
     """
-    vocab_size = engine.config.vocab_size
 
     class Biased:
         def guess(self, tokens, row):
-            probs = torch.full((vocab_size,), 0.5 / (vocab_size - 1))
-            probs[tokens[-1]] = 0.5
-            return probs
+            wrong = torch.zeros(320).index_fill(0, torch.tensor(tokens[-1]), 0.5)
+            return wrong + 0.5 / 320
 
     def texts(drafter, method, first):
         other = with_drafter(engine, drafter)
@@ -149,12 +145,9 @@ WRONG_GUESSES += [probs(math.nan), probs(math.inf), ValueError("no idea"), Attri
 
 @pytest.mark.parametrize("answer", WRONG_GUESSES, ids=repr)
 def test_a_drafter_that_breaks_its_protocol_is_named(engine, answer):
-    class Broken:
-        guess = Mock(side_effect=[answer])
-
-    with pytest.raises(minitri.InputError, match="^the drafter Broken ") as caught:
-        complete(with_drafter(engine, Broken()), GREEDY, "triforce")
-    assert "\n" not in str(caught.value)
+    broken = type("Broken", (), {"guess": Mock(side_effect=[answer])})()
+    with pytest.raises(minitri.InputError, match="^the drafter Broken [^\n]*$"):
+        complete(with_drafter(engine, broken), GREEDY, "triforce")
 
 
 @BOTH
@@ -197,6 +190,5 @@ def test_a_policy_that_breaks_its_protocol_is_named(engine, method, answer):
         return given[-1][:, :, 0, 0] * answer if isinstance(answer, float) else answer
 
     policy = type("Broken", (minitri.Policy,), {method: broken})()
-    with pytest.raises(minitri.InputError, match="^the policy Broken ") as caught:
+    with pytest.raises(minitri.InputError, match="^the policy Broken [^\n]*$"):
         complete(engine, GREEDY, "triforce", policy=policy)
-    assert "\n" not in str(caught.value)

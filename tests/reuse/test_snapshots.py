@@ -40,19 +40,17 @@ def saved(engine, prompt, tmp_path):
 def test_a_text_after_a_restart_is_the_text_without_one(folder, prompt, dtype, tmp_path):
     first, again = (minitri.load(folder, dtype=dtype, device="cpu") for _ in range(2))
     text, _ = say(first, prompt)
-    path = tmp_path / "x"
-    num_saved = first.save_kv(path, "a note")
-    assert again.load_kv(path) == num_saved == len(again.held_tokens)
+    num_saved = first.save_kv(tmp_path / "x", "a note")
+    assert again.load_kv(tmp_path / "x") == num_saved == len(again.held_tokens)
     assert again.snapshot_note == "a note"
     assert again.held_tokens[:119] == prompt[:119]
     assert say(again, prompt) == (text, 120 - 1 - 16)
-    longer = [*prompt, 3, 4, 5]
     again.release()
-    again.load_kv(path)
-    text, cached = say(again, longer)
+    again.load_kv(tmp_path / "x")
+    text, cached = say(again, [*prompt, 3, 4, 5])
     assert cached > 100
     first.release()
-    assert say(first, longer) == (text, 0)
+    assert say(first, [*prompt, 3, 4, 5]) == (text, 0)
 
 
 def test_the_file_is_k_and_v_and_hardly_more(saved, engine, tmp_path):
@@ -138,16 +136,15 @@ def test_a_damaged_file_is_one_line_and_the_engine_goes_on(saved, engine, prompt
 
 
 def test_a_file_of_another_model_dtype_or_rope_is_refused(saved, folder, tmp_path):
-    path, _ = saved
     other = write_hf_folder(tmp_path / "other", seed=8)
-    for name, settings, fact in (
-        (other, {"dtype": "float32"}, "weights"),
-        (folder, {"dtype": "bfloat16"}, "dtype"),
-        (folder, {"dtype": "float32", "rope_scaling": "linear:2"}, "rope"),
+    for name, dtype, rope, fact in (
+        (other, "float32", None, "weights"),
+        (folder, "bfloat16", None, "dtype"),
+        (folder, "float32", "linear:2", "rope"),
     ):
-        engine = minitri.load(name, device="cpu", **settings)
+        engine = minitri.load(name, device="cpu", dtype=dtype, rope_scaling=rope)
         with pytest.raises(InputError, match=f"KV snapshot .* its {fact} is"):
-            engine.load_kv(path)
+            engine.load_kv(saved[0])
     for missing in (tmp_path / "missing", tmp_path):
         with pytest.raises(InputError, match="KV snapshot"):
             engine.load_kv(missing)
