@@ -103,9 +103,8 @@ class Engine:
         """Starts a run over any number of requests, at most `batch_size` of them at a time, fewer
         where memory is short.
 
-        A request that ends makes room for the next one, whose prompt is read while the others go
-        on; events name requests by their numbers, from 0 on. Of `generation` counts what is of a
-        run, such as `prefill_chunk`. Raises `InputError` before any work, and names the request.
+        Events name requests by their numbers, from 0 on. Of `generation` counts what is of a run,
+        such as `prefill_chunk`. Raises `InputError` before any work, and names the request.
         """
         _check_size(batch_size)
         listed = list(requests)
@@ -206,26 +205,22 @@ class Engine:
         return list(held.tokens) if (held := self._pool.held) is not None else []
 
     def save_kv(self, path: str | os.PathLike[str], note: str = "") -> int:
-        """Writes K and V of `held_tokens` to a file, for `load_kv`; returns how many tokens.
-
-        The file appears when it is complete. Raises `InputError`.
-        """
+        """Writes K and V of `held_tokens` to a file, for `load_kv`, which appears when it is
+        complete; returns how many tokens. Raises `InputError`."""
         if (held := self._pool.held) is None:
             raise InputError("there is no KV cache to save; let the engine read a prompt first")
         return write_snapshot(os.fsdecode(path), held, self._origin(), note)
 
     def load_kv(self, path: str | os.PathLike[str]) -> int:
-        """Opens a file of `save_kv`: texts that begin like its tokens start after them from now
-        on, until `release`. Returns how many tokens it holds; its note is in `snapshot_note`.
-
-        Raises `InputError` if it is damaged, or not of this model, dtype and RoPE.
-        """
+        """Opens a file of `save_kv`: texts that begin like its tokens start after them, until
+        `release`. Returns how many tokens it holds; its note is in `snapshot_note`. Raises
+        `InputError` if it is damaged, or not of this model, dtype and RoPE."""
         held, self.snapshot_note = read_snapshot(os.fsdecode(path), self._origin())
         self._pool.snapshot = held
         return len(held.tokens)
 
     def _origin(self) -> Origin:
-        """What K and V here depend on. Raises `InputError` if no file can say so."""
+        """What K and V here depend on."""
         execution = self.model.execution
         if execution.ranks.count > 1 or not execution.fingerprint:
             raise InputError(

@@ -54,10 +54,8 @@ class Generation(Iterator[Event]):
         pool: MemoryPool,
         make_row: Callable[[int, Request], Row] | None = None,
     ) -> None:
-        """Takes memory of this shape for the run from the `pool`; returns it at the end.
-
-        With `make_row`, which checks a request with its number, the run goes on until it is closed.
-        """
+        """Takes memory of this shape from the `pool` until its end. With `make_row`, which checks a
+        request with its number, it goes on until it is closed."""
         self._pool = pool
         self._model = pool.models.target
         self.rows = rows
@@ -85,10 +83,8 @@ class Generation(Iterator[Event]):
         self.close()
 
     def submit(self, request: Request) -> int:
-        """Adds a request to a run that stays open; returns its number, by which events name it.
-
-        Call it between two events. Raises `InputError` if the request is wrong.
-        """
+        """Adds a request, between two events, to a run that stays open; returns its number, by
+        which events name it. Raises `InputError` if the request is wrong."""
         if self._make_row is None:
             raise InputError("this run takes no more requests; Engine.open starts one that does")
         row = self._make_row(self._num_requests, request)
@@ -128,7 +124,7 @@ class Generation(Iterator[Event]):
         self._pool.put(stack.memory)
 
     def _admit(self, stack: Stack) -> None:
-        """Gives the free places to waiting requests; cancelled ones go."""
+        """Gives free places to waiting requests; cancelled ones go."""
         for b, row in list(self._running.items()):
             if row.finish_reason is not None:
                 self._leave(stack, b)
@@ -154,8 +150,8 @@ class Generation(Iterator[Event]):
     def _advance(self, stack: Stack) -> Iterator[Event]:
         """Reads a chunk of a prompt; then starts the rows that are read, else makes a step.
 
-        Prompts are read to their ends first, unless rows decode meanwhile, or others may come; so
-        they are with a cache in host memory, which is filled layer by layer.
+        Prompts are read to their ends first, unless rows decode meanwhile, or others may come, and
+        always into a cache in host memory, which is filled layer by layer.
         """
         active = stack.cascade.active
         if self._reading:
@@ -183,7 +179,6 @@ class Generation(Iterator[Event]):
         yield from self._emit(stack, emitted)
 
     def _prefill(self, row: Row, b: int, stack: Stack) -> Iterator[PrefillProgress]:
-        """Reads a prompt in chunks."""
         started = time.perf_counter()
         chunks = stack.prefill(b)
         done = num_cached = row.stats.num_cached_tokens = next(chunks)
@@ -196,7 +191,7 @@ class Generation(Iterator[Event]):
             started = time.perf_counter()
 
     def _emit(self, stack: Stack, emitted: list[Emitted]) -> Iterator[Event]:
-        """Shows the new tokens row by row; rows that have ended leave the batch."""
+        """Shows new tokens row by row; rows that have ended leave the batch."""
         eos = self._model.config.eos_token_ids
         for b, row in list(self._running.items()):
             tokens = emitted[b].tokens

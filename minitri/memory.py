@@ -53,7 +53,7 @@ class MemoryShape:
     """What a run needs memory for."""
 
     prompt_lengths: tuple[int, ...]
-    """Tokens of the longest prompt of each row; as many rows as texts run at a time."""
+    """Tokens of the longest prompt of each row."""
     sampling: SamplingParams
     """The filters that captured steps apply."""
     generation: GenerationConfig
@@ -106,18 +106,15 @@ class Memory:
 
     @property
     def runners(self) -> list[ModelRunner]:
-        """Those that there are."""
         return [it for it in (self.draft, self.retrieval, self.target) if it is not None]
 
     @property
     def num_cache_bytes(self) -> int:
-        """Bytes of all caches."""
         return sum(runner.cache.num_bytes for runner in self.runners)
 
     @property
     def captured(self) -> list[CapturedSteps]:
-        """Steps of the runners that were captured; if there are any, all rows must have the same
-        filters."""
+        """Steps that were captured; if there are any, all rows must have the same filters."""
         return [it.captured for it in self.runners if it.captured is not None]
 
 
@@ -195,7 +192,7 @@ def _retrieval_cache(shape: MemoryShape, full: FullCache, queries_LBTHD: Tensor)
 
 
 class MemoryPool:
-    """The memory of runs over some models; at most one is kept, of the run that was opened last."""
+    """Keeps the memory of the run that was opened last."""
 
     def __init__(self, models: Models) -> None:
         self.models = models
@@ -223,9 +220,9 @@ class MemoryPool:
     def put(self, memory: Memory, *, was_interrupted: bool = False) -> None:
         """Keeps the memory of a run that is over, if it is the latest.
 
-        K and V in host memory serve one run only where this was interrupted in the middle of a
-        step, which may leave its buffers half written; or where a shorter text may have room for
-        more layers on the device: with no `on_chip`, unless it was reserved for longer texts.
+        K and V in host memory are not kept after an interruption in the middle of a step, which may
+        leave buffers half written; nor where a shorter text may have room for more layers on the
+        device: with no `on_chip`, unless it was reserved for longer texts.
         """
         generation = memory.shape.generation
         is_fitted = generation.on_chip is None and not generation.reserve

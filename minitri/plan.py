@@ -107,7 +107,7 @@ def demand_of(args: argparse.Namespace) -> Demand:
 
 
 def workload(needs: Demand, on_chip: int) -> Workload:
-    """What each GPU decodes at the end of the context, with K and V of `on_chip` layers there."""
+    """What each GPU decodes at the end of the context."""
     return Workload(
         needs.share,
         needs.draft,
@@ -180,8 +180,8 @@ def placement_lines(row: dict[str, Any]) -> str:
 
 
 def passes(work: Workload, plan: StepPlan, prefill_chunk: int) -> dict[str, Pass]:
-    """The passes of a step by this plan, of autoregressive decoding, and of a chunk of the prompt
-    on average, whose K and V of hosted layers are written to host memory once."""
+    """The passes of a step by this plan, of autoregressive decoding, and of an average chunk of the
+    prompt, whose K and V of hosted layers are written to host memory once."""
     found = {
         "target": work.read("target", plan.gamma2 or plan.gamma1),
         "autoregressive": work.read("target", 0),

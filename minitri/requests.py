@@ -35,8 +35,7 @@ class Token:
     origin: str
     """Who guessed it, `draft` or `retrieval`; or of the target, `recovered` or `bonus`."""
     logprob: float | None = None
-    """Natural logarithm of its probability by the target alone, before temperature and filters,
-    whoever guessed it; None unless `GenerationConfig.logprobs` asks for it."""
+    """By the target alone, before temperature and filters, if `GenerationConfig.logprobs` asks."""
     top_logprobs: tuple[tuple[int, float], ...] = ()
     """The same of the likeliest tokens at this place, the best first."""
 
@@ -108,7 +107,7 @@ class Row:
         self._scanner = StopScanner(request.generation.stop)
 
     def push(self, token: int, origin: str, eos: tuple[int, ...]) -> str:
-        """Takes in a token; returns the text that may be shown now. Sets `finish_reason`."""
+        """Takes in a token; returns the text that may be shown now. May set `finish_reason`."""
         generation = self.request.generation
         self.token_ids.append(token)
         self.stats.num_generated_tokens += 1

@@ -22,9 +22,8 @@ class Machine:
     link_bytes_per_second: float
     """From host memory to the device."""
     seconds_per_layer: float = 0.0
-    """Launches, small operations, Python."""
+    """Launches, small operations, Python; `seconds_per_pass`: sampling, a verdict."""
     seconds_per_pass: float = 0.0
-    """Sampling, a verdict."""
     share_per_extra_token: float = 0.0
     """What each token of a block but the first of each row adds, as a share of the pass."""
     share_in_four_bits: float = 0.0
@@ -103,7 +102,6 @@ class Pass:
     is_in_four_bits: bool
 
     def seconds(self, machine: Machine) -> float:
-        """How long it takes there."""
         seconds = machine.seconds_per_pass + self.num_layers * machine.seconds_per_layer
         seconds += self.weight_bytes / machine.weight_bytes_per_second
         seconds += self.kv_bytes / machine.kv_bytes_per_second
@@ -160,7 +158,7 @@ class Workload:
         )
 
     def seconds(self, machine: Machine, stage: str, num_guesses: float) -> float:
-        """Nominal seconds of `read`; 0 of lookup, which takes no pass."""
+        """Of `read`; 0 of lookup, which takes no pass."""
         if stage == "draft" and self.draft is None:
             return 0.0
         return self.read(stage, num_guesses).seconds(machine)

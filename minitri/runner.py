@@ -46,9 +46,8 @@ class ModelRunner:
     ) -> None:
         """`vocab_size` is that of the distributions: the target's, whatever the model's.
 
-        `queries_LBTHD` takes the rotated queries of every block. With `graphs` the way from tokens
-        to distributions is captured for each of the `block_sizes`, and a block is padded to the
-        next of them; a longer one runs as it is.
+        `queries_LBTHD` takes the rotated queries of every block. With `graphs` passes over blocks
+        of the `block_sizes` are captured; others are padded to the next of these if there is one.
         """
         self.model = model
         self.cache = cache
@@ -99,11 +98,8 @@ class ModelRunner:
         *,
         wants_logits: bool = False,
     ) -> Output:
-        """Reads a block of each row in one pass; what it gives after the tokens at `index_BN`.
-
-        At `places_BN` stand guesses, which the host may not know. A block is padded to the next
-        captured size, if there is one.
-        """
+        """Reads a block of each row in one pass; what it gives after the tokens at `index_BN`. At
+        `places_BN` stand guesses, which the host may not know."""
         T = max(map(len, fresh))
         size = self.captured.size_for(T) if self.captured is not None else None
         block = make_block(self.model, fresh, self.cache, size or T)
@@ -128,11 +124,9 @@ class ModelRunner:
         """Nothing to do before a step."""
 
     def crop(self, lengths: list[int]) -> None:
-        """Keeps at most the first `lengths[b]` tokens of row b."""
         self.cache.crop(lengths)
 
     def reset(self, b: int) -> None:
-        """Empties row b."""
         self.cache.reset(b)
 
     def sample_by(self, b: int, sampling: SamplingParams) -> None:
@@ -150,11 +144,8 @@ class DraftRunner(ModelRunner):
     cache: StreamingCache
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
-        """Gets ready to guess after sequences that are certain: all but their last tokens.
-
-        A row that lacks more than a block, as after a prompt, reads its window by itself: with
-        the batch it would pad the other rows beyond their room.
-        """
+        """A row that lacks more than a block, as after a prompt, reads its window by itself: with
+        the batch it would pad the other rows beyond their room."""
         for b, sequence in enumerate(sequences):
             if active[b] and len(sequence) - self.cache.num_tokens[b] > self.cache.max_block:
                 self._read_window(b, sequence[:-1])
@@ -191,12 +182,11 @@ def prefill(
     watch: Callable[[Tensor], None] | None = None,
     max_queries: int | None = None,
 ) -> Iterator[int]:
-    """Reads a prompt but for its last token into row b, `chunk` tokens at a time.
+    """Reads a prompt but for its last token into row b; yields after every `chunk` how many tokens
+    have been read.
 
-    Yields how many tokens have been read. Where the model is row-invariant, K and V do not depend,
-    to the bit, on where chunks begin. After every chunk `watch` is given the rotated queries
-    (L, T, H, D) of its last tokens, at most `max_queries`. A cache in host memory is filled layer
-    by layer, unless all queries are wanted: see `gpu/offload/layer_major.py`.
+    `watch` is given the rotated queries (L, T, H, D) of a chunk's last tokens, at most
+    `max_queries`. A cache in host memory is filled layer by layer, unless all queries are wanted.
     """
     if isinstance(full, OffloadedFullCache) and (watch is None or max_queries is not None):
         yield from read_by_layers(model, prompt, full, b, chunk, watch, max_queries or 0)

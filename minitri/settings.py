@@ -47,12 +47,12 @@ class SamplingParams:
 
     @property
     def form(self) -> tuple[int, bool, bool]:
-        """Top-k, and whether there are a top-p and a min-p filter: what a captured step fixes."""
+        """What a captured step fixes: top-k, and whether there are top-p and min-p."""
         return self.top_k, self.top_p < 1, self.min_p > 0
 
     @property
     def numbers(self) -> tuple[float, float, float]:
-        """Temperature, top-p and the logarithm of min-p: what a captured step reads."""
+        """What a captured step reads: temperature, top-p and the logarithm of min-p."""
         log_min_p = math.log(self.min_p) if self.min_p else -math.inf
         return self.temperature, self.top_p, log_min_p
 

@@ -1,9 +1,8 @@
 """A run over a memory: the texts of its rows, and the stages of the cascade that extends them.
 
 `admit` gives a row to a text, which is the only way a text starts; `prefill` reads its prompt while
-the retrieval cache observes it; `start` and `step` make tokens; `retire` ends it. What the
-autotuner expects of a round before any was measured, and when it may follow the clock, is decided
-here.
+the retrieval cache observes it; `start` and `step` make tokens; `retire` ends it. When the
+autotuner may follow the clock is decided here.
 """
 
 import contextlib
@@ -97,9 +96,8 @@ class Stack:
             runner.sample_by(b, request.sampling)
 
     def prefill(self, b: int) -> Iterator[int]:
-        """Reads the prompt of row b; yields how many of its tokens are there: at first those whose
-        K and V other texts left, then after every chunk; at the end all, of which `start` reads
-        the last one."""
+        """Reads the prompt of row b; yields how many of its tokens are there: first those that
+        other texts left, then after every chunk; at the end all, though `start` reads the last."""
         memory = self.memory
         cache = memory.retrieval_cache
         prompt = self.sequences[b]
@@ -190,10 +188,10 @@ def prior_seconds(memory: Memory, shape: MemoryShape) -> Callable[[str, float], 
 
 def may_use_clock(models: Models, shape: MemoryShape) -> bool:
     """Whether the autotuner may follow measured times: if all plans write the same text, or if
-    `timed` accepts that they may not.
+    `timed` accepts that they may not. Ranks that compute one model together must choose alike.
 
     Unless the model is row-invariant, the length of a block may decide a near-tie in other dtypes
-    than float32, and on a GPU. Ranks that compute one model together must make equal choices.
+    than float32, and on a GPU.
     """
     target = models.target
     speculation = shape.speculation

@@ -107,9 +107,9 @@ def count_texts(
         session = begin(Models(target, target, draft), requests, speculation)
         read_prompt_once(session)
         cascade = session.cascade
-        cascade.start()
+        session.start()
         while any(cascade.active):
-            cascade.step()
+            session.step()
             for b, sequence in enumerate(session.sequences):
                 if cascade.active[b] and len(sequence) >= len(PROMPT) + NUM_TOKENS:
                     cascade.retire(b)

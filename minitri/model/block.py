@@ -19,10 +19,8 @@ def read_block(
     *,
     is_prompt: bool = False,
 ) -> Tensor:
-    """Final hidden states (B, T, E) of one block per row after what the cache holds.
-
-    T is the length of the longest block. The cache's lengths stay as they are.
-    """
+    """Final hidden states (B, T, E) of one block per row after what the cache holds, whose lengths
+    stay as they are; T is the length of the longest block."""
     block = make_block(model, blocks, cache, max(map(len, blocks)))
     return model.forward(block, cache, None, queries_LBTHD, is_prompt=is_prompt)
 
@@ -30,11 +28,8 @@ def read_block(
 def make_block(
     model: Llama, blocks: list[list[int]], cache: Cache, size: int, depths_T: Tensor | None = None
 ) -> Block:
-    """The blocks, padded to `size` tokens, after what the cache holds; sent in one transfer.
-
-    `depths_T` are the places of a tree's tokens in the text, after the next position; in a chain
-    each stands after the one before.
-    """
+    """The blocks, padded to `size` tokens, after what the cache holds; sent in one transfer. In a
+    tree tokens stand `depths_T` after the next position, in a chain each after the one before."""
     tokens_BT = torch.tensor([row + [0] * (size - len(row)) for row in blocks])
     # A drafter may lack the last tokens of the target's vocabulary; what it reads in their place
     # changes only how well it guesses.

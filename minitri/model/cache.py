@@ -31,7 +31,6 @@ class BlockKV(NamedTuple):
     """K and V of a block in one layer, as the layer hands them to the cache."""
 
     raw_keys_BTKD: Tensor
-    """As projected."""
     keys_BTKD: Tensor
     """Rotated to the cache's `next_positions` and further."""
     values_BTKD: Tensor
@@ -51,7 +50,7 @@ class Cache:
 
     @property
     def lengths(self) -> list[int]:
-        """Valid slots per row, on the host: the prefix that a block attends to."""
+        """Valid slots per row: the prefix that a block attends to."""
         return self._lengths
 
     @property
@@ -96,7 +95,6 @@ class Cache:
         self._set_lengths([min(old, new - left_out) for old, new, left_out in rows])
 
     def reset(self, b: int) -> None:
-        """Empties row b, for another text."""
         self.hold(b, 0, 0)
 
     def row(self, b: int) -> Self:

@@ -32,9 +32,8 @@ class Execution:
     is_row_invariant: bool = False
     """The bits of a row depend on it alone, in any short pass."""
     decoding: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Entered around every step,"""
     reading: Callable[[], AbstractContextManager[None]] = nullcontext
-    """and around every chunk of a prompt."""
+    """Entered around every step, and around every chunk of a prompt."""
     ranks: Ranks = Ranks()  # noqa: RUF009 (without state)
     fingerprint: str = ""
     """Of the files that the weights were read from; empty: of none."""
