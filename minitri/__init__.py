@@ -24,47 +24,17 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "MODELS",
-    "Completion",
-    "Drafter",
-    "End",
-    "Engine",
-    "Event",
-    "Generation",
-    "GenerationConfig",
-    "Idle",
-    "InputError",
-    "ModelConfig",
-    "Policy",
-    "PrefillProgress",
-    "Request",
-    "RowStats",
-    "SamplingParams",
-    "SpeculationConfig",
-    "Stats",
-    "Token",
-    "load",
-]
+__all__ = ["MODELS", "Completion", "Drafter", "End", "Engine", "Event", "Generation"]
+__all__ += ["GenerationConfig", "Idle", "InputError", "ModelConfig", "Policy", "PrefillProgress"]
+__all__ += ["Request", "RowStats", "SamplingParams", "SpeculationConfig", "Stats", "Token", "load"]
 
-_HOMES = (
-    "errors",
-    "settings",
-    "config",
-    "stats",
-    "loading.named_models",
-    "drafters.plugin",
-    "caches.policies",
-    "requests",
-    "generation",
-    "engine",
-    "loader",
-)
-"""Where the names are, what takes longer to import last."""
+_LIGHT = ("errors", "settings", "config", "stats", "loading.named_models")
+_HEAVY = ("drafters.plugin", "caches.policies", "requests", "generation", "engine", "loader")
+"""Where the names are; importing these takes seconds."""
 
 
 def __getattr__(name: str) -> "Any":
-    for home in _HOMES if name in __all__ else ():
+    for home in _LIGHT + _HEAVY if name in __all__ else ():
         module = import_module(f"minitri.{home}")
         if hasattr(module, name):
             return getattr(module, name)

@@ -83,19 +83,14 @@ def config_of(name: str) -> ModelConfig:
     return open_checkpoint(path).config(path.resolve().name)
 
 
-def draft_config(args: argparse.Namespace) -> ModelConfig | None:
-    """The shape of the drafter; None if it is no model."""
-    name = default_draft(args.model) if args.draft == "auto" else args.draft
-    return None if name in (*LOOKUPS, "none") else config_of(name)
-
-
 def demand_of(args: argparse.Namespace) -> Demand:
     """What a run needs on each GPU. Raises `InputError`."""
     config = config_of(args.model)
     context = args.context or config.context_length
+    draft = default_draft(args.model) if args.draft == "auto" else args.draft
     return Demand(
         config,
-        draft_config(args),
+        None if draft in (*LOOKUPS, "none") else config_of(draft),
         arguments.speculation_of(args),
         context,
         [context],

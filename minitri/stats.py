@@ -57,7 +57,8 @@ class LevelStats:
 
     def as_dict(self) -> dict[str, Any]:
         rates = ("acceptance_rate", "mean_acceptance_length")
-        return vars(self) | {name: getattr(self, name) for name in rates}
+        counts = {name: value for name, value in vars(self).items() if name != "seconds"}
+        return counts | {name: getattr(self, name) for name in rates}
 
 
 @dataclass
