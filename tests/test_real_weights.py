@@ -1,9 +1,5 @@
-"""SmolLM2-135M's real weights and a long real text: the same tokens as `transformers`, and the same
-with every method.
-
-`transformers` reads the same GGUF file with its own code, tokenizer included, so weights, rotary
-order, RoPE scaling, tokenization and greedy decoding are all compared at once.
-"""
+"""SmolLM2-135M's real weights and a long real text: the tokens of `transformers`, which reads the
+same GGUF file with its own code and tokenizer, and the same with every method."""
 
 import json
 from pathlib import Path
@@ -16,12 +12,8 @@ from minitri.selftest import __main__ as selftest
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-YARN4 = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 8192,
-    "rope_theta": 100000.0,
-}
+YARN4 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
+YARN4["rope_theta"] = 100000.0
 
 
 @pytest.fixture

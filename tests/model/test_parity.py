@@ -11,13 +11,8 @@ TOLERANCE = 2e-5
 """Largest allowed difference of logits of size about 5, float32."""
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+OWN = {"attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0}
 KINDS = {
     "MHA": {"num_key_value_heads": 4},
     "GQA": {},
@@ -34,9 +29,7 @@ KINDS = {
     "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "llama3": {"rope_scaling": LLAMA3},
     "yarn": {"rope_scaling": YARN},
-    "yarn, own factor": {
-        "rope_scaling": {**YARN, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0}
-    },
+    "yarn, own factor": {"rope_scaling": {**YARN, **OWN}},
 }
 
 

@@ -52,11 +52,8 @@ def test_they_are_those_of_the_plain_forward_pass():
 
 def test_rows_may_ask_for_different_numbers():
     engine = tiny_engine()
-    wanted = [
-        Request([5, 6], generation=GenerationConfig(6, ignore_eos=True, logprobs=number))
-        for number in (2, 5, 0, None)
-    ]
-    for event in engine.stream(wanted):
+    kinds = [GenerationConfig(6, ignore_eos=True, logprobs=number) for number in (2, 5, 0, None)]
+    for event in engine.stream([Request([5, 6], generation=kind) for kind in kinds]):
         if isinstance(event, Token):
-            assert len(event.top_logprobs) == (2, 5, 0, 0)[event.row]
+            assert len(event.top_logprobs) == (kinds[event.row].logprobs or 0)
             assert (event.logprob is None) == (event.row == 3)
