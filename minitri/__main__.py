@@ -1,8 +1,5 @@
 """The command `minitri`, the same as `python -m minitri`: one of the programs, or a text to go on.
 
-    minitri "The sea was" -n 40         # the same as minitri generate "The sea was" -n 40
-    minitri plan --context 32000        # the same as python -m minitri.plan --context 32000
-
 Imports next to nothing, so that its help is there at once.
 """
 

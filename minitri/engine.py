@@ -122,9 +122,9 @@ class Engine:
     ) -> Generation:
         """Starts a run without requests, which goes on until it is closed: see `Generation.submit`.
 
-        A row has room for `generation.reserve` tokens, prompt and output. With captured graphs, on
-        a GPU, requests must have filters of the kinds that `sampling` has, or temperature 0; those
-        whose numbers differ wait for one another. Raises `InputError` if there is no room.
+        A row has room for `generation.reserve` tokens, prompt and output. With captured graphs
+        requests must have filters of the kinds that `sampling` has, or temperature 0; those whose
+        numbers differ wait for one another. Raises `InputError` if there is no room.
         """
         room = generation.reserve
         _check_size(batch_size)

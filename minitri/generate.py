@@ -107,7 +107,7 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def choose_prompt(args: argparse.Namespace) -> None:
-    """Without a prompt it is what is piped to standard input, or else the beginning of the demo."""
+    """What is piped to standard input, or else the beginning of the demo."""
     if not args.demo and join().ask_first(is_piped):
         log.info("prompt: standard input")
         args.prompt_file = "-"

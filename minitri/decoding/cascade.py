@@ -83,7 +83,8 @@ class Cascade:
         self._meter.settle()
 
     def step(self, *, wants_logits: bool = False) -> list[Emitted]:
-        """Extends every active row by the accepted guesses and one token of the target's own."""
+        """Extends every active row by the accepted guesses and one token of the target's own, which
+        `Stack` then brings into the retrieval cache."""
         plan = self._meter.tuner.choose()
         with self._meter.commit():
             self._stack(plan)

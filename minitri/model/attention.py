@@ -22,10 +22,9 @@ from torch import Tensor
 class Attend(Protocol):
     """Softmax attention of a block, (B, T, H, D), in the dtype of the queries; 1 / sqrt(D) scale.
 
-    `keys_BKSD` and `values_BKSD` are the cache of one layer. Row b is valid in its first
-    `prefix_lengths[b] + T` slots, the last T of which are the block; what stands after them, even
-    NaN, changes nothing. `lengths_B` are the same prefix lengths on the device, for kernels that
-    read them there; None if the block is too long for that, as in a prefill.
+    Row b of one layer's keys and values is valid in its first `prefix_lengths[b] + T` slots, the
+    last T of which are the block; what stands after them, even NaN, changes nothing. `lengths_B`
+    are the prefix lengths on the device; None if the block is long, as in a prefill.
     """
 
     def __call__(

@@ -70,7 +70,6 @@ class Cache:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
         return self.keys.device
 
     @property

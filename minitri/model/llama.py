@@ -23,6 +23,9 @@ from minitri.model.execution import Execution
 from minitri.model.linear import Linear, TiedHead, TrimmedHead
 from minitri.model.rope import Rope, Rotary
 
+EMBEDDING_SAMPLE = 64
+"""Rows of its target's embedding table that a drafter without one keeps, to recognise it."""
+
 
 @dataclass(frozen=True)
 class Block:
@@ -39,10 +42,6 @@ class Block:
         padded_BT = F.pad(self.tokens_BT, (0, 1))
         places_BN = places_BN.clamp(max=self.tokens_BT.shape[1])
         return replace(self, tokens_BT=padded_BT.scatter(1, places_BN, tokens_BN)[:, :-1])
-
-
-EMBEDDING_SAMPLE = 64
-"""Rows of its target's embedding table that a drafter without one keeps, to recognise it."""
 
 
 class Llama(nn.Module):
