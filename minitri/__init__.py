@@ -1,6 +1,5 @@
 """minitri: fast generation from long-context Llama models that does not change what the model says.
 
-`load` boots an `Engine`; `Engine.generate` gives a stream of events. Bad input raises `InputError`.
 Names are imported when they are first asked for, so that the command line can answer Ctrl-C with
 one line even while PyTorch is being imported.
 """
@@ -25,47 +24,17 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "MODELS",
-    "Completion",
-    "Drafter",
-    "End",
-    "Engine",
-    "Event",
-    "Generation",
-    "GenerationConfig",
-    "Idle",
-    "InputError",
-    "ModelConfig",
-    "Policy",
-    "PrefillProgress",
-    "Request",
-    "RowStats",
-    "SamplingParams",
-    "SpeculationConfig",
-    "Stats",
-    "Token",
-    "load",
-]
+__all__ = ["MODELS", "Completion", "Drafter", "End", "Engine", "Event", "Generation"]
+__all__ += ["GenerationConfig", "Idle", "InputError", "ModelConfig", "Policy", "PrefillProgress"]
+__all__ += ["Request", "RowStats", "SamplingParams", "SpeculationConfig", "Stats", "Token", "load"]
 
-_HOMES = (
-    "errors",
-    "settings",
-    "config",
-    "stats",
-    "loading.named_models",
-    "drafters.plugin",
-    "caches.policies",
-    "requests",
-    "generation",
-    "engine",
-    "loader",
-)
-"""Where the names are, what takes longer to import last."""
+_LIGHT = ("errors", "settings", "config", "stats", "loading.named_models")
+_HEAVY = ("drafters.plugin", "caches.policies", "requests", "generation", "engine", "loader")
+"""Where the names are; importing these takes seconds."""
 
 
 def __getattr__(name: str) -> "Any":
-    for home in _HOMES if name in __all__ else ():
+    for home in _LIGHT + _HEAVY if name in __all__ else ():
         module = import_module(f"minitri.{home}")
         if hasattr(module, name):
             return getattr(module, name)

@@ -1,8 +1,5 @@
 """The command `minitri`, the same as `python -m minitri`: one of the programs, or a text to go on.
 
-    minitri "The sea was" -n 40         # the same as minitri generate "The sea was" -n 40
-    minitri plan --context 32000        # the same as python -m minitri.plan --context 32000
-
 Imports next to nothing, so that its help is there at once.
 """
 
@@ -27,15 +24,8 @@ examples:
   minitri generate --help               all flags of a program
   minitri --list-models                 the models that have names; --version: of minitri
 """
-PROGRAMS = {
-    "generate": "generate",
-    "chat": "chat.__main__",
-    "serve": "serve.__main__",
-    "plan": "plan",
-    "bench": "bench.__main__",
-    "selftest": "selftest.__main__",
-}
-"""The module of `minitri` whose `main` is the program."""
+FILES = ("generate", "plan")
+FOLDERS = ("chat", "serve", "bench", "selftest")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -45,8 +35,8 @@ def main(argv: list[str] | None = None) -> None:
         answer(HELP)
     elif argv == ["--version"]:
         answer(f"minitri {__version__}\n")
-    name = argv.pop(0) if argv and argv[0] in PROGRAMS else "generate"
-    import_module(f"minitri.{PROGRAMS[name]}").main(argv)
+    name = argv.pop(0) if argv and argv[0] in FILES + FOLDERS else "generate"
+    import_module(f"minitri.{name}" + ".__main__" * (name in FOLDERS)).main(argv)
 
 
 def answer(text: str) -> None:

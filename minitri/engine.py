@@ -6,11 +6,11 @@
             print(event.text, end="", flush=True)
 
 `generate` checks its input at once and returns a `Generation`, an iterator that works only while it
-is asked for the next event. Several prompts of any lengths run as one batch. `complete` runs one
-prompt to its end. Nothing here prints.
+is asked for the next event. Nothing here prints.
 """
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,9 +24,8 @@ from minitri.generation import Generation
 from minitri.gpu.allocation import most_rows
 from minitri.loading.prompt_ids import Prompt, as_seeds, check_prompt, encode_prompts
 from minitri.loading.tokenizer import Tokenizer
-from minitri.memory import MemoryShape, Models
+from minitri.memory import MemoryPool, MemoryShape, Models
 from minitri.model.llama import Llama
-from minitri.pool import MemoryPool
 from minitri.requests import Completion, End, Request, Row, expect
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
@@ -38,35 +37,30 @@ MAX_ROWS = 8
 class Engine:
     """A model and its tokenizer, ready to generate any number of times, one after the other.
 
-    It keeps the caches, and on a GPU the captured graphs, of the last run. The next one starts
-    after what its prompts have in common with those texts, and where it has the same settings and
-    as many texts that are not longer, it captures nothing; see `release`. Some attention
-    kernels cut a cache by its size, so that there, in the last bits, a text may depend on how long
-    the texts before it were.
+    It keeps the caches, and on a GPU the captured graphs, of the last run, until `release`. The
+    next one starts after what its prompts have in common with those texts, and where it has the
+    same settings and as many texts that are not longer, it captures nothing. Some attention kernels
+    cut a cache by its size, so that there the last bits may depend on how long those texts were.
     """
 
     model: Llama
     tokenizer: Tokenizer
     draft: Llama | None = None
-    """The model of the first level of the cascade."""
     retrieval_model: Llama | None = None
-    """A copy of the model in fewer bits, which guesses with the retrieval cache."""
     drafter: Drafter | None = None
-    """An object that guesses in the place of `draft`; without both the last words are looked up in
-    the text."""
+    """Who guesses: see `Models`."""
     sampling_defaults: SamplingParams = SamplingParams()  # noqa: RUF009 (frozen)
     """What the model's generation_config.json recommends; nothing here applies it."""
 
     def __post_init__(self) -> None:
         self.snapshot_note = ""
-        retrieval = self.retrieval_model or self.model
-        self.models = Models(self.model, retrieval, self.draft, self.drafter)
+        proposers = (self.retrieval_model or self.model, self.draft, self.drafter)
+        self.models = Models(self.model, *proposers)
         self._pool = MemoryPool(self.models)
 
-    def __repr__(self) -> str:
-        name = self.config.name
-        dtype = str(self.model.dtype).removeprefix("torch.")
-        return f"<Engine {name}, drafter {self.drafter_name}, {dtype} on {self.model.device}>"
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
 
     @property
     def drafter_name(self) -> str:
@@ -74,10 +68,6 @@ class Engine:
         if self.drafter is not None:
             return type(self.drafter).__name__
         return self.draft.config.name if self.draft is not None else "suffix"
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.model.config
 
     def generate(
         self,
@@ -91,19 +81,16 @@ class Engine:
     ) -> Generation:
         """Starts a run over one prompt or several; each is a text or a list of token ids.
 
-        With `speculation` False nothing is guessed; `method` replaces that of the settings. Of a
-        prompt that begins like a text of the last run only the rest is read. A single `seed` gives
-        row b the seed `seed + b`. A row's tokens depend on its own prompt and seed alone, up to the
-        last bits of the arithmetic. One exception: where method or gammas are open, at a
-        temperature above 0 and uncoupled, rows share the autotuner's choices. Raises
-        `InputError` here, before any work, if a prompt is empty, too long, or has tokens outside
-        the vocabulary.
+        With `speculation` False nothing is guessed; `method` replaces that of the settings. A
+        single `seed` gives row b the seed `seed + b`. A row's tokens depend on its own prompt and
+        seed alone, up to the last bits of the arithmetic; but where method or gammas are open, at a
+        temperature above 0 and uncoupled, rows share the autotuner's choices. Raises `InputError`
+        here, before any work, if a prompt is empty, too long, or has tokens outside the vocabulary.
         """
-        speculation = _as_config(speculation, method)
         ids = encode_prompts(prompts, self.tokenizer)
         pairs = zip(ids, as_seeds(seed, len(ids)), strict=True)
         requests = [Request(tokens, own, sampling, generation) for tokens, own in pairs]
-        return self._run(requests, None, generation, speculation)
+        return self._run(requests, None, generation, _as_config(speculation, method))
 
     def stream(
         self,
@@ -113,12 +100,11 @@ class Engine:
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
         speculation: SpeculationConfig | bool = True,
     ) -> Generation:
-        """Starts a run over any number of requests, at most `batch_size` of them at a time.
+        """Starts a run over any number of requests, at most `batch_size` of them at a time, fewer
+        where memory is short.
 
-        Fewer run at a time where memory is short. A request that ends makes room for the next one,
-        whose prompt is read while the others go on; events name requests by their numbers, from 0
-        on. Of `generation` counts what is of a run, such as `prefill_chunk`. Raises `InputError`
-        before any work if a request is wrong, and says which.
+        Events name requests by their numbers, from 0 on. Of `generation` counts what is of a run,
+        such as `prefill_chunk`. Raises `InputError` before any work, and names the request.
         """
         _check_size(batch_size)
         listed = list(requests)
@@ -136,9 +122,9 @@ class Engine:
     ) -> Generation:
         """Starts a run without requests, which goes on until it is closed: see `Generation.submit`.
 
-        A row has room for `generation.reserve` tokens, prompt and output. With captured graphs, on
-        a GPU, requests must have filters of the kinds that `sampling` has, or temperature 0; those
-        whose numbers differ wait for one another. Raises `InputError` if there is no room.
+        A row has room for `generation.reserve` tokens, prompt and output. With captured graphs
+        requests must have filters of the kinds that `sampling` has, or temperature 0; those whose
+        numbers differ wait for one another. Raises `InputError` if there is no room.
         """
         room = generation.reserve
         _check_size(batch_size)
@@ -149,18 +135,7 @@ class Engine:
             )
         run = dataclasses.replace(generation, max_new_tokens=1)
         shape = MemoryShape((1,) * batch_size, sampling, run, _as_config(speculation))
-
-        def make_row(number: int, request: Request) -> Row:
-            row = self._make_row(number, request)
-            num_tokens = len(row.prompt) + request.generation.max_new_tokens
-            if num_tokens > room:
-                raise InputError(
-                    f"prompt and output are {num_tokens} tokens, but there is room for {room}; "
-                    "shorten the prompt, lower max_new_tokens, or reserve more"
-                )
-            self._captured_filters([sampling, request.sampling], run)
-            return row
-
+        make_row = functools.partial(self._make_row, shape=shape)
         return Generation([], shape, self._pool, make_row)
 
     def _run(
@@ -189,12 +164,20 @@ class Engine:
         shape = MemoryShape(tuple(lengths), sampling, run, speculation)
         return Generation(rows, shape, self._pool)
 
-    def _make_row(self, number: int, request: Request) -> Row:
-        """A request, checked."""
+    def _make_row(self, number: int, request: Request, shape: MemoryShape | None = None) -> Row:
+        """A request, checked, also by the shape of an open run."""
         expect(request, Request)
         [ids] = encode_prompts([request.prompt], self.tokenizer)
         check_prompt(ids, self.config, request.generation.max_new_tokens)
         as_seeds(request.seed, 1)
+        if shape is not None:
+            num_tokens = len(ids) + request.generation.max_new_tokens
+            if num_tokens > (room := shape.generation.reserve):
+                raise InputError(
+                    f"prompt and output are {num_tokens} tokens, but there is room for {room}; "
+                    "shorten the prompt, lower max_new_tokens, or reserve more"
+                )
+            self._captured_filters([shape.sampling, request.sampling], shape.generation)
         return Row(number, request, ids, self.tokenizer)
 
     def _captured_filters(
@@ -219,30 +202,25 @@ class Engine:
     @property
     def held_tokens(self) -> list[int]:
         """The longest text whose K and V are kept from the last run, or come from a snapshot."""
-        held = self._pool.held
-        return list(held.tokens) if held is not None else []
+        return list(held.tokens) if (held := self._pool.held) is not None else []
 
     def save_kv(self, path: str | os.PathLike[str], note: str = "") -> int:
-        """Writes K and V of `held_tokens` to a file, for `load_kv`; returns how many tokens.
-
-        The file appears when it is complete. Raises `InputError`.
-        """
+        """Writes K and V of `held_tokens` to a file, for `load_kv`, which appears when it is
+        complete; returns how many tokens. Raises `InputError`."""
         if (held := self._pool.held) is None:
             raise InputError("there is no KV cache to save; let the engine read a prompt first")
         return write_snapshot(os.fsdecode(path), held, self._origin(), note)
 
     def load_kv(self, path: str | os.PathLike[str]) -> int:
-        """Opens a file of `save_kv`: texts that begin like its tokens start after them from now
-        on, until `release`. Returns how many tokens it holds; its note is in `snapshot_note`.
-
-        Raises `InputError` if it is damaged, or not of this model, dtype and RoPE.
-        """
-        snapshot, self.snapshot_note = read_snapshot(os.fsdecode(path), self._origin())
-        self._pool.snapshot = snapshot
-        return len(snapshot.tokens)
+        """Opens a file of `save_kv`: texts that begin like its tokens start after them, until
+        `release`. Returns how many tokens it holds; its note is in `snapshot_note`. Raises
+        `InputError` if it is damaged, or not of this model, dtype and RoPE."""
+        held, self.snapshot_note = read_snapshot(os.fsdecode(path), self._origin())
+        self._pool.snapshot = held
+        return len(held.tokens)
 
     def _origin(self) -> Origin:
-        """What K and V here depend on. Raises `InputError` if no file can say so."""
+        """What K and V here depend on."""
         execution = self.model.execution
         if execution.ranks.count > 1 or not execution.fingerprint:
             raise InputError(

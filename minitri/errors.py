@@ -1,7 +1,6 @@
-"""The one exception for bad input, whose message is a single line.
+"""The one exception for bad input; its message is a line: what is wrong, what was got, what to do.
 
-It says what is wrong, what was got and what to do. The programs print it and exit with code 2; a
-program that embeds the engine catches `InputError`. Whatever else escapes from minitri is a bug.
+Programs print it and exit with code 2. Whatever else escapes from minitri is a bug.
 """
 
 from collections.abc import Iterator

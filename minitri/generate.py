@@ -1,8 +1,7 @@
 """The command line: `minitri "The sea was"`, or `python -m minitri.generate`.
 
-Text goes to standard output as it is generated, everything else to standard error. With --json the
-only line on standard output is one JSON object. Exit codes: 0 done, 2 bad usage or bad input (one
-line), 130 interrupted; 1 is a bug.
+Text, or with --json one JSON object, goes to standard output, everything else to standard error.
+Exit codes: 0 done, 2 bad usage or bad input (one line), 130 interrupted; 1 is a bug.
 """
 
 from minitri.cli.exits import clean_imports, is_piped, program
@@ -107,7 +106,7 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def choose_prompt(args: argparse.Namespace) -> None:
-    """Without a prompt it is what is piped to standard input, or else the beginning of the demo."""
+    """What is piped to standard input, or else the beginning of the demo."""
     if not args.demo and join().ask_first(is_piped):
         log.info("prompt: standard input")
         args.prompt_file = "-"

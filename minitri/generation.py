@@ -3,8 +3,7 @@
 A `Generation` works only while it is asked for the next event; stop asking, or call `close`, at any
 moment. Some requests run at a time, as rows of a batch, and the others wait: where a text ends, the
 next one takes its place. Prompts are read in chunks, between the steps of rows that are further on,
-and rows are decoded together, step by step of a cascade (`decoding/cascade.py`), whose tokens are
-cut here at the end of a text. It knows neither files nor flags, and nothing here prints.
+and rows are decoded together, by steps of a cascade, whose tokens are cut at the end of a text.
 """
 
 import contextlib
@@ -20,15 +19,14 @@ from minitri.decoding.sampling import log_probs
 from minitri.decoding.verification import NotFiniteError
 from minitri.errors import InputError, shorten
 from minitri.gpu.streams import synchronize
-from minitri.memory import MemoryShape, Models
-from minitri.pool import MemoryPool
+from minitri.memory import MemoryPool, MemoryShape, Models
 from minitri.requests import CANCELLED, End, Event, Idle, PrefillProgress, Request, Row, Token
 from minitri.stack import Stack
 
 
 @contextlib.contextmanager
 def running(models: Models) -> Iterator[None]:
-    """Makes the models' device the current one; turns what may fail there into an `InputError`."""
+    """Makes the models' device the current one; what may fail there is an `InputError`."""
     model = models.target
     try:
         with torch.inference_mode(), torch.cuda.device_of(model.norm.weight):
@@ -56,10 +54,8 @@ class Generation(Iterator[Event]):
         pool: MemoryPool,
         make_row: Callable[[int, Request], Row] | None = None,
     ) -> None:
-        """Takes memory of this shape for the run from the `pool`; returns it at the end.
-
-        With `make_row`, which checks a request with its number, the run goes on until it is closed.
-        """
+        """Takes memory of this shape from the `pool` until its end. With `make_row`, which checks a
+        request with its number, it goes on until it is closed."""
         self._pool = pool
         self._model = pool.models.target
         self.rows = rows
@@ -87,10 +83,8 @@ class Generation(Iterator[Event]):
         self.close()
 
     def submit(self, request: Request) -> int:
-        """Adds a request to a run that stays open; returns its number, by which events name it.
-
-        Call it between two events. Raises `InputError` if the request is wrong.
-        """
+        """Adds a request, between two events, to a run that stays open; returns its number, by
+        which events name it. Raises `InputError` if the request is wrong."""
         if self._make_row is None:
             raise InputError("this run takes no more requests; Engine.open starts one that does")
         row = self._make_row(self._num_requests, request)
@@ -130,25 +124,25 @@ class Generation(Iterator[Event]):
         self._pool.put(stack.memory)
 
     def _admit(self, stack: Stack) -> None:
-        """Gives the free places to waiting requests; cancelled ones go."""
+        """Gives free places to waiting requests; cancelled ones go."""
         for b, row in list(self._running.items()):
             if row.finish_reason is not None:
                 self._leave(stack, b)
         memory = stack.memory
-        while self._waiting and len(self._running) < memory.shape.num_rows:
+        places = {*range(memory.shape.num_rows)} - self._running.keys()
+        while self._waiting and places:
             row = self._waiting[0]
             sampling = {it.request.sampling for it in self._running.values()}
             if memory.captured and sampling - {row.request.sampling}:
                 break
             self._waiting.popleft()
-            places = [b for b in range(memory.shape.num_rows) if b not in self._running]
-            b = memory.prefix.best_place(places, row.prompt)
+            b = memory.prefix.best_place(sorted(places), row.prompt)
+            places.remove(b)
             self._running[b] = row
             stack.admit(b, row.prompt, row.request)
             self._reading[b] = self._prefill(row, b, stack)
 
     def _leave(self, stack: Stack, b: int) -> None:
-        """Row b is free for another request."""
         stack.retire(b)
         del self._running[b]
         self._reading.pop(b, None)
@@ -156,8 +150,8 @@ class Generation(Iterator[Event]):
     def _advance(self, stack: Stack) -> Iterator[Event]:
         """Reads a chunk of a prompt; then starts the rows that are read, else makes a step.
 
-        Prompts are read to their ends first, unless rows decode meanwhile, or others may come; so
-        they are with a cache in host memory, which is filled layer by layer.
+        Prompts are read to their ends first, unless rows decode meanwhile, or others may come, and
+        always into a cache in host memory, which is filled layer by layer.
         """
         active = stack.cascade.active
         if self._reading:
@@ -185,7 +179,6 @@ class Generation(Iterator[Event]):
         yield from self._emit(stack, emitted)
 
     def _prefill(self, row: Row, b: int, stack: Stack) -> Iterator[PrefillProgress]:
-        """Reads a prompt in chunks."""
         started = time.perf_counter()
         chunks = stack.prefill(b)
         done = num_cached = row.stats.num_cached_tokens = next(chunks)
@@ -198,7 +191,7 @@ class Generation(Iterator[Event]):
             started = time.perf_counter()
 
     def _emit(self, stack: Stack, emitted: list[Emitted]) -> Iterator[Event]:
-        """Shows the new tokens row by row; rows that have ended leave the batch."""
+        """Shows new tokens row by row; rows that have ended leave the batch."""
         eos = self._model.config.eos_token_ids
         for b, row in list(self._running.items()):
             tokens = emitted[b].tokens

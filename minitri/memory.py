@@ -1,19 +1,21 @@
 """What a run computes with, allocated once: caches, runners over them, captured graphs.
 
 `allocate` reads as the boot order. A `Memory` is frozen and holds no text: `stack.py` puts the
-stages of a step over it, and another run that fits may take it over (`pool.py`).
+stages of a step over it. `MemoryPool` keeps that of the last run for one that fits, which then
+begins with its graphs, and after those tokens of a prompt that the full cache still holds.
 
 Legend: L layers, B rows, T tokens of a block, H query heads, D head dim.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from minitri.caches.full import FullCache
 from minitri.caches.policies import make_policy
-from minitri.caches.prefixes import PrefixCache
+from minitri.caches.prefixes import HeldRow, PrefixCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.drafters.plugin import Drafter
@@ -24,12 +26,13 @@ from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.cache import round_up_to_stride
 from minitri.model.llama import Llama
-from minitri.runner import DraftRunner, ModelRunner, RetrievalRunner, empty_queries
+from minitri.runner import DraftRunner, ModelRunner, empty_queries
 from minitri.settings import LONGEST_BLOCK, GenerationConfig, SamplingParams, SpeculationConfig
 
 TARGET_BLOCKS = (1, 5, 9, LONGEST_BLOCK)
-"""Block sizes for which passes of the target are captured, as far as a run has blocks that long;
-short ones need not be padded to the longest of all plans."""
+"""Block sizes for which passes of the target are captured, as far as a run has blocks that long."""
+WORTH_COPYING = 64
+"""Tokens at the beginning of a prompt for which two full caches may be in memory for a moment."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +43,9 @@ class Models:
     retrieval: Llama
     """Guesses with the retrieval cache: the target, or a copy of it in fewer bits."""
     draft: Llama | None = None
+    """The first level of the cascade."""
     drafter: Drafter | None = None
-    """Guesses in the place of a draft model; without both the last words are looked up."""
+    """Guesses in its place; without both the last words are looked up in the text."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class MemoryShape:
     """What a run needs memory for."""
 
     prompt_lengths: tuple[int, ...]
-    """Tokens of the longest prompt of each row; as many rows as texts run at a time."""
+    """Tokens of the longest prompt of each row."""
     sampling: SamplingParams
     """The filters that captured steps apply."""
     generation: GenerationConfig
@@ -72,8 +76,8 @@ class MemoryShape:
 
     @property
     def budgets(self) -> list[int]:
-        """Tokens in the retrieval cache of each row."""
-        return [self.budget_for(length) for length in self.prompt_lengths]
+        """Tokens that the retrieval cache of each row must have room for, now or later."""
+        return [self.budget_for(length) for length in self.reserved_lengths]
 
     def budget_for(self, length: int) -> int:
         """The budget for a prompt of this length: never more than a text here can fill."""
@@ -93,28 +97,24 @@ class Memory:
     prefix: PrefixCache
     """What the rows of the full cache still hold of texts that have ended."""
     target: ModelRunner
-    retrieval: RetrievalRunner | None
-    draft: DraftRunner | None
+    queries_LBTHD: Tensor
+    """Those of the target's latest block, with which the retrieval cache is rebuilt."""
     graphs: GraphPool | None
-
-    @property
-    def retrieval_cache(self) -> RetrievalCache | None:
-        return self.retrieval.cache if self.retrieval is not None else None
+    retrieval: ModelRunner | None = None
+    retrieval_cache: RetrievalCache | None = None
+    draft: DraftRunner | None = None
 
     @property
     def runners(self) -> list[ModelRunner]:
-        """Those that there are."""
         return [it for it in (self.draft, self.retrieval, self.target) if it is not None]
 
     @property
     def num_cache_bytes(self) -> int:
-        """Bytes of all caches."""
         return sum(runner.cache.num_bytes for runner in self.runners)
 
     @property
     def captured(self) -> list[CapturedSteps]:
-        """Steps of the runners that were captured; if there are any, all rows must have the same
-        filters."""
+        """Steps that were captured; if there are any, all rows must have the same filters."""
         return [it.captured for it in self.runners if it.captured is not None]
 
 
@@ -127,16 +127,16 @@ def allocate(
     graphs: GraphPool | None = None,
     host: HostMemory | None = None,
 ) -> Memory:
-    """Allocates and captures for runs of this shape.
+    """Allocates and captures for runs of this shape. Raises `InputError` if there is no room.
 
     `full` is a full cache to take over; `held` are texts that another run left, in `full` or
     elsewhere; `host` lends memory for K and V. By default the full cache goes where it fits, and
-    passes are captured on a GPU, but for those that stream K and V from host memory. Raises
-    `InputError` if there is no room.
+    passes are captured on a GPU, but for those that stream K and V from host memory.
     """
     target = models.target
     speculation = shape.speculation
-    draft = models.draft if any(plan.uses_drafter for plan in speculation.plans) else None
+    plans = speculation.plans
+    draft = models.draft if any(plan.uses_drafter for plan in plans) else None
     if full is None:
         draft_config = draft.config if draft is not None else None
         settings = (draft_config, shape.generation, speculation)
@@ -147,29 +147,28 @@ def allocate(
     prefix = PrefixCache(full, speculation.max_block, reads_alike=not is_row_invariant)
     if held is not None:  # before captures write to the slots of rows without a text
         prefix.adopt(held)
-    if graphs is None:
-        graphs = graph_pool(target.device, wanted=shape.generation.cuda_graphs)
-    options: dict[str, Any] = {"vocab_size": target.config.vocab_size, "graphs": graphs}
-    # A rebuild of the retrieval cache asks with those of the target's latest block.
+    graphs = graphs or graph_pool(target.device, wanted=shape.generation.cuda_graphs)
     queries_LBTHD = empty_queries(target, shape.num_rows, speculation.max_block)
-    drafting = retrieval = None
+    options: dict[str, Any] = {"vocab_size": target.config.vocab_size, "graphs": graphs}
+    small: dict[str, Any] = {}
     try:
         if draft is not None:
-            drafting = _draft_runner(draft, shape, options)
-        if any(plan.uses_retrieval for plan in speculation.plans):
-            retrieval = _retrieval_runner(models.retrieval, shape, full, queries_LBTHD, options)
+            small["draft"] = _draft_runner(draft, shape, options)
+        if any(plan.uses_retrieval for plan in plans):
+            cache = small["retrieval_cache"] = _retrieval_cache(shape, full, queries_LBTHD)
+            options["block_sizes"] = {1, 1 + max(plan.gamma1 for plan in plans)}
+            small["retrieval"] = ModelRunner(models.retrieval, cache, shape.sampling, **options)
         if full.on_chip < target.config.num_layers:
             options["graphs"] = None
-        sizes = {min(size, speculation.max_block) for size in TARGET_BLOCKS}
-        verifying = ModelRunner(
-            target, full, shape.sampling, queries_LBTHD=queries_LBTHD, block_sizes=sizes, **options
-        )
+        options["block_sizes"] = {min(size, speculation.max_block) for size in TARGET_BLOCKS}
+        options["queries_LBTHD"] = queries_LBTHD
+        verifying = ModelRunner(target, full, shape.sampling, **options)
     except RuntimeError as error:  # out of memory, on CUDA too
         raise InputError(
             f"the small KV caches do not fit on {target.device} next to the full one "
             f"({shorten(error, 90)}); lower budget or num_recent_tokens, or shorten the prompt"
         ) from None
-    return Memory(models, shape, full, prefix, verifying, retrieval, drafting, graphs)
+    return Memory(models, shape, full, prefix, verifying, queries_LBTHD, graphs, **small)
 
 
 def _draft_runner(draft: Llama, shape: MemoryShape, options: dict[str, Any]) -> DraftRunner:
@@ -181,25 +180,95 @@ def _draft_runner(draft: Llama, shape: MemoryShape, options: dict[str, Any]) -> 
     return DraftRunner(draft, cache, shape.sampling, block_sizes=sizes, **options)
 
 
-def _retrieval_runner(
-    model: Llama,
-    shape: MemoryShape,
-    full: FullCache,
-    queries_LBTHD: Tensor,
-    options: dict[str, Any],
-) -> RetrievalRunner:
-    """The retrieval cache and what runs over it; the queries are those of the target."""
+def _retrieval_cache(shape: MemoryShape, full: FullCache, queries_LBTHD: Tensor) -> RetrievalCache:
+    """An empty one; it follows `full`, and the queries of its latest block."""
     speculation = shape.speculation
-    cache = RetrievalCache(
-        full,
-        make_policy(speculation.policy, full, speculation.chunk_size),
-        speculation,
-        num_heads=model.config.num_heads,
-        budgets=[shape.budget_for(length) for length in shape.reserved_lengths],
-    )
+    policy = make_policy(speculation.policy, full, speculation.chunk_size)
+    num_heads = queries_LBTHD.shape[3]
+    cache = RetrievalCache(full, policy, speculation, num_heads=num_heads, budgets=shape.budgets)
     if isinstance(full, OffloadedFullCache):
         full.rebuild_while_staged(cache, queries_LBTHD)
-    sizes = {1, 1 + max(plan.gamma1 for plan in speculation.plans)}
-    return RetrievalRunner(
-        model, cache, shape.sampling, queries_LBTHD, block_sizes=sizes, **options
+    return cache
+
+
+class MemoryPool:
+    """Keeps the memory of the run that was opened last."""
+
+    def __init__(self, models: Models) -> None:
+        self.models = models
+        self.host = HostMemory(models.target.device)
+        self.snapshot: HeldRow | None = None
+        """What the texts of later runs may begin with, too."""
+        self._kept: Memory | None = None
+        self._latest: int | None = None  # by its id, so that the run alone keeps it alive
+
+    def open(self, shape: MemoryShape, prompts: Sequence[list[int]]) -> Memory:
+        """Memory for a run: what was kept, or new. Raises `InputError` if there is no room."""
+        kept = self._kept
+        self._kept = None
+        if kept is None or not self._can_run(kept, shape):
+            full = kept.full if kept is not None and fits(kept, shape) else None
+            held = None
+            if kept is not None and (full is not None or is_worth_copying(kept, prompts)):
+                held = kept.prefix
+            kept = None  # gives up its memory for the new one
+            kept = allocate(self.models, shape, full=full, held=held, host=self.host)
+        kept.prefix.snapshot = self.snapshot
+        self._latest = id(kept)
+        return kept
+
+    def put(self, memory: Memory, *, was_interrupted: bool = False) -> None:
+        """Keeps the memory of a run that is over, if it is the latest.
+
+        K and V in host memory are not kept after an interruption in the middle of a step, which may
+        leave buffers half written; nor where a shorter text may have room for more layers on the
+        device: with no `on_chip`, unless it was reserved for longer texts.
+        """
+        generation = memory.shape.generation
+        is_fitted = generation.on_chip is None and not generation.reserve
+        is_spent = isinstance(memory.full, OffloadedFullCache) and (is_fitted or was_interrupted)
+        if id(memory) == self._latest and not is_spent:
+            self._kept = memory
+
+    @property
+    def held(self) -> HeldRow | None:
+        """The longest text whose K and V are kept."""
+        row = self._kept.prefix.longest if self._kept is not None else None
+        return row or self.snapshot
+
+    def clear(self) -> None:
+        """Frees what is kept; a run that is under way will not be kept either."""
+        self._kept = self.snapshot = self._latest = None
+        self.host.clear()
+
+    def _can_run(self, kept: Memory, new: MemoryShape) -> bool:
+        """Whether the memory, and what was captured in it, serve a run of another shape."""
+        settings = kept.shape.speculation
+        # Every run may choose these two for itself.
+        own = {name: getattr(settings, name) for name in ("coupled", "timed")}
+        cache = kept.retrieval_cache
+        return (
+            fits(kept, new)
+            and replace(new.speculation, **own) == settings
+            and isinstance(settings.policy, str)  # another keeps its own state
+            and all(steps.can_sample_by(new.sampling) for steps in kept.captured)
+            and new.generation.prefill_chunk <= kept.shape.generation.prefill_chunk
+            and (cache is None or max(new.budgets) <= cache.max_budget)
+        )
+
+
+def fits(kept: Memory, new: MemoryShape) -> bool:
+    """Whether the full cache serves a run of another shape."""
+    old = kept.shape
+    placed = ("offload", "on_chip", "cuda_graphs")
+    return (
+        new.num_rows == old.num_rows
+        and new.capacity <= kept.full.capacity
+        and all(getattr(new.generation, n) == getattr(old.generation, n) for n in placed)
     )
+
+
+def is_worth_copying(kept: Memory, prompts: Sequence[list[int]]) -> bool:
+    """Whether to copy what a run left into a larger cache, which must fit next to it."""
+    is_cheap = kept.full.device.type != "cuda" and type(kept.full) is FullCache
+    return is_cheap and any(kept.prefix.num_shared(it) >= WORTH_COPYING for it in prompts)

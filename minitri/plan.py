@@ -1,12 +1,9 @@
 """What of a model fits where, and how fast it can be: `python -m minitri.plan`, loading nothing.
 
-    python -m minitri.plan --model llama2-7b-128k --context 124928 --gpu-memory 24
-
-prints, for several placements of the KV cache, the bytes on the device and in host memory, whether
-they fit, and the milliseconds per token to expect, autoregressive and with the cascade. Gammas that
-are not given are the fastest ones, if a pass over more tokens takes no longer. Bytes come from
-`gpu/placement.py`, with which an engine boots, times from what the autotuner expects of the passes
-in `roofline.py` before it has measured any. The last line is JSON.
+For several placements of the KV cache: bytes on the device and in host memory, whether they fit,
+and milliseconds per token to expect, autoregressive and with the cascade, whose gammas are the
+fastest unless given. Bytes come from `gpu/placement.py`, with which an engine boots, times from
+what the autotuner expects of the passes in `roofline.py`. The last line is JSON.
 """
 
 from minitri.cli.exits import clean_imports, program
@@ -86,19 +83,14 @@ def config_of(name: str) -> ModelConfig:
     return open_checkpoint(path).config(path.resolve().name)
 
 
-def draft_config(args: argparse.Namespace) -> ModelConfig | None:
-    """The shape of the drafter; None if it is no model."""
-    name = default_draft(args.model) if args.draft == "auto" else args.draft
-    return None if name in (*LOOKUPS, "none") else config_of(name)
-
-
 def demand_of(args: argparse.Namespace) -> Demand:
     """What a run needs on each GPU. Raises `InputError`."""
     config = config_of(args.model)
     context = args.context or config.context_length
+    draft = default_draft(args.model) if args.draft == "auto" else args.draft
     return Demand(
         config,
-        draft_config(args),
+        None if draft in (*LOOKUPS, "none") else config_of(draft),
         arguments.speculation_of(args),
         context,
         [context],
@@ -110,7 +102,7 @@ def demand_of(args: argparse.Namespace) -> Demand:
 
 
 def workload(needs: Demand, on_chip: int) -> Workload:
-    """What each GPU decodes at the end of the context, with K and V of `on_chip` layers there."""
+    """What each GPU decodes at the end of the context."""
     return Workload(
         needs.share,
         needs.draft,
@@ -122,24 +114,16 @@ def workload(needs: Demand, on_chip: int) -> Workload:
     )
 
 
-def predict(
-    work: Workload,
-    machine: Machine,
-    plans: list[StepPlan],
-    acceptance: tuple[float, float] = ACCEPTANCE,
-) -> dict[str, Any]:
-    """Milliseconds per token with the fastest plan and without speculation, if guesses of the
-    drafter and of the retrieval level are accepted at these rates."""
+def predict(work: Workload, machine: Machine, plans: list[StepPlan]) -> dict[str, Any]:
+    """Milliseconds per token with the fastest plan and without speculation."""
     tuner = Autotuner(plans, functools.partial(work.seconds, machine), use_clock=False)
-    for stage, rate in zip(("draft", "retrieval"), acceptance, strict=True):
+    for stage, rate in zip(("draft", "retrieval"), ACCEPTANCE, strict=True):
         tuner.note_acceptance(stage, 10**9, round(10**9 * rate))
     best = max(plans, key=tuner.tokens_per_second)
-    ms = {
-        "autoregressive": 1e3 * work.seconds(machine, "target", 0),
-        "cascade": 1e3 / tuner.tokens_per_second(best),
-    }
-    speedup = ms["autoregressive"] / ms["cascade"]
-    return {"plan": dataclasses.asdict(best), **ms, "speedup": speedup}
+    alone = 1e3 * work.seconds(machine, "target", 0)
+    cascade = 1e3 / tuner.tokens_per_second(best)
+    ms = {"autoregressive": alone, "cascade": cascade, "speedup": alone / cascade}
+    return {"plan": dataclasses.asdict(best), **ms}
 
 
 def run_command(args: argparse.Namespace) -> int:
@@ -147,58 +131,52 @@ def run_command(args: argparse.Namespace) -> int:
     needs = demand_of(args)
     card = next(card for most, card in CARDS.items() if args.gpu_memory <= most)
     machine = dataclasses.replace(card, link_bytes_per_second=1e9 * args.link_gb_s)
-    gpu_bytes = args.gpu_memory * GIB - CONTEXT
-    host_bytes = args.host_memory * GIB / args.gpus
-    best = needs.most_on_chip(gpu_bytes)
-    plans = needs.speculation.plans
+    room = (args.gpu_memory * GIB - CONTEXT, args.host_memory * GIB / args.gpus)
+    best = needs.most_on_chip(room[0])
+    print(
+        f"{needs.config.name}, {needs.num_tokens} tokens, {args.dtype}; {args.gpus} GPU of "
+        f"{args.gpu_memory} GiB at {machine.kv_bytes_per_second / 1e9:g} GB/s\n"
+        "layers with KV on the GPU    GiB there  on host  fits  ms alone  cascade  speedup"
+    )
     placements = []
     for on_chip in sorted({needs.config.num_layers, best or 0, 0}, reverse=True):
-        here, there = needs.on_device(on_chip), needs.on_host(on_chip)
-        placements.append(
-            {
-                "on_chip": on_chip,
-                "device_bytes": here,
-                "host_bytes": there,
-                "fits": here <= gpu_bytes and there <= host_bytes,
-                "parts": needs.parts(on_chip),
-                "predicted_ms": predict(workload(needs, on_chip), machine, plans),
-            }
-        )
-    print(
-        f"{needs.config.name}, {needs.num_tokens} tokens, {args.dtype}; "
-        f"{args.gpus} GPU of {args.gpu_memory:g} GiB at {machine.kv_bytes_per_second / 1e9:g} GB/s"
-    )
-    print(table(placements))
+        ms = predict(workload(needs, on_chip), machine, needs.speculation.plans)
+        row = {
+            "on_chip": on_chip,
+            "device_bytes": needs.on_device(on_chip),
+            "host_bytes": needs.on_host(on_chip),
+            "fits": needs.on_device(on_chip) <= room[0] and needs.on_host(on_chip) <= room[1],
+            "parts": needs.parts(on_chip),
+            "predicted_ms": ms,
+        }
+        placements.append(row)
+        print(placement_lines(row))
+        if on_chip == (best or 0):
+            chosen = StepPlan(**ms["plan"])
     if args.explain:
-        [ms] = (row["predicted_ms"] for row in placements if row["on_chip"] == (best or 0))
-        found = passes(workload(needs, best or 0), StepPlan(**ms["plan"]), args.prefill_chunk)
-        print(f"\n{pass_table(found, machine, {})}\nConstants: {machine}")
+        found = passes(workload(needs, best or 0), chosen, args.prefill_chunk)
+        print(f"\n{pass_table(found, machine)}\nConstants: {machine}")
     facts = {"model": needs.config.name, "context": needs.num_tokens, "on_chip": best}
     print(json.dumps({**facts, "placements": placements}))
-    if (missing := shortage(needs, gpu_bytes, host_bytes)) is not None:
+    if (missing := shortage(needs, *room)) is not None:
         raise InputError(missing)
     return 0
 
 
-def table(placements: list[dict[str, Any]]) -> str:
-    """A line for each placement, and below it what the bytes on the GPU are for."""
-    lines = ["layers with KV on the GPU    GiB there  on host  fits  ms alone  cascade  speedup"]
-    for row in placements:
-        here, there = row["device_bytes"] / GIB, row["host_bytes"] / GIB
-        ms = row["predicted_ms"]
-        lines.append(
-            f"{row['on_chip']:25d} {here:12.2f} {there:8.2f} {'yes' if row['fits'] else 'no':>5s} "
-            f"{ms['autoregressive']:9.2f} {ms['cascade']:8.2f} {ms['speedup']:8.2f}  "
-            f"{StepPlan(**ms['plan'])}"
-        )
-        parts = (f"{name} {size / GIB:.2f}" for name, size in row["parts"].items())
-        lines.append("    " + ", ".join(parts))
-    return "\n".join(lines)
+def placement_lines(row: dict[str, Any]) -> str:
+    """A placement, and below it what the bytes on the GPU are for."""
+    ms = row["predicted_ms"]
+    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in row["parts"].items())
+    return (
+        f"{row['on_chip']:25d} {row['device_bytes'] / GIB:12.2f} {row['host_bytes'] / GIB:8.2f} "
+        f"{'yes' if row['fits'] else 'no':>5s} {ms['autoregressive']:9.2f} {ms['cascade']:8.2f} "
+        f"{ms['speedup']:8.2f}  {StepPlan(**ms['plan'])}\n    {parts}"
+    )
 
 
 def passes(work: Workload, plan: StepPlan, prefill_chunk: int) -> dict[str, Pass]:
-    """The passes of a step by this plan, of autoregressive decoding, and of a chunk of the prompt
-    on average, whose K and V of hosted layers are written to host memory once."""
+    """The passes of a step by this plan, of autoregressive decoding, and of an average chunk of the
+    prompt, whose K and V of hosted layers are written to host memory once."""
     found = {
         "target": work.read("target", plan.gamma2 or plan.gamma1),
         "autoregressive": work.read("target", 0),
@@ -213,14 +191,12 @@ def passes(work: Workload, plan: StepPlan, prefill_chunk: int) -> dict[str, Pass
     return {**found, "prefill chunk": dataclasses.replace(chunk, link_bytes=link_bytes)}
 
 
-def pass_table(found: dict[str, Pass], machine: Machine, measured_ms: dict[str, float]) -> str:
-    """Passes as lines: predicted and, where they were, measured milliseconds."""
-    titles = ["weights MB", "KV MB", "link MB", "GFLOP", "ms"] + ["measured"] * bool(measured_ms)
-    lines = [f"{'':16s}" + "".join(f"{title:>12}" for title in titles)]
+def pass_table(found: dict[str, Pass], machine: Machine) -> str:
+    """Passes as lines."""
+    lines = [f"{'':16s}  weights MB       KV MB     link MB       GFLOP          ms"]
     for name, it in found.items():
         numbers = [it.weight_bytes / 1e6, it.kv_bytes / 1e6, it.link_bytes / 1e6, it.flops / 1e9]
         numbers.append(1e3 * it.seconds(machine))
-        numbers += [measured_ms[name]] if name in measured_ms else []
         lines.append(f"{name:16s}" + "".join(f"{number:12.3f}" for number in numbers))
     return "\n".join(lines)
 

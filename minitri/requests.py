@@ -18,11 +18,10 @@ class PrefillProgress:
     row: int
     """Number of the request, like that of all events."""
     num_done: int
-    """Tokens of this prompt read so far, those included that were in the KV cache."""
+    """Of the `num_tokens` of this prompt, those included that were in the KV cache."""
     num_tokens: int
-    """Tokens of this prompt."""
     num_cached: int
-    """Tokens of this prompt whose K and V were there from an earlier text, or a snapshot."""
+    """Those whose K and V were there from an earlier text, or a snapshot."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,7 @@ class Token:
     origin: str
     """Who guessed it, `draft` or `retrieval`; or of the target, `recovered` or `bonus`."""
     logprob: float | None = None
-    """Natural logarithm of its probability by the target alone, before temperature and filters,
-    whoever guessed it; None unless `GenerationConfig.logprobs` asks for it."""
+    """By the target alone, before temperature and filters, if `GenerationConfig.logprobs` asks."""
     top_logprobs: tuple[tuple[int, float], ...] = ()
     """The same of the likeliest tokens at this place, the best first."""
 
@@ -54,9 +52,8 @@ class End:
     token_ids: tuple[int, ...]
     """All tokens generated, an end-of-sequence token included."""
     stats: Stats = field(repr=False)
-    """The statistics of the whole batch, live."""
+    """Those of the whole batch, live."""
     row_stats: RowStats = field(repr=False)
-    """Those of this row."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,6 @@ class Request:
     """A text to go on with, and how."""
 
     prompt: Prompt
-    """A text or token ids."""
     seed: int = 0
     sampling: SamplingParams = SamplingParams()  # noqa: RUF009 (frozen)
     generation: GenerationConfig = GenerationConfig()  # noqa: RUF009 (frozen)
@@ -110,16 +106,12 @@ class Row:
         self._decoder = IncrementalDecoder(tokenizer, ids)
         self._scanner = StopScanner(request.generation.stop)
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt)
-
     def push(self, token: int, origin: str, eos: tuple[int, ...]) -> str:
-        """Takes in a token; returns the text that may be shown now. Sets `finish_reason`."""
+        """Takes in a token; returns the text that may be shown now. May set `finish_reason`."""
         generation = self.request.generation
         self.token_ids.append(token)
         self.stats.num_generated_tokens += 1
-        self.stats.by_origin[origin] = self.stats.by_origin.get(origin, 0) + 1
+        self.stats.by_origin[origin] += 1
         text = ""
         if token in eos and not generation.ignore_eos:
             self.finish_reason = "eos"

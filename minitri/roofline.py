@@ -1,16 +1,15 @@
-"""How long a forward pass takes if only bytes count: bytes over bandwidth, from a `ModelConfig`.
-
-Decoding is bound by memory: a pass reads every weight and all cached K and V once, however few
-tokens it computes. This is the one model of that, used by the autotuner before it has measured
-anything, by `python -m minitri.plan`, and by benchmarks that say how far from it they are.
-
-Legend: D head dim, E hidden size.
-"""
+"""How long a forward pass takes if only bytes count: a pass reads every weight and all cached K and
+V once, however few tokens it computes. For the autotuner before it has measured anything, and for
+`python -m minitri.plan`."""
 
 import math
 from dataclasses import dataclass
+from functools import cache
+
+import torch
 
 from minitri.config import ModelConfig
+from minitri.model.linear import Linear
 from minitri.model.llama import Llama
 
 
@@ -23,15 +22,13 @@ class Machine:
     link_bytes_per_second: float
     """From host memory to the device."""
     seconds_per_layer: float = 0.0
-    """Whatever is in it: launches, small operations, Python."""
+    """Launches, small operations, Python; `seconds_per_pass`: sampling, a verdict."""
     seconds_per_pass: float = 0.0
-    """Whatever is around it: sampling, a verdict."""
     share_per_extra_token: float = 0.0
     """What each token of a block but the first of each row adds, as a share of the pass."""
     share_in_four_bits: float = 0.0
     """As `share_per_extra_token`, of a copy in 4 bits, whose weights take less time to read."""
     flops_per_second: float = math.inf
-    """Of large products."""
 
 
 CPU = Machine(
@@ -45,52 +42,37 @@ CPU = Machine(
 )
 GPU = Machine(2e12, 2e12, 25e9, seconds_per_layer=0.05e-3, share_per_extra_token=0.01)
 """Nominal machines: of the right order where nothing was measured, and the same in every run."""
-CARDS = {
-    gib: Machine(
-        bytes_per_second,
-        bytes_per_second,
-        25e9,
-        seconds_per_layer=16e-6,
-        seconds_per_pass=0.15e-3,
-        flops_per_second=flops_per_second,
-    )
-    for gib, bytes_per_second, flops_per_second in (
-        (48, 1e12, 100e12),
-        (80, 2e12, 200e12),
-        (1e9, 4e12, 500e12),
-    )
-}
-"""By memory in GiB: what smaller cards, an A100 and an H200 read, and the FLOP/s of large products
-there. A layer is 12 launches in a CUDA graph, a pass a verdict and a copy to the host. The link is
-PCIe 4.0 x16; what several GPUs send to one another is left out."""
 
 
-def matrices(config: ModelConfig) -> list[tuple[int, int]]:
-    """Rows and columns of the matrices of a layer."""
-    E, inner = config.hidden_size, config.intermediate_size
-    width = config.num_heads * config.head_dim
-    num_inputs = width + 2 * config.num_kv_heads * config.head_dim + 2 * inner
-    return [(num_inputs, E), (E, width), (E, inner)]
+def card(bytes_per_second: float, flops_per_second: float) -> Machine:
+    """A GPU where a layer is 12 launches in a CUDA graph, a pass a verdict and a copy to the host.
+
+    The link is PCIe 4.0 x16; what several GPUs send to one another is left out.
+    """
+    speeds = (bytes_per_second, bytes_per_second, 25e9)
+    return Machine(*speeds, 16e-6, 0.15e-3, flops_per_second=flops_per_second)
+
+
+CARDS = {48: card(1e12, 100e12), 80: card(2e12, 200e12), 1e9: card(4e12, 500e12)}
+"""By memory in GiB: smaller cards, an A100 and an H200."""
+
+
+def outline(config: ModelConfig) -> Llama:
+    """The network of a config, with no memory for its weights."""
+    return Llama(config, dtype=torch.float16, device=torch.device("meta"))
+
+
+@cache
+def weights_per_pass(config: ModelConfig) -> int:
+    """Numbers of the weights that a pass reads: of an untied embedding table only some rows."""
+    weights = outline(config).named_parameters()
+    return sum(weight.numel() for name, weight in weights if name != "embed_tokens")
 
 
 def num_weights(config: ModelConfig) -> int:
     """Numbers in a model's weights; of a drafter without an embedding table, its own only."""
-    E = config.hidden_size
-    layer = sum(rows * columns for rows, columns in matrices(config))
-    layer += 2 * E + 2 * config.head_dim * config.head_norm
-    if config.attention_bias:
-        layer += config.head_dim * (config.num_heads + 2 * config.num_kv_heads)
-    if config.attention_bias if config.output_bias is None else config.output_bias:
-        layer += E
-    head = config.vocab_size if config.head_size is None else config.head_size
-    tables = 1 if config.tie_word_embeddings or config.draft_of is not None else 2
-    return config.num_layers * layer + E + tables * head * E
-
-
-def weights_per_pass(config: ModelConfig) -> int:
-    """Numbers of the weights that a pass reads: of an untied embedding table only some rows."""
-    is_untied = not config.tie_word_embeddings and config.draft_of is None
-    return num_weights(config) - is_untied * config.vocab_size * config.hidden_size
+    has_table = not config.tie_word_embeddings and config.draft_of is None
+    return weights_per_pass(config) + has_table * config.vocab_size * config.hidden_size
 
 
 def bytes_per_pass(model: Llama) -> int:
@@ -99,10 +81,11 @@ def bytes_per_pass(model: Llama) -> int:
     return sum(weight.nbytes for weight in weights if weight is not None)
 
 
+@cache
 def eight_bit_bytes(config: ModelConfig) -> int:
     """Bytes of a copy in 8 bits with a scale of 4 bytes per row: `gpu/eight_bits.py`."""
-    layer = sum(rows * (columns + 4) for rows, columns in matrices(config))
-    return config.num_layers * layer + config.vocab_size * (config.hidden_size + 4)
+    layers = (it for it in outline(config).modules() if isinstance(it, Linear))
+    return sum(it.out_features * (it.in_features + 4) for it in layers)
 
 
 @dataclass(frozen=True)
@@ -119,7 +102,6 @@ class Pass:
     is_in_four_bits: bool
 
     def seconds(self, machine: Machine) -> float:
-        """How long it takes there."""
         seconds = machine.seconds_per_pass + self.num_layers * machine.seconds_per_layer
         seconds += self.weight_bytes / machine.weight_bytes_per_second
         seconds += self.kv_bytes / machine.kv_bytes_per_second
@@ -140,44 +122,43 @@ class Workload:
     draft: ModelConfig | None
     """None: lookup, which takes no pass."""
     num_tokens: int
-    """In the full cache, all rows together."""
+    """In the full cache, all rows together, as `num_retrieved` in the retrieval cache."""
     num_retrieved: int
-    """In the retrieval cache, all rows together."""
     itemsize: int = 2
     hosted_share: float = 0.0
     """Of the full cache, in host memory."""
     target_bytes: int | None = None
     """Of the weights that a pass reads; by default what the config implies."""
     retrieval_bytes: int | None = None
-    """As `target_bytes`, at the retrieval level."""
     batch_size: int = 1
 
     @property
     def slot_bytes(self) -> int:
-        """K and V of a token."""
         return self.target.kv_values_per_token * self.itemsize
 
     def read(self, stage: str, num_guesses: float) -> Pass:
         """A pass of a stage ("draft", "retrieval", "target") over guesses and a token per row."""
         config = self.draft if stage == "draft" else self.target
         assert config is not None
-        whole = weights_per_pass(config) * self.itemsize
-        weight_bytes = {"target": self.target_bytes, "retrieval": self.retrieval_bytes}.get(stage)
+        num_weights = weights_per_pass(config)
+        whole = num_weights * self.itemsize
+        known = {"target": self.target_bytes, "retrieval": self.retrieval_bytes}.get(stage)
+        weight_bytes = whole if known is None else known
         slots = {"draft": 0, "retrieval": self.num_retrieved, "target": self.num_tokens}[stage]
         attention = 4 * config.num_heads * config.head_dim * config.num_layers * slots
         num_tokens = self.batch_size * (num_guesses + 1)
         return Pass(
             num_layers=config.num_layers,
-            weight_bytes=whole if weight_bytes is None else weight_bytes,
+            weight_bytes=weight_bytes,
             kv_bytes=slots * self.slot_bytes,
             link_bytes=(self.hosted_share if stage == "target" else 0.0) * slots * self.slot_bytes,
-            flops=num_tokens * (2 * weights_per_pass(config) + attention / self.batch_size),
+            flops=num_tokens * (2 * num_weights + attention / self.batch_size),
             num_extra_tokens=self.batch_size * num_guesses,
-            is_in_four_bits=stage == "retrieval" and (weight_bytes or whole) < whole / 2,
+            is_in_four_bits=stage == "retrieval" and weight_bytes < whole / 2,
         )
 
     def seconds(self, machine: Machine, stage: str, num_guesses: float) -> float:
-        """Nominal seconds of `read`; 0 of lookup, which takes no pass."""
+        """Of `read`; 0 of lookup, which takes no pass."""
         if stage == "draft" and self.draft is None:
             return 0.0
         return self.read(stage, num_guesses).seconds(machine)

@@ -3,8 +3,8 @@
 `ModelRunner.next_probs` feeds whatever the cache has not seen of each row in one forward pass for
 the whole batch. Rows may have different amounts to read; shorter ones are padded at the end, where
 nothing looks. Logits become distributions by the filters of `decoding/sampling.py`, at every level
-the same. `RetrievalRunner` adds how the retrieval cache follows the full one, `DraftRunner` how
-a drafter gets to the end of a long text. `prefill` fills a row of a full cache beforehand.
+the same. `DraftRunner` adds how a drafter gets to the end of a long text; `prefill` fills a row of
+a full cache beforehand.
 
 Legend: B rows, T tokens read at once, N proposed tokens, E hidden size, V vocab, L layers, H query
 heads, D head dim.
@@ -17,15 +17,14 @@ import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache
-from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
-from minitri.decoding.level import Emitted, Output
+from minitri.decoding.level import Output
 from minitri.decoding.sampling import pad_vocabulary, probs_of_rows
 from minitri.decoding.verification import Proposal
 from minitri.gpu.graphs import CapturedSteps, GraphPool
 from minitri.gpu.offload.layer_major import read_by_layers
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.model.block import Block, forward_block, make_block, read_block
+from minitri.model.block import make_block, read_block
 from minitri.model.cache import Cache
 from minitri.model.llama import Llama
 from minitri.settings import SamplingParams
@@ -47,9 +46,8 @@ class ModelRunner:
     ) -> None:
         """`vocab_size` is that of the distributions: the target's, whatever the model's.
 
-        `queries_LBTHD` takes the rotated queries of every block. With `graphs` the way from tokens
-        to distributions is captured for each of the `block_sizes`, and a block is padded to the
-        next of them; a longer one runs as it is.
+        `queries_LBTHD` takes the rotated queries of every block. With `graphs` passes over blocks
+        of the `block_sizes` are captured; others are padded to the next of these if there is one.
         """
         self.model = model
         self.cache = cache
@@ -59,15 +57,8 @@ class ModelRunner:
         self._vocab_size = vocab_size
         self.captured: CapturedSteps | None = None
         if graphs is not None:
-            self.captured = CapturedSteps(
-                model,
-                cache,
-                sampling,
-                graphs,
-                block_sizes,
-                vocab_size=vocab_size,
-                queries_LBTHD=queries_LBTHD,
-            )
+            what: dict[str, Any] = {"vocab_size": vocab_size, "queries_LBTHD": queries_LBTHD}
+            self.captured = CapturedSteps(model, cache, sampling, graphs, block_sizes, **what)
 
     def next_probs(
         self,
@@ -107,26 +98,21 @@ class ModelRunner:
         *,
         wants_logits: bool = False,
     ) -> Output:
-        """Reads a block of each row in one pass; what it gives after the tokens at `index_BN`.
-
-        At `places_BN` stand guesses, which the host may not know. A block is padded to the next
-        captured size, if there is one.
-        """
+        """Reads a block of each row in one pass; what it gives after the tokens at `index_BN`. At
+        `places_BN` stand guesses, which the host may not know."""
         T = max(map(len, fresh))
         size = self.captured.size_for(T) if self.captured is not None else None
         block = make_block(self.model, fresh, self.cache, size or T)
         if guesses_BN is not None and places_BN.shape[1] > 0:
             block = block.with_guesses(places_BN, guesses_BN)
-        output = self._run(block, index_BN.clamp(max=T - 1), wants_logits=wants_logits)
+        index_BN = index_BN.clamp(max=T - 1)
+        if self.captured is not None and size is not None and not wants_logits:
+            output = Output(take_rows(self.captured.by_size[size](block), index_BN))
+        else:
+            hidden_BTE = self.model.forward(block, self.cache, None, self.queries_LBTHD)
+            output = self.output(take_rows(hidden_BTE, index_BN))
         self.cache.advance([len(row) if on else 0 for row, on in zip(fresh, active, strict=True)])
         return output
-
-    def _run(self, block: Block, index_BN: Tensor, *, wants_logits: bool) -> Output:
-        size = block.tokens_BT.shape[1]
-        if self.captured is not None and size in self.captured.by_size and not wants_logits:
-            return Output(take_rows(self.captured.by_size[size](block), index_BN))
-        hidden_BTE = forward_block(self.model, block, self.cache, self.queries_LBTHD)
-        return self.output(take_rows(hidden_BTE, index_BN))
 
     def output(self, hidden_BNE: Tensor) -> Output:
         """Logits, and the distributions that the filters of each row make of them."""
@@ -137,15 +123,10 @@ class ModelRunner:
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
         """Nothing to do before a step."""
 
-    def commit(self, emitted: list[Emitted], active: list[bool]) -> None:
-        """Nothing to do after a step: the cache was cropped to what was accepted."""
-
     def crop(self, lengths: list[int]) -> None:
-        """Keeps at most the first `lengths[b]` tokens of row b."""
         self.cache.crop(lengths)
 
     def reset(self, b: int) -> None:
-        """Empties row b."""
         self.cache.reset(b)
 
     def sample_by(self, b: int, sampling: SamplingParams) -> None:
@@ -157,42 +138,14 @@ class ModelRunner:
             self.captured.sample_by(sampling)
 
 
-class RetrievalRunner(ModelRunner):
-    """The target over its retrieval cache."""
-
-    cache: RetrievalCache
-
-    def __init__(
-        self,
-        model: Llama,
-        cache: RetrievalCache,
-        sampling: SamplingParams,
-        full_queries_LBTHD: Tensor,
-        **settings: Any,
-    ) -> None:
-        """`full_queries_LBTHD` holds the queries of the latest pass over the full cache."""
-        super().__init__(model, cache, sampling, **settings)
-        self._full_queries_LBTHD = full_queries_LBTHD
-
-    def commit(self, emitted: list[Emitted], active: list[bool]) -> None:
-        """Copies exact K and V of the accepted tokens into the cache; may rebuild it."""
-        for b, row in enumerate(emitted):
-            if active[b]:
-                # The pass read the token before and the guesses; len(row.tokens) of them stay.
-                self.cache.commit(b, self._full_queries_LBTHD[:, b, : len(row.tokens)])
-
-
 class DraftRunner(ModelRunner):
     """A draft model over a streaming cache: a prompt of any length costs it one short pass."""
 
     cache: StreamingCache
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
-        """Gets ready to guess after sequences that are certain: all but their last tokens.
-
-        A row that lacks more than a block, as after a prompt, reads its window by itself: with
-        the batch it would pad the other rows beyond their room.
-        """
+        """A row that lacks more than a block, as after a prompt, reads its window by itself: with
+        the batch it would pad the other rows beyond their room."""
         for b, sequence in enumerate(sequences):
             if active[b] and len(sequence) - self.cache.num_tokens[b] > self.cache.max_block:
                 self._read_window(b, sequence[:-1])
@@ -229,12 +182,11 @@ def prefill(
     watch: Callable[[Tensor], None] | None = None,
     max_queries: int | None = None,
 ) -> Iterator[int]:
-    """Reads a prompt but for its last token into row b, `chunk` tokens at a time.
+    """Reads a prompt but for its last token into row b; yields after every `chunk` how many tokens
+    have been read.
 
-    Yields how many tokens have been read. Where the model is row-invariant, K and V do not depend,
-    to the bit, on where chunks begin. After every chunk `watch` is given the rotated queries
-    (L, T, H, D) of its last tokens, at most `max_queries`. A cache in host memory is filled layer
-    by layer, unless all queries are wanted: see `gpu/offload/layer_major.py`.
+    `watch` is given the rotated queries (L, T, H, D) of a chunk's last tokens, at most
+    `max_queries`. A cache in host memory is filled layer by layer, unless all queries are wanted.
     """
     if isinstance(full, OffloadedFullCache) and (watch is None or max_queries is not None):
         yield from read_by_layers(model, prompt, full, b, chunk, watch, max_queries or 0)

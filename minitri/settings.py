@@ -1,9 +1,9 @@
 """What a run wants: how to sample, when to stop, how to speculate. Frozen, checked when made.
 
-Every default is written once, in a field here. The command line takes defaults and help texts from
-these fields (`cli/arguments.py`): the first sentence below a field is its help text.
+Every default is written once, in a field here; the text below it is its help (`cli/arguments.py`).
 """
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -20,9 +20,8 @@ LONGEST_BLOCK = 1 + 2 * MAX_GAMMA
 """Most tokens that a pass of decoding reads per row: the last certain one and all guesses."""
 OPEN_GAMMA1 = (1, 2, 3, 4)
 OPEN_GAMMA2 = (1, 2, 3, 4, 6, 8, 12, 16)
-"""What the autotuner chooses from where a gamma is left open."""
 OPEN_DEPTHS = (2, 4)
-"""The same where the guesses are trees."""
+"""What the autotuner chooses from where a gamma, or the depth of a tree, is left open."""
 MIN_TEMPERATURE = 1e-6
 MIN_BUDGET, MAX_BUDGET = 256, 4096
 """Limits of the default budget, in tokens."""
@@ -48,12 +47,12 @@ class SamplingParams:
 
     @property
     def form(self) -> tuple[int, bool, bool]:
-        """Top-k, and whether there are a top-p and a min-p filter: what a captured step fixes."""
+        """What a captured step fixes: top-k, and whether there are top-p and min-p."""
         return self.top_k, self.top_p < 1, self.min_p > 0
 
     @property
     def numbers(self) -> tuple[float, float, float]:
-        """Temperature, top-p and the logarithm of min-p: what a captured step reads."""
+        """What a captured step reads: temperature, top-p and the logarithm of min-p."""
         log_min_p = math.log(self.min_p) if self.min_p else -math.inf
         return self.temperature, self.top_p, log_min_p
 
@@ -200,32 +199,21 @@ class SpeculationConfig:
     @property
     def plans(self) -> list[StepPlan]:
         """All ways to make a step that these settings allow."""
-        gammas1 = self._gammas(self.gamma1, OPEN_GAMMA1, self.tree)
-        gammas2 = self._gammas(self.gamma2, OPEN_GAMMA2)
-        grown = self.tree if self.method == "retrieval" else ""  # where no drafter guesses
+        depth = parse_tree(self.tree)[1] or None
+        gammas1 = _choices(depth or self.gamma1, OPEN_DEPTHS if self.tree else OPEN_GAMMA1)
+        gammas2 = _choices(self.gamma2, OPEN_GAMMA2)
+        retrieval = [StepPlan("retrieval", 0, gamma2) for gamma2 in gammas2]
+        if self.tree and self.method == "retrieval":  # it grows the trees, as no drafter guesses
+            depths = _choices(depth or self.gamma2, OPEN_DEPTHS)
+            retrieval = [StepPlan("retrieval", 0, gamma2, self.tree) for gamma2 in depths]
+        pairs = itertools.product(gammas1, gammas2)
         plans = {
             "autoregressive": [StepPlan("autoregressive")],
             "naive": [StepPlan("naive", gamma1, 0, self.tree) for gamma1 in gammas1],
-            "retrieval": [
-                StepPlan("retrieval", 0, depth, grown)
-                for depth in self._gammas(self.gamma2, OPEN_GAMMA2, grown)
-            ],
-            "triforce": [
-                StepPlan("triforce", gamma1, gamma2, self.tree)
-                for gamma1 in gammas1
-                for gamma2 in gammas2
-            ],
+            "retrieval": retrieval,
+            "triforce": [StepPlan("triforce", *gammas, self.tree) for gammas in pairs],
         }
-        chosen = [*plans] if self.method == "auto" else [self.method]
-        return [plan for name in chosen for plan in plans[name]]
-
-    @staticmethod
-    def _gammas(gamma: int | None, gammas: tuple[int, ...], tree: str = "") -> tuple[int, ...]:
-        """What there is to choose from: of a tree its depths."""
-        wanted = parse_tree(tree)[1] or gamma
-        if wanted is not None:
-            return (wanted,)
-        return OPEN_DEPTHS if tree else gammas
+        return plans.get(self.method) or [*itertools.chain(*plans.values())]
 
     @property
     def max_block(self) -> int:
@@ -236,3 +224,8 @@ class SpeculationConfig:
     def room(self) -> int:
         """Slots that a small cache needs after a slide: an unread block, a block of guesses."""
         return 2 * self.max_block
+
+
+def _choices(gamma: int | None, open_to: tuple[int, ...]) -> tuple[int, ...]:
+    """What the autotuner may choose from: what is given, if it is."""
+    return open_to if gamma is None else (gamma,)

@@ -1,14 +1,13 @@
 """A run over a memory: the texts of its rows, and the stages of the cascade that extends them.
 
 `admit` gives a row to a text, which is the only way a text starts; `prefill` reads its prompt while
-the retrieval cache observes it; `start` and `step` make tokens; `retire` ends it. What the
-autotuner expects of a round before any was measured, and when it may follow the clock, is decided
-here.
+the retrieval cache observes it; `start` and `step` make tokens; `retire` ends it. When the
+autotuner may follow the clock is decided here.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,11 +16,11 @@ from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.cascade import Cascade
 from minitri.decoding.level import Emitted, Level, Stage
 from minitri.decoding.meter import Meter
-from minitri.decoding.random_source import CoupledSource, IndependentSource, RandomSource
+from minitri.decoding.random_source import CoupledSource, IndependentSource
 from minitri.drafters.lookup import LookupDrafter
 from minitri.drafters.plugin import PluggedDrafter
 from minitri.gpu.streams import clock_of
-from minitri.memory import Memory, MemoryShape, Models, allocate
+from minitri.memory import Memory, MemoryShape, Models
 from minitri.requests import Request
 from minitri.roofline import CPU, GPU, Workload, bytes_per_pass
 from minitri.runner import ModelRunner, prefill
@@ -34,61 +33,55 @@ from minitri.trees.walk import CoupledTrees, IndependentTrees
 class Stack:
     """The texts of a run, and the cascade that extends them."""
 
-    def __init__(
-        self, memory: Memory, shape: MemoryShape, sources: Mapping[str, RandomSource] | None = None
-    ) -> None:
-        """The memory must fit the `shape` of the run; no row of it has a text.
-
-        `sources` replaces the random sources of the named stages: to simulate acceptance.
-        """
+    def __init__(self, memory: Memory, shape: MemoryShape) -> None:
+        """The memory must fit the `shape` of the run; no row of it has a text."""
         self.memory = memory
         self.shape = shape
+        self.target = memory.models.target
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
         num_graphs = memory.graphs.num_graphs if memory.graphs is not None else 0
         self.stats = Stats(kv_cache_bytes=memory.num_cache_bytes, num_graphs=num_graphs)
         if memory.retrieval_cache is not None:
             memory.retrieval_cache.num_rebuilds = 0
-        self.tuner = Autotuner(
-            shape.speculation.plans,
-            prior_seconds(memory, shape),
-            use_clock=may_use_clock(memory.models, shape),
-        )
+        plans = shape.speculation.plans
+        use_clock = may_use_clock(memory.models, shape)
+        self.tuner = Autotuner(plans, prior_seconds(memory, shape), use_clock=use_clock)
+        self.meter = Meter(self.stats, self.tuner, clock_of(self.target.device))
         self.source = _random_source(shape.speculation)
-        self.meter = Meter(self.stats, self.tuner, clock_of(memory.models.target.device))
-        self.cascade = self._cascade(sources or {})
-
-    def _cascade(self, sources: Mapping[str, RandomSource]) -> Cascade:
-        """The stages over the runners of the memory, from the lowest upwards."""
-        memory = self.memory
-
-        def level(name: str, runner: ModelRunner) -> Level:
-            stats = LevelStats(name)
-            self.stats.stages.append(stats)
-            own: Any = sources.get(name, self.source)
-            if self.shape.speculation.tree:
-                return TreeLevel(runner, own, stats, self.meter, TreeRunner(runner))
-            return Level(runner, own, stats, self.meter)
-
         drafter: Stage | None = None
         if memory.draft is not None:
-            drafter = level("draft", memory.draft)
-        elif any(plan.uses_drafter for plan in self.shape.speculation.plans):
+            drafter = self._level("draft", memory.draft)
+        elif any(plan.uses_drafter for plan in plans):
             drafter = self._without_model()
-        retrieval = level("retrieval", memory.retrieval) if memory.retrieval is not None else None
-        target = level("target", memory.target)
-        return Cascade(self.sequences, self.meter, target, retrieval, drafter)
+        below = memory.retrieval
+        retrieval = self._level("retrieval", below) if below is not None else None
+        target = self._level("target", memory.target)
+        self.cascade = Cascade(self.sequences, self.meter, target, retrieval, drafter)
+
+    def source_of(self, stage: str) -> Any:  # noqa: ARG002 (simulations have others)
+        """The random source of a stage."""
+        return self.source
+
+    def _level(self, name: str, runner: ModelRunner) -> Level:
+        """A stage with a model; stages are made from the lowest upwards."""
+        common = (runner, self.source_of(name), self._stats_of(name), self.meter)
+        if self.shape.speculation.tree:
+            return TreeLevel(*common, TreeRunner(runner))
+        return Level(*common)
 
     def _without_model(self) -> Stage:
         """The engine's drafter from outside, or lookup."""
-        models = self.memory.models
-        stats = LevelStats("draft")
-        self.stats.stages.append(stats)
-        target = models.target
+        drafter = self.memory.models.drafter
+        common = (self._stats_of("draft"), self.meter)
+        target = self.target
         where: dict[str, Any] = {"vocab_size": target.config.vocab_size, "device": target.device}
-        if models.drafter is None:
-            return LookupDrafter(self.shape.num_rows, stats, self.meter, **where)
-        runner = self.memory.target
-        return PluggedDrafter(models.drafter, stats, self.meter, self.source, runner, **where)
+        if drafter is None:
+            return LookupDrafter(self.shape.num_rows, *common, **where)
+        return PluggedDrafter(drafter, *common, self.source, self.memory.target, **where)
+
+    def _stats_of(self, stage: str) -> LevelStats:
+        self.stats.stages.append(LevelStats(stage))
+        return self.stats.stages[-1]
 
     def admit(self, b: int, prompt: list[int], request: Request) -> None:
         """Gives row b, which is empty, to a request; `prefill` and `start` must follow."""
@@ -103,9 +96,8 @@ class Stack:
             runner.sample_by(b, request.sampling)
 
     def prefill(self, b: int) -> Iterator[int]:
-        """Reads the prompt of row b; yields how many of its tokens are there: at first those whose
-        K and V other texts left, then after every chunk; at the end all, of which `start` reads
-        the last one."""
+        """Reads the prompt of row b; yields how many of its tokens are there: first those that
+        other texts left, then after every chunk; at the end all, though `start` reads the last."""
         memory = self.memory
         cache = memory.retrieval_cache
         prompt = self.sequences[b]
@@ -119,7 +111,7 @@ class Stack:
             most = 0 if max_queries is None else last - max_queries
         yield memory.prefix.take(b, self.sequences, most)
         chunk = self.shape.generation.prefill_chunk
-        where = (memory.models.target, prompt, memory.full, b)
+        where = (self.target, prompt, memory.full, b)
         for num_read in prefill(*where, chunk=chunk, watch=watch, max_queries=max_queries):
             memory.prefix.note_certain()
             if num_read < last:
@@ -129,47 +121,41 @@ class Stack:
     def start(self, rows: list[int] | None = None, *, wants_logits: bool = False) -> list[Emitted]:
         """The first tokens of rows whose prompts have been read, or of all."""
         with self._decoding():
-            return self.cascade.start(rows, wants_logits=wants_logits)
+            emitted = self.cascade.start(rows, wants_logits=wants_logits)
+            self._commit(emitted)
+            self.cascade.catch_up()
+        return emitted
 
     def step(self, *, wants_logits: bool = False) -> list[Emitted]:
         """A step of the cascade."""
         with self._decoding():
-            return self.cascade.step(wants_logits=wants_logits)
+            emitted = self.cascade.step(wants_logits=wants_logits)
+            with self.meter.commit():
+                self._commit(emitted)
+        return emitted
 
     @contextlib.contextmanager
     def _decoding(self) -> Iterator[None]:
         """A CPU gives its cores to the kernels meanwhile."""
-        memory = self.memory
-        with memory.models.target.execution.decoding():
+        with self.target.execution.decoding():
             yield
-        memory.prefix.note_certain()
-        if memory.retrieval_cache is not None:
-            self.stats.num_rebuilds = memory.retrieval_cache.num_rebuilds
+        self.memory.prefix.note_certain()
+
+    def _commit(self, emitted: list[Emitted]) -> None:
+        """The retrieval cache takes over exact K and V of accepted tokens, to which the full cache
+        was cropped when they were verified, and is rebuilt if that is due."""
+        if (cache := self.memory.retrieval_cache) is None:
+            return
+        for b, row in enumerate(emitted):
+            if row.tokens:
+                # The pass read the token before and the guesses; len(row.tokens) of them stay.
+                cache.commit(b, self.memory.queries_LBTHD[:, b, : len(row.tokens)])
+        self.stats.num_rebuilds = cache.num_rebuilds
 
     def retire(self, b: int) -> None:
         """Ends the text of row b; the next ones may begin with what it leaves in the full cache."""
         self.memory.prefix.keep(b, self.sequences[b])
         self.cascade.retire(b)
-
-
-def begin(
-    models: Models,
-    requests: Sequence[Request],
-    speculation: SpeculationConfig,
-    *,
-    sources: Mapping[str, RandomSource] | None = None,
-    **memory: Any,
-) -> Stack:
-    """A stack over memory of its own, one row for each request, whose prompts are token ids: a run
-    without text and events, for measurements. `memory` is passed to `allocate`."""
-    first = requests[0]
-    prompts = [[int(token) for token in it.prompt] for it in requests]
-    lengths = tuple(len(prompt) for prompt in prompts)
-    shape = MemoryShape(lengths, first.sampling, first.generation, speculation)
-    stack = Stack(allocate(models, shape, **memory), shape, sources)
-    for b, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-        stack.admit(b, prompt, request)
-    return stack
 
 
 def _random_source(speculation: SpeculationConfig) -> IndependentSource | CoupledSource:
@@ -192,7 +178,7 @@ def prior_seconds(memory: Memory, shape: MemoryShape) -> Callable[[str, float], 
         target_bytes=int(least(bytes_per_pass(target))),
         retrieval_bytes=int(least(bytes_per_pass(models.retrieval))),
         num_tokens=sum(shape.prompt_lengths),
-        num_retrieved=sum(shape.budgets),
+        num_retrieved=sum(map(shape.budget_for, shape.prompt_lengths)),
         hosted_share=1 - memory.full.on_chip / target.config.num_layers,
         batch_size=shape.num_rows,
     )
@@ -202,10 +188,10 @@ def prior_seconds(memory: Memory, shape: MemoryShape) -> Callable[[str, float], 
 
 def may_use_clock(models: Models, shape: MemoryShape) -> bool:
     """Whether the autotuner may follow measured times: if all plans write the same text, or if
-    `timed` accepts that they may not.
+    `timed` accepts that they may not. Ranks that compute one model together must choose alike.
 
     Unless the model is row-invariant, the length of a block may decide a near-tie in other dtypes
-    than float32, and on a GPU. Ranks that compute one model together must make equal choices.
+    than float32, and on a GPU.
     """
     target = models.target
     speculation = shape.speculation

@@ -1,6 +1,7 @@
 """What a run did and how long it took: plain numbers, live while the run goes on."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,6 @@ class Clock:
     """The host's clock, for a device that has done its work when a call returns."""
 
     def now(self) -> Any:
-        """A mark in time."""
         return time.perf_counter()
 
     def since(self, start: Any, take: Callable[[float], None]) -> None:
@@ -23,10 +23,8 @@ class Clock:
 
 @dataclass
 class LevelStats:
-    """What one level of the cascade decided about the guesses of the stage below it.
-
-    Counts are over all rows and whole rounds: tokens that the end of a text cuts away are counted.
-    """
+    """What one level decided about the guesses of the stage below it, over all rows and whole
+    rounds: tokens that the end of a text cuts away are counted."""
 
     name: str
     num_rounds: int = 0
@@ -58,7 +56,6 @@ class LevelStats:
         return 1 + self.num_accepted_tokens / self.num_rounds if self.num_rounds else None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         rates = ("acceptance_rate", "mean_acceptance_length")
         counts = {name: value for name, value in vars(self).items() if name != "seconds"}
         return counts | {name: getattr(self, name) for name in rates}
@@ -72,7 +69,7 @@ class RowStats:
     num_cached_tokens: int = 0
     """Tokens of the prompt that were not read, because their K and V were there."""
     num_generated_tokens: int = 0
-    by_origin: dict[str, int] = field(default_factory=dict)
+    by_origin: Counter[str] = field(default_factory=Counter)
     """Generated tokens by where they came from, see `Token.origin`."""
 
 
@@ -92,16 +89,14 @@ class Stats:
     num_rebuilds: int = 0
     """Of the retrieval cache, the first build after the prompt included."""
     kv_cache_bytes: int = 0
-    """Of all caches."""
     stages: list[LevelStats] = field(default_factory=list)
     """Every stage of the cascade, from the lowest upwards."""
-    steps_per_plan: dict[str, int] = field(default_factory=dict)
+    steps_per_plan: Counter[str] = field(default_factory=Counter)
     """Steps made by each plan (method and gammas); more than one where something was open."""
     num_graphs: int = 0
-    """CUDA graphs of this run's session; 0 where nothing is captured."""
+    """CUDA graphs that were captured for this run."""
 
     def note_commit(self, seconds: float) -> None:
-        """Adds to `commit_seconds`."""
         self.commit_seconds += seconds
 
     @property

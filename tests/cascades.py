@@ -14,10 +14,10 @@ from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
 from minitri.memory import Models
 from minitri.model.block import read_block
 from minitri.model.llama import Llama
-from minitri.requests import Request
+from minitri.requests import End, Request
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
-from minitri.stack import begin
 from tests.conftest import CPU, byte_level_tokenizer, new_cache, tiny_config, tiny_model
+from tools.runs import begin
 
 GREEDY = SamplingParams()
 WARM = SamplingParams(temperature=0.9, top_k=20, top_p=0.95)
@@ -123,6 +123,15 @@ def fresh_read(model: Llama, tokens: list[int]) -> tuple[FullCache, Tensor]:
     hidden_BTE = read_block(model, [tokens], cache)
     cache.advance([len(tokens)])
     return cache, model.logits(hidden_BTE[0])
+
+
+def ends_of(events) -> list[End]:
+    """How the requests of a run ended, in their order."""
+    return sorted((event for event in events if isinstance(event, End)), key=lambda end: end.row)
+
+
+def texts_of(events) -> list[tuple[int, ...]]:
+    return [end.token_ids for end in ends_of(events)]
 
 
 def random_prompt(config: ModelConfig, length: int, seed: int = 0) -> list[int]:

@@ -18,12 +18,14 @@ from minitri import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.decoding.sampling import probs_from_logits
 from minitri.memory import Memory, MemoryShape, Models
 from minitri.model.attention import fold, unfold
+from minitri.model.block import read_block
 from minitri.model.llama import Llama
 from minitri.requests import Request
 from minitri.runner import DraftRunner
-from minitri.stack import Stack, begin
+from minitri.stack import Stack
 from minitri.stats import Stats
 from tests.conftest import new_cache, tiny_config, tiny_model
+from tools.runs import begin
 
 V, NUM_TOKENS, ROWS = 4, 3, 500
 PROMPT = [1, 3, 1, 2, 0, 3, 2, 0, 0, 0, 2, 1, 2, 3, 3, 2]
@@ -70,9 +72,8 @@ def attend_together(
 def exact_probs(model: Llama, sampling: SamplingParams) -> torch.Tensor:
     """(V,) * NUM_TOKENS, by the model's own forward passes in float64 softmax."""
     sequences = [list(tokens) for tokens in itertools.product(range(V), repeat=NUM_TOKENS - 1)]
-    block = torch.tensor([[*PROMPT, *tokens] for tokens in sequences])
-    cache = new_cache(model.config, len(sequences))
-    hidden = model(block, torch.arange(block.shape[1]).expand_as(block), cache)
+    blocks = [[*PROMPT, *tokens] for tokens in sequences]
+    hidden = read_block(model, blocks, new_cache(model.config, len(sequences)))
     logits = model.logits(hidden[:, len(PROMPT) - 1 :])[..., :V].double()
     probs = probs_from_logits(logits.flatten(0, 1), sampling).view(-1, NUM_TOKENS, V)
     joint = torch.ones((V,) * NUM_TOKENS, dtype=torch.float64)
@@ -106,9 +107,9 @@ def count_texts(
         session = begin(Models(target, target, draft), requests, speculation)
         read_prompt_once(session)
         cascade = session.cascade
-        cascade.start()
+        session.start()
         while any(cascade.active):
-            cascade.step()
+            session.step()
             for b, sequence in enumerate(session.sequences):
                 if cascade.active[b] and len(sequence) >= len(PROMPT) + NUM_TOKENS:
                     cascade.retire(b)

@@ -107,9 +107,6 @@ class TableRunner:
     def prepare(self, sequences, active):
         pass
 
-    def commit(self, emitted, active):
-        pass
-
 
 EDGE = 1e-9
 """How close to the edge of its cell a number is put, relative to the cell: a biased number would

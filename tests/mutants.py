@@ -180,14 +180,14 @@ test_engine.py
 ::test_overlapping_stop_strings_end_a_text_at_the_same_place_however_it_is_cut[stop4-abcabcd-abc]
   text that may begin a stop string is not held back
     StopScanner.push: len(text) - keep => len(text)
-test_stream.py::test_every_request_gets_what_it_gets_alone[2-naive-False]
+test_stream.py::test_every_request_gets_what_it_gets_alone[2-naive]
   a row that is given to another text goes on with its noise
     IndependentSource.restart: self._generators[b] = torch.Generator().manual_seed(seed)
     => self._generators.setdefault(b, torch.Generator().manual_seed(seed))
 test_engine.py::test_seeds_decide_and_belong_to_rows
   a row's own seed is not used
     Stack.admit: self.source.restart(b, request.seed) => self.source.restart(b, 0)
-test_stream.py::test_every_request_gets_what_it_gets_alone[2-triforce-False]
+test_stream.py::test_every_request_gets_what_it_gets_alone[2-triforce]
   a new text is sampled by the old one's filters
     ModelRunner.sample_by: self.sampling[b] = sampling => pass
 trees/test_tree_enumeration.py
@@ -239,10 +239,8 @@ decoding/test_drafters_that_fail.py
     => q_BN.isfinite() | q_BN.isnan()
 gpu_twins/test_eight_bits.py::test_a_copy_however_wrong_changes_no_text[triforce-sampling0]
   the copy of fewer bits verifies at the last level
-    allocate: ModelRunner(target, full, shape.sampling, queries_LBTHD=queries_LBTHD,
-        block_sizes=sizes, **options)
-    => ModelRunner(models.retrieval, full, shape.sampling, queries_LBTHD=queries_LBTHD,
-        block_sizes=sizes, **options)
+    allocate: ModelRunner(target, full, shape.sampling, **options)
+    => ModelRunner(models.retrieval, full, shape.sampling, **options)
 gpu_twins/test_eight_bits.py::test_a_copy_is_as_large_as_planned_and_shares_the_rest[False]
   a copy of fewer bits rounds the model itself
     eight_bits:quantize: weight_NE.float() / scales_N.unsqueeze(1)
@@ -328,8 +326,7 @@ gpu_twins/test_device_clock.py::test_every_stage_is_charged_for_its_own_work
   the last step's seconds are never read
     Cascade.retire: self._meter.settle() => pass
   a prefill's commit counts as decoding's
-    Cascade.start: self._commit(emitted, starting)
-    => with self._meter.commit(): self._commit(emitted, starting)
+    Stack.start: self._commit(emitted) => with self.meter.commit(): self._commit(emitted)
 reuse/test_prefixes.py::test_idle_rows_are_restored
   what idle rows wrote stays where a text goes on
     PrefixCache._fill: pairs = source.first_LPKTD => pairs = ()

@@ -9,8 +9,8 @@ import dataclasses
 
 import pytest
 
-from minitri import End, Engine, GenerationConfig, Request, SamplingParams, SpeculationConfig
-from tests.cascades import Rig, near_copy, plain_tokens, random_prompt, tiny_engine
+from minitri import Engine, GenerationConfig, Request, SamplingParams, SpeculationConfig
+from tests.cascades import Rig, near_copy, plain_tokens, random_prompt, texts_of, tiny_engine
 from tests.conftest import tiny_config, tiny_model
 from tests.gpu_twins.offload import offloaded
 from tools.paper.baselines.policies import policy_of
@@ -32,13 +32,13 @@ class Echo:
 
 def ways() -> dict[str, tuple[str, dict]]:
     """The drafter and the settings of each way to speculate."""
-    sizes = {"single guesses": SINGLE, "rebuilt often": OFTEN, "long guesses": LONG}
     found = {
         f"{method}, {drafter}": (drafter, {"method": method, **SMALL})
         for method in ("naive", "retrieval", "triforce")
         for drafter in ("near", "other", "lookup", "plug-in", "fewer tokens")
         if method != "retrieval" or drafter == "near"
     }
+    sizes = {"single guesses": SINGLE, "rebuilt often": OFTEN, "long guesses": LONG}
     for name, size in sizes.items():
         found[f"triforce, {name}"] = ("other", {"method": "triforce", **size})
         found[f"naive, {name}"] = ("lookup", {"method": "naive", **size})
@@ -79,31 +79,21 @@ def requests_of(engine: Engine, sampling: SamplingParams) -> list[Request]:
     return [Request(prompt, 7 + b, sampling, LENGTH) for b, prompt in enumerate(prompts)]
 
 
-def texts(events) -> list[tuple[int, ...]]:
-    ends = (event for event in events if isinstance(event, End))
-    return [end.token_ids for end in sorted(ends, key=lambda end: end.row)]
-
-
 def in_a_batch(engine, requests, speculation):
-    prompts, seeds = zip(*((it.prompt, it.seed) for it in requests), strict=True)
     settings = {"sampling": requests[0].sampling, "generation": LENGTH, "speculation": speculation}
-    return texts(engine.generate(list(prompts), seed=list(seeds), **settings))
+    return texts_of(engine.generate([it.prompt for it in requests], seed=7, **settings))
 
 
 def admitted(engine, requests, speculation):
     """One after the other into two rows, while the other row goes on."""
-    return texts(engine.stream(requests, batch_size=2, speculation=speculation))
+    return texts_of(engine.stream(requests, batch_size=2, speculation=speculation))
 
 
 def after_a_prefix(engine, requests, speculation):
     """After a text that begins as the longest prompt does."""
     longest = max((it.prompt for it in requests), key=len)
     earlier = Request([*longest[:60], 5, 6], 0, requests[0].sampling, LENGTH)
-    texts(engine.stream([earlier], batch_size=1, speculation=speculation))
-    return [
-        texts(engine.stream([request], batch_size=1, speculation=speculation))[0]
-        for request in requests
-    ]
+    return texts_of(engine.stream([earlier, *requests], batch_size=1, speculation=speculation))[1:]
 
 
 @pytest.mark.parametrize("use", [in_a_batch, admitted, after_a_prefix])
@@ -128,7 +118,7 @@ def test_kv_in_host_memory_changes_no_text(way, on_chip):
     full = offloaded(on_chip, config=config)
     prompts = [random_prompt(config, n, seed=n) for n in (60, 1, 21)]
     settings = {"sampling": SamplingParams(0.9, 20, 0.95), "coupled": True, **SMALL}
-    draft = near_copy(target, 0.05)
-    rig = Rig(target, prompts, draft=draft, method=method, tree=tree, full=full, **settings)
+    how = {"draft": near_copy(target, 0.05), "method": method, "tree": tree, "full": full}
+    rig = Rig(target, prompts, **how, **settings)
     assert rig.run() == plain_tokens(target, prompts, **settings)
     assert rig.stats.levels[-1].num_accepted_tokens > 10

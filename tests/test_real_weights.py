@@ -1,9 +1,5 @@
-"""SmolLM2-135M's real weights and a long real text: the same tokens as `transformers`, and the same
-with every method.
-
-`transformers` reads the same GGUF file with its own code, tokenizer included, so weights, rotary
-order, RoPE scaling, tokenization and greedy decoding are all compared at once.
-"""
+"""SmolLM2-135M's real weights and a long real text: the tokens of `transformers`, which reads the
+same GGUF file with its own code and tokenizer, and the same with every method."""
 
 import json
 from pathlib import Path
@@ -16,12 +12,15 @@ from minitri.selftest import __main__ as selftest
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-YARN4 = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 8192,
-    "rope_theta": 100000.0,
-}
+YARN4 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
+YARN4["rope_theta"] = 100000.0
+
+
+@pytest.fixture
+def prompt(long_text, tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text(long_text, encoding="utf-8")
+    return path
 
 
 def ours(prompt_file, capsys, num_prompt: int, *flags: str) -> dict:
@@ -40,9 +39,8 @@ def theirs(path, text: str, num_prompt: int, rope: dict | None) -> list[int]:
     config = AutoConfig.from_pretrained(**where)
     if rope is not None:
         config.rope_parameters, config.max_position_embeddings = rope, 32768
-    model = AutoModelForCausalLM.from_pretrained(
-        **where, config=config, dtype=torch.float32, **dequantized()
-    ).eval()
+    how = {"config": config, "dtype": torch.float32, **dequantized()}
+    model = AutoModelForCausalLM.from_pretrained(**where, **how).eval()
     tokens = torch.tensor([AutoTokenizer.from_pretrained(**where).encode(text)[:num_prompt]])
     out = model.generate(tokens, max_new_tokens=32, do_sample=False, eos_token_id=2, pad_token_id=2)
     return out[0, num_prompt:].tolist()
@@ -58,16 +56,12 @@ def dequantized() -> dict:
 
 
 @pytest.mark.parametrize(
-    ("num_prompt", "scaling", "rope"), [(1000, [], None), (8400, ["yarn:4"], YARN4)]
+    ("num_prompt", "flags", "rope"), [(1000, (), None), (8400, ("--rope-scaling", "yarn:4"), YARN4)]
 )
 def test_the_command_gives_the_tokens_of_transformers(
-    real_weights, long_text, tmp_path, capsys, num_prompt, scaling, rope
+    real_weights, long_text, prompt, capsys, num_prompt, flags, rope
 ):
-    prompt = tmp_path / "prompt.txt"
-    prompt.write_text(long_text, encoding="utf-8")
-    flags = [flag for value in scaling for flag in ("--rope-scaling", value)]
     report = ours(prompt, capsys, num_prompt, *flags)
-    assert report["num_prompt_tokens"] == num_prompt
     assert report["token_ids"] == theirs(real_weights, long_text, num_prompt, rope)
 
 
@@ -85,14 +79,9 @@ def test_every_method_gives_the_autoregressive_tokens(real_weights, capsys, draf
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["num_equal"] == 8
 
 
-def test_the_drafter_that_comes_with_the_default_model_is_used_and_often_right(
-    real_weights, long_text, tmp_path, capsys
-):
-    prompt = tmp_path / "prompt.txt"
-    prompt.write_text(long_text, encoding="utf-8")
-    report = ours(
-        prompt, capsys, 1000, "--method", "naive", "--gamma1", "2", "--max-new-tokens", "64"
-    )
+@pytest.mark.usefixtures("real_weights")
+def test_the_drafter_of_the_default_model_is_used_and_often_right(prompt, capsys):
+    report = ours(prompt, capsys, 1000, "--method=naive", "--gamma1=2", "--max-new-tokens=64")
     assert report["draft"] == "smollm2-135m-draft"
     assert report["levels"][0]["acceptance_rate"] > 0.3
     folder = Path(__file__).parent.parent / "weights" / "smollm2-135m-draft"

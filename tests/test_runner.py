@@ -13,17 +13,15 @@ from tests.conftest import new_cache, tiny_config, tiny_model
 FILTERED = SamplingParams(0.8, top_k=30, top_p=0.9, min_p=0.01)
 
 
-def logits_after(model, tokens: list[int]) -> torch.Tensor:
-    """What the model's head gives after the last token (1, V), in its own dtype."""
-    cache = new_cache(model.config, 1, len(tokens), model.dtype)
-    return model.lm_head(read_block(model, [tokens], cache)[:, -1])
-
-
-def probs_after(model, tokens: list[int], sampling, vocab_size: int) -> torch.Tensor:
-    """The distribution (1, V) that a runner gives there."""
-    cache = new_cache(model.config, 1, len(tokens), model.dtype)
-    runner = ModelRunner(model, cache, sampling, vocab_size=vocab_size)
-    return runner.next_probs([tokens], [True]).probs_BNV[:, 0]
+def after(model, tokens: list[int], sampling, *sizes: int) -> list[torch.Tensor]:
+    """What the model's head gives after the last token (1, V), in its own dtype, and the
+    distributions that runners with these vocabularies give there."""
+    caches = [new_cache(model.config, 1, len(tokens), model.dtype) for _ in range(1 + len(sizes))]
+    found = [model.lm_head(read_block(model, [tokens], caches.pop())[:, -1])]
+    for size, cache in zip(sizes, caches, strict=True):
+        runner = ModelRunner(model, cache, sampling, vocab_size=size)
+        found.append(runner.next_probs([tokens], [True]).probs_BNV[:, 0])
+    return found
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(1.0), FILTERED, SamplingParams()])
@@ -31,25 +29,20 @@ def test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_after_it(sam
     """Tokens that the target does not have take no probability with them."""
     model = tiny_model(tiny_config(vocab_size=64))
     tokens = random_prompt(tiny_config(vocab_size=40), 30)
-    logits = logits_after(model, tokens)
-    cut = probs_after(model, tokens, sampling, 40)
+    logits, cut, whole, padded = after(model, tokens, sampling, 40, 64, 80)
     assert torch.allclose(cut, probs_from_logits(logits[:, :40], sampling), atol=1e-6)
     assert float(cut.sum()) == pytest.approx(1, abs=1e-6)
     if sampling.temperature:
-        assert probs_after(model, tokens, sampling, 64)[:, 40:].sum() > 0.1
-    padded = probs_after(model, tokens, sampling, 80)
+        assert whole[:, 40:].sum() > 0.1
     assert torch.allclose(padded[:, :64], probs_from_logits(logits, sampling), atol=1e-6)
-    assert padded.shape == (1, 80)
-    assert not padded[:, 64:].any()
+    assert not padded[:, 64:80].any()
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(1.0), FILTERED])
 def test_a_bfloat16_models_distributions_are_float32(sampling):
     """Softmax and filters in bfloat16 would be off by 1e-2 of a probability."""
     model = tiny_model(tiny_config(), dtype=torch.bfloat16)
-    tokens = random_prompt(model.config, 30)
-    logits = logits_after(model, tokens)
-    probs = probs_after(model, tokens, sampling, 64)
+    logits, probs = after(model, random_prompt(model.config, 30), sampling, 64)
     assert logits.dtype == torch.bfloat16
     assert probs.dtype == torch.float32
     exact = probs_from_logits(logits.double(), sampling)

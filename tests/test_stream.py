@@ -2,25 +2,17 @@
 
 import pytest
 
-from minitri import (
-    End,
-    GenerationConfig,
-    InputError,
-    PrefillProgress,
-    Request,
-    SamplingParams,
-    SpeculationConfig,
-    Token,
-)
+from minitri import GenerationConfig, InputError, Request, SamplingParams, SpeculationConfig, Token
+from minitri.requests import PrefillProgress
+from tests.cascades import texts_of
 
 WARM = SamplingParams(temperature=0.9, top_p=0.95)
 SAMPLINGS = (SamplingParams(), WARM, SamplingParams(temperature=1.3, top_k=5))
 METHODS = ("autoregressive", "naive", "retrieval", "triforce")
 
 
-def settings_of(method: str, **changes) -> SpeculationConfig:
-    sizes = {"gamma1": 2, "gamma2": 3, "budget": 32, "num_recent_tokens": 8}
-    return SpeculationConfig(method, **{**sizes, **changes})
+def settings_of(method: str) -> SpeculationConfig:
+    return SpeculationConfig(method, gamma1=2, gamma2=3, budget=32, num_recent_tokens=8)
 
 
 def requests(engine, num: int = 9) -> list[Request]:
@@ -37,50 +29,31 @@ def requests(engine, num: int = 9) -> list[Request]:
     ]
 
 
-def texts(run) -> list[tuple[int, ...]]:
-    ends = sorted((event for event in run if isinstance(event, End)), key=lambda end: end.row)
-    return [end.token_ids for end in ends]
-
-
-def alone(engine, request: Request, speculation: SpeculationConfig) -> tuple[int, ...]:
-    settings = {"sampling": request.sampling, "generation": request.generation}
-    done = engine.complete(request.prompt, speculation=speculation, seed=request.seed, **settings)
-    return done.token_ids
-
-
-@pytest.mark.parametrize("coupled", [False])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("batch_size", [2, 4])
-def test_every_request_gets_what_it_gets_alone(engine, method, coupled, batch_size):
-    speculation, wanted = settings_of(method, coupled=coupled), requests(engine)
-    run = engine.stream(
-        wanted,
-        batch_size=batch_size,
-        speculation=speculation,
-        generation=GenerationConfig(prefill_chunk=16),
-    )
+def test_every_request_gets_what_it_gets_alone(engine, method, batch_size):
+    speculation, wanted = settings_of(method), requests(engine)
+    settings = {"speculation": speculation, "generation": GenerationConfig(prefill_chunk=16)}
+    run = engine.stream(wanted, batch_size=batch_size, **settings)
     events = list(run)
-    assert texts(events) == [alone(engine, request, speculation) for request in wanted]
+    alone = [texts_of(engine.stream([it], speculation=speculation))[0] for it in wanted]
+    assert texts_of(events) == alone
     done = {e.row: e.num_done for e in events if isinstance(e, PrefillProgress)}
     assert done == {i: len(request.prompt) for i, request in enumerate(wanted)}
     assert run.stats.num_prompt_tokens == run.stats.num_prefilled_tokens == sum(done.values())
-    num_tokens = sum(isinstance(event, Token) for event in events)
-    assert run.stats.num_generated_tokens == num_tokens
-    assert run.stats.num_decoded_tokens == num_tokens - len(wanted)
+    num_tokens = run.stats.num_generated_tokens
+    assert num_tokens == sum(isinstance(event, Token) for event in events)
+    assert num_tokens == run.stats.num_decoded_tokens + len(wanted)
 
 
 def test_a_request_that_ends_makes_room_for_the_next_at_once(engine):
     """While the new prompt is read, chunk by chunk, the other row goes on."""
     prompt = list(range(60))
     short, long = (GenerationConfig(max_new_tokens=n, ignore_eos=True) for n in (2, 40))
-    wanted = [Request(prompt[:5], generation=g) for g in (short, long)]
-    wanted.append(Request(prompt, generation=short))
-    run = engine.stream(
-        wanted,
-        batch_size=2,
-        speculation=settings_of("autoregressive"),
-        generation=GenerationConfig(prefill_chunk=10),
-    )
+    texts = ((prompt[:5], short), (prompt[:5], long), (prompt, short))
+    wanted = [Request(text, generation=generation) for text, generation in texts]
+    settings = {"speculation": False, "generation": GenerationConfig(prefill_chunk=10)}
+    run = engine.stream(wanted, batch_size=2, **settings)
     order = [(type(event).__name__, event.row) for event in run]
     ends = [row for name, row in order if name == "End"]
     assert ends == [0, 2, 1]
@@ -114,7 +87,6 @@ def test_a_wrong_request_is_named(engine, wanted, message):
 
 @pytest.mark.parametrize("batch_size", [0, -1, "2", 1.5])
 def test_a_batch_of_no_rows_is_refused(engine, batch_size):
-    with pytest.raises(InputError, match="batch_size"):
-        engine.stream([Request("fine")], batch_size=batch_size)
-    with pytest.raises(InputError, match="batch_size"):
-        engine.open(batch_size=batch_size, generation=GenerationConfig(reserve=64))
+    for start in (lambda **size: engine.stream([Request("fine")], **size), engine.open):
+        with pytest.raises(InputError, match="batch_size"):
+            start(batch_size=batch_size, generation=GenerationConfig(reserve=64))

@@ -34,11 +34,9 @@ MAY_IMPORT = {
     "memory": "errors settings model drafters caches gpu runner",
     "stack": "settings stats model decoding drafters trees caches roofline gpu runner memory "
     "requests",
-    "pool": "caches gpu memory",
     "loading": "errors config fields folders settings model caches cpu gpu parallel",
-    "generation": "errors settings stats model decoding gpu requests memory stack pool",
-    "engine": "errors config settings model drafters caches gpu loading requests memory pool "
-    "generation",
+    "generation": "errors settings stats model decoding gpu requests memory stack",
+    "engine": "errors config settings model drafters caches gpu loading requests memory generation",
     "loader": "errors config drafters loading engine",
 }
 """By room or file, the others that it may import. Programs and cli may import all."""

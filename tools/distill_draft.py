@@ -45,7 +45,7 @@ from minitri.loading.checkpoint import open_checkpoint, placements
 from minitri.loading.fetch import locate
 from minitri.model.cache import BlockKV
 from minitri.model.linear import TrimmedHead
-from minitri.model.llama import Llama, sample_of_vocabulary
+from minitri.model.llama import Block, Llama, sample_of_vocabulary
 from minitri.settings import SamplingParams, SpeculationConfig
 from tools.distill_data import BATCH, LabelStore, W, continue_texts, label, read_texts, sequences_of
 
@@ -310,7 +310,7 @@ def hidden(draft: Llama, tokens_BT: Tensor) -> Tensor:
     """Final hidden states (B, T, E) of windows, each a text of its own."""
     B, T = tokens_BT.shape
     positions_BT = torch.arange(T, device=draft.device).expand(B, T)
-    return draft(tokens_BT.to(draft.device), positions_BT, NoCache(B))
+    return draft(Block(tokens_BT.to(draft.device), positions_BT), NoCache(B))
 
 
 def known_logits(draft: Llama, hidden_states: Tensor) -> Tensor:

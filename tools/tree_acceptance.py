@@ -22,8 +22,9 @@ from minitri.plan import config_of
 from minitri.requests import Request
 from minitri.roofline import Machine, Workload
 from minitri.settings import StepPlan
-from minitri.stack import Stack, begin
+from minitri.stack import Stack
 from minitri.trees.shape import sequences, shape_of
+from tools.runs import begin
 
 GPU = Machine(4e12, 4e12, 50e9, seconds_per_layer=0.02e-3, share_per_extra_token=0.004)
 """An H200 with graphs; a token more of a block costs what its arithmetic does."""

@@ -23,7 +23,7 @@ from minitri.decoding.random_source import IndependentSource
 from minitri.decoding.verification import Proposal
 from minitri.requests import Request
 from minitri.settings import VERIFICATIONS
-from minitri.stack import begin
+from tools.runs import begin
 
 PLANS = {
     "naive, gamma1 4": ("naive", 4, None),

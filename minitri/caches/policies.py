@@ -89,7 +89,7 @@ class ChunkRetrieval:
         self._chunk_size = chunk_size
         self._is_kept = full.on_chip == L
         shape = (L * self._is_kept, B, K, S // chunk_size, D)
-        self._means = torch.empty(shape, dtype=full.dtype, device=full.device)
+        self._means = torch.empty(shape, dtype=full.keys.dtype, device=full.device)
         self._num_means = [0] * B
 
     def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:  # noqa: ARG002

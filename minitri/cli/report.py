@@ -64,7 +64,7 @@ def answer(row: Row, finish_reason: str, tokens: Sequence[Token]) -> dict[str, A
         "finish_reason": finish_reason,
         "seed": row.request.seed,
         "temperature": row.request.sampling.temperature,
-        "num_prompt_tokens": row.num_prompt_tokens,
+        "num_prompt_tokens": len(row.prompt),
     }
     if row.request.generation.logprobs is not None:
         found["logprobs"] = [token.logprob for token in tokens]

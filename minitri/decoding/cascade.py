@@ -64,26 +64,27 @@ class Cascade:
         self.guessing = [True] * len(sequences)  # rows whose requests allow speculation
         self._meter = meter
         self._target = target
-        self._retrieval = retrieval
         self._stages = (drafter, retrieval, target)
 
     def start(
         self, rows: Collection[int] | None = None, *, wants_logits: bool = False
     ) -> list[Emitted]:
         """Samples the first tokens of these rows, or of all, by the target alone, whose cache lacks
-        the last token of each prompt. From then on every step extends them. The time that small
-        caches take to catch up counts as prefill."""
+        the last token of each prompt. From then on every step extends them."""
         nothing = Proposal.nothing(len(self.sequences))
         starting = [rows is None or b in rows for b in range(len(self.sequences))]
         emitted = self._target.verify(self.sequences, starting, nothing, wants_logits=wants_logits)
-        self._commit(emitted, starting)
         self.active = [on or new for on, new in zip(self.active, starting, strict=True)]
-        self._stack(self._meter.tuner.plan)
-        self._meter.settle()
         return emitted
 
+    def catch_up(self) -> None:
+        """Lets small caches catch up after `start`, so that the time it takes counts as prefill."""
+        self._stack(self._meter.tuner.plan)
+        self._meter.settle()
+
     def step(self, *, wants_logits: bool = False) -> list[Emitted]:
-        """Extends every active row by the accepted guesses and one token of the target's own."""
+        """Extends every active row by the accepted guesses and one token of the target's own, which
+        `Stack` then brings into the retrieval cache."""
         plan = self._meter.tuner.choose()
         with self._meter.commit():
             self._stack(plan)
@@ -91,10 +92,7 @@ class Cascade:
         emitted = self._target.round(
             self.sequences, self.active, guessing, wants_logits=wants_logits
         )
-        with self._meter.commit():
-            self._commit(emitted, self.active)
-        steps = self._meter.stats.steps_per_plan
-        steps[str(plan)] = steps.get(str(plan), 0) + 1
+        self._meter.stats.steps_per_plan[str(plan)] += 1
         return emitted
 
     def _stack(self, plan: StepPlan) -> None:
@@ -107,16 +105,6 @@ class Cascade:
                 stage.below = below
                 stage.prepare(self.sequences, self.active)
                 below = stage
-
-    def _commit(self, emitted: list[Emitted], active: list[bool]) -> None:
-        """Brings what became certain into the caches.
-
-        The full cache was cropped to the accepted tokens when they were verified. The retrieval
-        cache takes over their exact K and V, and is rebuilt if that is due. The drafter's cache
-        slides before the next step that uses it (`Stage.prepare`), whose first pass reads the rest.
-        """
-        if self._retrieval is not None:
-            self._retrieval.runner.commit(emitted, active)
 
     def retire(self, b: int) -> None:
         """Ends row b. Its caches are emptied, so that it costs no attention any more."""

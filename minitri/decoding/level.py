@@ -99,9 +99,6 @@ class Runner(Protocol):
     def next_probs_after(self, tokens_B: Tensor, active: list[bool]) -> Tensor:
         """Reads one more token of each active row, which the host need not know: (B, V)."""
 
-    def commit(self, emitted: list[Emitted], active: list[bool]) -> None:
-        """Called after every step with what became certain."""
-
 
 class Level(Stage):
     """One level of the cascade: verifies the stage below it, proposes to the level above."""

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from minitri.decoding.sampling import filtered_probs, greedy_probs, pad_vocabulary
 from minitri.errors import InputError, shorten
-from minitri.model.block import Block, forward_block, make_block
+from minitri.model.block import make_block
 from minitri.model.cache import Cache
-from minitri.model.llama import Llama
+from minitri.model.llama import Block, Llama
 from minitri.settings import LONGEST_BLOCK, SamplingParams
 
 NUM_WARMUPS = 2
@@ -135,7 +135,7 @@ class CapturedSteps:
         self.by_size: dict[int, Step] = {}
 
         def step(block: Block) -> Tensor:
-            hidden_BTE = forward_block(model, block, cache, queries_LBTHD)
+            hidden_BTE = model.forward(block, cache, None, queries_LBTHD)
             logits_BTV = model.logits(hidden_BTE)[..., :vocab_size]
             probs_QV = probs_by_tensor(logits_BTV.flatten(0, 1), filters, numbers_3)
             return pad_vocabulary(probs_QV.unflatten(0, logits_BTV.shape[:2]), vocab_size)

@@ -6,9 +6,8 @@ after the row's prefix. So prefill, decoding, verification and trees are one cal
 and rules. The rule is causal (None) or a (T, T) boolean tensor, True where a query (row) may see a
 key of the block (column).
 
-`Attend` is the contract. `attend_math` is the oracle of all tests; `cpu/flash_attention.py` and
-`gpu/attention_backends.py` hold the fast implementations. All are for inference: gradients after a
-prefix are not promised.
+`Attend` is the contract, `attend_math` the oracle of all tests; `cpu/` and `gpu/` hold the fast
+implementations, which promise no gradients after a prefix.
 
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T.
 """
@@ -23,10 +22,9 @@ from torch import Tensor
 class Attend(Protocol):
     """Softmax attention of a block, (B, T, H, D), in the dtype of the queries; 1 / sqrt(D) scale.
 
-    `keys_BKSD` and `values_BKSD` are the cache of one layer. Row b is valid in its first
-    `prefix_lengths[b] + T` slots, the last T of which are the block; what stands after them, even
-    NaN, changes nothing. `lengths_B` are the same prefix lengths on the device, for kernels that
-    read them there; None if the block is too long for that, as in a prefill.
+    Row b of one layer's keys and values is valid in its first `prefix_lengths[b] + T` slots, the
+    last T of which are the block; what stands after them, even NaN, changes nothing. `lengths_B`
+    are the prefix lengths on the device; None if the block is long, as in a prefill.
     """
 
     def __call__(

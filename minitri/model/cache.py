@@ -2,12 +2,9 @@
 
 A cache holds K and V of the tokens that were *inputs* of the model, one row per text. In a forward
 pass each layer writes the K and V of its block right after every row's prefix, and attends to both.
-Lengths do not move in a forward pass: whoever decides that the block's tokens stay calls `advance`
-afterwards. They are on the host, and change only by `advance`, `crop`, `reset` and what a kind of
-cache adds to these. Slots past a row's length are garbage, and nothing may depend on them.
-
-A row's valid slots are a prefix: tokens of its text in the cache's order, and the latest block.
-Small caches leave tokens of the text out.
+Lengths do not move meanwhile: whoever decides that the block's tokens stay calls `advance`. Slots
+past a row's length are garbage, and nothing may depend on them. Small caches leave tokens of the
+text out.
 
 Layout (L, B, K, S, D): a KV head's keys are contiguous, which is what attention over a long prefix
 wants, and a layer or a row is a view.
@@ -34,7 +31,6 @@ class BlockKV(NamedTuple):
     """K and V of a block in one layer, as the layer hands them to the cache."""
 
     raw_keys_BTKD: Tensor
-    """As projected."""
     keys_BTKD: Tensor
     """Rotated to the cache's `next_positions` and further."""
     values_BTKD: Tensor
@@ -54,7 +50,7 @@ class Cache:
 
     @property
     def lengths(self) -> list[int]:
-        """Valid slots per row, on the host: the prefix that a block attends to."""
+        """Valid slots per row: the prefix that a block attends to."""
         return self._lengths
 
     @property
@@ -68,28 +64,20 @@ class Cache:
         return self.num_tokens
 
     @property
-    def shape(self) -> tuple[int, int, int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         """(L, B, K, S, D) of keys and of values, wherever they are."""
-        L, B, K, S, D = self.keys.shape
-        return L, B, K, S, D
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.keys.dtype
+        return self.keys.shape
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
         return self.keys.device
 
     @property
     def capacity(self) -> int:
-        """Slots per row."""
         return self.keys.shape[3]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes reserved for keys and values."""
         return self.keys.nbytes + self.values.nbytes
 
     def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
@@ -106,7 +94,6 @@ class Cache:
         self._set_lengths([min(old, new - left_out) for old, new, left_out in rows])
 
     def reset(self, b: int) -> None:
-        """Empties row b, for another text."""
         self.hold(b, 0, 0)
 
     def row(self, b: int) -> Self:

@@ -1,7 +1,4 @@
-"""How a model is computed, as far as those who run it must know.
-
-The network itself goes by none of this: what loads a model states it.
-"""
+"""How a model is computed, as far as those who run it must know; what loads a model states it."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -35,9 +32,8 @@ class Execution:
     is_row_invariant: bool = False
     """The bits of a row depend on it alone, in any short pass."""
     decoding: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Entered around every step,"""
     reading: Callable[[], AbstractContextManager[None]] = nullcontext
-    """and around every chunk of a prompt."""
+    """Entered around every step, and around every chunk of a prompt."""
     ranks: Ranks = Ranks()  # noqa: RUF009 (without state)
     fingerprint: str = ""
     """Of the files that the weights were read from; empty: of none."""

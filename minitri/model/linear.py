@@ -1,7 +1,4 @@
-"""Linear layers and LM heads in their plain form; `cpu/` has replacements for speed.
-
-Legend: E in_features.
-"""
+"""Linear layers and LM heads in their plain form; `cpu/` has replacements for speed."""
 
 import math
 from typing import Self
@@ -36,7 +33,7 @@ class TiedHead(Linear):
     """An LM head that is the embedding table, too: y = x W^T, and rows of W by their numbers."""
 
     def rows(self, numbers: Tensor) -> Tensor:
-        """Rows of W, (..., E), for integers of any shape."""
+        """(..., in_features) for integers (...)."""
         return F.embedding(numbers, self.weight)
 
 

@@ -1,15 +1,15 @@
 """Llama, top down: the network and nothing else.
 
-The forward pass takes token ids, their positions and a cache, all explicit. The model keeps no
-state between calls, and does not know which kind of cache it writes to nor how attention is
-computed. Parameter names are those of Hugging Face checkpoints, except that the q, k, v and the
-gate, up projections are fused into one matmul each. The LM head is a method of its own, so that it
-runs only on the rows whose logits somebody wants.
+It keeps no state between calls, and does not know which kind of cache it writes to nor how
+attention is computed. Parameter names are those of Hugging Face checkpoints, except that q, k, v
+and gate, up are one matmul each. The LM head is a method of its own, so that it runs only on the
+rows whose logits somebody wants.
 
 Legend: L layers, B batch, T new tokens, E hidden size, K KV heads, H query heads, D head dim.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +27,26 @@ EMBEDDING_SAMPLE = 64
 """Rows of its target's embedding table that a drafter without one keeps, to recognise it."""
 
 
+@dataclass(frozen=True)
+class Block:
+    """What a forward pass reads: new tokens of every row, each (B, T) int64 on the device."""
+
+    tokens_BT: Tensor
+    positions_BT: Tensor
+    """Where the tokens stand, for the rotary embedding."""
+    slots_BT: Tensor | None = None
+    """Where they belong in the cache; None: the pass goes by the cache's lengths on the host."""
+
+    def with_guesses(self, places_BN: Tensor, tokens_BN: Tensor) -> Self:
+        """This block with other tokens at these places; those past its end are left out."""
+        padded_BT = F.pad(self.tokens_BT, (0, 1))
+        places_BN = places_BN.clamp(max=self.tokens_BT.shape[1])
+        return replace(self, tokens_BT=padded_BT.scatter(1, places_BN, tokens_BN)[:, :-1])
+
+
 class Llama(nn.Module):
-    """A Llama of any size, MHA or GQA, or one of its relatives, which differ in `ModelConfig`
-    alone. Weights are uninitialised until a checkpoint fills them."""
+    """A Llama, or one of its relatives, which differ in `ModelConfig` alone. Weights are
+    uninitialised until a checkpoint fills them."""
 
     embedding_sample: Tensor
     """Of a drafter without embeddings: some rows of its target's, see `sample_of_vocabulary`."""
@@ -43,10 +60,8 @@ class Llama(nn.Module):
         target: "Llama | None" = None,
         attend: Attend = attend_math,
     ) -> None:
-        """`target` lends its embedding table to a drafter that has none (`config.draft_of`).
-
-        `attend` computes attention: plain formulas, or what `loading.devices` chooses.
-        """
+        """`target` lends its embedding table to a drafter that has none (`config.draft_of`);
+        `attend` computes attention, by plain formulas or as `loading.devices` chooses."""
         super().__init__()
         self.config = config
         self.attend = attend
@@ -76,32 +91,29 @@ class Llama(nn.Module):
 
     def forward(
         self,
-        tokens_BT: Tensor,
-        positions_BT: Tensor,
+        block: Block,
         cache: Cache,
         rule_TT: Tensor | None = None,
-        slots_BT: Tensor | None = None,
         queries_LBTHD: Tensor | None = None,
         *,
         is_prompt: bool = False,
     ) -> Tensor:
-        """Final hidden states (B, T, E) of a block, whose K and V it writes into the cache.
+        """Final hidden states (B, T, E) of a block, whose K and V it writes into the cache; call
+        `cache.advance` with the tokens to keep.
 
         `rule_TT` says which tokens of the block see which (None: causal), see `attention.py`.
-        `slots_BT` are the slots right after the prefixes, so that lengths are read on the device;
-        without them they are read on the host. `queries_LBTHD`, if given, is filled with every
-        layer's rotated queries of the block, or of its last tokens if there is room for fewer.
-        With `is_prompt` blocks of any length are computed like long ones: to the bit, K and V do
-        not depend on where the chunks of a prompt begin. The lengths of the cache stay as they are:
-        call `cache.advance` with the tokens to keep.
+        `queries_LBTHD`, if given, is filled with every layer's rotated queries of the block, or of
+        its last tokens if there is room for fewer. With `is_prompt` blocks of any length are
+        computed like long ones: to the bit, K and V do not depend on where chunks begin.
         """
-        rotary = self.rope.at(positions_BT)
-        attend, lengths_B = self.attend, None if slots_BT is None else slots_BT[:, 0].contiguous()
-        shared = Pass(rotary, cache, rule_TT, slots_BT, lengths_B, queries_LBTHD, attend, is_prompt)
-        return self.norm(self.layers.forward(self.embed(tokens_BT), shared))
+        slots_BT = block.slots_BT
+        lengths_B = None if slots_BT is None else slots_BT[:, 0].contiguous()
+        where = (cache, rule_TT, slots_BT, lengths_B, queries_LBTHD, self.attend, is_prompt)
+        shared = Pass(self.rope.at(block.positions_BT), *where)
+        return self.norm(self.layers.forward(self.embed(block.tokens_BT), shared))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Rows of the embedding table: (...) integers to (..., E)."""
+        """(...) integers to (..., E)."""
         if self.lent_embedding is not None:
             return self.lent_embedding(tokens).to(self.dtype)
         if isinstance(self.lm_head, TiedHead):
@@ -144,8 +156,7 @@ class Layers(nn.ModuleList):
     """All transformer blocks, one after the other."""
 
     def forward(self, x_BTE: Tensor, shared: Pass) -> Tensor:
-        # By `forward`: a module's own call adds two frames to every stack trace and some
-        # microseconds, for hooks that nobody sets.
+        # By `forward`: a module's own call takes some microseconds, for hooks that nobody sets.
         for number, layer in enumerate(self):
             x_BTE = layer.forward(x_BTE, number, shared)
         return x_BTE
@@ -173,15 +184,13 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        H, K = config.num_heads, config.num_kv_heads
-        D = config.head_dim
-        E = config.hidden_size
-        self.heads = (H, K, K)
+        E, D = config.hidden_size, config.head_dim
+        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         self.head_dim = D
         bias = config.attention_bias
-        self.qkv_proj = Linear.empty(E, (H + 2 * K) * D, bias=bias, dtype=dtype)
+        self.qkv_proj = Linear.empty(E, sum(self.heads) * D, bias=bias, dtype=dtype)
         has_bias = bias if config.output_bias is None else config.output_bias
-        self.o_proj = Linear.empty(H * D, E, bias=has_bias, dtype=dtype)
+        self.o_proj = Linear.empty(self.heads[0] * D, E, bias=has_bias, dtype=dtype)
         self.q_norm = self.k_norm = None
         if config.head_norm:
             self.q_norm = RMSNorm(D, config.rms_norm_eps, dtype=dtype)
@@ -195,9 +204,8 @@ class Attention(nn.Module):
         heads = qkv_BTX.unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
         raw_q_BTHD, raw_BTKD, v_BTKD = heads.split(self.heads, dim=2)
         if self.q_norm is not None and self.k_norm is not None:
-            raw_q_BTHD = self.q_norm(raw_q_BTHD)
             raw_BTKD = self.k_norm(raw_BTKD)
-            heads = torch.cat((raw_q_BTHD, raw_BTKD), 2)
+            heads = torch.cat((self.q_norm(raw_q_BTHD), raw_BTKD), 2)
         rotated = shared.rotary.rotate(heads[:, :, : sum(self.heads[:2])])
         q_BTHD, k_BTKD = rotated.split(self.heads[:2], dim=2)
         # Before `update`, in which a cache may already choose by these queries.

@@ -13,10 +13,7 @@ Factories = Mapping[type[nn.Module], Callable[[Any], nn.Module]]
 
 def replace_modules(module: nn.Module, factories: Factories) -> Any:
     """A copy of a module that shares its weights, where every module of exactly one of these types
-    is what its factory makes of it.
-
-    A factory is called with a module whose children have been replaced already.
-    """
+    is what its factory makes of it, with children that have been replaced already."""
     twin = copy.copy(module)
     children = module.named_children()
     twin._modules = {name: replace_modules(child, factories) for name, child in children}
@@ -25,10 +22,8 @@ def replace_modules(module: nn.Module, factories: Factories) -> Any:
 
 
 def copy_with(model: Llama, factories: Factories) -> Llama:
-    """A copy of a model with other modules, which embeds tokens by the model's own table.
-
-    Its `num_bytes` are those that the model does not share with it.
-    """
+    """A copy of a model with other modules, which embeds tokens by the model's own table; its
+    `num_bytes` are those that the model does not share with it."""
     twin: Llama = replace_modules(model, factories)
     twin.lent_embedding = model.embed
     shared = {id(weight) for weight in model.parameters()}

@@ -1,8 +1,8 @@
 """Rotary position embeddings: plain, linear, llama3 and YaRN.
 
 `Rope` turns positions into the cosines and sines of one block (`Rotary`), computed once per forward
-pass and shared by all layers. No table of the whole context is kept, which at a million tokens
-would cost half a gigabyte. Angles and rotation are float32 whatever the model's dtype.
+pass. No table of the whole context is kept, which at a million tokens would cost half a gigabyte.
+Angles and rotation are float32 whatever the model's dtype.
 
 Legend: B batch, T new tokens, H heads, D head dim.
 """

@@ -15,7 +15,7 @@ from torch import Tensor
 from minitri.decoding.level import Emitted, Level, Output, Runner
 from minitri.decoding.meter import Meter
 from minitri.decoding.verification import NotFiniteError, Proposal
-from minitri.model.block import forward_block, make_block
+from minitri.model.block import make_block
 from minitri.model.cache import gather_path
 from minitri.runner import ModelRunner
 from minitri.stats import LevelStats
@@ -42,8 +42,8 @@ class TreeRunner:
         rule_TT = shape.rule_TT[first : first + T, first : first + T].to(runner.model.device)
         read = [[max(token, 0) for token in row] for row in blocks]
         block = make_block(runner.model, read, runner.cache, T, depths_T)
-        hidden_BTE = forward_block(runner.model, block, runner.cache, runner.queries_LBTHD, rule_TT)
-        return runner.output(hidden_BTE)
+        where = (runner.cache, rule_TT, runner.queries_LBTHD)
+        return runner.output(runner.model.forward(block, *where))
 
     def keep_paths(self, paths: list[list[int]], active: list[bool]) -> None:
         """Keeps the root of the tree just read, and a path through it, in every active row."""

@@ -12,6 +12,7 @@ from minitri.caches import policies
 from minitri.caches.full import FullCache
 from minitri.caches.policies import NEIGHBOR, make_policy
 from minitri.caches.retrieval import RetrievalCache
+from minitri.model.llama import Block
 from minitri.settings import SamplingParams, SpeculationConfig
 from tests.cascades import Rig, plain_tokens, random_prompt
 from tests.conftest import new_cache, tiny_config, tiny_model
@@ -305,7 +306,8 @@ def test_what_is_read_after_the_chosen_stands_where_it_does_in_the_text():
         text = [*rig.sequences[0], 7, 9]
         chosen = FullCache(rig.small.keys.clone(), rig.small.values.clone(), [32])
         probs_BNV = probs_after(rig.runners["retrieval"], text, 2)
-        hidden_BTE = target(torch.tensor([text[-3:]]), torch.tensor([[201, 202, 203]]), chosen)
+        block = Block(torch.tensor([text[-3:]]), torch.tensor([[201, 202, 203]]))
+        hidden_BTE = target.forward(block, chosen)
     assert torch.allclose(probs_BNV, target.logits(hidden_BTE).softmax(-1), atol=1e-6)
 
 

@@ -14,6 +14,7 @@ from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.cpu.kernel_layers import TILE, product_tile, quantized_copy, use_kernels
 from minitri.cpu.kernels import load_kernels
+from minitri.model.llama import Block
 from minitri.runner import prefill
 from minitri.settings import GenerationConfig, SpeculationConfig
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
@@ -80,7 +81,7 @@ def test_a_pass_computes_and_writes_what_the_plain_layers_do(
     for model in (plain, fused):
         cache = filled_cache(kind, dtype)
         queries = torch.full((2, B, 3, CONFIG.num_heads, CONFIG.head_dim), 7.0, dtype=dtype)
-        hidden = model(tokens, positions, cache, rule, queries_LBTHD=queries)
+        hidden = model.forward(Block(tokens, positions), cache, rule, queries)
         # NaN after what a row holds stays NaN, so it is known which slots were written.
         outs.append([t.nan_to_num(99.0).float() for t in (hidden, queries, *tensors(cache))])
     for want, got in zip(*outs, strict=True):
@@ -102,7 +103,7 @@ def test_a_token_has_the_same_bits_whatever_shares_its_pass(kernels, dtype, bits
         cache, parts = new_cache(config, len(rows), dtype=dtype), []
         for start, end in zip((0, *ends), ends, strict=False):
             positions = torch.arange(start, end).expand(len(rows), -1)
-            parts.append(model(tokens[rows, start:end], positions, cache))
+            parts.append(model.forward(Block(tokens[rows, start:end], positions), cache))
             cache.advance([end - start] * len(rows))
         return torch.cat(parts, 1)
 
@@ -121,7 +122,7 @@ def test_a_block_that_does_not_fit_is_refused():
     cache.advance([128 - LENGTHS[0] - 1, 0])
     tokens = torch.zeros(B, 2, dtype=torch.int64)
     with pytest.raises(IndexError, match="127 of 128"):
-        model(tokens, tokens, cache)
+        model.forward(Block(tokens, tokens), cache)
 
 
 @pytest.mark.parametrize("config", [LONG, WIDE], ids=["small", "wide"])

@@ -15,7 +15,7 @@ from minitri.gpu.attention_backends import BACKENDS, TOLERANCES, choose_attentio
 from minitri.gpu.fused_modules import fuse_if_possible
 from minitri.gpu.graphs import GraphPool, probs_by_tensor
 from minitri.model.attention import attend_math
-from minitri.model.block import forward_block, make_block
+from minitri.model.block import make_block
 from minitri.model.llama import Llama
 from minitri.runner import ModelRunner
 from minitri.settings import SamplingParams
@@ -80,7 +80,7 @@ def test_a_replay_has_the_bits_of_an_eager_pass(name):
         warm = SamplingParams(0.3 + 0.1 * cache.lengths[0], top_p=0.7 + 0.02 * cache.lengths[0])
         runner.sample_by(0, SamplingParams() if kept == 2 else warm)
         inputs = make_block(model, blocks, cache, size)
-        logits_BTV = model.logits(forward_block(model, inputs, cache, None))
+        logits_BTV = model.logits(model.forward(inputs, cache))
         eager = probs_by_tensor(logits_BTV.flatten(0, 1), WARM, runner.captured._numbers_3)
         eager = eager.unflatten(0, logits_BTV.shape[:2])
         places = [
@@ -122,7 +122,7 @@ def test_a_replay_allocates_nothing_and_waits_for_nothing():
     cache.advance([700])
     inputs = make_block(model, [[0, 1, 2, 3]], cache, 4)
     graphed = GraphPool(torch.device("cuda")).capture(
-        lambda block: forward_block(model, block, cache, None), inputs
+        lambda block: model.forward(block, cache), inputs
     )
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]

@@ -22,11 +22,11 @@ def test_a_step_waits_once_for_every_verdict(method, coupled):
     rig = Rig(target, [random_prompt(CONFIG, 600)], draft=draft, **settings)
     with torch.inference_mode():
         rig.start()
-        rig.cascade.step()  # in which the drafter reads its window
+        rig.session.step()  # in which the drafter reads its window
         before = rig.num_verdicts()
         with waits() as found:
             for _ in range(3):
-                rig.cascade.step()
+                rig.session.step()
     assert len(found) == rig.num_verdicts() - before
 
 

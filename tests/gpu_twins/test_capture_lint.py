@@ -45,13 +45,13 @@ def test_captured_steps_hold_what_a_graph_can_hold_and_give_what_eager_ones_give
 
 
 ADDED = {
-    "_local_scalar_dense: the host waits for a number": "int(positions_BT[0, 0])",
-    "tolist: the host waits for a number": "len(positions_BT.tolist())",
-    "bernoulli_: random numbers that are no input": "positions_BT.clone().bernoulli_()",
-    "made in a step stays": "vars(self).setdefault('all', []).append(positions_BT + 0) or 0",
+    "_local_scalar_dense: the host waits for a number": "int(block.positions_BT[0, 0])",
+    "tolist: the host waits for a number": "len(block.positions_BT.tolist())",
+    "bernoulli_: random numbers that are no input": "block.positions_BT.clone().bernoulli_()",
+    "made in a step stays": "vars(self).setdefault('all', []).append(block.positions_BT + 0) or 0",
     "numbers from the host": "torch.tensor([0])",
-    "index: a size that depends on data": "positions_BT[positions_BT > -1].sum()",
-    "nonzero: a size that depends on data": "positions_BT.nonzero().sum()",
+    "index: a size that depends on data": "block.positions_BT[block.positions_BT > -1].sum()",
+    "nonzero: a size that depends on data": "block.positions_BT.nonzero().sum()",
     "has moved since the capture": "setattr(cache, 'keys', cache.keys.clone()) or 0",
 }
 """What trips a rule, by its message, where a pass of the model adds it to positions."""
@@ -59,8 +59,8 @@ ADDED = {
 
 @pytest.mark.parametrize("message", ADDED)
 def test_every_rule_is_tripped_by_a_change(message, lengths_on_the_device):
-    new = f"self.rope.at(positions_BT + ({ADDED[message]}))"
-    mutant = Mutant(message, "Llama.forward", "self.rope.at(positions_BT)", new, "")
+    new = f"self.rope.at(block.positions_BT + ({ADDED[message]}))"
+    mutant = Mutant(message, "Llama.forward", "self.rope.at(block.positions_BT)", new, "")
     with mutated(mutant), pytest.raises(CaptureError, match=message):
         tokens(LintedPool(), TWINS["math"], method="triforce")
 
@@ -71,7 +71,7 @@ def test_an_output_that_outlives_the_next_step_is_noticed(lengths_on_the_device)
     new = "self.captured.by_size[size](block)[:, : index_BN.shape[1]]"
     how = {"method": "triforce", "sampling": WARM, "coupled": True}
     plain = tokens(None, **how)
-    with mutated(Mutant("rows not copied", "ModelRunner._run", old, new, "")):
+    with mutated(Mutant("rows not copied", "ModelRunner._read", old, new, "")):
         try:
             found = tokens(LintedPool(), TWINS["math"], **how)
         except ArithmeticError:

@@ -56,10 +56,10 @@ def test_a_step_waits_once_for_every_verdict(
     tolist = torch.Tensor.tolist
     with torch.inference_mode():
         rig.start()
-        rig.cascade.step()  # in which the drafter reads its window
+        rig.session.step()  # in which the drafter reads its window
         before = rig.num_verdicts()
         with Waits() as waits:
             monkeypatch.setattr(torch.Tensor, "tolist", lambda it: (waits.note(), tolist(it))[1])
             for _ in range(3):
-                rig.cascade.step()
+                rig.session.step()
     assert waits.places == ["_on_host"] * (rig.num_verdicts() - before)

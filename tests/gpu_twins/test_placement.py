@@ -204,11 +204,12 @@ def test_nominal_costs_count_weights_layers_slots_and_guesses(machine):
     assert hosted == pytest.approx(max(whole, 10**6 * 512 * 1024 / 25e9))
 
 
-def test_a_cascade_is_predicted_by_its_passes():
+def test_a_cascade_is_predicted_by_its_passes(monkeypatch):
     """No guess of the drafter is accepted: a round of two draft steps and one verification for each
     of six tokens."""
+    monkeypatch.setattr(plan, "ACCEPTANCE", (0.0, 1.0))
     work, machine = Workload(SEVEN_B, DRAFT, 100_000, 4096), Machine(2e12, 2e12, 50e9)
-    found = plan.predict(work, machine, [PLAN], (0.0, 1.0))
+    found = plan.predict(work, machine, [PLAN])
     ms = {name: 1e3 * it.seconds(machine) for name, it in plan.passes(work, PLAN, 1024).items()}
     step = 6 * (2 * ms["draft"] + ms["retrieval"]) + ms["target"]
     assert found["cascade"] == pytest.approx(step / 7)

@@ -15,6 +15,7 @@ from minitri.loading.fetch import Located
 from minitri.loading.gguf.file import GgufFile
 from minitri.loading.hf_config import stretch_rope
 from minitri.loading.hf_folder import Folder, weight_files
+from minitri.model.block import read_block
 from minitri.model.rope import rope_frequencies
 from tests.conftest import byte_level_tokenizer, edit_json, new_cache, write_hf_folder
 from tests.loading.gguf_writer import write_gguf
@@ -28,7 +29,7 @@ def load(path) -> minitri.Engine:
 
 def logits(engine: minitri.Engine) -> torch.Tensor:
     model = engine.model
-    return model.logits(model(TOKENS, torch.arange(20).unsqueeze(0), new_cache(model.config)))
+    return model.logits(read_block(model, TOKENS.tolist(), new_cache(model.config)))
 
 
 def copy_of(folder: Path, target: Path, *left_out: str) -> Path:

@@ -1,9 +1,10 @@
 """Runs that stay open: requests come and go, and none depends on another."""
 
+import itertools
+
 import pytest
 
 from minitri import (
-    End,
     GenerationConfig,
     Idle,
     InputError,
@@ -12,7 +13,7 @@ from minitri import (
     SpeculationConfig,
     Token,
 )
-from tests.cascades import random_prompt
+from tests.cascades import ends_of, random_prompt
 
 WARM = SamplingParams(0.9, 30)
 SIZES = {"gamma1": 2, "gamma2": 3, "budget": 32, "num_recent_tokens": 16}
@@ -27,69 +28,51 @@ def start(engine, batch_size=2, reserve=128, speculation=SPECULATION):
 def request(engine, number: int, num_new: int = 12, **settings) -> Request:
     prompt = random_prompt(engine.config, 20 + 9 * number, seed=number)
     generation = GenerationConfig(num_new, ignore_eos=True)
-    sampling = (SamplingParams(), WARM)[number % 2]
-    return Request(prompt, seed=number, sampling=sampling, generation=generation, **settings)
+    return Request(prompt, number, (SamplingParams(), WARM)[number % 2], generation, **settings)
 
 
-def until_idle(run) -> dict[int, End]:
-    ends = {}
-    for event in run:
-        if isinstance(event, Idle):
-            return ends
-        if isinstance(event, End):
-            ends[event.row] = event
-    raise AssertionError("an open run has ended by itself")
+def until_idle(run) -> list:
+    return list(itertools.takewhile(lambda event: not isinstance(event, Idle), run))
 
 
 def alone(engine, wanted: Request, speculation=SPECULATION) -> tuple[int, ...]:
     engine.release()
-    settings = {"sampling": wanted.sampling, "generation": wanted.generation}
-    done = engine.complete(wanted.prompt, seed=wanted.seed, speculation=speculation, **settings)
-    return done.token_ids
+    return ends_of(engine.stream([wanted], speculation=speculation))[0].token_ids
 
 
 def test_requests_that_come_later_get_what_they_get_alone(engine):
-    run, wanted = start(engine), [request(engine, number) for number in range(6)]
-    assert isinstance(next(run), Idle)
-    numbers = [run.submit(it) for it in wanted[:3]]
-    ends = until_idle(run)
-    numbers += [run.submit(it) for it in wanted[3:]]
-    ends |= until_idle(run)
-    run.close()
-    assert numbers == [0, 1, 2, 3, 4, 5] == sorted(ends)
-    for number, it in zip(numbers, wanted, strict=True):
-        stats = ends[number].row_stats
-        assert stats.num_prompt_tokens == len(it.prompt)
-        assert stats.num_generated_tokens == sum(stats.by_origin.values()) == 12
-        assert ends[number].token_ids == alone(engine, it)
+    wanted, ends = [request(engine, number) for number in range(6)], []
+    with start(engine) as run:
+        assert isinstance(next(run), Idle)
+        for first in (0, 3):
+            numbers = [run.submit(it) for it in wanted[first : first + 3]]
+            assert numbers == [first, first + 1, first + 2]
+            ends += ends_of(until_idle(run))
+    for it, end in zip(wanted, ends, strict=True):
+        assert end.token_ids == alone(engine, it)
+        assert end.row_stats.num_prompt_tokens == len(it.prompt)
+        assert end.row_stats.num_generated_tokens == sum(end.row_stats.by_origin.values()) == 12
 
 
 def test_a_cancelled_request_says_no_more_and_its_row_is_free(engine):
-    run = start(engine, batch_size=1)
-    first, second, third = (run.submit(request(engine, number)) for number in range(3))
-    seen = []
-    for event in run:
-        if isinstance(event, Token):
-            seen.append(event.row)
-            if seen == [first] * 3:
-                run.cancel(first)
-                run.cancel(second)  # which still waits
-        if isinstance(event, End):
-            seen.append("end")
-            assert event.row == third
-        if isinstance(event, Idle):
-            break
-    assert seen == [first] * 3 + [third] * 12 + ["end"]
-    run.close()
+    """Whether it runs or waits."""
+    with start(engine, batch_size=1) as run:
+        first, second, third = (run.submit(request(engine, number)) for number in range(3))
+        tokens = (event for event in run if isinstance(event, Token))
+        assert [it.row for it in itertools.islice(tokens, 3)] == [first] * 3
+        run.cancel(first)
+        run.cancel(second)
+        events = until_idle(run)
+    assert [it.row for it in events if isinstance(it, Token)] == [third] * 12
+    assert [end.row for end in ends_of(events)] == [third]
 
 
 def test_a_prompt_that_is_cancelled_is_read_no_further(engine):
-    run = start(engine, batch_size=1)
-    number = run.submit(request(engine, 8))
-    assert next(run).num_done == 16
-    run.cancel(number)
-    assert isinstance(next(run), Idle)
-    run.close()
+    with start(engine, batch_size=1) as run:
+        number = run.submit(request(engine, 8))
+        assert next(run).num_done == 16
+        run.cancel(number)
+        assert isinstance(next(run), Idle)
     assert len(engine.held_tokens) == 16
 
 
@@ -98,36 +81,29 @@ def test_a_prompt_that_is_cancelled_is_read_no_further(engine):
 def test_a_request_without_speculation_stands_next_to_others(engine, coupled, tree):
     """Nothing is guessed for it."""
     speculation = SpeculationConfig("triforce", coupled=coupled, tree=tree, **SIZES)
-    run = start(engine, speculation=speculation)
     wanted = [request(engine, 2 * n, speculation=n == 1) for n in range(2)]
-    for it in wanted:
-        run.submit(it)
-    ends = until_idle(run)
-    run.close()
-    guessed = [{"draft", "retrieval"} & ends[n].row_stats.by_origin.keys() for n in range(2)]
-    assert not guessed[0]
-    assert guessed[1]
-    for number, it in enumerate(wanted):
-        assert ends[number].token_ids == alone(engine, it)
+    with start(engine, speculation=speculation) as run:
+        for it in wanted:
+            run.submit(it)
+        ends = ends_of(until_idle(run))
+    for n, (it, end) in enumerate(zip(wanted, ends, strict=True)):
+        assert bool({"draft", "retrieval"} & end.row_stats.by_origin.keys()) == (n == 1)
+        assert end.token_ids == alone(engine, it)
 
 
 def test_what_is_wrong_is_said_and_the_run_goes_on(engine):
-    run = start(engine)
-    for wrong, message in (
-        (Request([1] * 120), "max_new_tokens"),
-        (Request(""), "prompt is empty"),
-        (Request([5], seed=-1), "seed is -1"),
-        ("hello", "'hello' where a Request"),
-    ):
-        with pytest.raises(InputError, match=message):
-            run.submit(wrong)
-    number = run.submit(request(engine, 1))
-    assert list(until_idle(run)) == [number]
-    run.close()
-    with (
-        engine.generate("fine") as closed,
-        pytest.raises(InputError, match="takes no more requests"),
-    ):
+    with start(engine) as run:
+        for wrong, message in (
+            (Request([1] * 120), "max_new_tokens"),
+            (Request(""), "prompt is empty"),
+            (Request([5], seed=-1), "seed is -1"),
+            ("hello", "'hello' where a Request"),
+        ):
+            with pytest.raises(InputError, match=message):
+                run.submit(wrong)
+        number = run.submit(request(engine, 1))
+        assert [end.row for end in ends_of(until_idle(run))] == [number]
+    with engine.generate("fine") as closed, pytest.raises(InputError, match="no more requests"):
         closed.submit(request(engine, 1))
 
 
@@ -138,39 +114,36 @@ def test_a_room_that_no_text_has_is_refused(engine, reserve):
 
 
 def test_speculation_is_chosen_per_call(engine):
-    prompt = random_prompt(engine.config, 60)
-    texts = []
-    for settings in ({}, {"speculation": False}, {"method": "naive"}, {"method": "triforce"}):
-        run = engine.generate(prompt, generation=GenerationConfig(16), **settings)
-        texts.append([event.token_id for event in run if isinstance(event, Token)])
-        if settings:
-            chosen = settings.get("method", "autoregressive")
-            assert all(plan.startswith(chosen) for plan in run.stats.steps_per_plan)
-    assert texts[1:] == texts[:1] * 3
+    prompt, texts = random_prompt(engine.config, 60), set()
+    for settings in ({"speculation": False}, {"method": "naive"}, {"method": "triforce"}):
+        end = engine.complete(prompt, generation=GenerationConfig(16), **settings)
+        texts.add(end.token_ids)
+        chosen = settings.get("method", "autoregressive")
+        assert all(plan.startswith(chosen) for plan in end.stats.steps_per_plan)
+    assert len(texts) == 1
 
 
-@pytest.mark.parametrize(("method", "tree"), [("naive", "3"), ("triforce", "2x2")])
-def test_trees_do_not_mind_rows_that_never_had_a_text(engine, method, tree):
-    speculation = SpeculationConfig(method, tree=tree, budget=32, num_recent_tokens=16)
-    wanted = request(engine, 0)
-    with start(engine, batch_size=3, speculation=speculation) as run:
-        run.submit(wanted)
-        found = until_idle(run)[0].token_ids
-    assert found == alone(engine, wanted, speculation)
-
-
-def test_an_open_run_has_a_retrieval_cache_for_all_that_it_reserves(engine, monkeypatch):
-    """Whatever the budget of the run before it, where budgets follow prompts."""
+@pytest.mark.parametrize(
+    ("reserve", "number", "settings"),
+    [
+        (128, 0, {"method": "naive", "tree": "3", "budget": 32}),
+        (128, 0, {"method": "triforce", "tree": "2x2", "budget": 32}),
+        (360, 30, {"method": "retrieval", "gamma2": 3}),
+    ],
+)
+def test_an_open_run_depends_on_nothing_that_it_does_not_run(
+    engine, reserve, number, settings, monkeypatch
+):
+    """Rows that never had a text, with trees; the budget of the run before it, where budgets follow
+    prompts."""
     monkeypatch.setattr("minitri.settings.MIN_BUDGET", 16)
-    speculation = SpeculationConfig("retrieval", gamma2=3, num_recent_tokens=16)
-    run = engine.generate([3] * 40, speculation=speculation, generation=GenerationConfig(360))
-    next(run)
-    run.close()
-    wanted = request(engine, 30)
-    with start(engine, batch_size=1, reserve=360, speculation=speculation) as run:
+    speculation = SpeculationConfig(num_recent_tokens=16, **settings)
+    next(engine.generate([3] * 40, speculation=speculation, generation=GenerationConfig(360)))
+    wanted = request(engine, number)
+    with start(engine, 3 if number == 0 else 1, reserve, speculation) as run:
         run.submit(wanted)
-        found = until_idle(run)[0].token_ids
-    assert found == alone(engine, wanted, speculation)
+        [end] = ends_of(until_idle(run))
+    assert end.token_ids == alone(engine, wanted, speculation)
 
 
 def test_a_run_closed_before_its_first_event_gives_the_text_before_it_back(engine):

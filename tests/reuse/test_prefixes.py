@@ -8,40 +8,39 @@ import pytest
 import torch
 
 import minitri
-from minitri import (
-    End,
-    GenerationConfig,
-    Idle,
-    PrefillProgress,
-    Request,
-    SamplingParams,
-    SpeculationConfig,
-    Token,
-)
+from minitri import GenerationConfig, Request, SamplingParams, SpeculationConfig
 from minitri.caches.prefixes import PrefixCache
+from minitri.requests import End, Idle, PrefillProgress, Token
 from minitri.settings import METHODS
-from tests.cascades import random_prompt, tiny_engine
+from tests.cascades import ends_of, random_prompt, tiny_engine
 from tests.conftest import new_cache, tiny_config
 from tests.gpu_twins.test_offloaded_cache import offloaded
 from tools.paper.baselines.policies import NAMES, policy_of
 
 WARM = SamplingParams(0.9, 30)
-SETTINGS = {"budget": 32, "num_recent_tokens": 16, "observation_window": 4}
 
 
-def settings_of(method: str, **changes) -> SpeculationConfig:
-    gammas = {} if method == "auto" else {"gamma1": 2, "gamma2": 3}
-    return SpeculationConfig(method, **{**SETTINGS, **gammas, **changes})
+def settings_of(method: str, **settings) -> SpeculationConfig:
+    settings |= {} if method == "auto" else {"gamma1": 2, "gamma2": 3}
+    settings |= {"budget": 32, "num_recent_tokens": 16, "observation_window": 4}
+    return SpeculationConfig(method, **settings)
 
 
-def say(engine, prompts, speculation, num_new=20, sampling=WARM, seed=0, **settings):
+TRIFORCE = settings_of("triforce")
+
+
+def say(engine, prompts, speculation=TRIFORCE, num_new=20, sampling=WARM, seed=0, **settings):
     """Texts of a run, and how many tokens of each prompt were not read."""
     generation = GenerationConfig(num_new, ignore_eos=True, prefill_chunk=16, **settings)
-    run = engine.generate(
-        prompts, sampling=sampling, generation=generation, speculation=speculation, seed=seed
-    )
-    ends = sorted((event for event in run if isinstance(event, End)), key=lambda end: end.row)
+    how = {"sampling": sampling, "generation": generation, "speculation": speculation}
+    ends = ends_of(engine.generate(prompts, seed=seed, **how))
     return [list(end.token_ids) for end in ends], [e.row_stats.num_cached_tokens for e in ends]
+
+
+def fresh(engine, *arguments, **settings):
+    """The same with nothing to begin with."""
+    engine.release()
+    return say(engine, *arguments, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -51,21 +50,15 @@ def document(engine):
 
 @pytest.mark.parametrize(
     ("method", "policy"),
-    [(method, "retrieval") for method in METHODS]
-    + [(method, policy) for method in ("retrieval", "triforce") for policy in NAMES[1:]],
+    [(method, "retrieval") for method in METHODS] + [("triforce", it) for it in NAMES[1:]],
 )
 def test_a_second_question_gets_the_answer_of_a_fresh_run(engine, document, method, policy):
     speculation = settings_of(method, policy=policy_of(policy))
-    engine.release()
-    first, cached = say(engine, [document], speculation)
+    first, cached = fresh(engine, [document], speculation)
     assert cached == [0]
-    questions = [[*document, *first[0], 9, 8, 7], [*document, 5, 6], document[:90], document[1:]]
-    for prompt in questions:
+    for prompt in ([*document, *first[0], 9, 8, 7], document[:90], document[1:]):
         again, cached = say(engine, [prompt], speculation, seed=4)
-        engine.release()
-        fresh, none = say(engine, [prompt], speculation, seed=4)
-        assert none == [0]
-        assert again == fresh
+        assert fresh(engine, [prompt], speculation, seed=4) == (again, [0])
         if prompt[0] != document[0] or (policy == "h2o" and method != "auto"):
             assert cached == [0]  # that policy must see all queries of a prompt
         elif policy == "retrieval":
@@ -76,73 +69,54 @@ def test_a_second_question_gets_the_answer_of_a_fresh_run(engine, document, meth
 
 def test_questions_of_a_batch_share_the_document(engine, document):
     """The first row reads it, the others take it over."""
-    engine.release()
     prompts = [[*document, number, 3] for number in range(4)]
-    together, cached = say(engine, prompts, settings_of("triforce"))
+    together, cached = fresh(engine, prompts, TRIFORCE)
     assert cached == [0, 147, 147, 147]
-    for prompt, text in zip(prompts, together, strict=True):
-        engine.release()
-        seed = prompts.index(prompt)
-        assert say(engine, [prompt], settings_of("triforce"), seed=seed)[0] == [text]
+    for seed, (prompt, text) in enumerate(zip(prompts, together, strict=True)):
+        assert fresh(engine, [prompt], TRIFORCE, seed=seed)[0] == [text]
 
 
-def open_run(
-    engine, wanted: list[tuple[list[int], int]], later: list[tuple[list[int], int]], **size
-):
-    """Requests at temperature 0.9, the later ones after 20 tokens; how each ended."""
-    speculation = settings_of("triforce")
-    run = engine.open(generation=GenerationConfig(reserve=256), speculation=speculation, **size)
-    num_tokens, ends = 0, dict[int, End]()
+def open_run(engine, wanted: list[tuple[list[int], int]], later: tuple[list[int], int], **size):
+    """Requests at temperature 0.9, one of them after 20 tokens; how that one ended."""
+    engine.release()
+    run = engine.open(generation=GenerationConfig(reserve=256), speculation=TRIFORCE, **size)
 
-    def submit(requests):
-        for seed, (prompt, num_new) in enumerate(requests):
-            generation = GenerationConfig(num_new, ignore_eos=True)
-            run.submit(Request(prompt, seed, WARM, generation))
+    def submit(seed: int, prompt: list[int], num_new: int) -> int:
+        return run.submit(Request(prompt, seed, WARM, GenerationConfig(num_new, ignore_eos=True)))
 
-    submit(wanted)
-    for event in run:
-        num_tokens += isinstance(event, Token)
-        if isinstance(event, Token) and num_tokens == 20:
-            submit(later)
-        if isinstance(event, End):
-            ends[event.row] = event
-        if isinstance(event, minitri.Idle):
-            break
+    for seed, it in enumerate(wanted):
+        submit(seed, *it)
+    tokens = (event for event in run if isinstance(event, Token))
+    next(itertools.islice(tokens, 19, None))
+    number = submit(0, *later)
+    end = next(event for event in run if isinstance(event, End) and event.row == number)
     run.close()
-    return ends
+    return end
 
 
 def test_idle_rows_are_restored(engine, document):
-    """While other rows go on, their passes write to the first slots of rows that have ended."""
-    engine.release()
-    prompt = [*document, 3]
-    # Row 0 ends at once; its place is taken only when the third request comes, much later.
-    wanted = [(prompt, 2), (random_prompt(engine.config, 40, 1), 30)]
-    ends = open_run(engine, wanted, [(prompt, 8)], batch_size=2)
-    assert ends[2].row_stats.num_cached_tokens >= 145
-    engine.release()
-    assert say(engine, [prompt], settings_of("triforce"), 8)[0] == [list(ends[2].token_ids)]
+    """While other rows go on, their passes write to the first slots of rows that have ended: row 0
+    ends at once, and its place is taken much later."""
+    wanted, later = [(document, 2), (random_prompt(engine.config, 40, 1), 30)], (document, 8)
+    end = open_run(engine, wanted, later, batch_size=2)
+    assert end.row_stats.num_cached_tokens >= 145
+    assert fresh(engine, [document], TRIFORCE, 8)[0] == [list(end.token_ids)]
 
 
 def test_idle_rows_are_restored_for_others(engine, document):
     """A text that has ended is taken over by another row, while a third has made many steps."""
-    engine.release()
     wanted = [(document, 2), (random_prompt(engine.config, 40, seed=5), 100)]
-    later = [(document[:60], 8)]  # too short to take the place of the first
-    ends = open_run(engine, wanted, later, batch_size=3)
-    assert ends[2].row_stats.num_cached_tokens == 55
-    engine.release()
-    alone, _ = say(engine, [document[:60]], settings_of("triforce"), 8)
-    assert [list(ends[2].token_ids)] == alone
+    short = document[:60]  # too short to take the place of the first
+    end = open_run(engine, wanted, (short, 8), batch_size=3)
+    assert end.row_stats.num_cached_tokens == 55
+    assert fresh(engine, [short], TRIFORCE, 8)[0] == [list(end.token_ids)]
 
 
 @pytest.mark.parametrize("event", [PrefillProgress, Token])
 def test_a_run_that_is_left_leaves_what_it_has_read(engine, document, event):
     engine.release()
     generation = GenerationConfig(20, prefill_chunk=16)
-    with engine.generate(
-        document, speculation=settings_of("triforce"), generation=generation
-    ) as run:
+    with engine.generate(document, speculation=TRIFORCE, generation=generation) as run:
         next(number for number, it in enumerate(run) if isinstance(it, event) and number > 4)
     held = engine.held_tokens
     assert len(held) >= (149 if event is Token else 48)
@@ -152,11 +126,8 @@ def test_a_run_that_is_left_leaves_what_it_has_read(engine, document, event):
 def interrupt(engine, document, monkeypatch, **settings):
     """A run that ends by Ctrl-C in the middle of a step: guesses are in the caches, what was
     rejected is still there, what came is not."""
-    generation = GenerationConfig(30, ignore_eos=True, **settings)
-    speculation = settings_of("triforce")
-    run = engine.generate(
-        document, speculation=speculation, generation=generation, sampling=WARM, seed=2
-    )
+    how = {"generation": GenerationConfig(30, ignore_eos=True, **settings), "sampling": WARM}
+    run = engine.generate(document, speculation=TRIFORCE, seed=2, **how)
     next(event for event in run if isinstance(event, Token))
     session = run._events.gi_frame.f_locals["stack"]
     target = session.cascade._target
@@ -176,13 +147,11 @@ def test_ctrl_c_in_the_middle_of_a_step_loses_nothing_that_was_certain(
 ):
     engine.release()
     interrupt(engine, document, monkeypatch)
-    speculation = settings_of("triforce")
     prompt = [*engine.held_tokens, *range(20)]  # the last are always read
     assert prompt[:149] == document[:149]
-    again, cached = say(engine, [prompt], speculation, num_new=40)
+    again, cached = say(engine, [prompt], TRIFORCE, num_new=40)
     assert cached[0] > 140
-    engine.release()
-    assert say(engine, [prompt], speculation, num_new=40)[0] == again
+    assert fresh(engine, [prompt], TRIFORCE, num_new=40)[0] == again
 
 
 @pytest.mark.parametrize("taken_by", [0, 1])
@@ -211,21 +180,18 @@ def test_slots_that_passes_of_others_wrote_over_are_put_back(adopted, taken_by):
 
 def test_a_longer_run_takes_the_text_along(engine, document):
     """Its full cache is larger than that of the last run, from which K and V are copied."""
-    engine.release()
     speculation = settings_of("retrieval")
-    first, _ = say(engine, [document], speculation)
-    prompt = [*document, *first[0], *random_prompt(engine.config, 200, seed=9)]
+    fresh(engine, [document], speculation)
+    prompt = [*document, *random_prompt(engine.config, 200, seed=9)]
     again, cached = say(engine, [prompt], speculation)
     assert cached[0] >= 149
-    engine.release()
-    assert say(engine, [prompt], speculation)[0] == again
+    assert fresh(engine, [prompt], speculation)[0] == again
 
 
 def test_memory_that_is_reserved_serves_longer_runs(engine, document):
-    engine.release()
-    say(engine, [document], settings_of("triforce"), reserve=400)
+    fresh(engine, [document], TRIFORCE, reserve=400)
     kept = engine._pool._kept
-    say(engine, [document * 2], settings_of("triforce"), reserve=400)
+    say(engine, [document * 2], TRIFORCE, reserve=400)
     assert engine._pool._kept is kept
 
 
@@ -233,16 +199,14 @@ def test_nothing_of_other_texts_is_read():
     """All that earlier texts left is NaN but for the tokens in common."""
     engine = tiny_engine()
     document = random_prompt(engine.config, 100, seed=1)
-    speculation = settings_of("triforce")
-    say(engine, [document], speculation)
-    kept = engine._pool._kept
+    say(engine, [document])
+    full = engine._pool._kept.full
     with torch.inference_mode():
-        for slots in (kept.full.keys, kept.full.values):
-            slots[..., 60:, :] = math.nan
+        full.keys[..., 60:, :] = full.values[..., 60:, :] = math.nan
     prompt = [*document[:60], *random_prompt(engine.config, 40, seed=2)]
-    again, cached = say(engine, [prompt], speculation)
+    again, cached = say(engine, [prompt])
     assert cached[0] == 60 + (prompt[60] == document[60])
-    assert say(tiny_engine(), [prompt], speculation)[0] == again
+    assert fresh(engine, [prompt])[0] == again
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -252,16 +216,15 @@ def test_on_compiled_kernels_texts_are_equal_to_the_bit(folder, dtype):
     if not engine.model.execution.is_row_invariant:
         pytest.skip("no compiled kernels here")
     document = random_prompt(engine.config, 150, seed=1)
-    first, _ = say(engine, [document], settings_of("triforce"))
+    first, _ = say(engine, [document], TRIFORCE)
     prompt = [*document, *first[0], 9, 8, 7]
-    say(engine, [prompt], settings_of("triforce"))
-    kept = engine._pool._kept.full
-    ours = [slots[:, 0, :, : len(prompt) - 1].clone() for slots in (kept.keys, kept.values)]
-    engine.release()
-    say(engine, [prompt], settings_of("triforce"))
-    fresh = engine._pool._kept.full
-    for slots, own in zip((fresh.keys, fresh.values), ours, strict=True):
-        assert torch.equal(slots[:, 0, :, : len(prompt) - 1], own)
+    held = []
+    for ask in (say, fresh):
+        ask(engine, [prompt], TRIFORCE)
+        full = engine._pool._kept.full
+        held.append([it[:, 0, :, : len(prompt) - 1].clone() for it in (full.keys, full.values)])
+    for ours, theirs in zip(*held, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def hosted(engine, on_chip: int, batch_size: int, monkeypatch) -> dict:
@@ -273,37 +236,32 @@ def hosted(engine, on_chip: int, batch_size: int, monkeypatch) -> dict:
 
 @pytest.mark.parametrize("on_chip", [0, 1])
 def test_a_cache_in_host_memory_serves_too(on_chip, monkeypatch):
-    engine, fresh = tiny_engine(), tiny_engine()
+    engine = tiny_engine()
     document = random_prompt(engine.config, 200, seed=1)  # more than the ring holds
     settings = hosted(engine, on_chip, 2, monkeypatch)
-    speculation = settings_of("triforce")
-    say(engine, [document, document[:50]], speculation, **settings)
+    say(engine, [document, document[:50]], **settings)
     prompts = [[*document, 5, 6], [*document, 7]]
-    again, cached = say(engine, prompts, speculation, **settings)
+    again, cached = say(engine, prompts, **settings)
     assert cached == [197, 196]
-    assert say(fresh, prompts, speculation, **settings) == (again, [0, 196])
+    assert fresh(engine, prompts, **settings) == (again, [0, 196])
 
 
-def test_k_and_v_in_host_memory_are_not_kept_after_ctrl_c_in_the_middle_of_a_step(
-    document, monkeypatch
-):
+def test_k_and_v_in_host_memory_are_not_kept_after_ctrl_c_in_a_step(document, monkeypatch):
     """Buffers and ring may be half written; a run that is left between two steps keeps them."""
     engine = tiny_engine()
     settings = hosted(engine, 1, 1, monkeypatch)
-    first, _ = say(engine, [document], settings_of("triforce"), **settings)
+    first, _ = say(engine, [document], TRIFORCE, **settings)
     assert engine.held_tokens
     interrupt(engine, document, monkeypatch, **settings)
     assert engine.held_tokens == []
-    again = say(engine, [document], settings_of("triforce"), **settings)
-    assert again == (first, [0])
+    assert say(engine, [document], **settings) == (first, [0])
 
 
 def test_a_cache_in_host_memory_serves_a_run_without_a_retrieval_level(document, monkeypatch):
     """Once a retrieval cache selected from the layers that passed by."""
     engine = tiny_engine()
-    settings = hosted(engine, 1, 1, monkeypatch)
-    settings["sampling"] = SamplingParams()
-    greedy, _ = say(engine, [document], settings_of("triforce"), **settings)
+    settings = {**hosted(engine, 1, 1, monkeypatch), "sampling": SamplingParams()}
+    greedy, _ = say(engine, [document], TRIFORCE, **settings)
     assert say(engine, [document], settings_of("autoregressive"), **settings)[0] == greedy
 
 
@@ -311,13 +269,12 @@ def test_a_text_may_be_cancelled_while_another_is_read_layer_by_layer(monkeypatc
     engine = tiny_engine()
     hosted(engine, 1, 2, monkeypatch)
     generation = GenerationConfig(reserve=200, prefill_chunk=16)
-    run = engine.open(batch_size=2, speculation=settings_of("triforce"), generation=generation)
-    long = GenerationConfig(50, ignore_eos=True)
+    run = engine.open(batch_size=2, speculation=TRIFORCE, generation=generation)
+    long, short = (GenerationConfig(n, ignore_eos=True) for n in (50, 5))
     first = run.submit(Request([5] * 20, generation=long))
     assert any(isinstance(event, Token) for event in run)
-    second = run.submit(Request([*range(3, 103)], generation=GenerationConfig(5, ignore_eos=True)))
+    second = run.submit(Request([*range(3, 103)], generation=short))
     assert any(isinstance(it, PrefillProgress) and it.row == second for it in run)
     run.cancel(first)
-    events = itertools.takewhile(lambda event: not isinstance(event, Idle), run)
-    [end] = [event for event in events if isinstance(event, End)]
+    [end] = ends_of(itertools.takewhile(lambda event: not isinstance(event, Idle), run))
     assert (end.row, len(end.token_ids)) == (second, 5)

@@ -38,8 +38,9 @@ from minitri.plan import ACCEPTANCE, pass_table, passes
 from minitri.requests import Request
 from minitri.roofline import CARDS, CPU, Workload
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
-from minitri.stack import Stack, begin
+from minitri.stack import Stack
 from tools.bench.bandwidth import copy_bandwidth, idle_share
+from tools.runs import begin
 
 SAMPLING = SamplingParams(0.6, top_p=0.9)
 WARMUP_STEPS = 3
@@ -179,7 +180,7 @@ def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
             f"speedup {speedup:.2f}, synthetic"
             + (f"; the GPU is idle for {idle:.0%}" if idle is not None else "")
         )
-        print(pass_table(found, machine, measured), flush=True)
+        print(f"{pass_table(found, machine)}\nmeasured ms: {measured}", flush=True)
     return {**result, "rows": rows}
 
 

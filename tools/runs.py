@@ -1,0 +1,45 @@
+"""Runs without text and events, for measurements and tests."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from minitri.decoding.random_source import RandomSource
+from minitri.memory import Memory, MemoryShape, Models, allocate
+from minitri.requests import Request
+from minitri.settings import SpeculationConfig
+from minitri.stack import Stack
+
+
+class SimulatedStack(Stack):
+    """A stack whose stages have random sources of their own: to simulate acceptance."""
+
+    def __init__(
+        self, memory: Memory, shape: MemoryShape, sources: Mapping[str, RandomSource]
+    ) -> None:
+        self._sources = sources
+        super().__init__(memory, shape)
+
+    def source_of(self, stage: str) -> Any:
+        return self._sources.get(stage, self.source)
+
+
+def begin(
+    models: Models,
+    requests: Sequence[Request],
+    speculation: SpeculationConfig,
+    *,
+    sources: Mapping[str, RandomSource] | None = None,
+    **memory: Any,
+) -> Stack:
+    """A stack over memory of its own, one row for each request, whose prompts are token ids.
+
+    `sources` replaces the random sources of the named stages; `memory` is passed to `allocate`.
+    """
+    first = requests[0]
+    prompts = [[int(token) for token in it.prompt] for it in requests]
+    lengths = tuple(len(prompt) for prompt in prompts)
+    shape = MemoryShape(lengths, first.sampling, first.generation, speculation)
+    stack = SimulatedStack(allocate(models, shape, **memory), shape, sources or {})
+    for b, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
+        stack.admit(b, prompt, request)
+    return stack
