@@ -50,7 +50,7 @@ def stream(
         is_stopped = True
         log.info("stopping after this step; another Ctrl-C stops at once")
 
-    total = run.rows[0].num_prompt_tokens
+    total = len(run.rows[0].prompt)
     hidden = True if quiet else None
     before = signal.signal(signal.SIGINT, stop)
     try:
