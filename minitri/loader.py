@@ -6,11 +6,13 @@ from collections.abc import Callable
 from minitri.config import ModelConfig
 from minitri.drafters.plugin import Drafter
 from minitri.engine import Engine
-from minitri.errors import InputError, shorten
-from minitri.loading.devices import ModelChoice
+from minitri.errors import InputError, printable, shorten
+from minitri.loading.devices import ModelChoice, retrieval_copy
+from minitri.loading.hf_config import read_sampling
 from minitri.loading.named_models import DEFAULT_MODEL
-from minitri.loading.open_models import OpenModels
+from minitri.loading.open_models import OpenModel, open_drafter
 from minitri.loading.tokenizer import Tokenizer
+from minitri.parallel.ranks import join
 
 
 def load(
@@ -53,9 +55,20 @@ def load(
     choice = ModelChoice(
         model, dtype, attention, weights, draft_weights, device, rope_scaling, lookup
     )
-    files = OpenModels(choice, progress=progress)
+    join().check_same("models, or ways to load them", choice)
+    target = OpenModel(choice, progress=progress)
+    tokenizer, config = target.tokenizer, target.config
+    if tokenizer is None:
+        owner = printable(config.draft_of)
+        raise InputError(
+            f"{config.name} is a drafter for {owner}, not a model; give it as --draft, and {owner} "
+            "as --model"
+        )
+    opened_draft = open_drafter(choice, tokenizer, progress)
+    defaults = read_sampling(target.checkpoint.generation_config, config.name)
     if before_weights is not None:
-        before_weights(files.tokenizer, files.config)
-    target, draft_model, retrieval_model = files.load()
-    defaults = files.sampling_defaults
-    return Engine(target, files.tokenizer, draft_model, retrieval_model, drafter, defaults)
+        before_weights(tokenizer, config)
+    loaded = target.load()
+    retrieval_model = retrieval_copy(loaded, draft_weights)
+    draft_model = opened_draft.load(loaded) if opened_draft is not None else None
+    return Engine(loaded, tokenizer, draft_model, retrieval_model, drafter, defaults)

@@ -19,10 +19,9 @@ from minitri import (
     SpeculationConfig,
     Token,
 )
-from minitri.loading.devices import choose_dtype
 from minitri.loading.text_stream import StopScanner
 from minitri.requests import Row
-from tests.conftest import CPU, new_cache
+from tests.conftest import new_cache
 from tests.strategies import WRONG
 
 PROMPTS = [[5, 6, 7], list(range(10, 60)), [9], [4] * 20]
@@ -230,13 +229,6 @@ def test_weights_that_are_not_numbers_give_an_error_and_no_text(folder):
     broken.model.norm.weight[3] = torch.nan
     with pytest.raises(InputError, match="logits that are not finite"):
         run(broken, PROMPTS[0])
-
-
-@pytest.mark.parametrize("has_it", [True, False])
-def test_a_dtype_without_instructions_is_warned_of(has_it, monkeypatch, caplog):
-    monkeypatch.setattr("minitri.loading.devices.can_pack", lambda dtype, device: has_it)
-    assert choose_dtype("bfloat16", CPU) == torch.bfloat16
-    assert ("no instructions for bfloat16" in caplog.text) == (not has_it)
 
 
 def test_a_default_drafter_that_cannot_be_had_gives_way_to_ngrams(folder, monkeypatch, caplog):

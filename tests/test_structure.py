@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "generation": "errors settings stats model decoding gpu requests memory stack pool",
     "engine": "errors config settings model drafters caches gpu loading requests memory pool "
     "generation",
-    "loader": "errors config drafters loading engine",
+    "loader": "errors config drafters loading parallel engine",
 }
 """By room or file, the others that it may import. Programs and cli may import all."""
 FILES = sorted(file for file in PACKAGE.rglob("*.py") if file != PACKAGE / "__init__.py")

@@ -9,6 +9,7 @@ the result is the same.
 """
 
 import datetime
+import functools
 import json
 import math
 import time
@@ -42,7 +43,7 @@ class ChatTemplate:
         self._environment = Environment()
         with explain("the model's chat template is not valid", ADVICE):
             self._template = self._environment.from_string(source)
-        self._special_tokens = dict(special_tokens)
+        self._special_tokens = special_tokens
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """The text of a conversation, and with `add_generation_prompt` the beginning of the answer.
@@ -54,7 +55,7 @@ class ChatTemplate:
             self._environment.deadline = time.monotonic() + MAX_SECONDS
             self._environment.room = MAX_SIZE
             return self._template.render(
-                messages=[dict(message) for message in messages],
+                messages=[*messages],
                 add_generation_prompt=add_generation_prompt,
                 tools=None,
                 documents=None,
@@ -73,16 +74,16 @@ class Environment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
         )
-        self.filters["tojson"] = to_json
+        # Jinja's own filter would escape what means something in HTML.
+        self.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
         self.globals["raise_exception"] = complain
         self.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
 
     def _parse(self, *source: Any) -> nodes.Template:
-        """Has loops and macros look at the clock, and `~` put its texts together by `concat`."""
+        """Has loops look at the clock, and `~` put its texts together by `concat`."""
         tree = super()._parse(*source)
-        blocks: Any = tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))
-        for block in blocks:
-            block.body.insert(0, nodes.ExprStmt(call("spend", nodes.Const(0))))
+        for loop in tree.find_all(nodes.For):
+            loop.body.insert(0, nodes.ExprStmt(call("spend", nodes.Const(0))))
         for chain in tree.find_all(nodes.Concat):
             texts = [nodes.Filter(it, "string", [], [], None, None) for it in chain.nodes]
             chain.nodes = [call("concat", nodes.List(texts))]
@@ -123,11 +124,6 @@ class GenerationBlock(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def to_json(value: Any, **settings: Any) -> str:
-    """Jinja's own filter would escape what means something in HTML."""
-    return json.dumps(value, **{"ensure_ascii": False, **settings})
 
 
 def complain(message: str) -> None:

@@ -4,8 +4,6 @@ A row holds what must be known before any file is read. Its shape serves `minitr
 `bench --load dummy`, which need no weights; a model that really runs has that of its config file.
 """
 
-import dataclasses
-import difflib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -97,11 +95,10 @@ def shape_of(name: str) -> ModelConfig | None:
     """The config of a named model, as far as the table tells; None for any other name."""
     if name not in MODELS:
         return None
-    kind, *sizes, tied = dict(_rows(_SHAPES))[name]
-    names = [field.name for field in dataclasses.fields(ModelConfig)]
-    settings: dict[str, Any] = dict(zip(names, map(int, sizes), strict=False))
-    settings |= {"context_length": MODELS[name].context, "name": name, **FAMILIES[kind]}
-    return ModelConfig(tie_word_embeddings=tied == "yes", **settings)
+    kind, *row, tied = dict(_rows(_SHAPES))[name]
+    sizes: list[Any] = [*map(int, row), MODELS[name].context]
+    settings = {"tie_word_embeddings": tied == "yes", "name": name, **FAMILIES[kind]}
+    return ModelConfig(*sizes, **settings)
 
 
 def table() -> str:
@@ -111,9 +108,7 @@ def table() -> str:
 
 def unknown_model(name: str) -> InputError:
     """The error for a model that is neither a name, nor a path, nor a hub repository."""
-    close = difflib.get_close_matches(name, MODELS, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
     return InputError(
-        f"unknown model {name!r}: {hint}give a folder or file, a hub repository ORG/NAME, or one "
-        f"of {', '.join(MODELS)}"
+        f"unknown model {name!r}; give a folder or file, a hub repository ORG/NAME, or one of "
+        f"{', '.join(MODELS)}"
     )

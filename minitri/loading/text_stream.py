@@ -29,8 +29,7 @@ class StopScanner:
             self.found = True
             self._held = ""
             return text[: min(ends)[1]]
-        keep = max((overlap(text, stop) for stop in self._stop), default=0)
-        cut = len(text) - keep
+        cut = len(text) - max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[cut:]
         return text[:cut]
 

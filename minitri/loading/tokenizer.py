@@ -31,8 +31,9 @@ class SentencePieceBackend:
 
     def encode_marked(self, text: str) -> list[int]:
         """Token ids of a text in which control tokens are spelled out."""
-        ids = range(self.num_tokens)
-        marks = {self.token(token): token for token in ids if self._processor.is_control(token)}
+        model = self._processor
+        ids = filter(model.is_control, range(self.num_tokens))
+        marks = {model.id_to_piece(token): token for token in ids}
         found: list[int] = []
         for part in re.split(f"({'|'.join(map(re.escape, marks))})", text):
             found += [marks[part]] if part in marks else self.encode(part)
@@ -42,8 +43,8 @@ class SentencePieceBackend:
         # A model's vocabulary may be padded beyond the pieces, and the library refuses such ids.
         return str(self._processor.decode([token for token in ids if token < self.num_tokens]))
 
-    def token(self, number: int) -> str:
-        return str(self._processor.id_to_piece(number))
+    def token(self, number: int) -> str | None:
+        return self._processor.id_to_piece(number) if number < self.num_tokens else None
 
 
 class TokenizersBackend:

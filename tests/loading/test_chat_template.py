@@ -104,7 +104,7 @@ def test_of_several_templates_the_default_counts_and_a_file_counts_most(with_tem
     folder, write = with_template
     several = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     assert write(several).chat_template.render([]) == "D"
-    assert write(several[:1]).chat_template.render([]) == "T"
+    assert write(several[:1]).chat_template is None
     (folder / "chat_template.jinja").write_text("F{{ bos_token }}{{ eos_token }}")
     assert write(several).chat_template.render([]) == "F<s></s>"
     (folder / "chat_template.jinja").write_bytes(b"\xff")

@@ -26,7 +26,7 @@ from minitri.settings import LONGEST_BLOCK
 from minitri.stack import prior_seconds
 from tests.cascades import Rig
 from tests.conftest import byte_level_tokenizer, new_cache, write_hf_folder
-from tests.loading.gguf_writer import PARTS, write_gguf
+from tests.loading.gguf_writer import stored_name, write_gguf
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
 
@@ -62,9 +62,8 @@ def write(weights, path, kind, **others):
 
     def add(writer):
         for name, (tensor, other) in apart.items():
-            _, _, number, part = name.removesuffix(".weight").split(".", 3)
             values = gguf.quantize(tensor.numpy(), other)
-            writer.add_tensor(f"blk.{number}.{PARTS[part]}.weight", values, raw_dtype=other)
+            writer.add_tensor(stored_name(name), values, raw_dtype=other)
 
     return write_gguf(path, config, byte_level_tokenizer(), tensors, kind=kind, add=add)
 

@@ -68,8 +68,8 @@ def test_a_gguf_file_is_the_same_model(relative, tmp_path):
         ("qwen2", {"use_sliding_window": True, "sliding_window": 64}, "has sliding_window=64"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ("qwen3", {"layer_types": 7}, "wrong value"),
-        ("qwen2", {"num_key_value_heads": None}, "num_key_value_heads"),
-        ("qwen2", {"max_position_embeddings": None}, "max_position_embeddings"),
+        ("qwen2", {"num_key_value_heads": None}, "num_kv_heads"),
+        ("qwen2", {"max_position_embeddings": None}, "context_length"),
         ("smollm3", {}, "a 'smollm3' model; use one of a kind that minitri runs: llama"),
     ],
 )

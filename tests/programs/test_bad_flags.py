@@ -16,7 +16,7 @@ MODULES = {
 }
 BAD = """
 generate --model no-such-model | 'no-such-model'
-generate --model smollm2-135 | did you mean smollm2-135m?
+generate --model smollm2-135 | unknown model
 generate --prompt '' | prompt is empty
 generate --prompt-file /nowhere/x.txt | /nowhere/x.txt
 generate --prompt-file / | cannot read /

@@ -14,8 +14,6 @@ _LLAMA3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-
-
 _CUTS: dict[Any, str | None] = {"gpt-2": None, "default": None, "smollm": None, None: None}
 _CUTS |= {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "qwen2": _QWEN}
 """How a text is cut into words first, by `tokenizer.ggml.pre`; None: in GPT-2's way."""
@@ -36,8 +34,6 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> tuple[Backend, bool]:
 
 def _byte_level_bpe(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre")
-    if pre not in list(_CUTS):
-        raise ValueError(f"it cuts words in the way {shorten(repr(pre), 60)}")
     pattern = _CUTS[pre]
     words: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)]
     if pattern is not None:
@@ -47,7 +43,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     tokens = metadata["tokenizer.ggml.tokens"]
     vocab = {token: number for number, token in enumerate(tokens)}
     if len(vocab) < len(tokens):
-        raise ValueError(f"{len(tokens) - len(vocab)} of {len(tokens)} tokens are there twice")
+        raise ValueError("it has a token twice")
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     bpe = models.BPE(vocab=vocab, merges=merges, ignore_merges=pattern is _LLAMA3)
     pipeline = tokenizers.Tokenizer(bpe)
@@ -57,10 +53,12 @@ def _byte_level_bpe(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
         pipeline.normalizer = normalizers.NFC()
     CONTROL, USER_DEFINED = 3, 4
     types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
-    for token, kind in zip(tokens, types, strict=True):
-        if kind in (CONTROL, USER_DEFINED):
-            added = tokenizers.AddedToken(token, special=bool(kind == CONTROL), normalized=False)
-            pipeline.add_tokens([added])
+    added = [
+        tokenizers.AddedToken(token, special=bool(kind == CONTROL), normalized=False)
+        for token, kind in zip(tokens, types, strict=True)
+        if kind in (CONTROL, USER_DEFINED)
+    ]
+    pipeline.add_tokens(added)
     return pipeline
 
 
