@@ -121,7 +121,3 @@ class ModelConfig:
             )
         shares = {name: getattr(self, name) // count for name in SPLIT}
         return dataclasses.replace(self, vocab_size=-(-self.vocab_size // count), **shares)
-
-    def with_eos(self, token_ids: tuple[int, ...]) -> Self:
-        """This model with other end-of-sequence tokens."""
-        return dataclasses.replace(self, eos_token_ids=token_ids)

@@ -1,11 +1,7 @@
 """Chat templates: how a model wants a conversation written, in Jinja, as its files say.
 
-    template = tokenizer.chat_template
-    template.render([{"role": "user", "content": "Who is Anne?"}])
-
-A template comes with a model from anywhere, so it runs in Jinja's sandbox, which keeps it away from
-Python, and within limits of time and size. What it can use is what `transformers` offers, so that
-the result is the same.
+A template comes from anywhere, so it runs in Jinja's sandbox, which keeps it away from Python, and
+within limits of time and size. It can use what `transformers` offers, so the result is the same.
 """
 
 import datetime
@@ -36,10 +32,7 @@ class ChatTemplate:
     """A model's template, ready to render conversations."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens` are the texts of `bos_token`, `eos_token` and the like.
-
-        Raises `InputError` if the template is none.
-        """
+        """`special_tokens` are texts of `bos_token` and the like. Raises `InputError`."""
         self._environment = Environment()
         with explain("the model's chat template is not valid", ADVICE):
             self._template = self._environment.from_string(source)
@@ -48,8 +41,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """The text of a conversation, and with `add_generation_prompt` the beginning of the answer.
 
-        A special token that a message spells out counts as one, as in `transformers`. Raises
-        `InputError` with the template's own message if the conversation does not suit it.
+        Raises `InputError` with the template's own message if the conversation does not suit it.
         """
         with explain("the model's chat template fails", ADVICE):
             self._environment.deadline = time.monotonic() + MAX_SECONDS
@@ -71,9 +63,8 @@ class Environment(ImmutableSandboxedEnvironment):
     room = 0
 
     def __init__(self) -> None:
-        super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
-        )
+        extensions = [GenerationBlock, loopcontrols]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         # Jinja's own filter would escape what means something in HTML.
         self.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
         self.globals["raise_exception"] = complain

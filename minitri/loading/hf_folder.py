@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minitri.config import ModelConfig
 from minitri.errors import InputError, explain
-from minitri.loading.hf_config import as_token_ids, read_config
+from minitri.loading.hf_config import read_config
 from minitri.loading.tokenizer import Backend, SentencePieceBackend, TokenizersBackend
 
 
@@ -28,9 +28,9 @@ class Folder:
 
     def config(self, name: str) -> ModelConfig:
         """The model's shape. End-of-sequence tokens in generation_config.json win."""
-        config = read_config(read_json(self.path / "config.json"), name)
-        eos = as_token_ids(self.generation_config.get("eos_token_id"))
-        return config.with_eos(eos or config.eos_token_ids)
+        settings = read_json(self.path / "config.json")
+        eos = self.generation_config.get("eos_token_id")
+        return read_config(settings if eos is None else settings | {"eos_token_id": eos}, name)
 
     @property
     def generation_config(self) -> dict[str, Any]:

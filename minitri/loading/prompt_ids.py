@@ -17,8 +17,6 @@ def encode_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer) -> 
     """Token ids of one prompt or several; tensors and arrays will do. Raises `InputError`."""
     try:
         items: list[Any] = [prompts] if isinstance(prompts, str) else _as_list(prompts)
-        if not items:
-            raise TypeError
         if not isinstance(items[0], str | Sequence) and not getattr(items[0], "shape", ()):
             items = [items]  # one list of token ids, or tensor or array of one dimension
         return [
@@ -27,7 +25,7 @@ def encode_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer) -> 
             else [operator.index(token) for token in _as_list(prompt)]
             for prompt in items
         ]
-    except TypeError:
+    except (TypeError, IndexError):
         raise InputError(
             f"the prompt is {shorten(repr(prompts), 60)}; give a text, a list of token ids, or a "
             "list of those"

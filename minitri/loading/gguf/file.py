@@ -1,15 +1,13 @@
 """A GGUF file: llama.cpp's container of weights, hyper-parameters and tokenizer in one.
 
-`container.py` parses, the `gguf` package dequantizes, and `blocks.py` repacks what stays quantized.
 Names and conventions become those of Hugging Face here, so that nobody else needs to know others.
 One trap: of a Llama, GGUF pairs neighbouring dimensions in the rotary embedding, so it stores the
 rows of q and k in another order; they are put back.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,26 +18,26 @@ from minitri.config import ModelConfig
 from minitri.errors import explain, printable
 from minitri.loading.gguf.blocks import BITS, repack
 from minitri.loading.gguf.vocabulary import read_vocabulary
-from minitri.loading.hf_config import check_family, read_config, require
+from minitri.loading.hf_config import read_config, require
 from minitri.loading.tokenizer import Backend
 
-_NAMES = {
-    "blk": "model.layers",
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+_NAMES = """
+blk          model.layers
+token_embd   model.embed_tokens
+output_norm  model.norm
+output       lm_head
+attn_norm    input_layernorm
+attn_q       self_attn.q_proj
+attn_k       self_attn.k_proj
+attn_v       self_attn.v_proj
+attn_output  self_attn.o_proj
+attn_q_norm  self_attn.q_norm
+attn_k_norm  self_attn.k_norm
+ffn_norm     post_attention_layernorm
+ffn_gate     mlp.gate_proj
+ffn_up       mlp.up_proj
+ffn_down     mlp.down_proj
+"""
 _KEYS = {
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
@@ -48,6 +46,7 @@ _KEYS = {
     "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length",
     "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "bos_token_id": "tokenizer.ggml.bos_token_id",
 }
 _ROPE_KEYS = {
@@ -73,19 +72,18 @@ _ROPE_DIVISORS = "rope_freqs.weight"
 class GgufFile:
     """An open GGUF file. Raises `InputError` for one that is damaged."""
 
-    generation_config: Mapping[str, Any] = MappingProxyType({})
-    """Such a file recommends no way to sample."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         with explain(f"{path.name} needs the package gguf", "run: pip install 'minitri[gguf]'"):
             from minitri.loading.gguf.container import read_container
         with explain(f"{path.name} is not a whole GGUF file"):
             self.metadata, stored = read_container(path)
+        names = dict(line.split() for line in _NAMES.strip().splitlines())
         self._tensors = {
-            ".".join(_NAMES.get(part, part) for part in name.split(".")): tensor
+            ".".join(names.get(part, part) for part in name.split(".")): tensor
             for name, tensor in stored.items()
         }
+        self.generation_config: dict[str, Any] = {}  # such a file recommends no way to sample
         self._architecture = self.metadata.get("general.architecture")
         self.tokenizer_config = {
             "chat_template": self.metadata.get("tokenizer.chat_template"),
@@ -98,7 +96,6 @@ class GgufFile:
 
     def config(self, name: str) -> ModelConfig:
         """The model's shape. Raises `InputError` for a model of another family."""
-        check_family(self._architecture, self.path.name)
         with explain(f"{self.path.name} has damaged hyper-parameters"):
             start = f"{self._architecture}."
             settings = {key.removeprefix(start): it for key, it in self.metadata.items()}
@@ -106,13 +103,10 @@ class GgufFile:
                 settings.setdefault("rope.scaling.type", "linear")
             ends = [settings.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot")]
             first = "model.layers.0.self_attn"
-            # A float32; the shortest decimal that rounds to it is what the author wrote.
-            epsilon = float(f"{settings['attention.layer_norm_rms_epsilon']:.6g}")
             config = read_config(
                 {
                     **{name: settings.get(key) for name, key in _KEYS.items()},
                     "model_type": self._architecture,
-                    "rms_norm_eps": epsilon,
                     "vocab_size": self._tensors["model.embed_tokens.weight"].shape[0],
                     "tie_word_embeddings": "lm_head.weight" not in self._tensors,
                     "attention_bias": f"{first}.q_proj.bias" in self._tensors,
@@ -123,12 +117,13 @@ class GgufFile:
                 name,
             )
             require(settings, _RUNS | {"rope.dimension_count": config.head_dim}, self.path.name)
-            if (stored := self._tensors.get(_ROPE_DIVISORS)) is None:
-                return config
-            if (stored.type.name, stored.shape) != ("F32", (config.head_dim // 2,)):
-                raise ValueError(f"RoPE divisors of type {stored.type.name}, shape {stored.shape}")
-            divisors = tuple(stored.data.view("<f4").tolist())
-            return replace(config, rope=replace(config.rope, frequency_divisors=divisors))
+            rope = config.rope
+            if stored := self._tensors.get(_ROPE_DIVISORS):
+                if (stored.type.name, stored.shape) != ("F32", (config.head_dim // 2,)):
+                    raise ValueError(f"RoPE divisors of {stored.type.name} {stored.shape}")
+                rope = replace(rope, frequency_divisors=tuple(stored.data.view("<f4").tolist()))
+            # A float32; the shortest decimal that rounds to it is what the author wrote.
+            return replace(config, rope=rope, rms_norm_eps=float(f"{config.rms_norm_eps:.6g}"))
 
     def quantized(self) -> dict[tuple[str, tuple[int, ...]], int]:
         """Bits of the matrices whose numbers the CPU kernels can read, by name and shape."""
@@ -141,10 +136,8 @@ class GgufFile:
     def tensors(
         self, config: ModelConfig, packed: Collection[str] = ()
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its Hugging Face name, one at a time, dequantized to float32.
-
-        Those that are named in `packed` stay quantized: rows of `cpu/quantized.py`.
-        """
+        """Every weight under its Hugging Face name, one at a time, dequantized to float32; those
+        that are named in `packed` stay quantized, as rows of `cpu/quantized.py`."""
         from gguf import dequantize
 
         for name, stored in self._tensors.items():
@@ -158,11 +151,7 @@ class GgufFile:
                     weight = torch.from_numpy(np.require(values, requirements="W"))  # no view
                 for part, heads in (("q_proj", config.num_heads), ("k_proj", config.num_kv_heads)):
                     if self._architecture == "llama" and part in name:
-                        weight = _neighbours_to_halves(weight, heads)
+                        # From pairs (0, 1), (2, 3), ... of each head to (i, i + D/2).
+                        pairs = weight.view(heads, -1, 2, *weight.shape[1:])
+                        weight = pairs.transpose(1, 2).reshape(weight.shape)
             yield name, weight
-
-
-def _neighbours_to_halves(weight: Tensor, num_heads: int) -> Tensor:
-    """Rows of each head from pairs (0, 1), (2, 3), ... to (i, i + D/2), as `Rotary` wants them."""
-    pairs = weight.view(num_heads, -1, 2, *weight.shape[1:])
-    return pairs.transpose(1, 2).reshape(weight.shape)

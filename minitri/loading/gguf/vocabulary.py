@@ -6,7 +6,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from minitri.errors import explain, shorten
+from minitri.errors import shorten
 from minitri.loading.tokenizer import Backend, SentencePieceBackend, TokenizersBackend
 
 _LLAMA3 = (
@@ -20,10 +20,8 @@ _CUTS |= {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "qwen2": _QWEN}
 
 
 def read_vocabulary(metadata: Mapping[str, Any]) -> tuple[Backend, bool]:
-    """The tokenizer, and whether prompts start with BOS unless the file says otherwise.
-
-    Raises `ValueError` for one that minitri does not know, and others for damaged ones.
-    """
+    """The tokenizer, and whether prompts start with BOS unless the file says otherwise. Raises
+    `ValueError` for a kind that minitri does not know, and others for damaged files."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "llama":
         return SentencePieceBackend(_sentencepiece_model(metadata)), True
@@ -52,7 +50,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     if pattern is _QWEN:
         pipeline.normalizer = normalizers.NFC()
     CONTROL, USER_DEFINED = 3, 4
-    types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    types = metadata["tokenizer.ggml.token_type"]
     added = [
         tokenizers.AddedToken(token, special=bool(kind == CONTROL), normalized=False)
         for token, kind in zip(tokens, types, strict=True)
@@ -64,8 +62,8 @@ def _byte_level_bpe(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
 def _sentencepiece_model(metadata: Mapping[str, Any]) -> bytes:
     """A sentencepiece model with the pieces, scores and types of the file."""
-    with explain("this tokenizer needs the package protobuf", "run: pip install 'minitri[gguf]'"):
-        from sentencepiece import sentencepiece_model_pb2 as messages
+    from sentencepiece import sentencepiece_model_pb2 as messages  # needs the package protobuf
+
     parts = ("tokens", "scores", "token_type")
     pieces = zip(*(metadata[f"tokenizer.ggml.{part}"] for part in parts), strict=True)
     add_space = metadata.get("tokenizer.ggml.add_space_prefix", True)
