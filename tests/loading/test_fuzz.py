@@ -49,18 +49,18 @@ def loaded(path: Path, kind: str) -> minitri.Engine | None:
     """The model, or None if it was refused in one line."""
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(60)
+    outcome, engine = "accepted", None
     try:
         engine = load(path)
     except InputError as error:
+        outcome = "refused"
         message = str(error)
         assert message.isprintable(), message
         assert len(message) < 1000, message
-        outcomes[f"{kind}: refused"] += 1
-        return None
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-    outcomes[f"{kind}: accepted"] += 1
+    outcomes[f"{kind}: {outcome}"] += 1
     return engine
 
 

@@ -62,8 +62,8 @@ class _Reader:
 
 
 def read_container(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """Metadata and tensors by their names. A tensor begins where the one before it ends; so none can
-    be of another type or shape. Raises `ValueError` and others for a damaged file."""
+    """Metadata and tensors by their names. A tensor begins where the one before it ends, so none is
+    of another type or shape. Raises `ValueError` and others for a damaged file."""
     reader = _Reader(path)
     if reader.number("<u4") != gguf.GGUF_MAGIC or reader.number("<u4") not in (2, 3):
         raise ValueError("it does not begin with GGUF and version 2 or 3")
