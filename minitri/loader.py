@@ -57,7 +57,8 @@ def load(
     )
     join().check_same("models, or ways to load them", choice)
     target = OpenModel(choice, progress=progress)
-    tokenizer, config = target.tokenizer, target.config
+    tokenizer = target.tokenizer
+    config = target.config
     if tokenizer is None:
         owner = printable(config.draft_of)
         raise InputError(

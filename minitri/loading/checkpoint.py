@@ -96,7 +96,8 @@ def load_model(
 
 def _check_drafter(model: Llama, target: Llama, path: Path) -> None:
     """Raises `InputError` unless the target's table is the one that the drafter was made with."""
-    config, lent, head = model.config, target.config, model.lm_head
+    config = model.config
+    lent = target.config
     similarity = 0.0
     if (config.vocab_size, config.hidden_size) == (lent.vocab_size, lent.hidden_size):
         rows = target.embed(sample_of_vocabulary(config).to(target.device)).float()
@@ -107,8 +108,8 @@ def _check_drafter(model: Llama, target: Llama, path: Path) -> None:
             f"the drafter {config.name} was made for {printable(config.draft_of)}, whose "
             f"embeddings are not those of {lent.name}; use another, or --draft suffix"
         )
-    assert isinstance(head, TrimmedHead)
-    ids = head.token_ids
+    assert isinstance(model.lm_head, TrimmedHead)
+    ids = model.lm_head.token_ids
     if not 0 <= ids.min() <= ids.max() < config.vocab_size or len(ids.unique()) < len(ids):
         raise InputError(
             f"{path}: lm_head.token_ids are not {len(ids)} different tokens of "
@@ -118,7 +119,8 @@ def _check_drafter(model: Llama, target: Llama, path: Path) -> None:
 
 def placements(model: Llama) -> dict[str, Tensor]:
     """Where every tensor of a checkpoint goes: its name, and the view of a parameter it fills."""
-    config, head = model.config, model.lm_head
+    config = model.config
+    head = model.lm_head
     places: dict[str, Tensor] = {"model.norm.weight": model.norm.weight}
     if isinstance(head, TrimmedHead):
         places["lm_head.weight"] = head.linear.weight
