@@ -78,13 +78,13 @@ class ModelConfig:
     """The LM head is the embedding table."""
     attention_bias: bool = False
     """The q, k, v projections have biases; see `output_bias` for the o projection."""
-    bos_token_id: int | None = None
+    bos_token_id: int | None = between(None, 0)
     eos_token_ids: tuple[int, ...] = ()
     name: str = "llama"
     draft_of: str | None = None
     """Name of the target whose embedding table, most of a small model, this drafter borrows; None:
     it has its own."""
-    head_size: int | None = None
+    head_size: int | None = between(None, 1)
     """With `draft_of`: tokens that the drafter's LM head covers, the frequent ones of the
     vocabulary. It never guesses the others. That makes it faster, and cannot change a text."""
     output_bias: bool | None = None
@@ -96,6 +96,8 @@ class ModelConfig:
         check_fields(self, "model config: ")
         if self.draft_of is not None and not 1 <= (self.head_size or 0) <= self.vocab_size:
             refuse(self, "head_size", f"it must be from 1 to {self.vocab_size}", "model config: ")
+        if not all(type(token) is int and token >= 0 for token in self.eos_token_ids):
+            refuse(self, "eos_token_ids", "they must be whole numbers from 0", "model config: ")
         if self.num_heads % self.num_kv_heads:
             wanted = f"it must be a multiple of num_kv_heads, {self.num_kv_heads}"
             refuse(self, "num_heads", wanted, "model config: ")
@@ -119,7 +121,3 @@ class ModelConfig:
             )
         shares = {name: getattr(self, name) // count for name in SPLIT}
         return dataclasses.replace(self, vocab_size=-(-self.vocab_size // count), **shares)
-
-    def with_eos(self, token_ids: tuple[int, ...]) -> Self:
-        """This model with other end-of-sequence tokens."""
-        return dataclasses.replace(self, eos_token_ids=token_ids)

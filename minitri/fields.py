@@ -7,6 +7,8 @@ from typing import Any, NoReturn, TypeVar
 from minitri.errors import MAX_COUNT, InputError, shorten
 
 T = TypeVar("T")
+KINDS: dict[Any, str] = {bool: "true or false", bool | None: "true or false"}
+KINDS |= {str: "a text", str | None: "a text"}
 
 
 def one_of(default: Any, *choices: Any) -> Any:
@@ -27,19 +29,24 @@ def changed(settings: T, values: Mapping[str, Any]) -> T:
 
 
 def check_fields(settings: Any, label: str = "") -> None:
-    """Raises `InputError` unless fields are as `one_of` and `between` say; `label` goes first."""
+    """Raises `InputError` unless fields are as `one_of` and `between` say, and texts, or true or
+    false, where their types are; `label` goes first."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         rule = field.metadata
+        kind: Any = field.type
         if choices := rule.get("choices"):
             wanted = f"one of {', '.join(map(str, choices))}"
             is_fine = any(type(value) is type(choice) and value == choice for choice in choices)
         elif "range" in rule and (value is not None or field.default is not None):
             least, most = rule["range"]
-            kind = int if isinstance(least, int) else int | float
-            wanted = f"a{' whole' * (kind is int)} number from {least:.6g} to {most:.15g}"
-            is_fine = isinstance(value, kind) and not isinstance(value, bool)
+            number = int if isinstance(least, int) else int | float
+            wanted = f"a{' whole' * (number is int)} number from {least:.6g} to {most:.15g}"
+            is_fine = isinstance(value, number) and not isinstance(value, bool)
             is_fine = is_fine and least <= value <= most
+        elif kind in KINDS:
+            wanted = KINDS[kind]
+            is_fine = isinstance(value, kind)
         else:
             continue
         if not is_fine:

@@ -2,38 +2,48 @@
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 from minitri.config import ModelConfig
 from minitri.drafters.plugin import Drafter
 from minitri.engine import Engine
-from minitri.errors import InputError, shorten
-from minitri.loading.devices import ModelChoice
+from minitri.errors import InputError, printable, shorten
+from minitri.loading.devices import ModelChoice, retrieval_copy
+from minitri.loading.hf_config import read_sampling
 from minitri.loading.named_models import DEFAULT_MODEL
-from minitri.loading.open_models import OpenModels
+from minitri.loading.open_models import OpenModel, open_drafter
 from minitri.loading.tokenizer import Tokenizer
+from minitri.parallel.ranks import join
 
 
 def load(
     model: str | os.PathLike[str] = DEFAULT_MODEL,
     *,
     draft: str | os.PathLike[str] = "auto",
+    dtype: str = "auto",
+    device: str = "auto",
+    attention: str = "auto",
+    rope_scaling: str | None = None,
+    weights: str = "auto",
+    draft_weights: str = "auto",
     drafter: Drafter | None = None,
     progress: bool = False,
     before_weights: Callable[[Tokenizer, ModelConfig], None] | None = None,
-    **choice: Any,
 ) -> Engine:
-    """Boots an engine. Raises `InputError`.
+    """Boots an engine: finds or fetches the files, reads config, tokenizer and weights.
 
     `model` is a name from `minitri.MODELS`, a folder or file, or a hub repository ORG/NAME. So is
     `draft`; or it is `suffix`, which looks the last words up in the text, or `auto`, the drafter of
     a named model, and `suffix` where there is none. A `drafter` is an object of yours that guesses
-    in its place, see `minitri.Drafter`. `progress` draws bars on standard error. `before_weights`
-    is given tokenizer and config before the weights are read: time to check a prompt.
-
-    `choice` may be `dtype`, `device`, `attention`, `rope_scaling`, `weights` and `draft_weights`,
-    as texts: the other fields of `ModelChoice` in `loading/devices.py`, which describes them. Under
-    torchrun each process holds a share of the model, and all must make the same calls.
+    in its place, see `minitri.Drafter`.
+    `dtype` is float32, bfloat16, float16 or auto (bfloat16 where that is fast). `device` is cpu,
+    cuda, cuda:N or auto. `attention` names a backend of `gpu/attention_backends.py` for short
+    blocks on a GPU. `rope_scaling` such as `yarn:4` stretches the context. `weights` `native`
+    leaves a GGUF file's 4 and 8 bits as they are (on a CPU); `auto` does not. `draft_weights` guess
+    with the retrieval cache: the `same`, or a copy, of which the text does not depend: `int4`, as
+    `auto` with compiled kernels, or `int8` (on a GPU). `progress` draws bars on standard error.
+    `before_weights` is given tokenizer and config before the weights are read: time to check a
+    prompt. Under torchrun each process holds a share of the model, and all must make the same
+    calls. Raises `InputError`.
     """
     if drafter is not None and (draft != "auto" or not callable(getattr(drafter, "guess", None))):
         given = f"drafter is {shorten(repr(drafter), 60)} with draft {shorten(repr(draft), 60)}"
@@ -42,9 +52,24 @@ def load(
         os.fsdecode(name) if isinstance(name, os.PathLike) else name for name in (model, draft)
     )
     lookup = draft if drafter is None else "suffix"
-    files = OpenModels(ModelChoice(model, draft=lookup, **choice), progress=progress)
+    choice = ModelChoice(
+        model, dtype, attention, weights, draft_weights, device, rope_scaling, lookup
+    )
+    join().check_same("models, or ways to load them", choice)
+    target = OpenModel(choice, progress=progress)
+    tokenizer = target.tokenizer
+    config = target.config
+    if tokenizer is None:
+        owner = printable(config.draft_of)
+        raise InputError(
+            f"{config.name} is a drafter for {owner}, not a model; give it as --draft, and {owner} "
+            "as --model"
+        )
+    opened_draft = open_drafter(choice, tokenizer, progress)
+    defaults = read_sampling(target.checkpoint.generation_config, config.name)
     if before_weights is not None:
-        before_weights(files.tokenizer, files.config)
-    target, draft_model, retrieval_model = files.load()
-    defaults = files.sampling_defaults
-    return Engine(target, files.tokenizer, draft_model, retrieval_model, drafter, defaults)
+        before_weights(tokenizer, config)
+    loaded = target.load()
+    retrieval_model = retrieval_copy(loaded, draft_weights)
+    draft_model = opened_draft.load(loaded) if opened_draft is not None else None
+    return Engine(loaded, tokenizer, draft_model, retrieval_model, drafter, defaults)

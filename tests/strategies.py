@@ -290,5 +290,5 @@ def make_engine(case: Case, eos: tuple[int, ...] = ()) -> Engine:
     context = max(max(prompt.length for prompt in case.prompts) + num_new + case.slack, 1)
     target = copy.copy(base_target())  # shares the weights
     config: ModelConfig = dataclasses.replace(CONFIG, context_length=context)
-    target.config = config.with_eos(eos)
+    target.config = dataclasses.replace(config, eos_token_ids=eos)
     return Engine(target, tokenizer(), drafter(case.drafter))

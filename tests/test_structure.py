@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "loading": "errors config fields folders settings model caches cpu gpu parallel",
     "generation": "errors settings stats model decoding gpu requests memory stack",
     "engine": "errors config settings model drafters caches gpu loading requests memory generation",
-    "loader": "errors config drafters loading engine",
+    "loader": "errors config drafters loading parallel engine",
 }
 """By room or file, the others that it may import. Programs and cli may import all."""
 FILES = sorted(file for file in PACKAGE.rglob("*.py") if file != PACKAGE / "__init__.py")

@@ -1,14 +1,11 @@
 """Chat templates: how a model wants a conversation written, in Jinja, as its files say.
 
-    template = tokenizer.chat_template
-    template.render([{"role": "user", "content": "Who is Anne?"}])
-
-A template comes with a model from anywhere, so it runs in Jinja's sandbox, which keeps it away from
-Python, and within limits of time and size. What it can use is what `transformers` offers, so that
-the result is the same.
+A template comes from anywhere, so it runs in Jinja's sandbox, which keeps it away from Python, and
+within limits of time and size. It can use what `transformers` offers, so the result is the same.
 """
 
 import datetime
+import functools
 import json
 import math
 import time
@@ -35,26 +32,22 @@ class ChatTemplate:
     """A model's template, ready to render conversations."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens` are the texts of `bos_token`, `eos_token` and the like.
-
-        Raises `InputError` if the template is none.
-        """
+        """`special_tokens` are texts of `bos_token` and the like. Raises `InputError`."""
         self._environment = Environment()
         with explain("the model's chat template is not valid", ADVICE):
             self._template = self._environment.from_string(source)
-        self._special_tokens = dict(special_tokens)
+        self._special_tokens = special_tokens
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """The text of a conversation, and with `add_generation_prompt` the beginning of the answer.
 
-        A special token that a message spells out counts as one, as in `transformers`. Raises
-        `InputError` with the template's own message if the conversation does not suit it.
+        Raises `InputError` with the template's own message if the conversation does not suit it.
         """
         with explain("the model's chat template fails", ADVICE):
             self._environment.deadline = time.monotonic() + MAX_SECONDS
             self._environment.room = MAX_SIZE
             return self._template.render(
-                messages=[dict(message) for message in messages],
+                messages=[*messages],
                 add_generation_prompt=add_generation_prompt,
                 tools=None,
                 documents=None,
@@ -70,19 +63,18 @@ class Environment(ImmutableSandboxedEnvironment):
     room = 0
 
     def __init__(self) -> None:
-        super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
-        )
-        self.filters["tojson"] = to_json
+        extensions = [GenerationBlock, loopcontrols]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        # Jinja's own filter would escape what means something in HTML.
+        self.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
         self.globals["raise_exception"] = complain
         self.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
 
     def _parse(self, *source: Any) -> nodes.Template:
-        """Has loops and macros look at the clock, and `~` put its texts together by `concat`."""
+        """Has loops look at the clock, and `~` put its texts together by `concat`."""
         tree = super()._parse(*source)
-        blocks: Any = tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))
-        for block in blocks:
-            block.body.insert(0, nodes.ExprStmt(call("spend", nodes.Const(0))))
+        for loop in tree.find_all(nodes.For):
+            loop.body.insert(0, nodes.ExprStmt(call("spend", nodes.Const(0))))
         for chain in tree.find_all(nodes.Concat):
             texts = [nodes.Filter(it, "string", [], [], None, None) for it in chain.nodes]
             chain.nodes = [call("concat", nodes.List(texts))]
@@ -123,11 +115,6 @@ class GenerationBlock(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def to_json(value: Any, **settings: Any) -> str:
-    """Jinja's own filter would escape what means something in HTML."""
-    return json.dumps(value, **{"ensure_ascii": False, **settings})
 
 
 def complain(message: str) -> None:

@@ -1,17 +1,14 @@
 """Weights from disk into a `Llama`: from a Hugging Face folder or a GGUF file.
 
-Every tensor is copied straight into its place, a view of the parameter that it belongs to; several
-fill one fused projection. So memory holds one copy of the weights and one shard. Whatever is
-missing, unexpected or of a wrong shape is named.
+Every tensor is copied into its place, a view of a parameter; several fill one fused projection. So
+memory holds one copy of the weights and one shard.
 
 Some drafters borrow the embedding table of their target (`ModelConfig.draft_of`). With another
-target they would guess badly without any error. So their files keep a sample of the table that
-they were made with, and loading compares it with the table that is lent.
+target they would guess badly without any error, so their files keep a sample of the right table.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +23,10 @@ from minitri.cpu.kernel_layers import keep_quantized, use_kernels
 from minitri.cpu.packed import can_pack, pack_linears
 from minitri.errors import InputError, explain, printable
 from minitri.gpu.fused_modules import fuse_if_possible
-from minitri.loading.devices import kernels_for
+from minitri.loading.devices import attention_for, kernels_for
 from minitri.loading.gguf.blocks import BITS
 from minitri.loading.gguf.file import GgufFile
 from minitri.loading.hf_folder import Folder
-from minitri.model.attention import Attend, attend_math
 from minitri.model.execution import Ranks
 from minitri.model.linear import TrimmedHead
 from minitri.model.llama import Llama, sample_of_vocabulary
@@ -40,12 +36,11 @@ from minitri.parallel.split import SplitLlama, share
 MIN_SIMILARITY = 0.9
 """Least median cosine of a drafter's sample of embeddings: copies of one model differ a little."""
 
-
 Checkpoint = Folder | GgufFile
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A GGUF file, by its ending, or else a Hugging Face folder or a file in one."""
+    """A GGUF file, by its ending, or else a Hugging Face folder."""
     return GgufFile(path) if path.suffix == ".gguf" and path.is_file() else Folder(path)
 
 
@@ -55,32 +50,39 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    attend: Attend = attend_math,
+    attention: str = "auto",
     target: Llama | None = None,
     native: bool = False,
     progress: bool = False,
     ranks: Ranks = Ranks(),  # noqa: B008
 ) -> Llama:
-    """A model that is ready to run.
+    """A model that is ready to run. Raises `InputError` for files that do not fit the config.
 
-    `target` lends its embedding table to a drafter that has none; it has the same dtype and device.
-    A CPU computes with compiled kernels, or else from oneDNN's packed layout (`cpu/packed.py`).
-    `native` leaves quantized what the kernels can read so. Raises `InputError` for files that are
-    missing, damaged or do not fit the config.
+    `target`, of the same dtype and device, lends its embedding table to a drafter that has none.
+    `attention` may name a kernel of a GPU. `native` leaves quantized what the kernels can read so.
     """
     lender = target if config.draft_of is not None else None
-    make: Any = partial(SplitLlama, ranks=ranks) if isinstance(ranks, RankGroup) else Llama
+    attend = attention_for(device, dtype, config, attention)
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "target": lender, "attend": attend}
     advice = "use a smaller model or dtype, or check the sizes in the config"
     with explain(f"the weights of {config.name} do not fit on {device}", advice):
         # There may be no memory, or sizes may be beyond those of any tensor.
-        options = {"dtype": dtype, "device": device, "target": lender, "attend": attend}
-        model = make(config, **options)
+        if isinstance(ranks, RankGroup):
+            model: Llama = SplitLlama(config, ranks=ranks, **options)
+        else:
+            model = Llama(config, **options)
     kernels = kernels_for(device, config) if ranks.count == 1 else None
     if kernels is not None:
         use_kernels(model, kernels)
-    tensors = _native_tensors(model, checkpoint) if native else checkpoint.tensors(config)
-    shares = ((name, share(name, tensor, ranks)) for name, tensor in tensors)
-    _fill(model, shares, checkpoint.path, progress)
+    packed = list[str]()
+    if native and isinstance(checkpoint, GgufFile):
+        packed = keep_quantized(model, placements(model), checkpoint.quantized())
+    if native and not packed:
+        raise InputError(
+            f"--weights native needs a GGUF file with matrices of {', '.join(BITS)} and the "
+            f"compiled kernels, which {config.name} on {device} does not have; leave it out"
+        )
+    _fill(model, checkpoint.tensors(config, packed), checkpoint.path, progress)
     if lender is not None:
         _check_drafter(model, lender, checkpoint.path)
     if kernels is None and can_pack(dtype, device):
@@ -91,24 +93,10 @@ def load_model(
     return model
 
 
-def _native_tensors(model: Llama, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file, for a model whose layers wait for quantized ones where they can."""
-    if isinstance(checkpoint, GgufFile):
-        packed = keep_quantized(model, placements(model), checkpoint.quantized())
-        if packed:
-            return checkpoint.tensors(model.config, packed=packed)
-    raise InputError(
-        f"--weights native needs a GGUF file with matrices of {', '.join(BITS)} and the compiled "
-        f"kernels, which {model.config.name} on {model.device} does not have; leave it out"
-    )
-
-
 def _check_drafter(model: Llama, target: Llama, path: Path) -> None:
     """Raises `InputError` unless the target's table is the one that the drafter was made with."""
-    head = model.lm_head
     config = model.config
-    assert isinstance(head, TrimmedHead)
-    lent, ids = target.config, head.token_ids
+    lent = target.config
     similarity = 0.0
     if (config.vocab_size, config.hidden_size) == (lent.vocab_size, lent.hidden_size):
         rows = target.embed(sample_of_vocabulary(config).to(target.device)).float()
@@ -116,9 +104,11 @@ def _check_drafter(model: Llama, target: Llama, path: Path) -> None:
         similarity = float(F.cosine_similarity(rows, sample, dim=-1).median())
     if not similarity > MIN_SIMILARITY:
         raise InputError(
-            f"the drafter {config.name} was made for {config.draft_of}, whose embeddings are not "
-            f"those of {lent.name} (cosine {similarity:.2f}); use another, or --draft suffix"
+            f"the drafter {config.name} was made for {printable(config.draft_of)}, whose "
+            f"embeddings are not those of {lent.name}; use another, or --draft suffix"
         )
+    assert isinstance(model.lm_head, TrimmedHead)
+    ids = model.lm_head.token_ids
     if not 0 <= ids.min() <= ids.max() < config.vocab_size or len(ids.unique()) < len(ids):
         raise InputError(
             f"{path}: lm_head.token_ids are not {len(ids)} different tokens of "
@@ -146,12 +136,11 @@ def placements(model: Llama) -> dict[str, Tensor]:
         "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
         "gate_up_proj": {"gate_proj": inner, "up_proj": inner},
     }
-    for number, layer in enumerate(model.layers):
-        for path, parameter in layer.named_parameters():
-            *block, module, kind = path.split(".")
-            sizes = fused.get(module, {module: len(parameter)})
-            for name, rows in zip(sizes, parameter.split([*sizes.values()]), strict=True):
-                places[".".join(("model.layers", str(number), *block, name, kind))] = rows
+    for path, parameter in model.layers.named_parameters(prefix="model.layers"):
+        block, module, kind = path.rsplit(".", 2)
+        sizes = fused.get(module, {module: len(parameter)})
+        for name, rows in zip(sizes, parameter.split([*sizes.values()]), strict=True):
+            places[f"{block}.{name}.{kind}"] = rows
     return places
 
 
@@ -163,11 +152,9 @@ def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progr
     with tqdm(desc="loading weights", total=len(missing), leave=False, disable=disable) as bar:
         for name, tensor in tensors:
             if name in missing:
-                place = missing.pop(name)
-                _check_tensor(f"{path}: {name}", tensor, place)
-                with explain(f"{path}: {name} is no plain tensor"):
-                    place.copy_(tensor)
-                    samples[name] = sampled(tensor)
+                part = share(name, tensor, model.execution.ranks)
+                _copy(part, missing.pop(name), f"{path}: {name}")
+                samples[name] = sampled(part)
                 bar.update()
             elif name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
                 unexpected.append(name)
@@ -181,7 +168,7 @@ def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progr
         )
 
 
-def _check_tensor(name: str, tensor: Tensor, place: Tensor) -> None:
+def _copy(tensor: Tensor, place: Tensor, name: str) -> None:
     kinds = [(it.is_floating_point(), it.shape) for it in (tensor, place)]
     if kinds[0] != kinds[1]:
         found, wanted = (f"{it.dtype} {tuple(it.shape)}" for it in (tensor, place))
@@ -189,3 +176,5 @@ def _check_tensor(name: str, tensor: Tensor, place: Tensor) -> None:
             f"{name} is {found} where the config asks for {wanted}; use a checkpoint that is not "
             "quantized, and its own config"
         )
+    with explain(f"{name} is no plain tensor"):
+        place.copy_(tensor)

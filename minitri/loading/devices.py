@@ -1,6 +1,5 @@
 """What a model runs on: device, number type, and the attention that suits both."""
 
-import logging
 import os
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,15 +12,13 @@ from minitri.cpu.kernel_layers import quantized_copy
 from minitri.cpu.kernels import MAX_HEAD_DIM, Kernels, load_kernels
 from minitri.cpu.packed import can_pack
 from minitri.errors import InputError
-from minitri.fields import check_fields, one_of, refuse
+from minitri.fields import check_fields, one_of
 from minitri.gpu.attention_backends import BACKENDS, GpuAttention, choose_attention
 from minitri.gpu.eight_bits import eight_bit_copy
 from minitri.loading.named_models import DEFAULT_MODEL
 from minitri.model.attention import Attend
 from minitri.model.execution import Ranks
 from minitri.model.llama import Llama
-
-log = logging.getLogger("minitri")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -51,16 +48,13 @@ class ModelChoice:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name, value in vars(self).items():
-            if not isinstance(value, str) and value is not getattr(ModelChoice, name):
-                refuse(self, name, "it must be a text")
 
 
 def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B008
     """The device of a name; `auto` is a GPU where there is one. Raises `InputError`."""
     num_gpus = torch.cuda.device_count()
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if num_gpus else "cpu"
     if ranks.count > 1 and name.startswith("cuda"):
         if name != "cuda":
             raise InputError(f"device {name!r} is one GPU for {ranks.count} ranks; use cuda")
@@ -77,31 +71,20 @@ def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The number type of a name.
-
-    `auto` is bfloat16 where the device computes in it, else float16 on CUDA and float32 on a CPU.
-    """
-    if name == "auto":
-        if device.type == "cuda":
-            is_new = torch.cuda.get_device_capability(device) >= (8, 0)
-            return torch.bfloat16 if is_new else torch.float16
-        return torch.bfloat16 if can_pack(torch.bfloat16, device) else torch.float32
-    if device.type == "cpu" and name != "float32" and not can_pack(DTYPES[name], device):
-        log.warning(
-            "this CPU has no instructions for %s and is many times as fast in float32; "
-            "leave --dtype out",
-            name,
-        )
-    return DTYPES[name]
+    """auto is bfloat16 where the device computes in it, else float16 on CUDA, float32 on a CPU."""
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cuda":
+        is_new = torch.cuda.get_device_capability(device) >= (8, 0)
+        return torch.bfloat16 if is_new else torch.float16
+    return torch.bfloat16 if can_pack(torch.bfloat16, device) else torch.float32
 
 
 def attention_for(
     device: torch.device, dtype: torch.dtype, config: ModelConfig, wanted: str = "auto"
 ) -> Attend:
-    """The attention for models of this shape; on a GPU `wanted` may name a kernel.
-
-    Raises `InputError` if the kernel does not work there.
-    """
+    """The attention for models of this shape; on a GPU `wanted` may name a kernel, or `InputError`
+    says that it does not work there."""
     if device.type == "cuda":
         return choose_attention(device, dtype, config, wanted=wanted)
     if wanted != "auto":
@@ -117,20 +100,16 @@ def kernels_for(device: torch.device, config: ModelConfig) -> Kernels | None:
 
 def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
     """The copy of a model in 4 or, on a GPU, 8 bits that guesses with the retrieval cache; None:
-    the model does, which may have as few itself.
-
-    Raises `InputError` if it cannot be had.
-    """
+    the model does, which may have as few itself. Raises `InputError` if it cannot be had."""
     has_kernels = model.execution.is_row_invariant
     if wanted == "same" or (wanted == "auto" and not has_kernels):
         return None
     if wanted == "int8" and model.device.type == "cuda":
         return eight_bit_copy(model)
     if wanted == "int8" or not has_kernels:
-        needs = "a GPU" if wanted == "int8" else "the compiled kernels"
         raise InputError(
-            f"--draft-weights {wanted} needs {needs}, which {model.config.name} on {model.device} "
-            "does not use; leave it out"
+            f"--draft-weights {wanted} cannot be had of {model.config.name} on {model.device}: "
+            "int8 needs a GPU, int4 needs the compiled kernels; leave it out"
         )
     copy = quantized_copy(model)
     return copy if copy.num_bytes else None  # None: the model has as few bits itself

@@ -1,13 +1,15 @@
-"""A Hugging Face config.json, and `--rope-scaling`: from words to a `ModelConfig`."""
+"""A Hugging Face config.json, and `--rope-scaling`: from words to a `ModelConfig`.
+
+Null is as good as absent. No value is rounded or replaced: the dataclasses check what they get.
+"""
 
 import dataclasses
 import logging
 from collections.abc import Mapping
 from typing import Any
 
-from minitri.config import ROPE_KINDS, ModelConfig, RopeConfig
+from minitri.config import ModelConfig, RopeConfig
 from minitri.errors import InputError, explain, shorten
-from minitri.loading.values import as_token_ids, read_fields, read_value, require
 from minitri.settings import SamplingParams
 
 log = logging.getLogger("minitri")
@@ -20,104 +22,109 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Architectures by the `model_type` of their config.json, and what each adds to a Llama."""
 
-_NEEDED = {"num_layers", "hidden_size", "intermediate_size", "num_heads", "vocab_size"}
+_TRAINED = "original_max_position_embeddings"
 _KEYS = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
     "context_length": "max_position_embeddings",
 }
-_TRAINED = "original_max_position_embeddings"
-_ROPE_KEYS = {"theta": "rope_theta", "kind": "rope_type", "original_context": _TRAINED}
+"""The file's own names of fields."""
 _RUNS = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None}
 _RUNS |= {"partial_rotary_factor": 1.0, "mscale": None, "mscale_all_dim": None}
 
 
-def check_family(kind: Any, name: str) -> None:
-    """Raises `InputError` for a `model_type` that minitri does not run."""
+def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
+    """From a Hugging Face config.json. Raises `InputError` for a model of another family."""
+    kind: Any = settings.get("model_type")
     if kind not in list(FAMILIES):  # it may be of any type
         raise InputError(
             f"{name} is a {shorten(repr(kind), 60)} model; use one of a kind that minitri runs: "
             f"{', '.join(FAMILIES)}"
         )
-
-
-def read_config(config: Mapping[str, Any], name: str) -> ModelConfig:
-    """From a Hugging Face config.json. Raises `InputError` for a model of another family."""
-    kind = config.get("model_type")
-    check_family(kind, name)
-    left_out: dict[str, Any] = {}
-    needed = _NEEDED | {"num_kv_heads", "context_length"}
-    if kind == "llama":  # others have defaults of their own
-        left_out |= {"num_kv_heads": config.get("num_attention_heads"), "context_length": 2048}
-        needed = _NEEDED
     with explain(f"the config of {name} holds a wrong value", "get the original"):
-        runs: dict[str, Any] = {"sliding_window": None, **_RUNS}
-        runs["layer_types"] = ["full_attention"] * len(config.get("layer_types") or ())
-        if config.get("use_sliding_window") is False:
-            del runs["sliding_window"]
-        require(config, runs, name)
-        bos = next(iter(as_token_ids(config.get("bos_token_id"))), None)
-        found = left_out | read_fields({**config, "bos_token_id": bos}, ModelConfig, _KEYS, needed)
-        found.setdefault("head_dim", found["hidden_size"] // max(found["num_heads"], 1))
-        found |= {"name": name, "eos_token_ids": as_token_ids(config.get("eos_token_id"))}
-        found["rope"] = _read_rope(config, found["context_length"], name)
-        return ModelConfig(**found | FAMILIES[str(kind)])
+        given = _without_null(settings)
+        if given.get("use_sliding_window") is False:
+            given.pop("sliding_window", None)
+        layer_types = ["full_attention"] * len(given.get("layer_types", ()))
+        require(given, _RUNS | {"layer_types": layer_types, "sliding_window": None}, name)
+        if kind == "llama":  # others have defaults of their own
+            given.setdefault("num_key_value_heads", given.get("num_attention_heads"))
+            given.setdefault("max_position_embeddings", 2048)
+        found = _fields(ModelConfig, given) | FAMILIES[kind]
+        eos = given.get("eos_token_id", [])  # one or several
+        found["eos_token_ids"] = tuple(eos) if isinstance(eos, list) else (eos,)
+        found |= {"name": name, "rope": _read_rope(given, name)}
+        config = ModelConfig(**{"head_dim": 2, **found})
+        head_dim = found.get("head_dim", config.hidden_size // config.num_heads)
+        return dataclasses.replace(config, head_dim=head_dim)
 
 
-def _read_rope(config: Mapping[str, Any], context: int, name: str) -> RopeConfig:
+def _without_null(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def _fields(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass that a file has."""
+    keys = {field.name: _KEYS.get(field.name, field.name) for field in dataclasses.fields(kind)}
+    return {field: given[key] for field, key in keys.items() if key in given}
+
+
+def _read_rope(given: Mapping[str, Any], name: str) -> RopeConfig:
     """RoPE's part of a config.json, in its older form (`rope_scaling`) or its newer one."""
     scaling: dict[str, Any] = {}
     for form in ("rope_parameters", "rope_scaling"):
-        scaling = read_value(config, form, dict) or scaling
+        found = given.get(form, {})
+        if not isinstance(found, dict):
+            raise TypeError(f"{form} is no object")
+        scaling = _without_null(found) or scaling
     require(scaling, _RUNS, name)
-    given = {key: value for key, value in scaling.items() if value is not None}
-    given = {"rope_theta": config.get("rope_theta"), "rope_type": given.get("type"), **given}
-    if config.get(_TRAINED) is not None:
-        given[_TRAINED] = config[_TRAINED]
-    is_plain = given["rope_type"] in (None, "default", "none")
-    found = read_fields(given, RopeConfig, _ROPE_KEYS, () if is_plain else ("factor",))
-    if is_plain:
-        return RopeConfig(found.get("theta", RopeConfig.theta))
-    return RopeConfig(**{"original_context": context, **found})
+    theta = scaling.get("rope_theta", given.get("rope_theta", RopeConfig.theta))
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind in (None, "default", "none"):
+        return RopeConfig(theta)
+    context = scaling.get(_TRAINED, given.get("max_position_embeddings"))
+    found = _fields(RopeConfig, scaling) | {"theta": theta, "kind": kind}
+    found |= {"factor": scaling["factor"], "original_context": given.get(_TRAINED, context)}
+    return RopeConfig(**found | {"frequency_divisors": None})
+
+
+def require(settings: Mapping[str, Any], wanted: Mapping[str, Any], name: str) -> None:
+    """Raises `InputError` for a setting of which minitri runs the wanted value only."""
+    for key, value in wanted.items():
+        found = settings.get(key)
+        is_alike = isinstance(found, bool) == isinstance(value, bool)
+        if found is not None and not (is_alike and found == value):
+            raise InputError(
+                f"{name} has {key}={shorten(repr(found), 60)}, which minitri does not run; use a "
+                f"model with {key}={shorten(value, 60)}"
+            )
 
 
 def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
-    """A model stretched by a command-line setting such as `yarn:4`; its context grows, too.
-
-    The factor counts from the context of the training: `yarn:4` on an 8K model gives 32K,
-    whatever scaling its config already had. `none` takes a scaling away.
-    """
+    """A model stretched by a setting such as `yarn:4`, which makes 32K of the 8K it was trained on,
+    whatever scaling its config already had."""
     if config.rope.frequency_divisors is not None:
         raise InputError(
             f"{config.name} brings a stretched RoPE of its own (rope_freqs in the GGUF file), "
             "which --rope-scaling cannot replace; leave it out"
         )
-    theta = config.rope.theta
-    base = config.rope.original_context or config.context_length
-    if text == "none":
-        return dataclasses.replace(config, rope=RopeConfig(theta), context_length=base)
-    with explain(
-        f"--rope-scaling {text!r} is not KIND:FACTOR", "write for example yarn:4, or none"
-    ):
+    with explain(f"--rope-scaling {text!r} is not KIND:FACTOR", "write for example yarn:4"):
         kind, factor = text.split(":")
-        if kind not in ROPE_KINDS[1:]:
-            raise ValueError(f"KIND is one of {', '.join(ROPE_KINDS[1:])}")
-        rope = RopeConfig(theta, kind, float(factor), base)
+        if kind == "default":
+            raise ValueError("it stretches nothing")
+        base = config.rope.original_context or config.context_length
+        rope = RopeConfig(config.rope.theta, kind, float(factor), base)
         return dataclasses.replace(config, rope=rope, context_length=int(base * rope.factor))
 
 
 def read_sampling(settings: Mapping[str, Any], name: str) -> SamplingParams:
     """How a generation_config.json wants texts to be sampled: greedily unless `do_sample` is true.
-
-    Malformed values warn, and are as none.
-    """
-    greedy = SamplingParams()
-    if settings.get("do_sample") is not True:
-        return greedy
-    given = {field: settings[field] for field in vars(greedy) if settings.get(field) is not None}
-    try:
-        return SamplingParams(**{"temperature": 1.0, **given})
-    except InputError as error:
-        log.warning("%s: generation_config.json is not followed: %s", name, error)
-        return greedy
+    Malformed values warn, and are as none."""
+    if settings.get("do_sample") is True:
+        try:
+            given = _fields(SamplingParams, _without_null(settings))
+            return SamplingParams(**{"temperature": 1.0, **given})
+        except InputError as error:
+            log.warning("%s: generation_config.json is not followed: %s", name, error)
+    return SamplingParams()

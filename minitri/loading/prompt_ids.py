@@ -14,25 +14,22 @@ MAX_SEED = 2**32 - 1
 
 
 def encode_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of one prompt or several. Raises `InputError` if there is none."""
+    """Token ids of one prompt or several; tensors and arrays will do. Raises `InputError`."""
     try:
         items: list[Any] = [prompts] if isinstance(prompts, str) else _as_list(prompts)
-        if not items:
-            raise InputError("there is no prompt; give at least one text or list of token ids")
         if not isinstance(items[0], str | Sequence) and not getattr(items[0], "shape", ()):
             items = [items]  # one list of token ids, or tensor or array of one dimension
-        return [_encode(prompt, tokenizer) for prompt in items]
-    except TypeError:
+        return [
+            tokenizer.encode(prompt)
+            if isinstance(prompt, str) and prompt
+            else [operator.index(token) for token in _as_list(prompt)]
+            for prompt in items
+        ]
+    except (TypeError, IndexError):
         raise InputError(
             f"the prompt is {shorten(repr(prompts), 60)}; give a text, a list of token ids, or a "
             "list of those"
         ) from None
-
-
-def _encode(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
-    if isinstance(prompt, str) and prompt:
-        return tokenizer.encode(prompt)
-    return [operator.index(token) for token in _as_list(prompt)]
 
 
 def _as_list(prompt: Any) -> list[Any]:

@@ -7,9 +7,8 @@ from minitri.loading.tokenizer import Tokenizer
 
 
 class StopScanner:
-    """Lets text through until a stop string appears; the string and what follows are dropped.
+    """Lets text through until a stop string is complete (of several that end together the longest).
 
-    The stop string that is complete first counts, and of several that end together the longest.
     Text that may be the beginning of a stop string is held back until the next pieces decide.
     """
 
@@ -29,8 +28,7 @@ class StopScanner:
             self.found = True
             self._held = ""
             return text[: min(ends)[1]]
-        keep = max((overlap(text, stop) for stop in self._stop), default=0)
-        cut = len(text) - keep
+        cut = len(text) - max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[cut:]
         return text[:cut]
 
@@ -43,15 +41,15 @@ class StopScanner:
 
 def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a beginning of `stop`."""
-    return next((n for n in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:n])), 0)
+    return next((n for n in range(len(stop), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class IncrementalDecoder:
     """The text of a growing token sequence, piece by piece.
 
-    How a token reads depends on its neighbours: a leading space, one character whose bytes are
-    several tokens. So each step decodes a short window twice, with and without the new tokens, and
-    gives out the difference. A window that ends in U+FFFD may end in half a character, and waits.
+    A token reads by its neighbours: a leading space, a character of several tokens. So each step
+    decodes a short window twice, with and without the new tokens, and gives out the difference. A
+    window that ends in U+FFFD may end in half a character, and waits.
     """
 
     CONTEXT = 6

@@ -1,13 +1,12 @@
 """Text to token ids and back: sentencepiece, tokenizer.json, and the tokenizer in a GGUF file.
 
 The libraries tokenize. Here the BOS token is added where the model wants it, and conversations are
-written as the model's chat template says. `open_models.py` reads them from files.
+written as the model's chat template says.
 """
 
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import sentencepiece
@@ -23,16 +22,15 @@ class SentencePieceBackend:
     """A `tokenizer.model` with Llama-2's conventions: byte fallback, a space before the text."""
 
     def __init__(self, model: bytes) -> None:
-        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        self.num_tokens = self._processor.vocab_size()
+        self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self.num_tokens = self._model.vocab_size()
 
     def encode(self, text: str) -> list[int]:
-        return list(self._processor.encode(text))
+        return list(self._model.encode(text))
 
     def encode_marked(self, text: str) -> list[int]:
-        """Token ids of a text in which control tokens are spelled out."""
-        ids = range(self.num_tokens)
-        marks = {self.token(token): token for token in ids if self._processor.is_control(token)}
+        controls = filter(self._model.is_control, range(self.num_tokens))
+        marks = {self._model.id_to_piece(token): token for token in controls}
         found: list[int] = []
         for part in re.split(f"({'|'.join(map(re.escape, marks))})", text):
             found += [marks[part]] if part in marks else self.encode(part)
@@ -40,10 +38,10 @@ class SentencePieceBackend:
 
     def decode(self, ids: list[int]) -> str:
         # A model's vocabulary may be padded beyond the pieces, and the library refuses such ids.
-        return str(self._processor.decode([token for token in ids if token < self.num_tokens]))
+        return str(self._model.decode([token for token in ids if token < self.num_tokens]))
 
-    def token(self, number: int) -> str:
-        return str(self._processor.id_to_piece(number))
+    def token(self, number: int) -> str | None:
+        return self._model.id_to_piece(number) if number < self.num_tokens else None
 
 
 class TokenizersBackend:
@@ -76,14 +74,12 @@ class Tokenizer:
         backend: Backend,
         bos_token_id: int | None,
         template: str | None = None,
-        special_tokens: Mapping[str, str] = MappingProxyType({}),
+        special_tokens: Mapping[str, str] | None = None,
     ) -> None:
         """`bos_token_id` goes before every prompt that does not begin with it; None: no BOS.
-
-        `template` is the source of a chat template, `special_tokens` what it knows by name.
-        """
+        `template` is the source of a chat template, `special_tokens` what it knows by name."""
         self._backend, self._template = backend, template
-        self._special_tokens = special_tokens
+        self._special_tokens = special_tokens or {}
         self.bos_token_id = bos_token_id
         self.num_tokens = backend.num_tokens  # one more than the largest token id
 
@@ -103,10 +99,8 @@ class Tokenizer:
         return ChatTemplate(self._template, self._special_tokens) if self._template else None
 
     def encode_chat(self, messages: "Sequence[Message]") -> list[int]:
-        """Token ids of a conversation, up to where the model's next answer begins.
-
-        Raises `InputError` if the model has no template, or if that refuses the conversation.
-        """
+        """Token ids of a conversation, up to where the model's next answer begins. Raises
+        `InputError` if the model has no template, or if that refuses the conversation."""
         if self.chat_template is None:
             raise InputError(
                 "this model has no chat template: it completes texts; use an instruct model, or "
@@ -115,10 +109,7 @@ class Tokenizer:
         return self.encode_marked(self.chat_template.render(messages))
 
     def encode_marked(self, text: str) -> list[int]:
-        """Token ids of a piece of a text in which control tokens are spelled out; no BOS is added.
-
-        Raises `InputError` for lone surrogates.
-        """
+        """Token ids of a text in which control tokens are spelled out; no BOS is added."""
         check_unicode(text, "the conversation")
         return self._backend.encode_marked(text)
 
@@ -132,11 +123,8 @@ class Tokenizer:
 
 
 def check_same_vocabulary(draft: Tokenizer, target: Tokenizer, draft_name: str) -> None:
-    """Raises `InputError` unless the two tokenizers agree on every token that both have.
-
-    Either may have more tokens at its end, or a padded model. What the drafter lacks it never
-    guesses, and what the target lacks is cut off the drafter's distributions.
-    """
+    """Raises `InputError` unless the two tokenizers agree on every token that both have; either may
+    have more at its end."""
     for token in range(min(draft.num_tokens, target.num_tokens)):
         theirs, ours = draft.token(token), target.token(token)
         if theirs != ours:

@@ -1,6 +1,8 @@
 """A text ends where it ends, wherever in a block of guesses that is, and whoever came up with the
 last token."""
 
+from dataclasses import replace
+
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig, Token
 from tests.cascades import random_prompt, tiny_engine
 
@@ -29,10 +31,10 @@ def test_end_tokens_end_a_text_at_every_offset_of_a_block(monkeypatch):
         return end, [event.origin for event in tokens if isinstance(event, Token)]
 
     for sampling in (SamplingParams(0.9, 50, 0.95), SamplingParams()):
-        monkeypatch.setattr(engine.model, "config", config.with_eos(()))
+        monkeypatch.setattr(engine.model, "config", replace(config, eos_token_ids=()))
         free, _ = run(sampling)
         for token in dict.fromkeys(free.token_ids):
-            monkeypatch.setattr(engine.model, "config", config.with_eos((token,)))
+            monkeypatch.setattr(engine.model, "config", replace(config, eos_token_ids=(token,)))
             position, alone = free.token_ids.index(token), run(sampling)[0]
             monkeypatch.setattr(lookup.model, "config", engine.model.config)
             for stack in (*((method, engine) for method in METHODS), ("triforce", lookup)):

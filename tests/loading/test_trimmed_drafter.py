@@ -81,18 +81,6 @@ def test_a_distilled_drafter_guesses_and_changes_nothing(target, drafter):
             assert done.stats.levels[0].num_accepted_tokens > 0
 
 
-def test_the_head_says_its_tokens_and_no_others(target, drafter):
-    draft = load(target, drafter).draft
-    assert draft is not None
-    logits = draft.logits(torch.randn(2, 3, draft.config.hidden_size))
-    assert logits.shape == (2, 3, 320)
-    known = torch.zeros(320, dtype=torch.bool)
-    known[draft.lm_head.token_ids] = True
-    assert known.sum() == 200
-    assert torch.isfinite(logits[..., known]).all()
-    assert (logits[..., ~known] == -torch.inf).all()
-
-
 def test_training_makes_held_out_acceptance_better(target, books, tmp_path, capsys):
     """One layer of the three, and random distributions: little can be learned, and it is."""
     flags = "--layers 1 --train-tokens 100000 --learning-rate 0.003"

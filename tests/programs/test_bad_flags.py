@@ -28,7 +28,8 @@ MODULES = {
     "tour": "tools.tour",
 }
 BAD = """
-generate --model smollm2-135 | did you mean smollm2-135m?
+generate --model no-such-model | 'no-such-model'
+generate --model smollm2-135 | unknown model
 generate --prompt '' | prompt is empty
 generate --prompt-file /nowhere/x.txt | /nowhere/x.txt
 generate --prompt LONG | holds 512 minus max_new_tokens=8
@@ -37,7 +38,6 @@ generate --prompt=-- | --prompt: expected one argument
 generate --prompt x --demo | --demo: not allowed with argument
 generate --system Short! | --system
 generate --fit last -n 600 | max_new_tokens=600
-chat --document /dev/null | chat template
 generate --temperature -1 | temperature is -1.0
 generate --top-k -3 | --top-k: '-3'
 generate --top-k １２ | --top-k: '１２'

@@ -13,8 +13,6 @@ import argparse
 import time
 from pathlib import Path
 
-import torch
-
 from minitri.cli import arguments
 from minitri.cli.exits import program
 from minitri.errors import InputError, shorten
@@ -36,9 +34,7 @@ def build_parser() -> arguments.OneLineParser:
 def run_command(args: argparse.Namespace) -> None:
     """Does what the flags say. Raises `InputError`."""
     texts = [read_text(file) for file in args.texts]
-    tokenizer = OpenModel(
-        ModelChoice(args.model), dtype=torch.float32, device=torch.device("cpu")
-    ).tokenizer
+    tokenizer = OpenModel(ModelChoice(args.model)).tokenizer
     if tokenizer is None:
         raise InputError(f"{args.model} is a drafter without a tokenizer; give its target's name")
     started = time.perf_counter()

@@ -20,11 +20,10 @@ BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
 
 def repack(rows: np.ndarray, kind: str, num_columns: int) -> Tensor:
     """A matrix as it is stored, (N, bytes of a row), in the layout of the kernels."""
-    num_rows, num_blocks = rows_at_once(num_columns), num_columns // GROUP
-    slices = (rows[first : first + num_rows] for first in range(0, len(rows), num_rows))
-    # Copies, since the file is mapped for reading only.
-    blocks = (torch.from_numpy(some.copy()).unflatten(1, (num_blocks, -1)) for some in slices)
-    return torch.cat([_repack_blocks(blocks_NGX, kind) for blocks_NGX in blocks])
+    stored_NX = torch.from_numpy(rows.copy())  # the file is mapped for reading only
+    blocks_NGX = stored_NX.unflatten(1, (num_columns // GROUP, -1))
+    parts = blocks_NGX.split(rows_at_once(num_columns))
+    return torch.cat([_repack_blocks(part_NGX, kind) for part_NGX in parts])
 
 
 def _repack_blocks(blocks_NGX: Tensor, kind: str) -> Tensor:

@@ -30,16 +30,14 @@ class _Reader:
     """The values of a GGUF file, one after the other. Raises `ValueError` where the file ends."""
 
     def __init__(self, path: Path) -> None:
-        self.data = np.memmap(path, np.uint8, "r").view(np.ndarray)  # whose views are fast
+        self.data = np.memmap(path, np.uint8, "r")
         self.position = 0
 
     def numbers(self, kind: Any, count: int) -> np.ndarray:
         """A view of the file."""
-        start = self.position
-        self.position += np.dtype(kind).itemsize * count
-        if self.position > len(self.data):
-            raise ValueError(f"{self.position} bytes are needed, {len(self.data)} are there")
-        return self.data[start : self.position].view(kind)
+        found = np.frombuffer(self.data, kind, count, self.position)
+        self.position += found.nbytes
+        return found
 
     def number(self, kind: Any = "<u8") -> Any:
         return self.numbers(kind, 1).item()
@@ -59,39 +57,35 @@ class _Reader:
             return [self.text() for _ in range(count)]
         return self.numbers(_NUMBERS[kind], count)
 
-    def align(self, alignment: int) -> int:
-        """Goes on to the next multiple."""
-        self.position = -(-self.position // alignment) * alignment
-        return self.position
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.numbers("<u8", self.number("<u4"))[::-1].tolist())
 
 
 def read_container(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """Metadata and tensors by their names. Raises `ValueError` and others for a damaged file.
-
-    A tensor begins where the one before it ends; so none can be of another type or shape.
-    """
+    """Metadata and tensors by their names. A tensor begins where the one before it ends, so none is
+    of another type or shape. Raises `ValueError` and others for a damaged file."""
     reader = _Reader(path)
     if reader.number("<u4") != gguf.GGUF_MAGIC or reader.number("<u4") not in (2, 3):
         raise ValueError("it does not begin with GGUF and version 2 or 3")
     num_tensors, num_keys = reader.number(), reader.number()
     metadata = {reader.text(): reader.value() for _ in range(num_keys)}
-    table = []
-    for _ in range(num_tensors):
-        name = reader.text()
-        *rows, row = reversed(reader.numbers("<u8", reader.number("<u4")).tolist())
-        table.append((name, (*rows, row), reader.number("<u4"), reader.number()))
+    table = [
+        (reader.text(), reader.shape(), reader.number("<u4"), reader.number())
+        for _ in range(num_tensors)
+    ]
     alignment = metadata.get("general.alignment", 32)
-    begin = reader.align(alignment)
+    reader.position += -reader.position % alignment
+    begin = reader.position
     tensors = {}
     for name, shape, number, offset in table:
         kind = gguf.GGMLQuantizationType(number)
         stored = quant_shape_to_byte_shape(shape, kind)
-        if begin + offset != reader.align(alignment):
-            what = f"tensor {shorten(name, 60)} of type {kind.name} and shape {shape}"
-            raise ValueError(f"{what} does not begin where the one before it ends")
+        reader.position += -reader.position % alignment
+        if begin + offset != reader.position:
+            raise ValueError(f"{shorten(name, 60)} does not begin where a tensor ends")
         data = reader.numbers("u1", math.prod(stored)).reshape(stored)
         tensors[name] = StoredTensor(kind, shape, data)
-    if reader.align(alignment) < len(reader.data):
+    if reader.position + -reader.position % alignment < len(reader.data):
         raise ValueError("bytes are left after its last tensor")
     if len(metadata) + len(tensors) < num_keys + num_tensors:
         raise ValueError("it has a name twice")

@@ -1,17 +1,13 @@
 """A GGUF file: llama.cpp's container of weights, hyper-parameters and tokenizer in one.
 
-`container.py` parses, the `gguf` package dequantizes, and `blocks.py` repacks what stays quantized.
-This file translates names and conventions to those of Hugging Face, so that nobody else needs to
-know them.
+Names and conventions become those of Hugging Face here, so that nobody else needs to know others.
 One trap: of a Llama, GGUF pairs neighbouring dimensions in the rotary embedding, so it stores the
-rows of q and k in another order; they are put back here.
+rows of q and k in another order; they are put back.
 """
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,34 +18,36 @@ from minitri.config import ModelConfig
 from minitri.errors import explain, printable
 from minitri.loading.gguf.blocks import BITS, repack
 from minitri.loading.gguf.vocabulary import read_vocabulary
-from minitri.loading.hf_config import check_family, read_config
+from minitri.loading.hf_config import read_config, require
 from minitri.loading.tokenizer import Backend
-from minitri.loading.values import require
 
-_NAMES = {
-    "blk": "model.layers",
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+_NAMES = """
+blk          model.layers
+token_embd   model.embed_tokens
+output_norm  model.norm
+output       lm_head
+attn_norm    input_layernorm
+attn_q       self_attn.q_proj
+attn_k       self_attn.k_proj
+attn_v       self_attn.v_proj
+attn_output  self_attn.o_proj
+attn_q_norm  self_attn.q_norm
+attn_k_norm  self_attn.k_norm
+ffn_norm     post_attention_layernorm
+ffn_gate     mlp.gate_proj
+ffn_up       mlp.up_proj
+ffn_down     mlp.down_proj
+"""
 _KEYS = {
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
     "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "bos_token_id": "tokenizer.ggml.bos_token_id",
 }
 _ROPE_KEYS = {
     "rope_theta": "rope.freq_base",
@@ -74,26 +72,23 @@ _ROPE_DIVISORS = "rope_freqs.weight"
 class GgufFile:
     """An open GGUF file. Raises `InputError` for one that is damaged."""
 
-    generation_config: Mapping[str, Any] = MappingProxyType({})
-    """Such a file recommends no way to sample."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
-        with self.explain("needs the package gguf", "run: pip install 'minitri[gguf]'"):
+        with explain(f"{path.name} needs the package gguf", "run: pip install 'minitri[gguf]'"):
             from minitri.loading.gguf.container import read_container
-        with self.explain("is not a whole GGUF file"):
-            self.metadata, self._tensors = read_container(path)
+        with explain(f"{path.name} is not a whole GGUF file"):
+            self.metadata, stored = read_container(path)
+        names = dict(line.split() for line in _NAMES.strip().splitlines())
+        self._tensors = {
+            ".".join(names.get(part, part) for part in name.split(".")): tensor
+            for name, tensor in stored.items()
+        }
+        self.generation_config: dict[str, Any] = {}  # such a file recommends no way to sample
         self._architecture = self.metadata.get("general.architecture")
-
-    def explain(self, problem: str, advice: str = "get it again") -> AbstractContextManager[None]:
-        """Turns whatever goes wrong into an `InputError` about this file."""
-        return explain(f"{self.path.name} {problem}", advice)
-
-    @property
-    def tokenizer_config(self) -> dict[str, Any]:
-        """Under the names of a Hugging Face tokenizer_config.json."""
-        keys = ("tokenizer.chat_template", "tokenizer.ggml.add_bos_token")
-        return {key.rpartition(".")[2]: self.metadata.get(key) for key in keys}
+        self.tokenizer_config = {
+            "chat_template": self.metadata.get("tokenizer.chat_template"),
+            "add_bos_token": self.metadata.get("tokenizer.ggml.add_bos_token"),
+        }
 
     def tokenizer(self) -> tuple[Backend, bool]:
         """The tokenizer, and whether prompts start with BOS unless the settings say otherwise."""
@@ -101,85 +96,62 @@ class GgufFile:
 
     def config(self, name: str) -> ModelConfig:
         """The model's shape. Raises `InputError` for a model of another family."""
-        check_family(self._architecture, self.path.name)
-        with self.explain("has damaged hyper-parameters"):
+        with explain(f"{self.path.name} has damaged hyper-parameters"):
             start = f"{self._architecture}."
             settings = {key.removeprefix(start): it for key, it in self.metadata.items()}
             if "rope.scaling.factor" in settings:
                 settings.setdefault("rope.scaling.type", "linear")
             ends = [settings.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot")]
+            first = "model.layers.0.self_attn"
             config = read_config(
                 {
-                    **{name: settings[key] for name, key in _KEYS.items()},
+                    **{name: settings.get(key) for name, key in _KEYS.items()},
                     "model_type": self._architecture,
-                    "num_key_value_heads": settings.get("attention.head_count_kv"),
-                    "head_dim": settings.get("attention.key_length"),
-                    "vocab_size": self._tensors["token_embd.weight"].shape[0],
-                    "tie_word_embeddings": "output.weight" not in self._tensors,
-                    "bos_token_id": settings.get("tokenizer.ggml.bos_token_id"),
+                    "vocab_size": self._tensors["model.embed_tokens.weight"].shape[0],
+                    "tie_word_embeddings": "lm_head.weight" not in self._tensors,
+                    "attention_bias": f"{first}.q_proj.bias" in self._tensors,
+                    "output_bias": f"{first}.o_proj.bias" in self._tensors,
                     "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)),
                     "rope_parameters": {name: settings.get(it) for name, it in _ROPE_KEYS.items()},
                 },
                 name,
             )
             require(settings, _RUNS | {"rope.dimension_count": config.head_dim}, self.path.name)
-            return replace(
-                config,
-                attention_bias="blk.0.attn_q.bias" in self._tensors,
-                output_bias="blk.0.attn_output.bias" in self._tensors,
-                # A float32; the shortest decimal that rounds to it is what the author wrote.
-                rms_norm_eps=float(f"{config.rms_norm_eps:.6g}"),
-                rope=replace(config.rope, frequency_divisors=self._divisors(config.head_dim)),
-            )
-
-    def _divisors(self, head_dim: int) -> tuple[float, ...] | None:
-        if _ROPE_DIVISORS not in self._tensors:
-            return None
-        stored = self._tensors[_ROPE_DIVISORS]
-        if (stored.type.name, stored.shape) != ("F32", (head_dim // 2,)):
-            raise ValueError(f"RoPE divisors of type {stored.type.name}, shape {stored.shape}")
-        return tuple(stored.data.view("<f4").tolist())
+            rope = config.rope
+            if stored := self._tensors.get(_ROPE_DIVISORS):
+                if (stored.type.name, stored.shape) != ("F32", (config.head_dim // 2,)):
+                    raise ValueError(f"RoPE divisors of {stored.type.name} {stored.shape}")
+                rope = replace(rope, frequency_divisors=tuple(stored.data.view("<f4").tolist()))
+            # A float32; the shortest decimal that rounds to it is what the author wrote.
+            return replace(config, rope=rope, rms_norm_eps=float(f"{config.rms_norm_eps:.6g}"))
 
     def quantized(self) -> dict[tuple[str, tuple[int, ...]], int]:
         """Bits of the matrices whose numbers the CPU kernels can read, by name and shape."""
         return {
-            (hugging_face_name(name), stored.shape): BITS[stored.type.name]
+            (name, stored.shape): BITS[stored.type.name]
             for name, stored in self._tensors.items()
             if stored.type.name in BITS
         }
 
     def tensors(
-        self, config: ModelConfig, *, packed: Collection[str] = ()
+        self, config: ModelConfig, packed: Collection[str] = ()
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its Hugging Face name, one at a time, dequantized to float32.
-
-        Those that are named in `packed` stay quantized: rows of `cpu/quantized.py`.
-        """
+        """Every weight under its Hugging Face name, one at a time, dequantized to float32; those
+        that are named in `packed` stay quantized, as rows of `cpu/quantized.py`."""
         from gguf import dequantize
 
-        for stored_name, stored in self._tensors.items():
-            if stored_name == _ROPE_DIVISORS:
+        for name, stored in self._tensors.items():
+            if name == _ROPE_DIVISORS:
                 continue
-            name = hugging_face_name(stored_name)
-            with self.explain(f"has a tensor {printable(name, 60)} of a type that is not read"):
+            with explain(f"{self.path.name} has a tensor {printable(name, 60)} that is not read"):
                 if name in packed:
                     weight = repack(stored.data, stored.type.name, stored.shape[-1])
                 else:
                     values = dequantize(stored.data, stored.type)
                     weight = torch.from_numpy(np.require(values, requirements="W"))  # no view
-            for part, heads in (("q_proj", config.num_heads), ("k_proj", config.num_kv_heads)):
-                fits = len(weight) % (2 * heads) == 0  # else it is of a wrong shape
-                if self._architecture == "llama" and part in name and fits:
-                    weight = _neighbours_to_halves(weight, heads)
+                for part, heads in (("q_proj", config.num_heads), ("k_proj", config.num_kv_heads)):
+                    if self._architecture == "llama" and part in name:
+                        # From pairs (0, 1), (2, 3), ... of each head to (i, i + D/2).
+                        pairs = weight.view(heads, -1, 2, *weight.shape[1:])
+                        weight = pairs.transpose(1, 2).reshape(weight.shape)
             yield name, weight
-
-
-def hugging_face_name(name: str) -> str:
-    """`blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`."""
-    return ".".join(_NAMES.get(part, part) for part in name.split("."))
-
-
-def _neighbours_to_halves(weight: Tensor, num_heads: int) -> Tensor:
-    """Rows of each head from pairs (0, 1), (2, 3), ... to (i, i + D/2), as `Rotary` wants them."""
-    pairs = weight.view(num_heads, -1, 2, *weight.shape[1:])
-    return pairs.transpose(1, 2).reshape(weight.shape)

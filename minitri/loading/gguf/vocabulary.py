@@ -6,7 +6,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from minitri.errors import explain, shorten
+from minitri.errors import shorten
 from minitri.loading.tokenizer import Backend, SentencePieceBackend, TokenizersBackend
 
 _LLAMA3 = (
@@ -14,18 +14,14 @@ _LLAMA3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-
-
 _CUTS: dict[Any, str | None] = {"gpt-2": None, "default": None, "smollm": None, None: None}
 _CUTS |= {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "qwen2": _QWEN}
 """How a text is cut into words first, by `tokenizer.ggml.pre`; None: in GPT-2's way."""
 
 
 def read_vocabulary(metadata: Mapping[str, Any]) -> tuple[Backend, bool]:
-    """The tokenizer, and whether prompts start with BOS unless the file says otherwise.
-
-    Raises `ValueError` for one that minitri does not know, and others for damaged ones.
-    """
+    """The tokenizer, and whether prompts start with BOS unless the file says otherwise. Raises
+    `ValueError` for a kind that minitri does not know, and others for damaged files."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "llama":
         return SentencePieceBackend(_sentencepiece_model(metadata)), True
@@ -36,8 +32,6 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> tuple[Backend, bool]:
 
 def _byte_level_bpe(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre")
-    if pre not in list(_CUTS):
-        raise ValueError(f"it cuts words in the way {shorten(repr(pre), 60)}")
     pattern = _CUTS[pre]
     words: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)]
     if pattern is not None:
@@ -47,7 +41,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     tokens = metadata["tokenizer.ggml.tokens"]
     vocab = {token: number for number, token in enumerate(tokens)}
     if len(vocab) < len(tokens):
-        raise ValueError(f"{len(tokens) - len(vocab)} of {len(tokens)} tokens are there twice")
+        raise ValueError("it has a token twice")
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     bpe = models.BPE(vocab=vocab, merges=merges, ignore_merges=pattern is _LLAMA3)
     pipeline = tokenizers.Tokenizer(bpe)
@@ -56,18 +50,20 @@ def _byte_level_bpe(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     if pattern is _QWEN:
         pipeline.normalizer = normalizers.NFC()
     CONTROL, USER_DEFINED = 3, 4
-    types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
-    for token, kind in zip(tokens, types, strict=True):
-        if kind in (CONTROL, USER_DEFINED):
-            added = tokenizers.AddedToken(token, special=bool(kind == CONTROL), normalized=False)
-            pipeline.add_tokens([added])
+    types = metadata["tokenizer.ggml.token_type"]
+    added = [
+        tokenizers.AddedToken(token, special=bool(kind == CONTROL), normalized=False)
+        for token, kind in zip(tokens, types, strict=True)
+        if kind in (CONTROL, USER_DEFINED)
+    ]
+    pipeline.add_tokens(added)
     return pipeline
 
 
 def _sentencepiece_model(metadata: Mapping[str, Any]) -> bytes:
     """A sentencepiece model with the pieces, scores and types of the file."""
-    with explain("this tokenizer needs the package protobuf", "run: pip install 'minitri[gguf]'"):
-        from sentencepiece import sentencepiece_model_pb2 as messages
+    from sentencepiece import sentencepiece_model_pb2 as messages  # needs the package protobuf
+
     parts = ("tokens", "scores", "token_type")
     pieces = zip(*(metadata[f"tokenizer.ggml.{part}"] for part in parts), strict=True)
     add_space = metadata.get("tokenizer.ggml.add_space_prefix", True)
