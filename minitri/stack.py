@@ -27,7 +27,7 @@ from minitri.roofline import CPU, GPU, Workload, bytes_per_pass
 from minitri.runner import ModelRunner, prefill
 from minitri.settings import SpeculationConfig
 from minitri.stats import LevelStats, Stats
-from minitri.trees.tree_level import TreeLevel, TreeRunner
+from minitri.trees.tree_level import TreeLevel
 from minitri.trees.walk import CoupledTrees, IndependentTrees
 
 
@@ -65,9 +65,8 @@ class Stack:
             stats = LevelStats(name)
             self.stats.stages.append(stats)
             own: Any = sources.get(name, self.source)
-            if self.shape.speculation.tree:
-                return TreeLevel(runner, own, stats, self.meter, TreeRunner(runner))
-            return Level(runner, own, stats, self.meter)
+            make = TreeLevel if self.shape.speculation.tree else Level
+            return make(runner, own, stats, self.meter)
 
         drafter: Stage | None = None
         if memory.draft is not None:

@@ -78,7 +78,7 @@ class TableRunner:
         texts = [[*memory, token] for memory, token in pairs]
         return self.next_probs(texts, active).probs_BNV.squeeze(1)
 
-    def next_probs_of_tree(self, blocks, shape, first):
+    def read_tree(self, blocks, shape, first):
         T = len(blocks[0])
         probs_BTV = torch.zeros(len(blocks), T, self.table.V, dtype=torch.float64)
         self.blocks = blocks
@@ -310,7 +310,9 @@ def toy_cascade(
         runner, stats = TableRunner(table, batch_size), LevelStats(name)
         if shape is None:
             return Level(runner, source, stats, meter)
-        level = TreeLevel(runner, source, stats, meter, runner)
+        level = TreeLevel(runner, source, stats, meter)
+        for part in ("read_tree", "keep_paths", "is_greedy"):
+            setattr(level, part, getattr(runner, part))
         level.shape = lambda: shape if meter.tuner.plan.tree else None
         return level
 

@@ -170,12 +170,11 @@ test_engine.py
     StopScanner.push: min(ends) => min(ends, key=lambda end: (end[0], -end[1]))
 drafters/test_lookup.py::test_rejected_guesses_are_never_learnt
   lookup learns guesses
-    _Row.propose: length, guess = self.text.lookup(sequence, gamma)
-    => self.text.extend(sequence[len(self.text.tokens):]); length, guess =
-        self.text.lookup(sequence, gamma)
+    GrowingText.propose: length, guess = self.lookup(sequence, gamma)
+    => self.extend(sequence[len(self.tokens):]); length, guess = self.lookup(sequence, gamma)
 drafters/test_lookup.py::test_a_row_that_ended_is_forgotten
   a row that ends leaves its text to the next
-    LookupDrafter.reset: self._rows[b] = _Row() => self._rows[b].guess = []
+    LookupDrafter.reset: self._rows[b] = GrowingText() => self._rows[b]._guess = []
 test_engine.py
 ::test_overlapping_stop_strings_end_a_text_at_the_same_place_however_it_is_cut[stop4-abcabcd-abc]
   text that may begin a stop string is not held back
@@ -206,7 +205,7 @@ caches/test_caches_after_steps.py
 ::test_the_full_cache_equals_a_fresh_prefill_of_the_accepted_tokens
 ::[naive tree 3x2-0.02-sampling0-False]
   a tree's tokens numbered by node, not by depth
-    TreeRunner.next_probs_of_tree: shape.depths[first:first + T] => range(first, first + T)
+    TreeLevel.read_tree: shape.depths[first:first + T] => range(first, first + T)
 trees/test_shape.py::test_a_node_sees_itself_and_its_ancestors
   a node sees its elder siblings
     TreeShape.rule_TT: rule_TT[node] |= rule_TT[parent] => rule_TT[node, :node] = True
@@ -218,7 +217,7 @@ caches/test_caches_after_steps.py
 trees/test_tree_enumeration.py
 ::test_a_tree_by_or_below_the_retrieval_level_gives_the_target_distribution[1-fork]
   a tree's rows of p in the order of its nodes, not of the path
-    TreeLevel.verify: output.emitted(b, tokens, origins, [0, *path])
+    TreeLevel.verify: output.emitted(b, tokens, origins, places)
     => output.emitted(b, tokens, origins, slice(1 + len(path)))
 trees/test_tree_sampling.py::test_every_child_and_every_test_has_a_number_of_its_own
   numbers of a tree's children used again for its tests
@@ -332,7 +331,7 @@ gpu_twins/test_device_clock.py::test_every_stage_is_charged_for_its_own_work
     => with self._meter.commit(): self._commit(emitted, starting)
 reuse/test_prefixes.py::test_idle_rows_are_restored
   what idle rows wrote stays where a text goes on
-    PrefixCache._fill: pairs = source.first_LPKTD => pairs = ()
+    PrefixCache._fill: source.layers(num_tokens) => () if is_there else source.layers(num_tokens)
 decoding/test_sampling.py::test_a_row_has_filters_of_its_own
   filters grouped by their form alone
     probs_of_rows: len(set(params)) => len({own.form for own in params})

@@ -1,40 +1,33 @@
 """Policies: which of the target's tokens the retrieval cache holds.
 
-A policy scores chunks of the full cache for the queries of the latest tokens; the best chunks fill
-the budget. Sinks and the latest tokens are kept whatever their score: that is the cache's business.
-`ChunkRetrieval` is the paper's and the default. Another one is an object of the `Policy` protocol.
-The whole of one that keeps the chunks with the largest key:
+At every rebuild a policy scores, for each layer and row, chunks of the full cache for the queries
+of the latest tokens; the best fill the budget, next to sinks and latest tokens. `ChunkRetrieval` is
+the paper's and the default. The whole of another one, which keeps the chunks with the largest key:
 
     class Largest(minitri.Policy):
         def scores(self, layer, b, q_KRD, chunks_KNMD):
             return chunks_KNMD.float().norm(dim=3).amax(2)
 
-    engine.generate(prompt, speculation=minitri.SpeculationConfig(policy=Largest()))
+    engine.generate(prompt, speculation=minitri.SpeculationConfig(policy=Largest(), budget=64))
 
-It is asked for each layer and row at every rebuild, once the text outgrows the budget (at least 256
-tokens by default; `budget=64` shows one at work).
-
-A policy changes the speed, and no text: the target sees the whole cache. One that raises, or whose
-scores have another shape or are NaN, ends the run with an `InputError` that names it.
-
-With grouped-query attention the G query heads of a KV head share its slots, so their attention is
-added up, and so is that of the tokens in the observation window.
+A policy changes the speed, and no text. One that raises, or whose scores have another shape or are
+NaN, ends the run with an `InputError` that names it.
 
 Legend: L layers, B batch, T tokens, S slots, K KV heads, G query heads per KV head, H = K G,
-D head dim, N chunks, M tokens of a chunk, R = G times tokens in the observation window.
+D head dim, N chunks, M tokens of a chunk, R = G times tokens in the observation window. The G
+heads, and the tokens in the window, share a KV head's slots: their attention is added up.
 """
 
-import contextlib
 import copy
 import math
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache
-from minitri.errors import InputError, shorten
+from minitri.errors import explain
 
 TOKENS_AT_ONCE = 256
 """`ChunkRetrieval` averages about this many keys at a time, of all layers; a GPU copies them."""
@@ -123,7 +116,7 @@ class CheckedPolicy:
             scores_KN = self._policy.scores(layer, b, q_KRD, chunks_KNMD)
             if scores_KN.shape != chunks_KNMD.shape[:2] or bool(scores_KN.isnan().any()):
                 raise ValueError(f"give numbers of shape {list(chunks_KNMD.shape[:2])}")
-            return scores_KN.to(q_KRD.device, torch.float32)
+        return scores_KN.to(q_KRD.device, torch.float32)
 
     def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
         with self._named():
@@ -133,15 +126,9 @@ class CheckedPolicy:
         with self._named():
             self._policy.reset(b)
 
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
+    def _named(self) -> AbstractContextManager[None]:
         """Names the policy where it fails."""
-        try:
-            yield
-        except Exception as error:
-            name = type(self._policy).__name__
-            what = f"{type(error).__name__} ({shorten(error, 90)})"
-            raise InputError(f"the policy {name} failed: {what}; correct it") from error
+        return explain(f"the policy {type(self._policy).__name__} failed", "correct it")
 
 
 def attention_received(q_KRD: Tensor, keys_KND: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ Legend: L layers, P = 2 keys and values, B rows, T tokens, K KV heads, D head di
 """
 
 import os.path
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -32,20 +32,12 @@ class HeldRow:
 
     def layers(self, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values (K, T, D) of the first T tokens, layer by layer; each pair is valid until
-        the next is asked for."""
-        for layer, pair in enumerate(self.full.held_layers(self.b)):
-            keys_KTD, values_KTD = (slots_KSD[:, :num_tokens] for slots_KSD in pair)
-            if self.first_LPKTD is not None:
-                keys_KTD, values_KTD = map(
-                    restored, (keys_KTD, values_KTD), self.first_LPKTD[layer]
-                )
-            yield keys_KTD, values_KTD
-
-
-def restored(slots_KTD: Tensor, first_KTD: Tensor) -> Tensor:
-    """A copy of these slots, the first of them written over."""
-    first_KTD = first_KTD[:, : slots_KTD.shape[1]].to(slots_KTD.device)
-    return torch.cat((first_KTD, slots_KTD[:, first_KTD.shape[1] :]), 1)
+        the next is asked for. Puts back what was written over."""
+        if self.first_LPKTD is not None:
+            for layer, (keys_KTD, values_KTD) in enumerate(self.first_LPKTD):
+                self.full.write(layer, self.b, keys_KTD, values_KTD)
+        for keys_KSD, values_KSD in self.full.held_layers(self.b):
+            yield keys_KSD[:, :num_tokens], values_KSD[:, :num_tokens]
 
 
 class PrefixCache:
@@ -135,11 +127,10 @@ class PrefixCache:
 
     def _fill(self, b: int, source: HeldRow, num_tokens: int) -> None:
         """Copies K and V of the first tokens into row b, as far as they are not there."""
-        pairs: Iterable[Tensor | tuple[Tensor, Tensor]] = source.layers(num_tokens)
-        if source.first_LPKTD is not None and (source.full, source.b) == (self._full, b):
-            pairs = source.first_LPKTD
-        for layer, (keys_KTD, values_KTD) in enumerate(pairs):
-            self._full.write(layer, b, keys_KTD, values_KTD)
+        is_there = (source.full, source.b) == (self._full, b)
+        for layer, (keys_KTD, values_KTD) in enumerate(source.layers(num_tokens)):
+            if not is_there:
+                self._full.write(layer, b, keys_KTD, values_KTD)
 
 
 def num_common(tokens: list[int], prompt: list[int]) -> int:

@@ -49,9 +49,6 @@ class Row:
 class RetrievalCache(Cache):
     """A small copy of a full cache: `budget` committed tokens per row, room for a block after."""
 
-    selects_in_pass = False
-    """Whether each pass of the target plans rebuilds and selects; else `commit` does."""
-
     def __init__(
         self,
         full: FullCache,
@@ -107,17 +104,7 @@ class RetrievalCache(Cache):
         device; the queries are those of the first token of the pass under way."""
         for b, end in enumerate(self._full.lengths):
             if self.rows[b].is_planned:
-                prefix = keys_BKSD[b, :, :end], values_BKSD[b, :, :end]
-                self._select(layer, b, queries_BHD[b], *prefix)
-
-    def finish(self, b: int, known: int) -> None:
-        """Row b now holds what was selected for all layers among the first `known` tokens."""
-        self.num_rebuilds += 1
-        M = self._settings.chunk_size
-        held = known // M * M  # what is left of the last chunk is copied by `commit`
-        budget = self.rows[b].budget
-        self.rows[b] = Row(budget, 0, num_committed=held, built_at=known)
-        self.hold(b, budget, held)
+                self._select(layer, b, end, queries_BHD[b], keys_BKSD[b], values_BKSD[b])
 
     def commit(self, b: int, queries_LTHD: Tensor) -> None:
         """Takes over what the full cache now holds of row b, and drops the block.
@@ -128,13 +115,16 @@ class RetrievalCache(Cache):
         row = self.rows[b]
         self.hold(b, row.num_committed - self._num_left_out[b], row.num_committed)
         known = self._full.lengths[b] - queries_LTHD.shape[1]  # before that pass
-        if not self.selects_in_pass and self._is_due(row, known):
+        if not row.is_planned and self._is_due(row, known):
             row.is_planned = True
-            for layer, (keys_KSD, values_KSD) in enumerate(self._full.layers(b)):
-                prefix = keys_KSD[:, :known], values_KSD[:, :known]
-                self._select(layer, b, queries_LTHD[layer, 0], *prefix)
+            for layer, pair in enumerate(self._full.layers(b)):
+                self._select(layer, b, known, queries_LTHD[layer, 0], *pair)
         if row.is_planned:
-            self.finish(b, known)
+            self.num_rebuilds += 1
+            M = self._settings.chunk_size
+            held = known // M * M  # what is left of the last chunk is copied below
+            self.rows[b] = Row(row.budget, 0, num_committed=held, built_at=known)
+            self.hold(b, row.budget, held)
         self._copy_committed(b)
         self.observe(b, queries_LTHD)
 
@@ -147,13 +137,14 @@ class RetrievalCache(Cache):
         )
 
     def _select(
-        self, layer: int, b: int, query_HD: Tensor, keys_KSD: Tensor, values_KSD: Tensor
+        self, layer: int, b: int, end: int, query_HD: Tensor, keys_KSD: Tensor, values_KSD: Tensor
     ) -> None:
-        """Fills the slots of a layer with the best chunks of the full cache, best last; sinks and
-        recent tokens are always kept. `query_HD` joins the observed queries as the latest."""
+        """Fills the slots of a layer with the best chunks of the first `end` tokens of the full
+        cache, best last; sinks and recent tokens are always kept. `query_HD` joins the observed
+        queries as the latest."""
         M = self._settings.chunk_size
         K = self.keys.shape[2]
-        N, C = keys_KSD.shape[1] // M, self.rows[b].budget // M
+        N, C = end // M, self.rows[b].budget // M
         recent = min(-(-self._settings.num_recent_tokens // M), max(1, C // 4))
         sinks = min(-(-self._settings.num_sink_tokens // M), C - recent)
         W = self._settings.observation_window

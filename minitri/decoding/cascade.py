@@ -42,7 +42,7 @@ from collections.abc import Collection
 
 from minitri.decoding.level import Emitted, Level, Stage
 from minitri.decoding.meter import Meter
-from minitri.decoding.verification import Proposal
+from minitri.decoding.verification import Active, Proposal, Rows
 from minitri.settings import StepPlan
 
 
@@ -51,7 +51,7 @@ class Cascade:
 
     def __init__(
         self,
-        sequences: list[list[int]],
+        sequences: Rows,
         meter: Meter,
         target: Level,
         retrieval: Level | None = None,
@@ -75,7 +75,8 @@ class Cascade:
         caches take to catch up counts as prefill."""
         nothing = Proposal.nothing(len(self.sequences))
         starting = [rows is None or b in rows for b in range(len(self.sequences))]
-        emitted = self._target.verify(self.sequences, starting, nothing, wants_logits=wants_logits)
+        self._target.wants_logits = wants_logits
+        emitted = self._target.verify(self.sequences, starting, nothing)
         self._commit(emitted, starting)
         self.active = [on or new for on, new in zip(self.active, starting, strict=True)]
         self._stack(self._meter.tuner.plan)
@@ -88,9 +89,8 @@ class Cascade:
         with self._meter.commit():
             self._stack(plan)
         guessing = [on and guess for on, guess in zip(self.active, self.guessing, strict=True)]
-        emitted = self._target.round(
-            self.sequences, self.active, guessing, wants_logits=wants_logits
-        )
+        self._target.wants_logits = wants_logits
+        emitted = self._target.round(self.sequences, self.active, guessing)
         with self._meter.commit():
             self._commit(emitted, self.active)
         steps = self._meter.stats.steps_per_plan
@@ -108,7 +108,7 @@ class Cascade:
                 stage.prepare(self.sequences, self.active)
                 below = stage
 
-    def _commit(self, emitted: list[Emitted], active: list[bool]) -> None:
+    def _commit(self, emitted: list[Emitted], active: Active) -> None:
         """Brings what became certain into the caches.
 
         The full cache was cropped to the accepted tokens when they were verified. The retrieval

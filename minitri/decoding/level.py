@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from minitri.decoding.meter import Meter
 from minitri.decoding.random_source import RandomSource
-from minitri.decoding.verification import Proposal
+from minitri.decoding.verification import Active, Proposal, Rows
 from minitri.stats import LevelStats
 
 
@@ -59,11 +59,11 @@ class Stage:
         self.below: Stage | None = None  # set before every step, like gamma: see `Cascade`
         self._meter = meter
 
-    def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
+    def propose(self, sequences: Rows, active: Active) -> Proposal:
         """Guesses the next tokens of the active rows; leaves `sequences` as they were."""
         raise NotImplementedError
 
-    def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
+    def prepare(self, sequences: Rows, active: Active) -> None:
         """Called before a step that uses it, when all `sequences` are certain."""
 
     def crop(self, lengths: list[int]) -> None:
@@ -76,7 +76,7 @@ class Stage:
 class Runner(Protocol):
     """A model with a cache, as a level sees it; see `runner.py`."""
 
-    def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
+    def prepare(self, sequences: Rows, active: Active) -> None:
         """See `Stage`, as for the other two."""
 
     def crop(self, lengths: list[int]) -> None: ...
@@ -84,8 +84,8 @@ class Runner(Protocol):
 
     def next_probs(
         self,
-        sequences: list[list[int]],
-        active: list[bool],
+        sequences: Rows,
+        active: Active,
         guesses: Proposal | None = None,
         *,
         wants_logits: bool = False,
@@ -96,10 +96,10 @@ class Runner(Protocol):
         active get numbers that mean nothing. The output has logits if they are asked for.
         """
 
-    def next_probs_after(self, tokens_B: Tensor, active: list[bool]) -> Tensor:
+    def next_probs_after(self, tokens_B: Tensor, active: Active) -> Tensor:
         """Reads one more token of each active row, which the host need not know: (B, V)."""
 
-    def commit(self, emitted: list[Emitted], active: list[bool]) -> None:
+    def commit(self, emitted: list[Emitted], active: Active) -> None:
         """Called after every step with what became certain."""
 
 
@@ -111,9 +111,11 @@ class Level(Stage):
     ) -> None:
         super().__init__(stats, meter)
         self.runner = runner
+        self.wants_logits = False
+        """Whether what it emits has logits; set before every step, too."""
         self._source = source
 
-    def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
+    def propose(self, sequences: Rows, active: Active) -> Proposal:
         """Runs rounds until every active row has a block of at least `gamma` tokens."""
         if self.below is None:
             return self._draft(sequences, active)
@@ -128,18 +130,19 @@ class Level(Stage):
             unfinished = [
                 on and len(row) < self.gamma for on, row in zip(active, origins, strict=True)
             ]
-        blocks = list[list[int]]()
+        blocks = Rows()
         for sequence, start in zip(sequences, starts, strict=True):
             blocks.append(sequence[start:])
             del sequence[start:]
         probs_BNV = pad_sequence([torch.cat(row) for row in probs], batch_first=True)
         return Proposal.of(blocks, probs_BNV, origins)
 
-    def _draft(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
+    def _draft(self, sequences: Rows, active: Active) -> Proposal:
         """Guesses `gamma` tokens of every active row, one after the other, on the device."""
         tokens, probs = list[Tensor](), list[Tensor]()
         for i in range(self.gamma):
-            with self._meter.drafting(self.stats, sum(active)):
+            self.stats.num_rounds += sum(active)
+            with self._meter.round(self.stats):
                 if i == 0:
                     probs.append(self.runner.next_probs(sequences, active).probs_BNV.squeeze(1))
                 else:
@@ -150,14 +153,7 @@ class Level(Stage):
         origins = [[self.stats.name] * count for count in counts]
         return Proposal(counts, torch.stack(tokens, 1), torch.stack(probs, 1), origins)
 
-    def round(
-        self,
-        sequences: list[list[int]],
-        active: list[bool],
-        guessing: list[bool],
-        *,
-        wants_logits: bool = False,
-    ) -> list[Emitted]:
+    def round(self, sequences: Rows, active: Active, guessing: Active) -> list[Emitted]:
         """Lets the stage below guess for the rows that are `guessing`, and verifies its guesses;
         returns what `verify` does."""
         proposer = None
@@ -166,26 +162,18 @@ class Level(Stage):
             proposer = self.below.stats.name
             proposal = self.below.propose(sequences, guessing)
         with self._meter.round(self.stats, max(proposal.counts)):
-            emitted = self.verify(sequences, active, proposal, wants_logits=wants_logits)
+            emitted = self.verify(sequences, active, proposal)
+            self._meter.settle()
         for b, row in enumerate(emitted):
             if row.tokens:
-                self._meter.note_acceptance(
-                    self.stats,
-                    proposer if guessing[b] else None,
-                    proposal.depth(b),
-                    len(row.tokens) - 1,
-                )
+                who = proposer if guessing[b] else None
+                counts = proposal.depth(b), len(row.tokens) - 1
+                self._meter.note_acceptance(self.stats, who, *counts)
         return emitted
 
-    def verify(
-        self,
-        sequences: list[list[int]],
-        active: list[bool],
-        proposal: Proposal,
-        *,
-        wants_logits: bool = False,
-    ) -> list[Emitted]:
+    def verify(self, sequences: Rows, active: Active, proposal: Proposal) -> list[Emitted]:
         """Verifies a proposal in one forward pass and appends the outcome to the active rows."""
+        wants_logits = self.wants_logits
         output = self.runner.next_probs(sequences, active, proposal, wants_logits=wants_logits)
         starts = [len(sequence) for sequence in sequences]
         outcome = self._source.verify(proposal, output.probs_BNV, starts, active)
@@ -199,7 +187,7 @@ class Level(Stage):
         self._append(sequences, emitted)
         return emitted
 
-    def _append(self, sequences: list[list[int]], emitted: list[Emitted]) -> None:
+    def _append(self, sequences: Rows, emitted: list[Emitted]) -> None:
         """Adds the outcome of a round to the texts; drops what was rejected, and leaves the last
         token to be read."""
         for sequence, new in zip(sequences, emitted, strict=True):
@@ -207,7 +195,7 @@ class Level(Stage):
         pairs = zip(sequences, emitted, strict=True)
         self.crop([len(sequence) - bool(new.tokens) for sequence, new in pairs])
 
-    def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
+    def prepare(self, sequences: Rows, active: Active) -> None:
         with self._meter.catching_up(self.stats):
             self.runner.prepare(sequences, active)
 

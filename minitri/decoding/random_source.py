@@ -17,7 +17,9 @@ from torch import Tensor
 from minitri.decoding.noise import gumbel_argmax, noise_key
 from minitri.decoding.sampling import sample
 from minitri.decoding.verification import (
+    Active,
     Proposal,
+    Rows,
     integers,
     verify,
     verify_block,
@@ -29,12 +31,12 @@ from minitri.settings import SpeculationConfig
 class RandomSource(Protocol):
     """Samples tokens and verifies proposals with its own random numbers."""
 
-    def sample(self, probs_BV: Tensor, starts: list[int], active: list[bool]) -> Tensor:
+    def sample(self, probs_BV: Tensor, starts: list[int], active: Active) -> Tensor:
         """A token (B,) of each row, for position `starts[b]`; the host does not wait for it."""
 
     def verify(
-        self, proposal: Proposal, probs_BNV: Tensor, starts: list[int], active: list[bool]
-    ) -> list[list[int]]:
+        self, proposal: Proposal, probs_BNV: Tensor, starts: list[int], active: Active
+    ) -> Rows:
         """Verifies a proposal that begins at position `starts[b]` of row b: see `verify`.
 
         Rows that are not active use no random numbers; what is returned for them means nothing.
@@ -57,7 +59,7 @@ class IndependentSource:
         """Gives row b to another text, with this seed."""
         self._generators[b] = torch.Generator().manual_seed(seed)
 
-    def sample(self, probs_BV: Tensor, starts: list[int], active: list[bool]) -> Tensor:
+    def sample(self, probs_BV: Tensor, starts: list[int], active: Active) -> Tensor:
         uniforms_B1 = self._draw([0] * len(starts), active)
         return sample(probs_BV, uniforms_B1.squeeze(1).to(probs_BV.device, non_blocking=True))
 
@@ -66,14 +68,14 @@ class IndependentSource:
         proposal: Proposal,
         probs_BNV: Tensor,
         starts: list[int],  # noqa: ARG002 (noise by position needs them)
-        active: list[bool],
-    ) -> list[list[int]]:
+        active: Active,
+    ) -> Rows:
         uniforms_BN = self._draw(proposal.counts, active)
         return self._verify(
             proposal, probs_BNV, uniforms_BN.to(probs_BNV.device, non_blocking=True)
         )
 
-    def _draw(self, counts: list[int], active: list[bool]) -> Tensor:
+    def _draw(self, counts: list[int], active: Active) -> Tensor:
         """Numbers (B, N + 1) for each row's tests, and last for the token after them."""
         uniforms_BN = torch.zeros(len(active), max(counts) + 1, dtype=torch.float64)
         for b, n in enumerate(counts):
@@ -96,7 +98,7 @@ class CoupledSource:
         """Gives row b to another text, with this seed."""
         self._seeds[b] = seed
 
-    def sample(self, probs_BV: Tensor, starts: list[int], active: list[bool]) -> Tensor:  # noqa: ARG002
+    def sample(self, probs_BV: Tensor, starts: list[int], active: Active) -> Tensor:  # noqa: ARG002
         keys = [self.key(b, start) for b, start in enumerate(starts)]
         return gumbel_argmax(probs_BV, integers(keys, probs_BV.device))
 
@@ -105,8 +107,8 @@ class CoupledSource:
         proposal: Proposal,
         probs_BNV: Tensor,
         starts: list[int],
-        active: list[bool],  # noqa: ARG002 (noise is not used up)
-    ) -> list[list[int]]:
+        active: Active,  # noqa: ARG002 (noise is not used up)
+    ) -> Rows:
         places = range(max(proposal.counts) + 1)
         keys = [[self.key(b, start + i) for i in places] for b, start in enumerate(starts)]
         return verify_coupled(proposal, probs_BNV, keys)

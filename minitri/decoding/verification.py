@@ -26,6 +26,11 @@ from torch import Tensor
 from minitri.decoding.noise import gumbel_argmax
 from minitri.decoding.sampling import sample
 
+Rows = list[list[int]]
+"""Tokens on the host, a list for each row of the batch."""
+Active = list[bool]
+"""Which rows take part."""
+
 
 class NotFiniteError(ArithmeticError):
     """A distribution holds NaN or infinity: the weights are damaged, or overflow their dtype."""
@@ -50,9 +55,7 @@ class Proposal:
     """The stage that guessed each token: for statistics and display, never for a decision."""
 
     @classmethod
-    def of(
-        cls, tokens: list[list[int]], probs_BNV: Tensor, origins: list[list[str]], **more: Any
-    ) -> Self:
+    def of(cls, tokens: Rows, probs_BNV: Tensor, origins: list[list[str]], **more: Any) -> Self:
         """A proposal of tokens that the host knows."""
         counts = [len(row) for row in tokens]
         padded = [row + [0] * (max(counts) - len(row)) for row in tokens]
@@ -65,7 +68,7 @@ class Proposal:
         return cls.of(rows, torch.empty(batch_size, 0, 0), rows)
 
     @functools.cached_property
-    def tokens(self) -> list[list[int]]:
+    def tokens(self) -> Rows:
         """Row b's tokens on the host, which waits for them."""
         return [row[:n] for row, n in zip(self.tokens_BN.tolist(), self.counts, strict=True)]
 
@@ -74,7 +77,7 @@ class Proposal:
         return self.counts[b]
 
 
-def verify(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> list[list[int]]:
+def verify(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> Rows:
     """Of each row the accepted guesses, and one token more: recovered, or the bonus token.
 
     x_i is accepted while u_i q_i(x_i) < p_i(x_i). The recovered token of the first rejection comes
@@ -93,7 +96,7 @@ def verify(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> list[l
     return _sample_next(proposal, probs_BNV, num_accepted_B, uniforms_BN)
 
 
-def verify_block(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> list[list[int]]:
+def verify_block(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> Rows:
     """`verify` for all guesses of a row together: no fewer are accepted in expectation.
 
     Block verification (Sun et al. 2024, algorithm 2) accepts x_1 .. x_i for the largest i with
@@ -121,7 +124,7 @@ def verify_block(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> 
     return _sample_next(proposal, probs_BNV, num_accepted_B, uniforms_BN, scale_B1)
 
 
-def verify_coupled(proposal: Proposal, probs_BNV: Tensor, keys: list[list[int]]) -> list[list[int]]:
+def verify_coupled(proposal: Proposal, probs_BNV: Tensor, keys: list[list[int]]) -> Rows:
     """Emits argmax(log p_i + g_i) at every position; accepts a guess iff it is that very token.
 
     `keys[b][i]` names the Gumbel noise g of the position of x_i in row b: every level that samples
@@ -147,7 +150,7 @@ def _sample_next(
     num_accepted_B: Tensor,
     uniforms_BN: Tensor,
     scale_B1: Tensor | float = 1.0,
-) -> list[list[int]]:
+) -> Rows:
     """The accepted guesses, and a recovered token from max(scale p - q, 0) or a bonus token."""
     rows = torch.arange(len(probs_BNV), device=probs_BNV.device)
     is_rejected_B = num_accepted_B < integers(proposal.counts, probs_BNV.device)
@@ -179,7 +182,7 @@ def integers(values: list[int] | list[list[int]], device: torch.device) -> Tenso
 
 def _on_host(
     proposal: Proposal, probs_BNV: Tensor, num_accepted_B: Tensor, next_tokens_B: Tensor
-) -> list[list[int]]:
+) -> Rows:
     """The outcome, brought to the host in one transfer."""
     q_BN = proposal.probs_BNV.sum(2)
     q_is_finite = (q_BN.isfinite() | ~_are_guesses(proposal, q_BN.device)).all()
@@ -187,7 +190,7 @@ def _on_host(
     flags = [it.to(next_tokens_B).expand_as(next_tokens_B) for it in are_finite]
     columns = torch.stack((num_accepted_B, next_tokens_B, *flags), 1)
     rows = torch.cat((columns, proposal.tokens_BN.to(columns)), 1).tolist()
-    tokens = list[list[int]]()
+    tokens = Rows()
     for num_accepted, next_token, p_is_finite, q_is_finite, *guesses in rows:
         if not (p_is_finite and q_is_finite):
             is_drafter = not q_is_finite and any("draft" in row for row in proposal.origins)

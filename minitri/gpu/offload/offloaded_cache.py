@@ -92,7 +92,6 @@ class OffloadedFullCache(FullCache):
             weak.select(layer, queries_LBTHD[layer, :, 0], keys_BKSD, values_BKSD)
 
         self.on_layer_staged = on_layer
-        cache.selects_in_pass = True
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
