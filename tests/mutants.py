@@ -196,9 +196,9 @@ trees/test_tree_enumeration.py
   a younger sibling tested against p, not the residual
     walk: rest_V[token] => probs_NV[node][token]
   the token after a path comes from p, not the residual
-    walk: sample_one(rest_V, uniforms[0]) => sample_one(probs_NV[node], uniforms[0])
+    walk: sample(rest_V, uniforms[0]) => sample(probs_NV[node], uniforms[0])
   a sibling's q still holds the elder ones
-    tested_children: q_V[token] = 0 => q_V[token] += 0
+    walk: left_V[token] = 0 => left_V[token] += 0
   children drawn with replacement
     draw_children: left_V[token] = 0 => left_V[token] += 0
 caches/test_caches_after_steps.py
@@ -264,7 +264,7 @@ gpu_twins/test_offloaded_cache.py::test_trees_need_no_other_events
     => missing.start < missing.stop and buffer.ready.record()
 gpu_twins/test_layer_major.py::test_nothing_travels_twice[0]
   a prefix fetched again for every chunk
-    HostedRow.update: buffer.num_held[self._b] = self._lengths[0] + T => pass
+    HostedRow.update: buffer.num_held[self._b] = self._lengths[0] + block.keys_BTKD.shape[1] => pass
 gpu_twins/test_layer_major.py
 ::test_the_retrieval_cache_is_as_if_it_had_seen_every_chunk[200-16-16]
   queries of the last chunk alone

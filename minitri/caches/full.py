@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minitri.config import ModelConfig
-from minitri.model.cache import BlockKV, Cache, round_up_to_stride
+from minitri.model.cache import Cache, round_up_to_stride
 
 
 class FullCache(Cache):
@@ -38,17 +38,6 @@ class FullCache(Cache):
     def on_chip(self) -> int:
         """Layers whose keys and values stay on the device."""
         return self.keys.shape[0]
-
-    def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
-        self._check_room(block.keys_BTKD.shape[1])
-        return super().update(layer, block)
-
-    def _check_room(self, T: int) -> None:
-        longest = max(self._lengths)
-        if longest + T > self.capacity:
-            raise IndexError(
-                f"a row holds {longest} of {self.capacity} tokens; a block of {T} does not fit"
-            )
 
     def layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values (K, S, D) of row b on the device, layer by layer.

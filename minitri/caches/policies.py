@@ -66,7 +66,7 @@ def make_policy(policy: Any, full: FullCache, chunk_size: int) -> Policy:
     return CheckedPolicy(policy)
 
 
-class ChunkRetrieval:
+class ChunkRetrieval(Policy):
     """Attention to the mean key of each chunk. Means are made once, when a chunk is whole; where
     not all layers are on the device, from the keys that visit it, whenever scores are asked for.
 
@@ -74,8 +74,6 @@ class ChunkRetrieval:
     begins in one chunk and ends in the next, which only later queries will look for. In the needle
     test a number that lay across a border was lost without this.
     """
-
-    wants_prompt = False
 
     def __init__(self, full: FullCache, chunk_size: int) -> None:
         L, B, K, S, D = full.shape
@@ -118,9 +116,9 @@ class CheckedPolicy:
                 raise ValueError(f"give numbers of shape {list(chunks_KNMD.shape[:2])}")
         return scores_KN.to(q_KRD.device, torch.float32)
 
-    def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
+    def observe(self, *seen: Any) -> None:
         with self._named():
-            self._policy.observe(full, b, queries_LTHD, end)
+            self._policy.observe(*seen)
 
     def reset(self, b: int) -> None:
         with self._named():

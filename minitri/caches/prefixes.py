@@ -88,8 +88,7 @@ class PrefixCache:
 
     def adopt(self, other: "PrefixCache") -> None:
         """Takes over what another cache holds, as far as there is room for it."""
-        held = [row for row in other._ended if row.tokens]
-        held.sort(key=lambda row: len(row.tokens), reverse=True)
+        held = sorted(other._ended, key=lambda row: len(row.tokens), reverse=True)
         for place, row in enumerate(held[: len(self._ended)]):
             b = row.b if self._full is other._full else place
             tokens = row.tokens[: self._full.capacity]
@@ -109,15 +108,13 @@ class PrefixCache:
         """Fills row b, which is empty, with the longest beginning of its prompt that is at hand, of
         at most `most` tokens; returns how many. `texts` are those of all rows."""
         self._num_prompt[b] = len(texts[b])
-        sources = [*self._ended]
+        sources = [self._ended[b], *self._ended]  # of equally long ones its own: nothing is copied
         for other, text in enumerate(texts):
             sources.append(HeldRow(self._full, other, text[: self._num_exact(other)]))
         if self.snapshot is not None:
             sources.append(self.snapshot)
-        own = self._ended[b]
         self._ended[b] = HeldRow(self._full, b, [])
-        # Of equally long ones the row's own, which need not be copied.
-        best = max(sources, key=lambda it: (num_common(it.tokens, texts[b]), it is own))
+        best = max(sources, key=lambda it: num_common(it.tokens, texts[b]))
         num_tokens = max(0, min(num_common(best.tokens, texts[b]), most))
         if num_tokens:
             self._fill(b, best, num_tokens)

@@ -92,18 +92,16 @@ class RetrievalCache(Cache):
         self._queries[b] = torch.cat((self._queries[b], queries_LTHD[:, -W:]), 1)[:, -W:]
         self._policy.observe(self._full, b, queries_LTHD, self._full.lengths[b])
 
-    def plan_rebuild(self) -> None:
-        """Decides which rows are rebuilt with the pass of the target that begins now."""
-        for row, num_tokens in zip(self.rows, self._full.lengths, strict=True):
-            row.is_planned = self._is_due(row, num_tokens)
-
     def select(
         self, layer: int, queries_BHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor
     ) -> None:
-        """Selects, for the rows that are planned, from one layer of the full cache that is on the
-        device; the queries are those of the first token of the pass under way."""
-        for b, end in enumerate(self._full.lengths):
-            if self.rows[b].is_planned:
+        """Decides, by the first layer, which rows are rebuilt with the pass of the target under
+        way; selects for them from every layer, while it is on the device. The queries are those of
+        the first token of the pass."""
+        for b, (row, end) in enumerate(zip(self.rows, self._full.lengths, strict=True)):
+            if layer == 0:
+                row.is_planned = self._is_due(row, end)
+            if row.is_planned:
                 self._select(layer, b, end, queries_BHD[b], keys_BKSD[b], values_BKSD[b])
 
     def commit(self, b: int, queries_LTHD: Tensor) -> None:
@@ -150,8 +148,9 @@ class RetrievalCache(Cache):
         W = self._settings.observation_window
         queries_WHD = torch.cat((self._queries[b][layer], query_HD.unsqueeze(0)))[-W:]
         q_KRD = queries_WHD.unflatten(1, (K, -1)).transpose(0, 1).flatten(1, 2)
-        keys_KNMD = keys_KSD[:, : N * M].unflatten(1, (N, M))
-        values_KNMD = values_KSD[:, : N * M].unflatten(1, (N, M))
+        keys_KNMD, values_KNMD = (
+            slots_KSD[:, : N * M].unflatten(1, (N, M)) for slots_KSD in (keys_KSD, values_KSD)
+        )
         scores_KN = self._policy.scores(layer, b, q_KRD, keys_KNMD).clone()
         scores_KN[:, :sinks] = scores_KN[:, N - recent :] = math.inf
         chosen_KC = scores_KN.topk(C).indices.flip(1)

@@ -95,8 +95,8 @@ class Autotuner:
         seconds = plan.gamma1 * self._cost("draft", tree / 2)
         if plan.uses_retrieval:
             per_round = expected_tokens(self._rate("draft"), plan.gamma1)
-            length, num_rounds = expected_block(per_round, plan)
-            seconds = num_rounds * (seconds + self._cost("retrieval", num_guesses))
+            length = plan.gamma2 + (per_round - 1) / 2  # the last round overshoots
+            seconds = length / per_round * (seconds + self._cost("retrieval", num_guesses))
             num_guesses = length
         rate = self._rate("retrieval" if plan.uses_retrieval else "draft")
         return expected_tokens(rate, length) / (seconds + self._cost("target", num_guesses))
@@ -125,9 +125,3 @@ def _proposers(plan: StepPlan) -> list[str]:
 def expected_tokens(rate: float, num_guesses: float) -> float:
     """Tokens per round, the verifier's own included, if guesses are accepted independently."""
     return num_guesses + 1 if rate >= 1 else (1 - rate ** (num_guesses + 1)) / (1 - rate)
-
-
-def expected_block(per_round: float, plan: StepPlan) -> tuple[float, float]:
-    """Guesses that the retrieval level collects, and its rounds, at `per_round` tokens each."""
-    length = plan.gamma2 + (per_round - 1) / 2  # the last round overshoots
-    return length, length / per_round

@@ -4,7 +4,7 @@ one above; and the protocol of runners, models with a cache.
 Legend: B rows, N proposed tokens, V vocab.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -33,16 +33,16 @@ class Output:
         return Emitted(tokens, origins, self.probs_BNV[b, places], logits_NV)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Emitted:
     """The tokens that a round added to a row, and where each of them came from."""
 
     tokens: list[int]
     origins: list[str]
     """The stage that guessed the token (`draft`, `retrieval`), or `recovered` or `bonus`."""
-    probs_NV: Tensor = field(compare=False, repr=False)
+    probs_NV: Tensor
     """The verifier's distributions, which the tokens follow."""
-    logits_NV: Tensor | None = field(default=None, compare=False, repr=False)
+    logits_NV: Tensor | None
     """The verifier's logits at the place of each token, if its pass kept them."""
 
 

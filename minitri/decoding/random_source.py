@@ -9,7 +9,6 @@ biased. Coupled noise may be shared, as what is emitted is always the verifier's
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,21 +25,6 @@ from minitri.decoding.verification import (
     verify_coupled,
 )
 from minitri.settings import SpeculationConfig
-
-
-class RandomSource(Protocol):
-    """Samples tokens and verifies proposals with its own random numbers."""
-
-    def sample(self, probs_BV: Tensor, starts: list[int], active: Active) -> Tensor:
-        """A token (B,) of each row, for position `starts[b]`; the host does not wait for it."""
-
-    def verify(
-        self, proposal: Proposal, probs_BNV: Tensor, starts: list[int], active: Active
-    ) -> Rows:
-        """Verifies a proposal that begins at position `starts[b]` of row b: see `verify`.
-
-        Rows that are not active use no random numbers; what is returned for them means nothing.
-        """
 
 
 class IndependentSource:
@@ -60,6 +44,10 @@ class IndependentSource:
         self._generators[b] = torch.Generator().manual_seed(seed)
 
     def sample(self, probs_BV: Tensor, starts: list[int], active: Active) -> Tensor:
+        """A token (B,) of each row, for position `starts[b]`; the host does not wait for it.
+
+        Rows that are not active use no random numbers; what is returned for them means nothing.
+        """
         uniforms_B1 = self._draw([0] * len(starts), active)
         return sample(probs_BV, uniforms_B1.squeeze(1).to(probs_BV.device, non_blocking=True))
 
@@ -70,6 +58,7 @@ class IndependentSource:
         starts: list[int],  # noqa: ARG002 (noise by position needs them)
         active: Active,
     ) -> Rows:
+        """Verifies a proposal that begins at position `starts[b]` of row b: see `verify`."""
         uniforms_BN = self._draw(proposal.counts, active)
         return self._verify(
             proposal, probs_BNV, uniforms_BN.to(probs_BNV.device, non_blocking=True)
@@ -116,3 +105,7 @@ class CoupledSource:
     def key(self, b: int, position: int) -> int:
         """The key of the noise of a position of row b."""
         return noise_key(self._seeds.get(b, 0), position)
+
+
+RandomSource = IndependentSource | CoupledSource
+"""Samples tokens and verifies proposals with its own random numbers."""

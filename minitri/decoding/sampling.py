@@ -63,16 +63,14 @@ def filtered_probs(
     top_k, has_top_p, has_min_p = filters.form
     scores = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature  # the best is 0
     if 0 < top_k < scores.shape[-1]:
-        scores = _drop_below(scores, scores.topk(top_k).values[..., -1:])
+        cutoff_N1 = scores.topk(top_k).values[..., -1:]
+        scores = scores.masked_fill(scores < cutoff_N1, -math.inf)
     if has_top_p:
-        scores = _drop_below(scores, _top_p_cutoff(scores, top_p, sort_all=sort_all))
+        cutoff_N1 = _top_p_cutoff(scores, top_p, sort_all=sort_all)
+        scores = scores.masked_fill(scores < cutoff_N1, -math.inf)
     if has_min_p:
-        scores = torch.where(scores < log_min_p, -math.inf, scores)
+        scores = scores.masked_fill(scores < log_min_p, -math.inf)
     return scores.softmax(-1)
-
-
-def _drop_below(scores_NV: Tensor, cutoff_N1: Tensor) -> Tensor:
-    return torch.where(scores_NV < cutoff_N1, -math.inf, scores_NV)
 
 
 def _top_p_cutoff(scores_NV: Tensor, top_p: float | Tensor, *, sort_all: bool) -> Tensor:
@@ -137,8 +135,7 @@ def pad_vocabulary(probs_BNV: Tensor, vocab_size: int) -> Tensor:
 def log_probs(logits_NV: Tensor, tokens: list[int], num_top: int) -> list[LogProbs]:
     """Log-probabilities of N tokens and of the likeliest at each place, before all filters."""
     scores_NV = logits_NV.log_softmax(-1)
-    tokens_N1 = torch.tensor(tokens, device=scores_NV.device).unsqueeze(1)
-    own = scores_NV.gather(1, tokens_N1).squeeze(1).tolist()
+    own = scores_NV[range(len(tokens)), tokens].tolist()
     best, ids = (it.tolist() for it in scores_NV.topk(min(num_top, scores_NV.shape[1])))
     pairs = [tuple(zip(*row, strict=True)) for row in zip(ids, best, strict=True)]
     return list(zip(own, pairs, strict=True))

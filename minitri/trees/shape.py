@@ -100,17 +100,19 @@ def sequoia(rates: Sequence[float], num_nodes: int, max_depth: int) -> TreeShape
     node is worth more than its parent or the sibling before it, and the nodes that are worth most,
     taken one by one, are the optimum that Sequoia finds by a dynamic programme.
     """
+
+    def by_worth(*path: int) -> tuple[float, int, tuple[int, ...]]:
+        return -math.prod(rates[rank] for rank in path), len(path), path
+
     taken = list[tuple[int, ...]]()  # the nodes by the ranks of their ancestors and their own
-    waiting: list[tuple[float, int, tuple[int, ...]]] = [(-rates[0], 1, (0,))]
+    waiting = [by_worth(0)]
     while waiting and len(taken) < num_nodes:
         _, depth, path = heapq.heappop(waiting)
         taken.append(path)
         *above, rank = path
-        following = [(*path, 0)] if depth < max_depth else []
+        if depth < max_depth:
+            heapq.heappush(waiting, by_worth(*path, 0))
         if rank + 1 < len(rates):
-            following.append((*above, rank + 1))
-        for other in following:
-            worth = math.prod(rates[rank] for rank in other)
-            heapq.heappush(waiting, (-worth, len(other), other))
+            heapq.heappush(waiting, by_worth(*above, rank + 1))
     paths = [(), *sorted(taken, key=lambda path: (len(path), path))]
     return TreeShape((-1, *(paths.index(path[:-1]) for path in paths[1:])))

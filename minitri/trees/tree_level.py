@@ -33,14 +33,11 @@ class TreeLevel(Level):
         return shape_of(plan) if plan.tree else None
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:
-        """A tree for every active row if this is the lowest level, and the plan has one."""
+        """A tree for every active row if this is the lowest level, and the plan has one. All nodes
+        are drawn, depth by depth; of greedy rows the likeliest ones."""
         shape = self.shape()
         if shape is None or self.below is not None:
             return super().propose(sequences, active)
-        return self._grow(shape, sequences, active)
-
-    def _grow(self, shape: TreeShape, sequences: Rows, active: Active) -> TreeProposal:
-        """Draws all nodes, depth by depth; of greedy rows the likeliest ones."""
         is_greedy = [self.is_greedy(b) for b in range(len(sequences))]
         nodes = [[*last_of(sequence), *[MISSING] * (len(shape) - 1)] for sequence in sequences]
         probs = list[Tensor]()

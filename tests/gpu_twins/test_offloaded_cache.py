@@ -256,9 +256,3 @@ def test_what_another_cache_holds_is_copied_and_blocks_of_any_size_go_on(on_chip
             full.advance([size, size])
             full.crop([length - cut for length, cut in zip(full.lengths, kept, strict=True)])
     assert_same(cache, exact)
-
-
-def test_more_than_it_holds_is_refused():
-    cache = offloaded(0, batch_size=1, capacity=64)
-    with pytest.raises(IndexError, match="a block of 65 does not fit"):
-        cache.update(0, random_block(1, 65))
