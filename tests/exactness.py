@@ -35,13 +35,14 @@ class Table:
 
     def _row(self, context: tuple[int, ...]) -> torch.Tensor:
         generator = random.Random(f"{self.seed} {context}")
-        weights = torch.tensor(
-            [generator.choice([0.0, 0.2, 0.5, 1.0, 2.0]) for _ in range(self.V)],
-            dtype=torch.float64,
-        )
+        weights = exactly([generator.choice([0.0, 0.2, 0.5, 1.0, 2.0]) for _ in range(self.V)])
         weights[generator.randrange(self.V)] += 0.3
         own = weights / weights.sum()
         return own if self.near is None else 0.5 * own + 0.5 * self.near.row(context)
+
+
+def exactly(numbers) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def probs_after(runner, text: list[int], num_guesses: int = 0) -> torch.Tensor:
@@ -203,7 +204,7 @@ def walks(proposal: TreeProposal, b, probs_NV, node=0, reached=1.0, numbers=None
     numbers = numbers or [0.5] * len(shape)
     rest_V, rest = probs_NV[node], reached
     if shape.children[node]:
-        q_V = proposal.probs_BNV[b, shape.inner.index(node)].clone()
+        q_V = proposal.probs_BNV[b, node].clone()
     for child in shape.children[node]:
         token = proposal.tokens[b][child - 1]
         if token == MISSING:
@@ -249,7 +250,7 @@ class ScriptedSource(IndependentTrees):
         for b, n in enumerate(proposal.counts):
             if active[b]:
                 found = self.next_numbers(b, functools.partial(textbook, proposal, probs_BNV, b))
-                numbers = torch.tensor(found or [0.0] * (n + 1), dtype=torch.float64)
+                numbers = exactly(found or [0.0] * (n + 1))
                 uniforms_BN[b, :n], uniforms_BN[b, -1] = numbers[:-1], numbers[-1]
         return uniforms_BN
 
@@ -258,11 +259,11 @@ class ScriptedSource(IndependentTrees):
 
     def draw(self, b, probs_V, num_children, position):
         numbers = self.next_numbers(b, lambda: draws(probs_V, num_children))
-        return draw_children(probs_V, numbers or [0.5] * num_children)
+        return draw_children(probs_V, exactly(numbers or [0.5] * num_children))
 
     def walk(self, proposal, b, probs_NV, start):
         numbers = self.next_numbers(b, lambda: walks(proposal, b, probs_NV))
-        return walk(proposal, b, probs_NV, numbers or [0.5] * len(proposal.shape))
+        return walk(proposal, b, probs_NV, exactly(numbers or [0.5] * len(proposal.shape)))
 
     def next_numbers(self, b, textbook):
         """What the script says; notes the outcomes of a decision that it says nothing of."""

@@ -121,7 +121,7 @@ decoding/test_switching_plans.py
 decoding/test_sampling.py
 ::test_every_combination_of_filters_is_the_distribution_by_definition[0.0-0.95-0-0.2]
   top-p drops the token that reaches the mass
-    _cutoff_within: probs.cumsum(-1, dtype=torch.float64) - probs
+    _top_p_cutoff: probs.cumsum(-1, dtype=torch.float64) - probs
     => probs.cumsum(-1, dtype=torch.float64)
 gpu_twins/test_attention_backends.py
 ::test_every_backend_equals_the_oracle[True-heads0-prefixes0-3-triton]

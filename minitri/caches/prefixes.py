@@ -34,8 +34,8 @@ class HeldRow:
         """Keys and values (K, T, D) of the first T tokens, layer by layer; each pair is valid until
         the next is asked for. Puts back what was written over."""
         if self.first_LPKTD is not None:
-            for layer, (keys_KTD, values_KTD) in enumerate(self.first_LPKTD):
-                self.full.write(layer, self.b, keys_KTD, values_KTD)
+            for layer, first_PKTD in enumerate(self.first_LPKTD):
+                self.full.write(layer, self.b, *first_PKTD)
         for keys_KSD, values_KSD in self.full.held_layers(self.b):
             yield keys_KSD[:, :num_tokens], values_KSD[:, :num_tokens]
 
@@ -125,9 +125,9 @@ class PrefixCache:
     def _fill(self, b: int, source: HeldRow, num_tokens: int) -> None:
         """Copies K and V of the first tokens into row b, as far as they are not there."""
         is_there = (source.full, source.b) == (self._full, b)
-        for layer, (keys_KTD, values_KTD) in enumerate(source.layers(num_tokens)):
+        for layer, pair in enumerate(source.layers(num_tokens)):
             if not is_there:
-                self._full.write(layer, b, keys_KTD, values_KTD)
+                self._full.write(layer, b, *pair)
 
 
 def num_common(tokens: list[int], prompt: list[int]) -> int:

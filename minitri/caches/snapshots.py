@@ -34,8 +34,8 @@ SAMPLE = 4096
 def sampled(weight: Tensor) -> str:
     """The hash of some numbers of a tensor."""
     flat = weight.reshape(-1)
-    some = flat[:: -(-len(flat) // SAMPLE) or 1].double().cpu()
-    return hashlib.sha256(some.numpy().tobytes()).hexdigest()
+    some = flat[:: -(-len(flat) // SAMPLE) or 1].double()
+    return hashlib.sha256(as_bytes(some)).hexdigest()
 
 
 @dataclass(frozen=True)

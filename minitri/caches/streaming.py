@@ -24,12 +24,6 @@ SLIDE = 32
 """Tokens by which the window may outgrow `num_recent_tokens` before it slides."""
 
 
-def window_slots(speculation: SpeculationConfig) -> int:
-    """Slots per row: sinks, recent tokens, what may come before a slide, and a block."""
-    kept = speculation.num_sink_tokens + speculation.num_recent_tokens
-    return kept + SLIDE + speculation.room
-
-
 class StreamingCache(Cache):
     """Sinks and recent tokens of B rows: raw keys, rotated keys and values."""
 
@@ -44,7 +38,8 @@ class StreamingCache(Cache):
         device: torch.device,
     ) -> None:
         """Raises `InputError` if the drafter cannot serve a window of this size."""
-        slots = window_slots(speculation)
+        kept = speculation.num_sink_tokens + speculation.num_recent_tokens
+        slots = kept + SLIDE + speculation.room
         if slots > config.context_length:
             raise InputError(
                 f"the drafter {config.name} holds {config.context_length} tokens but its window "

@@ -119,21 +119,20 @@ class Level(Stage):
         """Runs rounds until every active row has a block of at least `gamma` tokens."""
         if self.below is None:
             return self._draft(sequences, active)
-        starts = [len(sequence) for sequence in sequences]
+        blocks: Rows = [[] for _ in sequences]
         probs: list[list[Tensor]] = [[] for _ in sequences]
         origins: list[list[str]] = [[] for _ in sequences]
         unfinished = active
         while any(unfinished):
             for b, row in enumerate(self.round(sequences, unfinished, unfinished)):
+                blocks[b] += row.tokens
                 probs[b].append(row.probs_NV)
                 origins[b] += [*row.origins[:-1], self.stats.name][: len(row.tokens)]
             unfinished = [
-                on and len(row) < self.gamma for on, row in zip(active, origins, strict=True)
+                on and len(block) < self.gamma for on, block in zip(active, blocks, strict=True)
             ]
-        blocks = Rows()
-        for sequence, start in zip(sequences, starts, strict=True):
-            blocks.append(sequence[start:])
-            del sequence[start:]
+        for sequence, block in zip(sequences, blocks, strict=True):
+            del sequence[len(sequence) - len(block) :]
         probs_BNV = pad_sequence([torch.cat(row) for row in probs], batch_first=True)
         return Proposal.of(blocks, probs_BNV, origins)
 
@@ -190,10 +189,11 @@ class Level(Stage):
     def _append(self, sequences: Rows, emitted: list[Emitted]) -> None:
         """Adds the outcome of a round to the texts; drops what was rejected, and leaves the last
         token to be read."""
+        lengths = list[int]()
         for sequence, new in zip(sequences, emitted, strict=True):
             sequence += new.tokens
-        pairs = zip(sequences, emitted, strict=True)
-        self.crop([len(sequence) - bool(new.tokens) for sequence, new in pairs])
+            lengths.append(len(sequence) - bool(new.tokens))
+        self.crop(lengths)
 
     def prepare(self, sequences: Rows, active: Active) -> None:
         with self._meter.catching_up(self.stats):

@@ -27,7 +27,7 @@ TOP_P_PREFIXES = (512, 4096)
 def probs_from_logits(logits_NV: Tensor, params: SamplingParams) -> Tensor:
     """The next-token distribution of each row, (N, V), in the floating-point type of the logits.
 
-    Temperature 0 gives the exact one-hot distribution of `greedy_tokens`. Otherwise the order is
+    Temperature 0 gives the exact one-hot distribution. Otherwise the order is
     temperature, top-k, top-p, min-p, each filter on what the ones before it left, renormalised.
     """
     if params.temperature == 0:
@@ -45,9 +45,14 @@ def probs_of_rows(logits_BNV: Tensor, params: Sequence[SamplingParams]) -> Tenso
 
 
 def greedy_probs(logits_NV: Tensor) -> Tensor:
-    """The one-hot distributions of `greedy_tokens`."""
-    one = 1 + 0 * logits_NV.amax(-1, keepdim=True)  # NaN where the logits are not finite
-    return torch.zeros_like(logits_NV).scatter_(-1, greedy_tokens(logits_NV).unsqueeze(-1), one)
+    """The one-hot distributions of the likeliest tokens; of equal ones the lowest id, on every
+    device."""
+    V = logits_NV.shape[-1]
+    best_N1 = logits_NV.amax(-1, keepdim=True)
+    ids = torch.arange(V, device=logits_NV.device)
+    tokens_N1 = torch.where(logits_NV == best_N1, ids, V - 1).amin(-1, keepdim=True)
+    ones_N1 = 1 + 0 * best_N1  # NaN where the logits are not finite
+    return torch.zeros_like(logits_NV).scatter_(-1, tokens_N1, ones_N1)
 
 
 def filtered_probs(
@@ -59,59 +64,42 @@ def filtered_probs(
     *,
     sort_all: bool,
 ) -> Tensor:
-    """`probs_from_logits` for a temperature above 0; by tensors nothing is asked of the host."""
+    """`probs_from_logits` for a temperature above 0; by tensors nothing is asked of the host.
+
+    `sort_all` on a GPU: whether some tokens are enough is a question the host would have to wait
+    for.
+    """
     top_k, has_top_p, has_min_p = filters.form
     scores = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature  # the best is 0
     if 0 < top_k < scores.shape[-1]:
         cutoff_N1 = scores.topk(top_k).values[..., -1:]
         scores = scores.masked_fill(scores < cutoff_N1, -math.inf)
     if has_top_p:
-        cutoff_N1 = _top_p_cutoff(scores, top_p, sort_all=sort_all)
+        sizes = [size for size in TOP_P_PREFIXES if size < scores.shape[-1] and not sort_all]
+        cutoff_N1 = _top_p_cutoff(scores, scores.logsumexp(-1, keepdim=True), top_p, sizes)
         scores = scores.masked_fill(scores < cutoff_N1, -math.inf)
     if has_min_p:
         scores = scores.masked_fill(scores < log_min_p, -math.inf)
     return scores.softmax(-1)
 
 
-def _top_p_cutoff(scores_NV: Tensor, top_p: float | Tensor, *, sort_all: bool) -> Tensor:
+def _top_p_cutoff(
+    scores_NV: Tensor, log_totals_N1: Tensor, top_p: float | Tensor, sizes: Sequence[int]
+) -> Tensor:
     """Per row (N, 1), the score of the least likely token of the smallest set of mass `top_p`.
 
-    `sort_all` on a GPU: whether a prefix is enough is a question the host would have to wait for.
+    It is looked for among the `sizes[0]` likeliest tokens first; rows that need more go on with the
+    next size, and are sorted whole in the end.
     """
-    log_total_N1 = scores_NV.logsumexp(-1, keepdim=True)
-    V = scores_NV.shape[-1]
-    if sort_all:
-        best_NV = scores_NV.sort(-1, descending=True).values
-        return _cutoff_within(best_NV, log_total_N1, top_p)[0]
-    cutoff_N1 = torch.empty_like(log_total_N1)
-    rows = torch.arange(len(scores_NV), device=scores_NV.device)
-    for size in (*(size for size in TOP_P_PREFIXES if size < V), V):
-        best = scores_NV[rows].topk(size).values
-        cutoff, num_kept = _cutoff_within(best, log_total_N1[rows], top_p)
-        cutoff_N1[rows] = cutoff
-        rows = rows[num_kept.squeeze(1) == size]
-        if not len(rows):
-            break
-    return cutoff_N1
-
-
-def _cutoff_within(
-    best: Tensor, log_total_N1: Tensor, top_p: float | Tensor
-) -> tuple[Tensor, Tensor]:
-    """The same among the scores of the likeliest tokens (N, size), falling, and how many of these
-    were kept, (N, 1) both; if it is all of them there may be more."""
-    probs = (best - log_total_N1).exp()
+    best = scores_NV.topk(sizes[0]).values if sizes else scores_NV.sort(descending=True).values
+    probs = (best - log_totals_N1).exp()
     before = probs.cumsum(-1, dtype=torch.float64) - probs  # mass of the tokens ahead of each
-    num_kept = (before < top_p).sum(-1, keepdim=True).clamp_min(1)
-    return best.gather(-1, num_kept - 1), num_kept
-
-
-def greedy_tokens(logits_NV: Tensor) -> Tensor:
-    """The most likely token of each row, (N,); of equal ones the lowest id, on every device."""
-    V = logits_NV.shape[-1]
-    is_best = logits_NV == logits_NV.amax(-1, keepdim=True)
-    ids = torch.arange(V, device=logits_NV.device)
-    return torch.where(is_best, ids, V - 1).amin(-1)
+    num_kept_N1 = (before < top_p).sum(-1, keepdim=True).clamp_min(1)
+    cutoff_N1 = best.gather(-1, num_kept_N1 - 1)
+    if sizes and (more_N := num_kept_N1.squeeze(1) == sizes[0]).any():
+        rest = scores_NV[more_N], log_totals_N1[more_N]
+        cutoff_N1[more_N] = _top_p_cutoff(*rest, top_p, sizes[1:])
+    return cutoff_N1
 
 
 def sample(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:

@@ -29,13 +29,12 @@ Active = list[bool]
 """Which rows take part."""
 
 
+@dataclass(eq=False)
 class NotFiniteError(ArithmeticError):
     """A distribution holds NaN or infinity: the weights are damaged, or overflow their dtype."""
 
-    def __init__(self, *, is_drafter: bool = False) -> None:
-        """`is_drafter`: it is that of a guess by the lowest stage."""
-        super().__init__(is_drafter)
-        self.is_drafter = is_drafter
+    is_drafter: bool = False
+    """It is that of a guess by the lowest stage."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,7 @@ def _sample_next(
 ) -> Rows:
     """The accepted guesses, and a recovered token from max(scale p - q, 0) or a bonus token."""
     rows = torch.arange(len(probs_BNV), device=probs_BNV.device)
-    is_rejected_B = num_accepted_B < integers(proposal.counts, probs_BNV.device)
+    is_rejected_B = num_accepted_B < proposal.are_guesses_BN.sum(1)
     last = max(proposal.counts) - 1
     q_BV = proposal.probs_BNV[rows, num_accepted_B.clamp_max(last)]
     q_BV = q_BV.where(is_rejected_B.unsqueeze(1), 0.0)
@@ -188,7 +187,7 @@ def _on_host(
     tokens = Rows()
     for num_accepted, next_token, p_is_finite, q_is_finite, *guesses in rows:
         if not (p_is_finite and q_is_finite):
-            is_drafter = not q_is_finite and any("draft" in row for row in proposal.origins)
-            raise NotFiniteError(is_drafter=is_drafter)
+            by_drafter = any("draft" in row for row in proposal.origins)
+            raise NotFiniteError(is_drafter=by_drafter and not q_is_finite)
         tokens.append([*guesses[:num_accepted], next_token])
     return tokens

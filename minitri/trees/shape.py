@@ -55,11 +55,6 @@ class TreeShape:
         return depths
 
     @functools.cached_property
-    def inner(self) -> list[int]:
-        """The nodes that have children."""
-        return [node for node, children in enumerate(self.children) if children]
-
-    @functools.cached_property
     def sizes(self) -> list[int]:
         """How many nodes stand at each depth, down to the deepest."""
         return [self.depths.count(depth) for depth in range(self.depths[-1] + 1)]

@@ -51,21 +51,19 @@ class TreeLevel(Level):
                 else:
                     output = self.read_tree([row[1:end] for row in nodes], shape, 1)
                 require_finite(output.probs_BNV, is_drafter=self.stats.name == "draft")
+                probs.append(output.probs_BNV[:, -size:])
                 for parent in range(first, end):
                     children = shape.children[parent]
-                    if not children:
-                        continue
-                    place = parent - end  # the deepest nodes are the last ones read
-                    probs.append(output.probs_BNV[:, place])
                     for b, row in enumerate(nodes):
-                        if active[b] and row[parent] != MISSING:
+                        if children and active[b] and row[parent] != MISSING:
+                            place = parent - end  # the deepest nodes are the last ones read
                             position = len(sequences[b]) + shape.depths[parent]
                             tokens = self._draw(b, output, place, len(children), position)
                             row[children[0] : children[-1] + 1] = tokens
             first = end
         return TreeProposal.of(
             [row[1:] for row in nodes],
-            torch.stack(probs, 1),
+            torch.cat(probs, 1),
             [[self.stats.name] * (len(shape) - 1)] * len(sequences),
             shape=shape,
             is_listed=[self._source.is_listed or greedy for greedy in is_greedy],
@@ -95,7 +93,7 @@ class TreeLevel(Level):
                 path, token = self._source.walk(proposal, b, output.probs_BNV[b], start)
                 places = [0, *path]
                 own = "recovered" if proposal.shape.children[places[-1]] else "bonus"
-                origins = [*(proposal.origins[b][node - 1] for node in path), own]
+                origins = [*proposal.origins[b][: len(path)], own]
                 tokens = [*(block[node] for node in path), token]
                 paths[b] = path
                 emitted[b] = output.emitted(b, tokens, origins, places)

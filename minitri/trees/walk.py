@@ -10,7 +10,7 @@ follows p exactly, as in a chain (`decoding/verification.py`).
 Children may also be *listed*: chosen without chance, as the likeliest ones. That is drawing them
 from a one-hot distribution each. Pure functions; randomness is an argument.
 
-Legend: B rows, N nodes with the root, I inner nodes, V vocab.
+Legend: B rows, N nodes with the root, V vocab.
 """
 
 import math
@@ -34,7 +34,7 @@ MISSING = -1
 class TreeProposal(Proposal):
     """Guesses of one shape for every row: `tokens[b][i]` is that of node i + 1, or MISSING.
 
-    `probs_BNV` holds, for every inner node in order, what its children were drawn from.
+    `probs_BNV` holds, for every node but the deepest, what its children were drawn from.
     """
 
     shape: TreeShape
@@ -42,8 +42,8 @@ class TreeProposal(Proposal):
     """Rows whose nodes were chosen without chance."""
 
     def depth(self, b: int) -> int:
-        """That of the tree; 0 where nothing was guessed, so that all nodes are missing."""
-        return self.shape.depths[-1] if set(self.tokens[b]) != {MISSING} else 0
+        """That of the tree; 0 where nothing was guessed."""
+        return self.shape.depths[-1] if self.tokens[b][0] != MISSING else 0
 
 
 def draw_children(probs_V: Tensor, uniforms: Tensor) -> list[int]:
@@ -73,14 +73,13 @@ def walk(
     `probs_NV` are the verifier's distributions after every node; `uniforms` are independent
     numbers in [0, 1), one per test of a node, that of the root for the last token.
     """
-    shape = proposal.shape
     path = list[int]()
     node = 0
     while True:
         rest_V = probs_NV[node]
-        children = shape.children[node]
+        children = proposal.shape.children[node]
         if children:  # what they were drawn from, one after the other
-            left_V = proposal.probs_BNV[b, shape.inner.index(node)].clone()
+            left_V = proposal.probs_BNV[b, node].clone()
         for child in children:
             token = proposal.tokens[b][child - 1]
             if token == MISSING:

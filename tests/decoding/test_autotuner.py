@@ -12,7 +12,6 @@ from minitri.decoding.autotuner import (
     HYSTERESIS,
     RARITY,
     Autotuner,
-    expected_block,
     expected_tokens,
 )
 from minitri.settings import METHODS, StepPlan
@@ -120,9 +119,6 @@ def test_expected_tokens_are_those_of_independent_guesses():
     for rate, num in ((0.3, 2), (0.8, 5), (1.0, 3), (0.0, 4)):
         by_length = [rate**n * (1 - rate) * (n + 1) for n in range(num)]
         assert expected_tokens(rate, num) == pytest.approx(sum(by_length) + rate**num * (num + 1))
-    assert expected_block(1.0, RETRIEVAL) == (2, 2)  # without a drafter a round per guess
-    length, num_rounds = expected_block(4.0, StepPlan("triforce", 3, 8))
-    assert (length, num_rounds) == (9.5, 9.5 / 4)
 
 
 class Machine(NamedTuple):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minitri.decoding import sampling
-from minitri.decoding.sampling import greedy_tokens, probs_from_logits, probs_of_rows, sample
+from minitri.decoding.sampling import probs_from_logits, probs_of_rows, sample
 from minitri.errors import InputError
 from minitri.gpu.graphs import probs_by_tensor
 from minitri.settings import SamplingParams
@@ -97,7 +97,7 @@ def test_what_is_kept_at_the_extremes_and_of_ties_at_a_border(logits, params, ke
 def test_greedy_ties_go_to_the_lowest_id():
     logits = torch.zeros(1, 40000)
     logits[0, [17, 9000, 39999]] = 2.5
-    assert greedy_tokens(logits).tolist() == [17]
+    assert probs_from_logits(logits, SamplingParams()).nonzero().tolist() == [[0, 17]]
 
 
 def test_top_p_looks_further_when_its_first_tokens_do_not_reach_the_mass(monkeypatch):

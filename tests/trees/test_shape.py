@@ -15,7 +15,6 @@ def test_independent_sequences_part_at_the_root():
     assert shape.parents == (-1, 0, 0, 0, 1, 2, 3)
     assert shape.depths == [0, 1, 1, 1, 2, 2, 2]
     assert shape.sizes == [1, 3, 3]
-    assert shape.inner == [0, 1, 2, 3]
     assert sequences(1, 3).parents == (-1, 0, 1, 2)
 
 
