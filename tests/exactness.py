@@ -20,7 +20,7 @@ from minitri.decoding.level import Level, Output
 from minitri.decoding.meter import Meter
 from minitri.decoding.verification import Proposal, verify, verify_block
 from minitri.settings import StepPlan
-from minitri.stats import LevelStats, Stats
+from minitri.stats import Clock, LevelStats, Stats
 from minitri.trees.tree_level import TreeLevel
 from minitri.trees.walk import MISSING, IndependentTrees, TreeProposal, draw_children, walk
 
@@ -254,7 +254,7 @@ class ScriptedSource(IndependentTrees):
                 uniforms_BN[b, :n], uniforms_BN[b, -1] = numbers[:-1], numbers[-1]
         return uniforms_BN
 
-    def _draw(self, counts, active):
+    def _draw(self, counts, active, like):
         return self.drawn
 
     def draw(self, b, probs_V, num_children, position):
@@ -303,7 +303,7 @@ def toy_cascade(
     name = names[middle is not None, draft is not None]
     gammas = gamma1 if draft else 0, gamma2 if middle else 0
     plans = plans or [StepPlan(name, *gammas, "1" if shape else "")]
-    meter = Meter(Stats(), ScheduledTuner(plans))
+    meter = Meter(Stats(), ScheduledTuner(plans), Clock())
 
     def make(table, name):
         if table is None:

@@ -25,8 +25,8 @@ decoding/test_enumeration.py::test_both_levels_together_give_the_target_distribu
   q without top-p
     Level.propose: row.probs_NV => 0.8 * row.probs_NV + 0.2 / row.probs_NV.shape[1]
   greedy draft scored with soft q
-    IndependentSource.sample: sample(probs_BV, uniforms_B1.squeeze(1).to(probs_BV.device,
-        non_blocking=True))
+    IndependentSource.sample: sample(probs_BV, self._draw([0] * len(starts), active,
+        probs_BV).squeeze(1))
     => probs_BV.argmax(1)
   acceptance number reused for the recovered token
     _sample_next: -1 => last
@@ -112,8 +112,7 @@ decoding/test_random_source.py::test_a_rows_numbers_do_not_depend_on_its_neighbo
     IndependentSource._draw: active[b] => True
   a short row's last number put after its guesses
     IndependentSource._draw: [*range(n), -1] => [*range(n), n]
-decoding/test_switching_plans.py
-::test_any_schedule_gives_the_text_of_the_model_alone[True-True-schedule3]
+test_matrix.py::test_the_text_is_the_autoregressive_one[triforce, near-coupled-in_a_batch]
   coupled: one noise for a whole block
     CoupledSource.verify: start + i => start
   coupled: noise by the place in the block

@@ -40,10 +40,8 @@ class FullCache(Cache):
         return self.keys.shape[0]
 
     def layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values (K, S, D) of row b on the device, layer by layer.
-
-        Each pair is valid until the next is asked for.
-        """
+        """Keys and values (K, S, D) of row b on the device, layer by layer; a pair is valid until
+        the next is asked for."""
         yield from zip(self.keys[:, b], self.values[:, b], strict=True)
 
     held_layers = layers

@@ -2,9 +2,7 @@
 text which begins like one of them need not be read from its start.
 
 A row without a text has the length 0, so that it costs no attention; but the passes of other rows
-write what means nothing to its first slots. These are put aside when its text ends, and put back
-when the next one takes over. Only K, V and their tokens are kept: all else is recomputed from them
-and from the last tokens of the prompt, which are always read.
+write what means nothing to its first slots, which are put aside when its text ends.
 
 Legend: L layers, P = 2 keys and values, B rows, T tokens, K KV heads, D head dim.
 """
@@ -46,8 +44,8 @@ class PrefixCache:
     def __init__(self, full: FullCache, num_guarded: int, *, reads_alike: bool) -> None:
         """The passes of other rows write to at most `num_guarded` slots of a row without a text.
         `reads_alike`: K and V of tokens that were generated count as those of a prompt. On compiled
-        kernels they do not, since decoding has kernels of its own, which round otherwise: a text
-        is, to the bit, what it would be without this cache."""
+        kernels, which round otherwise in decoding, they do not: a text is, to the bit, what it
+        would be without this cache."""
         self._full = full
         self._num_guarded = num_guarded
         self._reads_alike = reads_alike

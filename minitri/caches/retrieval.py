@@ -2,17 +2,13 @@
 
 Per layer and KV head it holds `budget` tokens of the full cache, chosen by a policy, and after them
 the block that is being guessed. Slots are ordered from the least important to the most; exact K and
-V of tokens that have been committed overwrite the least important ones. So the prefix has the same
-length from one rebuild to the next, and output can be of any length. While a text is no longer than
-the budget the cache holds all of it, and equals the full cache.
+V of tokens that have been committed overwrite the least important ones, so output can be of any
+length. While a text is no longer than the budget the cache holds all of it.
 
-It is rebuilt when half of it has been overwritten, and at a stride. A rebuild belongs to a pass of
-the target: it is due or not before that pass, selects among the tokens committed by then, and asks
-with the queries of the latest of them (an observation window, as in SnapKV), the first token of
-that pass included. So it costs no pass of its own, and takes three steps: it is planned, selects
-from every layer, and is finished by `commit`. Where the full cache is on the device `commit` takes
-all three; where it is in host memory, the first two are taken in the pass, while each layer is on
-the device.
+It is rebuilt when half of it has been overwritten, and at a stride, among the tokens committed
+before a pass of the target, by the queries of the latest of them (an observation window, as in
+SnapKV), the first token of that pass included. So it costs no pass of its own. Where the full cache
+is on the device `commit` does it; in host memory, `select` while each layer is on the device.
 
 Legend: L layers, B batch, T tokens, S slots, K KV heads, H query heads, D head dim, M tokens of a
 chunk, N chunks, C of them kept, W observation window, R = H / K times the tokens in it.
@@ -80,7 +76,6 @@ class RetrievalCache(Cache):
     def reset(self, b: int, budget: int | None = None) -> None:
         """Empties row b, for another text, with another budget if one is given."""
         budget = self.rows[b].budget if budget is None else budget
-        assert budget <= self.max_budget
         super().reset(b)
         self.rows[b] = Row(budget, self._settings.num_sink_tokens)
         self._queries[b] = self._queries[b][:, :0]
@@ -105,11 +100,8 @@ class RetrievalCache(Cache):
                 self._select(layer, b, end, queries_BHD[b], keys_BKSD[b], values_BKSD[b])
 
     def commit(self, b: int, queries_LTHD: Tensor) -> None:
-        """Takes over what the full cache now holds of row b, and drops the block.
-
-        The queries are those of the T latest tokens in the full cache, T at least 1, which a pass
-        of the target has just read and `observe` has not seen.
-        """
+        """Takes over what the full cache now holds of row b, and drops the block. The queries are
+        those of its T latest tokens, which a pass of the target has just read."""
         row = self.rows[b]
         self.hold(b, row.num_committed - self._num_left_out[b], row.num_committed)
         known = self._full.lengths[b] - queries_LTHD.shape[1]  # before that pass
@@ -160,10 +152,8 @@ class RetrievalCache(Cache):
                 small[layer, b, k, : C * M] = best_CX.view(C * M, -1)
 
     def _copy_committed(self, b: int) -> None:
-        """Copies exact K and V of the text's tokens that are new in the full cache.
-
-        Into free slots first, then over the least important ones.
-        """
+        """Copies exact K and V of the text's tokens that are new in the full cache, into free slots
+        first, then over the least important ones."""
         row = self.rows[b]
         end = self._full.lengths[b]
         while (start := row.num_committed) < end:

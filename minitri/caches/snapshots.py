@@ -1,8 +1,7 @@
 """KV snapshots: K and V of a text in a file, so that a later run need not read the text again.
 
-One safetensors file: `tokens`, then `kv` (L, 2, K, T, D), and the checksum of these and of the
-manifest in its header, which says which weights, dtype and RoPE they were computed with. The file
-is mapped into memory. It is written under another name and renamed when it is complete.
+A safetensors file: `tokens`, `kv` (L, 2, K, T, D), and the checksum of these and of the manifest in
+its header: weights, dtype and RoPE. It is renamed when it is complete.
 
 Legend: L layers, T tokens, K KV heads, D head dim.
 """
@@ -25,8 +24,13 @@ from minitri.config import ModelConfig
 from minitri.errors import explain, shorten
 
 FORMAT = "minitri KV snapshot 2"
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-DTYPES |= {torch.int32: "I32", torch.int64: "I64"}
+DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+}
 SAMPLE = 4096
 """Numbers of each weight, evenly spread, by which weights are recognised."""
 
@@ -71,10 +75,8 @@ class Origin:
 
 
 def read_snapshot(name: str, origin: Origin) -> tuple[HeldRow, str]:
-    """What a file of `write_snapshot` holds, and its note.
-
-    Raises `InputError` unless the file is whole, and of this model, dtype and RoPE.
-    """
+    """What a file of `write_snapshot` holds, and its note. Raises `InputError` unless it is whole,
+    and of this model, dtype and RoPE."""
     model = origin.config.name
     problem = f"there is no KV snapshot {shorten(name)} for {model}"
     with explain(problem, "read the text again and save it again"):
@@ -95,10 +97,7 @@ def read_snapshot(name: str, origin: Origin) -> tuple[HeldRow, str]:
 
 
 def write_snapshot(name: str, source: HeldRow, origin: Origin, note: str = "") -> int:
-    """Writes all tokens of a source to a file, and a note; returns how many tokens.
-
-    Raises `InputError`.
-    """
+    """Writes K and V of a source, and a note; returns how many tokens. Raises `InputError`."""
     num_tokens = len(source.tokens)
     facts = origin.manifest | {"note": note}
     problem = f"cannot write {shorten(name)}"

@@ -1,10 +1,8 @@
 """The drafter's cache: attention sinks and recent tokens (StreamingLLM), for texts of any length.
 
-Keys are stored as they come, before rotation, and rotated by the *slot* they stand in, so a drafter
-with a context of 2K serves a text of a million tokens: it never sees a position beyond its window.
-A rotated copy is kept next to them and recomputed only when the window slides, which happens in
-strides of `SLIDE` tokens, and between steps only, so a crop always finds what it takes back at the
-end of the window.
+Keys are stored before rotation, and rotated by the *slot* they stand in, so a drafter with a
+context of 2K serves a text of a million tokens. A rotated copy is recomputed when the window
+slides: in strides of `SLIDE`, between steps only, so that a crop finds what it takes back.
 
 Legend: L layers, B batch, S slots, K KV heads, D head dim, T new tokens.
 """

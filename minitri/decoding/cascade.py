@@ -23,19 +23,17 @@ this code with more or fewer levels:
     retrieval       Level(target, retrieval cache)                 -> Level(target, full cache)
     triforce        Level(draft, ...) -> Level(target, retrieval cache) -> Level(target, full cache)
 
-The draft model is a level without a stage below: it verifies nothing and samples token by token.
-Its tokens stay on the device until the level above has verified them, so that the host waits once a
-round, for the verdict.
+The draft model is a level without a stage below: it samples token by token, and its tokens stay on
+the device until the level above has verified them, so that the host waits once a round.
 
-Words. A *round* is one level's proposal and its verification by the next; a *step* is a round of
-the target. A *stage* is whatever proposes: a level, or a drafter without a model.
+A *round* is one level's proposal and its verification by the next; a *step* is a round of the
+target. A *stage* is whatever proposes: a level, or a drafter without a model.
 
-Invariants. All levels share one list of tokens per row: the text, and after it what the retrieval
-level has emitted in this step. Between rounds a cache lacks at least the last token of the list,
-which is its next input; a draft model lacks two after full acceptance, since the last token that it
-guessed was never an input. Whether another round is run is decided before its first token is
-sampled, and no emitted token is discarded: a token thrown away for what it is would bend the
-distribution.
+All levels share one list of tokens per row: the text, and after it what the retrieval level has
+emitted in this step. Between rounds a cache lacks at least the last token of the list, which is its
+next input; a draft model lacks two after full acceptance. Whether another round is run is decided
+before its first token is sampled, and no emitted token is discarded: a token thrown away for what
+it is would bend the distribution.
 """
 
 from collections.abc import Collection
@@ -109,12 +107,8 @@ class Cascade:
                 below = stage
 
     def _commit(self, emitted: list[Emitted], active: Active) -> None:
-        """Brings what became certain into the caches.
-
-        The full cache was cropped to the accepted tokens when they were verified. The retrieval
-        cache takes over their exact K and V, and is rebuilt if that is due. The drafter's cache
-        slides before the next step that uses it (`Stage.prepare`), whose first pass reads the rest.
-        """
+        """Brings what became certain into the retrieval cache; the full one was cropped to it, and
+        the drafter's follows before the next step that uses it (`Stage.prepare`)."""
         if self._retrieval is not None:
             self._retrieval.runner.commit(emitted, active)
 

@@ -47,10 +47,8 @@ class Emitted:
 
 
 class Stage:
-    """Something that proposes tokens: a `Level`, or a drafter without a model.
-
-    By default it keeps nothing of the texts, so that it has nothing to drop.
-    """
+    """Something that proposes tokens: a `Level`, or a drafter without a model, which by default
+    keeps nothing of the texts."""
 
     def __init__(self, stats: LevelStats, meter: Meter) -> None:
         self.stats = stats
@@ -90,11 +88,8 @@ class Runner(Protocol):
         *,
         wants_logits: bool = False,
     ) -> Output:
-        """Distributions after each row's last token and after each of its guesses, in order.
-
-        Shape (B, N + 1, V). Reads what the cache has not seen of the active rows; rows that are not
-        active get numbers that mean nothing. The output has logits if they are asked for.
-        """
+        """Distributions (B, N + 1, V) after each row's last token and each of its guesses. Reads
+        what the cache has not seen of the active rows; others get what means nothing."""
 
     def next_probs_after(self, tokens_B: Tensor, active: Active) -> Tensor:
         """Reads one more token of each active row, which the host need not know: (B, V)."""
@@ -153,8 +148,7 @@ class Level(Stage):
         return Proposal(counts, torch.stack(tokens, 1), torch.stack(probs, 1), origins)
 
     def round(self, sequences: Rows, active: Active, guessing: Active) -> list[Emitted]:
-        """Lets the stage below guess for the rows that are `guessing`, and verifies its guesses;
-        returns what `verify` does."""
+        """Lets the stage below guess for the rows that are `guessing`; verifies its guesses."""
         proposer = None
         proposal = Proposal.nothing(len(sequences))
         if self.below is not None and any(guessing):
@@ -166,8 +160,8 @@ class Level(Stage):
         for b, row in enumerate(emitted):
             if row.tokens:
                 who = proposer if guessing[b] else None
-                counts = proposal.depth(b), len(row.tokens) - 1
-                self._meter.note_acceptance(self.stats, who, *counts)
+                num_accepted = len(row.tokens) - 1
+                self._meter.note_acceptance(self.stats, who, proposal.depth(b), num_accepted)
         return emitted
 
     def verify(self, sequences: Rows, active: Active, proposal: Proposal) -> list[Emitted]:

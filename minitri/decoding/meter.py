@@ -1,7 +1,6 @@
 """The meter: times the rounds of a cascade, for its statistics and for the autotuner.
 
-The algorithm says what it does (`with meter.round(...)`); what that took is known at once on a CPU,
-on a GPU when the device has done it. Nothing here decides anything.
+What a round took is known at once on a CPU, on a GPU when the device has done it.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,10 +13,10 @@ from minitri.stats import Clock, LevelStats, Stats
 class Meter:
     """Seconds and counts of one run, given to its statistics and its autotuner."""
 
-    def __init__(self, stats: Stats, tuner: Autotuner, clock: Clock | None = None) -> None:
+    def __init__(self, stats: Stats, tuner: Autotuner, clock: Clock) -> None:
         self.stats = stats
         self.tuner = tuner
-        self._clock = clock or Clock()
+        self._clock = clock
 
     def round(
         self, level: LevelStats, num_guesses: int = 0, num_tokens: int = 1

@@ -18,10 +18,8 @@ _MIX2 = -7723592293110705685
 
 
 def gumbel_argmax(probs: Tensor, keys: Tensor) -> Tensor:
-    """The token argmax(log p + g) for distributions (..., V) and int64 keys (...).
-
-    With g Gumbel noise this is a sample from p (the Gumbel-max trick).
-    """
+    """The token argmax(log p + g), a sample from p (the Gumbel-max trick), for distributions
+    (..., V) and int64 keys (...)."""
     return gumbel_scores(probs, keys).argmax(-1)
 
 

@@ -1,9 +1,8 @@
 """From logits to next-token distributions, and samples from them.
 
-`probs_from_logits` is the one place where temperature and filters act, so that every level of a
-cascade applies the very same filters. Filters compare with a cut-off value: tokens of equal
-probability are kept or dropped together, and a distribution never depends on the order in which a
-sort leaves ties. Pure functions: all randomness is an argument.
+This is the one place where temperature and filters act, the same for every level of a cascade.
+Filters compare with a cut-off value: tokens of equal probability are kept or dropped together,
+whatever order a sort leaves them in. Pure functions: all randomness is an argument.
 
 Legend: N rows, V vocab.
 """
@@ -64,11 +63,8 @@ def filtered_probs(
     *,
     sort_all: bool,
 ) -> Tensor:
-    """`probs_from_logits` for a temperature above 0; by tensors nothing is asked of the host.
-
-    `sort_all` on a GPU: whether some tokens are enough is a question the host would have to wait
-    for.
-    """
+    """`probs_from_logits` for a temperature above 0; with tensors, and `sort_all`, the host waits
+    for nothing."""
     top_k, has_top_p, has_min_p = filters.form
     scores = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature  # the best is 0
     if 0 < top_k < scores.shape[-1]:
@@ -86,11 +82,8 @@ def filtered_probs(
 def _top_p_cutoff(
     scores_NV: Tensor, log_totals_N1: Tensor, top_p: float | Tensor, sizes: Sequence[int]
 ) -> Tensor:
-    """Per row (N, 1), the score of the least likely token of the smallest set of mass `top_p`.
-
-    It is looked for among the `sizes[0]` likeliest tokens first; rows that need more go on with the
-    next size, and are sorted whole in the end.
-    """
+    """Per row (N, 1), the score of the least likely token of the smallest set of mass `top_p`:
+    among the `sizes[0]` likeliest tokens; rows that need more go on with the next size, or all."""
     best = scores_NV.topk(sizes[0]).values if sizes else scores_NV.sort(descending=True).values
     probs = (best - log_totals_N1).exp()
     before = probs.cumsum(-1, dtype=torch.float64) - probs  # mass of the tokens ahead of each
@@ -103,11 +96,8 @@ def _top_p_cutoff(
 
 
 def sample(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
-    """One token per row, (N,), by inverse CDF of float64 numbers in [0, 1).
-
-    Rows need not sum to 1. On a CPU a token of probability 0 is never sampled; on CUDA sums may be
-    rounded in another order, at odds of 1e-11.
-    """
+    """One token per row, (N,), by inverse CDF of float64 numbers in [0, 1); rows need not sum to 1.
+    On a CPU a token of probability 0 is never sampled; on CUDA at odds of 1e-11."""
     cdf_NV = probs_NV.double().cumsum(-1)
     targets_N1 = uniforms_N.double().unsqueeze(-1) * cdf_NV[..., -1:]
     tokens_N1 = torch.searchsorted(cdf_NV, targets_N1, right=True)

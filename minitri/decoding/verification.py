@@ -31,7 +31,7 @@ Active = list[bool]
 
 @dataclass(eq=False)
 class NotFiniteError(ArithmeticError):
-    """A distribution holds NaN or infinity: the weights are damaged, or overflow their dtype."""
+    """A distribution is not finite: the weights are damaged, or overflow their dtype."""
 
     is_drafter: bool = False
     """It is that of a guess by the lowest stage."""
@@ -83,11 +83,10 @@ def verify(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> Rows:
     """Of each row the accepted guesses, and one token more: recovered, or the bonus token.
 
     x_i is accepted while u_i q_i(x_i) < p_i(x_i). The recovered token of the first rejection comes
-    from norm(max(p_i - q_i, 0)), or from p_i if that vanishes in floating point. The bonus token,
-    if all n are accepted, comes from p_{n+1}. `probs_BNV` (B, N + 1, V) are the verifier's
-    p_1 .. p_{N+1}; `uniforms_BN` (B, N + 1) are independent numbers in [0, 1), one per test and the
-    last one for the token after the guesses. Takes one host synchronisation. Raises
-    `NotFiniteError`.
+    from norm(max(p_i - q_i, 0)), or from p_i if that vanishes in floating point; the bonus token,
+    if all n are accepted, from p_{n+1} (Leviathan et al. 2023, algorithm 1). `probs_BNV`
+    (B, N + 1, V) are the verifier's p_1 .. p_{N+1}; `uniforms_BN` (B, N + 1) are independent
+    numbers in [0, 1), one per test, and last the one of that token. Raises `NotFiniteError`.
     """
     if not any(proposal.counts):
         next_tokens_B = sample(probs_BNV[:, 0], uniforms_BN[:, -1])

@@ -1,9 +1,8 @@
-"""The drafter without a model: it looks the last words up in the text, and guesses what followed
-them before.
+"""The drafter without a model: guesses what followed the last words where they stood before.
 
-The longest match in the row's own text, prompt and output, wins. How much of what followed is
-guessed depends on the length of the match and on what became of the row's earlier guesses. A guess
-is certain, so its distribution is one-hot: q(x) = 1. Where nothing matches it guesses nothing.
+The longest match in the row's own text, prompt and output, wins. How much is guessed depends on the
+length of the match and on what became of the row's earlier guesses. A guess is certain, so its
+distribution is one-hot.
 """
 
 import math
@@ -29,9 +28,8 @@ MOST_PLACES = 1000
 class GrowingText:
     """The certain tokens of one row, their index, and what became of the guesses.
 
-    The index is that of LZ77 compressors. It knows the latest place of every pair of tokens, and
-    from every place the one before it with the same pair. A lookup walks these places and compares
-    backwards from each; the longest match wins, among equals the latest.
+    As LZ77 compressors do it knows the latest place of every pair of tokens, and from every place
+    the one before it with the same pair. A lookup compares backwards from each.
     """
 
     def __init__(self) -> None:
@@ -73,11 +71,8 @@ class GrowingText:
         return guess
 
     def lookup(self, sequence: list[int], limit: int) -> tuple[int, list[int]]:
-        """How many of the last tokens of `sequence` stood here before, and what followed them.
-
-        `sequence` is this text and what may come after it. Nothing is found if fewer than two
-        tokens agree. What followed is `limit` tokens: a text that repeats itself goes on doing so.
-        """
+        """How many of the last tokens of `sequence`, this text and guesses after it, stood here
+        before, 2 at least, and the `limit` tokens that followed: what repeats itself goes on."""
         tokens = self.tokens
         best, end = 1, 0
         reach = min(len(sequence), LONGEST)
@@ -124,7 +119,6 @@ class LookupDrafter(Stage):
                 row.extend(sequence[len(row.tokens) :])
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:
-        """Up to `gamma` tokens for each active row, none where nothing matches."""
         with self._meter.round(self.stats, num_tokens=self.gamma):
             rows = zip(self._rows, sequences, active, strict=True)
             tokens = [row.propose(sequence, self.gamma) if on else [] for row, sequence, on in rows]
@@ -136,5 +130,4 @@ class LookupDrafter(Stage):
         return proposal
 
     def reset(self, b: int) -> None:
-        """Drops row b's tokens."""
         self._rows[b] = GrowingText()

@@ -49,11 +49,8 @@ class Filters(Protocol):
 
 
 class PluggedDrafter(Stage):
-    """A `Drafter` for B rows.
-
-    The filters of the request are applied to its distributions, and tokens sampled from them here:
-    so a guess really follows the distribution that it is verified by.
-    """
+    """A `Drafter` for B rows. The filters of each request are applied to its distributions, and
+    tokens sampled here: so a guess really follows the distribution that it is verified by."""
 
     def __init__(
         self,
@@ -73,7 +70,6 @@ class PluggedDrafter(Stage):
         self._no_guess_V = torch.zeros(vocab_size, device=device)
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:
-        """Up to `gamma` tokens for each active row."""
         probs = list[Tensor]()
         guesses: Rows = [[] for _ in sequences]
         with self._meter.round(self.stats, num_tokens=self.gamma):

@@ -1,11 +1,10 @@
 """Shapes of trees of guesses: which node follows which.
 
 Node 0 is the root, the last certain token; the others are guesses, ordered by depth, siblings side
-by side in the order in which they are drawn and tested. So a tree's nodes down to some depth are
-its first ones, and a node's slot in the cache is its number after the root's.
+by side in the order in which they are drawn and tested. A node's number is its place in the block.
 
-Two kinds (TriForce, section 5.3): `sequences(4, 3)`, independent sequences of guesses, and
-`sequoia`, the tree of a given size that is expected to lead furthest (Sequoia, arXiv 2402.12374).
+Two kinds (TriForce, section 5.3): independent `sequences` of guesses, and `sequoia`, the tree of a
+given size that is expected to lead furthest (arXiv 2402.12374).
 
 Legend: N nodes with the root, T nodes of a pass.
 """

@@ -1,10 +1,9 @@
 """A level of the cascade that can guess a tree, and verify one.
 
-The lowest level grows a tree depth by depth: every pass reads the nodes so far and gives the
-distributions from which the children of the deepest are drawn. The level above reads the root and
-all nodes in one pass, in which each sees its ancestors only. The accepted path is moved together in
-its cache, as if it had been a chain; and what it emits is a chain, with the rows of p it was
-sampled from, so nothing above knows of trees.
+The lowest level grows a tree: every pass reads the nodes so far, and gives the distributions from
+which the children of the deepest are drawn. The level above reads all nodes in one pass, in which
+each sees its ancestors only. The accepted path is moved together in its cache, as if it had been a
+chain; and what it emits is a chain, so nothing above knows of trees.
 
 Legend: B rows, N nodes, T nodes of a pass, V vocab, L layers, H query heads, D head dim.
 """
@@ -39,7 +38,7 @@ class TreeLevel(Level):
         if shape is None or self.below is not None:
             return super().propose(sequences, active)
         is_greedy = [self.is_greedy(b) for b in range(len(sequences))]
-        nodes = [[*last_of(sequence), *[MISSING] * (len(shape) - 1)] for sequence in sequences]
+        nodes = [[*(sequence[-1:] or [0]), *[MISSING] * (len(shape) - 1)] for sequence in sequences]
         probs = list[Tensor]()
         first = 0
         for size in shape.sizes[:-1]:
@@ -82,7 +81,7 @@ class TreeLevel(Level):
         if not isinstance(proposal, TreeProposal):
             return super().verify(sequences, active, proposal)
         pairs = zip(sequences, proposal.tokens, strict=True)
-        blocks = [[*last_of(sequence), *guesses] for sequence, guesses in pairs]
+        blocks = [[*(sequence[-1:] or [0]), *guesses] for sequence, guesses in pairs]
         output = self.read_tree(blocks, proposal.shape, 0)
         require_finite(output.probs_BNV)
         paths: Rows = [[] for _ in sequences]
@@ -131,11 +130,6 @@ class TreeLevel(Level):
     def is_greedy(self, b: int) -> bool:
         """Whether row b's distributions are one-hot."""
         return self.runner.sampling[b].temperature == 0
-
-
-def last_of(sequence: list[int]) -> list[int]:
-    """The last token; any in a row that never had a text."""
-    return sequence[-1:] or [0]
 
 
 def require_finite(probs: Tensor, *, is_drafter: bool = False) -> None:

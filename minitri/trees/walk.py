@@ -1,11 +1,10 @@
 """Speculative sampling of trees: how the nodes are drawn, and which path through them is accepted.
 
-The children of a node are drawn one after the other without replacement from the drafter's
-distribution after it. They are tested in that order: the first against the verifier's p, each
-later one against what its rejected siblings left of p, with a fresh random number every time
-(Sequoia, arXiv 2402.12374, algorithm 2; SpecInfer, arXiv 2305.09781). The walk goes on after an
-accepted child. Where none is accepted the next token comes from what is left. So every token
-follows p exactly, as in a chain (`decoding/verification.py`).
+The children of a node are drawn without replacement from the drafter's distribution after it, and
+tested in that order: the first against the verifier's p, each later one against what its rejected
+siblings left of p, with a fresh random number every time (Sequoia, arXiv 2402.12374, algorithm 2).
+The walk goes on after an accepted child; where there is none, the next token comes from what is
+left. So every token follows p exactly, as in a chain.
 
 Children may also be *listed*: chosen without chance, as the likeliest ones. That is drawing them
 from a one-hot distribution each. Pure functions; randomness is an argument.
@@ -105,16 +104,12 @@ class IndependentTrees(IndependentSource):
     is_listed = False
     """Whether `draw` leaves nothing to chance."""
 
-    def draw(self, b: int, probs_V: Tensor, num_children: int, position: int) -> list[int]:  # noqa: ARG002
+    def draw(self, b: int, probs_V: Tensor, num_children: int, _position: int) -> list[int]:
         """Tokens of a node's children, which stand at `position` of row b's text."""
         return draw_children(probs_V, self.uniforms(b, num_children))
 
     def walk(
-        self,
-        proposal: TreeProposal,
-        b: int,
-        probs_NV: Tensor,
-        start: int,  # noqa: ARG002
+        self, proposal: TreeProposal, b: int, probs_NV: Tensor, _start: int
     ) -> tuple[list[int], int]:
         """`walk` for row b, whose text has `start` tokens."""
         # A row without guesses takes as many numbers as it would without trees next to it.
@@ -136,6 +131,6 @@ class CoupledTrees(CoupledSource):
     ) -> tuple[list[int], int]:
         """With the noise of its position the token after every node is certain."""
         keys = [self.key(b, start + depth) for depth in proposal.shape.depths]
-        choices_N = gumbel_argmax(probs_NV, integers(keys, probs_NV.device))
-        certain_NV = F.one_hot(choices_N, probs_NV.shape[1])
+        tokens_N = gumbel_argmax(probs_NV, integers(keys, probs_NV.device))
+        certain_NV = F.one_hot(tokens_N, probs_NV.shape[1])
         return walk(proposal, b, certain_NV, torch.zeros(len(keys)))

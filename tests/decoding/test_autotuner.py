@@ -9,6 +9,7 @@ import pytest
 
 from minitri import SpeculationConfig
 from minitri.decoding.autotuner import (
+    FIRST_RATES,
     HYSTERESIS,
     RARITY,
     Autotuner,
@@ -17,7 +18,7 @@ from minitri.decoding.autotuner import (
 from minitri.settings import METHODS, StepPlan
 
 AR, NAIVE = StepPlan("autoregressive"), StepPlan("naive", 2)
-RETRIEVAL, TRIFORCE = StepPlan("retrieval", 0, 2), StepPlan("triforce", 1, 2)
+TRIFORCE = StepPlan("triforce", 1, 2)
 PLANS = SpeculationConfig().plans
 COSTS = {"draft": 0.004, "retrieval": 0.030, "target": 0.100}
 SLOPE = 0.04
@@ -115,6 +116,17 @@ def test_a_tree_is_taken_only_while_its_nodes_cost_little():
         assert tuner.choose() == best
 
 
+def test_a_prediction_is_expected_tokens_over_expected_seconds():
+    """Of a retrieval level whose last round overshoots by half of what a round gives."""
+    tuner = tuner_after({}, {}, [TRIFORCE], use_clock=False)
+    draft, retrieval = (FIRST_RATES[stage] for stage in ("draft", "retrieval"))
+    length = 2 + draft / 2  # 1 + draft tokens a round
+    rounds, cost = length / (1 + draft), prior_of(COSTS)
+    seconds = rounds * (cost("draft", 0) + cost("retrieval", 1)) + cost("target", length)
+    tokens = expected_tokens(retrieval, length)
+    assert tuner.tokens_per_second(TRIFORCE) == pytest.approx(tokens / seconds)
+
+
 def test_expected_tokens_are_those_of_independent_guesses():
     for rate, num in ((0.3, 2), (0.8, 5), (1.0, 3), (0.0, 4)):
         by_length = [rate**n * (1 - rate) * (n + 1) for n in range(num)]
@@ -153,12 +165,9 @@ def wander(seed: str, memory: float, sigma: float) -> list[float]:
 
 
 class Simulation:
-    """Decoding on a machine whose rounds take twice as long the first time.
-
-    Times are noisy and drift; acceptance rates wander, both in the same way for all methods of a
-    seed. A drafter that takes part again has to read what it missed. The prior costs of one stage
-    may be wrong by a factor.
-    """
+    """Decoding on a machine: times are noisy and drift, rounds take twice as long the first time, a
+    drafter that takes part again reads what it missed, and acceptance rates wander, in the same way
+    for all methods of a seed. The prior costs of one stage may be wrong by a factor."""
 
     def __init__(self, machine: Machine, method: str, seed: int, drift: float, wrong) -> None:
         self.random = random.Random(seed)
@@ -231,20 +240,11 @@ def simulated_ms(
 )
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
 def test_auto_is_nearly_as_fast_as_the_best_method(machine, num_tokens, drift, wrong, most):
-    """What it tries on the way included, on a machine that others use, too; and where bytes say
-    half or twice of what the rounds of a stage take."""
+    """What it tries on the way included; also where bytes say half or twice what a stage takes."""
     num_seeds = 2048 // num_tokens
     fixed = [simulated_ms(machine, name, num_seeds, num_tokens, drift) for name in METHODS[1:]]
     loss = simulated_ms(machine, "auto", num_seeds, num_tokens, drift, wrong) / min(fixed) - 1
-    print(f"{machine.name}, drift {drift}, {wrong}: {100 * loss:.1f} %")
     assert loss < most
-
-
-def test_what_is_slow_is_tried_rarely():
-    """Where nothing is faster than the model alone, by far, and that is known."""
-    tuner = tuner_after({**COSTS, "draft": 0.2, "retrieval": 0.2}, {"draft": 0.1, "retrieval": 0.1})
-    used = [tuner.choose().method for _ in range(1000)]
-    assert 1 <= sum(method != "autoregressive" for method in used) < 20
 
 
 def test_what_must_catch_up_for_long_is_tried_rarely():
@@ -256,5 +256,5 @@ def test_what_must_catch_up_for_long_is_tried_rarely():
         return next(n for n in itertools.count() if tuner.choose() == NAIVE)
 
     soon = steps_between_trials(0.0)
-    assert 50 < soon < 500
+    assert 50 < soon < 500  # where nothing is faster than the model alone, by far
     assert steps_between_trials(3.0) == pytest.approx(soon + RARITY * 3.0 / COSTS["target"], abs=2)

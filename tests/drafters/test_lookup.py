@@ -11,7 +11,7 @@ from minitri.decoding.meter import Meter
 from minitri.drafters import lookup
 from minitri.drafters.lookup import LONGEST, GrowingText, LookupDrafter
 from minitri.settings import StepPlan
-from minitri.stats import LevelStats, Stats
+from minitri.stats import Clock, LevelStats, Stats
 from tests.conftest import CPU
 from tests.exactness import ScheduledTuner
 
@@ -20,7 +20,7 @@ WORDS = st.lists(st.integers(0, 2), max_size=60) | st.lists(st.integers(0, 20), 
 
 
 def new_drafter(*texts: list[int], num_guesses: int = 3) -> LookupDrafter:
-    meter = Meter(Stats(), ScheduledTuner([StepPlan("naive", num_guesses)]))
+    meter = Meter(Stats(), ScheduledTuner([StepPlan("naive", num_guesses)]), Clock())
     sizes = {"vocab_size": V, "device": CPU}
     drafter = LookupDrafter(len(texts), LevelStats("draft"), meter, **sizes)
     drafter.gamma = num_guesses
