@@ -52,7 +52,7 @@ def read_table(table: str) -> list[Mutant]:
         if depth >= 4:
             change = f"{change} {line.strip()}".strip()
         elif depth == 2:
-            name = line.strip()
+            name, _, change = line.strip().partition(" | ")
         elif line:
             killer = (killer + line).replace("::[", "[") if line.startswith("::") else line
     return found
