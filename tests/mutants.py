@@ -172,7 +172,7 @@ trees/test_tree_enumeration.py::test_a_tree_that_the_target_verifies_gives_its_d
   a younger sibling tested against p, not the residual
     walk: rest_V[token] => probs_NV[node][token]
   the token after a path comes from p, not the residual
-    walk: sample(rest_V, uniforms[0]) => sample(probs_NV[node], uniforms[0])
+    walk: sample(rest_V, uniforms[0].to(rest_V.device)) => sample(probs_NV[node], uniforms[0])
   a sibling's q still holds the elder ones | walk: left_V[token] = 0 => left_V[token] += 0
   children drawn with replacement | draw_children: left_V[token] = 0 => left_V[token] += 0
 caches/test_caches_after_steps.py

@@ -1,9 +1,8 @@
 """Random runs for property tests: hypothesis draws prompts, a drafter and every setting at once.
 
-A `Case` holds numbers, not objects, so a failing one can be read, copied and shrunk. Settings are
-dictionaries, because some are wrong on purpose: making the settings is part of the run. What is
-drawn leans to small numbers, where the edges of blocks, chunks and windows meet; but each setting
-has its absurd values, too.
+A `Case` holds numbers, not objects, so a failing one can be read, copied and shrunk; some settings
+are wrong on purpose. What is drawn leans to small numbers, where the edges of blocks, chunks and
+windows meet; but each setting has its absurd values, too.
 """
 
 import copy

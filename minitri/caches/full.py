@@ -1,7 +1,6 @@
 """The full cache: K and V of every token, keys rotated at their absolute positions.
 
-Invariant: the first `lengths[b]` slots hold exactly what a fresh prefill of the row's inputs would
-have written. Memory is reserved at once but touched only as it fills.
+The first `lengths[b]` slots hold exactly what a fresh prefill of the row's inputs would write.
 
 Legend: L layers, B batch, S slots, K KV heads, D head dim, T new tokens.
 """

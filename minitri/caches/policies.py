@@ -31,17 +31,13 @@ from minitri.errors import explain
 
 TOKENS_AT_ONCE = 256
 """`ChunkRetrieval` averages about this many keys at a time, of all layers; a GPU copies them."""
-
 NEIGHBOR = 0.99
 """Share of a chunk's score that the next chunk gets at least; below 1, so that they never tie."""
 
 
 class Policy(Protocol):
-    """Scores chunks: derive from it, and give an object to `SpeculationConfig(policy=...)`.
-
-    Only `scores` must be written; the rest is for policies that learn something on the way. Every
-    run works with a deep copy, so it has a state of its own.
-    """
+    """Scores chunks: derive from it, and give an object to `SpeculationConfig(policy=...)`. Only
+    `scores` must be written. Every run works with a deep copy, so it has a state of its own."""
 
     wants_prompt: bool = False
     """Whether `observe` must see the queries of the whole prompt, not of its last tokens alone."""
@@ -69,11 +65,8 @@ def make_policy(policy: Any, full: FullCache, chunk_size: int) -> Policy:
 class ChunkRetrieval(Policy):
     """Attention to the mean key of each chunk. Means are made once, when a chunk is whole; where
     not all layers are on the device, from the keys that visit it, whenever scores are asked for.
-
-    A chunk counts nearly as much as the one before it, at least: what a query looks for often
-    begins in one chunk and ends in the next, which only later queries will look for. In the needle
-    test a number that lay across a border was lost without this.
-    """
+    A chunk counts nearly as much as the one before it, at least: what a query looks for may end in
+    the next one. In the needle test a number that lay across a border was lost without this."""
 
     def __init__(self, full: FullCache, chunk_size: int) -> None:
         L, B, K, S, D = full.shape
@@ -107,7 +100,7 @@ class CheckedPolicy:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = copy.deepcopy(policy)
-        self.wants_prompt = bool(getattr(policy, "wants_prompt", False))
+        self.wants_prompt = getattr(policy, "wants_prompt", False)
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:
         with self._named():

@@ -55,8 +55,7 @@ class Cascade:
         retrieval: Level | None = None,
         drafter: Stage | None = None,
     ) -> None:
-        """`sequences` are the texts, a list per row, extended in place. The autotuner of `meter`
-        says before each step which stages take part."""
+        """`sequences` are the texts, extended in place; the tuner of `meter` chooses the plans."""
         self.sequences = sequences
         self.active = [False] * len(sequences)  # until they start
         self.guessing = [True] * len(sequences)  # rows whose requests allow speculation
@@ -69,8 +68,7 @@ class Cascade:
         self, rows: Collection[int] | None = None, *, wants_logits: bool = False
     ) -> list[Emitted]:
         """Samples the first tokens of these rows, or of all, by the target alone, whose cache lacks
-        the last token of each prompt. From then on every step extends them. The time that small
-        caches take to catch up counts as prefill."""
+        the last token of each prompt. Time for small caches to catch up counts as prefill."""
         nothing = Proposal.nothing(len(self.sequences))
         starting = [rows is None or b in rows for b in range(len(self.sequences))]
         self._target.wants_logits = wants_logits

@@ -1,8 +1,7 @@
 """Gumbel noise tied to (seed, position, token): what makes a seed give one text for all methods.
 
-The noise of a position is a vector over the vocabulary, computed wherever it is needed from a
-64-bit key by SplitMix64 (Steele et al. 2014). Nothing is stored, and only tokens that have a
-positive probability cost anything. Pure functions.
+The noise of a position is a vector over the vocabulary, computed where it is needed from a 64-bit
+key by SplitMix64 (Steele et al. 2014), for tokens that are possible. Pure functions.
 """
 
 import math
@@ -67,7 +66,7 @@ def _splitmix(x: int) -> int:
     """SplitMix64 of a Python integer, as a signed 64-bit number."""
     mask = (1 << 64) - 1
     x = (x + _STEP) & mask
-    x = ((x ^ (x >> 30)) * (_MIX1 & mask)) & mask
-    x = ((x ^ (x >> 27)) * (_MIX2 & mask)) & mask
+    x = ((x ^ (x >> 30)) * _MIX1) & mask
+    x = ((x ^ (x >> 27)) * _MIX2) & mask
     x ^= x >> 31
     return x - (1 << 64) if x >> 63 else x

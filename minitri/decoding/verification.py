@@ -1,13 +1,10 @@
 """Speculative sampling: the proposal, and the one decision that every level takes about it.
 
-A proposal is tokens together with the distributions q that they were really sampled from, so that
-nobody can pair tokens with a distribution they do not come from. The decision accepts or corrects
-them such that every token it emits follows the verifier's distribution p exactly: `verify` token by
-token, `verify_block`, the default, all of them together; `verify_coupled` with common random
-numbers. Pure functions; randomness is an argument.
-
-Guesses stay on the device until they are verified: the outcome brings them to the host, and is the
-only thing that the host waits for.
+A proposal is tokens together with the distributions q that they were really sampled from. The
+decision accepts or corrects them such that every token it emits follows the verifier's distribution
+p exactly: `verify` token by token, `verify_block`, the default, all of them together;
+`verify_coupled` with common random numbers. Pure functions; randomness is an argument. Guesses stay
+on the device until then: the outcome is the only thing that the host waits for.
 
 Legend: B rows, N proposed tokens, V vocab.
 """
@@ -99,11 +96,10 @@ def verify(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> Rows:
 def verify_block(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> Rows:
     """`verify` for all guesses of a row together: no fewer are accepted in expectation.
 
-    Block verification (Sun et al. 2024, algorithm 2) accepts x_1 .. x_i for the largest i with
-    u_i < h_i. x_1 .. x_i stay with probability w_i = min(w_{i-1} p_i(x_i) / q_i(x_i), 1), whatever
-    else does. With S_i the mass of max(w_i p_{i+1} - q_{i+1}, 0), from which the recovered token
-    after them comes, h_i = S_i / (S_i + 1 - w_i); h_n = w_n. As long as a round has not ended the
-    next token therefore follows p_{i+1}, so this too is exact at every level.
+    Block verification (Sun et al. 2024, arXiv 2403.10444, algorithm 2) accepts x_1 .. x_i for the
+    largest i with u_i < h_i; they stay with probability w_i = min(w_{i-1} p_i(x_i) / q_i(x_i), 1),
+    whatever else does. With S_i the mass of max(w_i p_{i+1} - q_{i+1}, 0), from which the recovered
+    token comes, h_i = S_i / (S_i + 1 - w_i); h_n = w_n. So the next token follows p_{i+1}.
     """
     if not any(proposal.counts):
         return verify(proposal, probs_BNV, uniforms_BN)
@@ -125,10 +121,7 @@ def verify_block(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> 
 
 def verify_coupled(proposal: Proposal, probs_BNV: Tensor, keys: list[list[int]]) -> Rows:
     """Emits argmax(log p_i + g_i) at every position; accepts a guess iff it is that very token.
-
-    `keys[b][i]` names the Gumbel noise g of the position of x_i in row b: every level that samples
-    for a position uses the same noise. Raises `NotFiniteError`.
-    """
+    `keys[b][i]` names the Gumbel noise g of the position of x_i. Raises `NotFiniteError`."""
     choices_BN = gumbel_argmax(probs_BNV, integers(keys, probs_BNV.device))
     # Without guesses, their tokens may be on another device.
     passes_BN = choices_BN[:, :-1] == proposal.tokens_BN.to(choices_BN)

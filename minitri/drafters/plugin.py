@@ -1,13 +1,11 @@
 """Drafters from outside: the `Drafter` protocol, and the stage of the cascade that asks one.
 
-The whole of one that repeats the last token but one, given to `minitri.load(..., drafter=Echo())`:
-
-    class Echo:
+    class Echo:  # guesses the last token but one; give minitri.load(..., drafter=Echo())
         def guess(self, tokens, row):
             return tokens[-2] if len(tokens) > 1 else None
 
-Methods naive, triforce and auto ask it up to gamma1 times a round. It cannot change a text. One
-that raises, or whose answer is no token and no distribution, ends the run with an `InputError`.
+It cannot change a text. One that raises, or whose answer is no token and no distribution, ends the
+run with an `InputError`.
 """
 
 from collections.abc import Sequence

@@ -90,9 +90,8 @@ def sequences(width: int, depth: int) -> TreeShape:
 def sequoia(rates: Sequence[float], num_nodes: int, max_depth: int) -> TreeShape:
     """The tree of at most `num_nodes` guesses with the most expected tokens per round.
 
-    `rates[r]`, which must not rise, is how often the r-th child of an accepted node is. Then no
-    node is worth more than its parent or the sibling before it, and the nodes that are worth most,
-    taken one by one, are the optimum that Sequoia finds by a dynamic programme.
+    `rates[r]`, which must not rise, is how often the r-th child of an accepted node is. So no node
+    is worth more than its parent or the sibling before it, and those worth most are the optimum.
     """
 
     def by_worth(*path: int) -> tuple[float, int, tuple[int, ...]]:

@@ -102,11 +102,8 @@ class TreeLevel(Level):
 
     def read_tree(self, blocks: Rows, shape: TreeShape, first: int) -> Output:
         """Distributions (B, T, V) after each of a tree's nodes from number `first` on, which is 0,
-        the root, or 1 where that has been read.
-
-        `blocks[b]` are the tokens of the first T of these nodes in row b; any token stands for
-        MISSING ones. What the cache holds stays as it is, see `keep_paths`.
-        """
+        the root, or 1 where that has been read. `blocks[b]` are the tokens of the first T of these
+        nodes in row b. What the cache holds stays as it is, see `keep_paths`."""
         runner = self.runner
         T = len(blocks[0])
         depths_T = torch.tensor(shape.depths[first : first + T]) - first

@@ -31,10 +31,8 @@ MISSING = -1
 
 @dataclass(frozen=True)
 class TreeProposal(Proposal):
-    """Guesses of one shape for every row: `tokens[b][i]` is that of node i + 1, or MISSING.
-
-    `probs_BNV` holds, for every node but the deepest, what its children were drawn from.
-    """
+    """Guesses of one shape for every row: `tokens[b][i]` is that of node i + 1, or MISSING;
+    `probs_BNV` holds, for every node but the deepest, what its children were drawn from."""
 
     shape: TreeShape
     is_listed: list[bool]
@@ -67,11 +65,9 @@ def likeliest(scores_V: Tensor, count: int) -> list[int]:
 def walk(
     proposal: TreeProposal, b: int, probs_NV: Tensor, uniforms: Tensor
 ) -> tuple[list[int], int]:
-    """The accepted nodes of row b, from the root's child on, and the token after them.
-
-    `probs_NV` are the verifier's distributions after every node; `uniforms` are independent
-    numbers in [0, 1), one per test of a node, that of the root for the last token.
-    """
+    """The accepted nodes of row b, from the root's child on, and the token after them. `probs_NV`
+    are the verifier's distributions after every node; `uniforms` are independent numbers in [0, 1),
+    one per test of a node, that of the root for the last token."""
     path = list[int]()
     node = 0
     while True:
