@@ -2,8 +2,6 @@
 
 The models are so small that the target's distribution over all texts of three tokens is known.
 Marginals can be right while the joint is wrong (numbers used twice), so whole texts are counted.
-Seeds are fixed, hence every test is deterministic; its odds of a false alarm are those of seeds
-drawn again.
 """
 
 import itertools
@@ -91,11 +89,8 @@ def count_texts(
     speculation: SpeculationConfig,
     num_seeds: int,
 ) -> tuple[Tensor, list[Stats]]:
-    """How often each text comes over seeds 0 .. num_seeds - 1, and the statistics of all runs.
-
-    Counts are (V,) * NUM_TOKENS. A session steps without a `Generation` around it: all tokens are
-    counted, no text is made.
-    """
+    """How often each text comes over seeds 0 .. num_seeds - 1, (V,) * NUM_TOKENS, and statistics
+    of all runs."""
     generation, stats = GenerationConfig(NUM_TOKENS), []
     counts = torch.zeros((V,) * NUM_TOKENS, dtype=torch.float64)
     one = torch.ones((), dtype=torch.float64)

@@ -1,10 +1,8 @@
 """The harness of the exactness tests: toy models of which everything is known, and enumeration.
 
-`TableRunner` stands where a model with a cache stands: it keeps the tokens it has read, as a cache
-does, and looks distributions up by them, so a cascade that crops too much or too little gets wrong
-ones. `output_distribution` runs the real cascade, of chains or of trees, for every outcome of every
-random number, level by level, and adds the probabilities up: no sampling, no tolerance but
-rounding.
+`TableRunner` keeps the tokens it has read, as a cache does, and looks distributions up by them, so
+a cascade that crops too much or too little gets wrong ones. `output_distribution` runs the real
+cascade for every outcome of every random number, level by level, and adds the probabilities up.
 """
 
 import functools
@@ -122,12 +120,8 @@ def outcomes(
     proposal: Proposal, probs_BNV: torch.Tensor, b: int, edges: tuple[float, ...] = UPPER
 ) -> list[tuple[float, list[float]]]:
     """Every outcome of a decision about row b, by the textbook: its probability, and uniform
-    numbers that lead there.
-
-    The numbers are those of `verify`: one per test, one for the recovered or bonus token. A test is
-    passed or failed by a hair; a token is sampled just within the upper edge of its cell, or, if
-    asked for, once at each edge.
-    """
+    numbers that lead there, as `verify` takes them. A test is passed or failed by a hair; a token
+    is sampled just within the upper edge of its cell, or once at each of `edges`."""
     tokens, found, reached, numbers = proposal.tokens[b], [], 1.0, []
     for i, token in enumerate(tokens):
         p, q = probs_BNV[b, i], proposal.probs_BNV[b, i]
@@ -294,10 +288,7 @@ def toy_cascade(
     source, batch_size, target, middle, draft, gamma1, gamma2, *, shape=None, plans=None
 ) -> Cascade:
     """TriForce over tables; `None` for middle or draft leaves that stage out. All rows take part
-    from the first step on, without `start`, which would draw a token.
-
-    With a `shape` the lowest stage guesses trees of it where the plan has a tree.
-    """
+    from the first step on, without `start`. With a `shape` the lowest stage guesses such trees."""
     names = {(False, False): "autoregressive", (False, True): "naive"}
     names |= {(True, False): "retrieval", (True, True): "triforce"}
     name = names[middle is not None, draft is not None]
@@ -326,8 +317,8 @@ def toy_cascade(
 def largest_error(
     V, gamma1, gamma2, *, seed=0, horizon=3, num_steps=1, decide=verify, **settings
 ) -> float:
-    """Of the distribution of the first `horizon` tokens: how far that of a cascade over random
-    tables is from the target's. A gamma of 0 leaves its stage out."""
+    """How far the distribution of the first `horizon` tokens of a cascade over random tables is
+    from the target's. A gamma of 0 leaves its stage out."""
     target = Table(V, seed)
     middle = Table(V, seed + 1, near=target) if gamma2 else None
     draft = Table(V, seed + 2, near=target) if gamma1 else None
@@ -341,12 +332,8 @@ def largest_error(
 
 
 def output_distribution(build, horizon: int, target: Table, *, num_steps, decide) -> torch.Tensor:
-    """The distribution of the first `horizon` tokens after a prompt, (V,) * horizon: a few steps
-    of a cascade, all random numbers.
-
-    `build(source, batch_size)` makes the cascade. Where the steps emit fewer tokens the exact
-    target goes on.
-    """
+    """The distribution of the first `horizon` tokens after a prompt, (V,) * horizon: a few steps of
+    what `build(source, batch_size)` makes, all random numbers; then the exact target goes on."""
     total = torch.zeros((target.V,) * horizon, dtype=torch.float64)
     paths: list[tuple[float, list[list[float]]]] = [(1.0, [])]
     while paths:

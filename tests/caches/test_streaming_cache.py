@@ -1,8 +1,6 @@
 """The drafter's cache: sinks and recent tokens, rotated by slot, so that it never knows how long
 the text is."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -48,17 +46,6 @@ def read_on(runner, tokens, start, end):
         probs_BNV = runner.next_probs([tokens[:n]], [True]).probs_BNV
         yield n, probs_BNV[0, 0]
         runner.prepare([tokens[: n + 1]], [True])
-
-
-def test_distributions_are_those_of_a_fresh_pass_over_the_window_through_several_slides():
-    runner, lengths = new_runner(), []
-    for n, distribution in read_on(runner, TEXT, 1, 160):
-        lengths.append(runner.cache.lengths[0])
-        wanted = distribution_of(runner, windowed(TEXT[:n], lengths[-1]))
-        assert torch.allclose(distribution, wanted, atol=1e-5), n
-    assert sum(after < before for before, after in itertools.pairwise(lengths)) >= 3
-    assert max(lengths) <= SINKS + RECENT + SLIDE + runner.cache._room
-    assert min(lengths[60:]) >= SINKS + RECENT
 
 
 def test_a_deep_model_keeps_sinks_and_rotates_keys_by_their_slots():
@@ -137,8 +124,8 @@ def test_a_row_that_is_far_back_is_started_over():
 def test_ragged_rows_slide_on_their_own():
     """Rows in one batch give the distributions of a fresh pass over the window of each."""
     starts, runner, slides = [5, 12, 160], new_runner(batch_size=3), []
-    texts = [random_prompt(CONFIG, 220, seed=n) for n in starts]
-    for i in range(50):
+    texts = [random_prompt(CONFIG, 260, seed=n) for n in starts]
+    for i in range(75):
         rows = [text[: n + i] for text, n in zip(texts, starts, strict=True)]
         before = list(runner.cache.lengths)
         runner.prepare(rows, [True] * 3)
@@ -147,7 +134,7 @@ def test_ragged_rows_slide_on_their_own():
         for b, row in enumerate(rows):
             wanted = distribution_of(runner, windowed(row, runner.cache.lengths[b]))
             assert torch.allclose(probs_BNV[b, 0], wanted, atol=1e-5), (i, b)
-    assert slides == [2, 1, 0]  # one after the other
+    assert slides == [2, 1, 0, 2, 1]  # one after the other
 
 
 def test_a_window_that_the_drafter_cannot_hold_is_refused():

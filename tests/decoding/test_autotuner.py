@@ -81,17 +81,6 @@ def test_a_stage_that_was_never_run_is_expected_to_be_as_far_off_as_the_target()
         assert 5 * tuner.tokens_per_second(plan) == pytest.approx(fresh.tokens_per_second(plan))
 
 
-@pytest.mark.parametrize("slowness", [2.0, 50.0])
-def test_a_first_round_of_any_length_counts_nothing(slowness):
-    tuner = tuner_after(COSTS, {})
-    before = [tuner.tokens_per_second(plan) for plan in PLANS]
-    for stage in COSTS:
-        tuner.note_round(stage, 3, slowness * COSTS[stage])
-    assert [tuner.tokens_per_second(plan) for plan in PLANS] == before
-    tuner.note_round("target", 3, slowness * COSTS["target"])
-    assert all(tuner.tokens_per_second(plan) < old for plan, old in zip(PLANS, before, strict=True))
-
-
 def test_a_lookup_that_should_cost_nothing_costs_what_was_measured():
     """N-grams read no weights, so their prior is 0."""
     tuner = Autotuner(PLANS, prior_of({**COSTS, "draft": 0.0}), use_clock=True)
