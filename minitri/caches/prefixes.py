@@ -1,8 +1,8 @@
 """The prefix cache: what the rows of a full cache still hold of texts that have ended, so that a
 text which begins like one of them need not be read from its start.
 
-A row without a text has the length 0, so that it costs no attention; but the passes of other rows
-write what means nothing to its first slots, which are put aside when its text ends.
+Such a row has the length 0, so that it costs no attention; but the passes of other rows write what
+means nothing to its first slots, which are put aside when its text ends.
 
 Legend: L layers, P = 2 keys and values, B rows, T tokens, K KV heads, D head dim.
 """
@@ -19,8 +19,7 @@ from minitri.caches.full import FullCache
 
 @dataclass(frozen=True)
 class HeldRow:
-    """Tokens whose K and V are at hand: a row of a full cache, whose text has ended or goes on, or
-    a snapshot."""
+    """Tokens whose K and V are at hand: of a text that has ended or goes on, or of a snapshot."""
 
     full: FullCache
     b: int

@@ -32,12 +32,11 @@ class Row:
 
     budget: int
     num_overwritten: int
-    """Slots overwritten since the last build. Begins with the sinks, which stay until the first."""
+    """Slots overwritten since the last build; the sinks at first, which so stay until then."""
     num_committed: int = 0
     """Tokens of the text, without the block after them, that this cache stands for."""
     built_at: int | None = None
-    """Tokens of the text at the last build. None: the text is here in its order, except where it
-    has outgrown the budget."""
+    """Tokens of the text at the last build; None before any."""
     is_planned: bool = False
     """Whether it is rebuilt with the latest pass of the target."""
 
@@ -90,9 +89,8 @@ class RetrievalCache(Cache):
     def select(
         self, layer: int, queries_BHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor
     ) -> None:
-        """Decides, by the first layer, which rows are rebuilt with the pass of the target under
-        way; selects for them from every layer, while it is on the device. The queries are those of
-        the first token of the pass."""
+        """Decides, by layer 0, which rows are rebuilt with the pass of the target under way, and
+        selects for them from this layer, by the queries of the first token of the pass."""
         for b, (row, end) in enumerate(zip(self.rows, self._full.lengths, strict=True)):
             if layer == 0:
                 row.is_planned = self._is_due(row, end)

@@ -48,8 +48,7 @@ class Origin:
 
     config: ModelConfig
     dtype: torch.dtype
-    fingerprint: str
-    """Of the weights."""
+    fingerprint: str  # of the weights
 
     @property
     def manifest(self) -> dict[str, str]:

@@ -19,7 +19,7 @@ from minitri.model.rope import Rope
 from minitri.settings import SpeculationConfig
 
 SLIDE = 32
-"""Tokens by which the window may outgrow `num_recent_tokens` before it slides."""
+"""Tokens by which the window may outgrow `num_recent_tokens`."""
 
 
 class StreamingCache(Cache):

@@ -39,8 +39,8 @@ class Autotuner:
         *,
         use_clock: bool,
     ) -> None:
-        """`prior_seconds(stage, num_guesses)`: of a round of "draft", "retrieval" or "target" that
-        verifies as many guesses. Without `use_clock` these are the costs, whatever is measured."""
+        """`prior_seconds(stage, num_guesses)` are of a round of "draft", "retrieval" or "target";
+        without `use_clock` these are the costs, whatever is measured."""
         self.plan = plans[0]
         self._plans = plans
         self._prior_seconds = prior_seconds
@@ -80,8 +80,8 @@ class Autotuner:
         self._timed.add((stage, num_guesses))
 
     def note_acceptance(self, proposer: str, num_tested: int, num_accepted: int) -> None:
-        """Learns a verdict about one row, whoever verified: a drafter's acceptance rates by the
-        retrieval level and by the target differ by less than 0.03, see tools/RESULTS.md."""
+        """Learns a verdict about one row, whoever verified: rates by the retrieval level and by the
+        target differ by less than 0.03, see tools/RESULTS.md."""
         tested, accepted = self._guesses[proposer]
         self._guesses[proposer] = (MEMORY * tested + num_tested, MEMORY * accepted + num_accepted)
 

@@ -29,11 +29,10 @@ the device until the level above has verified them, so that the host waits once 
 A *round* is one level's proposal and its verification by the next; a *step* is a round of the
 target. A *stage* is whatever proposes: a level, or a drafter without a model.
 
-All levels share one list of tokens per row: the text, and after it what the retrieval level has
-emitted in this step. Between rounds a cache lacks at least the last token of the list, which is its
-next input; a draft model lacks two after full acceptance. Whether another round is run is decided
-before its first token is sampled, and no emitted token is discarded: a token thrown away for what
-it is would bend the distribution.
+All levels share one list of tokens per row: the text, and what the retrieval level has emitted in
+this step. Between rounds a cache lacks at least the last token of the list, which is its next
+input. Whether another round is run is decided before its first token is sampled, and no emitted
+token is discarded: one thrown away for what it is would bend the distribution.
 """
 
 from collections.abc import Collection

@@ -1,5 +1,4 @@
-"""A level of the cascade (`cascade.py`): a stage that verifies the one below it and proposes to the
-one above; and the protocol of runners, models with a cache.
+"""A level of the cascade (`cascade.py`): verifies the stage below it, proposes to the one above.
 
 Legend: B rows, N proposed tokens, V vocab.
 """
@@ -43,7 +42,6 @@ class Emitted:
     probs_NV: Tensor
     """The verifier's distributions, which the tokens follow."""
     logits_NV: Tensor | None
-    """The verifier's logits at the place of each token, if its pass kept them."""
 
 
 class Stage:
@@ -165,7 +163,7 @@ class Level(Stage):
         return emitted
 
     def verify(self, sequences: Rows, active: Active, proposal: Proposal) -> list[Emitted]:
-        """Verifies a proposal in one forward pass and appends the outcome to the active rows."""
+        """Verifies a proposal in one pass, and appends the outcome to the active rows."""
         wants_logits = self.wants_logits
         output = self.runner.next_probs(sequences, active, proposal, wants_logits=wants_logits)
         starts = [len(sequence) for sequence in sequences]
@@ -181,8 +179,7 @@ class Level(Stage):
         return emitted
 
     def _append(self, sequences: Rows, emitted: list[Emitted]) -> None:
-        """Adds the outcome of a round to the texts; drops what was rejected, and leaves the last
-        token to be read."""
+        """Adds the outcome of a round to the texts; drops what was rejected."""
         lengths = list[int]()
         for sequence, new in zip(sequences, emitted, strict=True):
             sequence += new.tokens

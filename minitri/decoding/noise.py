@@ -52,8 +52,8 @@ def hashed_uniforms(keys: Tensor, numbers: Tensor) -> Tensor:
 
 
 def noise_key(seed: int, position: int) -> int:
-    """The key of a position's noise. Two rounds, so that seeds and positions do not run together:
-    with `hash(seed + position)` one row would repeat the noise of the next."""
+    """The key of a position's noise. With `hash(seed + position)`, one round, one row would repeat
+    the noise of the next."""
     return _splitmix(_splitmix(seed) + position)
 
 

@@ -1,8 +1,8 @@
 """Random sources: where the random numbers of a cascade come from.
 
-A row takes numbers from its own seed only, so its tokens do not depend on what else is in the
-batch. No independent number is used twice: a test that shares its number with the guess that it
-tests is biased. Coupled noise may be shared: what is emitted is always the verifier's own argmax.
+A row takes numbers from its own seed only. No independent number is used twice: a test that shares
+its number with the guess that it tests is biased. Coupled noise may be shared: what is emitted is
+always the verifier's own argmax.
 """
 
 from collections.abc import Sequence
@@ -91,4 +91,3 @@ class CoupledSource:
 
 
 RandomSource = IndependentSource | CoupledSource
-"""Samples tokens and verifies proposals with its own random numbers."""

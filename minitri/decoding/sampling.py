@@ -44,8 +44,7 @@ def probs_of_rows(logits_BNV: Tensor, params: Sequence[SamplingParams]) -> Tenso
 
 
 def greedy_probs(logits_NV: Tensor) -> Tensor:
-    """The one-hot distributions of the likeliest tokens; of equal ones the lowest id, on every
-    device."""
+    """One-hot distributions of the likeliest tokens; of equal ones the lowest id."""
     V = logits_NV.shape[-1]
     best_N1 = logits_NV.amax(-1, keepdim=True)
     ids = torch.arange(V, device=logits_NV.device)
@@ -63,8 +62,7 @@ def filtered_probs(
     *,
     sort_all: bool,
 ) -> Tensor:
-    """`probs_from_logits` for a temperature above 0; with tensors, and `sort_all`, the host waits
-    for nothing."""
+    """The same above 0; with tensors, and `sort_all`, the host waits for nothing."""
     top_k, has_top_p, has_min_p = filters.form
     scores = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature  # the best is 0
     if 0 < top_k < scores.shape[-1]:

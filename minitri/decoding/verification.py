@@ -45,7 +45,7 @@ class Proposal:
     probs_BNV: Tensor
     """Row i is q_i, the distribution of x_i given everything before it; padded after n."""
     origins: list[list[str]]
-    """The stage that guessed each token: for statistics and display, never for a decision."""
+    """The stage that guessed each token, for display."""
 
     @classmethod
     def of(cls, tokens: Rows, probs_BNV: Tensor, origins: list[list[str]], **more: Any) -> Self:

@@ -17,8 +17,8 @@ from minitri.decoding.verification import Active, Proposal, Rows
 from minitri.stats import LevelStats
 
 LEAST_CHANCE = 0.05
-"""A token is guessed only if the chance that it is accepted is larger: about the cost of one more
-row in a pass of the target, as a share of it. 0.03 and 0.1 do as well, see tools/RESULTS.md."""
+"""A token is guessed only if its chance to be accepted is larger: about the cost of one more row in
+a pass of the target, as a share of it. 0.03 and 0.1 do as well, see tools/RESULTS.md."""
 LONGEST = 64
 """Tokens of a match that are compared; so a text that is one long loop costs little."""
 MOST_PLACES = 1000

@@ -33,10 +33,9 @@ class Drafter(Protocol):
     def guess(self, tokens: list[int], row: int) -> int | Tensor | Sequence[float] | None:
         """What follows `tokens`: a token (int), a distribution over the vocabulary (V,), or None.
 
-        `tokens` are prompt, output and the guesses of this round so far; the list may be kept.
-        None ends the round: nothing (more) is guessed. `row` is the number of the text in its
-        batch, for drafters that keep something from call to call; a later call for the row may go
-        on from the guesses, without them where they were rejected, or begin another text.
+        `tokens` are prompt, output and the guesses of this round so far; None ends the round. `row`
+        is the number of the text in its batch; a later call for the row may go on from the guesses,
+        without them where they were rejected, or begin another text.
         """
 
 

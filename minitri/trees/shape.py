@@ -21,8 +21,7 @@ from torch import Tensor
 from minitri.decoding.autotuner import FIRST_RATES
 from minitri.settings import StepPlan, parse_tree
 
-MAX_CHILDREN = 8
-"""Most children that a node of a Sequoia tree has."""
+MAX_CHILDREN = 8  # of a node of a Sequoia tree
 YOUNGER_RATE = 0.3
 """How often a child is accepted that is tested after its elder siblings were rejected."""
 

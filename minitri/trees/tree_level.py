@@ -32,8 +32,7 @@ class TreeLevel(Level):
         return shape_of(plan) if plan.tree else None
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:
-        """A tree for every active row if this is the lowest level, and the plan has one. All nodes
-        are drawn, depth by depth; of greedy rows the likeliest ones."""
+        """A tree for every active row if this is the lowest level, and the plan has one."""
         shape = self.shape()
         if shape is None or self.below is not None:
             return super().propose(sequences, active)
