@@ -38,7 +38,7 @@ def explain(problem: str, advice: str = "get it again") -> Iterator[None]:
         raise
     except Exception as error:  # libraries raise all kinds over damaged files
         kind = type(error).__name__
-        raise InputError(f"{problem} ({kind}: {printable(error, 120)}); {advice}") from None
+        raise InputError(f"{problem} ({kind}: {printable(error, 120)}); {advice}") from error
 
 
 def printable(text: object, limit: int = 200) -> str:

@@ -26,7 +26,7 @@ from minitri.roofline import CPU, GPU, Workload, bytes_per_pass
 from minitri.runner import ModelRunner, prefill
 from minitri.settings import SpeculationConfig
 from minitri.stats import LevelStats, Stats
-from minitri.trees.tree_level import TreeLevel, TreeRunner
+from minitri.trees.tree_level import TreeLevel
 from minitri.trees.walk import CoupledTrees, IndependentTrees
 
 
@@ -64,10 +64,8 @@ class Stack:
 
     def _level(self, name: str, runner: ModelRunner) -> Level:
         """A stage with a model; stages are made from the lowest upwards."""
-        common = (runner, self.source_of(name), self._stats_of(name), self.meter)
-        if self.shape.speculation.tree:
-            return TreeLevel(*common, TreeRunner(runner))
-        return Level(*common)
+        make = TreeLevel if self.shape.speculation.tree else Level
+        return make(runner, self.source_of(name), self._stats_of(name), self.meter)
 
     def _without_model(self) -> Stage:
         """The engine's drafter from outside, or lookup."""

@@ -2,8 +2,6 @@
 
 The models are so small that the target's distribution over all texts of three tokens is known.
 Marginals can be right while the joint is wrong (numbers used twice), so whole texts are counted.
-Seeds are fixed, hence every test is deterministic; its odds of a false alarm are those of seeds
-drawn again.
 """
 
 import itertools
@@ -92,11 +90,8 @@ def count_texts(
     speculation: SpeculationConfig,
     num_seeds: int,
 ) -> tuple[Tensor, list[Stats]]:
-    """How often each text comes over seeds 0 .. num_seeds - 1, and the statistics of all runs.
-
-    Counts are (V,) * NUM_TOKENS. A session steps without a `Generation` around it: all tokens are
-    counted, no text is made.
-    """
+    """How often each text comes over seeds 0 .. num_seeds - 1, (V,) * NUM_TOKENS, and statistics
+    of all runs."""
     generation, stats = GenerationConfig(NUM_TOKENS), []
     counts = torch.zeros((V,) * NUM_TOKENS, dtype=torch.float64)
     one = torch.ones((), dtype=torch.float64)
@@ -190,19 +185,3 @@ def cells(values: Tensor, probs: Tensor) -> Tensor:
 def chi_square_tail(freedom: int, statistic: float) -> float:
     halves = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(*halves))
-
-
-def smallest_distance(probs: Tensor, num_seeds: int, power: float = 0.99) -> float:
-    """The total variation distance from which on a wrong distribution is found with odds of
-    `power`, by the normal approximation of the noncentral chi-square distribution.
-
-    A distribution p + d has the noncentrality n * sum(d^2 / p), which is at least n * (sum |d|)^2
-    by Cauchy and Schwarz, and sum |d| is twice the distance. Rare texts count as one.
-    """
-    freedom = len(cells(probs, probs)) - 1
-    limit = next(x for x in itertools.count(freedom) if chi_square_tail(freedom, x) < FALSE_ALARM)
-    z = float(torch.special.ndtri(torch.tensor(power)))
-    shift = next(
-        s for s in itertools.count(1) if freedom + s - z * math.sqrt(2 * freedom + 4 * s) > limit
-    )
-    return math.sqrt(shift / num_seeds) / 2

@@ -1,10 +1,8 @@
 """The harness of the exactness tests: toy models of which everything is known, and enumeration.
 
-`TableRunner` stands where a model with a cache stands: it keeps the tokens it has read, as a cache
-does, and looks distributions up by them, so a cascade that crops too much or too little gets wrong
-ones. `output_distribution` runs the real cascade, of chains or of trees, for every outcome of every
-random number, level by level, and adds the probabilities up: no sampling, no tolerance but
-rounding.
+`TableRunner` keeps the tokens it has read, as a cache does, and looks distributions up by them, so
+a cascade that crops too much or too little gets wrong ones. `output_distribution` runs the real
+cascade for every outcome of every random number, level by level, and adds the probabilities up.
 """
 
 import functools
@@ -20,7 +18,7 @@ from minitri.decoding.level import Level, Output
 from minitri.decoding.meter import Meter
 from minitri.decoding.verification import Proposal, verify, verify_block
 from minitri.settings import StepPlan
-from minitri.stats import LevelStats, Stats
+from minitri.stats import Clock, LevelStats, Stats
 from minitri.trees.tree_level import TreeLevel
 from minitri.trees.walk import MISSING, IndependentTrees, TreeProposal, draw_children, walk
 
@@ -35,13 +33,14 @@ class Table:
 
     def _row(self, context: tuple[int, ...]) -> torch.Tensor:
         generator = random.Random(f"{self.seed} {context}")
-        weights = torch.tensor(
-            [generator.choice([0.0, 0.2, 0.5, 1.0, 2.0]) for _ in range(self.V)],
-            dtype=torch.float64,
-        )
+        weights = exactly([generator.choice([0.0, 0.2, 0.5, 1.0, 2.0]) for _ in range(self.V)])
         weights[generator.randrange(self.V)] += 0.3
         own = weights / weights.sum()
         return own if self.near is None else 0.5 * own + 0.5 * self.near.row(context)
+
+
+def exactly(numbers) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def probs_after(runner, text: list[int], num_guesses: int = 0) -> torch.Tensor:
@@ -78,7 +77,7 @@ class TableRunner:
         texts = [[*memory, token] for memory, token in pairs]
         return self.next_probs(texts, active).probs_BNV.squeeze(1)
 
-    def next_probs_of_tree(self, blocks, shape, first):
+    def read_tree(self, blocks, shape, first):
         T = len(blocks[0])
         probs_BTV = torch.zeros(len(blocks), T, self.table.V, dtype=torch.float64)
         self.blocks = blocks
@@ -118,12 +117,8 @@ def outcomes(
     proposal: Proposal, probs_BNV: torch.Tensor, b: int, edges: tuple[float, ...] = UPPER
 ) -> list[tuple[float, list[float]]]:
     """Every outcome of a decision about row b, by the textbook: its probability, and uniform
-    numbers that lead there.
-
-    The numbers are those of `verify`: one per test, one for the recovered or bonus token. A test is
-    passed or failed by a hair; a token is sampled just within the upper edge of its cell, or, if
-    asked for, once at each edge.
-    """
+    numbers that lead there, as `verify` takes them. A test is passed or failed by a hair; a token
+    is sampled just within the upper edge of its cell, or once at each of `edges`."""
     tokens, found, reached, numbers = proposal.tokens[b], [], 1.0, []
     for i, token in enumerate(tokens):
         p, q = probs_BNV[b, i], proposal.probs_BNV[b, i]
@@ -200,7 +195,7 @@ def walks(proposal: TreeProposal, b, probs_NV, node=0, reached=1.0, numbers=None
     numbers = numbers or [0.5] * len(shape)
     rest_V, rest = probs_NV[node], reached
     if shape.children[node]:
-        q_V = proposal.probs_BNV[b, shape.inner.index(node)].clone()
+        q_V = proposal.probs_BNV[b, node].clone()
     for child in shape.children[node]:
         token = proposal.tokens[b][child - 1]
         if token == MISSING:
@@ -246,20 +241,20 @@ class ScriptedSource(IndependentTrees):
         for b, n in enumerate(proposal.counts):
             if active[b]:
                 found = self.next_numbers(b, functools.partial(textbook, proposal, probs_BNV, b))
-                numbers = torch.tensor(found or [0.0] * (n + 1), dtype=torch.float64)
+                numbers = exactly(found or [0.0] * (n + 1))
                 uniforms_BN[b, :n], uniforms_BN[b, -1] = numbers[:-1], numbers[-1]
         return uniforms_BN
 
-    def _draw(self, counts, active):
+    def _draw(self, counts, active, like):
         return self.drawn
 
     def draw(self, b, probs_V, num_children, position):
         numbers = self.next_numbers(b, lambda: draws(probs_V, num_children))
-        return draw_children(probs_V, numbers or [0.5] * num_children)
+        return draw_children(probs_V, exactly(numbers or [0.5] * num_children))
 
     def walk(self, proposal, b, probs_NV, start):
         numbers = self.next_numbers(b, lambda: walks(proposal, b, probs_NV))
-        return walk(proposal, b, probs_NV, numbers or [0.5] * len(proposal.shape))
+        return walk(proposal, b, probs_NV, exactly(numbers or [0.5] * len(proposal.shape)))
 
     def next_numbers(self, b, textbook):
         """What the script says; notes the outcomes of a decision that it says nothing of."""
@@ -290,16 +285,13 @@ def toy_cascade(
     source, batch_size, target, middle, draft, gamma1, gamma2, *, shape=None, plans=None
 ) -> Cascade:
     """TriForce over tables; `None` for middle or draft leaves that stage out. All rows take part
-    from the first step on, without `start`, which would draw a token.
-
-    With a `shape` the lowest stage guesses trees of it where the plan has a tree.
-    """
+    from the first step on, without `start`. With a `shape` the lowest stage guesses such trees."""
     names = {(False, False): "autoregressive", (False, True): "naive"}
     names |= {(True, False): "retrieval", (True, True): "triforce"}
     name = names[middle is not None, draft is not None]
     gammas = gamma1 if draft else 0, gamma2 if middle else 0
     plans = plans or [StepPlan(name, *gammas, "1" if shape else "")]
-    meter = Meter(Stats(), ScheduledTuner(plans))
+    meter = Meter(Stats(), ScheduledTuner(plans), Clock())
 
     def make(table, name):
         if table is None:
@@ -307,7 +299,9 @@ def toy_cascade(
         runner, stats = TableRunner(table, batch_size), LevelStats(name)
         if shape is None:
             return Level(runner, source, stats, meter)
-        level = TreeLevel(runner, source, stats, meter, runner)
+        level = TreeLevel(runner, source, stats, meter)
+        for part in ("read_tree", "keep_paths", "is_greedy"):
+            setattr(level, part, getattr(runner, part))
         level.shape = lambda: shape if meter.tuner.plan.tree else None
         return level
 
@@ -320,8 +314,8 @@ def toy_cascade(
 def largest_error(
     V, gamma1, gamma2, *, seed=0, horizon=3, num_steps=1, decide=verify, **settings
 ) -> float:
-    """Of the distribution of the first `horizon` tokens: how far that of a cascade over random
-    tables is from the target's. A gamma of 0 leaves its stage out."""
+    """How far the distribution of the first `horizon` tokens of a cascade over random tables is
+    from the target's. A gamma of 0 leaves its stage out."""
     target = Table(V, seed)
     middle = Table(V, seed + 1, near=target) if gamma2 else None
     draft = Table(V, seed + 2, near=target) if gamma1 else None
@@ -335,12 +329,8 @@ def largest_error(
 
 
 def output_distribution(build, horizon: int, target: Table, *, num_steps, decide) -> torch.Tensor:
-    """The distribution of the first `horizon` tokens after a prompt, (V,) * horizon: a few steps
-    of a cascade, all random numbers.
-
-    `build(source, batch_size)` makes the cascade. Where the steps emit fewer tokens the exact
-    target goes on.
-    """
+    """The distribution of the first `horizon` tokens after a prompt, (V,) * horizon: a few steps of
+    what `build(source, batch_size)` makes, all random numbers; then the exact target goes on."""
     total = torch.zeros((target.V,) * horizon, dtype=torch.float64)
     paths: list[tuple[float, list[list[float]]]] = [(1.0, [])]
     while paths:

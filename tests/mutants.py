@@ -4,34 +4,29 @@ The published TriForce code, its tree version and several samplers had the first
 change of an expression or statement of a real function, under the test that notices it:
 
     FILE::TEST
-      name of the bug
-        FUNCTION: what stands there => what stands there instead
+      name of the bug | FUNCTION: what stands there => what stands there instead
 
-Spaces and the file of the function do not matter. `FUNCTION#2` is the second place of that text;
-`FILE:FUNCTION` says which of several functions of that name. `tests/decoding/test_mutants.py` puts
-them in, one by one.
+Spaces, line breaks and the file of the function do not matter; `FUNCTION#2` is the second place of
+that text, `FILE:FUNCTION` says which function of that name. See `tests/decoding/test_mutants.py`.
 """
 
 from tests.mutation import read_table
 
 TABLE = r"""
 decoding/test_enumeration.py::test_both_levels_together_give_the_target_distribution[3-1-1]
-  resample from p-hat
-    _sample_next: (scale_B1 * p_BV - q_BV).clamp_min(0) => p_BV
+  resample from p-hat | _sample_next: (scale_B1 * p_BV - q_BV).clamp_min(0) => p_BV
   bonus token from the wrong row
     _sample_next: (rows, num_accepted_B) => (rows, num_accepted_B.clamp_max(last))
   biased acceptance numbers
     verification:verify: uniforms_BN[:, :-1] => uniforms_BN[:, :-1] ** 1.001
-  q without top-p
-    Level.propose: row.probs_NV => 0.8 * row.probs_NV + 0.2 / row.probs_NV.shape[1]
+  q without top-p | Level.propose: row.probs_NV => 0.8 * row.probs_NV + 0.2 / row.probs_NV.shape[1]
   greedy draft scored with soft q
-    IndependentSource.sample: sample(probs_BV, uniforms_B1.squeeze(1).to(probs_BV.device,
-        non_blocking=True))
+    IndependentSource.sample: sample(probs_BV, self._draw([0] * len(starts), active,
+        probs_BV).squeeze(1))
     => probs_BV.argmax(1)
-  acceptance number reused for the recovered token
-    _sample_next: -1 => last
+  acceptance number reused for the recovered token | _sample_next: -1 => last
   padding counted as guesses
-    _num_passed: passes_BN & _are_guesses(proposal, passes_BN.device) => passes_BN.int()
+    _num_passed: passes_BN & proposal.are_guesses_BN.to(passes_BN.device) => passes_BN.int()
 decoding/test_random_source.py::test_all_numbers_of_a_run_are_distinct[triforce]
   reused noise
     IndependentSource.uniforms: self._generators[b] => self._generators[b].manual_seed(7)
@@ -47,22 +42,18 @@ decoding/test_noise.py::test_gumbel_noise_is_of_fine_numbers_that_differ
     hashed_uniforms: (_shift_right(x, 12).double() + 0.5) * 2.0 ** (-52)
     => (_shift_right(x, 40).double() + 0.5) * 2.0 ** (-24)
 decoding/test_noise.py::test_no_seed_repeats_the_noise_of_another_at_another_position
-  noise key of hash(seed + position)
-    noise_key: _splitmix(seed) => seed
+  noise key of hash(seed + position) | noise_key: _splitmix(seed) => seed
 decoding/test_noise.py::test_coupled_tokens_follow_the_distribution_at_every_position
   noise of the wrong sign
     gumbel: -(-hashed_uniforms(keys, numbers).log()).log()
     => (-hashed_uniforms(keys, numbers).log()).log()
 caches/test_streaming_cache.py::test_a_row_that_is_far_back_is_started_over
-  streaming length not reset
-    DraftRunner._read_window: self.cache.reset(b) => pass
+  streaming length not reset | DraftRunner._read_window: self.cache.reset(b) => pass
 decoding/test_equality.py::test_a_target_that_drafts_for_itself_is_always_right[distribution1]
   last accepted token dropped from the drafter
     ModelRunner.next_probs: sequence[seen:] => sequence[max(seen, len(sequence) - 1) :]
-  guesses read one place too early
-    ModelRunner.next_probs: index_BN[:, 1:] => index_BN[:, :-1]
-  a drafted token's noise is that of the first
-    Level._draft: len(sequence) + i => len(sequence)
+  guesses read one place too early | ModelRunner.next_probs: index_BN[:, 1:] => index_BN[:, :-1]
+  a drafted token's noise is that of the first | Level._draft: len(sequence) + i => len(sequence)
 caches/test_retrieval_cache.py::test_committed_tokens_overwrite_the_least_important_slots_first[1]
   retrieval tail not refreshed
     RetrievalCache._copy_committed: zip((self.keys, self.values), exact, strict=True)
@@ -74,8 +65,7 @@ decoding/test_stops_in_blocks.py::test_end_tokens_end_a_text_at_every_offset_of_
 test_runner.py::test_a_bfloat16_models_distributions_are_float32[sampling0]
   logits kept in bfloat16 for the softmax
     Llama.logits: self.lm_head(hidden).float() => self.lm_head(hidden)
-test_runner.py
-::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_after_it[sampling0]
+test_runner.py::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_after_it[sampling0]
   logits rounded to bfloat16 before the filters
     ModelRunner.output: probs_of_rows(logits_BNV, self.sampling)
     => probs_of_rows(logits_BNV.bfloat16(), self.sampling).float()
@@ -87,13 +77,11 @@ decoding/test_enumeration.py::test_a_residual_that_vanishes_falls_back_to_p
   a guess of probability 0 accepted by the number 0
     verification:verify: uniforms_BN[:, :-1] * q_BN < p_BN => uniforms_BN[:, :-1] * q_BN <= p_BN
 decoding/test_enumeration.py::test_both_levels_together_give_the_target_distribution[3-2-1]
-  q of the next guess
-    _sample_next: num_accepted_B.clamp_max => (num_accepted_B + 1).clamp_max
+  q of the next guess | _sample_next: num_accepted_B.clamp_max => (num_accepted_B + 1).clamp_max
   accepted guesses counted after a rejection
-    _num_passed: (passes_BN & _are_guesses(proposal, passes_BN.device)).cumprod(1)
-    => passes_BN & _are_guesses(proposal, passes_BN.device)
-decoding/test_enumeration.py
-::test_blocks_at_both_levels_give_the_target_distribution[3-2-1-4]
+    _num_passed: (passes_BN & proposal.are_guesses_BN.to(passes_BN.device)).cumprod(1)
+    => passes_BN & proposal.are_guesses_BN.to(passes_BN.device)
+decoding/test_enumeration.py::test_blocks_at_both_levels_give_the_target_distribution[3-2-1-4]
   a block's recovered token from the residual of single tests
     _sample_next: scale_B1 * p_BV => p_BV
   a block tested without the mass of what its rejection leaves
@@ -101,27 +89,22 @@ decoding/test_enumeration.py
   what a block's rejection leaves, of the guess before
     verify_block: (scales_BN1[:, 1:N] * probs_BNV[:, 1:N]).sub_(proposal.probs_BNV[:, 1:N])
     => (scales_BN1[:, 1:N] * probs_BNV[:, :N - 1]).sub_(proposal.probs_BNV[:, :N - 1])
-  a block's chances capped at 1 at the end only
-    verify_block: logs_BN.cummax(1).values => logs_BN
+  a block's chances capped at 1 at the end only | verify_block: logs_BN.cummax(1).values => logs_BN
   a block ends at the first test that fails
     verify_block: (passes_BN * lengths).amax => passes_BN.cumprod(1).sum
 decoding/test_random_source.py::test_a_rows_numbers_do_not_depend_on_its_neighbours[triforce]
   one generator for all rows
     IndependentSource.uniforms: self._generators[b] => self._generators[0]
-  a row that has ended draws on
-    IndependentSource._draw: active[b] => True
+  a row that has ended draws on | IndependentSource._draw: active[b] => True
   a short row's last number put after its guesses
     IndependentSource._draw: [*range(n), -1] => [*range(n), n]
-decoding/test_switching_plans.py
-::test_any_schedule_gives_the_text_of_the_model_alone[True-True-schedule3]
-  coupled: one noise for a whole block
-    CoupledSource.verify: start + i => start
-  coupled: noise by the place in the block
-    CoupledSource.verify: start + i => i
+test_matrix.py::test_the_text_is_the_autoregressive_one[triforce, near-coupled-in_a_batch]
+  coupled: one noise for a whole block | CoupledSource.verify: start + i => start
+  coupled: noise by the place in the block | CoupledSource.verify: start + i => i
 decoding/test_sampling.py
 ::test_every_combination_of_filters_is_the_distribution_by_definition[0.0-0.95-0-0.2]
   top-p drops the token that reaches the mass
-    _cutoff_within: probs.cumsum(-1, dtype=torch.float64) - probs
+    _top_p_cutoff: probs.cumsum(-1, dtype=torch.float64) - probs
     => probs.cumsum(-1, dtype=torch.float64)
 gpu_twins/test_attention_backends.py
 ::test_every_backend_equals_the_oracle[True-heads0-prefixes0-3-triton]
@@ -135,8 +118,7 @@ gpu_twins/test_attention_backends.py
   all scores of a chunk held at once in float32
     attend_fused: H == K or q_BTHD.dtype != torch.float32 => H >= K
 gpu_twins/test_fused_modules.py::test_the_network_adds_and_norms_in_another_order_only
-  fused layers forget the last addition
-    FusedLayers.forward: x_BTE + change_BTE => x_BTE
+  fused layers forget the last addition | FusedLayers.forward: x_BTE + change_BTE => x_BTE
 decoding/test_sampling.py::test_a_token_of_probability_zero_is_never_drawn
   a token of probability 0 sampled at an edge
     sampling:sample: torch.searchsorted(cdf_NV, targets_N1, right=True)
@@ -144,10 +126,8 @@ decoding/test_sampling.py::test_a_token_of_probability_zero_is_never_drawn
 decoding/test_enumeration.py::test_nothing_leaks_from_one_step_into_the_next
   rejected guesses left in the cache
     Level._append: len(sequence) - bool(new.tokens) => len(sequence)
-caches/test_retrieval_cache.py
-::test_what_is_read_after_the_chosen_stands_where_it_does_in_the_text
-  positions of slots, not of tokens
-    make_block: cache.next_positions => cache.lengths
+caches/test_retrieval_cache.py::test_what_is_read_after_the_chosen_stands_where_it_does_in_the_text
+  positions of slots, not of tokens | make_block: cache.next_positions => cache.lengths
 caches/test_retrieval_cache.py
 ::test_a_build_holds_exactly_what_the_policy_chooses[1-retrieval-8-150]
   sinks may be dropped
@@ -158,24 +138,21 @@ caches/test_streaming_cache.py::test_a_deep_model_keeps_sinks_and_rotates_keys_b
     StreamingCache.slide: self._rope.at(positions) => self._rope.at(positions + 1)
 caches/test_caches_after_steps.py
 ::test_every_small_cache_knows_only_certain_tokens_after_a_step[autoregressive-None]
-  a retired row's cache is not emptied
-    Cascade.retire: stage.reset(b) => stage
+  a retired row's cache is not emptied | Cascade.retire: stage.reset(b) => stage
 test_engine.py
 ::test_overlapping_stop_strings_end_a_text_at_the_same_place_however_it_is_cut[stop3-xlate-xl]
-  the first stop string of the list, not of the text
-    StopScanner.push: min(ends) => ends[0]
+  the first stop string of the list, not of the text | StopScanner.push: min(ends) => ends[0]
 test_engine.py
 ::test_overlapping_stop_strings_end_a_text_at_the_same_place_however_it_is_cut[stop1-xabcd-x]
   of two stop strings that end together the shorter
     StopScanner.push: min(ends) => min(ends, key=lambda end: (end[0], -end[1]))
 drafters/test_lookup.py::test_rejected_guesses_are_never_learnt
   lookup learns guesses
-    _Row.propose: length, guess = self.text.lookup(sequence, gamma)
-    => self.text.extend(sequence[len(self.text.tokens):]); length, guess =
-        self.text.lookup(sequence, gamma)
+    GrowingText.propose: length, guess = self.lookup(sequence, gamma)
+    => self.extend(sequence[len(self.tokens):]); length, guess = self.lookup(sequence, gamma)
 drafters/test_lookup.py::test_a_row_that_ended_is_forgotten
   a row that ends leaves its text to the next
-    LookupDrafter.reset: self._rows[b] = _Row() => self._rows[b].guess = []
+    LookupDrafter.reset: self._rows[b] = GrowingText() => self._rows[b]._guess = []
 test_engine.py
 ::test_overlapping_stop_strings_end_a_text_at_the_same_place_however_it_is_cut[stop4-abcabcd-abc]
   text that may begin a stop string is not held back
@@ -190,41 +167,35 @@ test_engine.py::test_seeds_decide_and_belong_to_rows
 test_stream.py::test_every_request_gets_what_it_gets_alone[2-triforce]
   a new text is sampled by the old one's filters
     ModelRunner.sample_by: self.sampling[b] = sampling => pass
-trees/test_tree_enumeration.py
-::test_a_tree_that_the_target_verifies_gives_its_distribution[six-10]
-  siblings share the number of their tests
-    walk: uniforms[child] => uniforms[node + 1]
+trees/test_tree_enumeration.py::test_a_tree_that_the_target_verifies_gives_its_distribution[six-10]
+  siblings share the number of their tests | walk: uniforms[child] => uniforms[node + 1]
   a younger sibling tested against p, not the residual
     walk: rest_V[token] => probs_NV[node][token]
   the token after a path comes from p, not the residual
-    walk: sample_one(rest_V, uniforms[0]) => sample_one(probs_NV[node], uniforms[0])
-  a sibling's q still holds the elder ones
-    tested_children: q_V[token] = 0 => q_V[token] += 0
-  children drawn with replacement
-    draw_children: left_V[token] = 0 => left_V[token] += 0
+    walk: sample(rest_V, uniforms[0].to(rest_V.device)) => sample(probs_NV[node], uniforms[0])
+  a sibling's q still holds the elder ones | walk: left_V[token] = 0 => left_V[token] += 0
+  children drawn with replacement | draw_children: left_V[token] = 0 => left_V[token] += 0
 caches/test_caches_after_steps.py
 ::test_the_full_cache_equals_a_fresh_prefill_of_the_accepted_tokens
 ::[naive tree 3x2-0.02-sampling0-False]
   a tree's tokens numbered by node, not by depth
-    TreeRunner.next_probs_of_tree: shape.depths[first:first + T] => range(first, first + T)
+    TreeLevel.read_tree: shape.depths[first:first + T] => range(first, first + T)
 trees/test_shape.py::test_a_node_sees_itself_and_its_ancestors
   a node sees its elder siblings
     TreeShape.rule_TT: rule_TT[node] |= rule_TT[parent] => rule_TT[node, :node] = True
 caches/test_caches_after_steps.py
 ::test_the_full_cache_equals_a_fresh_prefill_of_the_accepted_tokens
 ::[naive tree 7-0.02-sampling0-False]
-  a path gathered in the wrong order
-    gather_path: torch.tensor(path) => torch.tensor(path[::-1])
+  a path gathered in the wrong order | gather_path: torch.tensor(path) => torch.tensor(path[::-1])
 trees/test_tree_enumeration.py
 ::test_a_tree_by_or_below_the_retrieval_level_gives_the_target_distribution[1-fork]
   a tree's rows of p in the order of its nodes, not of the path
-    TreeLevel.verify: output.emitted(b, tokens, origins, [0, *path])
+    TreeLevel.verify: output.emitted(b, tokens, origins, places)
     => output.emitted(b, tokens, origins, slice(1 + len(path)))
 trees/test_tree_sampling.py::test_every_child_and_every_test_has_a_number_of_its_own
   numbers of a tree's children used again for its tests
     IndependentSource.uniforms: self._generators[b] => torch.Generator().manual_seed(b)
-test_matrix.py
-::test_the_text_is_the_autoregressive_one[naive, tree 7-coupled-in_a_batch]
+test_matrix.py::test_the_text_is_the_autoregressive_one[naive, tree 7-coupled-in_a_batch]
   noise of a tree by node, not by position
     CoupledTrees.walk: start + depth => start + depth + len(proposal.shape)
 gpu_twins/test_host_round_trips.py
@@ -235,8 +206,7 @@ gpu_twins/test_host_round_trips.py
 decoding/test_drafters_that_fail.py
 ::test_a_damaged_model_stops_the_run_and_is_named[naive--draft-True]
   guesses with a distribution that is not finite count
-    _on_host: q_BN.isfinite() | ~_are_guesses(proposal, q_BN.device)
-    => q_BN.isfinite() | q_BN.isnan()
+    _on_host: ~proposal.are_guesses_BN => proposal.probs_BNV.sum(2).isnan()
 gpu_twins/test_eight_bits.py::test_a_copy_however_wrong_changes_no_text[triforce-sampling0]
   the copy of fewer bits verifies at the last level
     allocate: ModelRunner(target, full, shape.sampling, **options)
@@ -250,50 +220,40 @@ parallel/test_split.py::test_shares_give_the_logits_of_the_whole[biases, a vocab
     share: tensor if ranks.rank == 0 else tensor.new_zeros(tensor.shape) => tensor
   every rank embeds what another one has, too
     SplitLlama.embed: rows.where((nearest == own).unsqueeze(-1), 0) => rows
-parallel/test_split.py
-::test_memory_is_the_least_of_all_ranks_and_an_answer_or_error_that_of_rank_0
+parallel/test_split.py::test_memory_is_the_least_of_all_ranks_and_an_answer_or_error_that_of_rank_0
   a rank follows its own verdict
     RankGroup.ask_first: self._call(dist.broadcast_object_list, sent, 0) => pass
 gpu_twins/test_offloaded_cache.py::test_every_conflict_is_put_in_order_by_events[retrieval-1]
-  a layer that is not waited for
-    OffloadedFullCache.update_hosted: buffer.ready.wait() => pass
+  a layer that is not waited for | OffloadedFullCache.update_hosted: buffer.ready.wait() => pass
 gpu_twins/test_offloaded_cache.py::test_trees_need_no_other_events
   a block written over one that is on its way
     OffloadedFullCache.fetch: buffer.ready.record()
     => missing.start < missing.stop and buffer.ready.record()
 gpu_twins/test_layer_major.py::test_nothing_travels_twice[0]
   a prefix fetched again for every chunk
-    HostedRow.update: buffer.num_held[self._b] = self._lengths[0] + T => pass
-gpu_twins/test_layer_major.py
-::test_the_retrieval_cache_is_as_if_it_had_seen_every_chunk[200-16-16]
-  queries of the last chunk alone
-    read_by_layers: len(ends) - 2 => len(ends) - 1
+    HostedRow.update: buffer.num_held[self._b] = self._lengths[0] + block.keys_BTKD.shape[1] => pass
+gpu_twins/test_layer_major.py::test_the_retrieval_cache_is_as_if_it_had_seen_every_chunk[200-16-16]
+  queries of the last chunk alone | read_by_layers: len(ends) - 2 => len(ends) - 1
 gpu_twins/test_layer_major.py::test_k_and_v_are_those_of_a_cache_on_the_device[0-200]
-  a prompt that counts as read before its last layer
-    read_by_layers: ends[done // L] => end
+  a prompt that counts as read before its last layer | read_by_layers: ends[done // L] => end
 gpu_twins/test_device_clock.py::test_every_stage_is_charged_for_its_own_work
-  an event is read before the device has passed it
-    CudaClock.settle: end.synchronize() => pass
+  an event is read before the device has passed it | CudaClock.settle: end.synchronize() => pass
 reuse/test_prefixes.py::test_slots_that_passes_of_others_wrote_over_are_put_back[in place-0]
   a text that is adopted keeps what others wrote over it
     PrefixCache.adopt: self._fill(b, row, len(tokens)) => pass
 reuse/test_prefixes.py::test_slots_that_passes_of_others_wrote_over_are_put_back[-1]
-  a guard that is one slot short
-    PrefixCache._guard: self._num_guarded => self._num_guarded - 1
+  a guard that is one slot short | PrefixCache._guard: self._num_guarded => self._num_guarded - 1
 cpu/test_pass.py
 ::test_chunks_may_begin_anywhere_on_a_machine_whose_products_depend_on_their_size[True]
-  few rows are multiplied in another way than many
-    product_tile: None if is_same else TILE => None
+  few rows are multiplied in another way than many | product_tile: None if is_same else TILE => None
 reuse/test_prefixes.py::test_idle_rows_are_restored_for_others
-  a copy of a row takes what idle rows wrote
-    HeldRow.layers: self.first_LPKTD is not None => False
+  a copy of a row takes what idle rows wrote | HeldRow.layers: self.first_LPKTD is not None => False
 reuse/test_prefixes.py::test_nothing_of_other_texts_is_read
   one token too many counts as common
     num_common: len(os.path.commonprefix((tokens, prompt)))
     => 1 + len(os.path.commonprefix((tokens, prompt)))
 reuse/test_prefixes.py::test_ctrl_c_in_the_middle_of_a_step_loses_nothing_that_was_certain
-  guesses in flight count as certain
-    PrefixCache.keep: self._num_exact(b) => self._full.lengths[b]
+  guesses in flight count as certain | PrefixCache.keep: self._num_exact(b) => self._full.lengths[b]
 reuse/test_prefixes.py::test_on_compiled_kernels_texts_are_equal_to_the_bit[bfloat16]
   K and V of decoding taken for those of a prompt
     PrefixCache._num_exact: self._reads_alike => True
@@ -308,35 +268,32 @@ reuse/test_logprobs.py::test_they_are_those_of_autoregressive_decoding[sampling0
   log-probabilities of a tree's first nodes, not of its path
     Output.emitted: self.logits_BNV[b, places] => self.logits_BNV[b, :len(tokens)]
 reuse/test_open_runs.py::test_a_request_without_speculation_stands_next_to_others[False-]
-  guesses for a request that wants none
-    Cascade.step: on and guess => on
-test_runner.py
-::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_after_it[sampling0]
+  guesses for a request that wants none | Cascade.step: on and guess => on
+test_runner.py::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_after_it[sampling0]
   a drafter's vocabulary cut after the softmax
     ModelRunner.output: probs_of_rows(logits_BNV, self.sampling)
     => probs_of_rows(self.model.logits(hidden_BNE), self.sampling)[..., : self._vocab_size]
 decoding/test_enumeration.py::test_blocks_at_both_levels_give_the_target_distribution[3-1-1-3]
   a block's last guess tested as if another followed
-    verify_block: num_after_BN > 0 => num_after_BN >= 0
+    verify_block: have_next_BN & (w_BN < 1) => proposal.are_guesses_BN & (w_BN < 1)
 decoding/test_block_verification.py
 ::test_a_row_does_not_depend_on_its_neighbours_nor_on_what_pads_it[0.1]
   padding accepted with a block
-    verify_block: (uniforms_BN[:, :-1] < h_BN) & (num_after_BN >= 0) => uniforms_BN[:, :-1] < h_BN
+    verify_block: (uniforms_BN[:, :-1] < h_BN) & proposal.are_guesses_BN
+    => uniforms_BN[:, :-1] < h_BN
 gpu_twins/test_device_clock.py::test_every_stage_is_charged_for_its_own_work
-  the last step's seconds are never read
-    Cascade.retire: self._meter.settle() => pass
+  the last step's seconds are never read | Cascade.retire: self._meter.settle() => pass
   a prefill's commit counts as decoding's
     Stack.start: self._commit(emitted) => with self.meter.commit(): self._commit(emitted)
 reuse/test_prefixes.py::test_idle_rows_are_restored
   what idle rows wrote stays where a text goes on
-    PrefixCache._fill: pairs = source.first_LPKTD => pairs = ()
+    PrefixCache._fill: source.layers(num_tokens) => () if is_there else source.layers(num_tokens)
 decoding/test_sampling.py::test_a_row_has_filters_of_its_own
   filters grouped by their form alone
     probs_of_rows: len(set(params)) => len({own.form for own in params})
 trees/test_tree_sampling.py::test_a_row_that_guesses_nothing_takes_one_number
   numbers by the size of a tree for a row that guesses nothing
-    IndependentTrees.walk: len(proposal.shape) if proposal.depth(b) else 1
-    => len(proposal.shape)
+    IndependentTrees.walk: len(proposal.shape) if proposal.depth(b) else 1 => len(proposal.shape)
 """
 
 MUTANTS = read_table(TABLE)

@@ -52,7 +52,7 @@ def read_table(table: str) -> list[Mutant]:
         if depth >= 4:
             change = f"{change} {line.strip()}".strip()
         elif depth == 2:
-            name = line.strip()
+            name, _, change = line.strip().partition(" | ")
         elif line:
             killer = (killer + line).replace("::[", "[") if line.startswith("::") else line
     return found
@@ -118,13 +118,9 @@ def functions() -> dict[str, list[Path]]:
 def find(name: str) -> tuple[Path, str]:
     """File and name of a function that a mutant names."""
     place, _, qualname = name.rpartition(":")
-    files = [
-        file
-        for file in functions().get(qualname, [])
-        if ".".join(file.with_suffix("").parts).endswith(place)
-    ]
-    assert len(files) == 1, f"{name} is in {len(files)} files"
-    return files[0], qualname
+    files = functions().get(qualname, [])
+    [file] = [it for it in files if ".".join(it.with_suffix("").parts).endswith(place)]
+    return file, qualname
 
 
 def node_at(tree: ast.Module, qualname: str) -> ast.AST:

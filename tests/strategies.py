@@ -1,9 +1,8 @@
 """Random runs for property tests: hypothesis draws prompts, a drafter and every setting at once.
 
-A `Case` holds numbers, not objects, so a failing one can be read, copied and shrunk. Settings are
-dictionaries, because some are wrong on purpose: making the settings is part of the run. What is
-drawn leans to small numbers, where the edges of blocks, chunks and windows meet; but each setting
-has its absurd values, too.
+A `Case` holds numbers, not objects, so a failing one can be read, copied and shrunk; some settings
+are wrong on purpose. What is drawn leans to small numbers, where the edges of blocks, chunks and
+windows meet; but each setting has its absurd values, too.
 """
 
 import copy
@@ -141,7 +140,7 @@ WRONG = {
         "method": ["triforc", None],
         "policy": ["lru", None, 5, ["h2o"], object()],
         "verification": ["blocks", None],
-        "tree": ["0", "x", "4x", "65", "8x9", "-4", "4 x 3", 16, None, "9" * 99],
+        "tree": ["0", "x", "4x", "x4", "65", "8x9", "-4", "4 x 3", "0x4", 16, None, "9" * 99],
         "gamma1": [0, 65, 10**12, 2.0, "3", True],
         "gamma2": [-1, 65, 10**30, 2.5],
         "budget": [0, -8, 7.5, "x", 12],
@@ -153,7 +152,7 @@ WRONG = {
         "coupled": [1, None],
     },
     "sampling": {
-        "temperature": [-1, 1e-9, 101, math.nan, math.inf, "1", None, True],
+        "temperature": [-1, 1e-9, 1e-46, 101, math.nan, math.inf, "1", None, True],
         "top_k": [-1, 2.5, None],
         "top_p": [0, -0.1, 1.5, math.nan, None],
         "min_p": [-0.1, 1.5, math.nan, "0.1"],

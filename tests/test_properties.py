@@ -28,7 +28,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from minitri import (
     End,
@@ -82,19 +81,10 @@ def for_examples(*strategies: st.SearchStrategy, share: float = 1.0):
 
 
 @dataclass(frozen=True)
-class Output:
-    """What is to be equal of a row."""
-
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: str
-
-
-@dataclass(frozen=True)
 class Run:
-    """What came out of a run: rows, or the message of its `InputError`."""
+    """What came out of a run: what is to be equal of each row, or the message of its error."""
 
-    outputs: list[Output]
+    outputs: list[tuple[tuple[int, ...], str, str]]
     error: str | None = None
 
 
@@ -146,7 +136,7 @@ def run(engine: Engine, case: Case, rows: slice = slice(None), **speculation) ->
     origins = {event.origin for event in events if isinstance(event, Token)}
     assert origins <= ORIGINS.get(config.method, {"draft", "retrieval"}) | {"recovered", "bonus"}
     check_counts(ends[0].stats, ends, prompts)
-    return Run([Output(end.token_ids, end.text, end.finish_reason) for end in ends])
+    return Run([(end.token_ids, end.text, end.finish_reason) for end in ends])
 
 
 def check_row(engine: Engine, events: list, end: End) -> None:
@@ -191,10 +181,10 @@ def with_ends(case: Case, free: Run) -> tuple[Case, tuple[int, ...]]:
     the tokens that end a text."""
     stops = list(case.stop)
     for b, start, length in case.stops_in_text:
-        if text := free.outputs[b].text:
+        if text := free.outputs[b][1]:
             start %= len(text)
             stops.append(text[start : start + length])
-    ids = [(free.outputs[b].token_ids, place) for b, place in case.eos_in_text]
+    ids = [(free.outputs[b][0], place) for b, place in case.eos_in_text]
     eos = tuple(tokens[place % len(tokens)] for tokens, place in ids)
     return dataclasses.replace(case, stop=tuple(stops)), eos
 
@@ -209,35 +199,31 @@ def cut_at_stop(text: str, stops: tuple[str, ...]) -> str | None:
 
 def check_stops(case: Case, eos: tuple[int, ...], free: Run, stopped: Run) -> None:
     """What ends a text takes nothing from it but its end."""
-    for whole, row in zip(free.outputs, stopped.outputs, strict=True):
-        assert whole.token_ids[: len(row.token_ids)] == row.token_ids
-        is_eos = row.token_ids[-1] in eos and not case.generation["ignore_eos"]
-        if is_eos:
+    for (whole_ids, whole, _), (ids, text, reason) in zip(
+        free.outputs, stopped.outputs, strict=True
+    ):
+        assert whole_ids[: len(ids)] == ids
+        if ids[-1] in eos and not case.generation["ignore_eos"]:
             continue  # a character may be incomplete
-        cut = cut_at_stop(whole.text, case.stop)
-        assert row.text == (whole.text if cut is None else cut)
-        assert row.finish_reason == ("length" if cut is None else "stop")
+        cut = cut_at_stop(whole, case.stop)
+        assert text == (whole if cut is None else cut)
+        assert reason == ("length" if cut is None else "stop")
 
 
 @torch.inference_mode()
-def scores_of(engine: Engine, case: Case, output: Output) -> Tensor:
-    """What the tokens of a greedy or coupled row are the maxima of, (T, V), by one pass over
-    everything."""
+def check_maxima(engine: Engine, case: Case, tokens: tuple[int, ...]) -> None:
+    """Each token of the greedy or coupled row is the one that a single pass over the whole text
+    would choose."""
     prompt, sampling = case.ids[case.row], SamplingParams(**case.sampling)
-    _, logits_TV = fresh_read(engine.model, prompt + list(output.token_ids[:-1]))
-    logits_TV = logits_TV[len(prompt) - 1 :]
-    if not case.speculation["coupled"] or sampling.temperature == 0:
-        return logits_TV
-    T, V = logits_TV.shape
-    keys = torch.tensor([noise_key(case.row_seed, len(prompt) + i) for i in range(T)])
-    uniforms_TV = hashed_uniforms(keys.unsqueeze(1), torch.arange(V))
-    return probs_from_logits(logits_TV, sampling).log().double() - (-uniforms_TV.log()).log()
-
-
-def check_maxima(engine: Engine, case: Case, output: Output) -> None:
-    """Each token of the row is the one that a single pass over the whole text would choose."""
-    scores_TV = scores_of(engine, case, output)
-    for i, (token, scores_V) in enumerate(zip(output.token_ids, scores_TV, strict=True)):
+    _, scores_TV = fresh_read(engine.model, prompt + list(tokens[:-1]))
+    scores_TV = scores_TV[len(prompt) - 1 :]
+    if case.speculation["coupled"] and sampling.temperature > 0:
+        T, V = scores_TV.shape
+        keys = torch.tensor([noise_key(case.row_seed, len(prompt) + i) for i in range(T)])
+        uniforms_TV = hashed_uniforms(keys.unsqueeze(1), torch.arange(V))
+        log_probs_TV = probs_from_logits(scores_TV, sampling).log().double()
+        scores_TV = log_probs_TV - (-uniforms_TV.log()).log()
+    for i, (token, scores_V) in enumerate(zip(tokens, scores_TV, strict=True)):
         best = int(scores_V.argmax())
         gap = float(scores_V[best] - scores_V[token])
         assert token == best, f"token {i} is {token}, not {best}; their scores differ by {gap:.2e}"
@@ -247,7 +233,7 @@ def check_equal(engine: Engine, case: Case, wanted: Run, got: Run) -> None:
     """The same outputs; else names the gap where a row departs."""
     for b, (old, new) in enumerate(zip(wanted.outputs, got.outputs, strict=True)):
         if old != new:
-            check_maxima(engine, dataclasses.replace(case, row=b), new)
+            check_maxima(engine, dataclasses.replace(case, row=b), new[0])
     assert got.outputs == wanted.outputs
 
 
@@ -270,7 +256,7 @@ def test_greedy_and_coupled_runs_equal_autoregressive_ones_or_are_refused(case):
     assert wanted.error is None
     if free is not None:
         check_stops(case, eos, free, wanted)
-    check_maxima(engine, case, wanted.outputs[case.row])
+    check_maxima(engine, case, wanted.outputs[case.row][0])
     check_equal(engine, case, wanted, got)
     if len(case.prompts) > 1:
         alone = run(engine, case, slice(case.row, case.row + 1))

@@ -1,7 +1,6 @@
 """The full cache: K and V of every token, keys rotated at their absolute positions.
 
-Invariant: the first `lengths[b]` slots hold exactly what a fresh prefill of the row's inputs would
-have written. Memory is reserved at once but touched only as it fills.
+The first `lengths[b]` slots hold exactly what a fresh prefill of the row's inputs would write.
 
 Legend: L layers, B batch, S slots, K KV heads, D head dim, T new tokens.
 """
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minitri.config import ModelConfig
-from minitri.model.cache import BlockKV, Cache, round_up_to_stride
+from minitri.model.cache import Cache, round_up_to_stride
 
 
 class FullCache(Cache):
@@ -39,22 +38,9 @@ class FullCache(Cache):
         """Layers whose keys and values stay on the device."""
         return self.keys.shape[0]
 
-    def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
-        self._check_room(block.keys_BTKD.shape[1])
-        return super().update(layer, block)
-
-    def _check_room(self, T: int) -> None:
-        longest = max(self._lengths)
-        if longest + T > self.capacity:
-            raise IndexError(
-                f"a row holds {longest} of {self.capacity} tokens; a block of {T} does not fit"
-            )
-
     def layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values (K, S, D) of row b on the device, layer by layer.
-
-        Each pair is valid until the next is asked for.
-        """
+        """Keys and values (K, S, D) of row b on the device, layer by layer; a pair is valid until
+        the next is asked for."""
         yield from zip(self.keys[:, b], self.values[:, b], strict=True)
 
     held_layers = layers

@@ -1,54 +1,42 @@
 """Policies: which of the target's tokens the retrieval cache holds.
 
-A policy scores chunks of the full cache for the queries of the latest tokens; the best chunks fill
-the budget. Sinks and the latest tokens are kept whatever their score: that is the cache's business.
-`ChunkRetrieval` is the paper's and the default. Another one is an object of the `Policy` protocol.
-The whole of one that keeps the chunks with the largest key:
+At every rebuild a policy scores, for each layer and row, chunks of the full cache for the queries
+of the latest tokens; the best fill the budget, next to sinks and latest tokens. `ChunkRetrieval` is
+the paper's and the default. The whole of another one, which keeps the chunks with the largest key:
 
     class Largest(minitri.Policy):
         def scores(self, layer, b, q_KRD, chunks_KNMD):
             return chunks_KNMD.float().norm(dim=3).amax(2)
 
-    engine.generate(prompt, speculation=minitri.SpeculationConfig(policy=Largest()))
+    engine.generate(prompt, speculation=minitri.SpeculationConfig(policy=Largest(), budget=64))
 
-It is asked for each layer and row at every rebuild, once the text outgrows the budget (at least 256
-tokens by default; `budget=64` shows one at work).
-
-A policy changes the speed, and no text: the target sees the whole cache. One that raises, or whose
-scores have another shape or are NaN, ends the run with an `InputError` that names it.
-
-With grouped-query attention the G query heads of a KV head share its slots, so their attention is
-added up, and so is that of the tokens in the observation window.
+It changes the speed, and no text. One that raises, or whose scores have another shape or are NaN,
+ends the run with an `InputError`.
 
 Legend: L layers, B batch, T tokens, S slots, K KV heads, G query heads per KV head, H = K G,
 D head dim, N chunks, M tokens of a chunk, R = G times tokens in the observation window.
 """
 
-import contextlib
 import copy
 import math
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache
-from minitri.errors import InputError, shorten
+from minitri.errors import explain
 
 TOKENS_AT_ONCE = 256
 """`ChunkRetrieval` averages about this many keys at a time, of all layers; a GPU copies them."""
-
 NEIGHBOR = 0.99
 """Share of a chunk's score that the next chunk gets at least; below 1, so that they never tie."""
 
 
 class Policy(Protocol):
-    """Scores chunks: derive from it, and give an object to `SpeculationConfig(policy=...)`.
-
-    Only `scores` must be written; the rest is for policies that learn something on the way. Every
-    run works with a deep copy, so it has a state of its own.
-    """
+    """Scores chunks: derive from it, and give an object to `SpeculationConfig(policy=...)`. Only
+    `scores` must be written. Every run works with a deep copy, so it has a state of its own."""
 
     wants_prompt: bool = False
     """Whether `observe` must see the queries of the whole prompt, not of its last tokens alone."""
@@ -73,16 +61,11 @@ def make_policy(policy: Any, full: FullCache, chunk_size: int) -> Policy:
     return CheckedPolicy(policy)
 
 
-class ChunkRetrieval:
+class ChunkRetrieval(Policy):
     """Attention to the mean key of each chunk. Means are made once, when a chunk is whole; where
     not all layers are on the device, from the keys that visit it, whenever scores are asked for.
-
-    A chunk counts nearly as much as the one before it, at least: what a query looks for often
-    begins in one chunk and ends in the next, which only later queries will look for. In the needle
-    test a number that lay across a border was lost without this.
-    """
-
-    wants_prompt = False
+    A chunk counts nearly as much as the one before it, at least: what a query looks for may end in
+    the next one. In the needle test a number that lay across a border was lost without this."""
 
     def __init__(self, full: FullCache, chunk_size: int) -> None:
         L, B, K, S, D = full.shape
@@ -116,32 +99,26 @@ class CheckedPolicy:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = copy.deepcopy(policy)
-        self.wants_prompt = bool(getattr(policy, "wants_prompt", False))
+        self.wants_prompt = getattr(policy, "wants_prompt", False)
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:
         with self._named():
             scores_KN = self._policy.scores(layer, b, q_KRD, chunks_KNMD)
             if scores_KN.shape != chunks_KNMD.shape[:2] or bool(scores_KN.isnan().any()):
                 raise ValueError(f"give numbers of shape {list(chunks_KNMD.shape[:2])}")
-            return scores_KN.to(q_KRD.device, torch.float32)
+        return scores_KN.to(q_KRD.device, torch.float32)
 
-    def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
+    def observe(self, *seen: Any) -> None:
         with self._named():
-            self._policy.observe(full, b, queries_LTHD, end)
+            self._policy.observe(*seen)
 
     def reset(self, b: int) -> None:
         with self._named():
             self._policy.reset(b)
 
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
+    def _named(self) -> AbstractContextManager[None]:
         """Names the policy where it fails."""
-        try:
-            yield
-        except Exception as error:
-            name = type(self._policy).__name__
-            what = f"{type(error).__name__} ({shorten(error, 90)})"
-            raise InputError(f"the policy {name} failed: {what}; correct it") from error
+        return explain(f"the policy {type(self._policy).__name__} failed", "correct it")
 
 
 def attention_received(q_KRD: Tensor, keys_KND: Tensor) -> Tensor:

@@ -1,16 +1,14 @@
 """The prefix cache: what the rows of a full cache still hold of texts that have ended, so that a
 text which begins like one of them need not be read from its start.
 
-A row without a text has the length 0, so that it costs no attention; but the passes of other rows
-write what means nothing to its first slots. These are put aside when its text ends, and put back
-when the next one takes over. Only K, V and their tokens are kept: all else is recomputed from them
-and from the last tokens of the prompt, which are always read.
+Such a row has the length 0, so that it costs no attention; but the passes of other rows write what
+means nothing to its first slots, which are put aside when its text ends.
 
 Legend: L layers, P = 2 keys and values, B rows, T tokens, K KV heads, D head dim.
 """
 
 import os.path
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +19,7 @@ from minitri.caches.full import FullCache
 
 @dataclass(frozen=True)
 class HeldRow:
-    """Tokens whose K and V are at hand: a row of a full cache, whose text has ended or goes on, or
-    a snapshot."""
+    """Tokens whose K and V are at hand: of a text that has ended or goes on, or of a snapshot."""
 
     full: FullCache
     b: int
@@ -32,20 +29,12 @@ class HeldRow:
 
     def layers(self, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values (K, T, D) of the first T tokens, layer by layer; each pair is valid until
-        the next is asked for."""
-        for layer, pair in enumerate(self.full.held_layers(self.b)):
-            keys_KTD, values_KTD = (slots_KSD[:, :num_tokens] for slots_KSD in pair)
-            if self.first_LPKTD is not None:
-                keys_KTD, values_KTD = map(
-                    restored, (keys_KTD, values_KTD), self.first_LPKTD[layer]
-                )
-            yield keys_KTD, values_KTD
-
-
-def restored(slots_KTD: Tensor, first_KTD: Tensor) -> Tensor:
-    """A copy of these slots, the first of them written over."""
-    first_KTD = first_KTD[:, : slots_KTD.shape[1]].to(slots_KTD.device)
-    return torch.cat((first_KTD, slots_KTD[:, first_KTD.shape[1] :]), 1)
+        the next is asked for. Puts back what was written over."""
+        if self.first_LPKTD is not None:
+            for layer, first_PKTD in enumerate(self.first_LPKTD):
+                self.full.write(layer, self.b, *first_PKTD)
+        for keys_KSD, values_KSD in self.full.held_layers(self.b):
+            yield keys_KSD[:, :num_tokens], values_KSD[:, :num_tokens]
 
 
 class PrefixCache:
@@ -54,8 +43,8 @@ class PrefixCache:
     def __init__(self, full: FullCache, num_guarded: int, *, reads_alike: bool) -> None:
         """The passes of other rows write to at most `num_guarded` slots of a row without a text.
         `reads_alike`: K and V of tokens that were generated count as those of a prompt. On compiled
-        kernels they do not, since decoding has kernels of its own, which round otherwise: a text
-        is, to the bit, what it would be without this cache."""
+        kernels, which round otherwise in decoding, they do not: a text is, to the bit, what it
+        would be without this cache."""
         self._full = full
         self._num_guarded = num_guarded
         self._reads_alike = reads_alike
@@ -96,8 +85,7 @@ class PrefixCache:
 
     def adopt(self, other: "PrefixCache") -> None:
         """Takes over what another cache holds, as far as there is room for it."""
-        held = [row for row in other._ended if row.tokens]
-        held.sort(key=lambda row: len(row.tokens), reverse=True)
+        held = sorted(other._ended, key=lambda row: len(row.tokens), reverse=True)
         for place, row in enumerate(held[: len(self._ended)]):
             b = row.b if self._full is other._full else place
             tokens = row.tokens[: self._full.capacity]
@@ -117,15 +105,13 @@ class PrefixCache:
         """Fills row b, which is empty, with the longest beginning of its prompt that is at hand, of
         at most `most` tokens; returns how many. `texts` are those of all rows."""
         self._num_prompt[b] = len(texts[b])
-        sources = [*self._ended]
+        sources = [self._ended[b], *self._ended]  # of equally long ones its own: nothing is copied
         for other, text in enumerate(texts):
             sources.append(HeldRow(self._full, other, text[: self._num_exact(other)]))
         if self.snapshot is not None:
             sources.append(self.snapshot)
-        own = self._ended[b]
         self._ended[b] = HeldRow(self._full, b, [])
-        # Of equally long ones the row's own, which need not be copied.
-        best = max(sources, key=lambda it: (num_common(it.tokens, texts[b]), it is own))
+        best = max(sources, key=lambda it: num_common(it.tokens, texts[b]))
         num_tokens = max(0, min(num_common(best.tokens, texts[b]), most))
         if num_tokens:
             self._fill(b, best, num_tokens)
@@ -135,11 +121,10 @@ class PrefixCache:
 
     def _fill(self, b: int, source: HeldRow, num_tokens: int) -> None:
         """Copies K and V of the first tokens into row b, as far as they are not there."""
-        pairs: Iterable[Tensor | tuple[Tensor, Tensor]] = source.layers(num_tokens)
-        if source.first_LPKTD is not None and (source.full, source.b) == (self._full, b):
-            pairs = source.first_LPKTD
-        for layer, (keys_KTD, values_KTD) in enumerate(pairs):
-            self._full.write(layer, b, keys_KTD, values_KTD)
+        is_there = (source.full, source.b) == (self._full, b)
+        for layer, pair in enumerate(source.layers(num_tokens)):
+            if not is_there:
+                self._full.write(layer, b, *pair)
 
 
 def num_common(tokens: list[int], prompt: list[int]) -> int:

@@ -2,17 +2,13 @@
 
 Per layer and KV head it holds `budget` tokens of the full cache, chosen by a policy, and after them
 the block that is being guessed. Slots are ordered from the least important to the most; exact K and
-V of tokens that have been committed overwrite the least important ones. So the prefix has the same
-length from one rebuild to the next, and output can be of any length. While a text is no longer than
-the budget the cache holds all of it, and equals the full cache.
+V of tokens that have been committed overwrite the least important ones, so output can be of any
+length. While a text is no longer than the budget the cache holds all of it.
 
-It is rebuilt when half of it has been overwritten, and at a stride. A rebuild belongs to a pass of
-the target: it is due or not before that pass, selects among the tokens committed by then, and asks
-with the queries of the latest of them (an observation window, as in SnapKV), the first token of
-that pass included. So it costs no pass of its own, and takes three steps: it is planned, selects
-from every layer, and is finished by `commit`. Where the full cache is on the device `commit` takes
-all three; where it is in host memory, the first two are taken in the pass, while each layer is on
-the device.
+It is rebuilt when half of it has been overwritten, and at a stride, among the tokens committed
+before a pass of the target, by the queries of the latest of them (an observation window, as in
+SnapKV), the first token of that pass included. So it costs no pass of its own. Where the full cache
+is on the device `commit` does it; in host memory, `select` while each layer is on the device.
 
 Legend: L layers, B batch, T tokens, S slots, K KV heads, H query heads, D head dim, M tokens of a
 chunk, N chunks, C of them kept, W observation window, R = H / K times the tokens in it.
@@ -36,21 +32,17 @@ class Row:
 
     budget: int
     num_overwritten: int
-    """Slots overwritten since the last build. Begins with the sinks, which stay until the first."""
+    """Slots overwritten since the last build; the sinks at first, which so stay until then."""
     num_committed: int = 0
     """Tokens of the text, without the block after them, that this cache stands for."""
     built_at: int | None = None
-    """Tokens of the text at the last build. None: the text is here in its order, except where it
-    has outgrown the budget."""
+    """Tokens of the text at the last build; None before any."""
     is_planned: bool = False
     """Whether it is rebuilt with the latest pass of the target."""
 
 
 class RetrievalCache(Cache):
     """A small copy of a full cache: `budget` committed tokens per row, room for a block after."""
-
-    selects_in_pass = False
-    """Whether each pass of the target plans rebuilds and selects; else `commit` does."""
 
     def __init__(
         self,
@@ -83,7 +75,6 @@ class RetrievalCache(Cache):
     def reset(self, b: int, budget: int | None = None) -> None:
         """Empties row b, for another text, with another budget if one is given."""
         budget = self.rows[b].budget if budget is None else budget
-        assert budget <= self.max_budget
         super().reset(b)
         self.rows[b] = Row(budget, self._settings.num_sink_tokens)
         self._queries[b] = self._queries[b][:, :0]
@@ -95,46 +86,33 @@ class RetrievalCache(Cache):
         self._queries[b] = torch.cat((self._queries[b], queries_LTHD[:, -W:]), 1)[:, -W:]
         self._policy.observe(self._full, b, queries_LTHD, self._full.lengths[b])
 
-    def plan_rebuild(self) -> None:
-        """Decides which rows are rebuilt with the pass of the target that begins now."""
-        for row, num_tokens in zip(self.rows, self._full.lengths, strict=True):
-            row.is_planned = self._is_due(row, num_tokens)
-
     def select(
         self, layer: int, queries_BHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor
     ) -> None:
-        """Selects, for the rows that are planned, from one layer of the full cache that is on the
-        device; the queries are those of the first token of the pass under way."""
-        for b, end in enumerate(self._full.lengths):
-            if self.rows[b].is_planned:
-                prefix = keys_BKSD[b, :, :end], values_BKSD[b, :, :end]
-                self._select(layer, b, queries_BHD[b], *prefix)
-
-    def finish(self, b: int, known: int) -> None:
-        """Row b now holds what was selected for all layers among the first `known` tokens."""
-        self.num_rebuilds += 1
-        M = self._settings.chunk_size
-        held = known // M * M  # what is left of the last chunk is copied by `commit`
-        budget = self.rows[b].budget
-        self.rows[b] = Row(budget, 0, num_committed=held, built_at=known)
-        self.hold(b, budget, held)
+        """Decides, by layer 0, which rows are rebuilt with the pass of the target under way, and
+        selects for them from this layer, by the queries of the first token of the pass."""
+        for b, (row, end) in enumerate(zip(self.rows, self._full.lengths, strict=True)):
+            if layer == 0:
+                row.is_planned = self._is_due(row, end)
+            if row.is_planned:
+                self._select(layer, b, end, queries_BHD[b], keys_BKSD[b], values_BKSD[b])
 
     def commit(self, b: int, queries_LTHD: Tensor) -> None:
-        """Takes over what the full cache now holds of row b, and drops the block.
-
-        The queries are those of the T latest tokens in the full cache, T at least 1, which a pass
-        of the target has just read and `observe` has not seen.
-        """
+        """Takes over what the full cache now holds of row b, and drops the block. The queries are
+        those of its T latest tokens, which a pass of the target has just read."""
         row = self.rows[b]
         self.hold(b, row.num_committed - self._num_left_out[b], row.num_committed)
         known = self._full.lengths[b] - queries_LTHD.shape[1]  # before that pass
-        if not self.selects_in_pass and self._is_due(row, known):
+        if not row.is_planned and self._is_due(row, known):
             row.is_planned = True
-            for layer, (keys_KSD, values_KSD) in enumerate(self._full.layers(b)):
-                prefix = keys_KSD[:, :known], values_KSD[:, :known]
-                self._select(layer, b, queries_LTHD[layer, 0], *prefix)
+            for layer, pair in enumerate(self._full.layers(b)):
+                self._select(layer, b, known, queries_LTHD[layer, 0], *pair)
         if row.is_planned:
-            self.finish(b, known)
+            self.num_rebuilds += 1
+            M = self._settings.chunk_size
+            held = known // M * M  # what is left of the last chunk is copied below
+            self.rows[b] = Row(row.budget, 0, num_committed=held, built_at=known)
+            self.hold(b, row.budget, held)
         self._copy_committed(b)
         self.observe(b, queries_LTHD)
 
@@ -147,20 +125,22 @@ class RetrievalCache(Cache):
         )
 
     def _select(
-        self, layer: int, b: int, query_HD: Tensor, keys_KSD: Tensor, values_KSD: Tensor
+        self, layer: int, b: int, end: int, query_HD: Tensor, keys_KSD: Tensor, values_KSD: Tensor
     ) -> None:
-        """Fills the slots of a layer with the best chunks of the full cache, best last; sinks and
-        recent tokens are always kept. `query_HD` joins the observed queries as the latest."""
+        """Fills the slots of a layer with the best chunks of the first `end` tokens of the full
+        cache, best last; sinks and recent tokens are always kept. `query_HD` joins the observed
+        queries as the latest."""
         M = self._settings.chunk_size
         K = self.keys.shape[2]
-        N, C = keys_KSD.shape[1] // M, self.rows[b].budget // M
+        N, C = end // M, self.rows[b].budget // M
         recent = min(-(-self._settings.num_recent_tokens // M), max(1, C // 4))
         sinks = min(-(-self._settings.num_sink_tokens // M), C - recent)
         W = self._settings.observation_window
         queries_WHD = torch.cat((self._queries[b][layer], query_HD.unsqueeze(0)))[-W:]
         q_KRD = queries_WHD.unflatten(1, (K, -1)).transpose(0, 1).flatten(1, 2)
-        keys_KNMD = keys_KSD[:, : N * M].unflatten(1, (N, M))
-        values_KNMD = values_KSD[:, : N * M].unflatten(1, (N, M))
+        keys_KNMD, values_KNMD = (
+            slots_KSD[:, : N * M].unflatten(1, (N, M)) for slots_KSD in (keys_KSD, values_KSD)
+        )
         scores_KN = self._policy.scores(layer, b, q_KRD, keys_KNMD).clone()
         scores_KN[:, :sinks] = scores_KN[:, N - recent :] = math.inf
         chosen_KC = scores_KN.topk(C).indices.flip(1)
@@ -170,10 +150,8 @@ class RetrievalCache(Cache):
                 small[layer, b, k, : C * M] = best_CX.view(C * M, -1)
 
     def _copy_committed(self, b: int) -> None:
-        """Copies exact K and V of the text's tokens that are new in the full cache.
-
-        Into free slots first, then over the least important ones.
-        """
+        """Copies exact K and V of the text's tokens that are new in the full cache, into free slots
+        first, then over the least important ones."""
         row = self.rows[b]
         end = self._full.lengths[b]
         while (start := row.num_committed) < end:

@@ -1,8 +1,7 @@
 """KV snapshots: K and V of a text in a file, so that a later run need not read the text again.
 
-One safetensors file: `tokens`, then `kv` (L, 2, K, T, D), and the checksum of these and of the
-manifest in its header, which says which weights, dtype and RoPE they were computed with. The file
-is mapped into memory. It is written under another name and renamed when it is complete.
+A safetensors file: `tokens`, `kv` (L, 2, K, T, D), and the checksum of these and of the manifest in
+its header: weights, dtype and RoPE. It is renamed when it is complete.
 
 Legend: L layers, T tokens, K KV heads, D head dim.
 """
@@ -16,17 +15,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from minitri.caches.full import FullCache
 from minitri.caches.prefixes import HeldRow
 from minitri.config import ModelConfig
-from minitri.errors import InputError, shorten
+from minitri.errors import explain, shorten
 
 FORMAT = "minitri KV snapshot 2"
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-DTYPES |= {torch.int32: "I32", torch.int64: "I64"}
+DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+}
 SAMPLE = 4096
 """Numbers of each weight, evenly spread, by which weights are recognised."""
 
@@ -34,8 +38,8 @@ SAMPLE = 4096
 def sampled(weight: Tensor) -> str:
     """The hash of some numbers of a tensor."""
     flat = weight.reshape(-1)
-    some = flat[:: -(-len(flat) // SAMPLE) or 1].double().cpu()
-    return hashlib.sha256(some.numpy().tobytes()).hexdigest()
+    some = flat[:: -(-len(flat) // SAMPLE) or 1].double()
+    return hashlib.sha256(as_bytes(some)).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,7 @@ class Origin:
 
     config: ModelConfig
     dtype: torch.dtype
-    fingerprint: str
-    """Of the weights."""
+    fingerprint: str  # of the weights
 
     @property
     def manifest(self) -> dict[str, str]:
@@ -71,65 +74,50 @@ class Origin:
 
 
 def read_snapshot(name: str, origin: Origin) -> tuple[HeldRow, str]:
-    """What a file of `write_snapshot` holds, and its note.
-
-    Raises `InputError` unless the file is whole, and of this model, dtype and RoPE.
-    """
-    try:
+    """What a file of `write_snapshot` holds, and its note. Raises `InputError` unless it is whole,
+    and of this model, dtype and RoPE."""
+    model = origin.config.name
+    problem = f"there is no KV snapshot {shorten(name)} for {model}"
+    with explain(problem, "read the text again and save it again"):
         with safe_open(name, "pt") as file:
             facts = file.metadata() or {}
             found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         for fact, value in origin.manifest.items():
             if facts.get(fact) != value:
-                had = facts.get(fact)
-                raise ValueError(f"its {fact} is {had}, {origin.config.name} has {value}")
+                raise ValueError(f"its {fact} is {facts.get(fact)}, {model} has {value}")
         num_tokens = len(found.get("tokens", ()))
         shapes = {key: (tensor.dtype, tensor.shape) for key, tensor in found.items()}
         is_whole = shapes == origin.tensors(num_tokens)
         if not is_whole or found["checksum"] != checksum(facts, found["tokens"], found["kv"]):
             raise ValueError("it is damaged")
-    except (SafetensorError, OSError, RuntimeError, ValueError, TypeError) as error:
-        raise InputError(
-            f"there is no KV snapshot {shorten(name)} for {origin.config.name}: "
-            f"{shorten(error, 160)}; read the text again and save it again"
-        ) from None
     keys_LBKTD, values_LBKTD = found["kv"].unsqueeze(2).unbind(1)
     full = FullCache(keys_LBKTD, values_LBKTD, [num_tokens])
     return HeldRow(full, 0, found["tokens"].tolist()), facts.get("note", "")
 
 
 def write_snapshot(name: str, source: HeldRow, origin: Origin, note: str = "") -> int:
-    """Writes all tokens of a source to a file, and a note; returns how many tokens.
-
-    Raises `InputError`.
-    """
-    path = Path(name)
+    """Writes K and V of a source, and a note; returns how many tokens. Raises `InputError`."""
     num_tokens = len(source.tokens)
     facts = origin.manifest | {"note": note}
-    try:
-        unfinished = path.with_name(path.name + ".unfinished")
+    problem = f"cannot write {shorten(name)}"
+    with torch.inference_mode(), explain(problem, "name a file in a folder with room"):
+        unfinished = Path(name).with_name(Path(name).name + ".unfinished")
         try:
             with unfinished.open("wb") as file:
                 file.write(header(facts, origin.tensors(num_tokens)))
                 total = checksum(facts)
                 pairs = itertools.chain.from_iterable(source.layers(num_tokens))
-                for values in itertools.chain(
-                    [torch.tensor(source.tokens, dtype=torch.int32)], pairs
-                ):
+                tokens = torch.tensor(source.tokens, dtype=torch.int32)
+                for values in itertools.chain([tokens], pairs):
                     data = as_bytes(values)
                     file.write(data)
                     total = zlib.crc32(data, total)
                 file.write(total.to_bytes(8, "little"))
                 file.flush()
                 os.fsync(file.fileno())
-            unfinished.replace(path)
+            unfinished.replace(name)
         finally:
             unfinished.unlink(missing_ok=True)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name, or no name
-        reason = shorten(getattr(error, "strerror", None) or error, 90)
-        raise InputError(
-            f"cannot write {shorten(name)} ({reason}); name a file in a folder with room"
-        ) from None
     return num_tokens
 
 

@@ -1,10 +1,8 @@
 """The drafter's cache: attention sinks and recent tokens (StreamingLLM), for texts of any length.
 
-Keys are stored as they come, before rotation, and rotated by the *slot* they stand in, so a drafter
-with a context of 2K serves a text of a million tokens: it never sees a position beyond its window.
-A rotated copy is kept next to them and recomputed only when the window slides, which happens in
-strides of `SLIDE` tokens, and between steps only, so a crop always finds what it takes back at the
-end of the window.
+Keys are stored before rotation, and rotated by the *slot* they stand in, so a drafter with a
+context of 2K serves a text of a million tokens. A rotated copy is recomputed when the window
+slides: in strides of `SLIDE`, between steps only, so that a crop finds what it takes back.
 
 Legend: L layers, B batch, S slots, K KV heads, D head dim, T new tokens.
 """
@@ -21,13 +19,7 @@ from minitri.model.rope import Rope
 from minitri.settings import SpeculationConfig
 
 SLIDE = 32
-"""Tokens by which the window may outgrow `num_recent_tokens` before it slides."""
-
-
-def window_slots(speculation: SpeculationConfig) -> int:
-    """Slots per row: sinks, recent tokens, what may come before a slide, and a block."""
-    kept = speculation.num_sink_tokens + speculation.num_recent_tokens
-    return kept + SLIDE + speculation.room
+"""Tokens by which the window may outgrow `num_recent_tokens`."""
 
 
 class StreamingCache(Cache):
@@ -44,7 +36,8 @@ class StreamingCache(Cache):
         device: torch.device,
     ) -> None:
         """Raises `InputError` if the drafter cannot serve a window of this size."""
-        slots = window_slots(speculation)
+        kept = speculation.num_sink_tokens + speculation.num_recent_tokens
+        slots = kept + SLIDE + speculation.room
         if slots > config.context_length:
             raise InputError(
                 f"the drafter {config.name} holds {config.context_length} tokens but its window "

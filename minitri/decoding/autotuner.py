@@ -1,8 +1,7 @@
 """Online autotuner: takes before every step the plan with the highest predicted tokens per second.
 
-The prediction needs the seconds of a round of each stage and the acceptance rate of its guesses,
-both moving averages. A round costs what bytes over bandwidth suggest, times one measured factor per
-stage. The target alone is one of the plans, so speculation that is slower is switched off. The
+It needs the seconds of a round of each stage, predicted by bytes over bandwidth times one measured
+factor per stage, and the acceptance rate of its guesses. The target alone is one of the plans. The
 longer a stage was not used, the better its plans look, so what was misjudged is tried again.
 
 Choices depend on counts and times of the past, never on which tokens were sampled, so the text
@@ -40,8 +39,8 @@ class Autotuner:
         *,
         use_clock: bool,
     ) -> None:
-        """`prior_seconds(stage, num_guesses)`: of a round of "draft", "retrieval" or "target" that
-        verifies as many guesses. Without `use_clock` these are the costs, whatever is measured."""
+        """`prior_seconds(stage, num_guesses)` are of a round of "draft", "retrieval" or "target";
+        without `use_clock` these are the costs, whatever is measured."""
         self.plan = plans[0]
         self._plans = plans
         self._prior_seconds = prior_seconds
@@ -81,8 +80,8 @@ class Autotuner:
         self._timed.add((stage, num_guesses))
 
     def note_acceptance(self, proposer: str, num_tested: int, num_accepted: int) -> None:
-        """Learns a verdict about one row, whoever verified: a drafter's acceptance rates by the
-        retrieval level and by the target differ by less than 0.03, see tools/RESULTS.md."""
+        """Learns a verdict about one row, whoever verified: rates by the retrieval level and by the
+        target differ by less than 0.03, see tools/RESULTS.md."""
         tested, accepted = self._guesses[proposer]
         self._guesses[proposer] = (MEMORY * tested + num_tested, MEMORY * accepted + num_accepted)
 
@@ -95,8 +94,8 @@ class Autotuner:
         seconds = plan.gamma1 * self._cost("draft", tree / 2)
         if plan.uses_retrieval:
             per_round = expected_tokens(self._rate("draft"), plan.gamma1)
-            length, num_rounds = expected_block(per_round, plan)
-            seconds = num_rounds * (seconds + self._cost("retrieval", num_guesses))
+            length = plan.gamma2 + (per_round - 1) / 2  # the last round overshoots
+            seconds = length / per_round * (seconds + self._cost("retrieval", num_guesses))
             num_guesses = length
         rate = self._rate("retrieval" if plan.uses_retrieval else "draft")
         return expected_tokens(rate, length) / (seconds + self._cost("target", num_guesses))
@@ -125,9 +124,3 @@ def _proposers(plan: StepPlan) -> list[str]:
 def expected_tokens(rate: float, num_guesses: float) -> float:
     """Tokens per round, the verifier's own included, if guesses are accepted independently."""
     return num_guesses + 1 if rate >= 1 else (1 - rate ** (num_guesses + 1)) / (1 - rate)
-
-
-def expected_block(per_round: float, plan: StepPlan) -> tuple[float, float]:
-    """Guesses that the retrieval level collects, and its rounds, at `per_round` tokens each."""
-    length = plan.gamma2 + (per_round - 1) / 2  # the last round overshoots
-    return length, length / per_round

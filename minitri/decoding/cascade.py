@@ -23,26 +23,23 @@ this code with more or fewer levels:
     retrieval       Level(target, retrieval cache)                 -> Level(target, full cache)
     triforce        Level(draft, ...) -> Level(target, retrieval cache) -> Level(target, full cache)
 
-The draft model is a level without a stage below: it verifies nothing and samples token by token.
-Its tokens stay on the device until the level above has verified them, so that the host waits once a
-round, for the verdict.
+The draft model is a level without a stage below: it samples token by token, and its tokens stay on
+the device until the level above has verified them, so that the host waits once a round.
 
-Words. A *round* is one level's proposal and its verification by the next; a *step* is a round of
-the target. A *stage* is whatever proposes: a level, or a drafter without a model.
+A *round* is one level's proposal and its verification by the next; a *step* is a round of the
+target. A *stage* is whatever proposes: a level, or a drafter without a model.
 
-Invariants. All levels share one list of tokens per row: the text, and after it what the retrieval
-level has emitted in this step. Between rounds a cache lacks at least the last token of the list,
-which is its next input; a draft model lacks two after full acceptance, since the last token that it
-guessed was never an input. Whether another round is run is decided before its first token is
-sampled, and no emitted token is discarded: a token thrown away for what it is would bend the
-distribution.
+All levels share one list of tokens per row: the text, and what the retrieval level has emitted in
+this step. Between rounds a cache lacks at least the last token of the list, which is its next
+input. Whether another round is run is decided before its first token is sampled, and no emitted
+token is discarded: one thrown away for what it is would bend the distribution.
 """
 
 from collections.abc import Collection
 
 from minitri.decoding.level import Emitted, Level, Stage
 from minitri.decoding.meter import Meter
-from minitri.decoding.verification import Proposal
+from minitri.decoding.verification import Proposal, Rows
 from minitri.settings import StepPlan
 
 
@@ -51,14 +48,13 @@ class Cascade:
 
     def __init__(
         self,
-        sequences: list[list[int]],
+        sequences: Rows,
         meter: Meter,
         target: Level,
         retrieval: Level | None = None,
         drafter: Stage | None = None,
     ) -> None:
-        """`sequences` are the texts, a list per row, extended in place. The autotuner of `meter`
-        says before each step which stages take part."""
+        """`sequences` are the texts, extended in place; the tuner of `meter` chooses the plans."""
         self.sequences = sequences
         self.active = [False] * len(sequences)  # until they start
         self.guessing = [True] * len(sequences)  # rows whose requests allow speculation
@@ -73,7 +69,8 @@ class Cascade:
         the last token of each prompt. From then on every step extends them."""
         nothing = Proposal.nothing(len(self.sequences))
         starting = [rows is None or b in rows for b in range(len(self.sequences))]
-        emitted = self._target.verify(self.sequences, starting, nothing, wants_logits=wants_logits)
+        self._target.wants_logits = wants_logits
+        emitted = self._target.verify(self.sequences, starting, nothing)
         self.active = [on or new for on, new in zip(self.active, starting, strict=True)]
         return emitted
 
@@ -89,9 +86,8 @@ class Cascade:
         with self._meter.commit():
             self._stack(plan)
         guessing = [on and guess for on, guess in zip(self.active, self.guessing, strict=True)]
-        emitted = self._target.round(
-            self.sequences, self.active, guessing, wants_logits=wants_logits
-        )
+        self._target.wants_logits = wants_logits
+        emitted = self._target.round(self.sequences, self.active, guessing)
         self._meter.stats.steps_per_plan[str(plan)] += 1
         return emitted
 

@@ -1,10 +1,9 @@
-"""A level of the cascade (`cascade.py`): a stage that verifies the one below it and proposes to the
-one above; and the protocol of runners, models with a cache.
+"""A level of the cascade (`cascade.py`): verifies the stage below it, proposes to the one above.
 
 Legend: B rows, N proposed tokens, V vocab.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from minitri.decoding.meter import Meter
 from minitri.decoding.random_source import RandomSource
-from minitri.decoding.verification import Proposal
+from minitri.decoding.verification import Active, Proposal, Rows
 from minitri.stats import LevelStats
 
 
@@ -33,24 +32,21 @@ class Output:
         return Emitted(tokens, origins, self.probs_BNV[b, places], logits_NV)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Emitted:
     """The tokens that a round added to a row, and where each of them came from."""
 
     tokens: list[int]
     origins: list[str]
     """The stage that guessed the token (`draft`, `retrieval`), or `recovered` or `bonus`."""
-    probs_NV: Tensor = field(compare=False, repr=False)
+    probs_NV: Tensor
     """The verifier's distributions, which the tokens follow."""
-    logits_NV: Tensor | None = field(default=None, compare=False, repr=False)
-    """The verifier's logits at the place of each token, if its pass kept them."""
+    logits_NV: Tensor | None
 
 
 class Stage:
-    """Something that proposes tokens: a `Level`, or a drafter without a model.
-
-    By default it keeps nothing of the texts, so that it has nothing to drop.
-    """
+    """Something that proposes tokens: a `Level`, or a drafter without a model, which by default
+    keeps nothing of the texts."""
 
     def __init__(self, stats: LevelStats, meter: Meter) -> None:
         self.stats = stats
@@ -59,11 +55,11 @@ class Stage:
         self.below: Stage | None = None  # set before every step, like gamma: see `Cascade`
         self._meter = meter
 
-    def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
+    def propose(self, sequences: Rows, active: Active) -> Proposal:
         """Guesses the next tokens of the active rows; leaves `sequences` as they were."""
         raise NotImplementedError
 
-    def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
+    def prepare(self, sequences: Rows, active: Active) -> None:
         """Called before a step that uses it, when all `sequences` are certain."""
 
     def crop(self, lengths: list[int]) -> None:
@@ -76,7 +72,7 @@ class Stage:
 class Runner(Protocol):
     """A model with a cache, as a level sees it; see `runner.py`."""
 
-    def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
+    def prepare(self, sequences: Rows, active: Active) -> None:
         """See `Stage`, as for the other two."""
 
     def crop(self, lengths: list[int]) -> None: ...
@@ -84,19 +80,16 @@ class Runner(Protocol):
 
     def next_probs(
         self,
-        sequences: list[list[int]],
-        active: list[bool],
+        sequences: Rows,
+        active: Active,
         guesses: Proposal | None = None,
         *,
         wants_logits: bool = False,
     ) -> Output:
-        """Distributions after each row's last token and after each of its guesses, in order.
+        """Distributions (B, N + 1, V) after each row's last token and each of its guesses. Reads
+        what the cache has not seen of the active rows; others get what means nothing."""
 
-        Shape (B, N + 1, V). Reads what the cache has not seen of the active rows; rows that are not
-        active get numbers that mean nothing. The output has logits if they are asked for.
-        """
-
-    def next_probs_after(self, tokens_B: Tensor, active: list[bool]) -> Tensor:
+    def next_probs_after(self, tokens_B: Tensor, active: Active) -> Tensor:
         """Reads one more token of each active row, which the host need not know: (B, V)."""
 
 
@@ -108,35 +101,37 @@ class Level(Stage):
     ) -> None:
         super().__init__(stats, meter)
         self.runner = runner
+        self.wants_logits = False
+        """Whether what it emits has logits; set before every step, too."""
         self._source = source
 
-    def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
+    def propose(self, sequences: Rows, active: Active) -> Proposal:
         """Runs rounds until every active row has a block of at least `gamma` tokens."""
         if self.below is None:
             return self._draft(sequences, active)
-        starts = [len(sequence) for sequence in sequences]
+        blocks: Rows = [[] for _ in sequences]
         probs: list[list[Tensor]] = [[] for _ in sequences]
         origins: list[list[str]] = [[] for _ in sequences]
         unfinished = active
         while any(unfinished):
             for b, row in enumerate(self.round(sequences, unfinished, unfinished)):
+                blocks[b] += row.tokens
                 probs[b].append(row.probs_NV)
                 origins[b] += [*row.origins[:-1], self.stats.name][: len(row.tokens)]
             unfinished = [
-                on and len(row) < self.gamma for on, row in zip(active, origins, strict=True)
+                on and len(block) < self.gamma for on, block in zip(active, blocks, strict=True)
             ]
-        blocks = list[list[int]]()
-        for sequence, start in zip(sequences, starts, strict=True):
-            blocks.append(sequence[start:])
-            del sequence[start:]
+        for sequence, block in zip(sequences, blocks, strict=True):
+            del sequence[len(sequence) - len(block) :]
         probs_BNV = pad_sequence([torch.cat(row) for row in probs], batch_first=True)
         return Proposal.of(blocks, probs_BNV, origins)
 
-    def _draft(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
+    def _draft(self, sequences: Rows, active: Active) -> Proposal:
         """Guesses `gamma` tokens of every active row, one after the other, on the device."""
         tokens, probs = list[Tensor](), list[Tensor]()
         for i in range(self.gamma):
-            with self._meter.drafting(self.stats, sum(active)):
+            self.stats.num_rounds += sum(active)
+            with self._meter.round(self.stats):
                 if i == 0:
                     probs.append(self.runner.next_probs(sequences, active).probs_BNV.squeeze(1))
                 else:
@@ -147,42 +142,26 @@ class Level(Stage):
         origins = [[self.stats.name] * count for count in counts]
         return Proposal(counts, torch.stack(tokens, 1), torch.stack(probs, 1), origins)
 
-    def round(
-        self,
-        sequences: list[list[int]],
-        active: list[bool],
-        guessing: list[bool],
-        *,
-        wants_logits: bool = False,
-    ) -> list[Emitted]:
-        """Lets the stage below guess for the rows that are `guessing`, and verifies its guesses;
-        returns what `verify` does."""
+    def round(self, sequences: Rows, active: Active, guessing: Active) -> list[Emitted]:
+        """Lets the stage below guess for the rows that are `guessing`; verifies its guesses."""
         proposer = None
         proposal = Proposal.nothing(len(sequences))
         if self.below is not None and any(guessing):
             proposer = self.below.stats.name
             proposal = self.below.propose(sequences, guessing)
         with self._meter.round(self.stats, max(proposal.counts)):
-            emitted = self.verify(sequences, active, proposal, wants_logits=wants_logits)
+            emitted = self.verify(sequences, active, proposal)
+            self._meter.settle()
         for b, row in enumerate(emitted):
             if row.tokens:
-                self._meter.note_acceptance(
-                    self.stats,
-                    proposer if guessing[b] else None,
-                    proposal.depth(b),
-                    len(row.tokens) - 1,
-                )
+                who = proposer if guessing[b] else None
+                num_accepted = len(row.tokens) - 1
+                self._meter.note_acceptance(self.stats, who, proposal.depth(b), num_accepted)
         return emitted
 
-    def verify(
-        self,
-        sequences: list[list[int]],
-        active: list[bool],
-        proposal: Proposal,
-        *,
-        wants_logits: bool = False,
-    ) -> list[Emitted]:
-        """Verifies a proposal in one forward pass and appends the outcome to the active rows."""
+    def verify(self, sequences: Rows, active: Active, proposal: Proposal) -> list[Emitted]:
+        """Verifies a proposal in one pass, and appends the outcome to the active rows."""
+        wants_logits = self.wants_logits
         output = self.runner.next_probs(sequences, active, proposal, wants_logits=wants_logits)
         starts = [len(sequence) for sequence in sequences]
         outcome = self._source.verify(proposal, output.probs_BNV, starts, active)
@@ -196,15 +175,15 @@ class Level(Stage):
         self._append(sequences, emitted)
         return emitted
 
-    def _append(self, sequences: list[list[int]], emitted: list[Emitted]) -> None:
-        """Adds the outcome of a round to the texts; drops what was rejected, and leaves the last
-        token to be read."""
+    def _append(self, sequences: Rows, emitted: list[Emitted]) -> None:
+        """Adds the outcome of a round to the texts; drops what was rejected."""
+        lengths = list[int]()
         for sequence, new in zip(sequences, emitted, strict=True):
             sequence += new.tokens
-        pairs = zip(sequences, emitted, strict=True)
-        self.crop([len(sequence) - bool(new.tokens) for sequence, new in pairs])
+            lengths.append(len(sequence) - bool(new.tokens))
+        self.crop(lengths)
 
-    def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
+    def prepare(self, sequences: Rows, active: Active) -> None:
         with self._meter.catching_up(self.stats):
             self.runner.prepare(sequences, active)
 

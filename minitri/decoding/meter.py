@@ -1,12 +1,10 @@
 """The meter: times the rounds of a cascade, for its statistics and for the autotuner.
 
-The algorithm says what it does (`with meter.round(...)`); what that took is known at once on a CPU,
-on a GPU when the device has done it. Nothing here decides anything.
+What a round took is known at once on a CPU, on a GPU when the device has done it.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 
 from minitri.decoding.autotuner import Autotuner
 from minitri.stats import Clock, LevelStats, Stats
@@ -15,28 +13,25 @@ from minitri.stats import Clock, LevelStats, Stats
 class Meter:
     """Seconds and counts of one run, given to its statistics and its autotuner."""
 
-    def __init__(self, stats: Stats, tuner: Autotuner, clock: Clock | None = None) -> None:
+    def __init__(self, stats: Stats, tuner: Autotuner, clock: Clock) -> None:
         self.stats = stats
         self.tuner = tuner
-        self._clock = clock or Clock()
+        self._clock = clock
 
-    def drafting(
-        self, level: LevelStats, num_rows: int, num_before: int = 0, num_tokens: int = 1
+    def round(
+        self, level: LevelStats, num_guesses: int = 0, num_tokens: int = 1
     ) -> AbstractContextManager[None]:
-        """A pass that guesses `num_tokens` of each row, after `num_before` others in its block."""
-        level.num_rounds += num_rows
-        return self._timed(partial(self._note_round, level, num_before, num_tokens))
+        """Reads at most `num_guesses` per row, to verify them or to guess `num_tokens` more."""
 
-    @contextmanager
-    def round(self, level: LevelStats, num_guesses: int) -> Iterator[None]:
-        """A round that verifies at most `num_guesses` per row; the host has waited for it."""
-        with self._timed(partial(self._note_round, level, num_guesses, 1)):
-            yield
-            self.settle()
+        def take(seconds: float) -> None:
+            level.seconds += seconds
+            self.tuner.note_round(level.name, num_guesses, seconds / num_tokens)
+
+        return self._timed(take)
 
     def catching_up(self, level: LevelStats) -> AbstractContextManager[None]:
         """A stage gets ready for a step."""
-        return self._timed(partial(self.tuner.note_catching_up, level.name))
+        return self._timed(lambda seconds: self.tuner.note_catching_up(level.name, seconds))
 
     def commit(self) -> AbstractContextManager[None]:
         """The small caches are brought up to date."""
@@ -60,9 +55,3 @@ class Meter:
         started = self._clock.now()
         yield
         self._clock.since(started, take)
-
-    def _note_round(
-        self, level: LevelStats, num_guesses: int, num_tokens: int, seconds: float
-    ) -> None:
-        level.seconds += seconds
-        self.tuner.note_round(level.name, num_guesses, seconds / num_tokens)

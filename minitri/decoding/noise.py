@@ -1,8 +1,7 @@
 """Gumbel noise tied to (seed, position, token): what makes a seed give one text for all methods.
 
-The noise of a position is a vector over the vocabulary, computed wherever it is needed from a
-64-bit key by SplitMix64 (Steele et al. 2014). Nothing is stored, and only tokens that have a
-positive probability cost anything. Pure functions.
+The noise of a position is a vector over the vocabulary, computed where it is needed from a 64-bit
+key by SplitMix64 (Steele et al. 2014), for tokens that are possible. Pure functions.
 """
 
 import math
@@ -18,10 +17,8 @@ _MIX2 = -7723592293110705685
 
 
 def gumbel_argmax(probs: Tensor, keys: Tensor) -> Tensor:
-    """The token argmax(log p + g) for distributions (..., V) and int64 keys (...).
-
-    With g Gumbel noise this is a sample from p (the Gumbel-max trick).
-    """
+    """The token argmax(log p + g), a sample from p (the Gumbel-max trick), for distributions
+    (..., V) and int64 keys (...)."""
     return gumbel_scores(probs, keys).argmax(-1)
 
 
@@ -55,8 +52,8 @@ def hashed_uniforms(keys: Tensor, numbers: Tensor) -> Tensor:
 
 
 def noise_key(seed: int, position: int) -> int:
-    """The key of a position's noise. Two rounds, so that seeds and positions do not run together:
-    with `hash(seed + position)` one row would repeat the noise of the next."""
+    """The key of a position's noise. With `hash(seed + position)`, one round, one row would repeat
+    the noise of the next."""
     return _splitmix(_splitmix(seed) + position)
 
 
@@ -69,7 +66,7 @@ def _splitmix(x: int) -> int:
     """SplitMix64 of a Python integer, as a signed 64-bit number."""
     mask = (1 << 64) - 1
     x = (x + _STEP) & mask
-    x = ((x ^ (x >> 30)) * (_MIX1 & mask)) & mask
-    x = ((x ^ (x >> 27)) * (_MIX2 & mask)) & mask
+    x = ((x ^ (x >> 30)) * _MIX1) & mask
+    x = ((x ^ (x >> 27)) * _MIX2) & mask
     x ^= x >> 31
     return x - (1 << 64) if x >> 63 else x

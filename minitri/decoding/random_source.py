@@ -1,15 +1,11 @@
 """Random sources: where the random numbers of a cascade come from.
 
-`IndependentSource` is the default: fresh numbers for every decision. `CoupledSource` ties noise to
-(seed, position), so that a seed gives the same text whatever the method. With either, a row takes
-numbers from its own seed only, so its tokens do not depend on what else is in the batch.
-
-No independent number is used twice: a test that shares its number with the guess that it tests is
-biased. Coupled noise may be shared, as what is emitted is always the verifier's own argmax.
+A row takes numbers from its own seed only. No independent number is used twice: a test that shares
+its number with the guess that it tests is biased. Coupled noise may be shared: what is emitted is
+always the verifier's own argmax.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,28 +13,15 @@ from torch import Tensor
 from minitri.decoding.noise import gumbel_argmax, noise_key
 from minitri.decoding.sampling import sample
 from minitri.decoding.verification import (
+    Active,
     Proposal,
+    Rows,
     integers,
     verify,
     verify_block,
     verify_coupled,
 )
 from minitri.settings import SpeculationConfig
-
-
-class RandomSource(Protocol):
-    """Samples tokens and verifies proposals with its own random numbers."""
-
-    def sample(self, probs_BV: Tensor, starts: list[int], active: list[bool]) -> Tensor:
-        """A token (B,) of each row, for position `starts[b]`; the host does not wait for it."""
-
-    def verify(
-        self, proposal: Proposal, probs_BNV: Tensor, starts: list[int], active: list[bool]
-    ) -> list[list[int]]:
-        """Verifies a proposal that begins at position `starts[b]` of row b: see `verify`.
-
-        Rows that are not active use no random numbers; what is returned for them means nothing.
-        """
 
 
 class IndependentSource:
@@ -57,29 +40,24 @@ class IndependentSource:
         """Gives row b to another text, with this seed."""
         self._generators[b] = torch.Generator().manual_seed(seed)
 
-    def sample(self, probs_BV: Tensor, starts: list[int], active: list[bool]) -> Tensor:
-        uniforms_B1 = self._draw([0] * len(starts), active)
-        return sample(probs_BV, uniforms_B1.squeeze(1).to(probs_BV.device, non_blocking=True))
+    def sample(self, probs_BV: Tensor, starts: list[int], active: Active) -> Tensor:
+        """A token (B,) of each row, for position `starts[b]`; the host does not wait for it. Rows
+        that are not active use no random numbers, here and below, and get what means nothing."""
+        return sample(probs_BV, self._draw([0] * len(starts), active, probs_BV).squeeze(1))
 
     def verify(
-        self,
-        proposal: Proposal,
-        probs_BNV: Tensor,
-        starts: list[int],  # noqa: ARG002 (noise by position needs them)
-        active: list[bool],
-    ) -> list[list[int]]:
-        uniforms_BN = self._draw(proposal.counts, active)
-        return self._verify(
-            proposal, probs_BNV, uniforms_BN.to(probs_BNV.device, non_blocking=True)
-        )
+        self, proposal: Proposal, probs_BNV: Tensor, _starts: list[int], active: Active
+    ) -> Rows:
+        """Verifies a proposal that begins at position `starts[b]` of row b: see `verify`."""
+        return self._verify(proposal, probs_BNV, self._draw(proposal.counts, active, probs_BNV))
 
-    def _draw(self, counts: list[int], active: list[bool]) -> Tensor:
+    def _draw(self, counts: list[int], active: Active, like: Tensor) -> Tensor:
         """Numbers (B, N + 1) for each row's tests, and last for the token after them."""
         uniforms_BN = torch.zeros(len(active), max(counts) + 1, dtype=torch.float64)
         for b, n in enumerate(counts):
             if active[b]:
                 uniforms_BN[b, [*range(n), -1]] = self.uniforms(b, n + 1)
-        return uniforms_BN
+        return uniforms_BN.to(like.device, non_blocking=True)
 
     def uniforms(self, b: int, count: int) -> Tensor:
         """The next float64 numbers in [0, 1) of row b."""
@@ -96,17 +74,13 @@ class CoupledSource:
         """Gives row b to another text, with this seed."""
         self._seeds[b] = seed
 
-    def sample(self, probs_BV: Tensor, starts: list[int], active: list[bool]) -> Tensor:  # noqa: ARG002
+    def sample(self, probs_BV: Tensor, starts: list[int], _active: Active) -> Tensor:
         keys = [self.key(b, start) for b, start in enumerate(starts)]
         return gumbel_argmax(probs_BV, integers(keys, probs_BV.device))
 
     def verify(
-        self,
-        proposal: Proposal,
-        probs_BNV: Tensor,
-        starts: list[int],
-        active: list[bool],  # noqa: ARG002 (noise is not used up)
-    ) -> list[list[int]]:
+        self, proposal: Proposal, probs_BNV: Tensor, starts: list[int], _active: Active
+    ) -> Rows:
         places = range(max(proposal.counts) + 1)
         keys = [[self.key(b, start + i) for i in places] for b, start in enumerate(starts)]
         return verify_coupled(proposal, probs_BNV, keys)
@@ -114,3 +88,6 @@ class CoupledSource:
     def key(self, b: int, position: int) -> int:
         """The key of the noise of a position of row b."""
         return noise_key(self._seeds.get(b, 0), position)
+
+
+RandomSource = IndependentSource | CoupledSource

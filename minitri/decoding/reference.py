@@ -1,11 +1,9 @@
 """Algorithm 1 of TriForce as one function: for one text, in plain Python, every decision visible.
 
-Models are functions from the tokens of a text to the distribution of the next one, a list of V
-probabilities. There are no caches: `draft`, `retrieval` and `target` stand for the drafter with its
-streaming cache, the target with its retrieval cache, and the target with its full one. The cascade
-(`cascade.py`) is the fast form of this, for any number of stages and rows; given the same random
-numbers it emits the same tokens, if it verifies token by token (`tests/decoding/test_reference.py`;
-its default, `verify_block`, accepts more).
+Models are functions from the tokens of a text to the distribution of the next one: the drafter with
+its streaming cache, the target with its retrieval cache, and the target with its full one. The
+cascade (`cascade.py`) is the fast form, for any number of stages and rows; given the same random
+numbers it emits the same tokens, if it verifies token by token (its default accepts more).
 """
 
 from bisect import bisect_right
@@ -27,11 +25,9 @@ def triforce(
     gamma2: int,
     uniform: Callable[[], float],
 ) -> list[int]:
-    """At least `num_tokens` tokens after the prompt, distributed as the target's own samples.
-
+    """At least `num_tokens` tokens after the prompt, distributed as the target's own samples;
     `uniform` draws independent numbers from [0, 1). Whether another round is run depends on the
-    number of guesses only, and no emitted token is discarded: both keep the distribution exact.
-    """
+    number of guesses only, and no emitted token is discarded: both keep the distribution exact."""
     text = [*prompt, sample(target(prompt), uniform())]
     while len(text) < len(prompt) + num_tokens:
         block, block_probs = list[int](), list[Probs]()
@@ -51,7 +47,6 @@ def triforce(
 
 def verify(guesses: list[int], q: list[Probs], p: list[Probs], uniforms: list[float]) -> list[int]:
     """The accepted guesses and one token more: recovered after a rejection, else the bonus token.
-
     `q[i]` is what guess i was sampled from, `p[i]` the verifier's distribution there; there is one
     uniform number for each test, and one for the last token (Leviathan et al. 2023, algorithm 1).
     """

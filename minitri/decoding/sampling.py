@@ -1,9 +1,8 @@
 """From logits to next-token distributions, and samples from them.
 
-`probs_from_logits` is the one place where temperature and filters act, so that every level of a
-cascade applies the very same filters. Filters compare with a cut-off value: tokens of equal
-probability are kept or dropped together, and a distribution never depends on the order in which a
-sort leaves ties. Pure functions: all randomness is an argument.
+This is the one place where temperature and filters act, the same for every level of a cascade.
+Filters compare with a cut-off value: tokens of equal probability are kept or dropped together,
+whatever order a sort leaves them in. Pure functions: all randomness is an argument.
 
 Legend: N rows, V vocab.
 """
@@ -27,7 +26,7 @@ TOP_P_PREFIXES = (512, 4096)
 def probs_from_logits(logits_NV: Tensor, params: SamplingParams) -> Tensor:
     """The next-token distribution of each row, (N, V), in the floating-point type of the logits.
 
-    Temperature 0 gives the exact one-hot distribution of `greedy_tokens`. Otherwise the order is
+    Temperature 0 gives the exact one-hot distribution. Otherwise the order is
     temperature, top-k, top-p, min-p, each filter on what the ones before it left, renormalised.
     """
     if params.temperature == 0:
@@ -45,9 +44,13 @@ def probs_of_rows(logits_BNV: Tensor, params: Sequence[SamplingParams]) -> Tenso
 
 
 def greedy_probs(logits_NV: Tensor) -> Tensor:
-    """The one-hot distributions of `greedy_tokens`."""
-    one = 1 + 0 * logits_NV.amax(-1, keepdim=True)  # NaN where the logits are not finite
-    return torch.zeros_like(logits_NV).scatter_(-1, greedy_tokens(logits_NV).unsqueeze(-1), one)
+    """One-hot distributions of the likeliest tokens; of equal ones the lowest id."""
+    V = logits_NV.shape[-1]
+    best_N1 = logits_NV.amax(-1, keepdim=True)
+    ids = torch.arange(V, device=logits_NV.device)
+    tokens_N1 = torch.where(logits_NV == best_N1, ids, V - 1).amin(-1, keepdim=True)
+    ones_N1 = 1 + 0 * best_N1  # NaN where the logits are not finite
+    return torch.zeros_like(logits_NV).scatter_(-1, tokens_N1, ones_N1)
 
 
 def filtered_probs(
@@ -59,69 +62,40 @@ def filtered_probs(
     *,
     sort_all: bool,
 ) -> Tensor:
-    """`probs_from_logits` for a temperature above 0; by tensors nothing is asked of the host."""
+    """The same above 0; with tensors, and `sort_all`, the host waits for nothing."""
     top_k, has_top_p, has_min_p = filters.form
     scores = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature  # the best is 0
     if 0 < top_k < scores.shape[-1]:
-        scores = _drop_below(scores, scores.topk(top_k).values[..., -1:])
+        cutoff_N1 = scores.topk(top_k).values[..., -1:]
+        scores = scores.masked_fill(scores < cutoff_N1, -math.inf)
     if has_top_p:
-        scores = _drop_below(scores, _top_p_cutoff(scores, top_p, sort_all=sort_all))
+        sizes = [size for size in TOP_P_PREFIXES if size < scores.shape[-1] and not sort_all]
+        cutoff_N1 = _top_p_cutoff(scores, scores.logsumexp(-1, keepdim=True), top_p, sizes)
+        scores = scores.masked_fill(scores < cutoff_N1, -math.inf)
     if has_min_p:
-        scores = torch.where(scores < log_min_p, -math.inf, scores)
+        scores = scores.masked_fill(scores < log_min_p, -math.inf)
     return scores.softmax(-1)
 
 
-def _drop_below(scores_NV: Tensor, cutoff_N1: Tensor) -> Tensor:
-    return torch.where(scores_NV < cutoff_N1, -math.inf, scores_NV)
-
-
-def _top_p_cutoff(scores_NV: Tensor, top_p: float | Tensor, *, sort_all: bool) -> Tensor:
-    """Per row (N, 1), the score of the least likely token of the smallest set of mass `top_p`.
-
-    `sort_all` on a GPU: whether a prefix is enough is a question the host would have to wait for.
-    """
-    log_total_N1 = scores_NV.logsumexp(-1, keepdim=True)
-    V = scores_NV.shape[-1]
-    if sort_all:
-        best_NV = scores_NV.sort(-1, descending=True).values
-        return _cutoff_within(best_NV, log_total_N1, top_p)[0]
-    cutoff_N1 = torch.empty_like(log_total_N1)
-    rows = torch.arange(len(scores_NV), device=scores_NV.device)
-    for size in (*(size for size in TOP_P_PREFIXES if size < V), V):
-        best = scores_NV[rows].topk(size).values
-        cutoff, num_kept = _cutoff_within(best, log_total_N1[rows], top_p)
-        cutoff_N1[rows] = cutoff
-        rows = rows[num_kept.squeeze(1) == size]
-        if not len(rows):
-            break
+def _top_p_cutoff(
+    scores_NV: Tensor, log_totals_N1: Tensor, top_p: float | Tensor, sizes: Sequence[int]
+) -> Tensor:
+    """Per row (N, 1), the score of the least likely token of the smallest set of mass `top_p`:
+    among the `sizes[0]` likeliest tokens; rows that need more go on with the next size, or all."""
+    best = scores_NV.topk(sizes[0]).values if sizes else scores_NV.sort(descending=True).values
+    probs = (best - log_totals_N1).exp()
+    before = probs.cumsum(-1, dtype=torch.float64) - probs  # mass of the tokens ahead of each
+    num_kept_N1 = (before < top_p).sum(-1, keepdim=True).clamp_min(1)
+    cutoff_N1 = best.gather(-1, num_kept_N1 - 1)
+    if sizes and (more_N := num_kept_N1.squeeze(1) == sizes[0]).any():
+        rest = scores_NV[more_N], log_totals_N1[more_N]
+        cutoff_N1[more_N] = _top_p_cutoff(*rest, top_p, sizes[1:])
     return cutoff_N1
 
 
-def _cutoff_within(
-    best: Tensor, log_total_N1: Tensor, top_p: float | Tensor
-) -> tuple[Tensor, Tensor]:
-    """The same among the scores of the likeliest tokens (N, size), falling, and how many of these
-    were kept, (N, 1) both; if it is all of them there may be more."""
-    probs = (best - log_total_N1).exp()
-    before = probs.cumsum(-1, dtype=torch.float64) - probs  # mass of the tokens ahead of each
-    num_kept = (before < top_p).sum(-1, keepdim=True).clamp_min(1)
-    return best.gather(-1, num_kept - 1), num_kept
-
-
-def greedy_tokens(logits_NV: Tensor) -> Tensor:
-    """The most likely token of each row, (N,); of equal ones the lowest id, on every device."""
-    V = logits_NV.shape[-1]
-    is_best = logits_NV == logits_NV.amax(-1, keepdim=True)
-    ids = torch.arange(V, device=logits_NV.device)
-    return torch.where(is_best, ids, V - 1).amin(-1)
-
-
 def sample(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
-    """One token per row, (N,), by inverse CDF of float64 numbers in [0, 1).
-
-    Rows need not sum to 1. On a CPU a token of probability 0 is never sampled; on CUDA sums may be
-    rounded in another order, at odds of 1e-11.
-    """
+    """One token per row, (N,), by inverse CDF of float64 numbers in [0, 1); rows need not sum to 1.
+    On a CPU a token of probability 0 is never sampled; on CUDA at odds of 1e-11."""
     cdf_NV = probs_NV.double().cumsum(-1)
     targets_N1 = uniforms_N.double().unsqueeze(-1) * cdf_NV[..., -1:]
     tokens_N1 = torch.searchsorted(cdf_NV, targets_N1, right=True)
@@ -137,8 +111,7 @@ def pad_vocabulary(probs_BNV: Tensor, vocab_size: int) -> Tensor:
 def log_probs(logits_NV: Tensor, tokens: list[int], num_top: int) -> list[LogProbs]:
     """Log-probabilities of N tokens and of the likeliest at each place, before all filters."""
     scores_NV = logits_NV.log_softmax(-1)
-    tokens_N1 = torch.tensor(tokens, device=scores_NV.device).unsqueeze(1)
-    own = scores_NV.gather(1, tokens_N1).squeeze(1).tolist()
+    own = scores_NV[range(len(tokens)), tokens].tolist()
     best, ids = (it.tolist() for it in scores_NV.topk(min(num_top, scores_NV.shape[1])))
     pairs = [tuple(zip(*row, strict=True)) for row in zip(ids, best, strict=True)]
     return list(zip(own, pairs, strict=True))

@@ -1,31 +1,24 @@
-"""The drafter without a model: it looks the last words up in the text, and guesses what followed
-them before.
+"""The drafter without a model: guesses what followed the last words where they stood before.
 
-The longest match in the row's own text, prompt and output, wins. How much of what followed is
-guessed depends on the length of the match and on what became of the row's earlier guesses. A guess
-is certain, so its distribution is one-hot: q(x) = 1. Where nothing matches it guesses nothing.
-
-The index is that of LZ77 compressors. It knows the latest place of every pair of tokens, and from
-every place the one before it with the same pair. A lookup walks these places and compares backwards
-from each; the longest match wins, among equals the latest. Only tokens that are certain are added.
+The longest match in the row's own text, prompt and output, wins. How much is guessed depends on the
+length of the match and on what became of the row's earlier guesses. A guess is certain, so its
+distribution is one-hot.
 """
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import cycle, islice
 
 import torch
 
 from minitri.decoding.level import Stage
 from minitri.decoding.meter import Meter
-from minitri.decoding.verification import Proposal
+from minitri.decoding.verification import Active, Proposal, Rows
 from minitri.stats import LevelStats
 
 LEAST_CHANCE = 0.05
-"""A token is guessed only if the chance that it is accepted is larger: about the cost of one more
-row in a pass of the target, as a share of it. 0.03 and 0.1 do as well, see tools/RESULTS.md."""
+"""A token is guessed only if its chance to be accepted is larger: about the cost of one more row in
+a pass of the target, as a share of it. 0.03 and 0.1 do as well, see tools/RESULTS.md."""
 LONGEST = 64
 """Tokens of a match that are compared; so a text that is one long loop costs little."""
 MOST_PLACES = 1000
@@ -33,15 +26,29 @@ MOST_PLACES = 1000
 
 
 class GrowingText:
-    """The certain tokens of one row, and their index."""
+    """The certain tokens of one row, their index, and what became of the guesses.
+
+    As LZ77 compressors do it knows the latest place of every pair of tokens, and from every place
+    the one before it with the same pair. A lookup compares backwards from each.
+    """
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self._latest: dict[int, int] = {}  # of the second token of every pair
         self._earlier: list[int] = []
+        # Guesses by the size of the match that they came from, its power of 2.
+        self._tested = Counter[int]()
+        self._accepted = Counter[int]()
+        self._guess: list[int] = []  # after the last certain token
+        self._size = 0
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Adds tokens that are certain."""
+    def extend(self, tokens: list[int]) -> None:
+        """Adds tokens that are certain; learns from them whether the last guess was right."""
+        are_right = [token == guess for token, guess in zip(tokens, self._guess, strict=False)]
+        num_accepted = [*are_right, False].index(False)
+        self._tested[self._size] += min(num_accepted + 1, len(are_right))
+        self._accepted[self._size] += num_accepted
+        self._guess = []
         before = self.tokens[-1] if self.tokens else -1
         for place, token in enumerate(tokens, len(self.tokens)):
             pair = before << 32 | token
@@ -50,12 +57,22 @@ class GrowingText:
             before = token
         self.tokens += tokens
 
-    def lookup(self, sequence: list[int], limit: int) -> tuple[int, list[int]]:
-        """How many of the last tokens of `sequence` stood here before, and what followed them.
+    def propose(self, sequence: list[int], gamma: int) -> list[int]:
+        """Up to `gamma` guesses after the certain tokens and the guesses in flight."""
+        length, guess = self.lookup(sequence, gamma)
+        size = length.bit_length()
+        if guess:
+            # By the rule of succession; that `length` tokens agree is evidence of its own.
+            rate = (length + self._accepted[size]) / (length + 2 + self._tested[size])
+            guess = guess[: max(1, int(math.log(LEAST_CHANCE) / math.log(rate)))]
+        if len(sequence) == len(self.tokens):
+            self._guess = guess
+            self._size = size
+        return guess
 
-        `sequence` is this text and what may come after it. Nothing is found if fewer than two
-        tokens agree. What followed is `limit` tokens: a text that repeats itself goes on doing so.
-        """
+    def lookup(self, sequence: list[int], limit: int) -> tuple[int, list[int]]:
+        """How many of the last tokens of `sequence`, this text and guesses after it, stood here
+        before, 2 at least, and the `limit` tokens that followed: what repeats itself goes on."""
         tokens = self.tokens
         best, end = 1, 0
         reach = min(len(sequence), LONGEST)
@@ -78,42 +95,6 @@ class GrowingText:
         return best, list(islice(cycle(sequence[end : end + limit]), limit))
 
 
-@dataclass
-class _Row:
-    """A row's text, and what became of its guesses."""
-
-    text: GrowingText = field(default_factory=GrowingText)
-    tested: Counter[int] = field(default_factory=Counter)
-    """Guesses that became certain or were rejected, by the size of the match: its power of 2."""
-    accepted: Counter[int] = field(default_factory=Counter)
-    """Those of them that were right."""
-    guess: list[int] = field(default_factory=list)
-    """The guess after the last certain token."""
-    size: int = 0
-    """Of the match that it came from."""
-
-    def extend(self, tokens: list[int]) -> None:
-        """Adds tokens that are certain; learns from them whether the last guess was right."""
-        are_right = [token == guess for token, guess in zip(tokens, self.guess, strict=False)]
-        num_accepted = [*are_right, False].index(False)
-        self.tested[self.size] += min(num_accepted + 1, len(are_right))
-        self.accepted[self.size] += num_accepted
-        self.guess = []
-        self.text.extend(tokens)
-
-    def propose(self, sequence: list[int], gamma: int) -> list[int]:
-        """Up to `gamma` guesses after the certain tokens and the guesses in flight."""
-        length, guess = self.text.lookup(sequence, gamma)
-        size = length.bit_length()
-        if guess:
-            # By the rule of succession; that `length` tokens agree is evidence of its own.
-            rate = (length + self.accepted[size]) / (length + 2 + self.tested[size])
-            guess = guess[: max(1, int(math.log(LEAST_CHANCE) / math.log(rate)))]
-        if len(sequence) == len(self.text.tokens):
-            self.guess, self.size = guess, size
-        return guess
-
-
 class LookupDrafter(Stage):
     """Lookup for B rows."""
 
@@ -129,17 +110,16 @@ class LookupDrafter(Stage):
         super().__init__(stats, meter)
         self._vocab_size = vocab_size
         self._device = device
-        self._rows = [_Row() for _ in range(batch_size)]
+        self._rows = [GrowingText() for _ in range(batch_size)]
 
-    def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
+    def prepare(self, sequences: Rows, active: Active) -> None:
         """Learns the tokens that became certain since it was last used."""
         for row, sequence, on in zip(self._rows, sequences, active, strict=True):
             if on:
-                row.extend(sequence[len(row.text.tokens) :])
+                row.extend(sequence[len(row.tokens) :])
 
-    def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
-        """Up to `gamma` tokens for each active row, none where nothing matches."""
-        with self._meter.drafting(self.stats, 0, num_tokens=self.gamma):
+    def propose(self, sequences: Rows, active: Active) -> Proposal:
+        with self._meter.round(self.stats, num_tokens=self.gamma):
             rows = zip(self._rows, sequences, active, strict=True)
             tokens = [row.propose(sequence, self.gamma) if on else [] for row, sequence, on in rows]
             shape = (len(tokens), max(map(len, tokens)), self._vocab_size)
@@ -150,5 +130,4 @@ class LookupDrafter(Stage):
         return proposal
 
     def reset(self, b: int) -> None:
-        """Drops row b's tokens."""
-        self._rows[b] = _Row()
+        self._rows[b] = GrowingText()

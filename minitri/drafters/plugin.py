@@ -1,24 +1,11 @@
 """Drafters from outside: the `Drafter` protocol, and the stage of the cascade that asks one.
 
-A drafter says what it expects next; nothing else is asked of it, and it cannot change a text. The
-whole of one that repeats the last token but one:
-
-    class Echo:
+    class Echo:  # guesses the last token but one; give minitri.load(..., drafter=Echo())
         def guess(self, tokens, row):
             return tokens[-2] if len(tokens) > 1 else None
 
-    engine = minitri.load("smollm2-135m", drafter=Echo())
-
-Methods naive, triforce and auto ask it: token by token, with the text so far and its own guesses at
-the end of it, up to gamma1 times a round. What it answers is checked: a drafter that raises, or
-whose answer is no token and no distribution, ends the run with an `InputError` that names it, and
-nothing of that answer is used.
-
-Where it answers with a distribution, the filters of the request (temperature, top-p, ...) are
-applied to it, and the token is sampled here, with the engine's own random numbers. So the guess
-really follows the distribution that it is verified by, which is what keeps texts exact.
-
-Legend: B rows, V vocab.
+It cannot change a text. One that raises, or whose answer is no token and no distribution, ends the
+run with an `InputError`.
 """
 
 from collections.abc import Sequence
@@ -31,8 +18,8 @@ from minitri.decoding.level import Stage
 from minitri.decoding.meter import Meter
 from minitri.decoding.random_source import RandomSource
 from minitri.decoding.sampling import probs_of_rows
-from minitri.decoding.verification import Proposal
-from minitri.errors import InputError, shorten
+from minitri.decoding.verification import Active, Proposal, Rows
+from minitri.errors import explain
 from minitri.settings import SamplingParams
 from minitri.stats import LevelStats
 
@@ -46,10 +33,9 @@ class Drafter(Protocol):
     def guess(self, tokens: list[int], row: int) -> int | Tensor | Sequence[float] | None:
         """What follows `tokens`: a token (int), a distribution over the vocabulary (V,), or None.
 
-        `tokens` are prompt, output and the guesses of this round so far; the list may be kept.
-        None ends the round: nothing (more) is guessed. `row` is the number of the text in its
-        batch, for drafters that keep something from call to call; a later call for the row may go
-        on from the guesses, without them where they were rejected, or begin another text.
+        `tokens` are prompt, output and the guesses of this round so far; None ends the round. `row`
+        is the number of the text in its batch; a later call for the row may go on from the guesses,
+        without them where they were rejected, or begin another text.
         """
 
 
@@ -60,7 +46,8 @@ class Filters(Protocol):
 
 
 class PluggedDrafter(Stage):
-    """A `Drafter` for B rows."""
+    """A `Drafter` for B rows. The filters of each request are applied to its distributions, and
+    tokens sampled here: so a guess really follows the distribution that it is verified by."""
 
     def __init__(
         self,
@@ -68,35 +55,32 @@ class PluggedDrafter(Stage):
         stats: LevelStats,
         meter: Meter,
         source: RandomSource,
-        runner: Filters,
+        filters: Filters,
         *,
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        """`runner` has the filters of the rows."""
         super().__init__(stats, meter)
         self._drafter = drafter
         self._source = source
-        self._runner = runner
+        self._filters = filters
         self._no_guess_V = torch.zeros(vocab_size, device=device)
 
-    def propose(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
-        """Up to `gamma` tokens for each active row."""
+    def propose(self, sequences: Rows, active: Active) -> Proposal:
         probs = list[Tensor]()
-        guesses: list[list[int]] = [[] for _ in sequences]
-        asked = active
-        with self._meter.drafting(self.stats, 0, num_tokens=self.gamma):
+        guesses: Rows = [[] for _ in sequences]
+        with self._meter.round(self.stats, num_tokens=self.gamma):
             for _ in range(self.gamma):
                 texts = [[*text, *own] for text, own in zip(sequences, guesses, strict=True)]
-                rows = [self._ask(text, b) if asked[b] else None for b, text in enumerate(texts)]
-                asked = [row is not None for row in rows]
-                if not any(asked):
+                rows = [self._ask(text, b) if active[b] else None for b, text in enumerate(texts)]
+                active = [row is not None for row in rows]
+                if not any(active):
                     break
                 logits_BV = torch.stack([self._no_guess_V if row is None else row for row in rows])
-                probs_B1V = probs_of_rows(logits_BV.unsqueeze(1), self._runner.sampling)
+                probs_B1V = probs_of_rows(logits_BV.unsqueeze(1), self._filters.sampling)
                 probs.append(probs_B1V.squeeze(1))
-                drawn_B = self._source.sample(probs[-1], [len(text) for text in texts], asked)
-                for own, token, on in zip(guesses, drawn_B.tolist(), asked, strict=True):
+                drawn_B = self._source.sample(probs[-1], [len(text) for text in texts], active)
+                for own, token, on in zip(guesses, drawn_B.tolist(), active, strict=True):
                     own += [token] * on
         if not probs:
             return Proposal.nothing(len(sequences))
@@ -105,7 +89,8 @@ class PluggedDrafter(Stage):
 
     def _ask(self, tokens: list[int], b: int) -> Tensor | None:
         """The logarithms (V,) of the drafter's probabilities. Raises `InputError`."""
-        try:
+        name = type(self._drafter).__name__
+        with explain(f"the drafter {name} gave no valid guess", "correct it"):
             answer = self._drafter.guess(tokens, b)
             if answer is None:
                 return None
@@ -116,10 +101,4 @@ class PluggedDrafter(Stage):
             is_sound = probs_V.shape == self._no_guess_V.shape and float(probs_V.min()) >= 0
             if not (is_sound and abs(float(probs_V.sum()) - 1) < TOLERANCE):
                 raise ValueError(f"give a token below {vocab_size}, or as many probabilities")
-        except Exception as error:
-            name = type(self._drafter).__name__
-            what = f"{type(error).__name__}: {shorten(error, 90)}"
-            raise InputError(
-                f"the drafter {name} gave no valid guess ({what}); correct it"
-            ) from error
         return probs_V.log()

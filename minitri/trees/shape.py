@@ -1,11 +1,10 @@
 """Shapes of trees of guesses: which node follows which.
 
 Node 0 is the root, the last certain token; the others are guesses, ordered by depth, siblings side
-by side in the order in which they are drawn and tested. So a tree's nodes down to some depth are
-its first ones, and a node's slot in the cache is its number after the root's.
+by side in the order in which they are drawn and tested. A node's number is its place in the block.
 
-Two kinds (TriForce, section 5.3): `sequences(4, 3)`, independent sequences of guesses, and
-`sequoia`, the tree of a given size that is expected to lead furthest (Sequoia, arXiv 2402.12374).
+Two kinds (TriForce, section 5.3): independent `sequences` of guesses, and `sequoia`, the tree of a
+given size that is expected to lead furthest (arXiv 2402.12374).
 
 Legend: N nodes with the root, T nodes of a pass.
 """
@@ -22,8 +21,7 @@ from torch import Tensor
 from minitri.decoding.autotuner import FIRST_RATES
 from minitri.settings import StepPlan, parse_tree
 
-MAX_CHILDREN = 8
-"""Most children that a node of a Sequoia tree has."""
+MAX_CHILDREN = 8  # of a node of a Sequoia tree
 YOUNGER_RATE = 0.3
 """How often a child is accepted that is tested after its elder siblings were rejected."""
 
@@ -53,11 +51,6 @@ class TreeShape:
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
         return depths
-
-    @functools.cached_property
-    def inner(self) -> list[int]:
-        """The nodes that have children."""
-        return [node for node, children in enumerate(self.children) if children]
 
     @functools.cached_property
     def sizes(self) -> list[int]:
@@ -96,21 +89,22 @@ def sequences(width: int, depth: int) -> TreeShape:
 def sequoia(rates: Sequence[float], num_nodes: int, max_depth: int) -> TreeShape:
     """The tree of at most `num_nodes` guesses with the most expected tokens per round.
 
-    `rates[r]`, which must not rise, is how often the r-th child of an accepted node is. Then no
-    node is worth more than its parent or the sibling before it, and the nodes that are worth most,
-    taken one by one, are the optimum that Sequoia finds by a dynamic programme.
+    `rates[r]`, which must not rise, is how often the r-th child of an accepted node is. So no node
+    is worth more than its parent or the sibling before it, and those worth most are the optimum.
     """
+
+    def by_worth(*path: int) -> tuple[float, int, tuple[int, ...]]:
+        return -math.prod(rates[rank] for rank in path), len(path), path
+
     taken = list[tuple[int, ...]]()  # the nodes by the ranks of their ancestors and their own
-    waiting: list[tuple[float, int, tuple[int, ...]]] = [(-rates[0], 1, (0,))]
+    waiting = [by_worth(0)]
     while waiting and len(taken) < num_nodes:
         _, depth, path = heapq.heappop(waiting)
         taken.append(path)
         *above, rank = path
-        following = [(*path, 0)] if depth < max_depth else []
+        if depth < max_depth:
+            heapq.heappush(waiting, by_worth(*path, 0))
         if rank + 1 < len(rates):
-            following.append((*above, rank + 1))
-        for other in following:
-            worth = math.prod(rates[rank] for rank in other)
-            heapq.heappush(waiting, (-worth, len(other), other))
+            heapq.heappush(waiting, by_worth(*above, rank + 1))
     paths = [(), *sorted(taken, key=lambda path: (len(path), path))]
     return TreeShape((-1, *(paths.index(path[:-1]) for path in paths[1:])))

@@ -1,20 +1,16 @@
 """Speculative sampling of trees: how the nodes are drawn, and which path through them is accepted.
 
-The children of a node are drawn one after the other without replacement from the drafter's
-distribution after it. They are tested in that order: the first against the verifier's p, each
-later one against what its rejected siblings left of p, with a fresh random number every time
-(Sequoia, arXiv 2402.12374, algorithm 2; SpecInfer, arXiv 2305.09781). The walk goes on after an
-accepted child. Where none is accepted the next token comes from what is left. So every token
-follows p exactly, as in a chain (`decoding/verification.py`).
+The children of a node are drawn without replacement from the drafter's distribution after it, and
+tested in that order: the first against the verifier's p, each later one against what its rejected
+siblings left of p, with a fresh random number every time (Sequoia, arXiv 2402.12374, algorithm 2).
+The walk goes on after an accepted child; where there is none, the next token comes from what is
+left. So every token follows p exactly. Children may also be *listed*: chosen without chance, as the
+likeliest ones. That is drawing them from a one-hot distribution each.
 
-Children may also be *listed*: chosen without chance, as the likeliest ones. That is drawing them
-from a one-hot distribution each. Pure functions; randomness is an argument.
-
-Legend: B rows, N nodes with the root, I inner nodes, V vocab.
+Legend: B rows, N nodes with the root, V vocab.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -33,26 +29,24 @@ MISSING = -1
 
 @dataclass(frozen=True)
 class TreeProposal(Proposal):
-    """Guesses of one shape for every row: `tokens[b][i]` is that of node i + 1, or MISSING.
-
-    `probs_BNV` holds, for every inner node in order, what its children were drawn from.
-    """
+    """Guesses of one shape for every row: `tokens[b][i]` is that of node i + 1, or MISSING;
+    `probs_BNV` holds, for every node but the deepest, what its children were drawn from."""
 
     shape: TreeShape
     is_listed: list[bool]
     """Rows whose nodes were chosen without chance."""
 
     def depth(self, b: int) -> int:
-        """That of the tree; 0 where nothing was guessed, so that all nodes are missing."""
-        return self.shape.depths[-1] if set(self.tokens[b]) != {MISSING} else 0
+        """That of the tree; 0 where nothing was guessed."""
+        return self.shape.depths[-1] if self.tokens[b][0] != MISSING else 0
 
 
-def draw_children(probs_V: Tensor, uniforms: list[float]) -> list[int]:
+def draw_children(probs_V: Tensor, uniforms: Tensor) -> list[int]:
     """Different tokens, one per number in [0, 1), each drawn from what the others left."""
     left_V = probs_V.clone()
     tokens = list[int]()
-    for uniform in uniforms:
-        token = sample_one(left_V, uniform)
+    for uniform in uniforms.to(probs_V.device):
+        token = int(sample(left_V, uniform))
         tokens.append(token if left_V[token] > 0 else MISSING)
         left_V[token] = 0
     return tokens
@@ -67,49 +61,35 @@ def likeliest(scores_V: Tensor, count: int) -> list[int]:
 
 
 def walk(
-    proposal: TreeProposal, b: int, probs_NV: Tensor, uniforms: list[float]
+    proposal: TreeProposal, b: int, probs_NV: Tensor, uniforms: Tensor
 ) -> tuple[list[int], int]:
-    """The accepted nodes of row b, from the root's child on, and the token after them.
-
-    `probs_NV` are the verifier's distributions after every node; `uniforms` are independent
-    numbers in [0, 1), one per test of a node, that of the root for the last token.
-    """
+    """The accepted nodes of row b, from the root's child on, and the token after them. `probs_NV`
+    are the verifier's distributions after every node; `uniforms` are independent numbers in [0, 1),
+    one per test of a node, that of the root for the last token."""
     path = list[int]()
     node = 0
     while True:
         rest_V = probs_NV[node]
-        for child, token, q_V in tested_children(proposal, b, node):
-            if uniforms[child] * float(q_V[token]) < float(rest_V[token]):
+        children = proposal.shape.children[node]
+        if children:  # what they were drawn from, one after the other
+            left_V = proposal.probs_BNV[b, node].clone()
+        for child in children:
+            token = proposal.tokens[b][child - 1]
+            if token == MISSING:
+                continue
+            q_V = left_V / left_V.sum()
+            if proposal.is_listed[b]:
+                q_V = F.one_hot(torch.tensor(token), len(q_V)).to(q_V)
+            if float(uniforms[child]) * float(q_V[token]) < float(rest_V[token]):
                 path.append(child)
                 node = child
                 break
-            left_V = (rest_V - q_V).clamp_min(0)
-            mass = float(left_V.sum())
-            rest_V = left_V / mass if mass > 0 else rest_V
+            residual_V = (rest_V - q_V).clamp_min(0)
+            mass = float(residual_V.sum())
+            rest_V = residual_V / mass if mass > 0 else rest_V
+            left_V[token] = 0
         else:
-            return path, sample_one(rest_V, uniforms[0])
-
-
-def tested_children(proposal: TreeProposal, b: int, node: int) -> Iterator[tuple[int, int, Tensor]]:
-    """The children of a node of row b, their tokens, and the distributions (V,) that these were
-    drawn from, without the siblings before them."""
-    shape = proposal.shape
-    for rank, child in enumerate(shape.children[node]):
-        token = proposal.tokens[b][child - 1]
-        if token == MISSING:
-            return
-        if rank == 0:
-            q_V = proposal.probs_BNV[b, shape.inner.index(node)].clone()
-        if proposal.is_listed[b]:
-            q_V = F.one_hot(torch.tensor(token), len(q_V)).to(q_V)
-        yield child, token, q_V / q_V.sum()
-        q_V[token] = 0
-
-
-def sample_one(probs_V: Tensor, uniform: float) -> int:
-    """`decoding.sampling.sample` of one row."""
-    uniforms = torch.tensor([uniform], dtype=torch.float64).to(probs_V.device)
-    return int(sample(probs_V.unsqueeze(0), uniforms))
+            return path, int(sample(rest_V, uniforms[0].to(rest_V.device)))
 
 
 class IndependentTrees(IndependentSource):
@@ -118,21 +98,17 @@ class IndependentTrees(IndependentSource):
     is_listed = False
     """Whether `draw` leaves nothing to chance."""
 
-    def draw(self, b: int, probs_V: Tensor, num_children: int, position: int) -> list[int]:  # noqa: ARG002
+    def draw(self, b: int, probs_V: Tensor, num_children: int, _position: int) -> list[int]:
         """Tokens of a node's children, which stand at `position` of row b's text."""
-        return draw_children(probs_V, self.uniforms(b, num_children).tolist())
+        return draw_children(probs_V, self.uniforms(b, num_children))
 
     def walk(
-        self,
-        proposal: TreeProposal,
-        b: int,
-        probs_NV: Tensor,
-        start: int,  # noqa: ARG002
+        self, proposal: TreeProposal, b: int, probs_NV: Tensor, _start: int
     ) -> tuple[list[int], int]:
         """`walk` for row b, whose text has `start` tokens."""
         # A row without guesses takes as many numbers as it would without trees next to it.
         count = len(proposal.shape) if proposal.depth(b) else 1
-        return walk(proposal, b, probs_NV, self.uniforms(b, count).tolist())
+        return walk(proposal, b, probs_NV, self.uniforms(b, count))
 
 
 class CoupledTrees(CoupledSource):
@@ -149,6 +125,6 @@ class CoupledTrees(CoupledSource):
     ) -> tuple[list[int], int]:
         """With the noise of its position the token after every node is certain."""
         keys = [self.key(b, start + depth) for depth in proposal.shape.depths]
-        choices_N = gumbel_argmax(probs_NV, integers(keys, probs_NV.device))
-        certain_NV = F.one_hot(choices_N, probs_NV.shape[1])
-        return walk(proposal, b, certain_NV, [0.0] * len(keys))
+        tokens_N = gumbel_argmax(probs_NV, integers(keys, probs_NV.device))
+        certain_NV = F.one_hot(tokens_N, probs_NV.shape[1])
+        return walk(proposal, b, certain_NV, torch.zeros(len(keys)))

@@ -2,27 +2,21 @@
 drafters whose vocabulary is smaller or larger than the target's: greedy and coupled runs cannot see
 a wrong q.
 
-An adversarial drafter, a retrieval cache of a quarter of the prompt, and 20,000 seeds. A false
-alarm has odds of 1 in 100,000 per test, had the seeds been drawn again. A distribution of texts
-that is 4 % away from the target's (total variation) is found with odds of 99 %:
-`smallest_distance`. With 5,000 seeds, where gammas, randomness or the drafter differ, one that is 8
-% away. `pytest -s` prints the p-values.
+An adversarial drafter, a retrieval cache of a quarter of the prompt, and 20,000 seeds, or 5,000
+where gammas, randomness or the drafter differ. A false alarm has odds of 1 in 100,000 per test, had
+the seeds been drawn again. `pytest -s` prints the p-values.
 """
 
 import dataclasses
 import itertools
 
-import numpy
 import pytest
 import torch
 
 from minitri import SamplingParams, SpeculationConfig
-from minitri.gpu.graphs import GraphPool
 from minitri.model.llama import Llama
-from minitri.runner import ModelRunner
 from tests.chi_square import (
     FALSE_ALARM,
-    PROMPT,
     SMALL,
     V,
     costs_that_change,
@@ -30,12 +24,9 @@ from tests.chi_square import (
     exact_probs,
     other_model,
     p_value,
-    smallest_distance,
     target_model,
 )
-from tests.conftest import CPU, new_cache
-from tests.exactness import probs_after
-from tests.gpu_twins.conftest import as_on_a_gpu, lengths_on_the_device  # noqa: F401
+from tests.conftest import CPU
 
 NUM_SEEDS = 20_000
 FILTERED, OTHERWISE = SamplingParams(0.8, top_p=0.95), SamplingParams(1.1, top_k=3, min_p=0.02)
@@ -97,7 +88,6 @@ def test_three_tokens_follow_the_joint_distribution(case, monkeypatch):
     counts, runs = count_texts(target, draft, sampling, speculation, num_seeds)
     found = p_value(counts, probs)
     print(f"\n  {case}: p-value {found:.3g} over {num_seeds} seeds")
-    assert smallest_distance(probs, num_seeds) < 0.04 * (NUM_SEEDS / num_seeds) ** 0.5
     # Speculation that is always right, or always wrong, shows little.
     for stage in zip(*(run.stages for run in runs), strict=True):
         accepted = sum(run.num_accepted_tokens for run in stage)
@@ -107,43 +97,3 @@ def test_three_tokens_follow_the_joint_distribution(case, monkeypatch):
     plans = {plan for run in runs for plan in run.steps_per_plan}
     assert len(plans) == (4 if speculation.method == "auto" else 1)
     assert found > FALSE_ALARM
-
-
-def test_the_chi_square_test_has_the_power_that_it_claims():
-    """500 samples of a distribution at the stated distance, of the shape that is hardest to find
-    (every text wrong by the same part of itself): 99 % are found, and of the true one none."""
-    probs = exact_probs(target_model(), FILTERED)
-    distance = smallest_distance(probs, NUM_SEEDS)
-    generator = numpy.random.default_rng(0)
-    signs = torch.ones(probs.numel(), dtype=torch.float64)
-    order = torch.from_numpy(generator.permutation(probs.numel()))
-    is_in_the_first_half = probs.flatten()[order].cumsum(0) < 0.5
-    signs[order[is_in_the_first_half]] = -1
-    wrong = probs * (1 + 2 * distance * signs.view_as(probs))
-    wrong /= wrong.sum()
-    found = []
-    for source in (probs, wrong):
-        samples = generator.multinomial(NUM_SEEDS, source.flatten().numpy(), size=500)
-        texts = torch.from_numpy(samples).double().view(500, *probs.shape)
-        found.append(sum(p_value(counts, probs) < FALSE_ALARM for counts in texts))
-    assert found[0] == 0
-    assert found[1] > 0.975 * 500
-
-
-@pytest.mark.usefixtures("lengths_on_the_device")
-@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "lookup"])
-def test_static_steps_give_the_distributions_of_eager_ones(drafter):
-    """As on a GPU: cut before the softmax, padded after it, and 0 where the head lacks a token."""
-    draft = as_on_a_gpu(DRAFTERS[drafter](target_model()))
-    text = [token % draft.config.vocab_size % V for token in PROMPT]
-    found = []
-    for graphs in (None, GraphPool(CPU)):
-        settings = {"vocab_size": V, "graphs": graphs, "block_sizes": (len(text),)}
-        sampling = SamplingParams(0.9, top_p=0.97)
-        runner = ModelRunner(draft, new_cache(draft.config), sampling, **settings)
-        found.append(probs_after(runner, text, 3).clone())
-    assert found[0].shape == (1, 4, V)
-    assert torch.allclose(found[0], found[1], atol=1e-6)
-    assert torch.allclose(found[1].sum(-1), torch.ones(1, 4))
-    lacking = {"half of the tokens": [2, 3], "trimmed head": [1, 3]}.get(drafter, [])
-    assert all(row[token] == 0 for row, token in itertools.product(found[1][0], lacking))

@@ -1,7 +1,4 @@
-"""The random numbers of real runs: every decision of every level, row and step has its own.
-
-What the engine draws is noted on its way into the verification.
-"""
+"""The random numbers of real runs: every decision of every level, row and step has its own."""
 
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Lookup of the last words in the text: what it finds, how much of it it guesses, and learns."""
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +9,7 @@ from minitri.decoding.meter import Meter
 from minitri.drafters import lookup
 from minitri.drafters.lookup import LONGEST, GrowingText, LookupDrafter
 from minitri.settings import StepPlan
-from minitri.stats import LevelStats, Stats
+from minitri.stats import Clock, LevelStats, Stats
 from tests.conftest import CPU
 from tests.exactness import ScheduledTuner
 
@@ -20,7 +18,7 @@ WORDS = st.lists(st.integers(0, 2), max_size=60) | st.lists(st.integers(0, 20), 
 
 
 def new_drafter(*texts: list[int], num_guesses: int = 3) -> LookupDrafter:
-    meter = Meter(Stats(), ScheduledTuner([StepPlan("naive", num_guesses)]))
+    meter = Meter(Stats(), ScheduledTuner([StepPlan("naive", num_guesses)]), Clock())
     sizes = {"vocab_size": V, "device": CPU}
     drafter = LookupDrafter(len(texts), LevelStats("draft"), meter, **sizes)
     drafter.gamma = num_guesses
@@ -29,8 +27,10 @@ def new_drafter(*texts: list[int], num_guesses: int = 3) -> LookupDrafter:
 
 
 def found(text, in_flight=(), limit=5) -> tuple[int, list[int]]:
-    growing = GrowingText()
-    growing.extend(text)
+    """In a text that grew in two pieces."""
+    growing, half = GrowingText(), len(text) // 2
+    for piece in (text[:half], text[half:]):
+        growing.extend(piece)
     return growing.lookup([*text, *in_flight], limit)
 
 
@@ -57,15 +57,6 @@ def brute_force(text: list[int], sequence: list[int], limit: int) -> tuple[int, 
 @given(WORDS, st.lists(st.integers(0, 2), max_size=5), st.integers(1, 9))
 def test_the_latest_of_the_longest_matches_is_found(text, in_flight, limit):
     assert found(text, in_flight, limit) == brute_force(text, [*text, *in_flight], limit)
-
-
-@given(st.lists(st.lists(st.integers(0, 2), max_size=20), max_size=5), st.data())
-def test_a_text_that_grew_in_pieces_is_that_text(pieces, data):
-    whole, growing = list(itertools.chain(*pieces)), GrowingText()
-    for piece in pieces:
-        growing.extend(piece)
-    sequence = [*whole, *data.draw(st.lists(st.integers(0, 2), max_size=3))]
-    assert growing.lookup(sequence, 4) == found(whole, sequence[len(whole) :], 4)
 
 
 @pytest.mark.parametrize(

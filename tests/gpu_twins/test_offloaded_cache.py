@@ -171,6 +171,10 @@ def test_the_next_layer_is_on_its_way_before_this_one_is_waited_for():
     assert len(seen) == num_waits  # others propose meanwhile
 
 
+def said(emitted):
+    return [(row.tokens, row.origins) for row in emitted]
+
+
 @pytest.mark.parametrize(("on_chip", "chunk_size"), [(0, 8), (3, 1), (4, 4)])
 @pytest.mark.parametrize(
     ("method", "policy"),
@@ -188,13 +192,13 @@ def test_offload_equals_the_full_cache_bitwise(method, policy, on_chip, chunk_si
         Rig(target, PROMPTS, full=full, rebuild_stride=5, **settings)
         for full in (None, offloaded(on_chip))
     )
-    assert ours.start() == theirs.start()
+    assert said(ours.start()) == said(theirs.start())
     while any(theirs.cascade.active):
         assert_same(ours.full, theirs.full)
         if theirs.small is not None:
             held = theirs.small.lengths[0]
             assert torch.equal(*(rig.small.keys[:, 0, :, :held] for rig in (ours, theirs)))
-        assert ours.step() == theirs.step()
+        assert said(ours.step()) == said(theirs.step())
     if policy == "retrieval" and ours.small is not None:
         assert ours.small._policy._means.numel() == 0
         assert ours.stats.num_rebuilds == theirs.stats.num_rebuilds > 3
@@ -256,9 +260,3 @@ def test_what_another_cache_holds_is_copied_and_blocks_of_any_size_go_on(on_chip
             full.advance([size, size])
             full.crop([length - cut for length, cut in zip(full.lengths, kept, strict=True)])
     assert_same(cache, exact)
-
-
-def test_more_than_it_holds_is_refused():
-    cache = offloaded(0, batch_size=1, capacity=64)
-    with pytest.raises(IndexError, match="a block of 65 does not fit"):
-        cache.update(0, random_block(1, 65))

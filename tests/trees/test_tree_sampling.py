@@ -18,6 +18,7 @@ from minitri.trees.walk import (
     walk,
 )
 from tests.cascades import tiny_engine
+from tests.exactness import exactly
 
 PROBS = torch.tensor([0.5, 0.0, 0.2, 0.3], dtype=torch.float64)
 FORK = TreeShape((-1, 0, 0))
@@ -35,7 +36,7 @@ def test_children_are_drawn_without_replacement():
 
 
 def test_a_child_without_a_token_is_missing():
-    assert draw_children(PROBS, [0.99, 0.0, 0.5, 0.5, 0.5])[3:] == [MISSING, MISSING]
+    assert draw_children(PROBS, exactly([0.99, 0.0, 0.5, 0.5, 0.5]))[3:] == [MISSING, MISSING]
     assert likeliest(PROBS.log(), 5) == [0, 3, 2, MISSING, MISSING]
 
 
@@ -69,12 +70,12 @@ def test_a_child_is_tested_against_what_its_elder_siblings_left(
     """Listed ones are accepted with the verifier's chance, missing ones are never tested."""
     one_hot = torch.tensor([[0.0, 0.0, 1.0, 0.0]], dtype=torch.float64)
     proposal = proposal_of(FORK, tokens, one_hot, is_listed=is_listed)
-    assert walk(proposal, 0, PROBS.expand(3, 4), uniforms) == wanted
+    assert walk(proposal, 0, PROBS.expand(3, 4), exactly(uniforms)) == wanted
 
 
 def test_a_residual_that_vanishes_in_floating_point_keeps_what_was_there():
     proposal = proposal_of(TreeShape((-1, 0)), [2], torch.full((1, 4), 0.25))
-    assert walk(proposal, 0, torch.full((2, 4), 0.25), [0.6, 1.0]) == ([], 2)
+    assert walk(proposal, 0, torch.full((2, 4), 0.25), exactly([0.6, 1.0])) == ([], 2)
 
 
 def test_coupled_children_share_the_noise_of_their_position():

@@ -184,26 +184,22 @@ def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
     return {**result, "rows": rows}
 
 
-class SyntheticSource:
+class SyntheticSource(IndependentSource):
     """A random source with made-up verdicts: a guess is accepted at a given rate.
 
     Real verdicts are computed, too, for their cost; their next tokens are kept.
     """
 
     def __init__(self, rate: float, seed: int) -> None:
+        super().__init__([seed])
         self._rate = rate
-        self._real = IndependentSource([seed])
         self._generator = torch.Generator().manual_seed(seed)
-
-    def sample(self, probs_BV: Tensor, starts: list[int], active: list[bool]) -> Tensor:
-        """See `RandomSource`."""
-        return self._real.sample(probs_BV, starts, active)
 
     def verify(
         self, proposal: Proposal, probs_BNV: Tensor, starts: list[int], active: list[bool]
     ) -> list[list[int]]:
         """See `RandomSource`."""
-        real = self._real.verify(proposal, probs_BNV, starts, active)
+        real = super().verify(proposal, probs_BNV, starts, active)
         made_up = []
         for guesses, (*_, next_token) in zip(proposal.tokens, real, strict=True):
             passes = torch.rand(len(guesses), generator=self._generator) < self._rate

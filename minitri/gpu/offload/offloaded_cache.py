@@ -87,12 +87,9 @@ class OffloadedFullCache(FullCache):
         weak = weakref.proxy(cache)  # which holds this one: a cycle would keep both after the run
 
         def on_layer(layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
-            if layer == 0:
-                weak.plan_rebuild()
             weak.select(layer, queries_LBTHD[layer, :, 0], keys_BKSD, values_BKSD)
 
         self.on_layer_staged = on_layer
-        cache.selects_in_pass = True
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -109,7 +106,6 @@ class OffloadedFullCache(FullCache):
         if layer < self.on_chip:
             on_device = super().update(layer, block)
         else:
-            self._check_room(block.keys_BTKD.shape[1])
             on_device = self.update_hosted(self._prefetch(layer), block, self._by_row())
         if self.on_layer_staged is not None:
             self.on_layer_staged(layer, *on_device)
@@ -244,10 +240,8 @@ class HostedRow(FullCache):
     def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
         if layer < self.on_chip:
             return super().update(layer, block)
-        T = block.keys_BTKD.shape[1]
-        self._check_room(T)
         here = {self._b: self._lengths[0]}
         buffer = self._full.fetch(layer, here)
         on_device = self._full.update_hosted(buffer, block, here)
-        buffer.num_held[self._b] = self._lengths[0] + T
+        buffer.num_held[self._b] = self._lengths[0] + block.keys_BTKD.shape[1]
         return on_device
