@@ -38,7 +38,7 @@ def load(
     blocks on a GPU. `rope_scaling` such as `yarn:4` stretches the context. `weights` `native`
     leaves a GGUF file's 4 and 8 bits as they are (on a CPU); `auto` does not. `draft_weights` guess
     with the retrieval cache: the `same`, or a copy, of which the text does not depend: `int4`, as
-    `auto` with compiled kernels, or `int8` (on a GPU). `progress` draws bars on standard error.
+    `auto` with compiled kernels, or on a GPU `int8`, too. `progress` draws bars on standard error.
     `before_weights` is given tokenizer and config before the weights are read: time to check a
     prompt. Under torchrun each process holds a share of the model, and all must make the same
     calls. Raises `InputError`.

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from minitri.config import ModelConfig
 from minitri.model.llama import Llama
 
+GROUP = 128
+"""Successive weights of a row that share a scale, of 4 bytes, in a GPU's copy in few bits."""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -99,10 +102,15 @@ def bytes_per_pass(model: Llama) -> int:
     return sum(weight.nbytes for weight in weights if weight is not None)
 
 
-def eight_bit_bytes(config: ModelConfig) -> int:
-    """Bytes of a copy in 8 bits with a scale of 4 bytes per row: `gpu/eight_bits.py`."""
-    layer = sum(rows * (columns + 4) for rows, columns in matrices(config))
-    return config.num_layers * layer + config.vocab_size * (config.hidden_size + 4)
+def copy_bytes(config: ModelConfig, bits: int) -> int:
+    """Bytes of a copy in 4 or 8 bits (`gpu/quantized_copies.py`); 0 bits: of none."""
+
+    def size(rows: int, columns: int, bits: int) -> int:
+        return rows * -(-columns // GROUP) * (GROUP * bits // 8 + 4)
+
+    layer = sum(size(*shape, bits) for shape in matrices(config))
+    head = size(config.vocab_size, config.hidden_size, 8)
+    return config.num_layers * layer + head if bits else 0
 
 
 @dataclass(frozen=True)

@@ -237,16 +237,15 @@ decoding/test_drafters_that_fail.py
   guesses with a distribution that is not finite count
     _on_host: q_BN.isfinite() | ~_are_guesses(proposal, q_BN.device)
     => q_BN.isfinite() | q_BN.isnan()
-gpu_twins/test_eight_bits.py::test_a_copy_however_wrong_changes_no_text[triforce-sampling0]
+gpu_twins/test_quantized_copies.py::test_a_copy_however_wrong_changes_no_text[triforce-4-sampling0]
   the copy of fewer bits verifies at the last level
     allocate: ModelRunner(target, full, shape.sampling, queries_LBTHD=queries_LBTHD,
         block_sizes=sizes, **options)
     => ModelRunner(models.retrieval, full, shape.sampling, queries_LBTHD=queries_LBTHD,
         block_sizes=sizes, **options)
-gpu_twins/test_eight_bits.py::test_a_copy_is_as_large_as_planned_and_shares_the_rest[False]
-  a copy of fewer bits rounds the model itself
-    eight_bits:quantize: weight_NE.float() / scales_N.unsqueeze(1)
-    => weight_NE.float().div_(scales_N.unsqueeze(1))
+gpu_twins/test_quantized_copies.py::test_a_copy_is_as_large_as_planned_and_shares_the_rest[False-4]
+  the largest number of a group is cut off
+    quantized_copies:quantize: most_NG > -least_NG => most_NG > least_NG
 parallel/test_split.py::test_shares_give_the_logits_of_the_whole[biases, a vocabulary of 321-2]
   a bias is added by every rank
     share: tensor if ranks.rank == 0 else tensor.new_zeros(tensor.shape) => tensor
