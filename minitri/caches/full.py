@@ -75,7 +75,7 @@ class FullCache(Cache):
 
 
 def span(slots_LKSD: Tensor, start: int, end: int) -> Tensor:
-    """Slots from `start` to `end`; on a GPU copied by a kernel, where a view of more than 2 GB would
+    """Slots from `start` to `end`; on a GPU copied by a kernel, where a view of over 2 GB would
     take many."""
     if slots_LKSD.device.type == "cpu":
         return slots_LKSD[:, :, start:end]

@@ -189,8 +189,8 @@ class RetrievalCache(Cache):
 
 
 def take_tokens(slots_KSD: Tensor, places_KT: Tensor) -> Tensor:
-    """(K, T, D) at each head's own places: one `index_select` for all heads, over rows of D numbers,
-    however the slots lie in memory."""
+    """(K, T, D) at each head's own places: one `index_select` for all heads, over rows of D
+    numbers, however the slots lie in memory."""
     K, S, D = slots_KSD.shape
     head, slot = (stride // D for stride in slots_KSD.stride()[:2])
     rows_XD = slots_KSD.as_strided(((K - 1) * head + (S - 1) * slot + 1, D), (D, 1))

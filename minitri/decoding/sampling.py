@@ -103,7 +103,7 @@ def _cutoff_within(
     """The same among the scores of the likeliest tokens (N, size), falling, and how many of these
     were kept, (N, 1) both; if it is all of them there may be more."""
     probs = (best - log_total_N1).exp()
-    before = probs.cumsum(-1, dtype=torch.float64) - probs  # mass of the tokens ahead of each
+    before = running_sums(probs) - probs  # mass of the tokens ahead of each
     num_kept = (before < top_p).sum(-1, keepdim=True).clamp_min(1)
     return best.gather(-1, num_kept - 1), num_kept
 
@@ -122,10 +122,25 @@ def sample(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
     Rows need not sum to 1. On a CPU a token of probability 0 is never sampled; on CUDA sums may be
     rounded in another order, at odds of 1e-11.
     """
-    cdf_NV = probs_NV.double().cumsum(-1)
+    cdf_NV = running_sums(probs_NV)
     targets_N1 = uniforms_N.double().unsqueeze(-1) * cdf_NV[..., -1:]
     tokens_N1 = torch.searchsorted(cdf_NV, targets_N1, right=True)
     return tokens_N1.squeeze(-1).clamp_max(probs_NV.shape[-1] - 1)
+
+
+def running_sums(numbers: Tensor) -> Tensor:
+    """Sums of each row up to every place of it, in float64; on a GPU by parts, as there a single
+    multiprocessor would walk over a whole row."""
+    return sums_by_parts(numbers) if numbers.is_cuda else numbers.cumsum(-1, dtype=torch.float64)
+
+
+def sums_by_parts(numbers: Tensor, part: int = 128) -> Tensor:
+    """`running_sums` within all parts of a row at once, and of the parts."""
+    V = numbers.shape[-1]
+    parts = F.pad(numbers, (0, -V % part)).unflatten(-1, (-1, part))
+    sums = parts.cumsum(-1, dtype=torch.float64)
+    before = F.pad(sums[..., :-1, -1].cumsum(-1), (1, 0))
+    return (sums + before.unsqueeze(-1)).flatten(-2)[..., :V]
 
 
 def pad_vocabulary(probs_BNV: Tensor, vocab_size: int) -> Tensor:

@@ -5,8 +5,8 @@ and a CUDA graph can replay it. `choose_attention` takes the first of these that
 device and agrees with the oracle:
 
 - `triton`: our own kernel, see `kernels/flash_decoding.py`;
-- `flash`: FlashAttention-2 from the flash-attn package, or else PyTorch's; it takes no float32 and
-  no trees;
+- `flash`: FlashAttention-2 from the flash-attn package, or else PyTorch's; it takes no float32, and
+  trees go to another one. The package comes first where it is there and graphs replay it faster;
 - `math`: plain formulas over all slots with a mask.
 
 Longer blocks, which only a prefill has, go to `attend_fused` by their lengths on the host.
@@ -14,11 +14,13 @@ Longer blocks, which only a prefill has, go to `attend_fused` by their lengths o
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T.
 """
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +29,7 @@ from torch import Tensor
 from minitri.config import ModelConfig
 from minitri.errors import InputError
 from minitri.gpu.kernels import problem_with
+from minitri.gpu.streams import CudaClock
 from minitri.model.attention import attend_math, block_rule, fold, row_by_row, unfold
 from minitri.settings import LONGEST_BLOCK
 
@@ -69,6 +72,7 @@ def attend_masked(
 
 def attend_flash(
     kernel: Callable[..., Tensor],
+    attend_tree: Backend,
     q_BTHD: Tensor,
     keys_BKSD: Tensor,
     values_BKSD: Tensor,
@@ -77,7 +81,7 @@ def attend_flash(
 ) -> Tensor:
     """The `flash` backend: `kernel` is flash_attn's `flash_attn_with_kvcache`, or like it."""
     if rule_TT is not None:
-        return attend_masked(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
+        return attend_tree(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
     k_BSKD, v_BSKD = (slots.transpose(1, 2) for slots in (keys_BKSD, values_BKSD))
     ends_B = (lengths_B + q_BTHD.shape[1]).int()
     return kernel(q_BTHD, k_BSKD, v_BSKD, cache_seqlens=ends_B, causal=True)
@@ -167,10 +171,10 @@ def make_backend(name: str) -> Backend:
     if name == "math":
         return attend_masked
     try:
-        from flash_attn import flash_attn_with_kvcache as kernel
+        from flash_attn import flash_attn_with_kvcache
     except ImportError:
-        kernel = torch_flash
-    return partial(attend_flash, kernel)
+        return partial(attend_flash, torch_flash, attend_masked)
+    return partial(attend_flash, flash_attn_with_kvcache, make_backend("triton"))
 
 
 def choose_attention(
@@ -181,8 +185,12 @@ def choose_attention(
     Why another one cannot be used is a warning. Raises `InputError` if none is left.
     """
     names = [name for name in BACKENDS if name != "flash" or dtype != torch.float32]
+    if wanted != "auto":
+        names = [wanted]
+    elif "flash" in names and find_spec("flash_attn") is not None:
+        names[:2] = sorted(names[:2], key=partial(replay_seconds, device, dtype, config))
     problem = ""
-    for name in names if wanted == "auto" else [wanted]:
+    for name in names:
         make = partial(make_backend, name)
         problem = problem_with(partial(check_backend, make, device, dtype, config))
         if not problem:
@@ -193,6 +201,34 @@ def choose_attention(
         f"--attention {wanted} fails on {device} in {dtype} ({problem}); use --attention auto, or "
         "--device cpu"
     )
+
+
+@torch.inference_mode()
+def replay_seconds(
+    device: torch.device, dtype: torch.dtype, config: ModelConfig, name: str
+) -> float:
+    """What a backend takes for blocks of one token and of the most, each over 1 GiB of K and V and
+    replayed by a graph; infinity if it fails."""
+    times: list[float] = []
+    K, D = config.num_kv_heads, config.head_dim
+    S = (1 << 29) // (K * D * dtype.itemsize)
+    with contextlib.suppress(Exception):
+        attend = make_backend(name)
+        for T in (1, LONGEST_BLOCK):
+            graph, clock = torch.cuda.CUDAGraph(), CudaClock()
+            keys_BKSD, values_BKSD = torch.zeros(2, 1, K, S, D, dtype=dtype, device=device)
+            q_BTHD = keys_BKSD.new_zeros(1, T, config.num_heads, D)
+            lengths_B = torch.tensor([S - T], device=device)
+            run = partial(attend, q_BTHD, keys_BKSD, values_BKSD, lengths_B, None)
+            run()  # which compiles it
+            with torch.cuda.graph(graph):
+                run()
+            graph.replay()
+            start = clock.now()
+            graph.replay()
+            clock.since(start, times.append)
+            clock.settle()
+    return sum(times) if len(times) == 2 else math.inf
 
 
 def check_backend(

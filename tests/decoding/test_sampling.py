@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from minitri.decoding import sampling
-from minitri.decoding.sampling import greedy_tokens, probs_from_logits, probs_of_rows, sample
+from minitri.decoding.sampling import (
+    greedy_tokens,
+    probs_from_logits,
+    probs_of_rows,
+    running_sums,
+    sample,
+    sums_by_parts,
+)
 from minitri.errors import InputError
 from minitri.gpu.graphs import probs_by_tensor
 from minitri.settings import SamplingParams
@@ -136,3 +143,12 @@ def test_draws_follow_the_distribution():
 def test_nonsense_parameters_are_refused(name, value):
     with pytest.raises(InputError, match=f"^{name} is "):
         SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("V", [1, 127, 128, 129, 1000])
+def test_sums_by_parts_are_the_sums_of_whole_rows(V):
+    """As on a GPU; float32 rows are added up in float64."""
+    probs = torch.rand(2, 3, V, generator=torch.Generator().manual_seed(V))
+    sums = sums_by_parts(probs)
+    assert sums.dtype == torch.float64
+    torch.testing.assert_close(sums, running_sums(probs), rtol=1e-15, atol=0)

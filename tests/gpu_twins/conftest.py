@@ -46,7 +46,7 @@ def flash_on_a_cpu(monkeypatch):
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", as_kernel(packed_flash))
 
 
-TWINS = {"math": attend_masked, "flash": partial(attend_flash, torch_flash)}
+TWINS = {"math": attend_masked, "flash": partial(attend_flash, torch_flash, attend_masked)}
 """Backends that need no compiler."""
 
 

@@ -1,6 +1,7 @@
 """Every backend for short blocks equals the oracle: on a CPU the Triton kernel is run by Triton's
 interpreter and PyTorch's flash kernel has a stand-in; on a GPU they are compiled."""
 
+import math
 import sys
 from types import ModuleType
 
@@ -190,6 +191,30 @@ def test_the_first_that_is_there_and_right_is_chosen(
                 choose_attention(CPU, dtype, CONFIG, wanted=name)
 
 
+@pytest.mark.parametrize("times", [{"triton": 1, "flash": 2}, {"triton": 2, "flash": 1}])
+def test_flash_attn_comes_first_where_it_is_there_and_faster(times, monkeypatch):
+    """One backend alone is not timed, nor is any that was asked for by name."""
+    timed = []
+
+    def replay_seconds(device, dtype, config, name):
+        timed.append(name)
+        return times[name]
+
+    monkeypatch.setattr(attention_backends, "make_backend", lambda name: attend_masked)
+    monkeypatch.setattr(attention_backends, "replay_seconds", replay_seconds)
+    assert choose_attention(CPU, torch.float16, CONFIG).name == "triton"
+    monkeypatch.setattr(attention_backends, "find_spec", lambda name: name == "flash_attn" or None)
+    assert choose_attention(CPU, torch.float32, CONFIG).name == "triton"
+    assert choose_attention(CPU, torch.float16, CONFIG, wanted="math").name == "math"
+    assert timed == []
+    assert choose_attention(CPU, torch.float16, CONFIG).name == min(times, key=times.get)
+    assert timed == ["triton", "flash"]
+
+
+def test_a_backend_that_cannot_be_timed_is_no_faster():
+    assert attention_backends.replay_seconds(CPU, torch.float16, CONFIG, "math") == math.inf
+
+
 def test_grouped_queries_in_float32_reach_no_kernel_that_holds_all_scores(monkeypatch):
     """As many K and V heads as query heads in every call: those of a long prompt would not fit."""
     sdpa, calls = F.scaled_dot_product_attention, []
@@ -205,9 +230,13 @@ def test_grouped_queries_in_float32_reach_no_kernel_that_holds_all_scores(monkey
     assert calls == [(2, 2, False)] * 3
 
 
+@needs_triton
 def test_the_flash_attn_package_comes_before_pytorchs_own(monkeypatch):
     package = ModuleType("flash_attn")
     package.flash_attn_with_kvcache = torch_flash
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setattr(attention_backends, "torch_flash", None)
-    assert error_of(make_backend("flash"), *random_case(3, (5, 0), 4, 2, D=D, S=40)) < 3e-6
+    monkeypatch.setattr(attention_backends, "attend_masked", None)  # trees go to Triton
+    for rule in (None, random_rule(3)):
+        case = random_case(3, (5, 0), 4, 2, D=D, S=40)
+        assert error_of(make_backend("flash"), *case, rule=rule) < 3e-6
