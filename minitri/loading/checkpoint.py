@@ -80,8 +80,7 @@ def load_model(
     if kernels is not None:
         use_kernels(model, kernels)
     tensors = _native_tensors(model, checkpoint) if native else checkpoint.tensors(config)
-    shares = ((name, share(name, tensor, ranks)) for name, tensor in tensors)
-    _fill(model, shares, checkpoint.path, progress)
+    _fill(model, tensors, ranks, checkpoint.path, progress)
     if lender is not None:
         _check_drafter(model, lender, checkpoint.path)
     if kernels is None and can_pack(dtype, device):
@@ -156,19 +155,21 @@ def placements(model: Llama) -> dict[str, Tensor]:
     return places
 
 
-def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progress: bool) -> None:
+def _fill(
+    model: Llama, tensors: Iterator[tuple[str, Tensor]], ranks: Ranks, path: Path, progress: bool
+) -> None:
     missing = placements(model)
     unexpected = []
     samples = dict[str, str]()
     disable = None if progress else True  # None: where standard error is no terminal
     with tqdm(desc="loading weights", total=len(missing), leave=False, disable=disable) as bar:
-        for name, tensor in tensors:
+        for name, whole in tensors:
             if name in missing:
-                place = missing.pop(name)
+                place, tensor = missing.pop(name), share(name, whole, ranks)
                 _check_tensor(f"{path}: {name}", tensor, place)
                 with explain(f"{path}: {name} is no plain tensor"):
                     place.copy_(tensor)
-                    samples[name] = sampled(tensor)
+                    samples[name] = sampled(whole)
                 bar.update()
             elif name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
                 unexpected.append(name)

@@ -82,6 +82,9 @@ class OpenModels:
         ranks = join()
         ranks.check_same("models, or ways to load them", choice)
         device = choose_device(choice.device, ranks)
+        if device.type == "cuda":
+            torch.cuda.set_device(device.index or 0)
+            ranks.sum(torch.zeros(1, device=device))  # NCCL takes memory before the model does
         dtype = choose_dtype(choice.dtype, device)
         options: dict[str, Any] = {"dtype": dtype, "device": device, "progress": progress}
         self._target = OpenModel(choice, **options)
@@ -104,6 +107,8 @@ class OpenModels:
                 if opened.tokenizer is not None:
                     check_same_vocabulary(opened.tokenizer, self.tokenizer, opened.config.name)
                 self._draft = opened
+        drafted = self._draft and self._draft.config
+        ranks.check_same("model files", (self.config, self.sampling_defaults, drafted))
 
     def load(self) -> tuple[Llama, Llama | None, Llama | None]:
         """Reads the weights: the model; its draft model, its copy in fewer bits, if used."""
@@ -113,6 +118,8 @@ class OpenModels:
         if self._draft is not None:
             with self._or_lookup():
                 drafter = self._draft.load(target)
+        found = [it.execution.fingerprint for it in (target, drafter) if it is not None]
+        join().check_same("model files, or memory for the drafter", found)
         return target, drafter, retrieval_model
 
     @contextlib.contextmanager

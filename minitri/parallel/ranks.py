@@ -10,6 +10,7 @@ captured in CUDA graphs.
 
 import atexit
 import functools
+import gc
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -40,7 +41,7 @@ class RankGroup(Ranks):
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
 
     def sum(self, x: Tensor) -> Tensor:
-        """Adds up the tensors of all ranks, in place; everywhere with the same bits."""
+        """Everywhere with the same bits."""
         self._call(dist.all_reduce, x)
         return x
 
@@ -91,8 +92,16 @@ def join() -> Ranks:
     with explain(f"rank {os.environ.get('RANK')} could not join the others", ADVICE):
         store, rank, count = store_of_ranks()
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=TIMEOUT)
-    atexit.register(dist.destroy_process_group)  # else the threads of gloo abort the process
+    atexit.register(leave)  # else the threads of gloo abort the process
     return RankGroup()
+
+
+def leave() -> None:
+    """Ends the group, after all CUDA graphs: NCCL would wait for those that hold its collectives."""
+    for it in gc.get_objects():
+        if type(it) is torch.cuda.CUDAGraph:
+            it.reset()
+    dist.destroy_process_group()
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import torch
 import minitri
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.engine import Engine
+from minitri.loading import open_models
 from minitri.parallel.ranks import join
 from tests.cascades import Rig
 from tests.gpu_twins.offload import offloaded as hosted_cache
@@ -37,6 +38,16 @@ def load(folder: Path, name: str, draft: str = "suffix", **options: Any) -> Engi
     draft = str(folder / draft) if draft != "suffix" else draft
     options = {"dtype": "float32", "device": "cpu", "draft_weights": "same", **options}
     return minitri.load(folder / name, draft=draft, **options)
+
+
+def load_other(folder: Path, name: str) -> None:
+    """Loads a model where this rank finds other files than it should."""
+    right = open_models.open_checkpoint
+    open_models.open_checkpoint = lambda path: right(folder / name)
+    try:
+        load(folder, "plain")
+    finally:
+        open_models.open_checkpoint = right
 
 
 def texts(engine: Engine, temperature: float, coupled: bool, seed: int, **method: Any) -> Any:
@@ -82,6 +93,8 @@ def mistakes(folder: Path, engine: Engine, rank: int) -> dict[str, str]:
         "other prompts": problem(lambda: engine.generate([PROMPTS[rank]], speculation=options)),
         "other seeds": problem(lambda: engine.generate(PROMPTS[0], seed=rank)),
         "int4": problem(lambda: load(folder, "plain", draft_weights="int4")),
+        "other shapes": problem(lambda: load_other(folder, ["plain", "tied"][rank])),
+        "other files": problem(lambda: load_other(folder, ["plain", "again"][rank])),
         "one GPU": problem(lambda: load(folder, "plain", device="cuda:0")),
         "of rank 0": problem(lambda: join().ask_first(lambda: fail(rank))),
     }
