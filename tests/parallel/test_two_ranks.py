@@ -143,7 +143,8 @@ def test_when_one_rank_ends_all_end_with_one_line(models, how, which):
             (code, _, messages), (other, _, others) = finish(ranks)
     if how == signal.SIGKILL:
         assert (code, other)[1 - which] == 2
-        assert (messages + others).count("\n") == 1
+        assert (messages + others).count("minitri: ") == 1
+        assert which == 0 or messages.count("\n") == 1  # rank 0 keeps PyTorch's store here
         assert f"rank {1 - which} has lost the other ranks" in messages + others
     else:
         assert (code, other) == (130, 130)
