@@ -97,7 +97,7 @@ def join() -> Ranks:
 
 
 def leave() -> None:
-    """Ends the group, after all CUDA graphs: NCCL would wait for those that hold its collectives."""
+    """Ends the group, after all CUDA graphs: NCCL would wait for those with its collectives."""
     for it in gc.get_objects():
         if type(it) is torch.cuda.CUDAGraph:
             it.reset()
