@@ -28,11 +28,9 @@ import torch
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}
 """Shared memory that a program can have, by architecture (compute capability times 10)."""
 TYPES = ("bf16", "fp16", "fp32")
-PROCESSORS = {80: 108, 86: 82, 89: 128, 90: 132, 100: 148}
-"""Multiprocessors of an A100, RTX 3090, RTX 4090, H200 and B200."""
 ISSUED = {80: 10.6, 86: 21.0, 89: 45.0, 90: 6.9}
 """Instructions of a thread that a multiprocessor can issue, 128 a cycle, while memory brings it a
-byte at 90 % of its bandwidth; on a B200 it would be 4.9."""
+byte at 90 % of its bandwidth: A100, RTX 3090, RTX 4090, H200; on a B200 it would be 4.9."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Case:
     """Of weights that a warp reads in a turn of the loop."""
 
 
-def attention_cases(dtype: str, arch: int) -> Iterator[Case]:  # noqa: ARG001
+def attention_cases(dtype: str) -> Iterator[Case]:
     """One token, and blocks of some rows with and without a tree's rule; the merging."""
     from minitri.gpu.kernels.flash_decoding import (
         MAX_PIECES,
@@ -75,7 +73,7 @@ def attention_cases(dtype: str, arch: int) -> Iterator[Case]:  # noqa: ARG001
         yield Case(f"attention, merge D={D}", merge_pieces, types, constants)
 
 
-def weights_cases(dtype: str, arch: int) -> Iterator[Case]:
+def weights_cases(dtype: str) -> Iterator[Case]:
     """Products of few rows and of more with a matrix of a 7B model."""
     from minitri.gpu.kernels.weights import SHARES, multiply_tile, tile_sizes
     from minitri.roofline import GROUP
@@ -84,7 +82,7 @@ def weights_cases(dtype: str, arch: int) -> Iterator[Case]:
         return  # rounded to bfloat16 before
     types = {"x": f"*{dtype}", "weight": "*i8", "scales": "*fp32", "out": f"*{dtype}"}
     for bits, M in itertools.product((4, 8), (3, 16)):
-        constants = tile_sizes(M, 4096, bits, PROCESSORS[arch])
+        constants = tile_sizes(M, bits)
         num_bytes = constants["COLUMNS"] * GROUP * bits // 8
         name = f"weights, {bits} bits, {M} x {constants['COLUMNS']}"
         constants |= {"SHARES": SHARES, "GROUP": GROUP, "num_warps": SHARES}
@@ -173,7 +171,7 @@ def problem_of(case: Case, usage: Usage, arch: int) -> str:
 def lines_of(arch: int, kernel: str, most: int | None) -> Iterator[str]:
     """A line for every case, or the first `most` of each dtype; it ends in what is wrong."""
     for dtype in TYPES:
-        for case in itertools.islice(KERNELS[kernel](dtype, arch), most):
+        for case in itertools.islice(KERNELS[kernel](dtype), most):
             line = f"{arch:4d} {dtype:5s} {case.name:32s}"
             usage = compiled(case, arch)
             yield (

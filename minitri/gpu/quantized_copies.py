@@ -82,7 +82,14 @@ def copy_in_few_bits(model: Llama, bits: int) -> Llama:
 
     Raises `InputError` if the kernel does not work on the device, or if there is no room.
     """
-    multiply = kernel_for(model, bits)
+    multiply = multiply_math
+    if model.device.type == "cuda":
+        if problem := problem_with(partial(check_kernel, model, bits)):
+            raise InputError(
+                f"--draft-weights int{bits} does not work on {model.device} ({problem}); leave it "
+                "out"
+            )
+        from minitri.gpu.kernels.weights import multiply
 
     def quantized(layer: Linear) -> QuantizedLinear:
         is_head = layer.weight is model.lm_head.weight
@@ -95,19 +102,6 @@ def copy_in_few_bits(model: Llama, bits: int) -> Llama:
             f"--draft-weights int{bits} needs {copy_bytes(model.config, bits) / 2**30:.2f} GiB "
             f"more on {model.device} than are free; leave it out"
         ) from None
-
-
-def kernel_for(model: Llama, bits: int) -> Multiply:
-    """The kernel for a model's device, tried there. Raises `InputError`."""
-    if model.device.type == "cpu":
-        return multiply_math
-    if problem := problem_with(partial(check_kernel, model, bits)):
-        raise InputError(
-            f"--draft-weights int{bits} does not work on {model.device} ({problem}); leave it out"
-        )
-    from minitri.gpu.kernels.weights import multiply
-
-    return multiply
 
 
 def check_kernel(model: Llama, bits: int) -> None:

@@ -107,8 +107,6 @@ class OpenModels:
                 if opened.tokenizer is not None:
                     check_same_vocabulary(opened.tokenizer, self.tokenizer, opened.config.name)
                 self._draft = opened
-        drafted = self._draft and self._draft.config
-        ranks.check_same("model files", (self.config, self.sampling_defaults, drafted))
 
     def load(self) -> tuple[Llama, Llama | None, Llama | None]:
         """Reads the weights: the model; its draft model, its copy in fewer bits, if used."""
@@ -118,7 +116,8 @@ class OpenModels:
         if self._draft is not None:
             with self._or_lookup():
                 drafter = self._draft.load(target)
-        found = [it.execution.fingerprint for it in (target, drafter) if it is not None]
+        weights = [it.execution.fingerprint for it in (target, drafter) if it is not None]
+        found = self.config, self.sampling_defaults, weights
         join().check_same("model files, or memory for the drafter", found)
         return target, drafter, retrieval_model
 

@@ -1,5 +1,5 @@
 """Every backend for short blocks equals the oracle: on a CPU the Triton kernel is run by Triton's
-interpreter and PyTorch's flash kernel has a stand-in; on a GPU they are compiled."""
+interpreter, and FlashAttention has a stand-in; on a GPU ours is compiled."""
 
 import math
 import sys
@@ -18,12 +18,11 @@ from minitri.gpu.attention_backends import (
     check_backend,
     choose_attention,
     make_backend,
-    torch_flash,
 )
 from minitri.model.attention import attend_math
 from minitri.settings import LONGEST_BLOCK
 from tests.conftest import CPU, tiny_config
-from tests.gpu_twins.conftest import TWINS
+from tests.gpu_twins.conftest import TWINS, flash_kernel
 from tests.model.test_attention import random_case
 
 ON_GPU = torch.cuda.is_available()
@@ -227,16 +226,15 @@ def test_grouped_queries_in_float32_reach_no_kernel_that_holds_all_scores(monkey
     q, k, v, lengths = random_case(1, (70, 70), H=6, K=2, D=16)
     got = attend_fused(q, k, v, lengths)
     assert (got - attend_math(q, k, v, lengths)).abs().max() < 3e-6
-    assert calls == [(2, 2, False)] * 3
+    assert calls == [(6, 6, False)]
 
 
 @needs_triton
-def test_the_flash_attn_package_comes_before_pytorchs_own(monkeypatch):
+def test_the_flash_attn_package_takes_chains_and_triton_trees(monkeypatch):
     package = ModuleType("flash_attn")
-    package.flash_attn_with_kvcache = torch_flash
+    package.flash_attn_with_kvcache = flash_kernel
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setattr(attention_backends, "torch_flash", None)
-    monkeypatch.setattr(attention_backends, "attend_masked", None)  # trees go to Triton
+    monkeypatch.setattr(attention_backends, "attend_masked", None)
     for rule in (None, random_rule(3)):
         case = random_case(3, (5, 0), 4, 2, D=D, S=40)
         assert error_of(make_backend("flash"), *case, rule=rule) < 3e-6

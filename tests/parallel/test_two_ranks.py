@@ -77,7 +77,7 @@ def test_what_does_not_fit_is_one_line_on_all_ranks(seen):
     told = {
         "odd heads": "cannot be split over 2 ranks",
         "other flags": "the ranks were given different models, or ways to load them; start all",
-        "other shapes": "the ranks were given different model files; start all",
+        "other shapes": "the ranks were given different model files, or memory for the drafter;",
         "other files": "the ranks were given different model files, or memory for the drafter;",
         "other prompts": "the ranks were given different prompts, seeds or settings; start all",
         "other seeds": "the ranks were given different prompts, seeds or settings; start all",

@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minitri.gpu.kernels import num_processors
 from minitri.roofline import GROUP
 
 SHARES = 4
@@ -108,21 +107,15 @@ def multiply_tile(  # type: ignore[no-untyped-def]
     tl.store(out + place, out_CR.to(out.dtype.element_ty), mask=is_ours)
 
 
-def tile_sizes(M: int, N: int, bits: int, num_processors: int) -> dict[str, int]:
+def tile_sizes(M: int, bits: int) -> dict[str, int]:
     """The tile that a program computes, and how it reads.
 
-    Fewer columns where that keeps more multiprocessors busy. All stages take 99 KiB of shared
-    memory at most, which every GPU from compute capability 8.0 on has.
+    All stages take 99 KiB of shared memory at most, which every GPU from compute capability 8.0 on
+    has. All programs for 4096 columns run at once, wherever they are: each gets as many bytes.
     """
-
-    def busy(columns: int) -> float:
-        tiles = triton.cdiv(N, columns)
-        return tiles / (num_processors * triton.cdiv(tiles, num_processors))
-
     rows = 8 if M <= 8 else 16
-    columns = 16 if busy(16) > 1.1 * busy(32) else 32
     stages = 6 if bits == 4 and rows == 8 else 4
-    return {"ROWS": rows, "COLUMNS": columns, "BITS": bits, "STAGES": stages}
+    return {"ROWS": rows, "COLUMNS": 32, "BITS": bits, "STAGES": stages}
 
 
 def multiply(x: Tensor, weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
@@ -139,7 +132,7 @@ def multiply(x: Tensor, weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
     M = len(x_ME)
     out_MN = x.new_empty(M, N)
     bits = 8 * weight_NX.shape[1] // (G * GROUP)
-    sizes = tile_sizes(M, N, bits, num_processors(x.device))
+    sizes = tile_sizes(M, bits)
     grid = triton.cdiv(M, sizes["ROWS"]), triton.cdiv(N, sizes["COLUMNS"])
     tensors = (x_ME, weight_NX, scales_GN, out_MN)
     options = {"SHARES": SHARES, "GROUP": GROUP, "num_warps": SHARES}
