@@ -188,17 +188,15 @@ def replay_seconds(
     """What a backend takes for blocks of one token and of the most, each over 1 GiB of K and V and
     replayed by a graph; infinity if it fails."""
     clock, times = CudaClock(), list[float]()
-    shape = 2, 1, config.num_kv_heads, -1, config.head_dim
+    K, D = config.num_kv_heads, config.head_dim
+    S = (1 << 29) // (K * D * dtype.itemsize)
     with contextlib.suppress(Exception):
         attend = make_backend(name)
         for T in (1, LONGEST_BLOCK):
             graph = torch.cuda.CUDAGraph()
-            kv_PBKSD = (
-                torch.zeros(1 << 29, dtype=torch.int16, device=device).view(dtype).view(shape)
-            )
-            q_BTHD = kv_PBKSD.new_zeros(1, T, config.num_heads, config.head_dim)
-            lengths_B = torch.tensor([kv_PBKSD.shape[3] - T], device=device)
-            keys_BKSD, values_BKSD = kv_PBKSD
+            keys_BKSD, values_BKSD = torch.zeros(2, 1, K, S, D, dtype=dtype, device=device)
+            q_BTHD = keys_BKSD.new_zeros(1, T, config.num_heads, D)
+            lengths_B = torch.tensor([S - T], device=device)
             run = partial(attend, q_BTHD, keys_BKSD, values_BKSD, lengths_B, None)
             run()  # which compiles it
             with torch.cuda.graph(graph):
