@@ -133,7 +133,7 @@ gpu_twins/test_attention_backends.py
 gpu_twins/test_attention_backends.py
 ::test_grouped_queries_in_float32_reach_no_kernel_that_holds_all_scores
   all scores of a chunk held at once in float32
-    attend_fused: H == K or q_BTHD.dtype != torch.float32 => H >= K
+    attend_fused: q_BTHD.dtype == torch.float32 => False
 gpu_twins/test_fused_modules.py::test_the_network_adds_and_norms_in_another_order_only
   fused layers forget the last addition
     FusedLayers.forward: x_BTE + change_BTE => x_BTE
