@@ -40,7 +40,7 @@ def load(
     blocks on a GPU. `rope_scaling` such as `yarn:4` stretches the context. `weights` `native`
     leaves a GGUF file's 4 and 8 bits as they are (on a CPU); `auto` does not. `draft_weights` guess
     with the retrieval cache: the `same`, or a copy, of which the text does not depend: `int4`, as
-    `auto` with compiled kernels, or `int8` (on a GPU). `progress` draws bars on standard error.
+    `auto` with compiled kernels, or on a GPU `int8`, too. `progress` draws bars on standard error.
     `before_weights` is given tokenizer and config before the weights are read: time to check a
     prompt. Under torchrun each process holds a share of the model, and all must make the same
     calls. Raises `InputError`.
@@ -72,4 +72,6 @@ def load(
     loaded = target.load()
     retrieval_model = retrieval_copy(loaded, draft_weights)
     draft_model = opened_draft.load(loaded) if opened_draft is not None else None
+    fingerprints = [it.execution.fingerprint for it in (loaded, draft_model) if it is not None]
+    join().check_same("model files", (config, defaults, fingerprints))
     return Engine(loaded, tokenizer, draft_model, retrieval_model, drafter, defaults)

@@ -25,7 +25,7 @@ with clean_imports():
     from minitri.loading.devices import DTYPES
     from minitri.loading.fetch import LOOKUPS, default_draft, local_path
     from minitri.loading.named_models import shape_of, unknown_model
-    from minitri.roofline import CARDS, Machine, Pass, Workload, eight_bit_bytes
+    from minitri.roofline import CARDS, Machine, Pass, Workload, copy_bytes
     from minitri.settings import StepPlan
 
 
@@ -53,8 +53,8 @@ class PlanFlags:
     """GB/s from the host to a GPU; 50 for PCIe 5.0 x16."""
     explain: bool = False
     """Print bytes and FLOPs of each phase."""
-    draft_weights: str = one_of("same", "same", "int8")
-    """Of the retrieval level: the model's own, or a copy in 8 bits."""
+    draft_weights: str = one_of("same", "same", "int8", "int4")
+    """Of the retrieval level: the model's own, or a copy in 8 or 4 bits."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -97,7 +97,7 @@ def demand_of(args: argparse.Namespace) -> Demand:
         args.prefill_chunk,
         itemsize=4 if args.dtype == "float32" else 2,
         num_gpus=args.gpus,
-        has_copy=args.draft_weights != "same",
+        copy_bits={"same": 0, "int8": 8, "int4": 4}[args.draft_weights],
     )
 
 
@@ -110,7 +110,7 @@ def workload(needs: Demand, on_chip: int) -> Workload:
         needs.speculation.budget_for(needs.num_tokens),
         itemsize=needs.itemsize,
         hosted_share=1 - on_chip / needs.config.num_layers,
-        retrieval_bytes=eight_bit_bytes(needs.share) if needs.has_copy else None,
+        retrieval_bytes=copy_bytes(needs.share, needs.copy_bits) or None,
     )
 
 

@@ -5,12 +5,16 @@ V once, however few tokens it computes. For the autotuner before it has measured
 import math
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
 from minitri.config import ModelConfig
 from minitri.model.linear import Linear
 from minitri.model.llama import Llama
+
+GROUP = 128
+"""Successive weights of a row that share a scale, of 4 bytes, in a GPU's copy in few bits."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +86,15 @@ def bytes_per_pass(model: Llama) -> int:
 
 
 @cache
-def eight_bit_bytes(config: ModelConfig) -> int:
-    """Bytes of a copy in 8 bits with a scale of 4 bytes per row: `gpu/eight_bits.py`."""
-    layers = (it for it in outline(config).modules() if isinstance(it, Linear))
-    return sum(it.out_features * (it.in_features + 4) for it in layers)
+def copy_bytes(config: ModelConfig, bits: int) -> int:
+    """Bytes of a copy in 4 or 8 bits (`gpu/quantized_copies.py`); 0 bits: of none."""
+
+    def size(layer: Any, bits: int) -> int:
+        return layer.out_features * -(-layer.in_features // GROUP) * (GROUP * bits // 8 + 4)
+
+    model = outline(config)
+    layers = sum(size(it, bits) for it in model.layers.modules() if isinstance(it, Linear))
+    return layers + size(model.lm_head, 8) if bits else 0
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,15 @@
     python tools/compile_kernels.py --arch 86 --kernel attention
 
 Prints a line per case: registers of a thread, bytes that they spill to memory, KiB of shared memory
-of a program, and asynchronous copies in its code. A kernel that does not compile, spills, or needs
-more shared memory than the architecture has ends it with exit code 1. `ptxas` comes with Triton.
+of a program, asynchronous copies in its code, and of products with weights the instructions of a
+thread in the loop for each byte of weights that it reads. A kernel that does not compile, spills,
+needs more shared memory than the architecture has, or more instructions than a multiprocessor can
+issue while the bytes come ends it with exit code 1. `ptxas` comes with Triton.
 """
 
 import argparse
 import itertools
+import math
 import os
 import re
 import subprocess
@@ -25,6 +28,9 @@ import torch
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}
 """Shared memory that a program can have, by architecture (compute capability times 10)."""
 TYPES = ("bf16", "fp16", "fp32")
+ISSUED = {80: 10.6, 86: 21.0, 89: 45.0, 90: 6.9}
+"""Instructions of a thread that a multiprocessor can issue, 128 a cycle, while memory brings it a
+byte at 90 % of its bandwidth: A100, RTX 3090, RTX 4090, H200; on a B200 it would be 4.9."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,8 @@ class Case:
     """And options of the compiler, whose names are in lower case."""
     is_pipelined: bool = False
     """Whether it must read ahead by asynchronous copies."""
+    num_bytes: int = 0
+    """Of weights that a warp reads in a turn of the loop."""
 
 
 def attention_cases(dtype: str) -> Iterator[Case]:
@@ -66,15 +74,21 @@ def attention_cases(dtype: str) -> Iterator[Case]:
 
 
 def weights_cases(dtype: str) -> Iterator[Case]:
-    """Products of one row and of many with matrices of a 7B model."""
+    """Products of few rows and of more with a matrix of a 7B model."""
     from minitri.gpu.kernels.weights import SHARES, multiply_tile, tile_sizes
+    from minitri.roofline import GROUP
 
     if dtype == "fp32":
         return  # rounded to bfloat16 before
-    for M, N in itertools.product((1, 20, 64), (4096, 12288)):
-        constants = tile_sizes(M, N, num_processors=132) | {"SHARES": SHARES, "num_warps": SHARES}
-        types = {"x": f"*{dtype}", "weight": "*i8", "scales": "*fp32", "out": f"*{dtype}"}
-        yield Case(f"weights, {M} rows, N={N}", multiply_tile, types, constants, is_pipelined=True)
+    types = {"x": f"*{dtype}", "weight": "*i8", "scales": "*fp32", "out": f"*{dtype}"}
+    for bits, M in itertools.product((4, 8), (3, 16)):
+        constants = tile_sizes(M, bits)
+        num_bytes = constants["COLUMNS"] * GROUP * bits // 8
+        name = f"weights, {bits} bits, {M} x {constants['COLUMNS']}"
+        constants |= {"SHARES": SHARES, "GROUP": GROUP, "num_warps": SHARES}
+        # Numbers of float16 are converted from 4 bits one by one.
+        counted = num_bytes if dtype == "bf16" or bits == 8 else 0
+        yield Case(name, multiply_tile, types, constants, is_pipelined=True, num_bytes=counted)
 
 
 KERNELS = {"attention": attention_cases, "weights": weights_cases}
@@ -92,6 +106,8 @@ class Usage:
     """KiB of shared memory of a program."""
     asynchronous: int
     """Instructions that copy to shared memory while the program goes on."""
+    per_byte: float
+    """Instructions of a thread for each byte of weights that it reads; 0 where none are counted."""
 
 
 def compiled(case: Case, arch: int) -> Usage:
@@ -116,11 +132,29 @@ def compiled(case: Case, arch: int) -> Usage:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        command = [tool, "--dump-resource-usage", file.name]
-        used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        used, code = (
+            subprocess.run(
+                [tool, how, file.name], capture_output=True, text=True, check=True
+            ).stdout
+            for how in ("--dump-resource-usage", "--dump-sass")
+        )
     registers, stack = (int(re.findall(rf"{key}:(\d+)", used)[0]) for key in ("REG", "STACK"))
     num_copies = len(re.findall(r"cp\.async\.c[ag]", made.asm["ptx"]))
-    return Usage(registers, stack, made.metadata.shared / 1024, num_copies)
+    per_byte = 32 * loop_length(code) / case.num_bytes if case.num_bytes else 0.0
+    return Usage(registers, stack, made.metadata.shared / 1024, num_copies, per_byte)
+
+
+def loop_length(code: str) -> int:
+    """Instructions of the loop with the products in disassembled code."""
+    found = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", code)
+    lines = [(int(place, 16), text) for place, text in found]
+    for end, text in lines:
+        jump = re.search(r"\bBRA\b.*0x([0-9a-f]+)", text)
+        if jump and (start := int(jump[1], 16)) < end:
+            body = [text for place, text in lines if start <= place <= end]
+            if any("MMA" in text for text in body):
+                return len(body)
+    raise ValueError("the code has no loop with products")
 
 
 def problem_of(case: Case, usage: Usage, arch: int) -> str:
@@ -129,6 +163,8 @@ def problem_of(case: Case, usage: Usage, arch: int) -> str:
         return "spills"
     if usage.shared > SHARED_KIB[arch]:
         return "too much shared memory"
+    if usage.per_byte > ISSUED.get(arch, math.inf):
+        return "too many instructions"
     return "no asynchronous copies" if case.is_pipelined and not usage.asynchronous else ""
 
 
@@ -140,7 +176,7 @@ def lines_of(arch: int, kernel: str, most: int | None) -> Iterator[str]:
             usage = compiled(case, arch)
             yield (
                 f"{line} {usage.registers:9d} {usage.spilled:8d} {usage.shared:8.1f} "
-                f"{usage.asynchronous:8d}  {problem_of(case, usage, arch)}"
+                f"{usage.asynchronous:8d} {usage.per_byte:8.2f}  {problem_of(case, usage, arch)}"
             ).rstrip()
 
 
@@ -153,7 +189,9 @@ def main() -> int:
     add("--kernel", action="append", choices=[*KERNELS], help="those of one module only")
     add("--first", type=int, metavar="N", help="the first N cases of each dtype only")
     args = parser.parse_args()
-    print("arch dtype kernel                            registers  spilled   shared   copies")
+    print(
+        "arch dtype kernel                            registers  spilled   shared   copies per byte"
+    )
     num_wrong = 0
     for arch, kernel in itertools.product(args.arch or SHARED_KIB, args.kernel or KERNELS):
         for line in lines_of(arch, kernel, args.first):

@@ -49,7 +49,7 @@ big=(--load dummy --shape llama2-7b-128k --context 122880 --method triforce --ne
 part "tests on the device" 180 python -m pytest -q -rN --maxfail=10 tests/gpu
 gpu_part "attention and other kernels against their oracles" 90 \
     python -m pytest -q -m "slow or not slow" tests/gpu_twins/test_attention_backends.py \
-    tests/gpu_twins/test_fused_modules.py tests/gpu_twins/test_eight_bits.py
+    tests/gpu_twins/test_fused_modules.py tests/gpu_twins/test_quantized_copies.py
 part "selftest" 110 python -m minitri.selftest --model "$model" --max-new-tokens 48
 gpu_part "7B at 122,880 tokens, on chip" 120 python -m tools.bench "${big[@]}"
 gpu_part "the same with 8 bits for guesses" 100 python -m tools.bench "${big[@]}" --draft-weights int8

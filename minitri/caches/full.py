@@ -47,12 +47,8 @@ class FullCache(Cache):
     """The same of all slots of row b, whatever its length."""
 
     def tokens(self, b: int, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (L, K, T, D) of row b's tokens from `start` to `end`, on the device; on a
-        GPU copied by a kernel each, where a view of more than 2 GB would take many."""
-        if self.device.type == "cpu":
-            return self.keys[:, b, :, start:end], self.values[:, b, :, start:end]
-        places = torch.arange(start, end, device=self.device)
-        return self.keys[:, b].index_select(2, places), self.values[:, b].index_select(2, places)
+        """Keys and values (L, K, T, D) of row b's tokens from `start` to `end`, on the device."""
+        return span(self.keys[:, b], start, end), span(self.values[:, b], start, end)
 
     def write(self, layer: int, b: int, keys_KTD: Tensor, values_KTD: Tensor) -> None:
         """Writes K and V of the first tokens of row b, which is empty; see `restore`."""
@@ -62,3 +58,11 @@ class FullCache(Cache):
     def restore(self, b: int, num_tokens: int) -> None:
         """Row b, which was empty, holds `num_tokens`: they stand in its first slots."""
         self.hold(b, num_tokens, num_tokens)
+
+
+def span(slots_LKSD: Tensor, start: int, end: int) -> Tensor:
+    """Slots from `start` to `end`; on a GPU copied by a kernel, where a view of over 2 GB would
+    take many."""
+    if slots_LKSD.device.type == "cpu":
+        return slots_LKSD[:, :, start:end]
+    return slots_LKSD.index_select(2, torch.arange(start, end, device=slots_LKSD.device))

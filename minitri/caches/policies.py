@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from minitri.caches.full import FullCache
+from minitri.caches.full import FullCache, span
 from minitri.errors import explain
 
 TOKENS_AT_ONCE = 256
@@ -80,7 +80,7 @@ class ChunkRetrieval(Policy):
         whole = end // M if self._is_kept else 0
         while (done := self._num_means[b]) < whole:
             upto = self._num_means[b] = min(whole, done + -(-TOKENS_AT_ONCE // M))
-            keys_LKTD, _ = full.tokens(b, done * M, upto * M)
+            keys_LKTD = span(full.keys[:, b], done * M, upto * M)
             self._means[:, b, :, done:upto] = keys_LKTD.unflatten(2, (upto - done, M)).mean(3)
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:

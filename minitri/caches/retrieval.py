@@ -138,16 +138,14 @@ class RetrievalCache(Cache):
         W = self._settings.observation_window
         queries_WHD = torch.cat((self._queries[b][layer], query_HD.unsqueeze(0)))[-W:]
         q_KRD = queries_WHD.unflatten(1, (K, -1)).transpose(0, 1).flatten(1, 2)
-        keys_KNMD, values_KNMD = (
-            slots_KSD[:, : N * M].unflatten(1, (N, M)) for slots_KSD in (keys_KSD, values_KSD)
-        )
+        keys_KNMD = keys_KSD[:, : N * M].unflatten(1, (N, M))
         scores_KN = self._policy.scores(layer, b, q_KRD, keys_KNMD).clone()
         scores_KN[:, :sinks] = scores_KN[:, N - recent :] = math.inf
         chosen_KC = scores_KN.topk(C).indices.flip(1)
-        for small, chunks_KNMD in ((self.keys, keys_KNMD), (self.values, values_KNMD)):
-            for k, chosen_C in enumerate(chosen_KC):  # ten times as fast as all heads at once
-                best_CX = chunks_KNMD[k].flatten(1).index_select(0, chosen_C)
-                small[layer, b, k, : C * M] = best_CX.view(C * M, -1)
+        tokens_M = torch.arange(M, device=keys_KSD.device)
+        places_KT = (chosen_KC.unsqueeze(2) * M + tokens_M).flatten(1)
+        for small, slots_KSD in ((self.keys, keys_KSD), (self.values, values_KSD)):
+            small[layer, b, :, : C * M] = take_tokens(slots_KSD, places_KT)
 
     def _copy_committed(self, b: int) -> None:
         """Copies exact K and V of the text's tokens that are new in the full cache, into free slots
@@ -165,3 +163,13 @@ class RetrievalCache(Cache):
             row.num_overwritten += 0 if is_free else count
             row.num_committed += count
             self.hold(b, min(held + count, row.budget), row.num_committed)
+
+
+def take_tokens(slots_KSD: Tensor, places_KT: Tensor) -> Tensor:
+    """(K, T, D) at each head's own places: one `index_select` for all heads, over rows of D
+    numbers, however the slots lie in memory."""
+    K, S, D = slots_KSD.shape
+    head, slot = (stride // D for stride in slots_KSD.stride()[:2])
+    rows_XD = slots_KSD.as_strided(((K - 1) * head + (S - 1) * slot + 1, D), (D, 1))
+    rows_KT = places_KT * slot + torch.arange(K, device=places_KT.device).unsqueeze(1) * head
+    return rows_XD.index_select(0, rows_KT.flatten()).view(K, -1, D)

@@ -84,7 +84,7 @@ def _top_p_cutoff(
     among the `sizes[0]` likeliest tokens; rows that need more go on with the next size, or all."""
     best = scores_NV.topk(sizes[0]).values if sizes else scores_NV.sort(descending=True).values
     probs = (best - log_totals_N1).exp()
-    before = probs.cumsum(-1, dtype=torch.float64) - probs  # mass of the tokens ahead of each
+    before = running_sums(probs) - probs  # mass of the tokens ahead of each
     num_kept_N1 = (before < top_p).sum(-1, keepdim=True).clamp_min(1)
     cutoff_N1 = best.gather(-1, num_kept_N1 - 1)
     if sizes and (more_N := num_kept_N1.squeeze(1) == sizes[0]).any():
@@ -96,10 +96,25 @@ def _top_p_cutoff(
 def sample(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
     """One token per row, (N,), by inverse CDF of float64 numbers in [0, 1); rows need not sum to 1.
     On a CPU a token of probability 0 is never sampled; on CUDA at odds of 1e-11."""
-    cdf_NV = probs_NV.double().cumsum(-1)
+    cdf_NV = running_sums(probs_NV)
     targets_N1 = uniforms_N.double().unsqueeze(-1) * cdf_NV[..., -1:]
     tokens_N1 = torch.searchsorted(cdf_NV, targets_N1, right=True)
     return tokens_N1.squeeze(-1).clamp_max(probs_NV.shape[-1] - 1)
+
+
+def running_sums(numbers: Tensor) -> Tensor:
+    """Sums of each row up to every place of it, in float64; on a GPU by parts, as there a single
+    multiprocessor would walk over a whole row."""
+    return sums_by_parts(numbers) if numbers.is_cuda else numbers.cumsum(-1, dtype=torch.float64)
+
+
+def sums_by_parts(numbers: Tensor, part: int = 128) -> Tensor:
+    """`running_sums` within all parts of a row at once, and of the parts."""
+    V = numbers.shape[-1]
+    parts = F.pad(numbers, (0, -V % part)).unflatten(-1, (-1, part))
+    sums = parts.cumsum(-1, dtype=torch.float64)
+    before = F.pad(sums[..., :-1, -1].cumsum(-1), (1, 0))
+    return (sums + before.unsqueeze(-1)).flatten(-2)[..., :V]
 
 
 def pad_vocabulary(probs_BNV: Tensor, vocab_size: int) -> Tensor:

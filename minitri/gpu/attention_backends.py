@@ -5,8 +5,8 @@ and a CUDA graph can replay it. `choose_attention` takes the first of these that
 device and agrees with the oracle:
 
 - `triton`: our own kernel, see `kernels/flash_decoding.py`;
-- `flash`: FlashAttention-2 from the flash-attn package, or else PyTorch's; it takes no float32 and
-  no trees;
+- `flash`: FlashAttention-2 from the flash-attn package; it takes no float32, and trees go to our
+  own kernel. It comes first where graphs replay it faster;
 - `math`: plain formulas over all slots with a mask.
 
 Longer blocks, which only a prefill has, go to `attend_fused` by their lengths on the host.
@@ -14,11 +14,13 @@ Longer blocks, which only a prefill has, go to `attend_fused` by their lengths o
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T.
 """
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +29,8 @@ from torch import Tensor
 from minitri.config import ModelConfig
 from minitri.errors import InputError
 from minitri.gpu.kernels import problem_with
-from minitri.model.attention import attend_math, block_rule, fold, row_by_row, unfold
+from minitri.gpu.streams import CudaClock
+from minitri.model.attention import attend_math, block_rule, row_by_row
 from minitri.settings import LONGEST_BLOCK
 
 log = logging.getLogger("minitri")
@@ -50,58 +53,39 @@ def attend_masked(
     rule_TT: Tensor | None = None,
 ) -> Tensor:
     """The `math` backend: all slots, masked, in float32 or better."""
-    T = q_BTHD.shape[1]
+    T, _, D = q_BTHD.shape[1:]
     K, S = keys_BKSD.shape[1:3]
     exact = torch.promote_types(q_BTHD.dtype, torch.float32)
-    q_BKRD = fold(q_BTHD, K).to(exact) / math.sqrt(q_BTHD.shape[3])
     # Slot s is in the block if 0 <= s - length < T. After it may be anything, even NaN.
     offsets_BS = torch.arange(S, device=q_BTHD.device) - lengths_B.unsqueeze(1)
     is_after_BS = offsets_BS >= T
-    is_after_B1S1 = is_after_BS[:, None, :, None]
-    rule_TT = block_rule(T, rule_TT, q_BTHD.device)
-    sees_TBS = (offsets_BS < 0) | ~is_after_BS & rule_TT[:, offsets_BS.clamp(0, T - 1)]
-    unseen_B1RS = ~sees_TBS.transpose(0, 1).repeat(1, q_BKRD.shape[2] // T, 1).unsqueeze(1)
-    scores_BKRS = q_BKRD @ keys_BKSD.to(exact).masked_fill(is_after_B1S1, 0).transpose(2, 3)
-    probs_BKRS = scores_BKRS.masked_fill(unseen_B1RS, -math.inf).softmax(-1)
-    out_BKRD = probs_BKRS @ values_BKSD.to(exact).masked_fill(is_after_B1S1, 0)
-    return unfold(out_BKRD, T).to(q_BTHD.dtype)
+    rule_TBS = block_rule(T, rule_TT, q_BTHD.device)[:, offsets_BS.clamp(0, T - 1)]
+    sees_BTS = ((offsets_BS < 0) | ~is_after_BS & rule_TBS).transpose(0, 1)
+    k_BK1SD, v_BK1SD = (
+        slots.to(exact).masked_fill(is_after_BS[:, None, :, None], 0).unsqueeze(2)
+        for slots in (keys_BKSD, values_BKSD)
+    )
+    q_BKGTD = q_BTHD.transpose(1, 2).unflatten(1, (K, -1)).to(exact)
+    scores_BKGTS = q_BKGTD @ k_BK1SD.transpose(3, 4) / math.sqrt(D)
+    probs_BKGTS = scores_BKGTS.masked_fill(~sees_BTS[:, None, None], -math.inf).softmax(-1)
+    return (probs_BKGTS @ v_BK1SD).flatten(1, 2).transpose(1, 2).to(q_BTHD.dtype)
 
 
 def attend_flash(
     kernel: Callable[..., Tensor],
+    attend_tree: Backend,
     q_BTHD: Tensor,
     keys_BKSD: Tensor,
     values_BKSD: Tensor,
     lengths_B: Tensor,
     rule_TT: Tensor | None = None,
 ) -> Tensor:
-    """The `flash` backend: `kernel` is flash_attn's `flash_attn_with_kvcache`, or like it."""
+    """The `flash` backend: `kernel` is flash_attn's `flash_attn_with_kvcache`."""
     if rule_TT is not None:
-        return attend_masked(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
+        return attend_tree(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
     k_BSKD, v_BSKD = (slots.transpose(1, 2) for slots in (keys_BKSD, values_BKSD))
     ends_B = (lengths_B + q_BTHD.shape[1]).int()
     return kernel(q_BTHD, k_BSKD, v_BSKD, cache_seqlens=ends_B, causal=True)
-
-
-def torch_flash(
-    q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, *, cache_seqlens: Tensor, causal: bool
-) -> Tensor:
-    """PyTorch's kernel for packed sequences, called like `flash_attn_with_kvcache`: row b of the
-    cache is one that begins at token b * row / token."""
-    B, T, H, D = q_BTHD.shape
-    S, K = k_BSKD.shape[1:3]
-    row, token, head, _ = k_BSKD.stride()
-    assert v_BSKD.stride() == k_BSKD.stride()
-    assert row % token == 0
-    step = row // token
-    packed = ((B - 1) * step + S, K, D), (token, head, 1)
-    k, v = k_BSKD.as_strided(*packed), v_BSKD.as_strided(*packed)
-    rows = torch.arange(B + 1, device=q_BTHD.device, dtype=torch.int32)
-    sizes = (rows * T, rows * step, T, S)
-    out, *_ = torch.ops.aten._flash_attention_forward(
-        q_BTHD.reshape(B * T, H, D), k, v, *sizes, 0.0, causal, False, seqused_k=cache_seqlens
-    )
-    return out.view(B, T, H, D)
 
 
 def attend_fused(
@@ -128,13 +112,13 @@ def attend_fused(
     k_BKSD = keys_BKSD[:, :, :end]
     v_BKSD = values_BKSD[:, :, :end]
     H, K = q_BHTD.shape[1], k_BKSD.shape[1]
-    attend = partial(F.scaled_dot_product_attention, attn_mask=mask)
-    if H == K or q_BTHD.dtype != torch.float32:
-        return attend(q_BHTD, k_BKSD, v_BKSD, enable_gqa=H > K).transpose(1, 2)
-    # The only fused kernel for float32 knows no groups; plain formulas would hold all scores.
-    groups = q_BHTD.unflatten(1, (K, H // K)).unbind(2)
-    outs = [attend(q_BKTD, k_BKSD, v_BKSD, enable_gqa=False) for q_BKTD in groups]
-    return torch.stack(outs, 2).flatten(1, 2).transpose(1, 2)
+    if q_BTHD.dtype == torch.float32:
+        # Its only fused kernel knows no groups; plain formulas would hold all scores.
+        k_BKSD, v_BKSD = (it.repeat_interleave(H // K, 1) for it in (k_BKSD, v_BKSD))
+    attend = F.scaled_dot_product_attention
+    is_grouped = k_BKSD.shape[1] < H
+    out_BHTD = attend(q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, enable_gqa=is_grouped)
+    return out_BHTD.transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -166,11 +150,9 @@ def make_backend(name: str) -> Backend:
         return attend_short_block
     if name == "math":
         return attend_masked
-    try:
-        from flash_attn import flash_attn_with_kvcache as kernel
-    except ImportError:
-        kernel = torch_flash
-    return partial(attend_flash, kernel)
+    from flash_attn import flash_attn_with_kvcache
+
+    return partial(attend_flash, flash_attn_with_kvcache, make_backend("triton"))
 
 
 def choose_attention(
@@ -181,8 +163,12 @@ def choose_attention(
     Why another one cannot be used is a warning. Raises `InputError` if none is left.
     """
     names = [name for name in BACKENDS if name != "flash" or dtype != torch.float32]
+    if wanted != "auto":
+        names = [wanted]
+    elif "flash" in names and find_spec("flash_attn") is not None:
+        names[:2] = sorted(names[:2], key=partial(replay_seconds, device, dtype, config))
     problem = ""
-    for name in names if wanted == "auto" else [wanted]:
+    for name in names:
         make = partial(make_backend, name)
         problem = problem_with(partial(check_backend, make, device, dtype, config))
         if not problem:
@@ -193,6 +179,34 @@ def choose_attention(
         f"--attention {wanted} fails on {device} in {dtype} ({problem}); use --attention auto, or "
         "--device cpu"
     )
+
+
+@torch.inference_mode()
+def replay_seconds(
+    device: torch.device, dtype: torch.dtype, config: ModelConfig, name: str
+) -> float:
+    """What a backend takes for blocks of one token and of the most, each over 1 GiB of K and V and
+    replayed by a graph; infinity if it fails."""
+    clock, times = CudaClock(), list[float]()
+    K, D = config.num_kv_heads, config.head_dim
+    S = (1 << 29) // (K * D * dtype.itemsize)
+    with contextlib.suppress(Exception):
+        attend = make_backend(name)
+        for T in (1, LONGEST_BLOCK):
+            graph = torch.cuda.CUDAGraph()
+            keys_BKSD, values_BKSD = torch.zeros(2, 1, K, S, D, dtype=dtype, device=device)
+            q_BTHD = keys_BKSD.new_zeros(1, T, config.num_heads, D)
+            lengths_B = torch.tensor([S - T], device=device)
+            run = partial(attend, q_BTHD, keys_BKSD, values_BKSD, lengths_B, None)
+            run()  # which compiles it
+            with torch.cuda.graph(graph):
+                run()
+            graph.replay()
+            start = clock.now()
+            graph.replay()
+            clock.since(start, times.append)
+            clock.settle()
+    return sum(times) if len(times) == 2 else math.inf
 
 
 def check_backend(

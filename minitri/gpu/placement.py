@@ -16,7 +16,7 @@ from minitri.config import ModelConfig
 from minitri.errors import InputError
 from minitri.gpu.offload.offloaded_cache import RING
 from minitri.model.cache import round_up_to_stride
-from minitri.roofline import eight_bit_bytes, num_weights
+from minitri.roofline import copy_bytes, num_weights
 from minitri.settings import GenerationConfig, SpeculationConfig
 
 GIB = 1 << 30
@@ -41,8 +41,8 @@ class Demand:
     itemsize: int = 2
     num_gpus: int = 1
     """That share the model."""
-    has_copy: bool = False
-    """Whether a copy of the weights in 8 bits proposes with the retrieval cache."""
+    copy_bits: int = 0
+    """Of a copy of the weights that proposes with the retrieval cache; 0: there is none."""
 
     @cached_property
     def share(self) -> ModelConfig:
@@ -78,7 +78,7 @@ class Demand:
         }
 
     def _draft_weights(self) -> int:
-        num_bytes = eight_bit_bytes(self.share) if self.has_copy else 0
+        num_bytes = copy_bytes(self.share, self.copy_bits)
         if self.draft is not None and any(plan.uses_drafter for plan in self.speculation.plans):
             num_bytes += num_weights(self.draft) * self.itemsize
         return num_bytes

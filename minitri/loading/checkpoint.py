@@ -154,7 +154,7 @@ def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progr
             if name in missing:
                 part = share(name, tensor, model.execution.ranks)
                 _copy(part, missing.pop(name), f"{path}: {name}")
-                samples[name] = sampled(part)
+                samples[name] = sampled(tensor)
                 bar.update()
             elif name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
                 unexpected.append(name)

@@ -14,7 +14,7 @@ from minitri.cpu.packed import can_pack
 from minitri.errors import InputError
 from minitri.fields import check_fields, one_of
 from minitri.gpu.attention_backends import BACKENDS, GpuAttention, choose_attention
-from minitri.gpu.eight_bits import eight_bit_copy
+from minitri.gpu.quantized_copies import copy_in_few_bits
 from minitri.loading.named_models import DEFAULT_MODEL
 from minitri.model.attention import Attend
 from minitri.model.execution import Ranks
@@ -104,8 +104,8 @@ def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
     has_kernels = model.execution.is_row_invariant
     if wanted == "same" or (wanted == "auto" and not has_kernels):
         return None
-    if wanted == "int8" and model.device.type == "cuda":
-        return eight_bit_copy(model)
+    if model.device.type == "cuda":
+        return copy_in_few_bits(model, int(wanted.removeprefix("int")))
     if wanted == "int8" or not has_kernels:
         raise InputError(
             f"--draft-weights {wanted} cannot be had of {model.config.name} on {model.device}: "

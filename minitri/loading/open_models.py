@@ -6,6 +6,8 @@ So whatever is wrong with a prompt or a drafter is found before the minutes that
 import logging
 from dataclasses import replace
 
+import torch
+
 from minitri.config import ModelConfig
 from minitri.errors import InputError, explain, shorten
 from minitri.loading.checkpoint import Checkpoint, load_model, open_checkpoint
@@ -28,6 +30,10 @@ class OpenModel:
         self._choice = choice
         self._progress = progress
         self._device = choose_device(choice.device, join())
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device.index or 0)
+            # NCCL takes its memory before the model does.
+            join().sum(torch.zeros(1, device=self._device))
         located = join().ask_first(lambda: locate(choice.model, progress=progress))
         log.info("weights: %s", located.path)
         self.checkpoint = open_checkpoint(located.path)

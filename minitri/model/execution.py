@@ -5,6 +5,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
+from torch import Tensor
+
 T = TypeVar("T")
 
 
@@ -12,6 +14,10 @@ class Ranks:
     """The processes that compute a model together (`parallel/ranks.py`); here one is alone."""
 
     rank, count = 0, 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' tensors, in place of x."""
+        return x
 
     def ask_first(self, ask: Callable[[], T]) -> T:
         """What `ask` returns or raises on rank 0, where alone it is called."""

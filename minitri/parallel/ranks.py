@@ -9,6 +9,7 @@ others through gloo. What the layers of a model send may be captured in CUDA gra
 
 import atexit
 import functools
+import gc
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -39,7 +40,7 @@ class RankGroup(Ranks):
         self.count = count
 
     def sum(self, x: Tensor) -> Tensor:
-        """Adds up the tensors of all ranks, in place; everywhere with the same bits."""
+        """Everywhere with the same bits."""
         self._call(dist.all_reduce, x)
         return x
 
@@ -87,8 +88,16 @@ def join() -> Ranks:
     with explain(f"rank {os.environ.get('RANK')} could not join the others", ADVICE):
         store, rank, count = next(iter(rendezvous("env://", timeout=JOIN_TIMEOUT)))
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=TIMEOUT)
-    atexit.register(dist.destroy_process_group)  # else the threads of gloo abort the process
+    atexit.register(leave)  # else the threads of gloo abort the process
     return RankGroup(store, rank, count)
+
+
+def leave() -> None:
+    """Ends the group, after all CUDA graphs: NCCL would wait for those with its collectives."""
+    for it in gc.get_objects():
+        if type(it) is torch.cuda.CUDAGraph:
+            it.reset()
+    dist.destroy_process_group()
 
 
 def first_end(code: int) -> tuple[int, bool]:

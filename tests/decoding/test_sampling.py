@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from minitri.decoding import sampling
-from minitri.decoding.sampling import probs_from_logits, probs_of_rows, sample
+from minitri.decoding.sampling import (
+    probs_from_logits,
+    probs_of_rows,
+    running_sums,
+    sample,
+    sums_by_parts,
+)
 from minitri.gpu.graphs import probs_by_tensor
 from minitri.settings import SamplingParams
 
@@ -112,3 +118,12 @@ def test_a_token_of_probability_zero_is_never_drawn():
     edges = torch.tensor([0.0, 0.5 - 2**-53, 0.5, 1 - 2**-53], dtype=torch.float64)
     assert sample(distribution, edges).tolist() == [1, 1, 3, 3]
     assert sample(torch.zeros(4, 5), edges).tolist() == [4] * 4  # of a row that has ended: a token
+
+
+@pytest.mark.parametrize("V", [1, 127, 128, 129, 1000])
+def test_sums_by_parts_are_the_sums_of_whole_rows(V):
+    """As on a GPU; float32 rows are added up in float64."""
+    probs = torch.rand(2, 3, V, generator=torch.Generator().manual_seed(V))
+    sums = sums_by_parts(probs)
+    assert sums.dtype == torch.float64
+    torch.testing.assert_close(sums, running_sums(probs), rtol=1e-15, atol=0)

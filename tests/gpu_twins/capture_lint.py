@@ -37,16 +37,6 @@ class NoQuestions(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def as_kernel(twin):
-    """A stand-in for a compiled kernel, which reads numbers on the device."""
-
-    def run(*args, **kwargs):
-        with torch._C.DisableTorchFunction():
-            return twin(*args, **kwargs)
-
-    return run
-
-
 class Watch(TorchDispatchMode):
     """One run of a step: refuses operations, and notes the addresses that come from outside."""
 

@@ -1,6 +1,7 @@
 """Every backend for short blocks equals the oracle: on a CPU the Triton kernel is run by Triton's
-interpreter and PyTorch's flash kernel has a stand-in; on a GPU they are compiled."""
+interpreter, and FlashAttention has a stand-in; on a GPU ours is compiled."""
 
+import math
 import sys
 from types import ModuleType
 
@@ -17,12 +18,11 @@ from minitri.gpu.attention_backends import (
     check_backend,
     choose_attention,
     make_backend,
-    torch_flash,
 )
 from minitri.model.attention import attend_math
 from minitri.settings import LONGEST_BLOCK
 from tests.conftest import CPU, tiny_config
-from tests.gpu_twins.conftest import TWINS
+from tests.gpu_twins.conftest import TWINS, flash_kernel
 from tests.model.test_attention import random_case
 
 ON_GPU = torch.cuda.is_available()
@@ -190,6 +190,30 @@ def test_the_first_that_is_there_and_right_is_chosen(
                 choose_attention(CPU, dtype, CONFIG, wanted=name)
 
 
+@pytest.mark.parametrize("times", [{"triton": 1, "flash": 2}, {"triton": 2, "flash": 1}])
+def test_flash_attn_comes_first_where_it_is_there_and_faster(times, monkeypatch):
+    """One backend alone is not timed, nor is any that was asked for by name."""
+    timed = []
+
+    def replay_seconds(device, dtype, config, name):
+        timed.append(name)
+        return times[name]
+
+    monkeypatch.setattr(attention_backends, "make_backend", lambda name: attend_masked)
+    monkeypatch.setattr(attention_backends, "replay_seconds", replay_seconds)
+    assert choose_attention(CPU, torch.float16, CONFIG).name == "triton"
+    monkeypatch.setattr(attention_backends, "find_spec", lambda name: name == "flash_attn" or None)
+    assert choose_attention(CPU, torch.float32, CONFIG).name == "triton"
+    assert choose_attention(CPU, torch.float16, CONFIG, wanted="math").name == "math"
+    assert timed == []
+    assert choose_attention(CPU, torch.float16, CONFIG).name == min(times, key=times.get)
+    assert timed == ["triton", "flash"]
+
+
+def test_a_backend_that_cannot_be_timed_is_no_faster():
+    assert attention_backends.replay_seconds(CPU, torch.float16, CONFIG, "math") == math.inf
+
+
 def test_grouped_queries_in_float32_reach_no_kernel_that_holds_all_scores(monkeypatch):
     """As many K and V heads as query heads in every call: those of a long prompt would not fit."""
     sdpa, calls = F.scaled_dot_product_attention, []
@@ -202,12 +226,15 @@ def test_grouped_queries_in_float32_reach_no_kernel_that_holds_all_scores(monkey
     q, k, v, lengths = random_case(1, (70, 70), H=6, K=2, D=16)
     got = attend_fused(q, k, v, lengths)
     assert (got - attend_math(q, k, v, lengths)).abs().max() < 3e-6
-    assert calls == [(2, 2, False)] * 3
+    assert calls == [(6, 6, False)]
 
 
-def test_the_flash_attn_package_comes_before_pytorchs_own(monkeypatch):
+@needs_triton
+def test_the_flash_attn_package_takes_chains_and_triton_trees(monkeypatch):
     package = ModuleType("flash_attn")
-    package.flash_attn_with_kvcache = torch_flash
+    package.flash_attn_with_kvcache = flash_kernel
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setattr(attention_backends, "torch_flash", None)
-    assert error_of(make_backend("flash"), *random_case(3, (5, 0), 4, 2, D=D, S=40)) < 3e-6
+    monkeypatch.setattr(attention_backends, "attend_masked", None)
+    for rule in (None, random_rule(3)):
+        case = random_case(3, (5, 0), 4, 2, D=D, S=40)
+        assert error_of(make_backend("flash"), *case, rule=rule) < 3e-6

@@ -17,7 +17,7 @@ from minitri.roofline import GPU as GPU_MACHINE
 from minitri.roofline import (
     Machine,
     Workload,
-    eight_bit_bytes,
+    copy_bytes,
     num_weights,
     weights_per_pass,
 )
@@ -159,13 +159,13 @@ def test_a_plan_that_does_not_fit_says_how_many_tokens_would(capsys, folder):
 
 
 def test_two_gpus_share_weights_and_kv_but_not_the_drafter():
-    sizes = [{}, {"num_gpus": 2}, {"num_gpus": 2, "has_copy": True}]
+    sizes = [{}, {"num_gpus": 2}, {"num_gpus": 2, "copy_bits": 4}]
     one, two, copied = (seven_b(**size).parts(32) for size in sizes)
     norms = (2 * SEVEN_B.num_layers + 1) * SEVEN_B.hidden_size * 2
     assert two["weights"] - norms == (one["weights"] - norms) / 2
     assert two["full KV cache"] == one["full KV cache"] / 2
     guessing = [parts["weights that only propose"] for parts in (one, two, copied)]
-    assert guessing[0] == guessing[1] == guessing[2] - eight_bit_bytes(SEVEN_B.share(2))
+    assert guessing[0] == guessing[1] == guessing[2] - copy_bytes(SEVEN_B.share(2), 4)
     with pytest.raises(InputError, match="cannot be split over 3 ranks"):
         seven_b(num_gpus=3).on_device(0)
 

@@ -12,10 +12,13 @@ import torch
 import torch.distributed as dist
 
 from minitri.errors import InputError
+from minitri.loading import open_models
 from minitri.loading.checkpoint import load_model, open_checkpoint
+from minitri.loading.devices import ModelChoice
+from minitri.loading.open_models import OpenModel
 from minitri.model.block import read_block
 from minitri.model.execution import Ranks
-from minitri.parallel.ranks import RankGroup, join
+from minitri.parallel.ranks import RankGroup, join, leave
 from tests.conftest import CPU, new_cache, write_hf_folder
 
 TOKENS = [3, 320, 160, 161, 0, 7]
@@ -86,6 +89,7 @@ def test_memory_is_the_least_of_all_ranks_and_an_answer_or_error_that_of_rank_0(
     with pytest.raises(ZeroDivisionError):
         on_ranks(2, lambda ranks: ranks.ask_first(lambda: 1 // ranks.rank))
     on_ranks(2, lambda ranks: ranks.check_same("things", 1))
+    assert float(Ranks().sum(torch.ones(()))) == 1
     with pytest.raises(InputError, match="different things"):
         on_ranks(2, lambda ranks: ranks.check_same("things", ranks.rank))
 
@@ -99,3 +103,45 @@ def test_an_environment_that_is_not_torchruns_is_refused(count, rank, monkeypatc
         monkeypatch.setenv("RANK", rank)
     with pytest.raises(InputError, match="torchrun"):
         join.__wrapped__()
+
+
+class Graph:
+    """Stands for a captured graph, which knows when it was freed."""
+
+    def __init__(self, ends):
+        self.ends = ends
+
+    def reset(self):
+        self.ends.append("graph")
+
+
+def test_graphs_are_gone_before_the_group_is(monkeypatch):
+    """One of them is part of a cycle."""
+    ends = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: ends.append("group"))
+    held = [Graph(ends), Graph(ends)]
+    held[0].itself = held[0]
+    leave()
+    assert ends == ["graph", "graph", "group"]
+
+
+def test_a_model_is_opened_on_the_ranks_own_gpu_where_nccl_takes_its_memory_first(monkeypatch):
+    done = []
+
+    class Watched(Ranks):
+        count = 2
+
+        def sum(self, x):
+            done.append((tuple(x.shape), str(x.device)))
+            raise InterruptedError
+
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(open_models, "join", Watched)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", done.append)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size, device="meta"))
+    with pytest.raises(InterruptedError):
+        OpenModel(ModelChoice(model="none", device="cuda"))
+    assert done == [1, ((1,), "meta")]

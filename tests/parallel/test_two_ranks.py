@@ -21,6 +21,7 @@ import torch
 import minitri
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.engine import Engine
+from minitri.loading import open_models
 from minitri.parallel.ranks import join
 from tests.cascades import Rig
 from tests.conftest import write_hf_folder
@@ -66,9 +67,10 @@ def finish(ranks: list[subprocess.Popen]) -> tuple[list[int], list[str]]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """Three random models. A vocabulary of 321 tokens is no multiple of two."""
+    """Four random models. A vocabulary of 321 tokens is no multiple of two."""
     folder = tmp_path_factory.mktemp("split")
     write_hf_folder(folder / "plain", vocab_size=321, attention_bias=True)
+    write_hf_folder(folder / "again", seed=2, vocab_size=321, attention_bias=True)
     write_hf_folder(folder / "tied", seed=1, vocab_size=321, tie_word_embeddings=True)
     odd = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}
     write_hf_folder(folder / "odd", **odd)
@@ -126,8 +128,10 @@ def test_torchrun_shows_one_text_of_one_prompt_from_standard_input(models):
     assert run.stderr.count("tokens/s") == 1  # the summary, once
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_when_one_rank_ends_all_end_with_one_line(models, how):
+@pytest.mark.parametrize(
+    ("how", "which"), [(signal.SIGKILL, 1), (signal.SIGKILL, 0), (signal.SIGINT, 1)]
+)
+def test_when_one_rank_ends_all_end_with_one_line(models, how, which):
     """A rank that is killed is noticed by the other; one that is interrupted says so itself.
 
     On a busy machine a text may be whole before the signal comes; then another run is made.
@@ -138,12 +142,13 @@ def test_when_one_rank_ends_all_end_with_one_line(models, how):
         if codes == [0, 0]:
             ranks = start(generate(models, *flags), 2)
             assert ranks[0].stdout.read(1)  # it has begun
-            ranks[1].send_signal(how)
+            ranks[which].send_signal(how)
             codes, messages = finish(ranks)
     if how == signal.SIGKILL:
-        assert codes[0] == 2
-        assert messages[0].count("\n") == 1
-        assert "rank 0 has lost the other ranks" in messages[0]
+        assert codes[1 - which] == 2
+        assert "".join(messages).count("minitri: ") == 1
+        assert which == 0 or messages[0].count("\n") == 1  # rank 0 keeps PyTorch's store here
+        assert f"rank {1 - which} has lost the other ranks" in "".join(messages)
     else:
         assert codes == [130, 130]
         assert messages == ["", ""]
@@ -186,10 +191,21 @@ def mistakes(folder: Path, engine: Engine, rank: int) -> list[tuple[str, str]]:
     def fail() -> None:
         raise InputError(f"rank {rank} cannot read it")
 
+    def load_other(name: str) -> None:
+        """Where this rank finds other files than it should."""
+        right = open_models.open_checkpoint
+        open_models.open_checkpoint = lambda _: right(folder / name)
+        try:
+            load(folder, "plain")
+        finally:
+            open_models.open_checkpoint = right
+
     weights = ["auto", "native"][rank]
     attempts = [
         ("split over 2 ranks", lambda: load(folder, "odd")),
         ("different models", lambda: load(folder, "plain", weights=weights)),
+        ("different model files", lambda: load_other(["plain", "tied"][rank])),
+        ("different model files", lambda: load_other(["plain", "again"][rank])),
         ("different prompts", lambda: engine.generate([PROMPTS[rank]])),
         ("seeds or settings", lambda: engine.generate(PROMPTS[0], seed=rank)),
         ("--draft-weights int4", lambda: load(folder, "plain", draft_weights="int4")),

@@ -16,7 +16,7 @@ drafter's, by the full cache, as in the method naive), `draft POLICY` (the draft
 retrieval cache, as in triforce), and with `--copy C`, which stands for `--draft-weights C`, `POLICY
 C` (guesses of such a copy) and `POLICY C overlap` (1 - TV of its distributions from those of the
 plain weights over the same cache). A copy in int8 is here a model of rounded weights, which
-in float32 is what `gpu/eight_bits.py` computes.
+in float32 is what `gpu/quantized_copies.py` computes.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from minitri.decoding.sampling import sample
 from minitri.decoding.verification import Proposal
 from minitri.engine import Engine
 from minitri.errors import InputError
-from minitri.gpu.eight_bits import quantize
+from minitri.gpu.quantized_copies import dequantize, quantize
 from minitri.loader import load
 from minitri.loading.prompt_ids import check_prompt
 from minitri.model.linear import Linear
@@ -224,8 +224,8 @@ def rounded_copy(model: Llama, args: argparse.Namespace, name: str) -> Llama:
     twin = load(**arguments.model_of(args) | {"draft": "suffix"}).model
     for layer in twin.modules():
         if isinstance(layer, Linear):
-            weight_NE, scales_N = quantize(layer.weight)
-            layer.weight.copy_(weight_NE.float() * scales_N.unsqueeze(1))
+            rounded_NE = dequantize(*quantize(layer.weight, 8))
+            layer.weight.copy_(rounded_NE[:, : layer.in_features])
     twin.lent_embedding = model.embed
     return twin
 

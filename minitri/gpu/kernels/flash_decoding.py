@@ -126,7 +126,7 @@ def tile_sizes(num_rows: int, dtype: torch.dtype, *, has_rule: bool) -> dict[str
     more, or registers would not do, nor shared memory on consumer cards (99 KiB). With 4 warps
     rules, and 32 rows on sm_100, would spill, too."""
     is_wide = dtype == torch.float32
-    most = MAX_ROWS // 2 if is_wide else MAX_ROWS
+    most = MAX_ROWS // 2 if is_wide or has_rule else MAX_ROWS
     rows = min(most, max(16, triton.next_power_of_2(num_rows)))
     keys = NUM_KEYS // 4 if is_wide else NUM_KEYS
     warps = 8 if is_wide or has_rule or rows == 32 else 4
