@@ -6,6 +6,7 @@ Legend: L layers, B batch.
 import contextlib
 import logging
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ import torch
 
 from minitri.caches.full import FullCache
 from minitri.config import ModelConfig
-from minitri.errors import InputError
+from minitri.errors import InputError, explain
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.gpu.placement import Demand, choose_on_chip
+from minitri.gpu.placement import GIB, Demand, choose_on_chip
 from minitri.model.llama import Llama
 from minitri.settings import GenerationConfig, SpeculationConfig
 
@@ -25,22 +26,36 @@ log = logging.getLogger("minitri")
 
 
 def free_host_bytes() -> float:
-    """Host memory that can be taken, by the system and by a container's limit; else infinity."""
+    """Host memory that can be taken, by the system and by a container's limit; else infinity.
+
+    Memory that caches files is free. $MINITRI_HOST_GIB, if set, says how much there is instead.
+    Raises `InputError` if that is no number.
+    """
+    if wanted := os.environ.get("MINITRI_HOST_GIB"):
+        with explain(f"MINITRI_HOST_GIB is {wanted!r}", "give GiB, such as 64"):
+            return GIB * float(wanted)
     free = [math.inf]
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        _, available = Path("/proc/meminfo").read_text().split("MemAvailable:")
-        free.append(1024.0 * int(available.split()[0]))
-    with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        free.append(1024.0 * numbers(Path("/proc/meminfo"))["MemAvailable:"])
+    with contextlib.suppress(OSError, KeyError, ValueError):  # "max" where there is no limit
         group = Path("/sys/fs/cgroup")
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        free.append(float(limit - used))
+        cached = numbers(group / "memory.stat")
+        free.append(float(limit - used + cached["active_file"] + cached["inactive_file"]))
     return min(free)
 
 
+def numbers(file: Path) -> dict[str, int]:
+    """Of a file of the system, the first number of each line by the word before it."""
+    pairs = (line.split()[:2] for line in file.read_text().splitlines())
+    return {name: int(number) for name, number in pairs}
+
+
 def free_device_bytes(device: torch.device) -> float:
-    """Memory of a CUDA device that this process can take, or holds and does not use."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    """Memory of a CUDA device that this process can take. What the allocator keeps is given back
+    before; blocks of which a part is in use stay, and hold no large tensor."""
+    torch.cuda.empty_cache()
+    return float(torch.cuda.mem_get_info(device)[0])
 
 
 def demand_of(
@@ -113,7 +128,7 @@ def allocate_full_cache(
         placed = "KV cache: %d of %d layers on %s, the others in host memory"
         log.info(placed, on_chip, config.num_layers, target.device)
         return OffloadedFullCache(config, B, capacity, on_chip=on_chip, host=host, **options)
-    except RuntimeError:  # out of memory, on CUDA too
+    except (RuntimeError, OSError):  # out of memory, on CUDA too
         needed = B * capacity * config.kv_values_per_token * target.dtype.itemsize
         raise InputError(
             f"the KV cache for {B} x {capacity} tokens needs {needed / 1e9:.1f} GB, which "

@@ -12,8 +12,10 @@ the filters that a run uses. Their numbers (temperature, top-p, min-p) are a ten
 numbers need no new capture; their form (`SamplingParams.form`) is fixed.
 """
 
+import contextlib
+import gc
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -57,7 +59,7 @@ class GraphPool:
         except RuntimeError as error:
             raise InputError(
                 f"a CUDA graph could not be captured ({shorten(error, 90)}); use --no-cuda-graphs"
-            ) from None
+            ) from error
         self.num_graphs += 1
 
         def captured(block: Block) -> Tensor:
@@ -88,12 +90,25 @@ class GraphPool:
         current.wait_stream(self._stream)
         clear_workspaces()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
+        with uncollected(), torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
             output = run()
         clear_workspaces()
         self.capture_seconds += time.perf_counter() - started
         self.num_bytes += torch.cuda.memory_reserved(device) - reserved
         return graph.replay, output
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """No cyclic garbage is collected meanwhile: to free a graph, an event or page-locked memory
+    would end a capture that is under way."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def clear_workspaces() -> None:

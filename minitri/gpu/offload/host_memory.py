@@ -7,6 +7,8 @@ is gone leaves its memory to the next one.
 import contextlib
 import logging
 import math
+import mmap
+import sys
 import weakref
 
 import torch
@@ -56,9 +58,17 @@ def host_memory(num_bytes: int, device: torch.device) -> Tensor:
     they are copied.
 
     They are registered rather than taken from PyTorch's pinned allocator, which rounds up to powers
-    of two.
+    of two. A child process gets none of these pages: after a fork the device would go on with those
+    of either process.
     """
-    block = torch.empty(num_bytes, dtype=torch.uint8)
+    if device.type != "cuda" or sys.platform != "linux":
+        block = torch.empty(num_bytes, dtype=torch.uint8)
+    else:
+        pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.madvise(mmap.MADV_DONTFORK)
+        with contextlib.suppress(OSError):  # without large pages it takes longer to lock them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        block = torch.frombuffer(pages, dtype=torch.uint8)
     if device.type != "cuda":
         return block
     error = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), num_bytes, 0))
