@@ -7,12 +7,16 @@ Streams, events and graphs do nothing, but keep the rules of a capture.
 
 import contextlib
 import gc
+import importlib
+import pkgutil
 from types import SimpleNamespace
 
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from minitri import gpu
+from minitri.gpu import fused_modules, kernels
 from minitri.gpu.offload import host_memory
 
 DEVICE = torch.device("cuda:0")
@@ -150,14 +154,18 @@ class Launch:
         return launch
 
 
-def launch_nothing(monkeypatch, *modules) -> None:
-    """Puts a `Launch` in the place of every kernel of these modules."""
+def trust_kernels(monkeypatch) -> None:
+    """Every kernel works: those of Triton are a `Launch`, compiled functions run as they are."""
     from triton.runtime.jit import KernelInterface
 
-    for module in modules:
-        for name, value in list(vars(module).items()):
+    for module in pkgutil.walk_packages(gpu.__path__, "minitri.gpu."):
+        found = importlib.import_module(module.name)
+        for name, value in list(vars(found).items()):
             if isinstance(value, KernelInterface):
-                monkeypatch.setattr(module, name, Launch())
+                monkeypatch.setattr(found, name, Launch())
+            elif value is kernels.problem_with and found is not kernels:
+                monkeypatch.setattr(found, name, lambda check: "")
+    monkeypatch.setattr(fused_modules, "compiled", lambda function: function)
 
 
 @contextlib.contextmanager

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from minitri import Engine, GenerationConfig, InputError, SamplingParams, SpeculationConfig
-from minitri.gpu import attention_backends, eight_bits, fused_modules
-from minitri.loading.devices import choose_device
+from minitri.loading.devices import choose_device, retrieval_copy
 from minitri.loading.named_models import shape_of
 from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
 from tests.conftest import byte_level_tokenizer
-from tests.gpu_twins.fake_cuda import DEVICE, GIB, fake_cuda, launch_nothing
+from tests.gpu_twins.fake_cuda import DEVICE, GIB, fake_cuda, trust_kernels
 from tests.mutation import Mutant, mutated
 from tools.bench import synthetic
 
@@ -28,12 +27,7 @@ def cuda(monkeypatch):
     """On which all kernels compile, and are right."""
     if torch.cuda.is_available():
         pytest.skip("has a CUDA device, and needs none")
-    from minitri.gpu.kernels import flash_decoding, weights
-
-    for module in (attention_backends, eight_bits, fused_modules):
-        monkeypatch.setattr(module, "problem_with", lambda check: "")
-    monkeypatch.setattr(fused_modules, "compiled", lambda function: function)
-    launch_nothing(monkeypatch, flash_decoding, weights)
+    trust_kernels(monkeypatch)
     with fake_cuda(monkeypatch) as found:
         yield found
 
@@ -48,8 +42,7 @@ def engine_of(backend, weights="same"):
     setup = setup_of(backend)
     target, draft = (synthetic.random_model(config, setup) for config in (TARGET, DRAFT))
     tokenizer = Tokenizer(TokenizersBackend(byte_level_tokenizer()), None)
-    copy = eight_bits.eight_bit_copy(target) if weights == "int8" else None
-    return Engine(target, tokenizer, draft, copy)
+    return Engine(target, tokenizer, draft, retrieval_copy(target, weights))
 
 
 @pytest.mark.parametrize(
