@@ -12,10 +12,11 @@
 # offload    4-8 min   7B from host memory after 32,768 tokens, then after 122,880; page-locking
 # real       2-6 min   real weights: the text with and without guesses, distributions, all methods
 #
-# Each call ends within SECONDS_EACH (540). A part that takes too long is interrupted, so that it
-# still says what failed; the next one runs. All output is added to gpu_report.txt, in $OUT where
-# that is set, and a summary ends it. Without a CUDA device it stops at once with exit code 3, unless
-# --cpu asks for a dry run with small shapes. Exit code: parts that failed, at most 100.
+# It ends within TOTAL_SECONDS (540), so give it one call, or few. A part that takes too long is
+# interrupted, so that it still says what failed, and the next one runs. All output is added to
+# gpu_report.txt, in $OUT where that is set, and a summary ends it; on a full disk it takes the place
+# that was kept for it. Without a CUDA device it stops at once with exit code 3, unless --cpu asks for
+# a dry run with small shapes. Exit code: parts that failed, at most 100.
 #
 # Nothing is fetched. For `real` MODEL names a model (default: smollm2-135m) and DRAFT its drafter;
 # or PIECES is a folder of pieces as tools/weight_pieces.py writes them, all there by then.
@@ -23,18 +24,24 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 export HF_HUB_OFFLINE=1 PIP_NO_INDEX=1 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 CALLS="attention weights engine offload real"
-each=${SECONDS_EACH:-540} grace=${GRACE:-10}
+deadline=$((SECONDS + ${TOTAL_SECONDS:-540})) grace=${GRACE:-10}
 report=${REPORT:-${OUT:-.}/gpu_report.txt}
-failed=0 summary="" on_cpu=false
+failed=0 summary="" on_cpu=false marked="slow or not slow"
 
 # Writes lines to the screen and, as long as the disk has room, to the report.
 say() { tee -a "$report" 2> /dev/null || echo "(the report cannot be written)"; }
 
 note() { summary+="$1"$'\n'; echo "$1" | say; }
 
-# part NAME LIMIT COMMAND...: its output goes to the report, its last lines to the screen.
+# What comes in goes to the report, as far as there is room, and its last lines to the screen.
+collect() {
+    awk '{ n += length($0) + 1; if (n < 2000000) { print; fflush() } }' \
+        | { tee -a "$report" 2> /dev/null; cat > /dev/null; } | tail -n 25
+}
+
+# part NAME LIMIT COMMAND...: runs it for so many seconds at most.
 part() {
-    local name=$1 limit=$2 left=$((deadline - SECONDS)) started=$SECONDS code=0
+    local name=$1 limit=$2 left=$((deadline - SECONDS)) started=$SECONDS code collector
     shift 2
     if ((left <= grace)); then
         note "LEFT OUT $name: the time is over"
@@ -42,11 +49,15 @@ part() {
         return
     fi
     ((limit < left - grace)) || limit=$((left - grace))
-    note "== $name (at most $limit s): $*"
-    timeout -s INT --kill-after="$grace" "$limit" "$@" 2>&1 < /dev/null \
-        | { head -c 2000000; cat > /dev/null; } | { tee -a "$report" 2> /dev/null; cat > /dev/null; } \
-        | tail -n 25
-    code=${PIPESTATUS[0]}
+    local shown=${*//$'\n'/; }
+    note "== $name (at most $limit s): ${shown:0:300}"
+    exec 3> >(collect)
+    collector=$!
+    timeout -s INT --kill-after="$grace" "$limit" "$@" >&3 2>&1 3>&- < /dev/null
+    code=$?
+    exec 3>&-
+    # A process that it left behind may still hold its output, and is not waited for.
+    timeout 2 tail -s 0.1 --pid="$collector" -f /dev/null
     ((code == 0)) || failed=$((failed + 1))
     case $code in
         124 | 137) note "-- $name: exit code $code, out of time ($((SECONDS - started)) s)" ;;
@@ -58,7 +69,7 @@ tests() {
     local name=$1 limit=$2
     shift 2
     part "$name" "$limit" python3 -m pytest -v -rsfE --tb=short -W default -o addopts= \
-        -o faulthandler_timeout=120 -p no:cacheprovider "$@"
+        -o faulthandler_timeout=120 -p no:cacheprovider -m "$marked" "$@"
 }
 
 made_up() {
@@ -74,7 +85,7 @@ made_up() {
 
 call_attention() {
     part "environment" 40 python3 -c "$ENVIRONMENT"
-    tests "kernels against their oracles" 230 -x $(slow) tests/gpu_twins/test_attention_backends.py \
+    tests "kernels against their oracles" 230 -x tests/gpu_twins/test_attention_backends.py \
         tests/gpu_twins/test_fused_modules.py tests/gpu_twins/test_eight_bits.py
     made_up "7B on chip" 250 --new-tokens 16
 }
@@ -82,15 +93,15 @@ call_attention() {
 call_weights() {
     made_up "7B on chip, 8-bit guesses" 260 --new-tokens 16 --draft-weights int8
     local sizes=(--device cuda)
-    $on_cpu && sizes=(--device cpu --shape llama-68m --context 300)
+    if $on_cpu; then sizes=(--device cpu --shape llama-68m --context 300); fi
     part "kernels by graph replay" 130 python3 -m tools.bench.kernel_times "${sizes[@]}"
     made_up "7B on chip, attention of flash" 130 --new-tokens 8 --attention flash
 }
 
 call_engine() {
-    tests "graphs, waits, offload" 200 $(slow) tests/gpu/test_graphs_on_cuda.py \
+    tests "graphs, waits, offload" 200 tests/gpu/test_graphs_on_cuda.py \
         tests/gpu/test_rounds_on_cuda.py tests/gpu/test_offload_on_cuda.py
-    tests "engines and distributions" 320 $(slow) tests/gpu/test_engine_on_cuda.py \
+    tests "engines and distributions" 320 tests/gpu/test_engine_on_cuda.py \
         tests/gpu/test_distribution_on_cuda.py
 }
 
@@ -99,8 +110,9 @@ call_offload() {
 }
 
 call_real() {
-    local model=${MODEL:-smollm2-135m} draft=${DRAFT:-weights/smollm2-135m-draft} device=cuda
-    $on_cpu && device=cpu
+    local model=${MODEL:-smollm2-135m} draft=${DRAFT:-weights/smollm2-135m-draft}
+    local device=cuda tokens=4000
+    if $on_cpu; then device=cpu tokens=300; fi
     if [[ -n ${PIECES:-} ]]; then
         model=$(mktemp -d)
         part "real weights from pieces" 60 python3 -m tools.weight_pieces --join "$PIECES" "$model"
@@ -108,11 +120,8 @@ call_real() {
     local how=(--model "$model" --draft "$draft" --device $device)
     part "selftest" 220 python3 -m minitri.selftest "${how[@]}" --max-new-tokens 48
     part "methods on real weights" 220 python3 -m minitri.bench --compare "${how[@]}" \
-        --prompt-tokens $($on_cpu && echo 300 || echo 4000) --new-tokens 64 --seeds 1
+        --prompt-tokens $tokens --new-tokens 64 --seeds 1
 }
-
-# Tests that take long on a CPU are left out of a dry run.
-slow() { $on_cpu && echo "-m not\ slow" || echo "-m gpu\ or\ slow\ or\ not\ slow"; }
 
 ENVIRONMENT='
 import importlib.util, os, platform, shutil, subprocess, torch
@@ -128,7 +137,7 @@ if torch.cuda.is_available():
 '
 
 if [[ ${1:-} == --cpu ]]; then
-    on_cpu=true
+    on_cpu=true marked="not slow"  # which takes long on a CPU
     shift
 fi
 for name in "$@"; do
@@ -138,6 +147,9 @@ for name in "$@"; do
     fi
 done
 mkdir -p "$(dirname "$report")" 2> /dev/null
+room=$report.room
+[[ -f $report || ! -e $report ]] && head -c 65536 /dev/zero > "$room" 2> /dev/null
+trap 'rm -f "$room"' EXIT
 echo "#### $(date -u +%Y-%m-%dT%H:%M:%SZ), commit $(git rev-parse --short HEAD 2> /dev/null || echo unknown): ${*:-$CALLS}" | say
 if ! $on_cpu; then
     timeout -s INT --kill-after="$grace" 60 python3 -c \
@@ -149,8 +161,8 @@ if ! $on_cpu; then
     fi
 fi
 for name in ${*:-$CALLS}; do
-    deadline=$((SECONDS + each))
     "call_$name"
 done
+rm -f "$room"
 printf '\nSUMMARY, %d parts failed\n%s' "$failed" "$summary" | say
 exit $((failed < 100 ? failed : 100))
