@@ -28,10 +28,16 @@ FLASH = torch.ops.aten._flash_attention_forward  # before it has a stand-in
 
 T = torch.Tensor
 ONES = {T.__bool__: True, T.__int__: 1, T.__float__: 1.0, T.item: 1, T.__index__: 1}
+FROM_HOST = {torch.tensor, torch.as_tensor, T.cpu, T.numpy, T.nonzero, torch.nonzero}
+"""What a capture may not do, next to asking for a number."""
 
 
 class ByShape(TorchFunctionMode):
     """Indexing and copies without what a PyTorch that has no CUDA would ask a device for."""
+
+    def __init__(self, cuda: "FakeCuda") -> None:
+        super().__init__()
+        self.cuda = cuda
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch.Tensor.__getitem__:
@@ -42,6 +48,8 @@ class ByShape(TorchFunctionMode):
             return copied(*args)
         if function is torch.Tensor.__invert__:
             return torch.ops.aten.bitwise_not(*args)
+        if function in ONES or function in FROM_HOST:
+            self.cuda.check(function.__name__)
         if function in ONES:
             return ONES[function]
         result = function(*args, **(kwargs or {}))
@@ -197,5 +205,5 @@ def fake_cuda(monkeypatch, total_gib: float = 141.0):
     monkeypatch.setattr("torch.nn.attention.bias.causal_lower_right", lambda *sizes: None)
     monkeypatch.setattr(host_memory, "host_memory", cuda.host_memory)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", FLASH)
-    with FakeTensorMode(), ByShape():
+    with FakeTensorMode(), ByShape(cuda):
         yield cuda
