@@ -36,18 +36,17 @@ def free_host_bytes() -> float:
             return GIB * float(wanted)
     free = [math.inf]
     with contextlib.suppress(OSError, KeyError, ValueError):
-        free.append(1024.0 * numbers(Path("/proc/meminfo"))["MemAvailable:"])
+        free.append(1024.0 * numbers("/proc/meminfo")["MemAvailable:"])
     with contextlib.suppress(OSError, KeyError, ValueError):  # "max" where there is no limit
-        group = Path("/sys/fs/cgroup")
-        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        cached = numbers(group / "memory.stat")
-        free.append(float(limit - used + cached["active_file"] + cached["inactive_file"]))
+        taken = numbers("/sys/fs/cgroup/memory.stat")
+        limit = float(Path("/sys/fs/cgroup/memory.max").read_text())
+        free.append(limit - taken["anon"] - taken["shmem"])
     return min(free)
 
 
-def numbers(file: Path) -> dict[str, int]:
+def numbers(file: str) -> dict[str, int]:
     """Of a file of the system, the first number of each line by the word before it."""
-    pairs = (line.split()[:2] for line in file.read_text().splitlines())
+    pairs = (line.split()[:2] for line in Path(file).read_text().splitlines())
     return {name: int(number) for name, number in pairs}
 
 
@@ -90,12 +89,11 @@ def most_rows(
     num_tokens = longest[0] + generation.max_new_tokens
     run = (target, draft, generation, speculation, num_tokens)
     whole, on_device, on_host = demand_of(*run, longest)
-    for num_rows in range(len(longest), 1, -1):
-        needs = replace(whole, prompt_lengths=longest[:num_rows])
-        on_chip = None if generation.offload else target.config.num_layers
-        if needs.fits(on_device, on_host + kept_host_bytes, on_chip):
-            return num_rows
-    return 1
+    room = (on_device, on_host + kept_host_bytes)
+    on_chip = None if generation.offload else target.config.num_layers
+    counts = range(len(longest), 1, -1)
+    needs = ((n, replace(whole, prompt_lengths=longest[:n])) for n in counts)
+    return next((n for n, demand in needs if demand.fits(*room, on_chip)), 1)
 
 
 def allocate_full_cache(
@@ -114,11 +112,16 @@ def allocate_full_cache(
     """
     config = target.config
     B = len(prompt_lengths)
-    check_offload(target, generation)
+    on_gpu = target.device.type == "cuda"
+    if generation.offload and not on_gpu:
+        raise InputError(
+            f"offload is for GPUs: {config.name} runs on the {target.device.type}, whose KV "
+            "cache is in host memory already; leave --offload out"
+        )
     options: dict[str, Any] = {"dtype": target.dtype, "device": target.device}
     on_chip = config.num_layers
     try:
-        if target.device.type == "cuda":
+        if on_gpu:
             host = host or HostMemory(target.device)
             run = (target, draft, generation, speculation, capacity)
             needs, on_device, on_host = demand_of(*run, prompt_lengths)
@@ -135,12 +138,3 @@ def allocate_full_cache(
             f"{target.device} does not have; shorten the prompt, lower max_new_tokens, or use a "
             "smaller dtype"
         ) from None
-
-
-def check_offload(target: Llama, generation: GenerationConfig) -> None:
-    """Raises `InputError` if KV is wanted in host memory for a model that runs there."""
-    if generation.offload and target.device.type != "cuda":
-        raise InputError(
-            f"offload is for GPUs: {target.config.name} runs on the {target.device.type}, whose KV "
-            "cache is in host memory already; leave --offload out"
-        )

@@ -12,10 +12,9 @@ the filters that a run uses. Their numbers (temperature, top-p, min-p) are a ten
 numbers need no new capture; their form (`SamplingParams.form`) is fixed.
 """
 
-import contextlib
 import gc
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +41,7 @@ class GraphPool:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.num_graphs = self.num_bytes = 0  # bytes of device memory that captures took
+        self.num_graphs = 0
         self.capture_seconds = 0.0
         self.on_gpu = device.type == "cuda"
         if self.on_gpu:
@@ -77,12 +76,8 @@ class GraphPool:
         if not self.on_gpu:
             first = run().clone()
             return lambda: first.copy_(run()), first
-        device = self._stream.device
-        clear_workspaces()
-        torch.cuda.empty_cache()  # as the capture does, so that only its own memory is counted
         started = time.perf_counter()
-        reserved = torch.cuda.memory_reserved(device)
-        current = torch.cuda.current_stream(device)
+        current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             for _ in range(NUM_WARMUPS):
@@ -90,25 +85,18 @@ class GraphPool:
         current.wait_stream(self._stream)
         clear_workspaces()
         graph = torch.cuda.CUDAGraph()
-        with uncollected(), torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
-            output = run()
+        # To free a graph, an event or page-locked memory, as collected garbage may, would end it.
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
+                output = run()
+        finally:
+            if was_enabled:
+                gc.enable()
         clear_workspaces()
         self.capture_seconds += time.perf_counter() - started
-        self.num_bytes += torch.cuda.memory_reserved(device) - reserved
         return graph.replay, output
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """No cyclic garbage is collected meanwhile: to free a graph, an event or page-locked memory
-    would end a capture that is under way."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def clear_workspaces() -> None:

@@ -125,13 +125,11 @@ def test_memory_that_caches_files_is_free_and_a_number_given_counts_more(tmp_pat
     files = {
         "meminfo": "MemTotal: 999 kB\nMemAvailable: 50 kB\nHugePages_Total: 0\n",
         "memory.max": "60000\n",
-        "memory.current": "45000\n",
-        "memory.stat": "anon 15000\nactive_file 10000\ninactive_file 20000\n",
+        "memory.stat": "anon 10000\nfile 35000\nshmem 5000\n",
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    places = {"/proc/meminfo": tmp_path / "meminfo", "/sys/fs/cgroup": tmp_path}
-    monkeypatch.setattr(allocation, "Path", places.get)
+    monkeypatch.setattr(allocation, "Path", lambda path: tmp_path / Path(path).name)
     assert allocation.free_host_bytes() == 45_000
     (tmp_path / "memory.max").write_text("max\n")
     assert allocation.free_host_bytes() == 50 * 1024

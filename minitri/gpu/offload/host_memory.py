@@ -8,7 +8,6 @@ import contextlib
 import logging
 import math
 import mmap
-import sys
 import weakref
 
 import torch
@@ -57,26 +56,25 @@ def host_memory(num_bytes: int, device: torch.device) -> Tensor:
     """Uninitialised bytes of the host; for a GPU page-locked, so that the computation goes on while
     they are copied.
 
-    They are registered rather than taken from PyTorch's pinned allocator, which rounds up to powers
-    of two. A child process gets none of these pages: after a fork the device would go on with those
+    They are registered, or else taken from PyTorch's pinned allocator, which rounds up to powers of
+    two. A child process gets none of these pages: after a fork the device would go on with those
     of either process.
     """
-    if device.type != "cuda" or sys.platform != "linux":
-        block = torch.empty(num_bytes, dtype=torch.uint8)
-    else:
-        pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages.madvise(mmap.MADV_DONTFORK)
-        with contextlib.suppress(OSError):  # without large pages it takes longer to lock them
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        block = torch.frombuffer(pages, dtype=torch.uint8)
     if device.type != "cuda":
-        return block
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):  # the fewer, the sooner locked
+        with contextlib.suppress(OSError):
+            pages.madvise(advice)
+    block = torch.frombuffer(pages, dtype=torch.uint8)
     error = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), num_bytes, 0))
     if error == 0:
         weakref.finalize(block, unregister, block.data_ptr(), device)
         return block
     with contextlib.suppress(RuntimeError):  # CUDA reports the error once more, to the next call
         torch.zeros(1, device=device)
+    with contextlib.suppress(RuntimeError):
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     problem = "%.1f GB of host memory could not be page-locked (CUDA error %d), so copies are slow"
     log.warning(problem, num_bytes / 1e9, error)
     return block
