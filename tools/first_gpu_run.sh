@@ -76,7 +76,8 @@ made_up() {
     local name=$1 limit=$2
     shift 2
     if $on_cpu; then
-        set -- --shape llama-68m --context 200 --context 300 --budget 64 --new-tokens 2 --device cpu
+        set -- --shape llama-68m --context 300 --context 400 --new-tokens 4 --budget 64 \
+            --num-recent-tokens 16 --device cpu
     else
         set -- --shape llama2-7b-128k --context 32768 --context 122880 "$@"
     fi
@@ -87,15 +88,15 @@ call_attention() {
     part "environment" 40 python3 -c "$ENVIRONMENT"
     tests "kernels against their oracles" 230 -x tests/gpu_twins/test_attention_backends.py \
         tests/gpu_twins/test_fused_modules.py tests/gpu_twins/test_eight_bits.py
-    made_up "7B on chip" 250 --new-tokens 16
+    made_up "made-up weights on chip" 250 --new-tokens 16
 }
 
 call_weights() {
-    made_up "7B on chip, 8-bit guesses" 260 --new-tokens 16 --draft-weights int8
+    made_up "made-up weights, 8-bit guesses" 260 --new-tokens 16 --draft-weights int8
     local sizes=(--device cuda)
     if $on_cpu; then sizes=(--device cpu --shape llama-68m --context 300); fi
     part "kernels by graph replay" 130 python3 -m tools.bench.kernel_times "${sizes[@]}"
-    made_up "7B on chip, attention of flash" 130 --new-tokens 8 --attention flash
+    made_up "made-up weights, flash attention" 130 --new-tokens 8 --attention flash
 }
 
 call_engine() {
@@ -106,7 +107,7 @@ call_engine() {
 }
 
 call_offload() {
-    made_up "7B offloaded" 500 --new-tokens 8 --offload --on-chip 0 --draft-weights int8
+    made_up "made-up weights, offloaded" 500 --new-tokens 8 --offload --on-chip 0 --draft-weights int8
 }
 
 call_real() {

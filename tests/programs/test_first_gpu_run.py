@@ -51,7 +51,7 @@ def test_a_report_has_what_every_part_wrote_and_another_call_adds_to_it(run):
     assert code == 0
     assert report in screen.replace("\r", "")
     assert {"HF_HUB_OFFLINE=1", "PIP_NO_INDEX=1"} <= set(report.splitlines())
-    names = ["environment", "kernels against their oracles", "7B on chip"]
+    names = ["environment", "kernels against their oracles", "made-up weights on chip"]
     assert outcomes(report) == [f"{name}: exit code 0" for name in names]
     assert run("exit 1", "engine")[0] == 2
     _, _, both = run("", "engine")
@@ -82,7 +82,7 @@ def test_a_program_that_hangs_or_dies_is_named_and_the_next_one_runs(body, how, 
     assert report.count("ran ") >= 2
     assert outcomes(report)[1] == f"kernels by graph replay: exit code {how}"
     assert code == 1 + ("LEFT OUT" in report)
-    assert "7B on chip, attention of flash" in report.rpartition("SUMMARY")[2]
+    assert "made-up weights, flash attention" in report.rpartition("SUMMARY")[2]
 
 
 def test_a_full_disk_costs_the_output_but_not_what_ran(run, tmp_path):

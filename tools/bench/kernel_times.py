@@ -10,22 +10,27 @@ Legend: B batch, K KV heads, D head dim, S slots, T tokens of a block, M rows.
 
 import argparse
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from minitri.config import ModelConfig
 from minitri.errors import InputError
 from minitri.gpu.attention_backends import BACKENDS, make_backend
 from minitri.gpu.kernels import problem_with
-from minitri.loading.devices import retrieval_copy
-from minitri.loading.named_models import shape_of
+from minitri.loading.devices import choose_device, retrieval_copy
+from minitri.loading.named_models import shape_of, unknown_model
 from minitri.settings import GenerationConfig, SpeculationConfig
 from tools.bench.synthetic import Setup, random_model
 
 COPIES = 4
 """Layers, whose matrices together are larger than the L2 cache."""
+BLOCKS = (1, 7, 17)
+MATRICES = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 WEIGHTS = ("same", "int8", "int4")
 CALLS, REPLAYS = 20, 5
 
@@ -56,11 +61,61 @@ def microseconds(run: Callable[[int], object], device: torch.device) -> float:
 def show(name: str, run: Callable[[int], object], num_bytes: int, device: torch.device) -> None:
     """Prints a line; one with the reason if it does not work."""
     taken: list[float] = []
-    if problem := problem_with(lambda: taken.append(microseconds(run, device))):
+    try:
+        problem = problem_with(lambda: taken.append(microseconds(run, device)))
+    except InputError as error:  # no memory
+        problem = str(error)
+    if problem:
         print(f"{name:36s} fails: {problem}", flush=True)
         return
     speed = num_bytes / taken[0] / 1e3
     print(f"{name:36s} {taken[0]:10.1f} us {speed:10.1f} GB/s", flush=True)
+
+
+def time_attention(config: ModelConfig, context: int, where: dict[str, Any]) -> None:
+    """Every backend over one layer's K and V."""
+    device = where["device"]
+    size = (1, context + 32, config.num_kv_heads, config.head_dim)
+    keys_BKSD, values_BKSD = (torch.randn(size, **where).transpose(1, 2) for _ in range(2))
+    lengths_B = torch.tensor([context], device=device)
+
+    def attend(name: str, q_BTHD: Tensor, _: int) -> Tensor:
+        return make_backend(name)(q_BTHD, keys_BKSD, values_BKSD, lengths_B, None)
+
+    for name in BACKENDS:
+        for T in BLOCKS:
+            q_BTHD = torch.randn(1, T, config.num_heads, config.head_dim, **where)
+            run = functools.partial(attend, name, q_BTHD)
+            show(f"attention {name}, T={T}", run, 2 * keys_BKSD.nbytes, device)
+
+
+def time_matrices(config: ModelConfig, where: dict[str, Any]) -> None:
+    """Products with the matrices of some layers, and of their copies in fewer bits."""
+    device = where["device"]
+    settings = (SpeculationConfig(), GenerationConfig(), (0.0, 0.0), where["dtype"], device)
+    shape = dataclasses.replace(config, num_layers=COPIES)
+    model = random_model(shape, Setup(shape, None, *settings))
+
+    def multiply(layers: list[Any], name: str, x: Tensor, number: int) -> Tensor:
+        return matrix_of(layers[number % COPIES], name)(x)
+
+    for weights in WEIGHTS:
+        try:
+            layers = list((retrieval_copy(model, weights) or model).layers)
+        except InputError as error:
+            print(f"{weights}: {error}", flush=True)
+            continue
+        for name in MATRICES:
+            matrix = matrix_of(layers[0], name)
+            num_bytes = sum(it.nbytes for it in matrix.parameters())
+            for M in BLOCKS[:2]:
+                x = torch.randn(1, M, matrix.in_features, **where)
+                run = functools.partial(multiply, layers, name, x)
+                show(f"{name}, {weights}, M={M}", run, num_bytes, device)
+
+
+def matrix_of(layer: Any, name: str) -> Any:
+    return getattr(layer.self_attn if name in ("qkv_proj", "o_proj") else layer.mlp, name)
 
 
 def main() -> None:
@@ -69,56 +124,14 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=122880, metavar="S")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
-    device, config = torch.device(args.device), shape_of(args.shape)
-    assert config is not None
-    config = dataclasses.replace(config, num_layers=COPIES)
+    device = choose_device(args.device)
+    config = shape_of(args.shape)
+    if config is None:
+        raise unknown_model(args.shape)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    options = {"device": device, "dtype": dtype}
-    size = (1, args.context + 32, config.num_kv_heads, config.head_dim)
-    keys_BKSD, values_BKSD = (torch.randn(size, **options).transpose(1, 2) for _ in range(2))
-    lengths_B = torch.tensor([args.context], device=device)
     with torch.inference_mode():
-        for name in BACKENDS:
-            for T in (1, 7, 17):
-                q_BTHD = torch.randn(1, T, config.num_heads, config.head_dim, **options)
-                inputs = (q_BTHD, keys_BKSD, values_BKSD, lengths_B, None)
-                show(
-                    f"attention {name}, T={T}",
-                    lambda _, name=name, inputs=inputs: make_backend(name)(*inputs),
-                    2 * keys_BKSD.nbytes,
-                    device,
-                )
-        del keys_BKSD, values_BKSD
-        settings = (SpeculationConfig(), GenerationConfig(), (0.0, 0.0), dtype, device)
-        model = random_model(config, Setup(config, None, *settings))
-        for weights in WEIGHTS:
-            try:
-                layers = list((retrieval_copy(model, weights) or model).layers)
-            except InputError as error:
-                print(f"{weights}: {error}", flush=True)
-                continue
-            for name, matrix in matrices_of(layers[0]).items():
-                for M in (1, 3, 7):
-                    x = torch.randn(1, M, matrix.in_features, **options)
-                    show(
-                        f"{name}, {weights}, M={M}",
-                        lambda n, x=x, name=name, those=layers: matrices_of(those[n % COPIES])[
-                            name
-                        ](x),
-                        sum(it.nbytes for it in matrix.parameters()),
-                        device,
-                    )
-
-
-def matrices_of(layer: Any) -> dict[str, Any]:
-    """The four matrices of a layer."""
-    attention, mlp = layer.self_attn, layer.mlp
-    return {
-        "q, k, v": attention.qkv_proj,
-        "attention out": attention.o_proj,
-        "gate, up": mlp.gate_up_proj,
-        "MLP out": mlp.down_proj,
-    }
+        time_attention(config, args.context, {"device": device, "dtype": dtype})
+        time_matrices(config, {"device": device, "dtype": dtype})
 
 
 if __name__ == "__main__":
