@@ -52,10 +52,12 @@ class ByShape(TorchFunctionMode):
             self.cuda.check(function.__name__)
         if function in ONES:
             return ONES[function]
+        if function is not torch.tensor:
+            return function(*args, **(kwargs or {}))
+        device = (kwargs or {}).pop("device", "cpu")
         result = function(*args, **(kwargs or {}))
-        if function is torch.tensor:
-            result.constant = None  # else it would go on with the numbers
-        return result
+        result.constant = None  # else it would go on with the numbers
+        return result.to(device)
 
 
 def copied(target, source):

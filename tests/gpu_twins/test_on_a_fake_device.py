@@ -12,7 +12,7 @@ from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
 from tests.conftest import byte_level_tokenizer
 from tests.gpu_twins.fake_cuda import DEVICE, GIB, fake_cuda, trust_kernels
 from tests.mutation import Mutant, mutated
-from tools.bench import synthetic
+from tools.bench import kernel_times, synthetic
 
 pytest.importorskip("triton", reason="needs triton, which is made for Linux")
 
@@ -136,3 +136,14 @@ def test_a_device_that_is_not_there_is_refused_in_one_line(driver_works, name, m
     with pytest.raises(InputError, match=rf"'{name}' is not there; .* {2 * driver_works} GPUs"):
         choose_device(name)
     assert choose_device("auto").type == ("cuda" if driver_works else "cpu")
+
+
+def test_every_kernel_is_timed(cuda, capsys):
+    """By a graph each: three backends for three blocks, four matrices of two types for three."""
+    where = {"device": DEVICE, "dtype": torch.bfloat16}
+    kernel_times.time_attention(TARGET, 122_880, where)
+    kernel_times.time_matrices(TARGET, where)
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(" us " in line for line in lines) >= 9 + 24
+    assert cuda.num_graphs >= 9 + 24
+    assert not [line for line in lines if "fails" in line]

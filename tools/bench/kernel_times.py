@@ -2,8 +2,8 @@
 
 Attention of one layer by every backend, for short blocks, and products with the matrices of a layer
 in their own type and in 8 and 4 bits, each next to the bytes that it reads. A graph holds many
-calls, on different matrices, so that neither launches nor the L2 cache count. On a CPU every kernel
-runs once, to show that it does.
+calls, on different matrices, so that neither launches nor the L2 cache count. On a CPU they run one
+after the other.
 
 Legend: B batch, K KV heads, D head dim, S slots, T tokens of a block, M rows.
 """
@@ -11,7 +11,6 @@ Legend: B batch, K KV heads, D head dim, S slots, T tokens of a block, M rows.
 import argparse
 import dataclasses
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,9 @@ from torch import Tensor
 from minitri.config import ModelConfig
 from minitri.errors import InputError
 from minitri.gpu.attention_backends import BACKENDS, make_backend
+from minitri.gpu.graphs import GraphPool
 from minitri.gpu.kernels import problem_with
+from minitri.gpu.streams import clock_of, synchronize
 from minitri.loading.devices import choose_device, retrieval_copy
 from minitri.loading.named_models import shape_of, unknown_model
 from minitri.settings import GenerationConfig, SpeculationConfig
@@ -32,33 +33,28 @@ COPIES = 4
 BLOCKS = (1, 7, 17)
 MATRICES = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 WEIGHTS = ("same", "int8", "int4")
-CALLS, REPLAYS = 20, 5
+CALLS = 8
+REPLAYS = 5
 
 
-def microseconds(run: Callable[[int], object], device: torch.device) -> float:
+def microseconds(run: Callable[[int], Tensor], device: torch.device) -> float:
     """What a call takes; it is given the number of the call."""
-    if device.type != "cuda":
-        started = time.perf_counter()
-        run(0)
-        return 1e6 * (time.perf_counter() - started)
-    for number in range(3):
-        run(number)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for number in range(CALLS):
-            run(number)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()
-    start.record()
+
+    def calls() -> Tensor:
+        return [run(number) for number in range(CALLS)][-1]
+
+    replay, _ = GraphPool(device)._record(calls)
+    clock, seconds = clock_of(device), list[float]()
+    started = clock.now()
     for _ in range(REPLAYS):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return 1e3 * start.elapsed_time(end) / (REPLAYS * CALLS)
+        replay()
+    clock.since(started, seconds.append)
+    synchronize(device)
+    clock.settle()
+    return 1e6 * seconds[0] / (REPLAYS * CALLS)
 
 
-def show(name: str, run: Callable[[int], object], num_bytes: int, device: torch.device) -> None:
+def show(name: str, run: Callable[[int], Tensor], num_bytes: int, device: torch.device) -> None:
     """Prints a line; one with the reason if it does not work."""
     taken: list[float] = []
     try:
@@ -108,7 +104,7 @@ def time_matrices(config: ModelConfig, where: dict[str, Any]) -> None:
         for name in MATRICES:
             matrix = matrix_of(layers[0], name)
             num_bytes = sum(it.nbytes for it in matrix.parameters())
-            for M in BLOCKS[:2]:
+            for M in (1, 3, 7):
                 x = torch.randn(1, M, matrix.in_features, **where)
                 run = functools.partial(multiply, layers, name, x)
                 show(f"{name}, {weights}, M={M}", run, num_bytes, device)
