@@ -26,33 +26,26 @@ log = logging.getLogger("minitri")
 
 
 def free_host_bytes() -> float:
-    """Host memory that can be taken, by the system and by a container's limit; else infinity.
-
-    Memory that caches files is free. $MINITRI_HOST_GIB, if set, says how much there is instead.
-    Raises `InputError` if that is no number.
-    """
+    """Host memory that can be taken, by the system and by a container's limit, caches of files
+    included; or as much as $MINITRI_HOST_GIB says. Raises `InputError` if that is no number."""
     if wanted := os.environ.get("MINITRI_HOST_GIB"):
         with explain(f"MINITRI_HOST_GIB is {wanted!r}", "give GiB, such as 64"):
             return GIB * float(wanted)
     free = [math.inf]
-    with contextlib.suppress(OSError, KeyError, ValueError):
-        free.append(1024.0 * numbers("/proc/meminfo")["MemAvailable:"])
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        _, available = Path("/proc/meminfo").read_text().split("MemAvailable:")
+        free.append(1024.0 * int(available.split()[0]))
     with contextlib.suppress(OSError, KeyError, ValueError):  # "max" where there is no limit
-        taken = numbers("/sys/fs/cgroup/memory.stat")
+        lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+        taken = dict(line.split() for line in lines)
         limit = float(Path("/sys/fs/cgroup/memory.max").read_text())
-        free.append(limit - taken["anon"] - taken["shmem"])
+        free.append(limit - int(taken["anon"]) - int(taken["shmem"]))
     return min(free)
 
 
-def numbers(file: str) -> dict[str, int]:
-    """Of a file of the system, the first number of each line by the word before it."""
-    pairs = (line.split()[:2] for line in Path(file).read_text().splitlines())
-    return {name: int(number) for name, number in pairs}
-
-
 def free_device_bytes(device: torch.device) -> float:
-    """Memory of a CUDA device that this process can take. What the allocator keeps is given back
-    before; blocks of which a part is in use stay, and hold no large tensor."""
+    """Memory of a CUDA device that this process can take: blocks that are partly in use are kept by
+    the allocator, and hold no large tensor."""
     torch.cuda.empty_cache()
     return float(torch.cuda.mem_get_info(device)[0])
 
@@ -67,8 +60,8 @@ def demand_of(
 ) -> tuple[Demand, float, float]:
     """What a run needs here, and the bytes that each rank can take on its device, weights
     included, and of the host's memory."""
-    sizes = (generation.prefill_chunk, target.dtype.itemsize)
-    needs = Demand(target.config, draft, speculation, num_tokens, prompt_lengths, *sizes)
+    whose = (target.config, draft, speculation, num_tokens, prompt_lengths)
+    needs = Demand(*whose, generation.prefill_chunk, target.dtype.itemsize)
     ranks = target.execution.ranks
     on_host = ranks.least(free_host_bytes()) / ranks.count
     is_cuda = target.device.type == "cuda"
@@ -91,8 +84,7 @@ def most_rows(
     whole, on_device, on_host = demand_of(*run, longest)
     room = (on_device, on_host + kept_host_bytes)
     on_chip = None if generation.offload else target.config.num_layers
-    counts = range(len(longest), 1, -1)
-    needs = ((n, replace(whole, prompt_lengths=longest[:n])) for n in counts)
+    needs = ((n, replace(whole, prompt_lengths=longest[:n])) for n in range(len(longest), 1, -1))
     return next((n for n, demand in needs if demand.fits(*room, on_chip)), 1)
 
 
@@ -123,8 +115,8 @@ def allocate_full_cache(
     try:
         if on_gpu:
             host = host or HostMemory(target.device)
-            run = (target, draft, generation, speculation, capacity)
-            needs, on_device, on_host = demand_of(*run, prompt_lengths)
+            models = (target, draft, generation, speculation)
+            needs, on_device, on_host = demand_of(*models, capacity, prompt_lengths)
             on_chip = choose_on_chip(needs, generation, on_device, on_host + host.num_free_bytes)
         if on_chip == config.num_layers:
             return FullCache.allocate(config, B, capacity, **options)

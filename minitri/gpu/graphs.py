@@ -13,7 +13,6 @@ numbers need no new capture; their form (`SamplingParams.form`) is fixed.
 """
 
 import gc
-import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
@@ -35,14 +34,13 @@ Step = Callable[[Block], Tensor]
 
 
 class GraphPool:
-    """Captures steps on one stream, and counts what that cost.
+    """Captures steps on one stream, and counts them.
 
     Its steps share memory, so they must not run at the same time.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.num_graphs = 0
-        self.capture_seconds = 0.0
         self.on_gpu = device.type == "cuda"
         if self.on_gpu:
             self._memory: Any = torch.cuda.graph_pool_handle()
@@ -76,7 +74,6 @@ class GraphPool:
         if not self.on_gpu:
             first = run().clone()
             return lambda: first.copy_(run()), first
-        started = time.perf_counter()
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -95,7 +92,6 @@ class GraphPool:
             if was_enabled:
                 gc.enable()
         clear_workspaces()
-        self.capture_seconds += time.perf_counter() - started
         return graph.replay, output
 
 
@@ -104,7 +100,7 @@ def clear_workspaces() -> None:
 
     That of a capture must lie in the graph's memory, and none may be left for its stream.
     """
-    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def graph_pool(device: torch.device, *, wanted: bool) -> GraphPool | None:

@@ -96,7 +96,6 @@ def test_a_replay_has_the_bits_of_an_eager_pass(name):
         cache.advance([kept, kept])
         cache.crop([length - cropped for length in cache.lengths])
     assert pool.num_graphs == 2
-    assert pool.capture_seconds > 0
 
 
 @pytest.mark.takes(seconds=5, gib=1)

@@ -191,7 +191,6 @@ def fake_cuda(monkeypatch, total_gib: float = 141.0):
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: sizes,
         "graph_pool_handle": lambda: (0, 1),
-        "memory_reserved": lambda device=None: 0,
         "stream": lambda stream: contextlib.nullcontext(),
         "Stream": Nothing,
         "Event": Nothing,
@@ -202,6 +201,7 @@ def fake_cuda(monkeypatch, total_gib: float = 141.0):
         },
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     monkeypatch.setattr(FakeTensor, "tolist", lambda tensor: cuda.tolist(tensor))
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr("torch.nn.attention.bias.causal_lower_right", lambda *sizes: None)

@@ -37,8 +37,7 @@ class HostMemory:
         num_bytes = math.prod(shape) * dtype.itemsize
         if self.num_free_bytes < num_bytes:
             self._free.clear()
-            self._free.append(host_memory(num_bytes, self._device))
-        block = self._free.pop()
+        block = self._free.pop() if self._free else host_memory(num_bytes, self._device)
         synchronize(self._device)  # copies of the last borrower may be under way
         weakref.finalize(borrower, self._take_back, block).atexit = False
         return block[:num_bytes].view(dtype).view(shape)
@@ -54,12 +53,8 @@ class HostMemory:
 @torch.inference_mode(False)  # it may outlive the run that asks for it
 def host_memory(num_bytes: int, device: torch.device) -> Tensor:
     """Uninitialised bytes of the host; for a GPU page-locked, so that the computation goes on while
-    they are copied.
-
-    They are registered, or else taken from PyTorch's pinned allocator, which rounds up to powers of
-    two. A child process gets none of these pages: after a fork the device would go on with those
-    of either process.
-    """
+    they are copied: registered, or else from PyTorch's pinned allocator, which rounds up to powers
+    of two. A child process gets none of these pages, which a device could go on with otherwise."""
     if device.type != "cuda":
         return torch.empty(num_bytes, dtype=torch.uint8)
     pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
