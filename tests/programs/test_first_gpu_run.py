@@ -111,13 +111,14 @@ def test_without_a_device_it_stops_at_once(run):
 
 
 @pytest.mark.slow
-def test_a_dry_run_ends_in_time_with_a_complete_report(tmp_path, folder):
-    """With real programs, at small shapes."""
-    env = {**os.environ, "OUT": str(tmp_path), "MODEL": str(folder), "DRAFT": "suffix"}
-    calls = ["attention", "weights", "engine", "offload", "real"]
+def test_a_dry_run_ends_in_time_with_a_complete_report(tmp_path):
+    """With real programs, at small shapes; all but real weights."""
+    env = {**os.environ, "OUT": str(tmp_path)}
+    env.pop("TRITON_INTERPRET", None)  # in which kernels take too long to be timed
+    calls = ["attention", "weights", "engine", "offload"]
     done = subprocess.run(["bash", SCRIPT, "--cpu", *calls], env=env, capture_output=True)
     report = (tmp_path / "gpu_report.txt").read_text()
-    assert len(outcomes(report)) == 11
+    assert len(outcomes(report)) == 9
     assert {it.rpartition(" ")[2] for it in outcomes(report)} == {"0"}, report[-3000:]
     assert done.returncode == 0
 
