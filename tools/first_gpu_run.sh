@@ -19,7 +19,7 @@
 # a dry run with small shapes. Exit code: parts that failed, at most 100.
 #
 # Nothing is fetched. For `real` MODEL names a model (default: smollm2-135m) and DRAFT its drafter;
-# or PIECES is a folder of pieces as tools/weight_pieces.py writes them, all there by then.
+# or PIECES, say build/pieces, has what tools/weight_pieces.py wrote; a piece may come with each call.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export HF_HUB_OFFLINE=1 PIP_NO_INDEX=1 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
