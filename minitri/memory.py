@@ -167,7 +167,7 @@ def allocate(
         raise InputError(
             f"the small KV caches do not fit on {target.device} next to the full one "
             f"({shorten(error, 90)}); lower budget or num_recent_tokens, or shorten the prompt"
-        ) from None
+        ) from error
     return Memory(models, shape, full, prefix, verifying, queries_LBTHD, graphs, **small)
 
 

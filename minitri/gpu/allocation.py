@@ -6,6 +6,7 @@ Legend: L layers, B batch.
 import contextlib
 import logging
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ import torch
 
 from minitri.caches.full import FullCache
 from minitri.config import ModelConfig
-from minitri.errors import InputError
+from minitri.errors import InputError, explain
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.gpu.placement import Demand, choose_on_chip
+from minitri.gpu.placement import GIB, Demand, choose_on_chip
 from minitri.model.llama import Llama
 from minitri.settings import GenerationConfig, SpeculationConfig
 
@@ -25,22 +26,28 @@ log = logging.getLogger("minitri")
 
 
 def free_host_bytes() -> float:
-    """Host memory that can be taken, by the system and by a container's limit; else infinity."""
+    """Host memory that can be taken, by the system and by a container's limit, caches of files
+    included; or as much as $MINITRI_HOST_GIB says. Raises `InputError` if that is no number."""
+    if wanted := os.environ.get("MINITRI_HOST_GIB"):
+        with explain(f"MINITRI_HOST_GIB is {wanted!r}", "give GiB, such as 64"):
+            return GIB * float(wanted)
     free = [math.inf]
     with contextlib.suppress(OSError, IndexError, ValueError):
         _, available = Path("/proc/meminfo").read_text().split("MemAvailable:")
         free.append(1024.0 * int(available.split()[0]))
-    with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
-        group = Path("/sys/fs/cgroup")
-        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        free.append(float(limit - used))
+    with contextlib.suppress(OSError, KeyError, ValueError):  # "max" where there is no limit
+        lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+        taken = dict(line.split() for line in lines)
+        limit = float(Path("/sys/fs/cgroup/memory.max").read_text())
+        free.append(limit - int(taken["anon"]) - int(taken["shmem"]))
     return min(free)
 
 
 def free_device_bytes(device: torch.device) -> float:
-    """Memory of a CUDA device that this process can take, or holds and does not use."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    """Memory of a CUDA device that this process can take: blocks that are partly in use are kept by
+    the allocator, and hold no large tensor."""
+    torch.cuda.empty_cache()
+    return float(torch.cuda.mem_get_info(device)[0])
 
 
 def demand_of(
@@ -53,8 +60,8 @@ def demand_of(
 ) -> tuple[Demand, float, float]:
     """What a run needs here, and the bytes that each rank can take on its device, weights
     included, and of the host's memory."""
-    sizes = (generation.prefill_chunk, target.dtype.itemsize)
-    needs = Demand(target.config, draft, speculation, num_tokens, prompt_lengths, *sizes)
+    whose = (target.config, draft, speculation, num_tokens, prompt_lengths)
+    needs = Demand(*whose, generation.prefill_chunk, target.dtype.itemsize)
     ranks = target.execution.ranks
     on_host = ranks.least(free_host_bytes()) / ranks.count
     is_cuda = target.device.type == "cuda"
@@ -75,12 +82,10 @@ def most_rows(
     num_tokens = longest[0] + generation.max_new_tokens
     run = (target, draft, generation, speculation, num_tokens)
     whole, on_device, on_host = demand_of(*run, longest)
-    for num_rows in range(len(longest), 1, -1):
-        needs = replace(whole, prompt_lengths=longest[:num_rows])
-        on_chip = None if generation.offload else target.config.num_layers
-        if needs.fits(on_device, on_host + kept_host_bytes, on_chip):
-            return num_rows
-    return 1
+    room = (on_device, on_host + kept_host_bytes)
+    on_chip = None if generation.offload else target.config.num_layers
+    needs = ((n, replace(whole, prompt_lengths=longest[:n])) for n in range(len(longest), 1, -1))
+    return next((n for n, demand in needs if demand.fits(*room, on_chip)), 1)
 
 
 def allocate_full_cache(
@@ -99,33 +104,29 @@ def allocate_full_cache(
     """
     config = target.config
     B = len(prompt_lengths)
-    check_offload(target, generation)
+    on_gpu = target.device.type == "cuda"
+    if generation.offload and not on_gpu:
+        raise InputError(
+            f"offload is for GPUs: {config.name} runs on the {target.device.type}, whose KV "
+            "cache is in host memory already; leave --offload out"
+        )
     options: dict[str, Any] = {"dtype": target.dtype, "device": target.device}
     on_chip = config.num_layers
     try:
-        if target.device.type == "cuda":
+        if on_gpu:
             host = host or HostMemory(target.device)
-            run = (target, draft, generation, speculation, capacity)
-            needs, on_device, on_host = demand_of(*run, prompt_lengths)
+            models = (target, draft, generation, speculation)
+            needs, on_device, on_host = demand_of(*models, capacity, prompt_lengths)
             on_chip = choose_on_chip(needs, generation, on_device, on_host + host.num_free_bytes)
         if on_chip == config.num_layers:
             return FullCache.allocate(config, B, capacity, **options)
         placed = "KV cache: %d of %d layers on %s, the others in host memory"
         log.info(placed, on_chip, config.num_layers, target.device)
         return OffloadedFullCache(config, B, capacity, on_chip=on_chip, host=host, **options)
-    except RuntimeError:  # out of memory, on CUDA too
+    except (RuntimeError, OSError):  # out of memory, on CUDA too
         needed = B * capacity * config.kv_values_per_token * target.dtype.itemsize
         raise InputError(
             f"the KV cache for {B} x {capacity} tokens needs {needed / 1e9:.1f} GB, which "
             f"{target.device} does not have; shorten the prompt, lower max_new_tokens, or use a "
             "smaller dtype"
         ) from None
-
-
-def check_offload(target: Llama, generation: GenerationConfig) -> None:
-    """Raises `InputError` if KV is wanted in host memory for a model that runs there."""
-    if generation.offload and target.device.type != "cuda":
-        raise InputError(
-            f"offload is for GPUs: {target.config.name} runs on the {target.device.type}, whose KV "
-            "cache is in host memory already; leave --offload out"
-        )

@@ -12,7 +12,7 @@ the filters that a run uses. Their numbers (temperature, top-p, min-p) are a ten
 numbers need no new capture; their form (`SamplingParams.form`) is fixed.
 """
 
-import time
+import gc
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
@@ -34,14 +34,13 @@ Step = Callable[[Block], Tensor]
 
 
 class GraphPool:
-    """Captures steps on one stream, and counts what that cost.
+    """Captures steps on one stream, and counts them.
 
     Its steps share memory, so they must not run at the same time.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.num_graphs = self.num_bytes = 0  # bytes of device memory that captures took
-        self.capture_seconds = 0.0
+        self.num_graphs = 0
         self.on_gpu = device.type == "cuda"
         if self.on_gpu:
             self._memory: Any = torch.cuda.graph_pool_handle()
@@ -57,7 +56,7 @@ class GraphPool:
         except RuntimeError as error:
             raise InputError(
                 f"a CUDA graph could not be captured ({shorten(error, 90)}); use --no-cuda-graphs"
-            ) from None
+            ) from error
         self.num_graphs += 1
 
         def captured(block: Block) -> Tensor:
@@ -75,12 +74,7 @@ class GraphPool:
         if not self.on_gpu:
             first = run().clone()
             return lambda: first.copy_(run()), first
-        device = self._stream.device
-        clear_workspaces()
-        torch.cuda.empty_cache()  # as the capture does, so that only its own memory is counted
-        started = time.perf_counter()
-        reserved = torch.cuda.memory_reserved(device)
-        current = torch.cuda.current_stream(device)
+        current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             for _ in range(NUM_WARMUPS):
@@ -88,11 +82,16 @@ class GraphPool:
         current.wait_stream(self._stream)
         clear_workspaces()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
-            output = run()
+        # To free a graph, an event or page-locked memory, as collected garbage may, would end it.
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
+                output = run()
+        finally:
+            if was_enabled:
+                gc.enable()
         clear_workspaces()
-        self.capture_seconds += time.perf_counter() - started
-        self.num_bytes += torch.cuda.memory_reserved(device) - reserved
         return graph.replay, output
 
 
@@ -101,7 +100,7 @@ def clear_workspaces() -> None:
 
     That of a capture must lie in the graph's memory, and none may be left for its stream.
     """
-    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def graph_pool(device: torch.device, *, wanted: bool) -> GraphPool | None:

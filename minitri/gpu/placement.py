@@ -131,10 +131,10 @@ class Demand:
     def fits(self, device_bytes: float, host_bytes: float, on_chip: int | None = None) -> bool:
         """Whether there is room with KV of `on_chip` layers on the device; None: of the most."""
         best = self.most_on_chip(device_bytes)
-        wanted = best if on_chip is None else on_chip
-        if best is None or wanted is None or wanted > best:
+        if best is None:
             return False
-        return self.on_host(wanted) <= host_bytes
+        wanted = best if on_chip is None else on_chip
+        return wanted <= best and self.on_host(wanted) <= host_bytes
 
 
 def shortage(

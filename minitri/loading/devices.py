@@ -52,7 +52,8 @@ class ModelChoice:
 
 def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B008
     """The device of a name; `auto` is a GPU where there is one. Raises `InputError`."""
-    num_gpus = torch.cuda.device_count()
+    # With a driver that is too old for this PyTorch, devices are counted that it cannot use.
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         name = "cuda" if num_gpus else "cpu"
     if ranks.count > 1 and name.startswith("cuda"):

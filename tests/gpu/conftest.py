@@ -1,4 +1,5 @@
-"""Everything in this folder needs a CUDA device, and is skipped without one."""
+"""Everything in this folder needs a CUDA device, and is skipped without one. Each test says what it
+takes there: seconds by reckoning, compilation included, and GiB of free memory."""
 
 import contextlib
 import warnings
@@ -10,13 +11,19 @@ import torch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    absent = pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="needs a CUDA device; this PyTorch sees none"
-    )
+    has_device = torch.cuda.is_available()
+    free_gib = torch.cuda.mem_get_info()[0] / 2**30 if has_device else 0.0
     for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.gpu)
-            item.add_marker(absent)
+        if Path(__file__).parent not in item.path.parents:
+            continue
+        item.add_marker(pytest.mark.gpu)
+        mark = item.get_closest_marker("takes")
+        if mark is None:
+            raise pytest.UsageError(f"{item.nodeid} does not say what it takes; mark it with takes")
+        reason = "needs a CUDA device; this PyTorch sees none"
+        if has_device:
+            reason = f"needs {mark.kwargs['gib']} GiB of a GPU, of which {free_gib:.1f} are free"
+        item.add_marker(pytest.mark.skipif(free_gib < mark.kwargs["gib"], reason=reason))
 
 
 @contextlib.contextmanager

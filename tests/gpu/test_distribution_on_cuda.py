@@ -27,6 +27,7 @@ def run(engine, method):
     return run_test(engine, windows(text, 64, 64), SAMPLING, speculation, num_new=64, seed=0)
 
 
+@pytest.mark.takes(seconds=60, gib=2)
 @pytest.mark.parametrize("method", ["naive", "retrieval", "triforce"])
 def test_samples_follow_the_distribution(engine, method):
     """False alarm: odds of at most 1 in 10,000, and the seeds are fixed."""
@@ -34,6 +35,7 @@ def test_samples_follow_the_distribution(engine, method):
     assert not is_alarm(p_values, 3), p_values
 
 
+@pytest.mark.takes(seconds=60, gib=2)
 def test_a_wrong_verification_on_the_device_is_noticed(engine, monkeypatch):
     """A rejected guess is replaced by a sample from p itself, not from the residual."""
 

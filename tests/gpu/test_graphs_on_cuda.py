@@ -10,7 +10,6 @@ from minitri.caches.full import FullCache
 from minitri.decoding.random_source import IndependentSource
 from minitri.decoding.sampling import probs_from_logits
 from minitri.decoding.verification import Proposal
-from minitri.errors import InputError
 from minitri.gpu.attention_backends import BACKENDS, TOLERANCES, choose_attention
 from minitri.gpu.fused_modules import fuse_if_possible
 from minitri.gpu.graphs import GraphPool, probs_by_tensor
@@ -29,21 +28,23 @@ CONFIG = tiny_config(
 )
 
 
-def attention_or_skip(name: str, dtype: torch.dtype):
-    try:
-        return choose_attention(torch.device("cuda"), dtype, CONFIG, wanted=name)
-    except InputError as error:
-        pytest.skip(str(error))
+def attention(name: str = "auto", dtype: torch.dtype = torch.bfloat16):
+    """A backend, which has to work, but for flash on a card that no flash kernel is made for."""
+    device = torch.device("cuda")
+    if name == "flash" and torch.cuda.get_device_capability(device) < (8, 0):
+        pytest.skip("flash attention needs compute capability 8.0")
+    return choose_attention(device, dtype, CONFIG, wanted=name)
 
 
+@pytest.mark.takes(seconds=30, gib=2)
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (9, 3)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_backend_agrees_with_the_oracle(name, heads, dtype):
-    """By lengths on the device, and, as for a prompt, on the host."""
-    attend = attention_or_skip(name, dtype)
-    for T in range(1, 17):
-        case = random_case(T, (0, 1, 700, 2047), *heads, D=64, S=2304, seed=T, dtype=dtype)
+def test_every_backend_agrees_with_the_oracle(name, dtype):
+    """By lengths on the device, and, as for a prompt, on the host; a few shapes, as each is
+    compiled."""
+    attend = attention(name, dtype)
+    for T, H, K in ((1, 8, 8), (3, 9, 3), (16, 8, 2)):
+        case = random_case(T, (0, 1, 700, 2047), H, K, D=64, S=2304, seed=T, dtype=dtype)
         *tensors, lengths = case
         exact = attend_math(*(tensor.double() for tensor in tensors), lengths)
         for lengths_B in (torch.tensor(lengths).cuda(), None):
@@ -62,12 +63,13 @@ def gpu_model(dtype: torch.dtype, attend) -> Llama:
     return fuse_if_possible(model)
 
 
+@pytest.mark.takes(seconds=15, gib=2)
 @pytest.mark.parametrize("name", BACKENDS)
 @torch.inference_mode()
 def test_a_replay_has_the_bits_of_an_eager_pass(name):
     """The same block after a prefix that grows and shrinks, at changing temperatures, 0 too:
     probabilities, K, V."""
-    model = gpu_model(torch.bfloat16, attention_or_skip(name, torch.bfloat16))
+    model = gpu_model(torch.bfloat16, attention(name))
     cache = FullCache.allocate(CONFIG, 2, 1024, dtype=model.dtype, device=model.device)
     pool = GraphPool(torch.device("cuda"))
     runner = ModelRunner(
@@ -94,9 +96,9 @@ def test_a_replay_has_the_bits_of_an_eager_pass(name):
         cache.advance([kept, kept])
         cache.crop([length - cropped for length in cache.lengths])
     assert pool.num_graphs == 2
-    assert pool.capture_seconds > 0
 
 
+@pytest.mark.takes(seconds=5, gib=1)
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(), SamplingParams(0.6, top_k=50, top_p=0.9, min_p=0.01)]
 )
@@ -113,11 +115,10 @@ def test_distributions_and_a_verdict_wait_for_the_device_once(sampling):
     assert len(found) == 1
 
 
+@pytest.mark.takes(seconds=10, gib=2)
 @torch.inference_mode()
 def test_a_replay_allocates_nothing_and_waits_for_nothing():
-    model = gpu_model(
-        torch.bfloat16, choose_attention(torch.device("cuda"), torch.bfloat16, CONFIG)
-    )
+    model = gpu_model(torch.bfloat16, attention())
     cache = FullCache.allocate(CONFIG, 1, 1024, dtype=model.dtype, device=model.device)
     cache.advance([700])
     inputs = make_block(model, [[0, 1, 2, 3]], cache, 4)

@@ -11,6 +11,7 @@ from tests.gpu.conftest import waits
 from tests.gpu.test_graphs_on_cuda import CONFIG, gpu_model
 
 
+@pytest.mark.takes(seconds=10, gib=2)
 @pytest.mark.parametrize("coupled", [False, True])
 @pytest.mark.parametrize("method", ["autoregressive", "naive", "retrieval", "triforce"])
 def test_a_step_waits_once_for_every_verdict(method, coupled):
@@ -30,10 +31,12 @@ def test_a_step_waits_once_for_every_verdict(method, coupled):
     assert len(found) == rig.num_verdicts() - before
 
 
+@pytest.mark.takes(seconds=5, gib=2)
 def test_the_clock_tells_what_the_device_took():
     """Not what the host took to launch it; known without waiting, once the device is done."""
     clock, seconds = clock_of(torch.device("cuda")), []
     a = torch.randn(8192, 8192, device="cuda")
+    a @ a  # in which libraries are loaded
     for num in (2, 20):
         started = clock.now()
         for _ in range(num):
@@ -42,4 +45,4 @@ def test_the_clock_tells_what_the_device_took():
     assert not seconds
     torch.cuda.synchronize()
     clock.settle()
-    assert 5 < seconds[1] / seconds[0] < 20
+    assert seconds[1] > 3 * seconds[0] > 0

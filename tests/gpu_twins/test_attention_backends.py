@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from minitri.errors import InputError
 from minitri.gpu import attention_backends
 from minitri.gpu.attention_backends import (
+    TOLERANCES,
     GpuAttention,
+    attend_flash,
     attend_fused,
     attend_masked,
     check_backend,
@@ -62,12 +64,16 @@ def random_rule(T: int) -> torch.Tensor:
 
 
 def error_of(backend, q, keys, values, lengths, rows=slice(None), rule=None) -> float:
-    """The largest one, by the oracle, of a case on the CPU, from these rows of it."""
+    """The largest one, by the oracle, of a case on the CPU, from these rows of it, as a share of
+    what rounding explains. On a GPU flash takes no float32."""
+    if ON_GPU and getattr(backend, "func", None) is attend_flash:
+        q, keys, values = q.bfloat16(), keys.bfloat16(), values.bfloat16()
     exact = attend_math(q.double(), keys.double(), values.double(), lengths, rule)[rows]
     q, keys, values = (tensor.to(DEVICE)[rows] for tensor in (q, keys, values))
     lengths_B = torch.tensor(lengths, device=DEVICE)[rows]
     got = backend(q, keys, values, lengths_B, None if rule is None else rule.to(DEVICE))
-    return float((got.double().cpu() - exact).abs().max().nan_to_num(torch.inf))
+    error = float((got.double().cpu() - exact).abs().max().nan_to_num(torch.inf))
+    return error / (TOLERANCES[q.dtype] if ON_GPU else 3e-6)
 
 
 @ours
@@ -80,7 +86,7 @@ def test_every_backend_equals_the_oracle(is_tree, heads, prefixes, T, backend):
     tile, NaN after; more rows than a tile; chains and trees' rules."""
     case = random_case(T, prefixes, *heads, D=D, S=TILE * 5 + 40)
     rule = random_rule(T) if is_tree else None
-    assert error_of(backend, *case, rule=rule) < 3e-6
+    assert error_of(backend, *case, rule=rule) < 1
     if is_tree and T > 1:
         assert (attend_math(*case, rule) - attend_math(*case)).abs().max() > 1e-3
 
@@ -100,7 +106,7 @@ def test_a_part_of_a_cache_is_read_where_it_lies(rows, is_staged, backend):
         kv_BSPKD = torch.stack((keys, values), 2).transpose(1, 3).contiguous()
         keys, values = kv_BSPKD.transpose(1, 3).unbind(2)
     assert not wide_q.is_contiguous()
-    assert error_of(backend, wide_q, keys, values, lengths, rows) < 3e-6
+    assert error_of(backend, wide_q, keys, values, lengths, rows) < 1
 
 
 @needs_triton
@@ -114,7 +120,7 @@ def test_a_prefix_is_cut_in_as_many_pieces_as_there_are_processors(num_processor
         random_case(17, (70, 3), 5, 1, D=D, S=TILE * 2),
         random_case(1, (0, 37, 300), 6, 2, D=D, S=TILE * 6),
     ):
-        assert error_of(KERNELS["triton"], *case) < 3e-6
+        assert error_of(KERNELS["triton"], *case) < 1
 
 
 @needs_triton
@@ -237,4 +243,4 @@ def test_the_flash_attn_package_takes_chains_and_triton_trees(monkeypatch):
     monkeypatch.setattr(attention_backends, "attend_masked", None)
     for rule in (None, random_rule(3)):
         case = random_case(3, (5, 0), 4, 2, D=D, S=40)
-        assert error_of(make_backend("flash"), *case, rule=rule) < 3e-6
+        assert error_of(make_backend("flash"), *case, rule=rule) < 1

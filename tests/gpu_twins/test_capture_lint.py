@@ -1,9 +1,15 @@
 """The steps that a GPU captures hold nothing that a graph cannot hold; see `capture_lint.py`."""
 
 import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
+from minitri.gpu import fused_modules
+from minitri.gpu.fused_modules import FusedLayers
+from minitri.model.llama import Layers
+from minitri.model.replace import replace_modules
 from minitri.settings import METHODS, SamplingParams
-from tests.cascades import GREEDY, Rig, near_copy, random_prompt
+from tests.cascades import GREEDY, Rig, near_copy, plain_tokens, random_prompt
 from tests.conftest import tiny_config, tiny_model
 from tests.gpu_twins.capture_lint import CaptureError, LintedPool
 from tests.gpu_twins.conftest import TWINS, as_on_a_gpu
@@ -42,6 +48,58 @@ def test_captured_steps_hold_what_a_graph_can_hold_and_give_what_eager_ones_give
         how = {"method": method, "sampling": sampling, "coupled": coupled}
         assert tokens(pool, backend, **how) == plain
         assert pool.num_runs > 2 * pool.num_graphs > 0
+
+
+class Hidden:
+    """An interpreted kernel whose inside is not watched, as that of a compiled one. It is given
+    other memory of the same contents, as the interpreter keeps what it was given for a while."""
+
+    def __init__(self, kernel) -> None:
+        self.kernel = kernel
+
+    def __call__(self, *args, **options):
+        return self.kernel(*args, **options)
+
+    def __getitem__(self, grid):
+        def launch(*args, **options) -> None:
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                twins = {n: twin(it) for n, it in enumerate(args) if isinstance(it, torch.Tensor)}
+                self.kernel[grid](*(twins.get(n, it) for n, it in enumerate(args)), **options)
+                for n, it in twins.items():
+                    args[n].copy_(it)
+
+        return launch
+
+
+def twin(tensor):
+    """The same numbers in a copy of all the memory that a tensor is a part of."""
+    place = (tensor.storage_offset(), tensor.shape, tensor.stride())
+    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage().clone(), *place)
+
+
+@pytest.mark.parametrize("method", ["naive", "retrieval", "triforce"])
+def test_so_do_steps_with_fused_layers_and_kernels_of_triton(
+    method, lengths_on_the_device, monkeypatch
+):
+    """By the interpreter, and by the functions that would be compiled."""
+    module = pytest.importorskip("minitri.gpu.kernels.flash_decoding", reason="needs triton")
+    for name in ("attend_piece", "merge_pieces"):
+        monkeypatch.setattr(module, name, Hidden(getattr(module, name)))
+    monkeypatch.setattr(fused_modules, "compiled", lambda function: function)
+    config = tiny_config(num_layers=2, head_dim=16)
+    target = tiny_model(config)
+    settings = {"method": method, "num_new": 6, "budget": 24, "num_recent_tokens": 20}
+    settings |= {"gamma1": 1, "gamma2": 2, "sampling": WARM, "coupled": True}
+    prompts = [random_prompt(config, 40)]
+    plain = plain_tokens(target, prompts, sampling=WARM, coupled=True, num_new=6)
+    models = [
+        as_on_a_gpu(replace_modules(model, {Layers: FusedLayers}), module.attend_short_block)
+        for model in (target, near_copy(target, 0.02))
+    ]
+    pool = LintedPool()
+    rig = Rig(models[0], prompts, draft=models[1], graphs=pool, **settings)
+    assert rig.run() == plain
+    assert pool.num_runs > 2 * pool.num_graphs > 0
 
 
 ADDED = {

@@ -55,6 +55,7 @@ def test_compiled_kernels_pass_the_test_of_every_boot(dtype):
 
 @pytest.mark.slow
 @needs_compiler
+@pytest.mark.skipif(ON_GPU, reason="runs models on the CPU: tests/gpu runs them on a GPU")
 @pytest.mark.usefixtures("inductor", "lengths_on_the_device")
 def test_texts_stay_the_same():
     """Full, retrieval and streaming caches, rows of different lengths, captured steps."""

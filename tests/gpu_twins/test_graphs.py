@@ -42,7 +42,7 @@ def test_a_step_has_the_signature_of_what_it_wraps():
     assert first.tolist() == [1, 1, 1]
     with pytest.raises(AssertionError, match="right"):
         step(Pair(torch.zeros(3), torch.zeros(1)))
-    assert (pool.num_graphs, pool.capture_seconds, pool.num_bytes) == (1, 0, 0)
+    assert pool.num_graphs == 1
 
 
 def test_kv_from_host_memory_is_streamed_by_eager_steps(lengths_on_the_device):

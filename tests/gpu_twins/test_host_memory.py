@@ -1,11 +1,14 @@
 """Host memory that caches borrow, one after another; a stand-in for CUDA notes its calls."""
 
 import gc
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
-from minitri import GenerationConfig, SpeculationConfig, memory
+from minitri import GenerationConfig, InputError, SpeculationConfig, memory
+from minitri.gpu import allocation
 from minitri.gpu.offload import host_memory as module
 from minitri.gpu.offload.host_memory import HostMemory
 from tests.cascades import random_prompt, tiny_engine
@@ -102,3 +105,36 @@ def test_the_next_run_of_an_engine_takes_over_host_memory_until_it_is_released(m
     assert engine._pool.host.num_free_bytes == made[0]
     engine.release()
     assert engine._pool.host.num_free_bytes == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
+def test_a_child_process_gets_no_page_locked_memory(monkeypatch):
+    """By the flags of the system: `dc` stands for "do not copy on fork"."""
+    cudart = Cudart(0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    block = module.host_memory(1 << 20, torch.device("cuda"))
+    block.fill_(7)
+    address = f"{block.data_ptr():x}"
+    maps = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    flags = [after for before, after in pairwise(maps) if f"\n{address}-" in before]
+    assert [" dc" in it.splitlines()[0] for it in flags] == [True]
+
+
+def test_memory_that_caches_files_is_free_and_a_number_given_counts_more(tmp_path, monkeypatch):
+    files = {
+        "meminfo": "MemTotal: 999 kB\nMemAvailable: 50 kB\nHugePages_Total: 0\n",
+        "memory.max": "60000\n",
+        "memory.stat": "anon 10000\nfile 35000\nshmem 5000\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(allocation, "Path", lambda path: tmp_path / Path(path).name)
+    assert allocation.free_host_bytes() == 45_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert allocation.free_host_bytes() == 50 * 1024
+    monkeypatch.setenv("MINITRI_HOST_GIB", "1.5")
+    assert allocation.free_host_bytes() == 1.5 * 2**30
+    monkeypatch.setenv("MINITRI_HOST_GIB", "much")
+    with pytest.raises(InputError, match="MINITRI_HOST_GIB is 'much' .* give GiB"):
+        allocation.free_host_bytes()

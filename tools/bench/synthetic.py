@@ -28,6 +28,7 @@ from minitri.decoding.verification import Proposal
 from minitri.errors import InputError
 from minitri.generation import running
 from minitri.gpu.fused_modules import fuse_if_possible
+from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.loading.devices import attention_for, choose_device, choose_dtype, retrieval_copy
 from minitri.loading.fetch import default_draft
@@ -131,7 +132,7 @@ def run_synthetic(args: argparse.Namespace) -> None:
 
 def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
     """Decodes after several contexts, autoregressively and by the cascade, and prints next to what
-    was measured what the bandwidths of copies predict."""
+    was measured what the bandwidths of copies predict. Whatever is known is printed at once."""
     config = setup.target
     target = random_model(config, setup)
     draft = random_model(setup.draft, setup) if setup.draft else None
@@ -156,10 +157,12 @@ def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
     }
     print(f"SYNTHETIC weights and verdicts: {result}", flush=True)
     rows = []
+    host = HostMemory(setup.device)  # for all runs: to page-lock it takes longer than they do
     for context in contexts:
         with running(Models(target, target, draft)):
-            alone = decode(target, draft, context, setup, "autoregressive")
-            together = decode(target, draft, context, setup, plan.method, copy)
+            alone = decode(target, draft, context, setup, "autoregressive", host=host)
+            print(f"\n{context} tokens: autoregressive {json.dumps(alone)}", flush=True)
+            together = decode(target, draft, context, setup, plan.method, copy, host=host)
         speedup = alone["ms_per_token"] / together["ms_per_token"]
         row = {"context": context, "autoregressive": alone, "cascade": together, "speedup": speedup}
         rows.append(row)
@@ -175,7 +178,7 @@ def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
         measured = {**together["phase_ms"], "autoregressive": alone["phase_ms"]["target"]}
         idle = together["idle_share"]
         print(
-            f"\n{context} tokens: autoregressive {alone['ms_per_token']:.2f} ms/token, cascade "
+            f"{context} tokens: autoregressive {alone['ms_per_token']:.2f} ms/token, cascade "
             f"{together['ms_per_token']:.2f}, {together['tokens_per_step']:.2f} tokens a step, "
             f"speedup {speedup:.2f}, synthetic"
             + (f"; the GPU is idle for {idle:.0%}" if idle is not None else "")
@@ -216,9 +219,13 @@ def decode(
     setup: Setup,
     method: str,
     copy: Llama | None = None,
+    *,
+    host: HostMemory | None = None,
 ) -> dict[str, Any]:
     """Decodes after `context` made-up tokens; milliseconds per token and per phase."""
-    session = fresh_session(target, draft, context, setup, method, copy)
+    started = time.perf_counter()
+    session = fresh_session(target, draft, context, setup, method, copy, host=host)
+    start_seconds = time.perf_counter() - started  # to allocate, to page-lock and to capture
     stats, tokens = session.stats, session.sequences[0]
     session.start()
     for _ in range(WARMUP_STEPS):
@@ -236,7 +243,6 @@ def decode(
     session.meter.settle()
     stats.num_decoded_tokens = num_tokens = len(tokens) - before
     on_gpu = target.device.type == "cuda"
-    graphs = session.memory.graphs
     seconds = {"commit": stats.commit_seconds / len(times)}
     for stage, num_before in zip(stats.stages, rounds_before, strict=True):
         seconds[stage.name] = stage.seconds / max(stage.num_rounds - num_before, 1)
@@ -252,7 +258,7 @@ def decode(
         "idle_share": idle_share(session.step, PROFILED_STEPS) if on_gpu else None,
         "on_chip": session.memory.full.on_chip,
         "num_graphs": stats.num_graphs,
-        "capture_seconds": graphs.capture_seconds if graphs is not None else 0.0,
+        "start_seconds": start_seconds,
     }
 
 
@@ -263,10 +269,14 @@ def fresh_session(
     setup: Setup,
     method: str,
     copy: Llama | None = None,
+    *,
+    host: HostMemory | None = None,
 ) -> Stack:
     """A session whose full cache holds a made-up prompt but for its last token."""
     speculation = dataclasses.replace(setup.speculation, method=method)
-    num_new = setup.generation.max_new_tokens + MARGIN * speculation.max_block
+    # As many slots for every method, which then take the same host memory.
+    num_new = setup.generation.max_new_tokens + (MARGIN + 1) * setup.speculation.max_block
+    num_new -= speculation.max_block
     generation = dataclasses.replace(setup.generation, max_new_tokens=num_new)
     vocab_size = min(model.config.vocab_size for model in (target, draft) if model is not None)
     prompt = random.Random(0).choices(range(vocab_size), k=context)
@@ -278,7 +288,7 @@ def fresh_session(
     }
     models = Models(target, copy or target, draft)
     request = Request(prompt, 0, SAMPLING, generation)
-    session = begin(models, [request], speculation, sources=sources)
+    session = begin(models, [request], speculation, sources=sources, host=host)
     memory = session.memory
     fill_cache(memory.full)
     memory.full.advance([context - 1])

@@ -7,6 +7,7 @@ is gone leaves its memory to the next one.
 import contextlib
 import logging
 import math
+import mmap
 import weakref
 
 import torch
@@ -36,8 +37,7 @@ class HostMemory:
         num_bytes = math.prod(shape) * dtype.itemsize
         if self.num_free_bytes < num_bytes:
             self._free.clear()
-            self._free.append(host_memory(num_bytes, self._device))
-        block = self._free.pop()
+        block = self._free.pop() if self._free else host_memory(num_bytes, self._device)
         synchronize(self._device)  # copies of the last borrower may be under way
         weakref.finalize(borrower, self._take_back, block).atexit = False
         return block[:num_bytes].view(dtype).view(shape)
@@ -53,20 +53,23 @@ class HostMemory:
 @torch.inference_mode(False)  # it may outlive the run that asks for it
 def host_memory(num_bytes: int, device: torch.device) -> Tensor:
     """Uninitialised bytes of the host; for a GPU page-locked, so that the computation goes on while
-    they are copied.
-
-    They are registered rather than taken from PyTorch's pinned allocator, which rounds up to powers
-    of two.
-    """
-    block = torch.empty(num_bytes, dtype=torch.uint8)
+    they are copied: registered, or else from PyTorch's pinned allocator, which rounds up to powers
+    of two. A child process gets none of these pages, which a device could go on with otherwise."""
     if device.type != "cuda":
-        return block
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):  # the fewer, the sooner locked
+        with contextlib.suppress(OSError):
+            pages.madvise(advice)
+    block = torch.frombuffer(pages, dtype=torch.uint8)
     error = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), num_bytes, 0))
     if error == 0:
         weakref.finalize(block, unregister, block.data_ptr(), device)
         return block
     with contextlib.suppress(RuntimeError):  # CUDA reports the error once more, to the next call
         torch.zeros(1, device=device)
+    with contextlib.suppress(RuntimeError):
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     problem = "%.1f GB of host memory could not be page-locked (CUDA error %d), so copies are slow"
     log.warning(problem, num_bytes / 1e9, error)
     return block

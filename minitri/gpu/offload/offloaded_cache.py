@@ -185,7 +185,6 @@ class OffloadedFullCache(FullCache):
         self.stream.synchronize()
         new_TPKD = torch.stack((keys_KTD, values_KTD), 1).transpose(0, 2)
         self.host_LBSPKD[layer - self.on_chip, b, : len(new_TPKD)] = new_TPKD
-        self.ring_starts[b] = len(new_TPKD)  # none of these tokens is in the ring
 
     def restore(self, b: int, num_tokens: int) -> None:
         super().restore(b, num_tokens)

@@ -1,0 +1,149 @@
+"""Whole runs of a 7B shape on a GPU that has no numbers: no device, type or shape is mixed up."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minitri import Engine, GenerationConfig, InputError, SamplingParams, SpeculationConfig
+from minitri.loading.devices import choose_device, retrieval_copy
+from minitri.loading.named_models import shape_of
+from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
+from tests.conftest import byte_level_tokenizer
+from tests.gpu_twins.fake_cuda import DEVICE, GIB, fake_cuda, trust_kernels
+from tests.mutation import Mutant, mutated
+from tools.bench import kernel_times, synthetic
+
+pytest.importorskip("triton", reason="needs triton, which is made for Linux")
+
+TARGET = replace(shape_of("llama2-7b-128k"), num_layers=3)
+DRAFT = shape_of("llama-68m")
+WARM = SamplingParams(0.6, top_p=0.9)
+HOSTED = {"offload": True, "on_chip": 0}
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """On which all kernels compile, and are right."""
+    if torch.cuda.is_available():
+        pytest.skip("has a CUDA device, and needs none")
+    trust_kernels(monkeypatch)
+    with fake_cuda(monkeypatch) as found:
+        yield found
+
+
+def setup_of(backend="triton", weights="same", offload=(), **speculation):
+    generation = GenerationConfig(4, ignore_eos=True, **dict(offload))
+    settings = (SpeculationConfig(**speculation), generation, (0.5, 0.9))
+    return synthetic.Setup(TARGET, DRAFT, *settings, torch.bfloat16, DEVICE, backend, weights)
+
+
+def engine_of(backend, weights="same"):
+    setup = setup_of(backend)
+    target, draft = (synthetic.random_model(config, setup) for config in (TARGET, DRAFT))
+    tokenizer = Tokenizer(TokenizersBackend(byte_level_tokenizer()), None)
+    return Engine(target, tokenizer, draft, retrieval_copy(target, weights))
+
+
+@pytest.mark.parametrize(
+    ("speculation", "placement", "backend", "weights"),
+    [
+        ({"method": "autoregressive"}, {}, "triton", "same"),
+        ({"method": "auto"}, {}, "triton", "same"),
+        ({"method": "naive"}, HOSTED, "flash", "same"),
+        ({"method": "retrieval", "coupled": True}, {}, "flash", "int8"),
+        ({"method": "triforce"}, {}, "math", "same"),
+        ({"method": "triforce", "tree": "2x2"}, {}, "triton", "int8"),
+        ({"method": "triforce"}, HOSTED, "triton", "int8"),
+        ({"method": "triforce", "coupled": True}, {"offload": True, "on_chip": 2}, "math", "same"),
+    ],
+)
+def test_a_run_goes_to_its_end(speculation, placement, backend, weights, cuda):
+    engine = engine_of(backend, weights)
+    end = engine.complete(
+        [1] * 30_000,
+        sampling=WARM,
+        speculation=SpeculationConfig(**speculation),
+        generation=GenerationConfig(16, ignore_eos=True, **placement),
+    )
+    assert len(end.token_ids) == 16
+    assert (cuda.num_graphs > 0) == (cuda.num_replays > 0)
+
+
+def test_numbers_that_stay_on_the_host_are_noticed(cuda):
+    new = "torch.tensor(values, dtype=torch.int64)"
+    mutant = Mutant("left behind", "integers", f"{new}.to(device, non_blocking=True)", new, "")
+    with mutated(mutant), pytest.raises(RuntimeError, match="same device"):
+        engine_of("math").complete([1] * 40, method="naive", generation=GenerationConfig(4))
+
+
+def test_what_a_graph_cannot_hold_is_refused_in_one_line(cuda):
+    new = "self.rope.at(positions_BT + positions_BT.tolist()[0][0])"
+    mutant = Mutant("asks", "Llama.forward", "self.rope.at(positions_BT)", new, "")
+    with mutated(mutant), pytest.raises(InputError, match="tolist.*--no-cuda-graphs") as caught:
+        engine_of("math").generate([1] * 40, method="naive")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("total_gib", "host_gib", "placement", "problem"),
+    [
+        (5, 64, {}, "whole KV cache, got 5.0; use --offload"),
+        (3, 64, HOSTED, "on the device, got 3.00 .* a context of .* tokens would fit"),
+        (141, 2, HOSTED, "and 2.00; .* tokens would fit"),
+        (141, 2, {"offload": True}, None),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_it_is_allocated(
+    total_gib, host_gib, placement, problem, cuda, monkeypatch
+):
+    """By the memory of a card, for the context and for its staging buffers, and of the host."""
+    engine = engine_of("math")
+    cuda.total = int(total_gib * GIB) - engine.model.num_bytes - engine.draft.num_bytes
+    monkeypatch.setenv("MINITRI_HOST_GIB", str(host_gib))
+    how = {"generation": GenerationConfig(16, **placement), "method": "triforce"}
+    if problem is None:
+        engine.generate([1] * 122_880, **how)
+        return
+    with pytest.raises(InputError, match=problem) as caught:
+        engine.generate([1] * 122_880, **how)
+    assert "\n" not in str(caught.value)
+    assert not cuda.num_graphs
+
+
+def test_a_made_up_run_prints_as_it_goes_and_locks_host_memory_once(cuda, monkeypatch, capsys):
+    """For both methods at each context: what was measured first is known if the rest hangs."""
+    monkeypatch.setattr(synthetic, "copy_bandwidth", lambda device, **how: 1e12)
+    monkeypatch.setattr(synthetic, "idle_share", lambda step, num: 0.5)
+    decode, printed = synthetic.decode, []
+
+    def watched(*args, **settings):
+        printed.append(capsys.readouterr().out)
+        return decode(*args, **settings)
+
+    monkeypatch.setattr(synthetic, "decode", watched)
+    synthetic.sweep_contexts(setup_of(weights="int8", offload=HOSTED, method="triforce"), [30_000])
+    assert len(printed) == 2
+    assert "30000 tokens: autoregressive {" in printed[1]
+    assert len(cuda.host_sizes) == 1
+
+
+@pytest.mark.parametrize(("driver_works", "name"), [(True, "cuda:7"), (False, "cuda")])
+def test_a_device_that_is_not_there_is_refused_in_one_line(driver_works, name, monkeypatch):
+    """One of two that there are, or any where the driver is too old: its devices are counted."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: driver_works)
+    with pytest.raises(InputError, match=rf"'{name}' is not there; .* {2 * driver_works} GPUs"):
+        choose_device(name)
+    assert choose_device("auto").type == ("cuda" if driver_works else "cpu")
+
+
+def test_every_kernel_is_timed(cuda, capsys):
+    """By a graph each: three backends for three blocks, four matrices of two types for three."""
+    where = {"device": DEVICE, "dtype": torch.bfloat16}
+    kernel_times.time_attention(TARGET, 122_880, where)
+    kernel_times.time_matrices(TARGET, where)
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(" us " in line for line in lines) >= 9 + 24
+    assert cuda.num_graphs >= 9 + 24
+    assert not [line for line in lines if "fails" in line]
