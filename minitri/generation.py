@@ -138,7 +138,7 @@ class Generation(Iterator[Event]):
         while self._waiting and len(self._running) < memory.shape.num_rows:
             row = self._waiting[0]
             sampling = {it.request.sampling for it in self._running.values()}
-            if memory.captured and sampling - {row.request.sampling}:
+            if memory.shares_filters and sampling - {row.request.sampling}:
                 break
             self._waiting.popleft()
             places = [b for b in range(memory.shape.num_rows) if b not in self._running]

@@ -83,7 +83,7 @@ class MemoryPool:
         return (
             fits(kept, new)
             and all(isinstance(policy, str) for policy in policies)  # another keeps its own state
-            and all(steps.can_sample_by(new.sampling) for steps in kept.captured)
+            and all(runner.can_sample_by(new.sampling) for runner in kept.runners)
             and new.generation.prefill_chunk <= old.generation.prefill_chunk
             and wanted == settings
             and (

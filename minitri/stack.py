@@ -18,13 +18,15 @@ from minitri.decoding.cascade import Cascade
 from minitri.decoding.level import Emitted, Level, Stage
 from minitri.decoding.meter import Meter
 from minitri.decoding.random_source import CoupledSource, IndependentSource, RandomSource
+from minitri.decoding.verification import run_now
 from minitri.drafters.lookup import LookupDrafter
 from minitri.drafters.plugin import PluggedDrafter
+from minitri.gpu.graphs import GraphPool
 from minitri.gpu.streams import clock_of
 from minitri.memory import Memory, MemoryShape, Models, allocate
 from minitri.requests import Request
 from minitri.roofline import CPU, GPU, Workload, bytes_per_pass
-from minitri.runner import ModelRunner, prefill
+from minitri.runner import CapturedDraft, DraftRunner, ModelRunner, prefill
 from minitri.settings import SpeculationConfig
 from minitri.stats import LevelStats, Stats
 from minitri.trees.tree_level import TreeLevel, TreeRunner
@@ -53,7 +55,7 @@ class Stack:
             prior_seconds(memory, shape),
             use_clock=may_use_clock(memory.models, shape),
         )
-        self.source = _random_source(shape.speculation)
+        self.source = _random_source(shape.speculation, memory.graphs)
         self.meter = Meter(self.stats, self.tuner, clock_of(memory.models.target.device))
         self.cascade = self._cascade(sources or {})
 
@@ -67,6 +69,8 @@ class Stack:
             own: Any = sources.get(name, self.source)
             if self.shape.speculation.tree:
                 return TreeLevel(runner, own, stats, self.meter, TreeRunner(runner))
+            if isinstance(runner, DraftRunner) and runner.graphs is not None:
+                return CapturedDraft(runner, own, stats, self.meter)
             return Level(runner, own, stats, self.meter)
 
         drafter: Stage | None = None
@@ -172,12 +176,15 @@ def begin(
     return stack
 
 
-def _random_source(speculation: SpeculationConfig) -> IndependentSource | CoupledSource:
+def _random_source(
+    speculation: SpeculationConfig, graphs: GraphPool | None
+) -> IndependentSource | CoupledSource:
     """Where random numbers come from; `restart` gives each row its seed."""
+    run = run_now if graphs is None else graphs.run
     if speculation.coupled:
-        return CoupledTrees() if speculation.tree else CoupledSource()
+        return CoupledTrees(run=run) if speculation.tree else CoupledSource(run=run)
     make = IndependentTrees if speculation.tree else IndependentSource
-    return make(kind=speculation.verification)
+    return make(kind=speculation.verification, run=run)
 
 
 def prior_seconds(memory: Memory, shape: MemoryShape) -> Callable[[str, float], float]:

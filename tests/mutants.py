@@ -21,17 +21,17 @@ decoding/test_enumeration.py::test_both_levels_together_give_the_target_distribu
   bonus token from the wrong row
     _sample_next: (rows, num_accepted_B) => (rows, num_accepted_B.clamp_max(last))
   biased acceptance numbers
-    verification:verify: uniforms_BN[:, :-1] => uniforms_BN[:, :-1] ** 1.001
+    _test_each: uniforms_BN[:, :-1] => uniforms_BN[:, :-1] ** 1.001
   q without top-p
     Level.propose: row.probs_NV => 0.8 * row.probs_NV + 0.2 / row.probs_NV.shape[1]
   greedy draft scored with soft q
-    IndependentSource.sample: sample(probs_BV, uniforms_B1.squeeze(1).to(probs_BV.device,
+    IndependentSource.sample: sample_by_number(probs_BV, numbers_B.to(probs_BV.device,
         non_blocking=True))
     => probs_BV.argmax(1)
   acceptance number reused for the recovered token
     _sample_next: -1 => last
   padding counted as guesses
-    _num_passed: passes_BN & _are_guesses(proposal, passes_BN.device) => passes_BN.int()
+    _num_passed: passes_BN & _are_guesses(passes_BN, counts_B) => passes_BN.int()
 decoding/test_random_source.py::test_all_numbers_of_a_run_are_distinct[triforce]
   reused noise
     IndependentSource.uniforms: self._generators[b] => self._generators[b].manual_seed(7)
@@ -58,9 +58,9 @@ caches/test_streaming_cache.py::test_a_row_that_is_far_back_is_started_over
     DraftRunner._read_window: self.cache.reset(b) => pass
 decoding/test_equality.py::test_a_target_that_drafts_for_itself_is_always_right[distribution1]
   last accepted token dropped from the drafter
-    ModelRunner.next_probs: sequence[seen:] => sequence[max(seen, len(sequence) - 1) :]
+    ModelRunner.unread: sequence[seen:] => sequence[max(seen, len(sequence) - 1) :]
   guesses read one place too early
-    ModelRunner.next_probs: index_BN[:, 1:] => index_BN[:, :-1]
+    Passes.read: places_BN[:, 1:] => places_BN[:, :-1]
   a drafted token's noise is that of the first
     Level._draft: len(sequence) + i => len(sequence)
 caches/test_retrieval_cache.py::test_committed_tokens_overwrite_the_least_important_slots_first[1]
@@ -85,26 +85,26 @@ caches/test_chunk_scores.py::test_the_queries_that_choose_are_those_that_attend[
     => heads[:, -shared.queries_LBTHD.shape[2]:, :self.heads[0]]
 decoding/test_enumeration.py::test_a_residual_that_vanishes_falls_back_to_p
   a guess of probability 0 accepted by the number 0
-    verification:verify: uniforms_BN[:, :-1] * q_BN < p_BN => uniforms_BN[:, :-1] * q_BN <= p_BN
+    _test_each: uniforms_BN[:, :-1] * q_BN < p_BN => uniforms_BN[:, :-1] * q_BN <= p_BN
 decoding/test_enumeration.py::test_both_levels_together_give_the_target_distribution[3-2-1]
   q of the next guess
     _sample_next: num_accepted_B.clamp_max => (num_accepted_B + 1).clamp_max
   accepted guesses counted after a rejection
-    _num_passed: (passes_BN & _are_guesses(proposal, passes_BN.device)).cumprod(1)
-    => passes_BN & _are_guesses(proposal, passes_BN.device)
+    _num_passed: (passes_BN & _are_guesses(passes_BN, counts_B)).cumprod(1)
+    => passes_BN & _are_guesses(passes_BN, counts_B)
 decoding/test_enumeration.py
 ::test_blocks_at_both_levels_give_the_target_distribution[3-2-1-4]
   a block's recovered token from the residual of single tests
     _sample_next: scale_B1 * p_BV => p_BV
   a block tested without the mass of what its rejection leaves
-    verify_block: S_BN / (S_BN + 1 - w_BN) => S_BN * 0 + w_BN
+    _test_together: S_BN / (S_BN + 1 - w_BN) => S_BN * 0 + w_BN
   what a block's rejection leaves, of the guess before
     verify_block: (scales_BN1[:, 1:N] * probs_BNV[:, 1:N]).sub_(proposal.probs_BNV[:, 1:N])
     => (scales_BN1[:, 1:N] * probs_BNV[:, :N - 1]).sub_(proposal.probs_BNV[:, :N - 1])
   a block's chances capped at 1 at the end only
     verify_block: logs_BN.cummax(1).values => logs_BN
   a block ends at the first test that fails
-    verify_block: (passes_BN * lengths).amax => passes_BN.cumprod(1).sum
+    _test_together: (passes_BN * lengths).amax => passes_BN.cumprod(1).sum
 decoding/test_random_source.py::test_a_rows_numbers_do_not_depend_on_its_neighbours[triforce]
   one generator for all rows
     IndependentSource.uniforms: self._generators[b] => self._generators[0]
@@ -230,12 +230,11 @@ test_matrix.py
 gpu_twins/test_host_round_trips.py
 ::test_a_step_waits_once_for_every_verdict[triforce-sampling0-how0]
   a drafted token fetched by the host
-    Level._draft: self._source.sample(probs[-1], positions, active)
-    => torch.tensor(self._source.sample(probs[-1], positions, active).tolist())
+    DraftRunner.guess: tokens_BN.clone() => torch.tensor(tokens_BN.tolist())
 decoding/test_drafters_that_fail.py
 ::test_a_damaged_model_stops_the_run_and_is_named[naive--draft-True]
   guesses with a distribution that is not finite count
-    _on_host: q_BN.isfinite() | ~_are_guesses(proposal, q_BN.device)
+    _packed: q_BN.isfinite() | ~_are_guesses(q_BN, counts_B)
     => q_BN.isfinite() | q_BN.isnan()
 gpu_twins/test_eight_bits.py::test_a_copy_however_wrong_changes_no_text[triforce-sampling0]
   the copy of fewer bits verifies at the last level

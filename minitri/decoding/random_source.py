@@ -18,7 +18,8 @@ from minitri.decoding.noise import gumbel_argmax, noise_key
 from minitri.decoding.sampling import sample
 from minitri.decoding.verification import (
     Proposal,
-    integers,
+    Run,
+    run_now,
     verify,
     verify_block,
     verify_coupled,
@@ -28,6 +29,9 @@ from minitri.settings import SpeculationConfig
 
 class RandomSource(Protocol):
     """Samples tokens and verifies proposals with its own random numbers."""
+
+    def numbers(self, starts: list[int], active: list[bool]) -> Tensor:
+        """What a token of each row, for position `starts[b]`, is sampled by, (B,); on the host."""
 
     def sample(self, probs_BV: Tensor, starts: list[int], active: list[bool]) -> Tensor:
         """A token (B,) of each row, for position `starts[b]`; the host does not wait for it."""
@@ -41,13 +45,24 @@ class RandomSource(Protocol):
         """
 
 
+def sample_by_number(probs_BV: Tensor, numbers_B: Tensor) -> Tensor:
+    """A token (B,) of each row, by uniform numbers (float64) or by keys of noise (int64)."""
+    choose = sample if numbers_B.is_floating_point() else gumbel_argmax
+    return choose(probs_BV, numbers_B)
+
+
 class IndependentSource:
     """Fresh uniform numbers for every decision, from one generator per row."""
 
     def __init__(
-        self, seeds: Sequence[int] = (), kind: str = SpeculationConfig.verification
+        self,
+        seeds: Sequence[int] = (),
+        kind: str = SpeculationConfig.verification,
+        run: Run = run_now,
     ) -> None:
-        """`seeds` of the first rows; `kind`: of verification, as in `SpeculationConfig`."""
+        """`seeds` of the first rows; `kind`: of verification, as in `SpeculationConfig`; `run`
+        computes a verdict."""
+        self._run = run
         self._verify = verify_block if kind == "block" else verify
         self._generators: dict[int, torch.Generator] = {}
         for b, seed in enumerate(seeds):
@@ -57,9 +72,12 @@ class IndependentSource:
         """Gives row b to another text, with this seed."""
         self._generators[b] = torch.Generator().manual_seed(seed)
 
+    def numbers(self, starts: list[int], active: list[bool]) -> Tensor:
+        return self._draw([0] * len(starts), active).squeeze(1)
+
     def sample(self, probs_BV: Tensor, starts: list[int], active: list[bool]) -> Tensor:
-        uniforms_B1 = self._draw([0] * len(starts), active)
-        return sample(probs_BV, uniforms_B1.squeeze(1).to(probs_BV.device, non_blocking=True))
+        numbers_B = self.numbers(starts, active)
+        return sample_by_number(probs_BV, numbers_B.to(probs_BV.device, non_blocking=True))
 
     def verify(
         self,
@@ -68,10 +86,7 @@ class IndependentSource:
         starts: list[int],  # noqa: ARG002 (noise by position needs them)
         active: list[bool],
     ) -> list[list[int]]:
-        uniforms_BN = self._draw(proposal.counts, active)
-        return self._verify(
-            proposal, probs_BNV, uniforms_BN.to(probs_BNV.device, non_blocking=True)
-        )
+        return self._verify(proposal, probs_BNV, self._draw(proposal.counts, active), self._run)
 
     def _draw(self, counts: list[int], active: list[bool]) -> Tensor:
         """Numbers (B, N + 1) for each row's tests, and last for the token after them."""
@@ -89,16 +104,20 @@ class IndependentSource:
 class CoupledSource:
     """Noise by seed and position, the same for every level that samples for a position."""
 
-    def __init__(self, seeds: Sequence[int] = ()) -> None:
+    def __init__(self, seeds: Sequence[int] = (), run: Run = run_now) -> None:
+        self._run = run
         self._seeds = dict(enumerate(seeds))
 
     def restart(self, b: int, seed: int) -> None:
         """Gives row b to another text, with this seed."""
         self._seeds[b] = seed
 
-    def sample(self, probs_BV: Tensor, starts: list[int], active: list[bool]) -> Tensor:  # noqa: ARG002
-        keys = [self.key(b, start) for b, start in enumerate(starts)]
-        return gumbel_argmax(probs_BV, integers(keys, probs_BV.device))
+    def numbers(self, starts: list[int], active: list[bool]) -> Tensor:  # noqa: ARG002
+        return torch.tensor([self.key(b, start) for b, start in enumerate(starts)])
+
+    def sample(self, probs_BV: Tensor, starts: list[int], active: list[bool]) -> Tensor:
+        numbers_B = self.numbers(starts, active)
+        return sample_by_number(probs_BV, numbers_B.to(probs_BV.device, non_blocking=True))
 
     def verify(
         self,
@@ -109,7 +128,7 @@ class CoupledSource:
     ) -> list[list[int]]:
         places = range(max(proposal.counts) + 1)
         keys = [[self.key(b, start + i) for i in places] for b, start in enumerate(starts)]
-        return verify_coupled(proposal, probs_BNV, keys)
+        return verify_coupled(proposal, probs_BNV, keys, self._run)
 
     def key(self, b: int, position: int) -> int:
         """The key of the noise of a position of row b."""

@@ -16,6 +16,7 @@ Legend: B rows, N proposed tokens, V vocab.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -74,7 +75,19 @@ class Proposal:
         return self.counts[b]
 
 
-def verify(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> list[list[int]]:
+Run = Callable[..., Tensor]
+"""Calls its first argument with the others, which are tensors, on the device of the first of them:
+`run_now`, or `GraphPool.run`."""
+
+
+def run_now(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """What the function gives for these tensors, some of which may be on the host."""
+    return function(*(it.to(inputs[0].device, non_blocking=True) for it in inputs))
+
+
+def verify(
+    proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor, run: Run = run_now
+) -> list[list[int]]:
     """Of each row the accepted guesses, and one token more: recovered, or the bonus token.
 
     x_i is accepted while u_i q_i(x_i) < p_i(x_i). The recovered token of the first rejection comes
@@ -84,16 +97,13 @@ def verify(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> list[l
     last one for the token after the guesses. Takes one host synchronisation. Raises
     `NotFiniteError`.
     """
-    if not any(proposal.counts):
-        next_tokens_B = sample(probs_BNV[:, 0], uniforms_BN[:, -1])
-        return _on_host(proposal, probs_BNV, torch.zeros_like(next_tokens_B), next_tokens_B)
-    p_BN = _of_tokens(probs_BNV, proposal.tokens_BN)
-    q_BN = _of_tokens(proposal.probs_BNV, proposal.tokens_BN)
-    num_accepted_B = _num_passed(uniforms_BN[:, :-1] * q_BN < p_BN, proposal)
-    return _sample_next(proposal, probs_BNV, num_accepted_B, uniforms_BN)
+    decide = _test_each if any(proposal.counts) else _sample_first
+    return _outcome(decide, proposal, probs_BNV, uniforms_BN, run)
 
 
-def verify_block(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> list[list[int]]:
+def verify_block(
+    proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor, run: Run = run_now
+) -> list[list[int]]:
     """`verify` for all guesses of a row together: no fewer are accepted in expectation.
 
     Block verification (Sun et al. 2024, algorithm 2) accepts x_1 .. x_i for the largest i with
@@ -102,95 +112,143 @@ def verify_block(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> 
     after them comes, h_i = S_i / (S_i + 1 - w_i); h_n = w_n. As long as a round has not ended the
     next token therefore follows p_{i+1}, so this too is exact at every level.
     """
-    if not any(proposal.counts):
-        return verify(proposal, probs_BNV, uniforms_BN)
-    p_BN = _of_tokens(probs_BNV, proposal.tokens_BN)
-    q_BN = _of_tokens(proposal.probs_BNV, proposal.tokens_BN)
-    N, device = p_BN.shape[1], p_BN.device
-    logs_BN = (p_BN.double() / q_BN.double()).log().cumsum(1)
-    w_BN = (logs_BN - logs_BN.cummax(1).values.clamp_min(0)).exp()  # the running product, capped
-    scales_BN1 = F.pad(w_BN, (1, 0), value=1.0).to(probs_BNV.dtype).unsqueeze(2)  # from w_0 on
-    left_BNV = (scales_BN1[:, 1:N] * probs_BNV[:, 1:N]).sub_(proposal.probs_BNV[:, 1:N])
-    S_BN = F.pad(left_BNV.clamp_min_(0).sum(2), (0, 1)).double()
-    lengths = torch.arange(1, N + 1, device=device)
-    num_after_BN = integers(proposal.counts, device).unsqueeze(1) - lengths
-    h_BN = (S_BN / (S_BN + 1 - w_BN)).where((num_after_BN > 0) & (w_BN < 1), w_BN)
-    passes_BN = (uniforms_BN[:, :-1] < h_BN) & (num_after_BN >= 0)
-    num_accepted_B = (passes_BN * lengths).amax(1)
-    scale_B1 = scales_BN1.squeeze(2).gather(1, num_accepted_B.unsqueeze(1))
-    return _sample_next(proposal, probs_BNV, num_accepted_B, uniforms_BN, scale_B1)
+    decide = _test_together if any(proposal.counts) else _sample_first
+    return _outcome(decide, proposal, probs_BNV, uniforms_BN, run)
 
 
-def verify_coupled(proposal: Proposal, probs_BNV: Tensor, keys: list[list[int]]) -> list[list[int]]:
+def verify_coupled(
+    proposal: Proposal, probs_BNV: Tensor, keys: list[list[int]], run: Run = run_now
+) -> list[list[int]]:
     """Emits argmax(log p_i + g_i) at every position; accepts a guess iff it is that very token.
 
     `keys[b][i]` names the Gumbel noise g of the position of x_i in row b: every level that samples
     for a position uses the same noise. Raises `NotFiniteError`.
     """
-    N = max(proposal.counts)
-    choices_BN = gumbel_argmax(probs_BNV[:, : N + 1], integers(keys, probs_BNV.device))
-    # Without guesses, their tokens may be on another device.
-    passes_BN = choices_BN[:, :N] == proposal.tokens_BN.to(choices_BN)
-    num_accepted_B = _num_passed(passes_BN, proposal)
+    return _outcome(_compare, proposal, probs_BNV, torch.tensor(keys), run)
+
+
+def _outcome(
+    decide: Callable[..., Tensor],
+    proposal: Proposal,
+    probs_BNV: Tensor,
+    numbers_BN: Tensor,
+    run: Run,
+) -> list[list[int]]:
+    """What one of the functions below decides, brought to the host in one transfer."""
+    guesses = (proposal.tokens_BN, proposal.probs_BNV, torch.tensor(proposal.counts))
+    rows = run(decide, probs_BNV, numbers_BN, *guesses).tolist()
+    tokens = list[list[int]]()
+    for num_accepted, next_token, p_is_finite, q_is_finite, *guessed in rows:
+        if not (p_is_finite and q_is_finite):
+            is_drafter = not q_is_finite and any("draft" in row for row in proposal.origins)
+            raise NotFiniteError(is_drafter=is_drafter)
+        tokens.append([*guessed[:num_accepted], next_token])
+    return tokens
+
+
+# Each decides about tokens x (B, N) that were sampled from q (B, N, V), n of them in each row, by
+# the verifier's p (B, N + 1, V): see `_packed`. On the device, without a question to the host.
+
+
+def _sample_first(
+    p_BNV: Tensor, uniforms_BN: Tensor, tokens_BN: Tensor, q_BNV: Tensor, counts_B: Tensor
+) -> Tensor:
+    next_tokens_B = sample(p_BNV[:, 0], uniforms_BN[:, -1])
+    return _packed(p_BNV, tokens_BN, q_BNV, counts_B, torch.zeros_like(counts_B), next_tokens_B)
+
+
+def _test_each(
+    p_BNV: Tensor, uniforms_BN: Tensor, tokens_BN: Tensor, q_BNV: Tensor, counts_B: Tensor
+) -> Tensor:
+    p_BN = _of_tokens(p_BNV, tokens_BN)
+    q_BN = _of_tokens(q_BNV, tokens_BN)
+    num_accepted_B = _num_passed(uniforms_BN[:, :-1] * q_BN < p_BN, counts_B)
+    return _sample_next(p_BNV, uniforms_BN, tokens_BN, q_BNV, counts_B, num_accepted_B)
+
+
+def _test_together(
+    p_BNV: Tensor, uniforms_BN: Tensor, tokens_BN: Tensor, q_BNV: Tensor, counts_B: Tensor
+) -> Tensor:
+    p_BN = _of_tokens(p_BNV, tokens_BN)
+    q_BN = _of_tokens(q_BNV, tokens_BN)
+    N = p_BN.shape[1]
+    logs_BN = (p_BN.double() / q_BN.double()).log().cumsum(1)
+    w_BN = (logs_BN - logs_BN.cummax(1).values.clamp_min(0)).exp()  # the running product, capped
+    scales_BN1 = F.pad(w_BN, (1, 0), value=1.0).to(p_BNV.dtype).unsqueeze(2)  # from w_0 on
+    left_BNV = (scales_BN1[:, 1:N] * p_BNV[:, 1:N]).sub_(q_BNV[:, 1:N])
+    S_BN = F.pad(left_BNV.clamp_min_(0).sum(2), (0, 1)).double()
+    lengths = torch.arange(1, N + 1, device=p_BNV.device)
+    num_after_BN = counts_B.unsqueeze(1) - lengths
+    h_BN = (S_BN / (S_BN + 1 - w_BN)).where((num_after_BN > 0) & (w_BN < 1), w_BN)
+    passes_BN = (uniforms_BN[:, :-1] < h_BN) & (num_after_BN >= 0)
+    num_accepted_B = (passes_BN * lengths).amax(1)
+    scale_B1 = scales_BN1.squeeze(2).gather(1, num_accepted_B.unsqueeze(1))
+    return _sample_next(p_BNV, uniforms_BN, tokens_BN, q_BNV, counts_B, num_accepted_B, scale_B1)
+
+
+def _compare(
+    p_BNV: Tensor, keys_BN: Tensor, tokens_BN: Tensor, q_BNV: Tensor, counts_B: Tensor
+) -> Tensor:
+    N = tokens_BN.shape[1]
+    choices_BN = gumbel_argmax(p_BNV[:, : N + 1], keys_BN)
+    num_accepted_B = _num_passed(choices_BN[:, :N] == tokens_BN, counts_B)
     next_tokens_B = choices_BN.gather(1, num_accepted_B.unsqueeze(1)).squeeze(1)
-    return _on_host(proposal, probs_BNV, num_accepted_B, next_tokens_B)
+    return _packed(p_BNV, tokens_BN, q_BNV, counts_B, num_accepted_B, next_tokens_B)
+
+
+def _sample_next(
+    p_BNV: Tensor,
+    uniforms_BN: Tensor,
+    tokens_BN: Tensor,
+    q_BNV: Tensor,
+    counts_B: Tensor,
+    num_accepted_B: Tensor,
+    scale_B1: Tensor | float = 1.0,
+) -> Tensor:
+    """The accepted guesses, and a recovered token from max(scale p - q, 0) or a bonus token."""
+    rows = torch.arange(len(p_BNV), device=p_BNV.device)
+    last = tokens_BN.shape[1] - 1
+    q_BV = q_BNV[rows, num_accepted_B.clamp_max(last)]
+    q_BV = q_BV.where((num_accepted_B < counts_B).unsqueeze(1), 0.0)
+    p_BV = p_BNV[rows, num_accepted_B]
+    residual_BV = (scale_B1 * p_BV - q_BV).clamp_min(0)
+    residual_BV = residual_BV.where(residual_BV.sum(1, keepdim=True) > 0, p_BV)
+    next_tokens_B = sample(residual_BV, uniforms_BN[:, -1])
+    return _packed(p_BNV, tokens_BN, q_BNV, counts_B, num_accepted_B, next_tokens_B)
 
 
 def _of_tokens(probs_BNV: Tensor, tokens_BN: Tensor) -> Tensor:
     """The probability of each token (B, N) at its place."""
-    return probs_BNV.gather(2, tokens_BN.unsqueeze(2)).squeeze(2)
+    return probs_BNV[:, : tokens_BN.shape[1]].gather(2, tokens_BN.unsqueeze(2)).squeeze(2)
 
 
-def _sample_next(
-    proposal: Proposal,
-    probs_BNV: Tensor,
-    num_accepted_B: Tensor,
-    uniforms_BN: Tensor,
-    scale_B1: Tensor | float = 1.0,
-) -> list[list[int]]:
-    """The accepted guesses, and a recovered token from max(scale p - q, 0) or a bonus token."""
-    rows = torch.arange(len(probs_BNV), device=probs_BNV.device)
-    is_rejected_B = num_accepted_B < integers(proposal.counts, probs_BNV.device)
-    last = max(proposal.counts) - 1
-    q_BV = proposal.probs_BNV[rows, num_accepted_B.clamp_max(last)]
-    q_BV = q_BV.where(is_rejected_B.unsqueeze(1), 0.0)
-    p_BV = probs_BNV[rows, num_accepted_B]
-    residual_BV = (scale_B1 * p_BV - q_BV).clamp_min(0)
-    residual_BV = residual_BV.where(residual_BV.sum(1, keepdim=True) > 0, p_BV)
-    next_tokens_B = sample(residual_BV, uniforms_BN[:, -1])
-    return _on_host(proposal, probs_BNV, num_accepted_B, next_tokens_B)
-
-
-def _num_passed(passes_BN: Tensor, proposal: Proposal) -> Tensor:
+def _num_passed(passes_BN: Tensor, counts_B: Tensor) -> Tensor:
     """Guesses of each row (B,) before the first that fails its test."""
-    return (passes_BN & _are_guesses(proposal, passes_BN.device)).cumprod(1).sum(1)
+    return (passes_BN & _are_guesses(passes_BN, counts_B)).cumprod(1).sum(1)
 
 
-def _are_guesses(proposal: Proposal, device: torch.device) -> Tensor:
-    """Which of the proposal's places (B, N) are not padding."""
-    counts_B1 = integers(proposal.counts, device).unsqueeze(1)
-    return torch.arange(max(proposal.counts), device=device) < counts_B1
+def _are_guesses(places_BN: Tensor, counts_B: Tensor) -> Tensor:
+    """Which of a proposal's places are not padding."""
+    return torch.arange(places_BN.shape[1], device=counts_B.device) < counts_B.unsqueeze(1)
+
+
+def _packed(
+    p_BNV: Tensor,
+    tokens_BN: Tensor,
+    q_BNV: Tensor,
+    counts_B: Tensor,
+    num_accepted_B: Tensor,
+    next_tokens_B: Tensor,
+) -> Tensor:
+    """One row of integers (B, 4 + N): how many guesses are accepted, the token after them, whether
+    p and q are finite, and the guesses."""
+    q_BN = q_BNV.sum(2)
+    q_is_finite = (q_BN.isfinite() | ~_are_guesses(q_BN, counts_B)).all()
+    are_finite = (p_BNV.sum().isfinite(), q_is_finite)
+    flags = [it.to(next_tokens_B).expand_as(next_tokens_B) for it in are_finite]
+    return torch.cat((torch.stack((num_accepted_B, next_tokens_B, *flags), 1), tokens_BN), 1)
 
 
 def integers(values: list[int] | list[list[int]], device: torch.device) -> Tensor:
     """Whole numbers as an int64 tensor; the host does not wait until they are on the device."""
     return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
-
-
-def _on_host(
-    proposal: Proposal, probs_BNV: Tensor, num_accepted_B: Tensor, next_tokens_B: Tensor
-) -> list[list[int]]:
-    """The outcome, brought to the host in one transfer."""
-    q_BN = proposal.probs_BNV.sum(2)
-    q_is_finite = (q_BN.isfinite() | ~_are_guesses(proposal, q_BN.device)).all()
-    are_finite = (probs_BNV.sum().isfinite(), q_is_finite)
-    flags = [it.to(next_tokens_B).expand_as(next_tokens_B) for it in are_finite]
-    columns = torch.stack((num_accepted_B, next_tokens_B, *flags), 1)
-    rows = torch.cat((columns, proposal.tokens_BN.to(columns)), 1).tolist()
-    tokens = list[list[int]]()
-    for num_accepted, next_token, p_is_finite, q_is_finite, *guesses in rows:
-        if not (p_is_finite and q_is_finite):
-            is_drafter = not q_is_finite and any("draft" in row for row in proposal.origins)
-            raise NotFiniteError(is_drafter=is_drafter)
-        tokens.append([*guesses[:num_accepted], next_token])
-    return tokens

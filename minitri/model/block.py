@@ -27,6 +27,8 @@ class Block:
 
     def with_guesses(self, places_BN: Tensor, tokens_BN: Tensor) -> Self:
         """This block with other tokens at these places; those past its end are left out."""
+        if not tokens_BN.shape[1]:
+            return self
         padded_BT = F.pad(self.tokens_BT, (0, 1))
         places_BN = places_BN.clamp(max=self.tokens_BT.shape[1])
         return replace(self, tokens_BT=padded_BT.scatter(1, places_BN, tokens_BN)[:, :-1])
@@ -65,7 +67,22 @@ def forward_block(
 def make_block(
     model: Llama, blocks: list[list[int]], cache: Cache, size: int, depths_T: Tensor | None = None
 ) -> Block:
-    """The blocks, padded to `size` tokens, after what the cache holds; sent in one transfer.
+    """The blocks, padded to `size` tokens, after what the cache holds; sent in one transfer."""
+    packed_3BT = pack_block(model, blocks, cache, size, depths_T)
+    return unpack_block(packed_3BT.to(model.device, non_blocking=True))
+
+
+def unpack_block(packed_3BT: Tensor) -> Block:
+    """What `pack_block` packed, which is now on the device of the model."""
+    tokens_BT, positions_BT, slots_BT = packed_3BT
+    on_device = reads_slots(packed_3BT.device, packed_3BT.shape[2])
+    return Block(tokens_BT, positions_BT, slots_BT if on_device else None)
+
+
+def pack_block(
+    model: Llama, blocks: list[list[int]], cache: Cache, size: int, depths_T: Tensor | None = None
+) -> Tensor:
+    """Tokens, positions and slots (3, B, T) of a block, on the host.
 
     `depths_T` are the places of a tree's tokens in the text, after the next position; in a chain
     each stands after the one before.
@@ -78,8 +95,12 @@ def make_block(
     depths_T = offsets_T if depths_T is None else depths_T
     positions_BT = torch.tensor(cache.next_positions).unsqueeze(1) + depths_T
     slots_BT = torch.tensor(cache.lengths).unsqueeze(1) + offsets_T
-    sent = torch.stack((tokens_BT, positions_BT, slots_BT)).to(model.device, non_blocking=True)
-    return Block(sent[0], sent[1], sent[2] if reads_slots(model.device, size) else None)
+    return torch.stack((tokens_BT, positions_BT, slots_BT))
+
+
+def take_rows(rows_BTX: Tensor, index_BN: Tensor) -> Tensor:
+    """Of each row of a batch the vectors (B, N, X) at these places, copied."""
+    return rows_BTX.gather(1, index_BN.unsqueeze(2).expand(-1, -1, rows_BTX.shape[2]))
 
 
 def reads_slots(device: torch.device, size: int) -> bool:

@@ -42,7 +42,9 @@ class TreeRunner:
         rule_TT = shape.rule_TT[first : first + T, first : first + T].to(runner.model.device)
         read = [[max(token, 0) for token in row] for row in blocks]
         block = make_block(runner.model, read, runner.cache, T, depths_T)
-        hidden_BTE = forward_block(runner.model, block, runner.cache, runner.queries_LBTHD, rule_TT)
+        hidden_BTE = forward_block(
+            runner.model, block, runner.cache, runner.passes.queries_LBTHD, rule_TT
+        )
         return runner.output(hidden_BTE)
 
     def keep_paths(self, paths: list[list[int]], active: list[bool]) -> None:
@@ -51,8 +53,8 @@ class TreeRunner:
         for b, path in enumerate(paths):
             if active[b] and path != list(range(1, len(path) + 1)):
                 runner.cache.keep_path(b, path)
-                if runner.queries_LBTHD is not None:
-                    gather_path(runner.queries_LBTHD.transpose(2, 3), b, 0, path)
+                if runner.passes.queries_LBTHD is not None:
+                    gather_path(runner.passes.queries_LBTHD.transpose(2, 3), b, 0, path)
         counts = [1 + len(path) if on else 0 for path, on in zip(paths, active, strict=True)]
         runner.cache.advance(counts)
 

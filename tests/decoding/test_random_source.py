@@ -43,22 +43,22 @@ class Recorder:
 
         return noted
 
-    def _verify(self, name, decide, proposal, probs_BNV, uniforms_BN):
+    def _verify(self, name, decide, proposal, probs_BNV, uniforms_BN, run):
         assert uniforms_BN.dtype == torch.float64
         self.sizes[name].add(max(proposal.counts))
         for b, n in enumerate(proposal.counts):
             if self._active[b]:
                 numbers = [*uniforms_BN[b, :n].tolist(), float(uniforms_BN[b, -1])]
                 self.decisions.setdefault(b, []).append(numbers)
-        return decide(proposal, probs_BNV, uniforms_BN)
+        return decide(proposal, probs_BNV, uniforms_BN, run)
 
-    def _verify_coupled(self, proposal, probs_BNV, keys):
+    def _verify_coupled(self, proposal, probs_BNV, keys, run):
         for b, row in enumerate(keys):
             if self._active[b]:
                 for i, key in enumerate(row[: proposal.counts[b] + 1]):
                     places = self.keys.setdefault(b, {})
                     places.setdefault(self._starts[b] + i, set()).add(key)
-        return verify_coupled(proposal, probs_BNV, keys)
+        return verify_coupled(proposal, probs_BNV, keys, run)
 
 
 def run(monkeypatch, prompts, *, seeds, **speculation):

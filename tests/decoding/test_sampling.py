@@ -7,9 +7,14 @@ import pytest
 import torch
 
 from minitri.decoding import sampling
-from minitri.decoding.sampling import greedy_tokens, probs_from_logits, probs_of_rows, sample
+from minitri.decoding.sampling import (
+    greedy_tokens,
+    probs_by_tensor,
+    probs_from_logits,
+    probs_of_rows,
+    sample,
+)
 from minitri.errors import InputError
-from minitri.gpu.graphs import probs_by_tensor
 from minitri.settings import SamplingParams
 
 

@@ -64,7 +64,7 @@ def test_sound_code_passes_with_every_method_and_both_modes(check):
 
 
 def test_a_verification_that_accepts_everything_is_a_bug(check, monkeypatch):
-    def accept_all(proposal, probs_BNV, uniforms_BN):
+    def accept_all(proposal, probs_BNV, uniforms_BN, _run):
         outcome = verify(proposal, probs_BNV, uniforms_BN)
         return [[*row, found[-1]] for row, found in zip(proposal.tokens, outcome, strict=True)]
 
@@ -158,7 +158,7 @@ def test_sound_samples_are_consistent(check_samples, flags):
     assert min(row["least_p_value"] for row in found.values()) > 1e-3
 
 
-def resample_from_p(proposal, probs_BNV, uniforms_BN):
+def resample_from_p(proposal, probs_BNV, uniforms_BN, _run):
     """The published TriForce code: a rejected guess is replaced by a sample from p itself."""
     outcome = verify(proposal, probs_BNV, uniforms_BN)
     places = [len(tokens) - 1 for tokens in outcome]
@@ -166,7 +166,7 @@ def resample_from_p(proposal, probs_BNV, uniforms_BN):
     return [[*row[:-1], token] for row, token in zip(outcome, drawn.tolist(), strict=True)]
 
 
-def reuse_number(proposal, probs_BNV, uniforms_BN):
+def reuse_number(proposal, probs_BNV, uniforms_BN, _run):
     """The number of the last test is used again for the recovered or bonus token."""
     numbers_BN = uniforms_BN.clone()
     for b, tokens in enumerate(verify(proposal, probs_BNV, uniforms_BN)):
