@@ -228,12 +228,15 @@ class CapturedDraft(Level):
     runner: DraftRunner
 
     def _draft(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
-        starts = [[len(sequence) + i for sequence in sequences] for i in range(self.gamma)]
-        numbers_BN = torch.stack([self._source.numbers(it, active) for it in starts], 1)
+        starts = [len(sequence) for sequence in sequences]
+        one_by_one = [
+            self._source.numbers([0] * len(starts), [start + i for start in starts], active)
+            for i in range(self.gamma)
+        ]
         num_tokens = self.gamma * sum(active)
         with self._meter.drafting(self.stats, num_tokens, num_tokens=self.gamma):
-            tokens_BN, probs_BNV = self.runner.guess(sequences, active, numbers_BN)
-        return self.drafted(tokens_BN, probs_BNV, active)
+            guessed = self.runner.guess(sequences, active, torch.cat(one_by_one, 1))
+        return self.drafted(*guessed, active)
 
 
 def empty_queries(model: Llama, batch_size: int, num_tokens: int) -> Tensor:

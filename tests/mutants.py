@@ -19,24 +19,25 @@ decoding/test_enumeration.py::test_both_levels_together_give_the_target_distribu
   resample from p-hat
     _sample_next: (scale_B1 * p_BV - q_BV).clamp_min(0) => p_BV
   bonus token from the wrong row
-    _sample_next: (rows, num_accepted_B) => (rows, num_accepted_B.clamp_max(last))
+    _sample_next: (rows, num_accepted_B)
+    => (rows, num_accepted_B.clamp_max(guesses.tokens_BN.shape[1] - 1))
   biased acceptance numbers
-    _test_each: uniforms_BN[:, :-1] => uniforms_BN[:, :-1] ** 1.001
+    verification:verify: uniforms_BN[:, :-1] => uniforms_BN[:, :-1] ** 1.001
   q without top-p
     Level.propose: row.probs_NV => 0.8 * row.probs_NV + 0.2 / row.probs_NV.shape[1]
   greedy draft scored with soft q
-    IndependentSource.sample: sample_by_number(probs_BV, numbers_B.to(probs_BV.device,
+    RandomSource.sample: sample_by_number(probs_BV, numbers_B.to(probs_BV.device,
         non_blocking=True))
     => probs_BV.argmax(1)
   acceptance number reused for the recovered token
-    _sample_next: -1 => last
+    _sample_next: -1 => last - 1
   padding counted as guesses
-    _num_passed: passes_BN & _are_guesses(passes_BN, counts_B) => passes_BN.int()
+    _num_passed: passes_BN & guesses.are_real_BN => passes_BN.int()
 decoding/test_random_source.py::test_all_numbers_of_a_run_are_distinct[triforce]
   reused noise
     IndependentSource.uniforms: self._generators[b] => self._generators[b].manual_seed(7)
   n numbers drawn instead of n + 1
-    IndependentSource._draw: self.uniforms(b, n + 1)
+    IndependentSource.numbers: self.uniforms(b, n + 1)
     => self.uniforms(b, max(n, 1)).repeat(2)[:n + 1]
   float32 uniforms
     IndependentSource.uniforms: torch.rand(count, dtype=torch.float64,
@@ -85,39 +86,39 @@ caches/test_chunk_scores.py::test_the_queries_that_choose_are_those_that_attend[
     => heads[:, -shared.queries_LBTHD.shape[2]:, :self.heads[0]]
 decoding/test_enumeration.py::test_a_residual_that_vanishes_falls_back_to_p
   a guess of probability 0 accepted by the number 0
-    _test_each: uniforms_BN[:, :-1] * q_BN < p_BN => uniforms_BN[:, :-1] * q_BN <= p_BN
+    verification:verify: uniforms_BN[:, :-1] * q_BN < p_BN => uniforms_BN[:, :-1] * q_BN <= p_BN
 decoding/test_enumeration.py::test_both_levels_together_give_the_target_distribution[3-2-1]
   q of the next guess
     _sample_next: num_accepted_B.clamp_max => (num_accepted_B + 1).clamp_max
   accepted guesses counted after a rejection
-    _num_passed: (passes_BN & _are_guesses(passes_BN, counts_B)).cumprod(1)
-    => passes_BN & _are_guesses(passes_BN, counts_B)
+    _num_passed: (passes_BN & guesses.are_real_BN).cumprod(1)
+    => passes_BN & guesses.are_real_BN
 decoding/test_enumeration.py
 ::test_blocks_at_both_levels_give_the_target_distribution[3-2-1-4]
   a block's recovered token from the residual of single tests
     _sample_next: scale_B1 * p_BV => p_BV
   a block tested without the mass of what its rejection leaves
-    _test_together: S_BN / (S_BN + 1 - w_BN) => S_BN * 0 + w_BN
+    verify_block: S_BN / (S_BN + 1 - w_BN) => S_BN * 0 + w_BN
   what a block's rejection leaves, of the guess before
     verify_block: (scales_BN1[:, 1:N] * probs_BNV[:, 1:N]).sub_(proposal.probs_BNV[:, 1:N])
     => (scales_BN1[:, 1:N] * probs_BNV[:, :N - 1]).sub_(proposal.probs_BNV[:, :N - 1])
   a block's chances capped at 1 at the end only
     verify_block: logs_BN.cummax(1).values => logs_BN
   a block ends at the first test that fails
-    _test_together: (passes_BN * lengths).amax => passes_BN.cumprod(1).sum
+    verify_block: (passes_BN * lengths).amax => passes_BN.cumprod(1).sum
 decoding/test_random_source.py::test_a_rows_numbers_do_not_depend_on_its_neighbours[triforce]
   one generator for all rows
     IndependentSource.uniforms: self._generators[b] => self._generators[0]
   a row that has ended draws on
-    IndependentSource._draw: active[b] => True
+    IndependentSource.numbers: active[b] => True
   a short row's last number put after its guesses
-    IndependentSource._draw: [*range(n), -1] => [*range(n), n]
+    IndependentSource.numbers: [*range(n), -1] => [*range(n), n]
 decoding/test_switching_plans.py
 ::test_any_schedule_gives_the_text_of_the_model_alone[True-True-schedule3]
   coupled: one noise for a whole block
-    CoupledSource.verify: start + i => start
+    CoupledSource.numbers: start + i => start
   coupled: noise by the place in the block
-    CoupledSource.verify: start + i => i
+    CoupledSource.numbers: start + i => i
 decoding/test_sampling.py
 ::test_every_combination_of_filters_is_the_distribution_by_definition[0.0-0.95-0-0.2]
   top-p drops the token that reaches the mass
@@ -234,7 +235,7 @@ gpu_twins/test_host_round_trips.py
 decoding/test_drafters_that_fail.py
 ::test_a_damaged_model_stops_the_run_and_is_named[naive--draft-True]
   guesses with a distribution that is not finite count
-    _packed: q_BN.isfinite() | ~_are_guesses(q_BN, counts_B)
+    verdict_by: q_BN.isfinite() | ~guesses.are_real_BN
     => q_BN.isfinite() | q_BN.isnan()
 gpu_twins/test_eight_bits.py::test_a_copy_however_wrong_changes_no_text[triforce-sampling0]
   the copy of fewer bits verifies at the last level

@@ -9,7 +9,6 @@ biased. Coupled noise may be shared, as what is emitted is always the verifier's
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +17,9 @@ from minitri.decoding.noise import gumbel_argmax, noise_key
 from minitri.decoding.sampling import sample
 from minitri.decoding.verification import (
     Proposal,
+    Rule,
     Run,
+    decide,
     run_now,
     verify,
     verify_block,
@@ -27,22 +28,35 @@ from minitri.decoding.verification import (
 from minitri.settings import SpeculationConfig
 
 
-class RandomSource(Protocol):
+class RandomSource:
     """Samples tokens and verifies proposals with its own random numbers."""
 
-    def numbers(self, starts: list[int], active: list[bool]) -> Tensor:
-        """What a token of each row, for position `starts[b]`, is sampled by, (B,); on the host."""
+    def __init__(self, rule: Rule, run: Run) -> None:
+        """`rule` verifies; `run` computes what it decides."""
+        self._rule = rule
+        self._run = run
+
+    def restart(self, b: int, seed: int) -> None:
+        """Gives row b to another text, with this seed."""
+        raise NotImplementedError
+
+    def numbers(self, counts: list[int], starts: list[int], active: list[bool]) -> Tensor:
+        """What decides about `counts[b]` guesses that begin at position `starts[b]` of row b, and
+        about the token after them, (B, N + 1); on the host. Only active rows take numbers."""
+        raise NotImplementedError
 
     def sample(self, probs_BV: Tensor, starts: list[int], active: list[bool]) -> Tensor:
         """A token (B,) of each row, for position `starts[b]`; the host does not wait for it."""
+        numbers_B = self.numbers([0] * len(starts), starts, active).squeeze(1)
+        return sample_by_number(probs_BV, numbers_B.to(probs_BV.device, non_blocking=True))
 
     def verify(
         self, proposal: Proposal, probs_BNV: Tensor, starts: list[int], active: list[bool]
     ) -> list[list[int]]:
-        """Verifies a proposal that begins at position `starts[b]` of row b: see `verify`.
-
-        Rows that are not active use no random numbers; what is returned for them means nothing.
-        """
+        """Verifies a proposal that begins at position `starts[b]` of row b: see `decide`. What is
+        returned for rows that are not active means nothing."""
+        numbers_BN = self.numbers(proposal.counts, starts, active)
+        return decide(self._rule, proposal, probs_BNV, numbers_BN, self._run)
 
 
 def sample_by_number(probs_BV: Tensor, numbers_B: Tensor) -> Tensor:
@@ -51,7 +65,7 @@ def sample_by_number(probs_BV: Tensor, numbers_B: Tensor) -> Tensor:
     return choose(probs_BV, numbers_B)
 
 
-class IndependentSource:
+class IndependentSource(RandomSource):
     """Fresh uniform numbers for every decision, from one generator per row."""
 
     def __init__(
@@ -60,39 +74,19 @@ class IndependentSource:
         kind: str = SpeculationConfig.verification,
         run: Run = run_now,
     ) -> None:
-        """`seeds` of the first rows; `kind`: of verification, as in `SpeculationConfig`; `run`
-        computes a verdict."""
-        self._run = run
-        self._verify = verify_block if kind == "block" else verify
+        """`seeds` of the first rows; `kind`: of verification, as in `SpeculationConfig`."""
+        super().__init__(verify_block if kind == "block" else verify, run)
         self._generators: dict[int, torch.Generator] = {}
         for b, seed in enumerate(seeds):
             self.restart(b, seed)
 
     def restart(self, b: int, seed: int) -> None:
-        """Gives row b to another text, with this seed."""
         self._generators[b] = torch.Generator().manual_seed(seed)
 
-    def numbers(self, starts: list[int], active: list[bool]) -> Tensor:
-        return self._draw([0] * len(starts), active).squeeze(1)
-
-    def sample(self, probs_BV: Tensor, starts: list[int], active: list[bool]) -> Tensor:
-        numbers_B = self.numbers(starts, active)
-        return sample_by_number(probs_BV, numbers_B.to(probs_BV.device, non_blocking=True))
-
-    def verify(
-        self,
-        proposal: Proposal,
-        probs_BNV: Tensor,
-        starts: list[int],  # noqa: ARG002 (noise by position needs them)
-        active: list[bool],
-    ) -> list[list[int]]:
-        return self._verify(proposal, probs_BNV, self._draw(proposal.counts, active), self._run)
-
-    def _draw(self, counts: list[int], active: list[bool]) -> Tensor:
-        """Numbers (B, N + 1) for each row's tests, and last for the token after them."""
+    def numbers(self, counts: list[int], starts: list[int], active: list[bool]) -> Tensor:  # noqa: ARG002
         uniforms_BN = torch.zeros(len(active), max(counts) + 1, dtype=torch.float64)
         for b, n in enumerate(counts):
-            if active[b]:
+            if active[b]:  # the last one is for the token after the guesses
                 uniforms_BN[b, [*range(n), -1]] = self.uniforms(b, n + 1)
         return uniforms_BN
 
@@ -101,34 +95,21 @@ class IndependentSource:
         return torch.rand(count, dtype=torch.float64, generator=self._generators[b])
 
 
-class CoupledSource:
+class CoupledSource(RandomSource):
     """Noise by seed and position, the same for every level that samples for a position."""
 
     def __init__(self, seeds: Sequence[int] = (), run: Run = run_now) -> None:
-        self._run = run
+        super().__init__(verify_coupled, run)
         self._seeds = dict(enumerate(seeds))
 
     def restart(self, b: int, seed: int) -> None:
-        """Gives row b to another text, with this seed."""
         self._seeds[b] = seed
 
-    def numbers(self, starts: list[int], active: list[bool]) -> Tensor:  # noqa: ARG002
-        return torch.tensor([self.key(b, start) for b, start in enumerate(starts)])
-
-    def sample(self, probs_BV: Tensor, starts: list[int], active: list[bool]) -> Tensor:
-        numbers_B = self.numbers(starts, active)
-        return sample_by_number(probs_BV, numbers_B.to(probs_BV.device, non_blocking=True))
-
-    def verify(
-        self,
-        proposal: Proposal,
-        probs_BNV: Tensor,
-        starts: list[int],
-        active: list[bool],  # noqa: ARG002 (noise is not used up)
-    ) -> list[list[int]]:
-        places = range(max(proposal.counts) + 1)
-        keys = [[self.key(b, start + i) for i in places] for b, start in enumerate(starts)]
-        return verify_coupled(proposal, probs_BNV, keys, self._run)
+    def numbers(self, counts: list[int], starts: list[int], active: list[bool]) -> Tensor:  # noqa: ARG002
+        places = range(max(counts) + 1)
+        return torch.tensor(
+            [[self.key(b, start + i) for i in places] for b, start in enumerate(starts)]
+        )
 
     def key(self, b: int, position: int) -> int:
         """The key of the noise of a position of row b."""
