@@ -60,4 +60,4 @@ def test_a_step_waits_once_for_every_verdict(
             monkeypatch.setattr(torch.Tensor, "tolist", lambda it: (waits.note(), tolist(it))[1])
             for _ in range(3):
                 rig.cascade.step()
-    assert waits.places == ["_outcome"] * (rig.num_verdicts() - before)
+    assert waits.places == ["decide"] * (rig.num_verdicts() - before)
