@@ -21,7 +21,7 @@ from minitri.caches.streaming import StreamingCache
 from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError, shorten
 from minitri.gpu.allocation import allocate_full_cache
-from minitri.gpu.graphs import CapturedSteps, GraphPool, graph_pool
+from minitri.gpu.graphs import GraphPool, graph_pool
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.cache import round_up_to_stride
@@ -113,9 +113,9 @@ class Memory:
         return sum(runner.cache.num_bytes for runner in self.runners)
 
     @property
-    def captured(self) -> list[CapturedSteps]:
-        """Steps that were captured; if there are any, all rows must have the same filters."""
-        return [it.captured for it in self.runners if it.captured is not None]
+    def shares_filters(self) -> bool:
+        """Whether all rows must have the same filters, because passes are captured."""
+        return self.graphs is not None
 
 
 def allocate(
@@ -176,8 +176,7 @@ def _draft_runner(draft: Llama, shape: MemoryShape, options: dict[str, Any]) -> 
     speculation = shape.speculation
     where: dict[str, Any] = {"dtype": draft.dtype, "device": draft.device}
     cache = StreamingCache(draft.config, draft.rope, shape.num_rows, speculation, **where)
-    sizes = {1, 2, speculation.max_block}
-    return DraftRunner(draft, cache, shape.sampling, block_sizes=sizes, **options)
+    return DraftRunner(draft, cache, shape.sampling, **options)
 
 
 def _retrieval_cache(shape: MemoryShape, full: FullCache, queries_LBTHD: Tensor) -> RetrievalCache:
@@ -251,7 +250,7 @@ class MemoryPool:
             fits(kept, new)
             and replace(new.speculation, **own) == settings
             and isinstance(settings.policy, str)  # another keeps its own state
-            and all(steps.can_sample_by(new.sampling) for steps in kept.captured)
+            and all(runner.can_sample_by(new.sampling) for runner in kept.runners)
             and new.generation.prefill_chunk <= kept.shape.generation.prefill_chunk
             and (cache is None or max(new.budgets) <= cache.max_budget)
         )

@@ -11,23 +11,23 @@ heads, D head dim.
 """
 
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minitri.caches.full import FullCache
 from minitri.caches.streaming import StreamingCache
-from minitri.decoding.level import Output
+from minitri.decoding.level import Level, Output
 from minitri.decoding.sampling import pad_vocabulary, probs_of_rows
 from minitri.decoding.verification import Proposal
-from minitri.gpu.graphs import CapturedSteps, GraphPool
+from minitri.gpu.graphs import GraphPool, Passes
 from minitri.gpu.offload.layer_major import read_by_layers
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.model.block import make_block, read_block
+from minitri.model.block import pack_block, read_block
 from minitri.model.cache import Cache
 from minitri.model.llama import Llama
-from minitri.settings import SamplingParams
+from minitri.settings import LONGEST_BLOCK, SamplingParams
 
 
 class ModelRunner:
@@ -47,18 +47,21 @@ class ModelRunner:
         """`vocab_size` is that of the distributions: the target's, whatever the model's.
 
         `queries_LBTHD` takes the rotated queries of every block. With `graphs` passes over blocks
-        of the `block_sizes` are captured; others are padded to the next of these if there is one.
+        of the `block_sizes` are captured, now; others are padded to the next of these if there is
+        one. Captured passes keep the form of the filters (`SamplingParams.form`).
         """
         self.model = model
         self.cache = cache
-        self.queries_LBTHD = queries_LBTHD
         self.sampling = [sampling] * len(cache.lengths)
         """The filters of each row."""
-        self._vocab_size = vocab_size
-        self.captured: CapturedSteps | None = None
+        self.passes = Passes(model, cache, sampling, vocab_size, queries_LBTHD)
+        self.graphs = graphs
+        self._block_sizes: list[int] = []
         if graphs is not None:
-            what: dict[str, Any] = {"vocab_size": vocab_size, "queries_LBTHD": queries_LBTHD}
-            self.captured = CapturedSteps(model, cache, sampling, graphs, block_sizes, **what)
+            # Longer blocks go by lengths on the host, which a graph would freeze.
+            self._block_sizes = sorted(it for it in block_sizes if it <= LONGEST_BLOCK)
+        for size in self._block_sizes:  # what this writes stands after the prefixes
+            self._replay([[0]] * len(self.sampling), size, self._no_guesses())
 
     def next_probs(
         self,
@@ -69,56 +72,60 @@ class ModelRunner:
         wants_logits: bool = False,
     ) -> Output:
         """Distributions (B, N + 1, V); see `decoding.level.Runner`."""
+        fresh = self.unread(sequences, active)
         counts = [0] * len(active) if guesses is None else guesses.counts
-        certain = [  # of a row that is not active any token
-            sequence[seen:] if on else sequence[-1:] or [0]
-            for sequence, seen, on in zip(sequences, self.cache.num_tokens, active, strict=True)
-        ]
-        fresh = [row + [0] * count for row, count in zip(certain, counts, strict=True)]
-        lasts_B1 = torch.tensor([[len(row) - 1] for row in certain])
-        index_BN = lasts_B1 + torch.arange(max(counts) + 1)
-        index_BN = index_BN.to(self.model.device, non_blocking=True)
-        guessed = index_BN[:, 1:], None if guesses is None else guesses.tokens_BN
-        return self._read(fresh, active, index_BN, *guessed, wants_logits=wants_logits)
+        tokens_BN = self._no_guesses() if guesses is None else guesses.tokens_BN
+        num_read = [len(row) + count for row, count in zip(fresh, counts, strict=True)]
+        T = max(num_read)
+        size = min((it for it in self._block_sizes if it >= T), default=None)
+        if size is None or wants_logits:
+            device = self.model.device
+            packed, lasts = (it.to(device, non_blocking=True) for it in self.pack(fresh, T))
+            output = self.output(self.passes.read(packed, lasts, tokens_BN))
+        else:
+            probs_BTV = self._replay(fresh, size, tokens_BN)
+            output = Output(probs_BTV[:, : max(counts) + 1].clone())
+        self.cache.advance([n if on else 0 for n, on in zip(num_read, active, strict=True)])
+        return output
 
     def next_probs_after(self, tokens_B: Tensor, active: list[bool]) -> Tensor:
         """Distributions (B, V); see `decoding.level.Runner`."""
-        tokens_B1 = tokens_B.clamp(max=self.model.config.vocab_size - 1).unsqueeze(1)
-        first_B1 = torch.zeros_like(tokens_B1)
-        output = self._read([[0]] * len(active), active, first_B1, first_B1, tokens_B1)
-        return output.probs_BNV.squeeze(1)
-
-    def _read(
-        self,
-        fresh: list[list[int]],
-        active: list[bool],
-        index_BN: Tensor,
-        places_BN: Tensor,
-        guesses_BN: Tensor | None,
-        *,
-        wants_logits: bool = False,
-    ) -> Output:
-        """Reads a block of each row in one pass; what it gives after the tokens at `index_BN`. At
-        `places_BN` stand guesses, which the host may not know."""
-        T = max(map(len, fresh))
-        size = self.captured.size_for(T) if self.captured is not None else None
-        block = make_block(self.model, fresh, self.cache, size or T)
-        if guesses_BN is not None and places_BN.shape[1] > 0:
-            block = block.with_guesses(places_BN, guesses_BN)
-        index_BN = index_BN.clamp(max=T - 1)
-        if self.captured is not None and size is not None and not wants_logits:
-            output = Output(take_rows(self.captured.by_size[size](block), index_BN))
+        packed_3B1, _ = self.pack([[0]] * len(active), 1)
+        if self.graphs is not None:
+            probs_B1V = self.graphs.run(self.passes.probs_after, packed_3B1, tokens_B).clone()
         else:
-            hidden_BTE = self.model.forward(block, self.cache, None, self.queries_LBTHD)
-            output = self.output(take_rows(hidden_BTE, index_BN))
-        self.cache.advance([len(row) if on else 0 for row, on in zip(fresh, active, strict=True)])
-        return output
+            packed_3B1 = packed_3B1.to(self.model.device, non_blocking=True)
+            probs_B1V = self.output(self.passes.read_one(packed_3B1, tokens_B)).probs_BNV
+        self.cache.advance([int(on) for on in active])
+        return probs_B1V.squeeze(1)
+
+    def unread(self, sequences: list[list[int]], active: list[bool]) -> list[list[int]]:
+        """What the cache has not seen of each row; of a row that is not active any token."""
+        return [
+            sequence[seen:] if on else sequence[-1:] or [0]
+            for sequence, seen, on in zip(sequences, self.cache.num_tokens, active, strict=True)
+        ]
+
+    def pack(self, fresh: list[list[int]], size: int) -> tuple[Tensor, Tensor]:
+        """A block of `size` tokens that begins with these, see `pack_block`, and the places (B, 1)
+        of their last ones; on the host."""
+        lasts_B1 = torch.tensor([[len(row) - 1] for row in fresh])
+        return pack_block(self.model, fresh, self.cache, size), lasts_B1
+
+    def _replay(self, fresh: list[list[int]], size: int, guesses_BN: Tensor) -> Tensor:
+        """Distributions (B, size, V) by a captured pass; the next one overwrites them."""
+        assert self.graphs is not None
+        guesses_BT = F.pad(guesses_BN, (0, size - 1 - guesses_BN.shape[1]))
+        return self.graphs.run(self.passes.probs, *self.pack(fresh, size), guesses_BT)
+
+    def _no_guesses(self) -> Tensor:
+        return torch.empty(len(self.sampling), 0, dtype=torch.int64)
 
     def output(self, hidden_BNE: Tensor) -> Output:
         """Logits, and the distributions that the filters of each row make of them."""
-        logits_BNV = self.model.logits(hidden_BNE)[..., : self._vocab_size]
+        logits_BNV = self.passes.logits(hidden_BNE)
         probs_BNV = probs_of_rows(logits_BNV, self.sampling)
-        return Output(pad_vocabulary(probs_BNV, self._vocab_size), logits_BNV)
+        return Output(pad_vocabulary(probs_BNV, self.passes.vocab_size), logits_BNV)
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
         """Nothing to do before a step."""
@@ -130,12 +137,16 @@ class ModelRunner:
         self.cache.reset(b)
 
     def sample_by(self, b: int, sampling: SamplingParams) -> None:
-        """Row b has these filters from now on; captured steps apply them to all rows."""
-        if self.captured is None:
-            self.sampling[b] = sampling
-        else:
+        """Row b has these filters from now on; captured passes apply them to all rows."""
+        self.sampling[b] = sampling
+        if self.graphs is not None:
             self.sampling = [sampling] * len(self.sampling)
-            self.captured.sample_by(sampling)
+            self.passes.numbers_3.copy_(torch.tensor(sampling.numbers, dtype=torch.float64))
+
+    def can_sample_by(self, sampling: SamplingParams) -> bool:
+        """Whether captured passes, if there are any, can apply these filters."""
+        is_same_form = sampling.form == self.passes.filters.form
+        return self.graphs is None or sampling.temperature == 0 or is_same_form
 
 
 class DraftRunner(ModelRunner):
@@ -151,6 +162,21 @@ class DraftRunner(ModelRunner):
                 self._read_window(b, sequence[:-1])
         self.cache.slide()
 
+    def guess(
+        self, sequences: list[list[int]], active: list[bool], numbers_BN: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """N tokens of each row, one after the other, and the distributions (B, N, V) that they
+        were sampled from by these numbers, see `sample_by_number`: a round in one graph."""
+        assert self.graphs is not None
+        fresh = self.unread(sequences, active)
+        size = 2 if max(map(len, fresh)) <= 2 else self.cache.max_block  # few graphs
+        inputs = *self.pack(fresh, size), numbers_BN
+        tokens_BN, probs_BNV = self.graphs.run(self.passes.round, *inputs)
+        N = numbers_BN.shape[1]
+        pairs = zip(fresh, active, strict=True)
+        self.cache.advance([len(row) + N - 1 if on else 0 for row, on in pairs])
+        return tokens_BN.clone(), probs_BNV.clone()  # the next replay overwrites them
+
     def _read_window(self, b: int, tokens: list[int]) -> None:
         """Fills row b with the sinks and the latest of these tokens, whatever was in it."""
         num_sinks = self.cache.num_sink_tokens
@@ -160,9 +186,21 @@ class DraftRunner(ModelRunner):
         self.cache.hold(b, len(window), len(tokens))
 
 
-def take_rows(rows_BTX: Tensor, index_BN: Tensor) -> Tensor:
-    """Of each row of a batch the vectors (B, N, X) at these places, copied."""
-    return rows_BTX.gather(1, index_BN.unsqueeze(2).expand(-1, -1, rows_BTX.shape[2]))
+class CapturedDraft(Level):
+    """A draft model, which has no stage below it, that guesses a round in one graph."""
+
+    runner: DraftRunner
+
+    def _draft(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
+        starts = [len(sequence) for sequence in sequences]
+        one_by_one = [
+            self._source.numbers([0] * len(starts), [start + i for start in starts], active)
+            for i in range(self.gamma)
+        ]
+        self.stats.num_rounds += self.gamma * sum(active)
+        with self._meter.round(self.stats, num_tokens=self.gamma):
+            guessed = self.runner.guess(sequences, active, torch.cat(one_by_one, 1))
+        return self.drafted(*guessed, active)
 
 
 def empty_queries(model: Llama, batch_size: int, num_tokens: int) -> Tensor:

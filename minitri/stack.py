@@ -23,7 +23,7 @@ from minitri.gpu.streams import clock_of
 from minitri.memory import Memory, MemoryShape, Models
 from minitri.requests import Request
 from minitri.roofline import CPU, GPU, Workload, bytes_per_pass
-from minitri.runner import ModelRunner, prefill
+from minitri.runner import CapturedDraft, DraftRunner, ModelRunner, prefill
 from minitri.settings import SpeculationConfig
 from minitri.stats import LevelStats, Stats
 from minitri.trees.tree_level import TreeLevel
@@ -64,8 +64,13 @@ class Stack:
 
     def _level(self, name: str, runner: ModelRunner) -> Level:
         """A stage with a model; stages are made from the lowest upwards."""
+        source = self.source_of(name)
         make = TreeLevel if self.shape.speculation.tree else Level
-        return make(runner, self.source_of(name), self._stats_of(name), self.meter)
+        if self.memory.graphs is not None:
+            source.run = self.memory.graphs.run
+            if isinstance(runner, DraftRunner) and make is Level:
+                make = CapturedDraft
+        return make(runner, source, self._stats_of(name), self.meter)
 
     def _without_model(self) -> Stage:
         """The engine's drafter from outside, or lookup."""

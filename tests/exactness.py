@@ -221,10 +221,10 @@ def walks(proposal: TreeProposal, b, probs_NV, node=0, reached=1.0, numbers=None
 class ScriptedSource(IndependentTrees):
     """A random source that follows a script per row, and notes decisions beyond them."""
 
-    def __init__(self, scripts: list[list[list[float]]], decide=verify) -> None:
-        super().__init__()
+    def __init__(self, scripts: list[list[list[float]]], rule=verify) -> None:
+        super().__init__(kind="block" if rule is verify_block else "token")
         self.scripts, self.step = scripts, [0] * len(scripts)
-        self.decide = decide
+        self.rule = rule
         self.frontier: dict[int, list[tuple[float, list[float]]]] = {}
 
     def sample(self, probs_BV, starts, active):
@@ -233,10 +233,11 @@ class ScriptedSource(IndependentTrees):
         return super().sample(probs_BV, starts, active)
 
     def verify(self, proposal, probs_BNV, starts, active):
-        return self.decide(proposal, probs_BNV, self.numbers_of(proposal, probs_BNV, active))
+        self.drawn = self.numbers_of(proposal, probs_BNV, active)
+        return super().verify(proposal, probs_BNV, starts, active)
 
     def numbers_of(self, proposal, probs_BNV, active):
-        textbook = outcomes_of_block if self.decide is verify_block else outcomes
+        textbook = outcomes_of_block if self.rule is verify_block else outcomes
         uniforms_BN = torch.zeros(len(active), max(proposal.counts) + 1, dtype=torch.float64)
         for b, n in enumerate(proposal.counts):
             if active[b]:
@@ -245,7 +246,7 @@ class ScriptedSource(IndependentTrees):
                 uniforms_BN[b, :n], uniforms_BN[b, -1] = numbers[:-1], numbers[-1]
         return uniforms_BN
 
-    def _draw(self, counts, active, like):
+    def numbers(self, counts, starts, active):
         return self.drawn
 
     def draw(self, b, probs_V, num_children, position):
@@ -312,7 +313,7 @@ def toy_cascade(
 
 
 def largest_error(
-    V, gamma1, gamma2, *, seed=0, horizon=3, num_steps=1, decide=verify, **settings
+    V, gamma1, gamma2, *, seed=0, horizon=3, num_steps=1, rule=verify, **settings
 ) -> float:
     """How far the distribution of the first `horizon` tokens of a cascade over random tables is
     from the target's. A gamma of 0 leaves its stage out."""
@@ -324,17 +325,17 @@ def largest_error(
         stages = target, middle, draft
         return toy_cascade(source, batch_size, *stages, gamma1, gamma2, **settings)
 
-    probs = output_distribution(build, horizon, target, num_steps=num_steps, decide=decide)
+    probs = output_distribution(build, horizon, target, num_steps=num_steps, rule=rule)
     return float((probs - target_distribution(target, horizon)).abs().max())
 
 
-def output_distribution(build, horizon: int, target: Table, *, num_steps, decide) -> torch.Tensor:
+def output_distribution(build, horizon: int, target: Table, *, num_steps, rule) -> torch.Tensor:
     """The distribution of the first `horizon` tokens after a prompt, (V,) * horizon: a few steps of
     what `build(source, batch_size)` makes, all random numbers; then the exact target goes on."""
     total = torch.zeros((target.V,) * horizon, dtype=torch.float64)
     paths: list[tuple[float, list[list[float]]]] = [(1.0, [])]
     while paths:
-        source = ScriptedSource([script for _, script in paths], decide)
+        source = ScriptedSource([script for _, script in paths], rule)
         cascade = build(source, len(paths))
         for _ in range(num_steps):
             cascade.step()

@@ -16,22 +16,23 @@ TABLE = r"""
 decoding/test_enumeration.py::test_both_levels_together_give_the_target_distribution[3-1-1]
   resample from p-hat | _sample_next: (scale_B1 * p_BV - q_BV).clamp_min(0) => p_BV
   bonus token from the wrong row
-    _sample_next: (rows, num_accepted_B) => (rows, num_accepted_B.clamp_max(last))
+    _sample_next: (rows, num_accepted_B)
+    => (rows, num_accepted_B.clamp_max(guesses.tokens_BN.shape[1] - 1))
   biased acceptance numbers
     verification:verify: uniforms_BN[:, :-1] => uniforms_BN[:, :-1] ** 1.001
   q without top-p | Level.propose: row.probs_NV => 0.8 * row.probs_NV + 0.2 / row.probs_NV.shape[1]
   greedy draft scored with soft q
-    IndependentSource.sample: sample(probs_BV, self._draw([0] * len(starts), active,
-        probs_BV).squeeze(1))
+    RandomSource.sample: sample_by_number(probs_BV, numbers_B.to(probs_BV.device,
+        non_blocking=True))
     => probs_BV.argmax(1)
-  acceptance number reused for the recovered token | _sample_next: -1 => last
+  acceptance number reused for the recovered token | _sample_next: -1 => last - 1
   padding counted as guesses
-    _num_passed: passes_BN & proposal.are_guesses_BN.to(passes_BN.device) => passes_BN.int()
+    _num_passed: passes_BN & guesses.are_real_BN => passes_BN.int()
 decoding/test_random_source.py::test_all_numbers_of_a_run_are_distinct[triforce]
   reused noise
     IndependentSource.uniforms: self._generators[b] => self._generators[b].manual_seed(7)
   n numbers drawn instead of n + 1
-    IndependentSource._draw: self.uniforms(b, n + 1)
+    IndependentSource.numbers: self.uniforms(b, n + 1)
     => self.uniforms(b, max(n, 1)).repeat(2)[:n + 1]
   float32 uniforms
     IndependentSource.uniforms: torch.rand(count, dtype=torch.float64,
@@ -51,8 +52,8 @@ caches/test_streaming_cache.py::test_a_row_that_is_far_back_is_started_over
   streaming length not reset | DraftRunner._read_window: self.cache.reset(b) => pass
 decoding/test_equality.py::test_a_target_that_drafts_for_itself_is_always_right[distribution1]
   last accepted token dropped from the drafter
-    ModelRunner.next_probs: sequence[seen:] => sequence[max(seen, len(sequence) - 1) :]
-  guesses read one place too early | ModelRunner.next_probs: index_BN[:, 1:] => index_BN[:, :-1]
+    ModelRunner.unread: sequence[seen:] => sequence[max(seen, len(sequence) - 1) :]
+  guesses read one place too early | Passes.read: places_BN[:, 1:] => places_BN[:, :-1]
   a drafted token's noise is that of the first | Level._draft: len(sequence) + i => len(sequence)
 caches/test_retrieval_cache.py::test_committed_tokens_overwrite_the_least_important_slots_first[1]
   retrieval tail not refreshed
@@ -79,8 +80,7 @@ decoding/test_enumeration.py::test_a_residual_that_vanishes_falls_back_to_p
 decoding/test_enumeration.py::test_both_levels_together_give_the_target_distribution[3-2-1]
   q of the next guess | _sample_next: num_accepted_B.clamp_max => (num_accepted_B + 1).clamp_max
   accepted guesses counted after a rejection
-    _num_passed: (passes_BN & proposal.are_guesses_BN.to(passes_BN.device)).cumprod(1)
-    => passes_BN & proposal.are_guesses_BN.to(passes_BN.device)
+    _num_passed: (passes_BN & guesses.are_real_BN).cumprod(1) => passes_BN & guesses.are_real_BN
 decoding/test_enumeration.py::test_blocks_at_both_levels_give_the_target_distribution[3-2-1-4]
   a block's recovered token from the residual of single tests
     _sample_next: scale_B1 * p_BV => p_BV
@@ -95,12 +95,12 @@ decoding/test_enumeration.py::test_blocks_at_both_levels_give_the_target_distrib
 decoding/test_random_source.py::test_a_rows_numbers_do_not_depend_on_its_neighbours[triforce]
   one generator for all rows
     IndependentSource.uniforms: self._generators[b] => self._generators[0]
-  a row that has ended draws on | IndependentSource._draw: active[b] => True
+  a row that has ended draws on | IndependentSource.numbers: active[b] => True
   a short row's last number put after its guesses
-    IndependentSource._draw: [*range(n), -1] => [*range(n), n]
+    IndependentSource.numbers: [*range(n), -1] => [*range(n), n]
 test_matrix.py::test_the_text_is_the_autoregressive_one[triforce, near-coupled-in_a_batch]
-  coupled: one noise for a whole block | CoupledSource.verify: start + i => start
-  coupled: noise by the place in the block | CoupledSource.verify: start + i => i
+  coupled: one noise for a whole block | CoupledSource.numbers: start + i => start
+  coupled: noise by the place in the block | CoupledSource.numbers: start + i => i
 decoding/test_sampling.py
 ::test_every_combination_of_filters_is_the_distribution_by_definition[0.0-0.95-0-0.2]
   top-p drops the token that reaches the mass
@@ -201,12 +201,11 @@ test_matrix.py::test_the_text_is_the_autoregressive_one[naive, tree 7-coupled-in
 gpu_twins/test_host_round_trips.py
 ::test_a_step_waits_once_for_every_verdict[triforce-sampling0-how0]
   a drafted token fetched by the host
-    Level._draft: self._source.sample(probs[-1], positions, active)
-    => torch.tensor(self._source.sample(probs[-1], positions, active).tolist())
+    DraftRunner.guess: tokens_BN.clone() => torch.tensor(tokens_BN.tolist())
 decoding/test_drafters_that_fail.py
 ::test_a_damaged_model_stops_the_run_and_is_named[naive--draft-True]
   guesses with a distribution that is not finite count
-    _on_host: ~proposal.are_guesses_BN => proposal.probs_BNV.sum(2).isnan()
+    verdict_by: ~guesses.are_real_BN => guesses.probs_BNV.sum(2).isnan()
 gpu_twins/test_quantized_copies.py::test_a_copy_however_wrong_changes_no_text[triforce-4-sampling0]
   the copy of fewer bits verifies at the last level
     allocate: ModelRunner(target, full, shape.sampling, **options)
@@ -274,11 +273,11 @@ test_runner.py::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_
     => probs_of_rows(self.model.logits(hidden_BNE), self.sampling)[..., : self._vocab_size]
 decoding/test_enumeration.py::test_blocks_at_both_levels_give_the_target_distribution[3-1-1-3]
   a block's last guess tested as if another followed
-    verify_block: have_next_BN & (w_BN < 1) => proposal.are_guesses_BN & (w_BN < 1)
+    verify_block: have_next_BN & (w_BN < 1) => guesses.are_real_BN & (w_BN < 1)
 decoding/test_block_verification.py
 ::test_a_row_does_not_depend_on_its_neighbours_nor_on_what_pads_it[0.1]
   padding accepted with a block
-    verify_block: (uniforms_BN[:, :-1] < h_BN) & proposal.are_guesses_BN
+    verify_block: (uniforms_BN[:, :-1] < h_BN) & guesses.are_real_BN
     => uniforms_BN[:, :-1] < h_BN
 gpu_twins/test_device_clock.py::test_every_stage_is_charged_for_its_own_work
   the last step's seconds are never read | Cascade.retire: self._meter.settle() => pass

@@ -138,9 +138,13 @@ class Level(Stage):
                     probs.append(self.runner.next_probs_after(tokens[-1], active))
                 positions = [len(sequence) + i for sequence in sequences]
                 tokens.append(self._source.sample(probs[-1], positions, active))
+        return self.drafted(torch.stack(tokens, 1), torch.stack(probs, 1), active)
+
+    def drafted(self, tokens_BN: Tensor, probs_BNV: Tensor, active: list[bool]) -> Proposal:
+        """The proposal of a stage that guesses `gamma` tokens of every active row."""
         counts = [self.gamma if on else 0 for on in active]
         origins = [[self.stats.name] * count for count in counts]
-        return Proposal(counts, torch.stack(tokens, 1), torch.stack(probs, 1), origins)
+        return Proposal(counts, tokens_BN, probs_BNV, origins)
 
     def round(self, sequences: Rows, active: Active, guessing: Active) -> list[Emitted]:
         """Lets the stage below guess for the rows that are `guessing`; verifies its guesses."""

@@ -16,7 +16,10 @@ from minitri.decoding.verification import (
     Active,
     Proposal,
     Rows,
-    integers,
+    Rule,
+    Run,
+    decide,
+    run_now,
     verify,
     verify_block,
     verify_coupled,
@@ -24,70 +27,86 @@ from minitri.decoding.verification import (
 from minitri.settings import SpeculationConfig
 
 
-class IndependentSource:
+class RandomSource:
+    """Samples tokens and verifies proposals with its own random numbers."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self.run: Run = run_now
+        """Computes what the rule decides; a run that captures graphs sets another."""
+
+    def restart(self, b: int, seed: int) -> None:
+        """Gives row b to another text, with this seed."""
+        raise NotImplementedError
+
+    def numbers(self, counts: list[int], starts: list[int], active: Active) -> Tensor:
+        """What decides about `counts[b]` guesses that begin at position `starts[b]` of row b, and
+        about the token after them, (B, N + 1); on the host. Only active rows take numbers."""
+        raise NotImplementedError
+
+    def sample(self, probs_BV: Tensor, starts: list[int], active: Active) -> Tensor:
+        """A token (B,) of each row, for position `starts[b]`; the host does not wait for it."""
+        numbers_B = self.numbers([0] * len(starts), starts, active).squeeze(1)
+        return sample_by_number(probs_BV, numbers_B.to(probs_BV.device, non_blocking=True))
+
+    def verify(
+        self, proposal: Proposal, probs_BNV: Tensor, starts: list[int], active: Active
+    ) -> Rows:
+        """Verifies a proposal that begins at position `starts[b]` of row b: see `decide`. What is
+        returned for rows that are not active means nothing."""
+        numbers_BN = self.numbers(proposal.counts, starts, active)
+        return decide(self._rule, proposal, probs_BNV, numbers_BN, self.run)
+
+
+def sample_by_number(probs_BV: Tensor, numbers_B: Tensor) -> Tensor:
+    """A token (B,) of each row, by uniform numbers (float64) or by keys of noise (int64)."""
+    choose = sample if numbers_B.is_floating_point() else gumbel_argmax
+    return choose(probs_BV, numbers_B)
+
+
+class IndependentSource(RandomSource):
     """Fresh uniform numbers for every decision, from one generator per row."""
 
     def __init__(
         self, seeds: Sequence[int] = (), kind: str = SpeculationConfig.verification
     ) -> None:
         """`seeds` of the first rows; `kind`: of verification, as in `SpeculationConfig`."""
-        self._verify = verify_block if kind == "block" else verify
+        super().__init__(verify_block if kind == "block" else verify)
         self._generators: dict[int, torch.Generator] = {}
         for b, seed in enumerate(seeds):
             self.restart(b, seed)
 
     def restart(self, b: int, seed: int) -> None:
-        """Gives row b to another text, with this seed."""
         self._generators[b] = torch.Generator().manual_seed(seed)
 
-    def sample(self, probs_BV: Tensor, starts: list[int], active: Active) -> Tensor:
-        """A token (B,) of each row, for position `starts[b]`; the host does not wait for it. Rows
-        that are not active use no random numbers, here and below, and get what means nothing."""
-        return sample(probs_BV, self._draw([0] * len(starts), active, probs_BV).squeeze(1))
-
-    def verify(
-        self, proposal: Proposal, probs_BNV: Tensor, _starts: list[int], active: Active
-    ) -> Rows:
-        """Verifies a proposal that begins at position `starts[b]` of row b: see `verify`."""
-        return self._verify(proposal, probs_BNV, self._draw(proposal.counts, active, probs_BNV))
-
-    def _draw(self, counts: list[int], active: Active, like: Tensor) -> Tensor:
-        """Numbers (B, N + 1) for each row's tests, and last for the token after them."""
+    def numbers(self, counts: list[int], starts: list[int], active: Active) -> Tensor:  # noqa: ARG002
         uniforms_BN = torch.zeros(len(active), max(counts) + 1, dtype=torch.float64)
         for b, n in enumerate(counts):
-            if active[b]:
+            if active[b]:  # the last one is for the token after the guesses
                 uniforms_BN[b, [*range(n), -1]] = self.uniforms(b, n + 1)
-        return uniforms_BN.to(like.device, non_blocking=True)
+        return uniforms_BN
 
     def uniforms(self, b: int, count: int) -> Tensor:
         """The next float64 numbers in [0, 1) of row b."""
         return torch.rand(count, dtype=torch.float64, generator=self._generators[b])
 
 
-class CoupledSource:
+class CoupledSource(RandomSource):
     """Noise by seed and position, the same for every level that samples for a position."""
 
     def __init__(self, seeds: Sequence[int] = ()) -> None:
+        super().__init__(verify_coupled)
         self._seeds = dict(enumerate(seeds))
 
     def restart(self, b: int, seed: int) -> None:
-        """Gives row b to another text, with this seed."""
         self._seeds[b] = seed
 
-    def sample(self, probs_BV: Tensor, starts: list[int], _active: Active) -> Tensor:
-        keys = [self.key(b, start) for b, start in enumerate(starts)]
-        return gumbel_argmax(probs_BV, integers(keys, probs_BV.device))
-
-    def verify(
-        self, proposal: Proposal, probs_BNV: Tensor, starts: list[int], _active: Active
-    ) -> Rows:
-        places = range(max(proposal.counts) + 1)
-        keys = [[self.key(b, start + i) for i in places] for b, start in enumerate(starts)]
-        return verify_coupled(proposal, probs_BNV, keys)
+    def numbers(self, counts: list[int], starts: list[int], active: Active) -> Tensor:  # noqa: ARG002
+        places = range(max(counts) + 1)
+        return torch.tensor(
+            [[self.key(b, start + i) for i in places] for b, start in enumerate(starts)]
+        )
 
     def key(self, b: int, position: int) -> int:
         """The key of the noise of a position of row b."""
         return noise_key(self._seeds.get(b, 0), position)
-
-
-RandomSource = IndependentSource | CoupledSource

@@ -34,6 +34,16 @@ def probs_from_logits(logits_NV: Tensor, params: SamplingParams) -> Tensor:
     return filtered_probs(logits_NV, params, *params.numbers, sort_all=logits_NV.is_cuda)
 
 
+def probs_by_tensor(logits_NV: Tensor, filters: SamplingParams, numbers_3: Tensor) -> Tensor:
+    """`probs_from_logits` by numbers on the device (`SamplingParams.numbers`).
+
+    Of `filters` only `filters.form` counts. Nothing is asked of the host, so a captured pass
+    follows other numbers when the tensor is given others.
+    """
+    probs_NV = filtered_probs(logits_NV, filters, *numbers_3, sort_all=True)
+    return torch.where(numbers_3[0] == 0, greedy_probs(logits_NV), probs_NV)
+
+
 def probs_of_rows(logits_BNV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """`probs_from_logits` of B rows, each with its own filters; (B, N, V)."""
     N = logits_BNV.shape[1]

@@ -1,56 +1,70 @@
 """CUDA graphs: a computation of fixed shapes is captured once and replayed, so that no kernel costs
 a launch, an allocation or Python.
 
-A captured step is a function from a block to a tensor, for blocks of one shape. It copies them into
-static buffers, over which the graph runs. **What it returns is overwritten by the next call** of
-any step in the same pool: use it at once, or clone it. What else the function reads or writes,
-weights and caches, must stay where it was at capture. On a CPU the static buffers run eagerly, so
-that tests cover all but the graph itself.
-
-`CapturedSteps` are the way from a block of tokens to distributions, captured per block size with
-the filters that a run uses. Their numbers (temperature, top-p, min-p) are a tensor, so other
-numbers need no new capture; their form (`SamplingParams.form`) is fixed.
+What is captured is a function of tensors alone: a pass from a block of tokens to distributions, a
+round of a draft model, the verdict on a proposal. `GraphPool.run` captures it when it first meets
+inputs of these shapes, and copies others of the same shapes into static buffers, over which the
+graph runs. **What it returns is overwritten by the next run** of any function of the pool: use it
+at once, or clone it. What else the function reads or writes, weights and caches, must stay where it
+was at capture. On a CPU the static buffers run eagerly, so that tests cover all but the graph
+itself.
 """
 
 import gc
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from minitri.decoding.sampling import filtered_probs, greedy_probs, pad_vocabulary
+from minitri.decoding.random_source import sample_by_number
+from minitri.decoding.sampling import pad_vocabulary, probs_by_tensor
 from minitri.errors import InputError, shorten
-from minitri.model.block import make_block
+from minitri.model.block import take_rows, unpack_block
 from minitri.model.cache import Cache
-from minitri.model.llama import Block, Llama
-from minitri.settings import LONGEST_BLOCK, SamplingParams
+from minitri.model.llama import Llama
+from minitri.settings import SamplingParams
 
 NUM_WARMUPS = 2
 """Runs before a capture, in which libraries choose kernels and allocate their workspaces."""
 
-Step = Callable[[Block], Tensor]
+Function = Callable[..., Any]
+"""From tensors to a tensor, or a tuple of tensors."""
 
 
 class GraphPool:
-    """Captures steps on one stream, and counts them.
+    """Captures functions on one stream, and counts them.
 
-    Its steps share memory, so they must not run at the same time.
+    Its graphs share memory, so they must not run at the same time.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.num_graphs = 0
+        self._device = device
+        self._captured: dict[Any, Function] = {}
         self.on_gpu = device.type == "cuda"
         if self.on_gpu:
             self._memory: Any = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(device)
 
-    def capture(self, step: Step, example: Block) -> Step:
-        """The step, captured over a copy of `example`. Raises `InputError` if it cannot be."""
-        static = replace(example, **{name: it.clone() for name, it in vars(example).items()})
+    @torch.inference_mode()
+    def run(self, function: Function, *inputs: Tensor) -> Any:
+        """What the function gives for these inputs, which may be on the host.
+
+        Raises `InputError` if it cannot be captured.
+        """
+        key = function, *((it.shape, it.dtype) for it in inputs)
+        if key not in self._captured:
+            self._captured[key] = self.capture(function, *inputs)
+        return self._captured[key](*inputs)
+
+    def capture(self, function: Function, *examples: Tensor) -> Function:
+        """The function, captured over copies of the examples. Raises `InputError`."""
+        statics = [it.to(self._device, copy=True) for it in examples]
         try:
-            replay, output = self._record(lambda: step(static))
+            replay, output = self._record(lambda: function(*statics))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -59,22 +73,26 @@ class GraphPool:
             ) from error
         self.num_graphs += 1
 
-        def captured(block: Block) -> Tensor:
-            for name, ours in vars(static).items():
-                theirs = getattr(block, name)
-                assert ours.shape == theirs.shape, name  # else it would be broadcast
+        def captured(*inputs: Tensor) -> Any:
+            for ours, theirs in zip(statics, inputs, strict=True):
+                assert ours.shape == theirs.shape  # else it would be broadcast
                 ours.copy_(theirs, non_blocking=True)
             replay()
             return output
 
         return captured
 
-    def _record(self, run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        """Warms `run` up and captures it: what replays it, and the tensor that this writes."""
+    def _record(self, run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+        """Warms `run` up and captures it: what replays it, and the tensors that this writes."""
         if not self.on_gpu:
-            first = run().clone()
-            return lambda: first.copy_(run()), first
-        current = torch.cuda.current_stream(self._stream.device)
+            first = run()
+
+            def again() -> None:
+                for ours, theirs in zip(tree_leaves(first), tree_leaves(run()), strict=True):
+                    ours.copy_(theirs)
+
+            return again, first
+        current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             for _ in range(NUM_WARMUPS):
@@ -95,6 +113,80 @@ class GraphPool:
         return graph.replay, output
 
 
+class Passes:
+    """Passes of a model over a cache as functions of tensors alone, which a graph can hold.
+
+    They follow other numbers of the filters (temperature, top-p, min-p) when `numbers_3` is given
+    others; of `filters` only the form counts.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        cache: Cache,
+        filters: SamplingParams,
+        vocab_size: int,
+        queries_LBTHD: Tensor | None,
+    ) -> None:
+        """See `ModelRunner`."""
+        self.filters = filters
+        self.numbers_3 = torch.tensor(filters.numbers, dtype=torch.float64).to(model.device)
+        self.vocab_size = vocab_size
+        self.queries_LBTHD = queries_LBTHD
+        self._model = model
+        self._cache = cache
+
+    def read(self, packed_3BT: Tensor, lasts_B1: Tensor, guesses_BN: Tensor) -> Tensor:
+        """Final hidden states (B, N + 1, E) after each row's last certain token, which stands at
+        `lasts_B1` of the block, and after each of its guesses, which follow it."""
+        T, N = packed_3BT.shape[2], guesses_BN.shape[1]
+        places_BN = lasts_B1 + torch.arange(N + 1, device=lasts_B1.device)
+        block = unpack_block(packed_3BT)
+        if N:
+            block = block.with_guesses(places_BN[:, 1:], guesses_BN)
+        hidden_BTE = self._model.forward(block, self._cache, None, self.queries_LBTHD)
+        return take_rows(hidden_BTE, places_BN.clamp(max=T - 1))
+
+    def read_one(self, packed_3B1: Tensor, tokens_B: Tensor) -> Tensor:
+        """Hidden states (B, 1, E) after a block of one token, which is this one."""
+        # A drafter may lack the last tokens of the target's vocabulary.
+        tokens_B1 = tokens_B.clamp(max=self._model.config.vocab_size - 1).unsqueeze(1)
+        block = replace(unpack_block(packed_3B1), tokens_BT=tokens_B1)
+        return self._model.forward(block, self._cache, None, self.queries_LBTHD)
+
+    def logits(self, hidden_BNE: Tensor) -> Tensor:
+        """Logits (B, N, V) of the tokens that both the model and the target have."""
+        return self._model.logits(hidden_BNE)[..., : self.vocab_size]
+
+    def probs(self, packed_3BT: Tensor, lasts_B1: Tensor, guesses_BN: Tensor) -> Tensor:
+        """Distributions (B, N + 1, V) after what `read` reads."""
+        return self._probs(self.read(packed_3BT, lasts_B1, guesses_BN))
+
+    def probs_after(self, packed_3B1: Tensor, tokens_B: Tensor) -> Tensor:
+        """Distributions (B, 1, V) after what `read_one` reads."""
+        return self._probs(self.read_one(packed_3B1, tokens_B))
+
+    def round(
+        self, packed_3BT: Tensor, lasts_B1: Tensor, numbers_BN: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """N guesses of a draft model after the last certain tokens, one after the other, and the
+        distributions (B, N, V) that they were sampled from: see `sample_by_number`."""
+        last_3B1 = packed_3BT.gather(2, lasts_B1.expand(3, -1, -1))
+        hidden_B1E = self.read(packed_3BT, lasts_B1, packed_3BT[0, :, :0])
+        tokens, probs = list[Tensor](), list[Tensor]()
+        for i, numbers_B in enumerate(numbers_BN.unbind(1)):
+            if i > 0:
+                hidden_B1E = self.read_one(last_3B1 + i, tokens[-1])
+            probs.append(self._probs(hidden_B1E).squeeze(1))
+            tokens.append(sample_by_number(probs[-1], numbers_B))
+        return torch.stack(tokens, 1), torch.stack(probs, 1)
+
+    def _probs(self, hidden_BNE: Tensor) -> Tensor:
+        logits_BNV = self.logits(hidden_BNE)
+        probs_QV = probs_by_tensor(logits_BNV.flatten(0, 1), self.filters, self.numbers_3)
+        return pad_vocabulary(probs_QV.unflatten(0, logits_BNV.shape[:2]), self.vocab_size)
+
+
 def clear_workspaces() -> None:
     """Frees cuBLAS's workspaces, of which it keeps one per stream for good.
 
@@ -106,61 +198,3 @@ def clear_workspaces() -> None:
 def graph_pool(device: torch.device, *, wanted: bool) -> GraphPool | None:
     """A pool for the graphs of a run, on a GPU where they are wanted; else None: run eagerly."""
     return GraphPool(device) if wanted and device.type == "cuda" else None
-
-
-class CapturedSteps:
-    """Steps of one model over one cache, for several block sizes."""
-
-    @torch.no_grad()
-    def __init__(
-        self,
-        model: Llama,
-        cache: Cache,
-        filters: SamplingParams,
-        graphs: GraphPool,
-        block_sizes: Collection[int],
-        *,
-        vocab_size: int,
-        queries_LBTHD: Tensor | None,
-    ) -> None:
-        """Captures now, so that it costs no decoding time.
-
-        What a capture writes into the cache stands after the prefixes. Blocks of more than
-        `LONGEST_BLOCK` tokens go by lengths on the host, which a graph would freeze.
-        """
-        numbers_3 = torch.tensor(filters.numbers, dtype=torch.float64).to(model.device)
-        self._form = filters.form
-        self._numbers_3 = numbers_3
-        self.by_size: dict[int, Step] = {}
-
-        def step(block: Block) -> Tensor:
-            hidden_BTE = model.forward(block, cache, None, queries_LBTHD)
-            logits_BTV = model.logits(hidden_BTE)[..., :vocab_size]
-            probs_QV = probs_by_tensor(logits_BTV.flatten(0, 1), filters, numbers_3)
-            return pad_vocabulary(probs_QV.unflatten(0, logits_BTV.shape[:2]), vocab_size)
-
-        for size in sorted(size for size in block_sizes if size <= LONGEST_BLOCK):
-            example = make_block(model, [[0] * size for _ in cache.lengths], cache, size)
-            self.by_size[size] = graphs.capture(step, example)
-
-    def size_for(self, T: int) -> int | None:
-        """The smallest captured size that holds blocks of T tokens; None if there is none."""
-        return min((size for size in self.by_size if size >= T), default=None)
-
-    def can_sample_by(self, sampling: SamplingParams) -> bool:
-        """Whether the steps can apply these filters, too."""
-        return sampling.temperature == 0 or sampling.form == self._form
-
-    def sample_by(self, sampling: SamplingParams) -> None:
-        """Changes the numbers of the filters."""
-        self._numbers_3.copy_(torch.tensor(sampling.numbers, dtype=torch.float64))
-
-
-def probs_by_tensor(logits_NV: Tensor, filters: SamplingParams, numbers_3: Tensor) -> Tensor:
-    """`probs_from_logits` by numbers on the device (`SamplingParams.numbers`).
-
-    Of `filters` only `filters.form` counts. Nothing is asked of the host, so a captured step
-    follows other numbers when the tensor is given others.
-    """
-    probs_NV = filtered_probs(logits_NV, filters, *numbers_3, sort_all=True)
-    return torch.where(numbers_3[0] == 0, greedy_probs(logits_NV), probs_NV)

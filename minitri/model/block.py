@@ -28,8 +28,23 @@ def read_block(
 def make_block(
     model: Llama, blocks: list[list[int]], cache: Cache, size: int, depths_T: Tensor | None = None
 ) -> Block:
-    """The blocks, padded to `size` tokens, after what the cache holds; sent in one transfer. In a
-    tree tokens stand `depths_T` after the next position, in a chain each after the one before."""
+    """The blocks, padded to `size` tokens, after what the cache holds; sent in one transfer."""
+    packed_3BT = pack_block(model, blocks, cache, size, depths_T)
+    return unpack_block(packed_3BT.to(model.device, non_blocking=True))
+
+
+def unpack_block(packed_3BT: Tensor) -> Block:
+    """What `pack_block` packed, which is now on the device of the model."""
+    tokens_BT, positions_BT, slots_BT = packed_3BT
+    on_device = reads_slots(packed_3BT.device, packed_3BT.shape[2])
+    return Block(tokens_BT, positions_BT, slots_BT if on_device else None)
+
+
+def pack_block(
+    model: Llama, blocks: list[list[int]], cache: Cache, size: int, depths_T: Tensor | None = None
+) -> Tensor:
+    """Tokens, positions and slots (3, B, T) of a block, on the host. In a tree tokens stand
+    `depths_T` after the next position, in a chain each after the one before."""
     tokens_BT = torch.tensor([row + [0] * (size - len(row)) for row in blocks])
     # A drafter may lack the last tokens of the target's vocabulary; what it reads in their place
     # changes only how well it guesses.
@@ -38,8 +53,12 @@ def make_block(
     depths_T = offsets_T if depths_T is None else depths_T
     positions_BT = torch.tensor(cache.next_positions).unsqueeze(1) + depths_T
     slots_BT = torch.tensor(cache.lengths).unsqueeze(1) + offsets_T
-    sent = torch.stack((tokens_BT, positions_BT, slots_BT)).to(model.device, non_blocking=True)
-    return Block(sent[0], sent[1], sent[2] if reads_slots(model.device, size) else None)
+    return torch.stack((tokens_BT, positions_BT, slots_BT))
+
+
+def take_rows(rows_BTX: Tensor, index_BN: Tensor) -> Tensor:
+    """Of each row of a batch the vectors (B, N, X) at these places, copied."""
+    return rows_BTX.gather(1, index_BN.unsqueeze(2).expand(-1, -1, rows_BTX.shape[2]))
 
 
 def reads_slots(device: torch.device, size: int) -> bool:

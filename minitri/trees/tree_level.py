@@ -109,7 +109,7 @@ class TreeLevel(Level):
         rule_TT = shape.rule_TT[first : first + T, first : first + T].to(runner.model.device)
         read = [[max(token, 0) for token in row] for row in blocks]
         block = make_block(runner.model, read, runner.cache, T, depths_T)
-        where = (runner.cache, rule_TT, runner.queries_LBTHD)
+        where = (runner.cache, rule_TT, runner.passes.queries_LBTHD)
         return runner.output(runner.model.forward(block, *where))
 
     def keep_paths(self, paths: Rows, active: Active) -> None:
@@ -118,8 +118,8 @@ class TreeLevel(Level):
         for b, path in enumerate(paths):
             if path != list(range(1, len(path) + 1)):
                 runner.cache.keep_path(b, path)
-                if runner.queries_LBTHD is not None:
-                    gather_path(runner.queries_LBTHD.transpose(2, 3), b, 0, path)
+                if runner.passes.queries_LBTHD is not None:
+                    gather_path(runner.passes.queries_LBTHD.transpose(2, 3), b, 0, path)
         counts = [1 + len(path) if on else 0 for path, on in zip(paths, active, strict=True)]
         runner.cache.advance(counts)
 

@@ -103,8 +103,8 @@ def poison_all(rig: Rig) -> None:
     """Those of all caches, and the memory of queries, too."""
     for runner in rig.runners.values():
         poison(runner)
-        if runner.queries_LBTHD is not None:
-            runner.queries_LBTHD.fill_(torch.nan)
+        if runner.passes.queries_LBTHD is not None:
+            runner.passes.queries_LBTHD.fill_(torch.nan)
 
 
 @pytest.mark.parametrize(("sampling", "coupled"), [(GREEDY, False), (WARM, True)])

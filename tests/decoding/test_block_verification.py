@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from minitri.decoding.verification import Proposal, verify, verify_block
+from minitri.decoding.verification import Proposal, decide, verify, verify_block
 from tests.exactness import PROMPT, Table, outcomes, outcomes_of_block
 
 
@@ -24,10 +24,10 @@ def test_a_block_accepts_at_least_as_much_after_every_start():
         p_BNV = torch.stack([target.row(prefix) for prefix in prefixes]).unsqueeze(0)
         proposal = Proposal.of([[*tokens]], q_NV.unsqueeze(0), [["draft"] * 3])
         ways = (verify, outcomes), (verify_block, outcomes_of_block)
-        for number, (decide, textbook) in enumerate(ways):
+        for number, (rule, textbook) in enumerate(ways):
             for weight, numbers in textbook(proposal, p_BNV, 0):
                 uniforms_BN = torch.tensor([numbers], dtype=torch.float64)
-                [found] = decide(proposal, p_BNV, uniforms_BN)
+                [found] = decide(rule, proposal, p_BNV, uniforms_BN)
                 total[number] += share * weight * (len(found) - 1)
     assert total[1] > total[0] + 0.01
 
@@ -50,7 +50,7 @@ def test_no_token_of_probability_zero_is_emitted(edge):
         proposal, p_BNV, uniforms_BN = random_case([4] * 8, seed)
         if edge is not None:
             uniforms_BN.fill_(edge)
-        for b, tokens in enumerate(verify_block(proposal, p_BNV, uniforms_BN)):
+        for b, tokens in enumerate(decide(verify_block, proposal, p_BNV, uniforms_BN)):
             assert all(p_BNV[b, i, token] > 0 for i, token in enumerate(tokens))
 
 
@@ -61,17 +61,17 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_what_pads_it(padding):
         proposal, p_BNV, uniforms_BN = random_case(counts, seed)
         for b, n in enumerate(counts):
             proposal.probs_BNV[b, n:] = padding
-        together = verify_block(proposal, p_BNV, uniforms_BN)
+        together = decide(verify_block, proposal, p_BNV, uniforms_BN)
         for b, n in enumerate(counts):
             own = Proposal.of(proposal.tokens[b : b + 1], proposal.probs_BNV[b : b + 1, :n], [[]])
             numbers = torch.cat((uniforms_BN[b : b + 1, :n], uniforms_BN[b : b + 1, -1:]), 1)
-            assert verify_block(own, p_BNV[b : b + 1, : n + 1], numbers) == [together[b]]
+            assert decide(verify_block, own, p_BNV[b : b + 1, : n + 1], numbers) == [together[b]]
 
 
 def test_equal_distributions_accept_everything_and_a_vanished_residual_falls_back_to_p():
     p_BNV = torch.full((1, 4, 4), 0.25)
     proposal = Proposal.of([[2, 0, 1]], p_BNV[:, :3], [["draft"] * 3])
     numbers = torch.tensor([[1 - 2**-53] * 3 + [0.6]], dtype=torch.float64)
-    assert verify_block(proposal, p_BNV, numbers) == [[2, 0, 1, 2]]
+    assert decide(verify_block, proposal, p_BNV, numbers) == [[2, 0, 1, 2]]
     numbers[0, :3] = 1.0  # by force
-    assert verify_block(proposal, p_BNV, numbers) == [[2]]
+    assert decide(verify_block, proposal, p_BNV, numbers) == [[2]]

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from minitri.decoding.verification import Proposal, verify, verify_block
+from minitri.decoding.verification import Proposal, decide, verify, verify_block
 from minitri.settings import StepPlan
 from tests.exactness import BOTH, cells, largest_error, outcomes
 
@@ -44,7 +44,7 @@ def test_a_schedule_of_switches_gives_the_target_distribution(plans):
 @pytest.mark.parametrize("seed", [0, 10])
 @pytest.mark.parametrize(("V", "gamma1"), [(3, 1), (4, 2), (3, 4)])
 def test_a_block_gives_the_target_distribution(V, gamma1, seed):
-    assert largest_error(V, gamma1, 0, seed=seed, horizon=4, decide=verify_block) < ROUNDING
+    assert largest_error(V, gamma1, 0, seed=seed, horizon=4, rule=verify_block) < ROUNDING
 
 
 @pytest.mark.parametrize(
@@ -54,13 +54,13 @@ def test_a_block_gives_the_target_distribution(V, gamma1, seed):
 def test_blocks_at_both_levels_give_the_target_distribution(V, gamma1, gamma2, horizon):
     """What the inner level proposes is as long as its guesses let it be, and yet every token of it
     follows the rows that are stated for it."""
-    assert largest_error(V, gamma1, gamma2, horizon=horizon, decide=verify_block) < ROUNDING
+    assert largest_error(V, gamma1, gamma2, horizon=horizon, rule=verify_block) < ROUNDING
 
 
 @pytest.mark.slow
 def test_nothing_leaks_from_one_block_into_the_next():
-    assert largest_error(3, 3, 0, horizon=5, num_steps=2, decide=verify_block) < ROUNDING
-    assert largest_error(3, 1, 1, num_steps=2, decide=verify_block) < ROUNDING
+    assert largest_error(3, 3, 0, horizon=5, num_steps=2, rule=verify_block) < ROUNDING
+    assert largest_error(3, 1, 1, num_steps=2, rule=verify_block) < ROUNDING
 
 
 def test_a_single_decision_follows_the_distribution_whatever_the_guesses():
@@ -74,7 +74,7 @@ def test_a_single_decision_follows_the_distribution_whatever_the_guesses():
             proposal = Proposal.of([[int((q.cumsum(0) <= number).sum())]], q_BNV, [["draft"]])
             for weight, numbers in outcomes(proposal, p_BNV, 0, BOTH):
                 uniforms_BN = torch.tensor([numbers], dtype=torch.float64)
-                [[first, *_]] = verify(proposal, p_BNV, uniforms_BN)
+                [[first, *_]] = decide(verify, proposal, p_BNV, uniforms_BN)
                 probs[first] += share * weight
         assert (probs - p).abs().max() < 1e-15
 
@@ -84,5 +84,6 @@ def test_a_residual_that_vanishes_falls_back_to_p():
     p = torch.full((1, 2, 4), 0.25)
     proposal = Proposal.of([[2]], p[:, :1] + 1e-8, [["draft"]])
     numbers = torch.tensor([[1.0, 0.6]], dtype=torch.float64)
-    assert verify(proposal, p, numbers) == [[2]]
-    assert verify(proposal, p, torch.tensor([[0.999, 0.6]], dtype=torch.float64)) == [[2, 2]]
+    assert decide(verify, proposal, p, numbers) == [[2]]
+    numbers[0, 0] = 0.999
+    assert decide(verify, proposal, p, numbers) == [[2, 2]]

@@ -7,7 +7,7 @@ import torch
 
 from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.decoding import random_source
-from minitri.decoding.random_source import CoupledSource, IndependentSource
+from minitri.decoding.random_source import RandomSource
 from minitri.decoding.verification import verify, verify_block, verify_coupled
 from tests.cascades import tiny_engine
 
@@ -24,8 +24,7 @@ class Recorder:
         self.keys: dict[int, dict[int, set[int]]] = {}
         self._active: list[bool] = []
         self._starts: list[int] = []
-        for source in (IndependentSource, CoupledSource):
-            monkeypatch.setattr(source, "verify", self._noting(source.verify))
+        monkeypatch.setattr(RandomSource, "verify", self._noting(RandomSource.verify))
         by_token, by_block = (
             partial(self._verify, *pair) for pair in (("token", verify), ("block", verify_block))
         )
@@ -40,22 +39,23 @@ class Recorder:
 
         return noted
 
-    def _verify(self, name, decide, proposal, probs_BNV, uniforms_BN):
+    def _verify(self, name, rule, p_BNV, uniforms_BN, guesses):
         assert uniforms_BN.dtype == torch.float64
-        self.sizes[name].add(max(proposal.counts))
-        for b, n in enumerate(proposal.counts):
+        counts = guesses.counts_B.tolist()
+        self.sizes[name].add(max(counts))
+        for b, n in enumerate(counts):
             if self._active[b]:
                 numbers = [*uniforms_BN[b, :n].tolist(), float(uniforms_BN[b, -1])]
                 self.decisions.setdefault(b, []).append(numbers)
-        return decide(proposal, probs_BNV, uniforms_BN)
+        return rule(p_BNV, uniforms_BN, guesses)
 
-    def _verify_coupled(self, proposal, probs_BNV, keys):
-        for b, row in enumerate(keys):
+    def _verify_coupled(self, p_BNV, keys_BN, guesses):
+        for b, row in enumerate(keys_BN.tolist()):
             if self._active[b]:
-                for i, key in enumerate(row[: proposal.counts[b] + 1]):
+                for i, key in enumerate(row[: int(guesses.counts_B[b]) + 1]):
                     places = self.keys.setdefault(b, {})
                     places.setdefault(self._starts[b] + i, set()).add(key)
-        return verify_coupled(proposal, probs_BNV, keys)
+        return verify_coupled(p_BNV, keys_BN, guesses)
 
 
 def run(monkeypatch, prompts, *, seeds, **speculation):

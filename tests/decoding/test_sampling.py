@@ -7,13 +7,13 @@ import torch
 
 from minitri.decoding import sampling
 from minitri.decoding.sampling import (
+    probs_by_tensor,
     probs_from_logits,
     probs_of_rows,
     running_sums,
     sample,
     sums_by_parts,
 )
-from minitri.gpu.graphs import probs_by_tensor
 from minitri.settings import SamplingParams
 
 

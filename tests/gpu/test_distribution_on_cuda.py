@@ -2,6 +2,7 @@
 distribution on a CUDA device, through captured steps and the verification that runs there."""
 
 import pytest
+import torch
 
 import minitri
 from minitri import SamplingParams, SpeculationConfig
@@ -39,11 +40,10 @@ def test_samples_follow_the_distribution(engine, method):
 def test_a_wrong_verification_on_the_device_is_noticed(engine, monkeypatch):
     """A rejected guess is replaced by a sample from p itself, not from the residual."""
 
-    def resample_from_p(proposal, probs_BNV, uniforms_BN):
-        outcome = verify(proposal, probs_BNV, uniforms_BN)
-        places = [len(tokens) - 1 for tokens in outcome]
-        drawn = sample(probs_BNV[range(len(places)), places], uniforms_BN[:, -1])
-        return [[*row[:-1], token] for row, token in zip(outcome, drawn.tolist(), strict=True)]
+    def resample_from_p(p_BNV, uniforms_BN, guesses):
+        num_accepted_B, _ = verify(p_BNV, uniforms_BN, guesses)
+        rows = torch.arange(len(p_BNV), device=p_BNV.device)
+        return num_accepted_B, sample(p_BNV[rows, num_accepted_B], uniforms_BN[:, -1])
 
     monkeypatch.setattr(random_source, "verify_block", resample_from_p)
     assert is_alarm(run(engine, "naive"), 3)

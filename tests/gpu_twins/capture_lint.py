@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from minitri.gpu.graphs import GraphPool
 
-WAITS = {"_local_scalar_dense", "equal", "is_nonzero"}
+WAITS = {"_local_scalar_dense", "equal", "is_nonzero", "item"}
 SIZED_BY_DATA = {"nonzero", "masked_select", "_unique2", "unique_consecutive", "bincount"}
 HOST_DATA = {"lift_fresh", "lift_fresh_copy"}
 """What `torch.tensor` and the like are made of."""
@@ -70,7 +70,7 @@ class Watch(TorchDispatchMode):
     def check_nothing_stays(self, output):
         """Next to its output a step may leave no tensor that it made."""
         for place, storage in self.storages.items():
-            if place != address(output) and not storage.expired():
+            if place not in map(address, tree_leaves(output)) and not storage.expired():
                 raise CaptureError("a tensor made in a step stays when it is over")
 
 
@@ -89,17 +89,22 @@ class LintedPool(GraphPool):
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
-        self.outputs: dict[int, Tensor] = {}
+        self.outputs: dict[int, Tensor | tuple[Tensor, ...]] = {}
         self.num_runs = 0
 
-    def capture(self, step, example):
+    def capture(self, step, *examples):
         known: list[set[int]] = []
         number = self.num_graphs
 
-        def watched(inputs):
+        def watched(*inputs):
+            """Its inputs were copied; what other steps have returned is overwritten."""
             self.num_runs += 1
+            for other, output in self.outputs.items():
+                if other != number:
+                    for tensor in tree_leaves(output):
+                        tensor.fill_(-1 if tensor.dtype == torch.int64 else torch.nan)
             with Watch() as watch, NoQuestions():
-                output = step(inputs)
+                output = step(*inputs)
             known.append(watch.outside)
             if watch.outside != known[0]:
                 raise CaptureError("a tensor from outside has moved since the capture")
@@ -107,14 +112,10 @@ class LintedPool(GraphPool):
                 watch.check_nothing_stays(output)
             return output
 
-        captured = super().capture(watched, example)
+        captured = super().capture(watched, *examples)
 
-        def poisoning(inputs):
-            """Before it runs, what other steps have returned is overwritten."""
-            for other, output in self.outputs.items():
-                if other != number:
-                    output.fill_(torch.nan)
-            self.outputs[number] = captured(inputs)
+        def noting(*inputs):
+            self.outputs[number] = captured(*inputs)
             return self.outputs[number]
 
-        return poisoning
+        return noting

@@ -8,6 +8,7 @@ import torch
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
+from minitri.decoding import noise
 from minitri.gpu.attention_backends import GpuAttention, attend_flash, attend_masked
 from minitri.gpu.graphs import GraphPool
 from minitri.model import block as block_module
@@ -33,6 +34,7 @@ def lengths_on_the_device(monkeypatch):
     """Passes as on a GPU. While a step over static buffers runs, what the host knows of lengths is
     nonsense: a graph would have it as it was at capture."""
     in_step = []
+    monkeypatch.setattr(noise, "gumbel_scores", noise._dense_scores)
     monkeypatch.setattr(block_module, "reads_slots", lambda device, size: size <= LONGEST_BLOCK)
     for cls in (FullCache, RetrievalCache, StreamingCache):
         honest = cls.lengths.fget
@@ -43,15 +45,15 @@ def lengths_on_the_device(monkeypatch):
         monkeypatch.setattr(cls, "lengths", property(lengths))
     capture = GraphPool.capture
 
-    def capture_and_watch(pool, step, example):
-        def watched(inputs):
+    def capture_and_watch(pool, step, *examples):
+        def watched(*inputs):
             in_step.append(True)
             try:
-                return step(inputs)
+                return step(*inputs)
             finally:
                 in_step.pop()
 
-        return capture(pool, watched, example)
+        return capture(pool, watched, *examples)
 
     monkeypatch.setattr(GraphPool, "capture", capture_and_watch)
 

@@ -70,7 +70,7 @@ def test_caches_are_counted_as_they_are_allocated(speculation, lengths):
     means = small._policy._means
     window = B * speculation.observation_window * 3 * config.num_heads * config.head_dim * 4
     held = memory.num_cache_bytes - full.num_bytes + window
-    held += memory.target.queries_LBTHD.nbytes
+    held += memory.target.passes.queries_LBTHD.nbytes
     assert needs.parts(3)["small KV caches"] == held + means.nbytes
     assert needs.parts(2)["small KV caches"] == held + means.nbytes / 3  # of one layer
     waiting = needs.parts(2)["activations"] - needs.parts(3)["activations"]

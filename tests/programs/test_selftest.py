@@ -58,9 +58,8 @@ def test_sound_code_passes_with_every_method_and_both_modes(check):
 
 
 def test_a_verification_that_accepts_everything_is_a_bug(check, monkeypatch):
-    def accept_all(proposal, probs_BNV, uniforms_BN):
-        outcome = verify(proposal, probs_BNV, uniforms_BN)
-        return [[*row, found[-1]] for row, found in zip(proposal.tokens, outcome, strict=True)]
+    def accept_all(p_BNV, uniforms_BN, guesses):
+        return guesses.counts_B, verify(p_BNV, uniforms_BN, guesses)[1]
 
     monkeypatch.setattr(random_source, "verify_block", accept_all)
     code, _, report = check("--method naive")
@@ -141,21 +140,20 @@ def test_sound_samples_are_consistent(check_samples, flags):
     assert min(row["least_p_value"] for row in found.values()) > 1e-3
 
 
-def resample_from_p(proposal, probs_BNV, uniforms_BN):
+def resample_from_p(p_BNV, uniforms_BN, guesses):
     """The published TriForce code: a rejected guess is replaced by a sample from p itself."""
-    outcome = verify(proposal, probs_BNV, uniforms_BN)
-    places = [len(tokens) - 1 for tokens in outcome]
-    drawn = sample(probs_BNV[range(len(places)), places], uniforms_BN[:, -1])
-    return [[*row[:-1], token] for row, token in zip(outcome, drawn.tolist(), strict=True)]
+    num_accepted_B, _ = verify(p_BNV, uniforms_BN, guesses)
+    return num_accepted_B, sample(p_BNV[range(len(p_BNV)), num_accepted_B], uniforms_BN[:, -1])
 
 
-def reuse_number(proposal, probs_BNV, uniforms_BN):
+def reuse_number(p_BNV, uniforms_BN, guesses):
     """The number of the last test is used again for the recovered or bonus token."""
+    num_accepted_B, _ = verify(p_BNV, uniforms_BN, guesses)
     numbers_BN = uniforms_BN.clone()
-    for b, tokens in enumerate(verify(proposal, probs_BNV, uniforms_BN)):
-        if num_guesses := len(proposal.tokens[b]):
-            numbers_BN[b, -1] = uniforms_BN[b, min(len(tokens), num_guesses) - 1]
-    return verify(proposal, probs_BNV, numbers_BN)
+    for b, count in enumerate(guesses.counts_B.tolist()):
+        if count:
+            numbers_BN[b, -1] = uniforms_BN[b, min(int(num_accepted_B[b]) + 1, count) - 1]
+    return verify(p_BNV, numbers_BN, guesses)
 
 
 @pytest.mark.parametrize("broken", [resample_from_p, reuse_number])

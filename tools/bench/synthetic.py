@@ -293,8 +293,8 @@ def fresh_session(
     fill_cache(memory.full)
     memory.full.advance([context - 1])
     if memory.retrieval_cache is not None:
-        assert memory.target.queries_LBTHD is not None
-        queries_LTHD = torch.zeros_like(memory.target.queries_LBTHD[:, 0, :1])
+        assert memory.target.passes.queries_LBTHD is not None
+        queries_LTHD = torch.zeros_like(memory.target.passes.queries_LBTHD[:, 0, :1])
         memory.retrieval_cache.observe(0, queries_LTHD)
     return session
 

@@ -1,0 +1,196 @@
+"""What a step of decoding asks of a GPU outside its captured graphs, counted on a CPU.
+
+    python -m tools.bench.launches [--method triforce] [--gamma1 2] [--gamma2 6]
+
+Tiny models run through the code of a GPU; what a graph holds runs eagerly, and is not counted. By
+phase and step: launches of kernels and copies, replays of graphs, small tensors that come from the
+host with their bytes, and how often the host waits for an answer. A tensor is the host's until it
+meets one of the device. The time is reckoned from these counts.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from minitri.config import ModelConfig
+from minitri.decoding import noise
+from minitri.gpu.attention_backends import GpuAttention, attend_masked
+from minitri.gpu.graphs import GraphPool
+from minitri.memory import Models
+from minitri.model import block
+from minitri.model.llama import Llama
+from minitri.requests import Request
+from minitri.settings import LONGEST_BLOCK, GenerationConfig, SamplingParams, SpeculationConfig
+from tools.runs import begin
+
+CPU = torch.device("cpu")
+CONFIG = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    intermediate_size=48,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    vocab_size=64,
+    context_length=4096,
+)
+LAUNCH_MS, WAIT_MS = 8e-3, 2e-2
+"""Of a launch, PyTorch's own work included, and of a wait: common figures, not measured here."""
+NUM_STEPS = 16
+NEW = {"detach_", "lift_fresh"}
+"""What `torch.tensor` ends with."""
+PHASES = {"_draft": "draft", "prepare": "catch up", "commit": "commit"}
+COLUMNS = ("launches", "replays", "from host", "bytes", "waits")
+
+
+class Counting(TorchDispatchMode):
+    """Counts operations that are not part of a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self.in_graph = False
+        self._of_host: dict[int, Tensor] = {}  # keeps them, so that addresses stay theirs
+
+    def note(self, column: str, amount: int = 1) -> None:
+        """Adds to the phase that runs now."""
+        self.counts[phase(), column] += amount
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        output = function(*args, **(kwargs or {}))
+        if self.in_graph:
+            return output
+        name = function.overloadpacket.__name__
+        inputs = tensors_of((args, kwargs))
+        if name in NEW:
+            self._of_host |= {address(it): it for it in inputs}
+        made = [it for it in tensors_of(output) if address(it) not in map(address, inputs)]
+        if all(address(it) in self._of_host for it in inputs):
+            self._of_host |= {address(it): it for it in made}  # or it is made of nothing
+            return output
+        for it in inputs:
+            if self._of_host.pop(address(it), None) is not None:
+                self.note("from host")
+                self.note("bytes", it.nbytes)
+        if made or name.endswith("_"):  # else a view
+            self.note("launches")
+        return output
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """All tensors in arguments or results."""
+    return [it for it in tree_leaves(tree) if isinstance(it, Tensor)]
+
+
+def address(tensor: Tensor) -> int:
+    """Where a tensor's storage lies."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def phase() -> str:
+    """What the cascade is doing, by the functions that are running."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        name = frame.f_code.co_name
+        if name in PHASES:
+            return PHASES[name]
+        if name == "verify" and hasattr(frame.f_locals.get("self"), "stats"):
+            return str(frame.f_locals["self"].stats.name)
+    return "other"
+
+
+def count(speculation: SpeculationConfig, sampling: SamplingParams) -> tuple[Counter[Any], str]:
+    """Counts of `NUM_STEPS` steps, and the rounds that they took."""
+    generator = torch.Generator().manual_seed(0)
+    target, draft = (
+        Llama(CONFIG, dtype=torch.float32, device=CPU, attend=GpuAttention(attend_masked)).eval()
+        for _ in range(2)
+    )
+    for ours, theirs in zip(target.parameters(), draft.parameters(), strict=True):
+        ours.copy_(0.3 * torch.randn(ours.shape, generator=generator))
+        theirs.copy_(ours + 0.02 * torch.randn(ours.shape, generator=generator))
+    counting = Counting()
+    record = GraphPool._record
+
+    def recorded(pool: GraphPool, run: Any) -> Any:
+        replay, output = record(pool, run)
+
+        def replayed() -> None:
+            counting.note("replays")
+            counting.in_graph = True  # on a CPU outputs are copied, too
+            replay()
+            counting.in_graph = False
+
+        return replayed, output
+
+    tolist = Tensor.tolist
+
+    def waited(tensor: Tensor) -> Any:
+        counting.note("waits", int(address(tensor) not in counting._of_host))
+        return tolist(tensor)
+
+    prompt = torch.randint(CONFIG.vocab_size, (600,), generator=generator).tolist()
+    request = Request(prompt, 0, sampling, GenerationConfig(2000))
+    with (
+        torch.inference_mode(),
+        mock.patch.object(GraphPool, "_record", recorded),
+        mock.patch.object(block, "reads_slots", lambda _device, size: size <= LONGEST_BLOCK),
+        mock.patch.object(noise, "gumbel_scores", noise._dense_scores),
+    ):
+        models = Models(target, target, draft)
+        session = begin(models, [request], speculation, graphs=GraphPool(CPU))
+        for _ in session.prefill(0):
+            pass
+        session.start()
+        for _ in range(NUM_STEPS):  # so that all is captured
+            session.step()
+        counting.counts.clear()
+        before = [stage.num_rounds for stage in session.stats.stages]
+        with counting, mock.patch.object(Tensor, "tolist", waited):
+            for _ in range(NUM_STEPS):
+                session.step()
+    rounds = [
+        f"{stage.name} {(stage.num_rounds - old) / NUM_STEPS:g}"
+        for stage, old in zip(session.stats.stages, before, strict=True)
+    ]
+    return counting.counts, ", ".join(rounds)
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.launches", description=__doc__)
+    parser.add_argument("--method", default="triforce")
+    parser.add_argument("--gamma1", type=int, default=2)
+    parser.add_argument("--gamma2", type=int, default=6)
+    args = parser.parse_args()
+    speculation = SpeculationConfig(
+        args.method, gamma1=args.gamma1, gamma2=args.gamma2, budget=256, num_recent_tokens=60
+    )
+    counts, rounds = count(speculation, SamplingParams(0.6, top_p=0.9))
+    phases = sorted({name for name, _ in counts})
+    print(
+        f"{args.method}, rounds a step: {rounds}\n{'a step':12s}"
+        + "".join(f"{c:>12}" for c in COLUMNS)
+    )
+    total = Counter[str]()
+    for name in (*phases, "all"):
+        row = total if name == "all" else Counter({c: counts[name, c] for c in COLUMNS})
+        total += row if name != "all" else Counter()
+        print(f"{name:12s}" + "".join(f"{row[c] / NUM_STEPS:12.1f}" for c in COLUMNS))
+    launched = total["launches"] + total["replays"]
+    ms = (launched * LAUNCH_MS + total["waits"] * WAIT_MS) / NUM_STEPS
+    print(f"about {ms:.2f} ms a step ({LAUNCH_MS} ms a launch or replay, {WAIT_MS} a wait)")
+
+
+if __name__ == "__main__":
+    main()
