@@ -104,8 +104,7 @@ test_matrix.py::test_the_text_is_the_autoregressive_one[triforce, near-coupled-i
 decoding/test_sampling.py
 ::test_every_combination_of_filters_is_the_distribution_by_definition[0.0-0.95-0-0.2]
   top-p drops the token that reaches the mass
-    _top_p_cutoff: probs.cumsum(-1, dtype=torch.float64) - probs
-    => probs.cumsum(-1, dtype=torch.float64)
+    _top_p_cutoff: running_sums(probs) - probs => running_sums(probs)
 gpu_twins/test_attention_backends.py
 ::test_every_backend_equals_the_oracle[True-heads0-prefixes0-3-triton]
   a tree read as a chain by the kernel

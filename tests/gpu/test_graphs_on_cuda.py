@@ -12,9 +12,9 @@ from minitri.decoding.sampling import probs_from_logits
 from minitri.decoding.verification import Proposal
 from minitri.gpu.attention_backends import BACKENDS, TOLERANCES, choose_attention
 from minitri.gpu.fused_modules import fuse_if_possible
-from minitri.gpu.graphs import GraphPool, probs_by_tensor
+from minitri.gpu.graphs import GraphPool, Passes
 from minitri.model.attention import attend_math
-from minitri.model.block import make_block
+from minitri.model.block import pack_block
 from minitri.model.llama import Llama
 from minitri.runner import ModelRunner
 from minitri.settings import SamplingParams
@@ -63,6 +63,12 @@ def gpu_model(dtype: torch.dtype, attend) -> Llama:
     return fuse_if_possible(model)
 
 
+def inputs_of(model, cache, blocks):
+    """Of a pass that is certain of the first token of each row only; on the host."""
+    packed_3BT = pack_block(model, [row[:1] for row in blocks], cache, len(blocks[0]))
+    return packed_3BT, torch.zeros(len(blocks), 1).long(), torch.tensor(blocks)[:, 1:]
+
+
 @pytest.mark.takes(seconds=15, gib=2)
 @pytest.mark.parametrize("name", BACKENDS)
 @torch.inference_mode()
@@ -81,15 +87,13 @@ def test_a_replay_has_the_bits_of_an_eager_pass(name):
         ]
         warm = SamplingParams(0.3 + 0.1 * cache.lengths[0], top_p=0.7 + 0.02 * cache.lengths[0])
         runner.sample_by(0, SamplingParams() if kept == 2 else warm)
-        inputs = make_block(model, blocks, cache, size)
-        logits_BTV = model.logits(model.forward(inputs, cache))
-        eager = probs_by_tensor(logits_BTV.flatten(0, 1), WARM, runner.captured._numbers_3)
-        eager = eager.unflatten(0, logits_BTV.shape[:2])
+        inputs = inputs_of(model, cache, blocks)
+        eager = runner.passes.probs(*(it.cuda() for it in inputs))
         places = [
             slots[:, :, :, : cache.lengths[0] + size].clone()
             for slots in (cache.keys, cache.values)
         ]
-        replayed = runner.captured.by_size[size](inputs)
+        replayed = pool.run(runner.passes.probs, *inputs)
         assert torch.equal(replayed, eager)
         for before, slots in zip(places, (cache.keys, cache.values), strict=True):
             assert torch.equal(before, slots[:, :, :, : cache.lengths[0] + size])
@@ -121,17 +125,40 @@ def test_a_replay_allocates_nothing_and_waits_for_nothing():
     model = gpu_model(torch.bfloat16, attention())
     cache = FullCache.allocate(CONFIG, 1, 1024, dtype=model.dtype, device=model.device)
     cache.advance([700])
-    inputs = make_block(model, [[0, 1, 2, 3]], cache, 4)
-    graphed = GraphPool(torch.device("cuda")).capture(
-        lambda block: model.forward(block, cache), inputs
-    )
+    inputs = [it.cuda() for it in inputs_of(model, cache, [[0, 1, 2, 3]])]
+    pool, passes = GraphPool(model.device), Passes(model, cache, WARM, CONFIG.vocab_size, None)
+    pool.run(passes.probs, *inputs)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     try:
         with warnings.catch_warnings(action="ignore"):  # that this is a prototype
             torch.cuda.set_sync_debug_mode("error")
         for _ in range(3):
-            graphed(inputs)
+            pool.run(passes.probs, *inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+@pytest.mark.takes(seconds=10, gib=2)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+@torch.inference_mode()
+def test_a_draft_round_in_a_graph_has_the_bits_of_an_eager_one(dtype):
+    """By uniform numbers, and by keys of noise."""
+    model = gpu_model(torch.bfloat16, attention())
+    cache = FullCache.allocate(CONFIG, 2, 1024, dtype=model.dtype, device=model.device)
+    cache.advance([700, 30])
+    pool, passes = GraphPool(model.device), Passes(model, cache, WARM, CONFIG.vocab_size, None)
+    packed_3BT, lasts_B1, _ = inputs_of(model, cache, [[5, 6], [7, 8]])
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        numbers_BN = torch.rand(2, 4, dtype=torch.float64, generator=generator)
+        inputs = (
+            packed_3BT,
+            lasts_B1,
+            (numbers_BN * (1 if dtype.is_floating_point else 2**40)).to(dtype),
+        )
+        eager = passes.round(*(it.cuda() for it in inputs))
+        for ours, theirs in zip(pool.run(passes.round, *inputs), eager, strict=True):
+            assert torch.equal(ours, theirs)
+    assert pool.num_graphs == 1

@@ -95,7 +95,7 @@ def test_a_rebuild_launches_as_much_for_many_heads_as_for_two():
                 it.transpose(0, 1).contiguous().transpose(0, 1) for it in (keys, values)
             )
         with Launches() as launches:
-            small._select(0, 0, torch.randn(num_heads, config.head_dim), keys, values)
+            small._select(0, 0, 128, torch.randn(num_heads, config.head_dim), keys, values)
         found.add(launches.num)
         for chosen, slots in ((small.keys, keys), (small.values, values)):
             for k in range(num_heads):  # each token is one of its own head

@@ -138,6 +138,7 @@ def test_a_model_is_opened_on_the_ranks_own_gpu_where_nccl_takes_its_memory_firs
 
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(open_models, "join", Watched)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", done.append)
     zeros = torch.zeros
