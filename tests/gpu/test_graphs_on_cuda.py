@@ -152,12 +152,9 @@ def test_a_draft_round_in_a_graph_has_the_bits_of_an_eager_one(dtype):
     packed_3BT, lasts_B1, _ = inputs_of(model, cache, [[5, 6], [7, 8]])
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
-        numbers_BN = torch.rand(2, 4, dtype=torch.float64, generator=generator)
-        inputs = (
-            packed_3BT,
-            lasts_B1,
-            (numbers_BN * (1 if dtype.is_floating_point else 2**40)).to(dtype),
-        )
+        size = 1 if dtype.is_floating_point else 2**40
+        numbers_BN = size * torch.rand(2, 4, dtype=torch.float64, generator=generator)
+        inputs = packed_3BT, lasts_B1, numbers_BN.to(dtype)
         eager = passes.round(*(it.cuda() for it in inputs))
         for ours, theirs in zip(pool.run(passes.round, *inputs), eager, strict=True):
             assert torch.equal(ours, theirs)
