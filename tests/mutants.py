@@ -87,8 +87,8 @@ decoding/test_enumeration.py::test_blocks_at_both_levels_give_the_target_distrib
   a block tested without the mass of what its rejection leaves
     verify_block: S_BN / (S_BN + 1 - w_BN) => S_BN * 0 + w_BN
   what a block's rejection leaves, of the guess before
-    verify_block: (scales_BN1[:, 1:N] * probs_BNV[:, 1:N]).sub_(proposal.probs_BNV[:, 1:N])
-    => (scales_BN1[:, 1:N] * probs_BNV[:, :N - 1]).sub_(proposal.probs_BNV[:, :N - 1])
+    verify_block: (scales_BN1[:, 1:N] * p_BNV[:, 1:N]).sub_(q_BNV[:, 1:])
+    => (scales_BN1[:, 1:N] * p_BNV[:, :N - 1]).sub_(q_BNV[:, :N - 1])
   a block's chances capped at 1 at the end only | verify_block: logs_BN.cummax(1).values => logs_BN
   a block ends at the first test that fails
     verify_block: (passes_BN * lengths).amax => passes_BN.cumprod(1).sum
@@ -126,7 +126,7 @@ decoding/test_enumeration.py::test_nothing_leaks_from_one_step_into_the_next
   rejected guesses left in the cache
     Level._append: len(sequence) - bool(new.tokens) => len(sequence)
 caches/test_retrieval_cache.py::test_what_is_read_after_the_chosen_stands_where_it_does_in_the_text
-  positions of slots, not of tokens | make_block: cache.next_positions => cache.lengths
+  positions of slots, not of tokens | pack_block: cache.next_positions => cache.lengths
 caches/test_retrieval_cache.py
 ::test_a_build_holds_exactly_what_the_policy_chooses[1-retrieval-8-150]
   sinks may be dropped
@@ -155,7 +155,7 @@ drafters/test_lookup.py::test_a_row_that_ended_is_forgotten
 test_engine.py
 ::test_overlapping_stop_strings_end_a_text_at_the_same_place_however_it_is_cut[stop4-abcabcd-abc]
   text that may begin a stop string is not held back
-    StopScanner.push: len(text) - keep => len(text)
+    StopScanner.push: max((overlap(text, stop) for stop in self._stop), default=0) => 0
 test_stream.py::test_every_request_gets_what_it_gets_alone[2-naive]
   a row that is given to another text goes on with its noise
     IndependentSource.restart: self._generators[b] = torch.Generator().manual_seed(seed)
@@ -204,7 +204,7 @@ gpu_twins/test_host_round_trips.py
 decoding/test_drafters_that_fail.py
 ::test_a_damaged_model_stops_the_run_and_is_named[naive--draft-True]
   guesses with a distribution that is not finite count
-    verdict_by: ~guesses.are_real_BN => guesses.probs_BNV.sum(2).isnan()
+    _verdict: ~guesses.are_real_BN => guesses.probs_BNV.sum(2).isnan()
 gpu_twins/test_quantized_copies.py::test_a_copy_however_wrong_changes_no_text[triforce-4-sampling0]
   the copy of fewer bits verifies at the last level
     allocate: ModelRunner(target, full, shape.sampling, **options)
@@ -269,7 +269,7 @@ reuse/test_open_runs.py::test_a_request_without_speculation_stands_next_to_other
 test_runner.py::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_after_it[sampling0]
   a drafter's vocabulary cut after the softmax
     ModelRunner.output: probs_of_rows(logits_BNV, self.sampling)
-    => probs_of_rows(self.model.logits(hidden_BNE), self.sampling)[..., : self._vocab_size]
+    => probs_of_rows(self.model.logits(hidden_BNE), self.sampling)[..., : self.passes.vocab_size]
 decoding/test_enumeration.py::test_blocks_at_both_levels_give_the_target_distribution[3-1-1-3]
   a block's last guess tested as if another followed
     verify_block: have_next_BN & (w_BN < 1) => guesses.are_real_BN & (w_BN < 1)

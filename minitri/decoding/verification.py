@@ -117,18 +117,19 @@ def decide(
 
 @functools.cache  # one function per rule, so that it is captured once
 def verdict_by(rule: Rule) -> Callable[..., Tensor]:
+    """`_verdict` of a rule."""
+    return functools.partial(_verdict, rule)
+
+
+def _verdict(rule: Rule, p_BNV: Tensor, numbers_BN: Tensor, *tensors: Tensor) -> Tensor:
     """The outcome of a rule in one tensor of integers (B, 4 + N): how many guesses are accepted,
     the token after them, whether p and q are finite, and the guesses."""
-
-    def verdict(p_BNV: Tensor, numbers_BN: Tensor, *tensors: Tensor) -> Tensor:
-        guesses = Guesses(*tensors)
-        q_are_finite_BN = guesses.probs_BNV.sum(2).isfinite() | ~guesses.are_real_BN
-        are_finite = (p_BNV.sum((1, 2)).isfinite(), q_are_finite_BN.all(1))
-        flags = (it.to(guesses.counts_B) for it in are_finite)
-        columns = torch.stack((*rule(p_BNV, numbers_BN, guesses), *flags), 1)
-        return torch.cat((columns, guesses.tokens_BN), 1)
-
-    return verdict
+    guesses = Guesses(*tensors)
+    q_are_finite_BN = guesses.probs_BNV.sum(2).isfinite() | ~guesses.are_real_BN
+    are_finite = (p_BNV.sum((1, 2)).isfinite(), q_are_finite_BN.all(1))
+    flags = (it.to(guesses.counts_B) for it in are_finite)
+    columns = torch.stack((*rule(p_BNV, numbers_BN, guesses), *flags), 1)
+    return torch.cat((columns, guesses.tokens_BN), 1)
 
 
 def verify(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> tuple[Tensor, Tensor]:
