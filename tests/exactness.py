@@ -363,9 +363,5 @@ def add_up(total, tokens: tuple[int, ...], weight: float, target: Table, horizon
 def target_distribution(target: Table, horizon: int) -> torch.Tensor:
     """What `output_distribution` must give."""
     probs = torch.zeros((target.V,) * horizon, dtype=torch.float64)
-    for tokens in itertools.product(range(target.V), repeat=horizon):
-        share = 1.0
-        for i, token in enumerate(tokens):
-            share *= float(target.row((*PROMPT, *tokens[:i]))[token])
-        probs[tokens] = share
+    add_up(probs, (), 1.0, target, horizon)
     return probs

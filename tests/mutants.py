@@ -138,11 +138,9 @@ caches/test_streaming_cache.py::test_a_deep_model_keeps_sinks_and_rotates_keys_b
 caches/test_caches_after_steps.py
 ::test_every_small_cache_knows_only_certain_tokens_after_a_step[autoregressive-None]
   a retired row's cache is not emptied | Cascade.retire: stage.reset(b) => stage
-test_engine.py
-::test_overlapping_stop_strings_end_a_text_at_the_same_place_however_it_is_cut[stop3-xlate-xl]
+test_properties.py::test_a_stop_string_ends_a_text_at_the_same_place_however_it_is_cut
   the first stop string of the list, not of the text | StopScanner.push: min(ends) => ends[0]
-test_engine.py
-::test_overlapping_stop_strings_end_a_text_at_the_same_place_however_it_is_cut[stop1-xabcd-x]
+test_properties.py::test_a_stop_string_ends_a_text_at_the_same_place_however_it_is_cut
   of two stop strings that end together the shorter
     StopScanner.push: min(ends) => min(ends, key=lambda end: (end[0], -end[1]))
 drafters/test_lookup.py::test_rejected_guesses_are_never_learnt
@@ -152,8 +150,7 @@ drafters/test_lookup.py::test_rejected_guesses_are_never_learnt
 drafters/test_lookup.py::test_a_row_that_ended_is_forgotten
   a row that ends leaves its text to the next
     LookupDrafter.reset: self._rows[b] = GrowingText() => self._rows[b]._guess = []
-test_engine.py
-::test_overlapping_stop_strings_end_a_text_at_the_same_place_however_it_is_cut[stop4-abcabcd-abc]
+test_properties.py::test_a_stop_string_ends_a_text_at_the_same_place_however_it_is_cut
   text that may begin a stop string is not held back
     StopScanner.push: len(text) - keep => len(text)
 test_stream.py::test_every_request_gets_what_it_gets_alone[2-naive]
@@ -264,7 +261,7 @@ reuse/test_logprobs.py::test_they_are_those_of_the_plain_forward_pass
 reuse/test_logprobs.py::test_they_are_those_of_autoregressive_decoding[sampling0-naive-3x2]
   log-probabilities of a tree's first nodes, not of its path
     Output.emitted: self.logits_BNV[b, places] => self.logits_BNV[b, :len(tokens)]
-reuse/test_open_runs.py::test_a_request_without_speculation_stands_next_to_others[False-]
+serve/test_answers.py::test_a_call_without_speculation_says_the_same
   guesses for a request that wants none | Cascade.step: on and guess => on
 test_runner.py::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_after_it[sampling0]
   a drafter's vocabulary cut after the softmax

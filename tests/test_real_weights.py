@@ -56,7 +56,12 @@ def dequantized() -> dict:
 
 
 @pytest.mark.parametrize(
-    ("num_prompt", "flags", "rope"), [(1000, (), None), (8400, ("--rope-scaling", "yarn:4"), YARN4)]
+    ("num_prompt", "flags", "rope"),
+    [
+        (1000, (), None),
+        (1000, ("--weights", "native"), None),
+        (8400, ("--rope-scaling", "yarn:4"), YARN4),
+    ],
 )
 def test_the_command_gives_the_tokens_of_transformers(
     real_weights, long_text, prompt, capsys, num_prompt, flags, rope

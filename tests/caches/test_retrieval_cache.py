@@ -170,17 +170,6 @@ def test_committed_tokens_overwrite_the_least_important_slots_first(chunk_size):
     assert num_fresh >= 12
 
 
-@pytest.mark.parametrize("guesses", [1, 5])
-def test_a_commit_drops_the_block_that_was_guessed(guesses):
-    bench = Bench(budget=32)
-    bench.read(99)
-    bench.commit(1)
-    bench.cache.advance([guesses])
-    assert (bench.cache.lengths, bench.cache.num_tokens) == ([32 + guesses], [100 + guesses])
-    bench.commit(2)
-    assert (bench.cache.lengths, bench.cache.num_tokens) == ([32], [102])
-
-
 @pytest.mark.parametrize("budget", [16, 32])
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("early", [0, 1])
@@ -243,22 +232,6 @@ def test_it_is_rebuilt_when_it_is_due(budget, chunk_size, prompt, stride, count,
     bench = Bench(budget=budget, chunk_size=chunk_size, rebuild_stride=stride)
     bench.read(prompt)
     assert [bench.commit(count) for _ in wanted] == wanted
-
-
-def test_rows_are_chosen_one_by_one():
-    """A batch of a short, a long and a longer text: a commit of one row leaves the others as they
-    were."""
-    bench = Bench(budget=16, chunk_size=4, batch_size=3)
-    for b, length in enumerate((5, 60, 121)):
-        bench.read(length - 1, b)
-        bench.commit(1, b)
-    others = (bench.cache.keys[:, [0, 2]].clone(), bench.cache.values[:, [0, 2]].clone())
-    assert [bench.commit(2, 1) for _ in range(12)].count(1) >= 2
-    assert torch.equal(bench.cache.keys[:, [0, 2]], others[0])
-    assert torch.equal(bench.cache.values[:, [0, 2]], others[1])
-    assert bench.cache.num_tokens == [5, 84, 121]
-    assert bench.held(0) == [[list(range(5))] * K] * L
-    assert max(max(slots) for heads in bench.held(2) for slots in heads) == 120
 
 
 @pytest.mark.parametrize("M", [4, 16])

@@ -76,21 +76,6 @@ def test_a_prompt_that_is_cancelled_is_read_no_further(engine):
     assert len(engine.held_tokens) == 16
 
 
-@pytest.mark.parametrize("tree", ["", "2x2"])
-@pytest.mark.parametrize("coupled", [False, True])
-def test_a_request_without_speculation_stands_next_to_others(engine, coupled, tree):
-    """Nothing is guessed for it."""
-    speculation = SpeculationConfig("triforce", coupled=coupled, tree=tree, **SIZES)
-    wanted = [request(engine, 2 * n, speculation=n == 1) for n in range(2)]
-    with start(engine, speculation=speculation) as run:
-        for it in wanted:
-            run.submit(it)
-        ends = ends_of(until_idle(run))
-    for n, (it, end) in enumerate(zip(wanted, ends, strict=True)):
-        assert bool({"draft", "retrieval"} & end.row_stats.by_origin.keys()) == (n == 1)
-        assert end.token_ids == alone(engine, it)
-
-
 def test_what_is_wrong_is_said_and_the_run_goes_on(engine):
     with start(engine) as run:
         for wrong, message in (

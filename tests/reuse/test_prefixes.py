@@ -178,16 +178,6 @@ def test_slots_that_passes_of_others_wrote_over_are_put_back(adopted, taken_by):
         assert torch.equal(ours, wanted)
 
 
-def test_a_longer_run_takes_the_text_along(engine, document):
-    """Its full cache is larger than that of the last run, from which K and V are copied."""
-    speculation = settings_of("retrieval")
-    fresh(engine, [document], speculation)
-    prompt = [*document, *random_prompt(engine.config, 200, seed=9)]
-    again, cached = say(engine, [prompt], speculation)
-    assert cached[0] >= 149
-    assert fresh(engine, [prompt], speculation)[0] == again
-
-
 def test_memory_that_is_reserved_serves_longer_runs(engine, document):
     fresh(engine, [document], TRIFORCE, reserve=400)
     kept = engine._pool._kept
