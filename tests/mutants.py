@@ -152,7 +152,7 @@ drafters/test_lookup.py::test_a_row_that_ended_is_forgotten
     LookupDrafter.reset: self._rows[b] = GrowingText() => self._rows[b]._guess = []
 test_properties.py::test_a_stop_string_ends_a_text_at_the_same_place_however_it_is_cut
   text that may begin a stop string is not held back
-    StopScanner.push: len(text) - keep => len(text)
+    StopScanner.push: text[:cut] => text
 test_stream.py::test_every_request_gets_what_it_gets_alone[2-naive]
   a row that is given to another text goes on with its noise
     IndependentSource.restart: self._generators[b] = torch.Generator().manual_seed(seed)
