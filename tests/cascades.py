@@ -24,8 +24,7 @@ WARM = SamplingParams(temperature=0.9, top_k=20, top_p=0.95)
 
 
 class Rig:
-    """One run: prompts are read at once, then `step` by `step`; a row that has `num_new` tokens is
-    retired."""
+    """One run, step by step; a row that has `num_new` tokens is retired."""
 
     def __init__(
         self,
@@ -117,8 +116,7 @@ def near_copy(model: Llama, noise: float, *, seed: int = 1) -> Llama:
 
 
 def fresh_read(model: Llama, tokens: list[int]) -> tuple[FullCache, Tensor]:
-    """A new full cache that has read these tokens in one pass, and the logits (T, V) after each of
-    them."""
+    """A new full cache that has read these tokens at once, and the logits (T, V) after each."""
     cache = new_cache(model.config, capacity=len(tokens) + 1)
     hidden_BTE = read_block(model, [tokens], cache)
     cache.advance([len(tokens)])
@@ -140,8 +138,7 @@ def random_prompt(config: ModelConfig, length: int, seed: int = 0) -> list[int]:
 
 
 def tiny_engine(*, noise: float | None = 0.02) -> Engine:
-    """An engine that speaks, without files: a tiny model, a tokenizer, and a drafter near to it
-    (None: n-grams)."""
+    """An engine without files, whose drafter is near to its model (`noise=None`: n-grams)."""
     model = tiny_model(tiny_config(vocab_size=320, context_length=512))
     draft = None if noise is None else near_copy(model, noise)
     return Engine(model, Tokenizer(TokenizersBackend(byte_level_tokenizer()), None), draft)

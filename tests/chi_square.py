@@ -90,8 +90,7 @@ def count_texts(
     speculation: SpeculationConfig,
     num_seeds: int,
 ) -> tuple[Tensor, list[Stats]]:
-    """How often each text comes over seeds 0 .. num_seeds - 1, (V,) * NUM_TOKENS, and statistics
-    of all runs."""
+    """How often each text comes over so many seeds, (V,) * NUM_TOKENS, and all statistics."""
     generation, stats = GenerationConfig(NUM_TOKENS), []
     counts = torch.zeros((V,) * NUM_TOKENS, dtype=torch.float64)
     one = torch.ones((), dtype=torch.float64)
@@ -115,8 +114,7 @@ def count_texts(
 
 
 def read_prompt_once(session: Stack) -> None:
-    """Reads the prompt for the first row, and hands what came of it to the others: in the full
-    cache, to the retrieval cache, and in the drafter's window."""
+    """Reads the prompt for the first row, and copies what came of it to the others."""
     memory = session.memory
     full, cache, seen = memory.full, memory.retrieval_cache, []
     if cache is not None:
@@ -158,15 +156,13 @@ RUN = {"first seed": 0}
 
 
 def costs_that_change(memory: Memory, shape: MemoryShape) -> Callable[[str, float], float]:
-    """Predicted costs after which the autotuner takes every plan now and then, and another one
-    from step to step."""
+    """Costs after which the autotuner takes another plan from step to step."""
     numbers = random.Random(RUN["first seed"])
     return lambda stage, num_guesses: numbers.choice([1.0, 10.0, 100.0])
 
 
 def p_value(counts: Tensor, probs: Tensor) -> float:
-    """Odds that a sound engine is as far from its distribution; a text of probability 0 makes it
-    0."""
+    """Odds that a sound engine is as far off; a text of probability 0 makes it 0."""
     if counts[probs == 0].sum() > 0:
         return 0.0
     observed, expected = cells(counts, probs), cells(probs, probs) * counts.sum()

@@ -63,8 +63,7 @@ def byte_level_tokenizer() -> tokenizers.Tokenizer:
 
 
 def write_hf_folder(folder: Path, *, seed: int = 0, model_type: str = "llama", **changes) -> Path:
-    """A random model written by `transformers` itself, with a tokenizer: what a user would
-    download."""
+    """A random model with a tokenizer, written by `transformers` itself."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)

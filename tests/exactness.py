@@ -52,8 +52,7 @@ def probs_after(runner, text: list[int], num_guesses: int = 0) -> torch.Tensor:
 
 
 class TableRunner:
-    """Distributions for the tokens that have been read and not been cropped: at first, as after a
-    prefill, all of the prompt but its last one."""
+    """Distributions for the tokens that have been read, at first all but the last of the prompt."""
 
     def __init__(self, table: Table, batch_size: int) -> None:
         self.table = table
@@ -108,8 +107,7 @@ class TableRunner:
 
 
 EDGE = 1e-9
-"""How close to the edge of its cell a number is put, relative to the cell: a biased number would
-fall into the next one."""
+"""How close to the edge of its cell a number is put: a biased one would fall into the next."""
 UPPER, BOTH = (EDGE,), (EDGE, 1 - EDGE)
 
 
@@ -167,8 +165,8 @@ def outcomes_of_block(
 
 
 def cells(probs: torch.Tensor, edges: tuple[float, ...] = UPPER) -> list[tuple[float, float]]:
-    """The probability of each possible token, and a number in its cell of the CDF, or its share at
-    each of `edges`."""
+    """The probability of each possible token, or its share at each of `edges`, and a number in its
+    cell of the CDF."""
     ends = zip(probs, probs.cumsum(0), strict=True)
     found = [(float(share), float(end)) for share, end in ends if share > 0]
     return [(share / len(edges), end - share * edge) for share, end in found for edge in edges]
@@ -315,8 +313,8 @@ def toy_cascade(
 def largest_error(
     V, gamma1, gamma2, *, seed=0, horizon=3, num_steps=1, rule=verify, **settings
 ) -> float:
-    """How far the distribution of the first `horizon` tokens of a cascade over random tables is
-    from the target's. A gamma of 0 leaves its stage out."""
+    """How far the first `horizon` tokens of a cascade over random tables are from the target's
+    distribution. A gamma of 0 leaves its stage out."""
     target = Table(V, seed)
     middle = Table(V, seed + 1, near=target) if gamma2 else None
     draft = Table(V, seed + 2, near=target) if gamma1 else None

@@ -87,8 +87,8 @@ decoding/test_enumeration.py::test_blocks_at_both_levels_give_the_target_distrib
   a block tested without the mass of what its rejection leaves
     verify_block: S_BN / (S_BN + 1 - w_BN) => S_BN * 0 + w_BN
   what a block's rejection leaves, of the guess before
-    verify_block: (scales_BN1[:, 1:N] * probs_BNV[:, 1:N]).sub_(proposal.probs_BNV[:, 1:N])
-    => (scales_BN1[:, 1:N] * probs_BNV[:, :N - 1]).sub_(proposal.probs_BNV[:, :N - 1])
+    verify_block: (scales_BN1[:, 1:N] * p_BNV[:, 1:N]).sub_(q_BNV[:, 1:])
+    => (scales_BN1[:, 1:N] * p_BNV[:, :N - 1]).sub_(q_BNV[:, :-1])
   a block's chances capped at 1 at the end only | verify_block: logs_BN.cummax(1).values => logs_BN
   a block ends at the first test that fails
     verify_block: (passes_BN * lengths).amax => passes_BN.cumprod(1).sum
@@ -126,7 +126,7 @@ decoding/test_enumeration.py::test_nothing_leaks_from_one_step_into_the_next
   rejected guesses left in the cache
     Level._append: len(sequence) - bool(new.tokens) => len(sequence)
 caches/test_retrieval_cache.py::test_what_is_read_after_the_chosen_stands_where_it_does_in_the_text
-  positions of slots, not of tokens | make_block: cache.next_positions => cache.lengths
+  positions of slots, not of tokens | pack_block: cache.next_positions => cache.lengths
 caches/test_retrieval_cache.py
 ::test_a_build_holds_exactly_what_the_policy_chooses[1-retrieval-8-150]
   sinks may be dropped

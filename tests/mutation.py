@@ -1,8 +1,6 @@
-"""Bugs put into the product on purpose: a change of a real function's syntax tree, while it runs.
+"""Bugs put into the product on purpose: a change of a function's syntax tree, while it runs.
 
-`mutated` compiles the changed source of the whole module and gives the function the code that comes
-of it, so everybody who holds the function sees the change: `from x import y` included. `run_tests`
-runs tests while a bug is in, and says how they ended.
+The function itself gets the changed code, so everybody who holds it sees the change.
 """
 
 import ast

@@ -1,8 +1,7 @@
-"""Random runs for property tests: hypothesis draws prompts, a drafter and every setting at once.
+"""Random runs for property tests: prompts, a drafter and every setting at once.
 
-A `Case` holds numbers, not objects, so a failing one can be read, copied and shrunk; some settings
-are wrong on purpose. What is drawn leans to small numbers, where the edges of blocks, chunks and
-windows meet; but each setting has its absurd values, too.
+A `Case` holds numbers, not objects, so a failing one can be read, copied and shrunk. What is drawn
+leans to small numbers, where the edges of blocks, chunks and windows meet; some settings are wrong.
 """
 
 import copy

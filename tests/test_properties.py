@@ -154,8 +154,7 @@ def check_counts(stats: Stats, ends: list[End], prompts: list[list[int]]) -> Non
 
 
 def with_ends(case: Case, free: Run) -> tuple[Case, tuple[int, ...]]:
-    """The case with the stop strings that it takes from the text that goes on without them, and
-    the tokens that end a text."""
+    """The case with stop strings and end tokens from the text that goes on without them."""
     stops = list(case.stop)
     for b, start, length in case.stops_in_text:
         if text := free.outputs[b][1]:
@@ -189,8 +188,7 @@ def check_stops(case: Case, eos: tuple[int, ...], free: Run, stopped: Run) -> No
 
 @torch.inference_mode()
 def check_maxima(engine: Engine, case: Case, tokens: tuple[int, ...]) -> None:
-    """Each token of the greedy or coupled row is the one that a single pass over the whole text
-    would choose."""
+    """Each token of the row is the one that a single pass over the whole text would choose."""
     prompt, sampling = case.ids[case.row], SamplingParams(**case.sampling)
     _, scores_TV = fresh_read(engine.model, prompt + list(tokens[:-1]))
     scores_TV = scores_TV[len(prompt) - 1 :]

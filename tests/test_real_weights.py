@@ -1,5 +1,4 @@
-"""SmolLM2-135M's real weights and a long real text: the tokens of `transformers`, which reads the
-same GGUF file with its own code and tokenizer, and the same with every method."""
+"""SmolLM2-135M's real weights, a long text: the tokens of `transformers`, and of every method."""
 
 import json
 from pathlib import Path
@@ -72,8 +71,7 @@ def test_the_command_gives_the_tokens_of_transformers(
 
 @pytest.mark.parametrize("draft", ["ngram", "auto"])
 def test_every_method_gives_the_autoregressive_tokens(real_weights, capsys, draft):
-    """Greedy and seed-coupled, with a budget far below the prompt, so that every level accepts and
-    rejects."""
+    """With a budget far below the prompt, so that every level accepts and rejects."""
     with pytest.raises(SystemExit) as ended:
         selftest.main(
             f"--model smollm2-135m --dtype float32 --draft {draft} --quiet --max-prompt-tokens 700 "

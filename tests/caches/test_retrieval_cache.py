@@ -51,8 +51,7 @@ class Bench:
         self.cache.observe(b, self.queries[b, :, end - wanted : end])
 
     def commit(self, count: int = 1, b: int = 0) -> int:
-        """The full cache reads on and the retrieval cache follows; returns how often that made it
-        rebuild."""
+        """Both caches read on; returns how often the retrieval cache was rebuilt."""
         before = self.cache.num_rebuilds
         end = self._advance(count, b)
         self.cache.commit(b, self.queries[b, :, end - count : end])
@@ -76,8 +75,7 @@ class Bench:
 
 
 def unit_scores(bench: Bench, name: str, layer: int, k: int, end: int, M: int) -> list[float]:
-    """Importance of every whole unit of the first `end` tokens by the book: a plain loop for each
-    policy. The query of the token after them is known, too."""
+    """Importance of every whole unit of the first `end` tokens by the book, in plain loops."""
     keys_SD = bench.full.keys[layer, 0, k, :end]
     first = max(0, end + 1 - bench.speculation.observation_window)
 
@@ -102,9 +100,8 @@ def unit_scores(bench: Bench, name: str, layer: int, k: int, end: int, M: int) -
 def check_build(
     bench: Bench, name: str, *, budget: int, M: int, sinks: int, recent: int, count: int = 1
 ) -> None:
-    """Slots just after a build: the whole units from the least important to the most, the first of
-    them overwritten by the tokens after the last whole unit. The last `count` tokens were read in
-    the pass that it belongs to."""
+    """Slots after a build, which the pass over the last `count` tokens makes: whole units from the
+    least important on, the first overwritten by the tokens after the last whole unit."""
     end = bench.full.lengths[0]
     known = end - count
     C, num_units = budget // M, known // M
@@ -128,8 +125,7 @@ def check_build(
 @pytest.mark.parametrize(("name", "M"), [("retrieval", 8), ("retrieval", 1), ("streaming", 1)])
 @pytest.mark.parametrize("window", [1, 16, 200])
 def test_a_build_holds_exactly_what_the_policy_chooses(name, M, length, window):
-    """Every layer and KV head, sinks and recent always in it, whatever is left of the last chunk in
-    it too; asked by one query, by those of the last two reads, or by more than there are."""
+    """Asked by one query, by those of the last two reads, or by more than there are."""
     sizes = {"num_sink_tokens": 4, "num_recent_tokens": 8, "observation_window": window}
     bench = Bench(name, budget=48, chunk_size=M, **sizes)
     for count in (100, length - 103, 2):  # 100 is more than the queries that H2O scores at once
@@ -141,8 +137,7 @@ def test_a_build_holds_exactly_what_the_policy_chooses(name, M, length, window):
 @pytest.mark.parametrize("window", [1, 4, 9])
 @pytest.mark.parametrize("name", ["retrieval", "streaming", "h2o"])
 def test_a_build_after_several_rounds_asks_the_latest_queries(name, window):
-    """Blocks of several tokens, longer and shorter than the window: the policy sees all of their
-    queries, chooses by the last ones, and knows the new chunks."""
+    """In blocks of several tokens, longer and shorter than the window."""
     M = 4 if name == "retrieval" else 1
     sizes = {"num_sink_tokens": 3, "num_recent_tokens": 4, "rebuild_stride": 15}
     bench = Bench(name, budget=32, chunk_size=M, observation_window=window, **sizes)
@@ -174,9 +169,7 @@ def test_committed_tokens_overwrite_the_least_important_slots_first(chunk_size):
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("early", [0, 1])
 def test_a_text_that_outgrows_the_budget_keeps_its_sinks(budget, count, early):
-    """A full cache of at most the budget is in the order of the text: its first slots are the
-    sinks, not the least important tokens. What outgrows it overwrites those after the sinks, and
-    the next commit must choose."""
+    """Until then it is in the order of the text, not of importance."""
     bench = Bench(budget=budget, chunk_size=4, num_sink_tokens=4, num_recent_tokens=4)
     bench.read(budget - 1 - early)
     assert bench.commit(1) == 0
@@ -198,9 +191,7 @@ def test_a_text_that_outgrows_the_budget_keeps_its_sinks(budget, count, early):
     [(8, 8, 50), (8, 8, 3), (1, 1, 5), (4, 1, 30), (24, 8, 24), (16, 4, 33), (40, 8, 39)],
 )
 def test_every_token_since_the_last_build_is_held_once(name, budget, chunk_size, prompt):
-    """Budgets of one chunk, chunks of one token, prompts shorter than a chunk or no multiple of it:
-    every slot is some committed token, none is there twice, and what came since the build is there,
-    as far as there is room next to the sinks."""
+    """Budgets of one chunk, chunks of one token, prompts that are no multiple of a chunk."""
     sizes = {"num_sink_tokens": 2, "num_recent_tokens": 3}
     bench = Bench(name, budget=budget, chunk_size=chunk_size, **sizes)
     bench.read(prompt - 1)
@@ -247,8 +238,7 @@ def test_means_made_piece_by_piece_are_those_made_at_once(M, monkeypatch):
 
 
 def test_what_is_read_after_the_chosen_stands_where_it_does_in_the_text():
-    """A block has the positions of the text although the slots before it are fewer: the cache gives
-    what the model gives over the very K and V that were chosen."""
+    """The cache gives what the model gives over the very K and V that were chosen."""
     target, sampling = tiny_model(CONFIG), SamplingParams(1.0)
     rig = Rig(
         target, [random_prompt(CONFIG, 201)], method="retrieval", budget=32, sampling=sampling
@@ -269,8 +259,7 @@ PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (60, 3, 21)]
 @pytest.mark.parametrize("policy", NAMES)
 @pytest.mark.parametrize("method", ["retrieval", "triforce"])
 def test_a_budget_for_the_whole_text_gives_the_full_cache(method, policy):
-    """K and V are the same bits after every step, nothing is ever chosen, and no guess of this
-    level is rejected."""
+    """The same bits after every step; nothing is ever chosen, and no guess is rejected."""
     target = tiny_model(CONFIG)
 
     def compare(rig):

@@ -154,9 +154,8 @@ def wander(seed: str, memory: float, sigma: float) -> list[float]:
 
 
 class Simulation:
-    """Decoding on a machine: times are noisy and drift, rounds take twice as long the first time, a
-    drafter that takes part again reads what it missed, and acceptance rates wander, in the same way
-    for all methods of a seed. The prior costs of one stage may be wrong by a factor."""
+    """Decoding with noisy times that drift, and acceptance rates that wander, in the same way for
+    all methods of a seed. The prior costs of one stage may be wrong by a factor."""
 
     def __init__(self, machine: Machine, method: str, seed: int, drift: float, wrong) -> None:
         self.random = random.Random(seed)

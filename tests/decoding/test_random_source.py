@@ -80,8 +80,7 @@ for_every_method = pytest.mark.parametrize(
 
 @for_every_method
 def test_all_numbers_of_a_run_are_distinct(monkeypatch, method):
-    """Of all rows, levels and steps, the tests of a proposal and the token after them; 53 bits
-    make a coincidence a matter of 1 in 10^9 runs."""
+    """Of all rows, levels and steps; 53 bits make a coincidence a matter of 1 in 10^9 runs."""
     recorder, _ = run(monkeypatch, PROMPTS, seeds=[0, 1, 2], method=method)
     numbers = [n for row in recorder.decisions.values() for numbers in row for n in numbers]
     assert len(set(numbers)) == len(numbers) > 100
@@ -92,8 +91,7 @@ def test_all_numbers_of_a_run_are_distinct(monkeypatch, method):
 
 @for_every_method
 def test_a_rows_numbers_do_not_depend_on_its_neighbours(monkeypatch, method):
-    """The same numbers for the same decisions alone, between others, and after others have
-    ended."""
+    """The same decisions alone, between others, and after others have ended."""
     together, tokens = run(monkeypatch, PROMPTS, seeds=[7, 8, 9], method=method)
     for b, prompt in enumerate(PROMPTS):
         alone, own = run(monkeypatch, [prompt], seeds=[7 + b], method=method)

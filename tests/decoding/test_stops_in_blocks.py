@@ -1,5 +1,4 @@
-"""A text ends where it ends, wherever in a block of guesses that is, and whoever came up with the
-last token."""
+"""A text ends where it ends, wherever in a block, and whoever guessed its last token."""
 
 from dataclasses import replace
 
@@ -8,14 +7,12 @@ from tests.cascades import random_prompt, tiny_engine
 
 SMALL = {"budget": 40, "chunk_size": 4, "num_sink_tokens": 2, "num_recent_tokens": 40}
 SMALL |= {"gamma1": 2, "gamma2": 3}
-"""Caches that miss a part of a prompt of 50 tokens: of the guesses some are right and some are
-wrong."""
+"""Caches that miss a part of the prompt: some guesses are right and some are wrong."""
 METHODS = ("naive", "retrieval", "triforce")
 
 
 def test_end_tokens_end_a_text_at_every_offset_of_a_block(monkeypatch):
-    """Each token of the free text in turn is made the end token, for every stack of the cascade,
-    greedy and not."""
+    """Each token of the free text in turn is made the end token, for every stack of the cascade."""
     engine, lookup, last_origins = tiny_engine(noise=0.01), tiny_engine(noise=None), set()
     config, prompt = engine.config, random_prompt(engine.config, 50, seed=50)
 

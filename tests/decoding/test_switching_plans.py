@@ -1,5 +1,4 @@
-"""Method `auto`: whatever is stacked from step to step, caches stay exact, and runs repeat.
-(Texts under random plans: `tests/test_properties.py`.)"""
+"""Method `auto`; its texts under random plans are in `tests/test_properties.py`."""
 
 import itertools
 import random

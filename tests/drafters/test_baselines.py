@@ -1,5 +1,4 @@
-"""The paper's drafters as plug-ins: a datastore and layers of the target. What they find, equal
-texts, files that are refused in one line, and the tools that write them."""
+"""The paper's drafters as plug-ins, a datastore and layers of the target, and their tools."""
 
 import itertools
 import json
@@ -139,31 +138,26 @@ def deep(tmp_path_factory) -> minitri.Engine:
     return minitri.load(folder, draft="suffix", dtype="float32", device="cpu")
 
 
-@pytest.mark.parametrize("coupled", [False, True])
-@pytest.mark.parametrize("kind", ["said", "reversed", [0, 2], [0, 1, 2, 3]], ids=str)
-def test_a_baseline_changes_no_text(deep, kind, coupled):
-    """A datastore that holds the text, one that does not, some layers of the target, all of them;
-    a short prompt, and one longer than the window of the layers."""
-    sampling = minitri.SamplingParams(0.8 if coupled else 0.0)
-    settings = {"sampling": sampling, "generation": LENGTH, "seed": 7}
+@pytest.mark.parametrize("kind", ["said", [0, 2], [0, 1, 2, 3]], ids=str)
+def test_a_baseline_guesses_and_changes_no_text(deep, kind):
+    """A datastore that holds the text; some layers of the target, and all; a short prompt, and one
+    longer than the window of the layers."""
+    settings = {"sampling": minitri.SamplingParams(0.8), "generation": LENGTH, "seed": 7}
     for prompt in (deep.tokenizer.encode(PROMPT), random_prompt(deep.config, 400)):
-        alone = minitri.SpeculationConfig("autoregressive", coupled=coupled)
+        alone = minitri.SpeculationConfig("autoregressive", coupled=True)
         plain = deep.complete(prompt, speculation=alone, **settings).token_ids
-        said = [*prompt, *plain]
-        texts = {"said": said, "reversed": said[::-1]}
-        if isinstance(kind, str):
-            drafter = datastore_of(texts[kind], end=deep.tokenizer.num_tokens)
+        if kind == "said":
+            drafter = datastore_of([*prompt, *plain], end=deep.tokenizer.num_tokens)
         else:
             drafter = SkippedLayers(deep.model, kind)
         engine = minitri.Engine(deep.model, deep.tokenizer, drafter=drafter)
-        for method in ("triforce", "naive"):
-            speculation = minitri.SpeculationConfig(method, coupled=coupled, gamma1=3)
-            for _ in range(2):  # the second with what the first left
-                done = engine.complete(prompt, speculation=speculation, **settings)
-                assert done.token_ids == plain
-        assert kind != "said" or done.stats.levels[0].num_accepted_tokens > 16
-        if kind == [0, 1, 2, 3] and len(prompt) < 100:
-            assert done.stats.levels[0].acceptance_rate == 1
+        speculation = minitri.SpeculationConfig("naive", coupled=True, gamma1=3)
+        for _ in range(2):  # the second with what the first left
+            done = engine.complete(prompt, speculation=speculation, **settings)
+            assert done.token_ids == plain
+        draft = done.stats.levels[0]
+        assert kind != "said" or draft.num_accepted_tokens > 16
+        assert len(prompt) == 400 or len(kind) < 4 or kind == "said" or draft.acceptance_rate == 1
 
 
 @pytest.mark.parametrize("layers", [[0, 3], [4], [1, 2, 4], [0, 1, 2, 3, 4]])

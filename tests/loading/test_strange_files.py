@@ -1,6 +1,6 @@
-"""Files that a careless or hostile author makes: each gives one line, or the model that it says.
+"""Files of a careless or hostile author: each gives one line, or the model that it says.
 
-None may hang, eat memory, end in a traceback, or run as something else than what is written in it.
+None may hang, eat memory or end in a traceback.
 """
 
 import json

@@ -1,5 +1,4 @@
-"""All kinds of tokenizer, streaming that never breaks a character or loses a space, and drafters,
-which must spell every token as the target does, or their guesses mean something else."""
+"""All kinds of tokenizer, streamed text, and drafters, which must spell as the target does."""
 
 import json
 from pathlib import Path

@@ -38,12 +38,9 @@ generate --prompt=-- | --prompt: expected one argument
 generate --prompt x --demo | --demo: not allowed with argument
 generate --system Short! | --system
 generate --fit last -n 600 | max_new_tokens=600
-generate --temperature -1 | temperature is -1.0
-generate --top-k -3 | --top-k: '-3'
 generate --top-k １２ | --top-k: '１２'
 generate --budget NINES | --budget: '99999999
 generate --method retrieval --budget 30 | multiple of the chunk size, 8
-generate --method magic | --method: invalid choice: 'magic'
 generate --method triforce --draft none | 'none'
 generate --method naive --draft no-such | 'no-such'
 generate --device cpu --offload | offload is for GPUs

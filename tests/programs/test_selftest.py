@@ -33,8 +33,7 @@ def check(folder, capsys):
 
 @pytest.fixture
 def check_samples(check, tmp_path):
-    """Runs the statistical test with a drafter whose favourites are not the target's: exit code,
-    and its objects by method."""
+    """Runs the statistical test with an adversarial drafter; exit code, objects by method."""
     other = write_hf_folder(tmp_path / "other", seed=1)
 
     def run(flags: str):
@@ -84,8 +83,7 @@ def test_a_coupled_draw_with_the_noise_of_another_position_is_a_bug(check, monke
 
 
 def swap_top_two(monkeypatch, low: float, high: float):
-    """Where several positions are read at once, the two best logits change places if their gap is
-    in this range."""
+    """Where positions are read together, the two best logits change places over such gaps."""
 
     def broken(logits_NV, params, *numbers_3):
         best = logits_NV.topk(2)

@@ -57,8 +57,7 @@ def test_acceptance_of_every_policy_over_several_texts(measure, texts):
 
 
 def test_what_knows_everything_is_always_accepted(measure, folder):
-    """A budget that holds the whole text; and a drafter that is the target, whose window does: by a
-    small retrieval cache it is accepted as that is by the target, nearly."""
+    """A budget for the whole text; and a drafter that is the target with such a window."""
     mean = measure(acceptance, f"{SHORT} --budget 256 --policy retrieval")[1]["mean"]
     assert mean["retrieval"] == pytest.approx(1, abs=1e-4)
     sizes = f"--draft {folder} --budget 64 --num-recent-tokens 230 --policy streaming"
@@ -152,8 +151,7 @@ def test_guesses_are_accepted_at_the_rate_asked_for(rate):
     ("method", "wanted"), [("autoregressive", 1), ("naive", 3), ("retrieval", 4), ("triforce", 4)]
 )
 def test_a_shape_decodes_by_every_method(method, wanted):
-    """With certain guesses of both levels a step makes as many tokens as a block can hold, and one
-    more."""
+    """With certain guesses a step makes as many tokens as a block can hold, and one more."""
     setup = setup_of(method, (1.0, 1.0))
     target, draft = (random_model(CONFIG, setup) for _ in range(2))
     untied = CONFIG.vocab_size * CONFIG.hidden_size * 4

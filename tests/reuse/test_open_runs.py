@@ -119,8 +119,7 @@ def test_speculation_is_chosen_per_call(engine):
 def test_an_open_run_depends_on_nothing_that_it_does_not_run(
     engine, reserve, number, settings, monkeypatch
 ):
-    """Rows that never had a text, with trees; the budget of the run before it, where budgets follow
-    prompts."""
+    """Rows that never had a text, with trees; the budget of the run before it."""
     monkeypatch.setattr("minitri.settings.MIN_BUDGET", 16)
     speculation = SpeculationConfig(num_recent_tokens=16, **settings)
     next(engine.generate([3] * 40, speculation=speculation, generation=GenerationConfig(360)))

@@ -95,8 +95,7 @@ def open_run(engine, wanted: list[tuple[list[int], int]], later: tuple[list[int]
 
 
 def test_idle_rows_are_restored(engine, document):
-    """While other rows go on, their passes write to the first slots of rows that have ended: row 0
-    ends at once, and its place is taken much later."""
+    """Passes of other rows write to the first slots of rows that have ended."""
     wanted, later = [(document, 2), (random_prompt(engine.config, 40, 1), 30)], (document, 8)
     end = open_run(engine, wanted, later, batch_size=2)
     assert end.row_stats.num_cached_tokens >= 145
@@ -124,8 +123,7 @@ def test_a_run_that_is_left_leaves_what_it_has_read(engine, document, event):
 
 
 def interrupt(engine, document, monkeypatch, **settings):
-    """A run that ends by Ctrl-C in the middle of a step: guesses are in the caches, what was
-    rejected is still there, what came is not."""
+    """A run that ends by Ctrl-C in a step: guesses and rejected tokens are in the caches."""
     how = {"generation": GenerationConfig(30, ignore_eos=True, **settings), "sampling": WARM}
     run = engine.generate(document, speculation=TRIFORCE, seed=2, **how)
     next(event for event in run if isinstance(event, Token))
