@@ -1,5 +1,8 @@
 """A session over tiny models with every part in reach: a `Generation` without text and events."""
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -115,6 +118,20 @@ def near_copy(model: Llama, noise: float, *, seed: int = 1) -> Llama:
     return copy
 
 
+def trimmed_copy(target: Llama, token_ids: Iterable[int]) -> Llama:
+    """The target with a head over some tokens, which has no embeddings of its own."""
+    ids = torch.tensor([*token_ids])
+    config = replace(target.config, draft_of="target", head_size=len(ids))
+    copy = Llama(config, dtype=torch.float32, device=CPU, target=target, attend=target.attend)
+    names = dict(target.named_parameters())
+    for name, weight in copy.named_parameters():
+        if name in names:
+            weight.copy_(names[name])
+    copy.lm_head.token_ids.copy_(ids)
+    copy.lm_head.linear.weight.copy_(target.lm_head.weight[ids])
+    return copy.eval()
+
+
 def fresh_read(model: Llama, tokens: list[int]) -> tuple[FullCache, Tensor]:
     """A new full cache that has read these tokens at once, and the logits (T, V) after each."""
     cache = new_cache(model.config, capacity=len(tokens) + 1)
@@ -130,6 +147,22 @@ def ends_of(events) -> list[End]:
 
 def texts_of(events) -> list[tuple[int, ...]]:
     return [end.token_ids for end in ends_of(events)]
+
+
+def settings_of(
+    method: str = "autoregressive",
+    num_new: int = 24,
+    sampling: SamplingParams = GREEDY,
+    *,
+    prefill_chunk: int = 1024,
+    **speculation,
+) -> dict[str, object]:
+    """What `generate` and `complete` are given for texts of just this length."""
+    return {
+        "sampling": sampling,
+        "generation": GenerationConfig(num_new, ignore_eos=True, prefill_chunk=prefill_chunk),
+        "speculation": SpeculationConfig(method, **speculation),
+    }
 
 
 def random_prompt(config: ModelConfig, length: int, seed: int = 0) -> list[int]:

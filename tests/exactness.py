@@ -19,8 +19,9 @@ from minitri.decoding.meter import Meter
 from minitri.decoding.verification import Proposal, verify, verify_block
 from minitri.settings import StepPlan
 from minitri.stats import Clock, LevelStats, Stats
+from minitri.trees.shape import TreeShape
 from minitri.trees.tree_level import TreeLevel
-from minitri.trees.walk import MISSING, IndependentTrees, TreeProposal, draw_children, walk
+from minitri.trees.walk import MISSING, IndependentTrees, draw_children, walk
 
 
 class Table:
@@ -117,22 +118,9 @@ def outcomes(
     """Every outcome of a decision about row b, by the textbook: its probability, and uniform
     numbers that lead there, as `verify` takes them. A test is passed or failed by a hair; a token
     is sampled just within the upper edge of its cell, or once at each of `edges`."""
-    tokens, found, reached, numbers = proposal.tokens[b], [], 1.0, []
-    for i, token in enumerate(tokens):
-        p, q = probs_BNV[b, i], proposal.probs_BNV[b, i]
-        accept = min(1.0, float(p[token] / q[token]))
-        residual = (p - q).clamp_min(0)
-        if accept < 1:
-            unused = [0.5] * (len(tokens) - i - 1)
-            failed = [*numbers, accept + (1 - accept) * EDGE, *unused]
-            for share, number in cells(residual / residual.sum(), edges):
-                found.append((reached * (1 - accept) * share, [*failed, number]))
-        numbers.append(accept * (1 - EDGE))
-        reached *= accept
-        if reached == 0:
-            return found
-    bonus = cells(probs_BNV[b, len(tokens)], edges)
-    return found + [(reached * share, [*numbers, number]) for share, number in bonus]
+    chain, tokens = TreeShape(tuple(range(-1, proposal.counts[b]))), proposal.tokens[b]
+    found = walks(chain, tokens, proposal.probs_BNV[b], probs_BNV[b], edges)
+    return [(weight, [*tests, number]) for weight, (number, *tests) in found]
 
 
 def outcomes_of_block(
@@ -187,15 +175,15 @@ def draws(probs_V, num_children, reached=1.0, numbers=()):
     return found
 
 
-def walks(proposal: TreeProposal, b, probs_NV, node=0, reached=1.0, numbers=None):
-    """Every way through a tree, by the textbook."""
-    shape, found = proposal.shape, []
+def walks(shape, tokens, q_NV, p_NV, edges=UPPER, node=0, reached=1.0, numbers=None):
+    """Every way through a tree, by the textbook: its probability, and a number for the token after
+    it, then one for the test of each node."""
+    found, rest_V = [], p_NV[node]
     numbers = numbers or [0.5] * len(shape)
-    rest_V, rest = probs_NV[node], reached
     if shape.children[node]:
-        q_V = proposal.probs_BNV[b, node].clone()
+        q_V = q_NV[node].clone()
     for child in shape.children[node]:
-        token = proposal.tokens[b][child - 1]
+        token = tokens[child - 1]
         if token == MISSING:
             break
         own_V = q_V / q_V.sum()
@@ -203,16 +191,16 @@ def walks(proposal: TreeProposal, b, probs_NV, node=0, reached=1.0, numbers=None
         if accept > 0:
             passed = [*numbers]
             passed[child] = accept * (1 - EDGE)
-            found += walks(proposal, b, probs_NV, child, rest * accept, passed)
+            found += walks(shape, tokens, q_NV, p_NV, edges, child, reached * accept, passed)
         if accept == 1:
             return found
         numbers[child] = accept + (1 - accept) * EDGE
-        rest *= 1 - accept
+        reached *= 1 - accept
         left_V = (rest_V - own_V).clamp_min(0)
         rest_V = left_V / left_V.sum()
         q_V[token] = 0
-    for share, number in cells(rest_V):
-        found.append((rest * share, [number, *numbers[1:]]))
+    for share, number in cells(rest_V, edges):
+        found.append((reached * share, [number, *numbers[1:]]))
     return found
 
 
@@ -252,7 +240,8 @@ class ScriptedSource(IndependentTrees):
         return draw_children(probs_V, exactly(numbers or [0.5] * num_children))
 
     def walk(self, proposal, b, probs_NV, start):
-        numbers = self.next_numbers(b, lambda: walks(proposal, b, probs_NV))
+        own = proposal.shape, proposal.tokens[b], proposal.probs_BNV[b]
+        numbers = self.next_numbers(b, lambda: walks(*own, probs_NV))
         return walk(proposal, b, probs_NV, exactly(numbers or [0.5] * len(proposal.shape)))
 
     def next_numbers(self, b, textbook):

@@ -70,7 +70,7 @@ test_runner.py::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_
   logits rounded to bfloat16 before the filters
     ModelRunner.output: probs_of_rows(logits_BNV, self.sampling)
     => probs_of_rows(logits_BNV.bfloat16(), self.sampling).float()
-caches/test_chunk_scores.py::test_the_queries_that_choose_are_those_that_attend[4]
+caches/test_retrieval_cache.py::test_the_queries_that_choose_are_those_that_attend
   unrotated queries choose chunks
     Attention.mix: q_BTHD[:, -shared.queries_LBTHD.shape[2]:]
     => heads[:, -shared.queries_LBTHD.shape[2]:, :self.heads[0]]

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import minitri
-from tests.cascades import texts_of
+from tests.cascades import WARM, settings_of, texts_of
 
 PROMPT = "She had been forced into prudence; she had been forced into romance; she had been"
-LENGTH = minitri.GenerationConfig(30, ignore_eos=True)
 GREEDY = minitri.SamplingParams(), False
 COUPLED = minitri.SamplingParams(0.8, top_p=0.9), True
 BOTH = pytest.mark.parametrize("distribution", [GREEDY, COUPLED], ids=["greedy", "coupled"])
@@ -57,9 +56,7 @@ def with_drafter(engine, drafter) -> minitri.Engine:
 def complete(engine, distribution, method, prompt=PROMPT, **settings) -> minitri.Completion:
     sampling, coupled = distribution
     settings |= {"gamma1": 3, "gamma2": 4, "budget": 24, "rebuild_stride": 8, "coupled": coupled}
-    speculation = minitri.SpeculationConfig(method, **settings)
-    how = {"sampling": sampling, "generation": LENGTH, "speculation": speculation}
-    return engine.complete(prompt, seed=7, **how)
+    return engine.complete(prompt, seed=7, **settings_of(method, 30, sampling, **settings))
 
 
 def test_a_drafter_is_given_to_load(folder):
@@ -92,8 +89,7 @@ def test_right_guesses_are_accepted(engine, distribution):
 def test_rows_of_a_batch_are_asked_each_for_itself(engine):
     other = with_drafter(engine, Bigrams(engine.config.vocab_size))
     prompts = [PROMPT, "The harbour wind", PROMPT[:30]]
-    settings = {"sampling": minitri.SamplingParams(0.9), "generation": LENGTH}
-    settings["speculation"] = minitri.SpeculationConfig("triforce", gamma1=2, gamma2=3, budget=24)
+    settings = settings_of("triforce", 30, WARM, gamma1=2, gamma2=3, budget=24)
     texts = texts_of(other.generate(prompts, seed=3, **settings))
     for seed, (text, prompt) in enumerate(zip(texts, prompts, strict=True), 3):
         assert text == other.complete(prompt, seed=seed, **settings).token_ids
@@ -148,8 +144,7 @@ def test_what_a_policy_scores_decides_what_is_guessed_and_no_text(engine):
 def test_every_run_has_a_policy_of_its_own(engine):
     """Two runs at a time with one object; nothing of either stays in it."""
     policy = Visited()
-    speculation = minitri.SpeculationConfig("retrieval", gamma2=3, budget=24, policy=policy)
-    settings = {"speculation": speculation, "generation": LENGTH}
+    settings = settings_of("retrieval", 30, gamma2=3, budget=24, policy=policy)
     alone = engine.complete(PROMPT, **settings)
     runs = [engine.generate(PROMPT, **settings) for _ in range(2)]
     *_, ends = zip(*runs, strict=True)

@@ -237,6 +237,29 @@ def test_means_made_piece_by_piece_are_those_made_at_once(M, monkeypatch):
     assert torch.equal(*means)
 
 
+def test_the_queries_that_choose_are_those_that_attend(monkeypatch):
+    """Rotated at their positions, as the keys are."""
+    target, asked, told = tiny_model(CONFIG), [], []
+    attend = target.attend
+    spy = lambda q_BTHD, *rest: asked.append(q_BTHD) or attend(q_BTHD, *rest)  # noqa: E731
+    monkeypatch.setattr(target, "attend", spy)
+
+    def noted(learn):
+        def learn_and_note(cache, b, queries_LTHD):
+            told.append(queries_LTHD.clone())
+            latest_LTHD = torch.stack(asked[-L:])[:, b, -queries_LTHD.shape[1] :]
+            assert torch.equal(queries_LTHD, latest_LTHD)
+            learn(cache, b, queries_LTHD)
+
+        return learn_and_note
+
+    for name in ("observe", "commit"):
+        monkeypatch.setattr(RetrievalCache, name, noted(getattr(RetrievalCache, name)))
+    sizes = {"budget": 48, "observation_window": 5}
+    Rig(target, [random_prompt(CONFIG, 201)], method="retrieval", **sizes).start()
+    assert len(told) > 10
+
+
 def test_what_is_read_after_the_chosen_stands_where_it_does_in_the_text():
     """The cache gives what the model gives over the very K and V that were chosen."""
     target, sampling = tiny_model(CONFIG), SamplingParams(1.0)

@@ -8,13 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from minitri import SpeculationConfig
-from minitri.decoding.autotuner import (
-    FIRST_RATES,
-    HYSTERESIS,
-    RARITY,
-    Autotuner,
-    expected_tokens,
-)
+from minitri.decoding.autotuner import FIRST_RATES, HYSTERESIS, RARITY, Autotuner, expected_tokens
 from minitri.settings import METHODS, StepPlan
 
 AR, NAIVE = StepPlan("autoregressive"), StepPlan("naive", 2)

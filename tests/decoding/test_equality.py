@@ -9,7 +9,7 @@ from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.memory import MemoryShape
 from minitri.model.execution import Execution
 from minitri.stack import may_use_clock
-from tests.cascades import tiny_engine
+from tests.cascades import settings_of, tiny_engine
 
 GREEDY = (SamplingParams(), False)
 COUPLED = (SamplingParams(0.8, top_k=40, top_p=0.95), True)
@@ -21,13 +21,8 @@ def test_a_target_that_drafts_for_itself_is_always_right(distribution):
     sampling, coupled = distribution
     target, prompts = tiny_engine(), [[5, 6, 7], list(range(10, 60)), [9], [4] * 20]
     settings = {"budget": 128, "num_recent_tokens": 200, "gamma1": 3, "gamma2": 6}
-    run = Engine(target.model, target.tokenizer, target.model).generate(
-        prompts,
-        sampling=sampling,
-        generation=GenerationConfig(40, ignore_eos=True),
-        speculation=SpeculationConfig("triforce", coupled=coupled, **settings),
-    )
-    *_, end = run
+    how = settings_of("triforce", 40, sampling, coupled=coupled, **settings)
+    *_, end = Engine(target.model, target.tokenizer, target.model).generate(prompts, **how)
     assert [level.acceptance_rate for level in end.stats.levels] == [1.0, 1.0]
 
 

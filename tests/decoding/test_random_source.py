@@ -5,13 +5,14 @@ from functools import partial
 import pytest
 import torch
 
-from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri import SamplingParams
 from minitri.decoding import random_source
 from minitri.decoding.random_source import RandomSource
 from minitri.decoding.verification import verify, verify_block, verify_coupled
-from tests.cascades import tiny_engine
+from tests.cascades import settings_of, texts_of, tiny_engine
 
 PROMPTS = [[5, 6, 7, 8] * 10, [9, 10, 11], list(range(20, 90))]
+SAMPLING = SamplingParams(1.1, top_p=0.95)
 SPECULATION = {"gamma1": 2, "gamma2": 3, "budget": 24, "num_recent_tokens": 20}
 
 
@@ -62,15 +63,8 @@ def run(monkeypatch, prompts, *, seeds, **speculation):
     """What was recorded, and the tokens of each row."""
     with monkeypatch.context() as patching:
         recorder = Recorder(patching)
-        events = tiny_engine().generate(
-            prompts,
-            sampling=SamplingParams(1.1, top_p=0.95),
-            generation=GenerationConfig(40, ignore_eos=True),
-            speculation=SpeculationConfig(**speculation, **SPECULATION),
-            seed=seeds,
-        )
-        tokens = {event.row: event.token_ids for event in events if isinstance(event, End)}
-    return recorder, tokens
+        how = settings_of(num_new=40, sampling=SAMPLING, **speculation, **SPECULATION)
+        return recorder, texts_of(tiny_engine().generate(prompts, seed=seeds, **how))
 
 
 for_every_method = pytest.mark.parametrize(

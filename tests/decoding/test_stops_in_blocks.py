@@ -18,13 +18,9 @@ def test_end_tokens_end_a_text_at_every_offset_of_a_block(monkeypatch):
 
     def run(sampling, method="autoregressive", engine=engine):
         """The `End` event, and the origins of its tokens. Coupled: every method says the same."""
-        *tokens, end = engine.generate(
-            prompt,
-            sampling=sampling,
-            generation=GenerationConfig(16),
-            speculation=SpeculationConfig(method, coupled=True, **SMALL),
-            seed=3,
-        )
+        how = {"generation": GenerationConfig(16), "sampling": sampling, "seed": 3}
+        how["speculation"] = SpeculationConfig(method, coupled=True, **SMALL)
+        *tokens, end = engine.generate(prompt, **how)
         return end, [event.origin for event in tokens if isinstance(event, Token)]
 
     for sampling in (SamplingParams(0.9, 50, 0.95), SamplingParams()):

@@ -16,7 +16,7 @@ import minitri
 from minitri.errors import InputError
 from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
 from minitri.model.llama import Llama
-from tests.cascades import fresh_read, random_prompt
+from tests.cascades import WARM, fresh_read, random_prompt, settings_of
 from tests.conftest import SENTENCES, byte_level_tokenizer, tiny_config, tiny_model, write_hf_folder
 from tools.paper import build_datastore, find_layers
 from tools.paper.baselines import datastore
@@ -36,7 +36,6 @@ from tools.paper.baselines.skipped_layers import (
 )
 
 PROMPT = "She had been forced into prudence; she had been"
-LENGTH = minitri.GenerationConfig(24, ignore_eos=True)
 END = 30
 TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=25), min_size=1, max_size=4)
 WORDS = Tokenizer(TokenizersBackend(byte_level_tokenizer()), 1)
@@ -142,18 +141,16 @@ def deep(tmp_path_factory) -> minitri.Engine:
 def test_a_baseline_guesses_and_changes_no_text(deep, kind):
     """A datastore that holds the text; some layers of the target, and all; a short prompt, and one
     longer than the window of the layers."""
-    settings = {"sampling": minitri.SamplingParams(0.8), "generation": LENGTH, "seed": 7}
     for prompt in (deep.tokenizer.encode(PROMPT), random_prompt(deep.config, 400)):
-        alone = minitri.SpeculationConfig("autoregressive", coupled=True)
-        plain = deep.complete(prompt, speculation=alone, **settings).token_ids
+        plain = deep.complete(prompt, **settings_of(sampling=WARM, coupled=True)).token_ids
         if kind == "said":
             drafter = datastore_of([*prompt, *plain], end=deep.tokenizer.num_tokens)
         else:
             drafter = SkippedLayers(deep.model, kind)
         engine = minitri.Engine(deep.model, deep.tokenizer, drafter=drafter)
-        speculation = minitri.SpeculationConfig("naive", coupled=True, gamma1=3)
+        settings = settings_of("naive", sampling=WARM, coupled=True, gamma1=3)
         for _ in range(2):  # the second with what the first left
-            done = engine.complete(prompt, speculation=speculation, **settings)
+            done = engine.complete(prompt, **settings)
             assert done.token_ids == plain
         draft = done.stats.levels[0]
         assert kind != "said" or draft.num_accepted_tokens > 16

@@ -58,8 +58,7 @@ def as_gguf(folder: Path, path: Path, add=None, **options) -> Path:
 
 
 @pytest.mark.parametrize(
-    "layout",
-    ["zipped", "old", "zipped parameters", "old parameters", "bin", "safetensors", "gguf"],
+    "layout", ["zipped", "old", "zipped parameters", "old parameters", "bin", "safetensors", "gguf"]
 )
 def test_every_format_loads_to_the_same_model(layout, folder, tmp_path):
     target = tmp_path / "model"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import minitri
-from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
+from minitri import InputError
 from minitri.cpu.kernel_layers import KernelLinear
 from minitri.cpu.kernels import load_kernels
 from minitri.cpu.quantized import dequantize
@@ -18,7 +18,7 @@ from minitri.loading.hf_folder import Folder
 from minitri.model.block import read_block
 from minitri.roofline import bytes_per_pass
 from minitri.settings import LONGEST_BLOCK
-from tests.cascades import texts_of
+from tests.cascades import WARM, settings_of, texts_of
 from tests.conftest import byte_level_tokenizer, new_cache, write_hf_folder
 from tests.loading.gguf_writer import stored_name, write_gguf
 
@@ -159,10 +159,9 @@ def test_every_method_gives_the_autoregressive_text_bit_for_bit(file):
     engine = load(file, dtype="bfloat16")
     prompts = [TEXT[:40].tolist(), TEXT[40:].tolist()]
     small = {"budget": 16, "chunk_size": 4, "num_recent_tokens": 8, "rebuild_stride": 7}
-    how = {"sampling": SamplingParams(0.8), "generation": GenerationConfig(40, ignore_eos=True)}
     methods = ("autoregressive", "triforce", "auto")
-    ways = [SpeculationConfig(method, coupled=True, **small) for method in methods]
-    wanted, *found = (texts_of(engine.generate(prompts, speculation=way, **how)) for way in ways)
+    ways = [settings_of(method, 40, WARM, coupled=True, **small) for method in methods]
+    wanted, *found = (texts_of(engine.generate(prompts, **way)) for way in ways)
     assert found == [wanted] * 2
 
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import minitri
-from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
+from minitri import InputError
 from minitri.loading.gguf.file import GgufFile
 from minitri.loading.hf_config import read_config
 from minitri.loading.hf_folder import Folder
 from minitri.loading.open_models import load_tokenizer
+from tests.cascades import WARM, settings_of
 from tests.conftest import byte_level_tokenizer, write_hf_folder
 from tests.loading.gguf_writer import write_gguf
 
@@ -31,10 +32,9 @@ def relative(request, tmp_path_factory):
 def test_triforce_writes_the_same_text(relative):
     """With itself as its drafter, over all three kinds of caches."""
     engine = minitri.load(relative, draft=str(relative), dtype="float32", device="cpu")
-    settings = {"sampling": SamplingParams(0.8, top_p=0.9), "generation": GenerationConfig(40)}
     sizes = {"budget": 32, "num_recent_tokens": 20, "gamma1": 2, "gamma2": 3, "coupled": True}
-    ways = [SpeculationConfig(method, **sizes) for method in ("autoregressive", "triforce")]
-    texts = [engine.complete(TEXT, speculation=way, **settings).token_ids for way in ways]
+    ways = [settings_of(method, 40, WARM, **sizes) for method in ("autoregressive", "triforce")]
+    texts = [engine.complete(TEXT, **way).token_ids for way in ways]
     assert texts[0] == texts[1]
 
 

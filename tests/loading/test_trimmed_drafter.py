@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import minitri
-from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
+from minitri import InputError, SamplingParams
+from tests.cascades import settings_of
 from tests.conftest import edit_json, write_hf_folder
 from tools import distill_data, distill_draft
 
@@ -68,11 +69,9 @@ def test_a_distilled_drafter_guesses_and_changes_nothing(target, drafter):
     assert engine.draft is not None
     assert engine.draft.config.num_layers == 3
     sizes = {"budget": 64, "num_recent_tokens": 60, "coupled": True}
-    how = {"sampling": SamplingParams(1.0), "generation": GenerationConfig(60, ignore_eos=True)}
-    alone, *others = (
-        engine.complete(range(3, 200), speculation=SpeculationConfig(method, **sizes), **how)
-        for method in ("autoregressive", "naive", "triforce")
-    )
+    methods = "autoregressive", "naive", "triforce"
+    ways = (settings_of(method, 60, SamplingParams(1.0), **sizes) for method in methods)
+    alone, *others = (engine.complete(range(3, 200), **way) for way in ways)
     for done in others:
         assert done.token_ids == alone.token_ids
         assert done.stats.levels[0].num_accepted_tokens > 0

@@ -131,7 +131,7 @@ def test_torchrun_shows_one_text_of_one_prompt_from_standard_input(models):
     ("how", "which"), [(signal.SIGKILL, 1), (signal.SIGKILL, 0), (signal.SIGINT, 1)]
 )
 def test_when_one_rank_ends_all_end_with_one_line(models, how, which):
-    """A killed rank is noticed by the other. If texts end before the signal, another run is made."""
+    """A killed rank is noticed by the other. If texts end before it, another run is made."""
     flags = ("--quiet", "--max-new-tokens", "450", "--method", "autoregressive", "--prompt", "She")
     codes = [0, 0]
     for _ in range(5):

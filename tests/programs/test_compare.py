@@ -87,7 +87,7 @@ def test_speedups_are_taken_prompt_by_prompt():
             "autoregressive": [Run([], 1.0, ms, False) for ms in (10, 10, 40, 40)],
             "naive": [Run([], 1.0, ms, False, stats) for ms in (5, 4, 20, 20)],
             "peer": [Run([], ms / 20, ms, False) for ms in (20, 20, 160, 160)],
-        },
+        }
     )
     assert result["naive"]["speedup"] == {"median": 2.0, "min": 2.0, "max": 2.5}
     assert result["naive"]["acceptance"] == {"target": 0.6}
