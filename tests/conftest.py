@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests run in parallel processes
 
@@ -129,6 +130,36 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict:
+        """The last line of standard output."""
+        return json.loads(self.out.splitlines()[-1])
+
+    @property
+    def lines(self) -> dict[int, dict]:
+        """The answers to --prompts, by their lines."""
+        found = [json.loads(line) for line in self.out.splitlines()]
+        return {answer["line"]: answer for answer in found}
+
+
+@pytest.fixture
+def call(capsys):
+    """Runs a program to its end."""
+
+    def call(program, *words: object) -> Done:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            program([*map(str, words)])
+        return Done(ended.value.code or 0, *capsys.readouterr())
+
+    return call
 
 
 @pytest.fixture(scope="session")

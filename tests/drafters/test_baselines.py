@@ -205,18 +205,11 @@ def test_a_file_of_layers_that_does_not_fit_is_refused_in_one_line(deep, tmp_pat
     refused(file, words, read_layers, *what)
 
 
-def run_tool(capsys, tool, *flags: object) -> tuple[int, str, str]:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        tool.main([str(flag) for flag in flags])
-    return (ended.value.code, *capsys.readouterr())
-
-
-def test_the_tools_write_what_the_drafters_read(folder, tmp_path, capsys):
+def test_the_tools_write_what_the_drafters_read(folder, tmp_path, call):
     (tmp_path / "text").write_text("\n".join(SENTENCES * 20), encoding="utf-8")
     engine = minitri.load(folder, draft="suffix", device="cpu")
     flags = ("--model", folder, "--out", tmp_path / "store", tmp_path / "text")
-    code, out, _ = run_tool(capsys, build_datastore, *flags)
+    code, out, _ = call(build_datastore.main, *flags)
     assert code == 0
     assert " tokens of 1 texts" in out
     store = open_datastore(tmp_path / "store", engine.tokenizer)
@@ -224,7 +217,7 @@ def test_the_tools_write_what_the_drafters_read(folder, tmp_path, capsys):
     assert store.guess(tokens[:-1], 0) == tokens[-1]
     flags = (folder, tmp_path / "text", "--keep", "1", "--dtype", "float32", "--swaps", "3")
     for name in ("one", "two"):
-        code, out, _ = run_tool(capsys, find_layers, *flags, "--out", tmp_path / name)
+        code, out, _ = call(find_layers.main, *flags, "--out", tmp_path / name)
         assert code == 0
         assert "overlap 0." in out
     assert (tmp_path / "one").read_text() == (tmp_path / "two").read_text()
@@ -245,11 +238,11 @@ def test_the_tools_write_what_the_drafters_read(folder, tmp_path, capsys):
         (build_datastore, "--model no-such-model {short}", "unknown model"),
     ],
 )
-def test_bad_input_to_a_tool_is_one_line(folder, tmp_path, capsys, tool, flags, words):
+def test_bad_input_to_a_tool_is_one_line(folder, tmp_path, call, tool, flags, words):
     text, short = tmp_path / "text", tmp_path / "short"
     text.write_text("\n".join(SENTENCES * 20), encoding="utf-8")
     short.write_text("short")
     flags = flags.format(folder=folder, text=text, short=short).split()
-    code, out, err = run_tool(capsys, tool, "--out", tmp_path / "it", *flags)
+    code, out, err = call(tool.main, "--out", tmp_path / "it", *flags)
     assert (code, out) == (2, "")
     assert words in err.splitlines()[-1]

@@ -73,7 +73,7 @@ MODEL = {"generate": "-n 8 --prompt x", "chat": "", "selftest": "", "tour": "--d
 
 
 @pytest.mark.parametrize("line", BAD.strip().splitlines())
-def test_bad_input_is_one_line_and_exit_code_2(folder, tmp_path, capsys, line):
+def test_bad_input_is_one_line_and_exit_code_2(folder, tmp_path, call, line):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     values = {"NINES": "9" * 5000, "LONG": "word " * 600, "LONE": "a\udcff"}
     values["BINARY"] = str(tmp_path / "binary")
@@ -84,22 +84,18 @@ def test_bad_input_is_one_line_and_exit_code_2(folder, tmp_path, capsys, line):
         for flag, value in re.findall(r"(-\S+) (\S+)", MODEL[name]):
             is_given = any(re.match(rf"{flag}(=|$)|--prompt-file", word) for word in words)
             words += [] if is_given else [flag, value]
-    with pytest.raises(SystemExit) as ended:
-        importlib.import_module(MODULES[name]).main(
-            ["--quiet", *(values.get(word, word) for word in words)]
-        )
-    out, err = capsys.readouterr()
-    assert (ended.value.code, out, err.count("\n")) == (2, "", 1)
+    program = importlib.import_module(MODULES[name]).main
+    code, out, err = call(program, "--quiet", *(values.get(word, word) for word in words))
+    assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("minitri: ")
     assert message in err
 
 
-def test_a_missing_package_is_one_line(capsys, monkeypatch):
+def test_a_missing_package_is_one_line(call, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    with pytest.raises(SystemExit) as ended:
-        importlib.import_module(MODULES["serve"]).main([])
-    assert ended.value.code == 2
-    assert "pip install" in capsys.readouterr().err
+    done = call(importlib.import_module(MODULES["serve"]).main)
+    assert done.code == 2
+    assert "pip install" in done.err
 
 
 EXAMPLES = int(os.environ.get("MINITRI_FUZZ_EXAMPLES", "60"))

@@ -1,6 +1,5 @@
 """`tools.bench --compare --peer`: what can run takes part in its own process, or is skipped."""
 
-import json
 import os
 import sys
 from itertools import islice
@@ -93,14 +92,13 @@ def test_what_fails_or_cannot_be_compared_is_skipped(
     assert reason in caplog.messages[-1]
 
 
-def test_peers_take_their_turns(installed, gguf_file, capsys):
+def test_peers_take_their_turns(installed, gguf_file, call):
     installed("llama_cpp", STAND_IN.format(loading=""))
     flags = f"--compare --model {gguf_file} --method autoregressive --prompt-tokens 30 "
     flags += "--new-tokens 12 --dtype float32 --device cpu --temperature 0 --peer llama.cpp"
-    with pytest.raises(SystemExit) as ended:
-        bench.main(flags.split())
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["contestants"]
-    assert not ended.value.code
+    done = call(bench.main, *flags.split())
+    rows = done.json["contestants"]
+    assert done.code == 0
     assert set(rows) == {"autoregressive", LLAMA_CPP}
     assert rows[LLAMA_CPP]["ms_per_token"]["median"] > 0
     assert len(rows[LLAMA_CPP]["same_tokens"]) == 2

@@ -1,7 +1,6 @@
 """The self-test finds what is broken, and does not cry wolf over rounding."""
 
 import itertools
-import json
 
 import pytest
 import torch
@@ -17,16 +16,14 @@ from tests.conftest import write_hf_folder
 
 
 @pytest.fixture
-def check(folder, capsys):
+def check(folder, call):
     """Runs the self-test on the tiny model; gives exit code, lines, and the report."""
 
     def run(flags: str = ""):
         always = "--dtype float32 --max-prompt-tokens 120 --max-new-tokens 40 --budget 32"
-        words = ["--model", str(folder), *always.split(), "--num-samples", "0", *flags.split()]
-        with pytest.raises(SystemExit) as ended:
-            selftest.main(words)
-        lines = capsys.readouterr().out.splitlines()
-        return ended.value.code, lines, json.loads(lines[-1])
+        words = f"--model {folder} {always} --num-samples 0 {flags}".split()
+        done = call(selftest.main, *words)
+        return done.code, done.out.splitlines(), done.json
 
     return run
 

@@ -1,6 +1,5 @@
 """The measuring tools run on a tiny model, print a table, and end in a JSON line of figures."""
 
-import json
 import re
 
 import pytest
@@ -28,16 +27,14 @@ def texts(tmp_path_factory, long_text) -> list[str]:
 
 
 @pytest.fixture
-def measure(folder, texts, capsys):
+def measure(folder, texts, call):
     """Runs a tool on the tiny model and the first text; gives its table and its figures."""
 
     def measure(program, flags: str) -> tuple[list[str], dict]:
         always = f"--model {folder} --dtype float32 --prompt-file {texts[0]} {flags}"
-        with pytest.raises(SystemExit) as ended:
-            program.main(always.split())
-        assert not ended.value.code
-        *table, last = capsys.readouterr().out.splitlines()
-        return table, json.loads(last)
+        done = call(program.main, *always.split())
+        assert done.code == 0
+        return done.out.splitlines()[:-1], done.json
 
     return measure
 
@@ -112,16 +109,15 @@ def test_the_floor_is_measured_by_runs_that_read_the_whole_prompt(measure, monke
     assert [run.stats.num_prefilled_tokens for run in runs] == [200] * 4
 
 
-def test_the_tour_draws_four_pictures_and_says_what_they_show(tmp_path, capsys):
+def test_the_tour_draws_four_pictures_and_says_what_they_show(tmp_path, call):
     model = write_hf_folder(tmp_path / "tiny", max_position_embeddings=2048)
     text, out = tmp_path / "text.txt", tmp_path / "tour.png"
     text.write_text(" ".join(SENTENCES) * 40)
     flags = f"--model {model} --device cpu --prompt-file {text} --out {out} -q"
-    with pytest.raises(SystemExit) as end:
-        tour.main([*flags.split(), "--max-prompt-tokens", "700", "--max-new-tokens", "12"])
-    assert not end.value.code
+    flags += " --max-prompt-tokens 700 --max-new-tokens 12"
+    code, said, _ = call(tour.main, *flags.split())
+    assert code == 0
     assert out.read_bytes().startswith(b"\x89PNG")
-    said = capsys.readouterr().out
     best, kept, _ = (int(it) for it in re.findall(r"(\d+)%", said.splitlines()[0]))
     assert 100 >= best >= kept > 0
     assert re.search(r"3\. \d+% of 12 tokens were guessed", said)
