@@ -19,7 +19,6 @@ from minitri.model.attention import fold, unfold
 from minitri.model.block import read_block
 from minitri.model.llama import Llama
 from minitri.requests import Request
-from minitri.runner import DraftRunner
 from minitri.stack import Stack
 from minitri.stats import Stats
 from tests.conftest import new_cache, tiny_config, tiny_model
@@ -129,26 +128,6 @@ def read_prompt_once(session: Stack) -> None:
         for b in range(1, len(full.lengths)):
             for queries in seen:
                 observe(b, queries)
-    if memory.draft is not None:
-        memory.draft._read_window = windows_read_once(memory.draft)
-
-
-def windows_read_once(draft: DraftRunner) -> Callable[[int, list[int]], None]:
-    """The drafter's `_read_window`, but that a row takes over what another one has read."""
-    cache, read, known = draft.cache, draft._read_window, {}
-
-    def read_or_copy(b: int, tokens: list[int]) -> None:
-        slots = (cache.raw_keys, cache.keys, cache.values)
-        if tuple(tokens) not in known:
-            read(b, tokens)
-            length = cache.lengths[b]
-            known[tuple(tokens)] = length, [row[:, b, :, :length].clone() for row in slots]
-        length, window = known[tuple(tokens)]
-        for row, values in zip(slots, window, strict=True):
-            row[:, b, :, :length] = values
-        cache.hold(b, length, len(tokens))
-
-    return read_or_copy
 
 
 RUN = {"first seed": 0}

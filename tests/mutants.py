@@ -59,7 +59,8 @@ caches/test_retrieval_cache.py::test_committed_tokens_overwrite_the_least_import
   retrieval tail not refreshed
     RetrievalCache._copy_committed: zip((self.keys, self.values), exact, strict=True)
     => zip((self.keys, self.values), exact) if start == 0 else ()
-decoding/test_stops_in_blocks.py::test_end_tokens_end_a_text_at_every_offset_of_a_block
+test_properties.py
+::test_greedy_and_coupled_runs_equal_autoregressive_ones_or_are_refused[0]
   EOS as bonus token ignored
     Generation._emit: row.push(token, origin, eos)
     => row.push(token, origin, () if origin == 'bonus' else eos)

@@ -47,7 +47,6 @@ SUITE = [
     "decoding/test_noise.py",
     "decoding/test_random_source.py",
     "decoding/test_enumeration.py",
-    "decoding/test_stops_in_blocks.py",
     "decoding/test_switching_plans.py",
     "caches/test_caches_after_steps.py",
     "caches/test_streaming_cache.py",

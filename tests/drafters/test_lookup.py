@@ -116,7 +116,7 @@ def test_a_long_match_and_past_success_allow_more_guesses():
     assert 1 <= num_guesses(short) < num_guesses(long) < 64
 
     def after(*endings) -> int:
-        """Guesses after a match of two, after ten such that were followed by these in turns."""
+        """Guesses after a match of two, and ten such that were followed by these in turns."""
         drafter, sequence = new_drafter([1, 2, 3, 4, 5, 6, 7, 8], num_guesses=64), [*range(1, 9)]
         for i in range(10):
             sequence += [10 + i, 1, 2]
