@@ -137,7 +137,8 @@ caches/test_streaming_cache.py::test_a_deep_model_keeps_sinks_and_rotates_keys_b
   a window slides but its keys keep their rotation
     StreamingCache.slide: self._rope.at(positions) => self._rope.at(positions + 1)
 caches/test_caches_after_steps.py
-::test_every_small_cache_knows_only_certain_tokens_after_a_step[autoregressive-None]
+::test_the_full_cache_equals_a_fresh_prefill_of_the_accepted_tokens
+::[autoregressive-None-sampling0-False]
   a retired row's cache is not emptied | Cascade.retire: stage.reset(b) => stage
 test_properties.py::test_a_stop_string_ends_a_text_at_the_same_place_however_it_is_cut
   the first stop string of the list, not of the text | StopScanner.push: min(ends) => ends[0]

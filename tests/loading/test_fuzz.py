@@ -26,13 +26,8 @@ from tests.loading.gguf_writer import stored_name
 from tests.loading.test_checkpoint import TOKENS, as_gguf, copy_of, load, logits
 
 NUM_EXAMPLES = int(os.environ.get("MINITRI_FUZZ_EXAMPLES", "150"))
-examples = settings(
-    max_examples=NUM_EXAMPLES,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+SETTINGS = {"max_examples": NUM_EXAMPLES, "derandomize": True, "deadline": None, "database": None}
+examples = settings(**SETTINGS, suppress_health_check=list(HealthCheck))
 
 
 def stop(*_):
@@ -209,17 +204,11 @@ def damaged(content: bytes, places: st.SearchStrategy, data) -> bytes:
     return bytes(changed[: data.draw(places) if is_cut else None])
 
 
-KEYS = {
-    "num_hidden_layers": "block_count",
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "max_position_embeddings": "context_length",
-    "rope_theta": "rope.freq_base",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-}
+KEYS = {"num_hidden_layers": "block_count", "num_attention_heads": "attention.head_count"}
+KEYS |= {"hidden_size": "embedding_length", "num_key_value_heads": "attention.head_count_kv"}
+KEYS |= {"intermediate_size": "feed_forward_length", "head_dim": "attention.key_length"}
+KEYS |= {"max_position_embeddings": "context_length", "rope_theta": "rope.freq_base"}
+KEYS |= {"rms_norm_eps": "attention.layer_norm_rms_epsilon"}
 
 
 def read_gguf(path: Path, names: dict) -> tuple[dict, dict[str, torch.Tensor], gguf.GGUFReader]:

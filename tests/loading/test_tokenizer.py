@@ -21,16 +21,10 @@ HARD = "Naïve 日本語 🙂🚀 — “quotes”,\n\n  two  spaces\tand a tab"
 
 def train_sentencepiece(folder: Path, vocab_size: int) -> Path:
     """A sentencepiece BPE with Llama-2's options."""
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(SENTENCES * 5),
-        model_prefix=str(folder / "tokenizer"),
-        vocab_size=vocab_size,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        minloglevel=2,
-    )
+    options = {"model_type": "bpe", "byte_fallback": True, "remove_extra_whitespaces": False}
+    options |= {"normalization_rule_name": "identity", "minloglevel": 2, "vocab_size": vocab_size}
+    train = sentencepiece.SentencePieceTrainer.train
+    train(sentence_iterator=iter(SENTENCES * 5), model_prefix=str(folder / "tokenizer"), **options)
     return folder
 
 

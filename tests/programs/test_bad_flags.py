@@ -20,13 +20,8 @@ from tests.cascades import tiny_engine
 from tools.bench import __main__ as bench
 from tools.bench import floor, synthetic
 
-MODULES = {
-    "generate": "minitri.generate",
-    "plan": "minitri.plan",
-    **{name: f"minitri.{name}.__main__" for name in ("bench", "chat", "selftest", "serve")},
-    "peers": "tools.bench.__main__",
-    "tour": "tools.tour",
-}
+MODULES = {"generate": "minitri.generate", "peers": "tools.bench.__main__", "tour": "tools.tour"}
+MODULES |= {name: f"minitri.{name}.__main__" for name in ("bench", "chat", "selftest", "serve")}
 BAD = """
 generate --model no-such-model | 'no-such-model'
 generate --model smollm2-135 | unknown model
