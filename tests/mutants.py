@@ -242,7 +242,7 @@ reuse/test_prefixes.py::test_slots_that_passes_of_others_wrote_over_are_put_back
 cpu/test_pass.py
 ::test_chunks_may_begin_anywhere_on_a_machine_whose_products_depend_on_their_size[True]
   few rows are multiplied in another way than many | product_tile: None if is_same else TILE => None
-reuse/test_prefixes.py::test_idle_rows_are_restored_for_others
+reuse/test_prefixes.py::test_idle_rows_are_restored[for another]
   a copy of a row takes what idle rows wrote | HeldRow.layers: self.first_LPKTD is not None => False
 reuse/test_prefixes.py::test_nothing_of_other_texts_is_read
   one token too many counts as common
@@ -281,7 +281,7 @@ gpu_twins/test_device_clock.py::test_every_stage_is_charged_for_its_own_work
   the last step's seconds are never read | Cascade.retire: self._meter.settle() => pass
   a prefill's commit counts as decoding's
     Stack.start: self._commit(emitted) => with self.meter.commit(): self._commit(emitted)
-reuse/test_prefixes.py::test_idle_rows_are_restored
+reuse/test_prefixes.py::test_idle_rows_are_restored[in its row]
   what idle rows wrote stays where a text goes on
     PrefixCache._fill: source.layers(num_tokens) => () if is_there else source.layers(num_tokens)
 decoding/test_sampling.py::test_a_row_has_filters_of_its_own

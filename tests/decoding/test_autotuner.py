@@ -108,9 +108,6 @@ def test_a_prediction_is_expected_tokens_over_expected_seconds():
     seconds = rounds * (cost("draft", 0) + cost("retrieval", 1)) + cost("target", length)
     tokens = expected_tokens(retrieval, length)
     assert tuner.tokens_per_second(TRIFORCE) == pytest.approx(tokens / seconds)
-
-
-def test_expected_tokens_are_those_of_independent_guesses():
     for rate, num in ((0.3, 2), (0.8, 5), (1.0, 3), (0.0, 4)):
         by_length = [rate**n * (1 - rate) * (n + 1) for n in range(num)]
         assert expected_tokens(rate, num) == pytest.approx(sum(by_length) + rate**num * (num + 1))

@@ -94,21 +94,18 @@ def open_run(engine, wanted: list[tuple[list[int], int]], later: tuple[list[int]
     return end
 
 
-def test_idle_rows_are_restored(engine, document):
+@pytest.mark.parametrize(
+    ("num_other", "length", "num_rows", "num_cached"),
+    [(30, 150, 2, 145), (100, 60, 3, 55)],
+    ids=["in its row", "for another"],
+)
+def test_idle_rows_are_restored(engine, document, num_other, length, num_rows, num_cached):
     """Passes of other rows write to the first slots of rows that have ended."""
-    wanted, later = [(document, 2), (random_prompt(engine.config, 40, 1), 30)], (document, 8)
-    end = open_run(engine, wanted, later, batch_size=2)
-    assert end.row_stats.num_cached_tokens >= 145
-    assert fresh(engine, [document], TRIFORCE, 8)[0] == [list(end.token_ids)]
-
-
-def test_idle_rows_are_restored_for_others(engine, document):
-    """A text that has ended is taken over by another row, while a third has made many steps."""
-    wanted = [(document, 2), (random_prompt(engine.config, 40, seed=5), 100)]
-    short = document[:60]  # too short to take the place of the first
-    end = open_run(engine, wanted, (short, 8), batch_size=3)
-    assert end.row_stats.num_cached_tokens == 55
-    assert fresh(engine, [short], TRIFORCE, 8)[0] == [list(end.token_ids)]
+    wanted = [(document, 2), (random_prompt(engine.config, 40, seed=5), num_other)]
+    prompt = document[:length]  # if short, too short to take the place of the first
+    end = open_run(engine, wanted, (prompt, 8), batch_size=num_rows)
+    assert end.row_stats.num_cached_tokens >= num_cached
+    assert fresh(engine, [prompt], TRIFORCE, 8)[0] == [list(end.token_ids)]
 
 
 @pytest.mark.parametrize("event", [PrefillProgress, Token])
