@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache
-from minitri.caches.retrieval import RetrievalCache
-from minitri.caches.streaming import StreamingCache
 from minitri.config import ModelConfig
 from minitri.decoding.level import Emitted
 from minitri.engine import Engine
@@ -61,14 +59,6 @@ class Rig:
         for b in range(len(prompts)):
             for _ in self.session.prefill(b):
                 pass
-
-    @property
-    def retrieval(self) -> RetrievalCache:
-        return self.runners["retrieval"].cache
-
-    @property
-    def window(self) -> StreamingCache:
-        return self.runners["draft"].cache
 
     def start(self) -> list[Emitted]:
         return self._retire_finished(self.session.start())

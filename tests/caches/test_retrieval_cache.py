@@ -288,9 +288,9 @@ def test_a_budget_for_the_whole_text_gives_the_full_cache(method, policy):
     def compare(rig):
         for b, length in enumerate(rig.full.lengths):
             if rig.cascade.active[b]:
-                assert rig.retrieval.lengths[b] == length
+                assert rig.small.lengths[b] == length
                 for kind in ("keys", "values"):
-                    small, large = (getattr(it, kind)[:, b] for it in (rig.retrieval, rig.full))
+                    small, large = (getattr(it, kind)[:, b] for it in (rig.small, rig.full))
                     assert torch.equal(small[:, :, :length], large[:, :, :length])
 
     rig = Rig(target, PROMPTS, method=method, policy=policy_of(policy), budget=112)
