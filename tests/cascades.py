@@ -1,11 +1,12 @@
 """A session over tiny models with every part in reach: a `Generation` without text and events."""
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache
-from minitri.caches.retrieval import RetrievalCache
-from minitri.caches.streaming import StreamingCache
 from minitri.config import ModelConfig
 from minitri.decoding.level import Emitted
 from minitri.engine import Engine
@@ -24,8 +25,7 @@ WARM = SamplingParams(temperature=0.9, top_k=20, top_p=0.95)
 
 
 class Rig:
-    """One run: prompts are read at once, then `step` by `step`; a row that has `num_new` tokens is
-    retired."""
+    """One run, step by step; a row that has `num_new` tokens is retired."""
 
     def __init__(
         self,
@@ -59,14 +59,6 @@ class Rig:
         for b in range(len(prompts)):
             for _ in self.session.prefill(b):
                 pass
-
-    @property
-    def retrieval(self) -> RetrievalCache:
-        return self.runners["retrieval"].cache
-
-    @property
-    def window(self) -> StreamingCache:
-        return self.runners["draft"].cache
 
     def start(self) -> list[Emitted]:
         return self._retire_finished(self.session.start())
@@ -116,9 +108,22 @@ def near_copy(model: Llama, noise: float, *, seed: int = 1) -> Llama:
     return copy
 
 
+def trimmed_copy(target: Llama, token_ids: Iterable[int]) -> Llama:
+    """The target with a head over some tokens, which has no embeddings of its own."""
+    ids = torch.tensor([*token_ids])
+    config = replace(target.config, draft_of="target", head_size=len(ids))
+    copy = Llama(config, dtype=torch.float32, device=CPU, target=target, attend=target.attend)
+    names = dict(target.named_parameters())
+    for name, weight in copy.named_parameters():
+        if name in names:
+            weight.copy_(names[name])
+    copy.lm_head.token_ids.copy_(ids)
+    copy.lm_head.linear.weight.copy_(target.lm_head.weight[ids])
+    return copy.eval()
+
+
 def fresh_read(model: Llama, tokens: list[int]) -> tuple[FullCache, Tensor]:
-    """A new full cache that has read these tokens in one pass, and the logits (T, V) after each of
-    them."""
+    """A new full cache that has read these tokens at once, and the logits (T, V) after each."""
     cache = new_cache(model.config, capacity=len(tokens) + 1)
     hidden_BTE = read_block(model, [tokens], cache)
     cache.advance([len(tokens)])
@@ -134,14 +139,29 @@ def texts_of(events) -> list[tuple[int, ...]]:
     return [end.token_ids for end in ends_of(events)]
 
 
+def settings_of(
+    method: str = "autoregressive",
+    num_new: int = 24,
+    sampling: SamplingParams = GREEDY,
+    *,
+    prefill_chunk: int = 1024,
+    **speculation,
+) -> dict[str, object]:
+    """What `generate` and `complete` are given for texts of just this length."""
+    return {
+        "sampling": sampling,
+        "generation": GenerationConfig(num_new, ignore_eos=True, prefill_chunk=prefill_chunk),
+        "speculation": SpeculationConfig(method, **speculation),
+    }
+
+
 def random_prompt(config: ModelConfig, length: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(config.vocab_size, (length,), generator=generator).tolist()
 
 
 def tiny_engine(*, noise: float | None = 0.02) -> Engine:
-    """An engine that speaks, without files: a tiny model, a tokenizer, and a drafter near to it
-    (None: n-grams)."""
+    """An engine without files, whose drafter is near to its model (`noise=None`: n-grams)."""
     model = tiny_model(tiny_config(vocab_size=320, context_length=512))
     draft = None if noise is None else near_copy(model, noise)
     return Engine(model, Tokenizer(TokenizersBackend(byte_level_tokenizer()), None), draft)

@@ -19,7 +19,6 @@ from minitri.model.attention import fold, unfold
 from minitri.model.block import read_block
 from minitri.model.llama import Llama
 from minitri.requests import Request
-from minitri.runner import DraftRunner
 from minitri.stack import Stack
 from minitri.stats import Stats
 from tests.conftest import new_cache, tiny_config, tiny_model
@@ -90,8 +89,7 @@ def count_texts(
     speculation: SpeculationConfig,
     num_seeds: int,
 ) -> tuple[Tensor, list[Stats]]:
-    """How often each text comes over seeds 0 .. num_seeds - 1, (V,) * NUM_TOKENS, and statistics
-    of all runs."""
+    """How often each text comes over so many seeds, (V,) * NUM_TOKENS, and all statistics."""
     generation, stats = GenerationConfig(NUM_TOKENS), []
     counts = torch.zeros((V,) * NUM_TOKENS, dtype=torch.float64)
     one = torch.ones((), dtype=torch.float64)
@@ -115,8 +113,7 @@ def count_texts(
 
 
 def read_prompt_once(session: Stack) -> None:
-    """Reads the prompt for the first row, and hands what came of it to the others: in the full
-    cache, to the retrieval cache, and in the drafter's window."""
+    """Reads the prompt for the first row, and copies what came of it to the others."""
     memory = session.memory
     full, cache, seen = memory.full, memory.retrieval_cache, []
     if cache is not None:
@@ -131,26 +128,6 @@ def read_prompt_once(session: Stack) -> None:
         for b in range(1, len(full.lengths)):
             for queries in seen:
                 observe(b, queries)
-    if memory.draft is not None:
-        memory.draft._read_window = windows_read_once(memory.draft)
-
-
-def windows_read_once(draft: DraftRunner) -> Callable[[int, list[int]], None]:
-    """The drafter's `_read_window`, but that a row takes over what another one has read."""
-    cache, read, known = draft.cache, draft._read_window, {}
-
-    def read_or_copy(b: int, tokens: list[int]) -> None:
-        slots = (cache.raw_keys, cache.keys, cache.values)
-        if tuple(tokens) not in known:
-            read(b, tokens)
-            length = cache.lengths[b]
-            known[tuple(tokens)] = length, [row[:, b, :, :length].clone() for row in slots]
-        length, window = known[tuple(tokens)]
-        for row, values in zip(slots, window, strict=True):
-            row[:, b, :, :length] = values
-        cache.hold(b, length, len(tokens))
-
-    return read_or_copy
 
 
 RUN = {"first seed": 0}
@@ -158,15 +135,13 @@ RUN = {"first seed": 0}
 
 
 def costs_that_change(memory: Memory, shape: MemoryShape) -> Callable[[str, float], float]:
-    """Predicted costs after which the autotuner takes every plan now and then, and another one
-    from step to step."""
+    """Costs after which the autotuner takes another plan from step to step."""
     numbers = random.Random(RUN["first seed"])
     return lambda stage, num_guesses: numbers.choice([1.0, 10.0, 100.0])
 
 
 def p_value(counts: Tensor, probs: Tensor) -> float:
-    """Odds that a sound engine is as far from its distribution; a text of probability 0 makes it
-    0."""
+    """Odds that a sound engine is as far off; a text of probability 0 makes it 0."""
     if counts[probs == 0].sum() > 0:
         return 0.0
     observed, expected = cells(counts, probs), cells(probs, probs) * counts.sum()

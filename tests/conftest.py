@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests run in parallel processes
 
@@ -20,9 +21,8 @@ from minitri.loading.fetch import locate
 from minitri.model.llama import Llama
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = (
-        "1"  # before anything imports Triton, whose kernels then run on the CPU
-    )
+    # Before anything imports Triton, whose kernels then run on the CPU.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -33,18 +33,9 @@ SENTENCES = [
     "Naïve café résumé, größer, 日本語テキスト, emoji 🙂🚀 and “quotes”.",
     "    indented code:\n\tfor i in range(10):\n\t\tprint(i)\n",
 ]
-SHAPE = {
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 320,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SHAPE = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 320}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+SHAPE |= {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def byte_level_tokenizer() -> tokenizers.Tokenizer:
@@ -63,8 +54,7 @@ def byte_level_tokenizer() -> tokenizers.Tokenizer:
 
 
 def write_hf_folder(folder: Path, *, seed: int = 0, model_type: str = "llama", **changes) -> Path:
-    """A random model written by `transformers` itself, with a tokenizer: what a user would
-    download."""
+    """A random model with a tokenizer, written by `transformers` itself."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -73,10 +63,8 @@ def write_hf_folder(folder: Path, *, seed: int = 0, model_type: str = "llama", *
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
-        else:
-            torch.nn.init.normal_(
-                parameter, std=0.15
-            )  # large enough that the distributions are far from uniform
+        else:  # so that distributions are far from uniform
+            torch.nn.init.normal_(parameter, std=0.15)
     model.save_pretrained(folder)
     byte_level_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
@@ -90,16 +78,8 @@ def edit_json(file: Path, **changes) -> None:
 
 
 def tiny_config(**changes) -> ModelConfig:
-    values = {
-        "num_layers": 2,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 8,
-        "vocab_size": 64,
-        "context_length": 256,
-    }
+    values = {"num_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4}
+    values |= {"num_kv_heads": 2, "head_dim": 8, "vocab_size": 64, "context_length": 256}
     return ModelConfig(**{**values, **changes})
 
 
@@ -130,6 +110,36 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict:
+        """The last line of standard output."""
+        return json.loads(self.out.splitlines()[-1])
+
+    @property
+    def lines(self) -> dict[int, dict]:
+        """The answers to --prompts, by their lines."""
+        found = [json.loads(line) for line in self.out.splitlines()]
+        return {answer["line"]: answer for answer in found}
+
+
+@pytest.fixture
+def call(capsys):
+    """Runs a program to its end."""
+
+    def call(program, *words: object) -> Done:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            program([*map(str, words)])
+        return Done(ended.value.code or 0, *capsys.readouterr())
+
+    return call
 
 
 @pytest.fixture(scope="session")

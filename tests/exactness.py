@@ -19,8 +19,9 @@ from minitri.decoding.meter import Meter
 from minitri.decoding.verification import Proposal, verify, verify_block
 from minitri.settings import StepPlan
 from minitri.stats import Clock, LevelStats, Stats
+from minitri.trees.shape import TreeShape
 from minitri.trees.tree_level import TreeLevel
-from minitri.trees.walk import MISSING, IndependentTrees, TreeProposal, draw_children, walk
+from minitri.trees.walk import MISSING, IndependentTrees, draw_children, walk
 
 
 class Table:
@@ -52,8 +53,7 @@ def probs_after(runner, text: list[int], num_guesses: int = 0) -> torch.Tensor:
 
 
 class TableRunner:
-    """Distributions for the tokens that have been read and not been cropped: at first, as after a
-    prefill, all of the prompt but its last one."""
+    """Distributions for the tokens that have been read, at first all but the last of the prompt."""
 
     def __init__(self, table: Table, batch_size: int) -> None:
         self.table = table
@@ -108,8 +108,7 @@ class TableRunner:
 
 
 EDGE = 1e-9
-"""How close to the edge of its cell a number is put, relative to the cell: a biased number would
-fall into the next one."""
+"""How close to the edge of its cell a number is put: a biased one would fall into the next."""
 UPPER, BOTH = (EDGE,), (EDGE, 1 - EDGE)
 
 
@@ -119,22 +118,9 @@ def outcomes(
     """Every outcome of a decision about row b, by the textbook: its probability, and uniform
     numbers that lead there, as `verify` takes them. A test is passed or failed by a hair; a token
     is sampled just within the upper edge of its cell, or once at each of `edges`."""
-    tokens, found, reached, numbers = proposal.tokens[b], [], 1.0, []
-    for i, token in enumerate(tokens):
-        p, q = probs_BNV[b, i], proposal.probs_BNV[b, i]
-        accept = min(1.0, float(p[token] / q[token]))
-        residual = (p - q).clamp_min(0)
-        if accept < 1:
-            unused = [0.5] * (len(tokens) - i - 1)
-            failed = [*numbers, accept + (1 - accept) * EDGE, *unused]
-            for share, number in cells(residual / residual.sum(), edges):
-                found.append((reached * (1 - accept) * share, [*failed, number]))
-        numbers.append(accept * (1 - EDGE))
-        reached *= accept
-        if reached == 0:
-            return found
-    bonus = cells(probs_BNV[b, len(tokens)], edges)
-    return found + [(reached * share, [*numbers, number]) for share, number in bonus]
+    chain, tokens = TreeShape(tuple(range(-1, proposal.counts[b]))), proposal.tokens[b]
+    found = walks(chain, tokens, proposal.probs_BNV[b], probs_BNV[b], edges)
+    return [(weight, [*tests, number]) for weight, (number, *tests) in found]
 
 
 def outcomes_of_block(
@@ -167,8 +153,8 @@ def outcomes_of_block(
 
 
 def cells(probs: torch.Tensor, edges: tuple[float, ...] = UPPER) -> list[tuple[float, float]]:
-    """The probability of each possible token, and a number in its cell of the CDF, or its share at
-    each of `edges`."""
+    """The probability of each possible token, or its share at each of `edges`, and a number in its
+    cell of the CDF."""
     ends = zip(probs, probs.cumsum(0), strict=True)
     found = [(float(share), float(end)) for share, end in ends if share > 0]
     return [(share / len(edges), end - share * edge) for share, end in found for edge in edges]
@@ -189,15 +175,15 @@ def draws(probs_V, num_children, reached=1.0, numbers=()):
     return found
 
 
-def walks(proposal: TreeProposal, b, probs_NV, node=0, reached=1.0, numbers=None):
-    """Every way through a tree, by the textbook."""
-    shape, found = proposal.shape, []
+def walks(shape, tokens, q_NV, p_NV, edges=UPPER, node=0, reached=1.0, numbers=None):
+    """Every way through a tree, by the textbook: its probability, and a number for the token after
+    it, then one for the test of each node."""
+    found, rest_V = [], p_NV[node]
     numbers = numbers or [0.5] * len(shape)
-    rest_V, rest = probs_NV[node], reached
     if shape.children[node]:
-        q_V = proposal.probs_BNV[b, node].clone()
+        q_V = q_NV[node].clone()
     for child in shape.children[node]:
-        token = proposal.tokens[b][child - 1]
+        token = tokens[child - 1]
         if token == MISSING:
             break
         own_V = q_V / q_V.sum()
@@ -205,16 +191,16 @@ def walks(proposal: TreeProposal, b, probs_NV, node=0, reached=1.0, numbers=None
         if accept > 0:
             passed = [*numbers]
             passed[child] = accept * (1 - EDGE)
-            found += walks(proposal, b, probs_NV, child, rest * accept, passed)
+            found += walks(shape, tokens, q_NV, p_NV, edges, child, reached * accept, passed)
         if accept == 1:
             return found
         numbers[child] = accept + (1 - accept) * EDGE
-        rest *= 1 - accept
+        reached *= 1 - accept
         left_V = (rest_V - own_V).clamp_min(0)
         rest_V = left_V / left_V.sum()
         q_V[token] = 0
-    for share, number in cells(rest_V):
-        found.append((rest * share, [number, *numbers[1:]]))
+    for share, number in cells(rest_V, edges):
+        found.append((reached * share, [number, *numbers[1:]]))
     return found
 
 
@@ -254,7 +240,8 @@ class ScriptedSource(IndependentTrees):
         return draw_children(probs_V, exactly(numbers or [0.5] * num_children))
 
     def walk(self, proposal, b, probs_NV, start):
-        numbers = self.next_numbers(b, lambda: walks(proposal, b, probs_NV))
+        own = proposal.shape, proposal.tokens[b], proposal.probs_BNV[b]
+        numbers = self.next_numbers(b, lambda: walks(*own, probs_NV))
         return walk(proposal, b, probs_NV, exactly(numbers or [0.5] * len(proposal.shape)))
 
     def next_numbers(self, b, textbook):
@@ -315,8 +302,8 @@ def toy_cascade(
 def largest_error(
     V, gamma1, gamma2, *, seed=0, horizon=3, num_steps=1, rule=verify, **settings
 ) -> float:
-    """How far the distribution of the first `horizon` tokens of a cascade over random tables is
-    from the target's. A gamma of 0 leaves its stage out."""
+    """How far the first `horizon` tokens of a cascade over random tables are from the target's
+    distribution. A gamma of 0 leaves its stage out."""
     target = Table(V, seed)
     middle = Table(V, seed + 1, near=target) if gamma2 else None
     draft = Table(V, seed + 2, near=target) if gamma1 else None
@@ -363,9 +350,5 @@ def add_up(total, tokens: tuple[int, ...], weight: float, target: Table, horizon
 def target_distribution(target: Table, horizon: int) -> torch.Tensor:
     """What `output_distribution` must give."""
     probs = torch.zeros((target.V,) * horizon, dtype=torch.float64)
-    for tokens in itertools.product(range(target.V), repeat=horizon):
-        share = 1.0
-        for i, token in enumerate(tokens):
-            share *= float(target.row((*PROMPT, *tokens[:i]))[token])
-        probs[tokens] = share
+    add_up(probs, (), 1.0, target, horizon)
     return probs

@@ -59,7 +59,8 @@ caches/test_retrieval_cache.py::test_committed_tokens_overwrite_the_least_import
   retrieval tail not refreshed
     RetrievalCache._copy_committed: zip((self.keys, self.values), exact, strict=True)
     => zip((self.keys, self.values), exact) if start == 0 else ()
-decoding/test_stops_in_blocks.py::test_end_tokens_end_a_text_at_every_offset_of_a_block
+test_properties.py
+::test_greedy_and_coupled_runs_equal_autoregressive_ones_or_are_refused[0]
   EOS as bonus token ignored
     Generation._emit: row.push(token, origin, eos)
     => row.push(token, origin, () if origin == 'bonus' else eos)
@@ -70,7 +71,7 @@ test_runner.py::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_
   logits rounded to bfloat16 before the filters
     ModelRunner.output: probs_of_rows(logits_BNV, self.sampling)
     => probs_of_rows(logits_BNV.bfloat16(), self.sampling).float()
-caches/test_chunk_scores.py::test_the_queries_that_choose_are_those_that_attend[4]
+caches/test_retrieval_cache.py::test_the_queries_that_choose_are_those_that_attend
   unrotated queries choose chunks
     Attention.mix: q_BTHD[:, -shared.queries_LBTHD.shape[2]:]
     => heads[:, -shared.queries_LBTHD.shape[2]:, :self.heads[0]]
@@ -136,13 +137,12 @@ caches/test_streaming_cache.py::test_a_deep_model_keeps_sinks_and_rotates_keys_b
   a window slides but its keys keep their rotation
     StreamingCache.slide: self._rope.at(positions) => self._rope.at(positions + 1)
 caches/test_caches_after_steps.py
-::test_every_small_cache_knows_only_certain_tokens_after_a_step[autoregressive-None]
+::test_the_full_cache_equals_a_fresh_prefill_of_the_accepted_tokens
+::[autoregressive-None-sampling0-False]
   a retired row's cache is not emptied | Cascade.retire: stage.reset(b) => stage
-test_engine.py
-::test_overlapping_stop_strings_end_a_text_at_the_same_place_however_it_is_cut[stop3-xlate-xl]
+test_properties.py::test_a_stop_string_ends_a_text_at_the_same_place_however_it_is_cut
   the first stop string of the list, not of the text | StopScanner.push: min(ends) => ends[0]
-test_engine.py
-::test_overlapping_stop_strings_end_a_text_at_the_same_place_however_it_is_cut[stop1-xabcd-x]
+test_properties.py::test_a_stop_string_ends_a_text_at_the_same_place_however_it_is_cut
   of two stop strings that end together the shorter
     StopScanner.push: min(ends) => min(ends, key=lambda end: (end[0], -end[1]))
 drafters/test_lookup.py::test_rejected_guesses_are_never_learnt
@@ -152,8 +152,7 @@ drafters/test_lookup.py::test_rejected_guesses_are_never_learnt
 drafters/test_lookup.py::test_a_row_that_ended_is_forgotten
   a row that ends leaves its text to the next
     LookupDrafter.reset: self._rows[b] = GrowingText() => self._rows[b]._guess = []
-test_engine.py
-::test_overlapping_stop_strings_end_a_text_at_the_same_place_however_it_is_cut[stop4-abcabcd-abc]
+test_properties.py::test_a_stop_string_ends_a_text_at_the_same_place_however_it_is_cut
   text that may begin a stop string is not held back
     StopScanner.push: max((overlap(text, stop) for stop in self._stop), default=0) => 0
 test_stream.py::test_every_request_gets_what_it_gets_alone[2-naive]
@@ -243,7 +242,7 @@ reuse/test_prefixes.py::test_slots_that_passes_of_others_wrote_over_are_put_back
 cpu/test_pass.py
 ::test_chunks_may_begin_anywhere_on_a_machine_whose_products_depend_on_their_size[True]
   few rows are multiplied in another way than many | product_tile: None if is_same else TILE => None
-reuse/test_prefixes.py::test_idle_rows_are_restored_for_others
+reuse/test_prefixes.py::test_idle_rows_are_restored[for another]
   a copy of a row takes what idle rows wrote | HeldRow.layers: self.first_LPKTD is not None => False
 reuse/test_prefixes.py::test_nothing_of_other_texts_is_read
   one token too many counts as common
@@ -264,7 +263,7 @@ reuse/test_logprobs.py::test_they_are_those_of_the_plain_forward_pass
 reuse/test_logprobs.py::test_they_are_those_of_autoregressive_decoding[sampling0-naive-3x2]
   log-probabilities of a tree's first nodes, not of its path
     Output.emitted: self.logits_BNV[b, places] => self.logits_BNV[b, :len(tokens)]
-reuse/test_open_runs.py::test_a_request_without_speculation_stands_next_to_others[False-]
+serve/test_answers.py::test_a_call_without_speculation_says_the_same
   guesses for a request that wants none | Cascade.step: on and guess => on
 test_runner.py::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_after_it[sampling0]
   a drafter's vocabulary cut after the softmax
@@ -282,7 +281,7 @@ gpu_twins/test_device_clock.py::test_every_stage_is_charged_for_its_own_work
   the last step's seconds are never read | Cascade.retire: self._meter.settle() => pass
   a prefill's commit counts as decoding's
     Stack.start: self._commit(emitted) => with self.meter.commit(): self._commit(emitted)
-reuse/test_prefixes.py::test_idle_rows_are_restored
+reuse/test_prefixes.py::test_idle_rows_are_restored[in its row]
   what idle rows wrote stays where a text goes on
     PrefixCache._fill: source.layers(num_tokens) => () if is_there else source.layers(num_tokens)
 decoding/test_sampling.py::test_a_row_has_filters_of_its_own

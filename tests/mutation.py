@@ -1,8 +1,6 @@
-"""Bugs put into the product on purpose: a change of a real function's syntax tree, while it runs.
+"""Bugs put into the product on purpose: a change of a function's syntax tree, while it runs.
 
-`mutated` compiles the changed source of the whole module and gives the function the code that comes
-of it, so everybody who holds the function sees the change: `from x import y` included. `run_tests`
-runs tests while a bug is in, and says how they ended.
+The function itself gets the changed code, so everybody who holds it sees the change.
 """
 
 import ast
@@ -99,35 +97,24 @@ class Replacer(ast.NodeTransformer):
 
 
 @functools.cache
-def functions() -> dict[str, list[Path]]:
-    """The files of every function of the package, by its name within its module."""
-    found: dict[str, list[Path]] = {}
-
-    def note(body: list[ast.stmt], prefix: str, file: Path) -> None:
-        for node in body:
-            if isinstance(node, ast.FunctionDef):
-                found.setdefault(prefix + node.name, []).append(file)
-            elif isinstance(node, ast.ClassDef):
-                note(node.body, f"{prefix}{node.name}.", file)
-
-    for file in sorted(PACKAGE.rglob("*.py")):
-        note(ast.parse(file.read_text()).body, "", file)
-    return found
+def parsed() -> dict[Path, ast.Module]:
+    """Every file of the package."""
+    return {file: ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
 
 
 def find(name: str) -> tuple[Path, str]:
     """File and name of a function that a mutant names."""
     place, _, qualname = name.rpartition(":")
-    files = functions().get(qualname, [])
+    files = [file for file, tree in parsed().items() if node_at(tree, qualname)]
     [file] = [it for it in files if ".".join(it.with_suffix("").parts).endswith(place)]
     return file, qualname
 
 
-def node_at(tree: ast.Module, qualname: str) -> ast.AST:
-    node: ast.AST = tree
-    for part in qualname.split("."):
-        [node] = [item for item in node.body if getattr(item, "name", None) == part]
-    return node
+def node_at(tree: ast.AST, qualname: str) -> ast.AST | None:
+    """The function or class of this name, if it is there."""
+    part, _, rest = qualname.partition(".")
+    found = [item for item in tree.body if getattr(item, "name", None) == part]
+    return node_at(found[0], rest) if found and rest else next(iter(found), None)
 
 
 def function_at(file: Path, qualname: str) -> FunctionType:

@@ -1,8 +1,7 @@
-"""Random runs for property tests: hypothesis draws prompts, a drafter and every setting at once.
+"""Random runs for property tests: prompts, a drafter and every setting at once.
 
-A `Case` holds numbers, not objects, so a failing one can be read, copied and shrunk; some settings
-are wrong on purpose. What is drawn leans to small numbers, where the edges of blocks, chunks and
-windows meet; but each setting has its absurd values, too.
+A `Case` holds numbers, not objects, so a failing one can be read, copied and shrunk. What is drawn
+leans to small numbers, where the edges of blocks, chunks and windows meet; some settings are wrong.
 """
 
 import copy
@@ -13,19 +12,17 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from hypothesis import strategies as st
 
 from minitri import Engine
 from minitri.config import ModelConfig
-from minitri.cpu.flash_attention import attend_cpu
 from minitri.errors import MAX_COUNT
 from minitri.loading.prompt_ids import MAX_SEED
 from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
 from minitri.model.llama import Llama
 from minitri.settings import METHODS, VERIFICATIONS
-from tests.cascades import near_copy
-from tests.conftest import CPU, byte_level_tokenizer, tiny_config, tiny_model
+from tests.cascades import near_copy, trimmed_copy
+from tests.conftest import byte_level_tokenizer, tiny_config, tiny_model
 from tools.paper.baselines.policies import NAMES
 
 VOCAB = 320
@@ -249,36 +246,13 @@ def drafter(name: str) -> Llama | None:
     if name == "unrelated":
         return tiny_model(dataclasses.replace(CONFIG, num_layers=1), seed=5)
     if name == "trimmed head":
-        return _with_trimmed_head(target)
+        return trimmed_copy(target, range(0, VOCAB - 2, 3))
+    if name.endswith("vocabulary"):
+        size = VOCAB + 77 if name == "larger vocabulary" else 200
+        return tiny_model(dataclasses.replace(CONFIG, vocab_size=size))
     model = near_copy(target, 0.02)
     if name == "short context":
         model.config = dataclasses.replace(CONFIG, context_length=100)
-    elif name != "near copy":
-        model = _with_vocabulary(model, VOCAB + 77 if name == "larger vocabulary" else 200)
-    return model
-
-
-def _with_vocabulary(model: Llama, size: int) -> Llama:
-    """The model with fewer tokens, or more, the additional ones likely."""
-    config = dataclasses.replace(model.config, vocab_size=size)
-    other, common = tiny_model(config, seed=9), min(size, model.config.vocab_size)
-    names = dict(model.named_parameters())
-    for name, weight in other.named_parameters():
-        rows = common if weight.shape != names[name].shape else len(weight)
-        weight[:rows] = names[name][:rows]
-    return other
-
-
-def _with_trimmed_head(target: Llama) -> Llama:
-    """A copy of the target, without an embedding table, that never guesses two tokens of three."""
-    config = dataclasses.replace(CONFIG, draft_of="llama", head_size=VOCAB // 3)
-    model = Llama(config, dtype=torch.float32, device=CPU, target=target, attend=attend_cpu).eval()
-    names = dict(target.named_parameters())
-    for name, weight in model.named_parameters():
-        if name in names:
-            weight.copy_(names[name])
-    model.lm_head.token_ids.copy_(torch.arange(0, 3 * config.head_size, 3))
-    model.lm_head.linear.weight.copy_(target.lm_head.weight[model.lm_head.token_ids])
     return model
 
 

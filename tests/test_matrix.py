@@ -1,8 +1,6 @@
-"""One matrix: the text of a seed equals the autoregressive one, whatever guesses and however the
-engine is used.
+"""One matrix: the text of a seed, greedy or coupled, equals the autoregressive one in every way.
 
-Greedy and seed-coupled, in float32 on a CPU, where this is equality of tokens. A way is a method
-with its settings and its drafter; a use is how the same requests reach the engine.
+A way is a method with its settings and its drafter; a use is how requests reach the engine.
 """
 
 import dataclasses
@@ -45,6 +43,7 @@ def ways() -> dict[str, tuple[str, dict]]:
     for policy in ("streaming", "topk", "h2o"):
         settings = {"method": "triforce", "policy": policy, **OFTEN}
         found[f"triforce, {policy}"] = ("near", settings)
+    found["triforce, plug-in, tree 4"] = ("plug-in", {"method": "triforce", "tree": "4", **SMALL})
     by_token = {"method": "triforce", "verification": "token", **SMALL}
     found["triforce, by token"] = ("near", by_token)
     trees = "naive 7, naive 3x2, naive 8x1, triforce 1, triforce 20, triforce 1x3, retrieval 7"

@@ -1,5 +1,6 @@
-"""Drafters and policies from outside, by the public protocols alone: equal texts, and plug-ins that
-break their protocol."""
+"""Drafters and policies from outside, by the public protocols alone, and plug-ins that break them.
+
+Equal texts are in `tests/test_matrix.py`."""
 
 import itertools
 import math
@@ -10,10 +11,9 @@ import pytest
 import torch
 
 import minitri
-from tests.cascades import texts_of
+from tests.cascades import WARM, settings_of, texts_of
 
 PROMPT = "She had been forced into prudence; she had been forced into romance; she had been"
-LENGTH = minitri.GenerationConfig(30, ignore_eos=True)
 GREEDY = minitri.SamplingParams(), False
 COUPLED = minitri.SamplingParams(0.8, top_p=0.9), True
 BOTH = pytest.mark.parametrize("distribution", [GREEDY, COUPLED], ids=["greedy", "coupled"])
@@ -56,20 +56,7 @@ def with_drafter(engine, drafter) -> minitri.Engine:
 def complete(engine, distribution, method, prompt=PROMPT, **settings) -> minitri.Completion:
     sampling, coupled = distribution
     settings |= {"gamma1": 3, "gamma2": 4, "budget": 24, "rebuild_stride": 8, "coupled": coupled}
-    speculation = minitri.SpeculationConfig(method, **settings)
-    how = {"sampling": sampling, "generation": LENGTH, "speculation": speculation}
-    return engine.complete(prompt, seed=7, **how)
-
-
-@BOTH
-@pytest.mark.parametrize("settings", [{}, {"tree": "4"}], ids=["chains", "trees"])
-def test_a_drafter_changes_no_text(engine, distribution, settings):
-    plain = complete(engine, distribution, "autoregressive")
-    other = with_drafter(engine, Bigrams(engine.config.vocab_size))
-    for method in ("naive", "triforce"):
-        done = complete(other, distribution, method, **settings)
-        assert done.token_ids == plain.token_ids
-        assert done.stats.levels[0].num_draft_tokens
+    return engine.complete(prompt, seed=7, **settings_of(method, 30, sampling, **settings))
 
 
 def test_a_drafter_is_given_to_load(folder):
@@ -102,8 +89,7 @@ def test_right_guesses_are_accepted(engine, distribution):
 def test_rows_of_a_batch_are_asked_each_for_itself(engine):
     other = with_drafter(engine, Bigrams(engine.config.vocab_size))
     prompts = [PROMPT, "The harbour wind", PROMPT[:30]]
-    settings = {"sampling": minitri.SamplingParams(0.9), "generation": LENGTH}
-    settings["speculation"] = minitri.SpeculationConfig("triforce", gamma1=2, gamma2=3, budget=24)
+    settings = settings_of("triforce", 30, WARM, gamma1=2, gamma2=3, budget=24)
     texts = texts_of(other.generate(prompts, seed=3, **settings))
     for seed, (text, prompt) in enumerate(zip(texts, prompts, strict=True), 3):
         assert text == other.complete(prompt, seed=seed, **settings).token_ids
@@ -111,11 +97,8 @@ def test_rows_of_a_batch_are_asked_each_for_itself(engine):
 
 @pytest.mark.slow
 def test_guesses_of_a_drafter_follow_the_filters_and_leave_the_distribution(engine):
-    """First tokens of 600 seeds after a drafter that is sure of a wrong token, and without one.
-
-    Three likely tokens at two places. By chance chi-square is above 40, with nine outcomes, in one
-    of 3 * 10^5 cases.
-    """
+    """Two tokens of 600 seeds with a drafter that is sure of a wrong one, and without: chi-square
+    over nine outcomes is above 40 by chance in one of 3 * 10^5 cases."""
 
     class Biased:
         def guess(self, tokens, row):
@@ -150,23 +133,18 @@ def test_a_drafter_that_breaks_its_protocol_is_named(engine, answer):
         complete(with_drafter(engine, broken), GREEDY, "triforce")
 
 
-@BOTH
-def test_a_policy_changes_no_text(engine, distribution):
-    plain = complete(engine, distribution, "autoregressive")
-    guesses = set()
-    for policy in ("retrieval", Visited(), Visited(memory=50.0)):
-        done = complete(engine, distribution, "retrieval", policy=policy)
-        assert done.token_ids == plain.token_ids
-        assert done.stats.num_rebuilds > 1
-        guesses.add(done.stats.levels[0].num_accepted_tokens)
-    assert len(guesses) > 1  # what it scores decides what is guessed
+def test_what_a_policy_scores_decides_what_is_guessed_and_no_text(engine):
+    policies = "retrieval", Visited(), Visited(memory=50.0)
+    done = [complete(engine, COUPLED, "retrieval", policy=policy) for policy in policies]
+    assert len({it.token_ids for it in done}) == 1
+    assert all(it.stats.num_rebuilds > 1 for it in done)
+    assert len({it.stats.levels[0].num_accepted_tokens for it in done}) > 1
 
 
 def test_every_run_has_a_policy_of_its_own(engine):
     """Two runs at a time with one object; nothing of either stays in it."""
     policy = Visited()
-    speculation = minitri.SpeculationConfig("retrieval", gamma2=3, budget=24, policy=policy)
-    settings = {"speculation": speculation, "generation": LENGTH}
+    settings = settings_of("retrieval", 30, gamma2=3, budget=24, policy=policy)
     alone = engine.complete(PROMPT, **settings)
     runs = [engine.generate(PROMPT, **settings) for _ in range(2)]
     *_, ends = zip(*runs, strict=True)

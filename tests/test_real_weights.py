@@ -1,7 +1,5 @@
-"""SmolLM2-135M's real weights and a long real text: the tokens of `transformers`, which reads the
-same GGUF file with its own code and tokenizer, and the same with every method."""
+"""SmolLM2-135M's real weights, a long text: the tokens of `transformers`, and of every method."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -23,13 +21,12 @@ def prompt(long_text, tmp_path):
     return path
 
 
-def ours(prompt_file, capsys, num_prompt: int, *flags: str) -> dict:
+def ours(prompt_file, call, num_prompt: int, *flags: str) -> dict:
     words = f"--model smollm2-135m --prompt-file {prompt_file} --json --quiet --max-new-tokens 32 "
     words += f"--max-prompt-tokens {num_prompt} --temperature 0 --dtype float32"
-    with pytest.raises(SystemExit) as ended:
-        main([*words.split(), *flags])
-    assert ended.value.code == 0
-    return json.loads(capsys.readouterr().out)
+    done = call(main, *words.split(), *flags)
+    assert done.code == 0
+    return done.json
 
 
 def theirs(path, text: str, num_prompt: int, rope: dict | None) -> list[int]:
@@ -56,32 +53,33 @@ def dequantized() -> dict:
 
 
 @pytest.mark.parametrize(
-    ("num_prompt", "flags", "rope"), [(1000, (), None), (8400, ("--rope-scaling", "yarn:4"), YARN4)]
+    ("num_prompt", "flags", "rope"),
+    [
+        (1000, (), None),
+        (1000, ("--weights", "native"), None),
+        (8400, ("--rope-scaling", "yarn:4"), YARN4),
+    ],
 )
 def test_the_command_gives_the_tokens_of_transformers(
-    real_weights, long_text, prompt, capsys, num_prompt, flags, rope
+    real_weights, long_text, prompt, call, num_prompt, flags, rope
 ):
-    report = ours(prompt, capsys, num_prompt, *flags)
+    report = ours(prompt, call, num_prompt, *flags)
     assert report["token_ids"] == theirs(real_weights, long_text, num_prompt, rope)
 
 
 @pytest.mark.parametrize("draft", ["ngram", "auto"])
-def test_every_method_gives_the_autoregressive_tokens(real_weights, capsys, draft):
-    """Greedy and seed-coupled, with a budget far below the prompt, so that every level accepts and
-    rejects."""
-    with pytest.raises(SystemExit) as ended:
-        selftest.main(
-            f"--model smollm2-135m --dtype float32 --draft {draft} --quiet --max-prompt-tokens 700 "
-            "--max-new-tokens 48 --budget 256 --rebuild-stride 16 --num-samples 0 "
-            "--method auto --method naive --method retrieval --method triforce".split()
-        )
-    assert ended.value.code == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["num_equal"] == 8
+def test_every_method_gives_the_autoregressive_tokens(real_weights, call, draft):
+    """With a budget far below the prompt, so that every level accepts and rejects."""
+    flags = f"--model smollm2-135m --dtype float32 --draft {draft} --quiet --max-prompt-tokens 700 "
+    flags += "--max-new-tokens 48 --budget 256 --rebuild-stride 16 --num-samples 0 "
+    flags += "--method auto --method naive --method retrieval --method triforce"
+    done = call(selftest.main, *flags.split())
+    assert (done.code, done.json["num_equal"]) == (0, 8)
 
 
 @pytest.mark.usefixtures("real_weights")
-def test_the_drafter_of_the_default_model_is_used_and_often_right(prompt, capsys):
-    report = ours(prompt, capsys, 1000, "--method=naive", "--gamma1=2", "--max-new-tokens=64")
+def test_the_drafter_of_the_default_model_is_used_and_often_right(prompt, call):
+    report = ours(prompt, call, 1000, "--method=naive", "--gamma1=2", "--max-new-tokens=64")
     assert report["draft"] == "smollm2-135m-draft"
     assert report["levels"][0]["acceptance_rate"] > 0.3
     folder = Path(__file__).parent.parent / "weights" / "smollm2-135m-draft"

@@ -14,8 +14,7 @@ FILTERED = SamplingParams(0.8, top_k=30, top_p=0.9, min_p=0.01)
 
 
 def after(model, tokens: list[int], sampling, *sizes: int) -> list[torch.Tensor]:
-    """What the model's head gives after the last token (1, V), in its own dtype, and the
-    distributions that runners with these vocabularies give there."""
+    """The head's logits after the last token (1, V), and distributions by these vocabularies."""
     caches = [new_cache(model.config, 1, len(tokens), model.dtype) for _ in range(1 + len(sizes))]
     found = [model.lm_head(read_block(model, [tokens], caches.pop())[:, -1])]
     for size, cache in zip(sizes, caches, strict=True):
@@ -51,8 +50,7 @@ def test_a_bfloat16_models_distributions_are_float32(sampling):
 
 @pytest.mark.parametrize("length", [1, 2, 16, 17, 18, 33, 34])
 def test_a_prompt_is_read_but_for_its_last_token(length):
-    """Wherever the last chunk of 16 ends: the queries of the next pass are then those of one token,
-    which choose what the retrieval cache holds."""
+    """Wherever the last chunk of 16 ends: the next queries are those of one token."""
     model, seen = tiny_model(tiny_config()), []
     cache, prompt = new_cache(model.config, 2), random_prompt(model.config, length)
     ends = list(prefill(model, prompt, cache, 1, chunk=16, watch=seen.append, max_queries=5))

@@ -62,13 +62,6 @@ def test_a_request_that_ends_makes_room_for_the_next_at_once(engine):
     assert others[first : first + 6] == [("PrefillProgress", 2), ("Token", 1)] * 3
 
 
-def test_memory_is_that_of_the_rows_whatever_waits(engine):
-    speculation, wanted = settings_of("triforce"), requests(engine)
-    few = engine.stream(wanted, batch_size=2, speculation=speculation)
-    many = engine.stream(wanted * 20, batch_size=2, speculation=speculation)
-    assert few.stats.kv_cache_bytes == many.stats.kv_cache_bytes
-
-
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [

@@ -1,6 +1,8 @@
 """After every step of a cascade: the full cache is that of a fresh prefill, and nothing after a
 length matters."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -43,10 +45,19 @@ def new_rig(method, noise, **settings) -> Rig:
 def test_the_full_cache_equals_a_fresh_prefill_of_the_accepted_tokens(
     method, noise, sampling, coupled
 ):
+    """Every other cache has read a beginning of them: all, but what a drafter reads before its next
+    guess, which is at most a block once it has begun."""
     target, num_checked = tiny_model(CONFIG), 0
 
     def compare(rig):
         nonlocal num_checked
+        for (name, runner), (b, sequence) in product(rig.runners.items(), enumerate(rig.sequences)):
+            missing = len(sequence) - 1 - runner.cache.num_tokens[b]
+            if rig.cascade.active[b]:
+                limit = rig.speculation.max_block if num_checked else len(sequence)
+                assert 0 <= missing <= (limit if name == "draft" else 0)
+            else:
+                assert runner.cache.num_tokens[b] == runner.cache.lengths[b] == 0
         for b, sequence in enumerate(rig.sequences):
             if not rig.cascade.active[b]:
                 assert rig.full.lengths[b] == 0
@@ -66,28 +77,6 @@ def test_the_full_cache_equals_a_fresh_prefill_of_the_accepted_tokens(
     assert num_checked >= 9
     if sampling is GREEDY and method != "autoregressive":
         assert rig.stats.levels[-1].num_accepted_tokens > 0
-
-
-@pytest.mark.parametrize(("method", "noise"), STACKS)
-def test_every_small_cache_knows_only_certain_tokens_after_a_step(method, noise):
-    """What has been read of a row is a beginning of its certain tokens. Nothing is missing but, in
-    the drafter's cache, what it reads before its next guess: at most a block once it has begun."""
-    num_steps = 0
-
-    def compare(rig):
-        nonlocal num_steps
-        num_steps += 1
-        for name, runner in rig.runners.items():
-            for b, sequence in enumerate(rig.sequences):
-                missing = len(sequence) - 1 - runner.cache.num_tokens[b]
-                if rig.cascade.active[b]:
-                    has_begun = num_steps > 1
-                    limit = rig.speculation.max_block if has_begun else len(sequence)
-                    assert 0 <= missing <= (limit if name == "draft" else 0)
-                else:
-                    assert runner.cache.num_tokens[b] == runner.cache.lengths[b] == 0
-
-    new_rig(method, noise).run(compare)
 
 
 def poison(runner) -> None:

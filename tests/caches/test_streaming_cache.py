@@ -1,5 +1,4 @@
-"""The drafter's cache: sinks and recent tokens, rotated by slot, so that it never knows how long
-the text is."""
+"""The drafter's cache: sinks and recent tokens, rotated by slot."""
 
 import pytest
 import torch
@@ -40,8 +39,7 @@ def windowed(tokens: list[int], num_slots: int) -> list[int]:
 
 
 def read_on(runner, tokens, start, end):
-    """Reads one token at a time as if each had just been committed; yields the length of the text
-    and its distribution."""
+    """Commits one token at a time; yields the length of the text and its distribution."""
     for n in range(start, end):
         probs_BNV = runner.next_probs([tokens[:n]], [True]).probs_BNV
         yield n, probs_BNV[0, 0]
@@ -69,8 +67,7 @@ def test_a_deep_model_keeps_sinks_and_rotates_keys_by_their_slots():
 @pytest.mark.parametrize("start", [5, 47, 48, 150])
 @pytest.mark.parametrize("num_guesses", [1, 3])
 def test_what_is_cropped_leaves_no_trace(start, num_guesses):
-    """Guesses read, cropped and poisoned; then the right tokens are read as if nothing had
-    happened."""
+    """Guesses read, cropped and poisoned, before the right tokens."""
     clean, guessing = new_runner(), new_runner()
     wrong = [(token + 1) % CONFIG.vocab_size for token in TEXT]
 

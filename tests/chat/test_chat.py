@@ -73,11 +73,10 @@ def test_piped_questions_are_answered_and_commands_obeyed(chat, tmp_path):
 
 
 @pytest.mark.parametrize("flags", ["--load missing.kv", f"--document {__file__}"])
-def test_what_cannot_begin_is_one_line(instruct, capsys, flags):
-    with pytest.raises(SystemExit) as ended:
-        main(["--quiet", "--model", str(instruct), "--device", "cpu", *flags.split()])
-    [line] = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2
+def test_what_cannot_begin_is_one_line(instruct, call, flags):
+    done = call(main, "--quiet", "--model", instruct, "--device", "cpu", *flags.split())
+    [line] = done.err.splitlines()
+    assert done.code == 2
     assert ("missing.kv" if "--load" in flags else "prompt has") in line
 
 

@@ -16,8 +16,7 @@ if platform.machine() == "x86_64":
 
 
 def compiled(folder: Path, instructions: str = "native", change: Sequence[str] = ("\n", "\n")):
-    """Kernels for some instructions, where a text of the source may be changed to another; they
-    run on two threads."""
+    """Kernels on two threads; a text of their source may be changed."""
     texts = {file.name: file.read_text() for file in SOURCE.parent.glob("*.[ch]*")}
     assert any(change[0] in text for text in texts.values())
     for name, text in texts.items():

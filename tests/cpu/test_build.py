@@ -1,5 +1,4 @@
-"""Building the kernels: once per machine, never a wrong library, never more than one line where it
-cannot be done."""
+"""Kernels are built once per machine, never wrong; one line where it cannot be done."""
 
 import os
 import shutil
@@ -18,8 +17,7 @@ needs_compiler = pytest.mark.skipif(not REAL, reason="needs a C++ compiler (c++,
 
 @pytest.fixture
 def source(tmp_path, monkeypatch, caplog) -> Path:
-    """A library of one function, in a folder whose name is hard to quote: it stands for the
-    kernels. Temporary files have a folder of their own."""
+    """A library of one function that stands for the kernels, in a folder that is hard to quote."""
     file = tmp_path / "naïve folder's" / "tiny.cpp"
     file.parent.mkdir()
     file.write_text('extern "C" int answer() { return 42; }\n')

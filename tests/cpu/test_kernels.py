@@ -50,8 +50,7 @@ def test_attention_equals_the_oracle(kernels, dtype, D):
 
 @every_dtype
 def test_attention_of_a_token_has_the_same_bits_whatever_stands_next_to_it(kernels, dtype):
-    """In a block or alone, next to others, on one thread or three; the prefix ends near the
-    boundaries of blocks of slots and of pieces."""
+    """On one thread or three; prefixes end near the boundaries of blocks and of pieces."""
     for prefix in (0, 50, 60, PIECE - 7, PIECE + 3, 1500):
         q, k, v, _ = random_case(20, (prefix, prefix // 2), dtype=dtype)
         k, v = k.nan_to_num(1.0), v.nan_to_num(1.0)
@@ -97,8 +96,7 @@ def test_what_is_not_finite_is_never_hidden(kernels, dtype, T):
 )
 @pytest.mark.parametrize("R", [1, 4, 7, 25])
 def test_linear_equals_plain_formulas(kernels, dtype, bits, E, R):
-    """Odd and even numbers of quantized groups, more than a vector holds; outputs that fill no
-    tile."""
+    """Odd and even numbers of quantized groups; outputs that fill no tile."""
     N = 90
     x, weight = random(1, R, E, dtype=dtype), random(N, E, dtype=dtype, seed=1) / E**0.5
     bias = random(N, dtype=dtype, seed=3)

@@ -8,13 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from minitri import SpeculationConfig
-from minitri.decoding.autotuner import (
-    FIRST_RATES,
-    HYSTERESIS,
-    RARITY,
-    Autotuner,
-    expected_tokens,
-)
+from minitri.decoding.autotuner import FIRST_RATES, HYSTERESIS, RARITY, Autotuner, expected_tokens
 from minitri.settings import METHODS, StepPlan
 
 AR, NAIVE = StepPlan("autoregressive"), StepPlan("naive", 2)
@@ -114,9 +108,6 @@ def test_a_prediction_is_expected_tokens_over_expected_seconds():
     seconds = rounds * (cost("draft", 0) + cost("retrieval", 1)) + cost("target", length)
     tokens = expected_tokens(retrieval, length)
     assert tuner.tokens_per_second(TRIFORCE) == pytest.approx(tokens / seconds)
-
-
-def test_expected_tokens_are_those_of_independent_guesses():
     for rate, num in ((0.3, 2), (0.8, 5), (1.0, 3), (0.0, 4)):
         by_length = [rate**n * (1 - rate) * (n + 1) for n in range(num)]
         assert expected_tokens(rate, num) == pytest.approx(sum(by_length) + rate**num * (num + 1))
@@ -154,9 +145,8 @@ def wander(seed: str, memory: float, sigma: float) -> list[float]:
 
 
 class Simulation:
-    """Decoding on a machine: times are noisy and drift, rounds take twice as long the first time, a
-    drafter that takes part again reads what it missed, and acceptance rates wander, in the same way
-    for all methods of a seed. The prior costs of one stage may be wrong by a factor."""
+    """Decoding with noisy times that drift, and acceptance rates that wander, in the same way for
+    all methods of a seed. The prior costs of one stage may be wrong by a factor."""
 
     def __init__(self, machine: Machine, method: str, seed: int, drift: float, wrong) -> None:
         self.random = random.Random(seed)

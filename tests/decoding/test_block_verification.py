@@ -1,5 +1,4 @@
-"""Block verification: never shorter than by token, safe in float32, and what runs use by default.
-Its distribution is enumerated in `test_enumeration.py`."""
+"""Block verification; its distribution is enumerated in `test_enumeration.py`."""
 
 import itertools
 
@@ -11,8 +10,7 @@ from tests.exactness import PROMPT, Table, outcomes, outcomes_of_block
 
 
 def test_a_block_accepts_at_least_as_much_after_every_start():
-    """Whatever the guesses: that at least i of them stay is at least as likely. Over all it is
-    strictly more."""
+    """Whatever the guesses; over all it is strictly more."""
     target = Table(3, 0)
     draft, total = Table(3, 2, near=target), [0.0, 0.0]
     for tokens in itertools.product(range(3), repeat=3):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from minitri import InputError, SamplingParams, SpeculationConfig
-from tests.cascades import tiny_engine
+from minitri import InputError
+from tests.cascades import WARM, settings_of, tiny_engine
 
 
 @pytest.mark.parametrize("coupled", [False, True])
@@ -25,9 +25,7 @@ def test_a_damaged_model_stops_the_run_and_is_named(method, tree, damaged, coupl
     model = getattr(engine, damaged)
     model.norm.weight[-1] = torch.nan
     object.__setattr__(model.config, "name", "the-damaged-one")
-    speculation = SpeculationConfig(
-        method, budget=32, num_recent_tokens=20, tree=tree, coupled=coupled
-    )
+    sizes = {"budget": 32, "num_recent_tokens": 20, "tree": tree, "coupled": coupled}
     with pytest.raises(InputError, match="^the-damaged-one computed logits") as error:
-        engine.complete([5, 6, 7], speculation=speculation, sampling=SamplingParams(0.9))
+        engine.complete([5, 6, 7], **settings_of(method, sampling=WARM, **sizes))
     assert "--dtype float32" in str(error.value)

@@ -1,5 +1,4 @@
-"""The output distribution of the real cascade, computed exactly by summing over every random number
-of every level."""
+"""The output distribution of the real cascade, summed over every random number of every level."""
 
 import itertools
 
@@ -21,8 +20,7 @@ def test_both_levels_together_give_the_target_distribution(V, gamma1, gamma2):
 
 
 def test_nothing_leaks_from_one_step_into_the_next():
-    """Two whole steps: what the stages remember of the first must be just what the target let
-    stand."""
+    """What the stages remember of the first is just what the target let stand."""
     assert largest_error(3, 1, 1, num_steps=2) < ROUNDING
 
 
@@ -52,8 +50,7 @@ def test_a_block_gives_the_target_distribution(V, gamma1, seed):
     [(3, 1, 1, 3), (3, 2, 1, 4), (3, 2, 2, 5), (4, 2, 2, 3), (3, 3, 1, 4)],
 )
 def test_blocks_at_both_levels_give_the_target_distribution(V, gamma1, gamma2, horizon):
-    """What the inner level proposes is as long as its guesses let it be, and yet every token of it
-    follows the rows that are stated for it."""
+    """Every token of the inner level follows the rows that are stated for it."""
     assert largest_error(V, gamma1, gamma2, horizon=horizon, rule=verify_block) < ROUNDING
 
 

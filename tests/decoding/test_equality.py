@@ -1,7 +1,4 @@
-"""What a target that drafts for itself shows, and when choices may follow the clock.
-
-Equality of texts with autoregressive decoding is in `tests/test_matrix.py`.
-"""
+"""What a target that drafts for itself shows, and when choices may follow the clock."""
 
 from types import SimpleNamespace
 
@@ -12,7 +9,7 @@ from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.memory import MemoryShape
 from minitri.model.execution import Execution
 from minitri.stack import may_use_clock
-from tests.cascades import tiny_engine
+from tests.cascades import settings_of, tiny_engine
 
 GREEDY = (SamplingParams(), False)
 COUPLED = (SamplingParams(0.8, top_k=40, top_p=0.95), True)
@@ -20,18 +17,12 @@ COUPLED = (SamplingParams(0.8, top_k=40, top_p=0.95), True)
 
 @pytest.mark.parametrize("distribution", [GREEDY, COUPLED, (SamplingParams(1.0), False)])
 def test_a_target_that_drafts_for_itself_is_always_right(distribution):
-    """Every stage sees everything, so every distribution is the target's: nothing may be rejected,
-    at any temperature."""
+    """Every stage sees everything, so nothing may be rejected, at any temperature."""
     sampling, coupled = distribution
     target, prompts = tiny_engine(), [[5, 6, 7], list(range(10, 60)), [9], [4] * 20]
     settings = {"budget": 128, "num_recent_tokens": 200, "gamma1": 3, "gamma2": 6}
-    run = Engine(target.model, target.tokenizer, target.model).generate(
-        prompts,
-        sampling=sampling,
-        generation=GenerationConfig(40, ignore_eos=True),
-        speculation=SpeculationConfig("triforce", coupled=coupled, **settings),
-    )
-    *_, end = run
+    how = settings_of("triforce", 40, sampling, coupled=coupled, **settings)
+    *_, end = Engine(target.model, target.tokenizer, target.model).generate(prompts, **how)
     assert [level.acceptance_rate for level in end.stats.levels] == [1.0, 1.0]
 
 

@@ -1,20 +1,16 @@
-"""The joint distribution of several tokens through the real session, for every method, and for
-drafters whose vocabulary is smaller or larger than the target's: greedy and coupled runs cannot see
-a wrong q.
+"""The joint distribution of several tokens through the real session: greedy and coupled runs cannot
+see a wrong q.
 
-An adversarial drafter, a retrieval cache of a quarter of the prompt, and 20,000 seeds, or 5,000
-where gammas, randomness or the drafter differ. A false alarm has odds of 1 in 100,000 per test, had
-the seeds been drawn again. `pytest -s` prints the p-values.
+An adversarial drafter, a retrieval cache of a quarter of the prompt, and 20,000 seeds, or 5,000. A
+false alarm has odds of 1 in 100,000 per test, had the seeds been drawn again.
 """
 
-import dataclasses
 import itertools
 
 import pytest
-import torch
 
 from minitri import SamplingParams, SpeculationConfig
-from minitri.model.llama import Llama
+from tests.cascades import trimmed_copy
 from tests.chi_square import (
     FALSE_ALARM,
     SMALL,
@@ -26,28 +22,15 @@ from tests.chi_square import (
     p_value,
     target_model,
 )
-from tests.conftest import CPU
 
 NUM_SEEDS = 20_000
 FILTERED, OTHERWISE = SamplingParams(0.8, top_p=0.95), SamplingParams(1.1, top_k=3, min_p=0.02)
 
 
-def trimmed_model(target: Llama) -> Llama:
-    """A drafter with the target's embeddings and a head over two tokens of four."""
-    config = dataclasses.replace(target.config, draft_of="target", head_size=2)
-    draft = Llama(config, dtype=torch.float32, device=CPU, target=target, attend=target.attend)
-    generator = torch.Generator().manual_seed(5)
-    for parameter in draft.parameters():
-        if parameter is not target.embed_tokens and parameter.is_floating_point():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    draft.lm_head.token_ids.copy_(torch.tensor([2, 0]))
-    return draft.eval()
-
-
 DRAFTERS = {
     "half of the tokens": lambda target: other_model(V // 2),
     "three times as many": lambda target: other_model(3 * V),
-    "trimmed head": trimmed_model,
+    "trimmed head": lambda target: trimmed_copy(other_model(), [2, 0]),
     "lookup": lambda target: None,
 }
 

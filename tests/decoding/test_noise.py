@@ -22,8 +22,7 @@ def test_gumbel_noise_is_of_fine_numbers_that_differ():
 
 
 def test_the_hash_is_splitmix64_for_numbers_and_for_tensors():
-    """The published outputs for the seeds 1234567 and 0. The noise may not change, or the text of a
-    seed would."""
+    """The published outputs for the seeds 1234567 and 0: the text of a seed may not change."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     states = [1234567 + n * noise._STEP for n in range(3)]
     assert [noise._splitmix(state) % 2**64 for state in states] == published
@@ -57,8 +56,7 @@ def test_coupled_tokens_follow_the_distribution_at_every_position():
 
 
 def test_the_noise_of_a_place_is_unrelated_to_its_neighbours():
-    """Seeds, positions and tokens up to two apart; 6 standard errors are a false alarm of 1 in
-    10^8."""
+    """Up to two apart; 6 standard errors are a false alarm of 1 in 10^8."""
     tokens = torch.arange(20_000)
     here = hashed_uniforms(torch.tensor(noise_key(5, 100)), tokens)
     for seed, position, shift in itertools.product(range(3, 8), range(98, 103), range(-2, 3)):

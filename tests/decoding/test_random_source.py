@@ -5,13 +5,14 @@ from functools import partial
 import pytest
 import torch
 
-from minitri import End, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri import SamplingParams
 from minitri.decoding import random_source
 from minitri.decoding.random_source import RandomSource
 from minitri.decoding.verification import verify, verify_block, verify_coupled
-from tests.cascades import tiny_engine
+from tests.cascades import settings_of, texts_of, tiny_engine
 
 PROMPTS = [[5, 6, 7, 8] * 10, [9, 10, 11], list(range(20, 90))]
+SAMPLING = SamplingParams(1.1, top_p=0.95)
 SPECULATION = {"gamma1": 2, "gamma2": 3, "budget": 24, "num_recent_tokens": 20}
 
 
@@ -62,15 +63,8 @@ def run(monkeypatch, prompts, *, seeds, **speculation):
     """What was recorded, and the tokens of each row."""
     with monkeypatch.context() as patching:
         recorder = Recorder(patching)
-        events = tiny_engine().generate(
-            prompts,
-            sampling=SamplingParams(1.1, top_p=0.95),
-            generation=GenerationConfig(40, ignore_eos=True),
-            speculation=SpeculationConfig(**speculation, **SPECULATION),
-            seed=seeds,
-        )
-        tokens = {event.row: event.token_ids for event in events if isinstance(event, End)}
-    return recorder, tokens
+        how = settings_of(num_new=40, sampling=SAMPLING, **speculation, **SPECULATION)
+        return recorder, texts_of(tiny_engine().generate(prompts, seed=seeds, **how))
 
 
 for_every_method = pytest.mark.parametrize(
@@ -80,8 +74,7 @@ for_every_method = pytest.mark.parametrize(
 
 @for_every_method
 def test_all_numbers_of_a_run_are_distinct(monkeypatch, method):
-    """Of all rows, levels and steps, the tests of a proposal and the token after them; 53 bits
-    make a coincidence a matter of 1 in 10^9 runs."""
+    """Of all rows, levels and steps; 53 bits make a coincidence a matter of 1 in 10^9 runs."""
     recorder, _ = run(monkeypatch, PROMPTS, seeds=[0, 1, 2], method=method)
     numbers = [n for row in recorder.decisions.values() for numbers in row for n in numbers]
     assert len(set(numbers)) == len(numbers) > 100
@@ -92,8 +85,7 @@ def test_all_numbers_of_a_run_are_distinct(monkeypatch, method):
 
 @for_every_method
 def test_a_rows_numbers_do_not_depend_on_its_neighbours(monkeypatch, method):
-    """The same numbers for the same decisions alone, between others, and after others have
-    ended."""
+    """The same decisions alone, between others, and after others have ended."""
     together, tokens = run(monkeypatch, PROMPTS, seeds=[7, 8, 9], method=method)
     for b, prompt in enumerate(PROMPTS):
         alone, own = run(monkeypatch, [prompt], seeds=[7 + b], method=method)

@@ -1,5 +1,4 @@
-"""Method `auto`: whatever is stacked from step to step, caches stay exact, and runs repeat.
-(Texts under random plans: `tests/test_properties.py`.)"""
+"""Method `auto`; its texts under random plans are in `tests/test_properties.py`."""
 
 import itertools
 import random
@@ -8,10 +7,10 @@ import time
 import pytest
 import torch
 
-from minitri import GenerationConfig, SamplingParams, SpeculationConfig
+from minitri import SamplingParams, SpeculationConfig
 from minitri.decoding.autotuner import Autotuner
 from minitri.settings import StepPlan
-from tests.cascades import Rig, near_copy, random_prompt, tiny_engine
+from tests.cascades import Rig, near_copy, random_prompt, settings_of, tiny_engine
 from tests.conftest import tiny_config, tiny_model
 
 AR, NAIVE = StepPlan("autoregressive"), StepPlan("naive", 2)
@@ -45,20 +44,19 @@ def test_a_drafter_that_was_left_out_for_long_knows_the_text_again(monkeypatch):
 def test_auto_is_the_default_and_repeats_itself_whatever_the_clock_says(
     noise, sampling, dtype, monkeypatch
 ):
-    engine, generation = tiny_engine(noise=noise), GenerationConfig(90, ignore_eos=True)
+    engine = tiny_engine(noise=noise)
     for model in (engine.model, engine.draft):
         if model is not None:
             model.to(dtype)
     prompt = random_prompt(engine.config, 150)
 
-    def text(**settings) -> tuple[int, ...]:
+    def text(method="auto") -> tuple[int, ...]:
         engine.release()  # a prompt that is partly known is read in other blocks, which may round
-        *_, end = engine.generate(
-            prompt, sampling=sampling, generation=generation, seed=4, **settings
-        )
+        end = engine.complete(prompt, seed=4, **settings_of(method, 90, sampling))
         assert sum(end.stats.steps_per_plan.values()) > 0
         return end.token_ids
 
+    assert SpeculationConfig().method == "auto"
     first = text()
     clock, now = random.Random(3), [0.0]
 
@@ -66,11 +64,10 @@ def test_auto_is_the_default_and_repeats_itself_whatever_the_clock_says(
         now[0] += clock.random()
         return now[0]
 
-    engine.release()  # the second does not begin with K and V of the first
     monkeypatch.setattr(time, "perf_counter", erratic)
     assert text() == first
     if sampling.temperature == 0 and dtype == torch.float32:
-        assert text(speculation=SpeculationConfig("autoregressive")) == first
+        assert text("autoregressive") == first
 
 
 def test_a_row_that_ended_costs_nothing_in_a_stage_that_was_left_out(monkeypatch):

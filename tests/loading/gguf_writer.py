@@ -1,5 +1,4 @@
-"""GGUF files for tests, written the way llama.cpp's converter does: neighbouring rotary pairs, and
-the names and keys of the `gguf` package."""
+"""GGUF files for tests, as llama.cpp's converter writes them: neighbouring rotary pairs."""
 
 import json
 from collections.abc import Callable

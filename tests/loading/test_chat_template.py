@@ -62,14 +62,11 @@ NEEDS_PAIRS = "{{ raise_exception('Roles must alternate') if messages|length == 
 def test_a_conversation_reads_as_in_transformers(template, with_answer, messages):
     from transformers import PreTrainedTokenizerFast
 
-    theirs = PreTrainedTokenizerFast(
-        tokenizer_object=byte_level_tokenizer(),
-        bos_token="<s>",
-        eos_token="</s>",
-        chat_template=template,
-    )
+    ends = {"bos_token": "<s>", "eos_token": "</s>"}
+    words = byte_level_tokenizer()
+    theirs = PreTrainedTokenizerFast(tokenizer_object=words, chat_template=template, **ends)
     wanted = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=with_answer)
-    ours = ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"})
+    ours = ChatTemplate(template, ends)
     assert ours.render(messages, add_generation_prompt=with_answer) == wanted
 
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import minitri
-from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
+from minitri import InputError
 from minitri.loading.gguf.file import GgufFile
 from minitri.loading.hf_config import read_config
 from minitri.loading.hf_folder import Folder
 from minitri.loading.open_models import load_tokenizer
-from minitri.settings import METHODS
+from tests.cascades import WARM, settings_of
 from tests.conftest import byte_level_tokenizer, write_hf_folder
 from tests.loading.gguf_writer import write_gguf
 
@@ -29,22 +29,13 @@ def relative(request, tmp_path_factory):
     return write_hf_folder(folder, model_type=request.param, **RELATIVES[request.param])
 
 
-def test_every_method_writes_the_same_text(relative):
+def test_triforce_writes_the_same_text(relative):
     """With itself as its drafter, over all three kinds of caches."""
     engine = minitri.load(relative, draft=str(relative), dtype="float32", device="cpu")
-    sizes = {"budget": 32, "num_recent_tokens": 20, "gamma1": 2, "gamma2": 3}
-    for sampling, coupled in ((SamplingParams(), False), (SamplingParams(0.8, top_p=0.9), True)):
-        texts = {
-            engine.complete(
-                TEXT,
-                sampling=sampling,
-                speculation=SpeculationConfig(method, coupled=coupled, **sizes),
-                seed=3,
-                generation=GenerationConfig(40, ignore_eos=True),
-            ).token_ids
-            for method in METHODS
-        }
-        assert len(texts) == 1
+    sizes = {"budget": 32, "num_recent_tokens": 20, "gamma1": 2, "gamma2": 3, "coupled": True}
+    ways = [settings_of(method, 40, WARM, **sizes) for method in ("autoregressive", "triforce")]
+    texts = [engine.complete(TEXT, **way).token_ids for way in ways]
+    assert texts[0] == texts[1]
 
 
 def test_a_gguf_file_is_the_same_model(relative, tmp_path):

@@ -1,8 +1,9 @@
-"""Files that a careless or hostile author makes: each gives one line, or the model that it says.
+"""Files of a careless or hostile author: each gives one line, or the model that it says.
 
-None may hang, eat memory, end in a traceback, or run as something else than what is written in it.
+None may hang, eat memory or end in a traceback.
 """
 
+import itertools
 import json
 import os
 import pickle
@@ -102,34 +103,32 @@ def test_a_pipe_in_place_of_a_file_is_not_opened(folder, tmp_path):
             refused(copy / name if name == "x.gguf" else copy, "tokenizer|readable|weights")
 
 
-@pytest.mark.parametrize("content", [None, '{"model_type": "lla', "[]", "[" * 200_000, b"\xff"])
-@pytest.mark.parametrize("name", JSON)
-def test_a_damaged_json_file_is_named(copy, name, content):
-    (copy / name).unlink(missing_ok=True)
-    if content is not None:
-        (copy / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    if content is not None or name in ("config.json", "tokenizer.json"):
-        refused(copy, f"{name}|tokenizer")
+BROKEN = [*itertools.product(JSON, ('{"model_type": "lla', "[]", "[" * 200_000, b"\xff"))]
+BAD_FILES = [(name, content, f"{name}|tokenizer") for name, content in BROKEN]
+BAD_FILES += [(name, None, name) for name in ("config.json", "tokenizer.json")]
+BAD_FILES += [
+    ("tokenizer_config.json", {"add_bos_token": "true"}, "add_bos_token"),
+    ("tokenizer_config.json", {"add_bos_token": 1}, "add_bos_token"),
+    ("tokenizer_config.json", {"add_bos_token": True}, "bos_token_id=None"),
+    ("tokenizer_config.json", {"chat_template": 5}, "chat_template is 5"),
+    ("generation_config.json", {"eos_token_id": ["x"]}, "eos_token_ids"),
+    ("config.json", {"vocab_size": 2 * 10**9}, "do not fit on cpu"),
+    ("config.json", {"draft_of": "a\nb", "head_size": 9}, "is a drafter for a b"),
+]
+"""Files with another content, without any, or with changed values."""
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "match"),
-    [
-        ("tokenizer_config.json", {"add_bos_token": "true"}, "add_bos_token"),
-        ("tokenizer_config.json", {"add_bos_token": 1}, "add_bos_token"),
-        ("tokenizer_config.json", {"add_bos_token": True}, "bos_token_id=None"),
-        ("tokenizer_config.json", {"chat_template": 5}, "chat_template is 5"),
-        ("generation_config.json", {"eos_token_id": ["x"]}, "eos_token_ids"),
-        ("config.json", {"vocab_size": 2 * 10**9}, "do not fit on cpu"),
-        ("config.json", {"draft_of": "a\nb", "head_size": 9}, "is a drafter for a b"),
-    ],
-)
-def test_a_wrong_value_of_a_small_file_is_refused(copy, name, changes, match):
-    config = json.loads((copy / "config.json").read_text()) | {"bos_token_id": None}
-    (copy / "config.json").write_text(json.dumps(config))
-    (copy / name).touch()
-    (copy / name).write_text((copy / name).read_text() or "{}")
-    edit_json(copy / name, **changes)
+@pytest.mark.parametrize(("name", "content", "match"), BAD_FILES)
+def test_a_wrong_json_file_is_named(copy, name, content, match):
+    edit_json(copy / "config.json", bos_token_id=None)
+    file = copy / name
+    if content is None:
+        file.unlink()
+    elif isinstance(content, dict):
+        before = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(before | content))
+    else:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
     refused(copy, match)
 
 

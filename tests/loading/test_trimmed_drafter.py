@@ -1,5 +1,4 @@
-"""Drafters made by tools/distill_draft.py: the target's embeddings, a few layers, a head over
-frequent tokens."""
+"""Drafters made by tools/distill_draft.py: a few layers, and a head over frequent tokens."""
 
 import itertools
 import json
@@ -12,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import minitri
-from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
+from minitri import InputError, SamplingParams
+from tests.cascades import settings_of
 from tests.conftest import edit_json, write_hf_folder
 from tools import distill_data, distill_draft
 
@@ -68,17 +68,13 @@ def test_a_distilled_drafter_guesses_and_changes_nothing(target, drafter):
     engine = load(target, drafter)
     assert engine.draft is not None
     assert engine.draft.config.num_layers == 3
-    prompt, generation = list(range(3, 200)), GenerationConfig(60, ignore_eos=True)
-    for sampling, coupled in ((SamplingParams(), False), (SamplingParams(1.0), True)):
-        sizes = {"budget": 64, "num_recent_tokens": 60, "coupled": coupled}
-        options = {"sampling": sampling, "generation": generation, "seed": 3}
-        alone, *others = (
-            engine.complete(prompt, speculation=SpeculationConfig(method, **sizes), **options)
-            for method in ("autoregressive", "naive", "triforce")
-        )
-        for done in others:
-            assert done.token_ids == alone.token_ids
-            assert done.stats.levels[0].num_accepted_tokens > 0
+    sizes = {"budget": 64, "num_recent_tokens": 60, "coupled": True}
+    methods = "autoregressive", "naive", "triforce"
+    ways = (settings_of(method, 60, SamplingParams(1.0), **sizes) for method in methods)
+    alone, *others = (engine.complete(range(3, 200), **way) for way in ways)
+    for done in others:
+        assert done.token_ids == alone.token_ids
+        assert done.stats.levels[0].num_accepted_tokens > 0
 
 
 def test_training_makes_held_out_acceptance_better(target, books, tmp_path, capsys):
@@ -93,8 +89,7 @@ def test_training_makes_held_out_acceptance_better(target, books, tmp_path, caps
 
 
 def test_an_interrupted_distillation_goes_on_where_it_was(target, books, tmp_path, monkeypatch):
-    """Killed while it labels and killed while it trains, it ends with the very drafter of a run
-    that was left alone."""
+    """Killed while it labels and while it trains, it ends with the drafter of a run left alone."""
     distill(target, books, tmp_path / "whole")
 
     def interrupt(owner, name, at):
@@ -147,6 +142,13 @@ def test_a_head_with_a_wrong_id_map_is_refused(target, drafter, tmp_path, ids, h
     refused(target, folder, match)
 
 
+def test_labels_made_with_other_settings_are_not_mixed(target, books, drafter):
+    with pytest.raises(InputError, match="was made with other settings"):
+        distill(target, books, drafter, "--seed 1")
+    meta = json.loads((drafter / "labels" / "train" / "meta.json").read_text())
+    assert meta["files"] == ["train.txt"]
+
+
 def test_bad_input_to_distillation_is_one_line(target, books, tmp_path):
     short = books / "short.txt"
     short.write_text("Too short.")
@@ -158,11 +160,3 @@ def test_bad_input_to_distillation_is_one_line(target, books, tmp_path):
     ):
         with pytest.raises(InputError, match=message):
             distill(target, books, tmp_path / "out", flags, text)
-
-
-def test_labels_made_with_other_settings_are_not_mixed(target, books, tmp_path):
-    distill(target, books, tmp_path / "out")
-    with pytest.raises(InputError, match="was made with other settings"):
-        distill(target, books, tmp_path / "out", "--seed 1")
-    meta = json.loads((tmp_path / "out" / "labels" / "train" / "meta.json").read_text())
-    assert meta["files"] == ["train.txt"]

@@ -1,7 +1,4 @@
-"""What the shares of a model compute together is what the whole computes.
-
-Ranks are threads of one process here, so that mutants of its code are seen.
-"""
+"""What the shares of a model compute together; ranks are threads, so that mutants are seen."""
 
 import copy
 import threading

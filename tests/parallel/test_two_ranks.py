@@ -1,8 +1,7 @@
-"""A model split over two processes writes the texts of one: gloo on a CPU stands for NCCL on GPUs.
+"""A model split over two processes (gloo on a CPU) writes the texts of one.
 
-Two ranks and a process alone make the same runs (`main`, below), at the same time. Everything is
-float32, where only a near-tie could tell them apart. Ranks are given different clocks on purpose:
-none may count.
+Two ranks and a process alone make the same runs (`main`, below), in float32. Ranks are given
+different clocks on purpose: none may count.
 """
 
 import os
@@ -132,10 +131,7 @@ def test_torchrun_shows_one_text_of_one_prompt_from_standard_input(models):
     ("how", "which"), [(signal.SIGKILL, 1), (signal.SIGKILL, 0), (signal.SIGINT, 1)]
 )
 def test_when_one_rank_ends_all_end_with_one_line(models, how, which):
-    """A rank that is killed is noticed by the other; one that is interrupted says so itself.
-
-    On a busy machine a text may be whole before the signal comes; then another run is made.
-    """
+    """A killed rank is noticed by the other. If texts end before it, another run is made."""
     flags = ("--quiet", "--max-new-tokens", "450", "--method", "autoregressive", "--prompt", "She")
     codes = [0, 0]
     for _ in range(5):

@@ -1,6 +1,5 @@
 """The benchmark: every method after the same prompts, in turns, with figures that fit together."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -12,17 +11,15 @@ from minitri.settings import METHODS
 
 
 @pytest.fixture
-def run(folder, capsys):
+def run(folder, call):
     """Runs the benchmark on the tiny model; gives lines for people, and the figures."""
 
     def run(*flags: str) -> tuple[list[str], dict]:
         always = "--dtype float32 --device cpu --prompt-tokens 150 --new-tokens 24 --quiet"
         sizes = "--budget 64 --num-recent-tokens 40"
-        with pytest.raises(SystemExit) as exit_:
-            bench.main(["--model", str(folder), *always.split(), *sizes.split(), *flags])
-        assert not exit_.value.code
-        *table, last = capsys.readouterr().out.splitlines()
-        return table, json.loads(last)
+        done = call(bench.main, "--model", folder, *f"{always} {sizes}".split(), *flags)
+        assert done.code == 0
+        return done.out.splitlines()[:-1], done.json
 
     return run
 
@@ -87,7 +84,7 @@ def test_speedups_are_taken_prompt_by_prompt():
             "autoregressive": [Run([], 1.0, ms, False) for ms in (10, 10, 40, 40)],
             "naive": [Run([], 1.0, ms, False, stats) for ms in (5, 4, 20, 20)],
             "peer": [Run([], ms / 20, ms, False) for ms in (20, 20, 160, 160)],
-        },
+        }
     )
     assert result["naive"]["speedup"] == {"median": 2.0, "min": 2.0, "max": 2.5}
     assert result["naive"]["acceptance"] == {"target": 0.6}

@@ -85,20 +85,9 @@ def test_a_program_that_hangs_or_dies_is_named_and_the_next_one_runs(body, how, 
     assert "made-up weights, flash attention" in report.rpartition("SUMMARY")[2]
 
 
-def test_a_full_disk_costs_the_output_but_not_what_ran(run, tmp_path):
+def test_a_full_disk_costs_the_output_but_not_what_ran(run):
     _, screen, _ = run("", "engine", report=Path("/dev/full"))
     assert outcomes(screen)[1] == "engines and distributions: exit code 0"
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk)]
-    if os.getuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("may not mount a small disk")
-    try:
-        code, _, report = run("head -c 400000 /dev/zero | base64", "engine", report=disk / "report")
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
-    assert code == 0
-    assert outcomes(report)[1] == "engines and distributions: exit code 0"
 
 
 def test_without_a_device_it_stops_at_once(run):

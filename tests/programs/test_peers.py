@@ -1,8 +1,6 @@
 """`tools.bench --compare --peer`: what can run takes part in its own process, or is skipped."""
 
-import json
 import os
-import sys
 from itertools import islice
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from tools.bench import __main__ as bench
 from tools.bench.peers.choice import PEERS, find_peers
 from tools.bench.peers.float16 import as_float16
 from tools.bench.peers.in_transformers import transformers_model, transformers_peer
-from tools.bench.peers.process import worker_peer
 
 STAND_IN = """
 __version__ = "1.2.3"
@@ -64,7 +61,11 @@ def test_a_peer_runs_in_its_own_process(installed, gguf_file, caplog):
     with caplog.at_level("INFO", "minitri"):
         peers = found(gguf_file, *PEERS[1:])
     assert list(peers) == [LLAMA_CPP]
-    assert list(islice(peers[LLAMA_CPP]([5] * 40, 9), 3)) == [40] * 3
+    tokens = peers[LLAMA_CPP]([5] * 40, 9)
+    assert list(islice(tokens, 3)) == [40] * 3
+    process = tokens._process
+    del tokens
+    assert process.returncode is not None
     missing = [line for line in caplog.messages if line.startswith("openvino")]
     assert len(missing) == 4
     assert all("ImportError: built for another machine" in line for line in missing)
@@ -93,27 +94,16 @@ def test_what_fails_or_cannot_be_compared_is_skipped(
     assert reason in caplog.messages[-1]
 
 
-def test_peers_take_their_turns(installed, gguf_file, capsys):
+def test_peers_take_their_turns(installed, gguf_file, call):
     installed("llama_cpp", STAND_IN.format(loading=""))
     flags = f"--compare --model {gguf_file} --method autoregressive --prompt-tokens 30 "
     flags += "--new-tokens 12 --dtype float32 --device cpu --temperature 0 --peer llama.cpp"
-    with pytest.raises(SystemExit) as ended:
-        bench.main(flags.split())
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["contestants"]
-    assert not ended.value.code
+    done = call(bench.main, *flags.split())
+    rows = done.json["contestants"]
+    assert done.code == 0
     assert set(rows) == {"autoregressive", LLAMA_CPP}
     assert rows[LLAMA_CPP]["ms_per_token"]["median"] > 0
     assert len(rows[LLAMA_CPP]["same_tokens"]) == 2
-
-
-def test_a_peer_that_is_dropped_leaves_no_process(installed):
-    installed("llama_cpp", STAND_IN.format(loading=""))
-    settings = {"weights": "", "threads": 1}
-    tokens = worker_peer(sys.executable, "llama.cpp", settings)([1, 2], 10)
-    assert next(tokens) == 2
-    process = tokens._process
-    del tokens
-    assert process.returncode is not None
 
 
 def test_other_weights_and_programs_say_what_minitri_says(folder, gguf_file):

@@ -1,7 +1,6 @@
 """The self-test finds what is broken, and does not cry wolf over rounding."""
 
 import itertools
-import json
 
 import pytest
 import torch
@@ -17,24 +16,21 @@ from tests.conftest import write_hf_folder
 
 
 @pytest.fixture
-def check(folder, capsys):
+def check(folder, call):
     """Runs the self-test on the tiny model; gives exit code, lines, and the report."""
 
     def run(flags: str = ""):
         always = "--dtype float32 --max-prompt-tokens 120 --max-new-tokens 40 --budget 32"
-        words = ["--model", str(folder), *always.split(), "--num-samples", "0", *flags.split()]
-        with pytest.raises(SystemExit) as ended:
-            selftest.main(words)
-        lines = capsys.readouterr().out.splitlines()
-        return ended.value.code, lines, json.loads(lines[-1])
+        words = f"--model {folder} {always} --num-samples 0 {flags}".split()
+        done = call(selftest.main, *words)
+        return done.code, done.out.splitlines(), done.json
 
     return run
 
 
 @pytest.fixture
 def check_samples(check, tmp_path):
-    """Runs the statistical test with a drafter whose favourites are not the target's: exit code,
-    and its objects by method."""
+    """Runs the statistical test with an adversarial drafter; exit code, objects by method."""
     other = write_hf_folder(tmp_path / "other", seed=1)
 
     def run(flags: str):
@@ -84,8 +80,7 @@ def test_a_coupled_draw_with_the_noise_of_another_position_is_a_bug(check, monke
 
 
 def swap_top_two(monkeypatch, low: float, high: float):
-    """Where several positions are read at once, the two best logits change places if their gap is
-    in this range."""
+    """Where positions are read together, the two best logits change places over such gaps."""
 
     def broken(logits_NV, params, *numbers_3):
         best = logits_NV.topk(2)

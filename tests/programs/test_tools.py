@@ -1,6 +1,5 @@
 """The measuring tools run on a tiny model, print a table, and end in a JSON line of figures."""
 
-import json
 import re
 
 import pytest
@@ -28,16 +27,14 @@ def texts(tmp_path_factory, long_text) -> list[str]:
 
 
 @pytest.fixture
-def measure(folder, texts, capsys):
+def measure(folder, texts, call):
     """Runs a tool on the tiny model and the first text; gives its table and its figures."""
 
     def measure(program, flags: str) -> tuple[list[str], dict]:
         always = f"--model {folder} --dtype float32 --prompt-file {texts[0]} {flags}"
-        with pytest.raises(SystemExit) as ended:
-            program.main(always.split())
-        assert not ended.value.code
-        *table, last = capsys.readouterr().out.splitlines()
-        return table, json.loads(last)
+        done = call(program.main, *always.split())
+        assert done.code == 0
+        return done.out.splitlines()[:-1], done.json
 
     return measure
 
@@ -57,8 +54,7 @@ def test_acceptance_of_every_policy_over_several_texts(measure, texts):
 
 
 def test_what_knows_everything_is_always_accepted(measure, folder):
-    """A budget that holds the whole text; and a drafter that is the target, whose window does: by a
-    small retrieval cache it is accepted as that is by the target, nearly."""
+    """A budget for the whole text; and a drafter that is the target with such a window."""
     mean = measure(acceptance, f"{SHORT} --budget 256 --policy retrieval")[1]["mean"]
     assert mean["retrieval"] == pytest.approx(1, abs=1e-4)
     sizes = f"--draft {folder} --budget 64 --num-recent-tokens 230 --policy streaming"
@@ -113,16 +109,15 @@ def test_the_floor_is_measured_by_runs_that_read_the_whole_prompt(measure, monke
     assert [run.stats.num_prefilled_tokens for run in runs] == [200] * 4
 
 
-def test_the_tour_draws_four_pictures_and_says_what_they_show(tmp_path, capsys):
+def test_the_tour_draws_four_pictures_and_says_what_they_show(tmp_path, call):
     model = write_hf_folder(tmp_path / "tiny", max_position_embeddings=2048)
     text, out = tmp_path / "text.txt", tmp_path / "tour.png"
     text.write_text(" ".join(SENTENCES) * 40)
     flags = f"--model {model} --device cpu --prompt-file {text} --out {out} -q"
-    with pytest.raises(SystemExit) as end:
-        tour.main([*flags.split(), "--max-prompt-tokens", "700", "--max-new-tokens", "12"])
-    assert not end.value.code
+    flags += " --max-prompt-tokens 700 --max-new-tokens 12"
+    code, said, _ = call(tour.main, *flags.split())
+    assert code == 0
     assert out.read_bytes().startswith(b"\x89PNG")
-    said = capsys.readouterr().out
     best, kept, _ = (int(it) for it in re.findall(r"(\d+)%", said.splitlines()[0]))
     assert 100 >= best >= kept > 0
     assert re.search(r"3\. \d+% of 12 tokens were guessed", said)
@@ -152,8 +147,7 @@ def test_guesses_are_accepted_at_the_rate_asked_for(rate):
     ("method", "wanted"), [("autoregressive", 1), ("naive", 3), ("retrieval", 4), ("triforce", 4)]
 )
 def test_a_shape_decodes_by_every_method(method, wanted):
-    """With certain guesses of both levels a step makes as many tokens as a block can hold, and one
-    more."""
+    """With certain guesses a step makes as many tokens as a block can hold, and one more."""
     setup = setup_of(method, (1.0, 1.0))
     target, draft = (random_model(CONFIG, setup) for _ in range(2))
     untied = CONFIG.vocab_size * CONFIG.hidden_size * 4

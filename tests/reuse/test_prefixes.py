@@ -94,22 +94,18 @@ def open_run(engine, wanted: list[tuple[list[int], int]], later: tuple[list[int]
     return end
 
 
-def test_idle_rows_are_restored(engine, document):
-    """While other rows go on, their passes write to the first slots of rows that have ended: row 0
-    ends at once, and its place is taken much later."""
-    wanted, later = [(document, 2), (random_prompt(engine.config, 40, 1), 30)], (document, 8)
-    end = open_run(engine, wanted, later, batch_size=2)
-    assert end.row_stats.num_cached_tokens >= 145
-    assert fresh(engine, [document], TRIFORCE, 8)[0] == [list(end.token_ids)]
-
-
-def test_idle_rows_are_restored_for_others(engine, document):
-    """A text that has ended is taken over by another row, while a third has made many steps."""
-    wanted = [(document, 2), (random_prompt(engine.config, 40, seed=5), 100)]
-    short = document[:60]  # too short to take the place of the first
-    end = open_run(engine, wanted, (short, 8), batch_size=3)
-    assert end.row_stats.num_cached_tokens == 55
-    assert fresh(engine, [short], TRIFORCE, 8)[0] == [list(end.token_ids)]
+@pytest.mark.parametrize(
+    ("num_other", "length", "num_rows", "num_cached"),
+    [(30, 150, 2, 145), (100, 60, 3, 55)],
+    ids=["in its row", "for another"],
+)
+def test_idle_rows_are_restored(engine, document, num_other, length, num_rows, num_cached):
+    """Passes of other rows write to the first slots of rows that have ended."""
+    wanted = [(document, 2), (random_prompt(engine.config, 40, seed=5), num_other)]
+    prompt = document[:length]  # if short, too short to take the place of the first
+    end = open_run(engine, wanted, (prompt, 8), batch_size=num_rows)
+    assert end.row_stats.num_cached_tokens >= num_cached
+    assert fresh(engine, [prompt], TRIFORCE, 8)[0] == [list(end.token_ids)]
 
 
 @pytest.mark.parametrize("event", [PrefillProgress, Token])
@@ -124,8 +120,7 @@ def test_a_run_that_is_left_leaves_what_it_has_read(engine, document, event):
 
 
 def interrupt(engine, document, monkeypatch, **settings):
-    """A run that ends by Ctrl-C in the middle of a step: guesses are in the caches, what was
-    rejected is still there, what came is not."""
+    """A run that ends by Ctrl-C in a step: guesses and rejected tokens are in the caches."""
     how = {"generation": GenerationConfig(30, ignore_eos=True, **settings), "sampling": WARM}
     run = engine.generate(document, speculation=TRIFORCE, seed=2, **how)
     next(event for event in run if isinstance(event, Token))
@@ -176,16 +171,6 @@ def test_slots_that_passes_of_others_wrote_over_are_put_back(adopted, taken_by):
     assert prefix.take(taken_by, texts, 40) == 30
     for ours, wanted in zip(full.tokens(taken_by, 0, 30), exact, strict=True):
         assert torch.equal(ours, wanted)
-
-
-def test_a_longer_run_takes_the_text_along(engine, document):
-    """Its full cache is larger than that of the last run, from which K and V are copied."""
-    speculation = settings_of("retrieval")
-    fresh(engine, [document], speculation)
-    prompt = [*document, *random_prompt(engine.config, 200, seed=9)]
-    again, cached = say(engine, [prompt], speculation)
-    assert cached[0] >= 149
-    assert fresh(engine, [prompt], speculation)[0] == again
 
 
 def test_memory_that_is_reserved_serves_longer_runs(engine, document):

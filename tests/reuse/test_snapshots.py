@@ -5,19 +5,17 @@ import json
 import pytest
 
 import minitri
-from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
+from minitri import InputError
 from minitri.caches import snapshots
-from tests.cascades import random_prompt, tiny_engine
+from tests.cascades import WARM, random_prompt, settings_of, tiny_engine
 from tests.conftest import write_hf_folder
 
-SPECULATION = SpeculationConfig("triforce", gamma1=2, gamma2=3, budget=32, num_recent_tokens=16)
+SIZES = {"gamma1": 2, "gamma2": 3, "budget": 32, "num_recent_tokens": 16, "prefill_chunk": 32}
 
 
 def say(engine, prompt):
     """The text after a prompt, and how many of its tokens were not read."""
-    generation = GenerationConfig(20, ignore_eos=True, prefill_chunk=32)
-    settings = {"sampling": SamplingParams(0.9, 30), "generation": generation}
-    end = engine.complete(prompt, speculation=SPECULATION, **settings)
+    end = engine.complete(prompt, **settings_of("triforce", 20, WARM, **SIZES))
     return end.token_ids, end.row_stats.num_cached_tokens
 
 

@@ -14,13 +14,9 @@ PROMPT = "She had been forced into prudence"
 
 def own_text(engine, prompt=PROMPT, *, seed=7, num=24, temperature=1.0) -> str:
     """What the engine says by itself."""
-    return engine.complete(
-        prompt,
-        seed=seed,
-        sampling=SamplingParams(temperature=temperature),
-        generation=GenerationConfig(num),
-        speculation=SpeculationConfig("autoregressive", coupled=True),
-    ).text
+    speculation = SpeculationConfig("autoregressive", coupled=True)
+    how = {"sampling": SamplingParams(temperature), "generation": GenerationConfig(num)}
+    return engine.complete(prompt, seed=seed, speculation=speculation, **how).text
 
 
 def complete(server, **fields):

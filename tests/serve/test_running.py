@@ -9,7 +9,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-import pytest
 
 from minitri.serve.__main__ import build_parser, main
 from tests.serve.conftest import serving
@@ -54,13 +53,12 @@ def test_a_seed_gives_the_same_text_alone_and_under_load(server, engine):
     server.wait_until_free()
 
 
-def test_a_port_that_is_taken_is_one_line_before_the_model_is_read(capsys):
+def test_a_port_that_is_taken_is_one_line_before_the_model_is_read(call):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
-        with pytest.raises(SystemExit) as end:
-            main(["--port", port, "--model", "no-such-model"])
-    [line] = capsys.readouterr().err.splitlines()
-    assert end.value.code == 2
+        done = call(main, "--port", port, "--model", "no-such-model")
+    [line] = done.err.splitlines()
+    assert done.code == 2
     assert f"cannot listen at 127.0.0.1, port {port}" in line
 
 

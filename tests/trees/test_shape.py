@@ -88,7 +88,6 @@ def test_a_tree_of_one_kind_of_plan_is_named_by_its_size():
         "triforce gamma1 4 gamma2 4 tree 12",
     ]
     assert SpeculationConfig("retrieval", tree="2x5").plans == [StepPlan("retrieval", 0, 5, "2x5")]
-    assert SpeculationConfig("autoregressive", tree="8").max_block == 1
     assert SpeculationConfig("naive", tree="8x8").max_block == 65
     plans = SpeculationConfig("auto", tree="16").plans
     assert {plan.tree for plan in plans if plan.uses_drafter} == {"16"}

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from minitri import SamplingParams, SpeculationConfig
+from minitri import SamplingParams
 from minitri.trees.shape import TreeShape, sequences
 from minitri.trees.walk import (
     MISSING,
@@ -17,7 +17,7 @@ from minitri.trees.walk import (
     likeliest,
     walk,
 )
-from tests.cascades import tiny_engine
+from tests.cascades import settings_of, tiny_engine
 from tests.exactness import exactly
 
 PROBS = torch.tensor([0.5, 0.0, 0.2, 0.3], dtype=torch.float64)
@@ -101,7 +101,6 @@ def test_every_child_and_every_test_has_a_number_of_its_own(monkeypatch):
         return numbers
 
     monkeypatch.setattr(IndependentTrees, "uniforms", noting)
-    settings = {"sampling": SamplingParams(1.1), "seed": 4}
-    settings["speculation"] = SpeculationConfig("naive", gamma1=2, tree="5")
+    settings = settings_of("naive", 150, SamplingParams(1.1), gamma1=2, tree="5")
     list(tiny_engine().generate([[5, 6, 7], [8, 9]], **settings))
     assert len(set(drawn)) == len(drawn) > 500
