@@ -167,12 +167,13 @@ class Generation(Iterator[Event]):
         ready = [b for b in self._running if not active[b] and b not in self._reading]
         rows = self._running.values()
         wants_logits = any(row.request.generation.logprobs is not None for row in rows)
+        stack.memory.target.wants_logits = wants_logits
         started = time.perf_counter()
         if ready:
-            emitted = stack.start(ready, wants_logits=wants_logits)
+            emitted = stack.start(ready)
             self.stats.prefill_seconds += time.perf_counter() - started
         elif any(active):
-            emitted = stack.step(wants_logits=wants_logits)
+            emitted = stack.step()
             self.stats.decode_seconds += time.perf_counter() - started
         else:
             return

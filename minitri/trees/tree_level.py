@@ -24,7 +24,7 @@ class TreeLevel(Level):
     """A `Level` that guesses trees where the plan has some, and verifies whatever it is given."""
 
     runner: ModelRunner
-    _source: IndependentTrees | CoupledTrees
+    source: IndependentTrees | CoupledTrees
 
     def shape(self) -> TreeShape | None:
         """The tree that the plan of this step asks for; None for chains."""
@@ -37,6 +37,7 @@ class TreeLevel(Level):
         if shape is None or self.below is not None:
             return super().propose(sequences, active)
         is_greedy = [self.is_greedy(b) for b in range(len(sequences))]
+        self.runner.wants_logits = any(is_greedy)
         nodes = [[*(sequence[-1:] or [0]), *[MISSING] * (len(shape) - 1)] for sequence in sequences]
         probs = list[Tensor]()
         first = 0
@@ -45,7 +46,7 @@ class TreeLevel(Level):
             self.stats.num_rounds += sum(active)
             with self._meter.round(self.stats, max(end - 2, 0)):
                 if first == 0:
-                    output = self.runner.next_probs(sequences, active, wants_logits=any(is_greedy))
+                    output = self.runner.next_probs(sequences, active)
                 else:
                     output = self.read_tree([row[1:end] for row in nodes], shape, 1)
                 require_finite(output.probs_BNV, is_drafter=self.stats.name == "draft")
@@ -64,7 +65,7 @@ class TreeLevel(Level):
             torch.cat(probs, 1),
             [[self.stats.name] * (len(shape) - 1)] * len(sequences),
             shape=shape,
-            is_listed=[self._source.is_listed or greedy for greedy in is_greedy],
+            is_listed=[self.source.is_listed or greedy for greedy in is_greedy],
         )
 
     def _draw(
@@ -73,7 +74,7 @@ class TreeLevel(Level):
         """Tokens of the children of the node at this place of row b's block."""
         if self.is_greedy(b) and output.logits_BNV is not None:
             return likeliest(output.logits_BNV[b, place], num_children)
-        return self._source.draw(b, output.probs_BNV[b, place], num_children, position)
+        return self.source.draw(b, output.probs_BNV[b, place], num_children, position)
 
     def verify(self, sequences: Rows, active: Active, proposal: Proposal) -> list[Emitted]:
         """See `Level.verify`. Of a tree, the accepted path and one token more are appended."""
@@ -88,7 +89,7 @@ class TreeLevel(Level):
         for b, block in enumerate(blocks):
             if active[b]:
                 start = len(sequences[b])
-                path, token = self._source.walk(proposal, b, output.probs_BNV[b], start)
+                path, token = self.source.walk(proposal, b, output.probs_BNV[b], start)
                 places = [0, *path]
                 own = "recovered" if proposal.shape.children[places[-1]] else "bonus"
                 origins = [*proposal.origins[b][: len(path)], own]

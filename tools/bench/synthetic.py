@@ -194,7 +194,8 @@ class SyntheticSource(IndependentSource):
     """
 
     def __init__(self, rate: float, seed: int) -> None:
-        super().__init__([seed])
+        super().__init__()
+        self.restart(0, seed)
         self._rate = rate
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -282,10 +283,11 @@ def fresh_session(
     prompt = random.Random(0).choices(range(vocab_size), k=context)
     low, high = setup.acceptance
     sources: dict[str, Any] = {
-        "draft": IndependentSource([0]),
+        "draft": IndependentSource(),
         "retrieval": SyntheticSource(low, seed=0),
         "target": SyntheticSource(low if method == "naive" else high, seed=1),
     }
+    sources["draft"].restart(0, 0)
     models = Models(target, copy or target, draft)
     request = Request(prompt, 0, SAMPLING, generation)
     session = begin(models, [request], speculation, sources=sources, host=host)
