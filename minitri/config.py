@@ -54,8 +54,6 @@ class RopeConfig:
     def describe(self) -> str:
         """A few words for the log, such as `yarn x4 (theta 100000)`."""
         stretch = "plain" if self.kind == "default" else f"{self.kind} x{self.factor:g}"
-        if self.frequency_divisors is not None:
-            stretch += " with stored divisors"
         return f"{stretch} (theta {self.theta:g})"
 
 

@@ -36,10 +36,10 @@ def running(models: Models) -> Iterator[None]:
             f"{model.device} has run out of memory ({shorten(error, 90)}); shorten the prompt, or "
             "lower max_new_tokens or prefill_chunk"
         ) from None
-    except NotFiniteError as error:
-        at_fault = (models.draft if error.is_drafter else None) or model
+    except NotFiniteError:
+        names = [it.config.name for it in (model, models.draft) if it is not None]
         raise InputError(
-            f"{at_fault.config.name} computed logits that are not finite in {model.dtype}; its "
+            f"{' or '.join(names)} computed logits that are not finite in {model.dtype}; the "
             "weights are damaged: get them again; or they overflow: try --dtype float32"
         ) from None
 

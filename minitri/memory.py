@@ -153,7 +153,9 @@ def allocate(
     small: dict[str, Any] = {}
     try:
         if draft is not None:
-            small["draft"] = _draft_runner(draft, shape, options)
+            where: dict[str, Any] = {"dtype": draft.dtype, "device": draft.device}
+            window = StreamingCache(draft.config, draft.rope, shape.num_rows, speculation, **where)
+            small["draft"] = DraftRunner(draft, window, shape.sampling, **options)
         if any(plan.uses_retrieval for plan in plans):
             cache = small["retrieval_cache"] = _retrieval_cache(shape, full, queries_LBTHD)
             options["block_sizes"] = {1, 1 + max(plan.gamma1 for plan in plans)}
@@ -169,14 +171,6 @@ def allocate(
             f"({shorten(error, 90)}); lower budget or num_recent_tokens, or shorten the prompt"
         ) from error
     return Memory(models, shape, full, prefix, verifying, queries_LBTHD, graphs, **small)
-
-
-def _draft_runner(draft: Llama, shape: MemoryShape, options: dict[str, Any]) -> DraftRunner:
-    """The drafter's cache and what runs over it."""
-    speculation = shape.speculation
-    where: dict[str, Any] = {"dtype": draft.dtype, "device": draft.device}
-    cache = StreamingCache(draft.config, draft.rope, shape.num_rows, speculation, **where)
-    return DraftRunner(draft, cache, shape.sampling, **options)
 
 
 def _retrieval_cache(shape: MemoryShape, full: FullCache, queries_LBTHD: Tensor) -> RetrievalCache:

@@ -8,7 +8,6 @@ is the same is counted. Other programs may take their turns, too: those of `tool
 """
 
 import dataclasses
-import logging
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minitri import End, Engine, PrefillProgress, Request, SpeculationConfig, Stats
-from minitri.cli.inputs import num_same
-
-log = logging.getLogger("minitri")
+from minitri.caches.prefixes import num_common
+from minitri.log import log
 
 Result = dict[str, dict[str, Any]]
 """Figures of every method and program, by its name."""
@@ -28,7 +26,7 @@ Result = dict[str, dict[str, Any]]
 class Run:
     """What a method or another program did after one prompt with one seed."""
 
-    tokens: Sequence[int]
+    tokens: list[int]
     prefill_seconds: float
     ms_per_token: float
     should_repeat: bool
@@ -86,7 +84,7 @@ def run_method(
     num_made = sum(stats.steps_per_plan.values()) + stats.stages[-1].num_accepted_tokens
     share_held = end.row_stats.num_cached_tokens / len(request.prompt)
     return Run(
-        end.token_ids,
+        list(end.token_ids),
         prefill_seconds=share_held * read_seconds + stats.prefill_seconds,
         ms_per_token=1e3 * stats.decode_seconds / num_made,
         should_repeat=request.sampling.temperature == 0 or speculation.coupled,
@@ -120,7 +118,7 @@ def summarise(done: dict[str, list[Run]]) -> Result:
             "acceptance": {level: accepted[level] / n for level, n in tested.items() if n},
             "tokens_per_step": 1 + accepted["target"] / plans.total() if plans else None,
             "same_tokens": [
-                num_same(run.tokens, one.tokens) for one, run in pairs if run.should_repeat
+                num_common(run.tokens, one.tokens) for one, run in pairs if run.should_repeat
             ],
             "steps_per_plan": dict(plans.most_common()),
         }

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
@@ -14,13 +13,12 @@ import torch
 from minitri import Engine, Generation, InputError, ModelConfig, SamplingParams, load
 from minitri.cli.arguments import model_of, taken
 from minitri.cli.inputs import encode
-from minitri.cli.report import details, outline
+from minitri.cli.report import outline
 from minitri.errors import shorten
 from minitri.loading.prompt_ids import MAX_SEED
 from minitri.loading.tokenizer import Tokenizer
+from minitri.log import log
 from minitri.parallel.ranks import join
-
-log = logging.getLogger("minitri")
 
 
 def boot(
@@ -79,7 +77,5 @@ def conclude(args: argparse.Namespace, engine: Engine, run: Generation) -> None:
     """Closes a run: its statistics go to the log; does what --save-kv says."""
     run.close()
     log.info(outline(run))
-    if args.stats:
-        log.info(details(run))
     if args.save_kv is not None:
         log.info("saved the KV cache of %d tokens", engine.save_kv(args.save_kv))

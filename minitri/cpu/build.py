@@ -7,7 +7,6 @@ machine or version has left in a shared folder is not found. No unfinished file 
 
 import ctypes
 import hashlib
-import logging
 import os
 import shutil
 import subprocess
@@ -17,8 +16,7 @@ from pathlib import Path
 
 from minitri.errors import InputError, shorten
 from minitri.folders import weights_folder
-
-log = logging.getLogger("minitri")
+from minitri.log import log
 
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-w")

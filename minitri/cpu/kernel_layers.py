@@ -7,7 +7,6 @@ as they were loaded, or have 4 or 8 bits: kept from a file, or in a copy that pr
 Legend: L layers, B batch, T tokens, S slots, E hidden size, H query heads, K KV heads, D head dim.
 """
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -21,14 +20,13 @@ from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.cpu.kernels import DTYPES, Kernels, struct_of
 from minitri.cpu.quantized import GROUP, dequantize, quantize, row_widths
+from minitri.log import log
 from minitri.model.execution import Execution
 from minitri.model.linear import Linear, TiedHead, TrimmedHead
 from minitri.model.llama import Layer, Layers, Llama, Pass
 from minitri.model.replace import Factories, copy_with, replace_modules
 from minitri.model.rope import Rotary
 from minitri.settings import LONGEST_BLOCK
-
-log = logging.getLogger("minitri")
 
 TILE = 256
 """Rows of a matrix product where their number decides the last bits."""

@@ -11,7 +11,6 @@ in_features, N out_features.
 import contextlib
 import ctypes
 import functools
-import logging
 import os
 import struct
 import threading
@@ -23,8 +22,7 @@ from torch import Tensor
 
 from minitri.cpu.build import load_library
 from minitri.errors import shorten
-
-log = logging.getLogger("minitri")
+from minitri.log import log
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from minitri.decoding.meter import Meter
 from minitri.decoding.random_source import RandomSource
 from minitri.decoding.verification import Active, Proposal, Rows
+from minitri.settings import SamplingParams
 from minitri.stats import LevelStats
 
 
@@ -78,6 +79,8 @@ class Runner(Protocol):
     def crop(self, lengths: list[int]) -> None: ...
     def reset(self, b: int) -> None: ...
 
+    sampling: list[SamplingParams]
+    """The filters of each row."""
     wants_logits: bool
     """Whether outputs must have logits, which a captured pass does not give."""
 

@@ -21,7 +21,7 @@ from minitri.caches.snapshots import sampled
 from minitri.config import ModelConfig
 from minitri.cpu.kernel_layers import keep_quantized, use_kernels
 from minitri.cpu.packed import can_pack, pack_linears
-from minitri.errors import InputError, explain, printable
+from minitri.errors import InputError, explain, shorten
 from minitri.gpu.fused_modules import fuse_if_possible
 from minitri.loading.devices import attention_for, kernels_for
 from minitri.loading.gguf.blocks import BITS
@@ -104,7 +104,7 @@ def _check_drafter(model: Llama, target: Llama, path: Path) -> None:
         similarity = float(F.cosine_similarity(rows, sample, dim=-1).median())
     if not similarity > MIN_SIMILARITY:
         raise InputError(
-            f"the drafter {config.name} was made for {printable(config.draft_of)}, whose "
+            f"the drafter {config.name} was made for {shorten(config.draft_of)}, whose "
             f"embeddings are not those of {lent.name}; use another, or --draft suffix"
         )
     assert isinstance(model.lm_head, TrimmedHead)
@@ -161,7 +161,7 @@ def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progr
     digests = torch.tensor(bytearray(repr(sorted(samples.items())).encode()))
     model.execution = replace(model.execution, fingerprint=sampled(digests))
     if missing or unexpected:
-        names = printable(", ".join([*unexpected, *missing]))
+        names = shorten(", ".join([*unexpected, *missing]))
         raise InputError(
             f"{path} lacks {len(missing)} tensors and has {len(unexpected)} unexpected: {names}; "
             "weights and config belong to different models, or the download is incomplete"

@@ -4,15 +4,13 @@ Null is as good as absent. No value is rounded or replaced: the dataclasses chec
 """
 
 import dataclasses
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 from minitri.config import ModelConfig, RopeConfig
 from minitri.errors import InputError, explain, shorten
+from minitri.log import log
 from minitri.settings import SamplingParams
-
-log = logging.getLogger("minitri")
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -49,7 +49,7 @@ class TreeLevel(Level):
                     output = self.runner.next_probs(sequences, active)
                 else:
                     output = self.read_tree([row[1:end] for row in nodes], shape, 1)
-                require_finite(output.probs_BNV, is_drafter=self.stats.name == "draft")
+                require_finite(output.probs_BNV)
                 probs.append(output.probs_BNV[:, -size:])
                 for parent in range(first, end):
                     children = shape.children[parent]
@@ -84,18 +84,18 @@ class TreeLevel(Level):
         blocks = [[*(sequence[-1:] or [0]), *guesses] for sequence, guesses in pairs]
         output = self.read_tree(blocks, proposal.shape, 0)
         require_finite(output.probs_BNV)
-        paths: Rows = [[] for _ in sequences]
-        emitted = [output.emitted(b, [], [], slice(0)) for b in range(len(sequences))]
+        paths = Rows()
+        emitted = list[Emitted]()
         for b, block in enumerate(blocks):
+            path, tokens, origins = list[int](), list[int](), list[str]()
             if active[b]:
                 start = len(sequences[b])
                 path, token = self.source.walk(proposal, b, output.probs_BNV[b], start)
-                places = [0, *path]
-                own = "recovered" if proposal.shape.children[places[-1]] else "bonus"
+                own = "recovered" if proposal.shape.children[[0, *path][-1]] else "bonus"
                 origins = [*proposal.origins[b][: len(path)], own]
                 tokens = [*(block[node] for node in path), token]
-                paths[b] = path
-                emitted[b] = output.emitted(b, tokens, origins, places)
+            paths.append(path)
+            emitted.append(output.emitted(b, tokens, origins, [0, *path][: len(tokens)]))
         self.keep_paths(paths, active)
         self._append(sequences, emitted)
         return emitted
@@ -129,7 +129,7 @@ class TreeLevel(Level):
         return self.runner.sampling[b].temperature == 0
 
 
-def require_finite(probs: Tensor, *, is_drafter: bool = False) -> None:
+def require_finite(probs: Tensor) -> None:
     """Raises `NotFiniteError`."""
     if not bool(probs.sum().isfinite()):
-        raise NotFiniteError(is_drafter=is_drafter)
+        raise NotFiniteError

@@ -1,4 +1,4 @@
-"""Logits that are not finite end a run with one line that names the model at fault."""
+"""Logits that are not finite end a run with one line that names the models."""
 
 import pytest
 import torch
@@ -28,6 +28,6 @@ def test_a_damaged_model_stops_the_run_and_is_named(method, tree, damaged, coupl
     speculation = SpeculationConfig(
         method, budget=32, num_recent_tokens=20, tree=tree, coupled=coupled
     )
-    with pytest.raises(InputError, match="^the-damaged-one computed logits") as error:
+    with pytest.raises(InputError, match="the-damaged-one .*computed logits") as error:
         engine.complete([5, 6, 7], speculation=speculation, sampling=SamplingParams(0.9))
     assert "--dtype float32" in str(error.value)

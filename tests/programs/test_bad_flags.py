@@ -37,7 +37,7 @@ generate --prompt LONE | not valid Unicode (character 1)
 generate --prompt=-- | --prompt: expected one argument
 generate --prompt x --demo | --demo: not allowed with argument
 generate --system Short! | --system
-generate --fit last -n 600 | max_new_tokens=600
+generate -n 600 | max_new_tokens=600
 generate --temperature -1 | temperature is -1.0
 generate --top-k -3 | --top-k: '-3'
 generate --top-k １２ | --top-k: '１２'

@@ -20,7 +20,7 @@ from torch import Tensor
 from minitri.bench.compare import spread
 from minitri.caches.full import FullCache
 from minitri.cli.arguments import model_of, positive, speculation_of, taken
-from minitri.cli.report import phase_ms, where
+from minitri.cli.report import where
 from minitri.config import ModelConfig
 from minitri.cpu.packed import can_pack, pack_linears
 from minitri.decoding.random_source import IndependentSource
@@ -185,6 +185,13 @@ def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
         )
         print(f"{pass_table(found, machine)}\nmeasured ms: {measured}", flush=True)
     return {**result, "rows": rows}
+
+
+def phase_ms(stats: Any) -> dict[str, float]:
+    """Milliseconds per decoded token of each stage, and of commits, rebuilds included."""
+    seconds = {stage.name: stage.seconds for stage in stats.stages}
+    seconds["commit"] = stats.commit_seconds
+    return {name: 1e3 * it / max(stats.num_decoded_tokens, 1) for name, it in seconds.items()}
 
 
 class SyntheticSource(IndependentSource):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minitri.config import ModelConfig
-from minitri.errors import explain, printable
+from minitri.errors import explain, shorten
 from minitri.loading.gguf.blocks import BITS, repack
 from minitri.loading.gguf.vocabulary import read_vocabulary
 from minitri.loading.hf_config import read_config, require
@@ -143,7 +143,7 @@ class GgufFile:
         for name, stored in self._tensors.items():
             if name == _ROPE_DIVISORS:
                 continue
-            with explain(f"{self.path.name} has a tensor {printable(name, 60)} that is not read"):
+            with explain(f"{self.path.name} has a tensor {shorten(name, 60)} that is not read"):
                 if name in packed:
                     weight = repack(stored.data, stored.type.name, stored.shape[-1])
                 else:
