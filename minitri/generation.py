@@ -1,9 +1,8 @@
 """A run in progress: requests become a stream of typed events.
 
-A `Generation` works only while it is asked for the next event; stop asking, or call `close`, at any
-moment. Some requests run at a time, as rows of a batch, and the others wait: where a text ends, the
-next one takes its place. Prompts are read in chunks, between the steps of rows that are further on,
-and rows are decoded together, by steps of a cascade, whose tokens are cut at the end of a text.
+A `Generation` works only while it is asked for the next event. Some requests run at a time, as rows
+of a batch; where a text ends, the next one takes its place. Prompts are read in chunks, between the
+steps of rows that are further on.
 """
 
 import contextlib

@@ -1,8 +1,7 @@
 """What a run computes with, allocated once: caches, runners over them, captured graphs.
 
-`allocate` reads as the boot order. A `Memory` is frozen and holds no text: `stack.py` puts the
-stages of a step over it. `MemoryPool` keeps that of the last run for one that fits, which then
-begins with its graphs, and after those tokens of a prompt that the full cache still holds.
+A `Memory` is frozen and holds no text: `stack.py` puts the stages of a step over it. `MemoryPool`
+keeps that of the last run for one that fits.
 
 Legend: L layers, B rows, T tokens of a block, H query heads, D head dim.
 """

@@ -1,9 +1,7 @@
 """What of a model fits where, and how fast it can be: `python -m minitri.plan`, loading nothing.
 
-For several placements of the KV cache: bytes on the device and in host memory, whether they fit,
-and milliseconds per token to expect, autoregressive and with the cascade, whose gammas are the
-fastest unless given. Bytes come from `gpu/placement.py`, with which an engine boots, times from
-what the autotuner expects of the passes in `roofline.py`. The last line is JSON.
+For several placements of the KV cache: bytes on the device and in host memory, as an engine counts
+them at boot, and milliseconds per token, as the autotuner expects them. The last line is JSON.
 """
 
 from minitri.cli.exits import clean_imports, program

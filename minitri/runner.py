@@ -1,10 +1,8 @@
 """Model runners: a model with a cache, from token lists to next-token distributions.
 
-`ModelRunner.next_probs` feeds whatever the cache has not seen of each row in one forward pass for
-the whole batch. Rows may have different amounts to read; shorter ones are padded at the end, where
-nothing looks. Logits become distributions by the filters of `decoding/sampling.py`, at every level
-the same. `DraftRunner` adds how a drafter gets to the end of a long text; `prefill` fills a row of
-a full cache beforehand.
+`ModelRunner.next_probs` feeds whatever the cache has not seen of each row in one forward pass;
+shorter rows are padded at the end, where nothing looks. `DraftRunner` adds how a drafter gets to
+the end of a long text; `prefill` fills a row of a full cache beforehand.
 
 Legend: B rows, T tokens read at once, N proposed tokens, E hidden size, V vocab, L layers, H query
 heads, D head dim.

@@ -1,8 +1,7 @@
 """A run over a memory: the texts of its rows, and the stages of the cascade that extends them.
 
-`admit` gives a row to a text, which is the only way a text starts; `prefill` reads its prompt while
-the retrieval cache observes it; `start` and `step` make tokens; `retire` ends it. When the
-autotuner may follow the clock is decided here.
+`admit` gives a row to a text, which is the only way a text starts; `prefill` reads its prompt;
+`start` and `step` make tokens; `retire` ends it.
 """
 
 import contextlib

@@ -1,10 +1,8 @@
 """Methods on the same prompts in one run: what `python -m minitri.bench` measures.
 
-The engine reads a prompt once, cold; every run starts after it. The methods take turns, seed by
-seed, and another one begins each time, so that a machine whose speed drifts is as slow for one as
-for the other. A speedup is milliseconds per token of the first method over those of another, of one
-prompt and one seed. At temperature 0, or coupled, all methods should write the same text, and what
-is the same is counted. Other programs may take their turns, too: those of `tools/bench`.
+The engine reads a prompt once, cold; every run starts after it. The methods take turns, and another
+one begins each time, so that a machine whose speed drifts is as slow for one as for the other. At
+temperature 0, or coupled, all methods should write the same text. Other programs may take part.
 """
 
 import dataclasses

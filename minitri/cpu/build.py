@@ -1,8 +1,7 @@
 """Builds the CPU kernels: compiles a C++ file for this very machine when it is first needed.
 
-A library's name holds a digest of all that it depends on: the sources, the flags, the compiler and
-the instructions for which it compiles here, as its macros state them. So a library that another
-machine or version has left in a shared folder is not found. No unfinished file gets its final name.
+A library's name holds a digest of the sources, the flags, the compiler and the instructions for
+which it compiles here, so that one of another machine or version is not found.
 """
 
 import ctypes

@@ -1,8 +1,7 @@
 """The network on compiled kernels: what `use_kernels` puts in the place of a model's layers.
 
-A short pass is one call for all layers, which reads weights, K and V once. A block of a prompt, or
-of more than LONGEST_BLOCK tokens, takes the plain layers, but for attention and RoPE. Weights are
-as they were loaded, or have 4 or 8 bits: kept from a file, or in a copy that proposes.
+A short pass is one call for all layers. A block of a prompt, or of more than LONGEST_BLOCK tokens,
+takes the plain layers, but for attention and RoPE. Weights may have 4 or 8 bits.
 
 Legend: L layers, B batch, T tokens, S slots, E hidden size, H query heads, K KV heads, D head dim.
 """

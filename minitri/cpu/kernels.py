@@ -1,11 +1,10 @@
 """The compiled kernels of a CPU as functions on tensors; the C++ files say what they compute.
 
-All kernels of a pass are row-invariant: the bits of a row of the result do not depend on the other
-rows of the block, nor on the number of threads. Several threads may call them at once; steps and
-chunks of prompts wait for each other, since PyTorch's number of threads is one for the process.
+All kernels of a pass are row-invariant: the bits of a row depend neither on the other rows of the
+block nor on the number of threads. Steps and chunks of prompts wait for each other, since PyTorch's
+number of threads is one for the process.
 
-Legend: B batch, T tokens of a block, S slots, K KV heads, H query heads, D head dim, R rows, E
-in_features, N out_features.
+Legend: B batch, T tokens, S slots, K KV heads, D head dim, R rows, E in_features, N out_features.
 """
 
 import contextlib

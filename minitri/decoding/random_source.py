@@ -1,8 +1,7 @@
-"""Random sources: where the random numbers of a cascade come from.
+"""Random sources: where the random numbers of a cascade come from, each row's from its own seed.
 
-A row takes numbers from its own seed only. No independent number is used twice: a test that shares
-its number with the guess that it tests is biased. Coupled noise may be shared: what is emitted is
-always the verifier's own argmax.
+No independent number is used twice: a test that shares its number with the guess that it tests is
+biased. Coupled noise may be shared: what is emitted is always the verifier's own argmax.
 """
 
 import torch

@@ -1,8 +1,7 @@
 """The drafter without a model: guesses what followed the last words where they stood before.
 
-The longest match in the row's own text, prompt and output, wins. How much is guessed depends on the
-length of the match and on what became of the row's earlier guesses. A guess is certain, so its
-distribution is one-hot.
+The longest match in the row's own text wins. How much is guessed depends on its length and on what
+became of the row's earlier guesses. A guess is certain, so its distribution is one-hot.
 """
 
 import math

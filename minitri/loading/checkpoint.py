@@ -1,10 +1,8 @@
 """Weights from disk into a `Llama`: from a Hugging Face folder or a GGUF file.
 
-Every tensor is copied into its place, a view of a parameter; several fill one fused projection. So
-memory holds one copy of the weights and one shard.
-
-Some drafters borrow the embedding table of their target (`ModelConfig.draft_of`). With another
-target they would guess badly without any error, so their files keep a sample of the right table.
+Every tensor is copied into its place, a view of a parameter, so memory holds one copy of them. Some
+drafters borrow the embedding table of their target (`ModelConfig.draft_of`); with another target
+they would guess badly without any error, so their files keep a sample of the right table.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,7 @@
 """Rotary position embeddings: plain, linear, llama3 and YaRN.
 
-`Rope` turns positions into the cosines and sines of one block (`Rotary`), computed once per forward
-pass. No table of the whole context is kept, which at a million tokens would cost half a gigabyte.
-Angles and rotation are float32 whatever the model's dtype.
+`Rope` turns positions into the cosines and sines of one block (`Rotary`), once per forward pass;
+no table of the context is kept. Angles and rotation are float32 whatever the model's dtype.
 
 Legend: B batch, T new tokens, H heads, D head dim.
 """

@@ -2,9 +2,7 @@
 
 All ranks draw the same random numbers and read the same gathered logits, so they take the same
 decisions; what only one can know, such as a prompt from standard input, rank 0 is asked for.
-
-A process alone is a `Ranks`, for which all of this is free. Tensors on CUDA go through NCCL, all
-others through gloo. What the layers of a model send may be captured in CUDA graphs.
+Tensors on CUDA go through NCCL, all others through gloo.
 """
 
 import atexit

@@ -1,8 +1,7 @@
 """What a client asks: from the JSON of a request to a `Call`.
 
 Fields and defaults are OpenAI's; `top_k`, `min_p`, `ignore_eos` and `speculation` are additions. A
-field that this server has no use for is accepted where its value asks for nothing (`n` of 1, an
-empty list, false) and refused elsewhere. What the settings and the engine check is left to them.
+field that this server has no use for is accepted only where its value asks for nothing.
 """
 
 import json

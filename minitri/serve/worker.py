@@ -1,7 +1,6 @@
 """The thread that owns the engine and its one open run, in which all requests are rows.
 
-Other threads leave messages, which it takes between two events of the run; with nothing to do it
-sleeps. A request that is wrong gets the `InputError` as its event. When the run itself fails, its
+Other threads leave messages, which it takes between two events. When the run itself fails, its
 requests get the error, and a new run is opened for the next ones.
 """
 

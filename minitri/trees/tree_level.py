@@ -1,9 +1,8 @@
 """A level of the cascade that can guess a tree, and verify one.
 
-The lowest level grows a tree: every pass reads the nodes so far, and gives the distributions from
-which the children of the deepest are drawn. The level above reads all nodes in one pass, in which
-each sees its ancestors only. The accepted path is moved together in its cache, as if it had been a
-chain; and what it emits is a chain, so nothing above knows of trees.
+The lowest level grows a tree, pass by pass. The level above reads all nodes in one pass, in which
+each sees its ancestors only; the accepted path is moved together in its cache, as if it had been a
+chain. What it emits is a chain, so nothing above knows of trees.
 
 Legend: B rows, N nodes, T nodes of a pass, V vocab, L layers, H query heads, D head dim.
 """

@@ -1,8 +1,7 @@
 """A GGUF file: llama.cpp's container of weights, hyper-parameters and tokenizer in one.
 
-Names and conventions become those of Hugging Face here, so that nobody else needs to know others.
-One trap: of a Llama, GGUF pairs neighbouring dimensions in the rotary embedding, so it stores the
-rows of q and k in another order; they are put back.
+Names and conventions become those of Hugging Face here. One trap: GGUF pairs neighbouring
+dimensions in the rotary embedding of a Llama, so the rows of its q and k stand in another order.
 """
 
 from collections.abc import Collection, Iterator
