@@ -108,10 +108,8 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def share(self, count: int) -> Self:
-        """The shape of one of `count` equal shares of this model, see `parallel/split.py`.
-
-        Raises `InputError` if heads or MLP cannot be split evenly.
-        """
+        """The shape of one of `count` equal shares. Raises `InputError` if it cannot be split
+        so."""
         if uneven := {name: size for name in SPLIT if (size := getattr(self, name)) % count}:
             raise InputError(
                 f"{self.name} cannot be split over {count} ranks: {uneven} must be multiples of "

@@ -82,8 +82,7 @@ class Generation(Iterator[Event]):
         self.close()
 
     def submit(self, request: Request) -> int:
-        """Adds a request, between two events, to a run that stays open; returns its number, by
-        which events name it. Raises `InputError` if the request is wrong."""
+        """Adds a request, between two events; returns its number, by which events name it."""
         if self._make_row is None:
             raise InputError("this run takes no more requests; Engine.open starts one that does")
         row = self._make_row(self._num_requests, request)
@@ -147,11 +146,8 @@ class Generation(Iterator[Event]):
         self._reading.pop(b, None)
 
     def _advance(self, stack: Stack) -> Iterator[Event]:
-        """Reads a chunk of a prompt; then starts the rows that are read, else makes a step.
-
-        Prompts are read to their ends first, unless rows decode meanwhile, or others may come, and
-        always into a cache in host memory, which is filled layer by layer.
-        """
+        """Reads a chunk of a prompt; then starts the rows that are read, else makes a step. Where
+        nothing else runs meanwhile, and into host memory, prompts are read to their ends first."""
         active = stack.cascade.active
         if self._reading:
             b, chunks = next(iter(self._reading.items()))

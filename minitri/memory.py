@@ -210,12 +210,9 @@ class MemoryPool:
         return kept
 
     def put(self, memory: Memory, *, was_interrupted: bool = False) -> None:
-        """Keeps the memory of a run that is over, if it is the latest.
-
-        K and V in host memory are not kept after an interruption in the middle of a step, which may
-        leave buffers half written; nor where a shorter text may have room for more layers on the
-        device: with no `on_chip`, unless it was reserved for longer texts.
-        """
+        """Keeps the memory of the latest run, which is over. K and V in host memory are not kept
+        after an interruption, which may leave buffers half written; nor where a shorter text may
+        have room for more layers on the device."""
         generation = memory.shape.generation
         is_fitted = generation.on_chip is None and not generation.reserve
         is_spent = isinstance(memory.full, OffloadedFullCache) and (is_fitted or was_interrupted)

@@ -104,8 +104,8 @@ class ModelRunner:
         ]
 
     def pack(self, fresh: list[list[int]], size: int) -> tuple[Tensor, Tensor]:
-        """A block of `size` tokens that begins with these, see `pack_block`, and the places (B, 1)
-        of their last ones; on the host."""
+        """On the host: a block of `size` tokens, see `pack_block`, and places (B, 1) of the last
+        ones."""
         lasts_B1 = torch.tensor([[len(row) - 1] for row in fresh])
         return pack_block(self.model, fresh, self.cache, size), lasts_B1
 
@@ -149,8 +149,7 @@ class DraftRunner(ModelRunner):
     cache: StreamingCache
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
-        """A row that lacks more than a block, as after a prompt, reads its window by itself: with
-        the batch it would pad the other rows beyond their room."""
+        """A row that lacks more than a block, as after a prompt, reads its window by itself."""
         for b, sequence in enumerate(sequences):
             if active[b] and len(sequence) - self.cache.num_tokens[b] > self.cache.max_block:
                 self._read_window(b, sequence[:-1])
@@ -159,8 +158,7 @@ class DraftRunner(ModelRunner):
     def guess(
         self, sequences: list[list[int]], active: list[bool], numbers_BN: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """N tokens of each row, one after the other, and the distributions (B, N, V) that they
-        were sampled from by these numbers, see `sample_by_number`: a round in one graph."""
+        """N tokens of each row, and the distributions (B, N, V) that they were sampled from."""
         assert self.graphs is not None
         fresh = self.unread(sequences, active)
         size = 2 if max(map(len, fresh)) <= 2 else self.cache.max_block  # few graphs

@@ -139,8 +139,7 @@ class Stack:
         self.memory.prefix.note_certain()
 
     def _commit(self, emitted: list[Emitted]) -> None:
-        """The retrieval cache takes over exact K and V of accepted tokens, to which the full cache
-        was cropped when they were verified, and is rebuilt if that is due."""
+        """The retrieval cache takes over exact K and V of accepted tokens, or is rebuilt."""
         if (cache := self.memory.retrieval_cache) is None:
             return
         for b, row in enumerate(emitted):

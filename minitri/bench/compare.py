@@ -73,8 +73,7 @@ def read_cold(engine: Engine, request: Request, speculation: SpeculationConfig) 
 def run_method(
     engine: Engine, request: Request, speculation: SpeculationConfig, read_seconds: float
 ) -> Run:
-    """Runs a method after a prompt that the engine has read in `read_seconds`. All tokens of its
-    steps count, even those that the end of the text cuts away."""
+    """Runs a method after a prompt read in `read_seconds`. All tokens of its steps count."""
     run = engine.stream([request], generation=request.generation, speculation=speculation)
     *_, end = run
     assert isinstance(end, End)

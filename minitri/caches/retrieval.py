@@ -146,8 +146,8 @@ class RetrievalCache(Cache):
             small[layer, b, :, : C * M] = take_tokens(slots_KSD, places_KT)
 
     def _copy_committed(self, b: int) -> None:
-        """Copies exact K and V of the text's tokens that are new in the full cache, into free slots
-        first, then over the least important ones."""
+        """Copies exact K and V of new tokens: to free slots first, then over the least
+        important."""
         row = self.rows[b]
         end = self._full.lengths[b]
         while (start := row.num_committed) < end:
@@ -164,8 +164,7 @@ class RetrievalCache(Cache):
 
 
 def take_tokens(slots_KSD: Tensor, places_KT: Tensor) -> Tensor:
-    """(K, T, D) at each head's own places: one `index_select` for all heads, over rows of D
-    numbers, however the slots lie in memory."""
+    """(K, T, D) at each head's own places: one `index_select`, however the slots lie in memory."""
     K, S, D = slots_KSD.shape
     head, slot = (stride // D for stride in slots_KSD.stride()[:2])
     rows_XD = slots_KSD.as_strided(((K - 1) * head + (S - 1) * slot + 1, D), (D, 1))

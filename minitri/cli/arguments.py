@@ -181,8 +181,7 @@ def taken(settings: type[Settings], args: argparse.Namespace, **others: Any) -> 
 
 
 def model_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of `load` that the flags stand for: no drafter, and no copy of the
-    weights, for methods that have no use for them."""
+    """The keyword arguments of `load` by the flags, without what the method has no use for."""
     options = dict(vars(taken(ModelChoice, args)))
     unused = UNUSED.get(vars(args).get("method", ""), ())
     if "draft" in unused:

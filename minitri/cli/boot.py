@@ -24,8 +24,7 @@ from minitri.parallel.ranks import join
 def boot(
     args: argparse.Namespace, prepare: Callable[[Tokenizer, ModelConfig], Any] = lambda *_: None
 ) -> tuple[Engine, Any]:
-    """Boots the engine that the flags ask for, with a KV snapshot if they name one; gives also what
-    `prepare` made before the weights were read. Raises `InputError`."""
+    """Boots the engine of the flags; gives also what `prepare` made. Raises `InputError`."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     made = []
@@ -48,8 +47,7 @@ def load_engine(args: argparse.Namespace, texts: Sequence[str]) -> tuple[Engine,
 
 
 def sampling_of(args: argparse.Namespace, engine: Engine) -> tuple[SamplingParams, int]:
-    """Sampling by the flags, and where there are none as the model's files say; and the seed, which
-    is drawn if it matters and was not given. What is not by flags is told."""
+    """Sampling by the flags, or else as the model's files say; and the seed, drawn if need be."""
     sampling = taken(SamplingParams, args)
     found = {
         name: value

@@ -53,9 +53,7 @@ def demo_text() -> str:
 def encode(
     prompt: str, tokenizer: Tokenizer, config: ModelConfig, num_new: int, args: argparse.Namespace
 ) -> list[int]:
-    """Token ids of a prompt by --max-prompt-tokens, --chat and --system; what is cut is cut
-    from the text, not from BOS or the chat template around it. Raises `InputError` if there is no
-    template, or no room for the prompt and `num_new` more tokens."""
+    """Token ids of a prompt by the flags. What is cut is cut from the text, not from BOS or the"""
 
     def encoded(text: str) -> list[int]:
         if not vars(args).get("chat"):

@@ -22,10 +22,7 @@ FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-w")
 
 
 def load_library(source: Path) -> ctypes.CDLL:
-    """What a C++ file and the headers of its folder define, built if the cache does not have it.
-
-    Where the cache cannot be written to, it is built for this process. Raises `OSError`.
-    """
+    """What a C++ file and the headers of its folder define, built if need be. Raises `OSError`."""
     # The command may have arguments, as in CXX='ccache g++'.
     compiler = os.environ.get("CXX", "").split() or [*filter(shutil.which, COMPILERS)][:1]
     if not compiler or os.name != "posix":

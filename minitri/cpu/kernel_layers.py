@@ -223,12 +223,9 @@ def keep_quantized(
 
 
 def quantized_copy(model: Llama) -> Llama:
-    """A copy of a model on kernels with linear layers of 4 bits, which reads a third of the bytes
-    per pass: a good proposer for the model itself. It shares the rest, among it those layers of the
-    model that have as few bits.
+    """A copy of a model on kernels with linear layers of 4 bits, which proposes for the model.
 
-    Its LM head has 8: with 4 SmolLM2's copy would agree with it on 79 % of the tokens, not 99.
-    """
+    Its LM head has 8: with 4 SmolLM2's copy would agree with it on 79 % of the tokens, not 99."""
 
     def quantized(layer: KernelLinear) -> KernelLinear:
         bits = 8 if isinstance(layer, KernelHead) else 4

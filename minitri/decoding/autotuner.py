@@ -37,8 +37,8 @@ class Autotuner:
         *,
         use_clock: bool,
     ) -> None:
-        """`prior_seconds(stage, num_guesses)` are of a round of "draft", "retrieval" or "target";
-        without `use_clock` these are the costs, whatever is measured."""
+        """`prior_seconds(stage, num_guesses)` are of a round; without `use_clock` all that
+        counts."""
         self.plan = plans[0]
         self._plans = plans
         self._prior_seconds = prior_seconds

@@ -63,8 +63,8 @@ class Cascade:
         self.stages = (drafter, retrieval, target)
 
     def start(self, rows: Collection[int] | None = None) -> list[Emitted]:
-        """Samples the first tokens of these rows, or of all, by the target alone, whose cache lacks
-        the last token of each prompt. From then on every step extends them."""
+        """Samples the first tokens of these rows, or of all, by the target alone; they go on
+        then."""
         nothing = Proposal.nothing(len(self.sequences))
         starting = [rows is None or b in rows for b in range(len(self.sequences))]
         emitted = self._target.verify(self.sequences, starting, nothing)
@@ -77,8 +77,7 @@ class Cascade:
         self._meter.settle()
 
     def step(self) -> list[Emitted]:
-        """Extends every active row by the accepted guesses and one token of the target's own, which
-        `Stack` then brings into the retrieval cache."""
+        """Extends every active row by the accepted guesses and one token of the target's own."""
         plan = self._meter.tuner.choose()
         with self._meter.commit():
             self._stack(plan)

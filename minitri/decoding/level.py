@@ -46,8 +46,7 @@ class Emitted:
 
 
 class Stage:
-    """Something that proposes tokens: a `Level`, or a drafter without a model, which by default
-    keeps nothing of the texts."""
+    """Something that proposes tokens: a `Level`, or a drafter without a model."""
 
     def __init__(self, stats: LevelStats, meter: Meter) -> None:
         self.stats = stats

@@ -49,8 +49,7 @@ class RandomSource:
     def verify(
         self, proposal: Proposal, probs_BNV: Tensor, starts: list[int], active: Active
     ) -> Rows:
-        """Verifies a proposal that begins at position `starts[b]` of row b: see `decide`. What is
-        returned for rows that are not active means nothing."""
+        """See `decide`; a proposal begins at position `starts[b]`. Inactive rows mean nothing."""
         numbers_BN = self.numbers(proposal.counts, starts, active)
         return decide(self._rule, proposal, probs_BNV, numbers_BN, self.run)
 

@@ -98,8 +98,7 @@ def run_now(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 def decide(
     rule: Rule, proposal: Proposal, probs_BNV: Tensor, numbers_BN: Tensor, run: Run = run_now
 ) -> Rows:
-    """Of each row the accepted guesses, and one token more: recovered, or the bonus token. Raises
-    `NotFiniteError`."""
+    """Of each row the accepted guesses, and one token more. Raises `NotFiniteError`."""
     guesses = (proposal.tokens_BN, proposal.probs_BNV, torch.tensor(proposal.counts))
     outcome = run(verdict_by(rule), probs_BNV, numbers_BN, *guesses).tolist()
     tokens = Rows()
@@ -112,8 +111,8 @@ def decide(
 
 @functools.cache  # one function per rule, so that it is captured once
 def verdict_by(rule: Rule) -> Callable[..., Tensor]:
-    """The outcome of a rule in one tensor of integers (B, 3 + N): how many guesses are accepted,
-    the token after them, whether p and q are finite, and the guesses."""
+    """The outcome of a rule in one tensor (B, 3 + N): guesses accepted, next token, finite,
+    guesses."""
 
     def verdict(p_BNV: Tensor, numbers_BN: Tensor, *tensors: Tensor) -> Tensor:
         guesses = Guesses(*tensors)

@@ -27,9 +27,7 @@ MOST_PLACES = 1000
 class GrowingText:
     """The certain tokens of one row, their index, and what became of the guesses.
 
-    As LZ77 compressors do it knows the latest place of every pair of tokens, and from every place
-    the one before it with the same pair. A lookup compares backwards from each.
-    """
+    It knows the latest place of every pair of tokens, and from there the one before, as in LZ77."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []

@@ -42,10 +42,7 @@ class ChatTemplate:
         self._special_tokens = special_tokens
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """The text of a conversation, and with `add_generation_prompt` the beginning of the answer.
-
-        Raises `InputError` with the template's own message if the conversation does not suit it.
-        """
+        """A conversation as text, perhaps with the beginning of the answer. Raises `InputError`."""
         with explain("the model's chat template fails", ADVICE):
             return self._template.render(
                 messages=[*messages],

@@ -56,9 +56,7 @@ def load_model(
 ) -> Llama:
     """A model that is ready to run. Raises `InputError` for files that do not fit the config.
 
-    `target`, of the same dtype and device, lends its embedding table to a drafter that has none.
-    `attention` may name a kernel of a GPU. `native` leaves quantized what the kernels can read so.
-    """
+    `target` lends its embeddings to a drafter without a table; `native` leaves weights quantized."""
     lender = target if config.draft_of is not None else None
     attend = attention_for(device, dtype, config, attention)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "target": lender, "attend": attend}

@@ -70,8 +70,7 @@ class OpenModel:
 
 
 def open_drafter(choice: ModelChoice, tokenizer: Tokenizer, progress: bool) -> OpenModel | None:
-    """The drafter for a model with this tokenizer; None if none is to be had, or suffix lookup.
-    Raises `InputError` about one that was asked for by name."""
+    """The drafter, or None for lookup. Raises `InputError` about one that was asked for by name."""
     name = default_draft(choice.model) if choice.draft == "auto" else choice.draft
     if name in LOOKUPS:
         return None

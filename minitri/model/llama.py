@@ -44,8 +44,7 @@ class Block:
 
 
 class Llama(nn.Module):
-    """A Llama, or one of its relatives, which differ in `ModelConfig` alone. Weights are
-    uninitialised until a checkpoint fills them."""
+    """A Llama, or one of its relatives, which differ in `ModelConfig` alone; not yet filled."""
 
     embedding_sample: Tensor
     """Of a drafter without embeddings: some rows of its target's, see `sample_of_vocabulary`."""

@@ -71,8 +71,7 @@ class Protocol:
     """Tokens of a prompt and its answer."""
 
     def read(self, body: bytes, *, is_chat: bool) -> Call:
-        """The call that a body stands for. Tokenizes, which may take a second. Raises `InputError`,
-        or an `ApiError` where OpenAI has a status of its own."""
+        """The call that a body stands for. Raises `InputError`, or `ApiError` where OpenAI does."""
         fields = _fields(body, CHAT if is_chat else TEXT)
         model = fields.get("model", self.names[0])
         if model not in self.names:
