@@ -108,8 +108,7 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def share(self, count: int) -> Self:
-        """The shape of one of `count` equal shares. Raises `InputError` if it cannot be split
-        so."""
+        """The shape of one of `count` equal shares. Raises `InputError` if it has no such."""
         if uneven := {name: size for name in SPLIT if (size := getattr(self, name)) % count}:
             raise InputError(
                 f"{self.name} cannot be split over {count} ranks: {uneven} must be multiples of "

@@ -56,7 +56,7 @@ def load_model(
 ) -> Llama:
     """A model that is ready to run. Raises `InputError` for files that do not fit the config.
 
-    `target` lends its embeddings to a drafter without a table; `native` leaves weights quantized."""
+    `target` lends its embeddings to a drafter without; `native` leaves weights quantized."""
     lender = target if config.draft_of is not None else None
     attend = attention_for(device, dtype, config, attention)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "target": lender, "attend": attend}
