@@ -54,8 +54,6 @@ class RopeConfig:
     def describe(self) -> str:
         """A few words for the log, such as `yarn x4 (theta 100000)`."""
         stretch = "plain" if self.kind == "default" else f"{self.kind} x{self.factor:g}"
-        if self.frequency_divisors is not None:
-            stretch += " with stored divisors"
         return f"{stretch} (theta {self.theta:g})"
 
 
@@ -110,10 +108,7 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def share(self, count: int) -> Self:
-        """The shape of one of `count` equal shares of this model, see `parallel/split.py`.
-
-        Raises `InputError` if heads or MLP cannot be split evenly.
-        """
+        """The shape of one of `count` equal shares. Raises `InputError` if it has no such."""
         if uneven := {name: size for name in SPLIT if (size := getattr(self, name)) % count}:
             raise InputError(
                 f"{self.name} cannot be split over {count} ranks: {uneven} must be multiples of "

@@ -14,8 +14,10 @@ class InputError(ValueError):
 
 
 def shorten(text: object, limit: int = 200) -> str:
-    """One line of at most `limit` characters, to quote another error message inside ours."""
-    line = " ".join(str(text).split())
+    """One line of at most `limit` characters, to quote a file or another error in a message of
+    ours; a control character could move the cursor."""
+    printable = (char if char.isprintable() else "\ufffd" for char in " ".join(str(text).split()))
+    line = "".join(printable)
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
@@ -38,9 +40,4 @@ def explain(problem: str, advice: str = "get it again") -> Iterator[None]:
         raise
     except Exception as error:  # libraries raise all kinds over damaged files
         kind = type(error).__name__
-        raise InputError(f"{problem} ({kind}: {printable(error, 120)}); {advice}") from error
-
-
-def printable(text: object, limit: int = 200) -> str:
-    """`shorten`, for texts that come from files: a control character could move the cursor."""
-    return "".join(char if char.isprintable() else "\ufffd" for char in shorten(text, limit))
+        raise InputError(f"{problem} ({kind}: {shorten(error, 120)}); {advice}") from error

@@ -10,7 +10,6 @@ with clean_imports():
     import argparse
     import dataclasses
     import json
-    import logging
 
     from minitri import Engine, Generation, GenerationConfig, InputError, SamplingParams
     from minitri.cli import arguments, boot
@@ -21,9 +20,8 @@ with clean_imports():
     from minitri.engine import MAX_ROWS
     from minitri.fields import between
     from minitri.loading.named_models import table
+    from minitri.log import log
     from minitri.parallel.ranks import join
-
-log = logging.getLogger("minitri")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +47,6 @@ class GenerateFlags:
     """Color each token by the stage it came from."""
     json: bool = False
     """Print one JSON object instead of the text."""
-    stats: bool = False
-    """All statistics, not only a line of them."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -61,7 +57,7 @@ def build_parser() -> arguments.OneLineParser:
         "--prompt-file novel.txt --max-prompt-tokens 8000 --temperature 0.6 --top-p 0.9",
         "--chat 'Why is the sea salty?' --system 'Answer in one sentence.'",
         "--demo --method triforce --draft suffix --budget 1024 --color",
-        "--rope-scaling yarn:4 --fit last --json < novel.txt",
+        "--rope-scaling yarn:4 --json < novel.txt",
         "--prompts questions.jsonl --max-new-tokens 64 > answers.jsonl",
         description="Generates text from a Llama model after a prompt as long as its context.",
     )

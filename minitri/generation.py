@@ -1,9 +1,8 @@
 """A run in progress: requests become a stream of typed events.
 
-A `Generation` works only while it is asked for the next event; stop asking, or call `close`, at any
-moment. Some requests run at a time, as rows of a batch, and the others wait: where a text ends, the
-next one takes its place. Prompts are read in chunks, between the steps of rows that are further on,
-and rows are decoded together, by steps of a cascade, whose tokens are cut at the end of a text.
+A `Generation` works only while it is asked for the next event. Some requests run at a time, as rows
+of a batch; where a text ends, the next one takes its place. Prompts are read in chunks, between the
+steps of rows that are further on.
 """
 
 import contextlib
@@ -36,10 +35,10 @@ def running(models: Models) -> Iterator[None]:
             f"{model.device} has run out of memory ({shorten(error, 90)}); shorten the prompt, or "
             "lower max_new_tokens or prefill_chunk"
         ) from None
-    except NotFiniteError as error:
-        at_fault = (models.draft if error.is_drafter else None) or model
+    except NotFiniteError:
+        names = [it.config.name for it in (model, models.draft) if it is not None]
         raise InputError(
-            f"{at_fault.config.name} computed logits that are not finite in {model.dtype}; its "
+            f"{' or '.join(names)} computed logits that are not finite in {model.dtype}; the "
             "weights are damaged: get them again; or they overflow: try --dtype float32"
         ) from None
 
@@ -83,8 +82,7 @@ class Generation(Iterator[Event]):
         self.close()
 
     def submit(self, request: Request) -> int:
-        """Adds a request, between two events, to a run that stays open; returns its number, by
-        which events name it. Raises `InputError` if the request is wrong."""
+        """Adds a request, between two events; returns its number, by which events name it."""
         if self._make_row is None:
             raise InputError("this run takes no more requests; Engine.open starts one that does")
         row = self._make_row(self._num_requests, request)
@@ -148,11 +146,8 @@ class Generation(Iterator[Event]):
         self._reading.pop(b, None)
 
     def _advance(self, stack: Stack) -> Iterator[Event]:
-        """Reads a chunk of a prompt; then starts the rows that are read, else makes a step.
-
-        Prompts are read to their ends first, unless rows decode meanwhile, or others may come, and
-        always into a cache in host memory, which is filled layer by layer.
-        """
+        """Reads a chunk of a prompt; then starts the rows that are read, else makes a step. Where
+        nothing else runs meanwhile, and into host memory, prompts are read to their ends first."""
         active = stack.cascade.active
         if self._reading:
             b, chunks = next(iter(self._reading.items()))
@@ -167,12 +162,13 @@ class Generation(Iterator[Event]):
         ready = [b for b in self._running if not active[b] and b not in self._reading]
         rows = self._running.values()
         wants_logits = any(row.request.generation.logprobs is not None for row in rows)
+        stack.memory.target.wants_logits = wants_logits
         started = time.perf_counter()
         if ready:
-            emitted = stack.start(ready, wants_logits=wants_logits)
+            emitted = stack.start(ready)
             self.stats.prefill_seconds += time.perf_counter() - started
         elif any(active):
-            emitted = stack.step(wants_logits=wants_logits)
+            emitted = stack.step()
             self.stats.decode_seconds += time.perf_counter() - started
         else:
             return

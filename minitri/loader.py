@@ -6,7 +6,7 @@ from collections.abc import Callable
 from minitri.config import ModelConfig
 from minitri.drafters.plugin import Drafter
 from minitri.engine import Engine
-from minitri.errors import InputError, printable, shorten
+from minitri.errors import InputError, shorten
 from minitri.loading.devices import ModelChoice, retrieval_copy
 from minitri.loading.hf_config import read_sampling
 from minitri.loading.named_models import DEFAULT_MODEL
@@ -60,7 +60,7 @@ def load(
     tokenizer = target.tokenizer
     config = target.config
     if tokenizer is None:
-        owner = printable(config.draft_of)
+        owner = shorten(config.draft_of)
         raise InputError(
             f"{config.name} is a drafter for {owner}, not a model; give it as --draft, and {owner} "
             "as --model"

@@ -1,8 +1,7 @@
 """What a run computes with, allocated once: caches, runners over them, captured graphs.
 
-`allocate` reads as the boot order. A `Memory` is frozen and holds no text: `stack.py` puts the
-stages of a step over it. `MemoryPool` keeps that of the last run for one that fits, which then
-begins with its graphs, and after those tokens of a prompt that the full cache still holds.
+A `Memory` is frozen and holds no text: `stack.py` puts the stages of a step over it. `MemoryPool`
+keeps that of the last run for one that fits.
 
 Legend: L layers, B rows, T tokens of a block, H query heads, D head dim.
 """
@@ -153,7 +152,9 @@ def allocate(
     small: dict[str, Any] = {}
     try:
         if draft is not None:
-            small["draft"] = _draft_runner(draft, shape, options)
+            where: dict[str, Any] = {"dtype": draft.dtype, "device": draft.device}
+            window = StreamingCache(draft.config, draft.rope, shape.num_rows, speculation, **where)
+            small["draft"] = DraftRunner(draft, window, shape.sampling, **options)
         if any(plan.uses_retrieval for plan in plans):
             cache = small["retrieval_cache"] = _retrieval_cache(shape, full, queries_LBTHD)
             options["block_sizes"] = {1, 1 + max(plan.gamma1 for plan in plans)}
@@ -169,14 +170,6 @@ def allocate(
             f"({shorten(error, 90)}); lower budget or num_recent_tokens, or shorten the prompt"
         ) from error
     return Memory(models, shape, full, prefix, verifying, queries_LBTHD, graphs, **small)
-
-
-def _draft_runner(draft: Llama, shape: MemoryShape, options: dict[str, Any]) -> DraftRunner:
-    """The drafter's cache and what runs over it."""
-    speculation = shape.speculation
-    where: dict[str, Any] = {"dtype": draft.dtype, "device": draft.device}
-    cache = StreamingCache(draft.config, draft.rope, shape.num_rows, speculation, **where)
-    return DraftRunner(draft, cache, shape.sampling, **options)
 
 
 def _retrieval_cache(shape: MemoryShape, full: FullCache, queries_LBTHD: Tensor) -> RetrievalCache:
@@ -217,12 +210,9 @@ class MemoryPool:
         return kept
 
     def put(self, memory: Memory, *, was_interrupted: bool = False) -> None:
-        """Keeps the memory of a run that is over, if it is the latest.
-
-        K and V in host memory are not kept after an interruption in the middle of a step, which may
-        leave buffers half written; nor where a shorter text may have room for more layers on the
-        device: with no `on_chip`, unless it was reserved for longer texts.
-        """
+        """Keeps the memory of the latest run, which is over. K and V in host memory are not kept
+        after an interruption, which may leave buffers half written; nor where a shorter text may
+        have room for more layers on the device."""
         generation = memory.shape.generation
         is_fitted = generation.on_chip is None and not generation.reserve
         is_spent = isinstance(memory.full, OffloadedFullCache) and (is_fitted or was_interrupted)

@@ -1,9 +1,7 @@
 """What of a model fits where, and how fast it can be: `python -m minitri.plan`, loading nothing.
 
-For several placements of the KV cache: bytes on the device and in host memory, whether they fit,
-and milliseconds per token to expect, autoregressive and with the cascade, whose gammas are the
-fastest unless given. Bytes come from `gpu/placement.py`, with which an engine boots, times from
-what the autotuner expects of the passes in `roofline.py`. The last line is JSON.
+For several placements of the KV cache: bytes on the device and in host memory, as an engine counts
+them at boot, and milliseconds per token, as the autotuner expects them. The last line is JSON.
 """
 
 from minitri.cli.exits import clean_imports, program
@@ -115,7 +113,7 @@ def workload(needs: Demand, on_chip: int) -> Workload:
 
 
 def predict(work: Workload, machine: Machine, plans: list[StepPlan]) -> dict[str, Any]:
-    """Milliseconds per token with the fastest plan and without speculation."""
+    """The fastest plan; milliseconds per token with it and without speculation."""
     tuner = Autotuner(plans, functools.partial(work.seconds, machine), use_clock=False)
     for stage, rate in zip(("draft", "retrieval"), ACCEPTANCE, strict=True):
         tuner.note_acceptance(stage, 10**9, round(10**9 * rate))
@@ -123,7 +121,7 @@ def predict(work: Workload, machine: Machine, plans: list[StepPlan]) -> dict[str
     alone = 1e3 * work.seconds(machine, "target", 0)
     cascade = 1e3 / tuner.tokens_per_second(best)
     ms = {"autoregressive": alone, "cascade": cascade, "speedup": alone / cascade}
-    return {"plan": dataclasses.asdict(best), **ms}
+    return {"plan": best, **ms}
 
 
 def run_command(args: argparse.Namespace) -> int:
@@ -132,32 +130,30 @@ def run_command(args: argparse.Namespace) -> int:
     card = next(card for most, card in CARDS.items() if args.gpu_memory <= most)
     machine = dataclasses.replace(card, link_bytes_per_second=1e9 * args.link_gb_s)
     room = (args.gpu_memory * GIB - CONTEXT, args.host_memory * GIB / args.gpus)
-    best = needs.most_on_chip(room[0])
+    most = needs.most_on_chip(room[0])
+    best = most or 0
     print(
         f"{needs.config.name}, {needs.num_tokens} tokens, {args.dtype}; {args.gpus} GPU of "
         f"{args.gpu_memory} GiB at {machine.kv_bytes_per_second / 1e9:g} GB/s\n"
         "layers with KV on the GPU    GiB there  on host  fits  ms alone  cascade  speedup"
     )
-    placements = []
-    for on_chip in sorted({needs.config.num_layers, best or 0, 0}, reverse=True):
-        ms = predict(workload(needs, on_chip), machine, needs.speculation.plans)
-        row = {
+    placements = {}
+    for on_chip in sorted({needs.config.num_layers, best, 0}, reverse=True):
+        placements[on_chip] = {
             "on_chip": on_chip,
             "device_bytes": needs.on_device(on_chip),
             "host_bytes": needs.on_host(on_chip),
             "fits": needs.on_device(on_chip) <= room[0] and needs.on_host(on_chip) <= room[1],
             "parts": needs.parts(on_chip),
-            "predicted_ms": ms,
+            "predicted_ms": predict(workload(needs, on_chip), machine, needs.speculation.plans),
         }
-        placements.append(row)
-        print(placement_lines(row))
-        if on_chip == (best or 0):
-            chosen = StepPlan(**ms["plan"])
+        print(placement_lines(placements[on_chip]))
     if args.explain:
-        found = passes(workload(needs, best or 0), chosen, args.prefill_chunk)
+        plan = placements[best]["predicted_ms"]["plan"]
+        found = passes(workload(needs, best), plan, args.prefill_chunk)
         print(f"\n{pass_table(found, machine)}\nConstants: {machine}")
-    facts = {"model": needs.config.name, "context": needs.num_tokens, "on_chip": best}
-    print(json.dumps({**facts, "placements": placements}))
+    facts = {"model": needs.config.name, "context": needs.num_tokens, "on_chip": most}
+    print(json.dumps({**facts, "placements": [*placements.values()]}, default=vars))
     if (missing := shortage(needs, *room)) is not None:
         raise InputError(missing)
     return 0
@@ -170,7 +166,7 @@ def placement_lines(row: dict[str, Any]) -> str:
     return (
         f"{row['on_chip']:25d} {row['device_bytes'] / GIB:12.2f} {row['host_bytes'] / GIB:8.2f} "
         f"{'yes' if row['fits'] else 'no':>5s} {ms['autoregressive']:9.2f} {ms['cascade']:8.2f} "
-        f"{ms['speedup']:8.2f}  {StepPlan(**ms['plan'])}\n    {parts}"
+        f"{ms['speedup']:8.2f}  {ms['plan']}\n    {parts}"
     )
 
 
@@ -195,9 +191,9 @@ def pass_table(found: dict[str, Pass], machine: Machine) -> str:
     """Passes as lines."""
     lines = [f"{'':16s}  weights MB       KV MB     link MB       GFLOP          ms"]
     for name, it in found.items():
-        numbers = [it.weight_bytes / 1e6, it.kv_bytes / 1e6, it.link_bytes / 1e6, it.flops / 1e9]
-        numbers.append(1e3 * it.seconds(machine))
-        lines.append(f"{name:16s}" + "".join(f"{number:12.3f}" for number in numbers))
+        sizes = (it.weight_bytes / 1e6, it.kv_bytes / 1e6, it.link_bytes / 1e6, it.flops / 1e9)
+        numbers = (f"{number:12.3f}" for number in (*sizes, 1e3 * it.seconds(machine)))
+        lines.append(f"{name:16s}" + "".join(numbers))
     return "\n".join(lines)
 
 

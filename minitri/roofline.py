@@ -48,17 +48,13 @@ GPU = Machine(2e12, 2e12, 25e9, seconds_per_layer=0.05e-3, share_per_extra_token
 """Nominal machines: of the right order where nothing was measured, and the same in every run."""
 
 
-def card(bytes_per_second: float, flops_per_second: float) -> Machine:
-    """A GPU where a layer is 12 launches in a CUDA graph, a pass a verdict and a copy to the host.
-
-    The link is PCIe 4.0 x16; what several GPUs send to one another is left out.
-    """
-    speeds = (bytes_per_second, bytes_per_second, 25e9)
-    return Machine(*speeds, 16e-6, 0.15e-3, flops_per_second=flops_per_second)
-
-
-CARDS = {48: card(1e12, 100e12), 80: card(2e12, 200e12), 1e9: card(4e12, 500e12)}
-"""By memory in GiB: smaller cards, an A100 and an H200."""
+CARDS = {
+    gib: Machine(speed, speed, 25e9, 16e-6, 0.15e-3, flops_per_second=flops)
+    for gib, speed, flops in ((48, 1e12, 100e12), (80, 2e12, 200e12), (1e9, 4e12, 500e12))
+}
+"""By memory in GiB: smaller cards, an A100 and an H200. A layer is 12 launches in a CUDA graph, a
+pass a verdict and a copy to the host; the link is PCIe 4.0 x16; what several GPUs send to one
+another is left out."""
 
 
 def outline(config: ModelConfig) -> Llama:
@@ -115,9 +111,8 @@ class Pass:
         seconds += self.weight_bytes / machine.weight_bytes_per_second
         seconds += self.kv_bytes / machine.kv_bytes_per_second
         seconds = max(seconds, self.link_bytes / machine.link_bytes_per_second)
-        share = machine.share_per_extra_token
-        if self.is_in_four_bits:
-            share = machine.share_in_four_bits
+        in_four_bits = self.is_in_four_bits
+        share = machine.share_in_four_bits if in_four_bits else machine.share_per_extra_token
         seconds *= 1 + share * self.num_extra_tokens
         return max(seconds, self.flops / machine.flops_per_second)
 
@@ -151,8 +146,8 @@ class Workload:
         assert config is not None
         num_weights = weights_per_pass(config)
         whole = num_weights * self.itemsize
-        known = {"target": self.target_bytes, "retrieval": self.retrieval_bytes}.get(stage)
-        weight_bytes = whole if known is None else known
+        known = {"target": self.target_bytes, "retrieval": self.retrieval_bytes}
+        weight_bytes = known.get(stage) or whole
         slots = {"draft": 0, "retrieval": self.num_retrieved, "target": self.num_tokens}[stage]
         attention = 4 * config.num_heads * config.head_dim * config.num_layers * slots
         num_tokens = self.batch_size * (num_guesses + 1)

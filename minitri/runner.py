@@ -1,10 +1,8 @@
 """Model runners: a model with a cache, from token lists to next-token distributions.
 
-`ModelRunner.next_probs` feeds whatever the cache has not seen of each row in one forward pass for
-the whole batch. Rows may have different amounts to read; shorter ones are padded at the end, where
-nothing looks. Logits become distributions by the filters of `decoding/sampling.py`, at every level
-the same. `DraftRunner` adds how a drafter gets to the end of a long text; `prefill` fills a row of
-a full cache beforehand.
+`ModelRunner.next_probs` feeds whatever the cache has not seen of each row in one forward pass;
+shorter rows are padded at the end, where nothing looks. `DraftRunner` adds how a drafter gets to
+the end of a long text; `prefill` fills a row of a full cache beforehand.
 
 Legend: B rows, T tokens read at once, N proposed tokens, E hidden size, V vocab, L layers, H query
 heads, D head dim.
@@ -52,8 +50,10 @@ class ModelRunner:
         """
         self.model = model
         self.cache = cache
-        self.sampling = [sampling] * len(cache.lengths)
+        B = len(cache.lengths)
+        self.sampling = [sampling] * B
         """The filters of each row."""
+        self.wants_logits = False
         self.passes = Passes(model, cache, sampling, vocab_size, queries_LBTHD)
         self.graphs = graphs
         self._block_sizes: list[int] = []
@@ -61,30 +61,27 @@ class ModelRunner:
             # Longer blocks go by lengths on the host, which a graph would freeze.
             self._block_sizes = sorted(it for it in block_sizes if it <= LONGEST_BLOCK)
         for size in self._block_sizes:  # what this writes stands after the prefixes
-            self._replay([[0]] * len(self.sampling), size, self._no_guesses())
+            self._replay([[0]] * B, size, Proposal.nothing(B))
 
     def next_probs(
         self,
         sequences: list[list[int]],
         active: list[bool],
         guesses: Proposal | None = None,
-        *,
-        wants_logits: bool = False,
     ) -> Output:
         """Distributions (B, N + 1, V); see `decoding.level.Runner`."""
         fresh = self.unread(sequences, active)
-        counts = [0] * len(active) if guesses is None else guesses.counts
-        tokens_BN = self._no_guesses() if guesses is None else guesses.tokens_BN
-        num_read = [len(row) + count for row, count in zip(fresh, counts, strict=True)]
+        guesses = guesses or Proposal.nothing(len(active))
+        num_read = [len(row) + n for row, n in zip(fresh, guesses.counts, strict=True)]
         T = max(num_read)
         size = min((it for it in self._block_sizes if it >= T), default=None)
-        if size is None or wants_logits:
+        if size is None or self.wants_logits:
             device = self.model.device
             packed, lasts = (it.to(device, non_blocking=True) for it in self.pack(fresh, T))
-            output = self.output(self.passes.read(packed, lasts, tokens_BN))
+            output = self.output(self.passes.read(packed, lasts, guesses.tokens_BN))
         else:
-            probs_BTV = self._replay(fresh, size, tokens_BN)
-            output = Output(probs_BTV[:, : max(counts) + 1].clone())
+            probs_BTV = self._replay(fresh, size, guesses)
+            output = Output(probs_BTV[:, : max(guesses.counts) + 1].clone())
         self.cache.advance([n if on else 0 for n, on in zip(num_read, active, strict=True)])
         return output
 
@@ -107,19 +104,16 @@ class ModelRunner:
         ]
 
     def pack(self, fresh: list[list[int]], size: int) -> tuple[Tensor, Tensor]:
-        """A block of `size` tokens that begins with these, see `pack_block`, and the places (B, 1)
-        of their last ones; on the host."""
+        """On the host: a block of `size` tokens, see `pack_block`, and places (B, 1) of the last
+        ones."""
         lasts_B1 = torch.tensor([[len(row) - 1] for row in fresh])
         return pack_block(self.model, fresh, self.cache, size), lasts_B1
 
-    def _replay(self, fresh: list[list[int]], size: int, guesses_BN: Tensor) -> Tensor:
+    def _replay(self, fresh: list[list[int]], size: int, guesses: Proposal) -> Tensor:
         """Distributions (B, size, V) by a captured pass; the next one overwrites them."""
         assert self.graphs is not None
-        guesses_BT = F.pad(guesses_BN, (0, size - 1 - guesses_BN.shape[1]))
+        guesses_BT = F.pad(guesses.tokens_BN, (0, size - 1 - max(guesses.counts)))
         return self.graphs.run(self.passes.probs, *self.pack(fresh, size), guesses_BT)
-
-    def _no_guesses(self) -> Tensor:
-        return torch.empty(len(self.sampling), 0, dtype=torch.int64)
 
     def output(self, hidden_BNE: Tensor) -> Output:
         """Logits, and the distributions that the filters of each row make of them."""
@@ -155,8 +149,7 @@ class DraftRunner(ModelRunner):
     cache: StreamingCache
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
-        """A row that lacks more than a block, as after a prompt, reads its window by itself: with
-        the batch it would pad the other rows beyond their room."""
+        """A row that lacks more than a block, as after a prompt, reads its window by itself."""
         for b, sequence in enumerate(sequences):
             if active[b] and len(sequence) - self.cache.num_tokens[b] > self.cache.max_block:
                 self._read_window(b, sequence[:-1])
@@ -165,8 +158,7 @@ class DraftRunner(ModelRunner):
     def guess(
         self, sequences: list[list[int]], active: list[bool], numbers_BN: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """N tokens of each row, one after the other, and the distributions (B, N, V) that they
-        were sampled from by these numbers, see `sample_by_number`: a round in one graph."""
+        """N tokens of each row, and the distributions (B, N, V) that they were sampled from."""
         assert self.graphs is not None
         fresh = self.unread(sequences, active)
         size = 2 if max(map(len, fresh)) <= 2 else self.cache.max_block  # few graphs
@@ -194,7 +186,7 @@ class CapturedDraft(Level):
     def _draft(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
         starts = [len(sequence) for sequence in sequences]
         one_by_one = [
-            self._source.numbers([0] * len(starts), [start + i for start in starts], active)
+            self.source.numbers([0] * len(starts), [start + i for start in starts], active)
             for i in range(self.gamma)
         ]
         self.stats.num_rounds += self.gamma * sum(active)

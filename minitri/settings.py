@@ -65,7 +65,7 @@ class GenerationConfig:
     """Generate at most N tokens per prompt."""
     stop: Sequence[str] = ()
     """End before this text; may be given several times; $'\\n' is a line break in most shells."""
-    ignore_eos: bool = one_of(False, True, False)
+    ignore_eos: bool = False
     """Go on after an end-of-sequence token."""
     logprobs: int | None = between(None, 0, 20)
     """Give the log-probability of every token, and those of the K likeliest, 0 to 20 (in JSON)."""
@@ -73,11 +73,11 @@ class GenerationConfig:
     """Make room in the KV cache for texts of N tokens, prompt and output, for longer runs later."""
     prefill_chunk: int = between(1024, 1)
     """Read the prompt N tokens at a time; bounds the memory of activations."""
-    offload: bool = one_of(False, True, False)
+    offload: bool = False
     """On a GPU, keep in host memory the KV cache of layers that do not fit; see minitri.plan."""
     on_chip: int | None = between(None, 0)
     """With --offload: layers whose KV cache stays on the GPU. Default: as many as fit."""
-    cuda_graphs: bool = one_of(True, True, False)
+    cuda_graphs: bool = True
     """On a GPU, capture every phase of decoding once and replay it."""
 
     def __post_init__(self) -> None:
@@ -162,9 +162,9 @@ class SpeculationConfig:
     """Latest tokens whose queries select what the retrieval cache holds."""
     rebuild_stride: int = between(256, 1)
     """New tokens after which the retrieval cache is rebuilt."""
-    coupled: bool = one_of(False, True, False)
+    coupled: bool = False
     """Tie random numbers to seed and position: one text per seed for all methods."""
-    timed: bool = one_of(False, True, False)
+    timed: bool = False
     """Let the autotuner follow the clock even where a seed then no longer repeats its text: at a
     temperature above 0, unless coupled, and wherever a text may depend on the last bits (unless
     compiled CPU kernels, or float32 on a CPU, make all plans equal). Else predicted costs count."""

@@ -1,8 +1,7 @@
 """A run over a memory: the texts of its rows, and the stages of the cascade that extends them.
 
-`admit` gives a row to a text, which is the only way a text starts; `prefill` reads its prompt while
-the retrieval cache observes it; `start` and `step` make tokens; `retire` ends it. When the
-autotuner may follow the clock is decided here.
+`admit` gives a row to a text, which is the only way a text starts; `prefill` reads its prompt;
+`start` and `step` make tokens; `retire` ends it.
 """
 
 import contextlib
@@ -39,15 +38,17 @@ class Stack:
         self.shape = shape
         self.target = memory.models.target
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
-        num_graphs = memory.graphs.num_graphs if memory.graphs is not None else 0
-        self.stats = Stats(kv_cache_bytes=memory.num_cache_bytes, num_graphs=num_graphs)
+        self.source = _random_source(shape.speculation)
+        self.stats = Stats(kv_cache_bytes=memory.num_cache_bytes)
+        if memory.graphs is not None:
+            self.source.run = memory.graphs.run
+            self.stats.num_graphs = memory.graphs.num_graphs
         if memory.retrieval_cache is not None:
             memory.retrieval_cache.num_rebuilds = 0
         plans = shape.speculation.plans
         use_clock = may_use_clock(memory.models, shape)
         self.tuner = Autotuner(plans, prior_seconds(memory, shape), use_clock=use_clock)
         self.meter = Meter(self.stats, self.tuner, clock_of(self.target.device))
-        self.source = _random_source(shape.speculation)
         drafter: Stage | None = None
         if memory.draft is not None:
             drafter = self._level("draft", memory.draft)
@@ -58,19 +59,12 @@ class Stack:
         target = self._level("target", memory.target)
         self.cascade = Cascade(self.sequences, self.meter, target, retrieval, drafter)
 
-    def source_of(self, stage: str) -> Any:  # noqa: ARG002 (simulations have others)
-        """The random source of a stage."""
-        return self.source
-
     def _level(self, name: str, runner: ModelRunner) -> Level:
         """A stage with a model; stages are made from the lowest upwards."""
-        source = self.source_of(name)
         make = TreeLevel if self.shape.speculation.tree else Level
-        if self.memory.graphs is not None:
-            source.run = self.memory.graphs.run
-            if isinstance(runner, DraftRunner) and make is Level:
-                make = CapturedDraft
-        return make(runner, source, self._stats_of(name), self.meter)
+        if self.memory.graphs is not None and make is Level and isinstance(runner, DraftRunner):
+            make = CapturedDraft
+        return make(runner, self.source, self._stats_of(name), self.meter)
 
     def _without_model(self) -> Stage:
         """The engine's drafter from outside, or lookup."""
@@ -121,18 +115,18 @@ class Stack:
                 yield num_read
         yield len(prompt)
 
-    def start(self, rows: list[int] | None = None, *, wants_logits: bool = False) -> list[Emitted]:
+    def start(self, rows: list[int] | None = None) -> list[Emitted]:
         """The first tokens of rows whose prompts have been read, or of all."""
         with self._decoding():
-            emitted = self.cascade.start(rows, wants_logits=wants_logits)
+            emitted = self.cascade.start(rows)
             self._commit(emitted)
             self.cascade.catch_up()
         return emitted
 
-    def step(self, *, wants_logits: bool = False) -> list[Emitted]:
+    def step(self) -> list[Emitted]:
         """A step of the cascade."""
         with self._decoding():
-            emitted = self.cascade.step(wants_logits=wants_logits)
+            emitted = self.cascade.step()
             with self.meter.commit():
                 self._commit(emitted)
         return emitted
@@ -145,8 +139,7 @@ class Stack:
         self.memory.prefix.note_certain()
 
     def _commit(self, emitted: list[Emitted]) -> None:
-        """The retrieval cache takes over exact K and V of accepted tokens, to which the full cache
-        was cropped when they were verified, and is rebuilt if that is due."""
+        """The retrieval cache takes over exact K and V of accepted tokens, or is rebuilt."""
         if (cache := self.memory.retrieval_cache) is None:
             return
         for b, row in enumerate(emitted):

@@ -23,8 +23,7 @@ class Clock:
 
 @dataclass
 class LevelStats:
-    """What one level decided about the guesses of the stage below it, over all rows and whole
-    rounds: tokens that the end of a text cuts away are counted."""
+    """What one level decided about the guesses of the stage below it, in whole rounds."""
 
     name: str
     num_rounds: int = 0

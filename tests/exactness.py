@@ -59,7 +59,7 @@ class TableRunner:
         self.table = table
         self.memory = [PROMPT[:-1] for _ in range(batch_size)]
 
-    def next_probs(self, sequences, active, guesses=None, *, wants_logits=False):
+    def next_probs(self, sequences, active, guesses=None):
         tokens = [[]] * len(active) if guesses is None else guesses.tokens
         N = max(map(len, tokens)) + 1
         probs_BNV = torch.zeros(len(sequences), N, self.table.V, dtype=torch.float64)

@@ -188,7 +188,7 @@ caches/test_caches_after_steps.py
 trees/test_tree_enumeration.py
 ::test_a_tree_by_or_below_the_retrieval_level_gives_the_target_distribution[1-fork]
   a tree's rows of p in the order of its nodes, not of the path
-    TreeLevel.verify: output.emitted(b, tokens, origins, places)
+    TreeLevel.verify: output.emitted(b, tokens, origins, [0, *path][: len(tokens)])
     => output.emitted(b, tokens, origins, slice(1 + len(path)))
 trees/test_tree_sampling.py::test_every_child_and_every_test_has_a_number_of_its_own
   numbers of a tree's children used again for its tests

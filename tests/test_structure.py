@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "minitri"
 MAY_IMPORT = {
     "errors": "",
+    "log": "",
     "folders": "errors",
     "fields": "errors",
     "settings": "errors fields",
@@ -28,13 +29,13 @@ MAY_IMPORT = {
     "trees": "settings stats decoding model runner",
     "roofline": "config model",
     "caches": "errors config settings stats model decoding",
-    "cpu": "settings errors folders model caches",
+    "cpu": "settings errors folders log model caches",
     "gpu": "errors config settings stats model decoding caches roofline",
     "runner": "errors settings model decoding caches gpu",
     "memory": "errors settings model drafters caches gpu runner",
     "stack": "settings stats model decoding drafters trees caches roofline gpu runner memory "
     "requests",
-    "loading": "errors config fields folders settings model caches cpu gpu parallel",
+    "loading": "errors log config fields folders settings model caches cpu gpu parallel",
     "generation": "errors settings stats model decoding gpu requests memory stack",
     "engine": "errors config settings model drafters caches gpu loading requests memory generation",
     "loader": "errors config drafters loading parallel engine",

@@ -3,24 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from minitri.decoding.level import Level
 from minitri.decoding.random_source import RandomSource
-from minitri.memory import Memory, MemoryShape, Models, allocate
+from minitri.memory import MemoryShape, Models, allocate
 from minitri.requests import Request
 from minitri.settings import SpeculationConfig
 from minitri.stack import Stack
-
-
-class SimulatedStack(Stack):
-    """A stack whose stages have random sources of their own: to simulate acceptance."""
-
-    def __init__(
-        self, memory: Memory, shape: MemoryShape, sources: Mapping[str, RandomSource]
-    ) -> None:
-        self._sources = sources
-        super().__init__(memory, shape)
-
-    def source_of(self, stage: str) -> Any:
-        return self._sources.get(stage, self.source)
 
 
 def begin(
@@ -39,7 +27,11 @@ def begin(
     prompts = [[int(token) for token in it.prompt] for it in requests]
     lengths = tuple(len(prompt) for prompt in prompts)
     shape = MemoryShape(lengths, first.sampling, first.generation, speculation)
-    stack = SimulatedStack(allocate(models, shape, **memory), shape, sources or {})
+    stack = Stack(allocate(models, shape, **memory), shape)
+    for stage in stack.cascade.stages:
+        if isinstance(stage, Level):
+            stage.source = (sources or {}).get(stage.stats.name, stage.source)
+            stage.source.run = stack.source.run
     for b, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
         stack.admit(b, prompt, request)
     return stack

@@ -37,7 +37,8 @@ class WatchedSource(IndependentSource):
     """Notes how many guesses of row 0 each verification is expected to accept."""
 
     def __init__(self, seed: int, verification: str) -> None:
-        super().__init__([seed], verification)
+        super().__init__(verification)
+        self.restart(0, seed)
         self.expected: list[tuple[float, float]] = []
         """Of every round with guesses: by token, by block."""
 
@@ -73,7 +74,8 @@ def run(
         name: WatchedSource(10 * seed + i, speculation.verification)
         for i, name in enumerate(names, 1)
     }
-    own: dict[str, Any] = {"retrieval": IndependentSource([10 * seed]), **sources}
+    own: dict[str, Any] = {"retrieval": IndependentSource(), **sources}
+    own["retrieval"].restart(0, 10 * seed)
     session = begin(engine.models, [request], speculation, sources=own)
     for _ in session.prefill(0):
         pass

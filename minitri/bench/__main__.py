@@ -9,7 +9,7 @@ with clean_imports():
     import argparse
     import dataclasses
     import json
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from minitri import (
         Engine,
@@ -24,8 +24,21 @@ with clean_imports():
     from minitri.cli.boot import load_engine
     from minitri.cli.inputs import read_prompt
     from minitri.cli.report import where
+    from minitri.fields import between
     from minitri.loading.prompt_ids import as_seeds
     from minitri.settings import METHODS
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchFlags:
+    """What this program alone is asked for."""
+
+    compare: bool = False
+    """All methods, or those of --method, in turns."""
+    prompt_file: Sequence[str] = ()
+    """UTF-8 text, or -, standard input; may be given several times. Default: Python's help."""
+    seeds: int = between(2, 1, 1000)
+    """Runs per prompt."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -43,19 +56,16 @@ def build_parser() -> arguments.OneLineParser:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """What is measured, and on which prompts."""
     arguments.add_flags(parser, *arguments.MODEL, "coupled")
+    arguments.add_fields(parser, BenchFlags)
     add = parser.add_argument
-    add("--compare", action="store_true", help="all methods, or those of --method, in turns")
     text = "or METHOD:TREE, as in naive:16 or triforce:4x3; several times (default: auto, or all)"
     add("--method", action="append", dest="methods", metavar="METHOD", default=[], help=text)
-    text = "UTF-8 text, or -, standard input; may be given several times (default: Python's help)"
-    add("--prompt-file", action="append", metavar="FILE", default=[], help=text)
     for name, dest, least, default, text in (
         ("prompt", "max_prompt_tokens", 1, arguments.DEMO_PROMPT_TOKENS, "of each prompt"),
         ("new", "max_new_tokens", 4, 64, "tokens to generate, at least 4"),
     ):
         kind = arguments.whole(least)
         add(f"--{name}-tokens", dest=dest, type=kind, metavar="N", default=default, help=text)
-    add("--seeds", type=arguments.whole(1, 1000), metavar="N", default=2, help="runs per prompt")
     arguments.add_flags(parser, "draft", *arguments.SIZES, title="speculation")
     arguments.add_flags(parser, *arguments.SAMPLING, "seed", title="sampling")
     arguments.add_flags(parser, *arguments.MEMORY)

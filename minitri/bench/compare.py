@@ -1,14 +1,11 @@
 """Methods on the same prompts in one run: what `python -m minitri.bench` measures.
 
-The engine reads a prompt once, cold; every run starts after it. The methods take turns, seed by
-seed, and another one begins each time, so that a machine whose speed drifts is as slow for one as
-for the other. A speedup is milliseconds per token of the first method over those of another, of one
-prompt and one seed. At temperature 0, or coupled, all methods should write the same text, and what
-is the same is counted. Other programs may take their turns, too: those of `tools/bench`.
+The engine reads a prompt once, cold; every run starts after it. The methods take turns, and another
+one begins each time, so that a machine whose speed drifts is as slow for one as for the other. At
+temperature 0, or coupled, all methods should write the same text. Other programs may take part.
 """
 
 import dataclasses
-import logging
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minitri import End, Engine, PrefillProgress, Request, SpeculationConfig, Stats
-from minitri.cli.inputs import num_same
-
-log = logging.getLogger("minitri")
+from minitri.caches.prefixes import num_common
+from minitri.log import log
 
 Result = dict[str, dict[str, Any]]
 """Figures of every method and program, by its name."""
@@ -28,7 +24,7 @@ Result = dict[str, dict[str, Any]]
 class Run:
     """What a method or another program did after one prompt with one seed."""
 
-    tokens: Sequence[int]
+    tokens: list[int]
     prefill_seconds: float
     ms_per_token: float
     should_repeat: bool
@@ -77,8 +73,7 @@ def read_cold(engine: Engine, request: Request, speculation: SpeculationConfig) 
 def run_method(
     engine: Engine, request: Request, speculation: SpeculationConfig, read_seconds: float
 ) -> Run:
-    """Runs a method after a prompt that the engine has read in `read_seconds`. All tokens of its
-    steps count, even those that the end of the text cuts away."""
+    """Runs a method after a prompt read in `read_seconds`. All tokens of its steps count."""
     run = engine.stream([request], generation=request.generation, speculation=speculation)
     *_, end = run
     assert isinstance(end, End)
@@ -86,7 +81,7 @@ def run_method(
     num_made = sum(stats.steps_per_plan.values()) + stats.stages[-1].num_accepted_tokens
     share_held = end.row_stats.num_cached_tokens / len(request.prompt)
     return Run(
-        end.token_ids,
+        list(end.token_ids),
         prefill_seconds=share_held * read_seconds + stats.prefill_seconds,
         ms_per_token=1e3 * stats.decode_seconds / num_made,
         should_repeat=request.sampling.temperature == 0 or speculation.coupled,
@@ -120,7 +115,7 @@ def summarise(done: dict[str, list[Run]]) -> Result:
             "acceptance": {level: accepted[level] / n for level, n in tested.items() if n},
             "tokens_per_step": 1 + accepted["target"] / plans.total() if plans else None,
             "same_tokens": [
-                num_same(run.tokens, one.tokens) for one, run in pairs if run.should_repeat
+                num_common(run.tokens, one.tokens) for one, run in pairs if run.should_repeat
             ],
             "steps_per_plan": dict(plans.most_common()),
         }

@@ -1,8 +1,8 @@
 """The prefix cache: what the rows of a full cache still hold of texts that have ended, so that a
 text which begins like one of them need not be read from its start.
 
-Such a row has the length 0, so that it costs no attention; but the passes of other rows write what
-means nothing to its first slots, which are put aside when its text ends.
+Such a row has the length 0; the passes of other rows write what means nothing to its first slots,
+which are put aside when its text ends.
 
 Legend: L layers, P = 2 keys and values, B rows, T tokens, K KV heads, D head dim.
 """

@@ -2,13 +2,11 @@
 
 Per layer and KV head it holds `budget` tokens of the full cache, chosen by a policy, and after them
 the block that is being guessed. Slots are ordered from the least important to the most; exact K and
-V of tokens that have been committed overwrite the least important ones, so output can be of any
-length. While a text is no longer than the budget the cache holds all of it.
+V of committed tokens overwrite the least important ones, so output can be of any length.
 
-It is rebuilt when half of it has been overwritten, and at a stride, among the tokens committed
-before a pass of the target, by the queries of the latest of them (an observation window, as in
-SnapKV), the first token of that pass included. So it costs no pass of its own. Where the full cache
-is on the device `commit` does it; in host memory, `select` while each layer is on the device.
+It is rebuilt when half of it has been overwritten, and at a stride, by the queries of the latest
+tokens before a pass of the target (an observation window, as in SnapKV) and of its first one. So it
+costs no pass of its own. Where the full cache is in host memory, `select` does it layer by layer.
 
 Legend: L layers, B batch, T tokens, S slots, K KV heads, H query heads, D head dim, M tokens of a
 chunk, N chunks, C of them kept, W observation window, R = H / K times the tokens in it.
@@ -148,8 +146,8 @@ class RetrievalCache(Cache):
             small[layer, b, :, : C * M] = take_tokens(slots_KSD, places_KT)
 
     def _copy_committed(self, b: int) -> None:
-        """Copies exact K and V of the text's tokens that are new in the full cache, into free slots
-        first, then over the least important ones."""
+        """Copies exact K and V of new tokens: to free slots first, then over the least
+        important."""
         row = self.rows[b]
         end = self._full.lengths[b]
         while (start := row.num_committed) < end:
@@ -166,8 +164,7 @@ class RetrievalCache(Cache):
 
 
 def take_tokens(slots_KSD: Tensor, places_KT: Tensor) -> Tensor:
-    """(K, T, D) at each head's own places: one `index_select` for all heads, over rows of D
-    numbers, however the slots lie in memory."""
+    """(K, T, D) at each head's own places: one `index_select`, however the slots lie in memory."""
     K, S, D = slots_KSD.shape
     head, slot = (stride // D for stride in slots_KSD.stride()[:2])
     rows_XD = slots_KSD.as_strided(((K - 1) * head + (S - 1) * slot + 1, D), (D, 1))

@@ -1,8 +1,7 @@
 """The drafter's cache: attention sinks and recent tokens (StreamingLLM), for texts of any length.
 
 Keys are stored before rotation, and rotated by the *slot* they stand in, so a drafter with a
-context of 2K serves a text of a million tokens. A rotated copy is recomputed when the window
-slides: in strides of `SLIDE`, between steps only, so that a crop finds what it takes back.
+context of 2K serves a text of a million tokens. The window slides between steps only.
 
 Legend: L layers, B batch, S slots, K KV heads, D head dim, T new tokens.
 """

@@ -10,7 +10,6 @@ with clean_imports():
     import argparse
     import contextlib
     import dataclasses
-    import logging
     import sys
     from collections.abc import Callable, Iterator, Sequence
 
@@ -27,13 +26,12 @@ with clean_imports():
     from minitri.cli import arguments
     from minitri.cli.boot import boot, sampling_of
     from minitri.cli.inputs import read_text
-    from minitri.cli.report import details, outline
+    from minitri.cli.report import outline
     from minitri.cli.terminal import LEGEND, colored, nothing, plain, stream
     from minitri.errors import explain, shorten
     from minitri.loading.prompt_ids import MAX_SEED, check_prompt
     from minitri.loading.tokenizer import Tokenizer
-
-log = logging.getLogger("minitri")
+    from minitri.log import log
 
 TALK_TOKENS = 4096
 """Room for questions and answers after the documents, before more memory is taken."""
@@ -74,7 +72,7 @@ class Chat:
         """what the last answer took"""
         if self._last is None:
             raise InputError("there is no answer yet; ask something")
-        log.info("%s\n%s", outline(self._last), details(self._last))
+        log.info("%s", outline(self._last))
 
     def do_reset(self, _: str) -> None:
         """forget questions and answers, keep the documents"""

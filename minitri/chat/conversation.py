@@ -1,8 +1,7 @@
 """A conversation as token ids that only grow, so that the KV cache holds all but the latest words.
 
-The model's chat template says how it is written. What stands between two answers is rendered with
-marks in the places of the answers and of the question, and cut there; so what has been said is
-never written again. A model without a template gets plain questions and answers.
+What the chat template puts between two answers is rendered with marks in the places of the answers
+and of the question, and cut there. A model without one gets plain questions and answers.
 """
 
 import json
@@ -46,8 +45,8 @@ class Conversation:
         return self.tokens + self._tokenizer.encode_marked(before + question + after)
 
     def answered(self, prompt: list[int], token_ids: Sequence[int], end: str = "") -> None:
-        """Takes in the answer to a prompt of `ask`, as far as it was given; `end` is how its end
-        token is spelled, if it ended with one."""
+        """Takes in the answer to a prompt of `ask`; `end` is how its end token is spelled, if
+        any."""
         self.tokens = [*prompt, *token_ids]
         self._end = end
 

@@ -7,7 +7,6 @@ the text below it. This module loads nothing.
 import argparse
 import dataclasses
 import inspect
-import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -15,11 +14,10 @@ from typing import Any, NoReturn, TypeVar
 
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig, __version__
 from minitri.errors import MAX_COUNT, shorten
-from minitri.fields import between, changed, one_of
+from minitri.fields import between, changed
 from minitri.loading.devices import ModelChoice
 from minitri.loading.prompt_ids import MAX_SEED
-
-log = logging.getLogger("minitri")
+from minitri.log import log
 
 Settings = TypeVar("Settings")
 Flags = argparse._ActionsContainer
@@ -46,8 +44,6 @@ class SharedFlags:
     """The help texts of Python, 700 KB."""
     max_prompt_tokens: int | None = between(None, 1)
     """Keep the first N tokens of the prompt; of the demo 4000 if nothing else is said."""
-    fit: str | None = one_of(None, "first", "last")
-    """Tokens that are kept of a prompt too long for the context. Default: an error."""
     seed: int | None = between(None, 0, MAX_SEED)
     """The same command with the same seed writes the same text. Default: drawn."""
 
@@ -167,7 +163,7 @@ def add_prompt_flags(parser: argparse.ArgumentParser, default: str = "demo") -> 
     group = parser.add_argument_group(f"prompt (default: {default})")
     group = group.add_mutually_exclusive_group()
     add_flags(group, "prompt", "prompt_file", "demo")
-    add_flags(parser, "max_prompt_tokens", "fit", "max_new_tokens")
+    add_flags(parser, "max_prompt_tokens", "max_new_tokens")
     return group
 
 
@@ -185,8 +181,7 @@ def taken(settings: type[Settings], args: argparse.Namespace, **others: Any) -> 
 
 
 def model_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of `load` that the flags stand for: no drafter, and no copy of the
-    weights, for methods that have no use for them."""
+    """The keyword arguments of `load` by the flags, without what the method has no use for."""
     options = dict(vars(taken(ModelChoice, args)))
     unused = UNUSED.get(vars(args).get("method", ""), ())
     if "draft" in unused:

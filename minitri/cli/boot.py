@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
@@ -14,20 +13,18 @@ import torch
 from minitri import Engine, Generation, InputError, ModelConfig, SamplingParams, load
 from minitri.cli.arguments import model_of, taken
 from minitri.cli.inputs import encode
-from minitri.cli.report import details, outline
+from minitri.cli.report import outline
 from minitri.errors import shorten
 from minitri.loading.prompt_ids import MAX_SEED
 from minitri.loading.tokenizer import Tokenizer
+from minitri.log import log
 from minitri.parallel.ranks import join
-
-log = logging.getLogger("minitri")
 
 
 def boot(
     args: argparse.Namespace, prepare: Callable[[Tokenizer, ModelConfig], Any] = lambda *_: None
 ) -> tuple[Engine, Any]:
-    """Boots the engine that the flags ask for, with a KV snapshot if they name one; gives also what
-    `prepare` made before the weights were read. Raises `InputError`."""
+    """Boots the engine of the flags; gives also what `prepare` made. Raises `InputError`."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     made = []
@@ -50,8 +47,7 @@ def load_engine(args: argparse.Namespace, texts: Sequence[str]) -> tuple[Engine,
 
 
 def sampling_of(args: argparse.Namespace, engine: Engine) -> tuple[SamplingParams, int]:
-    """Sampling by the flags, and where there are none as the model's files say; and the seed, which
-    is drawn if it matters and was not given. What is not by flags is told."""
+    """Sampling by the flags, or else as the model's files say; and the seed, drawn if need be."""
     sampling = taken(SamplingParams, args)
     found = {
         name: value
@@ -79,7 +75,5 @@ def conclude(args: argparse.Namespace, engine: Engine, run: Generation) -> None:
     """Closes a run: its statistics go to the log; does what --save-kv says."""
     run.close()
     log.info(outline(run))
-    if args.stats:
-        log.info(details(run))
     if args.save_kv is not None:
         log.info("saved the KV cache of %d tokens", engine.save_kv(args.save_kv))

@@ -49,8 +49,7 @@ def program(
     run_command: "Callable[[Namespace], int | None]",
     parallel: bool = False,
 ) -> "Callable[..., None]":
-    """The `main` of a program; `run_command` returns the exit code. `parallel`: torchrun may start
-    it in several processes, of which the first one speaks."""
+    """The `main` of a program. `parallel`: torchrun may start it in several processes."""
 
     def main(argv: list[str] | None = None) -> None:
         with clean_exits():

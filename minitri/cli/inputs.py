@@ -1,20 +1,17 @@
 """The prompt that the flags name: from the command line, a file, standard input or the demo."""
 
 import argparse
-import logging
-import os.path
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 from minitri import InputError, ModelConfig
+from minitri.caches.prefixes import num_common
 from minitri.errors import explain, shorten
 from minitri.loading.prompt_ids import check_prompt
 from minitri.loading.tokenizer import Tokenizer
+from minitri.log import log
 from minitri.parallel.ranks import join
-
-log = logging.getLogger("minitri")
 
 MAX_PROMPT_BYTES = 16 << 20
 """Of a file: 4 million tokens of English. It bounds the memory for a file that has no end."""
@@ -56,9 +53,7 @@ def demo_text() -> str:
 def encode(
     prompt: str, tokenizer: Tokenizer, config: ModelConfig, num_new: int, args: argparse.Namespace
 ) -> list[int]:
-    """Token ids of a prompt by --max-prompt-tokens, --fit, --chat and --system; what is cut is cut
-    from the text, not from BOS or the chat template around it. Raises `InputError` if there is no
-    template, or no room for the prompt and `num_new` more tokens."""
+    """Token ids of a prompt by the flags. What is cut is cut from the text, not from BOS or the"""
 
     def encoded(text: str) -> list[int]:
         if not vars(args).get("chat"):
@@ -68,21 +63,11 @@ def encode(
 
     ids = encoded(prompt)
     empty = encoded("")
-    start = num_same(ids, empty)
-    end = len(ids) - num_same(ids[::-1], empty[start:][::-1])
-    fit = vars(args).get("fit")
-    room = args.max_prompt_tokens or len(ids)
-    if fit is not None:
-        room = min(room, config.context_length - num_new)
-    num_cut = len(ids) - room
+    start = num_common(ids, empty)
+    end = len(ids) - num_common(ids[::-1], empty[start:][::-1])
+    num_cut = len(ids) - (args.max_prompt_tokens or len(ids))
     if 0 < num_cut < end - start:
-        log.info("prompt: only its %s %d tokens, the others do not fit", fit or "first", room)
-        first = start if fit == "last" else end - num_cut
-        ids = ids[:first] + ids[first + num_cut :]
+        log.info("prompt: only its first %d tokens", args.max_prompt_tokens)
+        ids = ids[: end - num_cut] + ids[end:]
     check_prompt(ids, config, num_new)
     return ids
-
-
-def num_same(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Tokens that two texts have in common, from the first on."""
-    return len(os.path.commonprefix([[*tokens], [*others]]))  # noqa: RUF071 (of lists)

@@ -1,9 +1,7 @@
 """Many prompts from a file: `generate --prompts FILE.jsonl`.
 
-Each line is an object with a `prompt` and whatever differs from the flags (`KNOWN`); an `id` of any
-kind comes back in the answer. As soon as a text ends it is written as one line of JSON, so an
-interrupted run loses nothing that was finished. A line that is wrong is answered by a line with an
-`error`; the others run.
+Each line is an object with a `prompt` and whatever differs from the flags (`KNOWN`); an `id` comes
+back in the answer. A text that ends is written at once as a line of JSON, as is an `error`.
 """
 
 import argparse

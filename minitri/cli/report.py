@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from minitri import Engine, Generation, Stats, Token
+from minitri import Engine, Generation, Token
 from minitri.cli.arguments import UNUSED
 from minitri.loading.devices import attention_name
 from minitri.model.llama import Llama
@@ -27,33 +27,14 @@ def outline(run: Generation) -> str:
     stats = run.stats
     total = stats.num_generated_tokens
     seconds = stats.prefill_seconds + stats.decode_seconds
-    line = f"{total} tokens in {seconds:.2f} s, {stats.prefill_seconds:.2f} s of it for the prompt"
+    line = f"{total} tokens in {seconds:.2f} s, {stats.prefill_seconds:.2f} s of it for "
+    line += f"{stats.num_prefilled_tokens} tokens of the prompt"
     if stats.tokens_per_second is not None:
         line += f", decoded at {stats.tokens_per_second:.1f} tokens/s"
     if total and stats.levels:
         counts = [row.stats.by_origin.get(name, 0) for row in run.rows for name in GUESSED]
         line += f", {sum(counts) / total:.0%} guessed"
     return line
-
-
-def details(run: Generation) -> str:
-    """The statistics for people who tune, by the names that they have in --json."""
-    stats = run.stats
-    tables: dict[str, dict[str, Any]] = {level.name: level.as_dict() for level in stats.levels}
-    tables |= {"ms/token": phase_ms(stats), "steps": stats.steps_per_plan, "run": vars(stats)}
-    return "\n".join(
-        f"{title:9s} {name}: {round(value, 3)}"
-        for title, table in tables.items()
-        for name, value in table.items()
-        if isinstance(value, int | float)
-    )
-
-
-def phase_ms(stats: Stats) -> dict[str, float]:
-    """Milliseconds per decoded token of each stage, and of commits, rebuilds included."""
-    seconds = {stage.name: stage.seconds for stage in stats.stages}
-    seconds["commit"] = stats.commit_seconds
-    return {name: 1e3 * it / max(stats.num_decoded_tokens, 1) for name, it in seconds.items()}
 
 
 def answer(row: Row, finish_reason: str, tokens: Sequence[Token]) -> dict[str, Any]:

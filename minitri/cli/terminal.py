@@ -1,14 +1,12 @@
 """Shows a run as it goes: text, a progress bar, colors by origin."""
 
-import logging
 import signal
 from collections.abc import Callable
 
 from tqdm import tqdm
 
 from minitri import End, Generation, PrefillProgress, Token
-
-log = logging.getLogger("minitri")
+from minitri.log import log
 
 COLORS = {
     "draft": ("\x1b[32m", "guessed by the drafter"),

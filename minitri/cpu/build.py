@@ -1,13 +1,11 @@
 """Builds the CPU kernels: compiles a C++ file for this very machine when it is first needed.
 
-A library's name holds a digest of all that it depends on: the sources, the flags, the compiler and
-the instructions for which it compiles here, as its macros state them. So a library that another
-machine or version has left in a shared folder is not found. No unfinished file gets its final name.
+A library's name holds a digest of the sources, the flags, the compiler and the instructions for
+which it compiles here, so that one of another machine or version is not found.
 """
 
 import ctypes
 import hashlib
-import logging
 import os
 import shutil
 import subprocess
@@ -17,18 +15,14 @@ from pathlib import Path
 
 from minitri.errors import InputError, shorten
 from minitri.folders import weights_folder
-
-log = logging.getLogger("minitri")
+from minitri.log import log
 
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-w")
 
 
 def load_library(source: Path) -> ctypes.CDLL:
-    """What a C++ file and the headers of its folder define, built if the cache does not have it.
-
-    Where the cache cannot be written to, it is built for this process. Raises `OSError`.
-    """
+    """What a C++ file and the headers of its folder define, built if need be. Raises `OSError`."""
     # The command may have arguments, as in CXX='ccache g++'.
     compiler = os.environ.get("CXX", "").split() or [*filter(shutil.which, COMPILERS)][:1]
     if not compiler or os.name != "posix":

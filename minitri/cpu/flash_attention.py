@@ -1,8 +1,7 @@
 """Attention on a CPU by PyTorch's flash kernel, where there are no compiled kernels.
 
-Prefix and block are attended to apart and merged by log-sum-exp. In the prefix nothing is masked,
-so the query heads of a KV head and the tokens are the rows of one matrix, and K and V are read once
-per KV head, as they lie.
+Prefix and block are attended to apart and merged by log-sum-exp; the query heads of a KV head and
+the tokens are rows of one matrix, so that K and V of the prefix are read once per KV head.
 
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T.
 """

@@ -1,13 +1,11 @@
 """The network on compiled kernels: what `use_kernels` puts in the place of a model's layers.
 
-A short pass is one call for all layers, which reads weights, K and V once. A block of a prompt, or
-of more than LONGEST_BLOCK tokens, takes the plain layers, but for attention and RoPE. Weights are
-as they were loaded, or have 4 or 8 bits: kept from a file, or in a copy that proposes.
+A short pass is one call for all layers. A block of a prompt, or of more than LONGEST_BLOCK tokens,
+takes the plain layers, but for attention and RoPE. Weights may have 4 or 8 bits.
 
 Legend: L layers, B batch, T tokens, S slots, E hidden size, H query heads, K KV heads, D head dim.
 """
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -21,14 +19,13 @@ from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.cpu.kernels import DTYPES, Kernels, struct_of
 from minitri.cpu.quantized import GROUP, dequantize, quantize, row_widths
+from minitri.log import log
 from minitri.model.execution import Execution
 from minitri.model.linear import Linear, TiedHead, TrimmedHead
 from minitri.model.llama import Layer, Layers, Llama, Pass
 from minitri.model.replace import Factories, copy_with, replace_modules
 from minitri.model.rope import Rotary
 from minitri.settings import LONGEST_BLOCK
-
-log = logging.getLogger("minitri")
 
 TILE = 256
 """Rows of a matrix product where their number decides the last bits."""
@@ -226,12 +223,9 @@ def keep_quantized(
 
 
 def quantized_copy(model: Llama) -> Llama:
-    """A copy of a model on kernels with linear layers of 4 bits, which reads a third of the bytes
-    per pass: a good proposer for the model itself. It shares the rest, among it those layers of the
-    model that have as few bits.
+    """A copy of a model on kernels with linear layers of 4 bits, which proposes for the model.
 
-    Its LM head has 8: with 4 SmolLM2's copy would agree with it on 79 % of the tokens, not 99.
-    """
+    Its LM head has 8: with 4 SmolLM2's copy would agree with it on 79 % of the tokens, not 99."""
 
     def quantized(layer: KernelLinear) -> KernelLinear:
         bits = 8 if isinstance(layer, KernelHead) else 4

@@ -1,17 +1,15 @@
 """The compiled kernels of a CPU as functions on tensors; the C++ files say what they compute.
 
-All kernels of a pass are row-invariant: the bits of a row of the result do not depend on the other
-rows of the block, nor on the number of threads. Several threads may call them at once; steps and
-chunks of prompts wait for each other, since PyTorch's number of threads is one for the process.
+All kernels of a pass are row-invariant: the bits of a row depend neither on the other rows of the
+block nor on the number of threads. Steps and chunks of prompts wait for each other, since PyTorch's
+number of threads is one for the process.
 
-Legend: B batch, T tokens of a block, S slots, K KV heads, H query heads, D head dim, R rows, E
-in_features, N out_features.
+Legend: B batch, T tokens, S slots, K KV heads, D head dim, R rows, E in_features, N out_features.
 """
 
 import contextlib
 import ctypes
 import functools
-import logging
 import os
 import struct
 import threading
@@ -23,8 +21,7 @@ from torch import Tensor
 
 from minitri.cpu.build import load_library
 from minitri.errors import shorten
-
-log = logging.getLogger("minitri")
+from minitri.log import log
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 
@@ -48,8 +45,8 @@ class Kernels:
         os.register_at_fork(after_in_child=self._begin_in_child)
 
     def _begin_in_child(self) -> None:
-        """Threads do not survive a fork, and PyTorch would wait for them; a lock that another one
-        held stays held."""
+        """Threads do not survive a fork, and PyTorch would wait for them; a held lock stays
+        held."""
         self.num_threads = 1
         self._one_at_a_time = threading.RLock()
         torch.set_num_threads(1)
@@ -83,10 +80,7 @@ class Kernels:
         *,
         is_short: bool = False,
     ) -> Tensor:
-        """Attention of a block; the contract is `model.attention.Attend`.
-
-        Row-invariant, among blocks that are computed as short ones are and among all others.
-        """
+        """See `Attend`; row-invariant, among blocks computed as short ones and among all others."""
         B, T, H, D = q_BTHD.shape
         assert q_BTHD.stride(3) == keys_BKSD.stride(3) == 1
         assert keys_BKSD.stride() == values_BKSD.stride()
@@ -127,10 +121,7 @@ class Kernels:
         return out
 
     def rotate(self, x_BTHD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-        """Rotates the first heads of each token, a slice of (B, T, heads, D).
-
-        `cos` and `signed_sin` are (B, T, 1, D) float32, as in `model.rope.Rotary`.
-        """
+        """Rotates the first heads of each token, a slice of (B, T, heads, D); see `Rotary`."""
         B, T, H, D = x_BTHD.shape
         out_BTHD = torch.empty(B, T, H, D, dtype=x_BTHD.dtype)
         sizes = (B * T, x_BTHD.stride(1) // D, H, D)
@@ -140,21 +131,17 @@ class Kernels:
 
 
 def struct_of(*fields: Tensor | float | None) -> bytes:
-    """A struct of the kernels: addresses and numbers, 8 bytes each, in the order of its fields.
-
-    Tensors among them must outlive it.
-    """
+    """A struct of the kernels: addresses (the tensors must outlive it) and numbers, 8 bytes
+    each."""
     words = [it.data_ptr() if isinstance(it, Tensor) else it or 0 for it in fields]
     return struct.pack("".join("d" if isinstance(it, float) else "q" for it in words), *words)
 
 
 @functools.cache
 def load_kernels() -> Kernels | None:
-    """The kernels, with as many threads as PyTorch has now, built for this machine if they are not.
+    """The kernels, built for this machine if need be, with as many threads as PyTorch has now.
 
-    None, with a warning, if that fails, or if the environment says MINITRI_KERNELS=off: then
-    PyTorch's own operations do the work.
-    """
+    None, with a warning, if that fails, or if the environment says MINITRI_KERNELS=off."""
     if os.environ.get("MINITRI_KERNELS") == "off":
         return None
     try:

@@ -1,8 +1,7 @@
-"""Linear layers repacked for a CPU without compiled kernels.
+"""Linear layers repacked for a CPU without compiled kernels, for inference only.
 
-Decoding reads every weight once per token, so the speed of a small matmul is the speed at which
-weights stream from memory. oneDNN streams them up to twice as fast from its own blocked layout, for
-any number of rows. Packed layers are for inference only: they cannot be saved or trained.
+Decoding reads every weight once per token; oneDNN streams them up to twice as fast from its own
+blocked layout, for any number of rows.
 """
 
 import torch

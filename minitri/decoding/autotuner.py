@@ -1,11 +1,9 @@
 """Online autotuner: takes before every step the plan with the highest predicted tokens per second.
 
 It needs the seconds of a round of each stage, predicted by bytes over bandwidth times one measured
-factor per stage, and the acceptance rate of its guesses. The target alone is one of the plans. The
-longer a stage was not used, the better its plans look, so what was misjudged is tried again.
-
-Choices depend on counts and times of the past, never on which tokens were sampled, so the text
-follows the target's distribution whatever is chosen. Without the clock they depend on counts alone.
+factor per stage, and the acceptance rate of its guesses. The longer a stage was not used, the
+better its plans look. Choices depend on counts and times of the past, never on which tokens were
+sampled, so the text follows the target's distribution whatever is chosen.
 """
 
 from collections.abc import Callable
@@ -39,8 +37,8 @@ class Autotuner:
         *,
         use_clock: bool,
     ) -> None:
-        """`prior_seconds(stage, num_guesses)` are of a round of "draft", "retrieval" or "target";
-        without `use_clock` these are the costs, whatever is measured."""
+        """`prior_seconds(stage, num_guesses)` are of a round; without `use_clock` all that
+        counts."""
         self.plan = plans[0]
         self._plans = plans
         self._prior_seconds = prior_seconds

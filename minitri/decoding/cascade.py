@@ -60,16 +60,13 @@ class Cascade:
         self.guessing = [True] * len(sequences)  # rows whose requests allow speculation
         self._meter = meter
         self._target = target
-        self._stages = (drafter, retrieval, target)
+        self.stages = (drafter, retrieval, target)
 
-    def start(
-        self, rows: Collection[int] | None = None, *, wants_logits: bool = False
-    ) -> list[Emitted]:
-        """Samples the first tokens of these rows, or of all, by the target alone, whose cache lacks
-        the last token of each prompt. From then on every step extends them."""
+    def start(self, rows: Collection[int] | None = None) -> list[Emitted]:
+        """Samples the first tokens of these rows, or of all, by the target alone; they go on
+        then."""
         nothing = Proposal.nothing(len(self.sequences))
         starting = [rows is None or b in rows for b in range(len(self.sequences))]
-        self._target.wants_logits = wants_logits
         emitted = self._target.verify(self.sequences, starting, nothing)
         self.active = [on or new for on, new in zip(self.active, starting, strict=True)]
         return emitted
@@ -79,14 +76,12 @@ class Cascade:
         self._stack(self._meter.tuner.plan)
         self._meter.settle()
 
-    def step(self, *, wants_logits: bool = False) -> list[Emitted]:
-        """Extends every active row by the accepted guesses and one token of the target's own, which
-        `Stack` then brings into the retrieval cache."""
+    def step(self) -> list[Emitted]:
+        """Extends every active row by the accepted guesses and one token of the target's own."""
         plan = self._meter.tuner.choose()
         with self._meter.commit():
             self._stack(plan)
         guessing = [on and guess for on, guess in zip(self.active, self.guessing, strict=True)]
-        self._target.wants_logits = wants_logits
         emitted = self._target.round(self.sequences, self.active, guessing)
         self._meter.stats.steps_per_plan[str(plan)] += 1
         return emitted
@@ -95,7 +90,7 @@ class Cascade:
         """Puts the stages of a plan on top of one another; lets them catch up with the text."""
         below: Stage | None = None
         gammas = (plan.gamma1, plan.gamma2, 1)
-        for stage, gamma in zip(self._stages, gammas, strict=True):
+        for stage, gamma in zip(self.stages, gammas, strict=True):
             if stage is not None and gamma > 0:
                 stage.gamma = gamma
                 stage.below = below
@@ -106,6 +101,6 @@ class Cascade:
         """Ends row b. Its caches are emptied, so that it costs no attention any more."""
         self.active[b] = False
         self._meter.settle()
-        for stage in self._stages:
+        for stage in self.stages:
             if stage is not None:
                 stage.reset(b)

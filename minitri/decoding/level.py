@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from minitri.decoding.meter import Meter
 from minitri.decoding.random_source import RandomSource
 from minitri.decoding.verification import Active, Proposal, Rows
+from minitri.settings import SamplingParams
 from minitri.stats import LevelStats
 
 
@@ -22,7 +23,7 @@ class Output:
 
     probs_BNV: Tensor
     logits_BNV: Tensor | None = None
-    """None where the pass was captured, and they were not asked for."""
+    """None where the pass was captured."""
 
     def emitted(
         self, b: int, tokens: list[int], origins: list[str], places: slice | list[int]
@@ -45,8 +46,7 @@ class Emitted:
 
 
 class Stage:
-    """Something that proposes tokens: a `Level`, or a drafter without a model, which by default
-    keeps nothing of the texts."""
+    """Something that proposes tokens: a `Level`, or a drafter without a model."""
 
     def __init__(self, stats: LevelStats, meter: Meter) -> None:
         self.stats = stats
@@ -78,13 +78,13 @@ class Runner(Protocol):
     def crop(self, lengths: list[int]) -> None: ...
     def reset(self, b: int) -> None: ...
 
+    sampling: list[SamplingParams]
+    """The filters of each row."""
+    wants_logits: bool
+    """Whether outputs must have logits, which a captured pass does not give."""
+
     def next_probs(
-        self,
-        sequences: Rows,
-        active: Active,
-        guesses: Proposal | None = None,
-        *,
-        wants_logits: bool = False,
+        self, sequences: Rows, active: Active, guesses: Proposal | None = None
     ) -> Output:
         """Distributions (B, N + 1, V) after each row's last token and each of its guesses. Reads
         what the cache has not seen of the active rows; others get what means nothing."""
@@ -101,9 +101,7 @@ class Level(Stage):
     ) -> None:
         super().__init__(stats, meter)
         self.runner = runner
-        self.wants_logits = False
-        """Whether what it emits has logits; set before every step, too."""
-        self._source = source
+        self.source = source
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:
         """Runs rounds until every active row has a block of at least `gamma` tokens."""
@@ -137,7 +135,7 @@ class Level(Stage):
                 else:
                     probs.append(self.runner.next_probs_after(tokens[-1], active))
                 positions = [len(sequence) + i for sequence in sequences]
-                tokens.append(self._source.sample(probs[-1], positions, active))
+                tokens.append(self.source.sample(probs[-1], positions, active))
         return self.drafted(torch.stack(tokens, 1), torch.stack(probs, 1), active)
 
     def drafted(self, tokens_BN: Tensor, probs_BNV: Tensor, active: list[bool]) -> Proposal:
@@ -165,10 +163,9 @@ class Level(Stage):
 
     def verify(self, sequences: Rows, active: Active, proposal: Proposal) -> list[Emitted]:
         """Verifies a proposal in one pass, and appends the outcome to the active rows."""
-        wants_logits = self.wants_logits
-        output = self.runner.next_probs(sequences, active, proposal, wants_logits=wants_logits)
+        output = self.runner.next_probs(sequences, active, proposal)
         starts = [len(sequence) for sequence in sequences]
-        outcome = self._source.verify(proposal, output.probs_BNV, starts, active)
+        outcome = self.source.verify(proposal, output.probs_BNV, starts, active)
         emitted = list[Emitted]()
         for b, tokens in enumerate(outcome):
             n = len(tokens) - 1

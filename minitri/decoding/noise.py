@@ -17,8 +17,7 @@ _MIX2 = -7723592293110705685
 
 
 def gumbel_argmax(probs: Tensor, keys: Tensor) -> Tensor:
-    """The token argmax(log p + g), a sample from p (the Gumbel-max trick), for distributions
-    (..., V) and int64 keys (...)."""
+    """argmax(log p + g), a sample from p, for distributions (..., V) and int64 keys (...)."""
     return gumbel_scores(probs, keys).argmax(-1)
 
 
@@ -52,8 +51,8 @@ def hashed_uniforms(keys: Tensor, numbers: Tensor) -> Tensor:
 
 
 def noise_key(seed: int, position: int) -> int:
-    """The key of a position's noise. With `hash(seed + position)`, one round, one row would repeat
-    the noise of the next."""
+    """The key of a position's noise; with `hash(seed + position)` rows would repeat each
+    other's."""
     return _splitmix(_splitmix(seed) + position)
 
 

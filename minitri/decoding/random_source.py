@@ -1,11 +1,8 @@
-"""Random sources: where the random numbers of a cascade come from.
+"""Random sources: where the random numbers of a cascade come from, each row's from its own seed.
 
-A row takes numbers from its own seed only. No independent number is used twice: a test that shares
-its number with the guess that it tests is biased. Coupled noise may be shared: what is emitted is
-always the verifier's own argmax.
+No independent number is used twice: a test that shares its number with the guess that it tests is
+biased. Coupled noise may be shared: what is emitted is always the verifier's own argmax.
 """
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -52,8 +49,7 @@ class RandomSource:
     def verify(
         self, proposal: Proposal, probs_BNV: Tensor, starts: list[int], active: Active
     ) -> Rows:
-        """Verifies a proposal that begins at position `starts[b]` of row b: see `decide`. What is
-        returned for rows that are not active means nothing."""
+        """See `decide`; a proposal begins at position `starts[b]`. Inactive rows mean nothing."""
         numbers_BN = self.numbers(proposal.counts, starts, active)
         return decide(self._rule, proposal, probs_BNV, numbers_BN, self.run)
 
@@ -67,14 +63,10 @@ def sample_by_number(probs_BV: Tensor, numbers_B: Tensor) -> Tensor:
 class IndependentSource(RandomSource):
     """Fresh uniform numbers for every decision, from one generator per row."""
 
-    def __init__(
-        self, seeds: Sequence[int] = (), kind: str = SpeculationConfig.verification
-    ) -> None:
-        """`seeds` of the first rows; `kind`: of verification, as in `SpeculationConfig`."""
+    def __init__(self, kind: str = SpeculationConfig.verification) -> None:
+        """`kind`: of verification, as in `SpeculationConfig`."""
         super().__init__(verify_block if kind == "block" else verify)
         self._generators: dict[int, torch.Generator] = {}
-        for b, seed in enumerate(seeds):
-            self.restart(b, seed)
 
     def restart(self, b: int, seed: int) -> None:
         self._generators[b] = torch.Generator().manual_seed(seed)
@@ -94,9 +86,9 @@ class IndependentSource(RandomSource):
 class CoupledSource(RandomSource):
     """Noise by seed and position, the same for every level that samples for a position."""
 
-    def __init__(self, seeds: Sequence[int] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__(verify_coupled)
-        self._seeds = dict(enumerate(seeds))
+        self._seeds: dict[int, int] = {}
 
     def restart(self, b: int, seed: int) -> None:
         self._seeds[b] = seed

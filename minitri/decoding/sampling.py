@@ -24,22 +24,16 @@ TOP_P_PREFIXES = (512, 4096)
 
 
 def probs_from_logits(logits_NV: Tensor, params: SamplingParams) -> Tensor:
-    """The next-token distribution of each row, (N, V), in the floating-point type of the logits.
-
-    Temperature 0 gives the exact one-hot distribution. Otherwise the order is
-    temperature, top-k, top-p, min-p, each filter on what the ones before it left, renormalised.
-    """
+    """The next-token distribution of each row, (N, V): temperature (0: exactly one-hot), top-k,
+    top-p, min-p, each filter on what the ones before it left, renormalised."""
     if params.temperature == 0:
         return greedy_probs(logits_NV)
     return filtered_probs(logits_NV, params, *params.numbers, sort_all=logits_NV.is_cuda)
 
 
 def probs_by_tensor(logits_NV: Tensor, filters: SamplingParams, numbers_3: Tensor) -> Tensor:
-    """`probs_from_logits` by numbers on the device (`SamplingParams.numbers`).
-
-    Of `filters` only `filters.form` counts. Nothing is asked of the host, so a captured pass
-    follows other numbers when the tensor is given others.
-    """
+    """`probs_from_logits` by numbers on the device (`SamplingParams.numbers`), with the form of
+    `filters`. Nothing is asked of the host, so a captured pass follows other numbers."""
     probs_NV = filtered_probs(logits_NV, filters, *numbers_3, sort_all=True)
     return torch.where(numbers_3[0] == 0, greedy_probs(logits_NV), probs_NV)
 
@@ -113,8 +107,7 @@ def sample(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
 
 
 def running_sums(numbers: Tensor) -> Tensor:
-    """Sums of each row up to every place of it, in float64; on a GPU by parts, as there a single
-    multiprocessor would walk over a whole row."""
+    """Sums up to every place of a row, float64; on a GPU by parts, to use all multiprocessors."""
     return sums_by_parts(numbers) if numbers.is_cuda else numbers.cumsum(-1, dtype=torch.float64)
 
 

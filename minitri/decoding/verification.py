@@ -27,12 +27,8 @@ Active = list[bool]
 """Which rows take part."""
 
 
-@dataclass(eq=False)
 class NotFiniteError(ArithmeticError):
     """A distribution is not finite: the weights are damaged, or overflow their dtype."""
-
-    is_drafter: bool = False
-    """It is that of a guess by the lowest stage."""
 
 
 @dataclass(frozen=True)
@@ -102,15 +98,13 @@ def run_now(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 def decide(
     rule: Rule, proposal: Proposal, probs_BNV: Tensor, numbers_BN: Tensor, run: Run = run_now
 ) -> Rows:
-    """Of each row the accepted guesses, and one token more: recovered, or the bonus token. Raises
-    `NotFiniteError`."""
+    """Of each row the accepted guesses, and one token more. Raises `NotFiniteError`."""
     guesses = (proposal.tokens_BN, proposal.probs_BNV, torch.tensor(proposal.counts))
     outcome = run(verdict_by(rule), probs_BNV, numbers_BN, *guesses).tolist()
     tokens = Rows()
-    for num_accepted, next_token, p_is_finite, q_is_finite, *guessed in outcome:
-        if not (p_is_finite and q_is_finite):
-            by_drafter = any("draft" in row for row in proposal.origins)
-            raise NotFiniteError(is_drafter=by_drafter and not q_is_finite)
+    for num_accepted, next_token, is_finite, *guessed in outcome:
+        if not is_finite:
+            raise NotFiniteError
         tokens.append([*guessed[:num_accepted], next_token])
     return tokens
 
@@ -122,14 +116,13 @@ def verdict_by(rule: Rule) -> Callable[..., Tensor]:
 
 
 def _verdict(rule: Rule, p_BNV: Tensor, numbers_BN: Tensor, *tensors: Tensor) -> Tensor:
-    """The outcome of a rule in one tensor of integers (B, 4 + N): how many guesses are accepted,
-    the token after them, whether p and q are finite, and the guesses."""
+    """The outcome of a rule in one tensor (B, 3 + N): guesses accepted, next token, whether all is
+    finite, guesses."""
     guesses = Guesses(*tensors)
     q_are_finite_BN = guesses.probs_BNV.sum(2).isfinite() | ~guesses.are_real_BN
-    are_finite = (p_BNV.sum((1, 2)).isfinite(), q_are_finite_BN.all(1))
-    flags = (it.to(guesses.counts_B) for it in are_finite)
-    columns = torch.stack((*rule(p_BNV, numbers_BN, guesses), *flags), 1)
-    return torch.cat((columns, guesses.tokens_BN), 1)
+    are_finite_B = p_BNV.sum((1, 2)).isfinite() & q_are_finite_BN.all(1)
+    outcome = (*rule(p_BNV, numbers_BN, guesses), are_finite_B.to(guesses.counts_B))
+    return torch.cat((torch.stack(outcome, 1), guesses.tokens_BN), 1)
 
 
 def verify(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> tuple[Tensor, Tensor]:

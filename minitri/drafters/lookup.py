@@ -1,8 +1,7 @@
 """The drafter without a model: guesses what followed the last words where they stood before.
 
-The longest match in the row's own text, prompt and output, wins. How much is guessed depends on the
-length of the match and on what became of the row's earlier guesses. A guess is certain, so its
-distribution is one-hot.
+The longest match in the row's own text wins. How much is guessed depends on its length and on what
+became of the row's earlier guesses. A guess is certain, so its distribution is one-hot.
 """
 
 import math
@@ -28,9 +27,7 @@ MOST_PLACES = 1000
 class GrowingText:
     """The certain tokens of one row, their index, and what became of the guesses.
 
-    As LZ77 compressors do it knows the latest place of every pair of tokens, and from every place
-    the one before it with the same pair. A lookup compares backwards from each.
-    """
+    It knows the latest place of every pair of tokens, and from there the one before, as in LZ77."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []

@@ -14,13 +14,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from minitri.decoding.level import Stage
+from minitri.decoding.level import Runner, Stage
 from minitri.decoding.meter import Meter
 from minitri.decoding.random_source import RandomSource
 from minitri.decoding.sampling import probs_of_rows
 from minitri.decoding.verification import Active, Proposal, Rows
 from minitri.errors import explain
-from minitri.settings import SamplingParams
 from minitri.stats import LevelStats
 
 TOLERANCE = 1e-3
@@ -39,12 +38,6 @@ class Drafter(Protocol):
         """
 
 
-class Filters(Protocol):
-    """What knows the filters of each row, as the target's runner does."""
-
-    sampling: list[SamplingParams]
-
-
 class PluggedDrafter(Stage):
     """A `Drafter` for B rows. The filters of each request are applied to its distributions, and
     tokens sampled here: so a guess really follows the distribution that it is verified by."""
@@ -55,7 +48,7 @@ class PluggedDrafter(Stage):
         stats: LevelStats,
         meter: Meter,
         source: RandomSource,
-        filters: Filters,
+        target: Runner,
         *,
         vocab_size: int,
         device: torch.device,
@@ -63,7 +56,7 @@ class PluggedDrafter(Stage):
         super().__init__(stats, meter)
         self._drafter = drafter
         self._source = source
-        self._filters = filters
+        self._target = target
         self._no_guess_V = torch.zeros(vocab_size, device=device)
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:
@@ -77,7 +70,7 @@ class PluggedDrafter(Stage):
                 if not any(active):
                     break
                 logits_BV = torch.stack([self._no_guess_V if row is None else row for row in rows])
-                probs_B1V = probs_of_rows(logits_BV.unsqueeze(1), self._filters.sampling)
+                probs_B1V = probs_of_rows(logits_BV.unsqueeze(1), self._target.sampling)
                 probs.append(probs_B1V.squeeze(1))
                 drawn_B = self._source.sample(probs[-1], [len(text) for text in texts], active)
                 for own, token, on in zip(guesses, drawn_B.tolist(), active, strict=True):

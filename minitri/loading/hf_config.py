@@ -4,15 +4,13 @@ Null is as good as absent. No value is rounded or replaced: the dataclasses chec
 """
 
 import dataclasses
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 from minitri.config import ModelConfig, RopeConfig
 from minitri.errors import InputError, explain, shorten
+from minitri.log import log
 from minitri.settings import SamplingParams
-
-log = logging.getLogger("minitri")
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -102,8 +100,7 @@ def require(settings: Mapping[str, Any], wanted: Mapping[str, Any], name: str) -
 
 
 def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
-    """A model stretched by a setting such as `yarn:4`, which makes 32K of the 8K it was trained on,
-    whatever scaling its config already had."""
+    """A model stretched by a setting such as `yarn:4`, whatever scaling its config already had."""
     if config.rope.frequency_divisors is not None:
         raise InputError(
             f"{config.name} brings a stretched RoPE of its own (rope_freqs in the GGUF file), "
@@ -119,8 +116,7 @@ def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
 
 
 def read_sampling(settings: Mapping[str, Any], name: str) -> SamplingParams:
-    """How a generation_config.json wants texts to be sampled: greedily unless `do_sample` is true.
-    Malformed values warn, and are as none."""
+    """How a generation_config.json samples: greedily unless `do_sample`. Malformed values warn."""
     if settings.get("do_sample") is True:
         try:
             given = _fields(SamplingParams, _without_null(settings))

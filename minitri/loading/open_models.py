@@ -3,7 +3,6 @@
 So whatever is wrong with a prompt or a drafter is found before the minutes that large weights take.
 """
 
-import logging
 from dataclasses import replace
 
 import torch
@@ -15,11 +14,10 @@ from minitri.loading.devices import ModelChoice, attention_name, choose_device, 
 from minitri.loading.fetch import LOOKUPS, default_draft, locate
 from minitri.loading.hf_config import stretch_rope
 from minitri.loading.tokenizer import Tokenizer, check_same_vocabulary
+from minitri.log import log
 from minitri.model.execution import Ranks
 from minitri.model.llama import Llama
 from minitri.parallel.ranks import join
-
-log = logging.getLogger("minitri")
 
 
 class OpenModel:
@@ -72,8 +70,7 @@ class OpenModel:
 
 
 def open_drafter(choice: ModelChoice, tokenizer: Tokenizer, progress: bool) -> OpenModel | None:
-    """The drafter for a model with this tokenizer; None if none is to be had, or suffix lookup.
-    Raises `InputError` about one that was asked for by name."""
+    """The drafter, or None for lookup. Raises `InputError` about one that was asked for by name."""
     name = default_draft(choice.model) if choice.draft == "auto" else choice.draft
     if name in LOOKUPS:
         return None

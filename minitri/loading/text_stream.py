@@ -7,10 +7,7 @@ from minitri.loading.tokenizer import Tokenizer
 
 
 class StopScanner:
-    """Lets text through until a stop string is complete (of several that end together the longest).
-
-    Text that may be the beginning of a stop string is held back until the next pieces decide.
-    """
+    """Lets text through until a stop string is complete; holds back what may be one's beginning."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = stop

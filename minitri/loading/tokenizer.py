@@ -99,8 +99,7 @@ class Tokenizer:
         return ChatTemplate(self._template, self._special_tokens) if self._template else None
 
     def encode_chat(self, messages: "Sequence[Message]") -> list[int]:
-        """Token ids of a conversation, up to where the model's next answer begins. Raises
-        `InputError` if the model has no template, or if that refuses the conversation."""
+        """Token ids of a conversation, up to where the next answer begins. Raises `InputError`."""
         if self.chat_template is None:
             raise InputError(
                 "this model has no chat template: it completes texts; use an instruct model, or "
@@ -123,8 +122,7 @@ class Tokenizer:
 
 
 def check_same_vocabulary(draft: Tokenizer, target: Tokenizer, draft_name: str) -> None:
-    """Raises `InputError` unless the two tokenizers agree on every token that both have; either may
-    have more at its end."""
+    """Raises `InputError` unless two tokenizers agree on every token that both have."""
     for token in range(min(draft.num_tokens, target.num_tokens)):
         theirs, ours = draft.token(token), target.token(token)
         if theirs != ours:

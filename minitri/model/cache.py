@@ -1,13 +1,9 @@
 """KV caches: slots for K and V, and how many of them are valid per row.
 
 A cache holds K and V of the tokens that were *inputs* of the model, one row per text. In a forward
-pass each layer writes the K and V of its block right after every row's prefix, and attends to both.
+pass each layer writes those of its block right after every row's prefix, and attends to both.
 Lengths do not move meanwhile: whoever decides that the block's tokens stay calls `advance`. Slots
-past a row's length are garbage, and nothing may depend on them. Small caches leave tokens of the
-text out.
-
-Layout (L, B, K, S, D): a KV head's keys are contiguous, which is what attention over a long prefix
-wants, and a layer or a row is a view.
+past a row's length are garbage. In the layout (L, B, K, S, D) a head's keys are contiguous.
 
 Legend: L layers, B rows, T tokens of a block, K KV heads, S slots, D head dim.
 """

@@ -1,9 +1,8 @@
 """Llama, top down: the network and nothing else.
 
-It keeps no state between calls, and does not know which kind of cache it writes to nor how
-attention is computed. Parameter names are those of Hugging Face checkpoints, except that q, k, v
-and gate, up are one matmul each. The LM head is a method of its own, so that it runs only on the
-rows whose logits somebody wants.
+It knows neither which kind of cache it writes to nor how attention is computed. Parameter names are
+those of Hugging Face checkpoints, except that q, k, v and gate, up are one matmul each. The LM head
+is a method of its own, so that it runs only on the rows whose logits somebody wants.
 
 Legend: L layers, B batch, T new tokens, E hidden size, K KV heads, H query heads, D head dim.
 """
@@ -45,8 +44,7 @@ class Block:
 
 
 class Llama(nn.Module):
-    """A Llama, or one of its relatives, which differ in `ModelConfig` alone. Weights are
-    uninitialised until a checkpoint fills them."""
+    """A Llama, or one of its relatives, which differ in `ModelConfig` alone; not yet filled."""
 
     embedding_sample: Tensor
     """Of a drafter without embeddings: some rows of its target's, see `sample_of_vocabulary`."""

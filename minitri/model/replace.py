@@ -22,8 +22,7 @@ def replace_modules(module: nn.Module, factories: Factories) -> Any:
 
 
 def copy_with(model: Llama, factories: Factories) -> Llama:
-    """A copy of a model with other modules, which embeds tokens by the model's own table; its
-    `num_bytes` are those that the model does not share with it."""
+    """A copy of a model with other modules; its `num_bytes` are those that they do not share."""
     twin: Llama = replace_modules(model, factories)
     twin.lent_embedding = model.embed
     shared = {id(weight) for weight in model.parameters()}

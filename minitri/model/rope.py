@@ -1,8 +1,7 @@
 """Rotary position embeddings: plain, linear, llama3 and YaRN.
 
-`Rope` turns positions into the cosines and sines of one block (`Rotary`), computed once per forward
-pass. No table of the whole context is kept, which at a million tokens would cost half a gigabyte.
-Angles and rotation are float32 whatever the model's dtype.
+`Rope` turns positions into the cosines and sines of one block (`Rotary`), once per forward pass;
+no table of the context is kept. Angles and rotation are float32 whatever the model's dtype.
 
 Legend: B batch, T new tokens, H heads, D head dim.
 """
@@ -24,11 +23,8 @@ class Rotary:
     signed_sin: Tensor
 
     def rotate(self, x_BTHD: Tensor) -> Tensor:
-        """Rotates every head; same shape and dtype as the input.
-
-        Checkpoints in the Hugging Face layout pair dimension i with i + D/2, so swapping the halves
-        and a sine that is negative in the first half give x cos + (-x2, x1) sin.
-        """
+        """Rotates every head; same shape and dtype as the input. Dimension i pairs with i + D/2, so
+        swapped halves and a sine that is negative in the first give x cos + (-x2, x1) sin."""
         x = x_BTHD.float()
         swapped = x.roll(x.shape[-1] // 2, -1)
         return torch.addcmul(x * self.cos, swapped, self.signed_sin).to(x_BTHD.dtype)

@@ -2,9 +2,7 @@
 
 All ranks draw the same random numbers and read the same gathered logits, so they take the same
 decisions; what only one can know, such as a prompt from standard input, rank 0 is asked for.
-
-A process alone is a `Ranks`, for which all of this is free. Tensors on CUDA go through NCCL, all
-others through gloo. What the layers of a model send may be captured in CUDA graphs.
+Tensors on CUDA go through NCCL, all others through gloo.
 """
 
 import atexit
@@ -78,10 +76,7 @@ class RankGroup(Ranks):
 
 @functools.cache
 def join() -> Ranks:
-    """The ranks that torchrun's environment names; without it this process is alone.
-
-    Raises `InputError` if the others do not come.
-    """
+    """The ranks that torchrun's environment names, or this process alone. Raises `InputError`."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return Ranks()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -101,10 +96,7 @@ def leave() -> None:
 
 
 def first_end(code: int) -> tuple[int, bool]:
-    """The exit code of the rank that ends first, and whether it is this one, which says why.
-
-    The others lose it, and then end, too.
-    """
+    """The exit code of the rank that ends first, and whether it is this one, which says why."""
     rank = os.environ.get("RANK", "0")
     ranks = join() if dist.is_initialized() else None
     if not isinstance(ranks, RankGroup):

@@ -1,9 +1,8 @@
 """A Llama split over ranks: heads, MLP and vocabulary. Tensor parallelism, Megatron-LM's cut
 (arXiv 1909.08053).
 
-A rank holds some KV heads with their query heads, some columns of the MLP and some rows of the
-vocabulary: its `config` is that of the share, but for the vocabulary. What leaves the heads and the
-MLP is added up over the ranks, two sums a layer; embeddings are a third sum, logits are gathered.
+What leaves the heads and the MLP is added up over the ranks, two sums a layer; embeddings are a
+third sum, logits are gathered. A rank's `config` is that of its share, but for the vocabulary.
 Retrieval chooses chunks per KV head, so caches send nothing.
 
 Legend: E hidden size, R rows of the vocabulary on a rank, V vocab.

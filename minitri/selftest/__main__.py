@@ -20,9 +20,10 @@ with clean_imports():
     import torch
 
     from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig
+    from minitri.caches.prefixes import num_common
     from minitri.cli import arguments
     from minitri.cli.boot import load_engine
-    from minitri.cli.inputs import num_same, read_prompt
+    from minitri.cli.inputs import read_prompt
     from minitri.cli.report import where
     from minitri.selftest.departures import explain
     from minitri.selftest.distribution_test import FALSE_ALARM, is_alarm, run_test, windows
@@ -86,7 +87,7 @@ class SelfTest:
     ) -> dict[str, Any]:
         """The text of one method against that of autoregressive decoding."""
         got = self.decode(speculation, temperature)
-        n = num_same(expected, got)
+        n = num_common(expected, got)
         counts = {"num_tokens": len(got), "num_equal_tokens": n}
         if n == len(got):
             return {"verdict": "equal", **counts}

@@ -1,9 +1,8 @@
 """Explains a difference between two runs that should write the same text: rounding, or a bug.
 
-Where the texts part, the logits are computed as decoding computes them, alone and at the end of a
-block. Rounding explains a difference if both tokens score within `bound` of the best one: twice the
-largest difference over the vocabulary between the logits of both ways, but at least the spacing of
-the dtype's numbers, divided by the temperature where tokens are sampled.
+Rounding explains it if both tokens score within `bound` of the best one where the texts part: twice
+the largest difference between logits computed alone and at the end of a block, but at least the
+spacing of the dtype's numbers, divided by the temperature where tokens are sampled.
 
 Legend: N tokens, V vocab.
 """

@@ -10,7 +10,6 @@ with clean_imports():
     import contextlib
     import dataclasses
     import functools
-    import logging
     import os
     import socket
 
@@ -20,8 +19,6 @@ with clean_imports():
     from minitri.engine import MAX_ROWS
     from minitri.errors import explain
     from minitri.fields import between
-
-log = logging.getLogger("minitri")
 
 DEFAULT_CONTEXT = 8192
 """Tokens of KV cache per row, which is taken at the start: what fits next to most models."""
@@ -69,6 +66,7 @@ def run_command(args: argparse.Namespace) -> None:
     """Answers requests until Ctrl-C."""
     import uvicorn  # an extra, without which --help works
 
+    from minitri.log import log
     from minitri.serve.app import Service
     from minitri.serve.protocol import Protocol
     from minitri.serve.worker import Worker

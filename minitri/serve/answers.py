@@ -81,20 +81,17 @@ class Writer:
     def _logprobs(self, tokens: list[Token]) -> Json:
         """Of the tokens, but for one that ends the text and is not part of it."""
         tokens = [token for token in tokens if token.token_id not in self._ends]
-        entries = []
-        for token in tokens:
-            tops = [self._named(*pair) for pair in token.top_logprobs]
-            entries.append(self._named(token.token_id, token.logprob) | {"top_logprobs": tops})
+        own = [self._named(token.token_id, token.logprob) for token in tokens]
+        tops = [[self._named(*pair) for pair in token.top_logprobs] for token in tokens]
         if self._call.is_chat:
-            return {"content": entries}
+            pairs = zip(own, tops, strict=True)
+            return {"content": [entry | {"top_logprobs": top} for entry, top in pairs]}
         lengths = (len(token.text) for token in tokens)
         *offsets, self._offset = itertools.accumulate(lengths, initial=self._offset)
         return {
-            "tokens": [entry["token"] for entry in entries],
-            "token_logprobs": [entry["logprob"] for entry in entries],
-            "top_logprobs": [
-                {top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in entries
-            ],
+            "tokens": [entry["token"] for entry in own],
+            "token_logprobs": [entry["logprob"] for entry in own],
+            "top_logprobs": [{it["token"]: it["logprob"] for it in top} for top in tops],
             "text_offset": offsets,
         }
 

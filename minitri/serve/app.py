@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import functools
 import hmac
-import logging
 from dataclasses import dataclass
 
 from starlette.applications import Starlette
@@ -21,11 +20,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minitri import End, Event, InputError
 from minitri.errors import shorten
+from minitri.log import log
 from minitri.serve.answers import Json, Writer, in_stream, to_json
 from minitri.serve.protocol import ApiError, Call, Protocol
 from minitri.serve.worker import Worker
-
-log = logging.getLogger("minitri")
 
 BODY_SECONDS = 30
 """For a client to send its request."""

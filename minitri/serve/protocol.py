@@ -1,8 +1,7 @@
 """What a client asks: from the JSON of a request to a `Call`.
 
 Fields and defaults are OpenAI's; `top_k`, `min_p`, `ignore_eos` and `speculation` are additions. A
-field that this server has no use for is accepted where its value asks for nothing (`n` of 1, an
-empty list, false) and refused elsewhere. What the settings and the engine check is left to them.
+field that this server has no use for is accepted only where its value asks for nothing.
 """
 
 import json
@@ -72,8 +71,7 @@ class Protocol:
     """Tokens of a prompt and its answer."""
 
     def read(self, body: bytes, *, is_chat: bool) -> Call:
-        """The call that a body stands for. Tokenizes, which may take a second. Raises `InputError`,
-        or an `ApiError` where OpenAI has a status of its own."""
+        """The call that a body stands for. Raises `InputError`, or `ApiError` where OpenAI does."""
         fields = _fields(body, CHAT if is_chat else TEXT)
         model = fields.get("model", self.names[0])
         if model not in self.names:

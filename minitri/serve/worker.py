@@ -1,11 +1,9 @@
 """The thread that owns the engine and its one open run, in which all requests are rows.
 
-Other threads leave messages, which it takes between two events of the run; with nothing to do it
-sleeps. A request that is wrong gets the `InputError` as its event. When the run itself fails, its
+Other threads leave messages, which it takes between two events. When the run itself fails, its
 requests get the error, and a new run is opened for the next ones.
 """
 
-import logging
 import queue
 import threading
 import time
@@ -13,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from minitri import End, Event, Generation, Idle, InputError, Request
+from minitri.log import log
 
-log = logging.getLogger("minitri")
 Deliver = Callable[[Event | Exception], None]
 RETRY_SECONDS = 1.0
 """Before a new run is opened after one that failed, which may fail at once, too."""

@@ -1,9 +1,8 @@
 """A level of the cascade that can guess a tree, and verify one.
 
-The lowest level grows a tree: every pass reads the nodes so far, and gives the distributions from
-which the children of the deepest are drawn. The level above reads all nodes in one pass, in which
-each sees its ancestors only. The accepted path is moved together in its cache, as if it had been a
-chain; and what it emits is a chain, so nothing above knows of trees.
+The lowest level grows a tree, pass by pass. The level above reads all nodes in one pass, in which
+each sees its ancestors only; the accepted path is moved together in its cache, as if it had been a
+chain. What it emits is a chain, so nothing above knows of trees.
 
 Legend: B rows, N nodes, T nodes of a pass, V vocab, L layers, H query heads, D head dim.
 """
@@ -24,7 +23,7 @@ class TreeLevel(Level):
     """A `Level` that guesses trees where the plan has some, and verifies whatever it is given."""
 
     runner: ModelRunner
-    _source: IndependentTrees | CoupledTrees
+    source: IndependentTrees | CoupledTrees
 
     def shape(self) -> TreeShape | None:
         """The tree that the plan of this step asks for; None for chains."""
@@ -37,6 +36,7 @@ class TreeLevel(Level):
         if shape is None or self.below is not None:
             return super().propose(sequences, active)
         is_greedy = [self.is_greedy(b) for b in range(len(sequences))]
+        self.runner.wants_logits = any(is_greedy)
         nodes = [[*(sequence[-1:] or [0]), *[MISSING] * (len(shape) - 1)] for sequence in sequences]
         probs = list[Tensor]()
         first = 0
@@ -45,10 +45,10 @@ class TreeLevel(Level):
             self.stats.num_rounds += sum(active)
             with self._meter.round(self.stats, max(end - 2, 0)):
                 if first == 0:
-                    output = self.runner.next_probs(sequences, active, wants_logits=any(is_greedy))
+                    output = self.runner.next_probs(sequences, active)
                 else:
                     output = self.read_tree([row[1:end] for row in nodes], shape, 1)
-                require_finite(output.probs_BNV, is_drafter=self.stats.name == "draft")
+                require_finite(output.probs_BNV)
                 probs.append(output.probs_BNV[:, -size:])
                 for parent in range(first, end):
                     children = shape.children[parent]
@@ -64,7 +64,7 @@ class TreeLevel(Level):
             torch.cat(probs, 1),
             [[self.stats.name] * (len(shape) - 1)] * len(sequences),
             shape=shape,
-            is_listed=[self._source.is_listed or greedy for greedy in is_greedy],
+            is_listed=[self.source.is_listed or greedy for greedy in is_greedy],
         )
 
     def _draw(
@@ -73,7 +73,7 @@ class TreeLevel(Level):
         """Tokens of the children of the node at this place of row b's block."""
         if self.is_greedy(b) and output.logits_BNV is not None:
             return likeliest(output.logits_BNV[b, place], num_children)
-        return self._source.draw(b, output.probs_BNV[b, place], num_children, position)
+        return self.source.draw(b, output.probs_BNV[b, place], num_children, position)
 
     def verify(self, sequences: Rows, active: Active, proposal: Proposal) -> list[Emitted]:
         """See `Level.verify`. Of a tree, the accepted path and one token more are appended."""
@@ -83,18 +83,18 @@ class TreeLevel(Level):
         blocks = [[*(sequence[-1:] or [0]), *guesses] for sequence, guesses in pairs]
         output = self.read_tree(blocks, proposal.shape, 0)
         require_finite(output.probs_BNV)
-        paths: Rows = [[] for _ in sequences]
-        emitted = [output.emitted(b, [], [], slice(0)) for b in range(len(sequences))]
+        paths = Rows()
+        emitted = list[Emitted]()
         for b, block in enumerate(blocks):
+            path, tokens, origins = list[int](), list[int](), list[str]()
             if active[b]:
                 start = len(sequences[b])
-                path, token = self._source.walk(proposal, b, output.probs_BNV[b], start)
-                places = [0, *path]
-                own = "recovered" if proposal.shape.children[places[-1]] else "bonus"
+                path, token = self.source.walk(proposal, b, output.probs_BNV[b], start)
+                own = "recovered" if proposal.shape.children[[0, *path][-1]] else "bonus"
                 origins = [*proposal.origins[b][: len(path)], own]
                 tokens = [*(block[node] for node in path), token]
-                paths[b] = path
-                emitted[b] = output.emitted(b, tokens, origins, places)
+            paths.append(path)
+            emitted.append(output.emitted(b, tokens, origins, [0, *path][: len(tokens)]))
         self.keep_paths(paths, active)
         self._append(sequences, emitted)
         return emitted
@@ -128,7 +128,7 @@ class TreeLevel(Level):
         return self.runner.sampling[b].temperature == 0
 
 
-def require_finite(probs: Tensor, *, is_drafter: bool = False) -> None:
+def require_finite(probs: Tensor) -> None:
     """Raises `NotFiniteError`."""
     if not bool(probs.sum().isfinite()):
-        raise NotFiniteError(is_drafter=is_drafter)
+        raise NotFiniteError

@@ -3,9 +3,8 @@
 The children of a node are drawn without replacement from the drafter's distribution after it, and
 tested in that order: the first against the verifier's p, each later one against what its rejected
 siblings left of p, with a fresh random number every time (Sequoia, arXiv 2402.12374, algorithm 2).
-The walk goes on after an accepted child; where there is none, the next token comes from what is
-left. So every token follows p exactly. Children may also be *listed*: chosen without chance, as the
-likeliest ones. That is drawing them from a one-hot distribution each.
+Where no child is accepted, the next token comes from what is left. So every token follows p
+exactly. *Listed* children are the likeliest ones: each drawn from a one-hot distribution.
 
 Legend: B rows, N nodes with the root, V vocab.
 """

@@ -50,6 +50,9 @@ def chat(instruct, capfd, monkeypatch):
     return chat
 
 
+READ = r"for (\d+) tokens of the prompt"
+
+
 def test_piped_questions_are_answered_and_commands_obeyed(chat, tmp_path):
     document = tmp_path / "d.txt"
     document.write_text("It was a dark night. " * 40)
@@ -63,13 +66,9 @@ def test_piped_questions_are_answered_and_commands_obeyed(chat, tmp_path):
         assert wrong in err
     assert "never asked" not in out
     assert "\x1b" in out
-    read, every = (
-        int(re.findall(rf"{name}: (\d+)", err)[-1])
-        for name in ("num_prefilled_tokens", "num_prompt_tokens")
-    )
-    assert read < 0.2 * every  # of the second question
+    assert int(re.findall(READ, err)[-1]) < 100  # for the second question
     err = chat("And now?\n/stats\n", "--load", f"{tmp_path}/kv", "-n", "4")[1]
-    assert int(re.findall(r"num_prefilled_tokens: (\d+)", err)[0]) < 100
+    assert int(re.findall(READ, err)[0]) < 100
 
 
 @pytest.mark.parametrize("flags", ["--load missing.kv", f"--document {__file__}"])

@@ -34,7 +34,8 @@ def test_the_cascade_equals_algorithm_1(seed, V, gamma1, gamma2, sampling):
     target = Filtered(V, seed, sampling)
     retrieval = Filtered(V, seed + 1, sampling, near=Table(V, seed))
     draft = Filtered(V, seed + 2, sampling, near=Table(V, seed))
-    source = IndependentSource([seed], "token")
+    source = IndependentSource("token")
+    source.restart(0, seed)
     cascade = toy_cascade(source, 1, target, retrieval, draft, gamma1, gamma2)
     cascade.start()
     while len(cascade.sequences[0]) < len(PROMPT) + 20:

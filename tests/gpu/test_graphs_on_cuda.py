@@ -111,11 +111,14 @@ def test_distributions_and_a_verdict_wait_for_the_device_once(sampling):
     generator = torch.Generator("cuda").manual_seed(0)
     logits_BNV = torch.randn(2, 4, 32000, generator=generator, device="cuda") * 3
     tokens = [[5, 6, 7], [8]]
+    source = IndependentSource()
+    source.restart(0, 0)
+    source.restart(1, 1)
     with waits() as found:
         probs_BNV = probs_from_logits(logits_BNV.flatten(0, 1), sampling).unflatten(0, (2, 4))
         origins = [["draft"] * len(row) for row in tokens]
         proposal = Proposal.of(tokens, probs_BNV[:, :3], origins)
-        IndependentSource([0, 1]).verify(proposal, probs_BNV, [5, 5], [True, True])
+        source.verify(proposal, probs_BNV, [5, 5], [True, True])
     assert len(found) == 1
 
 

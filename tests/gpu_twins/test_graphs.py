@@ -72,6 +72,7 @@ def test_logits_of_one_pass_do_not_switch_captured_steps_off(lengths_on_the_devi
     has_logits = []
     with torch.inference_mode():
         for n, wants_logits in ((1, False), (2, True), (3, False)):
-            output = runner.next_probs([[1, 2, 3][:n]], [True], wants_logits=wants_logits)
+            runner.wants_logits = wants_logits
+            output = runner.next_probs([[1, 2, 3][:n]], [True])
             has_logits.append(output.logits_BNV is not None)
     assert has_logits == [False, True, False]

@@ -32,7 +32,7 @@ generate --prompt LONE | not valid Unicode (character 1)
 generate --prompt=-- | --prompt: expected one argument
 generate --prompt x --demo | --demo: not allowed with argument
 generate --system Short! | --system
-generate --fit last -n 600 | max_new_tokens=600
+generate -n 600 | max_new_tokens=600
 generate --top-k １２ | --top-k: '１２'
 generate --budget NINES | --budget: '99999999
 generate --method retrieval --budget 30 | multiple of the chunk size, 8

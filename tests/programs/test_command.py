@@ -82,18 +82,14 @@ def encoded(engine, text: str, **flags) -> list[int]:
     return inputs.encode(text, engine.tokenizer, engine.config, 8, args)
 
 
-def test_fit_keeps_the_first_or_last_tokens_and_says_so(engine, run, run_lines):
+def test_the_first_tokens_of_a_prompt_are_kept_and_it_is_told(engine, run, run_lines):
     text = " ".join(f"{PROMPT} {n}." for n in range(100))
-    ids, room = engine.tokenizer.encode(text), engine.config.context_length - 8
-    has_bos = ids[0] == engine.tokenizer.bos_token_id
-    assert encoded(engine, text, fit="first") == ids[:room]
-    last = ids[:has_bos] + ids[len(ids) - room + has_bos :]
-    assert encoded(engine, text, fit="last") == last
-    assert encoded(engine, text, fit="last", max_prompt_tokens=20)[-9:] == ids[-9:]
-    done = run(text, "--fit", "last", "--json")
-    assert (done.code, done.json["num_prompt_tokens"]) == (0, room)
-    assert f"prompt: only its last {room} tokens" in done.err
-    assert run_lines({"prompt": text}, flags=("--fit", "last")).json["num_prompt_tokens"] == room
+    flags = ("--max-prompt-tokens", "20")
+    assert encoded(engine, text, max_prompt_tokens=20) == engine.tokenizer.encode(text)[:20]
+    done = run(text, *flags, "--json")
+    assert (done.code, done.json["num_prompt_tokens"]) == (0, 20)
+    assert "prompt: only its first 20 tokens" in done.err
+    assert run_lines({"prompt": text}, flags=flags).json["num_prompt_tokens"] == 20
 
 
 def test_a_message_is_put_into_the_template_and_only_it_is_cut(run, run_lines, engine, monkeypatch):
@@ -108,11 +104,11 @@ def test_a_message_is_put_into_the_template_and_only_it_is_cut(run, run_lines, e
     for done in (run_lines({"prompt": PROMPT}, flags=flags), run(PROMPT, *flags, "--json")):
         assert done.json["num_prompt_tokens"] == len(whole)
     text = f"{PROMPT}. " * 100
-    cut = encoded(engine, text, chat=True, system="Short!", fit="last")
-    assert len(cut) == engine.config.context_length - 8
+    cut = encoded(engine, text, chat=True, system="Short!", max_prompt_tokens=300)
+    assert len(cut) == 300
     told = engine.tokenizer.decode(cut)
-    assert told.startswith("system\nShort!user\n")
-    assert told.endswith(text[-200:] + "assistant\n")
+    assert told.startswith(f"system\nShort!user\n{text[:200]}")
+    assert told.endswith("assistant\n")
 
 
 def test_log_probabilities_are_in_all_json(run, run_lines):

@@ -26,7 +26,8 @@ FORK = TreeShape((-1, 0, 0))
 
 def test_children_are_drawn_without_replacement():
     """Their order has the probability of drawing balls out of an urn."""
-    source, counts = IndependentTrees([3]), collections.Counter()
+    source, counts = IndependentTrees(), collections.Counter()
+    source.restart(0, 3)
     for _ in range(20_000):
         counts[tuple(source.draw(0, PROBS, 2, 9))] += 1
     for first, second in itertools.permutations((0, 2, 3), 2):
@@ -47,7 +48,9 @@ def proposal_of(shape, tokens, q_IV, *, is_listed=False):
 
 def test_a_row_that_guesses_nothing_takes_one_number():
     """As it does where no other row has a tree."""
-    source, fresh = IndependentTrees([3]), IndependentTrees([3])
+    source, fresh = IndependentTrees(), IndependentTrees()
+    source.restart(0, 3)
+    fresh.restart(0, 3)
     proposal = proposal_of(FORK, [MISSING, MISSING], torch.zeros(1, 4))
     source.walk(proposal, 0, PROBS.expand(3, 4), 9)
     fresh.uniforms(0, 1)
@@ -80,7 +83,7 @@ def test_a_residual_that_vanishes_in_floating_point_keeps_what_was_there():
 
 def test_coupled_children_share_the_noise_of_their_position():
     """The eldest is what a chain would have guessed, and the walk follows the verifier's token."""
-    source, q_V = CoupledTrees([5]), torch.rand(50, generator=torch.Generator().manual_seed(0))
+    source, q_V = CoupledTrees(), torch.rand(50, generator=torch.Generator().manual_seed(0))
     q_V /= q_V.sum()
     children = source.draw(0, q_V, 3, 17)
     assert len(set(children)) == 3

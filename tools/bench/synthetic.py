@@ -20,7 +20,7 @@ from torch import Tensor
 from minitri.bench.compare import spread
 from minitri.caches.full import FullCache
 from minitri.cli.arguments import model_of, positive, speculation_of, taken
-from minitri.cli.report import phase_ms, where
+from minitri.cli.report import where
 from minitri.config import ModelConfig
 from minitri.cpu.packed import can_pack, pack_linears
 from minitri.decoding.random_source import IndependentSource
@@ -187,6 +187,13 @@ def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
     return {**result, "rows": rows}
 
 
+def phase_ms(stats: Any) -> dict[str, float]:
+    """Milliseconds per decoded token of each stage, and of commits, rebuilds included."""
+    seconds = {stage.name: stage.seconds for stage in stats.stages}
+    seconds["commit"] = stats.commit_seconds
+    return {name: 1e3 * it / max(stats.num_decoded_tokens, 1) for name, it in seconds.items()}
+
+
 class SyntheticSource(IndependentSource):
     """A random source with made-up verdicts: a guess is accepted at a given rate.
 
@@ -194,7 +201,8 @@ class SyntheticSource(IndependentSource):
     """
 
     def __init__(self, rate: float, seed: int) -> None:
-        super().__init__([seed])
+        super().__init__()
+        self.restart(0, seed)
         self._rate = rate
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -282,10 +290,11 @@ def fresh_session(
     prompt = random.Random(0).choices(range(vocab_size), k=context)
     low, high = setup.acceptance
     sources: dict[str, Any] = {
-        "draft": IndependentSource([0]),
+        "draft": IndependentSource(),
         "retrieval": SyntheticSource(low, seed=0),
         "target": SyntheticSource(low if method == "naive" else high, seed=1),
     }
+    sources["draft"].restart(0, 0)
     models = Models(target, copy or target, draft)
     request = Request(prompt, 0, SAMPLING, generation)
     session = begin(models, [request], speculation, sources=sources, host=host)

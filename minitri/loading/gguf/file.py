@@ -1,8 +1,7 @@
 """A GGUF file: llama.cpp's container of weights, hyper-parameters and tokenizer in one.
 
-Names and conventions become those of Hugging Face here, so that nobody else needs to know others.
-One trap: of a Llama, GGUF pairs neighbouring dimensions in the rotary embedding, so it stores the
-rows of q and k in another order; they are put back.
+Names and conventions become those of Hugging Face here. One trap: GGUF pairs neighbouring
+dimensions in the rotary embedding of a Llama, so the rows of its q and k stand in another order.
 """
 
 from collections.abc import Collection, Iterator
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minitri.config import ModelConfig
-from minitri.errors import explain, printable
+from minitri.errors import explain, shorten
 from minitri.loading.gguf.blocks import BITS, repack
 from minitri.loading.gguf.vocabulary import read_vocabulary
 from minitri.loading.hf_config import read_config, require
@@ -143,7 +142,7 @@ class GgufFile:
         for name, stored in self._tensors.items():
             if name == _ROPE_DIVISORS:
                 continue
-            with explain(f"{self.path.name} has a tensor {printable(name, 60)} that is not read"):
+            with explain(f"{self.path.name} has a tensor {shorten(name, 60)} that is not read"):
                 if name in packed:
                     weight = repack(stored.data, stored.type.name, stored.shape[-1])
                 else:

@@ -20,8 +20,7 @@ _CUTS |= {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "qwen2": _QWEN}
 
 
 def read_vocabulary(metadata: Mapping[str, Any]) -> tuple[Backend, bool]:
-    """The tokenizer, and whether prompts start with BOS unless the file says otherwise. Raises
-    `ValueError` for a kind that minitri does not know, and others for damaged files."""
+    """The tokenizer, and whether prompts start with BOS unless the file says otherwise."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "llama":
         return SentencePieceBackend(_sentencepiece_model(metadata)), True

@@ -1,0 +1,5 @@
+"""The log of all of minitri, which programs show on standard error."""
+
+import logging
+
+log = logging.getLogger("minitri")
