@@ -1,14 +1,15 @@
 """Chat templates: how a model wants a conversation written, in Jinja, as its files say.
 
-A template comes from anywhere, so it runs in Jinja's sandbox, which keeps it away from Python. It
-can use what `transformers` offers, so the result is the same.
+A template comes from anywhere, so it runs in Jinja's sandbox, which keeps it away from Python, and
+within limits of time and size. It can use what `transformers` offers, so the result is the same.
 """
 
 import datetime
 import functools
 import json
 import math
-from collections.abc import Mapping, Sequence, Sized
+import time
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 from jinja2 import TemplateError, nodes
@@ -18,8 +19,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minitri.errors import explain
 
+MAX_SECONDS = 5.0
 MAX_SIZE = 1 << 28
-"""Of a product of numbers, or of a text or list and a number."""
+"""For a rendering: characters of all texts and items of all lists that it makes."""
 ADVICE = "write the prompt without --chat, or correct the template"
 
 Message = Mapping[str, str]
@@ -31,19 +33,16 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """`special_tokens` are texts of `bos_token` and the like. Raises `InputError`."""
-        extensions = [GenerationBlock, loopcontrols]
-        environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        # Jinja's own filter would escape what means something in HTML.
-        environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-        environment.globals["raise_exception"] = complain
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        self._environment = Environment()
         with explain("the model's chat template is not valid", ADVICE):
-            self._template = environment.from_string(source)
+            self._template = self._environment.from_string(source)
         self._special_tokens = special_tokens
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """A conversation as text, perhaps with the beginning of the answer. Raises `InputError`."""
         with explain("the model's chat template fails", ADVICE):
+            self._environment.deadline = time.monotonic() + MAX_SECONDS
+            self._environment.room = MAX_SIZE
             return self._template.render(
                 messages=[*messages],
                 add_generation_prompt=add_generation_prompt,
@@ -54,15 +53,55 @@ class ChatTemplate:
 
 
 class Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, which computes no product and no power that fills the memory."""
+    """Jinja's sandbox with what chat templates use, and limits of time and size."""
 
-    intercepted_binops = frozenset(["*", "**"])
+    intercepted_binops = frozenset(["+", "*", "**"])
+    deadline = 0.0
+    room = 0
+
+    def __init__(self) -> None:
+        extensions = [GenerationBlock, loopcontrols]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        # Jinja's own filter would escape what means something in HTML.
+        self.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+        self.globals["raise_exception"] = complain
+        self.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+
+    def _parse(self, *source: Any) -> nodes.Template:
+        """Has loops look at the clock, and `~` put its texts together by `concat`."""
+        tree = super()._parse(*source)
+        for loop in tree.find_all(nodes.For):
+            loop.body.insert(0, nodes.ExprStmt(call("spend", nodes.Const(0))))
+        for chain in tree.find_all(nodes.Concat):
+            texts = [nodes.Filter(it, "string", [], [], None, None) for it in chain.nodes]
+            chain.nodes = [call("concat", nodes.List(texts))]
+        return tree
+
+    def spend(self, size: int) -> None:
+        """Raises `TemplateError` where there is neither time nor room for more."""
+        self.room -= size
+        if self.room < 0 or time.monotonic() > self.deadline:
+            raise TemplateError(f"it makes too much of something, or takes {MAX_SECONDS:g} seconds")
+
+    def concat(self, pieces: Iterable[str]) -> str:
+        """What a template, a block or a macro writes."""
+        found = []
+        for piece in pieces:
+            self.spend(len(piece))
+            found.append(piece)
+        return "".join(found)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        sizes = (len(it) if isinstance(it, Sized) else abs(it) for it in (left, right))
-        if math.prod(sizes) > MAX_SIZE:
-            raise TemplateError("it makes too much of something")
+        """A sum, product or power, if it is not too large."""
+        size = 1 + sum(len(it) for it in (left, right) if isinstance(it, Sized))
+        factors = math.prod(abs(it) for it in (left, right) if isinstance(it, int))
+        self.spend(size if operator == "+" else size * factors)
         return super().call_binop(context, operator, left, right)
+
+
+def call(method: str, argument: nodes.Expr) -> nodes.Call:
+    """The call of a method of the environment."""
+    return nodes.Call(nodes.EnvironmentAttribute(method), [argument], [], None, None)
 
 
 class GenerationBlock(Extension):

@@ -6,6 +6,7 @@ import pytest
 
 import minitri
 from minitri import InputError
+from minitri.loading import chat_template
 from minitri.loading.chat_template import ChatTemplate
 from tests.conftest import byte_level_tokenizer, write_hf_folder
 
@@ -51,6 +52,7 @@ MISTRAL = """{%- set ns = namespace(index=0) -%}
 {% endfor %}"""
 DOUBLED = "{%% set it = namespace(x=%s) %%}{%% for i in range(99) %%}"
 DOUBLED += "{%% set it.x = it.x %s it.x %%}{%% endfor %%}"
+NESTED = "{%% for a in range(99999) %%}{%% for b in range(99999) %%}%s{%% endfor %%}{%% endfor %%}"
 NEEDS_PAIRS = "{{ raise_exception('Roles must alternate') if messages|length == 2 else 'fine' }}"
 
 
@@ -126,7 +128,13 @@ def test_a_model_without_a_template_says_so(engine):
         ("{% for i in range(1000000000) %}x{% endfor %}", "Range too big"),
         ("{{ 'x' * 10000000000000000 }}", "too much"),
         ("{{ 9 ** 999999999 }}", "too much"),
+        (DOUBLED % ("'x'", "~"), "too much"),
+        (DOUBLED % ("[1]", "+"), "too much"),
         (DOUBLED % ("3", "*"), "too much"),
+        (NESTED % "{{ 'x' * 1000 }}", "too much"),
+        ("{% set x %}" + NESTED % "{{ 'x' * 1000 }}" + "{% endset %}", "too much"),
+        (NESTED % "", "takes 0.2 seconds"),
+        ("{% macro f(n) %}" + "{{ f(n + 1) if n < 99 }}" * 2 + "{% endmacro %}{{ f(0) }}", "takes"),
         ("{{ 1 / 0 }}", "division by zero"),
         ("{{ messages[0]['role'].foo.bar }}", "has no attribute 'foo'"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
@@ -134,7 +142,9 @@ def test_a_model_without_a_template_says_so(engine):
         (NEEDS_PAIRS, "Roles must alternate"),
     ],
 )
-def test_what_a_template_may_not_do_is_one_line(template, problem):
+def test_what_a_template_may_not_do_is_one_line(template, problem, monkeypatch):
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(chat_template, "MAX_SIZE", 1 << 20)
     with pytest.raises(InputError, match=problem) as error:
         ChatTemplate(template, {}).render(TALK[:2])
     assert "\n" not in str(error.value)
