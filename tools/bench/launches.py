@@ -120,7 +120,7 @@ def count(speculation: SpeculationConfig, sampling: SamplingParams) -> tuple[Cou
         ours.copy_(0.3 * torch.randn(ours.shape, generator=generator))
         theirs.copy_(ours + 0.02 * torch.randn(ours.shape, generator=generator))
     counting = Counting()
-    record = GraphPool._record
+    record = GraphPool.record
 
     def recorded(pool: GraphPool, run: Any) -> Any:
         replay, output = record(pool, run)
@@ -143,7 +143,7 @@ def count(speculation: SpeculationConfig, sampling: SamplingParams) -> tuple[Cou
     request = Request(prompt, 0, sampling, GenerationConfig(2000))
     with (
         torch.inference_mode(),
-        mock.patch.object(GraphPool, "_record", recorded),
+        mock.patch.object(GraphPool, "record", recorded),
         mock.patch.object(block, "reads_slots", lambda _device, size: size <= LONGEST_BLOCK),
         mock.patch.object(noise, "gumbel_scores", noise._dense_scores),
     ):
