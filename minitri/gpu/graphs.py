@@ -62,7 +62,7 @@ class GraphPool:
 
     def capture(self, function: Function, *examples: Tensor) -> Function:
         """The function, captured over copies of the examples. Raises `InputError`."""
-        statics = [it.to(self._device, copy=True) for it in examples]
+        statics = [it.to(self._device, non_blocking=True, copy=True) for it in examples]
         try:
             replay, output = self.record(lambda: function(*statics))
         except torch.OutOfMemoryError:

@@ -99,7 +99,7 @@ class FakeCuda:
         self.total = int(total_gib * GIB)
         self.num_graphs = self.num_replays = 0
         self.is_capturing = False
-        self.captured: set[str] = set()
+        self.captured: list[str] = []
         """Names of functions of tensors that graphs hold."""
         self.num_cached = GIB  # bytes that boot checks have left to the allocator
         self.host_sizes: list[int] = []
