@@ -62,7 +62,7 @@ PASSES = {"probs", "verdict"}
     [
         ({"method": "autoregressive"}, {}, "triton", "same", PASSES),
         ({"method": "auto"}, {}, "auto", "same", {*PASSES, "round"}),
-        ({"method": "naive"}, HOSTED, "flash", "same", {"verdict", "round"}),
+        ({"method": "naive", "tree": "2x2"}, HOSTED, "flash", "same", {"verdict"}),
         ({"method": "retrieval", "coupled": True}, {}, "flash", "int8", {*PASSES, "probs_after"}),
         ({"method": "triforce"}, {}, "math", "int4", {*PASSES, "round"}),
         ({"method": "triforce"}, {"cuda_graphs": False}, "triton", "int4", set()),

@@ -168,9 +168,8 @@ def main() -> None:
         name: [counts[name, column] / NUM_STEPS for column in COLUMNS]
         for name in sorted({name for name, _ in counts})
     }
-    rows["all"] = launches, replays, *_, waits = [
-        sum(it) for it in zip(*rows.values(), strict=True)
-    ]
+    rows["all"] = [sum(it, 0.0) for it in zip(*rows.values(), strict=True)]
+    launches, replays, *_, waits = rows["all"]
     print(f"{speculation.method}, rounds a step: {rounds}")
     print(f"{'a step':12s}" + "".join(f"{column:>12}" for column in COLUMNS))
     for name, row in rows.items():
