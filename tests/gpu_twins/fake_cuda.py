@@ -61,8 +61,8 @@ class ByShape(TorchFunctionMode):
             return BY_OPERATOR[function](*args)
         if function in ONES or function in FROM_HOST:
             self.cuda.check(function.__name__)
-        if function in ONES:
-            return ONES[function]
+            if function in ONES:
+                return ONES[function]
         if function is not torch.tensor:
             return function(*args, **kwargs)
         device = kwargs.pop("device", "cpu")

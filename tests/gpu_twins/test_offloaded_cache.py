@@ -19,7 +19,7 @@ from minitri.settings import METHODS
 from tests.cascades import WARM, Rig, near_copy, random_prompt
 from tests.conftest import fill, new_cache, tiny_model
 from tests.gpu_twins.conftest import PROMPTS, SMALL
-from tests.gpu_twins.offload import CONFIG, TOKEN, Traffic, assert_same, offloaded
+from tests.gpu_twins.offload import CONFIG, TOKEN, InOrder, Traffic, assert_same, offloaded
 from tools.paper.baselines.policies import NAMES, policy_of
 
 
@@ -47,7 +47,7 @@ class RecordedEvent:
             clock[stream] = max(clock[stream], time)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(InOrder, TorchDispatchMode):
     """A stream of copies, and a record of who touched which bytes when."""
 
     def __init__(self) -> None:
@@ -71,8 +71,6 @@ class Recorder(TorchDispatchMode):
 
     def event(self) -> RecordedEvent:
         return RecordedEvent(self)
-
-    def share(self, tensor) -> None: ...
 
     def synchronize(self) -> None:
         for clock in self.clocks.values():
