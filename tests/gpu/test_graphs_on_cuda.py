@@ -54,15 +54,22 @@ def test_every_backend_agrees_with_the_oracle(name, dtype):
             assert (got.double().cpu() - exact).abs().max() < 2 * TOLERANCES[dtype], T
 
 
-def gpu_model(dtype: torch.dtype, attend) -> Llama:
-    model = Llama(CONFIG, dtype=dtype, device=torch.device("cuda")).eval()
+def gpu_model(backend: str = "auto") -> Llama:
+    how = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
+    model = Llama(CONFIG, attend=attention(backend), **how).eval()
     generator = torch.Generator("cuda").manual_seed(0)
     for name, weight in model.named_parameters():
         weight.normal_(0, 0.05, generator=generator)
         if name.endswith("norm.weight"):
             weight.fill_(1)
-    model.attend = attend
     return fuse_if_possible(model)
+
+
+def model_cache_and_pool(backend: str = "auto"):
+    """Of two rows."""
+    model = gpu_model(backend)
+    cache = FullCache.allocate(CONFIG, 2, 1024, dtype=model.dtype, device=model.device)
+    return model, cache, GraphPool(model.device)
 
 
 def inputs_of(model, cache, blocks):
@@ -77,12 +84,9 @@ def inputs_of(model, cache, blocks):
 def test_a_replay_has_the_bits_of_an_eager_pass(name):
     """The same block after a prefix that grows and shrinks, at changing temperatures, 0 too:
     probabilities, K, V. It allocates nothing, and waits for nothing."""
-    model = gpu_model(torch.bfloat16, attention(name))
-    cache = FullCache.allocate(CONFIG, 2, 1024, dtype=model.dtype, device=model.device)
-    pool = GraphPool(torch.device("cuda"))
-    runner = ModelRunner(
-        model, cache, WARM, vocab_size=CONFIG.vocab_size, graphs=pool, block_sizes={1, 4}
-    )
+    model, cache, pool = model_cache_and_pool(name)
+    settings = {"vocab_size": CONFIG.vocab_size, "graphs": pool, "block_sizes": {1, 4}}
+    runner = ModelRunner(model, cache, WARM, **settings)
     for size, kept, cropped in ((4, 4, 0), (1, 1, 0), (4, 2, 0), (4, 4, 3), (1, 1, 0), (4, 3, 2)):
         blocks = [
             [(row * 31 + size * 7 + i) % CONFIG.vocab_size for i in range(size)] for row in range(2)
@@ -91,18 +95,15 @@ def test_a_replay_has_the_bits_of_an_eager_pass(name):
         runner.sample_by(0, SamplingParams() if kept == 2 else warm)
         inputs = inputs_of(model, cache, blocks)
         eager = runner.passes.probs(*(it.cuda() for it in inputs))
-        places = [
-            slots[:, :, :, : cache.lengths[0] + size].clone()
-            for slots in (cache.keys, cache.values)
-        ]
+        slots = [it[:, :, :, : cache.lengths[0] + size] for it in (cache.keys, cache.values)]
+        exact = [it.clone() for it in slots]
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         with waits() as found:
             replayed = pool.run(runner.passes.probs, *inputs)
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
         assert not found
         assert torch.equal(replayed, eager)
-        for exact, slots in zip(places, (cache.keys, cache.values), strict=True):
-            assert torch.equal(exact, slots[:, :, :, : cache.lengths[0] + size])
+        assert all(map(torch.equal, slots, exact))
         cache.advance([kept, kept])
         cache.crop([length - cropped for length in cache.lengths])
     assert pool.num_graphs == 2
@@ -130,10 +131,9 @@ def test_distributions_and_a_verdict_wait_for_the_device_once(sampling):
 @torch.inference_mode()
 def test_a_draft_round_in_a_graph_has_the_bits_of_an_eager_one(dtype):
     """By uniform numbers, and by keys of noise."""
-    model = gpu_model(torch.bfloat16, attention())
-    cache = FullCache.allocate(CONFIG, 2, 1024, dtype=model.dtype, device=model.device)
+    model, cache, pool = model_cache_and_pool()
     cache.advance([700, 30])
-    pool, passes = GraphPool(model.device), Passes(model, cache, WARM, CONFIG.vocab_size, None)
+    passes = Passes(model, cache, WARM, CONFIG.vocab_size, None)
     packed_3BT, lasts_B1, _ = inputs_of(model, cache, [[5, 6], [7, 8]])
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
@@ -150,7 +150,7 @@ def test_a_draft_round_in_a_graph_has_the_bits_of_an_eager_one(dtype):
 @pytest.mark.parametrize("coupled", [False, True])
 @pytest.mark.parametrize("method", ["autoregressive", "naive", "retrieval", "triforce"])
 def test_a_step_waits_once_for_every_verdict(method, coupled):
-    target, draft = (gpu_model(torch.bfloat16, attention()) for _ in range(2))
+    target, draft = gpu_model(), gpu_model()
     settings = {"sampling": WARM, "budget": 64, "num_recent_tokens": 200}
     settings |= {"gamma1": 2, "gamma2": 4, "rebuild_stride": 1000, "num_new": 200}
     settings |= {"method": method, "coupled": coupled, "prefill_chunk": 512}
