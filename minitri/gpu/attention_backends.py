@@ -28,6 +28,7 @@ from torch import Tensor
 
 from minitri.config import ModelConfig
 from minitri.errors import InputError
+from minitri.gpu.graphs import GraphPool
 from minitri.gpu.kernels import problem_with
 from minitri.gpu.streams import CudaClock
 from minitri.model.attention import attend_math, block_rule, row_by_row
@@ -193,17 +194,14 @@ def replay_seconds(
     with contextlib.suppress(Exception):
         attend = make_backend(name)
         for T in (1, LONGEST_BLOCK):
-            graph = torch.cuda.CUDAGraph()
             keys_BKSD, values_BKSD = torch.zeros(2, 1, K, S, D, dtype=dtype, device=device)
             q_BTHD = keys_BKSD.new_zeros(1, T, config.num_heads, D)
             lengths_B = torch.tensor([S - T], device=device)
             run = partial(attend, q_BTHD, keys_BKSD, values_BKSD, lengths_B, None)
-            run()  # which compiles it
-            with torch.cuda.graph(graph):
-                run()
-            graph.replay()
+            replay, _ = GraphPool(device).record(run)
+            replay()
             start = clock.now()
-            graph.replay()
+            replay()
             clock.since(start, times.append)
             clock.settle()
     return sum(times) if len(times) == 2 else math.inf

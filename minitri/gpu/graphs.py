@@ -62,9 +62,9 @@ class GraphPool:
 
     def capture(self, function: Function, *examples: Tensor) -> Function:
         """The function, captured over copies of the examples. Raises `InputError`."""
-        statics = [it.to(self._device, copy=True) for it in examples]
+        statics = [it.to(self._device, non_blocking=True, copy=True) for it in examples]
         try:
-            replay, output = self._record(lambda: function(*statics))
+            replay, output = self.record(lambda: function(*statics))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -82,7 +82,7 @@ class GraphPool:
 
         return captured
 
-    def _record(self, run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
         """Warms `run` up and captures it: what replays it, and the tensors that this writes."""
         if not self.on_gpu:
             first = run()

@@ -13,7 +13,13 @@ from minitri.gpu.attention_backends import GpuAttention, attend_flash, attend_ma
 from minitri.gpu.graphs import GraphPool
 from minitri.model import block as block_module
 from minitri.settings import LONGEST_BLOCK
+from tests.cascades import random_prompt
+from tests.conftest import tiny_config
 
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+PROMPTS = [random_prompt(tiny_config(), n, seed=n) for n in (60, 3, 21)]
+SMALL = {"budget": 24, "num_recent_tokens": 60, "gamma1": 2, "gamma2": 3}
 UNREADABLE = -(10**9)
 
 

@@ -9,11 +9,14 @@ import contextlib
 import gc
 import importlib
 import pkgutil
-from types import SimpleNamespace
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from minitri import gpu
 from minitri.gpu import fused_modules, kernels
@@ -23,11 +26,13 @@ DEVICE = torch.device("cuda:0")
 GIB = 1 << 30
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
 """Programs of a launch in each dimension."""
-FLASH = torch.ops.aten._flash_attention_forward  # before it has a stand-in
-
-
 T = torch.Tensor
 ONES = {T.__bool__: True, T.__int__: 1, T.__float__: 1.0, T.item: 1, T.__index__: 1}
+BY_OPERATOR = {
+    T.__invert__: torch.ops.aten.bitwise_not,
+    T.contiguous: lambda x: torch.ops.aten.clone(x, memory_format=torch.contiguous_format),
+}
+"""What Python calls on the tensor's device."""
 FROM_HOST = {torch.tensor, torch.as_tensor, T.cpu, T.numpy, T.nonzero, torch.nonzero}
 """What a capture may not do, next to asking for a number."""
 
@@ -40,22 +45,28 @@ class ByShape(TorchFunctionMode):
         self.cuda = cuda
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is torch.Tensor.__getitem__:
-            return part_of(*args)
-        if function is torch.Tensor.__setitem__:
-            return copied(part_of(*args[:2]), torch.as_tensor(args[2]))
-        if function is torch.Tensor.copy_:
+        result = self.result(function, args, dict(kwargs or {}))
+        if any(isinstance(it, T) and it.device != DEVICE for it in tree_leaves(result)):
+            self.cuda.check(f"{function.__name__} on the host")
+        return result
+
+    def result(self, function, args, kwargs):
+        if function is T.__getitem__:
+            return self.cuda.part_of(*args)
+        if function is T.__setitem__:
+            return copied(self.cuda.part_of(*args[:2]), torch.as_tensor(args[2]))
+        if function is T.copy_:
             return copied(*args)
-        if function is torch.Tensor.__invert__:
-            return torch.ops.aten.bitwise_not(*args)
+        if function in BY_OPERATOR:
+            return BY_OPERATOR[function](*args)
         if function in ONES or function in FROM_HOST:
             self.cuda.check(function.__name__)
-        if function in ONES:
-            return ONES[function]
+            if function in ONES:
+                return ONES[function]
         if function is not torch.tensor:
-            return function(*args, **(kwargs or {}))
-        device = (kwargs or {}).pop("device", "cpu")
-        result = function(*args, **(kwargs or {}))
+            return function(*args, **kwargs)
+        device = kwargs.pop("device", "cpu")
+        result = function(*args, **kwargs)
         result.constant = None  # else it would go on with the numbers
         return result.to(device)
 
@@ -64,26 +75,6 @@ def copied(target, source):
     """A copy, between devices and number types, of what can be broadcast."""
     assert torch.broadcast_shapes(target.shape, source.shape) == target.shape
     return target
-
-
-def part_of(tensor, index):
-    index = index if isinstance(index, tuple) else (index,)
-    num_named = sum(it is not None and it is not Ellipsis for it in index)
-    dim, end, places = 0, tensor.dim() - num_named, {}
-    for it in index:
-        if it is None:
-            tensor = tensor.unsqueeze(dim)
-        elif isinstance(it, int):
-            tensor = tensor.select(dim, it)
-            continue
-        elif isinstance(it, slice):
-            tensor = torch.ops.aten.slice(tensor, dim, it.start, it.stop, it.step or 1)
-        elif it is not Ellipsis:
-            places[dim] = torch.as_tensor(it)
-        dim += end if it is Ellipsis else 1
-    if not places:
-        return tensor
-    return torch.ops.aten.index(tensor, [places.get(n) for n in range(max(places) + 1)])
 
 
 class Nothing:
@@ -108,6 +99,8 @@ class FakeCuda:
         self.total = int(total_gib * GIB)
         self.num_graphs = self.num_replays = 0
         self.is_capturing = False
+        self.captured: list[str] = []
+        """Names of functions of tensors that graphs hold."""
         self.num_cached = GIB  # bytes that boot checks have left to the allocator
         self.host_sizes: list[int] = []
 
@@ -141,6 +134,28 @@ class FakeCuda:
         if self.is_capturing:
             raise RuntimeError(f"{what} is not permitted when stream is capturing")
 
+    def part_of(self, tensor, index):
+        """What an index takes of a tensor."""
+        index = index if isinstance(index, tuple) else (index,)
+        num_named = sum(it is not None and it is not Ellipsis for it in index)
+        dim, end, places = 0, tensor.dim() - num_named, {}
+        for it in index:
+            if it is None:
+                tensor = tensor.unsqueeze(dim)
+            elif isinstance(it, int):
+                tensor = tensor.select(dim, it)
+                continue
+            elif isinstance(it, slice):
+                tensor = torch.ops.aten.slice(tensor, dim, it.start, it.stop, it.step or 1)
+            elif it is not Ellipsis:
+                if not isinstance(it, torch.Tensor) or it.device != tensor.device:
+                    self.check("an index from the host")
+                places[dim] = torch.as_tensor(it)
+            dim += end if it is Ellipsis else 1
+        if not places:
+            return tensor
+        return torch.ops.aten.index(tensor, [places.get(n) for n in range(max(places) + 1)])
+
     def tolist(self, tensor: torch.Tensor):
         """Ones, as many as there are."""
         self.check("tolist")
@@ -148,6 +163,17 @@ class FakeCuda:
         for size in reversed(tensor.shape):
             made = [made] * size
         return made
+
+
+def flash_kernel(q_BTHD, k_BSKD, v_BSKD, *, cache_seqlens, causal):
+    """flash_attn's kernel, which computes nothing."""
+    tensors = (q_BTHD, k_BSKD, v_BSKD, cache_seqlens)
+    assert all(it.device == DEVICE for it in tensors)
+    assert all(it.dtype == q_BTHD.dtype != torch.float32 for it in tensors[:3])
+    assert cache_seqlens.dtype == torch.int32
+    assert k_BSKD.stride(3) == v_BSKD.stride(3) == 1
+    assert causal
+    return torch.empty_like(q_BTHD)
 
 
 class Launch:
@@ -206,6 +232,9 @@ def fake_cuda(monkeypatch, total_gib: float = 141.0):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr("torch.nn.attention.bias.causal_lower_right", lambda *sizes: None)
     monkeypatch.setattr(host_memory, "host_memory", cuda.host_memory)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", FLASH)
+    flash = ModuleType("flash_attn")
+    flash.flash_attn_with_kvcache = flash_kernel
+    flash.__spec__ = ModuleSpec("flash_attn", None)
+    monkeypatch.setitem(sys.modules, "flash_attn", flash)
     with FakeTensorMode(), ByShape(cuda):
         yield cuda

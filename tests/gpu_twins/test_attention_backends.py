@@ -3,7 +3,6 @@ interpreter, and FlashAttention has a stand-in; on a GPU ours is compiled."""
 
 import math
 import sys
-from types import ModuleType
 
 import pytest
 import torch
@@ -19,16 +18,13 @@ from minitri.gpu.attention_backends import (
     attend_masked,
     check_backend,
     choose_attention,
-    make_backend,
 )
 from minitri.model.attention import attend_math
 from minitri.settings import LONGEST_BLOCK
 from tests.conftest import CPU, tiny_config
-from tests.gpu_twins.conftest import TWINS, flash_kernel
+from tests.gpu_twins.conftest import DEVICE, ON_GPU, TWINS
 from tests.model.test_attention import random_case
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 D = 64 if ON_GPU else 16
 TILE = 64
 """Keys of a tile of the kernel."""
@@ -233,14 +229,3 @@ def test_grouped_queries_in_float32_reach_no_kernel_that_holds_all_scores(monkey
     got = attend_fused(q, k, v, lengths)
     assert (got - attend_math(q, k, v, lengths)).abs().max() < 3e-6
     assert calls == [(6, 6, False)]
-
-
-@needs_triton
-def test_the_flash_attn_package_takes_chains_and_triton_trees(monkeypatch):
-    package = ModuleType("flash_attn")
-    package.flash_attn_with_kvcache = flash_kernel
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setattr(attention_backends, "attend_masked", None)
-    for rule in (None, random_rule(3)):
-        case = random_case(3, (5, 0), 4, 2, D=D, S=40)
-        assert error_of(make_backend("flash"), *case, rule=rule) < 1

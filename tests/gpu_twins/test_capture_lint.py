@@ -12,11 +12,10 @@ from minitri.settings import METHODS, SamplingParams
 from tests.cascades import GREEDY, Rig, near_copy, plain_tokens, random_prompt
 from tests.conftest import tiny_config, tiny_model
 from tests.gpu_twins.capture_lint import CaptureError, LintedPool
-from tests.gpu_twins.conftest import TWINS, as_on_a_gpu
+from tests.gpu_twins.conftest import PROMPTS, SMALL, TWINS, as_on_a_gpu
 from tests.mutation import Mutant, mutated
 
 CONFIG = tiny_config(num_layers=2)
-PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (60, 3, 21)]
 WARM = SamplingParams(0.8, top_k=20, top_p=0.9, min_p=0.01)
 
 
@@ -28,8 +27,7 @@ def tokens(pool, backend=None, *, method, sampling=GREEDY, coupled=False):
         for model in (target, draft):
             as_on_a_gpu(model, backend)
     settings = {"method": method, "sampling": sampling, "coupled": coupled, "num_new": 20}
-    settings |= {"budget": 24, "num_recent_tokens": 60, "gamma1": 2, "gamma2": 3}
-    rig = Rig(target, PROMPTS, draft=draft, graphs=pool, **settings)
+    rig = Rig(target, PROMPTS, draft=draft, graphs=pool, **settings, **SMALL)
     new = rig.run()
     stages = [] if method == "auto" else rig.stats.stages  # auto follows the clock
     return new, [(stage.num_tested_tokens, stage.num_accepted_tokens) for stage in stages]

@@ -8,25 +8,16 @@ import torch
 
 from minitri.gpu import fused_modules
 from minitri.gpu.fused_modules import FusedLayers, check_kernels, compiled, fuse_if_possible
-from minitri.gpu.graphs import GraphPool
 from minitri.model.llama import Layers, Llama
 from minitri.model.replace import replace_modules
-from tests.cascades import Rig, near_copy, plain_tokens, random_prompt
+from tests.cascades import Rig, random_prompt
 from tests.conftest import tiny_config, tiny_model
-from tests.gpu_twins.conftest import as_on_a_gpu
+from tests.gpu_twins.conftest import DEVICE, ON_GPU
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 CONFIG = tiny_config(num_layers=3)
 needs_compiler = pytest.mark.skipif(
     not ON_GPU and shutil.which("g++") is None, reason="needs a C++ compiler"
 )
-
-
-@pytest.fixture(scope="module")
-def inductor():
-    """Imported before an operation is replaced that it looks up."""
-    pytest.importorskip("torch._inductor.compile_fx")
 
 
 def fused(model: Llama) -> Llama:
@@ -35,7 +26,6 @@ def fused(model: Llama) -> Llama:
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.usefixtures("inductor")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_kernels_pass_the_test_of_every_boot(dtype):
     """Whatever the size of a batch and of a block; and a model need not compile them again."""
@@ -51,20 +41,6 @@ def test_compiled_kernels_pass_the_test_of_every_boot(dtype):
         num_compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         check_kernels(Llama(tiny_config(hidden_size=48), dtype=dtype, device=DEVICE))
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == num_compiled
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.skipif(ON_GPU, reason="runs models on the CPU: tests/gpu runs them on a GPU")
-@pytest.mark.usefixtures("inductor", "lengths_on_the_device")
-def test_texts_stay_the_same():
-    """Full, retrieval and streaming caches, rows of different lengths, captured steps."""
-    settings = {"num_new": 12, "budget": 24, "num_recent_tokens": 60, "gamma1": 2, "gamma2": 3}
-    prompts = [random_prompt(CONFIG, n, seed=n) for n in (30, 3)]
-    plain = as_on_a_gpu(tiny_model(CONFIG))
-    draft, pool = fused(near_copy(plain, 0.02)), GraphPool(torch.device("cpu"))
-    rig = Rig(fused(plain), prompts, draft=draft, graphs=pool, method="triforce", **settings)
-    assert rig.run() == plain_tokens(plain, prompts, num_new=12)
 
 
 def test_the_network_adds_and_norms_in_another_order_only(monkeypatch):

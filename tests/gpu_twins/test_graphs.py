@@ -10,14 +10,12 @@ from minitri.errors import InputError
 from minitri.gpu.graphs import GraphPool
 from minitri.runner import ModelRunner
 from minitri.settings import SamplingParams
-from tests.cascades import Rig, near_copy, plain_tokens, random_prompt
+from tests.cascades import Rig, near_copy, plain_tokens
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
-from tests.gpu_twins.conftest import as_on_a_gpu
+from tests.gpu_twins.conftest import PROMPTS, SMALL, as_on_a_gpu
 from tests.gpu_twins.offload import offloaded
 
 CONFIG = tiny_config(num_layers=3)
-PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (60, 3, 21)]
-SMALL = {"budget": 24, "num_recent_tokens": 60, "gamma1": 2, "gamma2": 3}
 
 
 def test_a_function_is_captured_once_for_inputs_of_the_same_shapes():

@@ -18,10 +18,9 @@ from minitri.model.cache import BlockKV
 from minitri.settings import METHODS
 from tests.cascades import WARM, Rig, near_copy, random_prompt
 from tests.conftest import fill, new_cache, tiny_model
-from tests.gpu_twins.offload import CONFIG, TOKEN, Traffic, assert_same, offloaded
+from tests.gpu_twins.conftest import PROMPTS, SMALL
+from tests.gpu_twins.offload import CONFIG, TOKEN, InOrder, Traffic, assert_same, offloaded
 from tools.paper.baselines.policies import NAMES, policy_of
-
-PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (60, 3, 21)]
 
 
 def random_block(batch_size: int, size: int, seed: int = 0) -> BlockKV:
@@ -48,7 +47,7 @@ class RecordedEvent:
             clock[stream] = max(clock[stream], time)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(InOrder, TorchDispatchMode):
     """A stream of copies, and a record of who touched which bytes when."""
 
     def __init__(self) -> None:
@@ -72,8 +71,6 @@ class Recorder(TorchDispatchMode):
 
     def event(self) -> RecordedEvent:
         return RecordedEvent(self)
-
-    def share(self, tensor) -> None: ...
 
     def synchronize(self) -> None:
         for clock in self.clocks.values():
@@ -186,8 +183,8 @@ def test_offload_equals_the_full_cache_bitwise(method, policy, on_chip, chunk_si
     included; no chunk means are kept next to a cache in host memory, and the same chunks chosen."""
     target = tiny_model(CONFIG)
     settings = {"draft": near_copy(target, 0.02), "method": method, "policy": policy_of(policy)}
-    settings |= {"budget": 24, "num_new": 24, "gamma1": 2, "gamma2": 3, "sampling": WARM}
-    settings |= {"prefill_chunk": 20, "num_recent_tokens": 60, "chunk_size": chunk_size}
+    settings |= {"prefill_chunk": 20, "chunk_size": chunk_size, "num_new": 24, "sampling": WARM}
+    settings |= SMALL
     theirs, ours = (
         Rig(target, PROMPTS, full=full, rebuild_stride=5, **settings)
         for full in (None, offloaded(on_chip))

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from minitri import Engine, GenerationConfig, InputError, SamplingParams, SpeculationConfig
+from minitri.gpu.attention_backends import BACKENDS, replay_seconds
+from minitri.gpu.graphs import GraphPool
 from minitri.loading.devices import choose_device, retrieval_copy
 from minitri.loading.named_models import shape_of
 from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
@@ -19,6 +21,7 @@ pytest.importorskip("triton", reason="needs triton, which is made for Linux")
 TARGET = replace(shape_of("llama2-7b-128k"), num_layers=3)
 DRAFT = shape_of("llama-68m")
 WARM = SamplingParams(0.6, top_p=0.9)
+UNTIL_4 = GenerationConfig(4, ignore_eos=True)
 HOSTED = {"offload": True, "on_chip": 0}
 
 
@@ -29,6 +32,13 @@ def cuda(monkeypatch):
         pytest.skip("has a CUDA device, and needs none")
     trust_kernels(monkeypatch)
     with fake_cuda(monkeypatch) as found:
+        capture = GraphPool.capture
+
+        def noted(pool, function, *examples):
+            found.captured.append(function.__name__)
+            return capture(pool, function, *examples)
+
+        monkeypatch.setattr(GraphPool, "capture", noted)
         yield found
 
 
@@ -45,21 +55,33 @@ def engine_of(backend, weights="same"):
     return Engine(target, tokenizer, draft, retrieval_copy(target, weights))
 
 
+PASSES = {"probs", "verdict"}
+
+
 @pytest.mark.parametrize(
-    ("speculation", "placement", "backend", "weights"),
+    ("speculation", "placement", "backend", "weights", "captured"),
     [
-        ({"method": "autoregressive"}, {}, "triton", "same"),
-        ({"method": "auto"}, {}, "triton", "same"),
-        ({"method": "naive"}, HOSTED, "flash", "same"),
-        ({"method": "retrieval", "coupled": True}, {}, "flash", "int8"),
-        ({"method": "triforce"}, {}, "math", "same"),
-        ({"method": "triforce", "tree": "2x2"}, {}, "triton", "int8"),
-        ({"method": "triforce"}, HOSTED, "triton", "int8"),
-        ({"method": "triforce", "coupled": True}, {"offload": True, "on_chip": 2}, "math", "same"),
+        ({"method": "autoregressive"}, {}, "triton", "same", PASSES),
+        ({"method": "auto"}, {}, "auto", "same", {*PASSES, "round"}),
+        ({"method": "naive", "tree": "2x2"}, HOSTED, "flash", "same", {"verdict"}),
+        ({"method": "retrieval", "coupled": True}, {}, "flash", "int8", {*PASSES, "probs_after"}),
+        ({"method": "triforce"}, {}, "math", "int4", {*PASSES, "round"}),
+        ({"method": "triforce"}, {"cuda_graphs": False}, "triton", "int4", set()),
+        ({"method": "triforce", "tree": "2x2"}, {}, "triton", "int8", PASSES),
+        ({"method": "triforce"}, HOSTED, "triton", "int8", {*PASSES, "round"}),
+        (
+            {"method": "triforce", "coupled": True},
+            {"offload": True, "on_chip": 2},
+            "math",
+            "same",
+            {*PASSES, "round"},
+        ),
     ],
 )
-def test_a_run_goes_to_its_end(speculation, placement, backend, weights, cuda):
+def test_a_run_goes_to_its_end(speculation, placement, backend, weights, captured, cuda):
+    """With all of its passes, draft rounds and verdicts in graphs."""
     engine = engine_of(backend, weights)
+    cuda.captured.clear()
     end = engine.complete(
         [1] * 30_000,
         sampling=WARM,
@@ -67,21 +89,47 @@ def test_a_run_goes_to_its_end(speculation, placement, backend, weights, cuda):
         generation=GenerationConfig(16, ignore_eos=True, **placement),
     )
     assert len(end.token_ids) == 16
+    assert set(cuda.captured) == captured
     assert (cuda.num_graphs > 0) == (cuda.num_replays > 0)
 
 
-def test_numbers_that_stay_on_the_host_are_noticed(cuda):
-    new = "torch.tensor(values, dtype=torch.int64)"
-    mutant = Mutant("left behind", "integers", f"{new}.to(device, non_blocking=True)", new, "")
-    with mutated(mutant), pytest.raises(RuntimeError, match="same device"):
-        engine_of("math").complete([1] * 40, method="naive", generation=GenerationConfig(4))
+INTEGERS = "torch.tensor(values, dtype=torch.int64)"
+NUMBERS = "torch.tensor(filters.numbers, dtype=torch.float64)"
+TO_FIRST = "it.to(inputs[0].device, non_blocking=True)"
+POSITIONS = "block.positions_BT"
 
 
-def test_what_a_graph_cannot_hold_is_refused_in_one_line(cuda):
-    new = "self.rope.at(positions_BT + positions_BT.tolist()[0][0])"
-    mutant = Mutant("asks", "Llama.forward", "self.rope.at(positions_BT)", new, "")
-    with mutated(mutant), pytest.raises(InputError, match="tolist.*--no-cuda-graphs") as caught:
-        engine_of("math").generate([1] * 40, method="naive")
+@pytest.mark.parametrize(("function", "old"), [("integers", INTEGERS), ("run_now", "it")])
+def test_numbers_that_stay_on_the_host_are_noticed(function, old, cuda):
+    left = {INTEGERS: f"{INTEGERS}.to(device, non_blocking=True)", "it": TO_FIRST}[old]
+    engine = engine_of("math")
+    generation = replace(UNTIL_4, cuda_graphs=False)
+    with mutated(Mutant("left behind", function, left, old, "")):
+        with pytest.raises(RuntimeError, match="same device"):
+            engine.complete([1] * 40, method="triforce", generation=generation)
+
+
+@pytest.mark.parametrize(
+    ("function", "old", "new", "problem"),
+    [
+        ("Llama.forward", POSITIONS, f"{POSITIONS} + {POSITIONS}.tolist()[0][0]", "tolist"),
+        ("Passes.read", "arange(N + 1, device=lasts_B1.device)", "arange(N + 1)", "same device"),
+        ("Passes.__init__", f"{NUMBERS}.to(model.device)", NUMBERS, "on the host"),
+        (
+            "verify_block",
+            "arange(1, N + 1, device=passes_BN.device)",
+            "arange(1, N + 1)",
+            "same dev",
+        ),
+    ],
+)
+def test_what_a_graph_cannot_hold_is_refused_in_one_line(function, old, new, problem, cuda):
+    """In a pass of a model, and in a verdict: numbers of the host, which it would keep for good."""
+    old, new = (text.replace("arange(", "torch.arange(") for text in (old, new))
+    match = f"{problem}.*--no-cuda-graphs"
+    with mutated(Mutant("asks", function, old, new, "")):
+        with pytest.raises(InputError, match=match) as caught:
+            engine_of("math").complete([1] * 40, method="naive", generation=UNTIL_4)
     assert "\n" not in str(caught.value)
 
 
@@ -111,8 +159,12 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(
     assert not cuda.num_graphs
 
 
-def test_a_made_up_run_prints_as_it_goes_and_locks_host_memory_once(cuda, monkeypatch, capsys):
-    """For both methods at each context: what was measured first is known if the rest hangs."""
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_a_made_up_run_prints_as_it_goes_and_locks_host_memory_once(
+    weights, cuda, monkeypatch, capsys
+):
+    """For both methods at each context: what was measured first is known if the rest hangs. In
+    steps that are timed nothing is captured, whatever the length of a proposal."""
     monkeypatch.setattr(synthetic, "copy_bandwidth", lambda device, **how: 1e12)
     monkeypatch.setattr(synthetic, "idle_share", lambda step, num: 0.5)
     decode, printed = synthetic.decode, []
@@ -122,10 +174,12 @@ def test_a_made_up_run_prints_as_it_goes_and_locks_host_memory_once(cuda, monkey
         return decode(*args, **settings)
 
     monkeypatch.setattr(synthetic, "decode", watched)
-    synthetic.sweep_contexts(setup_of(weights="int8", offload=HOSTED, method="triforce"), [30_000])
+    setup = setup_of("triton", weights, HOSTED, method="triforce")
+    synthetic.sweep_contexts(setup, [30_000])
     assert len(printed) == 2
     assert "30000 tokens: autoregressive {" in printed[1]
     assert len(cuda.host_sizes) == 1
+    assert cuda.captured.count("verdict") == 1 + setup.speculation.max_block
 
 
 @pytest.mark.parametrize(("driver_works", "name"), [(True, "cuda:7"), (False, "cuda")])
@@ -139,11 +193,13 @@ def test_a_device_that_is_not_there_is_refused_in_one_line(driver_works, name, m
 
 
 def test_every_kernel_is_timed(cuda, capsys):
-    """By a graph each: three backends for three blocks, four matrices of two types for three."""
+    """By a graph each: three backends for three blocks, four matrices of three types for three."""
     where = {"device": DEVICE, "dtype": torch.bfloat16}
     kernel_times.time_attention(TARGET, 122_880, where)
     kernel_times.time_matrices(TARGET, where)
     lines = capsys.readouterr().out.splitlines()
-    assert sum(" us " in line for line in lines) >= 9 + 24
-    assert cuda.num_graphs >= 9 + 24
+    assert sum(" us " in line for line in lines) >= 9 + 36
+    assert cuda.num_graphs >= 9 + 36
     assert not [line for line in lines if "fails" in line]
+    taken = {replay_seconds(DEVICE, torch.bfloat16, TARGET, name) for name in BACKENDS}
+    assert taken == {2e-3}  # of an event that takes 1 ms, for two blocks

@@ -25,15 +25,12 @@ from minitri.gpu.quantized_copies import (
 from minitri.loading.devices import retrieval_copy
 from minitri.model.execution import Execution
 from minitri.roofline import GROUP, copy_bytes
-from tests.cascades import GREEDY, WARM, Rig, near_copy, plain_tokens, random_prompt
+from tests.cascades import GREEDY, WARM, Rig, near_copy, plain_tokens
 from tests.conftest import CPU, tiny_config, tiny_model
-from tests.gpu_twins.conftest import as_on_a_gpu
+from tests.gpu_twins.conftest import DEVICE, ON_GPU, PROMPTS, SMALL, as_on_a_gpu
 from tests.gpu_twins.test_attention_backends import needs_triton
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 CONFIG = tiny_config(num_layers=3)
-PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (60, 3, 21)]
 
 
 def random(*shape, seed=0):
@@ -163,8 +160,7 @@ def test_a_copy_however_wrong_changes_no_text(method, bits, sampling):
     settings = {"sampling": sampling, "coupled": True, "num_new": 24, "seed": 3}
     exact = plain_tokens(target, PROMPTS, **settings)
     draft = near_copy(target, 0.02) if method == "triforce" else None
-    settings |= {"gamma1": 2, "gamma2": 3, "budget": 24, "num_recent_tokens": 60}
-    settings |= {"draft": draft, "retrieval_model": twin, "method": method}
+    settings |= {"draft": draft, "retrieval_model": twin, "method": method, **SMALL}
     for graphs in (None, GraphPool(CPU)):
         rig = Rig(target, PROMPTS, graphs=graphs, **settings)
         assert rig.run() == exact

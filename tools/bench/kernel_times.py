@@ -43,7 +43,7 @@ def microseconds(run: Callable[[int], Tensor], device: torch.device) -> float:
     def calls() -> Tensor:
         return [run(number) for number in range(CALLS)][-1]
 
-    replay, _ = GraphPool(device)._record(calls)
+    replay, _ = GraphPool(device).record(calls)
     clock, seconds = clock_of(device), list[float]()
     started = clock.now()
     for _ in range(REPLAYS):

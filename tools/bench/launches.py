@@ -31,16 +31,14 @@ from minitri.settings import LONGEST_BLOCK, GenerationConfig, SamplingParams, Sp
 from tools.runs import begin
 
 CPU = torch.device("cpu")
-CONFIG = ModelConfig(
-    num_layers=2,
-    hidden_size=32,
-    intermediate_size=48,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    vocab_size=64,
-    context_length=4096,
-)
+SIZES: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+}
+HEADS: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+CONFIG = ModelConfig(**SIZES, **HEADS, context_length=4096)
 LAUNCH_MS, WAIT_MS = 8e-3, 2e-2
 """Of a launch, PyTorch's own work included, and of a wait: common figures, not measured here."""
 NUM_STEPS = 16
@@ -87,7 +85,7 @@ class Counting(TorchDispatchMode):
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """All tensors in arguments or results."""
+    """Of arguments or results."""
     return [it for it in tree_leaves(tree) if isinstance(it, Tensor)]
 
 
@@ -112,15 +110,12 @@ def phase() -> str:
 def count(speculation: SpeculationConfig, sampling: SamplingParams) -> tuple[Counter[Any], str]:
     """Counts of `NUM_STEPS` steps, and the rounds that they took."""
     generator = torch.Generator().manual_seed(0)
-    target, draft = (
-        Llama(CONFIG, dtype=torch.float32, device=CPU, attend=GpuAttention(attend_masked)).eval()
-        for _ in range(2)
-    )
+    how: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
+    target, draft = (Llama(CONFIG, attend=GpuAttention(attend_masked), **how) for _ in range(2))
     for ours, theirs in zip(target.parameters(), draft.parameters(), strict=True):
         ours.copy_(0.3 * torch.randn(ours.shape, generator=generator))
         theirs.copy_(ours + 0.02 * torch.randn(ours.shape, generator=generator))
-    counting = Counting()
-    record = GraphPool._record
+    counting, record, tolist = Counting(), GraphPool.record, Tensor.tolist
 
     def recorded(pool: GraphPool, run: Any) -> Any:
         replay, output = record(pool, run)
@@ -133,8 +128,6 @@ def count(speculation: SpeculationConfig, sampling: SamplingParams) -> tuple[Cou
 
         return replayed, output
 
-    tolist = Tensor.tolist
-
     def waited(tensor: Tensor) -> Any:
         counting.note("waits", int(address(tensor) not in counting._of_host))
         return tolist(tensor)
@@ -143,26 +136,23 @@ def count(speculation: SpeculationConfig, sampling: SamplingParams) -> tuple[Cou
     request = Request(prompt, 0, sampling, GenerationConfig(2000))
     with (
         torch.inference_mode(),
-        mock.patch.object(GraphPool, "_record", recorded),
+        mock.patch.object(GraphPool, "record", recorded),
         mock.patch.object(block, "reads_slots", lambda _device, size: size <= LONGEST_BLOCK),
         mock.patch.object(noise, "gumbel_scores", noise._dense_scores),
     ):
         models = Models(target, target, draft)
         session = begin(models, [request], speculation, graphs=GraphPool(CPU))
-        for _ in session.prefill(0):
-            pass
+        list(session.prefill(0))
         session.start()
         for _ in range(NUM_STEPS):  # so that all is captured
             session.step()
         counting.counts.clear()
-        before = [stage.num_rounds for stage in session.stats.stages]
+        before = Counter({stage.name: stage.num_rounds for stage in session.stats.stages})
         with counting, mock.patch.object(Tensor, "tolist", waited):
             for _ in range(NUM_STEPS):
                 session.step()
-    rounds = [
-        f"{stage.name} {(stage.num_rounds - old) / NUM_STEPS:g}"
-        for stage, old in zip(session.stats.stages, before, strict=True)
-    ]
+    stages = session.stats.stages
+    rounds = [f"{it.name} {(it.num_rounds - before[it.name]) / NUM_STEPS:g}" for it in stages]
     return counting.counts, ", ".join(rounds)
 
 
@@ -172,23 +162,19 @@ def main() -> None:
     parser.add_argument("--method", default="triforce")
     parser.add_argument("--gamma1", type=int, default=2)
     parser.add_argument("--gamma2", type=int, default=6)
-    args = parser.parse_args()
-    speculation = SpeculationConfig(
-        args.method, gamma1=args.gamma1, gamma2=args.gamma2, budget=256, num_recent_tokens=60
-    )
+    speculation = SpeculationConfig(**vars(parser.parse_args()), budget=256, num_recent_tokens=60)
     counts, rounds = count(speculation, SamplingParams(0.6, top_p=0.9))
-    phases = sorted({name for name, _ in counts})
-    print(
-        f"{args.method}, rounds a step: {rounds}\n{'a step':12s}"
-        + "".join(f"{c:>12}" for c in COLUMNS)
-    )
-    total = Counter[str]()
-    for name in (*phases, "all"):
-        row = total if name == "all" else Counter({c: counts[name, c] for c in COLUMNS})
-        total += row if name != "all" else Counter()
-        print(f"{name:12s}" + "".join(f"{row[c] / NUM_STEPS:12.1f}" for c in COLUMNS))
-    launched = total["launches"] + total["replays"]
-    ms = (launched * LAUNCH_MS + total["waits"] * WAIT_MS) / NUM_STEPS
+    rows = {
+        name: [counts[name, column] / NUM_STEPS for column in COLUMNS]
+        for name in sorted({name for name, _ in counts})
+    }
+    rows["all"] = [sum(it, 0.0) for it in zip(*rows.values(), strict=True)]
+    launches, replays, *_, waits = rows["all"]
+    print(f"{speculation.method}, rounds a step: {rounds}")
+    print(f"{'a step':12s}" + "".join(f"{column:>12}" for column in COLUMNS))
+    for name, row in rows.items():
+        print(f"{name:12s}" + "".join(f"{it:12.1f}" for it in row))
+    ms = (launches + replays) * LAUNCH_MS + waits * WAIT_MS
     print(f"about {ms:.2f} ms a step ({LAUNCH_MS} ms a launch or replay, {WAIT_MS} a wait)")
 
 
