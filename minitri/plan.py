@@ -15,12 +15,12 @@ with clean_imports():
     import json
     from typing import Any
 
-    from minitri import InputError, ModelConfig
+    from minitri import ModelConfig
     from minitri.cli import arguments
     from minitri.decoding.autotuner import Autotuner
     from minitri.errors import shorten
     from minitri.fields import between, one_of
-    from minitri.gpu.placement import CONTEXT, GIB, Demand, shortage
+    from minitri.gpu.placement import CONTEXT, GIB, Demand, check_room
     from minitri.loading.checkpoint import open_checkpoint
     from minitri.loading.devices import DTYPES
     from minitri.loading.fetch import LOOKUPS, default_draft, local_path
@@ -158,8 +158,7 @@ def run_command(args: argparse.Namespace) -> int:
         print(f"\n{pass_table(found, machine)}\nConstants: {machine}")
     facts = {"model": needs.config.name, "context": needs.num_tokens, "on_chip": best}
     print(json.dumps({**facts, "placements": placements}))
-    if (missing := shortage(needs, *room)) is not None:
-        raise InputError(missing)
+    check_room(needs, *room)
     return 0
 
 

@@ -14,10 +14,9 @@ from functools import cached_property
 from minitri.caches.streaming import SLIDE
 from minitri.config import ModelConfig
 from minitri.errors import InputError
-from minitri.gpu.offload.offloaded_cache import RING
 from minitri.model.cache import round_up_to_stride
 from minitri.roofline import copy_bytes, num_weights
-from minitri.settings import GenerationConfig, SpeculationConfig
+from minitri.settings import LONGEST_BLOCK, GenerationConfig, SpeculationConfig
 
 GIB = 1 << 30
 CONTEXT = int(0.8 * GIB)
@@ -71,7 +70,7 @@ class Demand:
             "weights": num_weights(config) * self.itemsize,
             "weights that only propose": self._draft_weights(),
             "full KV cache": on_chip * kv_layer,
-            "staging buffers": min(hosted, 2) * kv_layer + hosted * RING * self.kv_slot,
+            "staging buffers": min(hosted, 2) * kv_layer + hosted * LONGEST_BLOCK * self.kv_slot,
             "small KV caches": self._small_caches(1 if hosted else on_chip),
             "activations": self._activations() + (hidden_states if hosted else 0),
             "reserve, graphs": RESERVE,
@@ -137,24 +136,24 @@ class Demand:
         return wanted <= best and self.on_host(wanted) <= host_bytes
 
 
-def shortage(
+def check_room(
     needs: Demand, device_bytes: float, host_bytes: float, on_chip: int | None = None
-) -> str | None:
-    """What is needed, and what to do, where `Demand.fits` is false; else None."""
-    if needs.fits(device_bytes, host_bytes, on_chip):
-        return None
+) -> None:
+    """Raises `InputError` with what is needed, and what to do, where `Demand.fits` is false."""
+    room = (device_bytes, host_bytes, on_chip)
+    if needs.fits(*room):
+        return
 
     def is_too_long(thousands: int) -> bool:
         lengths = [min(length, 1024 * thousands) for length in needs.prompt_lengths]
-        other = replace(needs, num_tokens=1024 * thousands, prompt_lengths=lengths)
-        return not other.fits(device_bytes, host_bytes, on_chip)
+        return not replace(needs, num_tokens=1024 * thousands, prompt_lengths=lengths).fits(*room)
 
     most = bisect_left(range(1, needs.num_tokens // 1024 + 1), True, key=is_too_long)
     advice = "use a smaller model, dtype or --prefill-chunk, or more GPUs (torchrun)"
     if most:
         advice = f"a context of {1024 * most} tokens would fit"
     here = needs.most_on_chip(device_bytes) or 0 if on_chip is None else on_chip
-    return (
+    raise InputError(
         f"{needs.config.name} needs {needs.on_device(here) / GIB:.2f} GiB on the device and "
         f"{needs.on_host(here) / GIB:.2f} in host memory with the KV cache of {here} of "
         f"{needs.config.num_layers} layers on the device, got {device_bytes / GIB:.2f} and "
@@ -167,12 +166,11 @@ def choose_on_chip(
 ) -> int:
     """Layers whose KV stays on the device: all without `offload`, else `on_chip` or the most that
     fit. `device_bytes` include what weights have already taken. Raises `InputError`."""
-    L = needs.config.num_layers
     if generation.offload:
-        if problem := shortage(needs, device_bytes, host_bytes, generation.on_chip):
-            raise InputError(problem)
+        check_room(needs, device_bytes, host_bytes, generation.on_chip)
         most = needs.most_on_chip(device_bytes) or 0
         return most if generation.on_chip is None else generation.on_chip
+    L = needs.config.num_layers
     if needs.on_device(L) - RESERVE > device_bytes:
         raise InputError(
             f"{needs.config.name} needs {needs.on_device(L) / GIB:.1f} GiB on the device with its "

@@ -76,7 +76,7 @@ def test_caches_are_counted_as_they_are_allocated(speculation, lengths):
     waiting = needs.parts(2)["activations"] - needs.parts(3)["activations"]
     assert waiting == max(lengths) * 4 * config.hidden_size
     cache = offloaded(1, B, capacity, config=config)
-    on_device = cache.keys.nbytes + cache.values.nbytes + cache.ring_LBTPKD.nbytes
+    on_device = cache.keys.nbytes + cache.values.nbytes + cache.latest_LBTPKD.nbytes
     on_device += sum(buffer.kv_BSPKD.nbytes for buffer in cache.buffers)
     parts = needs.parts(1)
     assert parts["full KV cache"] + parts["staging buffers"] == on_device

@@ -316,7 +316,7 @@ def fill_cache(full: FullCache) -> None:
     """Random K and V in every slot."""
     tensors = [full.keys, full.values]
     if isinstance(full, OffloadedFullCache):
-        tensors += [full.host_LBSPKD, full.ring_LBTPKD]
+        tensors += [full.host_LBSPKD, full.latest_LBTPKD]
     for tensor in tensors:
         fill(tensor, 1.0)
 

@@ -89,9 +89,9 @@ def attend_piece(  # type: ignore[no-untyped-def]
         probs_RS = probs_RS.to(values_SD.dtype)
         out_RD = out_RD * decay[:, None] + tl.dot(probs_RS, values_SD, input_precision="ieee")
         most = new_most
-    saw_any = total > 0.0
-    out_RD = out_RD / tl.where(saw_any, total, 1.0)[:, None]
-    lse = tl.where(saw_any, most + tl.log2(tl.where(saw_any, total, 1.0)), -float("inf"))
+    total = tl.maximum(total, 1.0)  # it is less where no key was seen, and 0
+    out_RD = out_RD / total[:, None]
+    lse = most + tl.log2(total)
     place = (head * num_pieces + piece) * G * T + rows
     tl.store(outs + place[:, None] * D + dims[None, :], out_RD, mask=is_row[:, None])
     tl.store(lses + place, lse, mask=is_row)
