@@ -102,31 +102,25 @@ def allocate_full_cache(
     `host` lends memory there. Raises `InputError` if there is no room for it and what else a run
     needs.
     """
-    config = target.config
-    B = len(prompt_lengths)
-    on_gpu = target.device.type == "cuda"
-    if generation.offload and not on_gpu:
-        raise InputError(
-            f"offload is for GPUs: {config.name} runs on the {target.device.type}, whose KV "
-            "cache is in host memory already; leave --offload out"
-        )
-    options: dict[str, Any] = {"dtype": target.dtype, "device": target.device}
+    config, device, B = target.config, target.device, len(prompt_lengths)
+    where: dict[str, Any] = {"dtype": target.dtype, "device": device}
     on_chip = config.num_layers
+    host = host or HostMemory(device)
     try:
-        if on_gpu:
-            host = host or HostMemory(target.device)
+        if device.type == "cuda":
             models = (target, draft, generation, speculation)
             needs, on_device, on_host = demand_of(*models, capacity, prompt_lengths)
             on_chip = choose_on_chip(needs, generation, on_device, on_host + host.num_free_bytes)
+        elif generation.offload:
+            raise InputError("--offload is for GPUs, and this is none; leave it out")
         if on_chip == config.num_layers:
-            return FullCache.allocate(config, B, capacity, **options)
+            return FullCache.allocate(config, B, capacity, **where)
         placed = "KV cache: %d of %d layers on %s, the others in host memory"
-        log.info(placed, on_chip, config.num_layers, target.device)
-        return OffloadedFullCache(config, B, capacity, on_chip=on_chip, host=host, **options)
+        log.info(placed, on_chip, config.num_layers, device)
+        return OffloadedFullCache(config, B, capacity, on_chip=on_chip, host=host, **where)
     except (RuntimeError, OSError):  # out of memory, on CUDA too
         needed = B * capacity * config.kv_values_per_token * target.dtype.itemsize
         raise InputError(
-            f"the KV cache for {B} x {capacity} tokens needs {needed / 1e9:.1f} GB, which "
-            f"{target.device} does not have; shorten the prompt, lower max_new_tokens, or use a "
-            "smaller dtype"
+            f"the KV cache for {B} x {capacity} tokens needs {needed / 1e9:.1f} GB, which {device} "
+            "does not have; shorten the prompt, lower max_new_tokens, or use a smaller dtype"
         ) from None

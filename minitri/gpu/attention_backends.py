@@ -135,15 +135,15 @@ class GpuAttention:
 
 def make_backend(name: str) -> Backend:
     """A backend by its name. Raises whatever importing it does."""
-    if name == "triton":
-        from minitri.gpu.kernels.flash_decoding import attend_short_block
-
-        return attend_short_block
     if name == "math":
         return attend_masked
+    from minitri.gpu.kernels.flash_decoding import attend_short_block
+
+    if name == "triton":
+        return attend_short_block
     from flash_attn import flash_attn_with_kvcache
 
-    return partial(attend_flash, flash_attn_with_kvcache, make_backend("triton"))
+    return partial(attend_flash, flash_attn_with_kvcache, attend_short_block)
 
 
 def choose_attention(
@@ -177,12 +177,12 @@ def check_backend(
     lengths_B = torch.tensor([1900, 0, 700], device=device)
     generator = torch.Generator().manual_seed(0)
     for T in block_sizes:
-        inputs = [
+        q, k, v = (
             torch.randn(3, *shape, config.head_dim, generator=generator).to(device, dtype)
             for shape in ((T, config.num_heads), *[(config.num_kv_heads, 2048)] * 2)
-        ]
+        )
         tree_TT = (torch.rand(T, T, generator=generator) < 0.3).tril().fill_diagonal_(True)
         for rule_TT in (None, tree_TT.to(device)):
-            got = attend(*inputs, lengths_B, rule_TT)
-            exact = attend_masked(*(it.double() for it in inputs), lengths_B, rule_TT)
+            got = attend(q, k, v, lengths_B, rule_TT)
+            exact = attend_masked(q.double(), k.double(), v.double(), lengths_B, rule_TT)
             torch.testing.assert_close(got.double(), exact, rtol=0, atol=TOLERANCES[dtype])

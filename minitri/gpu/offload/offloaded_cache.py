@@ -57,7 +57,7 @@ class OffloadedFullCache(FullCache):
         on_chip: int,
         dtype: torch.dtype,
         device: torch.device,
-        host: HostMemory | None = None,
+        host: HostMemory,
         stream: CopyStream | None = None,
     ) -> None:
         """Empty, with `on_chip` layers on the device; `host` lends memory for the others."""
@@ -67,7 +67,6 @@ class OffloadedFullCache(FullCache):
         S = round_up_to_stride(capacity)
         empty = functools.partial(torch.empty, dtype=dtype, device=device)
         super().__init__(empty(on_chip, B, K, S, D), empty(on_chip, B, K, S, D), [0] * B)
-        host = host or HostMemory(device)
         self.host_LBSPKD = host.lend(self, (L, B, S, 2, K, D), dtype)
         self.stream = stream or CopyStream(device)
         buffers = (empty(B, S, 2, K, D) for _ in range(min(L, 2)))
