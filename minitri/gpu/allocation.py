@@ -43,13 +43,6 @@ def free_host_bytes() -> float:
     return min(free)
 
 
-def free_device_bytes(device: torch.device) -> float:
-    """Memory of a CUDA device that this process can take: blocks that are partly in use are kept by
-    the allocator, and hold no large tensor."""
-    torch.cuda.empty_cache()
-    return float(torch.cuda.mem_get_info(device)[0])
-
-
 def demand_of(
     target: Llama,
     draft: ModelConfig | None,
@@ -64,8 +57,11 @@ def demand_of(
     needs = Demand(*whose, generation.prefill_chunk, target.dtype.itemsize)
     ranks = target.execution.ranks
     on_host = ranks.least(free_host_bytes()) / ranks.count
-    is_cuda = target.device.type == "cuda"
-    on_device = ranks.least(free_device_bytes(target.device)) if is_cuda else on_host
+    on_device = on_host
+    if target.device.type == "cuda":
+        # Blocks that are partly in use are kept by the allocator, and hold no large tensor.
+        torch.cuda.empty_cache()
+        on_device = ranks.least(float(torch.cuda.mem_get_info(target.device)[0]))
     parts = needs.parts(0)
     return needs, on_device + parts["weights"] + parts["weights that only propose"], on_host
 

@@ -7,8 +7,7 @@ first `on_chip` layers lives on the device, that of the others in host memory, s
 Legend: L layers, B batch.
 """
 
-from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from minitri.caches.streaming import SLIDE
@@ -140,24 +139,15 @@ def check_room(
     needs: Demand, device_bytes: float, host_bytes: float, on_chip: int | None = None
 ) -> None:
     """Raises `InputError` with what is needed, and what to do, where `Demand.fits` is false."""
-    room = (device_bytes, host_bytes, on_chip)
-    if needs.fits(*room):
+    if needs.fits(device_bytes, host_bytes, on_chip):
         return
-
-    def is_too_long(thousands: int) -> bool:
-        lengths = [min(length, 1024 * thousands) for length in needs.prompt_lengths]
-        return not replace(needs, num_tokens=1024 * thousands, prompt_lengths=lengths).fits(*room)
-
-    most = bisect_left(range(1, needs.num_tokens // 1024 + 1), True, key=is_too_long)
-    advice = "use a smaller model, dtype or --prefill-chunk, or more GPUs (torchrun)"
-    if most:
-        advice = f"a context of {1024 * most} tokens would fit"
     here = needs.most_on_chip(device_bytes) or 0 if on_chip is None else on_chip
     raise InputError(
         f"{needs.config.name} needs {needs.on_device(here) / GIB:.2f} GiB on the device and "
         f"{needs.on_host(here) / GIB:.2f} in host memory with the KV cache of {here} of "
         f"{needs.config.num_layers} layers on the device, got {device_bytes / GIB:.2f} and "
-        f"{host_bytes / GIB:.2f}; {advice}"
+        f"{host_bytes / GIB:.2f}; shorten the text, or use --offload, a smaller model, dtype or "
+        "--prefill-chunk, or more GPUs (torchrun)"
     )
 
 
@@ -166,15 +156,10 @@ def choose_on_chip(
 ) -> int:
     """Layers whose KV stays on the device: all without `offload`, else `on_chip` or the most that
     fit. `device_bytes` include what weights have already taken. Raises `InputError`."""
-    if generation.offload:
-        check_room(needs, device_bytes, host_bytes, generation.on_chip)
-        most = needs.most_on_chip(device_bytes) or 0
-        return most if generation.on_chip is None else generation.on_chip
-    L = needs.config.num_layers
-    if needs.on_device(L) - RESERVE > device_bytes:
-        raise InputError(
-            f"{needs.config.name} needs {needs.on_device(L) / GIB:.1f} GiB on the device with its "
-            f"whole KV cache, got {device_bytes / GIB:.1f}; use --offload, or shorten the prompt "
-            "(see python -m minitri.plan)"
-        )
-    return L
+    if not generation.offload:
+        L = needs.config.num_layers
+        check_room(needs, device_bytes + RESERVE, host_bytes, L)
+        return L
+    check_room(needs, device_bytes, host_bytes, generation.on_chip)
+    most = needs.most_on_chip(device_bytes) or 0
+    return most if generation.on_chip is None else generation.on_chip

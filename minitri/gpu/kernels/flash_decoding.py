@@ -69,23 +69,23 @@ def attend_piece(  # type: ignore[no-untyped-def]
     for start in range(first, last, NUM_KEYS):
         slots = start + tl.arange(0, NUM_KEYS)
         places = b * kv_b + k * kv_h + slots[:, None] * kv_s + dims[None, :]
-        is_there = (slots < last)[:, None]
-        keys_SD = tl.load(keys + places, mask=is_there, other=0.0)
+        is_there = slots < last
+        keys_SD = tl.load(keys + places, mask=is_there[:, None], other=0.0)
         scores_RS = tl.dot(tile_RD, tl.trans(keys_SD), input_precision="ieee") * scale
         if HAS_RULE:
-            is_block = (slots >= length) & (slots < last)
+            is_block = (slots >= length) & is_there
             from_rule = rule + t[:, None] * T + (slots - length)[None, :]
             sees = tl.load(from_rule, mask=is_block[None, :], other=0) != 0
             sees = sees | (slots < length)[None, :]
         else:
-            sees = (slots[None, :] <= length + t[:, None]) & (slots[None, :] < last)
+            sees = slots[None, :] <= length + t[:, None]
         scores_RS = tl.where(sees, scores_RS, -float("inf"))
         new_most = tl.maximum(most, tl.max(scores_RS, 1))
         base = tl.where(new_most == -float("inf"), 0.0, new_most)  # -inf: no key was seen yet
         probs_RS = tl.exp2(scores_RS - base[:, None])
         decay = tl.exp2(most - base)
         total = total * decay + tl.sum(probs_RS, 1)
-        values_SD = tl.load(values + places, mask=is_there, other=0.0)
+        values_SD = tl.load(values + places, mask=is_there[:, None], other=0.0)
         probs_RS = probs_RS.to(values_SD.dtype)
         out_RD = out_RD * decay[:, None] + tl.dot(probs_RS, values_SD, input_precision="ieee")
         most = new_most
@@ -147,7 +147,6 @@ def attend_short_block(
     if D < 16 or D & (D - 1):
         raise RuntimeError(f"it takes heads of 16, 32, 64, ... numbers, not of {D}")
     assert keys_BKSD.stride() == values_BKSD.stride()
-    assert keys_BKSD.stride(3) == q_BTHD.stride(3) == 1
     has_rule = rule_TT is not None
     rule = rule_TT.contiguous() if rule_TT is not None else lengths_B  # the latter is not read
     sizes = tile_sizes(R, q_BTHD.dtype, has_rule=has_rule)

@@ -160,13 +160,12 @@ class OffloadedFullCache(FullCache):
             hosted_LTPKD = self.latest_LBTPKD[:, b, first : first + end - start]
         else:
             self.stream.synchronize()
-            layers = (host_TPKD.to(self.device) for host_TPKD in self.host_LBSPKD[:, b, start:end])
-            hosted_LTPKD = torch.stack([*layers])
+            hosted_LTPKD = self.host_LBSPKD[:, b, start:end].to(self.device)
         keys, values = hosted_LTPKD.transpose(1, 3).unbind(2)
         return torch.cat((keys_LKTD, keys)), torch.cat((values_LKTD, values))
 
     def held_layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from zip(self.keys[:, b], self.values[:, b], strict=True)
+        yield from super().layers(b)
         self.stream.synchronize()
         yield from zip(*self.host_LBSPKD[:, b].transpose(1, 3).unbind(2), strict=True)
 
@@ -217,11 +216,6 @@ class HostedRow(FullCache):
         super().__init__(full.keys[:, b : b + 1], full.values[:, b : b + 1], [length])
         self._full = full
         self._b = b
-
-    @property
-    def shape(self) -> tuple[int, int, int, int, int]:
-        L, _, K, S, D = self._full.shape
-        return L, 1, K, S, D
 
     def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
         if layer < self.on_chip:
