@@ -93,11 +93,8 @@ def allocate_full_cache(
     capacity: int,
     host: HostMemory | None = None,
 ) -> FullCache:
-    """An empty full cache with `capacity` slots per prompt, on the device or partly on the host.
-
-    `host` lends memory there. Raises `InputError` if there is no room for it and what else a run
-    needs.
-    """
+    """An empty full cache with `capacity` slots per prompt, on the device or partly in memory that
+    `host` lends. Raises `InputError` if there is no room for it and what else a run needs."""
     config, device, B = target.config, target.device, len(prompt_lengths)
     where: dict[str, Any] = {"dtype": target.dtype, "device": device}
     on_chip = config.num_layers

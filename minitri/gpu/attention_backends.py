@@ -149,10 +149,8 @@ def make_backend(name: str) -> Backend:
 def choose_attention(
     device: torch.device, dtype: torch.dtype, config: ModelConfig, *, wanted: str = "auto"
 ) -> GpuAttention:
-    """The backend that is `wanted`. Raises `InputError` if it does not work here.
-
-    auto is our kernel, or, after a warning, the plain formulas.
-    """
+    """The backend that is `wanted`; auto is our kernel, or, after a warning, the plain formulas.
+    Raises `InputError` if what is asked for does not work here."""
     name = "triton" if wanted == "auto" else wanted
     problem = problem_with(lambda: check_backend(make_backend(name), device, dtype, config))
     if not problem:
@@ -170,13 +168,12 @@ def check_backend(
     device: torch.device,
     dtype: torch.dtype,
     config: ModelConfig,
-    block_sizes: tuple[int, ...] = (1, 3, 9, LONGEST_BLOCK),
 ) -> None:
     """Raises an error if a backend differs from plain formulas in float64, on long, short and
     empty prefixes, of chains and of trees."""
     lengths_B = torch.tensor([1900, 0, 700], device=device)
     generator = torch.Generator().manual_seed(0)
-    for T in block_sizes:
+    for T in (1, 3, 9, LONGEST_BLOCK):
         q, k, v = (
             torch.randn(3, *shape, config.head_dim, generator=generator).to(device, dtype)
             for shape in ((T, config.num_heads), *[(config.num_kv_heads, 2048)] * 2)

@@ -5,9 +5,8 @@ What is captured is a function of tensors alone: a pass from a block of tokens t
 round of a draft model, the verdict on a proposal. `GraphPool.run` captures it when it first meets
 inputs of these shapes, and copies others of the same shapes into static buffers, over which the
 graph runs. **What it returns is overwritten by the next run** of any function of the pool: use it
-at once, or clone it. What else the function reads or writes, weights and caches, must stay where it
-was at capture. On a CPU the static buffers run eagerly, so that tests cover all but the graph
-itself.
+at once, or clone it. Weights and caches must stay where they were at capture. On a CPU the static
+buffers run eagerly, so that tests cover all but the graph itself.
 """
 
 import gc

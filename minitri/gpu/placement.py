@@ -135,31 +135,22 @@ class Demand:
         return wanted <= best and self.on_host(wanted) <= host_bytes
 
 
-def check_room(
-    needs: Demand, device_bytes: float, host_bytes: float, on_chip: int | None = None
-) -> None:
-    """Raises `InputError` with what is needed, and what to do, where `Demand.fits` is false."""
-    if needs.fits(device_bytes, host_bytes, on_chip):
-        return
-    here = needs.most_on_chip(device_bytes) or 0 if on_chip is None else on_chip
-    raise InputError(
-        f"{needs.config.name} needs {needs.on_device(here) / GIB:.2f} GiB on the device and "
-        f"{needs.on_host(here) / GIB:.2f} in host memory with the KV cache of {here} of "
-        f"{needs.config.num_layers} layers on the device, got {device_bytes / GIB:.2f} and "
-        f"{host_bytes / GIB:.2f}; shorten the text, or use --offload, a smaller model, dtype or "
-        "--prefill-chunk, or more GPUs (torchrun)"
-    )
-
-
 def choose_on_chip(
     needs: Demand, generation: GenerationConfig, device_bytes: float, host_bytes: float
 ) -> int:
     """Layers whose KV stays on the device: all without `offload`, else `on_chip` or the most that
-    fit. `device_bytes` include what weights have already taken. Raises `InputError`."""
+    fit. `device_bytes` include what weights have already taken. Raises `InputError` with what is
+    needed, and what to do, where that does not fit."""
+    L, room = needs.config.num_layers, device_bytes
+    on_chip = generation.on_chip
     if not generation.offload:
-        L = needs.config.num_layers
-        check_room(needs, device_bytes + RESERVE, host_bytes, L)
-        return L
-    check_room(needs, device_bytes, host_bytes, generation.on_chip)
-    most = needs.most_on_chip(device_bytes) or 0
-    return most if generation.on_chip is None else generation.on_chip
+        on_chip, room = L, device_bytes + RESERVE
+    here = needs.most_on_chip(room) or 0 if on_chip is None else on_chip
+    if needs.fits(room, host_bytes, on_chip):
+        return here
+    raise InputError(
+        f"{needs.config.name} needs {needs.on_device(here) / GIB:.2f} GiB on the device and "
+        f"{needs.on_host(here) / GIB:.2f} in host memory with the KV cache of {here} of {L} layers "
+        f"on the device, got {device_bytes / GIB:.2f} and {host_bytes / GIB:.2f}; shorten the "
+        "text, or use --offload, a smaller model, dtype or --prefill-chunk, or more GPUs (torchrun)"
+    )

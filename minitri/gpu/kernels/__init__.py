@@ -9,8 +9,7 @@ import torch
 
 from minitri.errors import shorten
 
-# That products and sums may be fused; Triton 3.9 warns, and would drop kernels where warnings are
-# errors, unless it is told, and later versions do otherwise.
+# That products and sums may be fused: Triton 3.9 warns unless it is told.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 

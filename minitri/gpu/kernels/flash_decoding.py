@@ -6,8 +6,8 @@ the rows of one small tile. Prefix and block are cut in pieces, each for a progr
 second kernel merges their results. Row lengths are read on the device, and pieces are shares of the
 length, not of the capacity.
 
-Triton is the kernel compiler that comes with PyTorch for GPUs. With `TRITON_INTERPRET=1` the same
-code runs on a CPU, which is how the tests check it.
+It takes heads of 16, 32, 64, ... numbers. With `TRITON_INTERPRET=1` the same code runs on a CPU,
+which is how the tests check it.
 
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T,
 P pieces.
@@ -44,8 +44,7 @@ def attend_piece(  # type: ignore[no-untyped-def]
     """Output (R, D) and log-sum-exp (R,), to base 2, of one KV head over one piece of its keys.
 
     A running softmax: sums are scaled down whenever a larger score turns up. `scale` has a factor
-    of log2(e); `q_b` and the like are strides. Programs that share keys run side by side. `rule` is
-    read with `HAS_RULE` only; without it the block is causal.
+    of log2(e); `q_b` and the like are strides. `rule` is read with `HAS_RULE` only.
     """
     tile = tl.program_id(0)
     piece = tl.program_id(1)
@@ -101,10 +100,7 @@ def attend_piece(  # type: ignore[no-untyped-def]
 def merge_pieces(  # type: ignore[no-untyped-def]
     outs, lses, out, T, G, num_kv_heads, num_pieces, PIECES: tl.constexpr, D: tl.constexpr
 ) -> None:
-    """Merges the pieces of one row of one KV head by their log-sum-exps.
-
-    At least one piece has keys: the row's own. `PIECES` is a power of two, at least `num_pieces`.
-    """
+    """Merges the pieces of one row of one KV head by their log-sum-exps."""
     head = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1)
     b, k = head // num_kv_heads, head % num_kv_heads
@@ -144,8 +140,6 @@ def attend_short_block(
     B, T, H, D = q_BTHD.shape
     K = keys_BKSD.shape[1]
     R = H // K * T
-    if D < 16 or D & (D - 1):
-        raise RuntimeError(f"it takes heads of 16, 32, 64, ... numbers, not of {D}")
     assert keys_BKSD.stride() == values_BKSD.stride()
     has_rule = rule_TT is not None
     rule = rule_TT.contiguous() if rule_TT is not None else lengths_B  # the latter is not read

@@ -106,11 +106,8 @@ def multiply_tile(  # type: ignore[no-untyped-def]
 
 
 def tile_sizes(M: int, bits: int) -> dict[str, int]:
-    """The tile that a program computes, and how it reads.
-
-    All stages take 99 KiB of shared memory at most, which every GPU from compute capability 8.0 on
-    has. All programs for 4096 columns run at once.
-    """
+    """The tile that a program computes. All stages take 99 KiB of shared memory at most, which
+    every GPU from compute capability 8.0 on has."""
     rows = 8 if M <= 8 else 16
     stages = 6 if bits == 4 and rows == 8 else 4
     tile = {"ROWS": rows, "COLUMNS": 32, "SHARES": SHARES, "GROUP": GROUP}
@@ -118,10 +115,8 @@ def tile_sizes(M: int, bits: int) -> dict[str, int]:
 
 
 def multiply(x: Tensor, weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
-    """x W^T, (..., N), for (..., E), by `quantized_copies.quantize`'s W and scales.
-
-    On a GPU float32 rows are rounded to bfloat16 before.
-    """
+    """x W^T, (..., N), for (..., E), by `quantized_copies.quantize`'s W and scales. On a GPU
+    float32 rows are rounded to bfloat16 before."""
     G, N = scales_GN.shape
     x_ME = x.reshape(-1, x.shape[-1]).contiguous()
     if missing := G * GROUP - x.shape[-1]:

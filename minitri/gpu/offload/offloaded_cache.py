@@ -16,7 +16,7 @@ Legend: P = 2 keys and values, L layers, B batch, S slots, K KV heads, D head di
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -44,9 +44,8 @@ class StagingBuffer:
 class OffloadedFullCache(FullCache):
     """A `FullCache` of which all but the first layers are in host memory."""
 
-    on_layer_staged: Callable[[int, Tensor, Tensor], None] | None = None
-    """Called in a pass with every layer's number, keys and values (B, K, S, D), while these are on
-    the device and before anything attends to them."""
+    rebuilding: tuple[RetrievalCache, Tensor] | None = None
+    """See `rebuild_while_staged`."""
 
     def __init__(
         self,
@@ -77,15 +76,11 @@ class OffloadedFullCache(FullCache):
     def rebuild_while_staged(self, cache: RetrievalCache, queries_LBTHD: Tensor) -> None:
         """Has a retrieval cache select from each layer while it is here; the queries are those of
         the pass under way, as far as it has come."""
-        weak = weakref.proxy(cache)  # which holds this one: a cycle would keep both after the run
-
-        def on_layer(layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
-            weak.select(layer, queries_LBTHD[layer, :, 0], keys_BKSD, values_BKSD)
-
-        self.on_layer_staged = on_layer
+        # The cache holds this one: a cycle would keep both after the run.
+        self.rebuilding = weakref.proxy(cache), queries_LBTHD
 
     @property
-    def shape(self) -> tuple[int, int, int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         _, B, K, S, D = self.keys.shape
         return self.on_chip + len(self.host_LBSPKD), B, K, S, D
 
@@ -100,8 +95,9 @@ class OffloadedFullCache(FullCache):
             on_device = super().update(layer, block)
         else:
             on_device = self.update_hosted(self._prefetch(layer), block, self._by_row())
-        if self.on_layer_staged is not None:
-            self.on_layer_staged(layer, *on_device)
+        if self.rebuilding is not None:
+            cache, queries_LBTHD = self.rebuilding
+            cache.select(layer, queries_LBTHD[layer, :, 0], *on_device)
         return on_device
 
     def update_hosted(
