@@ -141,7 +141,7 @@ def allocate(
         settings = (draft_config, shape.generation, speculation)
         full = allocate_full_cache(target, *settings, shape.reserved_lengths, shape.capacity, host)
     elif isinstance(full, OffloadedFullCache):
-        full.on_layer_staged = None  # it belongs to a retrieval cache that is gone
+        full.rebuilding = None  # it belongs to a retrieval cache that is gone
     is_row_invariant = target.execution.is_row_invariant
     prefix = PrefixCache(full, speculation.max_block, reads_alike=not is_row_invariant)
     if held is not None:  # before captures write to the slots of rows without a text

@@ -13,18 +13,18 @@ with clean_imports():
     import json
     from typing import Any
 
-    from minitri import InputError, ModelConfig
+    from minitri import ModelConfig
     from minitri.cli import arguments
     from minitri.decoding.autotuner import Autotuner
     from minitri.errors import shorten
     from minitri.fields import between, one_of
-    from minitri.gpu.placement import CONTEXT, GIB, Demand, shortage
+    from minitri.gpu.placement import CONTEXT, GIB, Demand, choose_on_chip
     from minitri.loading.checkpoint import open_checkpoint
     from minitri.loading.devices import DTYPES
     from minitri.loading.fetch import LOOKUPS, default_draft, local_path
     from minitri.loading.named_models import shape_of, unknown_model
     from minitri.roofline import CARDS, Machine, Pass, Workload, copy_bytes
-    from minitri.settings import StepPlan
+    from minitri.settings import GenerationConfig, StepPlan
 
 
 ACCEPTANCE = (0.46, 0.92)
@@ -154,8 +154,7 @@ def run_command(args: argparse.Namespace) -> int:
         print(f"\n{pass_table(found, machine)}\nConstants: {machine}")
     facts = {"model": needs.config.name, "context": needs.num_tokens, "on_chip": most}
     print(json.dumps({**facts, "placements": [*placements.values()]}, default=vars))
-    if (missing := shortage(needs, *room)) is not None:
-        raise InputError(missing)
+    choose_on_chip(needs, GenerationConfig(offload=True), *room)
     return 0
 
 

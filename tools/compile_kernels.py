@@ -75,7 +75,7 @@ def attention_cases(dtype: str) -> Iterator[Case]:
 
 def weights_cases(dtype: str) -> Iterator[Case]:
     """Products of few rows and of more with a matrix of a 7B model."""
-    from minitri.gpu.kernels.weights import SHARES, multiply_tile, tile_sizes
+    from minitri.gpu.kernels.weights import multiply_tile, tile_sizes
     from minitri.roofline import GROUP
 
     if dtype == "fp32":
@@ -85,7 +85,6 @@ def weights_cases(dtype: str) -> Iterator[Case]:
         constants = tile_sizes(M, bits)
         num_bytes = constants["COLUMNS"] * GROUP * bits // 8
         name = f"weights, {bits} bits, {M} x {constants['COLUMNS']}"
-        constants |= {"SHARES": SHARES, "GROUP": GROUP, "num_warps": SHARES}
         # Numbers of float16 are converted from 4 bits one by one.
         counted = num_bytes if dtype == "bf16" or bits == 8 else 0
         yield Case(name, multiply_tile, types, constants, is_pipelined=True, num_bytes=counted)

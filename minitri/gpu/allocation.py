@@ -43,13 +43,6 @@ def free_host_bytes() -> float:
     return min(free)
 
 
-def free_device_bytes(device: torch.device) -> float:
-    """Memory of a CUDA device that this process can take: blocks that are partly in use are kept by
-    the allocator, and hold no large tensor."""
-    torch.cuda.empty_cache()
-    return float(torch.cuda.mem_get_info(device)[0])
-
-
 def demand_of(
     target: Llama,
     draft: ModelConfig | None,
@@ -64,8 +57,11 @@ def demand_of(
     needs = Demand(*whose, generation.prefill_chunk, target.dtype.itemsize)
     ranks = target.execution.ranks
     on_host = ranks.least(free_host_bytes()) / ranks.count
-    is_cuda = target.device.type == "cuda"
-    on_device = ranks.least(free_device_bytes(target.device)) if is_cuda else on_host
+    on_device = on_host
+    if target.device.type == "cuda":
+        # Blocks that are partly in use are kept by the allocator, and hold no large tensor.
+        torch.cuda.empty_cache()
+        on_device = ranks.least(float(torch.cuda.mem_get_info(target.device)[0]))
     parts = needs.parts(0)
     return needs, on_device + parts["weights"] + parts["weights that only propose"], on_host
 
@@ -97,36 +93,27 @@ def allocate_full_cache(
     capacity: int,
     host: HostMemory | None = None,
 ) -> FullCache:
-    """An empty full cache with `capacity` slots per prompt, on the device or partly on the host.
-
-    `host` lends memory there. Raises `InputError` if there is no room for it and what else a run
-    needs.
-    """
-    config = target.config
-    B = len(prompt_lengths)
-    on_gpu = target.device.type == "cuda"
-    if generation.offload and not on_gpu:
-        raise InputError(
-            f"offload is for GPUs: {config.name} runs on the {target.device.type}, whose KV "
-            "cache is in host memory already; leave --offload out"
-        )
-    options: dict[str, Any] = {"dtype": target.dtype, "device": target.device}
+    """An empty full cache with `capacity` slots per prompt, on the device or partly in memory that
+    `host` lends. Raises `InputError` if there is no room for it and what else a run needs."""
+    config, device, B = target.config, target.device, len(prompt_lengths)
+    where: dict[str, Any] = {"dtype": target.dtype, "device": device}
     on_chip = config.num_layers
+    host = host or HostMemory(device)
     try:
-        if on_gpu:
-            host = host or HostMemory(target.device)
+        if device.type == "cuda":
             models = (target, draft, generation, speculation)
             needs, on_device, on_host = demand_of(*models, capacity, prompt_lengths)
             on_chip = choose_on_chip(needs, generation, on_device, on_host + host.num_free_bytes)
+        elif generation.offload:
+            raise InputError("--offload is for GPUs, and this is none; leave it out")
         if on_chip == config.num_layers:
-            return FullCache.allocate(config, B, capacity, **options)
+            return FullCache.allocate(config, B, capacity, **where)
         placed = "KV cache: %d of %d layers on %s, the others in host memory"
-        log.info(placed, on_chip, config.num_layers, target.device)
-        return OffloadedFullCache(config, B, capacity, on_chip=on_chip, host=host, **options)
+        log.info(placed, on_chip, config.num_layers, device)
+        return OffloadedFullCache(config, B, capacity, on_chip=on_chip, host=host, **where)
     except (RuntimeError, OSError):  # out of memory, on CUDA too
         needed = B * capacity * config.kv_values_per_token * target.dtype.itemsize
         raise InputError(
-            f"the KV cache for {B} x {capacity} tokens needs {needed / 1e9:.1f} GB, which "
-            f"{target.device} does not have; shorten the prompt, lower max_new_tokens, or use a "
-            "smaller dtype"
+            f"the KV cache for {B} x {capacity} tokens needs {needed / 1e9:.1f} GB, which {device} "
+            "does not have; shorten the prompt, lower max_new_tokens, or use a smaller dtype"
         ) from None

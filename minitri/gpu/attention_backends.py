@@ -1,26 +1,23 @@
 """Attention on a GPU: backends for short blocks, and which of them a model uses.
 
 For short blocks row lengths are read on the device, so the host never waits, shapes never change,
-and a CUDA graph can replay it. `choose_attention` takes the first of these that works on this very
-device and agrees with the oracle:
+and a CUDA graph can replay it:
 
 - `triton`: our own kernel, see `kernels/flash_decoding.py`;
-- `flash`: FlashAttention-2 from the flash-attn package; it takes no float32, and trees go to our
-  own kernel. It comes first where graphs replay it faster;
-- `math`: plain formulas over all slots with a mask.
+- `flash`: FlashAttention-2 from the flash-attn package, where it is asked for; it takes no float32,
+  and trees go to our own kernel;
+- `math`: plain formulas over all slots with a mask, where our kernel does not work.
 
 Longer blocks, which only a prefill has, go to `attend_fused` by their lengths on the host.
 
-Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T.
+Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens.
 """
 
-import contextlib
 import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -28,16 +25,13 @@ from torch import Tensor
 
 from minitri.config import ModelConfig
 from minitri.errors import InputError
-from minitri.gpu.graphs import GraphPool
 from minitri.gpu.kernels import problem_with
-from minitri.gpu.streams import CudaClock
-from minitri.model.attention import attend_math, block_rule, row_by_row
+from minitri.model.attention import block_rule, row_by_row
 from minitri.settings import LONGEST_BLOCK
 
 log = logging.getLogger("minitri")
 
 BACKENDS = ("triton", "flash", "math")
-"""In order of preference."""
 
 Backend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Attention (B, T, H, D) of a short block: q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT."""
@@ -97,29 +91,25 @@ def attend_fused(
     rule_TT: Tensor | None = None,
     lengths_B: Tensor | None = None,  # noqa: ARG001 (the contract's)
 ) -> Tensor:
-    """PyTorch's fused attention, one kernel over prefix and block, by lengths on the host."""
+    """PyTorch's fused attention, one kernel over prefix and block, by lengths on the host. Trees
+    are short."""
+    assert rule_TT is None
     if min(prefix_lengths) < max(prefix_lengths):
-        return row_by_row(attend_fused, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT)
-    T = q_BTHD.shape[1]
-    end = prefix_lengths[0] + T
-    mask = None
-    if rule_TT is not None:
-        mask = F.pad(rule_TT, (end - T, 0), value=True)
-    elif T > 1:
-        from torch.nn.attention.bias import causal_lower_right  # here: the import takes seconds
+        return row_by_row(attend_fused, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, None)
+    from torch.nn.attention.bias import causal_lower_right  # here: the import takes seconds
 
-        mask = causal_lower_right(T, end)
-    q_BHTD = q_BTHD.transpose(1, 2)
-    k_BKSD = keys_BKSD[:, :, :end]
-    v_BKSD = values_BKSD[:, :, :end]
-    H, K = q_BHTD.shape[1], k_BKSD.shape[1]
+    T, H = q_BTHD.shape[1:3]
+    K = keys_BKSD.shape[1]
+    end = prefix_lengths[0] + T
+    k_BKSD, v_BKSD = keys_BKSD[:, :, :end], values_BKSD[:, :, :end]
     if q_BTHD.dtype == torch.float32:
         # Its only fused kernel knows no groups; plain formulas would hold all scores.
         k_BKSD, v_BKSD = (it.repeat_interleave(H // K, 1) for it in (k_BKSD, v_BKSD))
     attend = F.scaled_dot_product_attention
+    mask = causal_lower_right(T, end) if T > 1 else None
     is_grouped = k_BKSD.shape[1] < H
-    out_BHTD = attend(q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, enable_gqa=is_grouped)
-    return out_BHTD.transpose(1, 2)
+    q_BHTD = q_BTHD.transpose(1, 2)
+    return attend(q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, enable_gqa=is_grouped).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -145,91 +135,51 @@ class GpuAttention:
 
 def make_backend(name: str) -> Backend:
     """A backend by its name. Raises whatever importing it does."""
-    if name == "triton":
-        from minitri.gpu.kernels.flash_decoding import attend_short_block
-
-        return attend_short_block
     if name == "math":
         return attend_masked
+    from minitri.gpu.kernels.flash_decoding import attend_short_block
+
+    if name == "triton":
+        return attend_short_block
     from flash_attn import flash_attn_with_kvcache
 
-    return partial(attend_flash, flash_attn_with_kvcache, make_backend("triton"))
+    return partial(attend_flash, flash_attn_with_kvcache, attend_short_block)
 
 
 def choose_attention(
     device: torch.device, dtype: torch.dtype, config: ModelConfig, *, wanted: str = "auto"
 ) -> GpuAttention:
-    """The first of `BACKENDS` that is there and right, or the one that is `wanted`.
-
-    Why another one cannot be used is a warning. Raises `InputError` if none is left.
-    """
-    names = [name for name in BACKENDS if name != "flash" or dtype != torch.float32]
-    if wanted != "auto":
-        names = [wanted]
-    elif "flash" in names and find_spec("flash_attn") is not None:
-        names[:2] = sorted(names[:2], key=partial(replay_seconds, device, dtype, config))
-    problem = ""
-    for name in names:
-        make = partial(make_backend, name)
-        problem = problem_with(partial(check_backend, make, device, dtype, config))
-        if not problem:
-            return GpuAttention(make(), name)
-        if wanted == "auto":
-            log.warning("attention %s is not used on %s (%s)", name, device, problem)
+    """The backend that is `wanted`; auto is our kernel, or, after a warning, the plain formulas.
+    Raises `InputError` if what is asked for does not work here."""
+    name = "triton" if wanted == "auto" else wanted
+    problem = problem_with(lambda: check_backend(make_backend(name), device, dtype, config))
+    if not problem:
+        return GpuAttention(make_backend(name), name)
+    if wanted == "auto":
+        log.warning("attention triton is not used on %s (%s); it is slow", device, problem)
+        return GpuAttention()
     raise InputError(
-        f"--attention {wanted} fails on {device} in {dtype} ({problem}); use --attention auto, or "
-        "--device cpu"
+        f"--attention {wanted} fails on {device} in {dtype} ({problem}); use --attention auto"
     )
 
 
-@torch.inference_mode()
-def replay_seconds(
-    device: torch.device, dtype: torch.dtype, config: ModelConfig, name: str
-) -> float:
-    """What a backend takes for blocks of one token and of the most, each over 1 GiB of K and V and
-    replayed by a graph; infinity if it fails."""
-    clock, times = CudaClock(), list[float]()
-    K, D = config.num_kv_heads, config.head_dim
-    S = (1 << 29) // (K * D * dtype.itemsize)
-    with contextlib.suppress(Exception):
-        attend = make_backend(name)
-        for T in (1, LONGEST_BLOCK):
-            keys_BKSD, values_BKSD = torch.zeros(2, 1, K, S, D, dtype=dtype, device=device)
-            q_BTHD = keys_BKSD.new_zeros(1, T, config.num_heads, D)
-            lengths_B = torch.tensor([S - T], device=device)
-            run = partial(attend, q_BTHD, keys_BKSD, values_BKSD, lengths_B, None)
-            replay, _ = GraphPool(device).record(run)
-            replay()
-            start = clock.now()
-            replay()
-            clock.since(start, times.append)
-            clock.settle()
-    return sum(times) if len(times) == 2 else math.inf
-
-
 def check_backend(
-    make: Callable[[], Backend],
+    attend: Backend,
     device: torch.device,
     dtype: torch.dtype,
     config: ModelConfig,
-    block_sizes: tuple[int, ...] = (1, 3, 9, LONGEST_BLOCK),
 ) -> None:
-    """Raises an error if a backend cannot be made, or differs from the oracle, on long, short and
+    """Raises an error if a backend differs from plain formulas in float64, on long, short and
     empty prefixes, of chains and of trees."""
-    S = 2048
-    lengths = [1900, 0, 700]
-    K = config.num_kv_heads
-    for T in block_sizes:
-        generator = torch.Generator().manual_seed(0)
-        q_BTHD, keys_BKSD, values_BKSD = (
+    lengths_B = torch.tensor([1900, 0, 700], device=device)
+    generator = torch.Generator().manual_seed(0)
+    for T in (1, 3, 9, LONGEST_BLOCK):
+        q, k, v = (
             torch.randn(3, *shape, config.head_dim, generator=generator).to(device, dtype)
-            for shape in ((T, config.num_heads), (K, S), (K, S))
+            for shape in ((T, config.num_heads), *[(config.num_kv_heads, 2048)] * 2)
         )
-        wide = (q_BTHD.double(), keys_BKSD.double(), values_BKSD.double())
-        some_TT = torch.rand(T, T, generator=generator) < 0.3
-        tree_TT = (torch.eye(T, dtype=torch.bool) | some_TT.tril()).to(device)
-        for rule_TT in (None, tree_TT):
-            lengths_B = torch.tensor(lengths, device=device)
-            got = make()(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
-            exact = attend_math(*wide, lengths, rule_TT)
+        tree_TT = (torch.rand(T, T, generator=generator) < 0.3).tril().fill_diagonal_(True)
+        for rule_TT in (None, tree_TT.to(device)):
+            got = attend(q, k, v, lengths_B, rule_TT)
+            exact = attend_masked(q.double(), k.double(), v.double(), lengths_B, rule_TT)
             torch.testing.assert_close(got.double(), exact, rtol=0, atol=TOLERANCES[dtype])

@@ -1,10 +1,8 @@
 """The network on a GPU with what stands between its matrices compiled.
 
-A pass of decoding is made of launches, each of which costs a microsecond or two besides the little
-that it works. `torch.compile` makes one kernel each of a residual addition with the norm after it,
-of RoPE, and of SiLU with its product. Shapes are dynamic, but for sizes of 1: a few kernels serve
-all blocks and models. They are compiled when a model is loaded, or in the runs before a capture;
-beyond PyTorch's limit of variants a function runs as it is.
+A pass of decoding is made of launches, each of which costs a microsecond or two. `torch.compile`
+makes one kernel each of a residual addition with the norm after it, of RoPE, and of SiLU with its
+product. Shapes are dynamic, but for sizes of 1: a few kernels serve all blocks and models.
 
 Legend: B batch, T tokens, E hidden size, X heads, D head dim.
 """
@@ -93,8 +91,8 @@ def fuse_if_possible(model: Llama) -> Llama:
 def check_kernels(model: Llama) -> None:
     """Raises an error if a kernel cannot be compiled for a model's device and number type, or
     differs from its plain function, for one token and for several."""
-    generator = torch.Generator().manual_seed(0)
     tolerance = TOLERANCES[model.dtype]
+    generator = torch.Generator().manual_seed(0)
     for T in (1, 3):
         x_BTXD = torch.randn(1, T, 6, 64, generator=generator).to(model.device, model.dtype)
         x_BTE = x_BTXD.flatten(2)

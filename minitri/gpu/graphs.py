@@ -5,14 +5,13 @@ What is captured is a function of tensors alone: a pass from a block of tokens t
 round of a draft model, the verdict on a proposal. `GraphPool.run` captures it when it first meets
 inputs of these shapes, and copies others of the same shapes into static buffers, over which the
 graph runs. **What it returns is overwritten by the next run** of any function of the pool: use it
-at once, or clone it. What else the function reads or writes, weights and caches, must stay where it
-was at capture. On a CPU the static buffers run eagerly, so that tests cover all but the graph
-itself.
+at once, or clone it. Weights and caches must stay where they were at capture. On a CPU the static
+buffers run eagerly, so that tests cover all but the graph itself.
 """
 
 import gc
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,8 +43,7 @@ class GraphPool:
         self.num_graphs = 0
         self._device = device
         self._captured: dict[Any, Function] = {}
-        self.on_gpu = device.type == "cuda"
-        if self.on_gpu:
+        if device.type == "cuda":
             self._memory: Any = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(device)
 
@@ -65,9 +63,7 @@ class GraphPool:
         statics = [it.to(self._device, non_blocking=True, copy=True) for it in examples]
         try:
             replay, output = self.record(lambda: function(*statics))
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
+        except RuntimeError as error:  # no memory is one, too
             raise InputError(
                 f"a CUDA graph could not be captured ({shorten(error, 90)}); use --no-cuda-graphs"
             ) from error
@@ -75,7 +71,6 @@ class GraphPool:
 
         def captured(*inputs: Tensor) -> Any:
             for ours, theirs in zip(statics, inputs, strict=True):
-                assert ours.shape == theirs.shape  # else it would be broadcast
                 ours.copy_(theirs, non_blocking=True)
             replay()
             return output
@@ -84,7 +79,7 @@ class GraphPool:
 
     def record(self, run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
         """Warms `run` up and captures it: what replays it, and the tensors that this writes."""
-        if not self.on_gpu:
+        if self._device.type == "cpu":
             first = run()
 
             def again() -> None:
@@ -101,18 +96,17 @@ class GraphPool:
         clear_workspaces()
         graph = torch.cuda.CUDAGraph()
         # To free a graph, an event or page-locked memory, as collected garbage may, would end it.
-        was_enabled = gc.isenabled()
         gc.disable()
         try:
             with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
                 output = run()
         finally:
-            if was_enabled:
-                gc.enable()
+            gc.enable()
         clear_workspaces()
         return graph.replay, output
 
 
+@dataclass(eq=False)
 class Passes:
     """Passes of a model over a cache as functions of tensors alone, which a graph can hold.
 
@@ -120,21 +114,17 @@ class Passes:
     others; of `filters` only the form counts.
     """
 
-    def __init__(
-        self,
-        model: Llama,
-        cache: Cache,
-        filters: SamplingParams,
-        vocab_size: int,
-        queries_LBTHD: Tensor | None,
-    ) -> None:
-        """See `ModelRunner`."""
-        self.filters = filters
-        self.numbers_3 = torch.tensor(filters.numbers, dtype=torch.float64).to(model.device)
-        self.vocab_size = vocab_size
-        self.queries_LBTHD = queries_LBTHD
-        self._model = model
-        self._cache = cache
+    model: Llama
+    cache: Cache
+    filters: SamplingParams
+    vocab_size: int
+    """That of the distributions: the target's, whatever the model's."""
+    queries_LBTHD: Tensor | None
+    """Takes the rotated queries of every block."""
+
+    def __post_init__(self) -> None:
+        self.numbers_3 = torch.tensor(self.filters.numbers, dtype=torch.float64)
+        self.numbers_3 = self.numbers_3.to(self.model.device)
 
     def read(self, packed_3BT: Tensor, lasts_B1: Tensor, guesses_BN: Tensor) -> Tensor:
         """Final hidden states (B, N + 1, E) after each row's last certain token, which stands at
@@ -144,19 +134,19 @@ class Passes:
         block = unpack_block(packed_3BT)
         if N:
             block = block.with_guesses(places_BN[:, 1:], guesses_BN)
-        hidden_BTE = self._model.forward(block, self._cache, None, self.queries_LBTHD)
+        hidden_BTE = self.model.forward(block, self.cache, None, self.queries_LBTHD)
         return take_rows(hidden_BTE, places_BN.clamp(max=T - 1))
 
     def read_one(self, packed_3B1: Tensor, tokens_B: Tensor) -> Tensor:
         """Hidden states (B, 1, E) after a block of one token, which is this one."""
         # A drafter may lack the last tokens of the target's vocabulary.
-        tokens_B1 = tokens_B.clamp(max=self._model.config.vocab_size - 1).unsqueeze(1)
+        tokens_B1 = tokens_B.clamp(max=self.model.config.vocab_size - 1).unsqueeze(1)
         block = replace(unpack_block(packed_3B1), tokens_BT=tokens_B1)
-        return self._model.forward(block, self._cache, None, self.queries_LBTHD)
+        return self.model.forward(block, self.cache, None, self.queries_LBTHD)
 
     def logits(self, hidden_BNE: Tensor) -> Tensor:
         """Logits (B, N, V) of the tokens that both the model and the target have."""
-        return self._model.logits(hidden_BNE)[..., : self.vocab_size]
+        return self.model.logits(hidden_BNE)[..., : self.vocab_size]
 
     def probs(self, packed_3BT: Tensor, lasts_B1: Tensor, guesses_BN: Tensor) -> Tensor:
         """Distributions (B, N + 1, V) after what `read` reads."""

@@ -7,17 +7,15 @@ first `on_chip` layers lives on the device, that of the others in host memory, s
 Legend: L layers, B batch.
 """
 
-from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from minitri.caches.streaming import SLIDE
 from minitri.config import ModelConfig
 from minitri.errors import InputError
-from minitri.gpu.offload.offloaded_cache import RING
 from minitri.model.cache import round_up_to_stride
 from minitri.roofline import copy_bytes, num_weights
-from minitri.settings import GenerationConfig, SpeculationConfig
+from minitri.settings import LONGEST_BLOCK, GenerationConfig, SpeculationConfig
 
 GIB = 1 << 30
 CONTEXT = int(0.8 * GIB)
@@ -71,7 +69,7 @@ class Demand:
             "weights": num_weights(config) * self.itemsize,
             "weights that only propose": self._draft_weights(),
             "full KV cache": on_chip * kv_layer,
-            "staging buffers": min(hosted, 2) * kv_layer + hosted * RING * self.kv_slot,
+            "staging buffers": min(hosted, 2) * kv_layer + hosted * LONGEST_BLOCK * self.kv_slot,
             "small KV caches": self._small_caches(1 if hosted else on_chip),
             "activations": self._activations() + (hidden_states if hosted else 0),
             "reserve, graphs": RESERVE,
@@ -137,46 +135,22 @@ class Demand:
         return wanted <= best and self.on_host(wanted) <= host_bytes
 
 
-def shortage(
-    needs: Demand, device_bytes: float, host_bytes: float, on_chip: int | None = None
-) -> str | None:
-    """What is needed, and what to do, where `Demand.fits` is false; else None."""
-    if needs.fits(device_bytes, host_bytes, on_chip):
-        return None
-
-    def is_too_long(thousands: int) -> bool:
-        lengths = [min(length, 1024 * thousands) for length in needs.prompt_lengths]
-        other = replace(needs, num_tokens=1024 * thousands, prompt_lengths=lengths)
-        return not other.fits(device_bytes, host_bytes, on_chip)
-
-    most = bisect_left(range(1, needs.num_tokens // 1024 + 1), True, key=is_too_long)
-    advice = "use a smaller model, dtype or --prefill-chunk, or more GPUs (torchrun)"
-    if most:
-        advice = f"a context of {1024 * most} tokens would fit"
-    here = needs.most_on_chip(device_bytes) or 0 if on_chip is None else on_chip
-    return (
-        f"{needs.config.name} needs {needs.on_device(here) / GIB:.2f} GiB on the device and "
-        f"{needs.on_host(here) / GIB:.2f} in host memory with the KV cache of {here} of "
-        f"{needs.config.num_layers} layers on the device, got {device_bytes / GIB:.2f} and "
-        f"{host_bytes / GIB:.2f}; {advice}"
-    )
-
-
 def choose_on_chip(
     needs: Demand, generation: GenerationConfig, device_bytes: float, host_bytes: float
 ) -> int:
     """Layers whose KV stays on the device: all without `offload`, else `on_chip` or the most that
-    fit. `device_bytes` include what weights have already taken. Raises `InputError`."""
-    L = needs.config.num_layers
-    if generation.offload:
-        if problem := shortage(needs, device_bytes, host_bytes, generation.on_chip):
-            raise InputError(problem)
-        most = needs.most_on_chip(device_bytes) or 0
-        return most if generation.on_chip is None else generation.on_chip
-    if needs.on_device(L) - RESERVE > device_bytes:
-        raise InputError(
-            f"{needs.config.name} needs {needs.on_device(L) / GIB:.1f} GiB on the device with its "
-            f"whole KV cache, got {device_bytes / GIB:.1f}; use --offload, or shorten the prompt "
-            "(see python -m minitri.plan)"
-        )
-    return L
+    fit. `device_bytes` include what weights have already taken. Raises `InputError` with what is
+    needed, and what to do, where that does not fit."""
+    L, room = needs.config.num_layers, device_bytes
+    on_chip = generation.on_chip
+    if not generation.offload:
+        on_chip, room = L, device_bytes + RESERVE
+    here = needs.most_on_chip(room) or 0 if on_chip is None else on_chip
+    if needs.fits(room, host_bytes, on_chip):
+        return here
+    raise InputError(
+        f"{needs.config.name} needs {needs.on_device(here) / GIB:.2f} GiB on the device and "
+        f"{needs.on_host(here) / GIB:.2f} in host memory with the KV cache of {here} of {L} layers "
+        f"on the device, got {device_bytes / GIB:.2f} and {host_bytes / GIB:.2f}; shorten the "
+        "text, or use --offload, a smaller model, dtype or --prefill-chunk, or more GPUs (torchrun)"
+    )

@@ -1,10 +1,9 @@
 """A copy of a model in 4 or 8 bits, which proposes with the retrieval cache on a GPU.
 
-Decoding reads every weight in every pass; the copy reads a half or a quarter of the bytes. It only
-proposes: the model itself, in its own number type, verifies whatever the copy says, and reads the
-prompt. Groups of `GROUP` weights of a row share a scale in float32; the last group of a row may be
-filled up. Embedding table and norms are the model's own, and the LM head has 8 bits, as on a CPU
-(`cpu/low_bit_models.py`). On a CPU the plain formula stands for the kernel, for tests.
+Decoding reads every weight in every pass; the copy has a half or a quarter of the bytes. The model
+itself verifies whatever the copy says, and reads the prompt. Groups of `GROUP` weights of a row
+share a scale in float32; the last one may be filled up. Embedding table and norms are the model's
+own, and the LM head has 8 bits. On a CPU the plain formula stands for the kernel, for tests.
 
 Legend: N out_features, E in_features, G groups of a row, X bytes of a row.
 """
@@ -16,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitri.errors import InputError
+from minitri.errors import InputError, explain
 from minitri.gpu.kernels import problem_with
 from minitri.model.linear import Linear, TiedHead
 from minitri.model.llama import Llama
 from minitri.model.replace import copy_with
-from minitri.roofline import GROUP, copy_bytes
+from minitri.roofline import GROUP
 
 TOLERANCE = 0.02
 """Largest error of a kernel, as a share of the largest result: what bfloat16 explains."""
@@ -78,30 +77,21 @@ def multiply_math(x: Tensor, weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
 
 
 def copy_in_few_bits(model: Llama, bits: int) -> Llama:
-    """A copy of a model with linear layers in 4 or 8 bits; it shares the rest.
-
-    Raises `InputError` if the kernel does not work on the device, or if there is no room.
-    """
+    """A copy of a model with linear layers in 4 or 8 bits; it shares the rest. Raises `InputError`
+    if the kernel does not work on the device, or if there is no room."""
     multiply = multiply_math
+    wanted = f"--draft-weights int{bits} cannot be had on {model.device}"
     if model.device.type == "cuda":
         if problem := problem_with(partial(check_kernel, model, bits)):
-            raise InputError(
-                f"--draft-weights int{bits} does not work on {model.device} ({problem}); leave it "
-                "out"
-            )
+            raise InputError(f"{wanted} ({problem}); leave it out")
         from minitri.gpu.kernels.weights import multiply
 
     def quantized(layer: Linear) -> QuantizedLinear:
         is_head = layer.weight is model.lm_head.weight
         return QuantizedLinear(layer, 8 if is_head else bits, multiply)
 
-    try:
+    with explain(wanted, "leave it out"):  # no room
         return copy_with(model, {Linear: quantized, TiedHead: quantized})
-    except torch.OutOfMemoryError:
-        raise InputError(
-            f"--draft-weights int{bits} needs {copy_bytes(model.config, bits) / 2**30:.2f} GiB "
-            f"more on {model.device} than are free; leave it out"
-        ) from None
 
 
 def check_kernel(model: Llama, bits: int) -> None:

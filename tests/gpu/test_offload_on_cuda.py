@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minitri.caches.full import FullCache
-from minitri.gpu.offload.host_memory import host_memory
+from minitri.gpu.offload.host_memory import HostMemory, host_memory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.cache import BlockKV
 from tests.conftest import fill, tiny_config
@@ -33,7 +33,8 @@ def test_offload_holds_the_bits_of_the_full_cache():
     for slots in (whole.keys, whole.values):
         slots.normal_(generator=generator)
     whole.advance([1900, 3])
-    ours = OffloadedFullCache(config, 2, 8192, on_chip=2, **settings)
+    host = HostMemory(settings["device"])
+    ours = OffloadedFullCache(config, 2, 8192, on_chip=2, host=host, **settings)
     fill(ours, whole)
     for size in (3000, 1, 7, 2000, 4, 4, 1, 900):
         starts_B1 = torch.tensor(whole.lengths, device="cuda").unsqueeze(1)

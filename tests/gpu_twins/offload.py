@@ -6,6 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitri.caches.full import FullCache
+from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from tests.conftest import CPU, tiny_config
 
@@ -40,6 +41,7 @@ class InOrder:
 def offloaded(
     on_chip: int, batch_size: int = 3, capacity: int = 512, stream=None, config=CONFIG, **settings
 ) -> OffloadedFullCache:
+    settings = {"host": HostMemory(CPU), **settings}
     settings |= {"on_chip": on_chip, "dtype": torch.float32, "device": CPU}
     settings["stream"] = stream or InOrder()
     return OffloadedFullCache(config, batch_size, capacity, **settings)

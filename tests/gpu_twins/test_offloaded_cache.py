@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minitri.gpu.offload.offloaded_cache import RING, OffloadedFullCache
+from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.cache import BlockKV
-from minitri.settings import METHODS
+from minitri.settings import LONGEST_BLOCK, METHODS
 from tests.cascades import WARM, Rig, near_copy, random_prompt
 from tests.conftest import fill, new_cache, tiny_model
 from tests.gpu_twins.conftest import PROMPTS, SMALL
@@ -77,7 +77,7 @@ class Recorder(InOrder, TorchDispatchMode):
             clock |= {name: own[name] for name, own in self.clocks.items()}
 
     def watch(self, cache: OffloadedFullCache) -> None:
-        tensors = [cache.host_LBSPKD, cache.ring_LBTPKD]
+        tensors = [cache.host_LBSPKD, cache.latest_LBTPKD]
         tensors += [buffer.kv_BSPKD for buffer in cache.buffers]
         self.watched = [(it.data_ptr(), it.data_ptr() + it.nbytes) for it in tensors]
 
@@ -125,8 +125,8 @@ def record_run(*, on_chip: int = 1, **settings) -> Recorder:
     with recorder:
         full = offloaded(on_chip, stream=recorder)
         recorder.watch(full)
-        prompts = [*PROMPTS[:2], random_prompt(CONFIG, 2 * RING)]  # not all in the ring
-        settings = {"num_new": 12, "prefill_chunk": RING + 20, "budget": 24, **settings}
+        prompts = [*PROMPTS[:2], random_prompt(CONFIG, 2 * LONGEST_BLOCK)]
+        settings = {"num_new": 12, "prefill_chunk": LONGEST_BLOCK + 20, "budget": 24, **settings}
         Rig(tiny_model(CONFIG), prompts, full=full, **settings).run()
     return recorder
 
@@ -238,13 +238,15 @@ def test_rebuilding_the_retrieval_cache_moves_nothing_over_the_link(policy, on_c
 
 @pytest.mark.parametrize("on_chip", [0, 2])
 def test_what_another_cache_holds_is_copied_and_blocks_of_any_size_go_on(on_chip):
-    """To the bit; the ring holds the latest tokens."""
+    """To the bit; the latest block stays on the device."""
     cache, exact = offloaded(on_chip, 2, capacity=900), new_cache(CONFIG, 2, 900)
     for layer in range(5):
         exact.update(layer, random_block(2, 280, seed=layer))
     exact.advance([280, 131])
     fill(cache, exact)
-    for number, size in enumerate((1, 5, RING - 1, 2, RING, 7, RING + 30, 1)):
+    for number, size in enumerate(
+        (1, 5, LONGEST_BLOCK - 1, 2, LONGEST_BLOCK, 7, LONGEST_BLOCK + 30, 1)
+    ):
         assert_same(cache, exact)
         for layer in range(5):
             block = random_block(2, size, seed=5 * number + layer)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from minitri import Engine, GenerationConfig, InputError, SamplingParams, SpeculationConfig
-from minitri.gpu.attention_backends import BACKENDS, replay_seconds
 from minitri.gpu.graphs import GraphPool
 from minitri.loading.devices import choose_device, retrieval_copy
 from minitri.loading.named_models import shape_of
@@ -136,9 +135,9 @@ def test_what_a_graph_cannot_hold_is_refused_in_one_line(function, old, new, pro
 @pytest.mark.parametrize(
     ("total_gib", "host_gib", "placement", "problem"),
     [
-        (5, 64, {}, "whole KV cache, got 5.0; use --offload"),
-        (3, 64, HOSTED, "on the device, got 3.00 .* a context of .* tokens would fit"),
-        (141, 2, HOSTED, "and 2.00; .* tokens would fit"),
+        (5, 64, {}, "KV cache of .* on the device, got 5.00 .*--offload"),
+        (3, 64, HOSTED, "on the device, got 3.00 .*; shorten the text"),
+        (141, 2, HOSTED, "and 2.00; shorten the text"),
         (141, 2, {"offload": True}, None),
     ],
 )
@@ -201,5 +200,3 @@ def test_every_kernel_is_timed(cuda, capsys):
     assert sum(" us " in line for line in lines) >= 9 + 36
     assert cuda.num_graphs >= 9 + 36
     assert not [line for line in lines if "fails" in line]
-    taken = {replay_seconds(DEVICE, torch.bfloat16, TARGET, name) for name in BACKENDS}
-    assert taken == {2e-3}  # of an event that takes 1 ms, for two blocks

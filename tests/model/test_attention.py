@@ -39,12 +39,11 @@ def test_every_path_equals_the_oracle(attend, T, prefixes, heads):
 
 
 @pytest.mark.parametrize("T", [3, 28])
-@pytest.mark.parametrize("attend", [attend_cpu, attend_fused])
-def test_a_tree_rule_replaces_causality_inside_the_block_only(T, attend):
+def test_a_tree_rule_replaces_causality_inside_the_block_only(T):
     case = random_case(T, (22,))
     generator = torch.Generator().manual_seed(2)
     rule = torch.eye(T, dtype=torch.bool) | (torch.rand(T, T, generator=generator) < 0.3).tril()
-    got = attend(*case, rule)
+    got = attend_cpu(*case, rule)
     assert (got - oracle(*case, rule)).abs().max() < 2e-6
     assert (got - oracle(*case)).abs().max() > 1e-3  # the rule does something
 

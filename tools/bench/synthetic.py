@@ -277,7 +277,7 @@ def capture_verdicts(session: Stack) -> None:
     for n in range(1, session.shape.speculation.max_block):
         probs_BNV = torch.full((1, n + 1, vocab_size), 1 / vocab_size, device=session.target.device)
         proposal = Proposal.of([[0] * n], probs_BNV[:, :n], [["draft"] * n])
-        session.source_of("target").verify(proposal, probs_BNV, [0], [True])
+        session.cascade.stages[-1].source.verify(proposal, probs_BNV, [0], [True])
 
 
 def fresh_session(
@@ -335,7 +335,7 @@ def fill_cache(full: FullCache) -> None:
     """Random K and V in every slot."""
     tensors = [full.keys, full.values]
     if isinstance(full, OffloadedFullCache):
-        tensors += [full.host_LBSPKD, full.ring_LBTPKD]
+        tensors += [full.host_LBSPKD, full.latest_LBTPKD]
     for tensor in tensors:
         fill(tensor, 1.0)
 

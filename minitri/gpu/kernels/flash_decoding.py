@@ -6,8 +6,8 @@ the rows of one small tile. Prefix and block are cut in pieces, each for a progr
 second kernel merges their results. Row lengths are read on the device, and pieces are shares of the
 length, not of the capacity.
 
-Triton is the kernel compiler that comes with PyTorch for GPUs. With `TRITON_INTERPRET=1` the same
-code runs on a CPU, which is how the tests check it.
+It takes heads of 16, 32, 64, ... numbers. With `TRITON_INTERPRET=1` the same code runs on a CPU,
+which is how the tests check it.
 
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T,
 P pieces.
@@ -44,8 +44,7 @@ def attend_piece(  # type: ignore[no-untyped-def]
     """Output (R, D) and log-sum-exp (R,), to base 2, of one KV head over one piece of its keys.
 
     A running softmax: sums are scaled down whenever a larger score turns up. `scale` has a factor
-    of log2(e); `q_b` and the like are strides. Programs that share keys run side by side. `rule` is
-    read with `HAS_RULE` only; without it the block is causal.
+    of log2(e); `q_b` and the like are strides. `rule` is read with `HAS_RULE` only.
     """
     tile = tl.program_id(0)
     piece = tl.program_id(1)
@@ -69,29 +68,29 @@ def attend_piece(  # type: ignore[no-untyped-def]
     for start in range(first, last, NUM_KEYS):
         slots = start + tl.arange(0, NUM_KEYS)
         places = b * kv_b + k * kv_h + slots[:, None] * kv_s + dims[None, :]
-        is_there = (slots < last)[:, None]
-        keys_SD = tl.load(keys + places, mask=is_there, other=0.0)
+        is_there = slots < last
+        keys_SD = tl.load(keys + places, mask=is_there[:, None], other=0.0)
         scores_RS = tl.dot(tile_RD, tl.trans(keys_SD), input_precision="ieee") * scale
         if HAS_RULE:
-            is_block = (slots >= length) & (slots < last)
+            is_block = (slots >= length) & is_there
             from_rule = rule + t[:, None] * T + (slots - length)[None, :]
             sees = tl.load(from_rule, mask=is_block[None, :], other=0) != 0
             sees = sees | (slots < length)[None, :]
         else:
-            sees = (slots[None, :] <= length + t[:, None]) & (slots[None, :] < last)
+            sees = slots[None, :] <= length + t[:, None]
         scores_RS = tl.where(sees, scores_RS, -float("inf"))
         new_most = tl.maximum(most, tl.max(scores_RS, 1))
         base = tl.where(new_most == -float("inf"), 0.0, new_most)  # -inf: no key was seen yet
         probs_RS = tl.exp2(scores_RS - base[:, None])
         decay = tl.exp2(most - base)
         total = total * decay + tl.sum(probs_RS, 1)
-        values_SD = tl.load(values + places, mask=is_there, other=0.0)
+        values_SD = tl.load(values + places, mask=is_there[:, None], other=0.0)
         probs_RS = probs_RS.to(values_SD.dtype)
         out_RD = out_RD * decay[:, None] + tl.dot(probs_RS, values_SD, input_precision="ieee")
         most = new_most
-    saw_any = total > 0.0
-    out_RD = out_RD / tl.where(saw_any, total, 1.0)[:, None]
-    lse = tl.where(saw_any, most + tl.log2(tl.where(saw_any, total, 1.0)), -float("inf"))
+    total = tl.maximum(total, 1.0)  # it is less where no key was seen, and 0
+    out_RD = out_RD / total[:, None]
+    lse = most + tl.log2(total)
     place = (head * num_pieces + piece) * G * T + rows
     tl.store(outs + place[:, None] * D + dims[None, :], out_RD, mask=is_row[:, None])
     tl.store(lses + place, lse, mask=is_row)
@@ -101,10 +100,7 @@ def attend_piece(  # type: ignore[no-untyped-def]
 def merge_pieces(  # type: ignore[no-untyped-def]
     outs, lses, out, T, G, num_kv_heads, num_pieces, PIECES: tl.constexpr, D: tl.constexpr
 ) -> None:
-    """Merges the pieces of one row of one KV head by their log-sum-exps.
-
-    At least one piece has keys: the row's own. `PIECES` is a power of two, at least `num_pieces`.
-    """
+    """Merges the pieces of one row of one KV head by their log-sum-exps."""
     head = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1)
     b, k = head // num_kv_heads, head % num_kv_heads
@@ -144,10 +140,7 @@ def attend_short_block(
     B, T, H, D = q_BTHD.shape
     K = keys_BKSD.shape[1]
     R = H // K * T
-    if D < 16 or D & (D - 1):
-        raise RuntimeError(f"it takes heads of 16, 32, 64, ... numbers, not of {D}")
     assert keys_BKSD.stride() == values_BKSD.stride()
-    assert keys_BKSD.stride(3) == q_BTHD.stride(3) == 1
     has_rule = rule_TT is not None
     rule = rule_TT.contiguous() if rule_TT is not None else lengths_B  # the latter is not read
     sizes = tile_sizes(R, q_BTHD.dtype, has_rule=has_rule)

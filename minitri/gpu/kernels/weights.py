@@ -1,11 +1,9 @@
 """Products of a few rows with a matrix of 4 or 8 bits: the linear layers of `quantized_copies.py`.
 
-A pass of decoding reads every weight for a few rows, so bytes count, and all multiprocessors should
-read at once. A program computes some columns of the output. Its warps share their rows of W: each
-reads another group of every `SHARES` and converts it in registers, so that no number is converted
-twice and many reads are under way. W comes first in every product, as a tensor core takes 16 rows
-of its first factor and 8 columns of its second. Nothing is added across programs: the same bits
-come every time.
+A pass of decoding reads every weight for a few rows, so bytes count. A program computes some
+columns of the output. Its warps share their rows of W: each reads another group of every `SHARES`
+and converts it in registers, once. W comes first in every product, as a tensor core takes 16 rows
+of its first factor and 8 columns of its second. Nothing is added across programs.
 
 Legend: M rows, N out_features, E in_features, G groups of E, S shares, R rows, C columns and X
 bytes of a tile.
@@ -108,21 +106,17 @@ def multiply_tile(  # type: ignore[no-untyped-def]
 
 
 def tile_sizes(M: int, bits: int) -> dict[str, int]:
-    """The tile that a program computes, and how it reads.
-
-    All stages take 99 KiB of shared memory at most, which every GPU from compute capability 8.0 on
-    has. All programs for 4096 columns run at once, wherever they are: each gets as many bytes.
-    """
+    """The tile that a program computes. All stages take 99 KiB of shared memory at most, which
+    every GPU from compute capability 8.0 on has."""
     rows = 8 if M <= 8 else 16
     stages = 6 if bits == 4 and rows == 8 else 4
-    return {"ROWS": rows, "COLUMNS": 32, "BITS": bits, "STAGES": stages}
+    tile = {"ROWS": rows, "COLUMNS": 32, "SHARES": SHARES, "GROUP": GROUP}
+    return {**tile, "BITS": bits, "STAGES": stages, "num_warps": SHARES}
 
 
 def multiply(x: Tensor, weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
-    """x W^T, (..., N), for (..., E), by `quantized_copies.quantize`'s W and scales.
-
-    On a GPU float32 rows are rounded to bfloat16 before.
-    """
+    """x W^T, (..., N), for (..., E), by `quantized_copies.quantize`'s W and scales. On a GPU
+    float32 rows are rounded to bfloat16 before."""
     G, N = scales_GN.shape
     x_ME = x.reshape(-1, x.shape[-1]).contiguous()
     if missing := G * GROUP - x.shape[-1]:
@@ -131,11 +125,8 @@ def multiply(x: Tensor, weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
         x_ME = x_ME.bfloat16()
     M = len(x_ME)
     out_MN = x.new_empty(M, N)
-    bits = 8 * weight_NX.shape[1] // (G * GROUP)
-    sizes = tile_sizes(M, bits)
+    sizes = tile_sizes(M, 8 * weight_NX.shape[1] // (G * GROUP))
     grid = triton.cdiv(M, sizes["ROWS"]), triton.cdiv(N, sizes["COLUMNS"])
-    tensors = (x_ME, weight_NX, scales_GN, out_MN)
-    options = {"SHARES": SHARES, "GROUP": GROUP, "num_warps": SHARES}
     with torch.cuda.device_of(x):  # else Triton would launch on the current one
-        multiply_tile[grid](*tensors, M, N, G, **sizes, **options)
+        multiply_tile[grid](x_ME, weight_NX, scales_GN, out_MN, M, N, G, **sizes)
     return out_MN.view(*x.shape[:-1], N)

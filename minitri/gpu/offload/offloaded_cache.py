@@ -4,23 +4,19 @@
 K and V of the first `on_chip` layers stay on the device. Those of the others live in page-locked
 host memory, and are copied to one of two staging buffers before they are attended to: while layer l
 computes, layer l + 1 is copied, and once a pass is over, the first two for the next one, while
-others propose. Only valid tokens are copied, and what a pass adds is written back while the
-computation goes on. A ring of the latest tokens stays on the device, from which the retrieval cache
-takes them: they would wait for the copies of layers otherwise.
+others propose. Only valid tokens are copied, and what a pass adds is written back meanwhile. The
+latest block stays on the device, too: the retrieval cache takes its tokens without a wait.
 
-All copies run on one stream, in the order in which they are queued. A copy waits for what was
-computed before it was queued: attention over its buffer, or the block that it writes back. The
-computation waits until a buffer is `ready`: its layer is there, and what was written back before
-has arrived, so that the block may take its place. The cache holds what `FullCache` holds, to the
-bit.
+All copies run on one stream, each after what was computed before it was queued. The computation
+waits until a buffer is `ready`: its layer is there, and what was written back before has arrived.
+The cache holds what `FullCache` holds, to the bit.
 
 Legend: P = 2 keys and values, L layers, B batch, S slots, K KV heads, D head dim, T new tokens.
-Tokens come first in host memory and buffers, so that some of them are copied at once.
 """
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -30,10 +26,8 @@ from minitri.caches.retrieval import RetrievalCache
 from minitri.config import ModelConfig
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.streams import CopyStream
-from minitri.model.cache import BlockKV, round_up_to_stride, write_block
-
-RING = 128
-"""Latest tokens of every row whose K and V stay on the device."""
+from minitri.model.cache import BlockKV, gather_path, round_up_to_stride, write_block
+from minitri.settings import LONGEST_BLOCK
 
 
 class StagingBuffer:
@@ -50,9 +44,8 @@ class StagingBuffer:
 class OffloadedFullCache(FullCache):
     """A `FullCache` of which all but the first layers are in host memory."""
 
-    on_layer_staged: Callable[[int, Tensor, Tensor], None] | None = None
-    """Called in a pass with every layer's number, keys and values (B, K, S, D), while these are on
-    the device and before anything attends to them."""
+    rebuilding: tuple[RetrievalCache, Tensor] | None = None
+    """See `rebuild_while_staged`."""
 
     def __init__(
         self,
@@ -63,7 +56,7 @@ class OffloadedFullCache(FullCache):
         on_chip: int,
         dtype: torch.dtype,
         device: torch.device,
-        host: HostMemory | None = None,
+        host: HostMemory,
         stream: CopyStream | None = None,
     ) -> None:
         """Empty, with `on_chip` layers on the device; `host` lends memory for the others."""
@@ -73,26 +66,21 @@ class OffloadedFullCache(FullCache):
         S = round_up_to_stride(capacity)
         empty = functools.partial(torch.empty, dtype=dtype, device=device)
         super().__init__(empty(on_chip, B, K, S, D), empty(on_chip, B, K, S, D), [0] * B)
-        host = host or HostMemory(device)
         self.host_LBSPKD = host.lend(self, (L, B, S, 2, K, D), dtype)
         self.stream = stream or CopyStream(device)
         buffers = (empty(B, S, 2, K, D) for _ in range(min(L, 2)))
         self.buffers = [StagingBuffer(kv_BSPKD, self.stream) for kv_BSPKD in buffers]
-        self.ring_LBTPKD = empty(L, B, RING, 2, K, D)
-        self.ring_starts = [0] * B  # first token of each row that is in the ring
+        self.latest_LBTPKD = empty(L, B, LONGEST_BLOCK, 2, K, D)
+        self.latest_starts = [0] * B  # first token of each row there
 
     def rebuild_while_staged(self, cache: RetrievalCache, queries_LBTHD: Tensor) -> None:
         """Has a retrieval cache select from each layer while it is here; the queries are those of
         the pass under way, as far as it has come."""
-        weak = weakref.proxy(cache)  # which holds this one: a cycle would keep both after the run
-
-        def on_layer(layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
-            weak.select(layer, queries_LBTHD[layer, :, 0], keys_BKSD, values_BKSD)
-
-        self.on_layer_staged = on_layer
+        # The cache holds this one: a cycle would keep both after the run.
+        self.rebuilding = weakref.proxy(cache), queries_LBTHD
 
     @property
-    def shape(self) -> tuple[int, int, int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         _, B, K, S, D = self.keys.shape
         return self.on_chip + len(self.host_LBSPKD), B, K, S, D
 
@@ -107,15 +95,16 @@ class OffloadedFullCache(FullCache):
             on_device = super().update(layer, block)
         else:
             on_device = self.update_hosted(self._prefetch(layer), block, self._by_row())
-        if self.on_layer_staged is not None:
-            self.on_layer_staged(layer, *on_device)
+        if self.rebuilding is not None:
+            cache, queries_LBTHD = self.rebuilding
+            cache.select(layer, queries_LBTHD[layer, :, 0], *on_device)
         return on_device
 
     def update_hosted(
         self, buffer: StagingBuffer, block: BlockKV, starts: dict[int, int]
     ) -> tuple[Tensor, Tensor]:
-        """Writes a block of successive rows, from `starts` on, into a buffer and into the ring,
-        there at positions modulo RING, and queues its way to host memory."""
+        """Writes a block of successive rows, from `starts` on, into a buffer, and queues its way to
+        host memory."""
         T = block.keys_BTKD.shape[1]
         buffer.ready.wait()
         kv_BSPKD = buffer.kv_BSPKD[min(starts) : max(starts) + 1]
@@ -124,10 +113,9 @@ class OffloadedFullCache(FullCache):
         hosted = buffer.layer - self.on_chip
         for b, start in starts.items():
             end = start + T
-            first = max(start, end - RING)
-            places = torch.arange(first, end, device=self.device) % RING
-            self.ring_LBTPKD[hosted, b].index_copy_(0, places, buffer.kv_BSPKD[b, first:end])
-            self.ring_starts[b] = max(min(self.ring_starts[b], start), end - RING)
+            first = max(start, end - LONGEST_BLOCK)
+            self.latest_starts[b] = first
+            self.latest_LBTPKD[hosted, b, : end - first] = buffer.kv_BSPKD[b, first:end]
             with self.stream.copying():
                 host_TPKD = self.host_LBSPKD[hosted, b, start:end]
                 host_TPKD.copy_(buffer.kv_BSPKD[b, start:end], non_blocking=True)
@@ -163,18 +151,17 @@ class OffloadedFullCache(FullCache):
 
     def tokens(self, b: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         keys_LKTD, values_LKTD = super().tokens(b, start, end)
-        if start >= self.ring_starts[b]:
-            places = torch.arange(start, end, device=self.device) % RING
-            hosted_LTPKD = self.ring_LBTPKD[:, b].index_select(1, places)
+        first = start - self.latest_starts[b]
+        if first >= 0:
+            hosted_LTPKD = self.latest_LBTPKD[:, b, first : first + end - start]
         else:
             self.stream.synchronize()
-            layers = (host_TPKD.to(self.device) for host_TPKD in self.host_LBSPKD[:, b, start:end])
-            hosted_LTPKD = torch.stack([*layers])
+            hosted_LTPKD = self.host_LBSPKD[:, b, start:end].to(self.device)
         keys, values = hosted_LTPKD.transpose(1, 3).unbind(2)
         return torch.cat((keys_LKTD, keys)), torch.cat((values_LKTD, values))
 
     def held_layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from zip(self.keys[:, b], self.values[:, b], strict=True)
+        yield from super().layers(b)
         self.stream.synchronize()
         yield from zip(*self.host_LBSPKD[:, b].transpose(1, 3).unbind(2), strict=True)
 
@@ -188,7 +175,7 @@ class OffloadedFullCache(FullCache):
 
     def restore(self, b: int, num_tokens: int) -> None:
         super().restore(b, num_tokens)
-        self.ring_starts[b] = num_tokens  # none of these tokens is in the ring
+        self.latest_starts[b] = num_tokens
 
     def row(self, b: int) -> "HostedRow":  # type: ignore[override]  # no other kind is made
         return HostedRow(self, b, self._lengths[b])
@@ -199,18 +186,13 @@ class OffloadedFullCache(FullCache):
 
     def keep_path(self, b: int, path: list[int]) -> None:
         super().keep_path(b, path)
-        start = self._lengths[b]
-        end = start + 1 + len(path)
-        old = torch.tensor([start + place for place in path]).to(self.device) % RING
-        new = torch.arange(start + 1, end, device=self.device) % RING
-        kept_LTPKD = self.ring_LBTPKD[:, b].index_select(1, old)
-        self.ring_LBTPKD[:, b].index_copy_(1, new, kept_LTPKD)
-        self.stream.share(kept_LTPKD)
+        for slots_LBKTD in self.latest_LBTPKD.transpose(2, 4).unbind(3):
+            gather_path(slots_LBKTD, b, 0, path)
+        start = self._lengths[b] + 1
         with self.stream.copying():
-            for host_BSPKD, kept_TPKD in zip(self.host_LBSPKD, kept_LTPKD, strict=True):
-                host_BSPKD[b, start + 1 : end].copy_(kept_TPKD, non_blocking=True)
-        for buffer in self.buffers:
-            buffer.num_held[b] = min(buffer.num_held[b], start)
+            for host_BSPKD, latest_BTPKD in zip(self.host_LBSPKD, self.latest_LBTPKD, strict=True):
+                kept_TPKD = latest_BTPKD[b, 1 : 1 + len(path)]
+                host_BSPKD[b, start : start + len(path)].copy_(kept_TPKD, non_blocking=True)
 
     def _set_lengths(self, lengths: list[int]) -> None:
         super()._set_lengths(lengths)
@@ -230,11 +212,6 @@ class HostedRow(FullCache):
         super().__init__(full.keys[:, b : b + 1], full.values[:, b : b + 1], [length])
         self._full = full
         self._b = b
-
-    @property
-    def shape(self) -> tuple[int, int, int, int, int]:
-        L, _, K, S, D = self._full.shape
-        return L, 1, K, S, D
 
     def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
         if layer < self.on_chip:
