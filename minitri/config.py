@@ -80,8 +80,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     name: str = "llama"
     draft_of: str | None = None
-    """Name of the target whose embedding table, most of a small model, this drafter borrows; None:
-    it has its own."""
+    """Name of the target whose embedding table this drafter borrows; None: it has its own."""
     head_size: int | None = between(None, 1)
     """With `draft_of`: tokens that the drafter's LM head covers, the frequent ones of the
     vocabulary. It never guesses the others. That makes it faster, and cannot change a text."""

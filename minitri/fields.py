@@ -17,8 +17,7 @@ def one_of(default: Any, *choices: Any) -> Any:
 
 
 def between(default: Any, least: float, most: float = MAX_COUNT) -> Any:
-    """A field that is a number within bounds, None if that is the default; a whole number if
-    `least` is one."""
+    """A field that is a number within bounds, None if that is the default; whole if `least` is."""
     return dataclasses.field(default=default, metadata={"range": (least, most)})
 
 

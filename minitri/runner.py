@@ -104,8 +104,7 @@ class ModelRunner:
         ]
 
     def pack(self, fresh: list[list[int]], size: int) -> tuple[Tensor, Tensor]:
-        """On the host: a block of `size` tokens, see `pack_block`, and places (B, 1) of the last
-        ones."""
+        """On the host: see `pack_block`; and the places (B, 1) of the last certain tokens."""
         lasts_B1 = torch.tensor([[len(row) - 1] for row in fresh])
         return pack_block(self.model, fresh, self.cache, size), lasts_B1
 

@@ -39,8 +39,7 @@ class FullCache(Cache):
         return self.keys.shape[0]
 
     def layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values (K, S, D) of row b on the device, layer by layer; a pair is valid until
-        the next is asked for."""
+        """Keys and values (K, S, D) of row b, layer by layer; valid until the next pair."""
         yield from zip(self.keys[:, b], self.values[:, b], strict=True)
 
     held_layers = layers
@@ -61,8 +60,7 @@ class FullCache(Cache):
 
 
 def span(slots_LKSD: Tensor, start: int, end: int) -> Tensor:
-    """Slots from `start` to `end`; on a GPU copied by a kernel, where a view of over 2 GB would
-    take many."""
+    """Some slots; on a GPU copied by one kernel, where a view of over 2 GB would take many."""
     if slots_LKSD.device.type == "cpu":
         return slots_LKSD[:, :, start:end]
     return slots_LKSD.index_select(2, torch.arange(start, end, device=slots_LKSD.device))

@@ -42,8 +42,7 @@ class Policy(Protocol):
     """Whether `observe` must see the queries of the whole prompt, not of its last tokens alone."""
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:
-        """Importance (K, N) of the chunks of a layer of row b to the latest queries, all
-        rotated."""
+        """Importance (K, N) of chunks of a layer of row b to the latest queries, all rotated."""
         raise NotImplementedError
 
     def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:

@@ -146,8 +146,7 @@ class RetrievalCache(Cache):
             small[layer, b, :, : C * M] = take_tokens(slots_KSD, places_KT)
 
     def _copy_committed(self, b: int) -> None:
-        """Copies exact K and V of new tokens: to free slots first, then over the least
-        important."""
+        """Copies exact K and V of new tokens: to free slots, then over the least important."""
         row = self.rows[b]
         end = self._full.lengths[b]
         while (start := row.num_committed) < end:

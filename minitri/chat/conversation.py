@@ -45,8 +45,7 @@ class Conversation:
         return self.tokens + self._tokenizer.encode_marked(before + question + after)
 
     def answered(self, prompt: list[int], token_ids: Sequence[int], end: str = "") -> None:
-        """Takes in the answer to a prompt of `ask`; `end` is how its end token is spelled, if
-        any."""
+        """Takes in the answer to a prompt of `ask`; `end` is how its end token is spelled."""
         self.tokens = [*prompt, *token_ids]
         self._end = end
 

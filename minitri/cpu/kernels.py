@@ -45,8 +45,7 @@ class Kernels:
         os.register_at_fork(after_in_child=self._begin_in_child)
 
     def _begin_in_child(self) -> None:
-        """Threads do not survive a fork, and PyTorch would wait for them; a held lock stays
-        held."""
+        """Threads do not survive a fork: PyTorch would wait for them; a held lock stays held."""
         self.num_threads = 1
         self._one_at_a_time = threading.RLock()
         torch.set_num_threads(1)
@@ -131,8 +130,7 @@ class Kernels:
 
 
 def struct_of(*fields: Tensor | float | None) -> bytes:
-    """A struct of the kernels: addresses (the tensors must outlive it) and numbers, 8 bytes
-    each."""
+    """A struct: addresses (the tensors must outlive it) and numbers, 8 bytes each."""
     words = [it.data_ptr() if isinstance(it, Tensor) else it or 0 for it in fields]
     return struct.pack("".join("d" if isinstance(it, float) else "q" for it in words), *words)
 

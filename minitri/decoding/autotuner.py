@@ -37,8 +37,7 @@ class Autotuner:
         *,
         use_clock: bool,
     ) -> None:
-        """`prior_seconds(stage, num_guesses)` are of a round; without `use_clock` all that
-        counts."""
+        """`prior_seconds(stage, num_guesses)` of a round are all that counts without a clock."""
         self.plan = plans[0]
         self._plans = plans
         self._prior_seconds = prior_seconds

@@ -63,8 +63,7 @@ class Cascade:
         self.stages = (drafter, retrieval, target)
 
     def start(self, rows: Collection[int] | None = None) -> list[Emitted]:
-        """Samples the first tokens of these rows, or of all, by the target alone; they go on
-        then."""
+        """Samples the first tokens of these rows, or of all, by the target alone."""
         nothing = Proposal.nothing(len(self.sequences))
         starting = [rows is None or b in rows for b in range(len(self.sequences))]
         emitted = self._target.verify(self.sequences, starting, nothing)

@@ -51,8 +51,7 @@ def hashed_uniforms(keys: Tensor, numbers: Tensor) -> Tensor:
 
 
 def noise_key(seed: int, position: int) -> int:
-    """The key of a position's noise; with `hash(seed + position)` rows would repeat each
-    other's."""
+    """The key of a position's noise; with `hash(seed + position)` rows would share noise."""
     return _splitmix(_splitmix(seed) + position)
 
 

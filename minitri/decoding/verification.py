@@ -116,8 +116,7 @@ def verdict_by(rule: Rule) -> Callable[..., Tensor]:
 
 
 def _verdict(rule: Rule, p_BNV: Tensor, numbers_BN: Tensor, *tensors: Tensor) -> Tensor:
-    """The outcome of a rule in one tensor (B, 3 + N): guesses accepted, next token, whether all is
-    finite, guesses."""
+    """One tensor (B, 3 + N): guesses accepted, next token, whether all is finite, guesses."""
     guesses = Guesses(*tensors)
     q_are_finite_BN = guesses.probs_BNV.sum(2).isfinite() | ~guesses.are_real_BN
     are_finite_B = p_BNV.sum((1, 2)).isfinite() & q_are_finite_BN.all(1)

@@ -1,7 +1,4 @@
-"""Allocates the full cache where it fits, by what memory there is: `placement.py` says what fits.
-
-Legend: L layers, B batch.
-"""
+"""Allocates the full cache where it fits; `placement.py` says what fits."""
 
 import contextlib
 import logging

@@ -91,8 +91,7 @@ def attend_fused(
     rule_TT: Tensor | None = None,
     lengths_B: Tensor | None = None,  # noqa: ARG001 (the contract's)
 ) -> Tensor:
-    """PyTorch's fused attention, one kernel over prefix and block, by lengths on the host. Trees
-    are short."""
+    """PyTorch's fused attention, one kernel over prefix and block, by lengths on the host."""
     assert rule_TT is None
     if min(prefix_lengths) < max(prefix_lengths):
         return row_by_row(attend_fused, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, None)

@@ -34,10 +34,7 @@ Function = Callable[..., Any]
 
 
 class GraphPool:
-    """Captures functions on one stream, and counts them.
-
-    Its graphs share memory, so they must not run at the same time.
-    """
+    """Captures functions on one stream; its graphs share memory, and never run at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.num_graphs = 0
@@ -49,10 +46,7 @@ class GraphPool:
 
     @torch.inference_mode()
     def run(self, function: Function, *inputs: Tensor) -> Any:
-        """What the function gives for these inputs, which may be on the host.
-
-        Raises `InputError` if it cannot be captured.
-        """
+        """What the function gives for these inputs, on the host or not. Raises `InputError`."""
         key = function, *((it.shape, it.dtype) for it in inputs)
         if key not in self._captured:
             self._captured[key] = self.capture(function, *inputs)
@@ -178,10 +172,8 @@ class Passes:
 
 
 def clear_workspaces() -> None:
-    """Frees cuBLAS's workspaces, of which it keeps one per stream for good.
-
-    That of a capture must lie in the graph's memory, and none may be left for its stream.
-    """
+    """Frees cuBLAS's workspaces, one per stream: that of a capture must lie in the graph's memory,
+    and none may be left for its stream."""
     torch._C._cuda_clearCublasWorkspaces()
 
 

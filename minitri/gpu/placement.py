@@ -1,8 +1,7 @@
 """How many bytes a run needs, and what of it fits where, before anything is allocated.
 
 An engine boots with these numbers and `python -m minitri.plan` prints them. The KV cache of the
-first `on_chip` layers lives on the device, that of the others in host memory, see
-`offload/offloaded_cache.py`.
+first `on_chip` layers lives on the device, that of the others in host memory.
 
 Legend: L layers, B batch.
 """
@@ -82,8 +81,7 @@ class Demand:
         return num_bytes
 
     def _small_caches(self, num_means: int) -> int:
-        """Of the retrieval cache, its queries and the chunk means of some layers, and of the
-        drafter's window."""
+        """Of the retrieval cache, its queries, chunk means, and of the drafter's window."""
         config = self.share
         speculation = self.speculation
         B = len(self.prompt_lengths)

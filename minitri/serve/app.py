@@ -1,8 +1,5 @@
-"""The HTTP side: endpoints and errors, as a small ASGI application.
-
-Every request takes one way: key, body, JSON, events, answer; wherever it fails, the client gets
-OpenAI's error JSON, and the others do not notice. A client that leaves frees its row.
-"""
+"""The HTTP side: endpoints and errors, as a small ASGI application. Wherever a request fails, the
+client gets OpenAI's error JSON; the others do not notice. A client that leaves frees its row."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,5 @@
-"""Host memory for K and V: page-locked where a GPU is to copy it.
-
-The system finds and locks every page first, which takes tens of seconds for 60 GiB. So a cache that
-is gone leaves its memory to the next one.
+"""Host memory for K and V, page-locked for a GPU: locking 60 GiB takes tens of seconds, so a cache
+that is gone leaves its memory to the next one.
 """
 
 import contextlib

@@ -103,8 +103,7 @@ class OffloadedFullCache(FullCache):
     def update_hosted(
         self, buffer: StagingBuffer, block: BlockKV, starts: dict[int, int]
     ) -> tuple[Tensor, Tensor]:
-        """Writes a block of successive rows, from `starts` on, into a buffer, and queues its way to
-        host memory."""
+        """Writes a block into a buffer, from `starts` on; queues its way to host memory."""
         T = block.keys_BTKD.shape[1]
         buffer.ready.wait()
         kv_BSPKD = buffer.kv_BSPKD[min(starts) : max(starts) + 1]
