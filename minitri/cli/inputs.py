@@ -53,7 +53,7 @@ def demo_text() -> str:
 def encode(
     prompt: str, tokenizer: Tokenizer, config: ModelConfig, num_new: int, args: argparse.Namespace
 ) -> list[int]:
-    """Token ids of a prompt by the flags. What is cut is cut from the text, not from BOS or the"""
+    """Token ids of a prompt by the flags. The text alone is cut, not BOS or the chat template."""
 
     def encoded(text: str) -> list[int]:
         if not vars(args).get("chat"):
