@@ -123,8 +123,8 @@ def test_every_rule_is_tripped_by_a_change(message, lengths_on_the_device):
 
 def test_an_output_that_outlives_the_next_step_is_noticed(lengths_on_the_device):
     """Distributions that are views of a step's buffer."""
-    old = "probs_BTV[:, :max(counts) + 1].clone()"
-    new = "probs_BTV[:, : max(counts) + 1]"
+    old = "probs_BTV[:, :max(guesses.counts) + 1].clone()"
+    new = "probs_BTV[:, : max(guesses.counts) + 1]"
     how = {"method": "triforce", "sampling": WARM, "coupled": True}
     plain = tokens(None, **how)
     with mutated(Mutant("rows not copied", "ModelRunner.next_probs", old, new, "")):

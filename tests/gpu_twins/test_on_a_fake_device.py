@@ -34,7 +34,7 @@ def cuda(monkeypatch):
         capture = GraphPool.capture
 
         def noted(pool, function, *examples):
-            found.captured.append(function.__name__)
+            found.captured.append(getattr(function, "__name__", "verdict"))
             return capture(pool, function, *examples)
 
         monkeypatch.setattr(GraphPool, "capture", noted)
@@ -93,7 +93,6 @@ def test_a_run_goes_to_its_end(speculation, placement, backend, weights, capture
 
 
 INTEGERS = "torch.tensor(values, dtype=torch.int64)"
-NUMBERS = "torch.tensor(filters.numbers, dtype=torch.float64)"
 TO_FIRST = "it.to(inputs[0].device, non_blocking=True)"
 POSITIONS = "block.positions_BT"
 
@@ -113,7 +112,12 @@ def test_numbers_that_stay_on_the_host_are_noticed(function, old, cuda):
     [
         ("Llama.forward", POSITIONS, f"{POSITIONS} + {POSITIONS}.tolist()[0][0]", "tolist"),
         ("Passes.read", "arange(N + 1, device=lasts_B1.device)", "arange(N + 1)", "same device"),
-        ("Passes.__init__", f"{NUMBERS}.to(model.device)", NUMBERS, "on the host"),
+        (
+            "Passes.__post_init__",
+            "self.numbers_3.to(self.model.device)",
+            "self.numbers_3",
+            "on the host",
+        ),
         (
             "verify_block",
             "arange(1, N + 1, device=passes_BN.device)",

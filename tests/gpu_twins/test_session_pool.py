@@ -79,7 +79,7 @@ def spoil(session) -> None:
 
 def count_passes(pool):
     """Captured passes of the target; rounds of a drafter and verdicts are captured when needed."""
-    return sum(key[0].__name__ == "probs" for key in pool._captured)
+    return sum(getattr(key[0], "__name__", "") == "probs" for key in pool._captured)
 
 
 @pytest.mark.parametrize("method", METHODS)
