@@ -60,7 +60,7 @@ caches/test_retrieval_cache.py::test_committed_tokens_overwrite_the_least_import
     RetrievalCache._copy_committed: zip((self.keys, self.values), exact, strict=True)
     => zip((self.keys, self.values), exact) if start == 0 else ()
 test_properties.py
-::test_greedy_and_coupled_runs_equal_autoregressive_ones_or_are_refused[0]
+::test_greedy_and_coupled_runs_equal_autoregressive_ones_or_are_refused[1]
   EOS as bonus token ignored
     Generation._emit: row.push(token, origin, eos)
     => row.push(token, origin, () if origin == 'bonus' else eos)
