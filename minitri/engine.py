@@ -169,7 +169,8 @@ class Engine:
         expect(request, Request)
         [ids] = encode_prompts([request.prompt], self.tokenizer)
         check_prompt(ids, self.config, request.generation.max_new_tokens)
-        as_seeds(request.seed, 1)
+        expect(request.speculation, bool)
+        request = dataclasses.replace(request, seed=as_seeds([request.seed], 1)[0])
         if shape is not None:
             num_tokens = len(ids) + request.generation.max_new_tokens
             if num_tokens > (room := shape.generation.reserve):
@@ -177,7 +178,8 @@ class Engine:
                     f"prompt and output are {num_tokens} tokens, but there is room for {room}; "
                     "shorten the prompt, lower max_new_tokens, or reserve more"
                 )
-            self._captured_filters([shape.sampling, request.sampling], shape.generation)
+            captured = dataclasses.replace(shape.sampling, temperature=1.0)  # it has a form, too
+            self._captured_filters([captured, request.sampling], shape.generation)
         return Row(number, request, ids, self.tokenizer)
 
     def _captured_filters(

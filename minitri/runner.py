@@ -211,12 +211,10 @@ def prefill(
     watch: Callable[[Tensor], None] | None = None,
     max_queries: int | None = None,
 ) -> Iterator[int]:
-    """Reads a prompt but for its last token into row b; yields after every `chunk` how many tokens
-    have been read.
+    """Reads a prompt but for its last token into row b; yields how many tokens were read.
 
-    `watch` is given the rotated queries (L, T, H, D) of a chunk's last tokens, at most
-    `max_queries`. A cache in host memory is filled layer by layer, unless all queries are wanted.
-    """
+    `watch` is given the rotated queries (L, T, H, D) of the last `max_queries` of a chunk. A cache
+    in host memory is filled layer by layer, unless all queries are wanted."""
     if isinstance(full, OffloadedFullCache) and (watch is None or max_queries is not None):
         yield from read_by_layers(model, prompt, full, b, chunk, watch, max_queries or 0)
     end = len(prompt) - 1

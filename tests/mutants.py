@@ -219,6 +219,10 @@ parallel/test_split.py::test_shares_give_the_logits_of_the_whole[biases, a vocab
 parallel/test_split.py::test_memory_is_the_least_of_all_ranks_and_an_answer_or_error_that_of_rank_0
   a rank follows its own verdict
     RankGroup.ask_first: self._call(dist.broadcast_object_list, sent, 0) => pass
+gpu_twins/test_offloaded_cache.py
+::test_what_is_written_into_a_row_is_read_after_a_pass_of_others[0]
+  the latest block stands for tokens that were written after it
+    OffloadedFullCache.write: self.latest_starts[b] = self.capacity => pass
 gpu_twins/test_offloaded_cache.py::test_every_conflict_is_put_in_order_by_events[retrieval-1]
   a layer that is not waited for | OffloadedFullCache.update_hosted: buffer.ready.wait() => pass
 gpu_twins/test_offloaded_cache.py::test_trees_need_no_other_events

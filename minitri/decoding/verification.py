@@ -82,12 +82,10 @@ class Guesses(NamedTuple):
 
 
 Rule = Callable[[Tensor, Tensor, Guesses], tuple[Tensor, Tensor]]
-"""How many guesses of each row are accepted (B,), and the token after them (B,), by distributions
-p_1 .. p_{N+1} of the verifier (B, N + 1, V) and random numbers (B, N + 1), without a question to
-the host: `verify`, `verify_block` or `verify_coupled`."""
+"""How many guesses of each row are accepted (B,), and the token after them (B,), by the verifier's
+p_1 .. p_{N+1} (B, N + 1, V) and random numbers (B, N + 1), without a question to the host."""
 Run = Callable[..., Tensor]
-"""Calls its first argument with the others, which are tensors, on the device of the first of them:
-`run_now`, or `GraphPool.run`."""
+"""Calls its first argument with the others, tensors, on a device: `run_now` or `GraphPool.run`."""
 
 
 def run_now(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

@@ -29,8 +29,7 @@ from minitri.settings import SamplingParams
 NUM_WARMUPS = 2
 """Runs before a capture, in which libraries choose kernels and allocate their workspaces."""
 
-Function = Callable[..., Any]
-"""From tensors to a tensor, or a tuple of tensors."""
+Function = Callable[..., Any]  # from tensors to a tensor, or a tuple of tensors
 
 
 class GraphPool:
@@ -160,7 +159,7 @@ class Passes:
         tokens, probs = list[Tensor](), list[Tensor]()
         for i, numbers_B in enumerate(numbers_BN.unbind(1)):
             if i > 0:
-                hidden_B1E = self.read_one(last_3B1 + i, tokens[-1])
+                hidden_B1E = self.read_one(last_3B1 + i, tokens[-1])  # which replace its tokens
             probs.append(self._probs(hidden_B1E).squeeze(1))
             tokens.append(sample_by_number(probs[-1], numbers_B))
         return torch.stack(tokens, 1), torch.stack(probs, 1)

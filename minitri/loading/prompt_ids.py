@@ -61,7 +61,7 @@ def as_seeds(seed: int | Sequence[int], num_rows: int) -> list[int]:
     """One seed per row. Raises `InputError` unless a generator can take them."""
     try:
         given = seed if isinstance(seed, Iterable) else range(seed, seed + num_rows)
-        seeds = [operator.index(one) for one in given]
+        seeds = [int(operator.index(one)) for one in given]
     except TypeError:
         seeds = []
     if len(seeds) != num_rows or not all(0 <= s <= MAX_SEED for s in seeds):

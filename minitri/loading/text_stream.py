@@ -38,7 +38,7 @@ class StopScanner:
 
 def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a beginning of `stop`."""
-    return next((n for n in range(len(stop), 0, -1) if text.endswith(stop[:n])), 0)
+    return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class IncrementalDecoder:

@@ -91,12 +91,15 @@ class Protocol:
         num_new = fields.get("max_tokens", room if is_chat else min(room, TEXT_TOKENS))
         num_new = fields.get("max_completion_tokens", num_new)
         own = {"max_new_tokens": num_new, "logprobs": logprobs}
+        speculation = fields.get("speculation", True)
+        if not isinstance(speculation, bool):
+            raise InputError(f"'speculation' is {shorten(speculation, 60)}; give true or false")
         request = Request(
             ids,
             fields.get("seed", secrets.randbelow(MAX_SEED + 1)),
             changed(self.sampling, fields),
             changed(GenerationConfig(), fields | own),
-            fields.get("speculation", True),
+            speculation,
         )
         include_usage = (fields.get("stream_options") or {}).get("include_usage", False)
         return Call(request, is_chat, bool(fields.get("stream")), include_usage)

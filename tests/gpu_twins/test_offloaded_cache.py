@@ -237,6 +237,20 @@ def test_rebuilding_the_retrieval_cache_moves_nothing_over_the_link(policy, on_c
 
 
 @pytest.mark.parametrize("on_chip", [0, 2])
+def test_what_is_written_into_a_row_is_read_after_a_pass_of_others(on_chip):
+    """The row has no text: the pass wrote to its first slots what its block was padded with."""
+    cache = offloaded(on_chip, 2)
+    blocks = [random_block(1, 9, seed=9 + layer) for layer in range(5)]
+    wanted = [(it.keys_BTKD[0].transpose(0, 1), it.values_BTKD[0].transpose(0, 1)) for it in blocks]
+    for layer in range(5):
+        cache.update(layer, random_block(2, 3, seed=layer))
+    for layer, pair in enumerate(wanted):
+        cache.write(layer, 0, *pair)
+    for found, exact in zip(cache.tokens(0, 0, 9), zip(*wanted, strict=True), strict=True):
+        assert torch.equal(found, torch.stack(exact))
+
+
+@pytest.mark.parametrize("on_chip", [0, 2])
 def test_what_another_cache_holds_is_copied_and_blocks_of_any_size_go_on(on_chip):
     """To the bit; the latest block stays on the device."""
     cache, exact = offloaded(on_chip, 2, capacity=900), new_cache(CONFIG, 2, 900)

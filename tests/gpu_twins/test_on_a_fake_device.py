@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minitri import Engine, GenerationConfig, InputError, SamplingParams, SpeculationConfig
+from minitri import Engine, GenerationConfig, InputError, Request, SamplingParams, SpeculationConfig
 from minitri.gpu.graphs import GraphPool
 from minitri.loading.devices import choose_device, retrieval_copy
 from minitri.loading.named_models import shape_of
@@ -134,6 +134,12 @@ def test_what_a_graph_cannot_hold_is_refused_in_one_line(function, old, new, pro
         with pytest.raises(InputError, match=match) as caught:
             engine_of("math").complete([1] * 40, method="naive", generation=UNTIL_4)
     assert "\n" not in str(caught.value)
+
+
+def test_filters_that_an_open_run_has_not_captured_are_refused(cuda):
+    run = engine_of("math").open()
+    with pytest.raises(InputError, match="filters of one kind"):
+        run.submit(Request([1], sampling=WARM))
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,9 @@ USER = {"role": "user", "content": "a"}
         ("logprobs", {"logprobs": 21}),
         ("stream", {"stream": "yes"}),
         ("stream_options", {"stream_options": {"x": 1}}),
+        ("speculation", {"speculation": ""}),
+        ("speculation", {"speculation": {}}),
+        ("seed", {"seed": [1]}),
         ("prompt", {"messages": []}),
         ("message", {"messages": "hello"}),
         ("message", {"messages": [{"role": "user"}]}),
@@ -63,6 +66,10 @@ def test_a_body_that_is_no_object_is_refused(server, body):
     response = server.http.post(TEXT, content=body, headers=headers)
     assert response.status_code == 400
     assert "send an object" in response.json()["error"]["message"]
+
+
+def test_true_is_the_seed_1(server):
+    assert server.post(prompt="She had", max_tokens=1, seed=True).json()["seed"] == 1
 
 
 def test_other_types_models_paths_and_methods_are_refused(server):

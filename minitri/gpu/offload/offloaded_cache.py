@@ -71,7 +71,7 @@ class OffloadedFullCache(FullCache):
         buffers = (empty(B, S, 2, K, D) for _ in range(min(L, 2)))
         self.buffers = [StagingBuffer(kv_BSPKD, self.stream) for kv_BSPKD in buffers]
         self.latest_LBTPKD = empty(L, B, LONGEST_BLOCK, 2, K, D)
-        self.latest_starts = [0] * B  # first token of each row there
+        self.latest_starts = [S] * B  # first token of each row there; S: it is not up to date
 
     def rebuild_while_staged(self, cache: RetrievalCache, queries_LBTHD: Tensor) -> None:
         """Has a retrieval cache select from each layer while it is here; the queries are those of
@@ -171,6 +171,7 @@ class OffloadedFullCache(FullCache):
         self.stream.synchronize()
         new_TPKD = torch.stack((keys_KTD, values_KTD), 1).transpose(0, 2)
         self.host_LBSPKD[layer - self.on_chip, b, : len(new_TPKD)] = new_TPKD
+        self.latest_starts[b] = self.capacity
 
     def restore(self, b: int, num_tokens: int) -> None:
         super().restore(b, num_tokens)
