@@ -48,6 +48,7 @@ from minitri.model.linear import TrimmedHead
 from minitri.model.llama import Block, Llama, sample_of_vocabulary
 from minitri.settings import SamplingParams, SpeculationConfig
 from tools.distill_data import BATCH, LabelStore, W, continue_texts, label, read_texts, sequences_of
+from tools.weight_pieces import described
 
 SAMPLINGS = {
     "T=0": SamplingParams(0.0),
@@ -237,27 +238,15 @@ def start_from(engine: Engine, args: argparse.Namespace, head_ids: Tensor) -> Ll
 def write_drafter(draft: Llama, folder: Path) -> None:
     """An ordinary checkpoint folder, bfloat16, for `--draft`."""
     config = draft.config
-    described = {
+    written = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "draft_of": config.draft_of,
         "head_size": config.head_size,
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.context_length,
-        "rope_theta": config.rope.theta,
-        "rms_norm_eps": config.rms_norm_eps,
+        **described(config),
         "tie_word_embeddings": False,
-        "attention_bias": config.attention_bias,
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": list(config.eos_token_ids),
     }
-    (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
     tensors = {
         name: view.detach()
         .to(torch.bfloat16 if view.is_floating_point() else torch.int32)

@@ -34,9 +34,7 @@ RUN = 4_000_000
 
 
 def described(config: ModelConfig) -> dict[str, Any]:
-    """A config.json. Raises `InputError` for what it leaves out."""
-    if config.rope.kind != "default" or config.draft_of is not None or config.head_norm:
-        raise InputError(f"{config.name} is more than a plain Llama; give smollm2-135m or the like")
+    """The config.json of a plain Llama."""
     return {
         "model_type": "llama",
         "num_hidden_layers": config.num_layers,
@@ -67,6 +65,8 @@ def entries(model: str) -> Iterator[dict[str, Tensor]]:
     located = locate(model)
     checkpoint = open_checkpoint(located.path)
     config = checkpoint.config(located.name)
+    if config.rope.kind != "default" or config.draft_of is not None or config.head_norm:
+        raise InputError(f"{config.name} is more than a plain Llama; give smollm2-135m or the like")
     backend, _ = checkpoint.tokenizer()
     if not isinstance(backend, TokenizersBackend):
         raise InputError(f"{model} has a sentencepiece tokenizer; give one with a tokenizer.json")
