@@ -28,8 +28,8 @@ __all__ = ["MODELS", "Completion", "Drafter", "End", "Engine", "Event", "Generat
 __all__ += ["GenerationConfig", "Idle", "InputError", "ModelConfig", "Policy", "PrefillProgress"]
 __all__ += ["Request", "RowStats", "SamplingParams", "SpeculationConfig", "Stats", "Token", "load"]
 
-_LIGHT = ("errors", "settings", "config", "stats", "loading.named_models")
-_HEAVY = ("drafters.plugin", "caches.policies", "requests", "generation", "engine", "loader")
+_LIGHT = ("errors", "settings", "config", "stats", "loading.named_models", "requests")
+_HEAVY = ("drafters.plugin", "caches.policies", "generation", "engine", "loader")
 """Where the names are; importing these takes seconds."""
 
 

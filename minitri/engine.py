@@ -27,10 +27,7 @@ from minitri.loading.tokenizer import Tokenizer
 from minitri.memory import MemoryPool, MemoryShape, Models
 from minitri.model.llama import Llama
 from minitri.requests import Completion, End, Request, Row, expect
-from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
-
-MAX_ROWS = 8
-"""Requests of a stream that run at a time, if memory allows."""
+from minitri.settings import MAX_ROWS, GenerationConfig, SamplingParams, SpeculationConfig
 
 
 @dataclass(eq=False, repr=False)

@@ -10,18 +10,22 @@ with clean_imports():
     import argparse
     import dataclasses
     import json
+    from typing import TYPE_CHECKING
 
-    from minitri import Engine, Generation, GenerationConfig, InputError, SamplingParams
+    from minitri import GenerationConfig, InputError, SamplingParams
     from minitri.cli import arguments, boot
     from minitri.cli.inputs import read_prompt
     from minitri.cli.jsonl import run_lines
     from minitri.cli.report import report
     from minitri.cli.terminal import LEGEND, colored, nothing, plain, stream
-    from minitri.engine import MAX_ROWS
     from minitri.fields import between
     from minitri.loading.named_models import table
     from minitri.log import log
     from minitri.parallel.ranks import join
+    from minitri.settings import MAX_ROWS
+
+    if TYPE_CHECKING:
+        from minitri import Engine, Generation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +115,7 @@ def choose_prompt(args: argparse.Namespace) -> None:
         log.info("prompt: the first %d tokens of --demo", args.max_prompt_tokens)
 
 
-def show(args: argparse.Namespace, engine: Engine, run: Generation) -> str:
+def show(args: argparse.Namespace, engine: "Engine", run: "Generation") -> str:
     """Writes a run's text or JSON as it goes; returns how it finished."""
     write = colored if args.color else plain
     if args.json:

@@ -7,9 +7,9 @@ from minitri.config import ModelConfig
 from minitri.drafters.plugin import Drafter
 from minitri.engine import Engine
 from minitri.errors import InputError, shorten
-from minitri.loading.devices import ModelChoice, retrieval_copy
+from minitri.loading.devices import retrieval_copy
 from minitri.loading.hf_config import read_sampling
-from minitri.loading.named_models import DEFAULT_MODEL
+from minitri.loading.named_models import DEFAULT_MODEL, ModelChoice
 from minitri.loading.open_models import OpenModel, open_drafter
 from minitri.loading.tokenizer import Tokenizer
 from minitri.parallel.ranks import join

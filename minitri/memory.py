@@ -23,10 +23,15 @@ from minitri.gpu.allocation import allocate_full_cache
 from minitri.gpu.graphs import GraphPool, graph_pool
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.model.cache import round_up_to_stride
 from minitri.model.llama import Llama
 from minitri.runner import DraftRunner, ModelRunner, empty_queries
-from minitri.settings import LONGEST_BLOCK, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.settings import (
+    LONGEST_BLOCK,
+    GenerationConfig,
+    SamplingParams,
+    SpeculationConfig,
+    round_up_to_stride,
+)
 
 TARGET_BLOCKS = (1, 5, 9, LONGEST_BLOCK)
 """Block sizes for which passes of the target are captured, as far as a run has blocks that long."""

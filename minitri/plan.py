@@ -19,12 +19,10 @@ with clean_imports():
     from minitri.errors import shorten
     from minitri.fields import between, one_of
     from minitri.gpu.placement import CONTEXT, GIB, Demand, choose_on_chip
-    from minitri.loading.checkpoint import open_checkpoint
-    from minitri.loading.devices import DTYPES
     from minitri.loading.fetch import LOOKUPS, default_draft, local_path
     from minitri.loading.named_models import shape_of, unknown_model
     from minitri.roofline import CARDS, Machine, Pass, Workload, copy_bytes
-    from minitri.settings import GenerationConfig, StepPlan
+    from minitri.settings import DTYPES, GenerationConfig, StepPlan
 
 
 ACCEPTANCE = (0.46, 0.92)
@@ -78,6 +76,8 @@ def config_of(name: str) -> ModelConfig:
     path = local_path(name)
     if path is None:
         raise unknown_model(shorten(name, 60))
+    with clean_imports():  # PyTorch, for files only
+        from minitri.loading.checkpoint import open_checkpoint
     return open_checkpoint(path).config(path.resolve().name)
 
 

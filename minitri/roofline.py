@@ -5,13 +5,12 @@ V once, however few tokens it computes. For the autotuner before it has measured
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from minitri.config import ModelConfig
-from minitri.model.linear import Linear
-from minitri.model.llama import Llama
+
+if TYPE_CHECKING:
+    from minitri.model.llama import Llama
 
 GROUP = 128
 """Successive weights of a row that share a scale, of 4 bytes, in a GPU's copy in few bits."""
@@ -57,8 +56,12 @@ pass a verdict and a copy to the host; the link is PCIe 4.0 x16; what several GP
 another is left out."""
 
 
-def outline(config: ModelConfig) -> Llama:
+def outline(config: ModelConfig) -> "Llama":
     """The network of a config, with no memory for its weights."""
+    import torch  # not needed by those who only ask what cards there are
+
+    from minitri.model.llama import Llama
+
     return Llama(config, dtype=torch.float16, device=torch.device("meta"))
 
 
@@ -75,7 +78,7 @@ def num_weights(config: ModelConfig) -> int:
     return weights_per_pass(config) + has_table * config.vocab_size * config.hidden_size
 
 
-def bytes_per_pass(model: Llama) -> int:
+def bytes_per_pass(model: "Llama") -> int:
     """Bytes of the weights that a pass of this very model reads, quantized or not."""
     weights = (getattr(module, "weight", None) for module in model.modules())
     return sum(weight.nbytes for weight in weights if weight is not None)
@@ -89,7 +92,7 @@ def copy_bytes(config: ModelConfig, bits: int) -> int:
         return layer.out_features * -(-layer.in_features // GROUP) * (GROUP * bits // 8 + 4)
 
     model = outline(config)
-    layers = sum(size(it, bits) for it in model.layers.modules() if isinstance(it, Linear))
+    layers = sum(size(it, bits) for it in model.layers.modules() if hasattr(it, "in_features"))
     return layers + size(model.lm_head, 8) if bits else 0
 
 

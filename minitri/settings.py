@@ -15,6 +15,11 @@ from minitri.fields import between, check_fields, one_of, refuse
 
 METHODS = ("auto", "autoregressive", "naive", "retrieval", "triforce")
 VERIFICATIONS = ("block", "token")
+DTYPES = ("float32", "bfloat16", "float16")
+BACKENDS = ("triton", "flash", "math")
+"""Of attention on a GPU; see `gpu/attention_backends.py`."""
+MAX_ROWS = 8
+"""Requests of a stream that run at a time, if memory allows."""
 MAX_GAMMA = 64
 LONGEST_BLOCK = 1 + 2 * MAX_GAMMA
 """Most tokens that a pass of decoding reads per row: the last certain one and all guesses."""
@@ -23,8 +28,17 @@ OPEN_GAMMA2 = (1, 2, 3, 4, 6, 8, 12, 16)
 OPEN_DEPTHS = (2, 4)
 """What the autotuner chooses from where a gamma, or the depth of a tree, is left open."""
 MIN_TEMPERATURE = 1e-6
+STRIDE = 64
+"""Caches have a multiple of this many slots per row, so that rows lie alike in memory."""
+SLIDE = 32
+"""Tokens by which a drafter's window may outgrow `num_recent_tokens`."""
 MIN_BUDGET, MAX_BUDGET = 256, 4096
 """Limits of the default budget, in tokens."""
+
+
+def round_up_to_stride(num_slots: int) -> int:
+    """The next multiple of STRIDE."""
+    return -(-num_slots // STRIDE) * STRIDE
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ with clean_imports():
     import dataclasses
     import json
     from collections.abc import Callable, Sequence
+    from typing import TYPE_CHECKING
 
     from minitri import (
-        Engine,
         GenerationConfig,
         InputError,
         Request,
@@ -27,6 +27,9 @@ with clean_imports():
     from minitri.fields import between
     from minitri.loading.prompt_ids import as_seeds
     from minitri.settings import METHODS
+
+    if TYPE_CHECKING:
+        from minitri import Engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +90,7 @@ def speculations_of(args: argparse.Namespace) -> dict[str, SpeculationConfig]:
 
 def measure(
     args: argparse.Namespace,
-    find_others: Callable[[Engine], dict[str, Callable[[Request], Run]]] = lambda _: {},
+    find_others: "Callable[[Engine], dict[str, Callable[[Request], Run]]]" = lambda _: {},
 ) -> None:
     """Measures what the flags name, and other programs, and prints. Raises `InputError`."""
     texts = [read_prompt(file) for file in args.prompt_file or [None]]

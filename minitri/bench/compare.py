@@ -10,11 +10,14 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from minitri import End, Engine, PrefillProgress, Request, SpeculationConfig, Stats
-from minitri.caches.prefixes import num_common
+from minitri import End, PrefillProgress, Request, SpeculationConfig, Stats
 from minitri.log import log
+from minitri.stats import num_common
+
+if TYPE_CHECKING:
+    from minitri import Engine
 
 Result = dict[str, dict[str, Any]]
 """Figures of every method and program, by its name."""
@@ -33,7 +36,7 @@ class Run:
 
 
 def compare(
-    engine: Engine,
+    engine: "Engine",
     requests: Sequence[Request],
     seeds: Sequence[int],
     speculations: dict[str, SpeculationConfig],
@@ -59,7 +62,7 @@ def compare(
     return done
 
 
-def read_cold(engine: Engine, request: Request, speculation: SpeculationConfig) -> float:
+def read_cold(engine: "Engine", request: Request, speculation: SpeculationConfig) -> float:
     """Has the engine read a prompt from its start and keep its K and V; returns the seconds."""
     engine.release()
     seconds = 0.0
@@ -71,7 +74,7 @@ def read_cold(engine: Engine, request: Request, speculation: SpeculationConfig) 
 
 
 def run_method(
-    engine: Engine, request: Request, speculation: SpeculationConfig, read_seconds: float
+    engine: "Engine", request: Request, speculation: SpeculationConfig, read_seconds: float
 ) -> Run:
     """Runs a method after a prompt read in `read_seconds`. All tokens of its steps count."""
     run = engine.stream([request], generation=request.generation, speculation=speculation)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from minitri.config import ModelConfig
-from minitri.model.cache import Cache, round_up_to_stride
+from minitri.model.cache import Cache
+from minitri.settings import round_up_to_stride
 
 
 class FullCache(Cache):

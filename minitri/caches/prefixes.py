@@ -7,7 +7,6 @@ which are put aside when its text ends.
 Legend: L layers, P = 2 keys and values, B rows, T tokens, K KV heads, D head dim.
 """
 
-import os.path
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache
+from minitri.stats import num_common
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,3 @@ class PrefixCache:
         for layer, pair in enumerate(source.layers(num_tokens)):
             if not is_there:
                 self._full.write(layer, b, *pair)
-
-
-def num_common(tokens: list[int], prompt: list[int]) -> int:
-    """Tokens that two texts begin with."""
-    return len(os.path.commonprefix((tokens, prompt)))  # noqa: RUF071

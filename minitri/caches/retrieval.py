@@ -20,8 +20,8 @@ from torch import Tensor
 
 from minitri.caches.full import FullCache
 from minitri.caches.policies import Policy
-from minitri.model.cache import Cache, round_up_to_stride
-from minitri.settings import SpeculationConfig
+from minitri.model.cache import Cache
+from minitri.settings import SpeculationConfig, round_up_to_stride
 
 
 @dataclass

@@ -15,10 +15,7 @@ from minitri.config import ModelConfig
 from minitri.errors import InputError
 from minitri.model.cache import BlockKV, Cache, write_after
 from minitri.model.rope import Rope
-from minitri.settings import SpeculationConfig
-
-SLIDE = 32
-"""Tokens by which the window may outgrow `num_recent_tokens`."""
+from minitri.settings import SLIDE, SpeculationConfig
 
 
 class StreamingCache(Cache):

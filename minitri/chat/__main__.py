@@ -12,10 +12,9 @@ with clean_imports():
     import dataclasses
     import sys
     from collections.abc import Callable, Iterator, Sequence
+    from typing import TYPE_CHECKING
 
     from minitri import (
-        Engine,
-        Generation,
         GenerationConfig,
         InputError,
         ModelConfig,
@@ -33,6 +32,9 @@ with clean_imports():
     from minitri.loading.tokenizer import Tokenizer
     from minitri.log import log
 
+    if TYPE_CHECKING:
+        from minitri import Engine, Generation
+
 TALK_TOKENS = 4096
 """Room for questions and answers after the documents, before more memory is taken."""
 
@@ -40,7 +42,7 @@ TALK_TOKENS = 4096
 class Chat:
     """A conversation with an engine; its methods `do_NAME` are what /NAME does."""
 
-    def __init__(self, engine: Engine, talk: Conversation, args: argparse.Namespace) -> None:
+    def __init__(self, engine: "Engine", talk: Conversation, args: argparse.Namespace) -> None:
         self._engine = engine
         self._talk = talk
         self._args = args

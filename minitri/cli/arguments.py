@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig, __version__
 from minitri.errors import MAX_COUNT, shorten
 from minitri.fields import between, changed
-from minitri.loading.devices import ModelChoice
+from minitri.loading.named_models import ModelChoice
 from minitri.loading.prompt_ids import MAX_SEED
 from minitri.log import log
 

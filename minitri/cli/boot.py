@@ -6,12 +6,11 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from minitri import Engine, Generation, InputError, ModelConfig, SamplingParams, load
+from minitri import InputError, ModelConfig, SamplingParams
 from minitri.cli.arguments import model_of, taken
+from minitri.cli.exits import clean_imports
 from minitri.cli.inputs import encode
 from minitri.cli.report import outline
 from minitri.errors import shorten
@@ -20,11 +19,18 @@ from minitri.loading.tokenizer import Tokenizer
 from minitri.log import log
 from minitri.parallel.ranks import join
 
+if TYPE_CHECKING:
+    from minitri import Engine, Generation
+
 
 def boot(
     args: argparse.Namespace, prepare: Callable[[Tokenizer, ModelConfig], Any] = lambda *_: None
-) -> tuple[Engine, Any]:
+) -> "tuple[Engine, Any]":
     """Boots the engine of the flags; gives also what `prepare` made. Raises `InputError`."""
+    with clean_imports():  # the only place where programs import PyTorch: no flag is wrong any more
+        import torch
+
+        from minitri.loader import load
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     made = []
@@ -37,7 +43,7 @@ def boot(
     return engine, made[0]
 
 
-def load_engine(args: argparse.Namespace, texts: Sequence[str]) -> tuple[Engine, list[list[int]]]:
+def load_engine(args: argparse.Namespace, texts: Sequence[str]) -> "tuple[Engine, list[list[int]]]":
     """Boots the engine that the flags ask for; its prompts are checked before it reads weights."""
 
     def prompts(tokenizer: Tokenizer, config: ModelConfig) -> list[list[int]]:
@@ -46,7 +52,7 @@ def load_engine(args: argparse.Namespace, texts: Sequence[str]) -> tuple[Engine,
     return boot(args, prompts)
 
 
-def sampling_of(args: argparse.Namespace, engine: Engine) -> tuple[SamplingParams, int]:
+def sampling_of(args: argparse.Namespace, engine: "Engine") -> tuple[SamplingParams, int]:
     """Sampling by the flags, or else as the model's files say; and the seed, drawn if need be."""
     sampling = taken(SamplingParams, args)
     found = {
@@ -71,7 +77,7 @@ def check_save_kv(args: argparse.Namespace) -> None:
         raise InputError(f"--save-kv: cannot write {shorten(args.save_kv)}; name another file")
 
 
-def conclude(args: argparse.Namespace, engine: Engine, run: Generation) -> None:
+def conclude(args: argparse.Namespace, engine: "Engine", run: "Generation") -> None:
     """Closes a run: its statistics go to the log; does what --save-kv says."""
     run.close()
     log.info(outline(run))

@@ -116,8 +116,8 @@ def is_piped() -> bool:
 def _end(code: int, line: str = "") -> SystemExit:
     """Says why, and with which code to end: of several processes that of the first to end."""
     is_first = True
-    if (ranks := sys.modules.get("minitri.parallel.ranks")) is not None:
-        code, is_first = ranks.first_end(code)
+    if (group := sys.modules.get("minitri.parallel.group")) is not None:
+        code, is_first = group.first_end(code)
     if line and is_first:
         print(f"minitri: {line}", file=sys.stderr)
     return SystemExit(code)

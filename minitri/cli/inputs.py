@@ -6,12 +6,12 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from minitri import InputError, ModelConfig
-from minitri.caches.prefixes import num_common
 from minitri.errors import explain, shorten
 from minitri.loading.prompt_ids import check_prompt
 from minitri.loading.tokenizer import Tokenizer
 from minitri.log import log
 from minitri.parallel.ranks import join
+from minitri.stats import num_common
 
 MAX_PROMPT_BYTES = 16 << 20
 """Of a file: 4 million tokens of English. It bounds the memory for a file that has no end."""

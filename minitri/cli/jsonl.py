@@ -7,14 +7,12 @@ back in the answer. A text that ends is written at once as a line of JSON, as is
 import argparse
 import json
 from collections import defaultdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from minitri import (
     End,
-    Engine,
-    Generation,
     GenerationConfig,
     InputError,
     Request,
@@ -28,6 +26,9 @@ from minitri.cli.report import answer
 from minitri.errors import explain, shorten
 from minitri.fields import changed
 from minitri.loading.prompt_ids import MAX_SEED, as_seeds
+
+if TYPE_CHECKING:
+    from minitri import Engine, Generation
 
 KNOWN = ("prompt", "id", "seed", "max_new_tokens", "stop", "ignore_eos", *SAMPLING)
 """What a line may say."""
@@ -77,7 +78,7 @@ def read_line(line: str) -> dict[str, Any]:
 
 
 def request_of(
-    fields: dict[str, Any], args: argparse.Namespace, engine: Engine, default: Request
+    fields: dict[str, Any], args: argparse.Namespace, engine: "Engine", default: Request
 ) -> Request:
     """What a line asks for, the rest as in `default`. Raises `InputError`."""
     [seed] = as_seeds(fields.get("seed", default.seed), 1)
@@ -87,7 +88,7 @@ def request_of(
     return Request(ids, seed, changed(default.sampling, fields), generation)
 
 
-def write_answers(run: Generation, heads: list[dict[str, Any]], *, quiet: bool) -> None:
+def write_answers(run: "Generation", heads: list[dict[str, Any]], *, quiet: bool) -> None:
     """Writes each text as it ends."""
     tokens: defaultdict[int, list[Token]] = defaultdict(list)
     with tqdm(total=len(heads), unit=" prompts", disable=True if quiet else None) as bar:

@@ -2,27 +2,31 @@
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from minitri import Engine, Generation, Token
+from minitri import Token
 from minitri.cli.arguments import UNUSED
-from minitri.loading.devices import attention_name
-from minitri.model.llama import Llama
 from minitri.requests import Row
+
+if TYPE_CHECKING:
+    from minitri import Engine, Generation
+    from minitri.model.llama import Llama
 
 GUESSED = ("draft", "retrieval")
 """Origins of tokens that the target only verified."""
 
 
-def where(model: Llama) -> dict[str, str]:
+def where(model: "Llama") -> dict[str, str]:
     """What a model runs on: a part of every JSON line."""
+    import torch  # is there, as the model is
+
+    from minitri.loading.devices import attention_name
+
     names = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
     return {**names, "attention": attention_name(model.attend), "torch": torch.__version__}
 
 
-def outline(run: Generation) -> str:
+def outline(run: "Generation") -> str:
     """The statistics for people, in a line."""
     stats = run.stats
     total = stats.num_generated_tokens
@@ -54,7 +58,11 @@ def answer(row: Row, finish_reason: str, tokens: Sequence[Token]) -> dict[str, A
 
 
 def report(
-    engine: Engine, run: Generation, args: argparse.Namespace, reason: str, tokens: Sequence[Token]
+    engine: "Engine",
+    run: "Generation",
+    args: argparse.Namespace,
+    reason: str,
+    tokens: Sequence[Token],
 ) -> dict[str, Any]:
     """The statistics for programs: the object that --json prints."""
     [row] = run.rows

@@ -2,11 +2,15 @@
 
 import signal
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from minitri import End, Generation, PrefillProgress, Token
+from minitri import End, PrefillProgress, Token
 from minitri.log import log
+
+if TYPE_CHECKING:
+    from minitri import Generation
 
 COLORS = {
     "draft": ("\x1b[32m", "guessed by the drafter"),
@@ -35,7 +39,7 @@ def nothing(token: Token) -> str:  # noqa: ARG001 (what `stream` calls)
 
 
 def stream(
-    run: Generation, show: Callable[[Token], str], *, quiet: bool
+    run: "Generation", show: Callable[[Token], str], *, quiet: bool
 ) -> tuple[str, list[Token]]:
     """Shows a run of one prompt, with a progress bar on a terminal while that is read; returns how
     it ended, and its tokens: after a Ctrl-C as `interrupted`, with the next event."""

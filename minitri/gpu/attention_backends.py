@@ -31,8 +31,6 @@ from minitri.settings import LONGEST_BLOCK
 
 log = logging.getLogger("minitri")
 
-BACKENDS = ("triton", "flash", "math")
-
 Backend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Attention (B, T, H, D) of a short block: q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT."""
 

@@ -9,12 +9,16 @@ Legend: L layers, B batch.
 from dataclasses import dataclass
 from functools import cached_property
 
-from minitri.caches.streaming import SLIDE
 from minitri.config import ModelConfig
 from minitri.errors import InputError
-from minitri.model.cache import round_up_to_stride
 from minitri.roofline import copy_bytes, num_weights
-from minitri.settings import LONGEST_BLOCK, GenerationConfig, SpeculationConfig
+from minitri.settings import (
+    LONGEST_BLOCK,
+    SLIDE,
+    GenerationConfig,
+    SpeculationConfig,
+    round_up_to_stride,
+)
 
 GIB = 1 << 30
 CONTEXT = int(0.8 * GIB)

@@ -28,7 +28,7 @@ from minitri.loading.hf_folder import Folder
 from minitri.model.execution import Ranks
 from minitri.model.linear import TrimmedHead
 from minitri.model.llama import Llama, sample_of_vocabulary
-from minitri.parallel.ranks import RankGroup
+from minitri.parallel.group import RankGroup
 from minitri.parallel.split import SplitLlama, share
 
 MIN_SIMILARITY = 0.9

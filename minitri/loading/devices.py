@@ -2,7 +2,6 @@
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 
@@ -12,42 +11,11 @@ from minitri.cpu.kernel_layers import quantized_copy
 from minitri.cpu.kernels import MAX_HEAD_DIM, Kernels, load_kernels
 from minitri.cpu.packed import can_pack
 from minitri.errors import InputError
-from minitri.fields import check_fields, one_of
-from minitri.gpu.attention_backends import BACKENDS, GpuAttention, choose_attention
+from minitri.gpu.attention_backends import GpuAttention, choose_attention
 from minitri.gpu.quantized_copies import copy_in_few_bits
-from minitri.loading.named_models import DEFAULT_MODEL
 from minitri.model.attention import Attend
 from minitri.model.execution import Ranks
 from minitri.model.llama import Llama
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class ModelChoice:
-    """Which model runs, and how: arguments of `minitri.load`. Raises `InputError`."""
-
-    model: str = DEFAULT_MODEL
-    """A named model of --list-models, a folder or file, or a hub repository ORG/REPO."""
-    dtype: str = one_of("auto", "auto", *DTYPES)
-    """Of weights and KV cache. Default: what is fast here."""
-    attention: str = one_of("auto", "auto", *BACKENDS)
-    """Of short blocks on a GPU. Default: the first that works."""
-    weights: str = one_of("auto", "auto", "native")
-    """Native keeps the 4 or 8 bits of a GGUF file. Default: in --dtype."""
-    draft_weights: str = one_of("auto", "auto", "int4", "int8", "same")
-    """Of the target (same), or of a copy in fewer bits, where it guesses with the retrieval cache;
-    the text stays the same. Default: int4 where compiled kernels run."""
-    device: str = "auto"
-    """The CPU, cpu, or a GPU: cuda, cuda:N. Default: cuda if it is there."""
-    rope_scaling: str | None = None
-    """Stretch the context: yarn:4 makes 32K of 8K. Default: as trained."""
-    draft: str = "auto"
-    """Drafter for naive and triforce: a model of the same vocabulary, or suffix, which looks the
-    last words up in the text. Default: the one made for the model, else suffix."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B008
@@ -74,7 +42,8 @@ def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """auto is bfloat16 where the device computes in it, else float16 on CUDA, float32 on a CPU."""
     if name != "auto":
-        return DTYPES[name]
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
     if device.type == "cuda":
         is_new = torch.cuda.get_device_capability(device) >= (8, 0)
         return torch.bfloat16 if is_new else torch.float16

@@ -4,14 +4,44 @@ A row holds what must be known before any file is read. Its shape serves `minitr
 `bench --load dummy`, which need no weights; a model that really runs has that of its config file.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from minitri.config import ModelConfig
 from minitri.errors import InputError
+from minitri.fields import check_fields, one_of
 from minitri.loading.hf_config import FAMILIES
+from minitri.settings import BACKENDS, DTYPES
 
 DEFAULT_MODEL = "smollm2-135m"
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """Which model runs, and how: arguments of `minitri.load`. Raises `InputError`."""
+
+    model: str = DEFAULT_MODEL
+    """A named model of --list-models, a folder or file, or a hub repository ORG/REPO."""
+    dtype: str = one_of("auto", "auto", *DTYPES)
+    """Of weights and KV cache. Default: what is fast here."""
+    attention: str = one_of("auto", "auto", *BACKENDS)
+    """Of short blocks on a GPU. Default: the first that works."""
+    weights: str = one_of("auto", "auto", "native")
+    """Native keeps the 4 or 8 bits of a GGUF file. Default: in --dtype."""
+    draft_weights: str = one_of("auto", "auto", "int4", "int8", "same")
+    """Of the target (same), or of a copy in fewer bits, where it guesses with the retrieval cache;
+    the text stays the same. Default: int4 where compiled kernels run."""
+    device: str = "auto"
+    """The CPU, cpu, or a GPU: cuda, cuda:N. Default: cuda if it is there."""
+    rope_scaling: str | None = None
+    """Stretch the context: yarn:4 makes 32K of 8K. Default: as trained."""
+    draft: str = "auto"
+    """Drafter for naive and triforce: a model of the same vocabulary, or suffix, which looks the
+    last words up in the text. Default: the one made for the model, else suffix."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 class NamedModel(NamedTuple):

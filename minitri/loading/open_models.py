@@ -10,9 +10,10 @@ import torch
 from minitri.config import ModelConfig
 from minitri.errors import InputError, explain, shorten
 from minitri.loading.checkpoint import Checkpoint, load_model, open_checkpoint
-from minitri.loading.devices import ModelChoice, attention_name, choose_device, choose_dtype
+from minitri.loading.devices import attention_name, choose_device, choose_dtype
 from minitri.loading.fetch import LOOKUPS, default_draft, locate
 from minitri.loading.hf_config import stretch_rope
+from minitri.loading.named_models import ModelChoice
 from minitri.loading.tokenizer import Tokenizer, check_same_vocabulary
 from minitri.log import log
 from minitri.model.execution import Ranks

@@ -14,14 +14,6 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-STRIDE = 64
-"""Caches have a multiple of this many slots per row, so that rows lie alike in memory."""
-
-
-def round_up_to_stride(num_slots: int) -> int:
-    """The next multiple of STRIDE."""
-    return -(-num_slots // STRIDE) * STRIDE
-
 
 class BlockKV(NamedTuple):
     """K and V of a block in one layer, as the layer hands them to the cache."""

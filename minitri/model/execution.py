@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -15,7 +16,7 @@ class Ranks:
 
     rank, count = 0, 1
 
-    def sum(self, x: Tensor) -> Tensor:
+    def sum(self, x: "Tensor") -> "Tensor":
         """The sum of all ranks' tensors, in place of x."""
         return x
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from minitri.config import ModelConfig
 from minitri.model.execution import Execution, Ranks
 from minitri.model.llama import Llama
-from minitri.parallel.ranks import RankGroup
+from minitri.parallel.group import RankGroup
 
 COLUMNS = ("o_proj", "down_proj")
 TABLES = ("embed_tokens", "lm_head")

@@ -16,9 +16,9 @@ with clean_imports():
     from minitri import GenerationConfig, SamplingParams, SpeculationConfig
     from minitri.cli import arguments
     from minitri.cli.boot import boot
-    from minitri.engine import MAX_ROWS
     from minitri.errors import explain
     from minitri.fields import between
+    from minitri.settings import MAX_ROWS
 
 DEFAULT_CONTEXT = 8192
 """Tokens of KV cache per row, which is taken at the start: what fits next to most models."""
@@ -64,16 +64,16 @@ def build_parser() -> arguments.OneLineParser:
 
 def run_command(args: argparse.Namespace) -> None:
     """Answers requests until Ctrl-C."""
-    import uvicorn  # an extra, without which --help works
-
-    from minitri.log import log
-    from minitri.serve.app import Service
-    from minitri.serve.protocol import Protocol
-    from minitri.serve.worker import Worker
-
     sampling = arguments.taken(SamplingParams, args)
     speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
     arguments.warn_of_ignored(args)
+    with clean_imports():  # what the server needs: no flag is wrong any more
+        import uvicorn  # an extra, without which --help works
+
+        from minitri.log import log
+        from minitri.serve.app import Service
+        from minitri.serve.protocol import Protocol
+        from minitri.serve.worker import Worker
     with explain(f"cannot listen at {args.host}, port {args.port}", "choose another"):
         listener = socket.create_server((args.host, args.port))
     with listener:  # clients may connect while the model is loaded

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from minitri import InputError, SamplingParams, SpeculationConfig
-from minitri.caches.streaming import SLIDE, StreamingCache
+from minitri.caches.streaming import StreamingCache
 from minitri.runner import DraftRunner
+from minitri.settings import SLIDE
 from tests.cascades import Rig, fresh_read, random_prompt
 from tests.conftest import tiny_config, tiny_model
 from tests.exactness import probs_after

@@ -10,7 +10,7 @@ from minitri.caches.full import FullCache
 from minitri.decoding.random_source import IndependentSource
 from minitri.decoding.sampling import probs_from_logits
 from minitri.decoding.verification import Proposal
-from minitri.gpu.attention_backends import BACKENDS, TOLERANCES, choose_attention
+from minitri.gpu.attention_backends import TOLERANCES, choose_attention
 from minitri.gpu.fused_modules import fuse_if_possible
 from minitri.gpu.graphs import GraphPool, Passes
 from minitri.gpu.streams import clock_of
@@ -18,7 +18,7 @@ from minitri.model.attention import attend_math
 from minitri.model.block import pack_block
 from minitri.model.llama import Llama
 from minitri.runner import ModelRunner
-from minitri.settings import SamplingParams
+from minitri.settings import BACKENDS, SamplingParams
 from tests.cascades import Rig, random_prompt
 from tests.conftest import tiny_config
 from tests.gpu.conftest import waits

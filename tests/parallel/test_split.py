@@ -11,11 +11,12 @@ import torch.distributed as dist
 from minitri.errors import InputError
 from minitri.loading import open_models
 from minitri.loading.checkpoint import load_model, open_checkpoint
-from minitri.loading.devices import ModelChoice
+from minitri.loading.named_models import ModelChoice
 from minitri.loading.open_models import OpenModel
 from minitri.model.block import read_block
 from minitri.model.execution import Ranks
-from minitri.parallel.ranks import RankGroup, join, leave
+from minitri.parallel.group import RankGroup, leave
+from minitri.parallel.ranks import join
 from tests.conftest import CPU, new_cache, write_hf_folder
 
 TOKENS = [3, 320, 160, 161, 0, 7]

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minitri import generate, plan
+from minitri import generate, loader, plan
 from minitri.bench import __main__ as minitri_bench
-from minitri.cli import boot
 from tests.cascades import tiny_engine
 from tools.bench import __main__ as bench
 from tools.bench import floor, synthetic
@@ -134,7 +133,7 @@ def tiny_models():
 
     ends = ((minitri_bench, "compare"), (floor, "plain_decoding"), (synthetic, "sweep_contexts"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(boot, "load", load)
+        patch.setattr(loader, "load", load)
         patch.setattr(bench, "find_peers", lambda *_: {})
         for module, name in ends:
             patch.setattr(module, name, lambda *_, **__: sys.exit(0))

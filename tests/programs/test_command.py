@@ -65,6 +65,44 @@ def test_help_and_version_import_next_to_nothing(flag, wanted):
     assert not HEAVY & {*loaded.split()}
 
 
+QUICK = """
+generate --help | 0
+generate --list-models | 0
+generate --version | 0
+generate --warp | 2
+generate -p x --system Short! | 2
+generate -p x --budget 30 | 2
+generate -p x --temperature -1 | 2
+generate --dtype int8 | 2
+chat --help | 0
+chat --chunk-size 7 --budget 30 | 2
+serve --help | 0
+serve --port 70000 | 2
+serve --tree 4x --method naive | 2
+plan --help | 0
+plan --gpus 0 | 2
+plan --model lama2 | 2
+bench --help | 0
+bench --method naives | 2
+selftest --help | 0
+selftest --num-samples many | 2
+selftest --top-p 2 | 2
+"""
+
+
+@pytest.mark.parametrize("line", QUICK.strip().splitlines())
+def test_help_and_wrong_flags_are_answered_without_pytorch(line):
+    words, code = line.split(" | ")
+    program = "import sys, atexit; from minitri.__main__ import main\n"
+    program += "atexit.register(lambda: print('\\n', *sys.modules)); main(sys.argv[1:])"
+    command = [sys.executable, "-c", program, *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == int(code), done.stderr
+    assert done.stderr.count("\n") == (code == "2")
+    loaded = {name.split(".")[0] for name in done.stdout.splitlines()[-1].split()}
+    assert not loaded & {"torch", "numpy", "gguf", "huggingface_hub", "jinja2", "uvicorn"}
+
+
 @pytest.mark.parametrize("words", [(), (PROMPT,)])
 def test_a_pipe_is_the_prompt_unless_one_is_given(run, monkeypatch, tmp_path, words):
     wanted = run(PROMPT).out

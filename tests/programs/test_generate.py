@@ -133,7 +133,7 @@ def test_ctrl_c_prints_the_statistics_so_far_and_exits_130(folder, as_json):
         assert json.loads(out)["text"]
 
 
-@pytest.mark.parametrize("words", ["minitri.generate --help", "minitri.bench --help", "minitri x"])
+@pytest.mark.parametrize("words", ["minitri.generate x", "minitri.selftest", "minitri x"])
 def test_ctrl_c_while_pytorch_is_imported_is_one_line(tmp_path, words):
     """Although extension modules may lose exceptions; then the program went on."""
     (tmp_path / "torch.py").write_text(

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from minitri.config import ModelConfig
 from minitri.errors import InputError
-from minitri.gpu.attention_backends import BACKENDS, make_backend
+from minitri.gpu.attention_backends import make_backend
 from minitri.gpu.graphs import GraphPool
 from minitri.gpu.kernels import problem_with
 from minitri.gpu.streams import clock_of, synchronize
 from minitri.loading.devices import choose_device, retrieval_copy
 from minitri.loading.named_models import shape_of, unknown_model
-from minitri.settings import GenerationConfig, SpeculationConfig
+from minitri.settings import BACKENDS, GenerationConfig, SpeculationConfig
 from tools.bench.synthetic import Setup, random_model
 
 COPIES = 4

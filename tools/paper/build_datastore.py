@@ -16,8 +16,7 @@ from pathlib import Path
 from minitri.cli import arguments
 from minitri.cli.exits import program
 from minitri.errors import InputError, shorten
-from minitri.loading.devices import ModelChoice
-from minitri.loading.named_models import DEFAULT_MODEL
+from minitri.loading.named_models import DEFAULT_MODEL, ModelChoice
 from minitri.loading.open_models import OpenModel
 from tools.paper.baselines.datastore import write_datastore
 

@@ -26,8 +26,8 @@ from minitri.caches.retrieval import RetrievalCache
 from minitri.config import ModelConfig
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.streams import CopyStream
-from minitri.model.cache import BlockKV, gather_path, round_up_to_stride, write_block
-from minitri.settings import LONGEST_BLOCK
+from minitri.model.cache import BlockKV, gather_path, write_block
+from minitri.settings import LONGEST_BLOCK, round_up_to_stride
 
 
 class StagingBuffer:
