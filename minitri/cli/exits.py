@@ -32,9 +32,9 @@ def clean_imports() -> Iterator[None]:
     # PyTorch's large tensors in pages of 2 MB: weights and KV caches are read 5 % faster on Linux.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # Waiting threads of PyTorch would spin on the cores of compiled kernels: with them asleep
-    # prompts are read 15 % faster. Without a compiler spinning is faster.
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler and os.environ.get("MINITRI_KERNELS") != "off":
+    # prompts are read 15 % faster. Without those kernels spinning is faster.
+    has_kernels = shutil.which(os.environ.get("CXX", "c++")) or _are_kernels_built()
+    if has_kernels and os.environ.get("MINITRI_KERNELS") != "off":
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         with clean_exits():
@@ -111,6 +111,15 @@ def is_piped() -> bool:
         return not stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode)
     except (AttributeError, OSError, ValueError):  # None, closed, or replaced by a test
         return False
+
+
+def _are_kernels_built() -> bool:
+    """Whether compiled kernels are here although no compiler is."""
+    from minitri.cpu.build import SOURCE, built_library
+
+    with contextlib.suppress(OSError, InputError):
+        return built_library(SOURCE).exists()
+    return False
 
 
 def _end(code: int, line: str = "") -> SystemExit:

@@ -1,7 +1,8 @@
 """Builds the CPU kernels: compiles a C++ file for this very machine when it is first needed.
 
-A library's name holds a digest of the sources, the flags, the compiler and the instructions for
-which it compiles here, so that one of another machine or version is not found.
+A library's name holds a digest of the sources, the flags, $CXX, and the processor with all its
+instructions, so that one of another machine or version is not found. To use one that is built takes
+no compiler.
 """
 
 import ctypes
@@ -19,32 +20,57 @@ from minitri.log import log
 
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-w")
+SOURCE = Path(__file__).with_name("kernels.cpp")
+CPUINFO = Path("/proc/cpuinfo")
+IDENTITY = {"vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features"}
+IDENTITY |= {"CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision"}
+"""Its lines that tell one kind of processor from another; others change with the clock."""
 
 
 def load_library(source: Path) -> ctypes.CDLL:
     """What a C++ file and the headers of its folder define, built if need be. Raises `OSError`."""
-    # The command may have arguments, as in CXX='ccache g++'.
-    compiler = os.environ.get("CXX", "").split() or [*filter(shutil.which, COMPILERS)][:1]
-    if not compiler or os.name != "posix":
-        raise OSError("none of c++, g++, clang++ is here; Debian: apt install g++")
-    sources = (file.read_text("utf-8") for file in sorted(source.parent.glob("*.[ch]*")))
-    macros = _compile(compiler, "-E", "-dM", "-include", "cstdlib", os.devnull).splitlines()
-    depends_on = [*sources, *compiler, *FLAGS, *sorted(macros)]
-    digest = hashlib.sha256("\0".join(depends_on).encode()).hexdigest()
-    name = f"{source.stem}-{digest[:16]}.so"
     with suppress(OSError, InputError):
-        return ctypes.CDLL(str(_cache_folder() / name))
+        return ctypes.CDLL(str(built_library(source)))
+    compiler = _compiler()
     log.info("building the CPU kernels (once, some seconds)")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        built = Path(folder, name)
+        built = Path(folder, "kernels.so")
         _compile(compiler, *FLAGS, str(source), "-o", str(built))
         library = ctypes.CDLL(str(built))
         try:
-            unfinished = Path(shutil.copy(built, _cache_folder() / f"{name}.{os.getpid()}"))
-            unfinished.replace(_cache_folder() / name)
+            place = built_library(source)
+            unfinished = Path(shutil.copy(built, f"{place}.{os.getpid()}"))
+            unfinished.replace(place)
         except (OSError, InputError) as error:
             log.info("cannot store the CPU kernels: %s", shorten(error, 90))
     return library
+
+
+def built_library(source: Path) -> Path:
+    """Where the library is once it is built. Raises `OSError` or `InputError`."""
+    sources = (file.read_text("utf-8") for file in sorted(source.parent.glob("*.[ch]*")))
+    depends_on = [*sources, os.environ.get("CXX", ""), *FLAGS, *_instructions()]
+    digest = hashlib.sha256("\0".join(depends_on).encode()).hexdigest()
+    return _cache_folder() / f"{source.stem}-{digest[:16]}.so"
+
+
+def _instructions() -> list[str]:
+    """What this processor is and can do: as Linux says, or else what the compiler makes of it."""
+    with suppress(OSError):
+        lines = CPUINFO.read_text("utf-8", "replace").splitlines()
+        found = {line for line in lines if line.partition(":")[0].strip() in IDENTITY}
+        if any(line.startswith(("flags", "Features")) for line in found):
+            return [os.uname().machine, *sorted(found)]
+    macros = _compile(_compiler(), "-E", "-dM", "-include", "cstdlib", os.devnull)
+    return sorted(macros.splitlines())
+
+
+def _compiler() -> list[str]:
+    """The command, which may have arguments, as in CXX='ccache g++'. Raises `OSError`."""
+    compiler = os.environ.get("CXX", "").split() or [*filter(shutil.which, COMPILERS)][:1]
+    if not compiler or os.name != "posix":
+        raise OSError("none of c++, g++, clang++ is here; Debian: apt install g++")
+    return compiler
 
 
 def _compile(compiler: list[str], *arguments: str) -> str:

@@ -14,16 +14,13 @@ import os
 import struct
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from minitri.cpu.build import load_library
+from minitri.cpu.build import SOURCE, load_library
 from minitri.errors import shorten
 from minitri.log import log
-
-SOURCE = Path(__file__).with_name("kernels.cpp")
 
 MAX_HEAD_DIM = 1024
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from minitri.cli import exits
 from minitri.cpu import build, kernels
 from minitri.cpu.build import load_library
 
@@ -64,10 +65,38 @@ def test_a_library_is_built_once_for_each_source_compiler_and_processor(
     # One that does not know native flags does without.
     script = f'case "$1" in -march=*) echo "unknown" >&2; exit 1;; esac; exec {REAL} $EXTRA "$@"'
     set_compiler(script, tmp_path, monkeypatch)
+    load_library(source)
+    monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
+    for name in ("flags", "stepping", "Features"):  # another processor, or one with more
+        with build.CPUINFO.open("a") as file:
+            file.write(f"{name}\t: 1\ncpu MHz\t: {name}\n")
+        load_library(source)
+    build.CPUINFO.write_text("model\t: 1\nisa\t: rv64\n")  # which says too little
     for macro in ("", "-D__NEW_INSTRUCTIONS__"):
         monkeypatch.setenv("EXTRA", macro)
         load_library(source)
-    assert len(caplog.messages) == 6
+        load_library(source)
+    assert len(caplog.messages) == 10
+
+
+@needs_compiler
+def test_a_library_that_is_built_takes_no_compiler(source, cache, tmp_path, monkeypatch, caplog):
+    """As in a container that was made with one. For another processor it is not used."""
+    load_library(source)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert load_library(source).answer() == 42
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.setattr(build, "SOURCE", source)
+    with exits.clean_imports():
+        assert os.environ.pop("GOMP_SPINCOUNT") == "1000"
+    monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
+    for text in ("flags\t: fpu\n", ""):
+        build.CPUINFO.write_text(text)
+        with pytest.raises(OSError, match="apt install"):
+            load_library(source)
+        with exits.clean_imports():
+            assert "GOMP_SPINCOUNT" not in os.environ
+    assert len(caplog.messages) == 1
 
 
 @needs_compiler
