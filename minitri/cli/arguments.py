@@ -6,6 +6,7 @@ the text below it. This module loads nothing.
 
 import argparse
 import dataclasses
+import functools
 import inspect
 import re
 import sys
@@ -152,6 +153,7 @@ def as_flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+@functools.cache
 def field_texts(settings: type) -> dict[str, str]:
     """The text below each field of a class; every field has one."""
     found = re.findall(r'^    (\w+): .*?"""(.*?)"""', inspect.getsource(settings), re.M | re.S)

@@ -36,7 +36,8 @@ def quantize(weight_NE: Tensor, bits: int) -> Tensor:
 
 def _quantize_rows(weight_NE: Tensor, bits: int) -> Tensor:
     groups_NGQ = weight_NE.float().unflatten(1, (-1, GROUP))
-    least, most = groups_NGQ.aminmax(dim=2, keepdim=True)
+    least = groups_NGQ.amin(2, keepdim=True)  # together they take four times as long
+    most = groups_NGQ.amax(2, keepdim=True)
     if bits == 4:
         limits = (0, 15)
         factors = [((most - least) / 15).half(), least.half()]

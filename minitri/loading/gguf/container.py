@@ -31,6 +31,7 @@ class _Reader:
 
     def __init__(self, path: Path) -> None:
         self.data = np.memmap(path, np.uint8, "r")
+        self._bytes = memoryview(self.data)
         self.position = 0
 
     def numbers(self, kind: Any, count: int) -> np.ndarray:
@@ -43,7 +44,11 @@ class _Reader:
         return self.numbers(kind, 1).item()
 
     def text(self) -> str:
-        return self.numbers("u1", self.number()).tobytes().decode()
+        begin = self.position + 8
+        self.position = begin + int.from_bytes(self._bytes[begin - 8 : begin], "little")
+        if self.position > len(self._bytes):
+            raise ValueError("it ends in the middle of a text")
+        return str(self._bytes[begin : self.position], "utf-8")
 
     def value(self) -> Any:
         """After its type: a number, a text, a list of texts, or an array of numbers."""

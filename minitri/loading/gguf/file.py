@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minitri.config import ModelConfig
 from minitri.errors import explain, shorten
-from minitri.loading.gguf.blocks import BITS, repack
+from minitri.loading.gguf.blocks import BITS, repack, unpack
 from minitri.loading.gguf.vocabulary import read_vocabulary
 from minitri.loading.hf_config import read_config, require
 from minitri.loading.tokenizer import Backend
@@ -137,7 +137,7 @@ class GgufFile:
     ) -> Iterator[tuple[str, Tensor]]:
         """Every weight under its Hugging Face name, one at a time, dequantized to float32; those
         that are named in `packed` stay quantized, as rows of `cpu/quantized.py`."""
-        from gguf import dequantize
+        import gguf
 
         for name, stored in self._tensors.items():
             if name == _ROPE_DIVISORS:
@@ -145,8 +145,10 @@ class GgufFile:
             with explain(f"{self.path.name} has a tensor {shorten(name, 60)} that is not read"):
                 if name in packed:
                     weight = repack(stored.data, stored.type.name, stored.shape[-1])
+                elif stored.type.name in BITS and len(stored.shape) == 2:
+                    weight = unpack(stored.data, stored.type.name, stored.shape[-1])
                 else:
-                    values = dequantize(stored.data, stored.type)
+                    values = gguf.dequantize(stored.data, stored.type)
                     weight = torch.from_numpy(np.require(values, requirements="W"))  # no view
                 for part, heads in (("q_proj", config.num_heads), ("k_proj", config.num_kv_heads)):
                     if self._architecture == "llama" and part in name:
