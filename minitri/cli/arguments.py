@@ -128,7 +128,7 @@ def add_flags(flags: Flags, *names: str, title: str = "") -> None:
 
 def add_fields(flags: Flags, settings: type[Any], *names: str) -> None:
     """A flag for each of these fields of a settings class, by default all."""
-    texts = field_texts(settings)
+    texts = field_texts(settings)  # type: ignore[arg-type]  # a class has a hash
     for field in dataclasses.fields(settings):
         if names and field.name not in names:
             continue

@@ -35,18 +35,18 @@ def quantize(weight_NE: Tensor, bits: int) -> Tensor:
 
 
 def _quantize_rows(weight_NE: Tensor, bits: int) -> Tensor:
-    groups_NGQ = weight_NE.float().unflatten(1, (-1, GROUP))
+    groups_NGQ = weight_NE.to(torch.float32, copy=True).unflatten(1, (-1, GROUP))
     least = groups_NGQ.amin(2, keepdim=True)  # together they take four times as long
     most = groups_NGQ.amax(2, keepdim=True)
     if bits == 4:
         limits = (0, 15)
         factors = [((most - least) / 15).half(), least.half()]
-        groups_NGQ = groups_NGQ - factors[1]
+        groups_NGQ -= factors[1]
     else:
         limits = (-127, 127)
         factors = [(torch.maximum(-least, most) / 127).half()]
-    quants_NGQ = groups_NGQ / factors[0].float().clamp_min(1e-12)
-    return pack(quants_NGQ.round_().clamp_(*limits).to(torch.int8), *factors)
+    groups_NGQ /= factors[0].float().clamp_min(1e-12)
+    return pack(groups_NGQ.round_().clamp_(*limits).to(torch.int8), *factors)
 
 
 def pack(quants_NGQ: Tensor, *factors_NG: Tensor) -> Tensor:

@@ -26,20 +26,23 @@ def unpack(rows: np.ndarray, kind: str, num_columns: int) -> Tensor:
     weight_NE = torch.empty(len(rows), num_columns)
     step = rows_at_once(num_columns)
     for part_NX, place_NE in zip(stored_NX.split(step), weight_NE.split(step), strict=True):
-        blocks_NGX = part_NX.unflatten(1, (num_columns // GROUP, -1))
-        place_NGQ = place_NE.unflatten(1, (-1, GROUP))
-        factors, quants_NGX = _parts(blocks_NGX, kind)
-        scales_NG1, *offsets_NG1 = factors.float().split(1, 2)
-        if BITS[kind] == 8:
-            torch.mul(quants_NGX.view(torch.int8), scales_NG1, out=place_NGQ)
-            continue
-        halves = (quants_NGX & 15, quants_NGX >> 4)
-        for half_NGX, half in zip(halves, place_NGQ.chunk(2, 2), strict=True):
-            if offsets_NG1:
-                torch.mul(half_NGX, scales_NG1, out=half).add_(offsets_NG1[0])
-            else:
-                torch.mul(half_NGX.view(torch.int8) - 8, scales_NG1, out=half)
+        _unpack_rows(kind, part_NX, place_NE)
     return weight_NE
+
+
+def _unpack_rows(kind: str, stored_NX: Tensor, place_NE: Tensor) -> None:
+    place_NGQ = place_NE.unflatten(1, (-1, GROUP))
+    factors, quants_NGX = _parts(stored_NX.unflatten(1, (place_NGQ.shape[1], -1)), kind)
+    scales_NG1, *offsets_NG1 = factors.float().split(1, 2)
+    if BITS[kind] == 8:
+        place_NGQ.copy_(quants_NGX.view(torch.int8)).mul_(scales_NG1)
+        return
+    for half_NGX, half in zip(_halves(quants_NGX), place_NGQ.chunk(2, 2), strict=True):
+        half.copy_(half_NGX)
+        if offsets_NG1:
+            half.mul_(scales_NG1).add_(offsets_NG1[0])
+        else:
+            half.sub_(8).mul_(scales_NG1)
 
 
 def repack(rows: np.ndarray, kind: str, num_columns: int) -> Tensor:
@@ -56,10 +59,15 @@ def _repack_blocks(blocks_NGX: Tensor, kind: str) -> Tensor:
     if BITS[kind] == 8:
         return pack(quants_NGX, scales_NG)
     offsets_NG = factors[..., 1] if kind == "Q4_1" else -8 * scales_NG
-    return pack(torch.cat((quants_NGX & 15, quants_NGX >> 4), 2), scales_NG, offsets_NG)
+    return pack(torch.cat(_halves(quants_NGX), 2), scales_NG, offsets_NG)
 
 
 def _parts(blocks_NGX: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Scale, and offset if there is one, of each block; and the bytes of its q."""
     begin = 4 if kind == "Q4_1" else 2
     return blocks_NGX[..., :begin].contiguous().view(torch.float16), blocks_NGX[..., begin:]
+
+
+def _halves(quants_NGX: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and the other q of 4 bits."""
+    return quants_NGX & 15, quants_NGX >> 4

@@ -31,7 +31,7 @@ class _Reader:
 
     def __init__(self, path: Path) -> None:
         self.data = np.memmap(path, np.uint8, "r")
-        self._bytes = memoryview(self.data)
+        self._bytes = self.data.data
         self.position = 0
 
     def numbers(self, kind: Any, count: int) -> np.ndarray:
