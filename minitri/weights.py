@@ -1,0 +1,201 @@
+"""Models on this disk: the programs `minitri pull`, `minitri list` and `minitri remove`.
+
+They lie in the cache of the Hugging Face hub, which other programs share; what is there is scanned,
+fetched, resumed, checked and deleted by its own library. The default model may also have come in a
+wheel. Nothing else is listed or deleted.
+"""
+
+from minitri.cli.exits import clean_imports, program
+
+with clean_imports():
+    import argparse
+    import contextlib
+    import dataclasses
+    import json
+    import sys
+    from pathlib import Path
+    from typing import Any
+
+    from minitri.cli.arguments import OneLineParser
+    from minitri.errors import InputError, explain, shorten
+    from minitri.folders import weights_folder
+    from minitri.loading.fetch import WHEEL, fetch, repository_of, unpacked_wheel
+    from minitri.loading.hf_config import FAMILIES
+    from minitri.loading.named_models import DEFAULT_MODEL, MODELS
+    from minitri.log import log
+
+WEIGHTS = (".safetensors", ".bin")
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A model on this disk: a repository of the hub's cache, or the unpacked wheel."""
+
+    name: str
+    """As `--model` takes it."""
+    repo: str
+    num_bytes: int
+    state: str
+    path: Path
+    deletion: Any = None
+    """Of the hub's library; of the wheel None."""
+
+
+def held() -> list[Held]:
+    """All of them, by name. Raises `InputError` if the hub's cache cannot be read."""
+    found = [*_in_the_hubs_cache()]
+    if (file := unpacked_wheel()).is_file():
+        repo = f"wheel {WHEEL}"
+        found.append(Held(DEFAULT_MODEL, repo, file.stat().st_size, "ready", file))
+    return sorted(found, key=lambda it: it.name.lower())
+
+
+def _in_the_hubs_cache() -> list[Held]:
+    from huggingface_hub import scan_cache_dir
+
+    folder = hubs_cache()
+    if not folder.exists():
+        return []
+    names = {row.repo: name for name, row in MODELS.items()}
+    found = []
+    with explain(f"the hub's cache {folder} cannot be read", "check HF_HOME"):
+        cache = scan_cache_dir(folder)
+        for damage in cache.warnings:
+            log.warning("not listed: %s", shorten(damage))
+        for repo in (it for it in cache.repos if it.repo_type == "model"):
+            parts = [file.stat().st_size for file in repo.repo_path.glob("blobs/*.incomplete")]
+            state = "interrupted; pull it again" if parts else _state(repo)
+            # By itself: its revisions may bear the hashes of another repository's.
+            alone = dataclasses.replace(cache, repos=frozenset([repo]))
+            deletion = alone.delete_revisions(*(it.commit_hash for it in repo.revisions))
+            name = names.get(repo.repo_id, repo.repo_id)
+            size = repo.size_on_disk + sum(parts)
+            found.append(Held(name, repo.repo_id, size, state, repo.repo_path, deletion))
+    return found
+
+
+def _state(repo: Any) -> str:
+    files = {file.file_name: file for it in repo.revisions for file in it.files}
+    kind = None
+    if "config.json" in files:
+        with contextlib.suppress(ValueError, AttributeError):  # no JSON, or no object
+            kind = json.loads(files["config.json"].file_path.read_bytes()).get("model_type")
+    if kind not in list(FAMILIES):
+        return f"not for minitri ({shorten(kind or 'no config.json', 30)})"
+    return "ready" if any(name.endswith(WEIGHTS) for name in files) else "config alone"
+
+
+def hubs_cache() -> Path:
+    """The folder in which the hub's library keeps repositories."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE).expanduser()
+
+
+def size_of(num_bytes: int) -> str:
+    """In words."""
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def places() -> str:
+    """Where weights lie, and how to move them."""
+    return (
+        f"Weights from the hub lie in {hubs_cache()}, wheels in {weights_folder()}. To move them, "
+        "move the folder and set HF_HUB_CACHE (or HF_HOME, the folder above it), MINITRI_WEIGHTS."
+    )
+
+
+def pull(args: argparse.Namespace) -> int:
+    """Fetches, completes or updates a model. Raises `InputError`."""
+    repo = repository_of(args.model)
+    path = fetch(repo, progress=not args.quiet and sys.stderr.isatty())
+    size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()))
+    print(f"{args.model}: {size_of(size)} in {path}")
+    draft = MODELS[args.model].draft if args.model in MODELS else ""
+    if draft in MODELS:
+        log.info("its drafter: minitri pull %s", draft)
+    return 0
+
+
+def show(args: argparse.Namespace) -> int:
+    """Prints what is here. Raises `InputError`."""
+    found = held()
+    if args.json:
+        rows = [{**vars(it), "path": str(it.path), "deletion": None} for it in found]
+        print(json.dumps([{k: v for k, v in row.items() if v is not None} for row in rows]))
+        return 0
+    width = max([24, *(len(it.name) for it in found)])
+    for it in found:
+        print(f"{it.name:{width}s} {size_of(it.num_bytes):>10s}  {it.state:26s}  {it.repo}")
+    print(f"{'together':{width}s} {size_of(sum(it.num_bytes for it in found)):>10s}")
+    print(places())
+    return 0
+
+
+def remove(args: argparse.Namespace) -> int:
+    """Deletes a model, after a question at a terminal. Raises `InputError`."""
+    found = [it for it in held() if args.model in (it.name, it.repo)]
+    if not found:
+        name = shorten(args.model, 60)
+        raise InputError(f"no model {name!r} is on this disk; `minitri list` names those that are")
+    for it in found:
+        if it.path.is_symlink() or it.path.parent.is_symlink():
+            raise InputError(f"{it.path} is linked to {it.path.resolve()}; delete it yourself")
+    size = size_of(sum(it.num_bytes for it in found))
+    if not args.yes:
+        if not sys.stdin.isatty():
+            raise InputError(f"{args.model} ({size}) stays: there is no terminal to ask; use --yes")
+        if input(f"Remove {args.model}, {size}? [y/N] ").strip().lower() not in ("y", "yes"):
+            print("It stays.")
+            return 0
+    for it in found:
+        _delete(it)
+    print(f"{args.model} is removed: {size}")
+    return 0
+
+
+def _delete(it: Held) -> None:
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # it would print tracebacks
+    with explain(f"{it.path} cannot be deleted", "check whose it is"):
+        if it.deletion is None:
+            it.path.unlink()
+        else:
+            it.deletion.execute()
+        if it.path.exists():
+            raise PermissionError("it is still there")
+
+
+def pull_parser() -> OneLineParser:
+    """The flags of `pull`."""
+    text = "Fetches a model, completes what was interrupted, and updates what has changed since."
+    parser = OneLineParser("pull", "smollm2-360m", "Qwen/Qwen3-0.6B", description=text)
+    parser.epilog = f"{parser.epilog}\n\n{places()}"
+    parser.add_argument("model", help="a name of --list-models, or a hub repository ORG/NAME")
+    return parser
+
+
+def list_parser() -> OneLineParser:
+    """The flags of `list`."""
+    text = "The models on this disk: in the hub's cache, and the default model's wheel."
+    parser = OneLineParser("list", "", "--json", description=text)
+    parser.epilog = f"{parser.epilog}\n\n{places()}"
+    parser.add_argument("--json", action="store_true", help="for programs")
+    return parser
+
+
+def remove_parser() -> OneLineParser:
+    """The flags of `remove`."""
+    text = "Deletes a model from the hub's cache, which other programs share, and its wheel."
+    parser = OneLineParser("remove", "smollm2-360m", "Qwen/Qwen3-0.6B --yes", description=text)
+    parser.add_argument("model", help="a name that `minitri list` prints")
+    parser.add_argument("-y", "--yes", action="store_true", help="without a question")
+    return parser
+
+
+PROGRAMS = {
+    "pull": program(pull_parser, pull),
+    "list": program(list_parser, show),
+    "remove": program(remove_parser, remove),
+}
