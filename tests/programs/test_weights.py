@@ -56,20 +56,25 @@ def test_a_list_tells_sizes_states_and_places(cache, call):
     assert (done.code, done.out.splitlines()[0].split()) == (0, ["together", "0.0", "MB"])
     size = len(CONFIG)
     ready = {"config.json": CONFIG, "model.safetensors": bytes(10**6)}
-    add(cache, "JackFram/llama-68m", ready)
+    whole = add(cache, "JackFram/llama-68m", ready)
+    (whole / "blobs/55.incomplete").write_bytes(b"what an earlier attempt left")
     add(cache, "some/bert", {"config.json": '{"model_type": "bert"}', "model.safetensors": b"1"})
     add(cache, "some/planned", {"config.json": CONFIG})
     half = add(cache, "some/half", {"config.json": CONFIG})
     (half / "blobs/77.incomplete").write_bytes(bytes(100))
+    index = '{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}'
+    files = {"config.json": CONFIG, "model.safetensors.index.json": index, "one.safetensors": b"1"}
+    add(cache, "some/shard", files)
     broken = add(cache, "some/broken", {"config.json": CONFIG})
     (broken / "blobs" / f"{0:064x}").unlink()
     shutil.copytree(cache / "models--some--planned", cache / "datasets--some--data")
     add_wheel(cache)
     assert listed(call) == {
-        "llama-68m": (10**6 + size, "ready"),
+        "llama-68m": (10**6 + size + 28, "ready"),
         "smollm2-135m": (2000, "ready"),
         "some/bert": (23, "not for minitri (bert)"),
         "some/half": (100 + size, "interrupted; pull it again"),
+        "some/shard": (size + len(index) + 1, "config alone"),
         "some/planned": (size, "config alone"),
     }
     done = call(command.main, "list")
