@@ -16,7 +16,7 @@ with clean_imports():
 
     from minitri import InputError, ModelConfig
     from minitri.cli import arguments
-    from minitri.cli.hardware import HARDWARE, TABLE, Site, this_machine
+    from minitri.cli.hardware import ROWS, TABLE, Site, site_named, this_machine
     from minitri.decoding.autotuner import Autotuner
     from minitri.fields import between, one_of
     from minitri.gpu.placement import CONTEXT, GIB, Demand
@@ -30,7 +30,7 @@ with clean_imports():
     )
     from minitri.loading.named_models import MODELS, shape_of
     from minitri.log import log
-    from minitri.roofline import Machine, Pass, Workload, copy_bytes
+    from minitri.roofline import CARDS, Machine, Pass, Workload, copy_bytes
     from minitri.settings import StepPlan
 
 
@@ -48,14 +48,12 @@ class PlanFlags:
     """Of weights and KV cache."""
     context: int | None = between(None, 1)
     """Tokens, prompt and output. Default: all it holds."""
-    gpu: str | None = one_of(None, "list", *HARDWARE)
+    gpu: str | None = one_of(None, "list", *ROWS)
     """A card or an Apple chip by name; `list` shows their figures."""
     cpu: bool = False
     """This machine's processor, whose memory is measured."""
     gpu_memory: int | None = between(None, 1)
     """Memory of a GPU in GiB, or of a CPU. Default: that of --gpu or --cpu, else 24."""
-    memory_gb_s: int | None = between(None, 1)
-    """How fast that memory is read, in GB/s. Default: by --gpu, --cpu or its size."""
     gpus: int = between(1, 1, 64)
     """How many GPUs share the model (torchrun)."""
     host_memory: int = between(256, 1)
@@ -120,17 +118,14 @@ def demand_of(args: argparse.Namespace) -> Demand:
 
 def warn_if_too_long(model: str, config: ModelConfig, context: int) -> None:
     """Says that a context is beyond the model's, and how it is stretched."""
-    if context <= config.context_length:
-        return
     trained = config.rope.original_context or config.context_length
     trained = MODELS[model].trained if model in MODELS else trained
-    way = f"run it with --rope-scaling yarn:{math.ceil(context / trained)}, or "
-    if config.rope.frequency_divisors is not None:  # which nothing replaces
-        way = ""
-    log.warning(
-        "%s holds %d tokens, not %d; %stake a lower --context",
-        *(config.name, config.context_length, context, way),
-    )
+    if context > config.context_length:
+        log.warning(
+            "%s holds %d tokens, not %d; run it with --rope-scaling yarn:%d, or take a lower "
+            "--context",
+            *(config.name, config.context_length, context, math.ceil(context / trained)),
+        )
 
 
 def workload(needs: Demand, on_chip: int) -> Workload:
@@ -159,16 +154,20 @@ def predict(work: Workload, machine: Machine, plans: list[StepPlan]) -> dict[str
 
 
 def site_of(args: argparse.Namespace) -> Site:
-    """Where it is to run, with what single flags say instead. Raises `InputError`."""
+    """Where it is to run, with what other flags say instead. Raises `InputError`."""
     if args.cpu and args.gpu:
         raise InputError("--cpu and --gpu are two machines; give one of them")
-    if args.cpu:
-        site = this_machine()
-    elif args.gpu:
-        site = HARDWARE[args.gpu].site()
-    else:
-        site = Site.of_size(args.gpu_memory or 24)
-    return site.changed(args.gpu_memory, args.memory_gb_s, args.link_gb_s)
+    gib = args.gpu_memory or 24
+    machine = next(card for most, card in CARDS.items() if gib <= most)
+    site = Site("a GPU", gib, machine, "assumed by its size; --gpu names a card")
+    if args.cpu or args.gpu:
+        site = this_machine() if args.cpu else site_named(args.gpu)
+    machine = site.machine
+    if args.link_gb_s:
+        machine = dataclasses.replace(machine, link_bytes_per_second=1e9 * args.link_gb_s)
+    if site.is_cpu and args.gpus > 1:
+        raise InputError(f"--gpus {args.gpus} needs GPUs, not {site.name}; leave it out")
+    return site._replace(gib=args.gpu_memory or site.gib, machine=machine)
 
 
 def run_command(args: argparse.Namespace) -> int:
@@ -177,8 +176,6 @@ def run_command(args: argparse.Namespace) -> int:
         print(TABLE)
         return 0
     needs, site = demand_of(args), site_of(args)
-    if site.is_cpu and args.gpus > 1:
-        raise InputError(f"--gpus {args.gpus} needs GPUs, not {site.name}; leave it out")
     room = (site.gib * GIB - CONTEXT, 0 if site.is_cpu else args.host_memory * GIB / args.gpus)
     L = needs.config.num_layers
     most = needs.most_on_chip(room[0])
@@ -195,13 +192,15 @@ def run_command(args: argparse.Namespace) -> int:
             "predicted_ms": predict(work, site.machine, needs.speculation.plans),
         }
     if args.json:
+        machine = {key: it for key, it in vars(site.machine).items() if math.isfinite(it)}
+        hardware = {"name": site.name, "gib": site.gib, "source": site.source, **machine}
         facts = {"model": needs.config.name, "context": needs.num_tokens, "on_chip": most}
-        facts |= {"model_context": needs.config.context_length, "hardware": site.facts()}
+        facts |= {"model_context": needs.config.context_length, "hardware": hardware}
         print(json.dumps({**facts, "placements": [*placements.values()]}, default=vars))
     else:
         show(args, needs, site, placements, best)
     if not placements[best]["fits"]:
-        raise InputError(nothing_fits(needs, site, placements[best], room))
+        raise InputError(nothing_fits(needs, site, best, room))
     return 0
 
 
@@ -210,10 +209,12 @@ def show(
 ) -> None:
     """The plan as a table, and what the bytes of the best placement are for."""
     place = "in memory" if site.is_cpu else "on the GPU"
-    host = "" if site.is_cpu else f"; host memory of {args.host_memory} GiB"
+    host = "" if site.is_cpu else f"; host memory: {args.host_memory} GiB at "
+    link = f"{site.machine.link_bytes_per_second / 1e9:.3g} GB/s" * (not site.is_cpu)
     print(
         f"{needs.config.name}, {needs.num_tokens} tokens, {args.dtype}\n"
-        f"{f'{args.gpus} x ' * (args.gpus > 1)}{site}{host}\n\n"
+        f"{f'{args.gpus} x ' * (args.gpus > 1)}{site.name}: {site.gib:.1f} GiB at "
+        f"{site.machine.weight_bytes_per_second / 1e9:.0f} GB/s ({site.source}){host}{link}\n\n"
         f"layers of KV  {'GiB':>10s}  {'GiB in host':>12s}         predicted ms/token\n"
         f"{place:12s}  {place:>10s}  {'memory':>12s}  fits   alone  speculating  speedup  by"
     )
@@ -227,14 +228,13 @@ def show(
         print(f"\n{pass_table(found, site.machine)}\nConstants: {site.machine}")
 
 
-def nothing_fits(needs: Demand, site: Site, row: dict[str, Any], room: tuple[float, float]) -> str:
+def nothing_fits(needs: Demand, site: Site, best: int, room: tuple[float, float]) -> str:
     """What is missing, in a line."""
-    sizes = [number / GIB for number in (row["device_bytes"], room[0], row["host_bytes"], room[1])]
-    text = f"{needs.config.name} with {needs.num_tokens} tokens needs at least {sizes[0]:.2f} GiB "
-    text += f"on {site.name}, got {sizes[1]:.2f}"
+    text = f"{needs.config.name} with {needs.num_tokens} tokens needs "
+    text += f"{needs.on_device(best) / GIB:.2f} GiB on {site.name}, got {room[0] / GIB:.2f}"
     ways = "take a lower --context or --prefill-chunk, a smaller model or --dtype"
     if not site.is_cpu:
-        text += f", and {sizes[2]:.2f} in host memory, got {sizes[3]:.2f}"
+        text += f", and {needs.on_host(best) / GIB:.2f} in host memory, got {room[1] / GIB:.2f}"
         ways += ", a larger --gpu or --host-memory, or more --gpus"
     return f"{text}; {ways}"
 

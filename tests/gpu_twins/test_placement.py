@@ -162,7 +162,7 @@ def test_a_plan_that_does_not_fit_says_what_to_change(capsys, folder):
     [
         (("--gpu", "h200"), 140.4, 0.8 * 4.8e12, 0.8 * 64e9),
         (("--gpu", "h200", "--gpu-memory", "70", "--link-gb-s", "40"), 70, 0.8 * 4.8e12, 40e9),
-        (("--gpu", "gh200", "--memory-gb-s", "3000"), 95.6, 3e12, 0.8 * 450e9),
+        (("--gpu", "gh200"), 95.6, 0.8 * 4e12, 0.8 * 450e9),
         (("--gpu", "m4-pro"), 64, 0.5 * 273e9, None),
         (("--gpu-memory", "80"), 80, 2e12, 25e9),
     ],
@@ -171,9 +171,10 @@ def test_a_machine_is_its_data_sheet_as_far_as_it_is_reached(capsys, flags, gib,
     """And figures that are given count as they are."""
     _, [line], _ = run(capsys, "--model", "llama3.2-1b", "--json", *flags)
     found = json.loads(line)
-    sizes = [found["hardware"][f"{name}_bytes_per_second"] or 0 for name in ("memory", "link")]
     assert found["hardware"]["gib"] == gib
-    assert sizes == pytest.approx([memory, link or 0])
+    assert found["hardware"]["weight_bytes_per_second"] == pytest.approx(memory)
+    if link is not None:
+        assert found["hardware"]["link_bytes_per_second"] == pytest.approx(link)
     assert ("not measured" in found["hardware"]["source"]) == (link is None)
     assert len(found["placements"]) == 2 - (link is None)
 

@@ -1,6 +1,5 @@
 """`minitri pull`, `list` and `remove`: what the hub's own library sees in a cache, and deletes."""
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -42,26 +41,26 @@ def add(cache: Path, repo: str, files: dict[str, bytes | str]) -> Path:
 def add_wheel(cache: Path) -> Path:
     file = cache.parent / "wheels/smollm2-135m" / Path(WHEEL_MEMBER).name
     file.parent.mkdir(parents=True)
-    file.write_bytes(b"GGUF" * 500)
+    file.write_bytes(b"GGUF" * 500_000)
     return file
 
 
-def listed(call) -> dict[str, tuple[int, str]]:
-    done = call(command.main, "list", "--json")
-    return {it["name"]: (it["num_bytes"], it["state"]) for it in json.loads(done.out)}
+def listed(call) -> dict[str, tuple[str, str]]:
+    """Size and state by name."""
+    rows = call(command.main, "list").out.splitlines()[:-2]
+    return {row[:24].strip(): (row[24:35].strip(), row[37:63].strip()) for row in rows}
 
 
 def test_a_list_tells_sizes_states_and_places(cache, call):
     done = call(command.main, "list")
     assert (done.code, done.out.splitlines()[0].split()) == (0, ["together", "0.0", "MB"])
-    size = len(CONFIG)
     ready = {"config.json": CONFIG, "model.safetensors": bytes(10**6)}
     whole = add(cache, "JackFram/llama-68m", ready)
     (whole / "blobs/55.incomplete").write_bytes(b"what an earlier attempt left")
     add(cache, "some/bert", {"config.json": '{"model_type": "bert"}', "model.safetensors": b"1"})
     add(cache, "some/planned", {"config.json": CONFIG})
     half = add(cache, "some/half", {"config.json": CONFIG})
-    (half / "blobs/77.incomplete").write_bytes(bytes(100))
+    (half / "blobs/77.incomplete").write_bytes(bytes(5 * 10**6))
     index = '{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}'
     files = {"config.json": CONFIG, "model.safetensors.index.json": index, "one.safetensors": b"1"}
     add(cache, "some/shard", files)
@@ -70,15 +69,14 @@ def test_a_list_tells_sizes_states_and_places(cache, call):
     shutil.copytree(cache / "models--some--planned", cache / "datasets--some--data")
     add_wheel(cache)
     assert listed(call) == {
-        "llama-68m": (10**6 + size + 28, "ready"),
-        "smollm2-135m": (2000, "ready"),
-        "some/bert": (23, "not for minitri (bert)"),
-        "some/half": (100 + size, "interrupted; pull it again"),
-        "some/shard": (size + len(index) + 1, "config alone"),
-        "some/planned": (size, "config alone"),
+        "llama-68m": ("1.0 MB", "ready"),
+        "smollm2-135m": ("2.0 MB", "ready"),
+        "some/bert": ("0.0 MB", "not for minitri (bert)"),
+        "some/half": ("5.0 MB", "interrupted; pull it again"),
+        "some/shard": ("0.0 MB", "no weights"),
+        "some/planned": ("0.0 MB", "no weights"),
     }
     done = call(command.main, "list")
-    assert "1.0 MB  ready" in done.out
     assert str(cache) in done.out.splitlines()[-1]
     assert "HF_HOME" in done.out.splitlines()[-1]
     assert "not listed" in done.err
@@ -86,7 +84,7 @@ def test_a_list_tells_sizes_states_and_places(cache, call):
     for name in ("pull", "list", "remove"):
         help_text = call(command.main, name, "--help").out
         assert f"  minitri {name}" in help_text
-        assert (str(cache) in help_text) == (name != "remove")
+        assert str(cache) in help_text
 
 
 def test_what_is_removed_is_that_model_alone(cache, call, tmp_path):
@@ -111,7 +109,7 @@ def test_what_is_removed_is_that_model_alone(cache, call, tmp_path):
     assert call(command.main, "remove", "smollm2-135m", "-y").code == 0
     assert {*listed(call)} == {"a/renamed", "a/linked"}
     assert secret.read_bytes() == b"mine"
-    assert not wheel.parent.exists()
+    assert not wheel.exists()
 
 
 @pytest.mark.parametrize(("answer", "stays"), [("", True), ("no", True), ("Y", False)])
