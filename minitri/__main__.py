@@ -25,9 +25,9 @@ examples:
   minitri generate --help               all flags of a program
   minitri --list-models                 the models that have names; --version: of minitri
 """
-WEIGHTS = ("pull", "list", "remove")
-"""Programs of weights.py."""
-FILES = ("generate", "plan", *WEIGHTS)
+ON_DISK = ("pull", "list", "remove")
+"""Programs of on_disk.py."""
+FILES = ("generate", "plan", *ON_DISK)
 FOLDERS = ("chat", "serve", "bench", "selftest")
 
 
@@ -39,8 +39,8 @@ def main(argv: list[str] | None = None) -> None:
     elif argv == ["--version"]:
         answer(f"minitri {__version__}\n")
     name = argv.pop(0) if argv and argv[0] in FILES + FOLDERS else "generate"
-    if name in WEIGHTS:
-        import_module("minitri.weights").PROGRAMS[name](argv)
+    if name in ON_DISK:
+        import_module("minitri.on_disk").PROGRAMS[name](argv)
     import_module(f"minitri.{name}" + ".__main__" * (name in FOLDERS)).main(argv)
 
 

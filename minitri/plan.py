@@ -175,7 +175,8 @@ def run_command(args: argparse.Namespace) -> int:
     if args.gpu == "list":
         print(TABLE)
         return 0
-    needs, site = demand_of(args), site_of(args)
+    needs = demand_of(args)
+    site = site_of(args)
     room = (site.gib * GIB - CONTEXT, 0 if site.is_cpu else args.host_memory * GIB / args.gpus)
     L = needs.config.num_layers
     most = needs.most_on_chip(room[0])

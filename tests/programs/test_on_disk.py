@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import constants
 
 from minitri import __main__ as command
-from minitri import plan, weights
+from minitri import InputError, plan
 from minitri.loading.fetch import WHEEL_MEMBER, locate
 
 HASH = "0123456789" * 4
@@ -149,5 +149,5 @@ def test_a_plan_needs_the_config_alone(cache, call, folder):
 
 def test_a_config_alone_is_not_taken_for_a_model(cache, folder):
     add(cache, "a/b", {"config.json": CONFIG})
-    with pytest.raises(weights.InputError, match="a/b cannot be had"):
+    with pytest.raises(InputError, match="a/b cannot be had"):
         locate("a/b")
