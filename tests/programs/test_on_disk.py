@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from minitri import __main__ as command
 from minitri import InputError, plan
+from minitri import __main__ as command
 from minitri.loading.fetch import WHEEL_MEMBER, locate
 
 HASH = "0123456789" * 4
