@@ -14,9 +14,10 @@ HELP = """usage: minitri TEXT | minitri PROGRAM ... | ... | minitri
   generate  a text goes on; what begins with none of these words is for it
   chat      questions and answers, about documents if you like
   serve     the endpoints of OpenAI's API on this machine
-  plan      what fits on a GPU, and how fast it can be
+  plan      what fits on a GPU or this machine, and how fast it can be
   bench     speed of every method on this machine
   selftest  does speculation change the text on your weights?
+  pull      fetch a model before it is needed; list, remove: the models on this disk
 
 examples:
   minitri "The sea was" -n 40           40 tokens more, by the default model
@@ -24,7 +25,9 @@ examples:
   minitri generate --help               all flags of a program
   minitri --list-models                 the models that have names; --version: of minitri
 """
-FILES = ("generate", "plan")
+ON_DISK = ("pull", "list", "remove")
+"""Programs of on_disk.py."""
+FILES = ("generate", "plan", *ON_DISK)
 FOLDERS = ("chat", "serve", "bench", "selftest")
 
 
@@ -36,6 +39,8 @@ def main(argv: list[str] | None = None) -> None:
     elif argv == ["--version"]:
         answer(f"minitri {__version__}\n")
     name = argv.pop(0) if argv and argv[0] in FILES + FOLDERS else "generate"
+    if name in ON_DISK:
+        import_module("minitri.on_disk").PROGRAMS[name](argv)
     import_module(f"minitri.{name}" + ".__main__" * (name in FOLDERS)).main(argv)
 
 

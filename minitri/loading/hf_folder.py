@@ -7,17 +7,18 @@ import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
-import torch
 from safetensors import safe_open
-from torch import Tensor
 
 from minitri.config import ModelConfig
 from minitri.errors import InputError, explain
 from minitri.loading.hf_config import read_config
 from minitri.loading.tokenizer import Backend, SentencePieceBackend, TokenizersBackend
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Folder:
@@ -58,7 +59,7 @@ class Folder:
             return SentencePieceBackend(model.read_bytes()), True
         raise FileNotFoundError("expected tokenizer.json or tokenizer.model")
 
-    def tensors(self, *_: Any) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, *_: Any) -> "Iterator[tuple[str, Tensor]]":
         """Every weight under its name, one at a time; a shard is closed before the next opens."""
         for file in weight_files(self.path):
             problem = f"{file} is damaged, or holds more than tensors, of which none was run"
@@ -97,12 +98,14 @@ def weight_files(path: Path) -> list[Path]:
     )
 
 
-def _stored(file: Path) -> Iterator[tuple[str, Tensor]]:
+def _stored(file: Path) -> "Iterator[tuple[str, Tensor]]":
     if file.suffix == ".safetensors":
         with safe_open(file, framework="pt") as shard:
             for name in shard.keys():  # noqa: SIM118 (not a dict)
                 yield name, shard.get_tensor(name)
     else:
+        import torch
+
         with warnings.catch_warnings(action="ignore"):  # remarks on protocols
             loaded = torch.load(file, map_location="cpu", weights_only=True)
         yield from ((str(name), value.detach()) for name, value in loaded.items())

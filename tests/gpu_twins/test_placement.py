@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -125,9 +126,11 @@ def test_a_plan_for_seven_billion_weights_after_122k_tokens(capsys, gib, best):
     for hidden states of the prompt), 0.5 in reserve. What fits in the plan fits at boot, when
     CUDA has taken its context."""
     flags = ("--context", "124928", "--gamma1", "2", "--gamma2", "6", "--budget", "4096")
-    code, lines, _ = run(capsys, *flags, "--gpu-memory", gib, "--explain")
+    _, lines, _ = run(capsys, *flags, "--gpu-memory", gib, "--explain")
     assert any(line.startswith("prefill chunk ") for line in lines)
-    result = json.loads(lines[-1])
+    assert "{" not in "".join(lines)
+    code, [line], _ = run(capsys, *flags, "--gpu-memory", gib, "--json")
+    result = json.loads(line)
     assert (code, result["on_chip"]) == (0, best)
     rows = {row["on_chip"]: row for row in result["placements"]}
     assert set(rows) == {0, best, 32}
@@ -145,13 +148,59 @@ def test_a_plan_that_does_not_fit_says_what_to_change(capsys, folder):
     """In one line. Of a folder its config is enough."""
     code, _, error = run(capsys, "--gpu-memory", "24", "--prefill-chunk", "16384")
     assert (code, error.count("\n")) == (2, 1)
-    assert "shorten the text" in error
-    _, lines, _ = run(capsys, "--model", "lwm-text-512k", "--host-memory", "512")
-    assert [row["fits"] for row in json.loads(lines[-1])["placements"]] == [False, False]
+    assert "take a lower --context" in error
+    _, [line], _ = run(capsys, "--model", "lwm-text-512k", "--host-memory", "512", "--json")
+    assert [row["fits"] for row in json.loads(line)["placements"]] == [False, False]
     assert run(capsys, "--model", str(folder), "--draft", "ngram")[0] == 0
     for flag, value in (("--model", "lama"), ("--gpu-memory", "-1"), ("--context", "0")):
         code, _, error = run(capsys, flag, value)
         assert (code, error.count(f"'{value}'"), error.count("\n")) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "gib", "memory", "link"),
+    [
+        (("--gpu", "h200"), 140.4, 0.8 * 4.8e12, 0.8 * 64e9),
+        (("--gpu", "h200", "--gpu-memory", "70", "--link-gb-s", "40"), 70, 0.8 * 4.8e12, 40e9),
+        (("--gpu", "gh200"), 95.6, 0.8 * 4e12, 0.8 * 450e9),
+        (("--gpu", "m4-pro"), 64, 0.5 * 273e9, None),
+        (("--gpu-memory", "80"), 80, 2e12, 25e9),
+    ],
+)
+def test_a_machine_is_its_data_sheet_as_far_as_it_is_reached(capsys, flags, gib, memory, link):
+    """And figures that are given count as they are."""
+    _, [line], _ = run(capsys, "--model", "llama3.2-1b", "--json", *flags)
+    found = json.loads(line)
+    assert found["hardware"]["gib"] == gib
+    assert found["hardware"]["weight_bytes_per_second"] == pytest.approx(memory)
+    if link is not None:
+        assert found["hardware"]["link_bytes_per_second"] == pytest.approx(link)
+    assert ("not measured" in found["hardware"]["source"]) == (link is None)
+    assert len(found["placements"]) == 2 - (link is None)
+
+
+def test_this_processor_is_measured(capsys, monkeypatch):
+    monkeypatch.setenv("MINITRI_HOST_GIB", "3")
+    code, lines, _ = run(capsys, "--model", "llama-68m", "--cpu")
+    assert code == 0
+    found = re.fullmatch("this CPU: 3.0 GiB at ([0-9.]+) GB/s [(]measured .* threads.*", lines[1])
+    assert float(found[1]) > 0
+    _, lines, _ = run(capsys, "--gpu", "list")
+    assert "h200        140.4  4800 " in "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("model", "context", "factor"),
+    [("smollm2-135m", 8193, 2), ("llama2-7b-128k", 200_000, 49), ("folder", 1025, 3)],
+)
+def test_a_context_beyond_the_model_is_told(capsys, folder, model, context, factor):
+    """With a factor of --rope-scaling, which counts from where its RoPE was not stretched yet."""
+    flags = ("--model", str(folder) if model == "folder" else model, "--gpu", "h200", "--json")
+    code, [line], error = run(capsys, *flags, "--context", str(context))
+    found = json.loads(line)
+    assert (code, error.count("\n"), found["context"]) == (0, 1, context)
+    assert f"not {context}; run it with --rope-scaling yarn:{factor}, or" in error
+    assert run(capsys, *flags, "--context", str(found["model_context"]))[2] == ""
 
 
 def test_two_gpus_share_weights_and_kv_but_not_the_drafter():

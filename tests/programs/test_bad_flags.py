@@ -10,6 +10,7 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
+from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ from tools.bench import __main__ as bench
 from tools.bench import floor, synthetic
 
 MODULES = {"generate": "minitri.generate", "peers": "tools.bench.__main__", "tour": "tools.tour"}
+MODULES |= {"plan": "minitri.plan", "minitri": "minitri.__main__"}
 MODULES |= {name: f"minitri.{name}.__main__" for name in ("bench", "chat", "selftest", "serve")}
 BAD = """
 generate --model no-such-model | 'no-such-model'
@@ -59,6 +61,16 @@ peers --load dummy --shape lama2 | lama2
 peers --load dummy --compare | --compare
 peers --load dummy --method naive --method triforce | --method
 peers --load dummy --synthetic-acceptance 2,1 | --synthetic-acceptance
+plan --gpu rtx490 | invalid choice: 'rtx490'
+plan --gpu h100 --cpu | two machines
+plan --gpu m4-max --gpus 2 | needs GPUs, not m4-max
+plan --model /nowhere/x | unknown model
+plan --model lwm-text-1m --gpu h200 --host-memory 99 | in host memory, got 99.00
+plan --model llama3.1-8b --gpu m1 --context 9999 | on m1, got 15.20
+minitri pull no-such-model | unknown model
+minitri pull | required: model
+minitri remove no/model | 'no/model'
+minitri list x | unrecognized arguments: x
 tour --max-prompt-tokens 300 | 300 tokens
 tour --out nowhere/tour.png | nowhere/tour.png
 """
@@ -79,8 +91,9 @@ def test_bad_input_is_one_line_and_exit_code_2(folder, tmp_path, call, line):
             is_given = any(re.match(rf"{flag}(=|$)|--prompt-file", word) for word in words)
             words += [] if is_given else [flag, value]
     program = importlib.import_module(MODULES[name]).main
-    code, out, err = call(program, "--quiet", *(values.get(word, word) for word in words))
-    assert (code, out, err.count("\n")) == (2, "", 1)
+    words.insert(name == "minitri", "--quiet")
+    code, out, err = call(program, *(values.get(word, word) for word in words))
+    assert (code, "" if name == "plan" else out, err.count("\n")) == (2, "", 1)
     assert err.startswith("minitri: ")
     assert message in err
 
@@ -134,6 +147,7 @@ def tiny_models():
     ends = ((minitri_bench, "compare"), (floor, "plain_decoding"), (synthetic, "sweep_contexts"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "load", load)
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
         patch.setattr(bench, "find_peers", lambda *_: {})
         for module, name in ends:
             patch.setattr(module, name, lambda *_, **__: sys.exit(0))

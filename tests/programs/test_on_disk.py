@@ -1,0 +1,153 @@
+"""`minitri pull`, `list` and `remove`: what the hub's own library sees in a cache, and deletes."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from minitri import InputError, plan
+from minitri import __main__ as command
+from minitri.loading.fetch import WHEEL_MEMBER, locate
+
+HASH = "0123456789" * 4
+CONFIG = '{"model_type": "llama"}'
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """An empty cache of the hub, which cannot be reached, and an empty folder for wheels."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("MINITRI_WEIGHTS", str(tmp_path / "wheels"))
+    return tmp_path / "hub"
+
+
+def add(cache: Path, repo: str, files: dict[str, bytes | str]) -> Path:
+    """A repository as the hub's library leaves it: blobs, links to them, the commit of main."""
+    home = cache / f"models--{repo.replace('/', '--')}"
+    snapshot = home / "snapshots" / HASH
+    for folder in (home / "blobs", home / "refs", snapshot):
+        folder.mkdir(parents=True)
+    (home / "refs/main").write_text(HASH)
+    for n, (name, content) in enumerate(files.items()):
+        blob = home / "blobs" / f"{n:064x}"
+        blob.write_bytes(content.encode() if isinstance(content, str) else content)
+        (snapshot / name).symlink_to(Path("../../blobs") / blob.name)
+    return home
+
+
+def add_wheel(cache: Path) -> Path:
+    file = cache.parent / "wheels/smollm2-135m" / Path(WHEEL_MEMBER).name
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"GGUF" * 500_000)
+    return file
+
+
+def listed(call) -> dict[str, tuple[str, str]]:
+    """Size and state by name."""
+    rows = call(command.main, "list").out.splitlines()[:-2]
+    return {row[:24].strip(): (row[24:35].strip(), row[37:63].strip()) for row in rows}
+
+
+def test_a_list_tells_sizes_states_and_places(cache, call):
+    done = call(command.main, "list")
+    assert (done.code, done.out.splitlines()[0].split()) == (0, ["together", "0.0", "MB"])
+    ready = {"config.json": CONFIG, "model.safetensors": bytes(10**6)}
+    whole = add(cache, "JackFram/llama-68m", ready)
+    (whole / "blobs/55.incomplete").write_bytes(b"what an earlier attempt left")
+    add(cache, "some/bert", {"config.json": '{"model_type": "bert"}', "model.safetensors": b"1"})
+    add(cache, "some/planned", {"config.json": CONFIG})
+    half = add(cache, "some/half", {"config.json": CONFIG})
+    (half / "blobs/77.incomplete").write_bytes(bytes(5 * 10**6))
+    index = '{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}'
+    files = {"config.json": CONFIG, "model.safetensors.index.json": index, "one.safetensors": b"1"}
+    add(cache, "some/shard", files)
+    broken = add(cache, "some/broken", {"config.json": CONFIG})
+    (broken / "blobs" / f"{0:064x}").unlink()
+    shutil.copytree(cache / "models--some--planned", cache / "datasets--some--data")
+    add_wheel(cache)
+    assert listed(call) == {
+        "llama-68m": ("1.0 MB", "ready"),
+        "smollm2-135m": ("2.0 MB", "ready"),
+        "some/bert": ("0.0 MB", "not for minitri (bert)"),
+        "some/half": ("5.0 MB", "interrupted; pull it again"),
+        "some/shard": ("0.0 MB", "no weights"),
+        "some/planned": ("0.0 MB", "no weights"),
+    }
+    done = call(command.main, "list")
+    assert str(cache) in done.out.splitlines()[-1]
+    assert "HF_HOME" in done.out.splitlines()[-1]
+    assert "not listed" in done.err
+    assert "some--broken" in done.err
+    for name in ("pull", "list", "remove"):
+        help_text = call(command.main, name, "--help").out
+        assert f"  minitri {name}" in help_text
+        assert str(cache) in help_text
+
+
+def test_what_is_removed_is_that_model_alone(cache, call, tmp_path):
+    """Not what its links point to, nor a repository of another name with the same commits."""
+    secret = tmp_path / "elsewhere.safetensors"
+    secret.write_bytes(b"mine")
+    files = {"config.json": CONFIG, "model.safetensors": b"weights"}
+    home, other = add(cache, "a/b", files), add(cache, "a/renamed", files)
+    (home / "snapshots" / HASH / "more.safetensors").symlink_to(secret)
+    linked = cache / "models--a--linked"
+    linked.symlink_to(shutil.copytree(other, tmp_path / "linked", symlinks=True))
+    wheel = add_wheel(cache)
+    before = {*listed(call)}
+    assert "stays" in call(command.main, "remove", "a/b").err  # no terminal
+    assert "linked to" in call(command.main, "remove", "a/linked", "--yes").err
+    for name in (str(home), "../a/b", "models--a--b", "a", str(wheel)):
+        assert "no model" in call(command.main, "remove", name, "--yes").err
+    assert {*listed(call)} == before
+    done = call(command.main, "remove", "a/b", "--yes")
+    assert (done.code, home.exists(), other.exists()) == (0, False, True)
+    assert call(command.main, "remove", "HuggingFaceTB/SmolLM2-135M-Instruct", "-y").code == 2
+    assert call(command.main, "remove", "smollm2-135m", "-y").code == 0
+    assert {*listed(call)} == {"a/renamed", "a/linked"}
+    assert secret.read_bytes() == b"mine"
+    assert not wheel.exists()
+
+
+@pytest.mark.parametrize(("answer", "stays"), [("", True), ("no", True), ("Y", False)])
+def test_a_terminal_is_asked(cache, call, monkeypatch, answer, stays):
+    home = add(cache, "a/b", {"config.json": CONFIG})
+    questions = []
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda text: questions.append(text) or answer)
+    assert call(command.main, "remove", "a/b").code == 0
+    assert (questions, home.exists()) == (["Remove a/b, 0.0 MB? [y/N] "], stays)
+
+
+def test_a_pull_ends_with_the_files_and_never_with_half_of_them(cache, call):
+    """Without a hub what is whole stays usable, and the default model is that of its wheel."""
+    add(cache, "a/whole", {"config.json": CONFIG, "model.safetensors": b"weights"})
+    add(cache, "a/half", {"config.json": CONFIG})
+    done = call(command.main, "pull", "a/whole")
+    assert (done.code, done.out.split(" in ")[0]) == (0, "a/whole: 0.0 MB")
+    for name in ("a/half", "a/missing"):
+        done = call(command.main, "pull", name)
+        assert (done.code, done.err.count("\n")) == (2, 1)
+        assert f"{name} cannot be had" in done.err
+    wheel = add_wheel(cache)
+    assert str(wheel) in call(command.main, "pull", "smollm2-135m", "-q").out
+
+
+def test_a_plan_needs_the_config_alone(cache, call, folder):
+    """Of a repository in the cache; one that cannot be had is a line."""
+    home = add(cache, "a/b", {"config.json": (folder / "config.json").read_text()})
+    done = call(plan.main, "--model", "a/b", "--gpu", "t4", "--draft", "suffix", "--json")
+    assert (done.code, done.json["model"], done.json["model_context"]) == (0, "a/b", 512)
+    assert not [*home.glob("snapshots/*/*.safetensors")]
+    done = call(plan.main, "--model", "a/c")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "a/c cannot be had" in done.err
+
+
+def test_a_config_alone_is_not_taken_for_a_model(cache, folder):
+    add(cache, "a/b", {"config.json": CONFIG})
+    with pytest.raises(InputError, match="a/b cannot be had"):
+        locate("a/b")
