@@ -160,9 +160,6 @@ class Generation(Iterator[Event]):
             if self._reading and not may_wait:
                 return
         ready = [b for b in self._running if not active[b] and b not in self._reading]
-        rows = self._running.values()
-        wants_logits = any(row.request.generation.logprobs is not None for row in rows)
-        stack.memory.target.wants_logits = wants_logits
         started = time.perf_counter()
         if ready:
             emitted = stack.start(ready)

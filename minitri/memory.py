@@ -154,10 +154,14 @@ def allocate(
         if draft is not None:
             where: dict[str, Any] = {"dtype": draft.dtype, "device": draft.device}
             window = StreamingCache(draft.config, draft.rope, shape.num_rows, speculation, **where)
-            small["draft"] = DraftRunner(draft, window, shape.sampling, **options)
+            sizes = {window.max_block} if speculation.tree else ()  # of chains whole rounds
+            small["draft"] = DraftRunner(
+                draft, window, shape.sampling, block_sizes=sizes, **options
+            )
         if any(plan.uses_retrieval for plan in plans):
             cache = small["retrieval_cache"] = _retrieval_cache(shape, full, queries_LBTHD)
-            options["block_sizes"] = {1, 1 + max(plan.gamma1 for plan in plans)}
+            longest = 1 + max(plan.gamma1 for plan in plans)
+            options["block_sizes"] = {1, speculation.max_block if speculation.tree else longest}
             small["retrieval"] = ModelRunner(models.retrieval, cache, shape.sampling, **options)
         if full.on_chip < target.config.num_layers:
             options["graphs"] = None
