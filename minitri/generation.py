@@ -131,7 +131,7 @@ class Generation(Iterator[Event]):
         while self._waiting and places:
             row = self._waiting[0]
             sampling = {it.request.sampling for it in self._running.values()}
-            if memory.shares_filters and sampling - {row.request.sampling}:
+            if memory.graphs is not None and sampling - {row.request.sampling}:  # one for all
                 break
             self._waiting.popleft()
             b = memory.prefix.best_place(sorted(places), row.prompt)

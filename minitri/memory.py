@@ -111,11 +111,6 @@ class Memory:
     def num_cache_bytes(self) -> int:
         return sum(runner.cache.num_bytes for runner in self.runners)
 
-    @property
-    def shares_filters(self) -> bool:
-        """Whether all rows must have the same filters, because passes are captured."""
-        return self.graphs is not None
-
 
 def allocate(
     models: Models,
@@ -154,10 +149,9 @@ def allocate(
         if draft is not None:
             where: dict[str, Any] = {"dtype": draft.dtype, "device": draft.device}
             window = StreamingCache(draft.config, draft.rope, shape.num_rows, speculation, **where)
-            sizes = {window.max_block} if speculation.tree else ()  # of chains whole rounds
-            small["draft"] = DraftRunner(
-                draft, window, shape.sampling, block_sizes=sizes, **options
-            )
+            # Of chains whole rounds are captured.
+            options["block_sizes"] = {window.max_block} if speculation.tree else ()
+            small["draft"] = DraftRunner(draft, window, shape.sampling, **options)
         if any(plan.uses_retrieval for plan in plans):
             cache = small["retrieval_cache"] = _retrieval_cache(shape, full, queries_LBTHD)
             longest = 1 + max(plan.gamma1 for plan in plans)

@@ -108,15 +108,13 @@ class ModelRunner:
         ]
 
     def _run(self, read: Function, captured: Function, *inputs: Tensor) -> Output:
-        """What a pass gives, where there are graphs by its graph."""
-        if self.graphs is None:
-            device = self.model.device
-            return self.output(read(*(it.to(device, non_blocking=True) for it in inputs)))
-        probs_BNV, logits_BNV = self.graphs.run(captured, *inputs).clone()  # to be overwritten
-        return Output(probs_BNV, logits_BNV[..., : self.model.config.vocab_size])
-
-    def output(self, hidden_BNE: Tensor) -> Output:
-        """Logits, and the distributions that the filters of each row make of them."""
+        """What a pass gives: by its graph, or logits, and what the filters of each row make of
+        them."""
+        if self.graphs is not None:
+            probs_BNV, logits_BNV = self.graphs.run(captured, *inputs).clone()  # to be overwritten
+            return Output(probs_BNV, logits_BNV[..., : self.model.config.vocab_size])
+        device = self.model.device
+        hidden_BNE = read(*(it.to(device, non_blocking=True) for it in inputs))
         logits_BNV = self.passes.logits(hidden_BNE)
         probs_BNV = probs_of_rows(logits_BNV, self.sampling)
         return Output(pad_vocabulary(probs_BNV, self.passes.vocab_size), logits_BNV)

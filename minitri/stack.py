@@ -62,13 +62,13 @@ class Stack:
 
     def _capture(self, graphs: GraphPool) -> None:
         """Captures verdicts and guesses of all shapes before the steps, which are timed."""
-        memory, plans, B = self.memory, self.shape.speculation.plans, self.shape.num_rows
+        memory, B, V = self.memory, self.shape.num_rows, self.target.config.vocab_size
+        plans = self.shape.speculation.plans
         nobody, starts = [False] * B, [0] * B
         graphs.is_open = True
         self.source.run = graphs.run
         for size in {size for runner in memory.runners for size in runner.block_sizes}:
-            shape = (B, size, self.target.config.vocab_size)
-            probs_BNV = torch.zeros(shape, device=self.target.device)
+            probs_BNV = torch.zeros(B, size, V, device=self.target.device)
             self.source.verify(Proposal.nothing(B), probs_BNV, starts, nobody)
         for runner in memory.runners:
             if self.shape.speculation.tree and runner.block_sizes:
@@ -78,8 +78,7 @@ class Stack:
                 numbers_BN = self.source.numbers([gamma1 - 1] * B, starts, nobody)
                 memory.draft.guess([[0]] * B, nobody, numbers_BN)
         if memory.retrieval is not None and any(plan.method == "retrieval" for plan in plans):
-            tokens_B = torch.zeros(B, dtype=torch.int64)
-            memory.retrieval.next_probs_after(tokens_B, nobody)
+            memory.retrieval.next_probs_after(torch.zeros(B, dtype=torch.int64), nobody)
         graphs.is_open = False
         self.stats.num_graphs = graphs.num_graphs
 

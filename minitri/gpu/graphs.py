@@ -128,14 +128,12 @@ class Passes:
     def read(self, packed_4BT: Tensor, guesses_BN: Tensor) -> Tensor:
         """Final hidden states (B, N + 1, E) after each row's last certain token and after each of
         its guesses, which follow it."""
-        T, N = packed_4BT.shape[2], guesses_BN.shape[1]
-        lasts_B1 = packed_4BT[3, :, :1]
-        places_BN = lasts_B1 + torch.arange(N + 1, device=lasts_B1.device)
+        places_BN = packed_4BT[3, :, : guesses_BN.shape[1] + 1]
         block = unpack_block(packed_4BT)
-        if N:
+        if len(guesses_BN[0]):
             block = block.with_guesses(places_BN[:, 1:], guesses_BN)
         hidden_BTE = self.model.forward(block, self.cache, None, self.queries_LBTHD)
-        return take_rows(hidden_BTE, places_BN.clamp(max=T - 1))
+        return take_rows(hidden_BTE, places_BN.clamp(max=packed_4BT.shape[2] - 1))
 
     def read_one(self, packed_4B1: Tensor, tokens_B: Tensor) -> Tensor:
         """Hidden states (B, 1, E) after a block of one token, which is this one."""

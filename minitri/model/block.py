@@ -41,9 +41,8 @@ def unpack_block(packed_4BT: Tensor) -> Block:
 def pack_block(
     model: Llama, blocks: list[list[int]], cache: Cache, size: int, depths_T: Tensor | None = None
 ) -> Tensor:
-    """Tokens, positions, slots and, everywhere, the place of a row's last token, (4, B, T), on the
-    host. In a tree tokens stand `depths_T` after the next position, in a chain each after the one
-    before."""
+    """Tokens, positions, slots, and the places of a row's last token and those after it, (4, B, T),
+    on the host. In a tree tokens stand `depths_T` after the next position, in a chain in turn."""
     tokens_BT = torch.tensor([row + [0] * (size - len(row)) for row in blocks])
     # A drafter may lack the last tokens of the target's vocabulary; what it reads in their place
     # changes only how well it guesses.
@@ -53,7 +52,7 @@ def pack_block(
     positions_BT = torch.tensor(cache.next_positions).unsqueeze(1) + depths_T
     slots_BT = torch.tensor(cache.lengths).unsqueeze(1) + offsets_T
     lasts_B1 = torch.tensor([[len(row) - 1] for row in blocks])
-    return torch.stack((tokens_BT, positions_BT, slots_BT, lasts_B1.expand_as(tokens_BT)))
+    return torch.stack((tokens_BT, positions_BT, slots_BT, lasts_B1 + offsets_T))
 
 
 def take_rows(rows_BTX: Tensor, index_BN: Tensor) -> Tensor:

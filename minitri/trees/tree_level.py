@@ -88,9 +88,7 @@ class TreeLevel(Level):
             path, tokens, origins = list[int](), list[int](), list[str]()
             if active[b]:
                 start = len(sequences[b])
-                path, token = self.source.walk(
-                    proposal, b, output.probs_BNV[b, : len(block)], start
-                )
+                path, token = self.source.walk(proposal, b, output.probs_BNV[b], start)
                 own = "recovered" if proposal.shape.children[[0, *path][-1]] else "bonus"
                 origins = [*proposal.origins[b][: len(path)], own]
                 tokens = [*(block[node] for node in path), token]
