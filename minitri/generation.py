@@ -131,7 +131,7 @@ class Generation(Iterator[Event]):
         while self._waiting and places:
             row = self._waiting[0]
             sampling = {it.request.sampling for it in self._running.values()}
-            if memory.shares_filters and sampling - {row.request.sampling}:
+            if memory.graphs is not None and sampling - {row.request.sampling}:  # one for all
                 break
             self._waiting.popleft()
             b = memory.prefix.best_place(sorted(places), row.prompt)
@@ -160,9 +160,6 @@ class Generation(Iterator[Event]):
             if self._reading and not may_wait:
                 return
         ready = [b for b in self._running if not active[b] and b not in self._reading]
-        rows = self._running.values()
-        wants_logits = any(row.request.generation.logprobs is not None for row in rows)
-        stack.memory.target.wants_logits = wants_logits
         started = time.perf_counter()
         if ready:
             emitted = stack.start(ready)

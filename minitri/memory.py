@@ -116,11 +116,6 @@ class Memory:
     def num_cache_bytes(self) -> int:
         return sum(runner.cache.num_bytes for runner in self.runners)
 
-    @property
-    def shares_filters(self) -> bool:
-        """Whether all rows must have the same filters, because passes are captured."""
-        return self.graphs is not None
-
 
 def allocate(
     models: Models,
@@ -159,10 +154,13 @@ def allocate(
         if draft is not None:
             where: dict[str, Any] = {"dtype": draft.dtype, "device": draft.device}
             window = StreamingCache(draft.config, draft.rope, shape.num_rows, speculation, **where)
+            # Of chains whole rounds are captured.
+            options["block_sizes"] = {window.max_block} if speculation.tree else ()
             small["draft"] = DraftRunner(draft, window, shape.sampling, **options)
         if any(plan.uses_retrieval for plan in plans):
             cache = small["retrieval_cache"] = _retrieval_cache(shape, full, queries_LBTHD)
-            options["block_sizes"] = {1, 1 + max(plan.gamma1 for plan in plans)}
+            longest = 1 + max(plan.gamma1 for plan in plans)
+            options["block_sizes"] = {1, speculation.max_block if speculation.tree else longest}
             small["retrieval"] = ModelRunner(models.retrieval, cache, shape.sampling, **options)
         if full.on_chip < target.config.num_layers:
             options["graphs"] = None

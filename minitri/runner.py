@@ -19,7 +19,7 @@ from minitri.caches.streaming import StreamingCache
 from minitri.decoding.level import Level, Output
 from minitri.decoding.sampling import pad_vocabulary, probs_of_rows
 from minitri.decoding.verification import Proposal
-from minitri.gpu.graphs import GraphPool, Passes
+from minitri.gpu.graphs import Function, GraphPool, Passes
 from minitri.gpu.offload.layer_major import read_by_layers
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.model.block import pack_block, read_block
@@ -45,23 +45,24 @@ class ModelRunner:
         """`vocab_size` is that of the distributions: the target's, whatever the model's.
 
         `queries_LBTHD` takes the rotated queries of every block. With `graphs` passes over blocks
-        of the `block_sizes` are captured, now; others are padded to the next of these if there is
-        one. Captured passes keep the form of the filters (`SamplingParams.form`).
+        of the `block_sizes` are captured, now; others are padded to the next of these, and trees to
+        the last. Captured passes keep the form of the filters (`SamplingParams.form`).
         """
         self.model = model
         self.cache = cache
         B = len(cache.lengths)
         self.sampling = [sampling] * B
         """The filters of each row."""
-        self.wants_logits = False
         self.passes = Passes(model, cache, sampling, vocab_size, queries_LBTHD)
         self.graphs = graphs
-        self._block_sizes: list[int] = []
+        self.block_sizes: list[int] = []
         if graphs is not None:
             # Longer blocks go by lengths on the host, which a graph would freeze.
-            self._block_sizes = sorted(it for it in block_sizes if it <= LONGEST_BLOCK)
-        for size in self._block_sizes:  # what this writes stands after the prefixes
-            self._replay([[0]] * B, size, Proposal.nothing(B))
+            self.block_sizes = sorted(it for it in block_sizes if it <= LONGEST_BLOCK)
+            for size in self.block_sizes:  # what this writes stands after the prefixes
+                packed_4BT = pack_block(model, [[0]] * B, cache, size)
+                guesses_BT = torch.zeros(B, size - 1, dtype=torch.int64)
+                graphs.run(self.passes.probs, packed_4BT, guesses_BT)
 
     def next_probs(
         self,
@@ -74,27 +75,30 @@ class ModelRunner:
         guesses = guesses or Proposal.nothing(len(active))
         num_read = [len(row) + n for row, n in zip(fresh, guesses.counts, strict=True)]
         T = max(num_read)
-        size = min((it for it in self._block_sizes if it >= T), default=None)
-        if size is None or self.wants_logits:
-            device = self.model.device
-            packed, lasts = (it.to(device, non_blocking=True) for it in self.pack(fresh, T))
-            output = self.output(self.passes.read(packed, lasts, guesses.tokens_BN))
-        else:
-            probs_BTV = self._replay(fresh, size, guesses)
-            output = Output(probs_BTV[:, : max(guesses.counts) + 1].clone())
+        size = min((it for it in self.block_sizes if it >= T), default=T)
+        tokens_BN = guesses.tokens_BN
+        if self.graphs is not None:  # a graph has room for a guess at every place but the first
+            tokens_BN = F.pad(tokens_BN, (0, size - 1 - tokens_BN.shape[1]))
+        packed_4BT = pack_block(self.model, fresh, self.cache, size)
+        output = self._run(self.passes.read, self.passes.probs, packed_4BT, tokens_BN)
         self.cache.advance([n if on else 0 for n, on in zip(num_read, active, strict=True)])
         return output
 
     def next_probs_after(self, tokens_B: Tensor, active: list[bool]) -> Tensor:
         """Distributions (B, V); see `decoding.level.Runner`."""
-        packed_3B1, _ = self.pack([[0]] * len(active), 1)
-        if self.graphs is not None:
-            probs_B1V = self.graphs.run(self.passes.probs_after, packed_3B1, tokens_B).clone()
-        else:
-            packed_3B1 = packed_3B1.to(self.model.device, non_blocking=True)
-            probs_B1V = self.output(self.passes.read_one(packed_3B1, tokens_B)).probs_BNV
+        packed_4B1 = pack_block(self.model, [[0]] * len(active), self.cache, 1)
+        output = self._run(self.passes.read_one, self.passes.probs_after, packed_4B1, tokens_B)
         self.cache.advance([int(on) for on in active])
-        return probs_B1V.squeeze(1)
+        return output.probs_BNV.squeeze(1)
+
+    def read_tree(self, blocks: list[list[int]], depths_T: Tensor, rule_TT: Tensor) -> Output:
+        """Distributions (B, T, V), or more, after a tree's tokens: see `TreeLevel.read_tree`."""
+        size = max(self.block_sizes, default=len(rule_TT))
+        pad = size - len(rule_TT)
+        rule_TT = torch.block_diag(rule_TT, torch.eye(pad, dtype=torch.bool))
+        depths_T = F.pad(depths_T, (0, pad))
+        packed_4BT = pack_block(self.model, blocks, self.cache, size, depths_T)
+        return self._run(self.passes.read_tree, self.passes.probs_of_tree, packed_4BT, rule_TT)
 
     def unread(self, sequences: list[list[int]], active: list[bool]) -> list[list[int]]:
         """What the cache has not seen of each row; of a row that is not active any token."""
@@ -103,19 +107,14 @@ class ModelRunner:
             for sequence, seen, on in zip(sequences, self.cache.num_tokens, active, strict=True)
         ]
 
-    def pack(self, fresh: list[list[int]], size: int) -> tuple[Tensor, Tensor]:
-        """On the host: see `pack_block`; and the places (B, 1) of the last certain tokens."""
-        lasts_B1 = torch.tensor([[len(row) - 1] for row in fresh])
-        return pack_block(self.model, fresh, self.cache, size), lasts_B1
-
-    def _replay(self, fresh: list[list[int]], size: int, guesses: Proposal) -> Tensor:
-        """Distributions (B, size, V) by a captured pass; the next one overwrites them."""
-        assert self.graphs is not None
-        guesses_BT = F.pad(guesses.tokens_BN, (0, size - 1 - max(guesses.counts)))
-        return self.graphs.run(self.passes.probs, *self.pack(fresh, size), guesses_BT)
-
-    def output(self, hidden_BNE: Tensor) -> Output:
-        """Logits, and the distributions that the filters of each row make of them."""
+    def _run(self, read: Function, captured: Function, *inputs: Tensor) -> Output:
+        """What a pass gives: by its graph, or logits, and what the filters of each row make of
+        them."""
+        if self.graphs is not None:
+            probs_BNV, logits_BNV = self.graphs.run(captured, *inputs).clone()  # to be overwritten
+            return Output(probs_BNV, logits_BNV[..., : self.model.config.vocab_size])
+        device = self.model.device
+        hidden_BNE = read(*(it.to(device, non_blocking=True) for it in inputs))
         logits_BNV = self.passes.logits(hidden_BNE)
         probs_BNV = probs_of_rows(logits_BNV, self.sampling)
         return Output(pad_vocabulary(probs_BNV, self.passes.vocab_size), logits_BNV)
@@ -160,9 +159,9 @@ class DraftRunner(ModelRunner):
         """N tokens of each row, and the distributions (B, N, V) that they were sampled from."""
         assert self.graphs is not None
         fresh = self.unread(sequences, active)
-        size = 2 if max(map(len, fresh)) <= 2 else self.cache.max_block  # few graphs
-        inputs = *self.pack(fresh, size), numbers_BN
-        tokens_BN, probs_BNV = self.graphs.run(self.passes.round, *inputs)
+        size = self.cache.max_block  # always, so that graphs are few
+        packed_4BT = pack_block(self.model, fresh, self.cache, size)
+        tokens_BN, probs_BNV = self.graphs.run(self.passes.round, packed_4BT, numbers_BN)
         N = numbers_BN.shape[1]
         pairs = zip(fresh, active, strict=True)
         self.cache.advance([len(row) + N - 1 if on else 0 for row, on in pairs])
@@ -184,13 +183,10 @@ class CapturedDraft(Level):
 
     def _draft(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
         starts = [len(sequence) for sequence in sequences]
-        one_by_one = [
-            self.source.numbers([0] * len(starts), [start + i for start in starts], active)
-            for i in range(self.gamma)
-        ]
+        numbers_BN = self.source.numbers([self.gamma - 1] * len(starts), starts, active)
         self.stats.num_rounds += self.gamma * sum(active)
         with self._meter.round(self.stats, num_tokens=self.gamma):
-            guessed = self.runner.guess(sequences, active, torch.cat(one_by_one, 1))
+            guessed = self.runner.guess(sequences, active, numbers_BN)
         return self.drafted(*guessed, active)
 
 

@@ -16,8 +16,10 @@ from minitri.decoding.cascade import Cascade
 from minitri.decoding.level import Emitted, Level, Stage
 from minitri.decoding.meter import Meter
 from minitri.decoding.random_source import CoupledSource, IndependentSource
+from minitri.decoding.verification import Proposal
 from minitri.drafters.lookup import LookupDrafter
 from minitri.drafters.plugin import PluggedDrafter
+from minitri.gpu.graphs import GraphPool
 from minitri.gpu.streams import clock_of
 from minitri.memory import Memory, MemoryShape, Models
 from minitri.requests import Request
@@ -41,8 +43,7 @@ class Stack:
         self.source = _random_source(shape.speculation)
         self.stats = Stats(kv_cache_bytes=memory.num_cache_bytes)
         if memory.graphs is not None:
-            self.source.run = memory.graphs.run
-            self.stats.num_graphs = memory.graphs.num_graphs
+            self._capture(memory.graphs)
         if memory.retrieval_cache is not None:
             memory.retrieval_cache.num_rebuilds = 0
         plans = shape.speculation.plans
@@ -58,6 +59,28 @@ class Stack:
         retrieval = self._level("retrieval", below) if below is not None else None
         target = self._level("target", memory.target)
         self.cascade = Cascade(self.sequences, self.meter, target, retrieval, drafter)
+
+    def _capture(self, graphs: GraphPool) -> None:
+        """Captures verdicts and guesses of all shapes before the steps, which are timed."""
+        memory, B, V = self.memory, self.shape.num_rows, self.target.config.vocab_size
+        plans = self.shape.speculation.plans
+        nobody, starts = [False] * B, [0] * B
+        graphs.is_open = True
+        self.source.run = graphs.run
+        for size in {size for runner in memory.runners for size in runner.block_sizes}:
+            probs_BNV = torch.zeros(B, size, V, device=self.target.device)
+            self.source.verify(Proposal.nothing(B), probs_BNV, starts, nobody)
+        for runner in memory.runners:
+            if self.shape.speculation.tree and runner.block_sizes:
+                runner.read_tree([[0]] * B, torch.tensor([0]), torch.tensor([[True]]))
+        if memory.draft is not None and not self.shape.speculation.tree:
+            for gamma1 in {plan.gamma1 for plan in plans if plan.uses_drafter}:
+                numbers_BN = self.source.numbers([gamma1 - 1] * B, starts, nobody)
+                memory.draft.guess([[0]] * B, nobody, numbers_BN)
+        if memory.retrieval is not None and any(plan.method == "retrieval" for plan in plans):
+            memory.retrieval.next_probs_after(torch.zeros(B, dtype=torch.int64), nobody)
+        graphs.is_open = False
+        self.stats.num_graphs = graphs.num_graphs
 
     def _level(self, name: str, runner: ModelRunner) -> Level:
         """A stage with a model; stages are made from the lowest upwards."""

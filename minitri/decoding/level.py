@@ -23,7 +23,6 @@ class Output:
 
     probs_BNV: Tensor
     logits_BNV: Tensor | None = None
-    """None where the pass was captured."""
 
     def emitted(
         self, b: int, tokens: list[int], origins: list[str], places: slice | list[int]
@@ -80,13 +79,11 @@ class Runner(Protocol):
 
     sampling: list[SamplingParams]
     """The filters of each row."""
-    wants_logits: bool
-    """Whether outputs must have logits, which a captured pass does not give."""
 
     def next_probs(
         self, sequences: Rows, active: Active, guesses: Proposal | None = None
     ) -> Output:
-        """Distributions (B, N + 1, V) after each row's last token and each of its guesses. Reads
+        """Distributions (B, N + 1, V), or more, after each row's last token and its guesses. Reads
         what the cache has not seen of the active rows; others get what means nothing."""
 
     def next_probs_after(self, tokens_B: Tensor, active: Active) -> Tensor:
@@ -131,7 +128,7 @@ class Level(Stage):
             self.stats.num_rounds += sum(active)
             with self._meter.round(self.stats):
                 if i == 0:
-                    probs.append(self.runner.next_probs(sequences, active).probs_BNV.squeeze(1))
+                    probs.append(self.runner.next_probs(sequences, active).probs_BNV[:, 0])
                 else:
                     probs.append(self.runner.next_probs_after(tokens[-1], active))
                 positions = [len(sequence) + i for sequence in sequences]

@@ -97,7 +97,13 @@ def decide(
     rule: Rule, proposal: Proposal, probs_BNV: Tensor, numbers_BN: Tensor, run: Run = run_now
 ) -> Rows:
     """Of each row the accepted guesses, and one token more. Raises `NotFiniteError`."""
-    guesses = (proposal.tokens_BN, proposal.probs_BNV, torch.tensor(proposal.counts))
+    tokens_BN, q_BNV, V = proposal.tokens_BN, proposal.probs_BNV, probs_BNV.shape[2]
+    pad = probs_BNV.shape[1] - numbers_BN.shape[1]
+    if pad or q_BNV.shape[2] < V:  # by a captured pass, or of nothing
+        tokens_BN = F.pad(tokens_BN, (0, pad))
+        q_BNV = F.pad(q_BNV, (0, V - q_BNV.shape[2], 0, pad))
+        numbers_BN = torch.cat((numbers_BN, numbers_BN[:, -1:].expand(-1, pad)), 1)
+    guesses = (tokens_BN, q_BNV, torch.tensor(proposal.counts))
     outcome = run(verdict_by(rule), probs_BNV, numbers_BN, *guesses).tolist()
     tokens = Rows()
     for num_accepted, next_token, is_finite, *guessed in outcome:

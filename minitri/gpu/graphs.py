@@ -2,10 +2,10 @@
 a launch, an allocation or Python.
 
 What is captured is a function of tensors alone: a pass from a block of tokens to distributions, a
-round of a draft model, the verdict on a proposal. `GraphPool.run` captures it when it first meets
-inputs of these shapes, and copies others of the same shapes into static buffers, over which the
-graph runs. **What it returns is overwritten by the next run** of any function of the pool: use it
-at once, or clone it. Weights and caches must stay where they were at capture. On a CPU the static
+round of a draft model, the verdict on a proposal. While a run starts, `GraphPool.run` captures it
+for inputs of these shapes; later it copies others of the same shapes into static buffers, over
+which the graph runs. **What it returns is overwritten by the next run** of any function: use it at
+once, or clone it. Weights and caches must stay where they were at capture. On a CPU the static
 buffers run eagerly, so that tests cover all but the graph itself.
 """
 
@@ -37,6 +37,8 @@ class GraphPool:
 
     def __init__(self, device: torch.device) -> None:
         self.num_graphs = 0
+        self.is_open = True
+        """Whether new shapes are captured; else they run eagerly, as a capture takes long."""
         self._device = device
         self._captured: dict[Any, Function] = {}
         if device.type == "cuda":
@@ -47,9 +49,11 @@ class GraphPool:
     def run(self, function: Function, *inputs: Tensor) -> Any:
         """What the function gives for these inputs, on the host or not. Raises `InputError`."""
         key = function, *((it.shape, it.dtype) for it in inputs)
-        if key not in self._captured:
+        if self.is_open and key not in self._captured:
             self._captured[key] = self.capture(function, *inputs)
-        return self._captured[key](*inputs)
+        if key in self._captured:
+            return self._captured[key](*inputs)
+        return function(*(it.to(self._device, non_blocking=True) for it in inputs))
 
     def capture(self, function: Function, *examples: Tensor) -> Function:
         """The function, captured over copies of the examples. Raises `InputError`."""
@@ -89,12 +93,14 @@ class GraphPool:
         clear_workspaces()
         graph = torch.cuda.CUDAGraph()
         # To free a graph, an event or page-locked memory, as collected garbage may, would end it.
+        was_enabled = gc.isenabled()
         gc.disable()
         try:
             with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
                 output = run()
         finally:
-            gc.enable()
+            if was_enabled:
+                gc.enable()
         clear_workspaces()
         return graph.replay, output
 
@@ -119,55 +125,62 @@ class Passes:
         self.numbers_3 = torch.tensor(self.filters.numbers, dtype=torch.float64)
         self.numbers_3 = self.numbers_3.to(self.model.device)
 
-    def read(self, packed_3BT: Tensor, lasts_B1: Tensor, guesses_BN: Tensor) -> Tensor:
-        """Final hidden states (B, N + 1, E) after each row's last certain token, which stands at
-        `lasts_B1` of the block, and after each of its guesses, which follow it."""
-        T, N = packed_3BT.shape[2], guesses_BN.shape[1]
-        places_BN = lasts_B1 + torch.arange(N + 1, device=lasts_B1.device)
-        block = unpack_block(packed_3BT)
-        if N:
+    def read(self, packed_4BT: Tensor, guesses_BN: Tensor) -> Tensor:
+        """Final hidden states (B, N + 1, E) after each row's last certain token and after each of
+        its guesses, which follow it."""
+        places_BN = packed_4BT[3, :, : guesses_BN.shape[1] + 1]
+        block = unpack_block(packed_4BT)
+        if len(guesses_BN[0]):
             block = block.with_guesses(places_BN[:, 1:], guesses_BN)
         hidden_BTE = self.model.forward(block, self.cache, None, self.queries_LBTHD)
-        return take_rows(hidden_BTE, places_BN.clamp(max=T - 1))
+        return take_rows(hidden_BTE, places_BN.clamp(max=packed_4BT.shape[2] - 1))
 
-    def read_one(self, packed_3B1: Tensor, tokens_B: Tensor) -> Tensor:
+    def read_one(self, packed_4B1: Tensor, tokens_B: Tensor) -> Tensor:
         """Hidden states (B, 1, E) after a block of one token, which is this one."""
         # A drafter may lack the last tokens of the target's vocabulary.
         tokens_B1 = tokens_B.clamp(max=self.model.config.vocab_size - 1).unsqueeze(1)
-        block = replace(unpack_block(packed_3B1), tokens_BT=tokens_B1)
+        block = replace(unpack_block(packed_4B1), tokens_BT=tokens_B1)
         return self.model.forward(block, self.cache, None, self.queries_LBTHD)
+
+    def read_tree(self, packed_4BT: Tensor, rule_TT: Tensor) -> Tensor:
+        """Hidden states (B, T, E) after the tokens of a tree; `rule_TT` as for `Llama.forward`."""
+        block = unpack_block(packed_4BT)
+        return self.model.forward(block, self.cache, rule_TT, self.queries_LBTHD)
 
     def logits(self, hidden_BNE: Tensor) -> Tensor:
         """Logits (B, N, V) of the tokens that both the model and the target have."""
         return self.model.logits(hidden_BNE)[..., : self.vocab_size]
 
-    def probs(self, packed_3BT: Tensor, lasts_B1: Tensor, guesses_BN: Tensor) -> Tensor:
-        """Distributions (B, N + 1, V) after what `read` reads."""
-        return self._probs(self.read(packed_3BT, lasts_B1, guesses_BN))
+    def probs(self, packed_4BT: Tensor, guesses_BN: Tensor) -> Tensor:
+        """Distributions and logits (2, B, N + 1, V) after what `read` reads."""
+        return self._probs(self.read(packed_4BT, guesses_BN))
 
-    def probs_after(self, packed_3B1: Tensor, tokens_B: Tensor) -> Tensor:
-        """Distributions (B, 1, V) after what `read_one` reads."""
-        return self._probs(self.read_one(packed_3B1, tokens_B))
+    def probs_after(self, packed_4B1: Tensor, tokens_B: Tensor) -> Tensor:
+        """Both, (2, B, 1, V), after what `read_one` reads."""
+        return self._probs(self.read_one(packed_4B1, tokens_B))
 
-    def round(
-        self, packed_3BT: Tensor, lasts_B1: Tensor, numbers_BN: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def probs_of_tree(self, packed_4BT: Tensor, rule_TT: Tensor) -> Tensor:
+        """Both, (2, B, T, V), after what `read_tree` reads."""
+        return self._probs(self.read_tree(packed_4BT, rule_TT))
+
+    def round(self, packed_4BT: Tensor, numbers_BN: Tensor) -> tuple[Tensor, Tensor]:
         """N guesses of a draft model after the last certain tokens, one after the other, and the
         distributions (B, N, V) that they were sampled from: see `sample_by_number`."""
-        last_3B1 = packed_3BT.gather(2, lasts_B1.expand(3, -1, -1))
-        hidden_B1E = self.read(packed_3BT, lasts_B1, packed_3BT[0, :, :0])
+        last_4B1 = packed_4BT.gather(2, packed_4BT[3:, :, :1].expand(4, -1, -1))
+        hidden_B1E = self.read(packed_4BT, packed_4BT[0, :, :0])
         tokens, probs = list[Tensor](), list[Tensor]()
         for i, numbers_B in enumerate(numbers_BN.unbind(1)):
             if i > 0:
-                hidden_B1E = self.read_one(last_3B1 + i, tokens[-1])  # which replace its tokens
-            probs.append(self._probs(hidden_B1E).squeeze(1))
+                hidden_B1E = self.read_one(last_4B1 + i, tokens[-1])  # which replace its tokens
+            probs.append(self._probs(hidden_B1E)[0, :, 0])
             tokens.append(sample_by_number(probs[-1], numbers_B))
         return torch.stack(tokens, 1), torch.stack(probs, 1)
 
     def _probs(self, hidden_BNE: Tensor) -> Tensor:
         logits_BNV = self.logits(hidden_BNE)
         probs_QV = probs_by_tensor(logits_BNV.flatten(0, 1), self.filters, self.numbers_3)
-        return pad_vocabulary(probs_QV.unflatten(0, logits_BNV.shape[:2]), self.vocab_size)
+        both_2BNV = torch.stack((probs_QV.reshape(logits_BNV.shape), logits_BNV))
+        return pad_vocabulary(both_2BNV, self.vocab_size)
 
 
 def clear_workspaces() -> None:

@@ -25,26 +25,24 @@ def read_block(
     return model.forward(block, cache, None, queries_LBTHD, is_prompt=is_prompt)
 
 
-def make_block(
-    model: Llama, blocks: list[list[int]], cache: Cache, size: int, depths_T: Tensor | None = None
-) -> Block:
+def make_block(model: Llama, blocks: list[list[int]], cache: Cache, size: int) -> Block:
     """The blocks, padded to `size` tokens, after what the cache holds; sent in one transfer."""
-    packed_3BT = pack_block(model, blocks, cache, size, depths_T)
-    return unpack_block(packed_3BT.to(model.device, non_blocking=True))
+    packed_4BT = pack_block(model, blocks, cache, size)
+    return unpack_block(packed_4BT.to(model.device, non_blocking=True))
 
 
-def unpack_block(packed_3BT: Tensor) -> Block:
+def unpack_block(packed_4BT: Tensor) -> Block:
     """What `pack_block` packed, which is now on the device of the model."""
-    tokens_BT, positions_BT, slots_BT = packed_3BT
-    on_device = reads_slots(packed_3BT.device, packed_3BT.shape[2])
+    tokens_BT, positions_BT, slots_BT, _ = packed_4BT
+    on_device = reads_slots(packed_4BT.device, packed_4BT.shape[2])
     return Block(tokens_BT, positions_BT, slots_BT if on_device else None)
 
 
 def pack_block(
     model: Llama, blocks: list[list[int]], cache: Cache, size: int, depths_T: Tensor | None = None
 ) -> Tensor:
-    """Tokens, positions and slots (3, B, T) of a block, on the host. In a tree tokens stand
-    `depths_T` after the next position, in a chain each after the one before."""
+    """Tokens, positions, slots, and the places of a row's last token and those after it, (4, B, T),
+    on the host. In a tree tokens stand `depths_T` after the next position, in a chain in turn."""
     tokens_BT = torch.tensor([row + [0] * (size - len(row)) for row in blocks])
     # A drafter may lack the last tokens of the target's vocabulary; what it reads in their place
     # changes only how well it guesses.
@@ -53,7 +51,8 @@ def pack_block(
     depths_T = offsets_T if depths_T is None else depths_T
     positions_BT = torch.tensor(cache.next_positions).unsqueeze(1) + depths_T
     slots_BT = torch.tensor(cache.lengths).unsqueeze(1) + offsets_T
-    return torch.stack((tokens_BT, positions_BT, slots_BT))
+    lasts_B1 = torch.tensor([[len(row) - 1] for row in blocks])
+    return torch.stack((tokens_BT, positions_BT, slots_BT, lasts_B1 + offsets_T))
 
 
 def take_rows(rows_BTX: Tensor, index_BN: Tensor) -> Tensor:

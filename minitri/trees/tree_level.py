@@ -12,7 +12,6 @@ from torch import Tensor
 
 from minitri.decoding.level import Emitted, Level, Output
 from minitri.decoding.verification import Active, NotFiniteError, Proposal, Rows
-from minitri.model.block import make_block
 from minitri.model.cache import gather_path
 from minitri.runner import ModelRunner
 from minitri.trees.shape import TreeShape, shape_of
@@ -36,7 +35,6 @@ class TreeLevel(Level):
         if shape is None or self.below is not None:
             return super().propose(sequences, active)
         is_greedy = [self.is_greedy(b) for b in range(len(sequences))]
-        self.runner.wants_logits = any(is_greedy)
         nodes = [[*(sequence[-1:] or [0]), *[MISSING] * (len(shape) - 1)] for sequence in sequences]
         probs = list[Tensor]()
         first = 0
@@ -49,12 +47,13 @@ class TreeLevel(Level):
                 else:
                     output = self.read_tree([row[1:end] for row in nodes], shape, 1)
                 require_finite(output.probs_BNV)
-                probs.append(output.probs_BNV[:, -size:])
+                start = max(first - 1, 0)  # the root was read by itself
+                probs.append(output.probs_BNV[:, start : start + size])
                 for parent in range(first, end):
                     children = shape.children[parent]
                     for b, row in enumerate(nodes):
                         if children and active[b] and row[parent] != MISSING:
-                            place = parent - end  # the deepest nodes are the last ones read
+                            place = start + parent - first
                             position = len(sequences[b]) + shape.depths[parent]
                             tokens = self._draw(b, output, place, len(children), position)
                             row[children[0] : children[-1] + 1] = tokens
@@ -103,14 +102,11 @@ class TreeLevel(Level):
         """Distributions (B, T, V) after each of a tree's nodes from number `first` on, which is 0,
         the root, or 1 where that has been read. `blocks[b]` are the tokens of the first T of these
         nodes in row b. What the cache holds stays as it is, see `keep_paths`."""
-        runner = self.runner
         T = len(blocks[0])
         depths_T = torch.tensor(shape.depths[first : first + T]) - first
-        rule_TT = shape.rule_TT[first : first + T, first : first + T].to(runner.model.device)
+        rule_TT = shape.rule_TT[first : first + T, first : first + T]
         read = [[max(token, 0) for token in row] for row in blocks]
-        block = make_block(runner.model, read, runner.cache, T, depths_T)
-        where = (runner.cache, rule_TT, runner.passes.queries_LBTHD)
-        return runner.output(runner.model.forward(block, *where))
+        return self.runner.read_tree(read, depths_T, rule_TT)
 
     def keep_paths(self, paths: Rows, active: Active) -> None:
         """Keeps the root of the tree just read, and a path through it, in every active row."""

@@ -124,6 +124,6 @@ class CoupledTrees(CoupledSource):
     ) -> tuple[list[int], int]:
         """With the noise of its position the token after every node is certain."""
         keys = [self.key(b, start + depth) for depth in proposal.shape.depths]
-        tokens_N = gumbel_argmax(probs_NV, integers(keys, probs_NV.device))
+        tokens_N = gumbel_argmax(probs_NV[: len(keys)], integers(keys, probs_NV.device))
         certain_NV = F.one_hot(tokens_N, probs_NV.shape[1])
         return walk(proposal, b, certain_NV, torch.zeros(len(keys)))

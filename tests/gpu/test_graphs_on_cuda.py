@@ -74,8 +74,8 @@ def model_cache_and_pool(backend: str = "auto"):
 
 def inputs_of(model, cache, blocks):
     """Of a pass that is certain of the first token of each row only; on the host."""
-    packed_3BT = pack_block(model, [row[:1] for row in blocks], cache, len(blocks[0]))
-    return packed_3BT, torch.zeros(len(blocks), 1).long(), torch.tensor(blocks)[:, 1:]
+    packed_4BT = pack_block(model, [row[:1] for row in blocks], cache, len(blocks[0]))
+    return packed_4BT, torch.tensor(blocks)[:, 1:]
 
 
 @pytest.mark.takes(seconds=15, gib=2)
@@ -137,12 +137,12 @@ def test_a_draft_round_in_a_graph_has_the_bits_of_an_eager_one(dtype):
     model, cache, pool = model_cache_and_pool()
     cache.advance([700, 30])
     passes = Passes(model, cache, WARM, CONFIG.vocab_size, None)
-    packed_3BT, lasts_B1, _ = inputs_of(model, cache, [[5, 6], [7, 8]])
+    packed_4BT, _ = inputs_of(model, cache, [[5, 6], [7, 8]])
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         size = 1 if dtype.is_floating_point else 2**40
         numbers_BN = size * torch.rand(2, 4, dtype=torch.float64, generator=generator)
-        inputs = packed_3BT, lasts_B1, numbers_BN.to(dtype)
+        inputs = packed_4BT, numbers_BN.to(dtype)
         eager = passes.round(*(it.cuda() for it in inputs))
         for ours, theirs in zip(pool.run(passes.round, *inputs), eager, strict=True):
             assert torch.equal(ours, theirs)

@@ -92,6 +92,13 @@ class LintedPool(GraphPool):
         self.outputs: dict[int, Tensor | tuple[Tensor, ...]] = {}
         self.num_runs = 0
 
+    def run(self, function, *inputs):
+        before = self.num_runs
+        output = super().run(function, *inputs)
+        if self.num_runs == before:
+            raise CaptureError("inputs of shapes that were not captured")
+        return output
+
     def capture(self, step, *examples):
         known: list[set[int]] = []
         number = self.num_graphs

@@ -19,16 +19,17 @@ CONFIG = tiny_config(num_layers=2)
 WARM = SamplingParams(0.8, top_k=20, top_p=0.9, min_p=0.01)
 
 
-def tokens(pool, backend=None, *, method, sampling=GREEDY, coupled=False):
+def tokens(pool, backend=None, *, method, sampling=GREEDY, coupled=False, lookup=False, **more):
     """The tokens of a run, and how many guesses were tested and accepted."""
     target = tiny_model(CONFIG)
     draft = near_copy(target, 0.02)
     if backend is not None:
         for model in (target, draft):
             as_on_a_gpu(model, backend)
-    settings = {"method": method, "sampling": sampling, "coupled": coupled, "num_new": 20}
-    rig = Rig(target, PROMPTS, draft=draft, graphs=pool, **settings, **SMALL)
+    settings = {"method": method, "sampling": sampling, "coupled": coupled, "num_new": 20, **more}
+    rig = Rig(target, PROMPTS, draft=None if lookup else draft, graphs=pool, **settings)
     new = rig.run()
+    assert rig.stats.num_graphs == (pool.num_graphs if pool else 0)
     stages = [] if method == "auto" else rig.stats.stages  # auto follows the clock
     return new, [(stage.num_tested_tokens, stage.num_accepted_tokens) for stage in stages]
 
@@ -40,12 +41,35 @@ def test_captured_steps_hold_what_a_graph_can_hold_and_give_what_eager_ones_give
     method, sampling, coupled, lengths_on_the_device
 ):
     """Ragged rows, every method and twin of a backend."""
-    plain = tokens(None, method=method, sampling=sampling, coupled=coupled)
+    how = {"method": method, "sampling": sampling, "coupled": coupled, **SMALL}
+    plain = tokens(None, **how)
     for backend in TWINS.values():
         pool = LintedPool()
-        how = {"method": method, "sampling": sampling, "coupled": coupled}
         assert tokens(pool, backend, **how) == plain
         assert pool.num_runs > 2 * pool.num_graphs > 0
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("sampling", [GREEDY, WARM])
+@pytest.mark.parametrize(
+    ("method", "how"),
+    [
+        ("naive", {"tree": "5"}),
+        ("retrieval", {"tree": "2x3"}),
+        ("triforce", {"tree": "2x2"}),
+        ("auto", {"tree": "3"}),
+        ("naive", {"lookup": True, "gamma1": 4}),
+        ("triforce", {"lookup": True}),
+    ],
+)
+def test_so_do_trees_and_guesses_of_no_fixed_length(
+    method, how, sampling, coupled, lengths_on_the_device
+):
+    small = {"budget": 24, "num_recent_tokens": 60}
+    how = {"method": method, "sampling": sampling, "coupled": coupled, **small, **how}
+    pool = LintedPool()
+    assert tokens(pool, TWINS["math"], **how) == tokens(None, **how)
+    assert pool.num_runs > 2 * pool.num_graphs > 0
 
 
 class Hidden:
@@ -118,16 +142,16 @@ def test_every_rule_is_tripped_by_a_change(message, lengths_on_the_device):
     new = f"self.rope.at(block.positions_BT + ({ADDED[message]}))"
     mutant = Mutant(message, "Llama.forward", "self.rope.at(block.positions_BT)", new, "")
     with mutated(mutant), pytest.raises(CaptureError, match=message):
-        tokens(LintedPool(), TWINS["math"], method="triforce")
+        tokens(LintedPool(), TWINS["math"], method="triforce", **SMALL)
 
 
 def test_an_output_that_outlives_the_next_step_is_noticed(lengths_on_the_device):
     """Distributions that are views of a step's buffer."""
-    old = "probs_BTV[:, :max(guesses.counts) + 1].clone()"
-    new = "probs_BTV[:, : max(guesses.counts) + 1]"
-    how = {"method": "triforce", "sampling": WARM, "coupled": True}
+    new = "self.graphs.run(captured, *inputs)"
+    old = f"{new}.clone()"
+    how = {"method": "triforce", "sampling": WARM, "coupled": True, **SMALL}
     plain = tokens(None, **how)
-    with mutated(Mutant("rows not copied", "ModelRunner.next_probs", old, new, "")):
+    with mutated(Mutant("rows not copied", "ModelRunner._run", old, new, "")):
         try:
             found = tokens(LintedPool(), TWINS["math"], **how)
         except ArithmeticError:

@@ -62,15 +62,18 @@ def test_a_capture_that_fails_says_how_to_go_without():
         GraphPool(CPU).run(step, torch.zeros(1))
 
 
-def test_logits_of_one_pass_do_not_switch_captured_steps_off(lengths_on_the_device):
-    """They are asked for pass by pass: a request with log-probabilities is over some time."""
-    model = as_on_a_gpu(tiny_model(CONFIG))
-    settings = {"vocab_size": CONFIG.vocab_size, "graphs": GraphPool(CPU), "block_sizes": {1}}
-    runner = ModelRunner(model, new_cache(CONFIG), SamplingParams(), **settings)
-    has_logits = []
-    with torch.inference_mode():
-        for n, wants_logits in ((1, False), (2, True), (3, False)):
-            runner.wants_logits = wants_logits
-            output = runner.next_probs([[1, 2, 3][:n]], [True])
-            has_logits.append(output.logits_BNV is not None)
-    assert has_logits == [False, True, False]
+def test_a_captured_pass_gives_logits_too_and_a_closed_pool_captures_nothing(
+    lengths_on_the_device,
+):
+    """For log-probabilities; of a shape that was not captured, eagerly."""
+    model, pool, found = as_on_a_gpu(tiny_model(CONFIG)), GraphPool(CPU), []
+    for graphs in (pool, None):
+        settings = {"vocab_size": CONFIG.vocab_size + 2, "graphs": graphs, "block_sizes": {1, 4}}
+        runner = ModelRunner(model, new_cache(CONFIG), SamplingParams(0.7), **settings)
+        pool.is_open = False
+        with torch.inference_mode():
+            passes = [runner.next_probs([list(range(n))], [True]) for n in (1, 2, 5, 12)]
+        found.append([[it.probs_BNV[:, 0], it.logits_BNV[:, 0]] for it in passes])
+        assert found[-1][0][1].shape == (1, CONFIG.vocab_size)
+    torch.testing.assert_close(*found)
+    assert pool.num_graphs == 2

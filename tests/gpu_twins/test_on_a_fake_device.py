@@ -58,18 +58,19 @@ def engine_of(backend, weights="same"):
 
 
 PASSES = {"probs", "verdict"}
+TREES = {*PASSES, "probs_of_tree"}
 
 
 @pytest.mark.parametrize(
     ("speculation", "placement", "backend", "weights", "captured"),
     [
         ({"method": "autoregressive"}, {}, "triton", "same", PASSES),
-        ({"method": "auto"}, {}, "auto", "same", {*PASSES, "round"}),
-        ({"method": "naive", "tree": "2x2"}, HOSTED, "flash", "same", {"verdict"}),
+        ({"method": "auto"}, {}, "auto", "same", {*PASSES, "probs_after", "round"}),
+        ({"method": "naive", "tree": "2x2"}, HOSTED, "flash", "same", TREES),
         ({"method": "retrieval", "coupled": True}, {}, "flash", "int8", {*PASSES, "probs_after"}),
         ({"method": "triforce"}, {}, "math", "int4", {*PASSES, "round"}),
         ({"method": "triforce"}, {"cuda_graphs": False}, "triton", "int4", set()),
-        ({"method": "triforce", "tree": "2x2"}, {}, "triton", "int8", PASSES),
+        ({"method": "triforce", "tree": "2x2"}, {}, "triton", "int8", TREES),
         ({"method": "triforce"}, HOSTED, "triton", "int8", {*PASSES, "round"}),
         (
             {"method": "triforce", "coupled": True},
@@ -81,7 +82,7 @@ PASSES = {"probs", "verdict"}
     ],
 )
 def test_a_run_goes_to_its_end(speculation, placement, backend, weights, captured, cuda):
-    """With all of its passes, draft rounds and verdicts in graphs."""
+    """With all of its passes, draft rounds and verdicts in graphs, before its first token."""
     engine = engine_of(backend, weights)
     cuda.captured.clear()
     end = engine.complete(
@@ -93,19 +94,20 @@ def test_a_run_goes_to_its_end(speculation, placement, backend, weights, capture
     assert len(end.token_ids) == 16
     assert set(cuda.captured) == captured
     assert (cuda.num_graphs > 0) == (cuda.num_replays > 0)
+    assert end.stats.num_graphs == cuda.num_graphs
 
 
-INTEGERS = "torch.tensor(values, dtype=torch.int64)"
-TO_FIRST = "it.to(inputs[0].device, non_blocking=True)"
 POSITIONS = "block.positions_BT"
+PLACES = "places_BN[:, 1:]"
 
 
-@pytest.mark.parametrize(("function", "old"), [("integers", INTEGERS), ("run_now", "it")])
-def test_numbers_that_stay_on_the_host_are_noticed(function, old, cuda):
-    left = {INTEGERS: f"{INTEGERS}.to(device, non_blocking=True)", "it": TO_FIRST}[old]
+@pytest.mark.parametrize(
+    ("function", "device"), [("ModelRunner._run", "device"), ("run_now", "inputs[0].device")]
+)
+def test_numbers_that_stay_on_the_host_are_noticed(function, device, cuda):
     engine = engine_of("math")
     generation = replace(UNTIL_4, cuda_graphs=False)
-    with mutated(Mutant("left behind", function, left, old, "")):
+    with mutated(Mutant("left behind", function, f"it.to({device}, non_blocking=True)", "it", "")):
         with pytest.raises(RuntimeError, match="same device"):
             engine.complete([1] * 40, method="triforce", generation=generation)
 
@@ -114,7 +116,7 @@ def test_numbers_that_stay_on_the_host_are_noticed(function, old, cuda):
     ("function", "old", "new", "problem"),
     [
         ("Llama.forward", POSITIONS, f"{POSITIONS} + {POSITIONS}.tolist()[0][0]", "tolist"),
-        ("Passes.read", "arange(N + 1, device=lasts_B1.device)", "arange(N + 1)", "same device"),
+        ("Passes.read", PLACES, f"torch.zeros({PLACES}.shape).long()", "same device"),
         (
             "Passes.__post_init__",
             "self.numbers_3.to(self.model.device)",
@@ -187,11 +189,11 @@ def test_a_made_up_run_prints_as_it_goes_and_locks_host_memory_once(
 
     monkeypatch.setattr(synthetic, "decode", watched)
     setup = setup_of("triton", weights, HOSTED, method="triforce")
-    synthetic.sweep_contexts(setup, [30_000])
+    [row] = synthetic.sweep_contexts(setup, [30_000])["rows"]
     assert len(printed) == 2
     assert "30000 tokens: autoregressive {" in printed[1]
     assert len(cuda.host_sizes) == 1
-    assert cuda.captured.count("verdict") == 1 + setup.speculation.max_block
+    assert sum(row[how]["num_graphs"] for how in ("autoregressive", "cascade")) == cuda.num_graphs
 
 
 @pytest.mark.parametrize(("driver_works", "name"), [(True, "cuda:7"), (False, "cuda")])

@@ -236,7 +236,6 @@ def decode(
     start_seconds = time.perf_counter() - started  # to allocate, to page-lock and to capture
     stats, tokens = session.stats, session.sequences[0]
     session.start()
-    capture_verdicts(session)
     for _ in range(WARMUP_STEPS):
         session.step()
     session.meter.settle()
@@ -269,15 +268,6 @@ def decode(
         "num_graphs": stats.num_graphs,
         "start_seconds": start_seconds,
     }
-
-
-def capture_verdicts(session: Stack) -> None:
-    """Verifies a proposal of every length, so that no step that is timed captures a graph."""
-    vocab_size = session.memory.target.passes.vocab_size
-    for n in range(1, session.shape.speculation.max_block):
-        probs_BNV = torch.full((1, n + 1, vocab_size), 1 / vocab_size, device=session.target.device)
-        proposal = Proposal.of([[0] * n], probs_BNV[:, :n], [["draft"] * n])
-        session.cascade.stages[-1].source.verify(proposal, probs_BNV, [0], [True])
 
 
 def fresh_session(
