@@ -1,7 +1,7 @@
 """The benchmark: prefill and decoding speed of a method, or of all methods in turns.
 
-Prints a table of medians with the range over prompts and seeds, or with --json one JSON object. Every
-prompt is read once, cold; what a method reads again after that is added to its figure.
+Prints a table of medians with the range over prompts and seeds, or with --json one JSON object.
+Every prompt is read once, cold; what a method reads again after that is added to its figure.
 """
 
 from minitri.cli.exits import clean_imports, program
@@ -109,8 +109,9 @@ def measure(
     if not args.json:
         print(
             f"{args.model}, {facts['dtype']}, {facts['device']}, {facts['attention']}; prompts: "
-            f"{len(prompts)} of {max(lengths)} tokens, read cold; {args.max_new_tokens} new tokens, "
-            f"{args.seeds} seeds; medians (ranges)\n\n{table(result)}\n\n{conclusion(result)}"
+            f"{len(prompts)} of {max(lengths)} tokens, read cold; {args.max_new_tokens} new "
+            f"tokens, {args.seeds} seeds; medians (ranges)\n\n{table(result)}\n\n"
+            f"{conclusion(result)}"
         )
         return
     names = ("model", "temperature", "top_p", "coupled", "seeds", "max_new_tokens")
