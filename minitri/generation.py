@@ -6,6 +6,7 @@ steps of rows that are further on.
 """
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -165,11 +166,18 @@ class Generation(Iterator[Event]):
             emitted = stack.start(ready)
             self.stats.prefill_seconds += time.perf_counter() - started
         elif any(active):
-            emitted = stack.step()
+            emitted = stack.step(self._num_left())
             self.stats.decode_seconds += time.perf_counter() - started
         else:
             return
         yield from self._emit(stack, emitted)
+
+    def _num_left(self) -> float:
+        """Tokens that the longest running text may still get; no limit where others follow."""
+        if self._waiting or self._make_row is not None:
+            return math.inf
+        rows = self._running.values()
+        return max(it.request.generation.max_new_tokens - len(it.token_ids) for it in rows)
 
     def _prefill(self, row: Row, b: int, stack: Stack) -> Iterator[PrefillProgress]:
         started = time.perf_counter()

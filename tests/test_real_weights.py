@@ -72,7 +72,7 @@ def test_every_method_gives_the_autoregressive_tokens(real_weights, call, draft)
     """With a budget far below the prompt, so that every level accepts and rejects."""
     flags = f"--model smollm2-135m --dtype float32 --draft {draft} --quiet --max-prompt-tokens 700 "
     flags += "--max-new-tokens 48 --budget 256 --rebuild-stride 16 --num-samples 0 "
-    flags += "--method auto --method naive --method retrieval --method triforce"
+    flags += "--method auto --method naive --method retrieval --method triforce --json"
     done = call(selftest.main, *flags.split())
     assert (done.code, done.json["num_equal"]) == (0, 8)
 

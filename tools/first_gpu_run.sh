@@ -82,7 +82,7 @@ made_up() {
     else
         set -- --shape llama2-7b-128k --context 32768 --context 122880 "$@"
     fi
-    part "$name" "$limit" python3 -W default -m tools.bench --load dummy --method triforce "$@"
+    part "$name" "$limit" python3 -W default -m tools.bench --load dummy --json --method triforce "$@"
 }
 
 call_attention() {
@@ -123,9 +123,9 @@ call_real() {
         part "real weights from pieces" 60 python3 -m tools.weight_pieces --join "$PIECES" "$model"
     fi
     local how=(--model "$model" --draft "$draft" --device $device)
-    part "selftest" 220 python3 -m minitri.selftest "${how[@]}" --max-new-tokens 48
+    part "selftest" 220 python3 -m minitri.selftest "${how[@]}" --max-new-tokens 48 --json
     part "methods on real weights" 220 python3 -m minitri.bench --compare "${how[@]}" \
-        --prompt-tokens $tokens --new-tokens 64 --seeds 1
+        --prompt-tokens $tokens --new-tokens 64 --seeds 1 --json
 }
 
 ENVIRONMENT='

@@ -5,6 +5,7 @@
 Starts `python -m minitri.serve --coupled --dtype float32`. Eight texts are asked for alone, at
 temperature 1 with a seed each; then the clients ask for them again and again, half of them as a
 stream, and 3 of 50 requests are left in the middle. A row is lost if one is still busy at the end.
+Tokens per second and latencies are those of cached prompts, which the server has read before.
 Memory is that of the server's process, after a tenth of the requests and at the end. Ends with
 Ctrl-C for the server. The last line is JSON.
 """
@@ -83,8 +84,8 @@ def send_all(client: openai.OpenAI, args: argparse.Namespace, pid: int) -> dict[
         "left": len(texts) - len(whole),
         "texts_that_differ": sum(texts[n] != alone[n % NUM_TEXTS] for n in whole),
         "rows_lost": lost,
-        "tokens_per_second": round(len(whole) * num_new / seconds, 1),
-        "median_seconds": round(statistics.median(latencies), 3),
+        "tokens_per_second_cached": round(len(whole) * num_new / seconds, 1),
+        "median_seconds_cached": round(statistics.median(latencies), 3),
         "mib_after_a_tenth": round(mib_first, 1),
         "mib_at_the_end": round(resident_mib(pid), 1),
     }
@@ -116,7 +117,7 @@ def main() -> None:
             result_code = server.wait(90)
     result["exit_code"] = result_code
     for name, value in result.items():
-        print(f"{name.replace('_', ' '):22} {value}")
+        print(f"{name.replace('_', ' '):24} {value}")
     print(json.dumps(result))
 
 

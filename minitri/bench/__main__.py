@@ -1,6 +1,7 @@
 """The benchmark: prefill and decoding speed of a method, or of all methods in turns.
 
-Prints medians with the range over prompts and seeds; the last line of standard output is JSON.
+Prints a table of medians with the range over prompts and seeds, or with --json one JSON object.
+Every prompt is read once, cold; what a method reads again after that is added to its figure.
 """
 
 from minitri.cli.exits import clean_imports, program
@@ -19,7 +20,7 @@ with clean_imports():
         SamplingParams,
         SpeculationConfig,
     )
-    from minitri.bench.compare import Run, compare, summarise, table
+    from minitri.bench.compare import Run, compare, conclusion, summarise, table
     from minitri.cli import arguments
     from minitri.cli.boot import load_engine
     from minitri.cli.inputs import read_prompt
@@ -42,6 +43,8 @@ class BenchFlags:
     """UTF-8 text, or -, standard input; may be given several times. Default: Python's help."""
     seeds: int = between(2, 1, 1000)
     """Runs per prompt."""
+    json: bool = False
+    """Print one JSON object instead of the table."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -106,11 +109,14 @@ def measure(
     result = summarise(done)
     facts = where(engine.model)
     lengths = [len(prompt) for prompt in prompts]
-    print(
-        f"{args.model}, {facts['dtype']}, {facts['device']}; {len(prompts)} prompts of "
-        f"{max(lengths)} tokens, {args.max_new_tokens} new ones, {args.seeds} seeds: median (range)"
-    )
-    print(table(result))
+    if not args.json:
+        print(
+            f"{args.model}, {facts['dtype']}, {facts['device']}, {facts['attention']}; prompts: "
+            f"{len(prompts)} of {max(lengths)} tokens, read cold; {args.max_new_tokens} new "
+            f"tokens, {args.seeds} seeds; medians (ranges)\n\n{table(result)}\n\n"
+            f"{conclusion(result)}"
+        )
+        return
     names = ("model", "temperature", "top_p", "coupled", "seeds", "max_new_tokens")
     report = {name: getattr(args, name) for name in names}
     report |= {**facts, "draft": engine.drafter_name, "num_prompt_tokens": lengths}

@@ -98,7 +98,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def summarise(done: dict[str, list[Run]]) -> Result:
-    """Medians and ranges, with speedups over the first method."""
+    """Medians and ranges, with speedups over the first method, if there are others."""
     result = {}
     first = next(iter(done.values()))
     for name, own in done.items():
@@ -113,7 +113,9 @@ def summarise(done: dict[str, list[Run]]) -> Result:
                 tested[level.name] += level.num_tested_tokens
         result[name] = {
             "ms_per_token": spread([run.ms_per_token for run in own]),
-            "speedup": spread([one.ms_per_token / run.ms_per_token for one, run in pairs]),
+            "speedup": spread([one.ms_per_token / run.ms_per_token for one, run in pairs])
+            if len(done) > 1
+            else None,
             "prefill_seconds": spread([run.prefill_seconds for run in own]),
             "acceptance": {level: accepted[level] / n for level, n in tested.items() if n},
             "tokens_per_step": 1 + accepted["target"] / plans.total() if plans else None,
@@ -127,18 +129,38 @@ def summarise(done: dict[str, list[Run]]) -> Result:
 
 def table(result: Result) -> str:
     """The result for people."""
-    lines = [f"{'':24s} {'ms/token':>22s} {'speedup':>22s}  a step    accepted prefill, s"]
+    line = "{:24s} {:>22s} {:>20s} {:>6s} {:>17s} {:>9s}".format
+    lines = [
+        line("", "decoding", "speedup", "tokens", "guesses accepted", "prefill"),
+        line("", "ms/token", "", "a step", "retrieval  target", "s"),
+    ]
     reference = next(iter(result))
     for name, row in result.items():
-        ms = "{median:.1f} ({min:.1f} to {max:.1f})".format(**row["ms_per_token"])
-        speedup = "{median:.2f} ({min:.2f} to {max:.2f})".format(**row["speedup"])
+        rates = (row["acceptance"].get(level) for level in ("retrieval", "target"))
+        accepted = "".join(f"{'' if rate is None else f'{rate:.3f}':>8s}" for rate in rates)
         a_step = f"{row['tokens_per_step']:.2f}" if row["tokens_per_step"] else ""
-        accepted = " ".join(f"{rate:.3f}" for rate in row["acceptance"].values())
-        prefill = row["prefill_seconds"]["median"]
-        lines.append(
-            f"{name:24s} {ms:>22s} {speedup:>22s} {a_step:>7s} {accepted:>11s} {prefill:10.1f}"
-        )
+        prefill = f"{row['prefill_seconds']['median']:.2f}"
+        ms, speedup = _range(row["ms_per_token"], 1), _range(row["speedup"], 2)
+        lines.append(line(name, ms, speedup, a_step, accepted, prefill))
         if row["same_tokens"] and name != reference:
             counts = ", ".join(map(str, row["same_tokens"]))
             lines.append(f"{'':24s} the text of {reference} for {counts} tokens")
     return "\n".join(lines)
+
+
+def _range(found: dict[str, float] | None, digits: int) -> str:
+    if found is None:
+        return ""
+    return f"{{median:.{digits}f}} ({{min:.{digits}f}} to {{max:.{digits}f}})".format(**found)
+
+
+def conclusion(result: Result) -> str:
+    """What the result says, in a line."""
+    reference, *others = result
+    if not others:
+        speed = 1e3 / result[reference]["ms_per_token"]["median"]
+        return f"{reference} decodes {speed:.1f} tokens/s; --compare says what it gains"
+    best = max(others, key=lambda name: result[name]["speedup"]["median"])
+    gain = result[best]["speedup"]
+    text = f"{best} is {_range(gain, 2)} times as fast as {reference}"
+    return text if gain["min"] > 1 else f"nothing is always faster than {reference}; {text}"

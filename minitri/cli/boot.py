@@ -32,7 +32,7 @@ def boot(
 
         from minitri.loader import load
     if args.threads is not None:
-        torch.set_num_threads(args.threads)
+        torch.set_num_threads(_at_most_the_cores(args.threads))
     made = []
     engine = load(**model_of(args), before_weights=lambda *files: made.append(prepare(*files)))
     if args.bitwise and (args.tree or not engine.model.execution.is_row_invariant):
@@ -41,6 +41,15 @@ def boot(
     if (file := vars(args).get("load_kv")) is not None:
         log.info("KV snapshot: %d tokens", engine.load_kv(file))
     return engine, made[0]
+
+
+def _at_most_the_cores(num_threads: int) -> int:
+    """More would wait for one another."""
+    has_affinity = hasattr(os, "sched_getaffinity")  # Linux, where a container may have fewer
+    num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    if num_threads > num_cores:
+        log.warning("--threads %d: this machine has %d cores; using those", num_threads, num_cores)
+    return min(num_threads, num_cores)
 
 
 def load_engine(args: argparse.Namespace, texts: Sequence[str]) -> "tuple[Engine, list[list[int]]]":

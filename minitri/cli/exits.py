@@ -28,7 +28,9 @@ def clean_imports() -> Iterator[None]:
     exceptions, so that Ctrl-C ends the program at once."""
     before = signal.signal(signal.SIGINT, _stop_at_once)
     import shutil
+    import warnings
 
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # an error follows
     # PyTorch's large tensors in pages of 2 MB: weights and KV caches are read 5 % faster on Linux.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # Waiting threads of PyTorch would spin on the cores of compiled kernels: with them asleep

@@ -6,7 +6,7 @@ sampling, and compares token by token. A difference is called a tie if rounding 
 short texts statistical tests tell whether they follow the model's distribution
 (`distribution_test.py`); where passes of other lengths round differently an alarm is unclear.
 
-Exit codes: 0 all is well, 1 a bug. The last line of standard output is JSON.
+Exit codes: 0 all is well, 1 a bug. Prints a table, or with --json one JSON object.
 """
 
 from minitri.cli.exits import clean_imports, program
@@ -22,6 +22,7 @@ with clean_imports():
     from minitri.cli.boot import load_engine
     from minitri.cli.inputs import read_prompt
     from minitri.cli.report import where
+    from minitri.log import log
     from minitri.settings import METHODS
 
 VERDICTS = ("equal", "tie", "consistent", "unclear", "BUG")
@@ -45,17 +46,41 @@ def build_parser() -> arguments.OneLineParser:
     arguments.add_flags(parser, *arguments.MEMORY)
     arguments.add_flags(parser, "draft", *arguments.SIZES, title="speculation")
     arguments.add_flags(parser, *arguments.SAMPLING, "seed", title="sampling")
+    text = "print one JSON object instead of the table"
+    add("--json", action="store_true", help=text)
     parser.set_defaults(
         max_prompt_tokens=2000, max_new_tokens=128, ignore_eos=True, temperature=0.8, seed=7
     )
     return parser
 
 
-def show(mode: str, method: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Prints a comparison as a line; returns it for the report."""
-    numbers = (f"{name} {n:g}" for name, n in found.items() if isinstance(n, int | float))
-    print(f"{mode:8s} {method:14s} {found['verdict']}: {', '.join(numbers)}", flush=True)
+def note(mode: str, method: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Logs a comparison; returns it for the report."""
+    log.info("%s, %s: %s", mode, method, found["verdict"])
     return {"mode": mode, "method": method, **found}
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The comparisons for people, and what they say, in a last line."""
+    line = "{:8s} {:14s} {:10s} {:>6} {:>6}  {}".format
+    lines = [line("mode", "method", "verdict", "tokens", "equal", "").rstrip()]
+    for row in results:
+        why = ""
+        if "position" in row:
+            why = "scores {score_gap:.2g} apart at {position}, rounding explains {bound:.2g}"
+        elif "least_p_value" in row:
+            why = "least p-value {least_p_value:.2g}"
+        equal = row.get("num_equal_tokens", "")
+        names = (row["mode"], row["method"], row["verdict"], row["num_tokens"], equal)
+        lines.append(line(*names, why.format(**row)).rstrip())
+    verdicts = [row["verdict"] for row in results]
+    counts = ", ".join(f"{verdicts.count(it)} {it}" for it in VERDICTS if it in verdicts)
+    says = "speculation changes nothing" + " beyond rounding" * ("tie" in verdicts)
+    if "BUG" in verdicts:
+        says = "speculation changes texts, which is a bug"
+    elif "unclear" in verdicts:
+        says = "rounding, or a bug; repeat with --dtype float32"
+    return "\n".join([*lines, "", f"{says}: {counts}"])
 
 
 def run_command(args: argparse.Namespace) -> int:
@@ -78,20 +103,18 @@ def run_command(args: argparse.Namespace) -> int:
         )
         expected = test.decode(alone, temperature)
         for config in configs:
-            results.append(show(mode, config.method, test.compare(config, temperature, expected)))
+            results.append(note(mode, config.method, test.compare(config, temperature, expected)))
     if args.num_samples and sampling.temperature:
         for method in methods:
             config = dataclasses.replace(speculation, method=method)
             found = test.check_samples(config, sampling, len(methods))
-            results.append(show("sampled", method, found))
-        print(f"a false alarm in the samples has odds of 1 in {1 / FALSE_ALARM:,.0f}")
+            results.append(note("sampled", method, found))
+        log.info("a false alarm in the samples has odds of 1 in %.0f", 1 / FALSE_ALARM)
     verdicts = [result["verdict"] for result in results]
-    if "unclear" in verdicts:
-        print("unclear: rounding, or a bug; repeat with --dtype float32")
     counts = {f"num_{verdict}": verdicts.count(verdict) for verdict in VERDICTS}
-    print(", ".join(f"{name} {count}" for name, count in counts.items()))
     report = {"model": args.model, **where(engine.model), "num_prompt_tokens": len(prompt)}
-    print(json.dumps({**report, "seed": args.seed, **counts, "comparisons": results}), flush=True)
+    report |= {"seed": args.seed, **counts, "comparisons": results}
+    print(json.dumps(report) if args.json else table(results), flush=True)
     return int("BUG" in verdicts or "unclear" in verdicts)
 
 

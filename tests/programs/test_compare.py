@@ -5,21 +5,21 @@ from types import SimpleNamespace
 import pytest
 
 from minitri.bench import __main__ as bench
-from minitri.bench.compare import Run, summarise
+from minitri.bench.compare import Run, conclusion, summarise, table
 from minitri.engine import Engine
 from minitri.settings import METHODS
 
 
 @pytest.fixture
 def run(folder, call):
-    """Runs the benchmark on the tiny model; gives lines for people, and the figures."""
+    """Runs the benchmark on the tiny model; gives the figures, which are all that it prints."""
 
-    def run(*flags: str) -> tuple[list[str], dict]:
-        always = "--dtype float32 --device cpu --prompt-tokens 150 --new-tokens 24 --quiet"
+    def run(*flags: str) -> dict:
+        always = "--dtype float32 --device cpu --prompt-tokens 150 --new-tokens 24 --quiet --json"
         sizes = "--budget 64 --num-recent-tokens 40"
         done = call(bench.main, "--model", folder, *f"{always} {sizes}".split(), *flags)
-        assert done.code == 0
-        return done.out.splitlines()[:-1], done.json
+        assert (done.code, done.err, len(done.out.splitlines())) == (0, "", 1)
+        return done.json
 
     return run
 
@@ -36,10 +36,11 @@ def files(tmp_path, long_text) -> list[str]:
 
 
 def test_all_methods_take_turns_on_several_prompts_and_seeds(run, files):
-    table, result = run("--compare", *files, "--temperature", "0.8")
-    rows = result["contestants"]
+    rows = run("--compare", *files, "--temperature", "0.8")["contestants"]
     assert set(rows) == set(METHODS)
-    assert [line.split()[0] for line in table[2:] if not line.startswith(" ")] == list(rows)
+    lines = table(rows).splitlines()
+    assert [line.split()[0] for line in lines if not line.startswith(" ")] == list(rows)
+    assert len({len(line) for line in lines}) == 1
     for row in rows.values():
         for key in ("ms_per_token", "speedup", "prefill_seconds"):
             assert 0 < row[key]["min"] <= row[key]["median"] <= row[key]["max"]
@@ -54,7 +55,7 @@ def test_a_prompt_is_read_cold_and_once(run, files, monkeypatch):
     runs, stream = [], Engine.stream
     spy = lambda *args, **settings: runs.append(stream(*args, **settings)) or runs[-1]  # noqa: E731
     monkeypatch.setattr(Engine, "stream", spy)
-    rows = run("--compare", *files, "--method", "retrieval")[1]["contestants"]
+    rows = run("--compare", *files, "--method", "retrieval")["contestants"]
     read = [run.stats.num_prefilled_tokens for run in runs]
     assert read[:5] == read[5:]
     assert read[0] == 150
@@ -65,13 +66,12 @@ def test_a_prompt_is_read_cold_and_once(run, files, monkeypatch):
 
 def test_trees_take_part_and_where_all_write_the_same_text_it_says_so(run, folder):
     flags = "--compare --seeds 2 --method naive --method naive:2x2 --temperature 0.9 --coupled"
-    table, result = run(*flags.split(), "--draft", str(folder))
-    rows = result["contestants"]
+    rows = run(*flags.split(), "--draft", str(folder))["contestants"]
     assert list(rows) == ["autoregressive", "naive", "naive:2x2"]
     assert rows["autoregressive"]["tokens_per_step"] == 1
     assert rows["naive:2x2"]["tokens_per_step"] > 1
     assert all(rows[name]["same_tokens"] == [24, 24] for name in rows)
-    assert any("the text of autoregressive for 24, 24 tokens" in line for line in table)
+    assert table(rows).count("the text of autoregressive for 24, 24 tokens") == 2
     assert "tree 2x2" in str(rows["naive:2x2"]["steps_per_plan"])
 
 
@@ -91,3 +91,21 @@ def test_speedups_are_taken_prompt_by_prompt():
     assert result["naive"]["tokens_per_step"] == 2.5
     assert result["peer"]["speedup"] == {"median": pytest.approx(0.375), "min": 0.25, "max": 0.5}
     assert result["peer"]["prefill_seconds"]["max"] == 8
+    gain = "naive is 2.00 (2.00 to 2.50) times as fast as autoregressive"
+    assert conclusion(result) == gain
+    result["naive"]["speedup"]["min"] = 0.9
+    assert conclusion(result).startswith("nothing is always faster than autoregressive; naive is")
+
+
+def test_one_method_alone_claims_no_speedup_and_prints_no_json(folder, call):
+    flags = f"--model {folder} --device cpu --prompt-tokens 90 --new-tokens 8 --method naive"
+    done = call(bench.main, *flags.split())
+    first, _, *lines, _, last = done.out.splitlines()
+    assert "1 of 90 tokens, read cold; 8 new tokens, 2 seeds" in first
+    assert last.startswith("naive decodes ")
+    assert [line.split()[0] for line in lines] == ["decoding", "ms/token", "naive"]
+    assert "{" not in done.out
+    assert len(lines[2].split()) == 8  # name, ms in four words, tokens a step, accepted, prefill
+    assert (
+        call(bench.main, *flags.split(), "--json").json["contestants"]["naive"]["speedup"] is None
+    )

@@ -97,7 +97,7 @@ def test_what_fails_or_cannot_be_compared_is_skipped(
 def test_peers_take_their_turns(installed, gguf_file, call):
     installed("llama_cpp", STAND_IN.format(loading=""))
     flags = f"--compare --model {gguf_file} --method autoregressive --prompt-tokens 30 "
-    flags += "--new-tokens 12 --dtype float32 --device cpu --temperature 0 --peer llama.cpp"
+    flags += "--new-tokens 12 --dtype float32 --device cpu --temperature 0 --peer llama.cpp --json"
     done = call(bench.main, *flags.split())
     rows = done.json["contestants"]
     assert done.code == 0

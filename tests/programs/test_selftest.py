@@ -23,8 +23,9 @@ def check(folder, call):
     def run(flags: str = ""):
         always = "--dtype float32 --max-prompt-tokens 120 --max-new-tokens 40 --budget 32"
         words = f"--model {folder} {always} --num-samples 0 {flags}".split()
-        done = call(selftest.main, *words)
-        return done.code, done.out.splitlines(), done.json
+        done = call(selftest.main, *words, "--json")
+        assert len(done.out.splitlines()) == 1
+        return done.code, selftest.table(done.json["comparisons"]).splitlines()[1:], done.json
 
     return run
 
@@ -46,10 +47,11 @@ def test_sound_code_passes_with_every_method_and_both_modes(check):
     code, lines, report = check()
     assert code == 0
     assert [line.split()[:3] for line in lines[:6]] == [
-        [mode, method, "equal:"]
+        [mode, method, "equal"]
         for mode in ("greedy", "coupled")
         for method in ("naive", "retrieval", "triforce")
     ]
+    assert lines[6:] == ["", "speculation changes nothing: 6 equal"]
     assert (report["num_equal"], report["num_tie"], report["num_BUG"]) == (6, 0, 0)
     assert all(row["num_equal_tokens"] == row["num_tokens"] == 40 for row in report["comparisons"])
 
@@ -77,7 +79,8 @@ def test_a_coupled_draw_with_the_noise_of_another_position_is_a_bug(check, monke
     monkeypatch.setattr(random_source.CoupledSource, "verify", shifted)
     code, lines, _ = check("--method retrieval")
     assert code == 1
-    assert lines[1].split()[:3] == ["coupled", "retrieval", "BUG:"]
+    assert lines[1].split()[:3] == ["coupled", "retrieval", "BUG"]
+    assert lines[-1] == "speculation changes texts, which is a bug: 1 equal, 1 BUG"
 
 
 def swap_top_two(monkeypatch, low: float, high: float):

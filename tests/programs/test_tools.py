@@ -105,7 +105,7 @@ def test_the_floor_is_measured_by_runs_that_read_the_whole_prompt(measure, monke
     runs, decoding = [], floor.plain_decoding
     spy = lambda *args: runs.append(decoding(*args)) or runs[-1]  # noqa: E731
     monkeypatch.setattr(floor, "plain_decoding", spy)
-    measure(bench, f"{SHORT} --repeats 3 --profile --quiet")
+    measure(bench, f"{SHORT} --repeats 3 --profile --quiet --json")
     assert [run.stats.num_prefilled_tokens for run in runs] == [200] * 4
 
 

@@ -11,6 +11,7 @@ or a shape with made-up weights and verdicts (`synthetic.py`).
 
 import argparse
 import functools
+import os
 from collections.abc import Callable
 
 from minitri.bench import __main__ as bench
@@ -51,6 +52,7 @@ def build_parser() -> arguments.OneLineParser:
 
 def run_command(args: argparse.Namespace) -> None:
     """Does what the flags say. Raises `InputError`."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler writes to the screen
     of_comparisons = ("peer", "peer_python", "methods", "coupled")
     given = [f"--{name.replace('_', '-')}" for name in of_comparisons if getattr(args, name)]
     if args.load == "dummy":

@@ -62,8 +62,7 @@ def run_floor(args: argparse.Namespace) -> None:
         "weights_and_kv_bytes": engine.model.num_bytes + kv_bytes,
         "profile_ms": profile_decoding(engine, prompt, generation) if args.profile else None,
     }
-    print(describe(result))
-    print(json.dumps(result))
+    print(json.dumps(result) if args.json else describe(result))
 
 
 def peak_memory_bytes(device: torch.device) -> int:

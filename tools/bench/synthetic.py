@@ -7,9 +7,11 @@ rates. No text comes out of this, and `minitri.generate` cannot reach it.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import random
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -127,7 +129,10 @@ def setup_of(args: argparse.Namespace) -> Setup:
 
 def run_synthetic(args: argparse.Namespace) -> None:
     """Measures a shape with made-up weights and verdicts, and prints."""
-    print(json.dumps(sweep_contexts(setup_of(args), args.context or [8192])), flush=True)
+    with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
+        result = sweep_contexts(setup_of(args), args.context or [8192])
+    if args.json:
+        print(json.dumps(result), flush=True)
 
 
 def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
