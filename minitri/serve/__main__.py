@@ -69,7 +69,7 @@ def run_command(args: argparse.Namespace) -> None:
     from minitri.log import log
     from minitri.serve.app import Service
     from minitri.serve.protocol import Protocol
-    from minitri.serve.worker import Worker
+    from minitri.worker import Worker
 
     sampling = arguments.taken(SamplingParams, args)
     speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
@@ -87,7 +87,8 @@ def run_command(args: argparse.Namespace) -> None:
             generation=arguments.taken(GenerationConfig, args, reserve=context),
             speculation=speculation,
         )
-        with contextlib.closing(Worker(open_run)) as worker:
+        worker = Worker(lambda _: open_run(), run=open_run(), linger=None)
+        with contextlib.closing(worker):
             key = args.api_key or os.environ.get("MINITRI_API_KEY")
             max_open = args.batch_size + args.max_queue
             service = Service(Protocol(engine, names, sampling, context), worker, max_open, key)
