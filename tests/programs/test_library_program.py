@@ -34,12 +34,12 @@ def test_it_runs_on_a_tiny_model(folder, tmp_path, printed):
     model = shutil.copytree(folder, tmp_path / "model")
     (model / "chat_template.jinja").write_text(CHATML)
     out, known = printed(model, DOCUMENT)
-    assert known[0] < 10 < 80 < known[1] == known[2]
+    assert known[0] < 10 < 80 < min(known[1:])
     assert "perplexity tensor(" in out
     assert "End(row=0, finish_reason='" in out
 
 
 @pytest.mark.slow
 def test_it_runs_on_real_weights(real_weights, long_text, printed):
-    out, known = printed("smollm2-135m", long_text[:20_000])
-    assert known[0] < 10 < 3000 < known[1] == known[2]
+    _, known = printed("smollm2-135m", long_text[:20_000])
+    assert known[0] < 10 < 3000 < min(known[1:])
