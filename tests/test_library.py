@@ -67,7 +67,7 @@ def test_an_unknown_keyword_is_named_with_the_nearest(engine, template, method, 
     with pytest.raises(InputError, match=f"{name} is not a setting.*{message}"):
         getattr(engine, method)(*given, **{name: 1})
     with pytest.raises(InputError, match=name):
-        Request("x", **{name: []})
+        Request("x", **{name: {}})
 
 
 def test_a_seed_that_is_drawn_is_told_and_repeats_the_text(engine):
@@ -190,13 +190,11 @@ def test_what_an_engine_cannot_do_is_one_line(engine, monkeypatch):
 
 def test_a_closed_engine_has_no_weights_no_runs_and_no_use():
     async def close_meanwhile(engine):
-        asked = asyncio.create_task(told(engine.agenerate([5], max_new_tokens=200, timed=True)))
-        await asyncio.sleep(0)
-        while engine._worker is None or not engine._worker._jobs:
-            await asyncio.sleep(0.001)
+        events = engine.agenerate([5], max_new_tokens=200, ignore_eos=True)
+        await anext(events)
         engine.close()
         with pytest.raises(InputError, match="closed meanwhile"):
-            await asked
+            await told(events)
 
     with tiny_engine() as engine:
         run = engine.generate([5, 6])
