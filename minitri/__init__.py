@@ -1,8 +1,41 @@
 """minitri: fast generation from long-context Llama models that does not change what the model says.
 
-Names are imported when they are first asked for, so that the command line can answer Ctrl-C with
-one line even while PyTorch is being imported.
+A first program:
+
+    import minitri
+
+    with minitri.load("smollm2-135m") as engine:  # or a folder, a GGUF file, a repository ORG/NAME
+        for event in engine.generate("The sea was", max_new_tokens=60, temperature=0.7, top_p=0.9):
+            if isinstance(event, minitri.Token):
+                print(event.text, end="", flush=True)
+
+What an engine does; all take the same keywords, and texts or lists of token ids:
+
+    engine.generate(prompt)          events of a run: PrefillProgress, Token, at the end an End;
+    engine.generate([a, b])          of several prompts, which events name by `row`
+    engine.chat(messages)            the same for [{"role": "user", "content": "Why?"}, ...]
+    run.result(), run.results()      the whole output of a run: a Completion, or one per prompt
+    engine.complete(prompt)          its Completion at once: text, tokens, finish_reason, seed
+    engine.agenerate(...), achat     `async for event in ...`: many at once share a batch
+    engine.stream(requests)          any number of minitri.Request(prompt, temperature=0.7, ...)
+    engine.open()                    a run that takes requests while it goes on: see Generation
+    engine.score(text)               log-probabilities of the tokens of a text, a tensor
+    engine.tokenizer                 encode(text), decode(ids), encode_chat(messages)
+    engine.save_kv(file), load_kv    what was read is kept over a restart
+    engine.close()                   frees everything; `with` does it
+
+Keywords are the fields of SamplingParams (temperature, top_k, top_p, min_p; greedy by default), of
+GenerationConfig (max_new_tokens, stop, ignore_eos, logprobs, ...) and of SpeculationConfig (method,
+gamma1, budget, coupled, ...), which can be given whole, as `sampling=`, `generation=` and
+`speculation=`, too. Without `seed=` one is drawn; `Completion.seed` tells it. A prompt that begins
+like the last text is read only from there on: put the document first and the question last.
+
+load() takes files and devices, MODELS are the names that it knows. Whatever is wrong with an input
+raises InputError, a ValueError with one line. Drafter and Policy are what you can write yourself.
 """
+
+# Names are imported when they are first asked for, so that the command line can answer Ctrl-C with
+# one line even while PyTorch is being imported.
 
 from importlib import import_module
 

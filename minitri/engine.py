@@ -1,70 +1,61 @@
 """The engine: turns prompts into a stream of typed events.
 
-    engine = minitri.load("smollm2-135m")  # see loader.py
-    for event in engine.generate("Once upon a time"):
-        if isinstance(event, minitri.Token):
-            print(event.text, end="", flush=True)
+    with minitri.load("smollm2-135m") as engine:  # see loader.py
+        for event in engine.generate("Once upon a time", max_new_tokens=40, temperature=0.7):
+            if isinstance(event, minitri.Token):
+                print(event.text, end="", flush=True)
 
 `generate` checks its input at once and returns a `Generation`, an iterator that works only while it
 is asked for the next event. Nothing here prints.
 """
 
+import contextlib
 import dataclasses
 import functools
-import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Unpack
 
-from minitri.caches.snapshots import Origin, read_snapshot, write_snapshot
-from minitri.config import ModelConfig
-from minitri.drafters.plugin import Drafter
+from torch import Tensor
+
 from minitri.errors import InputError, shorten
-from minitri.generation import Generation
-from minitri.gpu.allocation import most_rows
-from minitri.loading.prompt_ids import Prompt, as_seeds, check_prompt, encode_prompts
-from minitri.loading.tokenizer import Tokenizer
-from minitri.memory import MemoryPool, MemoryShape, Models
-from minitri.model.llama import Llama
-from minitri.requests import Completion, End, Request, Row, expect
-from minitri.settings import MAX_ROWS, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.fields import changed, check_names
+from minitri.generation import Generation, running
+from minitri.gpu.allocation import allocate_full_cache, most_rows
+from minitri.loading.prompt_ids import Prompt, as_seeds, check_prompt, draw_seed, encode_prompts
+from minitri.memory import MemoryShape
+from minitri.requests import Completion, Event, Request, Row, expect
+from minitri.resources import Resources
+from minitri.runner import score
+from minitri.settings import (
+    MAX_ROWS,
+    AllFields,
+    CallSettings,
+    GenerationConfig,
+    RunFields,
+    SamplingParams,
+    SpeculationConfig,
+    TextFields,
+)
+
+if TYPE_CHECKING:
+    from minitri.loading.chat_template import Message
+    from minitri.worker import Job
+
+LEAST_ROOM = 4096
+"""Tokens that rows of `agenerate` have room for, if the context has."""
+ALONE = SpeculationConfig("autoregressive")
 
 
-@dataclass(eq=False, repr=False)
-class Engine:
+class Engine(Resources):
     """A model and its tokenizer, ready to generate any number of times, one after the other.
 
     It keeps the caches, and on a GPU the captured graphs, of the last run, until `release`. The
     next one starts after what its prompts have in common with those texts, and where it has the
     same settings and as many texts that are not longer, it captures nothing. Some attention kernels
     cut a cache by its size, so that there the last bits may depend on how long those texts were.
+
+    Threads take turns at using one engine; a forked process cannot use it.
     """
-
-    model: Llama
-    tokenizer: Tokenizer
-    draft: Llama | None = None
-    retrieval_model: Llama | None = None
-    drafter: Drafter | None = None
-    """Who guesses: see `Models`."""
-    sampling_defaults: SamplingParams = SamplingParams()  # noqa: RUF009 (frozen)
-    """What the model's generation_config.json recommends; nothing here applies it."""
-
-    def __post_init__(self) -> None:
-        self.snapshot_note = ""
-        proposers = (self.retrieval_model or self.model, self.draft, self.drafter)
-        self.models = Models(self.model, *proposers)
-        self._pool = MemoryPool(self.models)
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.model.config
-
-    @property
-    def drafter_name(self) -> str:
-        """Of the object that guesses first, of the draft model, or `suffix`."""
-        if self.drafter is not None:
-            return type(self.drafter).__name__
-        return self.draft.config.name if self.draft is not None else "suffix"
 
     def generate(
         self,
@@ -73,21 +64,83 @@ class Engine:
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
         speculation: SpeculationConfig | bool = True,
-        method: str | None = None,
-        seed: int | Sequence[int] = 0,
+        seed: int | Sequence[int] | None = None,
+        **fields: Unpack[AllFields],
     ) -> Generation:
         """Starts a run over one prompt or several; each is a text or a list of token ids.
 
-        With `speculation` False nothing is guessed; `method` replaces that of the settings. A
-        single `seed` gives row b the seed `seed + b`. A row's tokens depend on its own prompt and
-        seed alone, up to the last bits of the arithmetic; but where method or gammas are open, at a
-        temperature above 0 and uncoupled, rows share the autotuner's choices. Raises `InputError`
-        here, before any work, if a prompt is empty, too long, or has tokens outside the vocabulary.
+        `fields` such as `max_new_tokens=8`, `temperature=0.7` or `method="triforce"` take the
+        places of those of `sampling`, `generation` and `speculation`; with `speculation` False
+        nothing is guessed. Without a `seed` each row draws one, which its `End` tells, and what is
+        open of the speculation follows the clock. A single `seed` gives row b the seed `seed + b`.
+        A row's tokens depend on its own prompt and seed alone, up to the last bits of the
+        arithmetic; but where method or gammas are open, at a temperature above 0 and uncoupled,
+        rows share the autotuner's choices. Raises `InputError` here, before any work, if a prompt
+        is empty, too long, or has tokens outside the vocabulary.
         """
-        ids = encode_prompts(prompts, self.tokenizer)
-        pairs = zip(ids, as_seeds(seed, len(ids)), strict=True)
-        requests = [Request(tokens, own, sampling, generation) for tokens, own in pairs]
-        return self._run(requests, None, generation, _as_config(speculation, method))
+        return self._run(*self._asked(prompts, sampling, generation, speculation, seed, **fields))
+
+    def chat(
+        self, messages: "str | Sequence[Message]", **settings: Unpack[CallSettings]
+    ) -> Generation:
+        """Starts a run over the answer to a conversation, as `generate` does: a list of messages
+        such as `{"role": "user", "content": "Why?"}`, or the user's only one. Raises `InputError`,
+        also if the model is not made for conversations."""
+        return self.generate(self.tokenizer.encode_chat(messages), **settings)
+
+    def complete(self, prompt: Prompt, **settings: Unpack[CallSettings]) -> Completion:
+        """All that a model says after one prompt; `settings` are those of `generate`."""
+        return self.generate(prompt, **settings).result()
+
+    async def agenerate(
+        self, prompt: Prompt, **settings: Unpack[CallSettings]
+    ) -> AsyncGenerator[Event, None]:
+        """For asyncio, the events of one prompt: `async for event in engine.agenerate("Once")`;
+        `settings` are those of `generate`.
+
+        A thread computes. Those that are asked for at once run next to each other, as rows of one
+        batch by whose numbers events name them; those beyond `MAX_ROWS` wait, as do those that need
+        another run. Leaving the loop, or cancelling the task, ends the text. What is open of the
+        speculation follows the clock, also with a seed, which repeats its text with `coupled=True`.
+        Raises `InputError` at the first event.
+        """
+        import asyncio  # takes a while, like the worker
+
+        from minitri.worker import Worker
+
+        requests, _, speculation = await asyncio.to_thread(self._asked, prompt, **settings)
+        if len(requests) != 1 or self._pool.models.target.execution.ranks.count > 1:
+            raise InputError("agenerate takes one prompt, on a model of one process; use generate")
+        await asyncio.to_thread(self._make_row, 0, requests[0])  # checks it
+        if self._worker is None:
+            self._worker = Worker(self._open_for, self._suits)
+        speculation = dataclasses.replace(speculation, timed=not speculation.coupled)
+        async with contextlib.aclosing(self._worker.events(requests[0], speculation)) as events:
+            async for event in events:
+                yield event
+
+    async def achat(
+        self, messages: "str | Sequence[Message]", **settings: Unpack[CallSettings]
+    ) -> AsyncGenerator[Event, None]:
+        """`chat` for asyncio; see `agenerate`."""
+        import asyncio
+
+        prompt = await asyncio.to_thread(self.tokenizer.encode_chat, messages)
+        async with contextlib.aclosing(self.agenerate(prompt, **settings)) as events:
+            async for event in events:
+                yield event
+
+    def score(self, text: Prompt) -> Tensor:
+        """How likely the model finds a text, read once: the natural logarithms of the probabilities
+        of its tokens but for the first, (N - 1,) float32 on the CPU, before temperature and filters
+        (`tokenizer.encode` tells the N tokens). Raises `InputError`."""
+        ids = self._make_row(0, Request(text, 0, max_new_tokens=1)).prompt
+        if len(ids) < 2:
+            raise InputError("the text is one token, after which nothing is scored; give more")
+        run = GenerationConfig(1)
+        with running(self._pool.models):
+            full = allocate_full_cache(self.model, None, run, ALONE, [len(ids)], len(ids))
+            return score(self.model, ids, full, chunk=run.prefill_chunk)
 
     def stream(
         self,
@@ -96,18 +149,22 @@ class Engine:
         batch_size: int = MAX_ROWS,
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
         speculation: SpeculationConfig | bool = True,
+        **fields: Unpack[RunFields],
     ) -> Generation:
         """Starts a run over any number of requests, at most `batch_size` of them at a time, fewer
         where memory is short.
 
         Events name requests by their numbers, from 0 on. Of `generation` counts what is of a run,
-        such as `prefill_chunk`. Raises `InputError` before any work, and names the request.
+        such as `prefill_chunk`, for which `fields` are, too; like the method. Raises `InputError`
+        before any work, and names the request.
         """
         _check_size(batch_size)
+        check_names(fields, RunFields.__annotations__, TextFields.__annotations__)
         listed = list(requests)
         if not listed:
             raise InputError("there are no requests; give at least one")
-        return self._run(listed, batch_size, generation, _as_config(speculation))
+        generation = changed(generation, fields)
+        return self._run(listed, generation, _as_config(speculation, fields), batch_size)
 
     def open(
         self,
@@ -116,13 +173,17 @@ class Engine:
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
         generation: GenerationConfig = GenerationConfig(reserve=4096),  # noqa: B008 (frozen)
         speculation: SpeculationConfig | bool = True,
+        **fields: Unpack[RunFields],
     ) -> Generation:
         """Starts a run without requests, which goes on until it is closed: see `Generation.submit`.
 
         A row has room for `generation.reserve` tokens, prompt and output. With captured graphs
         requests must have filters of the kinds that `sampling` has, or temperature 0; those whose
-        numbers differ wait for one another. Raises `InputError` if there is no room.
+        numbers differ wait for one another; `fields` are those of `stream`. Raises `InputError` if
+        there is no room.
         """
+        check_names(fields, RunFields.__annotations__, TextFields.__annotations__)
+        generation = changed(generation, fields)
         room = generation.reserve
         _check_size(batch_size)
         if not 1 < room <= self.config.context_length:
@@ -131,18 +192,41 @@ class Engine:
                 f"context of {self.config.name}"
             )
         run = dataclasses.replace(generation, max_new_tokens=1)
-        shape = MemoryShape((1,) * batch_size, sampling, run, _as_config(speculation))
+        shape = MemoryShape((1,) * batch_size, sampling, run, _as_config(speculation, fields))
         make_row = functools.partial(self._make_row, shape=shape)
         return Generation([], shape, self._pool, make_row)
+
+    def _asked(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
+        generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
+        speculation: SpeculationConfig | bool = True,
+        seed: int | Sequence[int] | None = None,
+        **fields: Unpack[AllFields],
+    ) -> tuple[list[Request], GenerationConfig, SpeculationConfig]:
+        """A request for each prompt of `generate`, and settings of their run."""
+        check_names(fields, AllFields.__annotations__)
+        expect(sampling, SamplingParams)
+        expect(generation, GenerationConfig)
+        ids = encode_prompts(prompts, self.tokenizer)
+        seeds = [None] * len(ids) if seed is None else as_seeds(seed, len(ids))
+        sampling, generation = changed(sampling, fields), changed(generation, fields)
+        pairs = zip(ids, seeds, strict=True)
+        requests = [Request(tokens, own, sampling, generation) for tokens, own in pairs]
+        return requests, generation, _as_config(speculation, fields)
 
     def _run(
         self,
         requests: list[Request],
-        batch_size: int | None,
         run: GenerationConfig,
         speculation: SpeculationConfig,
+        batch_size: int | None = None,
     ) -> Generation:
         """At most `batch_size` at a time, as far as memory allows; None: all at once."""
+        pool = self._pool
+        if all(isinstance(it, Request) and it.seed is None for it in requests):
+            speculation = dataclasses.replace(speculation, timed=True)
         rows = []
         for number, request in enumerate(requests):
             try:
@@ -154,12 +238,38 @@ class Engine:
         run = dataclasses.replace(run, max_new_tokens=num_new)
         lengths = sorted((len(row.prompt) for row in rows), reverse=True)[:batch_size]
         if batch_size is not None:
-            draft = self.draft.config if self.draft else None
-            host = self._pool.host.num_free_bytes
-            lengths = lengths[: most_rows(self.model, draft, run, speculation, lengths, host)]
+            lengths = lengths[: self._most_rows(run, speculation, lengths)]
         sampling = self._captured_filters([request.sampling for request in requests], run)
         shape = MemoryShape(tuple(lengths), sampling, run, speculation)
-        return Generation(rows, shape, self._pool)
+        return Generation(rows, shape, pool)
+
+    def _most_rows(
+        self, run: GenerationConfig, speculation: SpeculationConfig, lengths: list[int]
+    ) -> int:
+        draft = self.draft.config if self.draft else None
+        host = self._pool.host.num_free_bytes
+        return most_rows(self.model, draft, run, speculation, lengths, host)
+
+    def _open_for(self, job: "Job") -> Generation:
+        """An open run for a request of `agenerate`, with room for longer ones."""
+        asked, speculation = job.request.generation, job.speculation or ALONE
+        num_tokens = len(job.request.prompt) + asked.max_new_tokens
+        room = max(asked.reserve, LEAST_ROOM, 1 << (num_tokens - 1).bit_length())
+        run = asked.for_run(min(room, self.config.context_length))
+        num_rows = self._most_rows(run, speculation, [room] * MAX_ROWS)
+        how: dict[str, Any] = {"generation": run, "speculation": speculation}
+        return self.open(batch_size=num_rows, sampling=job.request.sampling, **how)
+
+    def _suits(self, run: Generation, job: "Job") -> bool:
+        """Whether a request of `agenerate` may join a run."""
+        wanted = job.request.generation.for_run(run.shape.generation.reserve), job.speculation
+        if wanted != (run.shape.generation, run.shape.speculation):
+            return False
+        try:
+            self._make_row(0, job.request, run.shape)
+        except InputError:
+            return False
+        return True
 
     def _make_row(self, number: int, request: Request, shape: MemoryShape | None = None) -> Row:
         """A request, checked, also by the shape of an open run."""
@@ -167,7 +277,9 @@ class Engine:
         [ids] = encode_prompts([request.prompt], self.tokenizer)
         check_prompt(ids, self.config, request.generation.max_new_tokens)
         expect(request.speculation, bool)
-        request = dataclasses.replace(request, seed=as_seeds([request.seed], 1)[0])
+        if (seed := request.seed) is None:
+            seed = self.model.execution.ranks.ask_first(draw_seed)
+        request = dataclasses.replace(request, seed=as_seeds([seed], 1)[0])
         if shape is not None:
             num_tokens = len(ids) + request.generation.max_new_tokens
             if num_tokens > (room := shape.generation.reserve):
@@ -191,58 +303,15 @@ class Engine:
             )
         return first
 
-    def complete(self, prompt: Prompt, **settings: Any) -> Completion:
-        """All that a model says after one prompt; `settings` are those of `generate`."""
-        with self.generate(prompt, **settings) as run:
-            if len(run.rows) > 1:
-                raise InputError(f"complete takes one prompt, got {len(run.rows)}; use generate")
-            return next(event for event in run if isinstance(event, End))
-
-    @property
-    def held_tokens(self) -> list[int]:
-        """The longest text whose K and V are kept from the last run, or come from a snapshot."""
-        return list(held.tokens) if (held := self._pool.held) is not None else []
-
-    def save_kv(self, path: str | os.PathLike[str], note: str = "") -> int:
-        """Writes K and V of `held_tokens` to a file, for `load_kv`, which appears when it is
-        complete; returns how many tokens. Raises `InputError`."""
-        if (held := self._pool.held) is None:
-            raise InputError("there is no KV cache to save; let the engine read a prompt first")
-        return write_snapshot(os.fsdecode(path), held, self._origin(), note)
-
-    def load_kv(self, path: str | os.PathLike[str]) -> int:
-        """Opens a file of `save_kv`: texts that begin like its tokens start after them, until
-        `release`. Returns how many tokens it holds; its note is in `snapshot_note`. Raises
-        `InputError` if it is damaged, or not of this model, dtype and RoPE."""
-        held, self.snapshot_note = read_snapshot(os.fsdecode(path), self._origin())
-        self._pool.snapshot = held
-        return len(held.tokens)
-
-    def _origin(self) -> Origin:
-        """What K and V here depend on."""
-        execution = self.model.execution
-        if execution.ranks.count > 1 or not execution.fingerprint:
-            raise InputError(
-                f"the KV cache of {self.config.name} is neither saved nor loaded: it was not read "
-                "from a file, or is divided among processes"
-            )
-        return Origin(self.config, self.model.dtype, execution.fingerprint)
-
-    def release(self) -> None:
-        """Frees the caches and graphs that are kept from one run to the next."""
-        self._pool.clear()
-
 
 def _as_config(
-    speculation: SpeculationConfig | bool, method: str | None = None
+    speculation: SpeculationConfig | bool, fields: Mapping[str, Any]
 ) -> SpeculationConfig:
-    """What to speculate: settings, the default ones, or nothing; perhaps by another method."""
+    """What to speculate: settings, the default ones, or nothing; but for these fields."""
     if isinstance(speculation, bool):
-        speculation = SpeculationConfig("auto" if speculation else "autoregressive")
+        speculation = SpeculationConfig("auto") if speculation else ALONE
     expect(speculation, SpeculationConfig)
-    if method is not None:
-        speculation = dataclasses.replace(speculation, method=method)
-    return speculation
+    return changed(speculation, fields)
 
 
 def _check_size(batch_size: int) -> None:

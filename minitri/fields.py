@@ -1,7 +1,9 @@
 """Fields of settings that say what they may be, and the one check that reads it."""
 
 import dataclasses
-from collections.abc import Mapping
+import difflib
+import reprlib
+from collections.abc import Collection, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from minitri.errors import MAX_COUNT, InputError, shorten
@@ -25,6 +27,36 @@ def changed(settings: T, values: Mapping[str, Any]) -> T:
     """A copy of settings with those of the values that have a field's name."""
     own = {name: value for name, value in values.items() if name in vars(settings)}
     return dataclasses.replace(settings, **own)  # type: ignore[type-var]
+
+
+def check_names(
+    given: Collection[str], known: Collection[str], others: Collection[str] = ()
+) -> None:
+    """Raises `InputError` unless all names of keywords are known. `others` belong to a request."""
+    for name in given:
+        near = difflib.get_close_matches(name, known, 1)
+        if name in others and name not in known:
+            raise InputError(f"{name} is not a setting of a run; give it to each minitri.Request")
+        if name not in known:
+            advice = (
+                f"did you mean {near[0]}?" if near else shorten("there are " + ", ".join(known))
+            )
+            raise InputError(f"{shorten(name, 60)} is not a setting; {advice}")
+
+
+def brief(settings: Any) -> str:
+    """A `__repr__` with the fields that are not as by default; long texts and lists are cut."""
+    cut = reprlib.Repr()
+    cut.maxstring, cut.maxother = 80, 240
+    shown = []
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        has_default = field.default is not dataclasses.MISSING and value == field.default
+        is_empty = field.default_factory is not dataclasses.MISSING and not value
+        if field.repr and not (has_default or is_empty):
+            text = f"{value:.4g}" if isinstance(value, float) else cut.repr(value)
+            shown.append(f"{field.name}={text}")
+    return f"{type(settings).__name__}({', '.join(shown)})"
 
 
 def check_fields(settings: Any, label: str = "") -> None:

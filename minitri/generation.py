@@ -7,6 +7,7 @@ steps of rows that are further on.
 
 import contextlib
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -26,10 +27,16 @@ from minitri.stack import Stack
 
 @contextlib.contextmanager
 def running(models: Models) -> Iterator[None]:
-    """Makes the models' device the current one; what may fail there is an `InputError`."""
+    """Makes the models' device the current one, for one thread at a time; what may fail there is an
+    `InputError`."""
     model = models.target
+    if os.getpid() != models.process:
+        raise InputError(
+            f"the engine was loaded by process {models.process}, from which this one was forked, "
+            "without its threads; load it here, or start processes by spawn"
+        )
     try:
-        with torch.inference_mode(), torch.cuda.device_of(model.norm.weight):
+        with models.lock, torch.inference_mode(), torch.cuda.device_of(model.norm.weight):
             yield
     except torch.OutOfMemoryError as error:
         raise InputError(
@@ -45,7 +52,8 @@ def running(models: Models) -> Iterator[None]:
 
 
 class Generation(Iterator[Event]):
-    """A run in progress: iterate for its events, read `stats` at any time, `close` it."""
+    """A run in progress: iterate for its events, read `stats` at any time, `close` it; or ask for
+    its `result`."""
 
     def __init__(
         self,
@@ -57,6 +65,7 @@ class Generation(Iterator[Event]):
         """Takes memory of this shape from the `pool` until its end. With `make_row`, which checks a
         request with its number, it goes on until it is closed."""
         self._pool = pool
+        self.shape = shape
         self._model = pool.models.target
         self.rows = rows
         self._make_row = make_row
@@ -71,6 +80,7 @@ class Generation(Iterator[Event]):
         self.stats = stack.stats
         self._events = self._run(stack)  # this alone holds the memory
         next(self._events)
+        pool.runs.add(self)
 
     def __next__(self) -> Event:
         with running(self._pool.models):
@@ -81,6 +91,23 @@ class Generation(Iterator[Event]):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def result(self) -> End:
+        """The whole output of the only prompt; runs to the end. Raises `InputError`."""
+        if len(self.rows) != 1:
+            raise InputError(f"a result is of one prompt, got {len(self.rows)}; use results")
+        return self.results()[0]
+
+    def results(self) -> list[End]:
+        """The whole outputs in the order of the prompts; runs to the end. Raises `InputError` if
+        the run was closed before."""
+        if self._make_row is not None:
+            raise InputError("this run has no end, as it stays open; iterate for its events")
+        for _ in self:
+            pass
+        if any(row.finish_reason is None for row in self.rows):
+            raise InputError("this run was closed before its end; start another")
+        return [row.end(self.stats) for row in self.rows]
 
     def submit(self, request: Request) -> int:
         """Adds a request, between two events; returns its number, by which events name it."""
@@ -207,8 +234,8 @@ class Generation(Iterator[Event]):
                 self.stats.num_decoded_tokens += bool(row.token_ids)
                 self.stats.num_generated_tokens += 1
                 text = row.push(token, origin, eos)
-                yield Token(row.number, token, text, origin, *score)
+                row.tokens.append(Token(row.number, token, text, origin, *score))
+                yield row.tokens[-1]
             if row.finish_reason not in (None, CANCELLED):
                 self._leave(stack, b)
-                ids = tuple(row.token_ids)
-                yield End(row.number, row.finish_reason, row.text, ids, self.stats, row.stats)
+                yield row.end(self.stats)

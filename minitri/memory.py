@@ -6,8 +6,11 @@ keeps that of the last run for one that fits.
 Legend: L layers, B rows, T tokens of a block, H query heads, D head dim.
 """
 
+import os
+import threading
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -50,6 +53,10 @@ class Models:
     """The first level of the cascade."""
     drafter: Drafter | None = None
     """Guesses in its place; without both the last words are looked up in the text."""
+    lock: Any = field(default_factory=threading.RLock)
+    """Held by the thread that computes."""
+    process: int = field(default_factory=os.getpid)
+    """The one that loaded them."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +201,8 @@ class MemoryPool:
         self.host = HostMemory(models.target.device)
         self.snapshot: HeldRow | None = None
         """What the texts of later runs may begin with, too."""
+        self.runs: weakref.WeakSet[Any] = weakref.WeakSet()
+        """All that have used it and are still somewhere."""
         self._kept: Memory | None = None
         self._latest: int | None = None  # by its id, so that the run alone keeps it alive
 

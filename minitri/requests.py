@@ -1,14 +1,20 @@
 """What a run is asked for and what it tells: requests, the row of a batch that each becomes, and
 typed events in the order in which they happen."""
 
+import html
 from dataclasses import dataclass, field
+from typing import Any, Unpack
 
 from minitri.errors import InputError, shorten
+from minitri.fields import brief, changed, check_names
 from minitri.loading.prompt_ids import Prompt
 from minitri.loading.text_stream import IncrementalDecoder, StopScanner
 from minitri.loading.tokenizer import Tokenizer
-from minitri.settings import GenerationConfig, SamplingParams
+from minitri.settings import GenerationConfig, SamplingParams, TextFields
 from minitri.stats import RowStats, Stats
+
+SHADES = {"draft": "#bde7bd", "retrieval": "#b5e3ea", "recovered": "#f4bcbc", "bonus": "#f3e2a9"}
+"""Colors of tokens in HTML, by their origins."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,7 @@ class PrefillProgress:
 class Token:
     """A new token of one row."""
 
+    __repr__ = brief
     row: int
     token_id: int
     text: str
@@ -42,8 +49,9 @@ class Token:
 
 @dataclass(frozen=True)
 class End:
-    """One row is finished; the others go on."""
+    """One row is finished; the others go on. In a notebook tokens are colored by their origins."""
 
+    __repr__ = brief
     row: int
     finish_reason: str
     """`eos`, `stop` or `length`."""
@@ -51,9 +59,24 @@ class End:
     """All text of the row: that of its `Token` events put together."""
     token_ids: tuple[int, ...]
     """All tokens generated, an end-of-sequence token included."""
+    seed: int
+    """The one that was given, or drawn where none was."""
+    tokens: tuple[Token, ...] = field(repr=False)
+    """Its `Token` events: with their origins, and log-probabilities if asked for."""
     stats: Stats = field(repr=False)
     """Those of the whole batch, live."""
     row_stats: RowStats = field(repr=False)
+
+    def _repr_html_(self) -> str:
+        text = "".join(_shaded(it.text, it.origin) for it in self.tokens if it.text)
+        legend = " ".join(_shaded(origin, origin) for origin in SHADES)
+        return f'<pre style="white-space:pre-wrap">{text}</pre><small>{legend}</small>'
+
+
+def _shaded(text: str, origin: str) -> str:
+    """Text as HTML on the color of an origin."""
+    style = f"background:{SHADES[origin]};color:black"
+    return f'<span style="{style}" title="{origin}">{html.escape(text)}</span>'
 
 
 @dataclass(frozen=True)
@@ -66,21 +89,38 @@ Completion = End
 Event = PrefillProgress | Token | End | Idle
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Request:
-    """A text to go on with, and how."""
+    """A text to go on with, and how: `Request("Once", temperature=0.7, max_new_tokens=8)`."""
 
+    __repr__ = brief
     prompt: Prompt
-    seed: int = 0
-    sampling: SamplingParams = SamplingParams()  # noqa: RUF009 (frozen)
-    generation: GenerationConfig = GenerationConfig()  # noqa: RUF009 (frozen)
+    seed: int | None
+    """None: one is drawn."""
+    sampling: SamplingParams
+    generation: GenerationConfig
     """Its `max_new_tokens`, `stop`, `ignore_eos` and `logprobs`; the rest belongs to a run."""
-    speculation: bool = True
+    speculation: bool
     """Whether anything is guessed for this text, if the run speculates."""
 
-    def __post_init__(self) -> None:
-        expect(self.sampling, SamplingParams)
-        expect(self.generation, GenerationConfig)
+    def __init__(
+        self,
+        prompt: Prompt,
+        seed: int | None = None,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
+        generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
+        speculation: bool = True,
+        **fields: Unpack[TextFields],
+    ) -> None:
+        """`fields` take the places of those of `sampling` and `generation`. Raises `InputError`."""
+        expect(sampling, SamplingParams)
+        expect(generation, GenerationConfig)
+        check_names(fields, TextFields.__annotations__)
+        values: dict[str, Any] = {"prompt": prompt, "seed": seed, "speculation": speculation}
+        values["sampling"] = changed(sampling, fields)
+        values["generation"] = changed(generation, fields)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)  # as it is frozen
 
 
 def expect(given: object, kind: type) -> None:
@@ -100,6 +140,7 @@ class Row:
         self.request = request
         self.prompt = ids
         self.token_ids: list[int] = []
+        self.tokens: list[Token] = []
         self.text = ""
         self.finish_reason: str | None = None
         self.stats = RowStats(len(ids))
@@ -128,3 +169,9 @@ class Row:
             fresh += self._scanner.flush()
         self.text += fresh
         return fresh
+
+    def end(self, stats: Stats) -> End:
+        """Of a row that is finished, in a run with these statistics."""
+        reason = self.finish_reason or CANCELLED
+        output = (reason, self.text, tuple(self.token_ids), self.request.seed or 0)
+        return End(self.number, *output, tuple(self.tokens), stats, self.stats)

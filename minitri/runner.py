@@ -27,6 +27,9 @@ from minitri.model.cache import Cache
 from minitri.model.llama import Llama
 from minitri.settings import LONGEST_BLOCK, SamplingParams
 
+SCORED_AT_ONCE = 256
+"""Rows of logits in memory while a text is scored."""
+
 
 class ModelRunner:
     """A model, its cache, and the filters that make its logits a distribution."""
@@ -195,6 +198,24 @@ def empty_queries(model: Llama, batch_size: int, num_tokens: int) -> Tensor:
     config = model.config
     shape = (config.num_layers, batch_size, num_tokens, config.num_heads, config.head_dim)
     return torch.empty(shape, dtype=model.dtype, device=model.device)
+
+
+def score(model: Llama, ids: list[int], full: FullCache, *, chunk: int) -> Tensor:
+    """Natural logarithms (N - 1,) of the probabilities of tokens 1 to N - 1 of a text, each after
+    those before it, float32 on the CPU. The cache is empty."""
+    found: list[Tensor] = []
+    for start in range(0, len(ids) - 1, chunk):
+        piece = ids[start : min(start + chunk, len(ids) - 1)]
+        with model.execution.reading():
+            hidden_1TE = read_block(model, [piece], full, is_prompt=True)
+        full.advance([len(piece)])
+        following_T1 = torch.tensor(ids[start + 1 :][: len(piece)]).unsqueeze(1).to(model.device)
+        for hidden_NE, tokens_N1 in zip(
+            hidden_1TE[0].split(SCORED_AT_ONCE), following_T1.split(SCORED_AT_ONCE), strict=True
+        ):
+            scores_NV = model.logits(hidden_NE).log_softmax(-1)
+            found.append(scores_NV.gather(1, tokens_N1).squeeze(1).cpu())
+    return torch.cat(found)
 
 
 def prefill(

@@ -110,7 +110,7 @@ class Stack:
         self.sequences[b][:] = prompt
         self.cascade.active[b] = False
         self.cascade.guessing[b] = request.speculation
-        self.source.restart(b, request.seed)
+        self.source.restart(b, request.seed or 0)
         if memory.retrieval_cache is not None:
             memory.retrieval_cache.reset(b, self.shape.budget_for(len(prompt)))
         for runner in memory.runners:

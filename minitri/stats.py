@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from minitri.fields import brief
+
 
 class Clock:
     """The host's clock, for a device that has done its work when a call returns."""
@@ -26,6 +28,7 @@ class Clock:
 class LevelStats:
     """What one level decided about the guesses of the stage below it, in whole rounds."""
 
+    __repr__ = brief
     name: str
     num_rounds: int = 0
     num_draft_tokens: int = 0
@@ -65,6 +68,7 @@ class LevelStats:
 class RowStats:
     """What became of one request."""
 
+    __repr__ = brief
     num_prompt_tokens: int
     num_cached_tokens: int = 0
     """Tokens of the prompt that were not read, because their K and V were there."""
@@ -77,6 +81,7 @@ class RowStats:
 class Stats:
     """Counts and seconds of one run over a batch of prompts; the caller's own time is not in."""
 
+    __repr__ = brief
     num_prompt_tokens: int = 0
     num_prefilled_tokens: int = 0
     num_generated_tokens: int = 0

@@ -145,6 +145,7 @@ def settings_of(
     sampling: SamplingParams = GREEDY,
     *,
     prefill_chunk: int = 1024,
+    seed: int = 0,
     **speculation,
 ) -> dict[str, object]:
     """What `generate` and `complete` are given for texts of just this length."""
@@ -152,6 +153,7 @@ def settings_of(
         "sampling": sampling,
         "generation": GenerationConfig(num_new, ignore_eos=True, prefill_chunk=prefill_chunk),
         "speculation": SpeculationConfig(method, **speculation),
+        "seed": seed,
     }
 
 

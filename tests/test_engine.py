@@ -79,11 +79,11 @@ def test_bad_prompts_are_refused_before_any_work(engine, prompts):
     for start in (engine.generate, engine.complete):
         with pytest.raises(InputError, match="prompt"):
             start(prompts, generation=GenerationConfig(max_new_tokens=12))
-    with pytest.raises(InputError, match="complete takes one prompt, got 2"):
+    with pytest.raises(InputError, match="one prompt, got 2"):
         engine.complete(PROMPTS[:2])
 
 
-@pytest.mark.parametrize("seed", [-1, 2**32, [1], [1, 2, 3], [0, None], 1.5, None])
+@pytest.mark.parametrize("seed", [-1, 2**32, [1], [1, 2, 3], [0, None], 1.5])
 def test_bad_seeds_are_refused(engine, seed):
     with pytest.raises(InputError, match="seed is"):
         engine.generate(PROMPTS[:2], seed=seed)

@@ -56,7 +56,7 @@ def with_drafter(engine, drafter) -> minitri.Engine:
 def complete(engine, distribution, method, prompt=PROMPT, **settings) -> minitri.Completion:
     sampling, coupled = distribution
     settings |= {"gamma1": 3, "gamma2": 4, "budget": 24, "rebuild_stride": 8, "coupled": coupled}
-    return engine.complete(prompt, seed=7, **settings_of(method, 30, sampling, **settings))
+    return engine.complete(prompt, **settings_of(method, 30, sampling, seed=7, **settings))
 
 
 def test_a_drafter_is_given_to_load(folder):
@@ -90,9 +90,9 @@ def test_rows_of_a_batch_are_asked_each_for_itself(engine):
     other = with_drafter(engine, Bigrams(engine.config.vocab_size))
     prompts = [PROMPT, "The harbour wind", PROMPT[:30]]
     settings = settings_of("triforce", 30, WARM, gamma1=2, gamma2=3, budget=24)
-    texts = texts_of(other.generate(prompts, seed=3, **settings))
+    texts = texts_of(other.generate(prompts, **settings | {"seed": 3}))
     for seed, (text, prompt) in enumerate(zip(texts, prompts, strict=True), 3):
-        assert text == other.complete(prompt, seed=seed, **settings).token_ids
+        assert text == other.complete(prompt, **settings | {"seed": seed}).token_ids
 
 
 @pytest.mark.slow

@@ -20,8 +20,8 @@ MAY_IMPORT = {
     "fields": "errors",
     "settings": "errors fields",
     "config": "errors fields",
-    "stats": "",
-    "requests": "errors settings stats loading",
+    "stats": "fields",
+    "requests": "errors fields settings stats loading",
     "model": "errors config settings",
     "parallel": "errors config model",
     "decoding": "errors settings stats",
@@ -37,7 +37,10 @@ MAY_IMPORT = {
     "requests",
     "loading": "errors log config fields folders settings model caches cpu gpu parallel",
     "generation": "errors settings stats model decoding gpu requests memory stack",
-    "engine": "errors config settings model drafters caches gpu loading requests memory generation",
+    "worker": "errors log settings requests generation",
+    "resources": "errors settings model drafters caches loading memory generation worker",
+    "engine": "errors fields settings gpu loading requests runner memory generation resources "
+    "worker",
     "loader": "errors config drafters loading parallel engine",
 }
 """By room or file, the others that it may import. Programs and cli may import all."""

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import os
-import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from minitri.cli.exits import clean_imports
 from minitri.cli.inputs import encode
 from minitri.cli.report import outline
 from minitri.errors import shorten
-from minitri.loading.prompt_ids import MAX_SEED
+from minitri.loading.prompt_ids import draw_seed
 from minitri.loading.tokenizer import Tokenizer
 from minitri.log import log
 from minitri.parallel.ranks import join
@@ -75,7 +74,7 @@ def sampling_of(args: argparse.Namespace, engine: "Engine") -> tuple[SamplingPar
         sampling = dataclasses.replace(sampling, **found)
     seed = args.seed
     if seed is None and sampling.temperature:
-        seed = join().ask_first(lambda: secrets.randbelow(MAX_SEED + 1))
+        seed = join().ask_first(draw_seed)
         log.info("seed %d; the text may follow the clock, too: --seed makes it repeatable", seed)
     return sampling, seed or 0
 

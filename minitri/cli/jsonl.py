@@ -81,7 +81,7 @@ def request_of(
     fields: dict[str, Any], args: argparse.Namespace, engine: "Engine", default: Request
 ) -> Request:
     """What a line asks for, the rest as in `default`. Raises `InputError`."""
-    [seed] = as_seeds(fields.get("seed", default.seed), 1)
+    [seed] = as_seeds(fields.get("seed", default.seed or 0), 1)
     generation = changed(default.generation, fields)
     num_new = generation.max_new_tokens
     ids = encode(fields["prompt"], engine.tokenizer, engine.config, num_new, args)

@@ -43,7 +43,7 @@ def outline(run: "Generation") -> str:
 
 def answer(row: Row, finish_reason: str, tokens: Sequence[Token]) -> dict[str, Any]:
     """A text as a part of JSON; with --logprobs each token's own, and the likeliest."""
-    found = {
+    found: dict[str, Any] = {
         "text": row.text,
         "token_ids": row.token_ids,
         "finish_reason": finish_reason,

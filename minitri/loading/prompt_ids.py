@@ -1,6 +1,7 @@
 """From what a caller gives as prompts and seeds to token ids and one seed per row, checked."""
 
 import operator
+import secrets
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -55,6 +56,11 @@ def check_prompt(ids: list[int], config: ModelConfig, num_new: int) -> None:
             f"max_new_tokens={num_new}; shorten it (--max-prompt-tokens), lower --max-new-tokens, "
             "or stretch the context (--rope-scaling)"
         )
+
+
+def draw_seed() -> int:
+    """Another one every time."""
+    return secrets.randbelow(MAX_SEED + 1)
 
 
 def as_seeds(seed: int | Sequence[int], num_rows: int) -> list[int]:

@@ -67,7 +67,12 @@ Backend = SentencePieceBackend | TokenizersBackend
 
 
 class Tokenizer:
-    """A tokenizer library together with the model's rules for BOS and for conversations."""
+    """A tokenizer library together with the model's rules for BOS and for conversations.
+
+    ids = engine.tokenizer.encode("Once upon a time")       # a list, BOS first where wanted
+    text = engine.tokenizer.decode(ids)                     # without control tokens
+    ids = engine.tokenizer.encode_chat("Why is the sea salty?")  # by the model's chat template
+    """
 
     def __init__(
         self,
@@ -98,8 +103,11 @@ class Tokenizer:
 
         return ChatTemplate(self._template, self._special_tokens) if self._template else None
 
-    def encode_chat(self, messages: "Sequence[Message]") -> list[int]:
-        """Token ids of a conversation, up to where the next answer begins. Raises `InputError`."""
+    def encode_chat(self, messages: "str | Sequence[Message]") -> list[int]:
+        """Token ids of a conversation, up to where the next answer begins: a list of messages such
+        as `{"role": "user", "content": "Why?"}`, or the user's only one. Raises `InputError`."""
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
         if self.chat_template is None:
             raise InputError(
                 "this model has no chat template: it completes texts; use an instruct model, or "
@@ -112,9 +120,9 @@ class Tokenizer:
         check_unicode(text, "the conversation")
         return self._backend.encode_marked(text)
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """Text without control tokens; bytes that are no UTF-8 give U+FFFD."""
-        return self._backend.decode(ids)
+        return self._backend.decode([*ids])
 
     def token(self, number: int) -> str | None:
         """How the vocabulary spells a token; None for an unused id."""

@@ -73,7 +73,7 @@ def run_command(args: argparse.Namespace) -> None:
         from minitri.log import log
         from minitri.serve.app import Service
         from minitri.serve.protocol import Protocol
-        from minitri.serve.worker import Worker
+        from minitri.worker import Worker
     with explain(f"cannot listen at {args.host}, port {args.port}", "choose another"):
         listener = socket.create_server((args.host, args.port))
     with listener:  # clients may connect while the model is loaded
@@ -87,7 +87,8 @@ def run_command(args: argparse.Namespace) -> None:
             generation=arguments.taken(GenerationConfig, args, reserve=context),
             speculation=speculation,
         )
-        with contextlib.closing(Worker(open_run)) as worker:
+        worker = Worker(lambda _: open_run(), run=open_run(), linger=None)
+        with contextlib.closing(worker):
             key = args.api_key or os.environ.get("MINITRI_API_KEY")
             max_open = args.batch_size + args.max_queue
             service = Service(Protocol(engine, names, sampling, context), worker, max_open, key)

@@ -20,7 +20,7 @@ from minitri.errors import shorten
 from minitri.log import log
 from minitri.serve.answers import Json, Writer, in_stream, to_json
 from minitri.serve.protocol import ApiError, Call, Protocol
-from minitri.serve.worker import Worker
+from minitri.worker import Job, Worker
 
 BODY_SECONDS = 30
 """For a client to send its request."""
@@ -101,7 +101,8 @@ class Service:
         has_begun = False
         outcome = "left"
         self.num_open += 1
-        job = self.worker.submit(call.request, deliver)
+        job = Job(call.request, deliver)
+        self.worker.submit(job)
         watcher = loop.create_task(watch())
         try:
             while (event := await events.get()) is not None:
@@ -125,7 +126,7 @@ class Service:
                     await send(last | {"body": body, "more_body": True})
         finally:
             watcher.cancel()
-            self.worker.cancel(job)
+            job.is_cancelled = True
             self.num_open -= 1
             log.info("%s: %s after %.1f s", writer.id, outcome, loop.time() - started)
 

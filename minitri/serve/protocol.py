@@ -5,14 +5,13 @@ field that this server has no use for is accepted only where its value asks for 
 """
 
 import json
-import secrets
 from dataclasses import dataclass
 from typing import Any
 
 from minitri import Engine, GenerationConfig, InputError, Request, SamplingParams
 from minitri.errors import explain, shorten
 from minitri.fields import changed
-from minitri.loading.prompt_ids import MAX_SEED
+from minitri.loading.prompt_ids import draw_seed
 
 TEXT_TOKENS = 16
 """New tokens of /v1/completions unless the client says how many: OpenAI's default."""
@@ -96,7 +95,7 @@ class Protocol:
             raise InputError(f"'speculation' is {shorten(speculation, 60)}; give true or false")
         request = Request(
             ids,
-            fields.get("seed", secrets.randbelow(MAX_SEED + 1)),
+            fields.get("seed", draw_seed()),
             changed(self.sampling, fields),
             changed(GenerationConfig(), fields | own),
             speculation,

@@ -63,8 +63,9 @@ def run(monkeypatch, prompts, *, seeds, **speculation):
     """What was recorded, and the tokens of each row."""
     with monkeypatch.context() as patching:
         recorder = Recorder(patching)
-        how = settings_of(num_new=40, sampling=SAMPLING, **speculation, **SPECULATION)
-        return recorder, texts_of(tiny_engine().generate(prompts, seed=seeds, **how))
+        speculation |= SPECULATION
+        how = settings_of(num_new=40, sampling=SAMPLING, seed=seeds, **speculation)
+        return recorder, texts_of(tiny_engine().generate(prompts, **how))
 
 
 for_every_method = pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_auto_is_the_default_and_repeats_itself_whatever_the_clock_says(
 
     def text(method="auto") -> tuple[int, ...]:
         engine.release()  # a prompt that is partly known is read in other blocks, which may round
-        end = engine.complete(prompt, seed=4, **settings_of(method, 90, sampling))
+        end = engine.complete(prompt, **settings_of(method, 90, sampling, seed=4))
         assert sum(end.stats.steps_per_plan.values()) > 0
         return end.token_ids
 

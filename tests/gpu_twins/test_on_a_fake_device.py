@@ -87,6 +87,7 @@ def test_a_run_goes_to_its_end(speculation, placement, backend, weights, capture
     cuda.captured.clear()
     end = engine.complete(
         [1] * 30_000,
+        seed=0,
         sampling=WARM,
         speculation=SpeculationConfig(**speculation),
         generation=GenerationConfig(16, ignore_eos=True, **placement),

@@ -16,7 +16,7 @@ def tokens_of(engine, prompt, method, sampling, tree=""):
     speculation = SpeculationConfig(method, tree=tree, coupled=True, **SETTINGS)
     generation = GenerationConfig(24, ignore_eos=True, logprobs=4)
     settings = {"sampling": sampling, "generation": generation, "speculation": speculation}
-    run = engine.generate([prompt, prompt[:31]], **settings)
+    run = engine.generate([prompt, prompt[:31]], seed=0, **settings)
     return sorted((it for it in run if isinstance(it, Token)), key=lambda token: token.row)
 
 

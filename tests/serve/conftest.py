@@ -1,6 +1,7 @@
 """A server of the tiny model on a port of its own, with real sockets."""
 
 import contextlib
+import functools
 import json
 import socket
 import threading
@@ -14,8 +15,8 @@ import uvicorn
 from minitri.loading.chat_template import ChatTemplate
 from minitri.serve.app import Service
 from minitri.serve.protocol import Protocol
-from minitri.serve.worker import Worker
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.worker import Worker
 from tests.loading.test_chat_template import CHATML
 
 CONTEXT, NUM_ROWS = 400, 4
@@ -76,7 +77,8 @@ def serving(engine, *, before=lambda: None, num_rows=NUM_ROWS, max_queue=64, api
     """A server in a thread, whose worker calls `before` before each event."""
     protocol = Protocol(engine, ["tiny"], SamplingParams(temperature=1.0), CONTEXT)
     listener = socket.create_server(("127.0.0.1", 0))
-    worker = Worker(lambda: opened(engine, before, num_rows))
+    start = functools.partial(opened, engine, before, num_rows)
+    worker = Worker(lambda _: start(), run=start(), linger=None)
     with listener, contextlib.closing(worker):
         service = Service(protocol, worker, num_rows + max_queue, api_key)
         server = uvicorn.Server(uvicorn.Config(service.app, log_config=None))

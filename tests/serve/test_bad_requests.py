@@ -118,8 +118,7 @@ def test_a_key_is_asked_for_everywhere_but_at_health(engine):
             assert server.http.get("/v1/models", headers=headers).status_code == status
 
 
-def test_a_run_that_fails_ends_its_requests_and_is_opened_again(engine, monkeypatch, caplog):
-    monkeypatch.setattr("minitri.serve.worker.RETRY_SECONDS", 0.0)
+def test_a_run_that_fails_ends_its_requests_and_is_opened_again(engine, caplog):
     failures = [InputError("out of memory"), RuntimeError("broken")]
 
     def fail():

@@ -32,7 +32,7 @@ from minitri.errors import InputError
 from minitri.loader import load
 from minitri.loading.tokenizer import Tokenizer
 from minitri.requests import Token
-from minitri.settings import GenerationConfig, SpeculationConfig
+from minitri.settings import SpeculationConfig
 from tools.paper.baselines.policies import NAMES, speculation_with
 
 HEAD = (
@@ -116,7 +116,7 @@ def ask(
 
     Counted are the tokens of the answer: `Stats` would also count guesses after its end.
     """
-    run = engine.generate(prompt, generation=GenerationConfig(num_new), speculation=speculation)
+    run = engine.generate(prompt, max_new_tokens=num_new, speculation=speculation, seed=0)
     origins = [event.origin for event in run if isinstance(event, Token)]
     num_accepted, num_tested = origins.count("retrieval"), len(origins) - origins.count("bonus")
     if not num_tested:

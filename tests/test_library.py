@@ -1,0 +1,235 @@
+"""The library's own promises: keywords, seeds, asyncio, threads, and what an engine cannot do."""
+
+import asyncio
+import copy
+import dataclasses
+import itertools
+import math
+import os
+import pickle
+import threading
+
+import pytest
+import torch
+
+import minitri
+from minitri import End, GenerationConfig, InputError, Request, SamplingParams, SpeculationConfig
+from minitri.loading.chat_template import ChatTemplate
+from minitri.model.block import read_block
+from minitri.requests import Token
+from minitri.settings import AllFields, RunFields, TextFields
+from minitri.stats import RowStats, Stats
+from tests.cascades import tiny_engine
+from tests.conftest import new_cache
+from tests.loading.test_chat_template import CHATML
+
+WARM = {"temperature": 0.9, "top_p": 0.95, "ignore_eos": True}
+COUPLED = {**WARM, "max_new_tokens": 20, "coupled": True}
+
+
+@pytest.fixture
+def template(engine, monkeypatch):
+    made = ChatTemplate(CHATML, {})
+    monkeypatch.setitem(vars(engine.tokenizer), "chat_template", made)
+
+
+def test_the_keywords_are_the_fields_of_the_settings():
+    classes = (SamplingParams, GenerationConfig, SpeculationConfig)
+    fields = [field.name for kind in classes for field in dataclasses.fields(kind)]
+    assert fields == list(AllFields.__annotations__)
+    assert TextFields.__annotations__.keys().isdisjoint(RunFields.__annotations__)
+
+
+def test_keywords_say_what_settings_say(engine):
+    whole = {"sampling": SamplingParams(0.9, top_p=0.95), "seed": 3}
+    whole["generation"] = GenerationConfig(9, stop="e", logprobs=1)
+    wanted = engine.complete("She had", speculation=SpeculationConfig("naive", gamma1=2), **whole)
+    fields = {"temperature": 0.9, "top_p": 0.95, "max_new_tokens": 9, "stop": "e", "logprobs": 1}
+    done = engine.complete("She had", seed=3, method="naive", gamma1=2, **fields)
+    run = engine.stream([Request("She had", 3, **fields)], method="naive", gamma1=2)
+    assert done.tokens == wanted.tokens == run.result().tokens
+    assert {*done.stats.steps_per_plan} == {"naive gamma1 2"}
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "message"),
+    [
+        ("generate", "max_tokens", "did you mean max_new_tokens"),
+        ("complete", "temprature", "did you mean temperature"),
+        ("chat", "do_sample", "there are temperature, top_k"),
+        ("stream", "gama1", "did you mean gamma1"),
+        ("stream", "top_p", "give it to each minitri.Request"),
+        ("open", "stop", "give it to each minitri.Request"),
+    ],
+)
+def test_an_unknown_keyword_is_named_with_the_nearest(engine, template, method, name, message):
+    given = {"open": [], "stream": [[Request("x")]]}.get(method, ["x"])
+    with pytest.raises(InputError, match=f"{name} is not a setting.*{message}"):
+        getattr(engine, method)(*given, **{name: 1})
+    with pytest.raises(InputError, match=name):
+        Request("x", **{name: {}})
+
+
+def test_a_seed_that_is_drawn_is_told_and_repeats_the_text(engine):
+    first, *others = (engine.complete("She had", **COUPLED) for _ in range(3))
+    assert len({first.seed, *(done.seed for done in others)}) > 1
+    assert engine.complete("She had", seed=first.seed, **COUPLED).token_ids == first.token_ids
+    [one, two] = engine.stream([Request([5, 6], temperature=1.0)] * 2, method="naive").results()
+    assert one.seed != two.seed
+
+
+def test_results_come_in_the_order_of_the_prompts_and_only_of_whole_runs(engine):
+    run = engine.generate(["a", "b", "c"], max_new_tokens=3, ignore_eos=True)
+    ends = [event for event in run if isinstance(event, End)]
+    assert run.results() == sorted(ends, key=lambda end: end.row)
+    for end in ends:
+        assert end.text == "".join(token.text for token in end.tokens)
+    with pytest.raises(InputError, match="got 3; use results"):
+        run.result()
+    left = engine.generate("a")
+    left.close()
+    with pytest.raises(InputError, match="closed before"):
+        left.result()
+    with engine.open(reserve=64) as run, pytest.raises(InputError, match="no end"):
+        run.results()
+
+
+def test_a_chat_goes_on_after_the_template(engine, template):
+    messages = [{"role": "user", "content": "Why?"}]
+    prompt = engine.tokenizer.encode_chat(messages)
+    wanted = engine.complete(prompt, seed=1, **COUPLED).token_ids
+    for given in (messages, "Why?"):
+        assert engine.chat(given, seed=1, **COUPLED).result().token_ids == wanted
+    _, [last] = asyncio.run(told(engine.achat("Why?", seed=1, **COUPLED)))
+    assert last.token_ids == wanted
+
+
+async def told(events, most=10**6):
+    """The first events, and those that end something."""
+    found = []
+    async for event in events:
+        found.append(event)
+        if len(found) == most:
+            break
+    await events.aclose()
+    return found, [event for event in found if isinstance(event, End)]
+
+
+def test_asyncio_gets_the_texts_of_the_loop_next_to_each_other(engine):
+    """More than there are rows, some that need another run, and some that are wrong or leave."""
+    prompts = [[5 + number, 6, 7] * (1 + number) for number in range(11)]
+    gammas = [2] * 9 + [3] * 2
+    order = []
+
+    async def ask(number, prompt, gamma):
+        how = {"seed": number, "method": "naive", "gamma1": gamma, **COUPLED}
+        async for event in engine.agenerate(prompt, **how):
+            order.append(number)
+            last = event
+        return last
+
+    async def ask_all():
+        wrong = [told(engine.agenerate(prompt)) for prompt in ("", [7] * 600, ["a", "b"])]
+        left = told(engine.agenerate("She had", max_new_tokens=300, ignore_eos=True), most=3)
+        cancelled = asyncio.create_task(told(engine.agenerate("She", max_new_tokens=300)))
+        asked = asyncio.gather(*map(ask, range(11), prompts, gammas))
+        failed = await asyncio.gather(*wrong, return_exceptions=True)
+        cancelled.cancel()
+        ends, _ = await asyncio.gather(asked, left)
+        return failed, ends
+
+    failed, ends = asyncio.run(ask_all())
+    assert [type(error) for error in failed] == [InputError] * 3
+    changes = sum(one != other for one, other in itertools.pairwise(order))
+    assert changes > 30  # one after the other: 10
+    for number, (prompt, end) in enumerate(zip(prompts, ends, strict=True)):
+        assert end.token_ids == engine.complete(prompt, seed=number, **COUPLED).token_ids
+
+
+def test_a_scored_text_has_the_log_probabilities_of_plain_logits(engine):
+    ids = engine.tokenizer.encode("She had been forced into prudence in her youth. " * 6)
+    hidden = read_block(engine.model, [ids], new_cache(engine.config, capacity=400))
+    scores = engine.model.logits(hidden)[0, :-1].log_softmax(-1)
+    wanted = scores[range(len(ids) - 1), ids[1:]]
+    found = engine.score(ids)
+    assert found.shape == (len(ids) - 1,)
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
+    assert engine.score(engine.tokenizer.decode(ids)).tolist() == found.tolist()
+    with pytest.raises(InputError, match="one token"):
+        engine.score([5])
+
+
+def test_threads_take_turns(engine):
+    """Each has a run of its own, whose texts are those of the run alone."""
+    found = {}
+
+    def run(seed):
+        found[seed] = engine.complete([5, 6, 7] * (seed + 1), seed=seed, **COUPLED).token_ids
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed in range(4):
+        assert (
+            found[seed] == engine.complete([5, 6, 7] * (seed + 1), seed=seed, **COUPLED).token_ids
+        )
+
+
+def test_what_an_engine_cannot_do_is_one_line(engine, monkeypatch):
+    for refused in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(InputError, match="load it in each process"):
+            refused(engine)
+    run = engine.generate("She had")
+    monkeypatch.setattr(os, "getpid", lambda: 1)  # as in a forked process
+    for refused in (lambda: next(run), lambda: engine.complete("She had")):
+        with pytest.raises(InputError, match="load it here"):
+            refused()
+
+
+def test_a_closed_engine_has_no_weights_no_runs_and_no_use():
+    async def close_meanwhile(engine):
+        events = engine.agenerate([5], max_new_tokens=200, ignore_eos=True)
+        await anext(events)
+        engine.close()
+        with pytest.raises(InputError, match="closed meanwhile"):
+            await told(events)
+
+    with tiny_engine() as engine:
+        run = engine.generate([5, 6])
+        next(run)
+        asyncio.run(close_meanwhile(engine))
+    assert list(run) == []
+    assert not hasattr(engine, "model")
+    assert "closed" in repr(engine)
+    for use in (
+        lambda: engine.complete([5]),
+        lambda: engine.open(reserve=64),
+        lambda: engine.score([5, 6]),
+    ):
+        with pytest.raises(InputError, match="is closed; load it again"):
+            use()
+    engine.close()
+
+
+def test_what_a_notebook_shows_is_short(engine):
+    done = engine.complete([5] * 300, max_new_tokens=40, ignore_eos=True, seed=1)
+    shown = [done, *done.tokens, Request([5] * 300), engine, done.row_stats]
+    assert max(len(repr(it)) for it in shown) < 400
+    assert len(repr(done.stats)) < 700
+    assert repr(Token(0, 5, " a", "draft", -math.pi)) == (
+        "Token(row=0, token_id=5, text=' a', origin='draft', logprob=-3.142)"
+    )
+    tokens = (Token(0, 5, "<b>", "draft"), Token(0, 5, "&", "bonus"))
+    page = End(0, "eos", "<b>&", (5, 5), 0, tokens, Stats(), RowStats(1))._repr_html_()
+    assert 'title="draft">&lt;b&gt;</span>' in page
+    assert 'title="bonus">&amp;</span>' in page
+
+
+def test_the_packages_help_names_everything():
+    assert all(name in minitri.__doc__ for name in minitri.__all__ if name not in UNNAMED)
+
+
+UNNAMED = {"Engine", "Event", "Idle", "ModelConfig", "RowStats", "Stats"}
+"""What a first program meets by itself."""
