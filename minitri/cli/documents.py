@@ -17,8 +17,8 @@ from minitri.cli.inputs import read_bytes
 from minitri.errors import explain, shorten
 from minitri.log import log
 
-BLOCKS = ["p", "div", "br", "li", "tr", "h1", "h2", "h3", "h4", "h5", "title", "blockquote", "pre"]
-"""Elements of HTML that end a line."""
+BLOCKS = ["p", "div", "li", "tr", "h1", "h2", "h3", "h4", "h5", "title", "blockquote", "pre"]
+"""Elements of HTML that stand on lines of their own."""
 MARKS = (  # that of UTF-32 begins like that of UTF-16
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
@@ -84,6 +84,8 @@ def _html(content: bytes) -> str:
     for hidden in page(["script", "style", "template", "noscript"]):
         hidden.decompose()
     for block in page(BLOCKS):
+        block.insert(0, "\n")  # before, too: many paragraphs are not closed
+    for block in page([*BLOCKS, "br"]):
         block.append("\n")
     lines = (" ".join(line.split()) for line in page.get_text().splitlines())
     return re.sub("\n{3,}", "\n\n", "\n".join(lines))
