@@ -88,7 +88,7 @@ def _html(content: bytes) -> str:
     for block in page([*BLOCKS, "br"]):
         block.append("\n")
     lines = (" ".join(line.split()) for line in page.get_text().splitlines())
-    return re.sub("\n{3,}", "\n\n", "\n".join(lines))
+    return re.sub("\n{3,}", "\n\n", "\n".join(lines)).strip()
 
 
 def _package(module: str, name: str) -> Any:

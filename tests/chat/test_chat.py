@@ -92,7 +92,7 @@ def begin(loaded, monkeypatch, capsys):
     capsys.readouterr()
 
     def begin(flags: str = "-n 12", documents=(), **made) -> tuple[Chat, Conversation]:
-        args = build_parser().parse_args([*"--seed 1 --prefill-chunk 64".split(), *flags.split()])
+        args = build_parser().parse_args(f"--seed 1 --prefill-chunk 64 {flags}".split())
         talk = Conversation(loaded.tokenizer, documents=documents, **made)
         return Chat(loaded, talk, args), talk
 
@@ -301,6 +301,7 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_or_a_line_and_twice_leaves(instruc
             steps = [("stopped", b""), (">", half), ("a line", b"\x03"), (">", b"\x03")]
             for shown_first, typed in (*steps, (LEAVE, b""), (">", b"\x03")):
                 read_until(shown_first)
+                time.sleep(0.2)  # a Ctrl-C between prompt and waiting is noticed at the next key
                 os.write(terminal, typed)
             assert process.wait(timeout=60) == 0
         finally:
