@@ -169,9 +169,9 @@ def add_prompt_flags(parser: argparse.ArgumentParser, default: str = "demo") -> 
     return group
 
 
-def add_open_sampling_flags(parser: argparse.ArgumentParser) -> None:
+def add_open_sampling_flags(parser: argparse.ArgumentParser, otherwise: str = "greedy") -> None:
     """Sampling that the model's files decide where no flag does: flags are None then."""
-    title = "sampling (default: as the model's generation_config.json says, or else greedy)"
+    title = f"sampling (default: as the model's generation_config.json says, or else {otherwise})"
     add_flags(parser, *SAMPLING, "seed", title=title)
     parser.set_defaults(**dict.fromkeys(SAMPLING))
 

@@ -60,17 +60,23 @@ def load_engine(args: argparse.Namespace, texts: Sequence[str]) -> "tuple[Engine
     return boot(args, prompts)
 
 
-def sampling_of(args: argparse.Namespace, engine: "Engine") -> tuple[SamplingParams, int]:
-    """Sampling by the flags, or else as the model's files say; and the seed, drawn if need be."""
+def sampling_of(
+    args: argparse.Namespace,
+    engine: "Engine",
+    otherwise: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
+) -> tuple[SamplingParams, int]:
+    """Sampling by the flags, or as the model's files say, or else `otherwise`; and the seed, drawn
+    if need be."""
     sampling = taken(SamplingParams, args)
+    is_known = engine.sampling_defaults != SamplingParams()
     found = {
         name: value
-        for name, value in vars(engine.sampling_defaults).items()
+        for name, value in vars(engine.sampling_defaults if is_known else otherwise).items()
         if getattr(args, name) is None and value != getattr(sampling, name)
     }
     if args.temperature != 0 and found:
-        advice = "--temperature 0 is greedy"
-        log.info("sampling as the model's generation_config.json says: %s; %s", found, advice)
+        source = " as the model's generation_config.json says" if is_known else ""
+        log.info("sampling%s: %s; --temperature 0 is greedy", source, found)
         sampling = dataclasses.replace(sampling, **found)
     seed = args.seed
     if seed is None and sampling.temperature:

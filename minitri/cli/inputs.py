@@ -34,13 +34,19 @@ def read_text(file: str) -> str:
 def _read_text(file: str) -> str:
     name = "standard input" if file == "-" else shorten(file)
     with explain(f"cannot read {name}", "give UTF-8 text"):
-        with nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream:
-            content = stream.read(MAX_PROMPT_BYTES + 1) or b""  # None where nothing waits
-        if len(content) > MAX_PROMPT_BYTES:
-            raise ValueError(f"it has more than {MAX_PROMPT_BYTES >> 20} MB")
+        content = read_bytes(file)
         if b"\0" in content:
             raise ValueError("it has a NUL")
         return content.decode("utf-8-sig")
+
+
+def read_bytes(file: str) -> bytes:
+    """The bytes of a file or of standard input (`-`), if they are not too many."""
+    with nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream:
+        content = stream.read(MAX_PROMPT_BYTES + 1) or b""  # None where nothing waits
+    if len(content) > MAX_PROMPT_BYTES:
+        raise ValueError(f"it has more than {MAX_PROMPT_BYTES >> 20} MB")
+    return content
 
 
 def demo_text() -> str:

@@ -45,7 +45,7 @@ generate --rope-scaling yarn | is not KIND:FACTOR
 generate --save-kv /nowhere/x | --save-kv: cannot write /nowhere/x
 generate --load-kv /nowhere/x | /nowhere/x
 generate --warp | unrecognized arguments: --warp
-chat --document BINARY | UTF-8
+chat --document BINARY | cannot read the document
 serve --port 70000 | --port: '70000'
 serve --host no.such.host | cannot listen at no.such.host
 selftest --max-prompt-tokens 600 --max-new-tokens 40 | max_new_tokens=40
