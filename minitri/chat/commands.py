@@ -17,6 +17,7 @@ from minitri.chat.words import (
     ENDINGS,
     FORGOTTEN,
     HELP,
+    PARTLY_READ,
     UNANSWERED,
     unknown_command,
 )
@@ -25,7 +26,7 @@ from minitri.cli.boot import sampling_of
 from minitri.cli.documents import read_document
 from minitri.cli.report import outline
 from minitri.cli.terminal import colored, nothing, plain, stream
-from minitri.errors import explain, shorten
+from minitri.errors import MAX_COUNT, explain, shorten
 from minitri.loading.prompt_ids import MAX_SEED, as_seeds, check_prompt
 from minitri.log import log
 from minitri.stats import num_common
@@ -135,7 +136,8 @@ class Chat:
 
     def do_system(self, text: str) -> None:
         if text:
-            self._read(self._talk.opening_of(text, self._talk.opening.documents))
+            talk = self._talk
+            self._read(talk.opening_of(text, talk.opening.documents), talk.num_kept)
         tell(f"system: {self._talk.opening.system or 'as the model has it'}")
 
     def do_documents(self, _: str) -> None:
@@ -199,10 +201,11 @@ class Chat:
             left -= min(left, size)
         return "\n".join(lines) or "there are no documents; /document FILE adds one"
 
-    def _read(self, opening: Opening) -> None:
-        """Begins with this opening, and reads its documents; Ctrl-C keeps what was read."""
+    def _read(self, opening: Opening, most: int = MAX_COUNT) -> None:
+        """Begins with this opening, and reads of its documents what the flags keep, at most so many
+        tokens; Ctrl-C keeps what was read."""
         talk = self._talk
-        talk.open(opening, num_kept(opening, self._engine.config, self._args))
+        talk.open(opening, min(most, num_kept(opening, self._engine.config, self._args)))
         if (num_cut := opening.num_tokens - talk.num_kept) > 0:
             log.info("documents: their first %d tokens; %d are cut", talk.num_kept, num_cut)
         if not opening.documents:
@@ -212,9 +215,7 @@ class Chat:
             return
         num_read = num_common(self._engine.held_tokens, talk.beginning) - opening.num_first
         talk.open(opening, min(num_read, talk.num_kept))
-        tell(
-            f"stopped; questions are about what was read until /read goes on:\n{self._documents()}"
-        )
+        tell(PARTLY_READ.format(talk.num_kept, opening.num_tokens))
 
     def _complete(self, earlier: Sequence[Turn], turn: Turn) -> None:
         """Answers a question, or goes on with its answer, after these turns."""

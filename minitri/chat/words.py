@@ -37,6 +37,7 @@ ENDINGS = {
 }
 """Why an answer ended, unless the model ended it."""
 UNANSWERED = "stopped before the answer began; the question is not kept"
+PARTLY_READ = "stopped; until /read goes on, questions are about {} of {} tokens of documents"
 FORGOTTEN = "the context is full: the oldest {} of {} questions and their answers are forgotten"
 LEAVE = "/quit or Ctrl-D leaves, and so does another Ctrl-C"
 

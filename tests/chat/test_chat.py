@@ -215,11 +215,14 @@ def test_documents_that_are_stopped_stay_as_far_as_they_were_read(begin, monkeyp
     chat, talk = begin(documents=[NIGHT])
     part = talk.num_kept
     assert 0 < part < talk.opening.num_tokens
-    assert f"night.txt: {part:,} of {talk.opening.num_tokens:,} tokens" in capsys.readouterr().err
+    assert f"about {part} of {talk.opening.num_tokens} tokens" in capsys.readouterr().err
+    chat.obey("/system Be brief.")
+    assert talk.num_kept == part
     chat.obey("Who?")
     assert part < len(talk.ids(talk.turns)) < talk.opening.num_tokens
     assert chat._last.rows[0].stats.num_cached_tokens > part // 2
     chat.obey("/read")
+    assert f"{talk.num_kept:,} of {talk.num_kept:,}" in capsys.readouterr().err
     assert talk.num_kept == talk.opening.num_tokens
     assert chat._last.rows[0].stats.num_cached_tokens > part // 2
     assert talk.ids([])[:part] == talk.opening.token_ids[:part]
