@@ -83,7 +83,7 @@ class GenerationConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.on_chip is not None and not self.offload:
-            refuse(self, "on_chip", "which means nothing without offload; add --offload")
+            refuse(self, "on_chip", "which means nothing without offload=True; add that")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not (isinstance(stop, Sequence) and all(isinstance(it, str) and it for it in stop)):
             refuse(self, "stop", "it must be strings of at least one character, such as ('END',)")

@@ -62,7 +62,7 @@ class Chat:
             else:
                 self._answer(line)
         except InputError as error:
-            log.error("%s", error)
+            log.error("%s", arguments.in_flags(error, self._args.flags))
 
     def do_help(self, _: str) -> None:
         """this list"""
@@ -172,7 +172,7 @@ def run_command(args: argparse.Namespace) -> None:
     arguments.taken(SamplingParams, args)  # bad values fail before anything is loaded
     arguments.speculation_of(args)
     arguments.warn_of_ignored(args)
-    documents = [read_text(file) for file in args.document]
+    documents = [read_text(file, "--document") for file in args.document]
 
     def begin(tokenizer: Tokenizer, config: ModelConfig) -> Conversation:
         talk = Conversation(tokenizer, system=args.system, documents=documents)

@@ -13,7 +13,7 @@ import torch
 from minitri import Engine, Generation, InputError, ModelConfig, SamplingParams, load
 from minitri.cli.arguments import model_of, taken
 from minitri.cli.inputs import encode
-from minitri.cli.report import outline
+from minitri.cli.report import outline, where
 from minitri.errors import shorten
 from minitri.loading.prompt_ids import MAX_SEED
 from minitri.loading.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ def boot(
         needs = "the compiled kernels (a CPU with a C++ compiler) and no --tree"
         raise InputError(f"--bitwise needs {needs}; leave it out")
     if (file := vars(args).get("load_kv")) is not None:
-        log.info("KV snapshot: %d tokens", engine.load_kv(file))
+        log.debug("KV snapshot: %d tokens", engine.load_kv(file))
     return engine, made[0]
 
 
@@ -46,8 +46,11 @@ def load_engine(args: argparse.Namespace, texts: Sequence[str]) -> tuple[Engine,
     return boot(args, prompts)
 
 
-def sampling_of(args: argparse.Namespace, engine: Engine) -> tuple[SamplingParams, int]:
-    """Sampling by the flags, or else as the model's files say; and the seed, drawn if need be."""
+def sampling_of(
+    args: argparse.Namespace, engine: Engine, work: str = ""
+) -> tuple[SamplingParams, int]:
+    """Sampling by the flags, or else as the model's files say; and the seed, drawn if need be. Logs
+    the line in front of all work, of which `work` is a part."""
     sampling = taken(SamplingParams, args)
     found = {
         name: value
@@ -56,12 +59,18 @@ def sampling_of(args: argparse.Namespace, engine: Engine) -> tuple[SamplingParam
     }
     if args.temperature != 0 and found:
         advice = "--temperature 0 is greedy"
-        log.info("sampling as the model's generation_config.json says: %s; %s", found, advice)
+        log.debug("sampling as the model's generation_config.json says: %s; %s", found, advice)
         sampling = dataclasses.replace(sampling, **found)
     seed = args.seed
     if seed is None and sampling.temperature:
         seed = join().ask_first(lambda: secrets.randbelow(MAX_SEED + 1))
-        log.info("seed %d; the text may follow the clock, too: --seed makes it repeatable", seed)
+        log.debug("the text may follow the clock, too: --seed makes it repeatable")
+    plain = vars(SamplingParams())
+    chosen = [f"{it} {to}" for it, to in vars(sampling).items() if to != plain[it]] or ["greedy"]
+    facts = where(engine.model)
+    work = "; ".join(filter(None, [work, ", ".join(chosen)]))
+    work += f", seed {seed}" if sampling.temperature else ""
+    log.info("%s, %s on %s; %s", engine.config.name, facts["dtype"], facts["device"], work)
     return sampling, seed or 0
 
 

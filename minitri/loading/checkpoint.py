@@ -75,7 +75,7 @@ def load_model(
         packed = keep_quantized(model, placements(model), checkpoint.quantized())
     if native and not packed:
         raise InputError(
-            f"--weights native needs a GGUF file with matrices of {', '.join(BITS)} and the "
+            f"weights=native needs a GGUF file with matrices of {', '.join(BITS)} and the "
             f"compiled kernels, which {config.name} on {device} does not have; leave it out"
         )
     _fill(model, checkpoint.tensors(config, packed), checkpoint.path, progress)
@@ -101,7 +101,7 @@ def _check_drafter(model: Llama, target: Llama, path: Path) -> None:
     if not similarity > MIN_SIMILARITY:
         raise InputError(
             f"the drafter {config.name} was made for {shorten(config.draft_of)}, whose "
-            f"embeddings are not those of {lent.name}; use another, or --draft suffix"
+            f"embeddings are not those of {lent.name}; use another, or draft=suffix"
         )
     assert isinstance(model.lm_head, TrimmedHead)
     ids = model.lm_head.token_ids

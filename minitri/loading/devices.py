@@ -88,7 +88,7 @@ def attention_for(
     if device.type == "cuda":
         return choose_attention(device, dtype, config, wanted=wanted)
     if wanted != "auto":
-        raise InputError(f"--attention {wanted} is for GPUs; leave it out on the {device.type}")
+        raise InputError(f"attention={wanted} is for GPUs; leave it out on the {device.type}")
     kernels = kernels_for(device, config)
     return kernels.attend if kernels is not None else attend_cpu
 
@@ -108,7 +108,7 @@ def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
         return copy_in_few_bits(model, int(wanted.removeprefix("int")))
     if wanted == "int8" or not has_kernels:
         raise InputError(
-            f"--draft-weights {wanted} cannot be had of {model.config.name} on {model.device}: "
+            f"draft_weights={wanted} cannot be had of {model.config.name} on {model.device}: "
             "int8 needs a GPU, int4 needs the compiled kernels; leave it out"
         )
     copy = quantized_copy(model)

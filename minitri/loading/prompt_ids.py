@@ -49,11 +49,17 @@ def check_prompt(ids: list[int], config: ModelConfig, num_new: int) -> None:
                 f"prompt has token id {token}; {config.name} has ids from 0 to "
                 f"{config.vocab_size - 1}"
             )
-    if len(ids) + num_new > config.context_length:
+    room = config.context_length - num_new
+    if len(ids) > room:
+        problem = (
+            f"the prompt has {len(ids)} tokens but {config.name} holds {config.context_length}"
+        )
+        factor = -(-(len(ids) + num_new) // (config.rope.original_context or config.context_length))
+        fewer = f"max_prompt_tokens={room} keeps the first {room}"
         raise InputError(
-            f"prompt has {len(ids)} tokens but {config.name} holds {config.context_length} minus "
-            f"max_new_tokens={num_new}; shorten it (--max-prompt-tokens), lower --max-new-tokens, "
-            "or stretch the context (--rope-scaling)"
+            f"{problem} minus max_new_tokens={num_new}",
+            fewer if room > 0 else "lower max_new_tokens=",
+            f"rope_scaling=yarn:{factor} stretches the context",
         )
 
 
