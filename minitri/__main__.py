@@ -32,7 +32,7 @@ FOLDERS = ("chat", "serve", "bench", "selftest")
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `minitri` and `python -m minitri`."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv in (["-h"], ["--help"]) or (not argv and sys.stdin and sys.stdin.isatty()):
+    if argv in (["-h"], ["--help"], ["help"]) or (not argv and sys.stdin and sys.stdin.isatty()):
         answer(HELP)
     elif argv == ["--version"]:
         answer(f"minitri {__version__}\n")

@@ -52,4 +52,6 @@ def explain(problem: str, advice: str = "get it again") -> Iterator[None]:
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, OSError) and error.strerror:
             reason = error.strerror
+        elif type(error) is ValueError and str(error):
+            reason = str(error)
         raise InputError(f"{problem} ({shorten(reason, 140)}); {advice}") from error

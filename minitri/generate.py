@@ -34,7 +34,7 @@ class GenerateFlags:
     """Many: a file with a JSON object a line, such as {"prompt": "Once", "id": 7, "seed": 3,
     "max_new_tokens": 40, "temperature": 0.6}; writes one a line, too, as each is done; - is
     standard input."""
-    batch_size: int = between(MAX_ROWS, 1)
+    batch_size: int = between(MAX_ROWS, 1, 1024)
     """Prompts of a file that run at a time, if memory allows."""
     chat: bool = False
     """The prompt is a message: put it into the model's chat template."""

@@ -99,8 +99,11 @@ class OneLineParser(argparse.ArgumentParser):
     @property
     def flags(self) -> dict[str, str]:
         """The flag of every setting by its name."""
-        named = [(it.dest, it.option_strings) for it in self._actions if it.option_strings]
-        return {dest: next((it for it in names if it[:2] == "--"), "") for dest, names in named}
+        found: dict[str, str] = {}
+        for action in self._actions:
+            for flag in (it for it in action.option_strings[::-1] if it.startswith("--")):
+                found |= {flag[2:].replace("-", "_"): flag, action.dest: flag}
+        return found
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{shorten(message, 400)}; see --help")

@@ -76,6 +76,8 @@ def sampling_of(
 
 def check_save_kv(args: argparse.Namespace) -> None:
     """Raises `InputError`, before minutes of work, for a file that cannot be written."""
+    if args.save_kv is not None and Path(args.save_kv).is_dir():
+        raise InputError(f"--save-kv {shorten(args.save_kv)} is a folder; name a file")
     if args.save_kv is not None and not os.access(Path(args.save_kv).absolute().parent, os.W_OK):
         raise InputError(f"--save-kv: cannot write {shorten(args.save_kv)}; name another file")
 

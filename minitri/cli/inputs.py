@@ -74,5 +74,7 @@ def encode(
     if 0 < num_cut < end - start:
         log.debug("prompt: only its first %d tokens", args.max_prompt_tokens)
         ids = ids[: end - num_cut] + ids[end:]
-    check_prompt(ids, config, num_new)
+    room = config.context_length - num_new
+    ways = [f"keep its first {room} tokens with max_prompt_tokens={room}"] if room > 0 else []
+    check_prompt(ids, config, num_new, *ways)
     return ids

@@ -61,7 +61,9 @@ def run_lines(
         conclude(args, engine, run)
     if len(requests) < max(len(lines), 1):
         num_wrong = len(lines) - len(requests)
-        raise InputError(f"{num_wrong} of {len(lines)} lines of {shorten(args.prompts)} were wrong")
+        file = shorten(args.prompts)
+        problem = f"{num_wrong} of {len(lines)} lines of --prompts {file} were wrong"
+        raise InputError(f"{problem}; the answers with an error say which, and why")
 
 
 def read_line(line: str) -> dict[str, Any]:

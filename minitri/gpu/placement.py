@@ -151,7 +151,7 @@ def choose_on_chip(
         f"{needs.on_host(here) / GIB:.2f} in host memory with the KV cache of {here} of {L} layers "
         f"on the device, got {device_bytes / GIB:.2f} and {host_bytes / GIB:.2f}",
         "shorten the text",
-        "offload=True",
-        "a smaller model, dtype= or prefill_chunk=",
-        "more GPUs (torchrun)",
+        "use offload=True",
+        "use a smaller model, dtype= or prefill_chunk=",
+        "use more GPUs (torchrun)",
     )

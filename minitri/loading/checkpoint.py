@@ -38,7 +38,11 @@ Checkpoint = Folder | GgufFile
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A GGUF file, by its ending, or else a Hugging Face folder."""
+    """A GGUF file, by its ending, or else a Hugging Face folder. Raises `InputError`."""
+    if path.is_file() and path.suffix != ".gguf":
+        raise InputError(f"{path} is a file but no .gguf; give such a file, or a model's folder")
+    if path.is_dir() and not (path / "config.json").exists():
+        raise InputError(f"{path} has no config.json; give a folder in the Hugging Face layout")
     return GgufFile(path) if path.suffix == ".gguf" and path.is_file() else Folder(path)
 
 

@@ -66,8 +66,10 @@ def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B
             return torch.device("cpu")
         if device.type == "cuda" and (device.index or 0) < num_gpus:
             return device
+    others = f" or cuda:0 to cuda:{num_gpus - 1}" if num_gpus else ""
     raise InputError(
-        f"device {name!r} is not there; use cpu, or with one of {num_gpus} GPUs cuda or cuda:N"
+        f"device={name!r} is not there (PyTorch {torch.__version__} sees {num_gpus} GPUs); use "
+        f"device=cpu{others}"
     )
 
 

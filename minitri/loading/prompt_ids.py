@@ -39,8 +39,9 @@ def _as_list(prompt: Any) -> list[Any]:
     return list(prompt)
 
 
-def check_prompt(ids: list[int], config: ModelConfig, num_new: int) -> None:
-    """Raises `InputError` unless a prompt is valid and leaves room for `num_new` tokens."""
+def check_prompt(ids: list[int], config: ModelConfig, num_new: int, *ways: str) -> None:
+    """Raises `InputError` unless a prompt is valid and leaves room for `num_new` tokens. `ways` out
+    are those that the caller has for a prompt that is too long."""
     if not ids:
         raise InputError("the prompt is empty; give at least one character or token")
     for token in ids:
@@ -54,13 +55,10 @@ def check_prompt(ids: list[int], config: ModelConfig, num_new: int) -> None:
         problem = (
             f"the prompt has {len(ids)} tokens but {config.name} holds {config.context_length}"
         )
-        factor = -(-(len(ids) + num_new) // (config.rope.original_context or config.context_length))
-        fewer = f"max_prompt_tokens={room} keeps the first {room}"
-        raise InputError(
-            f"{problem} minus max_new_tokens={num_new}",
-            fewer if room > 0 else "lower max_new_tokens=",
-            f"rope_scaling=yarn:{factor} stretches the context",
-        )
+        fewer = f"shorten it to {room} tokens" if room > 0 else "lower max_new_tokens="
+        base = config.rope.original_context or config.context_length
+        longer = f"stretch the context with rope_scaling=yarn:{-(-(len(ids) + num_new) // base)}"
+        raise InputError(f"{problem} minus max_new_tokens={num_new}", *ways or [fewer], longer)
 
 
 def as_seeds(seed: int | Sequence[int], num_rows: int) -> list[int]:

@@ -188,12 +188,12 @@ def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(weights, t
 def test_what_cannot_stay_quantized_is_refused_in_one_line(weights, tmp_path, monkeypatch):
     dense, fine = (write(weights, tmp_path / f"{kind}.gguf", kind) for kind in ("F16", "Q4_0"))
     for path in (weights.path, dense):
-        with pytest.raises(InputError, match="--weights native needs a GGUF file"):
+        with pytest.raises(InputError, match="weights=native needs a GGUF file"):
             load(path)
     monkeypatch.setattr(devices, "load_kernels", lambda: None)
-    with pytest.raises(InputError, match="--weights native needs .* the compiled kernels"):
+    with pytest.raises(InputError, match="weights=native needs .* the compiled kernels"):
         load(fine)
-    with pytest.raises(InputError, match="--draft-weights int4 .* needs the compiled kernels"):
+    with pytest.raises(InputError, match="draft_weights=int4 .* needs the compiled kernels"):
         load(fine, "auto", draft_weights="int4")
 
 
