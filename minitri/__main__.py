@@ -49,7 +49,7 @@ def check_words(argv: list[str]) -> None:
     if argv and argv[0].isalpha() and argv[0] not in FILES + FOLDERS:
         from difflib import get_close_matches  # imports re
 
-        for name in get_close_matches(argv[0], FILES + FOLDERS, 1, 0.8):
+        for name in get_close_matches(argv[0].lower(), FILES + FOLDERS, 1, 0.8):
             advice = f"did you mean {name}? For a text: minitri generate {argv[0]}"
             raise InputError(f"there is no program {argv[0]}; {advice}")
 
