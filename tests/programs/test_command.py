@@ -49,7 +49,7 @@ def test_nothing_at_a_terminal_is_answered_by_help(run, monkeypatch):
         assert "there is no text" in done.err
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     assert run(model=None) == (0, command.HELP, "")
-    monkeypatch.setattr(sys, "stdin", None)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False))
     monkeypatch.setattr(command, "is_piped", lambda: True)
     monkeypatch.setattr(generate, "main", lambda argv: sys.exit(7))
     assert run(model=None).code == 7
